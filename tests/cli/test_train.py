@@ -796,7 +796,7 @@ def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_pa
         ("--repetition-penalty 0", "repetition_penalty is 0.0: must be finite and above 0", 2),
         ("--no-repeat-ngram 0", "no_repeat_ngram is 0: must be an integer", 2),
         ("--ban é", "character 0 is U+00E9", 2),
-        ("--stop=", "stop has '': must be strings", 2),
+        ("--stop=", "stop contains '': must be strings", 2),
         ("--samples 2 --num-tokens 400", "num_tokens is 400: ", 2),
         ("--prompts /nonexistent", "/nonexistent", 1),
         ("--cache-dtype int4",

@@ -1,11 +1,11 @@
-"""Put one NaN or infinity into long rows, and ask every function that has to notice it.
+"""Fuzz test that every function detects a single NaN or infinity in a long row.
 
     python -m tests.decoding.fuzz_nan --minutes 1 --seed 0
 
-A case draws the length of the rows, the place in the row, the dtype, how the value is made (a
-constant or arithmetic under the trace, of either sign) and whether the call is vmapped. All of it
-runs under `jit`: there XLA's maximum on a CPU and `lax.top_k` pass over some of these values. The
-rows beside the broken one must stay as they are.
+A case draws the length of the rows, the index of the bad value, the dtype, how the value is made (a
+constant or traced arithmetic, of either sign) and whether the call is vmapped. Everything runs
+inside `jit`, where XLA's maximum on a CPU and `lax.top_k` overlook some of these values. The other
+rows must not change.
 """
 
 import argparse
@@ -37,12 +37,12 @@ MADE = {
     "inf - inf": lambda inf: inf - inf, "-(inf - inf)": lambda inf: -(inf - inf),
     "inf": lambda inf: inf,
 }  # fmt: skip
-"""How the value is made from an infinity that the compiler does not know."""
+"""Ways to make the value from an infinity that is not a compile-time constant."""
 
 
 @dataclass(frozen=True)
 class NanToNum:
-    """A processor of your own, with the same repr in each process."""
+    """A custom processor with the same repr in each process."""
 
     def __call__(self, x):
         return jnp.nan_to_num(x)
@@ -58,7 +58,7 @@ KEY = jax.random.key(0)
 
 
 def history(x):
-    """A processor that excludes token 3, where the value is in half of the cases."""
+    """Exclude token 3, which has the bad value in half of the cases."""
     return apply_processors((tj.Ban(3),), object(), x)
 
 
@@ -69,23 +69,23 @@ def by_rows(x):
 
 
 def attends(place):
-    """Whether attention shows a value in the row of a query, key or value, or of the bias."""
+    """Return whether attention propagates a bad value in a query, key, value or bias."""
 
-    def noticed(x):
+    def detected(x):
         rows = jnp.broadcast_to(jnp.sin(jnp.arange(x.shape[1] * 8.0)), (len(x), x.shape[1] * 8))
         k = rows.reshape(len(x), -1, 1, 8).astype(x.dtype)
-        given = dict(query=k if place == "query" else k[:, :1], key=k, value=k)
+        inputs = dict(query=k if place == "query" else k[:, :1], key=k, value=k)
         if place == "bias":
-            given["bias"] = x[:, None, None].astype(jnp.float32)
+            inputs["bias"] = x[:, None, None].astype(jnp.float32)
         else:
-            given[place] = k + x[:, :, None, None]
-        found = [
-            tj.dot_product_attention(**given, implementation=name) for name in ("xla", "blockwise")
+            inputs[place] = k + x[:, :, None, None]
+        outputs = [
+            tj.dot_product_attention(**inputs, implementation=name) for name in ("xla", "blockwise")
         ]
-        bad = [jnp.isnan(out).any(axis=(1, 2, 3)) for out in found]
+        bad = [jnp.isnan(out).any(axis=(1, 2, 3)) for out in outputs]
         return bad[0] & bad[1]
 
-    return noticed
+    return detected
 
 
 def proposed(x):
@@ -95,7 +95,7 @@ def proposed(x):
 
 
 def encoded(x):
-    """Whether features of a dictionary show what is in their bias."""
+    """Whether the features of a dictionary propagate a bad value in their bias."""
 
     def of_row(bias):
         (n,) = bias.shape
@@ -145,29 +145,29 @@ PLACES = {
 
 
 def check(name, length, at, dtype, made, mapped, seed):
-    """Return what is wrong with one case, or None."""
+    """Return an error message if a case fails, otherwise None."""
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(3, length)).astype(np.float32)
-    noticed = PLACES[name]
+    detected = PLACES[name]
 
     @jax.jit
     def run(rows, inf):
         x = rows.astype(dtype).at[1, at].set(MADE[made](inf).astype(dtype))
-        return jax.vmap(lambda row: noticed(row[None])[0])(x) if mapped else noticed(x)
+        return jax.vmap(lambda row: detected(row[None])[0])(x) if mapped else detected(x)
 
     found = np.asarray(run(rows, np.float32(np.inf))).reshape(3).tolist()
     if found != [False, True, False]:
         case = f"{made} at {at} of {length}, {dtype}{', vmap' * mapped}, seed {seed}"
-        return f"{name}: {case}: noticed {found}"
+        return f"{name}: {case}: detected {found}"
     return None
 
 
 def case_of(rng, name):
     made = str(rng.choice([*MADE]))
     if name == "experts" and made == "inf":
-        made = "nan"  # an infinite logit takes all the weight
+        made = "nan"  # an infinite logit gets all the weight
     if name == "dictionary" and made.startswith("-"):
-        made = "inf - inf"  # ReLU
+        made = "inf - inf"  # ReLU may remove a negative value
     length = int(rng.choice(LENGTHS))
     at = 3 if rng.random() < 0.5 else int(rng.integers(length))
     return (
@@ -176,7 +176,7 @@ def case_of(rng, name):
 
 
 def fuzz(seed, cases=None, minutes=None):
-    """Return how many cases were run, and what went wrong."""
+    """Return the number of cases and the error messages."""
     rng, failed, ran = np.random.default_rng(seed), [], 0
     end = time.monotonic() + 60 * (minutes or 0)
     while ran < cases if cases is not None else time.monotonic() < end:
@@ -191,8 +191,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    ran, failed = fuzz(given.seed, minutes=given.minutes)
+    args = parser.parse_args()
+    ran, failed = fuzz(args.seed, minutes=args.minutes)
     print(*failed, f"{ran} cases, {len(failed)} failed", sep="\n")
     return bool(failed)
 

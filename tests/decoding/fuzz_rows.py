@@ -1,11 +1,11 @@
-"""Draw batches, and hold each row of them against the row alone; count what samplers draw.
+"""Fuzz test that compares rows of random batches with the rows alone, and checks samplers.
 
     python -m tests.decoding.fuzz_rows --minutes 1 --seed 0
 
-A program is an implementation of keys, a sampler, processors and a way to decode, and has cases:
-prompts, lengths and keys, whose rows are decoded together, in another order, and one alone. For a
-program the tokens of many keys are counted too, and held against the softmax in float64: a right
-sampler fails 1 time in 10^6.
+A program combines an implementation of keys, a sampler, processors and a decoding method. Each of
+its cases draws prompts, lengths and keys, and decodes the rows together, in reverse order, and one
+alone. For each program, the token frequencies of many keys are also compared with the softmax in
+float64; a correct sampler fails 1 time in 10^6.
 """
 
 import argparse
@@ -47,16 +47,16 @@ def params():
 
 
 def decode(entry, prompt, keys, lengths, sampler, processors, stop):
-    """Return each row's tokens, a list for each."""
+    """Return the tokens of each row as a list."""
     rows = len(prompt)
     state = tj.init_cache(CONFIG, rows, 32)
     more = dict(num_tokens=NEW, sampler=sampler, processors=processors, stop=stop)
-    given = STEP, params(), prompt, state
+    arguments = STEP, params(), prompt, state
     if entry == "vmap":
         logits = jnp.asarray(np.sin(prompt.sum(1)[:, None] * np.arange(1, 38) * 0.37) * 3)
         return np.asarray(jax.vmap(sampler)(keys, logits))[:, None].tolist()
     if entry == "stream":
-        tokens = list(tj.stream(*given, key=keys, lengths=lengths, **more))
+        tokens = list(tj.stream(*arguments, key=keys, lengths=lengths, **more))
         return [[int(t) for t in row if t >= 0] for row in np.stack(tokens, 1)]
     if entry in ("speculate", "draft"):
         proposer = tj.PromptLookup(2)
@@ -64,7 +64,7 @@ def decode(entry, prompt, keys, lengths, sampler, processors, stop):
             other = jax.tree.map(lambda x: x * 1.1, params())
             proposer = tj.Draft(STEP, other, tj.init_cache(CONFIG, rows, 32))
         made = tj.speculate(
-            *given, proposer=proposer, num_draft=2, key=keys, lengths=lengths, **more
+            *arguments, proposer=proposer, num_draft=2, key=keys, lengths=lengths, **more
         )
         return [row.tolist() for row in made.rows()]
     if entry == "serve":
@@ -78,12 +78,12 @@ def decode(entry, prompt, keys, lengths, sampler, processors, stop):
     if entry == "fork":
         state = fork(state, 1)
     chunk = 3 if entry == "chunks" else None
-    made = tj.generate(*given[:3], state, key=keys, lengths=lengths, chunk=chunk, **more)
+    made = tj.generate(*arguments[:3], state, key=keys, lengths=lengths, chunk=chunk, **more)
     return [row.tolist() for row in made.rows()]
 
 
 def case(seed, at):
-    """Run one case; return its name and what failed, or None."""
+    """Run one case; return its name and an error message, or None."""
     rng = np.random.default_rng([seed, at // CASES_OF_A_PROGRAM])
     rows, kind = int(rng.integers(2, 5)), KEYS[rng.integers(len(KEYS))]
     entry = ENTRIES[at // CASES_OF_A_PROGRAM % len(ENTRIES)]
@@ -102,29 +102,29 @@ def case(seed, at):
 
     name = f"{entry}, {kind}, {sampler}, {processors}, stop {stop}, {rows} rows"
     together = run(range(rows))
-    turned = run(range(rows)[::-1])[::-1]
+    reversed_order = run(range(rows)[::-1])[::-1]
     row = int(rng.integers(rows))
     alone = run([row])[0]
-    if together != turned:
-        return name, f"in another order: {together} and {turned}"
+    if together != reversed_order:
+        return name, f"in reverse order: {together} and {reversed_order}"
     if together[row] != alone:
         return name, f"row {row} alone: {together[row]} and {alone}"
     return name, frequencies(rng, kind) if at % CASES_OF_A_PROGRAM == 0 else None
 
 
 def frequencies(rng, kind, draws=4000):
-    """Return what is wrong with how often each token of random logits is drawn, or None."""
+    """Return an error message if token frequencies differ from the softmax, otherwise None."""
     sampler = SAMPLERS[rng.integers(len(SAMPLERS))]
     logits = (rng.normal(size=37) * 2).astype(np.float32)
     x = np.asarray(sampler.distribution(jnp.asarray(logits)), np.float64)
-    wanted = np.exp(x - x.max())
-    wanted /= wanted.sum()
+    expected = np.exp(x - x.max())
+    expected /= expected.sum()
     keys = jax.random.split(jax.random.key(int(rng.integers(2**31)), impl=kind), draws)
     count = np.bincount(np.asarray(COUNTED(sampler, keys, logits)), minlength=37)
-    if count[wanted == 0].any():
-        return f"{sampler} draws what it excludes: {np.flatnonzero(count * (wanted == 0))}"
-    often = wanted * draws >= 5
-    pooled = [*count[often], count[~often].sum()], [*wanted[often], wanted[~often].sum()]
+    if count[expected == 0].any():
+        return f"{sampler} draws excluded tokens: {np.flatnonzero(count * (expected == 0))}"
+    often = expected * draws >= 5
+    pooled = [*count[often], count[~often].sum()], [*expected[often], expected[~often].sum()]
     got, share = (np.asarray(x, float) for x in pooled)
     got, share = got[share > 0], share[share > 0]
     statistic = ((got - draws * share) ** 2 / (draws * share)).sum()
@@ -138,7 +138,7 @@ COUNTED = jax.jit(
 
 
 def fuzz(seed, cases=None, minutes=None):
-    """Run cases until there are so many, or so long; return a count of them and what failed."""
+    """Run a number of cases, or for some minutes; return counts by method and the errors."""
     ran, failed, start, at = collections.Counter(), [], time.perf_counter(), 0
     while at < (cases or 10**9) and time.perf_counter() - start < 60 * (minutes or 10**9):
         name, wrong = case(seed, at)
@@ -154,15 +154,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=int, help="run this one alone")
-    given = parser.parse_args()
+    parser.add_argument("--case", type=int, help="run only this case")
+    args = parser.parse_args()
     jax.config.update("jax_disable_most_optimizations", True)
-    if given.case is not None:
-        name, wrong = case(given.seed, given.case)
+    if args.case is not None:
+        name, wrong = case(args.seed, args.case)
         print(f"{name}: {wrong or 'right'}")
         sys.exit(bool(wrong))
-    ran, failed = fuzz(given.seed, minutes=given.minutes)
-    print(f"{ran.total()} cases of seed {given.seed}: {len(failed)} wrong;", dict(ran))
+    ran, failed = fuzz(args.seed, minutes=args.minutes)
+    print(f"{ran.total()} cases of seed {args.seed}: {len(failed)} failed;", dict(ran))
     sys.exit(bool(failed))
 
 

@@ -1,4 +1,4 @@
-"""Beam search: against every string there is, against plain Python, and against full passes."""
+"""Beam search against exhaustive search, against plain Python, and against full passes."""
 
 import dataclasses
 import itertools
@@ -33,17 +33,17 @@ from transformer_jax.models.factory import build, init_cache, init_params
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SUM_F32 = 3e-6
-"""Of a sum of log-probabilities in float32, relative to the largest."""
+"""Tolerance of a float32 sum of log-probabilities, relative to the largest."""
 
 PLACES, MEMORIES = 19, 13
 
 
-# A model without a network: a random automaton. What it has read so far decides where it stands.
+# A random automaton replaces the network; its state depends on all tokens that it has read.
 
 
 @dataclasses.dataclass(frozen=True)
 class Automaton:
-    """A step over tables; the state is how many tokens it read, and one of 13 memories of them."""
+    """A step over tables; the state is the number of tokens read and one of 13 memories."""
 
     name: str = "plain"
 
@@ -75,7 +75,7 @@ def automaton(seed: int, vocab: int) -> dict[str, jax.Array]:
 
 
 def states(rows: int = 4) -> dict[str, jax.Array]:
-    """Each row begins elsewhere: as many cases as rows."""
+    """Every row has another initial memory, so each row is a separate case."""
     return {"place": jnp.zeros(rows, jnp.int32), "memory": jnp.arange(rows, dtype=jnp.int32)}
 
 
@@ -91,7 +91,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def log_probs_of(params, row: int, prompt: list[int], change=lambda text, logits: logits):
-    """text -> log p [V] of the token after it, in float64, by reading prompt and text again."""
+    """Return a function text -> log p [V] of the next token, in float64, that reads everything."""
     following, logits = (np.asarray(params[name]) for name in ("next", "logits"))
 
     @cache
@@ -104,18 +104,17 @@ def log_probs_of(params, row: int, prompt: list[int], change=lambda text, logits
     return after
 
 
-# The two definitions
+# Reference implementations
 
 
 def ranked(found: dict[tuple[int, ...], float], divisor, results: int):
-    """(text, log p, score) of the best, best first."""
+    """Return (text, log p, score) of the best texts, best first."""
     scored = [(text, total, total / divisor(len(text))) for text, total in found.items()]
     return sorted(scored, key=lambda one: -one[2])[:results]
 
 
 def best_of_all(after, vocab: int, longest: int, stop, divisor, results: int):
-    """Every string over the vocabulary: those that end at their first stop token, and those of
-    full length without one."""
+    """Rank all strings that end at their first stop token, or have full length without one."""
     found = {}
     for length in range(1, longest + 1):
         for text in itertools.product(range(vocab), repeat=length):
@@ -152,7 +151,7 @@ def plain_beams(after, longest, beams, stop, divisor, results, groups=1, diversi
 
 
 def assert_row(got: Beams, row: int, want: list, results: int) -> None:
-    """The texts exactly, their numbers nearly; what does not exist is empty and -inf."""
+    """Compare texts exactly and scores nearly; missing results must be empty with score -inf."""
     tokens, lengths, scores, log_probs = (
         np.asarray(x)[row] for x in (got.tokens, got.lengths, got.scores, got.log_probs)
     )
@@ -182,7 +181,7 @@ WIDE = [  # vocabulary, longest, stop tokens
 @pytest.mark.long_except("(5, 4, (4, 2))")
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_wide_beams_find_the_best_of_all_strings(case):
-    """Four prompts and models for each of six penalties, 24 cases each."""
+    """24 cases each: four prompts for each of six penalties."""
     vocab, longest, stop = case
     prompt, results = prompts(vocab), 7
     lengths_seen = set()
@@ -209,8 +208,8 @@ NARROW = [  # vocabulary, longest, beams, results, stop, groups, diversity
 @pytest.mark.long_except("(5, 7, 6, 5, (1, 2), 3, 0.9)", "(3, 5, 8, 7, 0, 2, 0.0)")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", NARROW, ids=str)
-def test_narrow_beams_are_those_of_plain_python(case):
-    """24 cases each; with an early exit and without, bit for bit."""
+def test_narrow_beams_match_plain_python(case):
+    """24 cases each; results with and without early exit are bitwise equal."""
     vocab, longest, beams, results, stop, groups, diversity = case
     prompt = prompts(vocab)
     ends = (stop,) if isinstance(stop, int) else stop
@@ -236,7 +235,7 @@ def assert_same(one: Beams, other: Beams) -> None:
 
 @pytest.mark.slow
 def test_early_exit_ends_a_row_when_no_living_beam_can_win():
-    """A stop token as good as certain from the third on: three steps with an early exit, not 13."""
+    """The third token is almost certainly a stop token: early exit takes three steps, not 13."""
     ran = []
 
     @dataclasses.dataclass(frozen=True)
@@ -262,8 +261,8 @@ def test_early_exit_ends_a_row_when_no_living_beam_can_win():
     assert steps == [3, 13]  # the prompt is one of them
 
 
-def test_the_bound_of_a_score_looks_no_further_than_the_limit():
-    """Here of a penalty that is neither rising nor falling: the least factor still ahead."""
+def test_score_bound_considers_lengths_up_to_the_limit():
+    """For a penalty that is not monotonic, the bound is the smallest factor still reachable."""
     divisors = np.array([3.0, 7.0, 2.0, 5.0, 11.0])
     limits = np.array([5, 4, 3, 1, 2])
     factors = jnp.asarray((1 / divisors).astype(np.float32))
@@ -276,22 +275,22 @@ def test_the_bound_of_a_score_looks_no_further_than_the_limit():
 
 
 @pytest.mark.slow
-def test_ties_go_to_the_lower_beam_and_then_to_the_lower_token():
-    """All strings of one length are alike. Token 1 stops, so 3 beams keep 0, 2, 3, then 00, 02."""
+def test_ties_go_to_lower_beam_then_lower_token():
+    """All strings of one length tie. Token 1 stops, so 3 beams keep 0, 2, 3, then 00, 02."""
     params = jax.tree.map(jnp.zeros_like, automaton(1, 4))
     call = partial(beam_search, STEP, params, prompts(4), num_tokens=2, stop=1, num_results=3)
     got = call(states(), num_beams=3, length_penalty=LengthPenalty(1.0))
     assert got.tokens[0].tolist() == [[1, -1], [0, 1], [0, 0]]
     assert got.tokens.tolist() == [got.tokens[0].tolist()] * 4
     np.testing.assert_allclose(got.scores, -math.log(4), rtol=1e-6)
-    got = call(states(), num_beams=3)  # shorter is better; of equal length, what stopped is first
+    got = call(states(), num_beams=3)  # shorter is better; ties go to the text that stopped
     assert got.tokens[0].tolist() == [[1, -1], [0, 1], [0, 0]]
     assert got.lengths[0].tolist() == [1, 2, 2]
 
 
 @pytest.mark.slow
 def test_processors_see_the_history_of_their_own_beam():
-    """Log-probabilities are those of the processed logits, renormalised."""
+    """Log-probabilities are computed from the processed logits, renormalized."""
     params, prompt = automaton(7, 5), prompts(5)
     lengths = np.array([3, 1, 2, 3], np.int32)
     got = beam_search(
@@ -321,8 +320,8 @@ def test_processors_see_the_history_of_their_own_beam():
 
 
 @pytest.mark.slow
-def test_beams_whose_tokens_are_all_excluded_give_no_hypothesis():
-    """No token twice: of prompt 0 go on those that took the stop token in time; of 0 1 2, none."""
+def test_beams_without_allowed_tokens_give_no_hypothesis():
+    """No token may repeat: after prompt 0 some beams stop in time, after 0 1 2 none can."""
     got = beam_search(
         STEP, automaton(6, 3), np.array([[0, 1, 2], [0, 1, 2]], np.int32), states(2), num_tokens=5,
         num_beams=4, num_results=4, stop=1, lengths=[1, 3], processors=(NoRepeatNGram(1),),
@@ -337,7 +336,7 @@ def test_beams_whose_tokens_are_all_excluded_give_no_hypothesis():
 
 
 def test_one_beam_is_greedy():
-    """Also where texts stop: without a penalty, what goes on can only be less likely."""
+    """Also with stop tokens: without a penalty, a longer text can only be less likely."""
     params, prompt, stop = automaton(8, 7), prompts(7), (0, 3)
     got = beam_search(STEP, params, prompt, states(), num_tokens=11, num_beams=1, stop=stop)
     greedy = np.asarray(generate(STEP, params, prompt, states(), num_tokens=11).tokens)
@@ -350,12 +349,12 @@ def test_one_beam_is_greedy():
 
 
 COMMON: dict[str, Any] = dict(num_tokens=11, num_beams=3, num_results=2, stop=(0, 3))
-"""Of vocabulary 7 and four rows: a program that is compiled once for several tests."""
+"""Arguments for vocabulary 7 and four rows; several tests share the compiled program."""
 
 
 @pytest.mark.slow
 def test_rows_are_independent_and_ragged():
-    """A row alone, with what stands after its prompt cut off: the same bits."""
+    """Each row is bitwise equal to a search for the row alone, without padding."""
     params, prompt = automaton(9, 7), prompts(7, columns=5)
     lengths = np.array([5, 1, 2, 4], np.int32)
     search = partial(beam_search, STEP, params, length_penalty=LengthPenalty(0.7), **COMMON)
@@ -377,8 +376,8 @@ LIMITED = [  # vocabulary, longest, beams, results, stop, groups, diversity
 @pytest.mark.slow
 @pytest.mark.long_except("(3, 5, 3, 3, (), 1, 0.0)")
 @pytest.mark.parametrize("case", LIMITED, ids=str)
-def test_limited_rows_are_those_of_the_row_alone(case):
-    """Limits of ragged prompts: plain Python's texts, the row's bits alone."""
+def test_limited_rows_match_the_row_alone(case):
+    """Ragged prompts with limits match plain Python, and bitwise the row alone."""
     vocab, longest, beams, results, stop, groups, diversity = case
     prompt, lengths = prompts(vocab, columns=5), np.array([5, 1, 2, 4], np.int32)
     ran_out = 0
@@ -408,7 +407,7 @@ def test_limited_rows_are_those_of_the_row_alone(case):
 
 
 @pytest.mark.slow
-def test_wide_beams_find_the_best_of_all_strings_up_to_the_limit_of_their_row():
+def test_wide_beams_find_the_best_string_within_the_row_limit():
     prompt, limits = prompts(3), np.array([4, 1, 3, 2])
     for seed, (penalty, divisor) in enumerate(PENALTIES):
         params = automaton(30 + seed, 3)
@@ -422,8 +421,8 @@ def test_wide_beams_find_the_best_of_all_strings_up_to_the_limit_of_their_row():
 
 
 @pytest.mark.slow
-def test_a_row_with_limit_0_has_no_result():
-    """Not even where what follows its prompt is NaN."""
+def test_row_with_limit_0_has_no_result():
+    """Even if the logits after its prompt are NaN."""
     params = automaton(2, 7)
     got = beam_search(
         STEP, dict(params, logits=params["logits"].at[3].set(np.nan)), prompts(7), states(),
@@ -436,8 +435,8 @@ def test_a_row_with_limit_0_has_no_result():
 
 
 @pytest.mark.slow
-def test_a_row_reads_nothing_after_its_limit():
-    """All but the last of its tokens, whatever the other rows still read."""
+def test_row_reads_nothing_after_its_limit():
+    """It reads all but its last token, while other rows continue."""
     seen = []
 
     @dataclasses.dataclass(frozen=True)
@@ -459,8 +458,8 @@ def test_a_row_reads_nothing_after_its_limit():
 
 
 @pytest.mark.slow
-def test_a_limited_row_needs_no_more_cache_than_alone():
-    """It is full when the row ends: a token more would be past it, and the row nonfinite."""
+def test_limited_row_needs_no_more_cache_than_alone():
+    """The cache is full when the row ends; another token would make the row nonfinite."""
     params, prompt, limits = network(ROPE), prompts(VOCAB, rows=3, columns=5), [2, 6, 4]
     step, lengths = make_step(build(ROPE)), [5, 1, 3]
     search = partial(
@@ -482,7 +481,7 @@ def test_a_limited_row_needs_no_more_cache_than_alone():
 
 
 @pytest.mark.slow
-def test_traced_limits_are_clipped_to_the_number_of_tokens():
+def test_traced_limits_are_clipped_to_num_tokens():
     params, prompt, step = automaton(3, 7), prompts(7), counting(Automaton)()
     search = partial(beam_search, step, params, prompt, **COMMON | dict(stop=()))
     whole = search(states(), limits=[11, 0, 5, 11])
@@ -499,8 +498,8 @@ def test_traced_limits_are_clipped_to_the_number_of_tokens():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nonfinite", [np.nan, np.inf])
-def test_nonfinite_logits_end_their_row_alone(nonfinite):
-    """Length 0 and score NaN: no made-up text, and the other rows as ever."""
+def test_nonfinite_logits_end_only_their_row(nonfinite):
+    """The row gets length 0 and score NaN; the other rows do not change."""
     params, prompt = automaton(5, 7), prompts(7)
     search = partial(beam_search, STEP, prompt=prompt, **COMMON)
     whole = search(params, state=states())
@@ -545,7 +544,7 @@ def network(config: ModelConfig) -> dict[str, Any]:
 
 
 def assert_rescored(got: Beams, prompt, lengths, full) -> None:
-    """log p of every returned text, from one full pass over prompt and text without a cache."""
+    """Compare log p of every text with a full pass over prompt and text, without a cache."""
     tokens, ends = np.asarray(got.tokens), np.asarray(got.lengths)
     assert (ends > 0).all() and len(set(ends.ravel().tolist())) > 1
     totals = np.zeros(ends.shape)
@@ -560,8 +559,8 @@ def assert_rescored(got: Beams, prompt, lengths, full) -> None:
 
 
 @pytest.mark.slow
-def test_scores_of_a_decoder_are_those_of_full_passes():
-    """Ragged rows of a real cache that is forked, reordered and consumed."""
+def test_decoder_scores_match_full_passes():
+    """The cache of ragged rows is forked, reordered and consumed."""
     params, prompt = network(ROPE), prompts(VOCAB, rows=3, columns=5)
     lengths = [5, 1, 3]
     state = init_cache(ROPE, 3, 5 + NEW - 1)
@@ -573,7 +572,7 @@ def test_scores_of_a_decoder_are_those_of_full_passes():
 
 
 @pytest.mark.slow
-def test_scores_of_an_encoder_decoder_are_those_of_full_passes():
+def test_encoder_decoder_scores_match_full_passes():
     params, model = network(PAIR), build(PAIR)
     source = np.random.default_rng(3).integers(0, VOCAB, (3, 7), dtype=np.int32)
     places = np.tile(np.arange(7, dtype=np.int32), (3, 1))
@@ -617,7 +616,7 @@ def recurrent_step(params, tokens, state, *, valid=None):
 
 
 def recurrent_logits(params, tokens: np.ndarray) -> np.ndarray:  # [T] -> [T, V]
-    """Cho et al. 2014, as flax writes it, in float64."""
+    """Compute a GRU (Cho et al. 2014, in flax's variant) in float64."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     cell = p["cell"]
 
@@ -638,8 +637,8 @@ def recurrent_logits(params, tokens: np.ndarray) -> np.ndarray:  # [T] -> [T, V]
 
 
 @pytest.mark.slow
-def test_scores_of_a_recurrent_model_are_those_of_full_passes():
-    """Its state is one vector a row: nothing asks for a cache."""
+def test_recurrent_scores_match_full_passes():
+    """The state is one vector per row; no cache is needed."""
     prompt, empty = prompts(VOCAB, rows=3, columns=5), jnp.zeros((3, 13))
     shapes = jax.eval_shape(
         Recurrent().init, jax.random.key(0), prompt[:, :1], empty, np.ones((3, 1), bool)
@@ -660,7 +659,7 @@ def test_scores_of_a_recurrent_model_are_those_of_full_passes():
 
 
 @pytest.mark.slow
-def test_the_state_is_consumed_and_a_fork_is_not():
+def test_state_is_consumed_but_a_fork_is_not():
     params, prompt, state = automaton(1, 7), prompts(7), states()
     search = partial(beam_search, STEP, params, prompt, **COMMON)
     first = search(fork(state, 1))
@@ -672,8 +671,8 @@ def test_the_state_is_consumed_and_a_fork_is_not():
 
 
 @pytest.mark.slow
-def test_leaves_that_the_step_returns_untouched_are_not_gathered():
-    """Such as the keys of a source, which all beams of a row share. No other leaf is as wide."""
+def test_unchanged_leaves_are_not_gathered():
+    """For example the keys of a source, which all beams share. No other leaf has this width."""
     state = dict(states(), source=jnp.ones((4, 97)), read=jnp.zeros((4, 89)))
 
     @dataclasses.dataclass(frozen=True)
@@ -697,7 +696,7 @@ def test_leaves_that_the_step_returns_untouched_are_not_gathered():
 
 
 @pytest.mark.slow
-def test_one_program_serves_all_prompts_of_a_bucket_and_all_penalties():
+def test_all_prompts_of_a_bucket_and_all_penalties_share_a_program():
     step, params, sizes = counting(Automaton)(), automaton(1, 5), []
     changes: list[dict[str, Any]] = [
         dict(lengths=None), dict(lengths=[2, 1, 2, 2]), dict(length_penalty=GNMTPenalty(0.6)),
@@ -719,23 +718,24 @@ REFUSED = [
     (r"num_results is 0", dict(num_results=0)),
     (r"num_results is 5: must be at most num_beams, 4", dict(num_results=5)),
     (r"groups is 0", dict(groups=0)),
-    (r"groups 3 does not divide num_beams 4", dict(groups=3)),
+    (r"groups is 3: must divide num_beams, 4", dict(groups=3)),
     (r"diversity is nan: must be finite", dict(groups=2, diversity=math.nan)),
     (r"diversity is -1: must be at least 0", dict(groups=2, diversity=-1)),
     (r"diversity is 0.5 with 1 group", dict(diversity=0.5)),
-    (r"stop has 5: must be in 0..4", dict(stop=(1, 5))),
-    (r"stop have -1: must be token ids", dict(stop=-1)),
-    (r"stop have 1.0: must be token ids", dict(stop=(1.0,))),
+    (r"stop contains 5: must be in 0..4", dict(stop=(1, 5))),
+    (r"stop contains -1: token ids must be integers", dict(stop=-1)),
+    (r"stop contains 1.0: token ids must be integers", dict(stop=(1.0,))),
     (r"length_penalty is 1.0: must be a value", dict(length_penalty=1.0)),
     (r"length_penalty is <class .*: must be a value", dict(length_penalty=LengthPenalty)),
-    (r"LengthPenalty\(alpha=99\) of length 3 is 1.7.*e\+47: must be .* within float32",
+    (r"LengthPenalty\(alpha=99\) for length 3 is 1.7.*e\+47: must be .* within float32",
      dict(length_penalty=LengthPenalty(99))),
-    (r"of length 1 is nan: must be above 0", dict(length_penalty=lambda n: n * math.nan)),
-    (r"of length 1 is -1: must be above 0", dict(length_penalty=lambda n: -n)),
-    (r"of 3 lengths is \(\): must be \(3,\)", dict(length_penalty=lambda n: 1.0)),
-    (r"processor is 3: must be called with", dict(processors=(3,))),
+    (r"for length 1 is nan: must be above 0", dict(length_penalty=lambda n: n * math.nan)),
+    (r"for length 1 is -1: must be above 0", dict(length_penalty=lambda n: -n)),
+    (r"returned shape \(\) for 3 lengths: must be \(3,\)", dict(length_penalty=lambda n: 1.0)),
+    (r"processor is 3: must be callable with", dict(processors=(3,))),
     (r"prompt has 4 rows, the state 3", dict(state=lambda: states(3))),
-    (r"state's leaves lead with", dict(state=lambda: dict(states(), more=jnp.zeros((3, 1))))),
+    (r"the first axes of the state's leaves are \['3', '4'\]: must be equal",
+     dict(state=lambda: dict(states(), more=jnp.zeros((3, 1))))),
     (r"chunk is 0", dict(chunk=0)),
     (r"lengths are \[0, 1, 1, 1\]", dict(lengths=[0, 1, 1, 1])),
     (r"limits are \[4, 1, 1, 1\]: must be from 0 to 3", dict(limits=[4, 1, 1, 1])),
@@ -746,25 +746,25 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "change"), REFUSED, ids=[said for said, _ in REFUSED])
-def test_wrong_arguments_are_refused(said, change):
-    """Before anything is compiled, and so before the state is consumed."""
+@pytest.mark.parametrize(("message", "change"), REFUSED, ids=[message for message, _ in REFUSED])
+def test_wrong_arguments_are_refused(message, change):
+    """Errors are raised before anything is compiled and before the state is consumed."""
     state = change.get("state", states)()
     arguments = dict(prompt=prompts(5), num_tokens=3, num_beams=4) | change | dict(state=state)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         beam_search(STEP, automaton(1, 5), **arguments)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
 @pytest.mark.parametrize("penalty", [LengthPenalty, GNMTPenalty])
 @pytest.mark.parametrize("alpha", [math.nan, math.inf, "1"])
-def test_a_penalty_is_finite(penalty, alpha):
+def test_nonfinite_alpha_is_refused(penalty, alpha):
     with pytest.raises(ValueError, match=r"alpha is .*: must be finite"):
         penalty(alpha)
 
 
-def test_what_does_not_fit_the_cache_is_refused():
-    """The last token is not fed back: 3 and 7 new ones take 9 slots."""
+def test_search_longer_than_the_cache_is_refused():
+    """The last token is not fed back, so 3 tokens and 7 new ones take 9 slots."""
     with pytest.raises(ValueError, match="reach length 9: the limit is 8"):
         beam_search(
             make_step(build(ROPE)), {}, prompts(VOCAB), init_cache(ROPE, 4, 8), num_tokens=NEW,
@@ -773,7 +773,7 @@ def test_what_does_not_fit_the_cache_is_refused():
 
 
 @pytest.mark.slow
-def test_an_empty_batch_gives_no_results():
+def test_empty_batch_gives_no_results():
     got = beam_search(
         STEP, automaton(1, 5), prompts(5, 0), states(0), num_tokens=3, num_beams=4, num_results=2
     )
@@ -781,8 +781,8 @@ def test_an_empty_batch_gives_no_results():
 
 
 @pytest.mark.slow
-def test_beam_search_is_clean():
-    """No leaked tracer, no NaN, no silent transfer, no 64 bits where they are allowed."""
+def test_beam_search_passes_leak_nan_and_transfer_checks():
+    """No leaked tracer, NaN, implicit transfer, or 64-bit result with x64 enabled."""
     params, state = automaton(1, 5), states()
     with (
         jax.checking_leaks(),

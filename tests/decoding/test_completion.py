@@ -1,4 +1,4 @@
-"""Text as it is decided: whole characters, stop strings that span tokens, and what comes before."""
+"""Streaming text output (whole characters, stop strings across tokens) and `TextGenerator`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import transformer_jax as tj
 from transformer_jax.config import ModelConfig
-from transformer_jax.decoding.completion import TextGenerator, _keep, _unsaid
+from transformer_jax.decoding.completion import TextGenerator, _remaining, _unchanged
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.decoding.writer import TextWriter, pieces
 from transformer_jax.models.factory import init_params
@@ -28,7 +28,7 @@ LETTERS = "aab\u00e9\u20ac\U0001f600"
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A tokenizer whose token i is the i-th part of some bytes."""
+    """A tokenizer whose token i is the i-th part of a byte string."""
 
     parts: tuple[bytes, ...]
 
@@ -37,7 +37,7 @@ class Cut:
 
 
 def before_stop(text: str, stop: list[str]) -> str:
-    """Read a character at a time; the first end of a stop string ends the text before it."""
+    """Cut the text before the stop string that is completed first, character by character."""
     for end in range(1, len(text) + 1):
         found = [s for s in stop if text[:end].endswith(s)]
         if found:
@@ -59,7 +59,7 @@ ON_A_BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.t
     st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3),
     st.lists(st.integers(0, 40), max_size=7),
 )
-def test_the_text_does_not_depend_on_where_tokens_end(text, stop, cuts):
+def test_text_does_not_depend_on_token_boundaries(text, stop, cuts):
     parts = split(text.encode(), cuts)
     out = list(pieces(Cut(parts), range(len(parts)), stop))
     assert "".join(out) == before_stop(text, stop) and all(out)
@@ -69,8 +69,8 @@ def test_the_text_does_not_depend_on_where_tokens_end(text, stop, cuts):
 @given(
     st.text(LETTERS, max_size=13), st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3)
 )
-def test_text_is_held_back_only_while_a_stop_string_may_follow(text, stop):
-    """After each character, all is out but the longest end that begins a stop string."""
+def test_text_waits_only_while_a_stop_string_may_follow(text, stop):
+    """After each character, only the longest suffix that begins a stop string is pending."""
     tokenizer, seen = Cut(tuple(c.encode() for c in text)), []
 
     def ids() -> Iterator[int]:
@@ -85,11 +85,11 @@ def test_text_is_held_back_only_while_a_stop_string_may_follow(text, stop):
     for count, done in enumerate(seen, start=1):
         so_far = text[:count]
         ends = [so_far[-n:] for n in range(1, count + 1)]
-        held = max((len(e) for e in ends if any(s.startswith(e) for s in stop)), default=0)
-        assert done == so_far[: count - held] and kept.startswith(done)
+        pending = max((len(e) for e in ends if any(s.startswith(e) for s in stop)), default=0)
+        assert done == so_far[: count - pending] and kept.startswith(done)
 
 
-def test_of_stop_strings_that_end_together_the_longest_goes():
+def test_longest_of_stop_strings_with_a_common_end_is_removed():
     assert "".join(pieces(Cut((b"aa", b"bc")), range(2), ["b", "ab"])) == "a"
 
 
@@ -105,13 +105,13 @@ def test_no_token_is_drawn_after_a_stop_string():
     assert drawn == [0, 1, 2, 3]
 
 
-def test_bytes_that_are_no_text_show_as_such():
+def test_invalid_utf8_becomes_replacement_characters():
     out = list(pieces(Cut((b"a\xe2\x82", b"\xacb\xff", b"c\xf0\x9f")), range(3), ["zz"]))
     assert out == ["a", "\u20acb\ufffd", "c", "\ufffd"]
 
 
 def spans(whole: bytes) -> list[int]:
-    """Return for each byte the number of its character; what is no UTF-8 is one as well."""
+    """Return the character index of each byte; invalid UTF-8 counts as one character."""
     found, at = [], 0
     while at < len(whole):
         try:
@@ -125,7 +125,7 @@ def spans(whole: bytes) -> list[int]:
     return found
 
 
-def test_a_token_starts_at_its_first_character(rng):
+def test_token_start_is_the_index_of_its_first_character(rng):
     bits = [b"a", b"\xc3", b"\xa9", b"\xe6\xbc", b"\xa2", b"\xf0\x9f", b"\x91", b"\xff"]
     bits += ["\u00e9b".encode(), "\ufffd".encode(), b"\xa2\xc3", b"\xef\xbf", b"\xbd"]
     for _ in range(300):
@@ -156,8 +156,8 @@ def text(params, **options) -> str:
 
 
 @pytest.mark.slow
-def test_a_completion_stops_and_is_shaped(params):
-    """Past the model's length, too: the tokens after the model has read its own text anew."""
+def test_completion_follows_stop_strings_and_processors(params):
+    """Also beyond max_len, where the model re-reads its own text."""
     forced = dict(processors=(tj.Force(*b"or not to"), tj.Ban(*range(128, 256))))
     free = text(params, **forced)
     assert free.startswith("or not to") and len(free) == 29
@@ -170,8 +170,8 @@ def test_a_completion_stops_and_is_shaped(params):
 
 
 @pytest.mark.long
-def test_what_counts_new_tokens_counts_on_where_the_text_is_read_anew(params):
-    """After 19 of them CONFIG is full."""
+def test_token_counts_continue_when_text_is_reread(params):
+    """The cache of CONFIG is full after 19 tokens."""
     mark, a = ord("!"), ord("a")
     late = text(params, processors=(tj.Ban(mark, *range(128, 256)), tj.ForceLast(27, mark)))
     assert (len(late), late.count("!"), late[26]) == (29, 1, "!")
@@ -181,34 +181,34 @@ def test_what_counts_new_tokens_counts_on_where_the_text_is_read_anew(params):
 
 
 def spell(history, logits):
-    """The letter whose number is that of the new tokens that a penalty counts."""
+    """Force the letter whose index is the number of new tokens that a penalty counts."""
     vocab = logits.shape[-1]
-    wanted = ord("A") + history.counts(vocab, prompt=False).sum(axis=1)
-    return jnp.where(jnp.arange(vocab)[None] == wanted[:, None], 0.0, -jnp.inf)
+    letter = ord("A") + history.counts(vocab, prompt=False).sum(axis=1)
+    return jnp.where(jnp.arange(vocab)[None] == letter[:, None], 0.0, -jnp.inf)
 
 
 @pytest.mark.slow
-def test_what_was_written_stays_new_where_it_is_read_anew(params):
-    """11 tokens are: two of the prompt, and the nine that were written after it."""
+def test_generated_tokens_stay_new_when_reread(params):
+    """The model re-reads 11 tokens: two of the prompt and nine that it generated."""
     generator = greedy(CONFIG, params, processors=(spell,))
     whole = "".join(generator.complete("To be or not to", 13))
     assert whole == "ABCDEFGHI" + "JKLM"
 
 
-def test_what_is_out_of_sight_counts():
-    """Of a count of new tokens, those that were written before the text is read anew."""
-    left = {gone: _unsaid(tj.ForceLast(5, 2), gone) for gone in (0, 3, 5)}
-    assert left == {0: tj.ForceLast(5, 2), 3: tj.ForceLast(2, 2), 5: _keep}
-    assert [_unsaid(tj.Force(7, 8, 9), gone) for gone in (2, 3)] == [tj.Force(9), _keep]
-    assert [_unsaid(tj.MinLength(4, (1,)), gone) for gone in (3, 6)] == [
+def test_forgotten_tokens_count():
+    """Processors that count new tokens include those dropped before the text is re-read."""
+    left = {n: _remaining(tj.ForceLast(5, 2), n) for n in (0, 3, 5)}
+    assert left == {0: tj.ForceLast(5, 2), 3: tj.ForceLast(2, 2), 5: _unchanged}
+    assert [_remaining(tj.Force(7, 8, 9), n) for n in (2, 3)] == [tj.Force(9), _unchanged]
+    assert [_remaining(tj.MinLength(4, (1,)), n) for n in (3, 6)] == [
         tj.MinLength(1, (1,)),
         tj.MinLength(0, (1,)),
     ]
 
 
 @pytest.mark.long
-def test_what_is_forced_is_written_once(params):
-    """Also where the model reads its own text anew, and the force is longer than one reading."""
+def test_forced_text_is_generated_once(params):
+    """Also if the forced text is longer than max_len, so that the model re-reads a part of it."""
     words = "or not to be, that is the question: w"
     first = text(params, processors=(tj.Force(*words[:5].encode()),))
     assert first.startswith("or no") and first.count("or no") == 1
@@ -221,7 +221,7 @@ def test_what_is_forced_is_written_once(params):
 
 
 @pytest.mark.long
-def test_every_way_gives_the_same_text_with_processors(params):
+def test_all_methods_give_the_same_text_with_processors(params):
     generator = greedy(CONFIG, params, processors=(tj.NoRepeatNGram(1), tj.Ban(*range(128, 256))))
     want = "".join(generator.complete("abcdef", 9))
     assert len(set("abcdef" + want)) == 15
@@ -232,7 +232,7 @@ def test_every_way_gives_the_same_text_with_processors(params):
 
 
 @pytest.mark.long
-def test_where_no_token_can_follow_every_way_says_so(params):
+def test_all_methods_report_that_no_token_can_follow(params):
     generator = greedy(CONFIG, params, processors=(tj.Ban(*range(256)),))
     for call in (
         lambda: list(generator.complete("a", 3)),
@@ -249,11 +249,11 @@ def test_where_no_token_can_follow_every_way_says_so(params):
 @pytest.mark.parametrize(
     ("layers", "window"),
     [
-        pytest.param(1, 8, id="of one layer"),
-        pytest.param(2, (5, None), id="of two layers, one whole"),
+        pytest.param(1, 8, id="one layer"),
+        pytest.param(2, (5, None), id="one of two layers"),
     ],
 )
-def test_look_up_makes_room_in_a_ring(layers, window):
+def test_look_up_allocates_room_in_a_ring(layers, window):
     config = dataclasses.replace(CONFIG, positions="rope", window=window, num_layers=layers)
     generator = greedy(config, init_params(config, jax.random.key(0)))
     want = "".join(generator.complete("abcab", 17))
@@ -261,12 +261,14 @@ def test_look_up_makes_room_in_a_ring(layers, window):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_is_refused_by_name(params):
-    with pytest.raises(ValueError, match="stop has '': must be strings of at least one character"):
+def test_wrong_text_options_are_refused(params):
+    with pytest.raises(
+        ValueError, match="stop contains '': must be strings of at least one character"
+    ):
         text(params, stop=["a", ""])
     with pytest.raises(ValueError, match="processors is Ban"):
         text(params, processors=tj.Ban(3))
-    with pytest.raises(ValueError, match="the prompt has id 300: the model has 300 tokens"):
+    with pytest.raises(ValueError, match="the prompt contains id 300: the model has 300 tokens"):
         ring = greedy(dataclasses.replace(CONFIG, window=4), params)
         ring.samples(np.array([300] + [98] * 12), 3, 2)
     with pytest.raises(ValueError, match="new tokens reach length 32: the limit is 23"):
@@ -276,7 +278,7 @@ def test_what_cannot_be_is_refused_by_name(params):
         greedy(CONFIG, params, many).complete("\u4e00", 3)
 
 
-def test_prompts_are_read_whole(params):
+def test_prompt_with_unknown_character_is_refused(params):
     with pytest.raises(ValueError):
         greedy(CONFIG, params, CharTokenizer("ab")).complete("c", 3)
     assert np.asarray(ByteTokenizer().encode("\u20ac")).tolist() == [0xE2, 0x82, 0xAC]

@@ -1,6 +1,6 @@
-"""Requests with constraints: each token is one that its own constraint allows, beside free ones.
+"""Requests with constraints, which share slots with unconstrained requests.
 
-The oracle reads the whole text anew before each token, and chooses by NumPy.
+The oracle reads the whole text from the start before each token, and chooses with NumPy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DRAWN = dict(sampler=Sample(Temperature(1.5)))
 
 
 class OneOf:
-    """Allow the texts of a list, each of which ends where nothing can follow or by the stop."""
+    """A constraint that allows the texts of a list; each ends at its last token or with STOP."""
 
     def __init__(self, *texts: tuple[int, ...]) -> None:
         self.texts, self.begun = texts, ()
@@ -71,15 +71,15 @@ def whole_text():
 
 
 def logits_of(ids) -> np.ndarray:
-    """Return the logits after a text; the padding after it changes nothing."""
+    """Return the logits after a text, independent of the padding after it."""
     padded = np.pad(np.array(ids, np.int32), (0, CONFIG.max_len - len(ids)))
     return np.asarray(whole_text()(padded))[len(ids) - 1]
 
 
 def expected(prompt, texts, count, draw) -> tuple[list[int], list[float]]:
-    """Write a text by the definition: `draw(n, logits)` of those that begin a rest of a text.
+    """Generate by definition: `draw(n, logits)` among the tokens that continue one of the texts.
 
-    Where `texts` is None, any token may follow.
+    If `texts` is None, any token may follow.
     """
     new: list[int] = []
     log_probs: list[float] = []
@@ -108,7 +108,7 @@ def served(requests, **options) -> list:
 
 @pytest.mark.slow_except("greedy")
 @pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
-def test_each_token_is_chosen_among_those_its_own_constraint_allows(drawn):
+def test_each_row_follows_its_own_constraint(drawn):
     """Three constraints and three free requests share two slots."""
     options = DRAWN if drawn else {}
     requests = []
@@ -123,27 +123,27 @@ def test_each_token_is_chosen_among_those_its_own_constraint_allows(drawn):
             key = jax.random.fold_in(jax.random.key(seed), count)
             return DRAWN["sampler"](key, jnp.array([masked]))[0] if drawn else masked.argmax()
 
-        held = n < 3
-        texts, most = (TEXTS[n], 13) if held else (None, 9)
+        constrained = n < 3
+        texts, most = (TEXTS[n], 13) if constrained else (None, 9)
         want, log_probs = expected(PROMPTS[n % 3], texts, most, draw)
-        assert one.tokens.tolist() == want and (one.end == "stop" or not held)
+        assert one.tokens.tolist() == want and (one.end == "stop" or not constrained)
         np.testing.assert_allclose(one.log_probs, log_probs, atol=1e-5)
     assert len({tuple(one.tokens) for one in got}) == 6 and got[2].tokens[-1] in (5, 6)
 
 
-def test_a_text_is_cut_at_its_limit_and_parts_come_one_by_one():
+def test_constrained_text_is_cut_at_its_limit_and_streams_by_token():
     texts = TEXTS[2]
     whole = expected(PROMPTS[0], texts, 10, lambda n, masked: masked.argmax())[0]
     got = served([Request(PROMPTS[0], 6, constraint=OneOf(*texts), id=0)])[0]
     assert got.tokens.tolist() == whole[:6] and got.end == "length"
     got = served([Request(PROMPTS[0], 10, constraint=OneOf(*texts), id=0)])[0]
-    assert got.tokens.tolist() == whole and got.end == "stop", "whole with the last token"
+    assert got.tokens.tolist() == whole and got.end == "stop", "the last token completes it"
     parts = served([Request(PROMPTS[0], 10, constraint=OneOf(*texts), id=0)], stream=True)
     assert [len(part.tokens) for part in parts] == [1] * 10
     assert [part.end for part in parts] == [None] * 9 + ["stop"]
 
 
-def test_where_nothing_can_be_written_no_token_is():
+def test_constraint_without_allowed_tokens_yields_none():
     got = served([Request(PROMPTS[0], 5, constraint=OneOf(()), id=0)])[0]
     assert got.tokens.tolist() == [] and got.end == "stop"
     never = OneOf((3,), (4, 4))
@@ -152,7 +152,7 @@ def test_where_nothing_can_be_written_no_token_is():
     assert len(got.tokens) == 1 and got.end == "nonfinite"
 
 
-def test_what_is_allowed_has_a_shape_and_is_of_one_step():
+def test_allowed_mask_applies_to_one_step_and_has_a_fixed_shape():
     state = tj.init_cache(CONFIG, 1, CONFIG.max_len)
     slots = init_slots(STEP, params(), state, 2, CONFIG.max_len, stop=STOP)
     only = np.arange(VOCAB)[None] == 6
@@ -168,18 +168,18 @@ def test_what_is_allowed_has_a_shape_and_is_of_one_step():
     assert output.token.tolist() == [[want, -1]]
 
 
-def test_rows_without_a_constraint_may_have_any_token():
+def test_rows_without_a_constraint_allow_every_token():
     assert allowed_tokens([None, None]) is None
     got = allowed_tokens([None, OneOf((3,), (4, 1))])
     np.testing.assert_array_equal(got, [[True] * VOCAB, [n in (3, 4) for n in range(VOCAB)]])
 
 
-def test_without_constraints_the_program_is_as_it_was():
-    """No mask is an argument of the program of free requests, nor of what it computes."""
+def test_program_without_constraints_has_no_mask():
+    """The program of unconstrained requests neither takes nor computes a mask."""
     state = tj.init_cache(CONFIG, 1, CONFIG.max_len)
     slots = init_slots(STEP, params(), state, 2, CONFIG.max_len, stop=STOP)
     free = advance_rows.by_value.lower(slots, params(), np.bool_(False), 8, 0, None).as_text()
     mask = np.ones((2, VOCAB), bool)
-    held = advance_rows.by_value.lower(slots, params(), np.bool_(False), 1, 0, mask).as_text()
+    masked = advance_rows.by_value.lower(slots, params(), np.bool_(False), 1, 0, mask).as_text()
     shape = f"tensor<2x{VOCAB}xi1>"
-    assert shape in held and shape not in free
+    assert shape in masked and shape not in free

@@ -1,4 +1,4 @@
-"""Continuous batching: a request gets what it would get alone, whatever the other slots hold."""
+"""Continuous batching: each request gets the same tokens as alone, independent of other slots."""
 
 import copy
 import dataclasses
@@ -38,7 +38,7 @@ SAMPLED: dict = dict(
 
 @dataclasses.dataclass(frozen=True)
 class GruStep:
-    """Not a model of this library: no cache, no positions, no `check`; the state is the carry."""
+    """A foreign model without cache, positions or `check`; the state is the carry of the GRU."""
 
     def __call__(self, params, tokens, state, *, valid=None):
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
@@ -81,7 +81,7 @@ def rope():
 
 
 def some_requests(count: int = 23, seed: int = 5) -> list[Request]:
-    """Return ragged prompts with keys of their own, of each of JAX's implementations."""
+    """Ragged prompts, each with its own key; the keys cover all implementations of JAX."""
     rng = np.random.default_rng(seed)
     return [
         Request(
@@ -95,7 +95,7 @@ def some_requests(count: int = 23, seed: int = 5) -> list[Request]:
 
 
 def alone(model, request: Request, options: dict, state=None):
-    """What `generate` gives it as the only row."""
+    """The result of `generate` with the request as the only row."""
     step, params, empty = model
     state = fork(empty(1) if state is None else state, 1)
     return generate(
@@ -122,14 +122,14 @@ def assert_as_alone(model, requests, options: dict, got: dict) -> None:
 
 
 def arriving(requests):
-    """Now and then nobody."""
+    """Yield the requests with random pauses (None) between them."""
     rng = np.random.default_rng(3)
     for request in requests:
         yield from [None] * int(rng.geometric(0.5) - 1)
         yield request
 
 
-# The same tokens
+# Equality with `generate`
 
 
 @pytest.mark.slow
@@ -145,8 +145,8 @@ def arriving(requests):
         pytest.param("gru", SAMPLED, id="gru-sampled", marks=pytest.mark.long),
     ],
 )
-def test_each_request_gets_what_it_gets_alone(kind, options):
-    """23 requests over 3 slots, arriving at random, in this order and, with pauses, in another."""
+def test_each_request_gets_the_same_tokens_as_alone(kind, options):
+    """23 requests share 3 slots and arrive at random; with `pause`, also in another order."""
     model, requests = MODELS[kind](), some_requests()
     got = served(model, arriving(requests), options)
     assert_as_alone(model, requests, options, got)
@@ -162,7 +162,7 @@ def test_each_request_gets_what_it_gets_alone(kind, options):
 
 
 @pytest.mark.slow
-def test_streamed_parts_join_to_the_completion(rope):
+def test_streamed_parts_concatenate_to_the_completion(rope):
     step, params, empty = rope
     requests = some_requests(9)
     whole = served(rope, requests, SAMPLED)
@@ -171,29 +171,29 @@ def test_streamed_parts_join_to_the_completion(rope):
               stream=True)
     )  # fmt: skip
     for request in requests:
-        of = [p for p in pieces if p.id == request.id]
-        assert len(of[0].tokens) == 1, "the first token comes by itself"
-        assert [p.end is None for p in of] == [True] * (len(of) - 1) + [False]
-        joined = np.concatenate([p.tokens for p in of])
+        parts = [p for p in pieces if p.id == request.id]
+        assert len(parts[0].tokens) == 1, "the first token comes by itself"
+        assert [p.end is None for p in parts] == [True] * (len(parts) - 1) + [False]
+        joined = np.concatenate([p.tokens for p in parts])
         np.testing.assert_array_equal(joined, whole[request.id].tokens)
-        joined = np.concatenate([p.log_probs for p in of])
+        joined = np.concatenate([p.log_probs for p in parts])
         np.testing.assert_array_equal(joined, whole[request.id].log_probs)
     assert len(pieces) > len(requests) + 5
 
 
 @pytest.mark.slow
-def test_several_prompts_join_at_once(rope):
-    """Rows of several lengths go into the slots that are named, from one program."""
+def test_several_prompts_are_admitted_at_once(rope):
+    """One program puts prompts of different lengths into the specified slots."""
     step, params, empty = rope
     requests = [dataclasses.replace(r, num_tokens=7) for r in some_requests(2)]
     lengths = [len(r.prompt) for r in requests]
     assert len(set(lengths)) == 2
     prompt = np.stack([np.pad(r.prompt, (0, 13 - len(r.prompt))) for r in requests])
-    held = init_slots(step, params, empty(1), SLOTS, CAPACITY)
-    held, first = admit(held, params, [2, 0], prompt, empty(2), limits=[7, 7], lengths=lengths)
-    assert held.active.tolist() == [True, False, True]
-    held, rest = advance_slots(held, params, 8)
-    assert held.active.tolist() == [False] * 3
+    slots = init_slots(step, params, empty(1), SLOTS, CAPACITY)
+    slots, first = admit(slots, params, [2, 0], prompt, empty(2), limits=[7, 7], lengths=lengths)
+    assert slots.active.tolist() == [True, False, True]
+    slots, rest = advance_slots(slots, params, 8)
+    assert slots.active.tolist() == [False] * 3
     first, rest = jax.device_get((first, rest))
     for i, row in enumerate([2, 0]):
         got = [first.token[i], *rest.token[:6, row]]
@@ -203,7 +203,7 @@ def test_several_prompts_join_at_once(rope):
 
 
 @pytest.mark.slow
-def test_one_prefix_is_shared_by_many(rope):
+def test_many_requests_share_a_prefix(rope):
     step, params, empty = rope
     prefix = np.array([[3, 1, 4, 1, 5]])
     _, state = jax.jit(partial(prefill, step))(params, prefix, empty(1), np.array([5]))
@@ -221,8 +221,8 @@ def test_one_prefix_is_shared_by_many(rope):
 
 
 @pytest.mark.long
-def test_an_encoder_decoder_serves_requests_that_bring_their_source():
-    """Sources of several lengths, padded to one; what stands after a source's end is not read."""
+def test_encoder_decoder_serves_requests_with_sources():
+    """Sources of different lengths are padded to one length; the padding is not read."""
     config = dataclasses.replace(PAIR, d_ff=13)
     params, model = parameters(config, 2), build(config)
     rng = np.random.default_rng(7)
@@ -247,36 +247,36 @@ def test_an_encoder_decoder_serves_requests_that_bring_their_source():
     assert len({tuple(c.tokens[:3]) for c in got.values()}) > 4
 
 
-# Slots that are free, taken, and taken again
+# Free, occupied and reused slots
 
 
 def begin_three(model, **options):
-    """Slots whose rows are in the middle of three requests, and those requests."""
+    """Return slots in the middle of three requests, the requests and their tokens so far."""
     step, params, empty = model
     requests = [dataclasses.replace(r, num_tokens=LONGEST) for r in some_requests(3)]
-    held = init_slots(step, params, empty(1), SLOTS, CAPACITY, **options)
+    slots = init_slots(step, params, empty(1), SLOTS, CAPACITY, **options)
     first = []
     for row, r in enumerate(requests):
-        held, one = admit(
-            held, params, row, r.prompt[None], empty(1), limits=LONGEST, key=r.key[None]
+        slots, one = admit(
+            slots, params, row, r.prompt[None], empty(1), limits=LONGEST, key=r.key[None]
         )
         first.append(int(one.token[0]))
-    held, chosen = advance_slots(held, params, 8)
-    return held, requests, np.concatenate([[first], chosen.token])
+    slots, chosen = advance_slots(slots, params, 8)
+    return slots, requests, np.concatenate([[first], chosen.token])
 
 
 @pytest.mark.slow
-def test_a_slot_taken_again_holds_nothing_of_the_row_before(rope):
-    """Bit for bit as if nobody had been there, in the cache and in the history."""
+def test_reused_slot_contains_nothing_of_the_previous_row(rope):
+    """Cache and history are bitwise equal to those of a fresh slot."""
     step, params, empty = rope
 
     def key():
         return jax.random.split(jax.random.key(8), 1)
 
-    held, _, _ = begin_three(rope, **SAMPLED)
+    slots, _, _ = begin_three(rope, **SAMPLED)
     fresh = init_slots(step, params, empty(1), SLOTS, CAPACITY, **SAMPLED)
     fresh, one = admit(fresh, params, 1, [[7, 9]], empty(1), limits=5, key=key())
-    used, two = admit(release(held, 1), params, 1, [[7, 9]], empty(1), limits=5, key=key())
+    used, two = admit(release(slots, 1), params, 1, [[7, 9]], empty(1), limits=5, key=key())
     row = partial(jax.tree.map, lambda leaf: jax.random.key_data(leaf)[1]
                   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf[1])  # fmt: skip
     chex.assert_trees_all_equal(row(used.decode_state), row(fresh.decode_state))
@@ -284,46 +284,48 @@ def test_a_slot_taken_again_holds_nothing_of_the_row_before(rope):
     assert int(one.token[0]) == int(two.token[0])
 
 
-def make_nonfinite(held, row: int):
-    """NaN in all that a row remembers, at positions that it would see."""
+def make_nonfinite(slots, row: int):
+    """Fill the state of a row with NaN, at positions that it would attend to."""
 
     def leaf(x):
         if jnp.issubdtype(x.dtype, jnp.floating):
             return x.at[row].set(jnp.nan)
         return x.at[row].set(jnp.arange(x.shape[1])) if x.ndim == 2 else x
 
-    state = jax.tree.map(leaf, held.decode_state.state)
-    decode_state = dataclasses.replace(held.decode_state, state=state)
-    return dataclasses.replace(held, decode_state=decode_state)
+    state = jax.tree.map(leaf, slots.decode_state.state)
+    decode_state = dataclasses.replace(slots.decode_state, state=state)
+    return dataclasses.replace(slots, decode_state=decode_state)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rope", "gru"])
 def test_nan_in_a_free_slot_reaches_no_other_row(kind):
-    """Neither the rows beside it nor the next one in it."""
+    """Neither other rows nor the next request in the slot are affected."""
     model = MODELS[kind]()
     _, params, empty = model
-    held, requests, tokens = begin_three(model)
-    held = make_nonfinite(release(held, 1), 1)
-    held, beside = advance_slots(held, params, 8)
-    assert (np.asarray(beside.token)[:, 1] == -1).all()
-    assert np.isnan(np.asarray(jax.tree.leaves(held.decode_state.state)[0][1])).any(), "still there"
+    slots, requests, tokens = begin_three(model)
+    slots = make_nonfinite(release(slots, 1), 1)
+    slots, others = advance_slots(slots, params, 8)
+    assert (np.asarray(others.token)[:, 1] == -1).all()
+    assert np.isnan(np.asarray(jax.tree.leaves(slots.decode_state.state)[0][1])).any(), (
+        "still there"
+    )
     for row in (0, 2):
-        got = np.concatenate([tokens[:, row], np.asarray(beside.token)[:, row]])
+        got = np.concatenate([tokens[:, row], np.asarray(others.token)[:, row]])
         np.testing.assert_array_equal(got, alone(model, requests[row], {}).rows()[0])
-    held, one = admit(held, params, 1, requests[1].prompt[None], empty(1), limits=9)
-    held, rest = advance_slots(held, params, 8)
+    slots, one = admit(slots, params, 1, requests[1].prompt[None], empty(1), limits=9)
+    slots, rest = advance_slots(slots, params, 8)
     got = np.concatenate([one.token, np.asarray(rest.token)[:, 1]])
     np.testing.assert_array_equal(got, alone(model, requests[1], {}).rows()[0][:9])
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(held.decode_state.state))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slots.decode_state.state))
 
 
 @pytest.mark.slow
-def test_a_nonfinite_row_ends_alone(rope):
-    """Its slot is taken by the next, and nobody else notices."""
+def test_only_the_nonfinite_row_ends(rope):
+    """Its slot is reused, and no other request changes."""
     _, params, empty = rope
-    held, requests, tokens = begin_three(rope)
-    held, rest = advance_slots(make_nonfinite(held, 1), params, 8)
+    slots, requests, tokens = begin_three(rope)
+    slots, rest = advance_slots(make_nonfinite(slots, 1), params, 8)
     assert np.asarray(rest.token)[:, 1].tolist() == [-1] * 8
     assert np.isnan(rest.log_prob[0, 1]) and (np.asarray(rest.log_prob)[1:, 1] == 0).all()
     for row in (0, 2):
@@ -337,31 +339,31 @@ def test_a_nonfinite_row_ends_alone(rope):
     )  # fmt: skip
     requests[4] = dataclasses.replace(requests[4], state=bad)
     got = served(rope, requests)
-    sick = got.pop(requests[4].id)
-    assert sick.end == "nonfinite" and len(sick.tokens) == len(sick.log_probs) == 0
+    broken = got.pop(requests[4].id)
+    assert broken.end == "nonfinite" and len(broken.tokens) == len(broken.log_probs) == 0
     assert_as_alone(rope, requests[:4] + requests[5:], GREEDY, got)
 
 
 @pytest.mark.slow
-def test_with_pause_no_step_is_taken_once_a_slot_is_free(rope):
+def test_pause_stops_once_a_slot_is_free(rope):
     _, params, _ = rope
-    held, _, _ = begin_three(rope)
-    decode_state = dataclasses.replace(held.decode_state, limits=jnp.array([15, 12, 14]))
-    held = dataclasses.replace(held, decode_state=decode_state)
-    held, chosen = advance_slots(held, params, 8, pause=True)
+    slots, _, _ = begin_three(rope)
+    decode_state = dataclasses.replace(slots.decode_state, limits=jnp.array([15, 12, 14]))
+    slots = dataclasses.replace(slots, decode_state=decode_state)
+    slots, chosen = advance_slots(slots, params, 8, pause=True)
     assert (np.asarray(chosen.token) >= 0).all(axis=1).tolist() == [True] * 3 + [False] * 5
-    assert held.active.tolist() == [True, False, True]
-    held, chosen = advance_slots(held, params, 8, pause=True)
-    assert (np.asarray(chosen.token) == -1).all() and held.decode_state.count.tolist() == [12] * 3
-    held, chosen = advance_slots(held, params, 8)
-    assert held.decode_state.count.tolist() == [15, 12, 14]
+    assert slots.active.tolist() == [True, False, True]
+    slots, chosen = advance_slots(slots, params, 8, pause=True)
+    assert (np.asarray(chosen.token) == -1).all() and slots.decode_state.count.tolist() == [12] * 3
+    slots, chosen = advance_slots(slots, params, 8)
+    assert slots.decode_state.count.tolist() == [15, 12, 14]
 
 
 # The queue
 
 
 @pytest.mark.slow
-def test_admission_is_first_come_first_served_and_long_requests_block_no_other(rope):
+def test_admission_is_first_come_first_served_and_long_requests_do_not_block(rope):
     step, params, empty = rope
     requests = some_requests(17)
     requests[1] = dataclasses.replace(requests[1], num_tokens=CAPACITY - len(requests[1].prompt))
@@ -375,7 +377,7 @@ def test_admission_is_first_come_first_served_and_long_requests_block_no_other(r
     running = serve_requests(
         step, params, queue(), empty(1), slots=SLOTS, capacity=CAPACITY, stream=True
     )  # fmt: skip
-    assert taken == [], "nothing is asked before the first answer is"
+    assert taken == [], "no request is taken before the first completion is requested"
     for piece in running:
         pieces.append(piece)
         open_ = set(taken) - {p.id for p in pieces if p.end is not None}
@@ -385,11 +387,11 @@ def test_admission_is_first_come_first_served_and_long_requests_block_no_other(r
     ended = [p.id for p in pieces if p.end is not None]
     assert sorted(ended) == sorted(begun)
     before = ended[: ended.index(requests[1].id)]
-    assert {requests[3].id, requests[4].id} <= set(before), "who came later may end earlier"
+    assert {requests[3].id, requests[4].id} <= set(before), "later requests may end earlier"
 
 
 @pytest.mark.slow
-def test_what_cannot_be_served_is_refused_and_the_queue_goes_on(rope):
+def test_invalid_requests_are_refused_and_the_queue_continues(rope):
     _, _, empty = rope
     good = some_requests(6)
     other = init_cache(dataclasses.replace(ROPE, num_kv_heads=2), 1, CAPACITY)
@@ -408,8 +410,8 @@ def test_what_cannot_be_served_is_refused_and_the_queue_goes_on(rope):
         (Request([1], 3, key=jax.random.split(jax.random.key(0))), "key is .*single key"),
         (Request([1], 3, key=7), "key is 7: must be a single key"),
         (Request([1], 3, state=init_cache(ROPE, 1, 31)),
-         r"state.layers\[0\].k is float32\[1, 31, 1, 6\]: the slots take float32\[1, 29, 1, 6\]"),
-        (Request([1], 3, state=other), r"the slots take float32\[1, 29, 1, 6\]"),
+         r"layers\[0\].k is float32\[1, 31, 1, 6\]: the slots require float32\[1, 29, 1, 6\]"),
+        (Request([1], 3, state=other), r"the slots require float32\[1, 29, 1, 6\]"),
         (Request([1], 3, state=empty(2)), r"state.layers\[0\].k is float32\[2, 29, 1, 6\]"),
         (Request([1], 3, state=jnp.zeros((1, 7))), "state is PyTreeDef"),
         (Request([1], 3, state=consumed), "state was consumed by an earlier call"),
@@ -423,30 +425,30 @@ def test_what_cannot_be_served_is_refused_and_the_queue_goes_on(rope):
     assert_as_alone(rope, good, GREEDY, {c.id: c for c in ours})
     refused = [c for c in got.values() if c.end == "refused"]
     assert len(refused) == len(wrong)
-    for completion, (_, said) in zip(refused, wrong, strict=True):
-        assert re.search(said, completion.error), completion.error
+    for completion, (_, message) in zip(refused, wrong, strict=True):
+        assert re.search(message, completion.error), completion.error
         assert len(completion.tokens) == len(completion.log_probs) == 0
-    assert refused[0].id == 1 and refused[1].id == 3, "who has no name has its number"
+    assert refused[0].id == 1 and refused[1].id == 3, "without an id, the number is returned"
 
 
 def follow(params, tokens, state, *, valid=None):
-    """A step whose token t is followed by any, most likely by t + 1."""
+    """A step whose likeliest token after t is t + 1."""
     valid = jnp.ones(tokens.shape, bool) if valid is None else valid
     return jax.nn.one_hot(tokens + 1, 29), state + valid.sum(axis=1)
 
 
 def follow_to_20(params, tokens, state, *, valid=None):
-    """The same, but nothing finite follows token 20."""
+    """Like `follow`, but with NaN logits after token 20."""
     logits, state = follow(params, tokens, state, valid=valid)
     return jnp.where(tokens[..., None] == 20, jnp.nan, logits), state
 
 
 START = jnp.zeros((1,), jnp.int32)
-"""The state of `follow` before any token; it stays whole."""
+"""The state of `follow` before any token; not consumed."""
 
 
 class UpTo:
-    """A constraint that allows the next token, up to the last one; it cannot read `wrong`."""
+    """A constraint that ends after token `last` and raises an error on token `wrong`."""
 
     def __init__(self, last: int, wrong: int = -1) -> None:
         self.last, self.wrong, self.ended = last, wrong, last == 0
@@ -461,28 +463,28 @@ class UpTo:
 
 ENDS = {
     "at the limit": (Request([3], 4), [4, 5, 6, 7], "length", None),
-    "at the limit of one": (Request([3], 1), [4], "length", None),
+    "at a limit of one": (Request([3], 1), [4], "length", None),
     "with a stop token": (Request([5], 9), [6, 7, 8, 9], "stop", None),
     "with a stop token at the limit": (Request([5], 4), [6, 7, 8, 9], "stop", None),
     "with a stop token at once": (Request([8], 9), [9], "stop", None),
-    "where nothing is finite": (Request([17], 9), [18, 19, 20], "nonfinite", NO_TOKEN),
-    "where nothing is finite at once": (Request([20], 9), [], "nonfinite", NO_TOKEN),
+    "at nonfinite logits": (Request([17], 9), [18, 19, 20], "nonfinite", NO_TOKEN),
+    "at nonfinite first logits": (Request([20], 9), [], "nonfinite", NO_TOKEN),
     "with its constraint": (Request([11], 9, constraint=UpTo(13)), [12, 13], "stop", None),
     "with its constraint at once": (Request([11], 9, constraint=UpTo(12)), [12], "stop", None),
-    "before it begins": (Request([11], 9, constraint=UpTo(0)), [], "stop", None),
+    "before its first token": (Request([11], 9, constraint=UpTo(0)), [], "stop", None),
     "at the limit of a constraint": (Request([1], 2, constraint=UpTo(25)), [2, 3], "length", None),
-    "where its constraint fails": (
+    "when its constraint fails": (
         Request([11], 9, constraint=UpTo(25, wrong=14)), [12, 13, 14], "refused", "cannot read 14",
     ),
-    "where its constraint fails at once": (
+    "when its constraint fails at once": (
         Request([11], 9, constraint=UpTo(25, wrong=12)), [12], "refused", "cannot read 12",
     ),
-    "because it is wrong": (Request([3], 0), [], "refused", "num_tokens is 0: must be at least 1"),
+    "if it is invalid": (Request([3], 0), [], "refused", "num_tokens is 0: must be at least 1"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_each_request_ends_by_its_own_rule_beside_the_others(streamed):
+def test_each_request_ends_by_its_own_rule(streamed):
     requests = [
         dataclasses.replace(request, id=name, constraint=copy.copy(request.constraint))
         for name, (request, *_) in ENDS.items()
@@ -498,11 +500,11 @@ def test_each_request_ends_by_its_own_rule_beside_the_others(streamed):
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_a_request_that_is_dropped_makes_room_for_the_next(streamed):
-    """It ends with its first part: nothing more of it comes, in the same turn or later."""
+def test_dropped_request_frees_its_slot(streamed):
+    """After its first part, nothing more is emitted for it, in the same turn or later."""
     requests = [Request([3], 12, id="a", top=2), Request([7], 9), Request([3], 2, id="c", top=1)]
-    held = init_slots(follow, {}, START, 2, 16)
-    batcher = Batcher(held, {}, iter(requests), START, steps=3, stream=streamed)
+    slots = init_slots(follow, {}, START, 2, 16)
+    batcher = Batcher(slots, {}, iter(requests), START, steps=3, stream=streamed)
     got: dict = {}
     for part in batcher:
         got.setdefault(part.id, []).append(part)
@@ -521,15 +523,15 @@ def test_a_request_that_is_dropped_makes_room_for_the_next(streamed):
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_the_longest_beginning_that_a_slot_has_read_is_shared(rope, shares):
-    """A text of 20 tokens, of which the last is unread, and prompts that begin like it."""
+def test_longest_prefix_in_a_slot_is_shared(rope, shares):
+    """A slot contains 20 tokens, the last one unread; the prompts begin with the same tokens."""
     step, params, _ = rope
     empty, key = init_cache(ROPE, 1, 41), jax.random.key(0)
     text = np.random.default_rng(1).integers(0, VOCAB, 18)
     whole = alone((step, params, lambda rows: empty), Request(text, 2, key=key), {}).rows()[0]
     text = np.concatenate([text, whole])
     other = (text + 1) % VOCAB
-    prompts = {  # and how many of their tokens a slot has read
+    prompts = {  # prompts, and the number of their tokens that a slot has read
         "first": (text[:18], 0), "other": (other[:3], 0), "all but its last": (text, 19),
         "one is left to read": (text[:17], 16), "as fast to read": (text[:16], 0),
         "parts": (np.concatenate([text[:17], other[17:]]), 17), "differs": (other, 0),
@@ -538,8 +540,8 @@ def test_the_longest_beginning_that_a_slot_has_read_is_shared(rope, shares):
         requests = [
             Request(prompts[one][0], 2, key=key, id=one) for one in ("first", "other", name)
         ]
-        held = init_slots(step, params, empty, 2, 41)
-        got = {c.id: c for c in Batcher(held, params, iter(requests), empty, stream=False,
+        slots = init_slots(step, params, empty, 2, 41)
+        got = {c.id: c for c in Batcher(slots, params, iter(requests), empty, stream=False,
                                         shares=shares)}  # fmt: skip
         for request in requests:
             want = alone((step, params, lambda rows: empty), request, {}).rows()[0]
@@ -548,15 +550,15 @@ def test_the_longest_beginning_that_a_slot_has_read_is_shared(rope, shares):
 
 
 @pytest.mark.slow
-def test_with_pause_requests_advance_while_the_queue_yields_none():
-    """A free slot that no request waits for is no reason to pause."""
-    parts, asked = [], []
+def test_requests_advance_with_pause_while_the_queue_yields_none():
+    """A free slot does not pause the loop if no request is waiting for it."""
+    parts, requested = [], []
 
     def queue():
         yield Request([3], 9)
         while not parts or parts[-1].end is None:
-            asked.append(len(parts))
-            assert len(asked) < 20, "the request in its slot makes no progress"
+            requested.append(len(parts))
+            assert len(requested) < 20, "the request in its slot makes no progress"
             yield None
 
     running = serve_requests(
@@ -565,63 +567,62 @@ def test_with_pause_requests_advance_while_the_queue_yields_none():
     for part in running:
         parts.append(part)
     assert np.concatenate([part.tokens for part in parts]).tolist() == list(range(4, 13))
-    assert len(asked) == 4, "one call for every two tokens after the first"
+    assert len(requested) == 4, "one call for every two tokens after the first"
 
 
 @pytest.mark.slow
-def test_with_pause_a_free_slot_is_filled_before_the_next_step():
-    """One of two slots is free after a step, and the third request takes it before the next one."""
+def test_pause_fills_a_free_slot_before_the_next_step():
+    """After one step a slot becomes free, and the third request fills it before the next step."""
     requests = [Request([3], 2, id="a"), Request([7], 9, id="b"), Request([11], 9, id="c")]
     arguments: dict = dict(slots=2, capacity=16, steps_per_call=8, stream=True)
-    calls = {  # of each call, how many tokens it gives whom; the first token comes by itself
+    calls = {  # the request and number of tokens of each part; the first token comes by itself
         True: ["a1 b1 a1 b1", "c1 c7 b7", "c1"],
         False: ["a1 b1 a1 b8", "c1 c8"],
     }
     for pause, expected in calls.items():
         parts = serve_requests(follow, {}, requests, START, pause=pause, **arguments)
-        given = [f"{part.id}{len(part.tokens)}" for part in parts]
-        assert given == " ".join(expected).split()
+        assert [f"{p.id}{len(p.tokens)}" for p in parts] == " ".join(expected).split()
 
 
 @pytest.mark.slow
-def test_raw_words_are_a_key():
+def test_raw_words_are_accepted_as_key():
     key = jax.random.key(5)
     requests = [Request([3], 9, key=key), Request([3], 9, key=jax.random.key_data(key))]
     arguments: dict = dict(slots=2, capacity=16, sampler=Sample())
     one, two = serve_requests(follow, {}, requests, START, **arguments)
     assert len(one.tokens) == 9 and one.tokens.tolist() == two.tokens.tolist()
-    held = init_slots(follow, {}, START, 2, 16, sampler=Sample())
-    held, first = admit(held, {}, 0, [[3]], START, limits=9, key=key)
-    held, again = admit(held, {}, 1, [[3]], START, limits=9, key=jax.random.key_data(key))
+    slots = init_slots(follow, {}, START, 2, 16, sampler=Sample())
+    slots, first = admit(slots, {}, 0, [[3]], START, limits=9, key=key)
+    slots, again = admit(slots, {}, 1, [[3]], START, limits=9, key=jax.random.key_data(key))
     assert first.token.tolist() == again.token.tolist()
 
 
 @pytest.mark.slow
-def test_slots_go_through_a_trace():
-    """Limits that are traced are clipped to what a slot holds."""
+def test_slots_work_inside_jit():
+    """Traced limits are clipped to the room in a slot."""
 
     @jax.jit
-    def go(held, rows, prompt, lengths, limits):
-        held, first = admit(held, {}, rows, prompt, empty, limits=limits, lengths=lengths)
-        held, rest = advance_slots(held, {}, 2)
-        return held, release(held, rows[1:]), first.token, rest.token
+    def go(slots, rows, prompt, lengths, limits):
+        slots, first = admit(slots, {}, rows, prompt, empty, limits=limits, lengths=lengths)
+        slots, rest = advance_slots(slots, {}, 2)
+        return slots, release(slots, rows[1:]), first.token, rest.token
 
     empty = jnp.zeros((2,), jnp.int32)
-    held = init_slots(follow, {}, empty[:1], 3, 5)
+    slots = init_slots(follow, {}, empty[:1], 3, 5)
     arguments = jnp.array([2, 0]), jnp.array([[1, 2, 3], [7, 0, 0]]), jnp.array([3, 1])
-    after, released, first, rest = go(held, *arguments, jnp.array([99, 9]))
+    after, released, first, rest = go(slots, *arguments, jnp.array([99, 9]))
     assert first.tolist() == [4, 8]
     assert rest.tolist() == [[9, -1, 5], [10, -1, 6]]
     assert after.active.tolist() == [True, False, False]
     assert after.decode_state.limits.tolist() == [5, 0, 3]
     assert released.active.tolist() == [False, False, False]
     with pytest.raises(ValueError, match="reach length 6: the limit is 5"):
-        jax.jit(lambda held: admit(held, {}, [1], [[5]], empty[:1], limits=6)[0])(held)
+        jax.jit(lambda slots: admit(slots, {}, [1], [[5]], empty[:1], limits=6)[0])(slots)
 
 
 @pytest.mark.slow
-def test_ids_may_repeat_and_a_request_that_fills_its_slot_is_served(rope):
-    """A bucket may be wider than a slot, and the history still has its place."""
+def test_repeated_ids_and_requests_that_fill_a_slot_are_served(rope):
+    """A bucket may be longer than the capacity of a slot; the history still fits."""
     step, params, empty = rope
     requests = [
         Request([5] * (CAPACITY - n + 1), n, key=jax.random.key(n), id="same") for n in (1, 2, 2)
@@ -643,9 +644,9 @@ def test_wrong_arguments_are_refused_at_the_call(rope):
         return partial(serve_requests, step, params, [], **arguments)
 
     sampled = init_slots(step, params, empty(1), SLOTS, CAPACITY, sampler=SAMPLED["sampler"])
-    held = init_slots(step, params, empty(1), SLOTS, CAPACITY)
+    slots = init_slots(step, params, empty(1), SLOTS, CAPACITY)
 
-    def admitting(rows, count=1, limits=3, slots=held, **more):
+    def admitting(rows, count=1, limits=3, slots=slots, **more):
         prompt, state = [[1, 2]] * count, empty(count)
         return partial(admit, slots, params, rows, prompt, state, limits=limits, **more)
 
@@ -661,41 +662,41 @@ def test_wrong_arguments_are_refused_at_the_call(rope):
         (r"rows are \[3\]: must be in 0..2", admitting(3)),
         (r"rows are \[-1\]: must be in 0..2", admitting(-1)),
         (r"rows are \[0.5\]: must be integers", admitting(0.5)),
-        (r"rows are \[1, 1\]: must name a slot once", admitting([1, 1], 2, [3, 3])),
+        (r"rows are \[1, 1\]: must be distinct", admitting([1, 1], 2, [3, 3])),
         ("prompt has 1 rows for 2 slots", admitting([0, 1])),
         (r"limits are \[3, 3\]: must be", admitting(0, 1, [3, 3])),
         ("chunk is 0", admitting(0, chunk=0)),
         ("key is None: Sample", admitting(0, slots=sampled)),
-        ("steps is 0: must be an integer of at least 1", partial(advance_slots, held, params, 0)),
+        ("steps is 0: must be an integer of at least 1", partial(advance_slots, slots, params, 0)),
     ]
     traced = len(step.calls)
-    for said, wrong in cases:
-        with pytest.raises(ValueError, match=said):
+    for message, wrong in cases:
+        with pytest.raises(ValueError, match=message):
             wrong()
-    assert len(step.calls) == traced + 1, "only to learn the vocabulary, for `stop`"
+    assert len(step.calls) == traced + 1, "only to count the vocabulary, for `stop`"
 
 
 @pytest.mark.slow
-def test_a_taken_slot_is_refused_and_consumed_slots_too(rope):
+def test_occupied_and_consumed_slots_are_refused(rope):
     _, params, empty = rope
-    held, requests, _ = begin_three(rope)
-    with pytest.raises(ValueError, match=r"rows \[2\] are taken: release them"):
-        admit(held, params, 2, requests[0].prompt[None], empty(1), limits=3)
+    slots, requests, _ = begin_three(rope)
+    with pytest.raises(ValueError, match=r"rows \[2\] are occupied: release them"):
+        admit(slots, params, 2, requests[0].prompt[None], empty(1), limits=3)
     with pytest.raises(ValueError, match=r"rows are \[3\]"):
-        release(held, 3)
-    held2 = release(held, [2])
-    for call in (partial(release, held, 1), partial(advance_slots, held, params, 1)):
+        release(slots, 3)
+    after = release(slots, [2])
+    for call in (partial(release, slots, 1), partial(advance_slots, slots, params, 1)):
         with pytest.raises(ValueError, match="slots were consumed by an earlier call"):
             call()
-    assert held2.active.tolist() == [True, True, False]
+    assert after.active.tolist() == [True, True, False]
 
 
 # Compilation and memory
 
 
 @pytest.mark.slow
-def test_fifty_rows_join_and_leave_without_compiling():
-    """One decoding program, and one for each bucket, whatever the lengths, keys and neighbours."""
+def test_fifty_requests_do_not_recompile():
+    """One decoding program, plus one per bucket, serves all lengths, keys and batches."""
     options = dict(sampler=SAMPLED["sampler"], stop=(4, 9))
     step = CountingStep(build(ROPE))
     model = step, parameters(ROPE), partial(init_cache, ROPE, capacity=CAPACITY)
@@ -707,29 +708,29 @@ def test_fifty_rows_join_and_leave_without_compiling():
     long = Request([3] * 19, 4, key=jax.random.key(1))
     served(model, [long], options)
     second = len(step.calls)
-    assert second > first, "another bucket is another program"
+    assert second > first, "a new bucket needs a new program"
     served(model, [long, *some_requests(5), Request([3] * 27, 3, key=jax.random.key(1))], options)
     assert len(step.calls) == second
 
 
 @pytest.mark.slow
-def test_the_cache_stays_where_it_is(rope):
-    """Each program gives its memory to its result, and none makes a second cache."""
+def test_cache_is_updated_in_place(rope):
+    """Each program donates its memory to the result, and none allocates a second cache."""
     step, params, empty = rope
-    held = init_slots(step, params, empty(1), SLOTS, CAPACITY, processors=(NoRepeatNGram(2),))
+    slots = init_slots(step, params, empty(1), SLOTS, CAPACITY, processors=(NoRepeatNGram(2),))
     row, limits = jnp.array([1]), np.array([7])
-    prompts = slots_module.check_prompts(held, np.ones((1, 11), int), None, empty(1), limits, None)
-    leaves = len(jax.tree.leaves(held))
+    prompts = slots_module.check_prompts(slots, np.ones((1, 11), int), None, empty(1), limits, None)
+    leaves = len(jax.tree.leaves(slots))
     jax.config.update("jax_disable_most_optimizations", False)
     programs = [
-        slots_module.advance_rows.by_value.lower(held, params, jnp.array(True), 8, 0).compile(),
+        slots_module.advance_rows.by_value.lower(slots, params, jnp.array(True), 8, 0).compile(),
         slots_module.admit_rows.by_value.lower(
-            held, params, row, prompts, empty(1), None, 0
+            slots, params, row, prompts, empty(1), None, 0
         ).compile(),
-        slots_module.free_rows.by_value.lower(held, row).compile(),
+        slots_module.free_rows.by_value.lower(slots, row).compile(),
     ]
     jax.config.update("jax_disable_most_optimizations", True)
-    assert held.decode_state.state.layers[0].k.shape == (3, 29, 1, 6)
+    assert slots.decode_state.state.layers[0].k.shape == (3, 29, 1, 6)
     shapes = {"f32[3,29,1,6]", "s32[3,29]"}
     assert all(any(shape in p.as_text() for p in programs) for shape in shapes)
     for program in programs:
@@ -737,11 +738,11 @@ def test_the_cache_stays_where_it_is(rope):
         copied = re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", text)
         assert not shapes & set(copied), copied
         assert text.split("\n")[0].count("may-alias") == leaves
-    before = held.decode_state.state.layers[0].k.unsafe_buffer_pointer()
-    held, _ = admit(held, params, 1, [[1, 2]], empty(1), limits=7)
-    held, _ = advance_slots(held, params, 8)
-    held = release(held, 1)
-    assert held.decode_state.state.layers[0].k.unsafe_buffer_pointer() == before
+    before = slots.decode_state.state.layers[0].k.unsafe_buffer_pointer()
+    slots, _ = admit(slots, params, 1, [[1, 2]], empty(1), limits=7)
+    slots, _ = advance_slots(slots, params, 8)
+    slots = release(slots, 1)
+    assert slots.decode_state.state.layers[0].k.unsafe_buffer_pointer() == before
 
 
 @pytest.mark.slow
@@ -750,7 +751,7 @@ def test_the_cache_stays_where_it_is(rope):
     [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],
     ids=["leaks", "nans", "transfers"],
 )
-def test_serving_is_clean_under(setting, rope):
+def test_serving_passes_checks(setting, rope):
     step, params, empty = rope
     requests = some_requests(7)
     running = serve_requests(step, params, requests, empty(1), slots=SLOTS, capacity=CAPACITY)
@@ -760,7 +761,7 @@ def test_serving_is_clean_under(setting, rope):
 
 
 @pytest.mark.slow
-def test_an_empty_cache_can_be_given_away():
-    """Each leaf has memory of its own: the same twice cannot be consumed."""
+def test_empty_cache_can_be_donated():
+    """Every leaf has its own buffer, because a buffer cannot be donated twice."""
     leaves = jax.tree.leaves(init_cache(dataclasses.replace(ROPE, num_layers=2), 2, 3))
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves) == 8

@@ -1,4 +1,4 @@
-"""Generation: the same tokens at once or streamed, cached or not, in any chunks, beside any row."""
+"""Generation: equal tokens at once or streamed, with or without cache, chunks or other rows."""
 
 import dataclasses
 import itertools
@@ -40,12 +40,12 @@ PAIR = dataclasses.replace(
 
 
 def generate(step, params, prompt, state, **arguments) -> jax.Array:
-    """The tokens alone; the state outlives the call."""
+    """Return only the tokens, and keep the state."""
     return decode.generate(step, params, prompt, fork(state, 1), **arguments).tokens
 
 
 def stream(step, params, prompt, state, **arguments):
-    """As `decode.stream`; the state outlives the call."""
+    """Call `decode.stream`, and keep the state."""
     return decode.stream(step, params, prompt, fork(state, 1), **arguments)
 
 
@@ -54,7 +54,7 @@ def shapes(config: ModelConfig):
 
 
 def parameters(config: ModelConfig, seed: int = 1):
-    """Random, with attention that decides: else greedy tokens fall into a cycle of one or two."""
+    """Random parameters with sharp attention; otherwise greedy tokens soon repeat."""
 
     def sharpen(path, leaf):
         name = jax.tree_util.keystr(path)
@@ -65,7 +65,7 @@ def parameters(config: ModelConfig, seed: int = 1):
 
 
 def make(config: ModelConfig):
-    """A step that generates, its parameters, and empty states for so many rows."""
+    """Return a step, its parameters, and a function that creates empty states."""
 
     def empty(rows: int = 3, capacity: int = PROMPT + NEW):
         return init_cache(config, rows, capacity)
@@ -78,7 +78,7 @@ def prompts(rows: int = 3, columns: int = PROMPT) -> np.ndarray:
 
 
 def naive(config: ModelConfig, params, prompt, lengths, count: int, **more) -> np.ndarray:
-    """Greedy tokens from full passes over everything so far: no cache, no scan, no chunks."""
+    """Greedy tokens from full passes over the whole text, without cache, scan or chunks."""
     rows, columns = prompt.shape
     apply = jax.jit(build(config).apply)
     tokens = np.zeros((rows, columns + count), np.int32)
@@ -131,7 +131,7 @@ def sampled(rope) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_greedy_tokens_equal_those_of_full_passes(rope, greedy):
+def test_greedy_tokens_match_full_passes(rope, greedy):
     _, params, _ = rope
     assert_varied(greedy)
     np.testing.assert_array_equal(greedy, naive(ROPE, params, prompts(), LENGTHS, NEW))
@@ -150,8 +150,8 @@ def test_sampled_tokens_follow_the_key(rope, sampled, greedy):
 
 
 @pytest.mark.slow
-def test_each_token_draws_with_the_key_folded_with_its_number(rope, sampled):
-    """So token n can be drawn again from the logits after the tokens before it."""
+def test_token_n_is_drawn_with_the_key_folded_with_n(rope, sampled):
+    """Token n can be reproduced from the logits before it."""
     _, params, _ = rope
     both = np.concatenate([prompts()[:1], sampled[:1]], axis=1)
     logits = oracle.forward(ROPE, params, both)[:, PROMPT - 1 :].astype(np.float32)
@@ -164,7 +164,7 @@ def test_each_token_draws_with_the_key_folded_with_its_number(rope, sampled):
 @pytest.mark.slow
 @pytest.mark.long_except("sampled")
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
-def test_a_stream_yields_what_generate_returns(rope, kind, request):
+def test_stream_yields_the_tokens_of_generate(rope, kind, request):
     step, params, empty = rope
     want = request.getfixturevalue(kind)
     more = dict(sampler=SAMPLER, key=jax.random.key(3)) if kind == "sampled" else {}
@@ -178,13 +178,13 @@ def test_a_stream_yields_what_generate_returns(rope, kind, request):
 @pytest.mark.slow
 @pytest.mark.long_except("2", "5")
 @pytest.mark.parametrize("chunk", [1, 2, 5, PROMPT])
-def test_chunks_of_the_prompt_change_nothing(rope, greedy, chunk):
+def test_chunked_prompt_gives_the_same_tokens(rope, greedy, chunk):
     step, params, empty = rope
     got = generate(step, params, prompts(), empty(), num_tokens=NEW, lengths=LENGTHS, chunk=chunk)
     np.testing.assert_array_equal(got, greedy)
 
 
-def test_prefill_returns_the_logits_after_each_rows_last_token(rope):
+def test_prefill_returns_logits_after_the_last_token_of_each_row(rope):
     step, params, empty = rope
     want = np.asarray(oracle.forward(ROPE, params, prompts()))
     want = want[np.arange(3), LENGTHS - 1]
@@ -197,8 +197,8 @@ def test_prefill_returns_the_logits_after_each_rows_last_token(rope):
 
 
 @pytest.mark.slow
-def test_prefill_computes_no_other_logits(rope):
-    """Also in chunks; a step without `read`, or with a call of its own, is still what runs."""
+def test_prefill_computes_only_the_logits_it_returns(rope):
+    """Also in chunks; a step without `read`, or one that overrides the call, still works."""
     step, params, empty = rope
     wide = re.compile(rf"f32\[(3,{PROMPT}|3,5|{3 * PROMPT}|15),{VOCAB}\]")
 
@@ -216,9 +216,9 @@ def test_prefill_computes_no_other_logits(rope):
     arguments = params, prompts(), empty(), jnp.asarray(LENGTHS)
     want, state = whole(*arguments)
     for chunk in (None, 5):
-        alone = program(step, chunk)
-        assert not wide.search(alone.as_text())
-        got, read = alone(*arguments)
+        narrow = program(step, chunk)
+        assert not wide.search(narrow.as_text())
+        got, read = narrow(*arguments)
         assert_near(got, want, 1e-6)
         if chunk is None:
             jax.tree.map(assert_same_bits, read, state)
@@ -227,21 +227,21 @@ def test_prefill_computes_no_other_logits(rope):
 
 @pytest.mark.slow
 def test_rows_are_independent(rope, greedy):
-    """Alone, and beside other prompts of other lengths: the same tokens."""
+    """A row gives the same tokens alone and with other prompts of other lengths."""
     step, params, empty = rope
     alone = generate(step, params, prompts()[1:2], empty(1), num_tokens=NEW, lengths=LENGTHS[1:2])
     np.testing.assert_array_equal(alone, greedy[1:2])
     other = (prompts() + 5) % VOCAB
     other[1] = prompts()[1]
     lengths = np.array([2, 3, 11], np.int32)
-    beside = generate(step, params, other, empty(), num_tokens=NEW, lengths=lengths)
-    np.testing.assert_array_equal(np.asarray(beside)[1], greedy[1])
-    assert (np.asarray(beside)[0] != greedy[0]).any()
+    mixed = generate(step, params, other, empty(), num_tokens=NEW, lengths=lengths)
+    np.testing.assert_array_equal(np.asarray(mixed)[1], greedy[1])
+    assert (np.asarray(mixed)[0] != greedy[0]).any()
 
 
 @pytest.mark.slow
-def test_tokens_after_a_rows_length_are_not_read(rope, greedy):
-    """Not even a number that is no token."""
+def test_tokens_after_the_length_are_ignored(rope, greedy):
+    """Even if they are not valid tokens."""
     step, params, empty = rope
     prompt = prompts()
     prompt[1, 3:] = VOCAB + 7
@@ -252,7 +252,7 @@ def test_tokens_after_a_rows_length_are_not_read(rope, greedy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", [generate, stream])
-def test_the_state_and_the_prompt_are_not_mutated(rope, greedy, call):
+def test_state_and_prompt_are_not_mutated(rope, greedy, call):
     step, params, empty = rope
     state, prompt, lengths = empty(), prompts(), LENGTHS.copy()
     before = jax.tree.map(np.array, state)
@@ -276,8 +276,8 @@ def test_one_token_is_the_first_of_many(rope, greedy):
 
 
 @pytest.mark.slow
-def test_generation_goes_on_from_a_state(rope, greedy):
-    """A state that has read the prompt's beginning, and a prompt that is the rest."""
+def test_generation_continues_from_a_state(rope, greedy):
+    """The state has read the beginning of the prompt; the rest is passed as the prompt."""
     step, params, empty = rope
     four = np.full((3,), 4, np.int32)
     _, state = jax.jit(partial(prefill, step))(params, prompts()[:, :4], empty(), four)
@@ -289,8 +289,8 @@ def test_generation_goes_on_from_a_state(rope, greedy):
 @pytest.mark.slow
 @pytest.mark.long_except("3")
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_a_ring_generates_through_several_turns(chunk):
-    """A cache of five slots, 34 positions: as with room for all, and as without any cache."""
+def test_ring_cache_generates_after_wrapping(chunk):
+    """Five slots for 34 positions give the same tokens as a full cache and as no cache."""
     step, params, empty = make(RING)
     ring = empty(3, 5)
     assert ring.capacity == 5
@@ -308,20 +308,20 @@ def test_a_ring_generates_through_several_turns(chunk):
 
 
 @pytest.mark.long
-def test_scanned_layers_generate_the_same():
-    two, wanted = dataclasses.replace(ROPE, num_layers=2), dict(num_tokens=NEW, lengths=LENGTHS)
+def test_scanned_layers_generate_the_same_tokens():
+    two, options = dataclasses.replace(ROPE, num_layers=2), dict(num_tokens=NEW, lengths=LENGTHS)
     step, params, empty = make(two)
-    looped = generate(step, params, prompts(), empty(), **wanted)
+    looped = generate(step, params, prompts(), empty(), **options)
     step, _, empty = make(dataclasses.replace(two, scan_layers=True))
-    got = generate(step, stack_layers(params), prompts(), empty(), **wanted)
+    got = generate(step, stack_layers(params), prompts(), empty(), **options)
     np.testing.assert_array_equal(got, looped)
 
 
 @pytest.mark.slow
 @pytest.mark.long_except("loop")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
-def test_a_target_is_generated_from_its_source(scan):
-    """Equal to full passes; twice streamed from one state, which must outlive both."""
+def test_encoder_decoder_matches_full_passes(scan):
+    """The tokens are also streamed twice from one state, which must survive both."""
     config = dataclasses.replace(PAIR, scan_layers=scan)
     params = parameters(PAIR, 2)
     params = stack_layers(params) if scan else params
@@ -345,8 +345,8 @@ def test_a_target_is_generated_from_its_source(scan):
 
 
 @pytest.mark.slow
-def test_a_call_of_its_own_is_what_reads_a_prompt(rope):
-    """In a subclass, in a mixin, and in a subclass of either; with a `read` of its own, that."""
+def test_overridden_call_reads_the_prompt(rope):
+    """In a subclass, a mixin, and a subclass of either; an overridden `read` takes precedence."""
     step, params, empty = rope
 
     class Negative(ModelStep):
@@ -367,7 +367,7 @@ def test_a_call_of_its_own_is_what_reads_a_prompt(rope):
             logits, state = super().read(params, tokens, state, at, valid=valid)
             return 2 * logits, state
 
-    for kind in (Negative, Mixed, Both):  # which have logits of their own
+    for kind in (Negative, Mixed, Both):  # classes that change the logits
         assert not kind(step.model).offers("look")
     want = prefill(step, params, prompts(), empty(), LENGTHS)[0]
     for kind, factor in (
@@ -380,7 +380,7 @@ def test_a_call_of_its_own_is_what_reads_a_prompt(rope):
         assert_near(got, factor * want, 2e-5)
 
 
-def test_what_has_more_than_a_call_and_is_no_step_is_refused(rope):
+def test_callable_with_step_methods_must_subclass_step(rope):
     step, params, empty = rope
 
     class Own:
@@ -398,7 +398,7 @@ def test_what_has_more_than_a_call_and_is_no_step_is_refused(rope):
 
 
 def counting(kind):
-    """A kind of step that counts how often Python runs it: at tracing only; equal to no other."""
+    """Return a subclass of a step that counts its traces and equals no other step."""
 
     @as_ours
     @dataclasses.dataclass(frozen=True, eq=False)
@@ -417,7 +417,7 @@ CountingStep = counting(ModelStep)
 
 
 @pytest.mark.slow
-def test_a_stream_compiles_its_step_once():
+def test_stream_compiles_its_step_once():
     step = CountingStep(build(ROPE))
     params = parameters(ROPE)
     sizes = []
@@ -429,25 +429,25 @@ def test_a_stream_compiles_its_step_once():
     assert sizes[0] > 0 and sizes == sizes[:1] * 2
 
 
-def test_equal_steps_share_their_programs():
+def test_equal_steps_have_equal_hashes():
     one, two = make_step(build(ROPE)), make_step(build(dataclasses.replace(ROPE)))
     assert one == two and hash(one) == hash(two)
 
 
-def test_buckets_are_powers_of_two_from_sixteen_on():
+def test_buckets_are_powers_of_two_of_at_least_sixteen():
     assert [bucket(n) for n in (1, 15, 16, 17, 32, 33, 1000)] == [16, 16, 16, 32, 32, 64, 1024]
 
 
 # Refusals
 
 
-def refuse(said: str, *, config=ROPE, capacity: int = PROMPT + NEW, call=generate, **change):
-    """The call must fail before anything is traced."""
+def refuse(message: str, *, config=ROPE, capacity: int = PROMPT + NEW, call=generate, **change):
+    """Check that the call fails before anything is traced."""
     step = CountingStep(build(config))
     arguments = dict(prompt=prompts(), state=init_cache(config, 3, capacity), num_tokens=NEW)
     arguments.update(change)
     prompt, state = arguments.pop("prompt"), arguments.pop("state")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         result = call(step, {}, prompt, state, **arguments)
         next(iter(result))
     assert step.calls == []
@@ -455,10 +455,10 @@ def refuse(said: str, *, config=ROPE, capacity: int = PROMPT + NEW, call=generat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", [generate, stream])
-def test_what_does_not_fit_the_cache_is_refused_before_compiling(call):
-    """11 tokens and 23 new ones, of which the last is not fed back: 33 slots do, 32 do not."""
-    said = r"reach length 33: the limit is 32 \(cache capacity 32"
-    refuse(said, capacity=32, call=call)
+def test_text_longer_than_the_cache_is_refused_before_compiling(call):
+    """11 tokens and 23 new ones need 33 slots, because the last one is not fed back."""
+    message = r"reach length 33: the limit is 32 \(cache capacity 32"
+    refuse(message, capacity=32, call=call)
     refuse(r"reach length 44: the limit is 34", num_tokens=34, call=call)
     refuse(r"reach length 5: the limit is 4", config=RING, capacity=4, prompt=prompts()[:, :2],
            num_tokens=4, call=call)  # fmt: skip
@@ -466,7 +466,7 @@ def test_what_does_not_fit_the_cache_is_refused_before_compiling(call):
     refuse(r"reach length 33: the limit is 13 .*max_len 13", config=learned, call=call)
 
 
-def test_a_state_that_has_been_read_into_has_less_room(rope):
+def test_used_state_has_less_room(rope):
     step, _, empty = rope
     state = empty(3, 17)
     state = dataclasses.replace(
@@ -485,12 +485,12 @@ def test_wrong_arguments_are_refused_before_compiling(call):
         (r"token 31 at \[1, 2\]", dict(prompt=wrong)),
         (r"prompt has shape \(3, 0\)", dict(prompt=prompts()[:, :0])),
         (r"prompt has shape \(11,\)", dict(prompt=prompts()[0])),
-        (r"prompt is float32\[3, 11\]: must be token ids",
+        (r"prompt is float32\[3, 11\]: must be integer token ids",
          dict(prompt=prompts().astype(np.float32))),
-        (r"prompt has 2 rows, the cache 3", dict(prompt=prompts(2))),
+        (r"prompt has 2 rows, the cache has 3", dict(prompt=prompts(2))),
         (r"num_tokens is 0", dict(num_tokens=0)),
         (r"chunk is 0", dict(chunk=0)),
-        (r"prompt has rows of several lengths", dict(prompt=[[1, 2], [3], [4, 5, 6]])),
+        (r"prompt has rows of different lengths", dict(prompt=[[1, 2], [3], [4, 5, 6]])),
         (r"key is None: Sample", dict(sampler=SAMPLER)),
         (r"key is 0: must be a single key", dict(sampler=SAMPLER, key=0)),
         (r"key is float32\(2,\): must be", dict(sampler=SAMPLER, key=np.zeros(2, np.float32))),
@@ -499,20 +499,20 @@ def test_wrong_arguments_are_refused_before_compiling(call):
         (r"sampler is the class Greedy: must be a value",
          dict(sampler=Greedy, key=jax.random.key(3))),
         (r"sampler is the class TopK", dict(sampler=TopK, key=jax.random.key(3))),
-        (r"sampler is TopK\(k=3\): .* into Sample\(TopK\(k=3\)\)",
+        (r"sampler is TopK\(k=3\): .* as Sample\(TopK\(k=3\)\)",
          dict(sampler=TopK(3), key=jax.random.key(3))),
-        (r"sampler is 'greedy': must be called", dict(sampler="greedy", key=jax.random.key(3))),
+        (r"sampler is 'greedy': must be callable", dict(sampler="greedy", key=jax.random.key(3))),
         (r"lengths have shape \(2,\): must be \(3,\)", dict(lengths=[1, 2])),
         (r"lengths are \[1, 0, 2\]: must be from 1 to 11", dict(lengths=[1, 0, 2])),
         (r"lengths are \[1, 12, 2\]", dict(lengths=[1, 12, 2])),
         (r"lengths are float64", dict(lengths=[1.0, 2.0, 3.0])),
     ]  # fmt: skip
-    for said, change in cases:
-        refuse(said, call=call, **change)
+    for message, change in cases:
+        refuse(message, call=call, **change)
 
 
 @pytest.mark.slow
-def test_lists_of_one_length_are_a_prompt_and_raw_words_a_key(rope, greedy, sampled):
+def test_lists_are_accepted_as_prompt_and_raw_words_as_key(rope, greedy, sampled):
     step, params, empty = rope
     arguments = dict(num_tokens=NEW, lengths=LENGTHS.tolist())
     got = generate(step, params, prompts().tolist(), empty(), **arguments)
@@ -525,8 +525,8 @@ def test_lists_of_one_length_are_a_prompt_and_raw_words_a_key(rope, greedy, samp
 
 
 @pytest.mark.long
-def test_past_the_end_under_trace_no_slot_is_overwritten_and_no_token_made_up():
-    """Where the check cannot see the length: NaN logits, so token -1, in that row from there on."""
+def test_overflow_inside_jit_overwrites_no_slot_and_yields_no_token():
+    """A traced length cannot be checked: from there on, the row has NaN logits and token -1."""
     step, params, empty = make(ROPE)
 
     @jax.jit
@@ -552,7 +552,7 @@ def test_past_the_end_under_trace_no_slot_is_overwritten_and_no_token_made_up():
 
 
 @pytest.mark.slow
-def test_an_empty_batch_gives_no_tokens(rope):
+def test_empty_batch_gives_no_tokens(rope):
     step, params, empty = rope
     got = generate(step, params, prompts(0), empty(0), num_tokens=3)
     assert got.shape == (0, 3) and got.dtype == jnp.int32
@@ -568,7 +568,7 @@ def test_an_empty_batch_gives_no_tokens(rope):
     [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],
     ids=["leaks", "nans", "transfers"],
 )
-def test_generation_is_clean_under(setting, rope, greedy):
+def test_generation_passes_checks(setting, rope, greedy):
     step, params, empty = rope
     state, key = empty(), jax.random.key(3)
     with setting():
@@ -579,7 +579,7 @@ def test_generation_is_clean_under(setting, rope, greedy):
 
 
 @pytest.mark.slow
-def test_a_cache_of_another_model_is_refused():
+def test_cache_of_another_model_is_refused():
     scanned = dataclasses.replace(ROPE, scan_layers=True)
     deeper = dataclasses.replace(ROPE, num_layers=3)
     tokens = jnp.zeros((3, 2), jnp.int32)
@@ -596,30 +596,30 @@ def test_a_cache_of_another_model_is_refused():
 
 
 def double(params, tokens, state, *, valid=None):
-    """A step without a `check`: token t is followed by 2 t."""
+    """A step without a `check` that continues token t with 2t."""
     logits = jax.nn.one_hot(tokens * 2, VOCAB, dtype=state.dtype)
     return logits, state
 
 
 @pytest.mark.slow
-def test_prompts_that_are_no_ids_are_refused_for_any_step():
+def test_prompts_without_token_ids_are_refused_for_any_step():
     state = jnp.zeros((1,))
     for wrong in (np.array([[1.7, 2.2]]), np.array([[True, False]])):
-        said = rf"prompt is {wrong.dtype}\[1, 2\]: must be token ids, integers"
-        with pytest.raises(ValueError, match=said):
+        message = rf"prompt is {wrong.dtype}\[1, 2\]: must be integer token ids"
+        with pytest.raises(ValueError, match=message):
             generate(double, {}, wrong, state, num_tokens=2)
-    with pytest.raises(ValueError, match=r"prompt is float32.*: must be token ids"):
+    with pytest.raises(ValueError, match=r"prompt is float32.*: must be integer token ids"):
         jax.jit(lambda x: generate(double, {}, x, state, num_tokens=2))(jnp.ones((1, 2)))
     for wrong, lengths in itertools.product((2**40, -(2**31) - 1), (None, [2])):
         with pytest.raises(ValueError, match=f"prompt contains {wrong}: must be from -{2**31} to"):
             generate(double, {}, np.array([[1, wrong]]), state, num_tokens=2, lengths=lengths)
-    padded = np.array([[3, 2**40]])  # what stands after a row's length is not read
+    padded = np.array([[3, 2**40]])  # tokens after the length are not read
     assert generate(double, {}, padded, state, num_tokens=2, lengths=[1]).tolist() == [[6, 12]]
 
 
-def test_one_stop_token_may_be_an_array_without_axes_and_a_greedy_sampler_needs_no_key():
-    for given in ({}, dict(sampler=Greedy())):
+def test_stop_may_be_a_scalar_array_and_greedy_needs_no_key():
+    for options in ({}, dict(sampler=Greedy())):
         got = decode.generate(
-            double, {}, [[1]], np.zeros(1, np.float32), num_tokens=4, stop=np.array(4), **given
+            double, {}, [[1]], np.zeros(1, np.float32), num_tokens=4, stop=np.array(4), **options
         )
         assert got.tokens.tolist() == [[2, 4, -1, -1]]

@@ -1,4 +1,4 @@
-"""A NaN in a long row is noticed; `python -m tests.decoding.fuzz_nan` draws more cases."""
+"""Detection of a NaN in a long row; `python -m tests.decoding.fuzz_nan` draws more cases."""
 
 import pytest
 
@@ -10,12 +10,12 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.slow_except("TopK*-inf - inf", "speculation-inf - inf", "pooling-inf - inf")
 @pytest.mark.parametrize("made", ["inf - inf", "-nan"])
 @pytest.mark.parametrize("name", PLACES)
-def test_a_nan_in_a_long_row_is_noticed(name, made):
+def test_nan_in_a_long_row_is_detected(name, made):
     assert check(name, 1000, 3, "float32", made, mapped=False, seed=0) is None
 
 
 @pytest.mark.long
-def test_random_nans_are_noticed():
+def test_random_nans_are_detected():
     ran, failed = fuzz(5, cases=4 * len(PLACES))
     assert not failed, "\n".join(failed)
     assert ran == 4 * len(PLACES) and len(MADE) == 5

@@ -1,4 +1,4 @@
-"""Random batches against rows alone; `python -m tests.decoding.fuzz_rows` runs for minutes."""
+"""Random batches against rows alone; `python -m tests.decoding.fuzz_rows` draws more cases."""
 
 import pytest
 
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.long
-def test_rows_of_random_batches_are_those_of_the_rows_alone():
+def test_rows_of_random_batches_match_rows_alone():
     ran, failed = fuzz(7, cases=10 * len(ENTRIES))
     assert not failed, "\n".join(failed)
     assert set(ran) == set(ENTRIES)

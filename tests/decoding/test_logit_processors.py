@@ -1,4 +1,4 @@
-"""Processors against plain Python over lists: what a text so far does to the next logits."""
+"""Logit processors against plain Python over lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INFINITE = float("inf")
 
 
 def texts(rng, rows: int = 23) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and what was generated after them, of every length; a small alphabet repeats."""
+    """Prompts and generated tokens of all lengths, from a small alphabet so that tokens repeat."""
     prompts = [rng.integers(0, 5, rng.integers(1, PROMPT + 1)).tolist() for _ in range(rows)]
     return prompts, [rng.integers(0, 6, rng.integers(0, ROOM + 1)).tolist() for _ in range(rows)]
 
@@ -32,7 +32,7 @@ append = jax.jit(History.append)
 
 
 def history(prompts: list[list[int]], new: list[list[int]]) -> History:
-    """As decoding builds it: a padded prompt, then one token at a time in the rows still active."""
+    """Build a history as decoding does: a padded prompt, then one token per active row."""
     padded = np.full((len(prompts), PROMPT), 9)
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = prompt
@@ -112,7 +112,7 @@ CASES = [
     "Force(tokens=(4, 2, 4))-", "NoRepeatNGram(n=1)-", "RepetitionPenalty(p=1.7, prompt=False)-"
 )
 @pytest.mark.parametrize(("processor", "rule"), CASES, ids=lambda x: str(x) if hasattr(x, "__dataclass_fields__") else "")  # fmt: skip  # noqa: E501
-def test_processors_follow_their_rule(rng, processor, rule):
+def test_processors_match_plain_python(rng, processor, rule):
     prompts, new = texts(rng)
     logits = rng.normal(size=(len(prompts), V))
     actual = np.asarray(jax.jit(processor)(history(prompts, new), logits.astype(np.float32)))
@@ -127,19 +127,19 @@ def test_processors_follow_their_rule(rng, processor, rule):
 
 @pytest.mark.slow_except("2")
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_a_sequence_is_banned_from_the_first_text_on_that_is_its_beginning(size):
-    """That text has one token less than the sequence; one of two less bans nothing."""
+def test_sequence_is_banned_once_its_beginning_matches(size):
+    """The last token is banned after the other ones, but not after a part of them."""
     sequence = [4, 1, 3, 1, 5][:size]
-    begun = history([sequence[:-1] or [9], [9, *sequence[:-1]]], [[], []])
+    matching = history([sequence[:-1] or [9], [9, *sequence[:-1]]], [[], []])
     ban = jax.jit(tj.BanSequences(sequence))
-    logits = np.asarray(ban(begun, np.zeros((2, V), np.float32)))
+    logits = np.asarray(ban(matching, np.zeros((2, V), np.float32)))
     assert np.argwhere(np.isneginf(logits)).tolist() == [[0, sequence[-1]], [1, sequence[-1]]]
     if size > 2:
         shorter = history([sequence[1:-1], sequence[:-2]], [[], []])
         assert not np.asarray(ban(shorter, np.zeros((2, V), np.float32))).any()
 
 
-def test_a_history_holds_each_rows_text_without_gaps(rng):
+def test_history_contains_the_text_of_each_row_without_gaps(rng):
     prompts, new = texts(rng)
     made = history(prompts, new)
     for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)):
@@ -151,7 +151,7 @@ def test_a_history_holds_each_rows_text_without_gaps(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [tj.PresencePenalty, tj.FrequencyPenalty, tj.RepetitionPenalty])
-def test_penalties_that_float32_does_not_hold_are_refused(kind):
+def test_penalties_outside_float32_are_refused(kind):
     for bad in (math.nan, INFINITE, -INFINITE, "1", None):
         with pytest.raises(ValueError, match="must be finite"):
             kind(bad)
@@ -162,26 +162,26 @@ def test_penalties_that_float32_does_not_hold_are_refused(kind):
     assert np.isfinite(largest).all() and largest[0, 3] == 0
 
 
-def test_bad_settings_are_refused_by_name():
+def test_wrong_processor_settings_are_refused():
     for call, rule in (
         (lambda: tj.RepetitionPenalty(0), "p is 0: must be finite and above 0"),
         (lambda: tj.RepetitionPenalty(-1.0), "p is -1"),
         (lambda: tj.NoRepeatNGram(0), "n is 0: must be an integer of at least 1"),
         (lambda: tj.NoRepeatNGram(2.0), "n is 2.0"),
         (lambda: tj.Ban(), "tokens is empty"),
-        (lambda: tj.Ban(3, -1), "tokens have -1: must be token ids"),
-        (lambda: tj.Force(True), "tokens have True"),
+        (lambda: tj.Ban(3, -1), "tokens contains -1: token ids must be integers"),
+        (lambda: tj.Force(True), "tokens contains True"),
         (lambda: tj.MinLength(-1, 2), "n is -1"),
         (lambda: tj.BanSequences(), "sequences is empty"),
         (lambda: tj.BanSequences((3,), ()), r"sequences\[1\] is empty"),
-        (lambda: tj.BanSequences((3, -1)), r"sequences\[0\] have -1"),
+        (lambda: tj.BanSequences((3, -1)), r"sequences\[0\] contains -1"),
         (lambda: tj.ForceLast(0, 3), "n is 0"),
-        (lambda: tj.ForceLast(3, 1.0), "token have 1.0"),
+        (lambda: tj.ForceLast(3, 1.0), "token contains 1.0"),
         (lambda: tj.MinLength(3, ()), "stop is empty"),
-        (lambda: tj.MinLength(3, 2.5), "stop is 2.5: must be a token id or several"),
+        (lambda: tj.MinLength(3, 2.5), "stop is 2.5: must be one or more token ids"),
         (lambda: check_processors("abc"), "processors is 'abc'"),
-        (lambda: check_processors([tj.Ban]), "must be called with"),
-        (lambda: check_processors([lambda x: x]), r"one of logits alone goes into Sample"),
+        (lambda: check_processors([tj.Ban]), "must be callable with"),
+        (lambda: check_processors([lambda x: x]), r"a processor of only logits goes into Sample"),
     ):
         with pytest.raises(ValueError, match=rule):
             call()
@@ -195,14 +195,14 @@ def test_bad_settings_are_refused_by_name():
     [tj.Ban(2, V), tj.BanSequences((1, V)), tj.Force(V), tj.ForceLast(3, V), tj.MinLength(3, V)],
     ids=str,
 )
-def test_a_token_outside_the_vocabulary_is_refused(processor):
+def test_token_outside_the_vocabulary_is_refused(processor):
     made = history([[1]], [[2]])
     with pytest.raises(ValueError, match=rf"token {V} of .*: must be in 0..{V - 1}"):
         jax.jit(processor)(made, np.zeros((1, V), np.float32))
 
 
 @pytest.mark.slow
-def test_processors_are_values():
+def test_equal_processors_have_equal_hashes():
     assert tj.Ban(1, 2) == tj.Ban(1, 2) and hash(tj.MinLength(3, 5)) == hash(tj.MinLength(3, (5,)))
     assert tj.MinLength(3, np.int64(5)) == tj.MinLength(3, np.array(5)) == tj.MinLength(3, 5)
     assert tj.RepetitionPenalty(1.2) != tj.RepetitionPenalty(1.2, prompt=False)

@@ -1,4 +1,4 @@
-"""A mask that looks ahead in a chunked prefill: the numbers of one call, or none."""
+"""Chunked prefill with masks that look ahead: equal to a full prefill, or NaN."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def params(quick_compilation):
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """A step of one's own whose model has this mask."""
+    """A custom step that calls the model with this mask."""
 
     mask: Any
 
@@ -46,37 +46,39 @@ AHEAD = TABLE.copy()
 AHEAD[2, 6] = True
 MASKS = {
     "causal": (Causal(), "both"), "window": (Causal() & Window(5), "both"),
-    "a prefix within a chunk": (Causal() | Prefix(np.array([4, 3])), "both"),
-    "a prefix of several chunks": (Causal() | Prefix(jnp.array([9, 9])), "neither"),
-    "one row's prefix": (Causal() | Prefix(jnp.array([9, 4])), "second"),
-    "a prefix and a window": ((Causal() | Prefix(jnp.array([9, 9]))) & Window(4, 4), "neither"),
-    "everything of a segment": (Segments(IDS[None], IDS[None]), "neither"),
+    "prefix within a chunk": (Causal() | Prefix(np.array([4, 3])), "both"),
+    "prefix of several chunks": (Causal() | Prefix(jnp.array([9, 9])), "neither"),
+    "prefix of one row": (Causal() | Prefix(jnp.array([9, 4])), "second"),
+    "prefix and window": ((Causal() | Prefix(jnp.array([9, 9]))) & Window(4, 4), "neither"),
+    "bidirectional segments": (Segments(IDS[None], IDS[None]), "neither"),
     "causal segments": (Causal() & Segments(IDS[None], IDS[None]), "both"),
-    "one's own": (Predicate(lambda q, k: (k <= q) | (k < 7)), "neither"),
-    "one's own, causal": (Predicate(lambda q, k: (k <= q) & (k % 3 != 1)), "both"),
-    "a table": (tj.Dense(AHEAD), "neither"), "a causal table": (tj.Dense(TABLE), "both"),
+    "predicate": (Predicate(lambda q, k: (k <= q) | (k < 7)), "neither"),
+    "causal predicate": (Predicate(lambda q, k: (k <= q) & (k % 3 != 1)), "both"),
+    "dense": (tj.Dense(AHEAD), "neither"), "causal dense": (tj.Dense(TABLE), "both"),
 }  # fmt: skip
+"""Masks, and the rows whose chunked prefill can be computed."""
 
 
 @pytest.mark.slow
-@pytest.mark.long_except("a prefix of several chunks", "causal segments")
+@pytest.mark.long_except("prefix of several chunks", "causal segments")
 @pytest.mark.parametrize("name", MASKS)
-def test_a_chunked_prompt_has_the_numbers_of_the_whole_or_none(rng, params, name):
-    mask, right = MASKS[name]
+def test_chunked_prefill_matches_full_prefill_or_is_nan(rng, params, name):
+    mask, valid_rows = MASKS[name]
     tokens = rng.integers(0, 23, (ROWS, P)).astype(np.int32)
     whole = jax.jit(MODEL.apply)({"params": params}, tokens, mask=mask)[0][:, -1]
     lengths = np.full(ROWS, P, np.int32)
     read = jax.jit(tj.prefill, static_argnums=(0, 5))
-    found = read(Masked(mask), params, tokens, tj.init_cache(CONFIG, ROWS, 19), lengths, 4)[0]
-    found = np.asarray(found)
-    good = {"both": [True, True], "second": [False, True], "neither": [False, False]}[right]
-    assert np.isfinite(found).all(axis=1).tolist() == good == (~np.isnan(found)).any(1).tolist()
-    if any(good):
-        assert_near(found[good], whole[np.array(good)], FORWARD_F32)
+    chunked = read(Masked(mask), params, tokens, tj.init_cache(CONFIG, ROWS, 19), lengths, 4)[0]
+    chunked = np.asarray(chunked)
+    valid = {"both": [True, True], "second": [False, True], "neither": [False, False]}[valid_rows]
+    assert np.isfinite(chunked).all(axis=1).tolist() == valid
+    assert (~np.isnan(chunked)).any(axis=1).tolist() == valid
+    if any(valid):
+        assert_near(chunked[valid], whole[np.array(valid)], FORWARD_F32)
 
 
 @pytest.mark.slow
-def test_it_is_refused_where_it_is_known(params):
+def test_concrete_lookahead_across_chunks_is_refused(params):
     mask, tokens = Causal() | Prefix(jnp.array([9, 4])), np.ones((ROWS, P), np.int32)
     with pytest.raises(ValueError, match=r"mask is .*Prefix.*in row 0 .* from 4 on"):
         Masked(mask)(params, tokens[:, :4], tj.init_cache(CONFIG, ROWS, 19))

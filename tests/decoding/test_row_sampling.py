@@ -1,4 +1,4 @@
-"""Rows that are drawn each in its own way share one program, and say what else was likely."""
+"""Rows with their own temperature and top-p in one program, and their likeliest tokens."""
 
 from fractions import Fraction
 
@@ -25,12 +25,12 @@ def each(ways=WAYS) -> RowSampling:
     return RowSampling(*np.array(ways, np.float32).T)
 
 
-def test_a_row_gets_the_logits_that_its_own_temperature_and_mass_make(rng):
+def test_each_row_uses_its_own_temperature_and_top_p(rng):
     logits = jnp.asarray(3 * rng.normal(size=(len(WAYS), 97)), jnp.float32)
     got = np.asarray(jax.jit(each().__call__)(logits))
     assert np.isfinite(got).any(axis=1).all()
     for row, (t, p) in enumerate(WAYS):
-        # in float64, of the definitions
+        # The definitions, in float64.
         x = np.asarray(logits[row], np.float64)
         order = np.argsort(-x, kind="stable")
         if t == 0:
@@ -45,8 +45,8 @@ def test_a_row_gets_the_logits_that_its_own_temperature_and_mass_make(rng):
             np.testing.assert_allclose(got[row][kept], want[kept], rtol=2e-6, atol=1e-6)
 
 
-def test_share_of_equal_tokens_keeps_so_many_of_them():
-    """k of n equal tokens have the share k / n, as a value and as rows, with a rest or without."""
+def test_top_p_of_equal_tokens_keeps_the_exact_count():
+    """p = k / n keeps k of n equal tokens, in `TopP` and `RowSampling`, with and without `rest`."""
     n, k = (x.ravel() for x in np.meshgrid(np.arange(1, 33), np.arange(1, 33)))
     n, k = n[k <= n], k[k <= n]
     logits = np.where(np.arange(32) < n[:, None], np.float32(1.7), -np.inf).astype(np.float32)
@@ -55,15 +55,15 @@ def test_share_of_equal_tokens_keeps_so_many_of_them():
         rows = RowSampling(ones, p.astype(np.float32), rest)
         got = np.isfinite(np.asarray(jax.jit(rows.__call__)(logits)))
         np.testing.assert_array_equal(got, np.arange(32) < k[:, None])
-    for of, share in ((5, 0.6), (10, 0.8), (7, 3 / 7)):
-        got = np.asarray(TopP(share)(logits[(n == of) & (k == 1)]))
-        assert np.isfinite(got).sum() == round(of * share)
+    for total, share in ((5, 0.6), (10, 0.8), (7, 3 / 7)):
+        got = np.asarray(TopP(share)(logits[(n == total) & (k == 1)]))
+        assert np.isfinite(got).sum() == round(total * share)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.6, 0.95, 1 - 1e-6])
-def test_value_and_rows_keep_the_smallest_set_that_reaches_the_share(rng, p):
-    """The exact sum of the weights in float32 reaches p, but for a part in 2^22, and not before."""
+def test_top_p_and_row_sampling_keep_the_smallest_set(rng, p):
+    """The exact sum of the float32 weights reaches p, up to rounding, at the last kept token."""
     logits = np.round(rng.normal(0, rng.uniform(0.1, 4, (200, 1)), (200, 97)), 1).astype(np.float32)
     full = np.full(200, p)
     rows = RowSampling(*np.array([full**0, full, 1 - full], np.float32))
@@ -73,7 +73,7 @@ def test_value_and_rows_keep_the_smallest_set_that_reaches_the_share(rng, p):
         best_first = np.sort(row)[::-1]
         w = [Fraction(float(x)) for x in np.asarray(jnp.exp(best_first - best_first[0]))]
         count, total = int(kept.sum()), sum(w)
-        slack = Fraction(1, 2**20)  # of the sum's own rounding, in 97 terms
+        slack = Fraction(1, 2**20)  # rounding of a sum of 97 terms
         near = min(p, 1 - p)
         assert sum(w[:count]) >= Fraction(p) * total - slack * Fraction(near) * total
         assert sum(w[: count - 1]) < Fraction(p) * total + slack * Fraction(near) * total
@@ -81,23 +81,23 @@ def test_value_and_rows_keep_the_smallest_set_that_reaches_the_share(rng, p):
 
 
 @pytest.mark.slow
-def test_rows_drawn_in_their_own_ways_get_the_tokens_that_they_get_alone():
+def test_row_sampling_gives_the_same_tokens_as_alone():
     params = tj.init_params(CONFIG, jax.random.key(0))
     prompt = np.array([[3, 1, 4, 1, 5]] * len(WAYS))
 
     def keys():
         return jax.random.split(jax.random.key(11), len(WAYS))
 
-    held = init_slots(
+    slots = init_slots(
         STEP, params, tj.init_cache(CONFIG, 1, 29), len(WAYS), 29, sampler=Sample(), sampling=True
     )
-    held, first = admit(
-        held, params, np.arange(len(WAYS)), prompt, tj.init_cache(CONFIG, len(WAYS), 29),
+    slots, first = admit(
+        slots, params, np.arange(len(WAYS)), prompt, tj.init_cache(CONFIG, len(WAYS), 29),
         limits=np.full(len(WAYS), 17), key=keys(), sampling=each(), top=3,
     )  # fmt: skip
-    held, rest = advance_slots(held, params, 16, top=3)
+    slots, rest = advance_slots(slots, params, 16, top=3)
     tokens = np.concatenate([[first.token], rest.token])
-    for row in 0, 1:  # each alone is a program of its own
+    for row in 0, 1:  # only two rows, because each needs its own program
         t, p = WAYS[row]
         alone = tj.generate(
             STEP, params, prompt[:1], tj.init_cache(CONFIG, 1, 29), num_tokens=17,
@@ -105,29 +105,29 @@ def test_rows_drawn_in_their_own_ways_get_the_tokens_that_they_get_alone():
         )  # fmt: skip
         np.testing.assert_array_equal(tokens[:, row], alone.tokens[0])
     assert len({tuple(row) for row in tokens.T[[0, 1, 2, 3]]}) == 4
-    # the likeliest are those of the whole text, read at once and without a cache
+    # The likeliest tokens match a full pass without a cache.
     whole = np.concatenate([prompt.T, tokens])[:, 2]
     logits = tj.build(CONFIG).apply({"params": params}, whole[None])[0]
     x = np.asarray(logits, np.float64)[0, 4:-1]
     log_p = x - np.log(np.exp(x).sum(-1, keepdims=True))
     best = np.argsort(-log_p, axis=-1, kind="stable")[:, :3]
-    named = np.concatenate([[first.seen.tokens], rest.seen.tokens])[:, 2]
+    likeliest = np.concatenate([[first.seen.tokens], rest.seen.tokens])[:, 2]
     values = np.concatenate([[first.seen.log_probs], rest.seen.log_probs])[:, 2]
-    np.testing.assert_array_equal(named, best)
+    np.testing.assert_array_equal(likeliest, best)
     np.testing.assert_allclose(values, np.take_along_axis(log_p, best, 1), atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asked", "given", "why"),
+    ("required", "sampling", "message"),
     [
-        (True, None, "sampling is None: needed by these slots"),
-        (False, each(WAYS[:1]), r"init_slots\(sampling=True\) takes it"),
+        (True, None, "sampling is None: these slots were made with sampling=True"),
+        (False, each(WAYS[:1]), r"the slots require init_slots\(sampling=True\)"),
         (True, each(WAYS[:2]), r"temperature is float32\[2\]: must be float32\[1\]"),
     ],
 )
-def test_slots_refuse_a_way_of_drawing_that_is_missing_unasked_or_of_other_rows(asked, given, why):
+def test_slots_refuse_missing_unexpected_or_misshapen_sampling(required, sampling, message):
     params, empty = tj.init_params(CONFIG, jax.random.key(0)), tj.init_cache(CONFIG, 1, 29)
-    held = init_slots(STEP, params, empty, 2, 29, sampling=asked)
-    with pytest.raises(ValueError, match=why):
-        admit(held, params, 0, [[3]], empty, limits=2, sampling=given)
+    slots = init_slots(STEP, params, empty, 2, 29, sampling=required)
+    with pytest.raises(ValueError, match=message):
+        admit(slots, params, 0, [[3]], empty, limits=2, sampling=sampling)

@@ -1,4 +1,4 @@
-"""Sampling against float64 NumPy: what each processor keeps, what is drawn, and which numbers."""
+"""Samplers against float64 NumPy: kept tokens, distributions of draws, and golden numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def best_first(logits: np.ndarray) -> list[int]:
-    """Likelier first; of equals, the lower id."""
+    """Sort ids by logit, best first; ties go to the lower id."""
     return sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
 
 
@@ -41,7 +41,7 @@ def top_k(logits: np.ndarray, k: int) -> set[int]:
 
 
 def top_p(logits: np.ndarray, p: float) -> set[int]:
-    """Walk down from the best until the sum has reached p; the token that crosses belongs to it."""
+    """Add tokens, best first, until their sum reaches p; the token that crosses p is included."""
     kept, total, chances = set(), 0.0, probabilities(logits)
     for i in best_first(logits):
         if kept and total >= p:
@@ -58,7 +58,7 @@ def min_p(logits: np.ndarray, p: float) -> set[int]:
 
 
 def typical(logits: np.ndarray, p: float) -> set[int]:
-    """Walk away from the entropy until the mass has reached p."""
+    """Add tokens, nearest to the entropy first, until their sum reaches p."""
     chances = probabilities(logits)
     possible = [i for i in range(len(logits)) if chances[i] > 0]
     entropy = -sum(chances[i] * math.log(chances[i]) for i in possible)
@@ -77,7 +77,7 @@ def everything(logits: np.ndarray) -> set[int]:
 
 
 def kept(processor, logits) -> list[set[int]]:
-    """The ids a processor leaves in each row; what it leaves keeps its order and is never NaN."""
+    """Return the ids that a processor keeps in each row, and check that no logit is NaN or +inf."""
     out = np.asarray(jax.jit(processor)(np.asarray(logits, np.float32)))
     assert out.shape == np.shape(logits) and out.dtype == np.float32
     assert not np.isnan(out).any() and (out < INFINITE).all()
@@ -85,7 +85,7 @@ def kept(processor, logits) -> list[set[int]]:
 
 
 def distributions(rng) -> np.ndarray:
-    """Flat ones and peaked ones, some with ties and some with excluded tokens."""
+    """Return flat and peaked logits, some with ties and some with excluded tokens."""
     scale = np.exp(rng.uniform(-2, 2.5, (ROWS, 1)))
     logits = (scale * rng.normal(size=(ROWS, V))).astype(np.float32)
     logits[:60] = np.round(logits[:60])
@@ -102,7 +102,7 @@ def distributions(rng) -> np.ndarray:
     + [(Typical(p), lambda x, p=p: typical(x, p)) for p in (0.11, 0.51, 0.9)],
     ids=lambda x: str(x) if not callable(x) or hasattr(x, "__dataclass_fields__") else "",
 )
-def test_kept_tokens_are_those_of_the_rule(rng, processor, rule: Callable):
+def test_kept_tokens_match_plain_python(rng, processor, rule: Callable):
     logits = distributions(rng)
     actual = kept(processor, logits)
     expected = [rule(row) for row in logits]
@@ -134,7 +134,7 @@ EDGES = [
 
 
 def many(logits: list[float]) -> jax.Array:
-    """The same few tokens in every one of `ROWS` rows, the other ids excluded."""
+    """Repeat the same logits in `ROWS` rows, with all other ids excluded."""
     row = np.full(V, -INFINITE, np.float32)
     row[: len(logits)] = logits
     return jnp.broadcast_to(jnp.asarray(row), (ROWS, V))
@@ -147,7 +147,7 @@ def many(logits: list[float]) -> jax.Array:
     "Typical(p=1)-[0.0, 9.0, -9.0, 4.0, 8.5]-{0, 1, 2, 3, 4}",
 )
 @pytest.mark.parametrize(("processor", "logits", "ids"), EDGES, ids=str)
-def test_edges_keep_what_they_should(processor, logits, ids):
+def test_edge_cases_keep_the_right_tokens(processor, logits, ids):
     if processor == Temperature(1e-300):
         out = np.asarray(processor(jnp.asarray(logits)[None]))[0]
         assert not np.isnan(out).any()
@@ -158,13 +158,13 @@ def test_edges_keep_what_they_should(processor, logits, ids):
 
 
 @pytest.mark.slow
-def test_a_tiny_temperature_takes_the_best_token():
+def test_tiny_temperature_takes_the_best_token():
     sampler = Sample(Temperature(1e-8))
     for logits, ids in ((SPREAD, {1}), (TIED, {1, 2, 4}), (LONELY, {2})):
         assert set(sampler(jax.random.key(0), many(logits)).tolist()) == ids
 
 
-def test_a_probability_of_one_keeps_a_tail_that_rounds_away():
+def test_top_p_of_one_keeps_underflowing_tokens():
     logits = np.zeros((1, 50_021), np.float32)
     logits[0, 1:] = -14.0
     assert kept(TopP(1.0), logits)[0] == everything(logits[0])
@@ -179,7 +179,7 @@ NUMBERS = -1, -1e-9, math.nan, INFINITE, -INFINITE, "1", None
     *(((TopK,), bad, "k is") for bad in (*NUMBERS, 0, -3, 2.0, True)),
     ((TopP, MinP, Typical), 1.5, r"p is 1\.5"), ((Sample,), TopK, "processor is"),
 ])  # fmt: skip
-def test_bad_settings_are_refused(kinds, bad, rule):
+def test_wrong_sampler_settings_are_refused(kinds, bad, rule):
     for kind in kinds:
         with pytest.raises(ValueError, match=rule):
             kind(bad)
@@ -191,7 +191,7 @@ def test_bad_settings_are_refused(kinds, bad, rule):
     [Greedy(), Sample(), Sample(Temperature(0), TopK(2), TopP(0.9)), MinP(0.1), TopK(2)],
     ids=str,
 )
-def test_rows_without_a_finite_maximum_are_refused_or_have_no_token(function):
+def test_rows_without_a_finite_maximum_are_refused_or_yield_minus_one(function):
     bad = [[math.nan, 1.0, 2.0], [-INFINITE] * 3, [INFINITE, 0.0, 1.0]]
     good = [0.0, 1.0, 2.0]
     draws = isinstance(function, Greedy | Sample)
@@ -207,8 +207,8 @@ def test_rows_without_a_finite_maximum_are_refused_or_have_no_token(function):
 @pytest.mark.slow
 @pytest.mark.long_except("50257", "64")
 @pytest.mark.parametrize("vocab", [7, 64, 128, 1009, 50_257])
-def test_a_row_with_a_nan_anywhere_has_no_token_at_every_length(vocab):
-    """XLA's maximum on a CPU loses a NaN at some of these."""
+def test_row_with_a_nan_yields_minus_one_at_every_length(vocab):
+    """XLA's maximum on a CPU loses a NaN at some of these lengths."""
     logits = np.zeros((3, vocab), np.float32)
     logits[1, 5] = np.nan
     samplers = (Greedy(), Sample(), Sample(TopP(0.9)), Sample(TopK(3)))
@@ -223,14 +223,14 @@ def test_a_row_with_a_nan_anywhere_has_no_token_at_every_length(vocab):
         assert tokens[1] == -1 and tokens[0] >= 0 and tokens[2] >= 0
 
 
-def test_a_processor_that_excludes_all_is_refused():
+def test_processor_that_excludes_all_tokens_is_refused():
     sampler = Sample(lambda logits: jnp.full_like(logits, -jnp.inf))
     with pytest.raises(ValueError, match="must be finite"):
         sampler(jax.random.key(0), jnp.zeros((2, 3)))
     assert jax.jit(sampler)(jax.random.key(0), jnp.zeros((2, 3))).tolist() == [-1, -1]
 
 
-def test_greedy_and_zero_temperature_are_the_argmax(rng):
+def test_greedy_and_zero_temperature_match_argmax(rng):
     logits = distributions(rng)
     expected = np.array([best_first(row)[0] for row in logits], np.int32)
     assert_same_bits(jax.jit(Greedy())(None, logits), expected)
@@ -272,8 +272,8 @@ def test_draws_follow_the_distribution(rng, name):
 @pytest.mark.slow
 @pytest.mark.long_except("-16.0-0.0")
 @pytest.mark.parametrize(("rare", "deviation"), [(-16.0, 0.0), (-17.0, 0.2)])
-def test_rare_tokens_are_drawn_as_often_as_they_should(rng, rare, deviation):
-    """Beside one token near certainty, 262,143 others; a right sampler fails 1 time in 15,000."""
+def test_rare_tokens_are_drawn_with_the_right_frequency(rng, rare, deviation):
+    """One token is almost certain, 262,143 are rare; a correct sampler fails 1 time in 15,000."""
     vocab, draws = 262_144, 6_000
     logits = rng.normal(rare, deviation, vocab).astype(np.float32)
     logits[7] = 0.0
@@ -287,11 +287,11 @@ def test_rare_tokens_are_drawn_as_often_as_they_should(rng, rare, deviation):
 @pytest.mark.long_except("1", "67")
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab", [1, 2, 9, 67])
-def test_every_token_of_a_vocabulary_can_be_drawn_and_none_beside_it(vocab):
+def test_every_allowed_token_and_no_other_is_drawn(vocab):
     rows = jnp.zeros((20 * vocab, vocab)).at[:, vocab // 2].set(-jnp.inf if vocab > 1 else 0.0)
     drawn = set(np.asarray(Sample()(jax.random.key(2), rows)).tolist())
-    left = set(range(vocab)) - ({vocab // 2} if vocab > 1 else set())
-    assert drawn <= left and len(drawn) >= 0.99 * len(left)
+    allowed = set(range(vocab)) - ({vocab // 2} if vocab > 1 else set())
+    assert drawn <= allowed and len(drawn) >= 0.99 * len(allowed)
 
 
 IMPLEMENTATIONS = ["threefry2x32", "rbg", "unsafe_rbg"]
@@ -300,8 +300,8 @@ IMPLEMENTATIONS = ["threefry2x32", "rbg", "unsafe_rbg"]
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("raw", [False, True], ids=["typed", "raw"])
-def test_what_a_key_draws_does_not_depend_on_the_keys_beside_it(rng, implementation, raw):
-    """Under a vmap over keys; and each key of an implementation draws something else."""
+def test_draws_under_vmap_depend_only_on_their_own_key(rng, implementation, raw):
+    """In a vmap over keys of each implementation; different keys give different draws."""
     logits = jnp.asarray(rng.normal(size=(5, V)), jnp.float32)
 
     def keys() -> jax.Array:
@@ -334,7 +334,7 @@ NEAR = [1.0, 2.0, 2.0, -1e30]
     + [(1e-13, [1e-13, 2e-13, -1e-12, 0.0]), (2e-12, [1e-12, 0.9, -1.0, 0.5])],
     ids=str,
 )
-def test_extreme_temperatures_and_logits_are_those_of_float64(t, logits):
+def test_extreme_temperatures_and_logits_match_float64(t, logits):
     x = np.asarray(logits, np.float32)
     with np.errstate(over="ignore"):
         expected = np.exp((oracle.double(x) - oracle.double(x).max()) / t)
@@ -346,8 +346,8 @@ def test_extreme_temperatures_and_logits_are_those_of_float64(t, logits):
 @pytest.mark.slow
 @pytest.mark.parametrize("p", [1e-30, 1e-6, 0.3, 0.999, 1 - 1e-5, 1 - 1e-7, 1 - 1e-12])
 @pytest.mark.parametrize("kind", [TopP, Typical])
-def test_a_sum_is_reached_by_the_fewest_also_near_0_and_1(rng, p, kind):
-    """5,003 tokens have probabilities from near 1 to 1e-20; float64 walks them."""
+def test_top_p_and_typical_keep_the_smallest_set_near_0_and_1(rng, p, kind):
+    """5,003 tokens have probabilities from almost 1 down to 1e-20; the reference is float64."""
     logits = np.sort(rng.normal(0, 9, 5003).astype(np.float32))[::-1].copy()
     log_q = oracle.double(logits) - oracle.double(logits).max()
     q = np.exp(log_q) / np.exp(log_q).sum()
@@ -355,16 +355,16 @@ def test_a_sum_is_reached_by_the_fewest_also_near_0_and_1(rng, p, kind):
     if kind is Typical:
         entropy = -(q * np.log(q)).sum()
         order = np.argsort(np.abs(-np.log(q) - entropy), kind="stable")
-    left = np.cumsum(q[order][::-1])[::-1]  # from each token on, in the order of the walk
+    suffix = np.cumsum(q[order][::-1])[::-1]  # sums from each token to the last one
     count = len(kept(kind(p), logits[None])[0])
-    assert count == 1 or left[count - 1] > (1 - p) * (1 - 1e-4) - 1e-13 * (kind is Typical)
-    assert count == 5003 or left[count] <= (1 - p) * (1 + 1e-4) + (p < 0.5) * 1e-6
+    assert count == 1 or suffix[count - 1] > (1 - p) * (1 - 1e-4) - 1e-13 * (kind is Typical)
+    assert count == 5003 or suffix[count] <= (1 - p) * (1 + 1e-4) + (p < 0.5) * 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-3, 9.0])
-def test_typical_tokens_are_the_nearest_to_the_entropy_of_a_large_vocabulary(rng, scale):
-    """None that is left out is nearer than one that is kept, also where all are nearly alike."""
+def test_typical_tokens_are_nearest_to_the_entropy_of_a_large_vocabulary(rng, scale):
+    """No excluded token is nearer than a kept one, even if all are almost equally near."""
     logits = rng.normal(0, scale, 50_021).astype(np.float16)
     below = oracle.double(logits) - oracle.double(logits).max()
     log_q = below - np.log(np.exp(below).sum())
@@ -375,7 +375,7 @@ def test_typical_tokens_are_the_nearest_to_the_entropy_of_a_large_vocabulary(rng
         assert far[stays].max() <= far[~stays].min() + 1e-7 * -below.min()
 
 
-def test_min_p_compares_as_far_down_as_float64():
+def test_min_p_compares_tiny_probabilities():
     logits = np.asarray([[0.0, -90.0, -95.0, -200.0, 3e38 * -1]], np.float32)
     for p, count in ((1e-40, 2), (1e-42, 3), (1e-300, 4), (1.0, 1), (0.0, 5)):
         assert len(kept(MinP(p), logits)[0]) == count
@@ -384,7 +384,7 @@ def test_min_p_compares_as_far_down_as_float64():
 @pytest.mark.slow
 def test_processors_apply_from_left_to_right():
     logits = many([math.log(p) for p in (0.5, 0.3, 0.2)])
-    # flattened first, the two best are needed to pass 0.55
+    # Flattened first, the two best are needed to reach 0.55.
     drawn = Sample(Temperature(4.0), TopP(0.55))(jax.random.key(0), logits)
     assert set(drawn.tolist()) == {0, 1}
     drawn = Sample(TopP(0.45), Temperature(4.0))(jax.random.key(0), logits)
@@ -392,7 +392,7 @@ def test_processors_apply_from_left_to_right():
 
 
 @pytest.mark.slow
-def test_compiled_draws_are_the_same(rng):
+def test_compiled_draws_match_eager_draws(rng):
     logits = jnp.asarray(distributions(rng)).astype(jnp.bfloat16)
     sampler = Sample(Temperature(0.8), TopK(19), TopP(0.9), MinP(0.01))
     drawn = sampler(jax.random.key(5), logits)
@@ -415,18 +415,18 @@ def test_low_precision_logits_are_processed_in_float32(rng):
         jax.tree.map(assert_same_bits, of_low, of_float32)
 
 
-def test_a_row_is_drawn_alike_whatever_stands_in_the_others(rng):
+def test_row_draw_does_not_depend_on_other_rows(rng):
     logits = distributions(rng)
     sampler = jax.jit(Sample(Temperature(0.9)))
     drawn = sampler(jax.random.key(5), logits)
-    turned = logits[::-1].copy()
-    turned[150] = logits[150]
-    others = sampler(jax.random.key(5), turned)
+    flipped = logits[::-1].copy()
+    flipped[150] = logits[150]
+    others = sampler(jax.random.key(5), flipped)
     assert others[150] == drawn[150]
     assert others.tolist() != drawn.tolist()
 
 
-def test_samplers_are_values():
+def test_equal_samplers_share_a_trace():
     chex.clear_trace_counter()
 
     @chex.assert_max_traces(n=1)
@@ -442,7 +442,7 @@ def test_samplers_are_values():
     assert Sample(TopK(3)) != Sample(TopK(2)) != Sample()
 
 
-# The random numbers themselves
+# Reproducibility of random numbers
 
 SEED = 20_261_120
 
@@ -452,7 +452,7 @@ def pinned() -> jax.Array:
 
 
 def made_from(key: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:
-    """What training and decoding draw, leading with rows that may lie on several devices."""
+    """Draw as training and decoding do, with rows first, which may be sharded over devices."""
     keys = jax.random.split(key, 3)
     return {
         "init": jax.random.normal(keys[0], (len(logits), 17)),
@@ -485,14 +485,14 @@ def as_bits(results: dict[str, jax.Array]) -> dict[str, list]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
-def test_compiled_random_numbers_are_the_same():
+def test_compiled_random_numbers_match_eager_ones():
     for name, value in made_from(pinned(), jnp.asarray(LOGITS)).items():
         assert_same_bits(compiled_here()[name], value, name)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
-def test_eight_devices_draw_what_one_draws():
+def test_eight_devices_draw_the_same_as_one():
     code = """
 import json
 import jax, numpy as np
@@ -542,7 +542,7 @@ def golden() -> dict[str, jax.Array]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GOLDEN)
-def test_a_pinned_key_gives_these_numbers_for_ever(name):
+def test_pinned_key_gives_golden_numbers(name):
     _, expected = GOLDEN[name]
     actual = np.asarray(golden()[name])
     if actual.dtype == np.float32:
@@ -551,8 +551,8 @@ def test_a_pinned_key_gives_these_numbers_for_ever(name):
         assert actual.tolist() == expected
 
 
-def test_tokens_are_drawn_from_the_softmax_of_the_distribution(rng):
-    """`Sample`'s is that of its processors in turn, `Greedy`'s the best token alone."""
+def test_distribution_matches_the_processed_softmax(rng):
+    """`Sample` applies its processors in order; `Greedy` keeps only the best token."""
     logits = distributions(rng)
     sampler = Sample(TopK(7), Temperature(0.5))
     actual = jax.jit(lambda x: jax.nn.softmax(sampler.distribution(x), axis=-1))(logits)
@@ -566,15 +566,15 @@ def test_tokens_are_drawn_from_the_softmax_of_the_distribution(rng):
 
 @pytest.mark.slow_except("sampler0", "sampler1")
 @pytest.mark.parametrize("sampler", [Greedy(), Sample(), Sample(lambda x: jnp.nan_to_num(x))])
-def test_a_distribution_of_logits_without_a_finite_maximum_is_none(sampler):
+def test_distribution_without_a_finite_maximum_is_nan(sampler):
     rows = jnp.asarray([[1.0, math.nan], [1.0, INFINITE], [-INFINITE, -INFINITE], [1.0, 2.0]])
     chances = jax.nn.softmax(jax.jit(sampler.distribution)(rows), axis=-1)
     assert np.isnan(chances).any(axis=1).tolist() == [True, True, True, False]
 
 
 @pytest.mark.slow
-def test_the_best_token_is_found_on_a_mesh_whose_axes_are_explicit():
-    """Split rows, and the vocabulary; called eagerly, where no program knows of a mesh."""
+def test_greedy_works_on_a_mesh_with_explicit_axes():
+    """Rows or the vocabulary are sharded; called eagerly, outside any compiled program."""
     code = """
 import json, jax, numpy as np
 from transformer_jax.decoding.samplers import Greedy
@@ -589,7 +589,7 @@ print(json.dumps([best("data"), best(None, "data")]))
 
 
 @pytest.mark.slow
-def test_of_equal_logits_greedy_takes_the_first(rng):
+def test_greedy_ties_go_to_the_first_token(rng):
     logits = rng.integers(0, 5, size=(50, 300)).astype(np.float32)
     np.testing.assert_array_equal(Greedy()(None, logits), logits.argmax(-1))
     np.testing.assert_array_equal(jax.jit(lambda x: Greedy()(None, x))(logits), logits.argmax(-1))

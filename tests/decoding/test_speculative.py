@@ -1,4 +1,4 @@
-"""Speculative decoding: the tokens and the distribution of `generate`, whatever is proposed."""
+"""Speculative decoding: the same tokens or distribution as `generate` for any proposals."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ DRAFTED = 3
 SAMPLER = Sample(TopK(3), Temperature(0.7))
 
 
-# Proposers and models of the tests' own
+# Proposers and models for the tests
 
 
 @as_ours
 @partial(jax.tree_util.register_dataclass, data_fields=("text", "logits"), meta_fields=())
 @dataclass(frozen=True)
 class Scripted(Proposer):
-    """Proposes text[b, n] as row b's new token n."""
+    """Proposer of text[b, n] as new token n of row b."""
 
     text: Any
     logits: Any = None
@@ -72,7 +72,7 @@ class Scripted(Proposer):
 
 @dataclass(frozen=True)
 class Chain:
-    """Logits params[the token before, this token]; the state is one token, and cannot go back."""
+    """A step with logits params[previous token, this token]; its state cannot be rewound."""
 
     def __call__(self, params, tokens, state, *, valid=None):
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
@@ -87,18 +87,18 @@ class Chain:
 
 @dataclass(frozen=True)
 class Ledger(Step):
-    """`Chain` with a state that can go back: all tokens so far, and how many they are."""
+    """`Chain` with a state that can be rewound: all tokens so far and their number."""
 
     def __call__(self, params, tokens, state, *, valid=None):
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
         rows = jnp.arange(len(tokens))
 
         def read(state, x):
-            said, length = state
+            text, length = state
             token, counts = x
-            logits = params[said[rows, length], token]
-            said = said.at[rows, length + 1].set(jnp.where(counts, token, said[rows, length + 1]))
-            return (said, length + counts), logits
+            logits = params[text[rows, length], token]
+            text = text.at[rows, length + 1].set(jnp.where(counts, token, text[rows, length + 1]))
+            return (text, length + counts), logits
 
         state, logits = jax.lax.scan(read, state, (tokens.T, valid.T))
         return logits.swapaxes(0, 1), state
@@ -124,7 +124,7 @@ def chain(seed: int, vocab: int = 5, scale: float = 1.5) -> jax.Array:
 
 @dataclass(frozen=True)
 class GRU:
-    """A recurrent language model of linen's own cell (Cho et al. 2014)."""
+    """A recurrent language model with flax's GRU cell (Cho et al. 2014)."""
 
     vocab: int = VOCAB
     width: int = 13
@@ -157,16 +157,16 @@ class GRU:
 
 
 def counted(script, text, lengths, num_draft: int, num_tokens: int, vocab: int):
-    """Per row: proposed, accepted and rounds, followed token by token."""
+    """Count the proposed tokens, accepted tokens and turns of each row, token by token."""
     out = []
-    for wanted, said, length in zip(np.asarray(script), np.asarray(text), lengths, strict=True):
+    for guess, actual, length in zip(np.asarray(script), np.asarray(text), lengths, strict=True):
         n, proposed, accepted, rounds = min(1, length), 0, 0, 0
         while n < length:
             usable = 0
-            while usable < min(num_draft, num_tokens - n - 1) and 0 <= wanted[n + usable] < vocab:
+            while usable < min(num_draft, num_tokens - n - 1) and 0 <= guess[n + usable] < vocab:
                 usable += 1
             run = 0
-            while run < usable and n + run < length and wanted[n + run] == said[n + run]:
+            while run < usable and n + run < length and guess[n + run] == actual[n + run]:
                 run += 1
             accepted += min(run, length - n)
             proposed, rounds, n = proposed + usable, rounds + 1, n + run + 1
@@ -175,7 +175,7 @@ def counted(script, text, lengths, num_draft: int, num_tokens: int, vocab: int):
 
 
 def scripts(text: np.ndarray, vocab: int, seed: int = 5) -> dict[str, np.ndarray]:
-    """What may be proposed for a text: the text, never the text, now and then, and no tokens."""
+    """Return proposals for a text: all right, all wrong, a mixture, or missing tokens."""
     rng = np.random.default_rng(seed)
     wrong = (np.maximum(text, 0) + 1) % vocab
     mixed = np.where(rng.random(text.shape) < 0.3, wrong, text)
@@ -202,7 +202,7 @@ class Model:
     step: Any
     params: Any
     empty: Any
-    """Called with nothing: a state of three rows."""
+    """A function without arguments that returns a state of three rows."""
     prompt: np.ndarray
     lengths: np.ndarray
 
@@ -214,7 +214,7 @@ def decoder_model(config: ModelConfig, capacity: int, seed: int = 1) -> Model:
 
 
 def pair_model() -> Model:
-    """An encoder-decoder, its layers scanned, one of its sources padded."""
+    """An encoder-decoder with scanned layers and one padded source."""
     model = build(dataclasses.replace(PAIR, scan_layers=True))
     params = stack_layers(random_parameters(PAIR, 2))
     source = np.random.default_rng(3).integers(0, VOCAB, (3, 7), dtype=np.int32)
@@ -243,7 +243,7 @@ MODELS = {
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("rope-gqa", marks=pytest.mark.long),  # the draft's model below is the same
+        pytest.param("rope-gqa", marks=pytest.mark.long),  # the tests of drafts use the same model
         "ring",
         "encoder-decoder",
         "recurrent",
@@ -255,14 +255,14 @@ def model(request) -> Model:
 
 @pytest.mark.slow
 @pytest.mark.long_except("recurrent")
-def test_greedy_tokens_are_those_of_generate_whatever_is_proposed(model):
-    """One program; each row follows its own script; the state has read what `generate`'s has."""
+def test_greedy_tokens_match_generate_for_any_proposals(model):
+    """Also with a different script for each row, in one program, and with an equal final state."""
     arguments = dict(num_tokens=NEW, lengths=model.lengths)
     want = generate(model.step, model.params, model.prompt, fork(model.empty(), 1), **arguments)
     assert_varied(want.tokens)
     text = np.asarray(want.tokens)
     texts = scripts(text, VOCAB)
-    texts["each its own"] = np.stack([texts["right"][0], texts["wrong"][1], texts["some"][2]])
+    texts["one per row"] = np.stack([texts["right"][0], texts["wrong"][1], texts["some"][2]])
     traced = []
     for name, script in texts.items():
         got = speculate(
@@ -287,7 +287,7 @@ def test_greedy_tokens_are_those_of_generate_whatever_is_proposed(model):
 
 
 def assert_same_memory(got, want, model: Model) -> None:
-    """The same length, and at each position a query may still see, the same key."""
+    """Check that lengths are equal, and keys at all positions that a query can still see."""
     np.testing.assert_array_equal(got.length, want.length)
     config = model.step.model.config
 
@@ -315,7 +315,7 @@ def assert_same_memory(got, want, model: Model) -> None:
 
 @pytest.fixture(scope="module")
 def drafted():
-    """A decoder as its own draft: the program serves drafts of other parameters too."""
+    """A decoder as its own draft; the program also accepts drafts with other parameters."""
     step, params = CountingStep(build(ROPE)), random_parameters(ROPE)
     empty = init_cache(ROPE, 3, PROMPT + NEW - 1)
 
@@ -326,25 +326,25 @@ def drafted():
         )  # fmt: skip
 
     want = generate(step, params, prompts(), fork(empty, 1), num_tokens=NEW, lengths=LENGTHS)
-    call(params)  # compiled before anyone counts, whichever test comes first
+    call(params)  # compile before the tests count traces, in whatever order they run
     return step, params, call, want
 
 
 @pytest.mark.slow
-def test_a_draft_equal_to_the_model_is_always_right(drafted):
+def test_draft_equal_to_the_model_is_always_accepted(drafted):
     _, params, call, want = drafted
     got = call(params)
     assert_same_text(got, want)
     assert got.proposed.tolist() == got.accepted.tolist() == [16, 16, 16]
-    assert int(got.calls) == 6  # 22 tokens, four a round
+    assert int(got.calls) == 6  # 22 tokens, four per turn
     assert got.acceptance.tolist() == [1, 1, 1]
     chex.assert_trees_all_close(got.proposer_state, got.state, atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True], ids=["other", "nan"])
-def test_a_draft_of_other_parameters_changes_no_token(drafted, broken):
-    """Nor does one whose logits are NaN, of which nothing is proposed."""
+def test_draft_with_other_parameters_changes_no_token(drafted, broken):
+    """A draft with NaN logits proposes nothing and changes no token, either."""
     step, params, call, want = drafted
     other = jax.tree.map(lambda x: x * jnp.nan, params) if broken else random_parameters(ROPE, 9)
     before = len(step.calls)
@@ -359,8 +359,8 @@ def test_a_draft_of_other_parameters_changes_no_token(drafted, broken):
 
 
 @pytest.mark.slow
-def test_rows_end_after_stop_tokens_and_at_limits_as_in_generate():
-    """Also where a stop token stands in the middle of an accepted run; what follows it is lost."""
+def test_rows_end_as_in_generate():
+    """A stop token in the middle of accepted proposals discards the tokens after it."""
     params, prompt = chain(1, 17, 3.0), prompts(7) % 17
     arguments = dict(num_tokens=NEW, lengths=np.array([11, 3, 7, 1, 2, 5, 4]))
     plain = generate(Chain(), params, prompt, chain_state(7), **arguments)
@@ -389,18 +389,18 @@ def test_rows_end_after_stop_tokens_and_at_limits_as_in_generate():
             assert got.accepted[0] == lengths[0] - 1, "the stop token itself was accepted"
 
 
-def test_what_just_fits_the_cache_is_served_and_no_more():
-    """As in `generate`, 11 tokens and 23 new ones need 33 slots; proposals need none."""
+def test_text_one_token_too_long_for_the_cache_is_refused():
+    """As in `generate`, 11 tokens and 23 new ones need 33 slots; proposals need no more."""
     step = CountingStep(build(ROPE))
     with pytest.raises(ValueError, match=r"reach length 33: the limit is 32"):
         speculate(step, {}, prompts(), init_cache(ROPE, 3, 32), proposer=PromptLookup(),
                   num_tokens=NEW, num_draft=DRAFTED)  # fmt: skip
-    assert step.calls == []  # 33 slots are served by the test of a draft equal to the model
+    assert step.calls == []  # the test of a draft equal to the model uses 33 slots
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-def test_proposals_of_a_draft_change_no_greedy_token(seed):
-    """The draft is the model's own (seed 2) or another; the first is always right."""
+def test_draft_proposals_change_no_greedy_token(seed):
+    """The draft is equal to the model (seed 2), and always right, or different (seed 3)."""
     params, prompt = chain(2), prompts(31) % 5
     want = generate(Chain(), params, prompt, chain_state(31), num_tokens=9)
     draft = Draft(Chain(), chain(seed), chain_state(31))
@@ -412,8 +412,8 @@ def test_proposals_of_a_draft_change_no_greedy_token(seed):
 
 
 @pytest.mark.long
-def test_a_text_goes_on_from_the_states_of_the_last():
-    """The draft's and the model's, when they lagged by different numbers of tokens."""
+def test_generation_continues_from_both_states():
+    """The state of the draft and that of the model, after different numbers of tokens."""
     params, other, prompt = chain(2), chain(3), prompts(31) % 5
     call = partial(speculate, Chain(), params, num_draft=4)
     whole = call(prompt, chain_state(31), num_tokens=24,
@@ -445,7 +445,7 @@ def test_processors_see_the_proposals_before_them():
 
 
 @pytest.mark.slow
-def test_where_the_model_has_no_finite_logit_the_token_is_minus_one():
+def test_nonfinite_model_logits_yield_token_minus_one():
     params = chain(1, 17, 3.0)
     prompt = prompts(7) % 17
     plain = np.asarray(generate(Chain(), params, prompt, chain_state(7), num_tokens=NEW).tokens)
@@ -469,7 +469,7 @@ def chances_and_rest(p, q):
     return acceptance(p, q), residual(p, q)
 
 
-def test_a_proposal_that_stays_or_is_drawn_anew_has_the_models_distribution(rng):
+def test_accepted_or_replaced_proposals_follow_the_model_distribution(rng):
     """sum over x of q(x) (a(x) [x = y] + (1 - a(x)) r(y)) = p(y), in float64."""
     p, q = (rng.dirichlet(np.full(7, 0.4), 100) for _ in range(2))
     p[::3, 2], q[::3, 4], p[::4, :5] = 0, 0, 0
@@ -486,8 +486,8 @@ def test_a_proposal_that_stays_or_is_drawn_anew_has_the_models_distribution(rng)
     assert total.shape == (100, 7) and some.sum() > 500
 
 
-def test_after_the_last_proposal_the_token_is_drawn_from_the_model_alone():
-    """It is not drawn from what the model has more than the proposal before it."""
+def test_token_after_all_accepted_proposals_follows_the_model():
+    """It is not drawn from the residual of the last proposal."""
     rows, certain = 256, jnp.array([-50.0, 50.0, -50.0])
     after = jnp.array([0.0, 0.0, -50.0])
     logits = jnp.broadcast_to(jnp.stack([certain, certain, after]), (rows, 3, 3))
@@ -501,7 +501,7 @@ def test_after_the_last_proposal_the_token_is_drawn_from_the_model_alone():
     assert counts[2] == 0 and abs(counts[0] - rows / 2) < 5 * (rows / 4) ** 0.5
 
 
-def test_where_nothing_is_left_the_residual_is_the_distribution_itself():
+def test_residual_of_equal_distributions_is_the_distribution():
     p = np.float32([0.25, 0.75])
     stay, rest = chances_and_rest(p, p)
     assert_same_bits(rest, p)
@@ -513,7 +513,7 @@ ROWS = 30_000
 
 
 def chances(table: np.ndarray, before: int, last: int, sampler: bool = True) -> np.ndarray:
-    """What TopK(3) and a temperature of 0.7 make of the logits, in float64."""
+    """Return the probabilities after TopK(3) and Temperature(0.7), in float64."""
     logits = np.float64(table[before, last])
     logits = np.where(logits >= np.sort(logits)[-3], logits, -np.inf)
     x = np.exp((logits - logits.max()) / 0.7)
@@ -523,17 +523,17 @@ def chances(table: np.ndarray, before: int, last: int, sampler: bool = True) -> 
 def enumerated(table, prompt) -> np.ndarray:  # [V, V, V, V]
     out = np.zeros((5,) * TEXT)
     for text in itertools.product(range(5), repeat=TEXT):
-        said, chance = list(prompt), 1.0
+        read, chance = list(prompt), 1.0
         for token in text:
-            chance *= chances(table, said[-2], said[-1])[token]
-            said.append(token)
+            chance *= chances(table, read[-2], read[-1])[token]
+            read.append(token)
         out[text] = chance
     assert abs(out.sum() - 1) < 1e-9
     return out
 
 
 def assert_drawn_from(want: np.ndarray, tokens) -> float:
-    """Chi-squared over all texts at the level 1e-4; what cannot be said never is."""
+    """Chi-squared test over all texts at level 1e-4; impossible texts must not occur."""
     tokens = np.asarray(tokens)
     seen = np.zeros(want.shape)
     np.add.at(seen, tuple(tokens.T), 1)
@@ -564,8 +564,8 @@ PROPOSERS = {
 @pytest.mark.parametrize(
     "name", ["draft", "lookup", pytest.param("hot draft", marks=pytest.mark.long), "equal draft"]
 )
-def test_sampled_texts_have_the_distribution_of_plain_sampling(name):
-    """30 000 rows of four tokens against the 81 texts that can be said, enumerated in float64."""
+def test_sampled_texts_follow_the_distribution_of_plain_sampling(name):
+    """Compare 30,000 rows of four tokens with the 81 possible texts, enumerated in float64."""
     step, state = (Chain(), chain_state) if name == "hot draft" else (Ledger(), ledger_state)
     got = speculate(
         step, chain(11), np.tile(PROMPT_OF_CHAIN, (ROWS, 1)), state(ROWS), num_draft=2,
@@ -586,15 +586,15 @@ def test_sampled_texts_have_the_distribution_of_plain_sampling(name):
 
 
 def log_probs(table: np.ndarray, tokens) -> np.ndarray:
-    """Of the model's own distribution, before any processor."""
-    said = np.concatenate([np.tile(PROMPT_OF_CHAIN, (ROWS, 1)), tokens], axis=1)
-    logits = np.float64(table[said[:, -6:-2], said[:, -5:-1]])
+    """Return log-probabilities of the raw model distribution."""
+    text = np.concatenate([np.tile(PROMPT_OF_CHAIN, (ROWS, 1)), tokens], axis=1)
+    logits = np.float64(table[text[:, -6:-2], text[:, -5:-1]])
     logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    return np.take_along_axis(logits, said[:, -4:, None], axis=-1)[..., 0]
+    return np.take_along_axis(logits, text[:, -4:, None], axis=-1)[..., 0]
 
 
 @pytest.mark.slow
-def test_where_nothing_is_proposed_the_draws_are_those_of_generate():
+def test_draws_without_proposals_match_generate():
     prompt, arguments = prompts(7) % 5, dict(num_tokens=NEW, sampler=SAMPLER)
     want = generate(Chain(), chain(1), prompt, chain_state(7), key=jax.random.key(5), **arguments)
     got = speculate(
@@ -607,8 +607,8 @@ def test_where_nothing_is_proposed_the_draws_are_those_of_generate():
 @pytest.mark.long_except("rbg", "threefry2x32")
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_a_sampled_row_does_not_depend_on_the_others(implementation):
-    """Row 4 beside other prompts, lengths and keys: the same tokens, of proposals as many."""
+def test_sampled_row_does_not_depend_on_other_rows(implementation):
+    """Row 4 has the same tokens and proposals with other prompts, lengths and keys around it."""
 
     def draw(prompt, lengths, keys):
         return speculate(
@@ -624,11 +624,11 @@ def test_a_sampled_row_does_not_depend_on_the_others(implementation):
         jax.random.split(jax.random.key(seed, impl=implementation), 7) for seed in (3, 4)
     )
     together = draw(one, [11, 3, 7, 1, 2, 5, 4], keys)
-    beside = draw(two, [2, 1, 5, 11, 2, 9, 3], others.at[4].set(keys[4]))
+    mixed = draw(two, [2, 1, 5, 11, 2, 9, 3], others.at[4].set(keys[4]))
     again = draw(one, [11, 3, 7, 1, 2, 5, 4], others)
     for name in ("tokens", "proposed", "accepted", "state", "proposer_state"):
-        np.testing.assert_array_equal(getattr(beside, name)[4], getattr(together, name)[4])
-    same = (together.tokens == beside.tokens).all(axis=1)
+        np.testing.assert_array_equal(getattr(mixed, name)[4], getattr(together, name)[4])
+    same = (together.tokens == mixed.tokens).all(axis=1)
     assert same.tolist() == [False] * 4 + [True] + [False] * 2
     assert not (together.tokens == again.tokens).all(axis=1).any()
 
@@ -636,33 +636,33 @@ def test_a_sampled_row_does_not_depend_on_the_others(implementation):
 # Prompt lookup
 
 
-def looked_up(said: list[int], ngram: int, count: int) -> list[int]:
-    """Search backwards for an earlier end of the last n-gram; copy on, also from what is copied."""
-    for end in range(len(said) - 1, ngram - 1, -1):
-        if said[end - ngram : end] == said[-ngram:]:
-            longer = list(said)
+def looked_up(text: list[int], ngram: int, count: int) -> list[int]:
+    """Search backward for the last n-gram, and copy the tokens after it, also copied ones."""
+    for end in range(len(text) - 1, ngram - 1, -1):
+        if text[end - ngram : end] == text[-ngram:]:
+            longer = list(text)
             for i in range(count):
                 longer.append(longer[end + i])
-            return longer[len(said) :]
+            return longer[len(text) :]
     return [-1] * count
 
 
 @pytest.mark.slow_except("2")
 @pytest.mark.parametrize("ngram", [1, 2, 3])
-def test_prompt_lookup_copies_what_followed_the_last_time(rng, ngram):
-    """Short texts of three letters, so that n-grams overlap themselves and often are not found."""
+def test_prompt_lookup_copies_after_the_last_match(rng, ngram):
+    """Short texts over three tokens, so that n-grams overlap themselves or are missing."""
     from transformer_jax.decoding.logit_processors import History
     from transformer_jax.decoding.proposers import Turn
 
     rows = 211
     lengths = rng.integers(1, 14, rows)
     tokens = rng.integers(0, 3, (rows, 13))
-    active, left = np.ones(rows, bool), np.full(rows, 4, np.int32)
+    active, room = np.ones(rows, bool), np.full(rows, 4, np.int32)
 
     @jax.jit
     def propose(tokens, lengths):
         keys = jax.random.split(jax.random.key(0), rows)
-        turn = Turn(History.of(tokens, lengths, 5), active, left, keys, 4, Greedy())
+        turn = Turn(History.of(tokens, lengths, 5), active, room, keys, 4, Greedy())
         return PromptLookup(ngram).propose((), turn)
 
     proposal, proposer_state = propose(tokens, lengths)
@@ -674,8 +674,8 @@ def test_prompt_lookup_copies_what_followed_the_last_time(rng, ngram):
 
 
 @pytest.mark.slow
-def test_prompt_lookup_continues_a_loop_as_a_loop():
-    """A greedy chain falls into a cycle; from then on all that is proposed is right."""
+def test_prompt_lookup_continues_a_repetition():
+    """A greedy chain falls into a cycle; from then on, all proposals are right."""
     params, prompt = chain(8), prompts(7) % 5
     want = generate(Chain(), params, prompt, chain_state(7), num_tokens=NEW)
     got = speculate(Chain(), params, prompt, chain_state(7), num_tokens=NEW, num_draft=7,
@@ -685,8 +685,8 @@ def test_prompt_lookup_continues_a_loop_as_a_loop():
 
 
 @pytest.mark.slow
-def test_limits_below_num_tokens_cap_what_is_proposed():
-    """Every proposal is right, so only the limits end a row; no stop token helps them."""
+def test_limits_below_num_tokens_cap_the_proposals():
+    """Every proposal is right and there is no stop token, so only limits end a row."""
     prompt, limits = prompts(7) % 5, np.array([1, 2, 3, 5, 0, 9, NEW])
     whole = generate(Chain(), chain(1), prompt, chain_state(7), num_tokens=NEW)
     want = generate(Chain(), chain(1), prompt, chain_state(7), num_tokens=NEW, limits=limits)
@@ -701,7 +701,7 @@ def test_limits_below_num_tokens_cap_what_is_proposed():
 
 
 @pytest.mark.slow
-def test_traced_limits_are_clipped_to_the_number_of_tokens():
+def test_traced_limits_are_clipped_to_num_tokens():
     prompt, limits = prompts(5) % 5, jnp.array([1, -3, 99, 7, NEW])
     want = generate(Chain(), chain(1), prompt, chain_state(5), num_tokens=NEW,
                     limits=np.clip(limits, 0, NEW))  # fmt: skip
@@ -717,11 +717,11 @@ def test_traced_limits_are_clipped_to_the_number_of_tokens():
     np.testing.assert_array_equal(got.state, want.state)
 
 
-# Proposals that are wrong in themselves
+# Invalid proposals
 
 
 @pytest.mark.slow
-def test_logits_of_a_proposal_that_are_not_finite_change_no_greedy_token():
+def test_nonfinite_proposal_logits_change_no_greedy_token():
     prompt = prompts(7) % 5
     want = generate(Chain(), chain(1), prompt, chain_state(7), num_tokens=NEW)
     text = jnp.asarray(want.tokens)
@@ -739,8 +739,8 @@ def test_logits_of_a_proposal_that_are_not_finite_change_no_greedy_token():
 
 
 @pytest.mark.slow
-def test_one_program_serves_a_bucket_and_every_request():
-    """Prompts of 1 to 16 columns, other keys, limits, parameters and drafts: nothing new."""
+def test_all_requests_of_a_bucket_share_a_program():
+    """Prompts of 1 to 16 tokens, and other keys, lengths, parameters and drafts."""
     step, sizes = counting(Chain)(), []
     for columns, lengths in ((16, None), (1, None), (2, [2, 1, 2]), (13, [4, 13, 1])):
         got = speculate(
@@ -751,7 +751,7 @@ def test_one_program_serves_a_bucket_and_every_request():
         assert (np.asarray(got.tokens) >= 0).all()
         programs = [shape for shape in step.calls if shape != (3, 1)]
         sizes.append(len(programs))
-    assert sizes[0] > 0 and sizes == sizes[:1] * 4, "the vocabulary's size alone is asked again"
+    assert sizes[0] > 0 and sizes == sizes[:1] * 4, "only the vocabulary is counted again"
 
 
 @pytest.mark.slow
@@ -760,7 +760,7 @@ def test_one_program_serves_a_bucket_and_every_request():
     [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],
     ids=["leaks", "nans", "transfers"],
 )
-def test_speculation_is_clean_under(setting):
+def test_speculation_passes_checks(setting):
     params, state, prompt = chain(2), chain_state(31), prompts(31) % 5
     draft, key = Draft(Chain(), chain(3), chain_state(31)), jax.random.key(3)
     want = generate(Chain(), params, prompt, chain_state(31), num_tokens=12)
@@ -772,18 +772,18 @@ def test_speculation_is_clean_under(setting):
 
 
 @pytest.mark.slow
-def test_the_proposer_is_not_consumed_and_a_consumed_state_is_refused():
+def test_proposer_is_not_consumed_and_a_consumed_state_is_refused():
     state, draft = chain_state(31), Draft(Chain(), chain(3), chain_state(31))
     call = partial(speculate, Chain(), chain(2), prompts(31) % 5, num_tokens=12, num_draft=4)
     first, again = (call(chain_state(31), proposer=draft) for _ in range(2))
     np.testing.assert_array_equal(first.tokens, again.tokens)
     assert not draft.state.is_deleted() and not draft.params.is_deleted()
-    state.delete()  # as what is donated is, where its memory is XLA's own
+    state.delete()  # as donation does
     with pytest.raises(ValueError, match="state was consumed"):
         call(state, proposer=draft)
     with pytest.raises(ValueError, match="the draft's state was consumed"):
         call(chain_state(31), proposer=dataclasses.replace(draft, state=state))
-    with pytest.raises(ValueError, match="state is also the proposer's"):
+    with pytest.raises(ValueError, match="state is shared with the proposer"):
         call(draft.state, proposer=draft)
 
 
@@ -818,16 +818,16 @@ def test_wrong_arguments_are_refused_before_compiling():
         ("num_tokens is 0", dict(num_tokens=0)),
         ("proposer is <class .*PromptLookup'>: must be a value", dict(proposer=PromptLookup)),
         ("proposer is None: must be a value", dict(proposer=None)),
-        ("of Unregistered, which JAX does not know as a pytree", dict(proposer=Unregistered())),
+        ("is a Unregistered, which is not a pytree", dict(proposer=Unregistered())),
         ("sampler is <function .*plain.*`distribution", dict(sampler=plain, key=key)),
         ("sampler is <class .*Sample'>: speculate needs a value", dict(sampler=Sample, key=key)),
         ("key is None: Sample", dict(sampler=SAMPLER)),
         ("the draft's sampler is <function .*plain",
          dict(proposer=dataclasses.replace(draft, sampler=plain))),
-        ("the draft has 37 tokens, the model 31: must be equal", dict(proposer=strange)),
+        ("the vocabulary of the draft has size 37: must be 31", dict(proposer=strange)),
         (r"the draft's prompt and new tokens reach length 33: the limit is 32",
          dict(proposer=dataclasses.replace(draft, state=init_cache(ROPE, 3, 32)))),
-        ("the draft's prompt has 3 rows, the cache 2",
+        ("the draft's prompt has 3 rows, the cache has 2",
          dict(proposer=dataclasses.replace(draft, state=init_cache(ROPE, 2, 40)))),
         (r"capacity is 7: a ring .* at least window \+ 3 = 8 slots",
          dict(step=ring, state=init_cache(RING, 3, 7))),
@@ -843,22 +843,22 @@ def test_wrong_arguments_are_refused_before_compiling():
         (r"limits are \[24, 1, 1\]", dict(limits=[24, 1, 1])),
         (r"lengths are \[1, 0, 2\]", dict(lengths=[1, 0, 2])),
     ]  # fmt: skip
-    for said, change in cases:
+    for message, change in cases:
         arguments = dict(
             step=step, prompt=prompts(), state=empty, proposer=draft, num_tokens=NEW, num_draft=3
         )
         arguments |= change
         call = [arguments.pop(name) for name in ("step", "prompt", "state")]
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             speculate(call[0], params, *call[1:], **arguments)
-        assert all(shape[1] == 1 for shape in step.calls), "nothing but the size of the vocabulary"
+        assert all(shape[1] == 1 for shape in step.calls), "only the vocabulary is counted"
     with pytest.raises(ValueError, match="ngram is 0: must be an integer of at least 1"):
         PromptLookup(0)
 
 
 @pytest.mark.slow
-def test_a_short_window_of_a_cache_that_never_turns_is_no_ring():
-    """Fewer slots than the window: the cache cannot wrap, so any number may be taken back."""
+def test_cache_shorter_than_its_window_is_not_a_ring():
+    """With fewer slots than the window the cache cannot wrap, so it can always be rewound."""
     step = make_step(build(dataclasses.replace(ROPE, window=50)))
     step.check_rewind(init_cache(ROPE, 3, 40), 30)
     with pytest.raises(ValueError, match=r"window \+ 30 = 80 slots"):
@@ -866,7 +866,7 @@ def test_a_short_window_of_a_cache_that_never_turns_is_no_ring():
 
 
 @pytest.mark.slow
-def test_a_cache_is_taken_back_to_each_rows_own_length():
+def test_cache_is_rewound_to_the_length_of_each_row():
     step, params = make_step(build(ROPE)), random_parameters(ROPE)
     read = jax.jit(partial(prefill, step))
     _, before = read(params, prompts()[:, :5], init_cache(ROPE, 3, 17), np.array([4, 2, 3]))
@@ -880,8 +880,8 @@ def test_a_cache_is_taken_back_to_each_rows_own_length():
 
 
 @pytest.mark.long
-def test_sixty_four_bits_may_be_on():
-    """Counts stay i32 in the loop."""
+def test_speculation_works_with_x64():
+    """The counts in the loop remain i32."""
     import os
     import subprocess
     import sys

@@ -1,4 +1,4 @@
-"""Texts of a given form: what a grammar allows, by brute force, and what a model writes by it."""
+"""Structured output: allowed tokens against brute force, generated texts, and refused grammars."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCHEMA = {
 
 
 def fits(text: str) -> bool:
-    """Say whether a text is JSON of SCHEMA."""
+    """Whether a text is JSON that satisfies SCHEMA."""
     found = json.loads(text)
     return (
         list(found) == ["name", "age", "tags"]
@@ -54,7 +54,7 @@ def fits(text: str) -> bool:
 
 
 def sentence_pieces() -> PretrainedTokenizer:
-    """Pieces with a mark for spaces, bytes for what has none, and special tokens."""
+    """A SentencePiece-style tokenizer with byte fallback and special tokens."""
     letters = [*'abcdefghijklmnopqrstuvwxyz0123456789{}[]":, .', "true", "false", '{"', '":']
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), "▁", *letters]
     pieces += [f"▁{letter}" for letter in letters if letter != " "]
@@ -80,12 +80,12 @@ def sentence_pieces() -> PretrainedTokenizer:
     return PretrainedTokenizer(json.dumps(definition), roles=roles, stop_ids=(2,))
 
 
-def pairs_of_bytes():
+def byte_pairs():
     text = '{"name": "zoé", "age": 9, "tags": [true, false]} 日本' * 9
     return with_special_tokens(BPETokenizer.train(text, 290), ["eos"])
 
 
-TOKENIZERS = {"bytes": ByteTokenizer, "pairs of bytes": pairs_of_bytes, "pieces": sentence_pieces}
+TOKENIZERS = {"bytes": ByteTokenizer, "byte pairs": byte_pairs, "pieces": sentence_pieces}
 
 
 def model_of(tokenizer, padding: int = 3, **fields) -> LanguageModel:
@@ -113,24 +113,24 @@ DRAWN = dict(sampler=Sample(Temperature(1.0)), key=jax.random.key(2))
 
 @pytest.mark.slow_except("pieces")
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_random_model_writes_json_of_a_schema(name):
+def test_sampled_texts_satisfy_the_schema(name):
     texts = model(name).generate("a", 200, schema=SCHEMA, samples=4, **DRAWN)
     assert all(map(fits, texts)) and len(set(texts)) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_likeliest_text_is_json_of_a_schema_where_it_is_asked_for(name):
+def test_greedy_text_satisfies_the_schema_only_if_requested(name):
     assert fits(model(name).generate("a", 200, schema=SCHEMA))
     with pytest.raises(ValueError, match=r"Expecting|Extra|Invalid"):
         json.loads(model(name).generate("a", 200))
 
 
-# Tokens of a small vocabulary, of which some are parts of a character, and one ends texts
+# A small vocabulary in which some tokens are parts of a character, and one ends texts
 
 
 class Parts:
-    """A tokenizer whose token i is the i-th part; the last one ends texts."""
+    """A tokenizer with the tokens in `parts`; the last one ends texts."""
 
     parts = (b"a", b"b", b"ab", b"ba", b"bb", b"c", b"\xc3", b"\xa9", b"a\xc3", b"", b"<e>")
     vocab_size = len(parts)
@@ -143,7 +143,7 @@ REGEXES = "(ab|ba)*c", "a?b{2,3}", "[abé]{3}", "é|aé|b", "(a|ab)(c|bé)?"
 
 
 def texts_of(regex: str, longest: int) -> list[bytes]:
-    """Return all texts over the letters that match, up to a length."""
+    """Return all matching texts up to a length."""
     return [
         "".join(letters).encode()
         for size in range(longest + 1)
@@ -152,39 +152,39 @@ def texts_of(regex: str, longest: int) -> list[bytes]:
     ]
 
 
-def allowed_by_hand(texts: list[bytes], begun: bytes) -> np.ndarray:
-    rests = [text[len(begun) :] for text in texts if text.startswith(begun)]
+def allowed_by_hand(texts: list[bytes], start: bytes) -> np.ndarray:
+    rests = [text[len(start) :] for text in texts if text.startswith(start)]
     found = [any(part and rest.startswith(part) for rest in rests) for part in Parts.parts]
     found[10] = b"" in rests
-    return np.array([*found, False])  # the model has one more token
+    return np.array([*found, False])  # the model has one token more than the tokenizer
 
 
 @pytest.mark.parametrize("regex", REGEXES)
-def test_a_token_is_allowed_where_some_text_begins_so(regex):
-    """Compare with all texts of the form, of up to seven letters."""
+def test_allowed_tokens_match_brute_force(regex):
+    """Compare with all matching texts of up to seven letters."""
     texts, grammar = texts_of(regex, 7), Grammar("regex", regex, Parts(), 12, (10,))
     todo, seen = [()], set()
     while todo:
         ids = todo.pop()
-        begun = Parts().to_bytes(ids)
-        if len(begun.decode("utf-8", "replace")) > 4:
+        start = Parts().to_bytes(ids)
+        if len(start.decode("utf-8", "replace")) > 4:
             continue
         matcher = grammar.start()
         for token in ids:
             matcher.read(token)
-        want = allowed_by_hand(texts, begun)
-        np.testing.assert_array_equal(matcher.allowed, want, err_msg=f"{regex} after {begun!r}")
+        want = allowed_by_hand(texts, start)
+        np.testing.assert_array_equal(matcher.allowed, want, err_msg=f"{regex} after {start!r}")
         assert matcher.ended == (want.nonzero()[0].tolist() == [10])
-        seen.add(begun)
+        seen.add(start)
         todo += [(*ids, token) for token in want[:10].nonzero()[0].tolist()]
     assert len(seen) >= 4
 
 
 @pytest.mark.parametrize("regex", ["[abé]{3}", "(ab|ba){0,3}c"])
-def test_the_likeliest_text_has_at_each_token_the_largest_allowed_logit(regex):
-    """An oracle reads the text anew before each token, and allows by hand."""
-    own = model_of(Parts(), padding=1, stop_ids=(10,))
-    apply = jax.jit(lambda ids: build(own.config).apply({"params": own.params}, ids)[0])
+def test_greedy_text_takes_the_largest_allowed_logit(regex):
+    """The oracle reads the whole text before each token, and lists the allowed tokens."""
+    model = model_of(Parts(), padding=1, stop_ids=(10,))
+    apply = jax.jit(lambda ids: build(model.config).apply({"params": model.params}, ids)[0])
     for prompt in ([0, 3], [5, 5, 1], [7, 2, 6, 0]):
         new: list[int] = []
         texts = texts_of(regex, 7)
@@ -200,7 +200,7 @@ def test_the_likeliest_text_has_at_each_token_the_largest_allowed_logit(regex):
                 break
         want = Parts().to_bytes(new).decode("utf-8", "replace")
         grammar = Grammar("regex", regex, Parts(), 12, (10,))
-        got = "".join(structured_text(own, np.array(prompt, np.int32), 9, grammar))
+        got = "".join(structured_text(model, np.array(prompt, np.int32), 9, grammar))
         assert got == want and len(got) > 2
 
 
@@ -215,8 +215,8 @@ def structured_text(model, prompt, count, grammar):
 
 
 @pytest.mark.slow
-def test_a_text_of_a_list_a_stream_and_an_answer_in_parts_are_the_same():
-    form, words = dict(regex="[a-z ]{12}é"), model("pairs of bytes")
+def test_lists_and_streams_give_the_same_text():
+    form, words = dict(regex="[a-z ]{12}é"), model("byte pairs")
     alone = [words.generate(prompt, 60, **form) for prompt in ("a", "cab", "")]
     assert len(set(alone)) > 1 and all(re.fullmatch(form["regex"], text) for text in alone)
     assert words.generate(["a", "cab", ""], 60, slots=2, **form) == alone
@@ -226,29 +226,29 @@ def test_a_text_of_a_list_a_stream_and_an_answer_in_parts_are_the_same():
 
 
 @pytest.mark.slow
-def test_a_text_that_outgrows_the_model_goes_on_in_its_form():
+def test_text_longer_than_max_len_follows_its_grammar():
     tokenizer = CharTokenizer("abcd")
     config = tj.ModelConfig(
         vocab_size=4, d_model=8, num_layers=1, num_heads=2, max_len=16, init_std=0.7
     )
     params = tj.init_params(config, jax.random.key(3))
-    own = LanguageModel(TextModel(config, params, tokenizer), "here")
-    text = own.generate("abcd", 90, regex="([ab]{3}cd[ab])*d{40}")
+    model = LanguageModel(TextModel(config, params, tokenizer), "here")
+    text = model.generate("abcd", 90, regex="([ab]{3}cd[ab])*d{40}")
     assert re.fullmatch("([ab]{3}cd[ab])*d{40}|([ab]{3}cd[ab])*.{0,5}d{0,39}", text)
-    assert own.generate("abcd", 90, regex="([ab]c){20}d{20}").endswith("cdddddddddddddddddddd")
+    assert model.generate("abcd", 90, regex="([ab]c){20}d{20}").endswith("cdddddddddddddddddddd")
 
 
 @pytest.mark.slow
-def test_the_limit_and_a_stop_string_cut_a_text():
-    own, words = model("bytes"), model("pairs of bytes")
-    whole = own.generate("a", 200, schema=SCHEMA)
-    cut = own.generate("a", 20, schema=SCHEMA)
+def test_limit_and_stop_string_cut_a_text():
+    bytewise, words = model("bytes"), model("byte pairs")
+    whole = bytewise.generate("a", 200, schema=SCHEMA)
+    cut = bytewise.generate("a", 20, schema=SCHEMA)
     assert whole.encode().startswith(cut.encode()) and len(cut) == 20
-    assert own.generate("a", 200, schema=SCHEMA, stop='"age') == whole[: whole.index('"age')]
-    assert own.generate("a", 200, regex="") == "" and words.generate("a", 9, regex="") == ""
+    assert bytewise.generate("a", 200, schema=SCHEMA, stop='"age') == whole[: whole.index('"age')]
+    assert bytewise.generate("a", 200, regex="") == "" and words.generate("a", 9, regex="") == ""
 
 
-def test_a_grammar_of_lark_is_followed():
+def test_text_follows_a_lark_grammar():
     grammar = 'start: "(" start ")" | DIGIT\nDIGIT: /[0-9]{2}/'
     for text in model("pieces").generate("a", 200, grammar=grammar, samples=4, **DRAWN):
         depth = text.index(next(filter(str.isdigit, text)))
@@ -256,17 +256,17 @@ def test_a_grammar_of_lark_is_followed():
 
 
 def takes(form, content, text: str) -> bool:
-    """Whether a whole text is of the form, for a model of bytes."""
-    own = Grammar(form, content, ByteTokenizer(), 257, (256,)).start()
+    """Whether a whole text matches the grammar, for a model of bytes."""
+    matcher = Grammar(form, content, ByteTokenizer(), 257, (256,)).start()
     for byte in text.encode():
-        if not own.allowed[byte]:
+        if not matcher.allowed[byte]:
             return False
-        own.read(byte)
-    return bool(own.allowed[256])
+        matcher.read(byte)
+    return bool(matcher.allowed[256])
 
 
-def test_no_property_has_a_second_spelling():
-    """Readers of JSON take "\\u0061" for "a", so it must not name one of the other properties."""
+def test_property_names_have_one_spelling():
+    """JSON readers decode "\\u0061" to "a", so it must not name one of the other properties."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "\n": {"type": "integer"}}}
     for name in r"\u0061", r"\u000a", r"\u000A", r"\\\u0061", r"b\u0061", r"\ud800", r"\u001F":
         assert not takes("schema", schema, f'{{"{name}":"s"}}'), name
@@ -283,42 +283,42 @@ def test_no_property_has_a_second_spelling():
         assert matcher.allowed.nonzero()[0].tolist() == allowed
 
 
-def test_classes_of_posix_are_unicode_s():
-    for name, of, not_of in (
+def test_posix_classes_match_unicode():
+    for name, inside, outside in (
         ("alpha", "éЖ日", "1_"), ("lower", "éж", "ÉЖ1"), ("upper", "ÉЖ", "éж1"),
         ("alnum", "é1", "_"),
         ("punct", "!«+", "a1"), ("space", "\u2003\n", "a"), ("digit", "7", "٣a"),
         ("graph", "é!", " \x01\u0378"), ("print", "é \u2003", "\t\u2028"), ("cntrl", "\n\x85", "a"),
         ("xdigit", "F", "gé"), ("ascii", "a\n", "é"),
     ):  # fmt: skip
-        for letter in of + not_of:
-            assert takes("regex", f"[[:{name}:]]", letter) == (letter in of), (name, letter)
-            assert takes("regex", f"[]_[:^{name}:]]", letter) == (letter in not_of + "_")
-    assert takes("regex", r"\[[:alpha]+", "[:alp"), "no class of POSIX"
+        for letter in inside + outside:
+            assert takes("regex", f"[[:{name}:]]", letter) == (letter in inside), (name, letter)
+            assert takes("regex", f"[]_[:^{name}:]]", letter) == (letter in outside + "_")
+    assert takes("regex", r"\[[:alpha]+", "[:alp"), "not a POSIX class"
     assert takes("regex", "[:alpha:][:upper:]", "lr") and not takes("regex", "[:a:][:upper:]", "aA")
     for form, name in (lambda x: ("regex", x), "regex"), (
         lambda x: ("schema", {"patternProperties": {x: {}}}), r"schema\.patternProperties"
     ), (lambda x: ("schema", {"pattern": x}), r"schema\.pattern"):  # fmt: skip
-        for wrong, why in (
+        for wrong, message in (
             ("[[:upr:]]", r"\[:upr:\] is not a POSIX class, nearest: upper"),
-            ("a\\", "ends with a backslash, which escapes nothing"),
+            ("a\\", "the last backslash escapes nothing"),
         ):
-            with pytest.raises(ValueError, match=f"{name}: {why}"):
+            with pytest.raises(ValueError, match=f"{name}: {message}"):
                 takes(*form(wrong), "")
 
 
-def test_a_union_is_told_apart_by_a_required_constant_behind_references():
-    """As pydantic writes a union with a discriminator, here of a type that contains itself."""
+def test_union_is_distinguished_by_a_required_constant_behind_references():
+    """Pydantic's schema of a union with a discriminator, here of a recursive type."""
     kind = {"const": "sum", "title": "Kind", "type": "string"}
     either = {
         "discriminator": {"propertyName": "kind", "mapping": {"sum": "#/$defs/Sum"}},
         "oneOf": [{"$ref": "#/$defs/Sum"}, {"$ref": "#/$defs/a~1b"}],
     }  # fmt: skip
-    of = {"kind": kind, "parts": {"type": "array", "items": either}}
+    parts = {"kind": kind, "parts": {"type": "array", "items": either}}
     number = {"kind": kind | {"const": "number"}, "value": {"type": "integer"}}
     schema = either | {
         "$defs": {
-            "Sum": {"type": "object", "properties": of, "required": ["kind", "parts"]},
+            "Sum": {"type": "object", "properties": parts, "required": ["kind", "parts"]},
             "a/b": {"type": "object", "properties": number, "required": ["kind", "value"]},
         }
     }
@@ -339,12 +339,12 @@ def test_a_union_is_told_apart_by_a_required_constant_behind_references():
             takes("schema", wrong, "")
     number["next"] = {"$ref": "#/oneOf/0"}
     texts = {"type": "object", "properties": {"kind": kind}, "required": ["kind"]}
-    into = {"oneOf": [schema["$defs"]["a/b"], texts]}  # a pointer keeps its place
+    into = {"oneOf": [schema["$defs"]["a/b"], texts]}  # a pointer into oneOf keeps it as it is
     assert takes("schema", into, one.replace("1", f'1,"next":{one}'))
 
 
-def test_names_and_values_that_spell_as_keys_are_no_keys():
-    """Names of properties, constants, and keys that say nothing about the text."""
+def test_property_names_and_values_are_not_read_as_keywords():
+    """Names of properties, constants, and annotations may look like keywords."""
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#", "$id": "a", "title": "b",
         "default": {"maxlength": float("nan")}, "examples": [1e308], "x-own": 2**70,
@@ -359,7 +359,7 @@ def test_names_and_values_that_spell_as_keys_are_no_keys():
     }  # fmt: skip
     whole = '{"nullable":"a","const":{"maxlength":null},"list":[{"nullable":5}]}'
     assert takes("schema", schema, whole) and not takes("schema", schema, whole.replace("5", "6"))
-    assert not takes("schema", schema, whole.replace('"a"', '"aa"')), "the draft is of no account"
+    assert not takes("schema", schema, whole.replace('"a"', '"aa"')), "the draft does not matter"
 
 
 EXACT = 2**53 - 1, -(2**53) + 1, 0, -0.0, 1.0, 0.1, 1e15, 1e-7, 123456789.123456, 1.5e-10, 1e-22
@@ -370,12 +370,12 @@ ROUNDED = (
 ROUNDED_WRITTEN = "0.1000000000000000055", "1.00000000000000000001", "1e-400", "9007199254740992.0"
 
 
-def test_number_of_a_schema_is_written_as_it_is_or_refused():
+def test_schema_numbers_are_exact_or_refused():
     def written(schema) -> Decimal:
-        own, text = Grammar("schema", schema, ByteTokenizer(), 257, (256,)).start(), bytearray()
-        while not own.ended and not own.allowed[256]:
-            text.append(int(own.allowed[:256].argmax()))
-            own.read(text[-1])
+        matcher, text = Grammar("schema", schema, ByteTokenizer(), 257, (256,)).start(), bytearray()
+        while not matcher.ended and not matcher.allowed[256]:
+            text.append(int(matcher.allowed[:256].argmax()))
+            matcher.read(text[-1])
         return Decimal(text.decode())
 
     for number in (*EXACT, *map(Decimal, EXACT_WRITTEN)):
@@ -387,7 +387,7 @@ def test_number_of_a_schema_is_written_as_it_is_or_refused():
                 Grammar("schema", schema, ByteTokenizer(), 257, (256,))
 
 
-def test_keys_that_do_not_meet_are_not_combined():
+def test_limits_of_different_values_are_not_combined():
     accepts = {
         '{"a":1.25,"b":300}': {
             "properties": {
@@ -416,7 +416,7 @@ def test_keys_that_do_not_meet_are_not_combined():
         {"$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 5000}}, "minimum": 3000},
     ):
         with pytest.raises(
-            ValueError, match="multipleOf is 5000: must be at most 4096 next to a bound of 4"
+            ValueError, match="multipleOf is 5000: must be at most 4096 with a bound of 4"
         ):
             Grammar("schema", schema, ByteTokenizer(), 257, (256,))
     combined = {"multipleOf": 4093, "allOf": [{"multipleOf": 2, "minimum": 3000}]}
@@ -426,7 +426,7 @@ def test_keys_that_do_not_meet_are_not_combined():
     for unwritable in ({"maximum": 1.56, **half}, {"maximum": 1.56, "allOf": [half, twentieth]}):
         with pytest.raises(ValueError, match=r"a bound is 1\.56: must have at most 1 decimal with"):
             Grammar("schema", {"type": "number", **unwritable}, ByteTokenizer(), 257, (256,))
-    for key, given in (
+    for message, schema in (
         ("is 2.4e-09: must have at most 8 decimals", {"type": "number", "multipleOf": 24e-10}),
         ("is 65536: must be at most 65535", {"multipleOf": 65536}),
         ("is 6.5536: must be at most 6.5535", {"multipleOf": Decimal("6.5536")}),
@@ -435,8 +435,8 @@ def test_keys_that_do_not_meet_are_not_combined():
             {"type": "integer", "multipleOf": 1234e-8},
         ),
     ):
-        with pytest.raises(ValueError, match=re.escape(f"multipleOf {key}")):
-            Grammar("schema", given, ByteTokenizer(), 257, (256,))
+        with pytest.raises(ValueError, match=re.escape(f"multipleOf {message}")):
+            Grammar("schema", schema, ByteTokenizer(), 257, (256,))
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_keys_that_do_not_meet_are_not_combined():
     [
         ({"minimum": -0.0, "maximum": 0}, "0", True),
         ({"maximum": 10.55}, "10.50", True),
-        ({"maximum": 10.55}, "10.5", False),  # as docs/text.md says
+        ({"maximum": 10.55}, "10.5", False),  # documented in docs/text.md
         ({"maximum": 10.55}, "10.4", True),
     ],
 )
@@ -471,7 +471,7 @@ def test_number_at_a_bound_is_allowed_in_the_documented_spelling(schema, text, a
         ({"exclusiveMinimum": 0.5, "maximum": 0.75}, False),
     ],
 )
-def test_excluded_number_that_the_parser_would_write_is_refused(schema, refused):
+def test_excluded_number_that_the_parser_would_allow_is_refused(schema, refused):
     def grammar():
         return Grammar("schema", {"type": "number"} | schema, ByteTokenizer(), 257, (256,))
 
@@ -482,21 +482,21 @@ def test_excluded_number_that_the_parser_would_write_is_refused(schema, refused)
         grammar()
 
 
-def test_a_special_token_is_no_text_of_a_form():
+def test_special_tokens_are_not_text():
     pieces = model("pieces")
     for form in (r"</s>|<s>.*|<unk>", r"[</s>unk]+"):
         allowed = Grammar("regex", form, pieces.tokenizer, pieces.config.vocab_size, (2,)).start()
         assert not allowed.allowed[:3].any() and allowed.allowed[3 + ord("<")]
 
 
-def test_processors_and_a_form_together_say_what_may_follow():
-    own, banned = model("bytes"), (tj.Ban(ord("7")),)
-    assert own.generate("x", 9, regex="[78]{5}", processors=banned) == "88888"
+def test_processors_combine_with_a_grammar():
+    generate, banned = model("bytes").generate, (tj.Ban(ord("7")),)
+    assert generate("x", 9, regex="[78]{5}", processors=banned) == "88888"
     with pytest.raises(ValueError, match="no token can follow"):
-        own.generate("x", 9, regex="7", processors=banned)
-    # its texts have no end: it goes on while it may
-    assert re.fullmatch("[ab]{9}", own.generate("x", 9, regex="[ab]+", processors=banned))
-    assert re.fullmatch("[ab]{3}", own.generate("x", 9, regex="[ab]{3}", processors=banned))
+        generate("x", 9, regex="7", processors=banned)
+    # The byte tokenizer has no stop token, so the text continues up to the limit.
+    assert re.fullmatch("[ab]{9}", generate("x", 9, regex="[ab]+", processors=banned))
+    assert re.fullmatch("[ab]{3}", generate("x", 9, regex="[ab]{3}", processors=banned))
 
 
 @pytest.mark.parametrize(
@@ -508,7 +508,7 @@ def test_processors_and_a_form_together_say_what_may_follow():
         (dict(schema={"type": "objec"}), "schema: Invalid type: objec"),
         (dict(schema={"type": "object", "not": {}}), r'schema: Unimplemented keys: \["not"\]'),
         (dict(schema='{"type": "object"}'), "schema is .*: must be an object"),
-        (dict(schema={"const": {1}}), "schema: is no JSON"),
+        (dict(schema={"const": {1}}), "schema is not JSON"),
         (dict(schema={"const": 123456789.12345679}),
          r"schema.const is 123456789.1.*at most 15 dig"),
         (dict(schema={"const": [{"a": 2**53}]}),
@@ -520,25 +520,27 @@ def test_processors_and_a_form_together_say_what_may_follow():
         (dict(schema={"multipleOf": 1e-320}), "schema.multipleOf is 1E-320: must have at most 15"),
         (dict(schema={"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}),
          "schema: multipleOf is 65537 and 65539: the least common multiple must"),
-        (dict(schema={"maxlength": 3}), "schema.maxlength: is no keyword.*, nearest: maxLength"),
+        (dict(schema={"maxlength": 3}),
+         "schema.maxlength: is not a JSON Schema keyword.*, nearest: maxLength"),
         (dict(schema={"anyOf": [{"items": {"aditionalProperties": False}}]}),
-         r"schema.anyOf\[0\].items.aditionalProperties: is no.*nearest: additionalProperties"),
+         r"schema.anyOf\[0\].items.aditionalProperties: is not a.*nearest: additionalProperties"),
         (dict(schema={"$defs": {"title": {"nullable": True}}}),
-         r"schema.\$defs.title.nullable: is OpenAPI's.*\[\"string\", \"null\"\]"),
+         r"schema.\$defs.title.nullable: is not JSON Schema but OpenAPI.*\[\"string\", \"null\"\]"),
         (dict(schema={"type": "integer", "format": "int32"}),
-         "schema.format is 'int32': is not kn"),
+         "schema.format is 'int32', which is not a known format: must be one of date-time"),
         (dict(schema={"type": "string", "format": "datetime"}), "nearest: date-time"),
         (dict(schema={"contentEncoding": "base64"}), "schema.contentEncoding: is not supported"),
-        (dict(schema={"items": {"x-guidance": {}}}), "items.x-guidance: is read at the top"),
+        (dict(schema={"items": {"x-guidance": {}}}), "items.x-guidance: is allowed only at"),
         (dict(schema={"x-guidance": []}), r"schema.x-guidance is \[\]: must be an object"),
         (dict(schema={"properties": ["a"]}), r"schema.properties is \['a'\]: must be an object of"),
         (dict(schema={"properties": {"a": []}}), r"schema.properties.a is \[\]: must be an object"),
         (dict(schema={"anyOf": {}}), "schema.anyOf is {}: must be a list of schemas"),
         (dict(schema={"minimum": True}), "schema.minimum is True: must be a number"),
-        (dict(schema={"maxItems": 1.5}), "schema.maxItems is 1.5: must be an integer of 0 or more"),
+        (dict(schema={"maxItems": 1.5}),
+         "schema.maxItems is 1.5: must be an integer of at least 0"),
         (dict(schema={"minContains": -1}), "schema.minContains is -1: must be an integer"),
         (dict(schema={"maxLength": 2**32}), "schema.maxLength is 4294967296: must be at most"),
-        (dict(schema={"prefixItems": [{}], "additionalItems": False}), "give one of them"),
+        (dict(schema={"prefixItems": [{}], "additionalItems": False}), "use only one of them"),
         (dict(schema={"enum": []}), "schema: Unsatisfiable"),
         (dict(grammar="start: x"), 'grammar: at 1.8.: unknown name: "x"'),
         (dict(grammar='start: %json {"const": 0.10000000000000000001}'),
@@ -547,33 +549,34 @@ def test_processors_and_a_form_together_say_what_may_follow():
          "grammar: %json.const is -9223372036854775808: must be from"),
         (dict(grammar='start: a\na: %json {"items": {"nullable": true}}'),
          "json.items.nullable: is"),
-        (dict(schema={"if": {"maxlength": 3}}), "schema.if.maxlength: is no keyword"),
+        (dict(schema={"if": {"maxlength": 3}}),
+         "schema.if.maxlength: is not a JSON Schema keyword"),
         (dict(schema={"dependentSchemas": {"a": {"minlength": 3}}}),
-         "Schemas.a.minlength: is no k"),
-        (dict(schema={"title": {"type": "string"}}), "schema.title is {.*}: must be a text"),
+         "Schemas.a.minlength: is not a JSON"),
+        (dict(schema={"title": {"type": "string"}}), "schema.title is {.*}: must be a string"),
         (dict(grammar="x: /a/"), "grammar: no start rule"),
-        (dict(regex="[a&&b]"), "regex: no text has this form"),
-        (dict(regex="a(b&&c)[a&&b]"), "regex: no text has this form"),
+        (dict(regex="[a&&b]"), "regex: no text matches it"),
+        (dict(regex="a(b&&c)[a&&b]"), "regex: no text matches it"),
         (dict(regex="a", schema={}), "schema and regex: pass only one of them"),
         (dict(regex="a", beams=2), "regex is 'a': must not be set for a beam search"),
     ],
 )  # fmt: skip
-def test_what_is_no_form_is_refused_in_a_line(given, message):
+def test_invalid_grammars_are_refused_in_one_line(given, message):
     with pytest.raises(ValueError, match=message) as caught:
         model("bytes").generate("a", 5, **given)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow
-def test_a_letter_that_the_tokenizer_has_not_is_named_as_missing():
-    own = model_of(CharTokenizer("ab{"), padding=0)
+def test_missing_token_for_a_required_letter_is_reported():
+    model = model_of(CharTokenizer("ab{"), padding=0)
     for form in (dict(schema={"type": "object"}), dict(regex="abc")):
         with pytest.raises(ValueError, match="the tokenizer has no token for what must come next"):
-            own.generate("a", 5, **form)
+            model.generate("a", 5, **form)
 
 
 @pytest.mark.slow
-def test_without_the_package_the_extra_is_named(monkeypatch):
+def test_missing_llguidance_names_the_extra(monkeypatch):
     monkeypatch.setattr(structured, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"schema needs llguidance.*transformer_jax\[structured"):

@@ -1,4 +1,4 @@
-"""Each mistake that a newcomer types first is one line that names what was meant."""
+"""Likely mistakes of new users, each with a one-line error that names the intended call."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def attend(**more):
     return tj.dot_product_attention(*[jnp.ones((1, 5, 2, 3))] * 3, **more)
 
 
-def generate(step=STEP, given=None, prompt=PROMPT, state=None, **more):
-    given = params() if given is None else given
+def generate(step=STEP, parameters=None, prompt=PROMPT, state=None, **more):
+    parameters = params() if parameters is None else parameters
     state = tj.init_cache(CONFIG, 1, 17) if state is None else state
-    return tj.generate(step, given, prompt, state, **(dict(num_tokens=3) | more))
+    return tj.generate(step, parameters, prompt, state, **(dict(num_tokens=3) | more))
 
 
 def reading(step=STEP, prompt=PROMPT, lengths=(3,), chunk=None):
@@ -91,13 +91,13 @@ def speculating(step=STEP):
 
 LOGITS = np.zeros((1, 23), np.float32)
 MISTAKES = {
-    "generate a model": (partial(generate, MODEL), r"must be a step, make_step\(model\)"),
+    "generate a model": (partial(generate, MODEL), r"must be a step, such as make_step\(model\)"),
     "a text": (lambda: tj.generate("hello"), r"step is 'hello': .*load\(FOLDER\) has a method"),
     "a folder": (lambda: tj.serve_requests("runs/book"), "step is 'runs/book': .* is a command"),
     "generate a config": (partial(generate, CONFIG), r"make_step\(build\(config\)\)"),
-    "generate parameters": (lambda: generate(params(), STEP), "step is a dict: must be called"),
+    "generate parameters": (lambda: generate(params(), STEP), "step is a dict: must be callable"),
     "generate variables": (lambda: generate(STEP, {"params": params()}), r"variables\['params'\]"),
-    "generate model as params": (partial(generate, STEP, MODEL), "as init_params"),
+    "generate model as params": (partial(generate, STEP, MODEL), "such as init_params"),
     "generate a number as key": (partial(generate, sampler=tj.Sample(), key=0), "key is 0: must"),
     "generate a class": (partial(generate, sampler=tj.Sample), "sampler is the class Sample"),
     "generate a temperature": (partial(generate, sampler=0.7), "sampler is 0.7: must"),
@@ -127,7 +127,7 @@ MISTAKES = {
     "a class of masks": (partial(attend, mask=tj.Causal), "mask is the class Causal"),
     "stop at a text": (partial(generate, stop="END"),
                        "'END': must be token ids; load.FOLDER..generate"),
-    "stop at texts": (partial(generate, stop=["END"]), "'END': must be token ids"),
+    "stop at texts": (partial(generate, stop=["END"]), "'END': token ids must be integers"),
     "search a model": (partial(searching, MODEL), r"make_step\(model\)"),
     "search a text": (partial(searching, stop="END"), "load.FOLDER"),
     "read by a model": (partial(reading, MODEL), r"make_step\(model\)"),
@@ -139,7 +139,7 @@ MISTAKES = {
                                      r"shape \(2,\): must be \(1,\)"),
     "read of one length": (partial(reading, lengths=3), r"lengths have shape \(\): must be \(1,\)"),
     "read more than there is": (partial(reading, lengths=(4,)), r"\[4\]: must be from 1 to 3"),
-    "read more rows": (partial(reading, prompt=[[1], [2]], lengths=(1, 1)), "2 rows, the cache 1"),
+    "read more rows": (partial(reading, prompt=[[1], [2]], lengths=(1, 1)), "the cache has 1"),
     "rewind a config": (partial(tj.rewind_cache, CONFIG, 1),
                         "is a ModelConfig: must be a ModelCache"),
     "rewind to a number": (lambda: tj.rewind_cache(tj.init_cache(CONFIG, 1, 17), 3),
@@ -284,9 +284,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_likely_mistake_is_one_line_that_names_what_was_meant(mistake):
-    call, said = MISTAKES[mistake]
-    with pytest.raises(ValueError, match=said) as error:
+def test_likely_mistakes_give_a_helpful_line(mistake):
+    call, message = MISTAKES[mistake]
+    with pytest.raises(ValueError, match=message) as error:
         call()
     assert len(str(error.value).splitlines()) == 1
 
@@ -318,26 +318,26 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_keyword_of_another_library_is_one_line_that_names_what_was_meant(name):
-    call, said = OTHERS[name]
-    with pytest.raises(TypeError, match=said) as error:
+def test_keywords_of_other_libraries_name_the_equivalent(name):
+    call, message = OTHERS[name]
+    with pytest.raises(TypeError, match=message) as error:
         call()
     assert f"{name.split()[0]!r}" in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.slow
-def test_no_stop_is_none_or_nothing():
+def test_stop_none_equals_empty_stop():
     found = [generate(stop=stop).tokens.tolist() for stop in (None, (), [])]
     assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.slow
-def test_known_logits_are_checked_and_drawn_from_inside_a_jit():
-    known = jnp.array([1.0, 2.0, -1.0])
+def test_constant_logits_are_checked_inside_jit():
+    constant = jnp.array([1.0, 2.0, -1.0])
     for sampler in (tj.Sample(), tj.Greedy(), tj.Sample(tj.Temperature(0.5), tj.TopP(0.9))):
-        drawn = jax.jit(lambda key, s=sampler: s(key, known))(jax.random.key(3))
-        assert int(drawn) == int(sampler(jax.random.key(3), known))
+        drawn = jax.jit(lambda key, s=sampler: s(key, constant))(jax.random.key(3))
+        assert int(drawn) == int(sampler(jax.random.key(3), constant))
     wrong = jnp.array([jnp.nan, 1.0])
     with pytest.raises(ValueError, match="the largest logit of row"):
         jax.jit(lambda key: tj.Sample()(key, wrong))(jax.random.key(0))

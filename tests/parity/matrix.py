@@ -1,18 +1,19 @@
-"""Cached decoding equals the full forward pass, for every legal combination of options.
+"""Comparison of cached decoding with the full forward pass, for all combinations of options.
 
     python -m tests.parity                      # prints the matrix and its largest error
     python -m tests.parity --write docs/reference/parity_matrix.md
 
-A case is position kind x heads x full or window x decoder-only or encoder-decoder; and, with GQA,
-position kind x model kind x what a cache may leave out: a window with sink tokens, a window of each
-layer, int8; and a window of each layer that turns with a base of its own. Each is measured with
-equal and with ragged prompts, read whole and in chunks. The cache of a windowed case is a ring of
-exactly the window's length (and the sinks'), which turns several times. Keys and values in int8
-move the logits: there the tolerance is another, relative to the largest logit, and a token counts
-as equal where the full pass's likeliest is ahead of it by no more than twice that. Greedy tokens
-come from `generate`; the full pass sees prompt and tokens at once, without a cache, and must name
-each of the 64 tokens as its likeliest; the cached logits of every position are compared with those
-of the full pass.
+A case combines position kind, head layout, full attention or a window, and decoder or
+encoder-decoder. Further cases, all with GQA, combine position kind and model kind with smaller
+caches: a window with sink tokens, a window per layer, int8. Two cases have a window per layer with
+its own RoPE base. Each case is measured with equal and ragged prompts, read whole and in chunks.
+The cache of a windowed case is a ring of exactly the window's length (plus sinks), which wraps
+several times.
+
+Greedy tokens come from `generate`. The full pass reads prompt and tokens at once, without a cache;
+each of the 64 tokens must be its likeliest, and the cached logits of every position must equal its
+logits. With int8, the tolerance is relative to the largest logit, and a token counts as equal if
+the likeliest token of the full pass is ahead by at most twice the tolerance.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ CHUNKS = (None, 5)
 PROMPT, NEW, VOCAB, SOURCE = 19, 64, 31, 13
 TOLERANCE = 1e-5
 INT8_TOLERANCE = 0.02
-"""As a part of the largest logit; a key or value is off by at most 1/254 of its row's largest."""
+"""Relative to the largest logit; the error of a key or value is at most 1/254 of its row's maximum.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,12 @@ class Case:
 
     @property
     def capacity(self) -> int:
-        """One window: a ring of exactly its length. Otherwise the longest layer holds all."""
+        """For a single window, a ring of exactly its length; otherwise room for all tokens."""
         return self.window + self.sinks if isinstance(self.window, int) else PROMPT + NEW
 
     @property
     def config(self) -> ModelConfig:
-        own: dict[str, Positions] = {
+        configured: dict[str, Positions] = {
             "rope": Rope(window_base=self.window_base),
             "rope-pairs": Rope(pairing="interleaved", dims=4),
             "t5": T5Buckets(buckets=8, max_distance=16),
@@ -92,7 +94,7 @@ class Case:
             num_kv_heads=HEADS[self.heads],
             d_ff=37,
             max_len=PROMPT + NEW,
-            positions=own.get(self.positions, self.positions),  # type: ignore[arg-type]
+            positions=configured.get(self.positions, self.positions),  # type: ignore[arg-type]
             window=self.window,
             sink_tokens=self.sinks,
             init_std=0.25,
@@ -135,7 +137,7 @@ class Result:
 
 
 def measure(case: Case, prompts: tuple[str, ...] = tuple(LENGTHS), chunks=CHUNKS) -> list[Result]:
-    """Cached against uncached, for one model."""
+    """Compare cached and uncached decoding of one model."""
     config = case.config
     model = build(config)
     key = jax.random.key(sum(map(ord, str(case))))
@@ -166,7 +168,7 @@ def measure(case: Case, prompts: tuple[str, ...] = tuple(LENGTHS), chunks=CHUNKS
         return model.apply({"params": params}, tokens, positions=positions, cache=state)
 
     def cached(tokens, positions, chunk):
-        """Logits of all tokens: the prompt in chunks, the rest one by one."""
+        """Return the logits of all tokens, reading the prompt in chunks and the rest one by one."""
         logits, state = [], empty()
         starts = [*range(0, PROMPT, chunk), *range(PROMPT, PROMPT + NEW)]
         for start, end in zip(starts, [*starts[1:], PROMPT + NEW], strict=True):
@@ -191,7 +193,7 @@ def measure(case: Case, prompts: tuple[str, ...] = tuple(LENGTHS), chunks=CHUNKS
                 chunk=chunk,
             ).tokens
         )
-        # The prompt's own columns, padded on the right, then the new tokens.
+        # The columns of the prompt, padded on the right, followed by the new tokens.
         columns = np.arange(PROMPT)[None]
         at = np.where(columns < lengths[:, None], columns, -1)
         positions = np.concatenate([at, lengths[:, None] + np.arange(NEW)[None]], axis=1)
@@ -201,7 +203,7 @@ def measure(case: Case, prompts: tuple[str, ...] = tuple(LENGTHS), chunks=CHUNKS
         got = cached(both, positions, chunk or PROMPT)
         real = positions >= 0
         assert np.isfinite(want[real]).all() and np.isfinite(got[real]).all()
-        # Logits that choose token n stand on the token before it in the row's own order.
+        # The logits that choose token n are those of the token before it in its row.
         before = np.concatenate(
             [lengths[:, None] - 1, PROMPT + np.tile(np.arange(NEW - 1), (rows, 1))], 1
         )
@@ -218,7 +220,7 @@ def measure(case: Case, prompts: tuple[str, ...] = tuple(LENGTHS), chunks=CHUNKS
 
 
 def sections(only: str) -> Iterator[tuple[str, Callable[[Any], list[Any]], list[Any]]]:
-    """Title, measure and cases of each part; a measure's results print themselves and may hold."""
+    """Yield title, function and cases of each part; the results have `holds` and `__str__`."""
     from tests.parity import search as parity_search
     from tests.parity import slots as parity_slots
     from tests.parity import speculative as parity_speculative
@@ -230,27 +232,27 @@ def sections(only: str) -> Iterator[tuple[str, Callable[[Any], list[Any]], list[
     yield f"{header} prompts chunk   largest error   equal", measure, chosen(cases())
     yield "beams and forks", parity_search.measure_search, chosen(parity_search.search_cases())
     measure_speculative = parity_speculative.measure_speculative
-    wanted = chosen(parity_speculative.speculative_cases())
-    yield "speculative decoding: equal to plain greedy decoding", measure_speculative, wanted
+    speculated = chosen(parity_speculative.speculative_cases())
+    yield "speculative decoding: equal to plain greedy decoding", measure_speculative, speculated
     served = [c for c in cases() if c.kind == "decoder" and c.dtype is None and not c.sinks]
     served = [c for c in served if not isinstance(c.window, tuple)]
     yield "continuous batching: tokens of 23 requests", parity_slots.measure, chosen(iter(served))
 
 
 def in_parallel(
-    function: Callable[[Any], list[Any]], wanted: list[Any], jobs: int
+    function: Callable[[Any], list[Any]], inputs: list[Any], jobs: int
 ) -> Iterator[list[Any]]:
-    """The function of each case, in order."""
-    alone = functools.partial(_alone, function)
+    """Yield the results of the function for each case, in order."""
+    run = functools.partial(_run_case, function)
     if jobs == 1:
-        yield from map(alone, wanted)
+        yield from map(run, inputs)
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(alone, wanted)
+        yield from pool.map(run, inputs)
 
 
-def _alone(function: Callable[[Any], list[Any]], case: Any) -> list[Any]:
-    """The programs of a case go with it: those of all are more than a process may map."""
+def _run_case(function: Callable[[Any], list[Any]], case: Any) -> list[Any]:
+    """Run a case, then drop its programs: those of all cases exceed the maps of a process."""
     try:
         return function(case)
     finally:
@@ -260,17 +262,17 @@ def _alone(function: Callable[[Any], list[Any]], case: Any) -> list[Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", type=Path, help="also write the matrix to this file")
-    parser.add_argument("--only", default="", help="only cases whose line contains this")
-    parser.add_argument("--jobs", type=int, default=1, help="processes; each takes about a core")
+    parser.add_argument("--only", default="", help="run only cases whose line contains this")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; each uses about one core")
     arguments = parser.parse_args()
     text, failed = "", 0
     setting = (
         f"f32, {jax.default_backend()}, jax {jax.__version__}, Python {platform.python_version()}."
     )
-    for title, function, wanted in sections(arguments.only):
+    for title, function, inputs in sections(arguments.only):
         print(title)
         lines, results = [title], []
-        for measured in in_parallel(function, wanted, arguments.jobs):
+        for measured in in_parallel(function, inputs, arguments.jobs):
             for result in measured:
                 print(result, flush=True)
                 lines.append(str(result))

@@ -1,9 +1,9 @@
-"""Beams and forks equal the full forward pass, for every position kind and model kind.
+"""Comparison of beams and forks with the full forward pass, for every position and model kind.
 
-Printed with the matrix by `python -m tests.parity`. The texts that a beam search returns are
-read once more without a cache: their log-probabilities must be those of the search. A prompt is
-read once and forked into samples; each token must be the one that the full pass's logits give with
-the row's key. A windowed cache is a ring of the window's length.
+`python -m tests.parity` prints the results after the matrix. The texts of a beam search are read
+again without a cache, and their log-probabilities must equal those of the search. A prompt is read
+once and forked into samples; each token must be the draw from the logits of the full pass with the
+row's key. A windowed cache is a ring of the window's length.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from transformer_jax.models.factory import build, init_cache, init_params
 
 BEAMS, SAMPLES, NEW = 4, 3, 23
 TOLERANCE = 1e-5
-"""Of a log-probability per token."""
+"""Maximum error of a log-probability per token."""
 SAMPLER = Sample(Temperature(1.3))
 
 
 def search_cases() -> Iterator[matrix.Case]:
-    """Every position kind in both kinds of model; heads and extents in turn."""
+    """Yield every position kind with both model kinds, alternating head layouts and windows."""
     for k, kind in enumerate(matrix.KINDS):
         for i, positions in enumerate(matrix.POSITIONS):
             case = matrix.Case(
@@ -44,11 +44,11 @@ def search_cases() -> Iterator[matrix.Case]:
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchResult:
     case: matrix.Case
     texts: int
     error: float
-    """Largest error of a text's log-probability, a token."""
+    """Largest error of the log-probability of a text, per token."""
     equal: int
     tokens: int
 
@@ -63,8 +63,8 @@ class Searched:
         )
 
 
-def measure_search(case: matrix.Case) -> list[Searched]:
-    """Beams and forks of one model against its full pass."""
+def measure_search(case: matrix.Case) -> list[SearchResult]:
+    """Compare beams and forks of one model with its full pass."""
     config = case.config
     model = build(config)
     params = init_params(config, jax.random.key(sum(map(ord, str(case)))))
@@ -88,7 +88,7 @@ def measure_search(case: matrix.Case) -> list[Searched]:
 
     @partial(jax.jit, static_argnames="copies")
     def logits_of(new, copies):
-        """f32[B copies, NEW, V]: what chooses each new token, of the full pass without a cache."""
+        """Return f32[B copies, NEW, V], the full-pass logits that choose each new token."""
         each = partial(np.repeat, repeats=copies, axis=0)
         read, n = each(lengths), jnp.arange(matrix.PROMPT + NEW)
         joined = jnp.concatenate([each(prompt), new], axis=1)
@@ -125,4 +125,4 @@ def measure_search(case: matrix.Case) -> list[Searched]:
     folded = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)), in_axes=(0, None))
     drawn = jax.vmap(jax.vmap(SAMPLER))(folded(keys, jnp.arange(NEW)), logits)
     equal = int((np.asarray(drawn) == np.asarray(samples)).sum())
-    return [Searched(case, rows * BEAMS, float(error.max()), equal, samples.size)]
+    return [SearchResult(case, rows * BEAMS, float(error.max()), equal, samples.size)]

@@ -1,10 +1,10 @@
-"""Continuous batching equals the full forward pass, whoever comes and goes.
+"""Comparison of continuous batching with the full forward pass.
 
     python -m tests.parity
 
-Of every decoder of the matrix, 23 requests of ragged prompts and lengths go through three slots,
-greedily and sampled, arriving at random. The full pass sees a request's prompt and tokens at once,
-without a cache and alone: the logits before a token must choose it, greedily or with the request's
+For every decoder of the matrix, 23 requests with ragged prompts and lengths arrive at random and
+share three slots, greedily and sampled. The full pass reads the prompt and tokens of one request
+alone, without a cache. The logits before each token must choose it, greedily or with the request's
 key folded with the token's number. A windowed case decodes from a ring of the window's length.
 """
 
@@ -35,7 +35,7 @@ class Result:
     tokens_equal: int
     tokens: int
     distinct: int
-    """Different tokens among them: a model that repeats one would prove nothing."""
+    """Number of different tokens: a model that repeats one token would prove nothing."""
 
     @property
     def holds(self) -> bool:
@@ -47,7 +47,7 @@ class Result:
 
 
 def schedule(seed: int = 5) -> list[Request]:
-    """Requests with keys of their own; each has its place in the list as its name."""
+    """Return requests, each with its own key and with its index as id."""
     rng = np.random.default_rng(seed)
     return [
         Request(
@@ -61,7 +61,7 @@ def schedule(seed: int = 5) -> list[Request]:
 
 
 def arriving(requests: Sequence[Request], seed: int = 3) -> Iterator[Request | None]:
-    """One after the other, with calls between in which nobody comes."""
+    """Yield the requests with random pauses (None) between them."""
     rng = np.random.default_rng(seed)
     for request in requests:
         yield from [None] * int(rng.integers(0, 3))
@@ -69,8 +69,8 @@ def arriving(requests: Sequence[Request], seed: int = 3) -> Iterator[Request | N
 
 
 def measure(case: Case, samplers: Sequence[str] = tuple(SAMPLERS)) -> list[Result]:
-    """Served against uncached, for one decoder."""
-    config = replace(case.config, tie_embeddings=False)  # tied, a token's likeliest is itself
+    """Compare served and uncached tokens of one decoder."""
+    config = replace(case.config, tie_embeddings=False)  # a tied model repeats its input
     model = build(config)
     params = init_params(config, jax.random.key(sum(map(ord, str(case)))))
     requests, total = schedule(), PROMPT + NEW
@@ -78,7 +78,7 @@ def measure(case: Case, samplers: Sequence[str] = tuple(SAMPLERS)) -> list[Resul
 
     @partial(jax.jit, static_argnames="sampler")
     def chosen(text, starts, keys, sampler):
-        """What the full pass chooses as token n [requests, NEW] of each text [requests, total]."""
+        """Return the tokens [requests, NEW] that the full pass chooses in each text."""
         logits, _ = model.apply({"params": params}, text)
         n = jnp.arange(NEW)
         before = jnp.clip(starts[:, None] - 1 + n[None], 0, total - 1)

@@ -1,10 +1,10 @@
-"""Speculative decoding says what plain decoding says, for every position kind and model kind.
+"""Comparison of speculative with plain decoding, for every position kind and model kind.
 
     python -m tests.parity
 
-Each case is measured with a draft of other parameters, with the model as its own draft, and with
-prompt lookup, on ragged prompts; a windowed cache is a ring of window + num_draft slots, which
-turns several times. Greedy tokens must be those of `generate`, all of them.
+Each case uses ragged prompts and three proposers: a draft with other parameters, the model as its
+own draft, and prompt lookup. A windowed cache is a ring of window + num_draft slots, which wraps
+several times. All greedy tokens must equal those of `generate`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.parity.matrix import (
-    HEADS,
-    KINDS,
-    LENGTHS,
-    NEW,
-    POSITIONS,
-    PROMPT,
-    SOURCE,
-    VOCAB,
-    WINDOWS,
-    Case,
-)
+from tests.parity import matrix
+from tests.parity.matrix import LENGTHS, NEW, PROMPT, VOCAB, Case
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.proposers import Draft, PromptLookup
@@ -39,14 +29,15 @@ DRAFTED = 4
 
 
 def speculative_cases() -> Iterator[Case]:
-    """Every position kind in both kinds of model; heads and extents in turn."""
-    for k, kind in enumerate(KINDS):
-        for i, positions in enumerate(POSITIONS):
-            yield Case(positions, list(HEADS)[(i + k) % 3], WINDOWS[(i + i // 2 + k) % 2], kind)
+    """Yield every position kind with both model kinds, alternating head layouts and windows."""
+    for k, kind in enumerate(matrix.KINDS):
+        for i, positions in enumerate(matrix.POSITIONS):
+            window = matrix.WINDOWS[(i + i // 2 + k) % 2]
+            yield Case(positions, list(matrix.HEADS)[(i + k) % 3], window, kind)
 
 
 @dataclass(frozen=True)
-class Speculated:
+class SpeculationResult:
     case: Case
     proposer: str
     equal: int
@@ -67,16 +58,17 @@ class Speculated:
         )
 
 
-def measure_speculative(case: Case) -> list[Speculated]:
-    """Greedy tokens against those of `generate`, for each proposer."""
+def measure_speculative(case: Case) -> list[SpeculationResult]:
+    """Compare greedy tokens with those of `generate`, for each proposer."""
     config = case.config
     model = build(config)
     params, other = (init_params(config, jax.random.key(seed)) for seed in (1, 2))
     rng = np.random.default_rng(5)
     lengths = np.array(LENGTHS["ragged"], np.int32)
     prompt = rng.integers(0, VOCAB, (len(lengths), PROMPT), dtype=np.int32)
-    source = jnp.asarray(rng.integers(0, VOCAB, (len(lengths), SOURCE), dtype=np.int32))
-    places = np.tile(np.arange(SOURCE, dtype=np.int32), (len(lengths), 1))
+    size = len(lengths), matrix.SOURCE
+    source = jnp.asarray(rng.integers(0, VOCAB, size, dtype=np.int32))
+    places = np.tile(np.arange(matrix.SOURCE, dtype=np.int32), (len(lengths), 1))
     places[1, 8:] = -1  # a padded source
     capacity = PROMPT + NEW if case.window is None else case.window + DRAFTED
 
@@ -103,5 +95,5 @@ def measure_speculative(case: Case) -> list[Speculated]:
         )
         same = int((np.asarray(got.tokens) == want).sum())
         counts = (int(x.sum()) for x in (got.accepted, got.proposed, got.calls))
-        results.append(Speculated(case, name, same, want.size, *counts))
+        results.append(SpeculationResult(case, name, same, want.size, *counts))
     return results

@@ -1,5 +1,4 @@
-"""Every position kind, head layout, extent and model kind at least once; all of them by
-`python -m tests.parity`."""
+"""A sample of the parity matrix that covers every option; `python -m tests.parity` runs it all."""
 
 import pytest
 
@@ -21,10 +20,10 @@ SLOW = [
     Case("rope", "GQA", (5, None), "decoder", window_base=31.0),
     Case("learned", "MHA", None, "encoder-decoder"),
 ]
-"""Cheaper in `test_models`: read in two parts, against the formulas."""
+"""`test_models` checks these more cheaply, in two parts and against the formulas."""
 
 
-def test_the_sample_covers_every_option():
+def test_sample_covers_every_option():
     assert {c.heads for c in SAMPLE} == set(HEADS)
     assert {(c.window, c.kind) for c in SAMPLE} >= {(w, k) for w in WINDOWS for k in KINDS}
     assert {bool(c.sinks) for c in SAMPLE} == {True, False}
@@ -52,7 +51,7 @@ def test_cached_decode_matches_full_forward(case):
     [c for i, c in enumerate(search_cases()) if i in (3, 13)],
     ids=lambda c: "-".join(str(c).split()),
 )
-def test_beams_and_forks_match_the_full_forward(case):
+def test_beams_and_forks_match_full_forward(case):
     (result,) = measure_search(case)
     assert result.texts == 12 and result.tokens == 3 * 3 * 23
     assert result.holds, result

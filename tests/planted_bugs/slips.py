@@ -506,8 +506,8 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "one token too many is forced",
-            "jnp.where((history.new < count)[:, None], alone, logits)",
-            "jnp.where((history.new <= count)[:, None], alone, logits)",
+            "jnp.where((history.new < count)[:, None], forced, logits)",
+            "jnp.where((history.new <= count)[:, None], forced, logits)",
             "decoding/test_logit_processors.py::test_processors_follow_their_rule",
         ),
         (
@@ -877,13 +877,13 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/decoding/writer.py",
         (
             "of stop strings that end together the shortest goes",
-            "self.held[: -max(map(len, found))]",
-            "self.held[: -min(map(len, found))]",
+            "self.pending[: -max(map(len, matches))]",
+            "self.pending[: -min(map(len, matches))]",
             "decoding/test_completion.py::test_of_stop_strings_that_end_together_the_longest_goes",
         ),
         (
             "text that is held back is lost at the end",
-            "return text if found else text + self.matcher.held",
+            "return text if stopped else text + self.matcher.pending",
             "return text",
             "decoding/test_completion.py::test_the_text_does_not_depend_on_where_tokens_end",
         ),

@@ -1,7 +1,7 @@
-"""Decode tokens with any model that offers a step: sample, search, speculate, serve.
+"""Decoding for any model that provides a step: sampling, beam search, speculation, serving.
 
-`step` is the contract with a model, `generation` the loop, `samplers` and `logit_processors` choose
-tokens. Token ids go in and come out; text is in the folder `text`.
+`step` defines the interface of a model, `generation` contains the loop, and `samplers` and
+`logit_processors` choose the tokens. This package works on token ids; for strings, see `text`.
 """
 
 from transformer_jax.config.kinds import later

@@ -1,8 +1,8 @@
-"""Count, gather, copy, select and write the rows of a decoding state.
+"""Operations on the rows of a decoding state: count, gather, fork, select and write.
 
-Every leaf of a state leads with B. So one set of functions serves caches, recurrent states and
-whatever else a step carries: a prompt is forked into many samples, beams are reordered, and a
-request takes the row of one that has ended. A `PagedCache`, whose pages are all rows', is refused.
+The first axis of every leaf is B, so the same functions serve caches, recurrent states and any
+other state of a step: they fork a prompt into many samples, reorder beams, and reuse the row of a
+finished request. A `PagedCache` is refused because its rows share their pages.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transformer_jax.config.keywords import known_keywords
 from transformer_jax.sharding import by_compiler, split
 
 State = TypeVar("State")
-"""A model's state between tokens: any pytree whose leaves lead with B, such as a `ModelCache`."""
+"""State of a model between tokens: any pytree with B first in every leaf, as in `ModelCache`."""
 
 
 def count_rows(state: State) -> int:
-    """Return B, the leading axis that all leaves share.
+    """Return B, the first axis of all leaves.
 
-    ValueError where the state has no leaves, or where they do not lead with one B.
+    ValueError if the state has no leaves, or if their first axes differ.
     """
     refuse_pages(state, "decoding by rows of arrays")
     leaves = jax.tree.leaves(state)
@@ -33,21 +33,22 @@ def count_rows(state: State) -> int:
         raise ValueError("state has no arrays: it has no rows")
     sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     if len(sizes) != 1 or None in sizes:
-        raise ValueError(f"state's leaves lead with {sorted(map(str, sizes))}: must be one B")
+        raise ValueError(
+            f"the first axes of the state's leaves are {sorted(map(str, sizes))}: must be equal"
+        )
     return leaves[0].shape[0]
 
 
 def gather_rows(state: State, rows: jax.Array) -> State:  # i32[R] -> a state of R rows
-    """Return the state whose row r is row `rows[r]` of the given one.
+    """Return a state whose row r is row `rows[r]` of `state`.
 
-    A row may be taken often, or not at all. An index outside 0..B-1 is clipped to it: under a
-    trace it cannot be refused.
+    Indices may repeat. An index outside 0..B-1 is clipped, because a traced one cannot be refused.
     """
     refuse_pages(state, "gather_rows")
     check_not_consumed(state)
 
     def gather(state: State, rows: jax.Array) -> State:
-        # JAX's default fills with NaN what is out of range, which a float cache would keep.
+        # By default, JAX fills rows out of range with NaN, which a float cache would keep.
         return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), state)
 
     return by_compiler(gather, [state, rows], jax.tree.map(split, state))
@@ -55,20 +56,20 @@ def gather_rows(state: State, rows: jax.Array) -> State:  # i32[R] -> a state of
 
 @known_keywords
 def fork(state: State, copies: int) -> State:
-    """Copy each row: many samples of one prompt.
+    """Copy each row, for example to draw many samples from one prompt.
 
-    The result has memory of its own, so the given state stays whole when the result is donated:
-    `fork(state, 1)` keeps a state that `generate` would consume.
+    The copies do not share memory with `state`, which stays valid when the result is donated. To
+    keep a state that `generate` would consume, pass `fork(state, 1)`.
 
     Args:
-        state: of B rows.
-        copies: at least 1.
+        state: the state to copy, with B rows.
+        copies: number of copies of each row, at least 1.
 
     Returns:
-        A state of B * copies rows; the copies of a row stand side by side.
+        A state of B * copies rows, with the copies of a row next to each other.
 
     Raises:
-        ValueError: if `copies` is not an integer of at least 1, or above 1 of a cache with pages.
+        ValueError: if `copies` is not an integer of at least 1, or is above 1 for a paged cache.
     """
     check_count("copies", copies, 1)
     check_not_consumed(state)
@@ -76,8 +77,7 @@ def fork(state: State, copies: int) -> State:
         refuse_pages(state, "fork into several rows")
 
     def repeat(state: State) -> State:
-        # `repeat` of one copy returns its argument: a donated result would take the caller's
-        # memory.
+        # `jnp.repeat` returns its argument for one copy; donating it would free the caller's array.
         return jax.tree.map(lambda x: jnp.array(jnp.repeat(x, copies, axis=0), copy=True), state)
 
     return by_compiler(repeat, [state], jax.tree.map(split, state))
@@ -92,7 +92,7 @@ def select_rows(
     refuse_pages(old, "select_rows")
 
     def select(x: jax.Array, y: jax.Array) -> jax.Array:
-        # `where` broadcasts from the last axis, and the rows are the first.
+        # `where` aligns trailing axes, but the rows are the first axis.
         return jnp.where(condition.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
 
     return jax.tree.map(select, new, old)
@@ -103,11 +103,11 @@ def write_rows(
     rows: jax.Array,  # i32[R]
     new: State,  # R rows
 ) -> State:
-    """Write row r of `new` over row `rows[r]`; a row past the end is dropped."""
+    """Write row r of `new` to row `rows[r]` of the state; drop rows past the end."""
     refuse_pages(state, "write_rows")
 
     def write_leaf(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-        y = y if y.dtype == x.dtype else y.astype(x.dtype)  # keys of random numbers have no astype
+        y = y if y.dtype == x.dtype else y.astype(x.dtype)  # PRNG keys have no astype
         return x.at[rows].set(y, mode="drop")
 
     def write(state: State, rows: jax.Array, new: State) -> State:

@@ -1,12 +1,11 @@
-"""Search for the likeliest continuations of a prompt with beams, for any model with a step.
+"""Beam search for the likeliest continuations of a prompt, for any model with a step.
 
-At every step each beam is extended by every token. Of a row's `num_beams` best extensions, those
-that end in a stop token are finished hypotheses; the `num_beams` best that do not stop are the next
-beams (as in fairseq and Hugging Face). A beam that lives after a row's last step is a hypothesis
-too.
-The hypotheses with the best scores, log p over a divisor of the length, are the result.
+Each step extends every beam by every token. Among a row's `num_beams` best extensions, those that
+end in a stop token become hypotheses. The `num_beams` best extensions that do not stop become the
+next beams (as in fairseq and Hugging Face). Beams still alive after the last step of a row become
+hypotheses, too. The result is the hypotheses with the best scores: log p over a length penalty.
 
-Ties go to the lower beam, then to the lower token id; of equal scores, to what ended earlier.
+Ties go to the lower beam, then to the lower token id, and between hypotheses to the earlier end.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ from transformer_jax.values import value_class
 
 
 class Penalty(Protocol):
-    """Divide the log-probability by a function of the length: score = log p / penalty(length)."""
+    """A function of the length that divides the score: score = log p / penalty(length)."""
 
-    def __call__(self, length: np.ndarray) -> np.ndarray:  # f64[n] -> f64[n], above 0
+    def __call__(self, length: np.ndarray) -> np.ndarray:  # f64[n] -> f64[n], positive
         ...
 
 
 @value_class
 class LengthPenalty:
-    """Score by log p / length^alpha: 0 is log p itself, 1 its mean over tokens (Hugging Face's).
+    """The score log p / length^alpha: log p itself for 0, its mean over tokens for 1 (as in HF).
 
-    Length counts the new tokens, the stop token included.
+    The length counts the new tokens, including the stop token.
 
     Attributes:
-        alpha: above 0 favours long texts, below 0 short ones; from -1e30 to 1e30.
+        alpha: positive values favor long texts, negative ones short texts; from -1e30 to 1e30.
 
     Raises:
         ValueError: if alpha is not a finite number in that range.
@@ -78,10 +77,10 @@ class LengthPenalty:
 
 @value_class
 class GNMTPenalty:
-    """Score by log p / ((5 + length) / 6)^alpha (Wu et al. 2016, equation 14, without coverage).
+    """The score log p / ((5 + length) / 6)^alpha (Wu et al. 2016, equation 14, without coverage).
 
     Attributes:
-        alpha: above 0 favours long texts, below 0 short ones; from -1e30 to 1e30.
+        alpha: positive values favor long texts, negative ones short texts; from -1e30 to 1e30.
 
     Raises:
         ValueError: if alpha is not a finite number in that range.
@@ -100,13 +99,13 @@ class GNMTPenalty:
 class Beams:
     """The R best continuations of every row, best first.
 
-    Where a row has fewer, the rest have length 0 and score -inf. A row whose logits were NaN or
-    +inf has no result: length 0 and score NaN.
+    Missing continuations have length 0 and score -inf. If the logits of a row were NaN or +inf, all
+    its continuations have length 0 and score NaN.
 
     Attributes:
         tokens: i32[B, R, num_tokens], -1 after the end.
-        lengths: i32[B, R], new tokens, the stop token included.
-        scores: f32[B, R], log p over the length penalty.
+        lengths: i32[B, R], number of new tokens, including the stop token.
+        scores: f32[B, R], log p divided by the length penalty.
         log_probs: f32[B, R], log p of the whole continuation, in nats.
     """
 
@@ -120,7 +119,7 @@ class Beams:
 def beam_search(
     step: StepLike[State],
     params: Params,
-    prompt: TokenRows,  # i32[B, P], or rows of one length
+    prompt: TokenRows,  # i32[B, P], or rows of equal length
     state: State,
     *,
     num_tokens: int,
@@ -136,46 +135,44 @@ def beam_search(
     early_exit: bool = True,
     chunk: int | None = None,
 ) -> Beams:
-    """Return the best continuations of up to `num_tokens` tokens that a search with beams finds.
+    """Return the best continuations of up to `num_tokens` tokens that beam search finds.
 
-    log p sums log_softmax(processed logits) over the new tokens, the stop token included. A beam
-    whose every token is excluded by the processors ends without a hypothesis. The compiled program
-    is shared by all limits.
+    log p sums log_softmax(processed logits) over the new tokens, including the stop token. If the
+    processors exclude every next token of a beam, the beam ends without a hypothesis. All values of
+    `limits` share a compiled program.
 
-    The prompt is read with B rows, all else runs with B * num_beams, and each step copies the state
-    once, to let every beam follow its parent; leaves that `step` returns untouched, such as the
-    keys of a source, stay in place. Inside your own `jit`, limits are clipped to 0..num_tokens.
+    The prompt is read with B rows; the search uses B * num_beams rows. Each step reorders the state
+    once so that every beam continues its parent; leaves that `step` returns unchanged, such as the
+    keys of a source, are not copied. Inside your own `jit`, limits are clipped to 0..num_tokens.
 
     Args:
-        step: what runs the model: `make_step(model)`, or a function `step(params, tokens, state, *,
-            valid=None) -> (logits, state)`.
-        params: what the step takes as the model's parameters.
-        prompt: i32[B, P], token ids, as an array or as rows of one length.
-        state: the state to continue, of B rows. It is consumed: `fork(state, 1)` keeps a copy.
-        num_tokens: the most new tokens of a row, at least 1.
-        num_beams: M, the texts of a row that are followed side by side, at least 1.
-        num_results: R, the texts of a row that are returned, from 1 to num_beams.
-        stop: the token id, or ids, that end a text.
-        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens, or a mask
-            [B, P], as in `generate`; None is P in every row.
-        limits: i32[B], from 0 to num_tokens: a row's result is that of the row alone with as many
-            `num_tokens`; with 0 it has none. None is num_tokens.
-        processors: change the logits by the text so far, from left to right.
-        length_penalty: divides log p, as `LengthPenalty(1.0)`. None scores by log p: the shorter of
-            two texts tends to win.
-        groups: G, searches of num_beams / G beams side by side; G divides num_beams. A text that
-            several groups find is returned once.
-        diversity: at least 0, and 0 of one group. Each group ranks its extensions by log p -
-            diversity * (beams of the groups before it that took this token at this step), the
-            Hamming diversity of Vijayakumar et al. 2018, equation 5. It decides what is kept at
-            this step, and is no part of log p.
-        early_exit: end a row when no living beam can beat what it would return, whatever follows;
-            the result is the same.
-        chunk: how many tokens of the prompt are read at a time, as in `prefill`; None reads all at
-            once.
+        step: `make_step(model)`, or a function `step(params, tokens, state, *, valid=None) ->
+            (logits, state)`.
+        params: the model's parameters, passed to the step.
+        prompt: i32[B, P], token ids, as an array or as rows of equal length.
+        state: the state to continue, with B rows. It is consumed; pass `fork(state, 1)` to keep it.
+        num_tokens: the maximum number of new tokens of a row, at least 1.
+        num_beams: M, the number of beams of each row, at least 1.
+        num_results: R, the number of continuations to return for each row, from 1 to num_beams.
+        stop: one or more token ids that end a text.
+        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens. Or a mask
+            [B, P], as in `generate`. None means P for every row.
+        limits: i32[B], from 0 to num_tokens: the `num_tokens` of each row. A row with 0 has no
+            result. None means num_tokens.
+        processors: change the logits based on the text so far, from left to right.
+        length_penalty: divides log p, such as `LengthPenalty(1.0)`. None scores by log p, which
+            tends to favor shorter texts.
+        groups: G, the number of separate searches, each with num_beams / G beams; must divide
+            num_beams. A text that several groups find is returned once.
+        diversity: at least 0, and 0 for a single group. Each group ranks its extensions by log p -
+            diversity * (beams of earlier groups that chose this token at this step), the Hamming
+            diversity of Vijayakumar et al. 2018, equation 5. The penalty affects only the ranking
+            at this step, not log p.
+        early_exit: end a row once no living beam can enter its result; the result is the same.
+        chunk: number of prompt tokens to read at a time, as in `prefill`; None reads all at once.
 
     Returns:
-        `Beams`: the R best texts of each row, their lengths, scores and log-probabilities.
+        `Beams`: the R best texts of each row with their lengths, scores and log-probabilities.
 
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.
@@ -188,11 +185,11 @@ def beam_search(
     if num_results > num_beams:
         raise ValueError(f"num_results is {num_results}: must be at most num_beams, {num_beams}")
     if num_beams % groups:
-        raise ValueError(f"groups {groups} does not divide num_beams {num_beams}")
+        raise ValueError(f"groups is {groups}: must divide num_beams, {num_beams}")
     if chunk is not None:
         check_count("chunk", chunk, 1)
     options = _BeamOptions(
-        # Sorted and without doubles, so that equal sets of stop tokens share a program.
+        # Sorted and deduplicated so that equal sets of stop tokens share a program.
         stop=tuple(sorted(set(stop_tokens(stop)))),
         processors=check_processors(processors),
         chunk=chunk,
@@ -202,9 +199,9 @@ def beam_search(
     if diversity < 0:
         raise ValueError(f"diversity is {diversity}: must be at least 0")
     if diversity and groups == 1:
-        raise ValueError(f"diversity is {diversity} with 1 group: there is none to differ from")
-    # A score is a product, not a quotient: products round alike wherever they are computed, so a
-    # bound on a score holds exactly.
+        raise ValueError(f"diversity is {diversity} with 1 group: must be 0, or pass groups=2")
+    # Scores are products, not quotients: products round the same way wherever they are computed,
+    # so the bound on a score is exact.
     factors = (1 / _length_divisors(length_penalty, options.num_tokens)).astype(np.float32)
     numbers = factors, np.float32(diversity), np.bool_(early_exit)
     scoring = _Scoring(*jax.device_put(numbers))
@@ -234,7 +231,7 @@ class _BeamOptions:
 
 @value_class(pytree=True)
 class _Scoring:
-    """Numbers of the scores: arrays, so one program serves all their values."""
+    """Parameters of the score: arrays, so that one program serves all their values."""
 
     factors: jax.Array  # f32[num_tokens]; score = log p * factors[length - 1]
     diversity: jax.Array  # f32[]
@@ -245,21 +242,21 @@ class _Scoring:
         n: jax.Array,  # i32[]
         limits: jax.Array,  # i32[B]
     ) -> jax.Array:  # f32[B]
-        """Return the factor of a row's best length after n tokens; log p is never above 0.
+        """Return the factor of the best score that each row can still reach after n tokens.
 
-        Lengths go from n + 1 to the row's limit; after its last token it has that length only.
+        The possible lengths run from n + 1 to the row's limit, or are the limit itself at the end.
         """
         length, limits = 1 + jnp.arange(len(self.factors))[None], limits[:, None]
-        # A score is log p times a factor, and log p is at most 0: the least factor bounds it.
+        # log p is at most 0, so the smallest factor bounds the score.
         ahead = (length >= jnp.minimum(n + 1, limits)) & (length <= limits)
         return jnp.where(ahead, self.factors[None], jnp.inf).min(axis=1)
 
 
 @value_class(pytree=True)
 class _SearchState:
-    """Beams [B, M] after n tokens; a beam that has ended has log p -inf, and any token.
+    """Beams [B, M] after n tokens; an ended beam has log p -inf and arbitrary tokens.
 
-    A row that has reached its limit stands still from then on: it keeps its beams.
+    The beams of a row that has reached its limit no longer change.
     """
 
     n: jax.Array  # i32[]
@@ -267,12 +264,12 @@ class _SearchState:
     tokens: jax.Array  # i32[B, M, num_tokens]
     log_probs: jax.Array  # f32[B, M]
     hypotheses: Beams
-    """The best that have ended."""
+    """The best finished texts."""
     nonfinite: jax.Array  # bool[B]
 
     @property
     def extended(self) -> jax.Array:  # bool[B]
-        """Return which rows have not reached their limit."""
+        """Mask of the rows that have not reached their limit."""
         return self.n < self.limits
 
 
@@ -294,7 +291,7 @@ def _search(
     state: State,
     scoring: _Scoring,
 ) -> tuple[Beams, State]:
-    """Return the result; and the state after the prompt, which takes the given one's memory."""
+    """Return the result and the state after the prompt, which reuses the donated memory."""
     M, N, R = options.num_beams, options.num_tokens, options.num_results
 
     def run(
@@ -303,12 +300,13 @@ def _search(
         prompt, lengths, limits = prompts
         logits, after_prompt = read_prompts(step, params, prompt, lengths, state, options.chunk)
         if options.stop and options.stop[-1] >= logits.shape[-1]:
-            raise ValueError(f"stop has {options.stop[-1]}: must be in 0..{logits.shape[-1] - 1}")
+            limit = logits.shape[-1] - 1
+            raise ValueError(f"stop contains {options.stop[-1]}: must be in 0..{limit}")
         rows = len(limits)
         history = History.of(prompt, lengths, N) if options.processors else None
         logits, state, history = fork((logits, after_prompt, history), M)
-        # All beams of a group would be the same text: one of them lives, the others have ended.
-        # A row with limit 0 has no living beam, so none of its texts is a result.
+        # At first all beams of a group are the same text, so only one is alive. A row with limit 0
+        # has no living beam and thus no result.
         first = (jnp.arange(M) % (M // options.groups) == 0)[None] & (limits > 0)[:, None]
         search = _SearchState(
             n=jnp.int32(0),
@@ -340,8 +338,8 @@ def _search(
             )
 
             def follow(before: jax.Array, after: jax.Array) -> jax.Array:
-                # The keys of a source, for example, are alike in all beams of a row. The test is
-                # for the same tracer: a leaf that the step returned as it was given.
+                # A leaf that the step returned unchanged (the same tracer), such as the keys of a
+                # source, is equal in all beams of a row and needs no gather.
                 return after if after is before else gather_rows(after, parents)
 
             return search, jax.tree.map(follow, state, new), history
@@ -371,7 +369,7 @@ def _extend_beams(
     logits: jax.Array,  # [B * M, V]
     history: History | None,
 ) -> tuple[_SearchState, History | None, jax.Array]:
-    """Extend the beams by a token; return also the parent of each, i32[B * M], a row of B * M."""
+    """Extend the beams by a token; also return the parent of each as an index i32[B * M]."""
     rows, M = search.log_probs.shape
     extended = search.extended[:, None]
     step_log_probs, usable = _log_probs(options.processors, history, logits)
@@ -382,17 +380,17 @@ def _extend_beams(
     alive, ended = _best_extensions(options, totals, scoring.diversity)
 
     def texts(extensions: _Extensions) -> jax.Array:  # i32[B, M, num_tokens]
-        # Texts follow their parents as a whole: a beam may continue any other of its row.
+        # Copy the whole parent text: a beam may continue any beam of its row.
         tokens = _gather_beams(search.tokens, extensions.parent)
         return tokens.at[:, :, search.n].set(extensions.token, mode="promise_in_bounds")
 
-    # Those that end are compared at once; those that live are compared after the last step.
+    # Finished texts enter the comparison now; living beams enter it after the last step.
     n, hypotheses, log_probs = search.n + 1, search.hypotheses, alive.log_prob
     if options.stop:
         length, factor = jnp.full(rows, n), jnp.full(rows, scoring.factors[search.n])
         hypotheses = _keep_best(options, hypotheses, texts(ended), length, ended.log_prob, factor)
     bound = log_probs.max(axis=1) * scoring.best_factors(n, search.limits)
-    # The last of the kept hypotheses is the worst: no living beam can push it out any more.
+    # The last hypothesis is the worst one; the row is decided once no living beam can replace it.
     decided = scoring.early_exit & (bound <= hypotheses.scores[:, -1])
     log_probs = jnp.where(decided[:, None], -jnp.inf, log_probs)
     log_probs = jnp.where(extended, log_probs, search.log_probs)
@@ -409,11 +407,11 @@ def _log_probs(
     history: History | None,
     logits: jax.Array,  # [R, V]
 ) -> tuple[jax.Array, jax.Array]:  # f32[R, V], bool[R]
-    """Return log_softmax of the processed logits, and which rows are finite."""
+    """Return log_softmax of the processed logits, and the mask of usable rows."""
     logits = logits.astype(jnp.float32)
     processed = apply_processors(processors, history, logits)
-    # As for a sampler, the largest logit of a row must be finite. But processors may exclude every
-    # token: then all of the row is -inf, and the beam ends without a hypothesis.
+    # As in a sampler, the largest logit of a row must be finite. However, processors may exclude
+    # every token: then the whole row is -inf, and the beam ends without a hypothesis.
     excluded = (processed == -jnp.inf).all(axis=-1)
     usable = has_finite_maximum(logits) & (has_finite_maximum(processed) | excluded)
     finite = has_finite_maximum(processed)[:, None]
@@ -425,9 +423,9 @@ def _log_probs(
 class _Extensions:
     """Extensions of beams, best first within each group."""
 
-    parent: jax.Array  # i32[B, M]; the beam of the row that is extended
+    parent: jax.Array  # i32[B, M]; index of the extended beam within its row
     token: jax.Array  # i32[B, M]
-    log_prob: jax.Array  # f32[B, M]; -inf is none
+    log_prob: jax.Array  # f32[B, M]; -inf marks a missing extension
 
 
 def _best_extensions(
@@ -435,10 +433,10 @@ def _best_extensions(
     totals: jax.Array,  # f32[B, M, V]
     diversity: jax.Array,
 ) -> tuple[_Extensions, _Extensions]:
-    """Return the best extensions that do not stop, and of the best of all those that stop."""
+    """Return the best extensions that do not stop, and those among the best that stop."""
     rows, M, vocab = totals.shape
     width = M // options.groups
-    # A beam has one extension for each stop token, so `width` of these many do not stop.
+    # Each beam has one extension per stop token, so at least `width` of these do not stop.
     many = min(width * (1 + len(options.stop)), width * vocab)
     taken = jnp.zeros((rows, vocab), jnp.float32)
     alive, ended = [], []
@@ -455,7 +453,7 @@ def _best_extensions(
         others = _Extensions(parent, token, jnp.where(stops, -jnp.inf, total))
         alive.append(jax.tree.map(partial(_gather_beams, index=order), others))
         lives = alive[-1].log_prob > -jnp.inf
-        # Beams that have ended have a token, too, but took none.
+        # Ended beams have an arbitrary token, which must not count as chosen.
         taken = taken.at[jnp.arange(rows)[:, None], alive[-1].token].add(lives.astype(taken.dtype))
 
     join = lambda *groups: jnp.concatenate(groups, axis=1)  # noqa: E731
@@ -467,11 +465,11 @@ def _keep_best(
     hypotheses: Beams,
     tokens: jax.Array,  # i32[B, M, num_tokens]
     length: jax.Array,  # i32[B]
-    log_probs: jax.Array,  # f32[B, M]; -inf is none
+    log_probs: jax.Array,  # f32[B, M]; -inf marks a missing text
     factor: jax.Array,  # f32[B]
 ) -> Beams:
-    """Return the best of the hypotheses and of new ones, which are of one length in a row."""
-    # Groups search by themselves and may find the same text, which is returned once.
+    """Return the best of the old hypotheses and the new ones, which all have length `length[b]`."""
+    # Groups search independently and may find the same text; keep the first.
     if options.groups > 1:
         same = (tokens[:, :, None] == tokens[:, None]).all(axis=-1)  # [B, M, M]
         before = np.tril(np.ones(same.shape[1:], bool), -1)[None]
@@ -481,7 +479,7 @@ def _keep_best(
     lengths = jnp.broadcast_to(length.astype(jnp.int32)[:, None], scores.shape)
     new = Beams(tokens, lengths, scores, log_probs)
     both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), hypotheses, new)
-    # Of equal scores `top_k` takes the lower index first: what ended earlier.
+    # `top_k` breaks ties by the lower index, which is the text that ended earlier.
     best = jax.lax.top_k(both.scores, options.num_results)[1]
     return jax.tree.map(partial(_gather_beams, index=best), both)
 
@@ -490,15 +488,15 @@ def _gather_beams(
     leaf: jax.Array,  # [B, M, ...]
     index: jax.Array,  # i32[B, R]
 ) -> jax.Array:  # [B, R, ...]
-    """Return leaf[b, index[b, r]] of every row b."""
+    """Return leaf[b, index[b, r]] for every row b."""
     index = index.reshape(*index.shape, *(1,) * (leaf.ndim - 2))
     return jnp.take_along_axis(leaf, index, axis=1, mode="promise_in_bounds")
 
 
 def _length_divisors(penalty: Penalty | None, count: int) -> np.ndarray:  # f64[count]
-    """Return the divisor of every length from 1 on.
+    """Return the divisor of every length from 1 to `count`.
 
-    ValueError where float32 does not hold a divisor or its inverse.
+    ValueError if float32 cannot represent a divisor or its inverse.
     """
     lengths = np.arange(1, count + 1, dtype=np.float64)
     if penalty is None:
@@ -506,15 +504,17 @@ def _length_divisors(penalty: Penalty | None, count: int) -> np.ndarray:  # f64[
     if isinstance(penalty, type) or not callable(penalty):
         rule = "must be a value, such as LengthPenalty(1.0)"
         raise ValueError(f"length_penalty is {penalty!r}: {rule}")
-    # A penalty of your own may overflow: the check below says so in one line.
+    # A custom penalty may overflow; the check below reports that in one line.
     with np.errstate(all="ignore"):
         divisors = np.asarray(penalty(lengths), np.float64)
     if divisors.shape != (count,):
-        raise ValueError(f"{penalty!r} of {count} lengths is {divisors.shape}: must be ({count},)")
+        raise ValueError(
+            f"{penalty!r} returned shape {divisors.shape} for {count} lengths: must be ({count},)"
+        )
     limit = float(np.finfo(np.float32).max) / 4
     wrong = ~((divisors >= 1 / limit) & (divisors <= limit))
     if wrong.any():
         i = int(np.argmax(wrong))
         rule = "must be above 0 and within float32"
-        raise ValueError(f"{penalty!r} of length {i + 1} is {divisors[i]:g}: {rule}")
+        raise ValueError(f"{penalty!r} for length {i + 1} is {divisors[i]:g}: {rule}")
     return divisors

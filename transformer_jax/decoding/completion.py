@@ -1,4 +1,4 @@
-"""Go on with texts: in pieces, drawn several times, searched, looked up, or many at once."""
+"""Text completion: streaming, several samples, beam search, prompt lookup, and batches."""
 
 from __future__ import annotations
 
@@ -43,38 +43,37 @@ from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.values import value_class
 
 TextOrIds = str | np.ndarray
-"""A text, or the ids i32[P] that stand for it."""
+"""A string, or its token ids i32[P]."""
 
 
 @dataclass(frozen=True)
 class FirstIds:
-    """Exclude the ids from `count` on, which a padded vocabulary has and its tokenizer has not."""
+    """A processor that excludes ids from `count` on, the padding of a vocabulary."""
 
     count: int
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # f32[B, V] -> f32[B, V]
-        # Vocabularies are padded for the hardware: rows past the tokenizer's ids were never
-        # trained.
+        # Vocabularies are padded for the hardware; embeddings past the tokenizer are untrained.
         ids = jnp.arange(logits.shape[-1])[None]
         return jnp.where(ids < self.count, logits, -jnp.inf)
 
 
 @value_class(eq=False)
 class TextGenerator:
-    """Write texts with a model: how tokens are chosen, and where a text ends.
+    """A model that generates text, with a sampler and stop conditions.
 
     Attributes:
-        config: of a model that writes tokens.
-        params: of the model.
-        tokenizer: of its texts.
+        config: config of a model that generates tokens.
+        params: parameters of the model.
+        tokenizer: tokenizer of the model.
         sampler: draws the tokens.
         key: a single key.
-        processors: change the logits by the text that the model has read.
-        stop: a text, or several, before the first of which a result ends.
-        stop_ids: tokens before the first of which it ends.
-        cache_dtype: of keys and values; None is the compute dtype.
-        edits: those of the model, `model.edits`.
-        grammar: the form that a text is to have; None lets it have any.
+        processors: change the logits based on the text that the model has read.
+        stop: one or more stop strings; a result ends before the first that occurs.
+        stop_ids: stop tokens; a result ends before the first that occurs.
+        cache_dtype: dtype of the cached keys and values; None means the compute dtype.
+        edits: the edits of the model, `model.edits`.
+        grammar: the grammar that a text must follow; None allows any text.
     """
 
     config: AnyModelConfig
@@ -95,34 +94,34 @@ class TextGenerator:
         object.__setattr__(self, "processors", check_processors(self.processors))
 
     def sized(self, prompts: Sequence[np.ndarray], count: int) -> TextGenerator:
-        """Return the generator with a cache as long as `count` tokens after the prompts need."""
+        """Return the generator with a cache just long enough for the prompts and `count` tokens."""
         return replace(self, config=shortened(self.config, max(map(len, prompts)) + count))
 
     def complete(self, prompt: TextOrIds, num_tokens: int) -> Iterator[str]:
-        """Yield the text after a prompt, a piece at a time.
+        """Yield the text after a prompt, piece by piece.
 
-        Where the text outgrows the model's max_len, the model reads its last max_len / 2 tokens
-        anew and goes on: a token costs one decode step, and now and then half a window. A penalty
-        still counts a token that was written and is read anew, and none that is out of sight;
-        `Force`, `ForceLast` and `MinLength` count all that was written.
+        If the text exceeds the model's max_len, the model re-reads the last max_len / 2 tokens and
+        continues, so a token costs one decode step, plus half a window once in a while. Penalties
+        count generated tokens that were re-read, but none that were dropped; `Force`, `ForceLast`
+        and `MinLength` count all generated tokens.
 
         Args:
-            prompt: a text, or i32[P], ids; one without a token starts at a newline.
-            num_tokens: the most tokens that are written.
+            prompt: a string or ids i32[P]. An empty prompt starts at a newline.
+            num_tokens: the maximum number of new tokens.
         """
         matcher = None if self.grammar is None else self.grammar.start()
-        ids = self._ids(self._read(prompt), num_tokens, self.known_sampler(), matcher)
+        ids = self._stream_ids(self._read(prompt), num_tokens, self.known_sampler(), matcher)
         return pieces(self.tokenizer, ids, self.stop, self.stop_ids)
 
     def samples(self, prompt: TextOrIds, num_tokens: int, count: int) -> list[str]:
-        """Draw several texts after one prompt, which is read once and forked.
+        """Draw several continuations of one prompt, which is read once and forked.
 
-        With `processors`, which have to see the prompt, it is read `count` times.
+        With `processors`, which need the prompt in their history, it is read `count` times.
 
         Args:
-            prompt: a text, or i32[P], ids.
-            num_tokens: the most tokens of each.
-            count: how many are drawn, at least 1.
+            prompt: a string or ids i32[P].
+            num_tokens: the maximum number of new tokens of each sample.
+            count: the number of samples, at least 1.
         """
         check_count("count", count, 1)
         check_count("num_tokens", num_tokens, 1, INT32.max)
@@ -139,7 +138,7 @@ class TextGenerator:
                 ids[n].append(token)
             return [self._text(row) for row in ids]
         tokens = jnp.asarray(read)
-        # Processors need the prompt's tokens in their history, so then every row reads it.
+        # Processors need the prompt in their history, so every row must read it.
         if columns > 1 and not self.processors:
             lengths = jnp.full((1,), columns - 1)
             empty = _prefill(step, self.params, tokens[:, :-1], empty, lengths, None)[1]
@@ -160,14 +159,14 @@ class TextGenerator:
         results: int = 1,
         length_penalty: float = 0.0,
     ) -> list[tuple[float, str]]:
-        """Return the best texts of a beam search, which draws nothing, and their scores.
+        """Return the best texts of a beam search and their scores; no random numbers are used.
 
         Args:
-            prompt: a text, or i32[P], ids.
-            num_tokens: the most tokens of each.
-            beams: texts that are followed side by side, at least 1.
-            results: how many are returned, from 1 to beams.
-            length_penalty: alpha of log p / length^alpha.
+            prompt: a string or ids i32[P].
+            num_tokens: the maximum number of new tokens of each text.
+            beams: the number of beams, at least 1.
+            results: the number of texts to return, from 1 to beams.
+            length_penalty: alpha in log p / length^alpha.
         """
         found = beam_search(
             self._step(), self.params, jnp.asarray(self._read(prompt)[None]), self._empty(),
@@ -181,16 +180,16 @@ class TextGenerator:
     def look_up(
         self, prompt: TextOrIds, num_tokens: int, num_draft: int
     ) -> tuple[str, Speculation]:
-        """Write a text by speculation, which proposes what followed the same words before.
+        """Generate by speculative decoding with `PromptLookup`, which copies from earlier text.
 
         Args:
-            prompt: a text, or i32[P], ids.
-            num_tokens: the most tokens that are written.
-            num_draft: the most that are proposed at a time.
+            prompt: a string or ids i32[P].
+            num_tokens: the maximum number of new tokens.
+            num_draft: the maximum number of tokens to propose at a time.
         """
         config = as_transformer(self.config)
         space: dict[str, Any] = dict(batch=1, capacity=config.max_len, dtype=self.cache_dtype)
-        # A ring overwrites its oldest key: rejected tokens may be taken back only if it has room.
+        # A ring overwrites its oldest keys, so rewinding rejected tokens takes extra slots.
         if isinstance(config.window, int):
             space["capacity"] += num_draft
         elif config.window is not None:
@@ -211,16 +210,16 @@ class TextGenerator:
         slots: int,
         numbers: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, str]]:
-        """Yield the number of a prompt and the text after it, as each is done.
+        """Yield the number of each prompt and the text after it, in the order of completion.
 
-        Prompt n has the text that `complete` draws with `fold_in(key, n)`, as far as it reads
-        nothing anew.
+        The text of prompt n equals that of `complete` with the key `fold_in(key, n)`, unless it
+        exceeds max_len.
 
         Args:
-            prompts: texts, or i32[P], ids of each.
-            num_tokens: the most tokens of each.
-            slots: how many run at once.
-            numbers: n of each prompt; None counts from 0.
+            prompts: strings or ids i32[P].
+            num_tokens: the maximum number of new tokens of each prompt.
+            slots: the number of prompts to run at once.
+            numbers: the number n of each prompt; None counts from 0.
         """
         read = [self._read(prompt) for prompt in prompts]
         requests = [
@@ -231,8 +230,8 @@ class TextGenerator:
             for n, ids in zip(range(len(read)) if numbers is None else numbers, read, strict=True)
         ]  # fmt: skip
         longest = longest_text(self.config)
-        # A recurrent model reads any length, but a history of any length has no memory.
-        if self.config.max_len is None:  # processors see a history of as many tokens
+        # A recurrent model has no limit, but the history of the processors needs a fixed size.
+        if self.config.max_len is None:
             longest = bucket(max((len(ids) for ids in read), default=1) + num_tokens)
         done = serve_requests(
             self._step(), self.params, requests, self._empty(longest), slots=slots,
@@ -245,16 +244,15 @@ class TextGenerator:
             yield completion.id, self._text(completion.tokens.tolist())
 
     def search_processors(self) -> tuple[HistoryProcessor, ...]:
-        """Return the processors of a search, which has no sampler to exclude unknown ids."""
-        known = known_ids(self.config, self.tokenizer)
-        return (*map(WithoutHistory, known), *self.processors)
+        """Return the processors of a search, which has no sampler to exclude padding ids."""
+        return (*map(WithoutHistory, known_ids(self.config, self.tokenizer)), *self.processors)
 
     def known_sampler(self) -> Sample:
-        """Return the sampler, which draws ids of the tokenizer alone."""
+        """Return the sampler, limited to ids of the tokenizer."""
         return Sample(*known_ids(self.config, self.tokenizer), *self.sampler.processors)
 
     def _step(self) -> Any:
-        # one that writes: `make_step` refuses the others
+        # `make_step` refuses models that generate no tokens.
         model: Any = build(self.config).clone(edits=self.edits)
         return make_step(model).told(apart=True)
 
@@ -264,42 +262,44 @@ class TextGenerator:
         return init_decode_state(self.config, None, 1, capacity, dtype=self.cache_dtype)
 
     def _read(self, prompt: TextOrIds) -> np.ndarray:  # i32[P]
-        """Return the prompt's tokens; ValueError for one that the model does not have."""
+        """Return the prompt's tokens; ValueError if one is outside the model's vocabulary."""
         ids, count = read_prompt(self.tokenizer, prompt), self.config.vocab_size
         if len(ids) and not 0 <= ids.min() <= ids.max() < count:
             wrong = int(ids[np.argmax((ids < 0) | (ids >= count))])
-            raise ValueError(f"the prompt has id {wrong}: the model has {count} tokens")
+            raise ValueError(f"the prompt contains id {wrong}: the model has {count} tokens")
         return ids
 
     def _text(self, ids: Iterable[int]) -> str:
         return "".join(pieces(self.tokenizer, ids, self.stop, self.stop_ids))
 
-    def _ids(
+    def _stream_ids(
         self,
         history: np.ndarray,  # i32[P]
         num_tokens: int,
         sampler: Sample,
         matcher: Matcher | None,
     ) -> Iterator[int]:
-        """Yield token after token; where the text outgrows max_len, read its last half anew."""
-        length, own = longest_text(self.config), self._step()
-        part, written, given, first = 0, 0, len(history), 0
+        """Yield tokens one by one; if the text exceeds max_len, re-read its last half."""
+        length, whole_step = longest_text(self.config), self._step()
+        part, generated, prompt_length, first = 0, 0, len(history), 0
         while num_tokens > 0:
-            # Half: a longer part would soon be full again, and a shorter one would see less of the
-            # text.
+            # Re-reading more would fill the cache again soon; re-reading less would lose context.
             read = history if len(history) <= length else history[-max(1, length // 2) :]
-            first += len(history) - len(read)
-            step = own.told(part=True, first=first) if first else own
+            dropped = len(history) - len(read)
+            first += dropped
+            step = whole_step.told(part=True, first=first) if first else whole_step
             count = min(num_tokens, length - len(read) + 1)
-            given = max(0, given - (len(history) - len(read)))  # of what is read, the prompt's
-            # Tokens that were written and are out of sight; counts such as MinLength go on from
-            # them.
-            gone = written - (len(read) - given)
-            # Tokens are numbered from 0 in each part: with one key, two parts would draw alike.
+            prompt_length = max(0, prompt_length - dropped)
+            # Counts such as MinLength include generated tokens that were dropped.
+            forgotten = generated - (len(read) - prompt_length)
+            # Each part numbers its tokens from 0; with the same key, parts would draw alike.
             key, processors = jax.random.fold_in(self.key, part), tuple(self.processors)
-            # In the first part prompt and text are told apart by the history itself.
+            # In the first part, the history itself separates the prompt from the new tokens.
             if part:
-                processors = tuple(_Resumed(_unsaid(one, gone), given) for one in processors)
+                processors = tuple(
+                    _RereadProcessor(_remaining(one, forgotten), prompt_length)
+                    for one in processors
+                )
             tokens: Iterator[int]
             if matcher is None:
                 found = stream(
@@ -320,7 +320,7 @@ class TextGenerator:
             if (new and new[-1] in self.stop_ids) or (matcher is not None and matcher.ended):
                 return
             history = np.concatenate([read, np.array(new, read.dtype)])
-            num_tokens, part, written = num_tokens - count, part + 1, written + count
+            num_tokens, part, generated = num_tokens - count, part + 1, generated + count
 
     def _constrained(
         self,
@@ -332,10 +332,9 @@ class TextGenerator:
         processors: Sequence[HistoryProcessor],
         step: Any = None,
     ) -> Iterator[tuple[int, int]]:
-        """Yield the number of a text and its next token; ValueError if none can follow.
+        """Yield the number of a sample and its next token; ValueError if none can follow.
 
-        Text n goes on with the prompt, drawn with `keys[n]`, and has the form that `matchers[n]`
-        says.
+        Sample n continues the prompt with `keys[n]` under the constraint `matchers[n]`.
         """
         capacity = longest_text(self.config)
         if self.config.max_len is None:
@@ -365,7 +364,7 @@ _prefill = program(static=("step",))(prefill)
 
 
 def scored_texts(found: Beams, text_of: Callable[[list[int]], str]) -> list[tuple[float, str]]:
-    """Return the scores and the texts of a search of one row; ValueError where it found none."""
+    """Return the scores and texts of a search with one row; ValueError if it found none."""
     scores, tokens, lengths = (
         np.asarray(x)[0] for x in (found.scores, found.tokens, found.lengths)
     )
@@ -379,29 +378,29 @@ def scored_texts(found: Beams, text_of: Callable[[list[int]], str]) -> list[tupl
 
 
 def longest_text(config: AnyModelConfig) -> int:
-    """Return how many tokens a model reads at most: max_len; without a cache, any number."""
+    """Return the maximum number of tokens that a model reads: max_len, or 2^30 if unlimited."""
     return 2**30 if config.max_len is None else config.max_len
 
 
 def shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:
-    """Return a config whose cache has room for `needed` tokens and not many more."""
+    """Return the config with max_len reduced to `needed`, rounded up to a multiple of 64."""
     most = -(-needed // 64) * 64
     return config.with_max_len(most if config.max_len is None else min(config.max_len, most))
 
 
 def room(config: AnyModelConfig, tokenizer: Tokenizer, prompt: TextOrIds) -> int:
-    """Return how many tokens fit after a prompt before any text is read anew."""
+    """Return how many tokens fit after a prompt before the model must re-read text."""
     return longest_text(config) + 1 - len(read_prompt(tokenizer, prompt))
 
 
 def first_key(key: jax.Array) -> jax.Array:
-    """Return the key of the only row of the first part of a text that `complete` draws."""
+    """Return the key that `complete` uses for the first part of a text."""
     return jax.random.fold_in(jax.random.fold_in(key, 0), 0)
 
 
 @dataclass(frozen=True)
 class WithoutHistory:
-    """Call a processor of logits alone where one of (history, logits) is asked for."""
+    """Adapter that calls a processor of logits with (history, logits)."""
 
     processor: FirstIds
 
@@ -412,11 +411,10 @@ class WithoutHistory:
 def read_prompt(
     tokenizer: Tokenizer, prompt: TextOrIds, begin: int | None = None
 ) -> np.ndarray:  # i32[P]
-    """Return the prompt's tokens, after those that a published tokenizer puts before any text.
+    """Return the prompt's tokens, preceded by the special tokens of a published tokenizer.
 
-    Where the model learnt that a text begins with the token `begin`, it stands in their place. A
-    prompt without a token, as "" is, is what begins a text, else a newline, else the first token
-    there is.
+    If the model was trained with `begin` as the first token of a text, that token replaces them. An
+    empty prompt becomes the tokens that begin a text, otherwise a newline, otherwise token 0.
     """
     if not isinstance(prompt, str):
         return prompt
@@ -425,54 +423,54 @@ def read_prompt(
     if isinstance(own := plain(tokenizer), PretrainedTokenizer):
         text = own.encode(prompt, special_tokens=False)
         ids = np.concatenate([frame(own).first, text]).astype(np.int32)
-        # Many models, such as GPT-2's, begin a text with the token that ends one.
+        # Many models, such as GPT-2, begin a text with the end-of-text token.
         starts = [own.special_ids[r] for r in ("bos", "eos") if r in own.special_ids]
         if len(ids) or starts:
             return ids if len(ids) else np.array(starts[:1], np.int32)
     ids = tokenizer.encode(prompt)
     if not len(ids):
-        with contextlib.suppress(ValueError):  # a tokenizer of characters may not know the newline
+        with contextlib.suppress(ValueError):  # a character tokenizer may lack the newline
             ids = tokenizer.encode("\n")
     return ids if len(ids) else np.zeros(1, np.int32)
 
 
 def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[FirstIds, ...]:
-    """Return what keeps a padded vocabulary to its tokenizer's ids.
+    """Return a processor that excludes the padding ids of the vocabulary, if there are any.
 
-    A published tokenizer may have tokens that its model has not: ids are compared, not counts.
+    ValueError if the tokenizer has more tokens than the model.
     """
-    # Added tokens of a published folder may lie past the rows of its model.
+    # The added tokens of a published tokenizer may exceed the vocabulary of its model.
     published = isinstance(tokenizer, PretrainedTokenizer)
     if tokenizer.vocab_size > config.vocab_size and not published:
         rule = f"the model has {config.vocab_size}"
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens: {rule}")
-    known = FirstIds(tokenizer.vocab_size)
-    return (known,) if tokenizer.vocab_size < config.vocab_size else ()
+    padded = tokenizer.vocab_size < config.vocab_size
+    return (FirstIds(tokenizer.vocab_size),) if padded else ()
 
 
 @dataclass(frozen=True)
-class _Resumed:
-    """Call a processor where, of what is read anew, all after `given` tokens was written."""
+class _RereadProcessor:
+    """A processor for re-read text, where only the first tokens belong to the prompt."""
 
     processor: HistoryProcessor
-    given: int
+    prompt_length: int
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
-        prompt = jnp.full_like(history.prompt, self.given)
+        prompt = jnp.full_like(history.prompt, self.prompt_length)
         return self.processor(replace(history, prompt=prompt), logits)
 
 
-def _unsaid(processor: HistoryProcessor, gone: int) -> HistoryProcessor:
-    """Return what is left of a count of new tokens once `gone` are out of sight; others as is."""
+def _remaining(processor: HistoryProcessor, forgotten: int) -> HistoryProcessor:
+    """Subtract forgotten tokens from a processor that counts new tokens; return others as is."""
     match processor:
-        case Force(tokens) if gone:
-            return Force(*tokens[gone:]) if len(tokens) > gone else _keep
-        case ForceLast(n, token) if gone:
-            return ForceLast(n - gone, token) if n > gone else _keep
-        case MinLength(n, stop) if gone:
-            return MinLength(max(0, n - gone), stop)
+        case Force(tokens) if forgotten:
+            return Force(*tokens[forgotten:]) if len(tokens) > forgotten else _unchanged
+        case ForceLast(n, token) if forgotten:
+            return ForceLast(n - forgotten, token) if n > forgotten else _unchanged
+        case MinLength(n, stop) if forgotten:
+            return MinLength(max(0, n - forgotten), stop)
     return processor
 
 
-def _keep(history: History, logits: jax.Array) -> jax.Array:
+def _unchanged(history: History, logits: jax.Array) -> jax.Array:
     return logits

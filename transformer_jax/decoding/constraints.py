@@ -1,8 +1,8 @@
-"""Constrain texts token by token: say on the host which tokens may come next.
+"""Constraints that are evaluated in Python, token by token.
 
-A processor of logits is compiled into the program and sees what the program has. A constraint, such
-as the parser of a grammar, is a mutable Python object: it is queried before each token, and reads
-the token that was chosen. So its rows are decoded one token at a time, and other rows are not.
+A logit processor is compiled into the decoding program. A constraint, such as the parser of a
+grammar, is a mutable Python object on the host. It is queried before each token and updated after
+it, so each call of the program decodes a single token while a row has a constraint.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import numpy as np
 
 
 class Constraint(Protocol):
-    """The tokens that may come next in one text; each text needs its own constraint."""
+    """The tokens that may come next in one sequence; each sequence needs its own constraint."""
 
     @property
     def allowed(self) -> np.ndarray:  # bool[V]
-        """Return which tokens may come next; one that ends texts only where the text may end."""
+        """Mask of the tokens that may come next; a stop token is set only if the text may end."""
 
     @property
     def ended(self) -> bool:
-        """Return whether the text is whole, and nothing but its end can follow."""
+        """Whether the text is complete, and only a stop token can follow."""
 
     def read(self, token: int) -> None:
-        """Go on with a token that was allowed; ValueError where the text cannot."""
+        """Append an allowed token to the text; ValueError if nothing can follow it."""
 
 
 def allowed_tokens(constraints: Sequence[Constraint | None]) -> np.ndarray | None:  # bool[B, V]
-    """Return which tokens may come next in each row: all where there is no constraint.
+    """Return the mask of tokens that may come next in each row.
 
-    None where no row has one.
+    Rows without a constraint allow all tokens. None if no row has a constraint.
     """
-    found = [None if one is None else one.allowed for one in constraints]
-    # No mask at all keeps the program of free requests, which is compiled already.
-    known = next((allowed for allowed in found if allowed is not None), None)
-    if known is None:
+    masks = [None if constraint is None else constraint.allowed for constraint in constraints]
+    # Without a mask, unconstrained requests keep using the program that is already compiled.
+    example = next((mask for mask in masks if mask is not None), None)
+    if example is None:
         return None
-    return np.stack([np.ones_like(known) if allowed is None else allowed for allowed in found])
+    return np.stack([np.ones_like(example) if mask is None else mask for mask in masks])

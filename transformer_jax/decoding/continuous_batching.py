@@ -1,11 +1,11 @@
-"""Serve many requests with continuous batching: a request takes a slot as soon as one is free.
+"""Continuous batching: many requests share one batch, and each starts as soon as a slot is free.
 
-A `Batcher` is the only scheduler: it admits requests into `Slots`, advances all of them with one
-program, and decides how each ends. `serve_requests`, the HTTP engine, the lm-eval adapter and
-constrained texts are loops around it. A request's tokens are those of `generate` for it alone with
-`key=request.key[None]`, whatever the other rows contain (Yu et al. 2022, Orca, section 3.2).
+`Batcher` is the only scheduler: it admits requests into `Slots`, advances all of them with one
+program, and decides when each ends. `serve_requests`, the HTTP engine, the lm-eval adapter and
+constrained generation are loops around it. A request gets the same tokens as from `generate` with
+`key=request.key[None]`, independent of the other rows (Yu et al. 2022, Orca, section 3.2).
 
-Requests of an encoder-decoder, and those that continue a prefix, bring a state of one row. All
+Requests of an encoder-decoder, and those that continue a prefix, include a state of one row. All
 slots have the same shapes, so sources are padded to one length, with position -1 after their ends.
 """
 
@@ -41,31 +41,31 @@ from transformer_jax.decoding.step import Params, StepLike
 from transformer_jax.values import value_class
 
 LEAST_SHARED = 16
-"""Fewest tokens that are copied from the slot of another request: fewer are read as fast."""
+"""Minimum number of tokens to copy from another slot; reading fewer is as fast as copying."""
 
 
 @value_class
 class Request:
-    """A text to continue.
+    """A prompt to continue.
 
     Attributes:
         prompt: token ids, at least one.
-        num_tokens: the most new tokens, at least 1.
-        key: a single key, for a sampler that draws; the tokens are those of `generate` with
+        num_tokens: the maximum number of new tokens, at least 1.
+        key: a single key, required if the sampler draws; the tokens equal those of `generate` with
             `key[None]`.
-        id: comes back with the completion; None is the request's number among all, from 0.
-        state: one row to continue from, as a prefix or an encoder's source; not consumed. None is
-            the empty one.
+        id: returned with the completion; None means the request's number, counted from 0.
+        state: the state to continue, of one row, such as a prefix or an encoder's source; not
+            consumed. None means the empty state.
         constraint: restricts each next token of this request; None allows all.
-        sampling: of one row, for slots with `sampling`.
-        top: how many of the likeliest tokens are returned with each token.
+        sampling: settings of one row, for slots with `sampling`.
+        top: number of likeliest tokens to return with each token.
     """
 
     prompt: Sequence[int] | np.ndarray  # i32[P]
     num_tokens: int
     key: jax.Array | None = None
-    id: Any = None  # of the caller's own type, which comes back
-    state: Any = None  # of the model's own type
+    id: Any = None  # any type, returned unchanged
+    state: Any = None  # the state type of the model
     constraint: Constraint | None = None
     sampling: RowSampling | None = None
     top: int = 0
@@ -76,18 +76,18 @@ End = Literal["stop", "length", "nonfinite", "refused"]
 
 @value_class
 class Completion:
-    """The tokens of a request: all of them, or in a stream the newest ones.
+    """The tokens of a request: all of them, or the newest ones when streaming.
 
     Attributes:
-        id: the request's.
-        tokens: a stop token included.
-        log_probs: as `Generation.log_probs`.
-        end: why it ended: "stop" (also if its constraint has ended), "length", "nonfinite" (no
-            finite logit was left) or "refused" (the request is wrong, or its constraint cannot
-            follow the text). None: more is to come.
-        error: why it was refused, or is nonfinite.
-        likeliest: of [n, top], if the request has `top`.
-        shared: tokens of the prompt that were copied from another slot instead of read.
+        id: the id of the request.
+        tokens: new tokens, including a stop token.
+        log_probs: as in `Generation.log_probs`.
+        end: why the request ended: "stop" (also if its constraint ended), "length", "nonfinite" (no
+            finite logit was left) or "refused" (the request is invalid, or its constraint cannot
+            continue the text). None means that more tokens follow.
+        error: the reason for "refused" or "nonfinite".
+        likeliest: the likeliest tokens [n, top], if the request sets `top`.
+        shared: number of prompt tokens that were copied from another slot instead of read.
     """
 
     id: Any  # as in the request
@@ -116,36 +116,36 @@ def serve_requests(
     chunk: int | None = None,
     stream: bool = False,
 ) -> Iterator[Completion]:
-    """Yield each request's completion when it has ended; with `stream`, in parts as they come.
+    """Yield the completion of each request when it ends, or in parts if `stream` is set.
 
-    Admission is first come, first served: requests are taken in order, one whenever a slot is free.
-    While `next(requests)` blocks, no request advances. If it returns None, the requests in the
-    slots advance by up to `steps_per_call` tokens before the next call of it.
+    Requests are served in order: each takes the next free slot. While `next(requests)` blocks, no
+    request advances. If it returns None, the requests in the slots advance by up to
+    `steps_per_call` tokens before it is called again.
 
     Args:
-        step: what runs the model, as in `generate`.
-        params: what the step takes as the model's parameters.
-        requests: an iterable of `Request`, which may yield None for "nothing yet". One that is
-            wrong is refused with its error, and the others go on.
-        state: one empty row, as `init_cache(config, 1, capacity)`; it stays whole.
-        slots: how many requests are decoded side by side, at least 1.
-        capacity: the most tokens of a prompt and its continuation but the last, which is never
-            read.
-        steps_per_call: the most tokens that a call of the decoding program chooses for each slot,
+        step: the step of the model, as in `generate`.
+        params: the model's parameters, passed to the step.
+        requests: an iterable of `Request`, which may yield None for "nothing yet". An invalid
+            request is refused with its error, and the others continue.
+        state: one empty row, such as `init_cache(config, 1, capacity)`; not consumed.
+        slots: number of requests to decode at the same time, at least 1.
+        capacity: the maximum length of a prompt and its continuation, without the last token, which
+            is never read.
+        steps_per_call: the maximum number of tokens of each slot per call of the decoding program,
             at least 1.
-        pause: end a call as soon as a slot is free for a request that waits: fewer steps in more
-            calls, which pays where a step takes much longer than a call. Without it, a free slot
-            costs its share of every step.
-        sampler: chooses a token, called with (key, logits), of all requests; None takes the
+        pause: end a call as soon as a slot is free for a waiting request. This makes more calls
+            with fewer steps, and pays off if a step takes much longer than the overhead of a call.
+            Otherwise a free slot wastes its share of every step.
+        sampler: chooses a token, called with (key, logits), for all requests; None takes the
             likeliest.
-        processors: change the logits by the text so far, before the sampler sees them.
-        stop: the token id, or ids, after which a request ends.
-        chunk: how many tokens of a prompt are read at a time; None reads all at once.
+        processors: change the logits based on the text so far, before the sampler.
+        stop: one or more token ids that end a request.
+        chunk: number of prompt tokens to read at a time; None reads all at once.
         stream: yield the newest tokens of each request after each call.
 
     Yields:
-        A `Completion` with the request's `id`, its tokens i32[n] and their log-probabilities
-        f32[n]; its `end` says why it ended, None that more is to come.
+        A `Completion` with the request's `id`, its tokens i32[n], their log-probabilities f32[n],
+        and in `end` why it ended, or None if more tokens follow.
 
     Raises:
         ValueError: if an argument of the call is wrong.
@@ -156,12 +156,12 @@ def serve_requests(
     if not isinstance(requests, Iterable):
         rule = "must be an iterable of Request"
         raise ValueError(f"requests is a {type(requests).__name__}: {rule}")
-    held = init_slots(
+    empty_slots = init_slots(
         step, params, state, slots, capacity, sampler=sampler, processors=processors, stop=stop
     )
     return iter(
         Batcher(
-            held, params, iter(requests), state, steps=steps_per_call, pause=lambda: pause,
+            empty_slots, params, iter(requests), state, steps=steps_per_call, pause=lambda: pause,
             chunk=chunk, stream=stream,
         )
     )  # fmt: skip
@@ -169,34 +169,34 @@ def serve_requests(
 
 @dataclass
 class _Row:
-    """A request that has a slot."""
+    """A request that occupies a slot."""
 
     request: Request
     id: Any
     left: int
-    """Tokens that it may still get."""
+    """Number of new tokens that are left to it."""
     shared: int
     parts: list[Completion] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Batcher(Generic[State]):
-    """The scheduler of one batch: admit waiting requests, advance all rows, emit their tokens.
+    """Scheduler of a batch: admits waiting requests, advances all rows, and emits their tokens.
 
-        for part in batcher:  # or `batcher.turn()`, again and again, for a caller with other duties
+        for part in batcher:  # or call `batcher.turn()` repeatedly from your own loop
             print(part.id, part.tokens, part.end)
 
     Attributes:
-        slots: of `init_slots`; each turn consumes them.
+        slots: the result of `init_slots`; each turn consumes it.
         params: the model's parameters.
-        requests: in the order of their arrival; None means that none waits now.
+        requests: requests in order of arrival; None means that none is waiting now.
         empty: the state of one row before any token; not consumed.
-        steps: the most tokens of each row between two looks at the requests.
-        pause: whether a call ends as soon as a slot is free; queried only if all are taken.
-        chunk: how many tokens of a prompt are read at a time; None reads all at once.
+        steps: the maximum number of tokens of each row per turn.
+        pause: whether to end a call as soon as a slot is free; called only if all are occupied.
+        chunk: number of prompt tokens to read at a time; None reads all at once.
         stream: emit the newest tokens of each request; otherwise all of them at its end.
         shares: whether a prompt that begins like the text of a slot continues from a copy of its
-            cache; for states that `rewind_cache` takes back exactly.
+            cache; only for states that `rewind_cache` restores exactly.
     """
 
     slots: Slots[State]
@@ -214,9 +214,9 @@ class Batcher(Generic[State]):
         self.rows: list[_Row | None] = [None] * count
         self.more, self.number = True, 0
         self._texts: list[list[int]] = [[] for _ in range(count)]
-        """Tokens that each slot has read, and the newest one, which it has not."""
-        self._taken = [0] * count
-        """When each slot was taken, counted in requests."""
+        """Tokens that each slot has read, followed by the newest token, which is still unread."""
+        self._admitted = [0] * count
+        """When each slot was last filled, counted in requests."""
 
     def __iter__(self) -> Iterator[Completion]:
         """Take turns until no request is left."""
@@ -224,7 +224,7 @@ class Batcher(Generic[State]):
             yield from self.turn()
 
     def turn(self) -> Iterator[Completion]:
-        """Fill the free slots, advance all rows once, and yield the tokens that requests got."""
+        """Fill the free slots, advance all rows once, and yield the new tokens of each request."""
         first: dict[int, StepOutput] = {}
         while self.more and None in self.rows:
             try:
@@ -237,11 +237,10 @@ class Batcher(Generic[State]):
             number, self.number = self.number, self.number + 1
             name = getattr(request, "id", None)
             name = number if name is None else name
-            # the slot whose text is the oldest, as the newest ones are the likeliest to be shared
-            row = min(
-                (n for n, held in enumerate(self.rows) if held is None), key=self._taken.__getitem__
-            )
-            # A wrong request must not end the others: its error is its completion.
+            # Overwrite the oldest text, because newer ones are more likely to be shared.
+            free = (n for n, occupant in enumerate(self.rows) if occupant is None)
+            row = min(free, key=self._admitted.__getitem__)
+            # An invalid request must not stop the others: its completion reports the error.
             nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
             try:
                 prompts, state, shared = self._read(request)
@@ -253,7 +252,7 @@ class Batcher(Generic[State]):
                 yield Completion(name, *nothing, "stop")
                 continue
             self.rows[row] = _Row(request, name, request.num_tokens, shared)
-            self._taken[row] = max(self._taken) + 1
+            self._admitted[row] = max(self._admitted) + 1
             if self.shares:
                 self._texts[row] = np.asarray(request.prompt).tolist()
             # Explicit transfers work under `jax.transfer_guard("disallow")`.
@@ -264,32 +263,30 @@ class Batcher(Generic[State]):
             )  # fmt: skip
             if constraint is None:
                 first[row] = output
-            else:  # the constraint has to read this token before it restricts the next one
+            else:  # the constraint must read this token before it restricts the next one
                 yield from self._emit(row, jax.device_get(output))
         if not any(self.rows):
             return
-        # With a free slot no request waits, so there is nothing to pause for.
+        # If a slot is free, no request is waiting, so there is nothing to pause for.
         waiting = self.more and None not in self.rows and self.pause()
-        allowed = allowed_tokens(
-            [None if held is None else held.request.constraint for held in self.rows]
-        )
-        # a constraint is queried on the host before each token
+        allowed = allowed_tokens([None if r is None else r.request.constraint for r in self.rows])
+        # A constraint is queried on the host before each token.
         steps = self.steps if allowed is None else 1
-        # One program serves all rows: it returns as many as the most curious request wants.
-        top = max(held.request.top for held in self.rows if held is not None)
+        # One program serves all rows, so it returns the largest `top` of any request.
+        top = max(occupant.request.top for occupant in self.rows if occupant is not None)
         pause, allowed = jax.device_put((np.bool_(waiting), allowed))
         self.slots, output = advance_rows(self.slots, self.params, pause, steps, top, allowed)
-        for row, one in first.items():  # read while the device advances the rows
+        for row, one in first.items():  # fetched while the device advances the rows
             yield from self._emit(row, jax.device_get(one))
         output = jax.device_get(output)
-        for row, held in enumerate(self.rows):
-            if held is not None:
+        for row, occupant in enumerate(self.rows):
+            if occupant is not None:
                 yield from self._emit(row, jax.tree.map(lambda x, row=row: x[:, row], output))
 
-    def drop(self, name: Any) -> None:  # the id that the request's parts have
-        """Free the slot of a request that has not ended; nothing more comes of it."""
-        for row, held in enumerate(self.rows):
-            if held is not None and held.id is name:
+    def drop(self, name: Any) -> None:  # the id of the request's parts
+        """Cancel a request: free its slot and emit nothing more for it."""
+        for row, occupant in enumerate(self.rows):
+            if occupant is not None and occupant.id is name:
                 self._free(row)
 
     def _free(self, row: int) -> None:
@@ -297,7 +294,7 @@ class Batcher(Generic[State]):
         self.slots = free_rows(self.slots, jax.device_put(np.array([row], np.int32)))
 
     def _read(self, request: Request) -> tuple[Prompts, State, int]:
-        """Return a request as prompts of one row, the state they continue, and tokens in it."""
+        """Check a request; return its prompt, the state to continue, and the shared tokens."""
         if not isinstance(request, Request):
             raise ValueError(f"request is a {type(request).__name__}: must be a Request")
         limit = request.num_tokens
@@ -311,33 +308,32 @@ class Batcher(Generic[State]):
         ids = np.asarray(request.prompt)
         state, shared = (self.empty if request.state is None else request.state), 0
         if self.shares and request.state is None:
-            # The newest token of a slot was not read, and of a prompt one token must be left to
-            # read.
-            lengths = [_common(text[:-1], ids[:-1]) for text in self._texts]
+            # The newest token of a slot is unread, and one prompt token must be left to read.
+            lengths = [_common_prefix(text[:-1], ids[:-1]) for text in self._texts]
             best = int(np.argmax(lengths))
             if lengths[best] >= LEAST_SHARED:
                 shared = lengths[best]
-                state = _begun(self.slots.decode_state.state, np.int32(best), np.int32(shared))
+                rows = self.slots.decode_state.state
+                state = _rewound_row(rows, np.int32(best), np.int32(shared))
         prompts = check_prompts(
             self.slots, ids[None, shared:], None, state, np.array([limit]), key, request.sampling
         )
         return prompts, state, shared
 
     def _emit(self, row: int, output: StepOutput) -> Iterator[Completion]:
-        """Yield the tokens [n] that a call gave a row, and free the slot if it ends with them."""
-        held = self.rows[row]
-        if held is None:  # it ended with an earlier part of this turn
+        """Yield the new tokens [n] of a row, and free its slot if the request has ended."""
+        occupant = self.rows[row]
+        if occupant is None:  # ended earlier in this turn
             return
         log_prob = np.asarray(output.log_prob)
         real = np.asarray(output.token) >= 0
         tokens, log_probs = np.asarray(output.token)[real], log_prob[real]
-        constraint = held.request.constraint
+        constraint = occupant.request.constraint
         end: End | None = None
         error = None
-        # The end is decided here a second time: the program knows stops and limits, but no
-        # constraints.
-        held.left -= len(tokens)
-        if held.left == 0:
+        # Decide the end again here: the program knows stop tokens and limits, but no constraints.
+        occupant.left -= len(tokens)
+        if occupant.left == 0:
             end = "length"
         if len(tokens) and tokens[-1] in self.slots.options.stop:
             end = "stop"
@@ -348,42 +344,42 @@ class Batcher(Generic[State]):
                 end = "stop" if constraint.ended else end
             except ValueError as cause:
                 end, error = "refused", str(cause)
-        # Token -1 has log-probability NaN if the logits were not finite, and 0 after a row's end.
+        # Token -1 has log-probability NaN if the logits were nonfinite, and 0 after a row's end.
         if np.isnan(log_prob[~real]).any():
             end, error = "nonfinite", NO_TOKEN
         if self.shares:
-            # the row itself may have read more, if it was dropped; a prefix of its text is enough
+            # A dropped row may have read more than this, but a prefix of its text is enough.
             self._texts[row] += tokens.tolist()
             if end == "nonfinite":
-                self._texts[row] = []  # its cache may have NaN
+                self._texts[row] = []  # its cache may contain NaN
         if end is not None:
             if constraint is None:
                 self.rows[row] = None
             else:  # the program does not know that the text has ended
                 self._free(row)
-        top, likeliest = held.request.top, None
-        if top:  # another row may have asked for more
+        top, likeliest = occupant.request.top, None
+        if top:  # another row may have requested more
             likeliest = jax.tree.map(lambda x: x[real, :top], output.seen)
-        part = Completion(held.id, tokens, log_probs, end, error, likeliest, held.shared)
+        part = Completion(occupant.id, tokens, log_probs, end, error, likeliest, occupant.shared)
         if self.stream:
             if end is not None or len(tokens):
                 yield part
             return
-        held.parts.append(part)
+        occupant.parts.append(part)
         if end is not None:
-            arrays = [(part.tokens, part.log_probs, part.likeliest) for part in held.parts]
+            arrays = [(part.tokens, part.log_probs, part.likeliest) for part in occupant.parts]
             whole = jax.tree.map(lambda *parts: np.concatenate(parts), *arrays)
             yield replace(part, tokens=whole[0], log_probs=whole[1], likeliest=whole[2])
 
 
-def _common(text: list[int], ids: np.ndarray) -> int:
-    """Return how many tokens two texts have in common before they differ."""
-    known = np.array(text[: len(ids)], ids.dtype)
-    differs = np.flatnonzero(known != ids[: len(known)])
-    return int(differs[0]) if len(differs) else len(known)
+def _common_prefix(text: list[int], ids: np.ndarray) -> int:
+    """Return the length of the common prefix of two token sequences."""
+    start = np.array(text[: len(ids)], ids.dtype)
+    differs = np.flatnonzero(start != ids[: len(start)])
+    return int(differs[0]) if len(differs) else len(start)
 
 
 @jax.jit
-def _begun(state: Any, row: jax.Array, length: jax.Array) -> Any:
-    """Return one row of a state as it was when it had read `length` tokens."""
+def _rewound_row(state: Any, row: jax.Array, length: jax.Array) -> Any:
+    """Return one row of a state, rewound to its first `length` tokens."""
     return rewind_cache(gather_rows(state, row[None]), length[None])

@@ -1,12 +1,12 @@
-"""Generate tokens: all in one compiled program, or as a stream.
+"""Token generation, in one compiled program or as a stream.
 
-A model is known only as `step(params, tokens, state, valid=...)`. `generate` is one jitted program:
-it reads the prompt, then runs a `lax.scan`, or a `lax.while_loop` that ends when every row has
-ended. `stream` yields the same tokens one by one. Both are made of `start_decoding` and
-`decode_step`, which are pure functions of a `DecodeState`, whose every leaf leads with B.
+Generation uses a model only through `step(params, tokens, state, valid=...)`. `generate` is one
+jitted program: it reads the prompt, then runs a `lax.scan`, or a `lax.while_loop` that ends when
+every row has ended. `stream` yields the same tokens one by one. Both call `start_decoding` and
+`decode_step`, pure functions of a `DecodeState`, whose leaves all have B as their first axis.
 
-Token n of a row is drawn with `fold_in(row's key, n)`. So it depends neither on the other rows nor
-on which loop runs. Prompts are padded to a bucket, so one compilation serves every length in it.
+Token n of a row is drawn with `fold_in(row's key, n)`, so it depends neither on the other rows nor
+on the loop. Prompts are padded to a bucket, so one compiled program serves every length in it.
 """
 
 from __future__ import annotations
@@ -52,24 +52,23 @@ def prefill(
     lengths: jax.Array,  # i32[B]
     chunk: int | None = None,
 ) -> tuple[jax.Array, State]:  # f32[B, V], state
-    """Read the prompts; return the logits after each row's last token, and the state.
+    """Read the prompts; return the logits after the last token of each row, and the state.
 
-    It is a pure function, to be jitted by the caller. Of a step with `read`, no other logits are
-    computed.
+    This is a pure function for use inside your own `jit`. A step that implements `read` computes
+    no other logits.
 
     Args:
-        step: what runs the model, as in `generate`.
-        params: what the step takes as the model's parameters.
-        prompt: i32[B, P], token ids, P at least 1.
-        state: the state to continue, of B rows; not consumed.
-        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens; or a mask
+        step: the step of the model, as in `generate`.
+        params: the model's parameters, passed to the step.
+        prompt: i32[B, P], token ids, with P at least 1.
+        state: the state to continue, with B rows; not consumed.
+        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens. Or a mask
             [B, P], as in `generate`.
-        chunk: how many tokens are read at a time: the same numbers in less memory. None reads all
-            at once.
+        chunk: number of tokens to read at a time, which saves memory. None reads all at once.
 
     Returns:
-        The logits f32[B, V], and the state after the prompts. A traced length outside 1..P gives
-        logits -inf.
+        The logits f32[B, V] and the state after the prompts. For a traced length outside 1..P, the
+        logits are -inf.
 
     Raises:
         ValueError: if the prompt is not integers [B, P], a length is not from 1 to P, the state has
@@ -78,12 +77,11 @@ def prefill(
     if chunk is not None:
         check_count("chunk", chunk, 1)
     step = as_step(step, params, state)
-    given = check_prompt(prompt, lengths)
-    check_with_step(step, *given, 1, state)
-    if not traced(given[1]) and (given[1] < given[0].shape[1]).any():
+    tokens, counts = check_prompt(prompt, lengths)
+    check_with_step(step, tokens, counts, 1, state)
+    if not traced(counts) and (counts < tokens.shape[1]).any():
         step = step.told(padded=True)
-    prompt, lengths = map(jnp.asarray, given)
-    return read_prompts(step, params, prompt, lengths, state, chunk)
+    return read_prompts(step, params, jnp.asarray(tokens), jnp.asarray(counts), state, chunk)
 
 
 def read_prompts(
@@ -94,12 +92,12 @@ def read_prompts(
     state: State,
     chunk: int | None,
 ) -> tuple[jax.Array, State]:  # f32[B, V], state
-    """Do what `prefill` does, with arguments that were checked."""
+    """Do the work of `prefill` with checked arguments."""
     prompt = jnp.where(jnp.arange(prompt.shape[1])[None] < lengths[:, None], prompt, 0)
     state = vary(state, (params, prompt))
     rows, columns = prompt.shape
-    # Without `read`, a step computes logits of all tokens; a chunk bounds how many exist at once.
-    whole = chunk is None  # then the length may be an export's open size
+    # A step without `read` computes the logits of all tokens; a chunk bounds their memory.
+    whole = chunk is None  # then the length may be a symbolic dimension of an export
     if chunk is None or (step.reads_exactly and chunk > columns):
         chunk = columns
     padded = 0 if whole else -columns % chunk
@@ -109,7 +107,7 @@ def read_prompts(
     def read_chunk(
         state: State, start: jax.Array | int
     ) -> tuple[jax.Array, jax.Array, State]:  # bool[B, 1], f32[B, V], state
-        """Return the rows whose last token is in the chunk, and the logits after it."""
+        """Return the mask of rows that end in this chunk, and their logits after the last token."""
         tokens = jax.lax.dynamic_slice_in_dim(prompt, start, chunk, axis=1)
         index = start + jnp.arange(chunk)
         valid = index[None] < lengths[:, None]
@@ -117,8 +115,7 @@ def read_prompts(
         here = (offset >= 0) & (offset < chunk)
         at = jnp.clip(offset, 0, chunk - 1)[:, None]
         logits, state = step.read(params, tokens, state, at, valid=valid)
-        # Rows whose last token is in another chunk get logits of a wrong token, which `here` rules
-        # out.
+        # Rows that end in another chunk get the logits of a wrong token, which `here` masks out.
         return here[:, None], logits[:, 0].astype(jnp.float32), state
 
     if whole or columns + padded == chunk:
@@ -131,7 +128,7 @@ def read_prompts(
         here, logits, state = read_chunk(carry[1], start)
         return (jnp.where(here, logits, carry[0]), state), None
 
-    # The carry of a scan has a fixed shape, so the width of the logits is needed before any exist.
+    # The carry of a scan has a fixed shape, so the vocabulary size is needed in advance.
     vocab = count_vocab(step, params, rows, state)
     first = vary((jnp.full((rows, vocab), -jnp.inf, jnp.float32), state))
     return jax.lax.scan(read_next, first, jnp.arange(0, columns + padded, chunk))[0]
@@ -143,12 +140,13 @@ class Generation(Generic[State]):
 
     Attributes:
         tokens: i32[B, num_tokens], the new tokens; -1 after a row's end.
-        lengths: i32[B], new tokens of a row, a stop token and the -1 of NaN logits included.
+        lengths: i32[B], number of new tokens, including a stop token and the -1 for NaN logits.
         log_probs: f32[B, num_tokens], log softmax(logits)[token] in nats, before processors; 0
             after a row's end.
-        state: has read all but each row's last token: generate on, from that token, or `fork` it.
-        captured: on request, by place its values [B, num_tokens, ...] where token n was chosen; 0
-            after a row's end.
+        state: the state after all but the last token of each row. To continue, pass that token as
+            the prompt.
+        captured: maps each captured place to its values [B, num_tokens, ...] at the step that chose
+            token n; 0 after a row's end.
     """
 
     tokens: jax.Array  # i32[B, num_tokens]
@@ -158,43 +156,43 @@ class Generation(Generic[State]):
     captured: dict[str, jax.Array] | None = None
 
     def rows(self) -> list[np.ndarray]:
-        """Return each row's tokens i32[lengths[b]], without what follows its end."""
+        """Return the tokens i32[lengths[b]] of each row, without the padding after its end."""
         pairs = zip(np.asarray(self.tokens), np.asarray(self.lengths), strict=True)
         return [tokens[:length] for tokens, length in pairs]
 
 
 @value_class(pytree=True)
 class DecodeState(Generic[State]):
-    """Rows in the middle of generation; every leaf leads with B."""
+    """State of a generation in progress; B is the first axis of every leaf."""
 
-    token: jax.Array  # i32[B]; chosen, and not yet read by the model
-    active: jax.Array  # bool[B]; False: the row has ended, its state stands still
-    count: jax.Array  # i32[B]; new tokens so far
-    limits: jax.Array  # i32[B]; new tokens at most
+    token: jax.Array  # i32[B]; the newest token, not yet read by the model
+    active: jax.Array  # bool[B]; False: the row has ended, and its state no longer changes
+    count: jax.Array  # i32[B]; number of new tokens so far
+    limits: jax.Array  # i32[B]; maximum number of new tokens
     keys: jax.Array  # key[B]
     state: State
-    """The model's."""
+    """State of the model."""
     history: History | None  # None without processors
-    sampling: RowSampling | None = None  # None: the sampler alone says how
+    sampling: RowSampling | None = None  # None: only the sampler of the options applies
 
 
-NO_TOKEN = "no token can follow: every one is excluded, or the logits are not finite"
-"""Why a row has token -1 and log-probability NaN."""
+NO_TOKEN = "no token can follow: all tokens are excluded, or the logits are not finite"
+"""Error for token -1 with log-probability NaN."""
 
 
 @short_repr
 class StepOutput(NamedTuple):
     """One new token of every row."""
 
-    token: jax.Array  # i32[B]; -1 where the row had ended
-    log_prob: jax.Array  # f32[B]; 0 where the row had ended
+    token: jax.Array  # i32[B]; -1 if the row had ended
+    log_prob: jax.Array  # f32[B]; 0 if the row had ended
     seen: PyTree
-    """Captured values, or `Likeliest`, where they are requested."""
+    """Captured values or `Likeliest`, if requested."""
 
 
 @short_repr
 class Likeliest(NamedTuple):
-    """The likeliest tokens of every row, the best first."""
+    """The likeliest tokens of every row, best first."""
 
     tokens: jax.Array  # i32[B, K]
     log_probs: jax.Array  # f32[B, K]; before processors
@@ -208,17 +206,17 @@ def start_decoding(
     state: State,
     room: int,
 ) -> tuple[DecodeState[State], StepOutput]:
-    """Read the prompts and choose each row's first token; `room` is the most tokens it may get."""
+    """Read the prompts and choose the first token; the history has room for `room` new tokens."""
     tokens, lengths, keys, limits, sampling, allowed = prompts
     history = History.of(tokens, lengths, room) if options.processors else None
-    # `lengths` stands in for the token, which is chosen below: both are i32[B].
+    # `lengths` is a placeholder for the token, which is chosen below: both are i32[B].
     decode_state = DecodeState(
         lengths, limits > 0, jnp.zeros_like(lengths), limits, keys, state, history, sampling
     )
     if not options.capture:
         logits, state = read_prompts(step, params, tokens, lengths, state, options.chunk)
         return _choose_tokens(options, replace(decode_state, state=state), logits, None, allowed)
-    step = step.told(part=True)  # the last token, at which values are captured, is read by itself
+    step = step.told(part=True)  # the last token, where values are captured, is read separately
     _, state = read_prompts(step, params, tokens, lengths - 1, state, options.chunk)
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
     logits, state, seen = step.look(params, last, state, options.capture)
@@ -232,18 +230,20 @@ def decode_step(
     decode_state: DecodeState[State],
     allowed: jax.Array | None = None,  # bool[B, V]
 ) -> tuple[DecodeState[State], StepOutput]:
-    """Read the newest token of every active row and choose its next, of the allowed ones."""
+    """Read the newest token of every active row and choose the next one from `allowed`."""
+    # An edit that needs the whole sequence can now refuse: a step reads a single token.
     step = step.told(part=True)
-    # `told` lets an edit that needs a whole sequence refuse: a step reads one token of it.
     token, valid = decode_state.token, None
     if options.ends:
-        # A row that has ended reads nothing. Its last token may be -1, whose embedding is NaN.
+        # Ended rows read nothing. Their last token may be -1, whose embedding is NaN.
         token, valid = jnp.where(decode_state.active, token, 0), decode_state.active[:, None]
-    given, seen = (params, token[:, None], decode_state.state), None
+    tokens, seen = token[:, None], None
     if options.capture:
-        logits, state, seen = step.look(*given, options.capture, valid=valid)
+        logits, state, seen = step.look(
+            params, tokens, decode_state.state, options.capture, valid=valid
+        )
     else:
-        logits, state = step(*given, valid=valid)
+        logits, state = step(params, tokens, decode_state.state, valid=valid)
     return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], seen, allowed)
 
 
@@ -254,7 +254,7 @@ def _choose_tokens(
     seen: PyTree,
     allowed: jax.Array | None,  # bool[B, V]
 ) -> tuple[DecodeState[State], StepOutput]:
-    """Apply processors and sampler, and end the rows that have their last token."""
+    """Apply the processors and the sampler, and end the rows that reach a stop token or limit."""
     active, history = decode_state.active, decode_state.history
     logits = logits.astype(jnp.float32)
     processed = logits
@@ -262,23 +262,23 @@ def _choose_tokens(
         processed = apply_processors(options.processors, history, logits)
     if allowed is not None:
         if allowed.shape != logits.shape or allowed.dtype != bool:
-            given = f"{allowed.dtype}{list(allowed.shape)}"
-            raise ValueError(f"allowed is {given}: must be bool{list(logits.shape)}")
+            actual = f"{allowed.dtype}{list(allowed.shape)}"
+            raise ValueError(f"allowed is {actual}: must be bool{list(logits.shape)}")
         processed = jnp.where(allowed, processed, -jnp.inf)
     if decode_state.sampling is not None:
         processed = decode_state.sampling(processed)
     if options.ends:
-        # Values of rows that have ended are those of a token 0 that was never written.
+        # Ended rows read a dummy token 0, whose values are meaningless.
         seen = select_rows(active, seen, jax.tree.map(jnp.zeros_like, seen))
     keys = jax.vmap(jax.random.fold_in)(decode_state.keys, decode_state.count)
-    # Each row is drawn by itself, as a batch of one: with a key for all, a draw would depend on the
-    # row's place in the batch.
+    # Draw each row as a batch of one: with one key for all rows, a draw would depend on the row's
+    # place in the batch.
     token = jax.vmap(lambda key, row: options.sampler(key, row[None])[0])(keys, processed)
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     if options.top:
         likeliest = jax.lax.top_k(log_probs, min(options.top, log_probs.shape[-1]))
         seen = Likeliest(likeliest[1], likeliest[0])
-    # Token -1 would take the last of the vocabulary; it has no log-probability, but NaN.
+    # Index -1 would select the last token of the vocabulary, so token -1 gets NaN instead.
     log_prob = jnp.take_along_axis(log_probs, jnp.clip(token, 0)[:, None], axis=1)[:, 0]
     log_prob = jnp.where(token < 0, jnp.nan, log_prob)
     output = StepOutput(
@@ -286,7 +286,7 @@ def _choose_tokens(
         jnp.where(active, log_prob, 0.0) if options.ends else log_prob,
         seen,
     )
-    # Counts are of the rows that were active before this token: a stop token counts.
+    # Rows that were active before this token count it, so a stop token counts.
     count = decode_state.count + active.astype(jnp.int32)
     if history is not None:
         history = history.append(token, active)
@@ -303,13 +303,13 @@ def _choose_tokens(
 def generate(
     step: StepLike[State],
     params: Params,
-    prompt: TokenRows,  # i32[B, P], or rows of one length
+    prompt: TokenRows,  # i32[B, P], or rows of equal length
     state: State,
     *,
     num_tokens: int,
     lengths: Lengths | None = None,  # i32[B], or bool[B, P]
     sampler: Sampler | None = None,
-    key: jax.Array | None = None,  # one, or one for each row
+    key: jax.Array | None = None,  # one key, or one for each row
     processors: Sequence[HistoryProcessor] = (),
     stop: int | Sequence[int] = (),
     limits: PerRow | None = None,  # i32[B]
@@ -319,44 +319,43 @@ def generate(
 ) -> Generation[State]:
     """Continue each row by up to `num_tokens` tokens.
 
-    A row ends after a `stop` token, which it keeps, or after `limits[b]` tokens. The compiled
-    program is shared by all prompts of a bucket (of lengths up to 16, 32, 64 ...) and by samplers
-    and processors that are equal.
+    A row ends after a `stop` token, which is part of the result, or after `limits[b]` tokens. All
+    prompts of a bucket (lengths up to 16, 32, 64, ...) share a compiled program, as do equal
+    samplers and equal processors.
 
-    Inside your own `jit`, traced values are not checked. A token outside the vocabulary and a
-    position past the cache make their row nonfinite: it has token -1 and log-probability NaN; where
-    every window has left such a token behind before the prompt ends, it changes nothing. Limits are
-    clipped to 0..num_tokens.
+    Inside your own `jit`, traced values are not checked. A token outside the vocabulary or a
+    position past the end of the cache makes its row nonfinite: token -1 with log-probability NaN.
+    This does not happen if the token has left every attention window before the prompt ends. Limits
+    are clipped to 0..num_tokens.
 
     Args:
-        step: what runs the model: `make_step(model)`, or a function `step(params, tokens, state, *,
-            valid=None) -> (logits, state)`.
-        params: what the step takes as the model's parameters.
-        prompt: i32[B, P], token ids, as an array or as rows of one length.
-        state: the state to continue, of B rows, such as `init_cache(config, B, capacity)`. It
-            is consumed: its memory becomes the result's. `fork(state, 1)` keeps a copy.
-        num_tokens: the most new tokens of a row, at least 1.
-        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens; None is P in
-            every row. Or a mask [B, P] of the tokens, bool or 0 and 1, such as the
-            `attention_mask` of transformers: padding may be on either side.
+        step: `make_step(model)`, or a function `step(params, tokens, state, *, valid=None) ->
+            (logits, state)`.
+        params: the model's parameters, passed to the step.
+        prompt: i32[B, P], token ids, as an array or as rows of equal length.
+        state: the state to continue, with B rows, such as `init_cache(config, B, capacity)`. It is
+            consumed: the result reuses its memory. Pass `fork(state, 1)` to keep it.
+        num_tokens: the maximum number of new tokens of a row, at least 1.
+        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens. None means P
+            for every row. Or a mask [B, P] of the tokens, bool or 0/1, such as the `attention_mask`
+            of transformers, with padding on either side.
         sampler: chooses a token, called with (key, logits); None takes the likeliest.
-        key: one key, of which row b uses `fold_in(key, b)`, or one for each row, [B]. Token n of a
-            row is drawn with `fold_in(the row's key, n)`. Only `Greedy` does without.
-        processors: change the logits by the text so far, from left to right, before the sampler
-            sees them.
-        stop: the token id, or ids, after which a row ends.
-        limits: i32[B], from 0 to num_tokens: the most new tokens of each row; None is num_tokens. A
-            row with 0 has none, and its state has read its prompt whole.
-        chunk: how many tokens of the prompt are read at a time, as in `prefill`; None reads all at
-            once.
+        key: a single key, so that row b uses `fold_in(key, b)`, or one key for each row, [B]. Token
+            n of a row is drawn with `fold_in(the row's key, n)`. Optional only for `Greedy`.
+        processors: change the logits based on the text so far, from left to right, before the
+            sampler.
+        stop: one or more token ids that end a row.
+        limits: i32[B], from 0 to num_tokens: the maximum number of new tokens of each row; None
+            means num_tokens. A row with 0 gets no token; its state has read the whole prompt.
+        chunk: number of prompt tokens to read at a time, as in `prefill`; None reads all at once.
         early_exit: end the loop as soon as every row has ended; the tokens are the same. None does
-            so where a row may end early at all.
-        capture: names of places inside the model (`transformer_jax.places`), whose values are
-            returned where each token was chosen, such as "block_*/attention/weights".
+            so if a row can end early.
+        capture: names of places inside the model (`transformer_jax.places`), such as
+            "block_*/attention/weights", whose values are returned for each new token.
 
     Returns:
-        The tokens i32[B, num_tokens], how many each row has, their log-probabilities in nats, and
-        the state.
+        The tokens i32[B, num_tokens], the number of tokens of each row, their log-probabilities in
+        nats, and the state.
 
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.
@@ -367,7 +366,8 @@ def generate(
     )  # fmt: skip
     if early_exit is None:
         early_exit = options.ends
-    inside = traced(*jax.tree.leaves((params, prompts, state)))  # a trace that donates by itself
+    # Inside an outer trace, the outer program decides about donation.
+    inside = traced(*jax.tree.leaves((params, prompts, state)))
     program = _generate_inside if inside else _generate
     return program(options, step, params, prompts, state, num_tokens, early_exit)
 
@@ -385,14 +385,13 @@ def _generate_tokens(
     num_tokens: int,
     early_exit: bool,
 ) -> Generation[State]:
-    """Read the prompts, then choose a token at a time, each written into its place."""
+    """Read the prompts, then choose one token at a time."""
 
     def run(params: Params, prompts: Prompts, state: State) -> Generation[State]:
         def write_next(carry: _Carry[State]) -> _Carry[State]:
             n, rows, outputs = carry
             rows, output = decode_step(options, step, params, rows)
-            # A while loop has no outputs but its carry, so each token is written into its place
-            # there.
+            # A while loop returns only its carry, so each token is written to its place there.
             return n + 1, rows, jax.tree.map(lambda all, x: all.at[n].set(x), outputs, output)
 
         rows, first = start_decoding(options, step, params, prompts, state, num_tokens)
@@ -418,7 +417,7 @@ def _generate_tokens(
         return Generation(token, rows.count, log_prob, rows.state, seen)
 
     rows: Any = split_rows(state)  # in place of arrays
-    # On explicit axes of a mesh, results are split as the rows of the state are.
+    # On explicit mesh axes, the results are sharded like the rows of the state.
     seen = rows if options.capture else None
     results = Generation(rows, rows, rows, jax.tree.map(split, state), seen)
     return by_compiler(run, [params, prompts, state], results)
@@ -433,7 +432,7 @@ _generate = program(static=_STATIC, donate=("state",))(_generate_tokens)
 def stream(
     step: StepLike[State],
     params: Params,
-    prompt: TokenRows,  # i32[B, P], or rows of one length
+    prompt: TokenRows,  # i32[B, P], or rows of equal length
     state: State,
     *,
     num_tokens: int,
@@ -448,26 +447,27 @@ def stream(
     """Yield the tokens of `generate` with the same arguments, each as soon as it is drawn.
 
     Args:
-        step: what runs the model, as in `generate`.
-        params: what the step takes as the model's parameters.
-        prompt: i32[B, P], token ids, as an array or as rows of one length.
-        state: the state to continue, of B rows; it is consumed.
-        num_tokens: the most new tokens of a row, at least 1.
-        lengths: i32[B], from 1 to P, tokens of each row's prompt, or a mask [B, P], as in
-            `generate`; None is P.
+        step: the step of the model, as in `generate`.
+        params: the model's parameters, passed to the step.
+        prompt: i32[B, P], token ids, as an array or as rows of equal length.
+        state: the state to continue, with B rows; it is consumed.
+        num_tokens: the maximum number of new tokens of a row, at least 1.
+        lengths: i32[B], from 1 to P, the prompt length of each row, or a mask [B, P], as in
+            `generate`; None means P.
         sampler: chooses a token, called with (key, logits); None takes the likeliest.
-        key: one key, or one for each row, [B], as in `generate`. Only `Greedy` does without.
-        processors: change the logits by the text so far, before the sampler sees them.
-        stop: the token id, or ids, after which a row ends.
-        limits: i32[B], from 0 to num_tokens, the most new tokens of each row; None is num_tokens.
-        chunk: how many tokens of the prompt are read at a time; None reads all at once.
+        key: one key, or one key for each row, [B], as in `generate`. Optional only for `Greedy`.
+        processors: change the logits based on the text so far, before the sampler.
+        stop: one or more token ids that end a row.
+        limits: i32[B], from 0 to num_tokens, the maximum number of new tokens of each row; None
+            means num_tokens.
+        chunk: number of prompt tokens to read at a time; None reads all at once.
 
     Yields:
-        i32[B], one token of each row, -1 of a row that has ended, at most `num_tokens` times; when
-        all rows have ended, the iterator ends.
+        i32[B], one token of each row, or -1 for rows that have ended. The iterator ends after
+        `num_tokens` items, or when all rows have ended.
 
     Raises:
-        ValueError: if an argument is wrong, at the call.
+        ValueError: if an argument is wrong, raised by the call itself rather than the first item.
     """
     arguments = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
@@ -483,9 +483,9 @@ def _stream_tokens(
     decode_state, token = _first_token(options, step, params, prompts, state, num_tokens)
     for n in range(1, num_tokens + 1):
         newest, active = token, decode_state.active
-        if n < num_tokens:  # the next token is computed while the caller reads this one
+        if n < num_tokens:  # compute the next token while the caller processes this one
             if options.ends:
-                active = active.copy()  # the next call consumes the decode state
+                active = active.copy()  # the next call consumes `decode_state`
             decode_state, token = _next_token(options, step, params, decode_state)
         yield jax.device_get(newest)
         if options.ends and not jax.device_get(active).any():

@@ -1,8 +1,8 @@
-"""Check a JSON schema before its parser reads it.
+"""Checks of a JSON schema that its parser, llguidance, does not make.
 
-llguidance ignores keys that JSON Schema does not have, and reads numbers in ways that round some of
-them (version 1.9.1). Such schemas are refused here, with the path of the key. Keywords of JSON
-Schema that llguidance does not implement are left to its own error.
+llguidance 1.9.1 ignores unknown keys and rounds some numbers. Such schemas are refused here, with
+the path of the key. For JSON Schema keywords that it does not implement, llguidance raises an error
+itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NOTES = (
     "$schema", "$comment", "$vocabulary", "title", "description", "default", "examples",
     "deprecated", "readOnly", "writeOnly", "discriminator",
 )  # fmt: skip
-"""Keys that say nothing about the text; `discriminator` repeats a `const` that pydantic writes."""
+"""Keys that do not constrain the text; pydantic's `discriminator` repeats a `const`."""
 _KNOWN = {
     *_SCHEMA, *_LISTS, *_NAMED, *_BOUNDS, *_COUNTS, *_TEXTS, *_VALUES, *_NOTES, "items",
     "multipleOf",
@@ -49,31 +49,31 @@ _FORMATS = (
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
 )  # fmt: skip
 _APART = {"$defs", "definitions", "$id", "id", "$anchor"}
-"""Keywords that do not constrain the value."""
+"""Keywords that do not constrain the value itself."""
 _LIMITS, _MEETING = "multiples and bounds of one value", "several schemas of one value"
 _UNIONS = "schemas with oneOf"
 _INSTEAD = {
-    "nullable": 'is OpenAPI\'s, not JSON Schema\'s: write {"type": ["string", "null"]}',
-    "contentEncoding": "is not supported: the text would be written without it",
-    "contentMediaType": "is not supported: the text would be written without it",
-    "contentSchema": "is not supported: the text would be written without it",
-    "x-guidance": "is read at the top of a schema only",
+    "nullable": 'is not JSON Schema but OpenAPI: write {"type": ["string", "null"]}',
+    "contentEncoding": "is not supported: the text would ignore it",
+    "contentMediaType": "is not supported: the text would ignore it",
+    "contentSchema": "is not supported: the text would ignore it",
+    "x-guidance": "is allowed only at the top level of a schema",
 }
 _LARGEST = 2**53 - 1
 _MOST_CHARACTERS = 2**32 - 1
-"""Limit of a length, which the parser holds in 32 bits."""
+"""Limit of a length, which the parser stores in 32 bits."""
 _MOST_PLACES = 8
 """Limit of the decimals of a multiple: the parser computes 9 * 10^decimals in 32 bits."""
 _MOST_REMAINDERS, _MOST_STATES = 2**16 - 1, 2**14
-"""Limits of the states that the parser builds: one for each remainder (0.4 s for 65,537, 7 s for
-1,000,003), times the number of digits of a bound. With bounds, it gave up on 40,000 states."""
+"""Limits of the parser's states: one per remainder (0.4 s for 65,537, 7 s for 1,000,003), times the
+number of digits of a bound. With bounds, it failed at 40,000 states."""
 
 
 def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a schema as plain JSON without its annotations.
+    """Return a schema as plain JSON without annotations.
 
     Args:
-        schema: may contain `Decimal` numbers, which are read exactly as written.
+        schema: the schema; `Decimal` numbers are interpreted exactly as written.
         name: the name of the schema in errors.
 
     Raises:
@@ -84,8 +84,8 @@ def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     stays = seen.keys() & {"$id", "id"} or any("/oneOf/" in ref for ref in seen.get("$ref", ()))
     for one in () if stays else seen.get(_UNIONS, ()):
         if "anyOf" not in one and _are_apart(one["oneOf"], found):
-            one["anyOf"] = one.pop("oneOf")  # the parser does not compare what is behind $ref
-    # If schemas meet, the parser combines their multiples and bounds, wherever they stand.
+            one["anyOf"] = one.pop("oneOf")  # the parser does not compare the targets of $ref
+    # If several schemas apply to one value, the parser combines their multiples and bounds.
     limits = seen.get(_LIMITS, [])
     if _MEETING in seen:
         _check_excluded(seen, name)
@@ -96,7 +96,7 @@ def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) -> Any:
-    """Return a subschema as the parser is to read it; `seen` collects the values of each key."""
+    """Return a checked subschema for the parser; `seen` collects the values of each key."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
@@ -105,40 +105,39 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
         raise ValueError(f"{where}: is nested deeper than {DEPTH_LIMIT}")
     found: dict[str, Any] = {}
 
-    def inner(given: Any, of: str) -> Any:
-        return _checked(given, of, seen, depth + 1)
+    def inner(schema: Any, where: str) -> Any:
+        return _checked(schema, where, seen, depth + 1)
 
     for key, value in schema.items():
         if not isinstance(key, str):
-            raise ValueError(f"{where} has the key {key!r:.80}: must be a text")
+            raise ValueError(f"{where} has the key {key!r:.80}: keys must be strings")
         at = f"{where}.{shown(key)[1:-1]}"
         if key == "x-guidance" and not depth:
             if not isinstance(value, Mapping):
                 raise ValueError(f"{at} is {value!r:.80}: must be an object")
             found[key] = _plain(value, at, 0)
             continue
-        # llguidance ignores these silently, and the text would not be what was asked for.
+        # llguidance silently ignores these, so the text would not satisfy the schema.
         if key in _INSTEAD:
             raise ValueError(f"{at}: {_INSTEAD[key]}")
         if key not in _KNOWN and not key.startswith("x-"):
-            raise ValueError(f"{at}: is no keyword of JSON Schema{nearest(key, _KNOWN)}")
+            raise ValueError(f"{at}: is not a JSON Schema keyword{nearest(key, _KNOWN)}")
         if key in _TEXTS and not isinstance(value, str) and not (key in _NOTES and value is None):
-            raise ValueError(f"{at} is {value!r:.80}: must be a text")
+            raise ValueError(f"{at} is {value!r:.80}: must be a string")
         if key in _NOTES or key.startswith("x-") or (key == "uniqueItems" and value is False):
             continue
         seen.setdefault(key, []).append(value)
         if key in _NAMED:
             if not isinstance(value, Mapping):
                 raise ValueError(f"{at} is {value!r:.80}: must be an object of schemas")
-            for own in value:
-                if not isinstance(own, str):
-                    raise ValueError(f"{at} has the key {own!r:.80}: must be a text")
-            # The names of patternProperties are regular expressions.
-            names = {own: own for own in value}
-            if key == "patternProperties":
-                names = {own: with_unicode_classes(own, at) for own in value}
+            for name in value:
+                if not isinstance(name, str):
+                    raise ValueError(f"{at} has the key {name!r:.80}: keys must be strings")
+            names = {name: name for name in value}
+            if key == "patternProperties":  # its names are regular expressions
+                names = {name: with_unicode_classes(name, at) for name in value}
             found[key] = {
-                names[own]: inner(one, f"{at}.{shown(own)[1:-1]}") for own, one in value.items()
+                names[name]: inner(one, f"{at}.{shown(name)[1:-1]}") for name, one in value.items()
             }
         elif key in _LISTS or (key == "items" and isinstance(value, list | tuple)):
             if not isinstance(value, list | tuple):
@@ -152,18 +151,19 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             found[key] = _plain(value, at, depth)
         elif key in _TEXTS:
             if key == "format" and value not in _FORMATS:
-                known = nearest(value, _FORMATS) or f": must be one of {', '.join(_FORMATS)}"
-                raise ValueError(f"{at} is {shown(value)}: is not known{known}")
+                rule = nearest(value, _FORMATS) or f": must be one of {', '.join(_FORMATS)}"
+                raise ValueError(f"{at} is {shown(value)}, which is not a known format{rule}")
             found[key] = with_unicode_classes(value, at) if key == "pattern" else value
-        else:  # a number, but `exclusiveMinimum`, which draft 4 has as a flag
+        else:  # a number, except that `exclusiveMinimum` is a flag in draft 4
             flag = isinstance(value, bool)
             if flag != (flag and key.startswith("exclusive")) or not isinstance(
                 value, int | float | Decimal
             ):
                 raise ValueError(f"{at} is {value!r:.80}: must be a number")
-            found[key] = value if flag else _exact(value, at) or 0  # -0.0 as a bound excludes 0
+            # The parser would exclude 0 with a bound of -0.0.
+            found[key] = value if flag else _exact(value, at) or 0
             if key in _COUNTS and not (isinstance(found[key], int) and found[key] >= 0):
-                raise ValueError(f"{at} is {value}: must be an integer of 0 or more")
+                raise ValueError(f"{at} is {value}: must be an integer of at least 0")
             if key.endswith("Length") and found[key] > _MOST_CHARACTERS:
                 raise ValueError(f"{at} is {value}: must be at most {_MOST_CHARACTERS}")
             if key == "multipleOf" and value <= 0:
@@ -185,11 +185,11 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
         or (patterns and "properties" in found)
     ):
         seen.setdefault(_MEETING, []).append(True)
-    # which llguidance reads in one of two ways, each without the other's key
+    # llguidance reads either the old keys or the new one, and ignores the rest.
     old = "additionalItems" in found, isinstance(found.get("items"), list)
     if "prefixItems" in found and any(old):
         other = "additionalItems" if old[0] else "a list of items"
-        raise ValueError(f"{where}: prefixItems and {other}: give one of them")
+        raise ValueError(f"{where} has prefixItems and {other}: use only one of them")
     return found
 
 
@@ -207,27 +207,27 @@ def _check_combined(multiples: list[Decimal], bounds: list[Decimal], where: str)
     places = max(map(_decimals, multiples), default=0)
     units = {int(x.scaleb(places)) for x in multiples}
     digits = max((len(str(int(x.scaleb(places)))) for x in bounds), default=0)
-    given = " and ".join(str(x) for x in sorted({*multiples})[:4])
-    # below 2^16, the parser's products fit in 32 bits; it does not detect an overflow
+    listed = " and ".join(str(x) for x in sorted({*multiples})[:4])
+    # Below 2^16, the parser's products fit in 32 bits; it does not detect an overflow.
     limit = _MOST_STATES // digits if digits else _MOST_REMAINDERS
     if math.lcm(*units) > limit:
         multiple = "the least common multiple " * (len(units) > 1)
-        beside = f" next to a bound of {digits} digits" * bool(digits)
-        rule = f"{multiple}must be at most {Decimal(limit).scaleb(-places):f}{beside}"
-        raise ValueError(f"{where}: multipleOf is {given}: {rule}")
-    # up to 1.56 the parser allows 1.50 but not 1.5; with multipleOf 0.5 it allows neither
+        bound = f" with a bound of {digits} digits" * bool(digits)
+        rule = f"{multiple}must be at most {Decimal(limit).scaleb(-places):f}{bound}"
+        raise ValueError(f"{where}: multipleOf is {listed}: {rule}")
+    # Up to 1.56, the parser allows 1.50 but not 1.5; with multipleOf 0.5 it allows neither.
     most = places if len(units) == 1 else 1
     long = [x for x in bounds if places and _decimals(x) > most]
     if long:
         plural = "s" * (most > 1)
-        rule = f"must have at most {most} decimal{plural} with multipleOf {given}"
+        rule = f"must have at most {most} decimal{plural} with multipleOf {listed}"
         raise ValueError(f"{where}: a bound is {long[0]}: {rule}")
 
 
 def _check_excluded(bounds: Mapping[str, Sequence[Any]], where: str) -> None:
-    """Raise ValueError for an excluded whole number from which the other bound is less than 1 away.
+    """Raise ValueError if a range excludes an integer that is less than 1 from its other bound.
 
-    llguidance would write it: 3 for a number above 3 and at most 3.5, -0 for one below 0 and at
+    llguidance would allow it: 3 for a number above 3 and at most 3.5, or -0 for one below 0 and at
     least -0.5.
     """
     for side, sign in ("Minimum", 1), ("Maximum", -1):
@@ -240,7 +240,7 @@ def _check_excluded(bounds: Mapping[str, Sequence[Any]], where: str) -> None:
             if not isinstance(value, bool) and not isinstance(end, bool):
                 if value == int(value) and value * sign >= 0 and 0 < (end - value) * sign < 1:
                     rule = f"must be 1 or more from the other bound {end}"
-                    why = f"or the parser would write {value}"
+                    why = f"or the parser would allow {value}"
                     raise ValueError(f"{where}: exclusive{side} is {value}: {rule}, {why}")
 
 
@@ -255,8 +255,8 @@ def _are_apart(schemas: Sequence[Any], root: Any) -> bool:
 
 
 def _tags(schema: Any, root: Any) -> dict[str, set[str]]:
-    """Return the strings that each required property of an object allows, if they are listed."""
-    # References may point at each other in a circle.
+    """Return the values of each required property of an object, if they are listed strings."""
+    # Bounded, because references may form a cycle.
     for _ in range(DEPTH_LIMIT):
         if not isinstance(schema, Mapping) or not schema.get("$ref", "").startswith("#/"):
             break
@@ -268,16 +268,16 @@ def _tags(schema: Any, root: Any) -> dict[str, set[str]]:
         return {}
     found: dict[str, set[str]] = {}
     for name in schema.get("required", ()):
-        given = schema.get("properties", {}).get(name) if isinstance(name, str) else None
-        given = given if isinstance(given, Mapping) else {}
-        values = given.get("enum", [given["const"]] if "const" in given else ())
+        prop = schema.get("properties", {}).get(name) if isinstance(name, str) else None
+        prop = prop if isinstance(prop, Mapping) else {}
+        values = prop.get("enum", [prop["const"]] if "const" in prop else ())
         if values and all(isinstance(value, str) for value in values):
             found[name] = {*values}
     return found
 
 
 def _plain(value: Any, where: str, depth: int) -> Any:
-    """Return a value of JSON whose numbers the parser reads as they are."""
+    """Return a JSON value, after checking that the parser reads its numbers exactly."""
     if depth > DEPTH_LIMIT:
         raise ValueError(f"{where}: is nested deeper than {DEPTH_LIMIT}")
     if isinstance(value, Mapping):
@@ -293,11 +293,11 @@ def _plain(value: Any, where: str, depth: int) -> Any:
 
 
 def _exact(value: float | Decimal, where: str) -> float:
-    """Return a number that the parser reads as it is; ValueError for others.
+    """Return a number that the parser reads exactly; ValueError for others.
 
-    The parser holds float64, made of the digits by one multiplication or division: this is exact
-    for integers below 2^53, and the nearest number for 15 digits with at most 22 decimals. From
-    2^63 on, it can end the process.
+    The parser stores float64, computed from the digits by one multiplication or division. This is
+    exact for integers below 2^53, and correctly rounded for 15 digits with at most 22 decimals. A
+    number of 2^63 or more can crash the process.
     """
     number = Decimal(float.__repr__(value)) if isinstance(value, float) else Decimal(value)
     if not number.is_finite():
@@ -317,7 +317,7 @@ def _exact(value: float | Decimal, where: str) -> float:
 
 
 def _decimals(number: Decimal) -> int:
-    """Return how many digits after the point a number needs."""
+    """Return how many digits a number needs after the decimal point."""
     exponent = number.as_tuple().exponent
     digits = "".join(map(str, number.as_tuple().digits))
     assert isinstance(exponent, int)

@@ -1,9 +1,9 @@
-"""Change the logits of the next token by the text so far: penalties, bans, forced tokens.
+"""Logit processors that depend on the text so far: penalties, bans, forced tokens.
 
-A processor is a value that maps (history, logits) to logits; a function of your own is as good as
-these. `generate(..., processors=(RepetitionPenalty(1.2), NoRepeatNGram(3)))` applies them from left
-to right before the sampler sees the logits; beam search applies the same values. A processor that
-needs no history, such as `TopP`, goes into a sampler: `Sample(TopP(0.9))`.
+A processor is a value that maps (history, logits) to logits; your own function works as well.
+`generate(..., processors=(RepetitionPenalty(1.2), NoRepeatNGram(3)))` applies them from left to
+right before the sampler; beam search accepts the same values. Processors that need no history, such
+as `TopP`, are part of a sampler: `Sample(TopP(0.9))`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from transformer_jax.values import value_class
 
 @value_class(pytree=True)
 class History:
-    """The tokens of every row so far, prompt and new ones.
+    """The tokens of every row so far: the prompt followed by the new tokens.
 
     Attributes:
-        tokens: i32[B, C], -1 after the row's end.
-        prompt: i32[B], how many of them were the prompt.
-        length: i32[B], how many there are.
+        tokens: i32[B, C], -1 after the end of the row.
+        prompt: i32[B], number of prompt tokens.
+        length: i32[B], number of all tokens.
     """
 
     tokens: jax.Array  # i32[B, C]
@@ -37,22 +37,22 @@ class History:
 
     @property
     def new(self) -> jax.Array:  # i32[B]
-        """Return how many tokens were generated so far."""
+        """Number of tokens generated so far."""
         return self.length - self.prompt
 
     @classmethod
     def of(cls, prompt: jax.Array, lengths: jax.Array, room: int) -> History:
-        """Return the history of prompts, with room for new tokens.
+        """Create the history of the prompts with room for new tokens.
 
         Args:
             prompt: i32[B, P].
-            lengths: i32[B], tokens of each row's prompt.
-            room: how many tokens can be appended to a row of P.
+            lengths: i32[B], prompt length of each row.
+            room: number of tokens that can be appended to a row of length P.
         """
         at = jnp.arange(prompt.shape[1])[None]
         tokens = jnp.where(at < lengths[:, None], prompt, -1).astype(jnp.int32)
         lengths = lengths.astype(jnp.int32)
-        # -1 is no token: what follows a row's end equals nothing that is looked for.
+        # -1 is not a token, so the padding after a row's end never matches a search.
         return cls(jnp.pad(tokens, ((0, 0), (0, room)), constant_values=-1), lengths, lengths)
 
     def append(self, token: jax.Array, active: jax.Array) -> History:  # i32[B], bool[B]
@@ -60,19 +60,19 @@ class History:
 
         Args:
             token: i32[B].
-            active: bool[B]; the other rows stay as they are.
+            active: bool[B]; the other rows do not change.
         """
         rows, columns = self.tokens.shape
-        at = jnp.where(active, self.length, columns)  # the end itself is dropped
+        at = jnp.where(active, self.length, columns)  # out of bounds: dropped by the scatter
         tokens = self.tokens.at[jnp.arange(rows), at].set(token, mode="drop")
         return History(tokens, self.prompt, self.length + active)
 
     def counts(self, vocab_size: int, *, prompt: bool) -> jax.Array:  # i32[B, V]
-        """Count each token of a row.
+        """Count how often each token of the vocabulary occurs in a row.
 
         Args:
             vocab_size: V.
-            prompt: whether the prompt's tokens count as well as the new ones.
+            prompt: whether to count the prompt's tokens in addition to the new ones.
 
         Returns:
             i32[B, V].
@@ -82,14 +82,14 @@ class History:
         counted = at < self.length[:, None]
         if not prompt:
             counted = counted & (at >= self.prompt[:, None])
-        # One past the vocabulary, where a scatter drops it. A nonfinite row has tokens -1.
+        # Index V is out of bounds, so the scatter drops it. Nonfinite rows contain tokens -1.
         ids = jnp.where(counted & (self.tokens >= 0), self.tokens, vocab_size)
         zeros = jnp.zeros((rows, vocab_size), jnp.int32)
         return zeros.at[jnp.arange(rows)[:, None], ids].add(1, mode="drop")
 
 
 class HistoryProcessor(Protocol):
-    """Change the logits of the next token; hashable."""
+    """A function of the history that changes the logits of the next token; must be hashable."""
 
     def __call__(
         self,
@@ -101,13 +101,13 @@ class HistoryProcessor(Protocol):
 
 @value_class
 class RepetitionPenalty:
-    """Penalise tokens that occur: x / p where the logit x is above 0, x p elsewhere.
+    """Repetition penalty: a positive logit x of a token that occurred becomes x / p, others x * p.
 
     Keskar et al. 2019, section 4.1.
 
     Attributes:
         p: above 1 discourages repetition, below 1 encourages it; from 1e-30 to 1e30.
-        prompt: whether the prompt's tokens count as well as the new ones.
+        prompt: whether to penalize the prompt's tokens in addition to the new ones.
 
     Raises:
         ValueError: if p is not a number in that range.
@@ -126,11 +126,11 @@ class RepetitionPenalty:
 
 @value_class
 class PresencePenalty:
-    """Subtract a from the logits of tokens that were generated.
+    """Presence penalty: subtract `a` from the logits of tokens that were generated.
 
     Attributes:
-        a: from -1e30 to 1e30; below 0 it encourages repetition.
-        prompt: whether the prompt's tokens count as well.
+        a: from -1e30 to 1e30; negative values encourage repetition.
+        prompt: whether to penalize the prompt's tokens as well.
 
     Raises:
         ValueError: if a is not a number in that range.
@@ -148,11 +148,11 @@ class PresencePenalty:
 
 @value_class
 class FrequencyPenalty:
-    """Subtract a n from the logit of a token that was generated n times.
+    """Frequency penalty: subtract a * n from the logit of a token that was generated n times.
 
     Attributes:
-        a: from -1e30 to 1e30; below 0 it encourages repetition.
-        prompt: whether n counts the prompt's tokens as well.
+        a: from -1e30 to 1e30; negative values encourage repetition.
+        prompt: whether n includes the prompt's tokens.
 
     Raises:
         ValueError: if a is not a number in that range.
@@ -173,7 +173,7 @@ class NoRepeatNGram:
     """Exclude tokens that would repeat an n-gram of the row (Paulus et al. 2018, section 2.5).
 
     Attributes:
-        n: tokens of an n-gram, at least 1; the prompt's count.
+        n: length of an n-gram, at least 1; n-grams of the prompt count.
 
     Raises:
         ValueError: if n is not an integer of at least 1.
@@ -191,25 +191,25 @@ class NoRepeatNGram:
         # A history shorter than an n-gram cannot repeat one.
         if columns < self.n:
             return logits
-        at = jnp.arange(before, columns)[None]  # where an n-gram may end
+        at = jnp.arange(before, columns)[None]  # possible last positions of an n-gram
         again = at < length[:, None]
         for i in range(before):
             last = jnp.take_along_axis(tokens, jnp.clip(length - before + i, 0)[:, None], axis=1)
             again = again & (tokens[:, i : columns - before + i] == last)
-        # A scatter of as many updates as the text has tokens, whatever the vocabulary's size.
+        # A scatter with one update per token of the text is independent of the vocabulary size.
         banned = jnp.where(again, tokens[:, before:], vocab)
         return logits.at[jnp.arange(rows)[:, None], banned].set(-jnp.inf, mode="drop")
 
 
 @value_class(init=False)
 class Ban:
-    """Exclude tokens always: `Ban(0, 5)`.
+    """Exclude tokens at every step: `Ban(0, 5)`.
 
     Attributes:
         tokens: the token ids, at least one.
 
     Raises:
-        ValueError: if one is no token id, or when it is called, if one is outside the vocabulary.
+        ValueError: if one is not a token id, or at the call, if one is outside the vocabulary.
     """
 
     tokens: tuple[int, ...]
@@ -223,28 +223,28 @@ class Ban:
 
 @value_class(init=False)
 class BanSequences:
-    """Exclude a token that would end one of these sequences: `BanSequences([3, 4], [5])`.
+    """Exclude tokens that would complete one of these sequences: `BanSequences([3, 4], [5])`.
 
     Attributes:
-        sequences: of token ids, at least one; a sequence may begin in the prompt.
+        sequences: sequences of token ids, at least one; a match may begin in the prompt.
 
     Raises:
-        ValueError: without a sequence, if one is empty or holds what is no token id, or when it is
-            called, if a token is outside the vocabulary.
+        ValueError: if there is no sequence, a sequence is empty or contains anything but token ids,
+            or at the call, if a token is outside the vocabulary.
     """
 
     sequences: tuple[tuple[int, ...], ...]
 
     def __init__(self, *sequences: Sequence[int]) -> None:
         if not sequences:
-            raise ValueError("sequences is empty: must name at least one")
+            raise ValueError("sequences is empty: must contain at least one sequence")
         ids = tuple(as_token_ids(f"sequences[{i}]", tuple(s)) for i, s in enumerate(sequences))
         object.__setattr__(self, "sequences", ids)
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         rows, vocab = logits.shape
         _check_vocab(self, [max(sequence) for sequence in self.sequences], vocab)
-        # Sequences of one length are one array; one comparison serves all of them.
+        # Stack the sequences of equal length so that one comparison serves all of them.
         for size in sorted({len(sequence) for sequence in self.sequences}):
             banned = jnp.asarray([s for s in self.sequences if len(s) == size])  # [M, size]
             at = history.length[:, None] + jnp.arange(1 - size, 0)[None]
@@ -261,10 +261,10 @@ class Force:
     """Force the first new tokens: `Force(7, 2)`.
 
     Attributes:
-        tokens: the token ids, at least one; the first is new token number 1.
+        tokens: the token ids, at least one, in order.
 
     Raises:
-        ValueError: if one is no token id, or when it is called, if one is outside the vocabulary.
+        ValueError: if one is not a token id, or at the call, if one is outside the vocabulary.
     """
 
     tokens: tuple[int, ...]
@@ -275,23 +275,23 @@ class Force:
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         vocab, count = logits.shape[-1], len(self.tokens)
         _check_vocab(self, self.tokens, vocab)
-        # Each row is at a place of its own: rows of continuous batching begin at different times.
-        wanted = jnp.asarray(self.tokens)[jnp.clip(history.new, 0, count - 1)][:, None]
-        alone = jnp.where(jnp.arange(vocab)[None] == wanted, 0.0, -jnp.inf)
-        return jnp.where((history.new < count)[:, None], alone, logits)
+        # Each row has its own position: rows of continuous batching begin at different times.
+        token = jnp.asarray(self.tokens)[jnp.clip(history.new, 0, count - 1)][:, None]
+        forced = jnp.where(jnp.arange(vocab)[None] == token, 0.0, -jnp.inf)
+        return jnp.where((history.new < count)[:, None], forced, logits)
 
 
 @value_class(init=False)
 class MinLength:
-    """Exclude the stop tokens until n tokens were generated.
+    """Exclude the stop tokens until n tokens have been generated.
 
     Attributes:
-        n: new tokens, at least 0.
-        stop: the token id, or ids, that end a text.
+        n: minimum number of new tokens, at least 0.
+        stop: one or more token ids that end a text.
 
     Raises:
-        ValueError: if n is not an integer of at least 0, `stop` holds what is no token id, or when
-            it is called, if one is outside the vocabulary.
+        ValueError: if n is not an integer of at least 0, `stop` contains anything but token ids, or
+            at the call, if one is outside the vocabulary.
     """
 
     n: int
@@ -309,15 +309,15 @@ class MinLength:
 
 @value_class
 class ForceLast:
-    """Force new token number n, to end a text that has not ended by then.
+    """Force the n-th new token, for example to end a text that has not ended before.
 
     Attributes:
-        n: counted from 1.
-        token: its id.
+        n: number of the token, counted from 1.
+        token: id of the forced token.
 
     Raises:
-        ValueError: if n is not an integer of at least 1, `token` is no token id, or when it is
-            called, if it is outside the vocabulary.
+        ValueError: if n is not an integer of at least 1, `token` is not a token id, or at the call,
+            if it is outside the vocabulary.
     """
 
     n: int
@@ -329,16 +329,16 @@ class ForceLast:
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         _check_vocab(self, (self.token,), logits.shape[-1])
-        alone = jnp.where(jnp.arange(logits.shape[-1])[None] == self.token, 0.0, -jnp.inf)
-        return jnp.where((history.new == self.n - 1)[:, None], alone, logits)
+        forced = jnp.where(jnp.arange(logits.shape[-1])[None] == self.token, 0.0, -jnp.inf)
+        return jnp.where((history.new == self.n - 1)[:, None], forced, logits)
 
 
 def never(sequences: Sequence[Sequence[int]]) -> tuple[HistoryProcessor, ...]:
-    """Return what excludes sequences of tokens; those of one token are one `Ban`."""
+    """Return processors that exclude token sequences; those of one token share one `Ban`."""
     single = [sequence[0] for sequence in sequences if len(sequence) == 1]
     longer = [sequence for sequence in sequences if len(sequence) > 1]
-    found: list[HistoryProcessor] = [Ban(*single)] if single else []
-    return (*found, BanSequences(*longer)) if longer else tuple(found)
+    processors: list[HistoryProcessor] = [Ban(*single)] if single else []
+    return (*processors, BanSequences(*longer)) if longer else tuple(processors)
 
 
 def apply_processors(
@@ -346,9 +346,9 @@ def apply_processors(
     history: History | None,
     logits: jax.Array,  # f32[B, V]
 ) -> jax.Array:  # f32[B, V]
-    """Apply the processors from left to right; with none, `history` may be None.
+    """Apply the processors from left to right; without any, `history` may be None.
 
-    A row without a finite maximum becomes NaN, also if a processor would exclude what is wrong.
+    A row without a finite maximum becomes NaN, even if a processor would exclude the bad logit.
     """
     processed = logits
     for processor in processors:
@@ -356,27 +356,28 @@ def apply_processors(
         processed = processor(history, processed)
     if not processors:
         return logits
-    # Looked at before the processors: a ban of the NaN would hide that a row is broken.
+    # Test the logits before processing: a ban of the NaN token would hide the broken row.
     return jnp.where(has_finite_maximum(logits)[:, None], processed, jnp.nan)
 
 
 def check_processors(processors: Sequence[HistoryProcessor]) -> tuple[HistoryProcessor, ...]:
     """Return the processors as a tuple.
 
-    ValueError where one is not a hashable value that is called with (history, logits).
+    ValueError if one is not a hashable value that can be called with (history, logits).
     """
     if not isinstance(processors, tuple | list):
         raise ValueError(f"processors is {processors!r}: must be a tuple of values")
     for processor in processors:
-        rule = "must be called with (history, logits)"
-        # A class can be called, too: Ban for Ban(3) is an easy slip.
+        rule = "must be callable with (history, logits)"
+        # Classes are callable, too; writing Ban instead of Ban(3) is an easy mistake.
         if isinstance(processor, type) or not callable(processor):
             raise ValueError(f"processor is {processor!r}: {rule}")
         try:
             inspect.signature(processor).bind(None, None)
         except TypeError:
             raise ValueError(
-                f"processor is {processor!r}: {rule}; one of logits alone goes into Sample(...)"
+                f"processor is {processor!r}: {rule}; a processor of only logits goes into "
+                "Sample(...)"
             ) from None
         except ValueError:  # a builtin may have no signature
             pass
@@ -399,20 +400,20 @@ def _check_vocab(processor: HistoryProcessor, tokens: Sequence[int], vocab: int)
 
 
 def as_token_ids(name: str, ids: int | Iterable[int], *, least: int = 1) -> tuple[int, ...]:
-    """Return one token id, also as an array without axes, or several of them as a tuple of ints.
+    """Return one or more token ids as a tuple of ints; a zero-dimensional array is one id.
 
-    ValueError where one is no token id, or there are fewer than `least`.
+    ValueError if one is not a token id, or there are fewer than `least`.
     """
     if isinstance(ids, jax.Array | np.ndarray | np.generic) and ids.ndim == 0:
         if isinstance(ids, jax.core.Tracer):  # ids are static: a program is compiled for them
-            raise ValueError(f"{name} is {ids!r}: must be a known token id")
+            raise ValueError(f"{name} is {ids!r}: must be a concrete token id, not a traced one")
         ids = ids.item()
     if not isinstance(ids, Integral | Iterable):
-        raise ValueError(f"{name} is {ids!r}: must be a token id or several")
+        raise ValueError(f"{name} is {ids!r}: must be one or more token ids")
     tokens = tuple(ids) if isinstance(ids, Iterable) else (ids,)
     for token in tokens:
         if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:
-            raise ValueError(f"{name} have {token!r}: must be token ids, integers from 0")
+            raise ValueError(f"{name} contains {token!r}: token ids must be integers of at least 0")
     if len(tokens) < least:
-        raise ValueError(f"{name} is empty: must name at least one token")
+        raise ValueError(f"{name} is empty: must contain at least one token")
     return tuple(int(token) for token in tokens)

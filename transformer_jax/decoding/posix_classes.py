@@ -1,4 +1,4 @@
-"""Classes of POSIX in regular expressions, as Unicode has them."""
+"""POSIX character classes of regular expressions, extended to Unicode."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _CLASSES = {
     # ASCII only
     "digit": "0-9", "xdigit": "0-9A-Fa-f", "ascii": r"\x00-\x7F",
 }  # fmt: skip
-"""Classes of POSIX as Unicode has them (UTS #18, annex C). `digit` and `xdigit` stay ASCII's."""
+"""Unicode definitions of the POSIX classes (UTS #18, annex C); `digit` and `xdigit` stay ASCII."""
 
 
 def with_unicode_classes(regex: str, name: str) -> str:
-    r"""Return an expression whose `[[:alpha:]]` matches all letters, as `\w` and `\p{L}` do.
+    r"""Rewrite the POSIX classes of a regex so that `[[:alpha:]]` matches every Unicode letter.
 
-    ValueError if the expression contains an unknown class, which the parser reads as letters, or
-    ends with a backslash, which the parser ignores. `name` is its name in errors.
+    ValueError if the regex contains an unknown class, which the parser would read as a set of
+    letters, or ends with a backslash, which it would ignore. Errors call the regex `name`.
     """
-    # POSIX classes are classes only within brackets: [:alpha:] alone is a set of letters.
+    # A POSIX class needs an outer pair of brackets: [:alpha:] by itself is a set of letters.
     depth = 0
 
-    def replaced(match: re.Match[str]) -> str:
+    def replace(match: re.Match[str]) -> str:
         nonlocal depth
         kind = match["kind"]
         if match[0] == "\\":
-            raise ValueError(f"{name}: ends with a backslash, which escapes nothing")
+            raise ValueError(f"{name}: the last backslash escapes nothing: remove or double it")
         if kind is not None and depth:
             if kind not in _CLASSES:
                 raise ValueError(
@@ -44,5 +44,5 @@ def with_unicode_classes(regex: str, name: str) -> str:
         return match[0]
 
     return re.sub(
-        r"\\.?|\[:(?P<not>\^?)(?P<kind>[a-z]+):\]|\[\^?\]?|\]", replaced, regex, flags=re.DOTALL
+        r"\\.?|\[:(?P<not>\^?)(?P<kind>[a-z]+):\]|\[\^?\]?|\]", replace, regex, flags=re.DOTALL
     )

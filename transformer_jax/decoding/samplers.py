@@ -1,18 +1,18 @@
-"""Sample a token from logits: processors exclude tokens, a sampler picks one of the rest.
+"""Samplers: processors exclude tokens, and a sampler picks one of the rest.
 
-Both are frozen, hashable values. So a jitted function takes them as static arguments, and equal
-ones share its compiled program. All of it is float32.
+Both are frozen, hashable values. A jitted function takes them as static arguments, and equal values
+share a compiled program. All arithmetic is float32.
 
-A processor maps logits [..., V] to logits [..., V], and excludes a token by -inf. The best token
-stays, except with `Typical`, which may exclude it. Of equal logits the lower id counts as better.
+A processor maps logits [..., V] to logits [..., V] and sets those of excluded tokens to -inf. It
+keeps the best token, except for `Typical`. Among equal logits, the lower id counts as better.
 `Sample` applies its processors from left to right, so `Sample(Temperature(0.8), TopP(0.95))` cuts
-what the temperature has already sharpened.
+the distribution that the temperature has sharpened.
 
-The largest logit of a row must be finite. Where a row holds NaN, +inf, or nothing but -inf, the
-call raises ValueError; under a trace the row's token is -1, whose embedding is NaN.
+The largest logit of a row must be finite. If a row contains NaN, +inf, or only -inf, the call
+raises ValueError; for traced logits, the row's token is -1, whose embedding is NaN.
 
-Random numbers are Threefry's, whatever implementation the key is of: with others, under a `vmap`
-over keys, what is drawn for a key may depend on the keys beside it.
+Random numbers always use Threefry: with other implementations, under a `vmap` over keys, the draw
+for one key may depend on the other keys.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from transformer_jax.values import value_class
 _THREEFRY = "threefry2x32"
 
 _ROUNDING = 2.0**-22
-"""The part of a sum in float32 that may be due to its rounding."""
+"""Relative rounding error of a float32 sum."""
 
 
 class Processor(Protocol):
-    """Exclude tokens by setting their logits to -inf; hashable."""
+    """A function that excludes tokens by setting their logits to -inf; must be hashable."""
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
         ...
 
 
 class Sampler(Protocol):
-    """Pick a token of every row; hashable.
+    """A function that picks a token for every row; must be hashable.
 
-    It may also have `distribution(logits) -> f32[..., V]`, the logits whose softmax its token is
-    drawn from. Speculative decoding needs it.
+    Speculative decoding also requires a method `distribution(logits) -> f32[..., V]`, which returns
+    the logits whose softmax the token is drawn from.
     """
 
     def __call__(
@@ -65,7 +65,7 @@ class Temperature:
     """Scale the logits to (x - max x) / t.
 
     Attributes:
-        t: finite and at least 0: below 1 sharpens, above 1 flattens, 0 keeps the best token alone.
+        t: finite and at least 0: below 1 sharpens, above 1 flattens, 0 keeps only the best token.
 
     Raises:
         ValueError: if t is not a number in that range.
@@ -77,21 +77,21 @@ class Temperature:
         _check_between("t", self.t, 0.0, math.inf)
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-        x = _rows_of(logits)
+        x = _finite_rows(logits)
         top = jnp.max(x, axis=-1, keepdims=True)
         if self.t == 0:
             return _keep_best(x, top, 1)
-        # t is m 2^e. Powers of two are exact, so only m, from 1/2 to 1, divides: a device may take
-        # what is below 2^-126, such as the inverse of a large t, for zero. Beyond these e all
-        # logits are equal, or all that differ from the best are excluded.
+        # t = m * 2^e. Scaling by powers of two is exact, so divide only by m, from 1/2 to 1: a
+        # device may flush numbers below 2^-126 to zero, such as the inverse of a large t. Beyond
+        # these bounds of e, all logits are equal, or all but the best are excluded.
         m, e = math.frexp(self.t)
         e = min(max(e, -200), 180)
-        if e > 0:  # first, so that what is twice the largest float32 away is not infinitely far
+        if e > 0:  # scale first: a difference of twice the largest float32 would overflow
             first = 2.0 ** -min(e, 64)
             return (x * first - top * first) * 2.0 ** min(0, 64 - e) / m
         difference = (x - top) * 2.0 ** min(-e, 100)
-        if e < -40:  # then differences count that are too small for a subtraction
-            # x 2^100, also of numbers below 2^-126, which a device may take for zero
+        if e < -40:  # differences too small for a subtraction matter
+            # x * 2^100, also for subnormal numbers, which a device may flush to zero
             bits = jax.lax.bitcast_convert_type(x, jnp.int32)
             small = (bits & 0x7FFFFF).astype(jnp.float32) * 2.0 ** (100 - 149)
             normal = (bits & 0x7F800000) != 0
@@ -107,7 +107,7 @@ class TopK:
     """Keep the k best tokens (Fan et al. 2018, section 5.4).
 
     Attributes:
-        k: at least 1; where there are fewer tokens, all stay.
+        k: at least 1; a vocabulary with fewer tokens stays whole.
 
     Raises:
         ValueError: if k is not an integer of at least 1.
@@ -119,22 +119,22 @@ class TopK:
         check_count("k", self.k, 1)
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-        x = _rows_of(logits)
+        x = _finite_rows(logits)
         k = min(int(self.k), x.shape[-1])
-        # min, not [..., -1:], with which XLA on CPU sorts all of V: several times slower at 50257
+        # Not [..., -1:], for which XLA on CPU sorts all of V: several times slower at 50257.
         return _keep_best(x, jnp.min(jax.lax.top_k(x, k)[0], axis=-1, keepdims=True), k)
 
 
 @dataclass(frozen=True)
 class TopP:
-    """Keep the fewest best tokens whose probabilities sum to p or more.
+    """Keep the smallest set of best tokens whose probabilities sum to at least p.
 
-    A token stays while those better than it sum to less than p, so the one that crosses p stays
-    (Holtzman et al. 2020, section 3.1). A sum that is below p by no more than its rounding in
-    float32, a part in 2^22, reaches p: of five equal tokens `TopP(0.6)` keeps three.
+    A token stays if the better ones sum to less than p, so the token that crosses p stays (Holtzman
+    et al. 2020, section 3.1). A sum below p by no more than its float32 rounding error, one part in
+    2^22, counts as reaching p: `TopP(0.6)` keeps three of five equal tokens.
 
     Attributes:
-        p: from 0, which keeps the best token alone, to 1, which keeps all.
+        p: from 0, which keeps only the best token, to 1, which keeps all.
 
     Raises:
         ValueError: if p is not a number from 0 to 1.
@@ -146,25 +146,25 @@ class TopP:
         _check_between("p", self.p, 0.0, 1.0)
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-        x = _rows_of(logits)
-        if self.p == 1:  # a token whose probability is below float32 stays too
+        x = _finite_rows(logits)
+        if self.p == 1:  # also keeps tokens whose probability underflows in float32
             return x
-        return _keep_share(x, self.p, 1 - self.p)
+        return _keep_mass(x, self.p, 1 - self.p)
 
 
 @value_class(pytree=True)
 class RowSampling:
-    """Give each row of a batch a temperature and a mass of its own, as arrays.
+    """A temperature and a top-p for each row of a batch, as arrays.
 
-    Row b becomes what `Temperature(temperature[b])` and then `TopP(top_p[b])` make of it, to
-    rounding. As values these two are compiled into the program; rows with numbers of their own
-    share one. No row is sorted where every top_p is 1.
+    Row b is processed like `Temperature(temperature[b])` followed by `TopP(top_p[b])`, up to
+    rounding. Those values are compiled into the program, whereas all `RowSampling` share a program.
+    If every top_p is 1, nothing is sorted.
 
     Attributes:
-        temperature: f32[B], at least 0; 0 keeps the best token alone.
-        top_p: f32[B], from 0 to 1, which keeps all tokens.
-        rest: f32[B], 1 - top_p, which float32 has more exactly if it is computed in float64. None
-            is 1 - top_p and half a unit in the last place of top_p.
+        temperature: f32[B], at least 0; 0 keeps only the best token.
+        top_p: f32[B], from 0 to 1; 1 keeps all tokens.
+        rest: f32[B], 1 - top_p; more exact if you compute it in float64. None means 1 - top_p plus
+            half a unit in the last place of top_p.
     """
 
     temperature: jax.Array  # f32[B]
@@ -176,24 +176,24 @@ class RowSampling:
             object.__setattr__(self, "rest", 1 - jnp.asarray(self.top_p) + 2.0**-25)
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [B, V] -> f32[B, V]
-        x = _rows_of(logits)
+        x = _finite_rows(logits)
         top = jnp.max(x, axis=-1, keepdims=True)
         assert self.rest is not None
         t, p, rest = self.temperature[:, None], self.top_p[:, None], self.rest[:, None]
-        # As in `Temperature`: powers of two are exact, and only m, from 1/2 to 1, divides.
+        # As in `Temperature`: scale exactly by powers of two, and divide only by m, from 1/2 to 1.
         m, e = jnp.frexp(jnp.where(t > 0, t, 1.0))
         x = jnp.where(t > 0, jnp.ldexp(x - top, -e) / m, _keep_best(x, top, 1))
 
         def cut(x: jax.Array) -> jax.Array:
-            return jnp.where(p < 1, _keep_share(x, p, rest), x)
+            return jnp.where(p < 1, _keep_mass(x, p, rest), x)
 
-        # A sort of the vocabulary is slow, and needed only if a row is cut.
+        # Sorting the vocabulary is slow, and needed only if a row is cut.
         return jax.lax.cond((p < 1).any(), cut, lambda x: x, x)
 
 
 @dataclass(frozen=True)
 class MinP:
-    """Keep the tokens at least p times as probable as the best (Nguyen et al. 2024).
+    """Keep the tokens that are at least p times as probable as the best (Nguyen et al. 2024).
 
     Attributes:
         p: from 0, which keeps all tokens, to 1, which keeps those as probable as the best.
@@ -208,18 +208,18 @@ class MinP:
         _check_between("p", self.p, 0.0, 1.0)
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-        x = _rows_of(logits)
-        # Compared in logs: probabilities below 1e-38 would be 0 in float32.
+        x = _finite_rows(logits)
+        # Compare logarithms: probabilities below 1e-38 would underflow in float32.
         least = math.log(self.p) if self.p else -math.inf
         return jnp.where(x - jnp.max(x, axis=-1, keepdims=True) >= least, x, -jnp.inf)
 
 
 @dataclass(frozen=True)
 class Typical:
-    """Keep the fewest tokens whose probabilities sum to p, nearest to the entropy first.
+    """Keep the smallest set of typical tokens whose probabilities sum to at least p.
 
-    Tokens are taken in order of |-log q_i - H|, H = -sum_j q_j log q_j; of equals the lower id
-    first (Meister et al. 2022). The best token is excluded where its -log q is far from H.
+    Tokens are ordered by |-log q_i - H|, where H = -sum_j q_j log q_j is the entropy; ties go to
+    the lower id (Meister et al. 2022). The best token is excluded if its -log q is far from H.
 
     Attributes:
         p: from 0 to 1, which keeps all.
@@ -234,12 +234,12 @@ class Typical:
         _check_between("p", self.p, 0.0, 1.0)
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-        x = _rows_of(logits)
+        x = _finite_rows(logits)
         if self.p == 1:
             return x
         q = jax.nn.softmax(x, axis=-1)
         below = x - jnp.max(x, axis=-1, keepdims=True)
-        # -log q - H without their log of a sum, whose rounding is that of log V
+        # -log q - H; the common term log sum exp cancels, and with it its rounding error.
         mean = jnp.sum(jnp.where(q > 0, q * below, 0.0), axis=-1, keepdims=True)
         nearness = jnp.where(jnp.isneginf(x), -jnp.inf, -jnp.abs(below - mean))
         order = jnp.argsort(nearness, axis=-1, descending=True)
@@ -250,7 +250,7 @@ class Typical:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Pick the best token; of equal ones that of the lowest id."""
+    """Pick the best token; ties go to the lowest id."""
 
     def __call__(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
         """Return the best token of each row.
@@ -260,18 +260,18 @@ class Greedy:
             logits: [..., V].
 
         Returns:
-            i32[...]; under a trace -1 in a row whose largest logit is not finite.
+            i32[...]; for traced logits, -1 if the largest logit of a row is not finite.
 
         Raises:
-            ValueError: if the largest logit of a row is known and not finite.
+            ValueError: if the logits are concrete and the largest logit of a row is not finite.
         """
         x = _as_float32(logits)
         top = largest(x)
         return jnp.where(jnp.isfinite(top), ops.argmax(x, top), -1).astype(jnp.int32)
 
     def distribution(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-        """Return -inf for all but the best token: the softmax gives it probability 1."""
-        x = _rows_of(logits)
+        """Return -inf for all but the best token, which thus has probability 1."""
+        x = _finite_rows(logits)
         return _keep_best(x, jnp.max(x, axis=-1, keepdims=True), 1)
 
 
@@ -280,10 +280,11 @@ class Sample:
     """Draw a token from softmax(processed logits): `Sample(Temperature(0.8), TopP(0.95))`.
 
     Attributes:
-        processors: map logits [..., V] to logits, from left to right; none draws from the logits.
+        processors: functions from logits [..., V] to logits, applied from left to right; without
+            any, tokens are drawn from softmax(logits).
 
     Raises:
-        ValueError: if one is not a value that is called with logits.
+        ValueError: if one is not a value that can be called with logits.
     """
 
     processors: tuple[Processor, ...]
@@ -299,17 +300,17 @@ class Sample:
         """Draw one token of each row.
 
         Args:
-            key: a single key; its numbers are Threefry's.
+            key: a single key, converted to Threefry.
             logits: [..., V].
 
         Returns:
-            i32[...]; under a trace -1 in a row whose largest logit is not finite.
+            i32[...]; for traced logits, -1 if the largest logit of a row is not finite.
 
         Raises:
-            ValueError: if `key` is not a single key, or the largest logit of a row is known and not
-                finite.
+            ValueError: if `key` is not a single key, or the logits are concrete and the largest
+                logit of a row is not finite.
         """
-        processed = self.distribution(logits)  # names swapped arguments before `key` is refused
+        processed = self.distribution(logits)  # before `key` is checked: reports swapped arguments
         check_key("key", key)
         token = _draw_token(as_threefry(key), processed)
         return jnp.where(has_finite_maximum(processed), token, -1).astype(jnp.int32)
@@ -317,20 +318,20 @@ class Sample:
     def distribution(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
         """Return the processed logits, whose softmax a token is drawn from.
 
-        A row whose largest logit is not finite is NaN.
+        A row whose largest logit is not finite becomes NaN.
         """
-        # Looked for before the processors, which may exclude what is wrong.
-        given = processed = _as_float32(logits)
+        # Test the logits before processing: a processor may exclude the bad logit.
+        raw = processed = _as_float32(logits)
         for processor in self.processors:
             processed = processor(processed)
-        finite = has_finite_maximum(given)[..., None]
+        finite = has_finite_maximum(raw)[..., None]
         return jnp.where(finite, _as_float32(processed), jnp.nan)
 
 
 def as_threefry(key: jax.Array) -> jax.Array:  # key[...]
-    """Return keys of any implementation, or their raw words u32[..., n], as Threefry's.
+    """Convert keys of any implementation, or raw words u32[..., n], to Threefry keys.
 
-    Those of Threefry are themselves. Each of the others depends on all of its own words alone.
+    Threefry keys are returned unchanged. For other keys, the result depends on all of their words.
     """
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if str(jax.random.key_impl(key)) == _THREEFRY:
@@ -343,28 +344,29 @@ def as_threefry(key: jax.Array) -> jax.Array:  # key[...]
 def _threefry_of_words(key: jax.Array) -> jax.Array:  # u32[..., n] -> key[...]
     lead, words = key.shape[:-1], key.reshape(-1, key.shape[-1])
     keys = jax.random.wrap_key_data(words[:, :2], impl=_THREEFRY)
-    # Keys of "rbg" have four words, and each of them must count.
+    # Keys of "rbg" have four words, and all of them must matter.
     for i in range(2, words.shape[1]):
         keys = jax.vmap(jax.random.fold_in)(keys, words[:, i])
     return keys.reshape(lead)
 
 
 def _draw_token(key: jax.Array, x: jax.Array) -> jax.Array:  # f32[..., V] -> i32[...]
-    """Draw from softmax(x): one of about sqrt(V) blocks by its sum, then one of its tokens.
+    """Draw from softmax(x): first one of about sqrt(V) blocks by its sum, then a token of it.
 
-    Both by the largest of logits and Gumbel noise. In float32 that has a tail only in JAX's mode
-    "high", of twice the random bits; of 2 sqrt(V) numbers these cost less than one each of V.
+    Both draws take the argmax of logits plus Gumbel noise. In float32, the noise has an accurate
+    tail only in JAX's mode "high", which uses twice the random bits; 2 sqrt(V) such numbers cost
+    less than V ordinary ones.
     """
     vocab = x.shape[-1]
     size = 1 << max(3, math.isqrt(vocab).bit_length())
     blocks = -(-vocab // size)
     lead = [(0, 0)] * (x.ndim - 1)
-    x = x - jnp.max(x, axis=-1, keepdims=True)  # noise would be lost beside a large number
+    x = x - jnp.max(x, axis=-1, keepdims=True)  # rounding would absorb the noise of a large number
     x = jnp.pad(x, [*lead, (0, blocks * size - vocab)], constant_values=-jnp.inf)
     x = x.reshape(*x.shape[:-1], blocks, size)
     shape = (*x.shape[:-2], blocks + size)
     noise = jax.random.gumbel(key, shape, jnp.float32, mode="high")
-    # A block of excluded tokens has a sum of -inf, which no noise can make the largest.
+    # A block in which all tokens are excluded has the sum -inf and is never chosen.
     sums = jax.nn.logsumexp(x, axis=-1)
     block = jnp.argmax(sums + noise[..., :blocks], axis=-1)[..., None]
     x = jnp.take_along_axis(x, block[..., None], axis=-2, mode="clip")[..., 0, :]
@@ -372,12 +374,12 @@ def _draw_token(key: jax.Array, x: jax.Array) -> jax.Array:  # f32[..., V] -> i3
     return block[..., 0] * size + token
 
 
-def _keep_share(
+def _keep_mass(
     x: jax.Array,  # f32[..., V]
     p: jax.Array | float,  # [..., 1]
     rest: jax.Array | float,  # [..., 1], 1 - p
 ) -> jax.Array:  # f32[..., V]
-    """Keep the fewest best tokens that have the share p of all probability."""
+    """Keep the smallest set of best tokens with probability mass p."""
     best_first = jnp.sort(x, axis=-1, descending=True)
     kept = _count_to_reach(jnp.exp(best_first - best_first[..., :1]), p, rest)
     return _keep_best(x, jnp.take_along_axis(best_first, kept - 1, axis=-1), kept)
@@ -388,16 +390,16 @@ def _count_to_reach(
     p: jax.Array | float,  # [..., 1]
     rest: jax.Array | float,  # [..., 1], 1 - p
 ) -> jax.Array:  # i32[..., 1]
-    """Return how many weights, from the first on, sum to the share p of all; at least 1.
+    """Return how many leading weights sum to the fraction p of the total; at least 1.
 
-    Above 1/2 what is left is summed, from the last on: float32 has few numbers near 1, many near 0.
+    If p is above 1/2, sum the rest instead: float32 is finer near 0 than near 1.
     """
-    before = jnp.cumsum(weights, axis=-1)
-    left = jax.lax.cumsum(weights, axis=weights.ndim - 1, reverse=True)
+    prefix = jnp.cumsum(weights, axis=-1)
+    suffix = jax.lax.cumsum(weights, axis=weights.ndim - 1, reverse=True)
     short = jnp.where(
         p <= 0.5,
-        before[..., :-1] < p * before[..., -1:] * (1 - _ROUNDING),
-        left[..., 1:] > rest * left[..., :1] * (1 + _ROUNDING),
+        prefix[..., :-1] < p * prefix[..., -1:] * (1 - _ROUNDING),
+        suffix[..., 1:] > rest * suffix[..., :1] * (1 + _ROUNDING),
     )
     return 1 + jnp.sum(short, axis=-1, keepdims=True)
 
@@ -409,27 +411,27 @@ def _check_between(name: str, value: float, low: float, high: float) -> None:
 
 
 def _as_float32(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-    """Return the logits in float32; ValueError where the largest of a row is not finite."""
+    """Return float32 logits; ValueError if they are concrete and a row's maximum is not finite."""
     dtype = getattr(logits, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise ValueError(f"logits is {dtype}: a sampler is called with (key, logits)")
+        raise ValueError(f"logits is {dtype}: pass the arguments of a sampler as (key, logits)")
     x = jnp.asarray(logits).astype(jnp.float32)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"logits have shape {x.shape}: must be [..., V] with V at least 1")
-    # Known logits are checked even inside a `jit`, where they are constants.
-    known = known_value(logits)  # asked first: inside a trace x is traced
-    if known is not None:
-        top = known.max(axis=-1)
+    # Constants are checked even inside a `jit`; x itself is traced there.
+    concrete = known_value(logits)
+    if concrete is not None:
+        top = concrete.max(axis=-1)
         if not np.isfinite(top).all():
-            where = tuple(int(i) for i in np.argwhere(~np.isfinite(top))[0])
-            raise ValueError(f"the largest logit of row {where} is {top[where]}: must be finite")
+            row = tuple(int(i) for i in np.argwhere(~np.isfinite(top))[0])
+            raise ValueError(f"the largest logit of row {row} is {top[row]}: must be finite")
     return x
 
 
-def _rows_of(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-    """Return what a processor reads: float32, all NaN in a row without a finite maximum.
+def _finite_rows(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
+    """Return float32 logits, with NaN in every row that has no finite maximum.
 
-    A cut of such a row would otherwise exclude the NaN, and the rest would look like logits.
+    Otherwise a processor might exclude the NaN, and the rest of the row would look valid.
     """
     x = _as_float32(logits)
     return jnp.where(has_finite_maximum(x)[..., None], x, jnp.nan)
@@ -440,7 +442,7 @@ def _keep_best(
     cut: jax.Array,  # [..., 1]: the n-th best value
     n: jax.Array | int,  # [..., 1]
 ) -> jax.Array:  # [..., V]
-    """Keep the n best: those above `cut`, and of those that equal it the lowest ids."""
+    """Keep the n best values: those above `cut`, and among those equal to it the lowest ids."""
     above, equal = x > cut, x == cut
     room = n - jnp.sum(above, axis=-1, keepdims=True)
     return jnp.where(above | (equal & (jnp.cumsum(equal, axis=-1) <= room)), x, -jnp.inf)

@@ -1,12 +1,12 @@
-"""Slots of continuous batching: a batch of fixed shapes whose rows are taken and freed.
+"""Slots of continuous batching: a batch of fixed shapes whose rows are occupied and freed.
 
-`Slots` contain a `DecodeState` of B rows. `admit` reads prompts into free rows, `advance_slots`
-chooses the next tokens of all rows, and a row that has ended stands still until the next request
-takes its place. Shapes never change. So there is one decoding program, and one for each bucket of
-prompts; both consume the slots they are given, except inside your own `jit`.
+`Slots` contains a `DecodeState` of B rows. `admit` reads prompts into free rows, `advance_slots`
+chooses the next tokens of all rows, and an ended row does not change until a new request replaces
+it. Shapes never change, so there is one decoding program, plus one program for each bucket of
+prompts. Both consume their slots, except inside your own `jit`.
 
-Each of the three has a program below it, `admit_rows`, `advance_rows` and `free_rows`, for callers
-that keep track of the rows themselves: it checks nothing and never waits for the device.
+`admit_rows`, `advance_rows` and `free_rows` are the compiled programs behind `admit`,
+`advance_slots` and `release`. They check nothing and never wait for the device.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from transformer_jax.values import value_class
 
 @value_class(pytree=True)
 class Slots(Generic[State]):
-    """A batch whose rows are at different places of different texts.
+    """A batch whose rows contain independent texts.
 
     Attributes:
-        decode_state: of all rows.
-        step: what runs the model.
-        options: what the decoding program is compiled for.
-        capacity: the most tokens of a prompt and its continuation but the last, which is never
-            read.
+        decode_state: the state of all rows.
+        step: the step of the model.
+        options: the static options of the decoding program.
+        capacity: the maximum length of a prompt and its continuation, without the last token, which
+            is never read.
     """
 
     decode_state: DecodeState[State]
@@ -67,7 +67,7 @@ class Slots(Generic[State]):
 
     @property
     def active(self) -> jax.Array:  # bool[B]
-        """Which slots are taken; False is a free one."""
+        """Mask of the occupied slots."""
         return self.decode_state.active
 
 
@@ -83,24 +83,25 @@ def init_slots(
     stop: int | Sequence[int] = (),
     sampling: bool = False,
 ) -> Slots[State]:
-    """Return free slots for states like `state`.
+    """Create free slots for states like `state`.
 
     Args:
-        step: what runs the model, as in `generate`.
-        params: what the step takes as the model's parameters; only its shapes are read.
-        state: one row, which stays whole.
-        slots: B, how many requests are decoded side by side, at least 1.
-        capacity: the most tokens of a prompt and its continuation but the last, at least 1.
+        step: the step of the model, as in `generate`.
+        params: the model's parameters, passed to the step; only their shapes are used.
+        state: a state of one row; not consumed.
+        slots: B, the number of requests to decode at the same time, at least 1.
+        capacity: the maximum length of a prompt and its continuation, without the last token; at
+            least 1.
         sampler: chooses a token, called with (key, logits); None takes the likeliest.
-        processors: change the logits by the text so far, before the sampler sees them.
-        stop: the token id, or ids, after which a row ends.
-        sampling: whether each row brings a `RowSampling`, which is applied after the processors
-            and before the sampler.
+        processors: change the logits based on the text so far, before the sampler.
+        stop: one or more token ids that end a row.
+        sampling: whether each row has its own `RowSampling`, applied after the processors and
+            before the sampler.
 
     Raises:
         ValueError: if an argument is wrong.
     """
-    # Rows are of different requests: an edit that takes rows together is refused.
+    # Rows belong to different requests, so edits that combine rows are refused.
     step = as_step(step, params, state).told(apart=True)
     check_count("slots", slots, 1)
     check_count("capacity", capacity, 1)
@@ -109,7 +110,7 @@ def init_slots(
     processors, stop = check_processors(processors), stop_tokens(stop)
     check_not_consumed(state)
     if count_rows(state) != 1:
-        raise ValueError(f"state has {count_rows(state)} rows: must be one, as each slot has")
+        raise ValueError(f"state has {count_rows(state)} rows: must have one, like each slot")
     if stop:
         check_stop(stop, step, params, 1, state)
     options = DecodeOptions(Greedy() if sampler is None else sampler, processors, stop, ends=True)
@@ -143,12 +144,12 @@ def admit(
     slots: Slots[State],
     params: Params,
     rows: int | PerRow,
-    prompt: TokenRows,  # i32[R, P], or rows of one length
+    prompt: TokenRows,  # i32[R, P], or rows of equal length
     state: State,
     *,
     limits: int | PerRow,
     lengths: Lengths | None = None,  # i32[R], or bool[R, P]
-    key: jax.Array | None = None,  # one, or one for each row
+    key: jax.Array | None = None,  # one key, or one for each row
     chunk: int | None = None,
     sampling: RowSampling | None = None,
     top: int = 0,
@@ -157,48 +158,48 @@ def admit(
     """Put prompts into free slots and choose the first token of each.
 
     Inside your own `jit`, occupied slots cannot be detected and are overwritten. Traced rows must
-    be different slots, from 0 on; one past the last is dropped. If limits or lengths are traced,
-    limits are clipped to the room of a slot.
+    be distinct and not negative; rows past the last slot are dropped. If limits or lengths are
+    traced, limits are clipped to the room in a slot.
 
     Args:
-        slots: of `init_slots`; they are consumed.
-        params: the model's parameters, as the step takes them.
+        slots: the slots to fill; they are consumed.
+        params: the model's parameters, passed to the step.
         rows: the slot of each prompt.
         prompt: token ids.
-        state: R rows, from which the prompts continue; not consumed, so many may share a prefix.
-        limits: new tokens of each prompt, at least 1.
-        lengths: from 1 to P, tokens of each prompt, or a mask [R, P]; None is P.
-        key: one key, of which prompt r uses `fold_in(key, r)`, or one for each, [R].
-        chunk: how many tokens of a prompt are read at a time; None reads all at once.
-        sampling: of R rows, for slots with `sampling`.
-        top: how many of the likeliest tokens are returned as well.
-        allowed: the tokens from which the first one is chosen, after the processors and before the
+        state: the state to continue, with R rows; not consumed, so prompts can share a prefix.
+        limits: maximum number of new tokens of each prompt, at least 1.
+        lengths: from 1 to P, the length of each prompt, or a mask [R, P]; None means P.
+        key: a single key, so that prompt r uses `fold_in(key, r)`, or one key per prompt, [R].
+        chunk: number of prompt tokens to read at a time; None reads all at once.
+        sampling: settings of R rows, for slots with `sampling`.
+        top: number of likeliest tokens to return with each token.
+        allowed: the tokens allowed as the first one, applied after the processors and before the
             sampler; None allows all.
 
     Returns:
-        The slots, and the first tokens and log-probabilities, [R]; with `top`, `seen` is a
+        The slots, and the first tokens with their log-probabilities, [R]. With `top`, `seen` is a
         `Likeliest` of [R, top].
 
     Raises:
-        ValueError: if an argument is wrong, a slot is taken, or the slots were consumed before.
+        ValueError: if an argument is wrong, a slot is occupied, or the slots were already consumed.
     """
     check_slots(slots)
-    places = check_slot_rows(slots, rows)
-    if not traced(slots.active, places):
-        # This waits for the device; the `Batcher` knows its rows and skips it.
-        taken = places[jax.device_get(slots.active)[places]].tolist()
-        if taken:
-            raise ValueError(f"rows {taken} are taken: release them, or wait for their end")
+    row_array = check_slot_rows(slots, rows)
+    if not traced(slots.active, row_array):
+        # This waits for the device; `Batcher` tracks its rows and skips it.
+        occupied = row_array[jax.device_get(slots.active)[row_array]].tolist()
+        if occupied:
+            raise ValueError(f"rows {occupied} are occupied: release them, or wait for their end")
     numpy: ModuleType = jnp if traced(limits) else np
     check_count("top", top, 0)
     if chunk is not None:
         check_count("chunk", chunk, 1)
-    most = numpy.atleast_1d(limits)
-    prompts = check_prompts(slots, prompt, lengths, state, most, key, sampling)
-    if len(prompts.lengths) != len(places):
-        raise ValueError(f"prompt has {len(prompts.lengths)} rows for {len(places)} slots")
+    limits = numpy.atleast_1d(limits)
+    prompts = check_prompts(slots, prompt, lengths, state, limits, key, sampling)
+    if len(prompts.lengths) != len(row_array):
+        raise ValueError(f"prompt has {len(prompts.lengths)} rows for {len(row_array)} slots")
     prompts = prompts._replace(allowed=None if allowed is None else jnp.asarray(allowed))
-    return admit_rows(slots, params, jnp.asarray(places, jnp.int32), prompts, state, chunk, top)
+    return admit_rows(slots, params, jnp.asarray(row_array, jnp.int32), prompts, state, chunk, top)
 
 
 @program(static=("chunk", "top"), donate=("slots",))
@@ -211,15 +212,15 @@ def admit_rows(
     chunk: int | None,
     top: int,
 ) -> tuple[Slots[State], StepOutput]:  # [R]
-    """Do what `admit` does, with arguments that were checked."""
+    """Do the work of `admit` with checked arguments."""
     options = slots.options._replace(top=top, chunk=chunk)
-    # A history is as wide as a slot, in every bucket: rows of all of them are one array.
+    # A history has the capacity of a slot in every bucket, so that all rows fit in one array.
     room = slots.capacity - prompts.tokens.shape[1]
 
     def fill(
         slots: Slots[State], params: Params, rows: jax.Array, prompts: Prompts, state: State
     ) -> tuple[Slots[State], StepOutput]:
-        # Of several prompts some may be shorter, which an edit has to know.
+        # If there are several prompts, some may be shorter, which edits need to know.
         step = slots.step if len(prompts.lengths) == 1 else slots.step.told(padded=True)
         new, output = start_decoding(options, step, params, prompts, state, room)
         decode_state = write_rows(slots.decode_state, rows, _end_nonfinite(new, output))
@@ -240,31 +241,30 @@ def advance_slots(
 ) -> tuple[Slots[State], StepOutput]:  # [steps, B]
     """Choose up to `steps` tokens for every active row.
 
-    The loop ends when no row is active. A row without a token has -1 and log-probability 0. A row
-    whose logits are nonfinite ends with token -1 and log-probability NaN.
+    The loop ends when no row is active. After the end of a row, its tokens are -1 with
+    log-probability 0. A row with nonfinite logits ends with token -1 and log-probability NaN.
 
     Args:
-        slots: of `admit`; they are consumed.
-        params: the model's parameters, as the step takes them.
-        steps: at least 1.
+        slots: the slots to advance; they are consumed.
+        params: the model's parameters, passed to the step.
+        steps: maximum number of tokens, at least 1.
         pause: end the loop as soon as a slot is free, so that it can be filled.
-        top: how many of the likeliest tokens are returned as well.
-        allowed: the tokens from which the next one of each row is chosen, in a single step; None
-            allows all.
+        top: number of likeliest tokens to return with each token.
+        allowed: the tokens allowed next in each row, for a single step; None allows all.
 
     Returns:
-        The slots, and the tokens and log-probabilities, [steps, B]; with `top`, `seen` is a
+        The slots, and the tokens with their log-probabilities, [steps, B]. With `top`, `seen` is a
         `Likeliest` of [steps, B, top].
 
     Raises:
-        ValueError: if the slots were consumed before, or `steps` is not an integer of at least 1,
-            or with `allowed` more than 1.
+        ValueError: if the slots were already consumed, `steps` is not an integer of at least 1, or
+            it is above 1 with `allowed`.
     """
     check_slots(slots)
     check_count("steps", steps, 1)
     check_count("top", top, 0)
     if allowed is not None and steps > 1:
-        raise ValueError(f"steps is {steps}: must be 1, as `allowed` is of the next token")
+        raise ValueError(f"steps is {steps}: must be 1 with `allowed`, which is for one token")
     mask = None if allowed is None else jnp.asarray(allowed)
     return advance_rows(slots, params, jax.device_put(np.bool_(pause)), steps, top, mask)
 
@@ -282,7 +282,7 @@ def advance_rows(
     top: int,
     allowed: jax.Array | None = None,  # bool[B, V]
 ) -> tuple[Slots[State], StepOutput]:  # [steps, B]
-    """Do what `advance_slots` does, with arguments that were checked."""
+    """Do the work of `advance_slots` with checked arguments."""
     options = slots.options._replace(top=top)
 
     def advance(
@@ -291,7 +291,7 @@ def advance_rows(
         def unfinished(carry: _Carry[State]) -> jax.Array:
             n, decode_state, _ = carry
             active = decode_state.active
-            # `pause` is an argument of the program, not a static one: it changes from call to call.
+            # `pause` is not static because it changes from call to call.
             return (n < steps) & active.any() & (active.all() | ~pause)
 
         def write_next(carry: _Carry[State]) -> _Carry[State]:
@@ -304,10 +304,10 @@ def advance_rows(
             lambda params, state: decode_step(options, slots.step, params, state)[1],
             params, slots.decode_state,
         )  # fmt: skip
-        nothing = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), output)
-        # Steps that are not taken, because the loop has ended, leave token -1.
-        nothing = nothing._replace(token=nothing.token - 1)
-        carry = jnp.int32(0), slots.decode_state, nothing
+        empty = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), output)
+        # Steps after the end of the loop leave token -1.
+        empty = empty._replace(token=empty.token - 1)
+        carry = jnp.int32(0), slots.decode_state, empty
         _, decode_state, outputs = jax.lax.while_loop(unfinished, write_next, carry)
         return replace(slots, decode_state=decode_state), outputs
 
@@ -316,7 +316,7 @@ def advance_rows(
 
 
 def _end_nonfinite(decode_state: DecodeState[State], output: StepOutput) -> DecodeState[State]:
-    """End the rows whose logits gave no token: they have nothing to continue from."""
+    """End the rows with nonfinite logits: they have no token to continue from."""
     return replace(decode_state, active=decode_state.active & (output.token >= 0))
 
 
@@ -324,11 +324,11 @@ def release(slots: Slots[State], rows: int | PerRow) -> Slots[State]:
     """Free slots, whether or not their texts have ended.
 
     Args:
-        slots: they are consumed.
-        rows: the slots that are freed.
+        slots: all slots; they are consumed.
+        rows: indices of the slots to free.
 
     Raises:
-        ValueError: if the slots were consumed before, or a row is no slot.
+        ValueError: if the slots were already consumed, or a row is not a slot.
     """
     check_slots(slots)
     return free_rows(slots, jnp.asarray(check_slot_rows(slots, rows), jnp.int32))
@@ -336,7 +336,7 @@ def release(slots: Slots[State], rows: int | PerRow) -> Slots[State]:
 
 @program(donate=("slots",))
 def free_rows(slots: Slots[State], rows: jax.Array) -> Slots[State]:  # i32[R]
-    """Do what `release` does, with rows that were checked."""
+    """Do the work of `release` with checked rows."""
     active = slots.active.at[rows].set(False)
     return replace(slots, decode_state=replace(slots.decode_state, active=active))
 
@@ -344,24 +344,24 @@ def free_rows(slots: Slots[State], rows: jax.Array) -> Slots[State]:  # i32[R]
 def check_slots(slots: Slots[State]) -> None:
     """Raise ValueError if an earlier call has consumed the slots."""
     if not traced(slots.active) and slots.active.is_deleted():
-        raise ValueError("slots were consumed by an earlier call: use those it returned")
+        raise ValueError("slots were consumed by an earlier call: use the slots that it returned")
 
 
 def check_slot_rows(slots: Slots[State], rows: int | PerRow) -> Array:  # [R]
-    """Return the rows as an array; ValueError unless they are different slots."""
+    """Return the rows as an array; ValueError unless they are distinct slots."""
     numpy: ModuleType = jnp if traced(rows) else np
-    places = numpy.atleast_1d(rows)
+    array = numpy.atleast_1d(rows)
     count = len(slots.active)
-    if places.ndim != 1 or not np.issubdtype(places.dtype, np.integer):
-        given = f"{places.dtype}{list(places.shape)}" if traced(places) else places.tolist()
-        raise ValueError(f"rows are {given}: must be integers")
-    if traced(places):
-        return places
-    if len(set(places.tolist())) < len(places):
-        raise ValueError(f"rows are {places.tolist()}: must name a slot once")
-    if not ((places >= 0) & (places < count)).all():
-        raise ValueError(f"rows are {places.tolist()}: must be in 0..{count - 1}")
-    return places
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        actual = f"{array.dtype}{list(array.shape)}" if traced(array) else array.tolist()
+        raise ValueError(f"rows are {actual}: must be integers")
+    if traced(array):
+        return array
+    if len(set(array.tolist())) < len(array):
+        raise ValueError(f"rows are {array.tolist()}: must be distinct")
+    if not ((array >= 0) & (array < count)).all():
+        raise ValueError(f"rows are {array.tolist()}: must be in 0..{count - 1}")
+    return array
 
 
 def check_prompts(
@@ -377,8 +377,8 @@ def check_prompts(
     tokens, lengths = check_prompt(prompt, lengths)
     rows = len(tokens)
     if limits.shape != lengths.shape or not np.issubdtype(limits.dtype, np.integer):
-        given = f"{limits.dtype}{list(limits.shape)}" if traced(limits) else limits.tolist()
-        raise ValueError(f"limits are {given}: must be integers, one for each prompt")
+        actual = f"{limits.dtype}{list(limits.shape)}" if traced(limits) else limits.tolist()
+        raise ValueError(f"limits are {actual}: must be integers, one for each prompt")
     if not traced(limits) and limits.min() < 1:
         raise ValueError(f"num_tokens is {limits.min()}: must be at least 1")
     total = lengths + limits - 1
@@ -393,35 +393,39 @@ def check_prompts(
         raise ValueError(f"key is None: {slots.options.sampler!r} draws random numbers")
     keys = row_keys(key, rows)
     check_not_consumed(state)
-    # A state of another shape would be broadcast into the row, or fail deep in a program.
-    mine, one = jax.tree_util.tree_flatten_with_path(slots.decode_state.state)
-    theirs, other = jax.tree_util.tree_flatten_with_path(state)
-    if one != other:  # type: ignore[operator]
-        raise ValueError(f"state is {other}: the slots hold {one}")
-    for (path, a), (_, b) in zip(mine, theirs, strict=True):
-        wanted = (rows, *a.shape[1:])
-        if b.shape != wanted or b.dtype != a.dtype:
+    # A state of a different shape would be broadcast into the row, or fail deep in a program.
+    slot_leaves, slot_tree = jax.tree_util.tree_flatten_with_path(slots.decode_state.state)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+    if tree != slot_tree:  # type: ignore[operator]
+        raise ValueError(f"state is {tree}: the slots contain {slot_tree}")
+    for (path, slot_leaf), (_, leaf) in zip(slot_leaves, leaves, strict=True):
+        expected = (rows, *slot_leaf.shape[1:])
+        if leaf.shape != expected or leaf.dtype != slot_leaf.dtype:
             raise ValueError(
-                f"state{jax.tree_util.keystr(path)} is {b.dtype}{list(b.shape)}: "
-                f"the slots take {a.dtype}{list(wanted)}"
+                f"state{jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}: "
+                f"the slots require {slot_leaf.dtype}{list(expected)}"
             )
     tokens = check_with_step(slots.step, tokens, lengths, limits, state)
     if (sampling is None) == (slots.decode_state.sampling is not None):
-        rule = "needed by these slots" if sampling is None else "init_slots(sampling=True) takes it"
+        rule = (
+            "these slots were made with sampling=True and require it"
+            if sampling is None
+            else "the slots require init_slots(sampling=True)"
+        )
         raise ValueError(f"sampling is {sampling!r:.80}: {rule}")
     for name in ("temperature", "top_p", "rest") if sampling is not None else ():
         value = getattr(sampling, name)
         if value.shape != (rows,) or value.dtype != jnp.float32:
-            given = f"{value.dtype}{list(value.shape)}"
-            raise ValueError(f"{name} is {given}: must be float32[{rows}]")
+            actual = f"{value.dtype}{list(value.shape)}"
+            raise ValueError(f"{name} is {actual}: must be float32[{rows}]")
     columns = tokens.shape[1]
-    # a step that reads exactly what it is given would see the padding
+    # An edit that reads every token would see the padding.
     width = columns if slots.step.reads_exactly else bucket(columns)
     width = min(width, slots.capacity)
     numpy: ModuleType = jnp if traced(tokens) else np
     tokens = numpy.pad(tokens, ((0, 0), (0, max(0, width - columns))))[:, :width]
     if traced(tokens, lengths, limits):
         placed = [jnp.asarray(x, jnp.int32) for x in (tokens, lengths, limits)]
-    else:  # explicitly, for code that refuses implicit transfers
+    else:  # explicit transfer, for code under `jax.transfer_guard`
         placed = jax.device_put([np.asarray(x, np.int32) for x in (tokens, lengths, limits)])
     return Prompts(placed[0], placed[1], keys, placed[2], sampling)

@@ -1,14 +1,14 @@
-"""Decode speculatively: propose several tokens, verify them in one call, keep those that agree.
+"""Speculative decoding: propose several tokens, verify them in one call, keep the accepted ones.
 
 A proposed token x, drawn from q, is accepted with probability min(1, p(x) / q(x)), where p is the
-sampler's distribution given the model's logits. After the first rejected token, one is drawn from
-max(p - q, 0), normalised; after proposals that are all accepted, one is drawn from p. So the tokens
-are distributed as plain sampling's, whatever is proposed (Leviathan et al. 2023, algorithm 1; Chen
-et al. 2023). A proposal that is not drawn has q(x) = 1. Greedy tokens are those of `generate`, up
-to ties within rounding: several tokens are read at once.
+sampler's distribution for the model's logits. The first rejected token is replaced by a draw from
+max(p - q, 0), normalized; if all proposals are accepted, one more token is drawn from p. For any
+proposals, the tokens have the same distribution as plain sampling (Leviathan et al. 2023,
+algorithm 1; Chen et al. 2023). A deterministic proposal has q(x) = 1. Greedy tokens equal those of
+`generate` except for ties within rounding, because several tokens are read at once.
 
-Rows advance by different amounts. The step's `rewind` takes the rejected tokens out of a row's
-state; a step without it, such as a recurrent one, reads the tokens that are kept once more.
+Rows advance by different amounts. The step's `rewind` removes rejected tokens from a row's state; a
+step without it, such as a recurrent one, reads the kept tokens a second time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.tracing import traced
 from transformer_jax.values import value_class
 
-# No token has these numbers: folded into a row's key they give keys that `generate` does not use.
+# Larger than any token number, so these derive keys that `generate` does not use.
 _PROPOSE, _ACCEPT = 2**32 - 1, 2**32 - 2
 
 
@@ -62,14 +62,14 @@ class Speculation(Generic[State]):
 
     Attributes:
         tokens: i32[B, num_tokens], the new tokens; -1 after a row's end.
-        lengths: i32[B], new tokens of a row, a stop token included.
+        lengths: i32[B], number of new tokens, including a stop token.
         log_probs: f32[B, num_tokens], log softmax(logits)[token] in nats, before processors; 0
             after a row's end.
-        state: has read all but each row's last token.
-        proposer_state: of a `Draft` its model's state, which has read as much as `state`.
-        proposed: i32[B], tokens that were proposed and verified.
-        accepted: i32[B], how many of these stand in the result.
-        calls: i32[], calls of the model after the prompt.
+        state: the state after all but the last token of each row.
+        proposer_state: for a `Draft`, the state of its model after the same tokens as `state`.
+        proposed: i32[B], number of tokens that were proposed and verified.
+        accepted: i32[B], number of proposed tokens in the result.
+        calls: i32[], number of model calls after the prompt.
     """
 
     tokens: jax.Array  # i32[B, num_tokens]
@@ -83,11 +83,11 @@ class Speculation(Generic[State]):
 
     @property
     def acceptance(self) -> jax.Array:  # f32[B]
-        """Return accepted / proposed; 0 where nothing was proposed."""
+        """The ratio accepted / proposed, or 0 if nothing was proposed."""
         return self.accepted / jnp.maximum(self.proposed, 1)
 
     def rows(self) -> list[np.ndarray]:
-        """Return each row's tokens i32[lengths[b]], without what follows its end."""
+        """Return the tokens i32[lengths[b]] of each row, without the padding after its end."""
         pairs = zip(np.asarray(self.tokens), np.asarray(self.lengths), strict=True)
         return [tokens[:length] for tokens, length in pairs]
 
@@ -96,7 +96,7 @@ class Speculation(Generic[State]):
 def speculate(
     step: StepLike[State],
     params: Params,
-    prompt: TokenRows,  # i32[B, P], or rows of one length
+    prompt: TokenRows,  # i32[B, P], or rows of equal length
     state: State,
     *,
     proposer: Proposer,
@@ -104,41 +104,43 @@ def speculate(
     num_draft: int,
     lengths: Lengths | None = None,  # i32[B], or bool[B, P]
     sampler: Sampler | None = None,
-    key: jax.Array | None = None,  # one, or one for each row
+    key: jax.Array | None = None,  # one key, or one for each row
     processors: Sequence[HistoryProcessor] = (),
     stop: int | Sequence[int] = (),
     limits: PerRow | None = None,  # i32[B]
     chunk: int | None = None,
 ) -> Speculation[State]:
-    """Generate as `generate` does with the same arguments, in fewer calls of the model.
+    """Generate like `generate` with the same arguments, but with fewer model calls.
 
-    Each turn verifies up to `num_draft` proposals of a row in one call, and adds one token of the
-    model's own. Greedy tokens are those of `generate`, up to ties within rounding; sampled ones
-    have the same distribution, but are other draws (Leviathan et al. 2023, algorithm 1).
+    Each turn verifies up to `num_draft` proposals of a row in one call and adds one token from the
+    model itself. Greedy tokens equal those of `generate` except for ties within rounding. Sampled
+    tokens have the same distribution but are different draws (Leviathan et al. 2023, algorithm 1).
 
     Args:
-        step: what runs the model, as in `generate`.
-        params: what the step takes as the model's parameters.
-        prompt: i32[B, P], token ids, as an array or as rows of one length.
-        state: the state to continue, of B rows, with as much room as for `generate`; a ring
-            needs num_draft slots more than its window. It is consumed.
-        proposer: guesses the next tokens: `PromptLookup()`, `Draft(...)` or a `Proposer` of your
-            own; not consumed.
-        num_tokens: the most new tokens of a row, at least 1.
-        num_draft: the most tokens that are proposed in a turn, at least 1.
-        lengths: i32[B], from 1 to P, tokens of each row's prompt, or a mask [B, P], as in
-            `generate`; None is P.
-        sampler: draws the model's tokens; one of your own needs `distribution(logits)`. None takes
-            the likeliest.
-        key: one key, or one for each row, [B]; row b's tokens depend on its own alone. Only
-            `Greedy` does without.
-        processors: change the model's logits by the text so far, not a draft's.
-        stop: the token id, or ids, after which a row ends.
-        limits: i32[B], from 0 to num_tokens, the most new tokens of each row; None is num_tokens.
-        chunk: how many tokens of the prompt are read at a time; None reads all at once.
+        step: the step of the model, as in `generate`.
+        params: the model's parameters, passed to the step.
+        prompt: i32[B, P], token ids, as an array or as rows of equal length.
+        state: the state to continue, with B rows and as much room as for `generate`; a ring needs
+            num_draft more slots than its window. It is consumed.
+        proposer: guesses the next tokens: `PromptLookup()`, `Draft(...)` or your own `Proposer`;
+            not consumed.
+        num_tokens: the maximum number of new tokens of a row, at least 1.
+        num_draft: the maximum number of proposals in a turn, at least 1.
+        lengths: i32[B], from 1 to P, the prompt length of each row, or a mask [B, P], as in
+            `generate`; None means P.
+        sampler: draws the model's tokens; a custom sampler must have `distribution(logits)`. None
+            takes the likeliest.
+        key: one key, or one key for each row, [B]; a row's tokens depend only on its own key.
+            Optional only for `Greedy`.
+        processors: change the logits of the model, but not of a draft, based on the text so far.
+        stop: one or more token ids that end a row.
+        limits: i32[B], from 0 to num_tokens, the maximum number of new tokens of each row; None
+            means num_tokens.
+        chunk: number of prompt tokens to read at a time; None reads all at once.
 
     Returns:
-        What a `Generation` has, and how many tokens were proposed and accepted in how many calls.
+        `Speculation`: the fields of a `Generation`, and the numbers of proposed tokens, accepted
+        tokens and model calls.
 
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.
@@ -150,7 +152,7 @@ def speculate(
     if any(leaf is proposer for leaf in jax.tree.leaves(proposer)):
         name = type(proposer).__name__
         rule = "register it with jax.tree_util.register_static or register_dataclass"
-        raise ValueError(f"proposer is of {name}, which JAX does not know as a pytree: {rule}")
+        raise ValueError(f"proposer is a {name}, which is not a pytree: {rule}")
     if sampler is not None:
         check_distribution("sampler", sampler)
     step, options, prompts, state = check_arguments(
@@ -165,13 +167,13 @@ def speculate(
         rows, counts, most = jax.device_get((rows, counts, most))
         total = np.asarray(counts) + np.maximum(most, 1) - 1
     proposer.check(rows, total, num_draft, vocab)
-    # A draft may be the model itself, but its state must be memory of its own.
-    theirs = {id(leaf) for leaf in jax.tree.leaves(proposer)}
-    if any(id(leaf) in theirs for leaf in jax.tree.leaves(state)):
+    # A draft may use the model itself, but the state is donated and must not be shared.
+    draft_leaves = {id(leaf) for leaf in jax.tree.leaves(proposer)}
+    if any(id(leaf) in draft_leaves for leaf in jax.tree.leaves(state)):
         raise ValueError(
-            "state is also the proposer's: it is consumed, so give it a fork(state, 1)"
+            "state is shared with the proposer, but it is consumed: pass fork(state, 1)"
         )
-    # Rows always end at different turns here, whether or not there is a stop token.
+    # Rows end at different turns even without a stop token.
     options, sizes = options._replace(ends=True), _Sizes(num_tokens, num_draft, vocab)
     return _speculate(options, step, params, proposer, prompts, state, sizes)
 
@@ -182,8 +184,8 @@ class _Sizes(NamedTuple):
     vocab: int
 
 
-class _Written(NamedTuple):
-    """The result so far, turn by turn."""
+class _Output(NamedTuple):
+    """The result so far."""
 
     tokens: jax.Array  # i32[B, num_tokens]
     log_probs: jax.Array  # f32[B, num_tokens]
@@ -192,7 +194,7 @@ class _Written(NamedTuple):
     turns: jax.Array  # i32[]
 
 
-_Carry: TypeAlias = tuple[DecodeState[State], ProposerState, _Written]
+_Carry: TypeAlias = tuple[DecodeState[State], ProposerState, _Output]
 
 
 @program(static=("options", "step", "sizes"), donate=("state",))
@@ -213,28 +215,27 @@ def _speculate(
         params: Params, proposer: Proposer, prompts: Prompts, state: State
     ) -> Speculation[State]:
         def take_turn(carry: _Carry[State]) -> _Carry[State]:
-            """Propose, verify in one call, keep each row's accepted tokens and add one."""
+            """Propose, verify in one call, keep the accepted tokens of each row and add one."""
             decode_state, proposer_state, written = carry
             active, count, history = decode_state.active, decode_state.count, decode_state.history
             assert history is not None
-            # One less than what is left: a turn always adds a token of the model's own.
+            # Minus one, because a turn always adds a token of the model itself.
             room = jnp.where(active, jnp.minimum(num_draft, decode_state.limits - count - 1), 0)
-            # Numbers of their own: the proof needs proposals that are independent of the model's
-            # draws.
+            # Separate keys: the proof requires proposals independent of the model's draws.
             keys = fold_keys(decode_state.keys, _PROPOSE)
             turn = Turn(history, active, room, keys, num_draft, options.sampler)
             proposal, proposer_state = proposer.propose(proposer_state, turn)
 
             usable = _usable(proposal, room, vocab)
             valid = jnp.concatenate([active[:, None], usable], axis=1)
-            # The newest token was chosen by the model, which has not read it: it comes first.
+            # The newest token comes first: the model chose it but has not read it.
             tokens = jnp.concatenate([decode_state.token[:, None], proposal.tokens], axis=1)
             tokens = jnp.where(valid, tokens, 0)
             logits, after = later(params, tokens, decode_state.state, valid=valid)
 
             proposal = proposal._replace(tokens=tokens[:, 1:])
             logits = processed = logits.astype(jnp.float32)
-            if options.processors:  # each position's see the tokens up to it in the history
+            if options.processors:  # at each position, the history ends there
                 seen, positions = history, []
                 for j in range(tokens.shape[1]):
                     if j:
@@ -243,7 +244,7 @@ def _speculate(
                 processed = jnp.stack(positions, axis=1)
             accepted, token = _verify(options, decode_state, processed, proposal, usable)
 
-            # The accepted tokens and the one after them, cut after the first stop token.
+            # Keep the accepted tokens and the one after them, up to the first stop token.
             index = jnp.arange(tokens.shape[1])[None]
             new = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
             new = jnp.where(index < accepted[:, None], new, token[:, None])
@@ -258,8 +259,8 @@ def _speculate(
             history = History(kept, history.prompt, history.length + gained)
             proposer_state = proposer.settle(proposer_state, history, gained)
             log_probs = _gather_vocab(jax.nn.log_softmax(logits, axis=-1), jnp.clip(new, 0))
-            log_probs = jnp.where(new < 0, jnp.nan, log_probs)  # as in `generate`: no token, NaN
-            written = _Written(
+            log_probs = jnp.where(new < 0, jnp.nan, log_probs)  # as in `generate`
+            written = _Output(
                 _write_tokens(written.tokens, count, new, gained),
                 _write_tokens(written.log_probs, count, log_probs, gained),
                 written.proposed + usable.sum(axis=1, dtype=jnp.int32),
@@ -277,18 +278,18 @@ def _speculate(
 
         tokens, lengths, limits = prompts.tokens, prompts.lengths, prompts.limits
         decode_state, first = start_decoding(options, step, params, prompts, state, num_tokens)
-        # Proposers look at the text, so there is a history even without processors.
+        # Proposers need the history even without processors.
         if decode_state.history is None:
             history = History.of(tokens, lengths, num_tokens).append(first.token, limits > 0)
             decode_state = replace(decode_state, history=history)
         rows = len(tokens)
         zeros = jnp.zeros((rows,), jnp.int32)
-        written = _Written(
+        written = _Output(
             jnp.full((rows, num_tokens), -1, jnp.int32).at[:, 0].set(first.token),
             jnp.zeros((rows, num_tokens), jnp.float32).at[:, 0].set(first.log_prob), zeros, zeros,
             jnp.int32(0),
         )  # fmt: skip
-        # The first token of each row is the model's, before anything is proposed.
+        # The first token of each row comes from the model, before any proposals.
         carry = decode_state, proposer.start(tokens, lengths, options.chunk), written
         if num_tokens > 1:
             carry = jax.lax.while_loop(lambda carry: carry[0].active.any(), take_turn, carry)
@@ -302,34 +303,34 @@ def _speculate(
             proposer_state=proposer.finish(proposer_state, decode_state.history),
             proposed=written.proposed,
             accepted=written.accepted,
-            # without `rewind`, the tokens that are kept are read a second time
+            # Without `rewind`, the kept tokens are read a second time.
             calls=written.turns if step.offers("rewind") else 2 * written.turns,
         )
 
     rows: Any = split_rows(state)  # in place of arrays
-    held: Any = jax.tree.map(split, state)
+    state_specs: Any = jax.tree.map(split, state)
     calls: Any = split(0)
-    results = Speculation(rows, rows, rows, held, rows, rows, rows, calls)
+    results = Speculation(rows, rows, rows, state_specs, rows, rows, rows, calls)
     return by_compiler(run, [params, proposer, prompts, state], results)
 
 
 def _verify(
     options: DecodeOptions,
     decode_state: DecodeState[State],
-    logits: jax.Array,  # f32[B, num_draft + 1, V]; the model's, processed
+    logits: jax.Array,  # f32[B, num_draft + 1, V]; processed logits of the model
     proposal: Proposal,
     usable: jax.Array,  # bool[B, num_draft]
 ) -> tuple[jax.Array, jax.Array]:  # i32[B], i32[B]
-    """Return how many proposals each row accepts, and the token drawn after them.
+    """Return the number of proposals that each row accepts, and the token drawn after them.
 
-    Algorithm 1 of Leviathan et al. 2023, with the row's own keys.
+    Algorithm 1 of Leviathan et al. 2023, with separate keys for each row.
     """
     sampler: Any = options.sampler
     num_draft = usable.shape[1]
     keys, count = decode_state.keys, decode_state.count
-    # The sampler's own distribution: temperature and cuts change p in p / q.
-    wanted = sampler.distribution(logits)
-    p = jax.nn.softmax(wanted, axis=-1)
+    # p is the sampler's distribution, after temperature and cuts.
+    target = sampler.distribution(logits)
+    p = jax.nn.softmax(target, axis=-1)
     if proposal.logits is None:
         q = jax.nn.one_hot(proposal.tokens, logits.shape[-1])
     else:
@@ -342,31 +343,31 @@ def _verify(
         _gather_vocab(p[:, :-1], proposal.tokens), _gather_vocab(q, proposal.tokens)
     )
     stays = usable & (uniform < chance)
-    # The run ends at the first rejection, whatever comes after it.
+    # Only the proposals before the first rejection count.
     accepted = jnp.cumprod(stays, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
 
-    # Where all were accepted there is no q to subtract: the value is not used then.
+    # If all were accepted, there is no q to subtract, and `rest` is not used.
     last = jnp.minimum(accepted, num_draft - 1)
     rest = residual(_gather_position(p, accepted), _gather_position(q, last))
     rejected = accepted < usable.sum(axis=1, dtype=jnp.int32)
-    drawn_from = jnp.where(rejected[:, None], jnp.log(rest), _gather_position(wanted, accepted))
-    return accepted, draw(sampler, fold_keys(keys, count + accepted), drawn_from)
+    final = jnp.where(rejected[:, None], jnp.log(rest), _gather_position(target, accepted))
+    return accepted, draw(sampler, fold_keys(keys, count + accepted), final)
 
 
 def acceptance(p: jax.Array, q: jax.Array) -> jax.Array:
-    """Return min(1, p / q): the chance that a token proposed with probability q is accepted.
+    """Return min(1, p / q), the probability of accepting a token that was proposed from q.
 
     Args:
-        p: f32[...], the probability that the model gives the token.
-        q: f32[...], the probability with which it was proposed.
+        p: f32[...], the model's probability of the token.
+        q: f32[...], the proposer's probability of the token.
     """
-    return jnp.where(p >= q, 1, p / jnp.where(q == 0, 1, q))  # of NaN: NaN, which nothing is below
+    return jnp.where(p >= q, 1, p / jnp.where(q == 0, 1, q))  # NaN stays NaN: never accepted
 
 
 def residual(p: jax.Array, q: jax.Array) -> jax.Array:  # [..., V] -> [..., V]
-    """Return max(p - q, 0), normalised: the distribution that replaces a rejected token.
+    """Return max(p - q, 0), normalized: the distribution that replaces a rejected token.
 
-    It is p itself where nothing is left, which is where p and q differ by their rounding alone.
+    If nothing is left, which happens only if p and q differ by rounding, return p.
     """
     rest = jnp.maximum(p - q, 0)
     total = rest.sum(axis=-1, keepdims=True)
@@ -374,7 +375,7 @@ def residual(p: jax.Array, q: jax.Array) -> jax.Array:  # [..., V] -> [..., V]
 
 
 def _usable(proposal: Proposal, room: jax.Array, vocab: int) -> jax.Array:  # bool[B, num_draft]
-    """Mark the proposals up to the first that is no token, has no distribution, or has no room."""
+    """Mask the proposals before the first that is no token, is not finite, or exceeds the room."""
     usable = (proposal.tokens >= 0) & (proposal.tokens < vocab)
     usable &= jnp.arange(usable.shape[1])[None] < room[:, None]
     if proposal.logits is not None:
@@ -396,14 +397,14 @@ def _write_tokens(
     values: jax.Array,  # [B, T]
     count: jax.Array,  # i32[B]
 ) -> jax.Array:  # [B, C]
-    """Write the first `count[b]` values of row b from column `start[b]` on."""
+    """Write the first `count[b]` values of row b, starting at column `start[b]`."""
     index = jnp.arange(values.shape[1])[None]
-    # An index past the end is dropped, so rows may write different numbers of tokens.
+    # Indices past the end are dropped, so rows can write different numbers of tokens.
     at = jnp.where(index < count[:, None], start[:, None] + index, out.shape[1])
     return out.at[jnp.arange(len(out))[:, None], at].set(values, mode="drop")
 
 
 def _draw_uniform(key: jax.Array, number: jax.Array) -> jax.Array:  # f32[], from 0 to below 1
-    """Draw a number whose smallest steps are of 2^-46: with 2^-23, none is ever accepted rarely."""
+    """Draw a uniform number with steps of 2^-46, so that rare acceptances stay possible."""
     high, low = jax.random.uniform(jax.random.fold_in(key, number), (2,))
     return jnp.minimum(high + 2.0**-23 * low, 1 - 2.0**-24)

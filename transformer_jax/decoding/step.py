@@ -1,7 +1,7 @@
-"""Define what decoding knows of a model: a step from tokens and state to logits and state.
+"""Steps, the interface between decoding and a model: (tokens, state) -> (logits, state).
 
-A plain function is a step. `Step` is the base class of those that offer more; `ModelStep` is that
-of a transformer, and other models return their own by `as_step`.
+A plain function is a step. `Step` is the base class of steps with more methods; `ModelStep` runs a
+transformer, and other models return their own step from `as_step`.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from transformer_jax.tracing import traced
 from transformer_jax.values import value_class
 
 Params: TypeAlias = Any
-"""A model's parameters: any pytree of arrays, whose type a step of one's own may narrow. Decoding
-hands them to the step as they are."""
+"""A model's parameters: any pytree of arrays, passed to the step unchanged."""
 
 
 class Step(Generic[State]):
-    """Read tokens and return the logits after each of them, and the new state.
+    """Base class of steps, which read tokens and return the logits after each and the new state.
 
-    A step of your own overrides the call, and of the other methods those for which it has more than
-    the call gives. It is hashable: equal steps share their compiled programs.
+    Your own step overrides `__call__`, and other methods that it can implement better than the
+    defaults. It must be hashable: equal steps share their compiled programs.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        # a class with a call of its own must not take these from a base, which has other logits
+        # A class that overrides `__call__` must not inherit `read` and `look` from a base class,
+        # whose logits are different.
         for name in ("read", "look"):
             first = next(kind for kind in cls.__mro__ if {name, "__call__"} & vars(kind).keys())
             if name not in vars(first):
@@ -76,20 +76,20 @@ class Step(Generic[State]):
         *,
         valid: jax.Array | None = None,  # bool[B, T]
     ) -> tuple[jax.Array, State]:  # f32[B, Q, V], state
-        """Read tokens and return the logits after some of them alone: all that a prompt needs.
+        """Read tokens and return the logits after some of them, which is enough for a prompt.
 
         Args:
             params: the model's parameters.
             tokens: i32[B, T].
-            state: of B rows.
-            at: i32[B, Q], indices of tokens, 0 to T - 1.
-            valid: bool[B, T], False is padding; None has none.
+            state: the state to continue, with B rows.
+            at: i32[B, Q], indices of tokens from 0 to T - 1.
+            valid: bool[B, T], False for padding; None means no padding.
 
         Returns:
             Logits f32[B, Q, V] and the new state.
         """
         logits, state = self(params, tokens, state, valid=valid)
-        # A plain call computes the logits of all tokens; a step that can do less overrides this.
+        # This computes the logits of all tokens; override it if the step can compute fewer.
         return jnp.take_along_axis(logits, at[:, :, None], axis=1), state
 
     def check(
@@ -98,35 +98,35 @@ class Step(Generic[State]):
         state: State,
         total: np.ndarray,  # i32[B]
     ) -> None:
-        """Raise ValueError if the prompt, or its length with new tokens, cannot be served.
+        """Raise ValueError if the step does not support the prompt or the total length.
 
         Args:
             prompt: i32[B, P].
-            state: of B rows.
-            total: i32[B], tokens that a row reads, of the prompt and of its new ones.
+            state: the state to continue, with B rows.
+            total: i32[B], number of tokens that each row reads, including new ones.
         """
 
     def told(
         self, *, part: bool = False, apart: bool = False, padded: bool = False, first: int = 0
     ) -> Self:
-        """Return the step for calls of which more is known; edits of the model need it.
+        """Return the step for calls with these properties, which edits of the model may need.
 
         Args:
-            part: they read a part of each sequence.
-            apart: their rows have nothing to do with each other, or are none.
-            padded: some rows of them are shorter than others.
-            first: so many tokens of each sequence come before those that the state has read.
+            part: the calls read only a part of each sequence.
+            apart: the rows are unrelated to each other, or there are none.
+            padded: some rows are shorter than others.
+            first: number of tokens of each sequence before those that the state has read.
         """
         return self
 
     @property
     def reads_exactly(self) -> bool:
-        """Whether a prompt must not be filled up to a longer one; this class does not mind."""
+        """Whether prompts must not be padded; False by default."""
         return False
 
     def offers(self, name: str) -> bool:
-        """Return whether the step has a `rewind`, an `attend` or a `look`: this class has none."""
-        # The class is asked, not the instance: a field of a dataclass may have the same name.
+        """Whether a subclass implements the method `name`, such as "rewind" or "look"."""
+        # Look at the class, because a dataclass field of the instance may have the same name.
         return getattr(type(self), name) is not getattr(Step, name)
 
     def rewind(
@@ -135,21 +135,21 @@ class Step(Generic[State]):
         before: State,
         count: jax.Array,  # i32[B]
     ) -> State:
-        """Return the state as if each row had read fewer tokens: what saves speculation a call.
+        """Return the state as if each row had read fewer tokens; saves speculation a second call.
 
         Args:
-            state: as it is now.
+            state: the current state.
             before: an earlier state.
-            count: i32[B]: row b has read its first `count[b]` tokens only since `before`.
+            count: i32[B], number of tokens after `before` that each row keeps.
         """
         raise NotImplementedError
 
     def check_rewind(self, state: State, count: int) -> None:
-        """Raise ValueError if a state cannot take tokens back.
+        """Raise ValueError if a state cannot be rewound.
 
         Args:
-            state: of B rows.
-            count: how many tokens are taken back at most.
+            state: a state of B rows.
+            count: maximum number of tokens to rewind.
         """
 
     def look(
@@ -161,31 +161,31 @@ class Step(Generic[State]):
         *,
         valid: jax.Array | None = None,  # bool[B, 1]
     ) -> tuple[jax.Array, State, Captured]:  # f32[B, 1, V], state, leaves [B, ...]
-        """Read one token a row and return the values of places that it passes too.
+        """Read one token per row; also return the values at some places inside the model.
 
         Args:
             params: the model's parameters.
             tokens: i32[B, 1].
-            state: of B rows.
-            capture: names of places, as `transformer_jax.places` lists them.
-            valid: bool[B, 1], False is padding; None has none.
+            state: the state to continue, with B rows.
+            capture: names of places, as listed by `transformer_jax.places`.
+            valid: bool[B, 1], False for padding; None means no padding.
 
         Returns:
-            Logits f32[B, 1, V], the new state, and the values by name, [B, ...].
+            Logits f32[B, 1, V], the new state, and a dict of the captured values, [B, ...].
         """
         raise NotImplementedError
 
     def check_look(self, capture: tuple[str, ...]) -> None:
-        """Raise ValueError where a name is that of no place, or of one that it does not pass."""
+        """Raise ValueError if `look` cannot capture one of these places."""
 
 
 StepLike: TypeAlias = Step[State] | Callable[..., tuple[jax.Array, State]]
-"""The step of a public function of decoding: a `Step`, or a function with its arguments."""
+"""A `Step`, or a function with the arguments of `Step.__call__`."""
 
 
 @value_class
 class FunctionStep(Step[State]):
-    """Run a plain function as a step."""
+    """A plain function as a step."""
 
     function: Callable[..., tuple[jax.Array, State]]
 
@@ -200,10 +200,10 @@ class AppliedStep(Step[State]):
     """A flax model as a step; a subclass may call it with other arguments.
 
     Attributes:
-        model: what `build(config)` gave, which may be edited.
+        model: the result of `build(config)`, possibly edited.
     """
 
-    model: Any  # of flax; a subclass says which
+    model: Any  # a flax module; subclasses narrow the type
 
     def arguments(
         self,
@@ -211,52 +211,53 @@ class AppliedStep(Step[State]):
         state: State,
         valid: jax.Array | None,  # bool[B, T]
     ) -> dict[str, object]:
-        """Return the arguments of the model's call, with parameters and tokens.
+        """Return the arguments of the model's call, except parameters and tokens.
 
         Args:
             tokens: i32[B, T].
-            state: of B rows.
-            valid: bool[B, T], False is padding; None has none.
+            state: the state to continue, with B rows.
+            valid: bool[B, T], False for padding; None means no padding.
         """
         return dict(state=state, valid=valid)
 
-    def told(self, **known: Any) -> Self:
-        """Return the step whose edits know what its calls read."""
-        # An unedited model returns itself, so that its programs are found again.
-        model = self.model.told(**known)
+    def told(self, **properties: Any) -> Self:
+        """Return the step whose edits have the properties of its calls."""
+        # An unedited model returns itself, so its compiled programs are reused.
+        model = self.model.told(**properties)
         return self if model is self.model else replace(self, model=model)
 
     @property
     def reads_exactly(self) -> bool:
-        """Whether an edit is a function that does not say what it needs: it would see padding."""
-        # Functions of `inside` declare their needs and skip padding; another might read it.
-        # An encoder has read its source before, so its edits do not count.
-        edits = [told for name, told in self.model.edits if not name.startswith("encoder/")]
-        return any(not hasattr(told.function, "needs") for told in edits)
+        """Whether prompts must not be padded, because a custom edit would see the padding."""
+        # The edits in `inside` declare their needs and skip padding; other functions may read it.
+        # The encoder has already read its source, so its edits do not matter.
+        edits = [edit for name, edit in self.model.edits if not name.startswith("encoder/")]
+        return any(not hasattr(edit.function, "needs") for edit in edits)
 
     def check(self, prompt: np.ndarray, state: State, total: np.ndarray) -> None:
-        """Raise ValueError if an edit names a token that a row does not reach."""
+        """Raise ValueError if an edit names a token past the end of a row."""
         self.lacking(state, total)
 
     def lacking(self, state: State, total: jax.Array | np.ndarray) -> jax.Array | None:  # bool[B]
-        """Return the rows in which an edit names a token that they do not reach.
+        """Return the mask of rows that end before a token that an edit names.
 
-        ValueError if there is one; None if there is none. `total`, i32[B], is how many tokens each
-        row reads from now on; it, the state and the edit's tokens may be traced.
+        ValueError if such a row is known from concrete values; None if nothing needs a mask.
+        `total`, i32[B], is the number of tokens that each row will read. It, the state and the
+        edit's tokens may be traced.
         """
-        if not self.model.edits:  # then nothing is fetched from the device
+        if not self.model.edits:  # avoid a transfer from the device
             return None
         length = state.length  # type: ignore[attr-defined]
         length = length if traced(length) else np.asarray(length)
-        found: jax.Array | None = None
-        for name, told in self.model.edits:
-            # tokens of the source are counted by themselves, and checked where the source is read
-            check = getattr(told.function, "check_parts", None)
+        too_short: jax.Array | None = None
+        for name, edit in self.model.edits:
+            # Tokens of the source have their own count, which is checked when the source is read.
+            check = getattr(edit.function, "check_parts", None)
             if check and not name.startswith("encoder/") and not name.endswith(OF_SOURCE):
-                rows = check(told.first + length + total)
+                rows = check(edit.first + length + total)
                 if rows is not None:
-                    found = rows if found is None else found | rows
-        return found
+                    too_short = rows if too_short is None else too_short | rows
+        return too_short
 
     def __call__(
         self,
@@ -266,10 +267,10 @@ class AppliedStep(Step[State]):
         *,
         valid: jax.Array | None = None,
         **more: object,
-    ) -> Any:  # logits, the new state, and what `more` makes the model return
+    ) -> Any:  # logits, the new state, and further results requested by `more`
         check_not_consumed(state)
-        given = self.arguments(tokens, state, valid) | more
-        return self.model.apply({"params": params}, tokens, **given)
+        arguments = self.arguments(tokens, state, valid) | more
+        return self.model.apply({"params": params}, tokens, **arguments)
 
     def read(
         self,
@@ -280,9 +281,9 @@ class AppliedStep(Step[State]):
         *,
         valid: jax.Array | None = None,
     ) -> tuple[jax.Array, State]:
-        """Read the tokens and return the logits after the tokens `at` alone."""
-        found: tuple[jax.Array, State] = self(params, tokens, state, valid=valid, at=at)
-        return found
+        """Read the tokens and return only the logits after the tokens `at`."""
+        result: tuple[jax.Array, State] = self(params, tokens, state, valid=valid, at=at)
+        return result
 
     def look(
         self,
@@ -293,10 +294,10 @@ class AppliedStep(Step[State]):
         *,
         valid: jax.Array | None = None,
     ) -> tuple[jax.Array, State, Captured]:
-        """Read one token a row; return, too, the captured values without their axis of tokens."""
+        """Read one token per row; also return the captured values, without their token axis."""
         check_one(tokens)
         logits, state, captured = self(params, tokens, state, valid=valid, capture=capture)
-        # One token was read: its axis has length 1. Not every place has an axis of tokens.
+        # The token axis has length 1. Not every place has one.
         shapes = places(self.model.config)
         return logits, state, {
             name: jnp.squeeze(x, shapes[name].index("T")) if "T" in shapes[name] else x
@@ -304,18 +305,21 @@ class AppliedStep(Step[State]):
         }  # fmt: skip
 
     def check_look(self, capture: tuple[str, ...]) -> None:
-        """Raise ValueError where a name is that of no place, or of one in the encoder."""
+        """Raise ValueError if a place does not exist or is in the encoder."""
         for name in Places.of(self.model.config, capture).capture:
             if name.startswith("encoder/"):
-                raise ValueError(f"{name} while decoding: the source has been read before")
+                raise ValueError(
+                    f"capture contains {name}: decoding does not run the encoder; "
+                    "capture it where the source is read"
+                )
 
 
 @dataclass(frozen=True)
 class ModelStep(AppliedStep[ModelCache]):
-    """Run a `Decoder` or an `EncoderDecoder` as a step; the state is its `ModelCache`.
+    """A `Decoder` or an `EncoderDecoder` as a step; the state is its `ModelCache`.
 
     Attributes:
-        model: what `build(config)` gave.
+        model: the result of `build(config)`.
     """
 
     model: Decoder | EncoderDecoder
@@ -323,30 +327,30 @@ class ModelStep(AppliedStep[ModelCache]):
     def arguments(
         self, tokens: jax.Array, state: ModelCache, valid: jax.Array | None
     ) -> dict[str, object]:
-        """Return the cache, and the positions after what it holds."""
+        """Return the cache and the positions of the new tokens."""
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-        # Padding gets position -1, which the cache neither stores nor sees.
+        # Padding gets position -1, which the cache ignores.
         return dict(positions=next_positions(state.length, valid), cache=state)
 
     def check(self, prompt: np.ndarray, state: ModelCache, total: np.ndarray) -> None:
-        """Raise ValueError where a token is not in the vocabulary or the cache is too small.
+        """Raise ValueError if a token is outside the vocabulary or the cache is too small.
 
-        `total`, i32[B], is how many tokens each row reads from now on.
+        `total`, i32[B], is the number of tokens that each row will read.
         """
         config = self.model.config
         check_tokens(prompt, config.vocab_size)
         if not isinstance(state, ModelCache):
-            rule = "must be a cache, as init_cache(config, rows, capacity) makes one"
-            raise ValueError(f"state is {_named(state)}: {rule}")
+            rule = "must be a cache, such as init_cache(config, rows, capacity)"
+            raise ValueError(f"state is {_brief(state)}: {rule}")
         rows = state.length.shape[0]
         if len(prompt) != rows:
-            raise ValueError(f"prompt has {len(prompt)} rows, the cache {rows}")
+            raise ValueError(f"prompt has {len(prompt)} rows, the cache has {rows}")
         self.lacking(state, total)
         limit = room_of(config, state)
-        # A ring has no limit of its own, but a table of learned positions ends.
+        # A ring has no limit, but a table of learned positions does.
         if isinstance(config.positions, Learned):
             limit = config.max_len if limit is None else min(limit, config.max_len)
-        # Under a trace a row that outgrows its cache becomes NaN instead.
+        # Inside a trace, a row that exceeds its cache becomes NaN instead.
         if limit is None or isinstance(state.length, jax.core.Tracer):
             return
         longest = int((np.asarray(state.length) + total).max(initial=0))
@@ -359,19 +363,19 @@ class ModelStep(AppliedStep[ModelCache]):
             check_pages(state, np.asarray(state.length) + total)
 
     def rewind(self, state: ModelCache, before: ModelCache, count: jax.Array) -> ModelCache:
-        """Return the cache as if row b had read `count[b]`, i32[B], tokens since `before`."""
+        """Return the cache as if row b had read only `count[b]` tokens since `before`."""
         return rewind_cache(state, before.length + count)
 
     def check_rewind(self, state: ModelCache, count: int) -> None:
-        """Raise ValueError where the cache cannot take `count` tokens back.
+        """Raise ValueError if the cache cannot be rewound by `count` tokens.
 
-        In a ring, a token that is taken back has overwritten the key `capacity` before it.
+        In a ring, a rewound token has overwritten the key `capacity` positions before it.
         """
         if state.exhausted is not None:
             return  # pages keep every position
         config, layers = self.model.config, state.layers
         limit = room_of(config, state)
-        # Layers may differ: one with a window may be a ring next to one that keeps everything.
+        # Layers may differ: some with a window may be rings, while others keep everything.
         for i, window in enumerate(config.windows):
             layer = layers if isinstance(layers, KVCache) else layers[i]
             assert isinstance(layer, KVCache)
@@ -380,62 +384,60 @@ class ModelStep(AppliedStep[ModelCache]):
             wraps = limit is None or capacity < limit
             if window is not None and wraps and slots < window + count:
                 raise ValueError(
-                    f"cache capacity is {capacity}: a ring from which {count} tokens may be taken "
-                    f"back must have at least window + {count} = {window + count} slots"
-                    f"{f' beside its {layer.sinks} sinks' if layer.sinks else ''}"
+                    f"cache capacity is {capacity}: a ring that can be rewound by {count} tokens "
+                    f"must have at least window + {count} = {window + count} slots"
+                    f"{f' in addition to its {layer.sinks} sinks' if layer.sinks else ''}"
                 )
 
 
 def count_vocab(step: Step[State], params: Params, rows: int, state: State) -> int:
-    """Return V, the number of logits that the step gives; nothing is computed or compiled."""
-    # Only shapes are traced: nothing is computed or compiled.
+    """Return the vocabulary size of a step from its abstract shapes, without compiling it."""
     tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
-    if brings_code(step):  # or `eval_shape` would recall what its code read before
+    if brings_code(step):  # a new lambda, because `eval_shape` caches traces of user code
         return jax.eval_shape(lambda *args: step(*args), params, tokens, state)[0].shape[-1]
     return jax.eval_shape(step, params, tokens, state)[0].shape[-1]
 
 
 def as_step(step: StepLike[State], params: object = None, state: object = None) -> Step[State]:
-    """Return a step as it is, or made of a function.
+    """Return the step, wrapped in `FunctionStep` if it is a function.
 
-    ValueError if the step is a model or a config, or one of them is passed as the step's
-    parameters or state.
+    ValueError if the step, its parameters or its state is a model, a config or another wrong type.
     """
     name = type(step).__name__
-    found: Step[State]
+    result: Step[State]
     if isinstance(step, nn.Module):
-        raise ValueError(f"step is the model {name}: must be a step, make_step(model)")
+        raise ValueError(f"step is the model {name}: must be a step, such as make_step(model)")
     if isinstance(step, Step):
-        found = step
+        result = step
     elif hasattr(step, "vocab_size"):
-        raise ValueError(f"step is a {name}: must be a step, make_step(build(config))")
+        raise ValueError(f"step is a {name}: must be a step, such as make_step(build(config))")
     elif isinstance(getattr(step, "__self__", None), nn.Module) and step.__name__ == "apply":
-        raise ValueError("step is the model's apply: must be a step, make_step(model)")
+        raise ValueError("step is the model's apply: must be a step, such as make_step(model)")
     elif isinstance(step, type) or not callable(step):
-        rule = "must be called with (params, tokens, state, valid=...), as make_step(model) is"
-        raise ValueError(f"step is {_named(step)}: {rule}")
+        rule = "must be callable with (params, tokens, state, valid=...), such as make_step(model)"
+        raise ValueError(f"step is {_brief(step)}: {rule}")
     else:
-        for more in ("read", "check", "rewind", "look"):
-            if callable(getattr(type(step), more, None)):  # a method; a field may have any name
+        for method in ("read", "check", "rewind", "look"):
+            if callable(getattr(type(step), method, None)):  # a field may have any name
                 rule = "make it a subclass of transformer_jax.decoding.Step"
                 raise ValueError(
-                    f"step is a {name} with `{more}`, which a function has not: {rule}"
+                    f"step is a {name} with `{method}`, which would not be called: {rule}"
                 )
-        found = FunctionStep(step)
+        result = FunctionStep(step)
     if isinstance(params, Mapping) and list(params) == ["params"]:
-        raise ValueError("params is {'params': ...}: must be what is in it, variables['params']")
+        raise ValueError("params is {'params': ...}: must be the inner dict, variables['params']")
     if isinstance(params, nn.Module) or hasattr(params, "vocab_size") or isinstance(params, str):
-        rule = "must be parameters, as init_params(config, key) are"
-        raise ValueError(f"params is {_named(params)}: {rule}")
+        rule = "must be parameters, such as init_params(config, key)"
+        raise ValueError(f"params is {_brief(params)}: {rule}")
     if isinstance(state, nn.Module | str | type) or hasattr(state, "vocab_size"):
-        rule = "must be a state, as init_cache(config, rows, capacity) makes one"
-        raise ValueError(f"state is {_named(state)}: {rule}")
+        rule = "must be a state, such as init_cache(config, rows, capacity)"
+        raise ValueError(f"state is {_brief(state)}: {rule}")
     check_not_consumed(state)
-    return found
+    return result
 
 
-def _named(value: object) -> str:
-    """Return a number, a word or a key as it is written, of anything else its type."""
+def _brief(value: object) -> str:
+    """Return the repr of a number, string or type, and the type name of anything else."""
     if isinstance(value, str | int | float | type | None):
         return repr(value)
     return f"a {type(value).__name__}"
@@ -449,30 +451,30 @@ def make_step(model: nn.Module, *, edit: Mapping[str, Edit] = ...) -> AppliedSte
 def make_step(model: nn.Module, *, edit: Mapping[str, Edit] = NO_EDIT) -> AppliedStep[Any]:
     """Return the model as `step(params, tokens, state, *, valid=None) -> (logits, state)`.
 
-    `init_decode_state` makes the first state. A step with an edit is that of the edited model.
+    Create the initial state with `init_decode_state`.
 
     Args:
-        model: what `build(config)` gave, of a model that writes tokens. A module of your own has
-            an `as_step()`, which returns its `AppliedStep`.
-        edit: functions by the names of places, as in `model.edited`.
+        model: the result of `build(config)` for a model that generates tokens, or your own module
+            with an `as_step()` method that returns an `AppliedStep`.
+        edit: maps names of places to functions, as in `model.edited`.
 
     Returns:
-        A hashable step, which gives logits f32[B, T, V] of tokens i32[B, T] and valid bool[B, T].
+        A hashable step, which maps tokens i32[B, T] and valid bool[B, T] to logits f32[B, T, V].
 
     Raises:
-        ValueError: if the model writes no tokens, as an encoder or a tagger, or an edit is of no
-            place of its decoder.
+        ValueError: if the model generates no tokens, such as an encoder or a tagger, or an edit
+            names a place outside its decoder.
     """
     if hasattr(model, "vocab_size") or isinstance(model, str | Mapping):
         rule = "must be a model: make_step(build(config))"
-        raise ValueError(f"model is {_named(model)}: {rule}")
-    own: Any = model
+        raise ValueError(f"model is {_brief(model)}: {rule}")
+    edited: Any = model
     if not isinstance(model, Decoder | EncoderDecoder) and not hasattr(model, "as_step"):
-        given = type(model).__name__
-        raise ValueError(f"model is of type {given}: must be a decoder or an encoder-decoder")
-    for name, _ in named_edits(own.config, edit):
+        name = type(model).__name__
+        raise ValueError(f"model is of type {name}: must be a decoder or an encoder-decoder")
+    for name, _ in named_edits(edited.config, edit):
         if name.startswith("encoder/"):
             rule = "edit it where the source is read, in `init_cache` of the model"
             raise ValueError(f"edit of {name} in a step: {rule}")
-    own = own.edited(edit) if edit else own
-    return ModelStep(own) if isinstance(model, Decoder | EncoderDecoder) else own.as_step()
+    edited = edited.edited(edit) if edit else edited
+    return ModelStep(edited) if isinstance(model, Decoder | EncoderDecoder) else edited.as_step()

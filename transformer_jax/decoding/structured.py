@@ -1,12 +1,12 @@
-r"""Write texts of a given form: of a JSON schema, of a regular expression, of a Lark grammar.
+r"""Structured output: text that follows a JSON schema, a regular expression or a Lark grammar.
 
-A `Grammar` is compiled for the tokens of a model, and `start` begins a text: a `Matcher`, which is
-the constraint of that text alone. A token is allowed where its bytes go on with the text so that
-some text of the form begins so, whichever way its other tokens are cut; a token that ends texts is
-allowed where the text may end. Special tokens are never text.
+A `Grammar` is compiled for the tokens of a model. Its `start` method returns a `Matcher`, the
+constraint of a single text. A token is allowed if the text plus its bytes is a prefix of some
+matching text, however that text is tokenized. Stop tokens are allowed if the text may end. Special
+tokens are never text.
 
-The parser is llguidance's (Earley's algorithm over a lexer of derivatives), which runs on the host
-and is an extra: `pip install 'transformer_jax[structured]'`.
+The parser is llguidance (Earley's algorithm over a lexer based on derivatives). It runs on the host
+and is an optional dependency: `pip install 'transformer_jax[structured]'`.
 """
 
 from __future__ import annotations
@@ -31,38 +31,39 @@ from transformer_jax.tokenizers.utf8 import utf8
 from transformer_jax.untrusted_files import brief
 
 Form = Literal["schema", "regex", "grammar"]
-"""Names the kinds of description: a JSON schema, a regular expression, a Lark grammar."""
+"""Kind of grammar: a JSON schema, a regular expression, or a Lark grammar."""
 
 _BLANKS = r"[ ]|\n{1,2}[ \t]{0,20}"
-"""Matches the blanks between the parts of JSON, as llama.cpp allows them: a model cannot write
-blanks without end. A schema's own "x-guidance" may say otherwise."""
+"""Whitespace allowed between the parts of JSON, as in llama.cpp; bounded so that a model cannot
+generate whitespace forever. The "x-guidance" key of a schema can override it."""
 
 _JSON = json.JSONDecoder(parse_float=Decimal)
 
 _ESCAPE = re.compile(rb"\\(?:u([0-9A-Fa-f]{0,4})|.|$)", re.DOTALL)
 _CODES = {f"{code:04x}"[:n].encode() for code in (*range(32), 127) for n in range(5)}
 _CODES -= {f"{ord(letter):04x}".encode() for letter in "\b\t\n\f\r"}
-"""The codes of characters that need an escape and have no shorter one, and their beginnings."""
+"""Codes of characters that need an escape and have no shorter one, with all prefixes."""
 
 _HEAD = '%llguidance {"no_forcing": true}\nstart: @text'
-"""Allows every way of cutting a text into tokens, not the tokenizer's own alone."""
+"""Allows every tokenization of a text, not only that of the tokenizer."""
 
 
 class Grammar:
-    """Hold the form that texts are to have, compiled for the tokens of a model.
+    """A grammar compiled for the tokens of a model.
 
     Args:
-        form: "schema", of JSON; "regex", in Rust's syntax, which is to match a whole text;
-            "grammar", in llguidance's variant of Lark's syntax, whose rule `start` is the text.
-        content: the schema as a mapping, whose numbers may be `Decimal`; else a text.
-        tokenizer: of the model's texts.
+        form: "schema" for a JSON schema; "regex" for a regular expression in Rust syntax, which
+            must match the whole text; "grammar" for llguidance's variant of Lark syntax, where the
+            rule `start` is the text.
+        content: a string, or the schema as a mapping whose numbers may be `Decimal`.
+        tokenizer: the tokenizer of the model.
         vocab_size: V of the model.
         stop_ids: tokens that end a text.
-        name: what errors call it; None is the form.
+        name: the name of the grammar in errors; None uses `form`.
 
     Raises:
         ConfigError: if llguidance is not installed.
-        ValueError: if the description is wrong, or no text of the form can be written.
+        ValueError: if the grammar is invalid, or the tokens cannot produce any matching text.
     """
 
     def __init__(
@@ -77,52 +78,52 @@ class Grammar:
         self.form, self.vocab_size = form, vocab_size
         self.stop_ids, self.name = np.array(stop_ids, np.intp), name or form
         check_installed(self.name)
-        wanted, what = (Mapping, "an object") if form == "schema" else (str, "a text")
-        if not isinstance(content, wanted):
-            raise ValueError(f"{self.name} is {content!r:.80}: must be {what}")
+        kind, description = (Mapping, "an object") if form == "schema" else (str, "a string")
+        if not isinstance(content, kind):
+            raise ValueError(f"{self.name} is {content!r:.80}: must be {description}")
         if isinstance(content, str):
             utf8(content)
         from llguidance import LLMatcher
 
-        given = {"grammars": [{"name": "main", "lark_grammar": _HEAD}, self._described(content)]}
+        grammars = [{"name": "main", "lark_grammar": _HEAD}, self._definition(content)]
         try:
-            definition = json.dumps(given)
+            definition = json.dumps({"grammars": grammars})
         except TypeError as error:
-            raise ValueError(f"{self.name}: is no JSON: {error}") from None
-        known: Any = tokenizer
-        tokens, self.texts = _tokens(known, vocab_size, stop_ids)
-        # Tokens that spell a character as \uXXXX although JSON has a shorter way: see `_look`.
+            raise ValueError(f"{self.name} is not JSON: {error}") from None
+        hashable_tokenizer: Any = tokenizer
+        tokens, self.texts = _tokens(hashable_tokenizer, vocab_size, stop_ids)
+        # Tokens that spell a character as \uXXXX although JSON has a shorter escape; see `_update`.
         self.respelled = [
             i for i, text in enumerate(self.texts) if b"\\u" in text and _respells(text)
         ]
-        self._own = LLMatcher(tokens, definition, log_level=0)
-        if self._own.is_error():
-            raise ValueError(f"{self.name}: {_in_a_line(self._own.get_error())}")
+        self._parser = LLMatcher(tokens, definition, log_level=0)
+        if self._parser.is_error():
+            raise ValueError(f"{self.name}: {_one_line(self._parser.get_error())}")
         try:
             self.start()
         except ValueError:
-            # A form that bytes can write, but these tokens cannot, is an error of another kind.
-            of_bytes, _ = _tokens(ByteTokenizer(), 256, ())
-            with_bytes = LLMatcher(of_bytes, definition, log_level=0)
-            with_bytes.compute_bitmask()
-            if with_bytes.is_error():  # so the model's tokens are not to blame
-                raise ValueError(f"{self.name}: no text has this form") from None
+            # Try single bytes to find out whether the grammar or the model's tokens are at fault.
+            byte_tokens, _ = _tokens(ByteTokenizer(), 256, ())
+            byte_parser = LLMatcher(byte_tokens, definition, log_level=0)
+            byte_parser.compute_bitmask()
+            if byte_parser.is_error():
+                raise ValueError(f"{self.name}: no text matches it") from None
             raise
 
     def __repr__(self) -> str:
         return f"Grammar({self.name!r}, {self.vocab_size} tokens)"
 
-    def _described(self, content: Any) -> dict[str, Any]:
-        """Return the description as llguidance has it, by the name `text`."""
+    def _definition(self, content: Any) -> dict[str, Any]:
+        """Return llguidance's definition of the grammar, named `text`."""
         if self.form == "schema":
             schema = checked_schema(content, self.name)
-            own = {"whitespace_pattern": _BLANKS, **schema.get("x-guidance", {})}
-            return {"name": "text", "json_schema": {**schema, "x-guidance": own}}
+            options = {"whitespace_pattern": _BLANKS, **schema.get("x-guidance", {})}
+            return {"name": "text", "json_schema": {**schema, "x-guidance": options}}
         if self.form == "grammar":
             for match in re.finditer(r"%json\s*(?={)", content):
                 try:
                     schema, _ = _JSON.raw_decode(content, match.end())
-                except json.JSONDecodeError:  # the parser says what is wrong
+                except json.JSONDecodeError:  # llguidance reports the error
                     continue
                 except (ArithmeticError, RecursionError) as error:
                     raise ValueError(f"{self.name}: %json: {brief(error)}") from None
@@ -130,79 +131,80 @@ class Grammar:
             return {"name": "text", "lark_grammar": content}
         from llguidance import LLMatcher
 
-        # llguidance compiles a regular expression to a grammar, which can be joined with the head.
+        # llguidance compiles a regular expression to a grammar, which can be combined with _HEAD.
         regex = with_unicode_classes(content, self.name)
-        (only,) = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
-        return {"name": "text", "lark_grammar": only["lark_grammar"]}
+        (compiled,) = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
+        return {"name": "text", "lark_grammar": compiled["lark_grammar"]}
 
     def start(self) -> Matcher:
-        """Begin a text."""
+        """Return the matcher of a new, empty text."""
         return Matcher(self)
 
 
 class Matcher:
-    """Say which tokens may come next in one text of a grammar: a `Constraint` of decoding.
+    """The `Constraint` that one text must follow a grammar.
 
     Args:
-        grammar: of the text.
+        grammar: the grammar of the text.
 
     Attributes:
-        allowed: bool[V], which tokens may come next.
-        ended: whether the text is whole, and nothing but its end can follow.
+        allowed: bool[V], mask of the tokens that may come next.
+        ended: whether the text is complete, and only a stop token can follow.
     """
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
-        # Compiled once: each text starts from a copy of the parser's state.
-        self._own = grammar._own.deep_copy()
+        # The grammar is compiled once; each text starts from a copy of the parser's state.
+        self._parser = grammar._parser.deep_copy()
         self._escape = b""  # an unfinished escape at the end of the text
-        self._look()
+        self._update()
 
     def __repr__(self) -> str:
         return f"Matcher({self.grammar!r})"
 
     def read(self, token: int) -> None:
-        """Go on with a token; ValueError where it is not allowed, or the grammar too complex."""
-        self._own.consume_token(int(token))
-        begun = self._escape + self.grammar.texts[int(token)]
+        """Append a token; ValueError if it is not allowed, or the grammar is too complex."""
+        self._parser.consume_token(int(token))
+        tail = self._escape + self.grammar.texts[int(token)]
         self._escape = next(
             (
                 e[0]
-                for e in _ESCAPE.finditer(begun)
-                # a whole escape has 2 bytes, or 6 with a code
-                if e.end() == len(begun) and len(e[0]) != (2 if e[1] is None else 6)
+                for e in _ESCAPE.finditer(tail)
+                # A complete escape has 2 bytes, or 6 with a code.
+                if e.end() == len(tail) and len(e[0]) != (2 if e[1] is None else 6)
             ),
             b"",
         )
-        self._look()
+        self._update()
 
-    def _look(self) -> None:
-        bits = np.frombuffer(self._own.compute_bitmask(), np.uint8)
-        stuck = f"{self.grammar.name}: the text cannot go on: "
+    def _update(self) -> None:
+        """Set `allowed` and `ended` from the parser's state."""
+        bits = np.frombuffer(self._parser.compute_bitmask(), np.uint8)
+        stuck = f"{self.grammar.name}: the text cannot continue: "
         no_token = "the tokenizer has no token for what must come next"
-        if self._own.is_error():
-            reason = _in_a_line(self._own.get_error())
+        if self._parser.is_error():
+            reason = _one_line(self._parser.get_error())
             raise ValueError(stuck + (no_token if reason.startswith("NoExtension") else reason))
         vocab_size, stop = self.grammar.vocab_size, self.grammar.stop_ids
-        # The table has one token more than the model, which ends texts: see `_tokens`.
-        found = np.unpackbits(bits, count=vocab_size + 1, bitorder="little").astype(bool)
-        self.allowed, may_end = found[:-1], found[-1]
+        # The table has one more token than the model, which ends texts; see `_tokens`.
+        mask = np.unpackbits(bits, count=vocab_size + 1, bitorder="little").astype(bool)
+        self.allowed, may_end = mask[:-1], mask[-1]
         self.ended = bool(may_end and not self.allowed.any())
         if self.grammar.form == "schema":
-            # to llguidance, the name "\\u0061" is not "a"
-            barred = self.grammar.respelled
-            if begun := self._escape:
+            # llguidance does not know that the name "\\u0061" equals "a".
+            excluded = self.grammar.respelled
+            if escape := self._escape:
                 texts = self.grammar.texts
-                left = self.allowed.nonzero()[0].tolist()
-                barred = [i for i in left if _respells(begun + texts[i])]
-            self.allowed[barred] = False
+                candidates = self.allowed.nonzero()[0].tolist()
+                excluded = [i for i in candidates if _respells(escape + texts[i])]
+            self.allowed[excluded] = False
             if not (self.allowed.any() or may_end):
                 raise ValueError(stuck + no_token)
         self.allowed[stop] = may_end
 
 
 def check_installed(name: str) -> None:
-    """Raise ConfigError where llguidance is not installed; `name` is what asks for it."""
+    """Raise ConfigError if llguidance, which option `name` requires, is not installed."""
     if find_spec("llguidance") is None:
         rule = "pip install 'transformer_jax[structured]'"
         raise ConfigError(f"{name} needs llguidance, which is not installed: {rule}")
@@ -210,18 +212,18 @@ def check_installed(name: str) -> None:
 
 @lru_cache(maxsize=4)
 def _tokens(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> tuple[Any, list[bytes]]:
-    """Return llguidance's table of a model's tokens and one more, which ends texts; their bytes.
+    """Return llguidance's token table and the bytes of each token.
 
-    A token without bytes is never allowed: so are special ones, and those that the tokenizer or the
-    model has not.
+    The table contains the model's tokens and an extra one that ends texts. Tokens without bytes are
+    never allowed: special tokens, and those that the tokenizer lacks.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    own = plain(tokenizer)
-    # A special token must not be written as text, even if its letters fit the form.
+    inner = plain(tokenizer)
+    # A special token must not be generated as text, even if its letters match the grammar.
     special = {*stop_ids, *special_ids(tokenizer).values()}
-    if isinstance(own, PretrainedTokenizer):
-        special |= own.special
+    if isinstance(inner, PretrainedTokenizer):
+        special |= inner.special
     texts = [
         tokenizer.to_bytes([i]) if i < tokenizer.vocab_size and i not in special else b""
         for i in range(vocab_size)
@@ -231,19 +233,19 @@ def _tokens(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> tuple
         tokens, eos_token_id, bos_token_id = [*texts, b""], vocab_size, None
 
         def __call__(self, text: str | bytes) -> list[int]:
-            return []  # it cuts no text: see _HEAD
+            return []  # llguidance never tokenizes text; see _HEAD
 
     return LLTokenizer(TokenizerWrapper(Table())), texts
 
 
 def _respells(text: bytes) -> bool:
-    """Whether a text contains the code of a character that has a shorter spelling in JSON."""
+    """Whether the text contains a Unicode escape of a character with a shorter JSON spelling."""
     codes = [escape[1] for escape in _ESCAPE.finditer(text)]
     return any(code is not None and code not in _CODES for code in codes)
 
 
-def _in_a_line(error: str) -> str:
-    """Return what llguidance says is wrong, without its picture of the place."""
-    found = re.split(r"\n<state>|\n +\d+ \| ", error)[0]
-    reason = re.search(r"error: (.*)", found)
-    return " ".join((reason[1] if reason else found).split())[:300]
+def _one_line(error: str) -> str:
+    """Return the message of a llguidance error, without its excerpt of the source."""
+    message = re.split(r"\n<state>|\n +\d+ \| ", error)[0]
+    reason = re.search(r"error: (.*)", message)
+    return " ".join((reason[1] if reason else message).split())[:300]
