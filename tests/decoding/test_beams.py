@@ -299,10 +299,10 @@ def test_processors_see_the_history_of_their_own_beam():
     )  # fmt: skip
     changed = 0
     for row, length in enumerate(lengths):
-        given = prompt[row, :length].tolist()
+        start = prompt[row, :length].tolist()
 
-        def change(text, logits, given=given):
-            read, out = [*given, *text], np.array(logits, np.float64)
+        def change(text, logits, start=start):
+            read, out = [*start, *text], np.array(logits, np.float64)
             for token in set(read):
                 out[token] = out[token] / 1.7 if out[token] > 0 else out[token] * 1.7
             pairs = set(itertools.pairwise(read))
@@ -311,10 +311,10 @@ def test_processors_see_the_history_of_their_own_beam():
                 out[1] = -np.inf
             return out
 
-        after = log_probs_of(params, row, given, change)
+        after = log_probs_of(params, row, start, change)
         want = plain_beams(after, 7, 4, (1,), lambda n: 1.0, 4)
         assert_row(got, row, want, 4)
-        plain = plain_beams(log_probs_of(params, row, given), 7, 4, (1,), lambda n: 1.0, 4)
+        plain = plain_beams(log_probs_of(params, row, start), 7, 4, (1,), lambda n: 1.0, 4)
         changed += [text for text, _, _ in plain] != [text for text, _, _ in want]
     assert changed == 4
 
@@ -393,13 +393,13 @@ def test_limited_rows_match_the_row_alone(case):
             early_exit=seed % 2 == 0,
         )  # fmt: skip
         for row, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
-            given = prompt[row, :length]
-            after = log_probs_of(params, row, given.tolist())
+            start = prompt[row, :length]
+            after = log_probs_of(params, row, start.tolist())
             want = plain_beams(after, limit, beams, stop, divisor, results, groups, diversity)
             got = row_of(together, row)
             assert_row(got, 0, want, results)
             assert (np.asarray(got.tokens)[..., limit:] == -1).all()
-            alone = search(given[None], row_of(states(), row), num_tokens=int(limit))
+            alone = search(start[None], row_of(states(), row), num_tokens=int(limit))
             short = dataclasses.replace(got, tokens=got.tokens[..., :limit])
             assert_same(alone, short)
             ran_out += sum(len(text) == limit < longest for text, _, _ in want)
@@ -470,8 +470,8 @@ def test_limited_row_needs_no_more_cache_than_alone():
         prompt, init_cache(ROPE, 3, 6), num_tokens=NEW, lengths=lengths, limits=limits
     )
     for row, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
-        given = prompt[row : row + 1, :length]
-        alone = search(given, init_cache(ROPE, 1, 6), num_tokens=limit)
+        start = prompt[row : row + 1, :length]
+        alone = search(start, init_cache(ROPE, 1, 6), num_tokens=limit)
         got = row_of(together, row)
         assert np.array_equal(got.tokens[..., :limit], alone.tokens)
         assert np.array_equal(got.lengths, alone.lengths)

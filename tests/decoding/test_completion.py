@@ -176,8 +176,8 @@ def test_token_counts_continue_when_text_is_reread(params):
     late = text(params, processors=(tj.Ban(mark, *range(128, 256)), tj.ForceLast(27, mark)))
     assert (len(late), late.count("!"), late[26]) == (29, 1, "!")
     others = [token for token in range(256) if token != a]
-    begun = text(params, processors=(tj.ForceLast(26, mark), tj.MinLength(25, others)))
-    assert begun[:26] == "a" * 25 + "!"
+    forced = text(params, processors=(tj.ForceLast(26, mark), tj.MinLength(25, others)))
+    assert forced[:26] == "a" * 25 + "!"
 
 
 def spell(history, logits):

@@ -34,11 +34,11 @@ class OneOf:
     """A constraint that allows the texts of a list; each ends at its last token or with STOP."""
 
     def __init__(self, *texts: tuple[int, ...]) -> None:
-        self.texts, self.begun = texts, ()
+        self.texts, self.start = texts, ()
 
     def _rests(self) -> list[tuple[int, ...]]:
-        size = len(self.begun)
-        return [text[size:] for text in self.texts if text[:size] == self.begun]
+        size = len(self.start)
+        return [text[size:] for text in self.texts if text[:size] == self.start]
 
     @property
     def allowed(self) -> np.ndarray:
@@ -50,7 +50,7 @@ class OneOf:
 
     def read(self, token: int) -> None:
         assert self.allowed[token]
-        self.begun += (token,)
+        self.start += (token,)
 
 
 TEXTS = (
@@ -100,9 +100,9 @@ def expected(prompt, texts, count, draw) -> tuple[list[int], list[float]]:
 
 def served(requests, **options) -> list:
     state = tj.init_cache(CONFIG, 1, CONFIG.max_len)
-    given = dict(slots=2, capacity=CONFIG.max_len, stop=STOP) | options
+    arguments = dict(slots=2, capacity=CONFIG.max_len, stop=STOP) | options
     return sorted(
-        serve_requests(STEP, params(), requests, state, **given), key=lambda done: done.id
+        serve_requests(STEP, params(), requests, state, **arguments), key=lambda done: done.id
     )
 
 

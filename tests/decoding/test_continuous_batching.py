@@ -113,12 +113,12 @@ def served(model, requests, options: dict | None = None, **more) -> dict:
 def assert_as_alone(model, requests, options: dict, got: dict) -> None:
     assert len(got) == len(requests) > 0
     for request in requests:
-        want, mine = alone(model, request, options), got[request.id]
-        np.testing.assert_array_equal(mine.tokens, want.rows()[0], str(request.id))
-        assert_near(mine.log_probs, np.asarray(want.log_probs)[0, : len(mine.tokens)], 1e-5)
-        stopped = mine.tokens[-1] in options.get("stop", ())
-        assert mine.end == ("stop" if stopped else "length") and mine.error is None
-        assert stopped or len(mine.tokens) == request.num_tokens
+        want, result = alone(model, request, options), got[request.id]
+        np.testing.assert_array_equal(result.tokens, want.rows()[0], str(request.id))
+        assert_near(result.log_probs, np.asarray(want.log_probs)[0, : len(result.tokens)], 1e-5)
+        stopped = result.tokens[-1] in options.get("stop", ())
+        assert result.end == ("stop" if stopped else "length") and result.error is None
+        assert stopped or len(result.tokens) == request.num_tokens
 
 
 def arriving(requests):
@@ -382,10 +382,10 @@ def test_admission_is_first_come_first_served_and_long_requests_do_not_block(rop
         pieces.append(piece)
         open_ = set(taken) - {p.id for p in pieces if p.end is not None}
         assert len(open_) <= SLOTS, "a request is taken only when a slot is free"
-    begun = list(dict.fromkeys(p.id for p in pieces))
-    assert begun == [r.id for r in requests]
+    started = list(dict.fromkeys(p.id for p in pieces))
+    assert started == [r.id for r in requests]
     ended = [p.id for p in pieces if p.end is not None]
-    assert sorted(ended) == sorted(begun)
+    assert sorted(ended) == sorted(started)
     before = ended[: ended.index(requests[1].id)]
     assert {requests[3].id, requests[4].id} <= set(before), "later requests may end earlier"
 

@@ -133,7 +133,7 @@ EDGES = [
 ]  # fmt: skip
 
 
-def many(logits: list[float]) -> jax.Array:
+def repeated(logits: list[float]) -> jax.Array:
     """Repeat the same logits in `ROWS` rows, with all other ids excluded."""
     row = np.full(V, -INFINITE, np.float32)
     row[: len(logits)] = logits
@@ -161,7 +161,7 @@ def test_edge_cases_keep_the_right_tokens(processor, logits, ids):
 def test_tiny_temperature_takes_the_best_token():
     sampler = Sample(Temperature(1e-8))
     for logits, ids in ((SPREAD, {1}), (TIED, {1, 2, 4}), (LONELY, {2})):
-        assert set(sampler(jax.random.key(0), many(logits)).tolist()) == ids
+        assert set(sampler(jax.random.key(0), repeated(logits)).tolist()) == ids
 
 
 def test_top_p_of_one_keeps_underflowing_tokens():
@@ -383,7 +383,7 @@ def test_min_p_compares_tiny_probabilities():
 
 @pytest.mark.slow
 def test_processors_apply_from_left_to_right():
-    logits = many([math.log(p) for p in (0.5, 0.3, 0.2)])
+    logits = repeated([math.log(p) for p in (0.5, 0.3, 0.2)])
     # Flattened first, the two best are needed to reach 0.55.
     drawn = Sample(Temperature(4.0), TopP(0.55))(jax.random.key(0), logits)
     assert set(drawn.tolist()) == {0, 1}

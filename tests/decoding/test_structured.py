@@ -98,8 +98,8 @@ def model_of(tokenizer, padding: int = 3, **fields) -> LanguageModel:
 
 
 def stop_of(tokenizer) -> tuple[int, ...]:
-    own = getattr(tokenizer, "special_ids", {})
-    return (own["eos"],) if "eos" in own else ()
+    special = getattr(tokenizer, "special_ids", {})
+    return (special["eos"],) if "eos" in special else ()
 
 
 @functools.cache
@@ -500,7 +500,7 @@ def test_processors_combine_with_a_grammar():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (dict(regex="("), "regex: unclosed group"),
         (dict(regex="(?=a)b"), "regex: look-around"),
@@ -561,9 +561,9 @@ def test_processors_combine_with_a_grammar():
         (dict(regex="a", beams=2), "regex is 'a': must not be set for a beam search"),
     ],
 )  # fmt: skip
-def test_invalid_grammars_are_refused_in_one_line(given, message):
+def test_invalid_grammars_are_refused_in_one_line(options, message):
     with pytest.raises(ValueError, match=message) as caught:
-        model("bytes").generate("a", 5, **given)
+        model("bytes").generate("a", 5, **options)
     assert "\n" not in str(caught.value)
 
 

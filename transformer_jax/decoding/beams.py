@@ -21,17 +21,7 @@ import numpy as np
 
 from transformer_jax.checks import INT32, check_count, check_finite, has_finite_maximum
 from transformer_jax.config.keywords import known_keywords
-from transformer_jax.decoding.arguments import (
-    Lengths,
-    PerRow,
-    TokenRows,
-    check_limits,
-    check_prompt,
-    check_with_step,
-    fill_prompts,
-    make_donatable,
-    stop_tokens,
-)
+from transformer_jax.decoding import arguments
 from transformer_jax.decoding.batch_rows import State, count_rows, fork, gather_rows
 from transformer_jax.decoding.generation import read_prompts
 from transformer_jax.decoding.logit_processors import (
@@ -119,15 +109,15 @@ class Beams:
 def beam_search(
     step: StepLike[State],
     params: Params,
-    prompt: TokenRows,  # i32[B, P], or rows of equal length
+    prompt: arguments.TokenRows,  # i32[B, P], or rows of equal length
     state: State,
     *,
     num_tokens: int,
     num_beams: int,
     num_results: int = 1,
     stop: int | Sequence[int] = (),
-    lengths: Lengths | None = None,  # i32[B], or bool[B, P]
-    limits: PerRow | None = None,  # i32[B]
+    lengths: arguments.Lengths | None = None,  # i32[B], or bool[B, P]
+    limits: arguments.PerRow | None = None,  # i32[B]
     processors: Sequence[HistoryProcessor] = (),
     length_penalty: Penalty | None = None,
     groups: int = 1,
@@ -190,7 +180,7 @@ def beam_search(
         check_count("chunk", chunk, 1)
     options = _BeamOptions(
         # Sorted and deduplicated so that equal sets of stop tokens share a program.
-        stop=tuple(sorted(set(stop_tokens(stop)))),
+        stop=tuple(sorted(set(arguments.stop_tokens(stop)))),
         processors=check_processors(processors),
         chunk=chunk,
         **{name: int(value) for name, value in counts.items()},
@@ -205,13 +195,13 @@ def beam_search(
     factors = (1 / _length_divisors(length_penalty, options.num_tokens)).astype(np.float32)
     numbers = factors, np.float32(diversity), np.bool_(early_exit)
     scoring = _Scoring(*jax.device_put(numbers))
-    tokens, lengths = check_prompt(prompt, lengths)
-    limits = jnp.asarray(check_limits(limits, len(tokens), options.num_tokens), jnp.int32)
-    state = make_donatable(state)
-    tokens = check_with_step(step, tokens, lengths, limits, state)
+    tokens, lengths = arguments.check_prompt(prompt, lengths)
+    limits = jnp.asarray(arguments.check_limits(limits, len(tokens), options.num_tokens), jnp.int32)
+    state = arguments.make_donatable(state)
+    tokens = arguments.check_with_step(step, tokens, lengths, limits, state)
     if jax.tree.leaves(state) and count_rows(state) != len(tokens):
         raise ValueError(f"prompt has {len(tokens)} rows, the state {count_rows(state)}")
-    step, tokens, lengths = fill_prompts(step, tokens, lengths)
+    step, tokens, lengths = arguments.fill_prompts(step, tokens, lengths)
     prompts = _BeamPrompts(tokens, lengths, limits)
     return _search(options, step, params, prompts, state, scoring)[0]
 
@@ -437,13 +427,13 @@ def _best_extensions(
     rows, M, vocab = totals.shape
     width = M // options.groups
     # Each beam has one extension per stop token, so at least `width` of these do not stop.
-    many = min(width * (1 + len(options.stop)), width * vocab)
+    count = min(width * (1 + len(options.stop)), width * vocab)
     taken = jnp.zeros((rows, vocab), jnp.float32)
     alive, ended = [], []
     for first in range(0, M, width):
         group = totals[:, first : first + width]
         ranked = group - diversity * taken[:, None]
-        rank, index = jax.lax.top_k(ranked.reshape(rows, width * vocab), many)
+        rank, index = jax.lax.top_k(ranked.reshape(rows, width * vocab), count)
         parent, token = first + index // vocab, index % vocab
         total = _gather_beams(group.reshape(rows, width * vocab), index)
         stops = (token[..., None] == np.array(options.stop, np.int32)[None, None]).any(axis=2)

@@ -420,11 +420,11 @@ def read_prompt(
         return prompt
     if begin is not None:
         return np.append(np.int32(begin), encode_text(tokenizer, prompt)).astype(np.int32)
-    if isinstance(own := plain(tokenizer), PretrainedTokenizer):
-        text = own.encode(prompt, special_tokens=False)
-        ids = np.concatenate([frame(own).first, text]).astype(np.int32)
+    if isinstance(published := plain(tokenizer), PretrainedTokenizer):
+        text = published.encode(prompt, special_tokens=False)
+        ids = np.concatenate([frame(published).first, text]).astype(np.int32)
         # Many models, such as GPT-2, begin a text with the end-of-text token.
-        starts = [own.special_ids[r] for r in ("bos", "eos") if r in own.special_ids]
+        starts = [published.special_ids[r] for r in ("bos", "eos") if r in published.special_ids]
         if len(ids) or starts:
             return ids if len(ids) else np.array(starts[:1], np.int32)
     ids = tokenizer.encode(prompt)

@@ -249,9 +249,9 @@ class BanSequences:
             banned = jnp.asarray([s for s in self.sequences if len(s) == size])  # [M, size]
             at = history.length[:, None] + jnp.arange(1 - size, 0)[None]
             last = jnp.take_along_axis(history.tokens, jnp.clip(at, 0), axis=1)  # [B, size - 1]
-            begun = (last[:, None] == banned[None, :, :-1]).all(-1)
-            begun &= (history.length >= size - 1)[:, None]
-            ends = jnp.where(begun, banned[None, :, -1], vocab)
+            matches = (last[:, None] == banned[None, :, :-1]).all(-1)
+            matches &= (history.length >= size - 1)[:, None]
+            ends = jnp.where(matches, banned[None, :, -1], vocab)
             logits = logits.at[jnp.arange(rows)[:, None], ends].set(-jnp.inf, mode="drop")
         return logits
 

@@ -164,11 +164,15 @@ class PromptLookup(Proposer):
         same = ends < length[:, None]
         for i in range(self.ngram):
             at = jnp.clip(length - self.ngram + i, 0)[:, None]
-            same &= tokens[:, i : columns - self.ngram + i] == gather_columns(tokens, at)
+            same &= tokens[:, i : columns - self.ngram + i] == jnp.take_along_axis(
+                tokens, at, axis=1
+            )
         start = jnp.where(same, ends, 0).max(axis=1)[:, None]
         # Past the end of the text, repeat the tokens between the two occurrences.
         period = jnp.maximum(length[:, None] - start, 1)
-        copied = gather_columns(tokens, start + jnp.arange(turn.num_draft)[None] % period)
+        copied = jnp.take_along_axis(
+            tokens, start + jnp.arange(turn.num_draft)[None] % period, axis=1
+        )
         return Proposal(jnp.where(start > 0, copied, -1)), proposer_state
 
 
@@ -277,7 +281,7 @@ class Draft(Proposer, Generic[State]):
         # If all proposals of the previous turn were accepted, the draft has not read the last one.
         at = jnp.clip(history.length[:, None] + jnp.array([[-2, -1]]), 0)
         valid = jnp.stack([pending & turn.active, turn.active], axis=1)
-        newest = gather_columns(history.tokens, at)
+        newest = jnp.take_along_axis(history.tokens, at, axis=1)
         carry, (tokens, valid, logits) = read(before, newest, valid, 0)
         # The last proposal stays unread, because it may be rejected; `settle` accounts for it.
         (last, after), later = jax.lax.scan(read_proposal, carry, jnp.arange(1, turn.num_draft))
@@ -315,7 +319,9 @@ class Draft(Proposer, Generic[State]):
             proposer_state: the result of the last `settle`, or of `start`.
             history: prompt and text.
         """
-        token = gather_columns(history.tokens, jnp.clip(history.length[:, None] - 2, 0))
+        token = jnp.take_along_axis(
+            history.tokens, jnp.clip(history.length[:, None] - 2, 0), axis=1
+        )
         valid = proposer_state.pending[:, None]
         token = jnp.where(valid, token, 0)
         step = as_step(self.step).told(part=True)
@@ -337,14 +343,6 @@ def keep_read(
     # A step without `rewind` re-reads the kept tokens from the state before them.
     kept = valid & (jnp.cumsum(valid, axis=1) <= count[:, None])
     return step(params, jnp.where(kept, tokens, 0), before, valid=kept)[1]
-
-
-def gather_columns(
-    tokens: jax.Array,  # [B, C]
-    index: jax.Array,  # i32[B, J]
-) -> jax.Array:  # [B, J]
-    """Return tokens[b, index[b, j]] for every row b."""
-    return jnp.take_along_axis(tokens, index, axis=1)
 
 
 def fold_keys(keys: jax.Array, number: jax.Array | int) -> jax.Array:  # key[B], i32[B] or one

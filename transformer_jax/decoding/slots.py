@@ -22,21 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from transformer_jax.checks import check_count, check_not_consumed
-from transformer_jax.decoding.arguments import (
-    Array,
-    DecodeOptions,
-    Lengths,
-    PerRow,
-    Prompts,
-    TokenRows,
-    bucket,
-    check_prompt,
-    check_sampler,
-    check_stop,
-    check_with_step,
-    row_keys,
-    stop_tokens,
-)
+from transformer_jax.decoding import arguments
 from transformer_jax.decoding.batch_rows import State, count_rows, fork, write_rows
 from transformer_jax.decoding.generation import DecodeState, StepOutput, decode_step, start_decoding
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, check_processors
@@ -62,7 +48,7 @@ class Slots(Generic[State]):
 
     decode_state: DecodeState[State]
     step: Step[State] = field(metadata=dict(static=True))
-    options: DecodeOptions = field(metadata=dict(static=True))
+    options: arguments.DecodeOptions = field(metadata=dict(static=True))
     capacity: int = field(metadata=dict(static=True))
 
     @property
@@ -106,22 +92,24 @@ def init_slots(
     check_count("slots", slots, 1)
     check_count("capacity", capacity, 1)
     if sampler is not None:
-        check_sampler(sampler)
-    processors, stop = check_processors(processors), stop_tokens(stop)
+        arguments.check_sampler(sampler)
+    processors, stop = check_processors(processors), arguments.stop_tokens(stop)
     check_not_consumed(state)
     if count_rows(state) != 1:
         raise ValueError(f"state has {count_rows(state)} rows: must have one, like each slot")
     if stop:
-        check_stop(stop, step, params, 1, state)
-    options = DecodeOptions(Greedy() if sampler is None else sampler, processors, stop, ends=True)
-    keys = row_keys(None, int(slots))
+        arguments.check_stop(stop, step, params, 1, state)
+    options = arguments.DecodeOptions(
+        Greedy() if sampler is None else sampler, processors, stop, ends=True
+    )
+    keys = arguments.row_keys(None, int(slots))
     return _init_slots(step, options, state, int(slots), int(capacity), bool(sampling), keys)
 
 
 @program(static=("step", "options", "slots", "capacity", "sampling"))
 def _init_slots(
     step: Step[State],
-    options: DecodeOptions,
+    options: arguments.DecodeOptions,
     state: State,
     slots: int,
     capacity: int,
@@ -143,12 +131,12 @@ def _init_slots(
 def admit(
     slots: Slots[State],
     params: Params,
-    rows: int | PerRow,
-    prompt: TokenRows,  # i32[R, P], or rows of equal length
+    rows: int | arguments.PerRow,
+    prompt: arguments.TokenRows,  # i32[R, P], or rows of equal length
     state: State,
     *,
-    limits: int | PerRow,
-    lengths: Lengths | None = None,  # i32[R], or bool[R, P]
+    limits: int | arguments.PerRow,
+    lengths: arguments.Lengths | None = None,  # i32[R], or bool[R, P]
     key: jax.Array | None = None,  # one key, or one for each row
     chunk: int | None = None,
     sampling: RowSampling | None = None,
@@ -207,7 +195,7 @@ def admit_rows(
     slots: Slots[State],
     params: Params,
     rows: jax.Array,  # i32[R]
-    prompts: Prompts,
+    prompts: arguments.Prompts,
     state: State,
     chunk: int | None,
     top: int,
@@ -218,7 +206,11 @@ def admit_rows(
     room = slots.capacity - prompts.tokens.shape[1]
 
     def fill(
-        slots: Slots[State], params: Params, rows: jax.Array, prompts: Prompts, state: State
+        slots: Slots[State],
+        params: Params,
+        rows: jax.Array,
+        prompts: arguments.Prompts,
+        state: State,
     ) -> tuple[Slots[State], StepOutput]:
         # If there are several prompts, some may be shorter, which edits need to know.
         step = slots.step if len(prompts.lengths) == 1 else slots.step.told(padded=True)
@@ -320,7 +312,7 @@ def _end_nonfinite(decode_state: DecodeState[State], output: StepOutput) -> Deco
     return replace(decode_state, active=decode_state.active & (output.token >= 0))
 
 
-def release(slots: Slots[State], rows: int | PerRow) -> Slots[State]:
+def release(slots: Slots[State], rows: int | arguments.PerRow) -> Slots[State]:
     """Free slots, whether or not their texts have ended.
 
     Args:
@@ -347,7 +339,7 @@ def check_slots(slots: Slots[State]) -> None:
         raise ValueError("slots were consumed by an earlier call: use the slots that it returned")
 
 
-def check_slot_rows(slots: Slots[State], rows: int | PerRow) -> Array:  # [R]
+def check_slot_rows(slots: Slots[State], rows: int | arguments.PerRow) -> arguments.Array:  # [R]
     """Return the rows as an array; ValueError unless they are distinct slots."""
     numpy: ModuleType = jnp if traced(rows) else np
     array = numpy.atleast_1d(rows)
@@ -366,15 +358,15 @@ def check_slot_rows(slots: Slots[State], rows: int | PerRow) -> Array:  # [R]
 
 def check_prompts(
     slots: Slots[State],
-    prompt: TokenRows,
-    lengths: Lengths | None,
+    prompt: arguments.TokenRows,
+    lengths: arguments.Lengths | None,
     state: State,
-    limits: Array,
+    limits: arguments.Array,
     key: jax.Array | None,
     sampling: RowSampling | None = None,
-) -> Prompts:
+) -> arguments.Prompts:
     """Check prompts for these slots and pad them to their bucket, at most a slot's capacity."""
-    tokens, lengths = check_prompt(prompt, lengths)
+    tokens, lengths = arguments.check_prompt(prompt, lengths)
     rows = len(tokens)
     if limits.shape != lengths.shape or not np.issubdtype(limits.dtype, np.integer):
         actual = f"{limits.dtype}{list(limits.shape)}" if traced(limits) else limits.tolist()
@@ -391,7 +383,7 @@ def check_prompts(
         )
     if key is None and not isinstance(slots.options.sampler, Greedy):
         raise ValueError(f"key is None: {slots.options.sampler!r} draws random numbers")
-    keys = row_keys(key, rows)
+    keys = arguments.row_keys(key, rows)
     check_not_consumed(state)
     # A state of a different shape would be broadcast into the row, or fail deep in a program.
     slot_leaves, slot_tree = jax.tree_util.tree_flatten_with_path(slots.decode_state.state)
@@ -405,7 +397,7 @@ def check_prompts(
                 f"state{jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}: "
                 f"the slots require {slot_leaf.dtype}{list(expected)}"
             )
-    tokens = check_with_step(slots.step, tokens, lengths, limits, state)
+    tokens = arguments.check_with_step(slots.step, tokens, lengths, limits, state)
     if (sampling is None) == (slots.decode_state.sampling is not None):
         rule = (
             "these slots were made with sampling=True and require it"
@@ -420,7 +412,7 @@ def check_prompts(
             raise ValueError(f"{name} is {actual}: must be float32[{rows}]")
     columns = tokens.shape[1]
     # An edit that reads every token would see the padding.
-    width = columns if slots.step.reads_exactly else bucket(columns)
+    width = columns if slots.step.reads_exactly else arguments.bucket(columns)
     width = min(width, slots.capacity)
     numpy: ModuleType = jnp if traced(tokens) else np
     tokens = numpy.pad(tokens, ((0, 0), (0, max(0, width - columns))))[:, :width]
@@ -428,4 +420,4 @@ def check_prompts(
         placed = [jnp.asarray(x, jnp.int32) for x in (tokens, lengths, limits)]
     else:  # explicit transfer, for code under `jax.transfer_guard`
         placed = jax.device_put([np.asarray(x, np.int32) for x in (tokens, lengths, limits)])
-    return Prompts(placed[0], placed[1], keys, placed[2], sampling)
+    return arguments.Prompts(placed[0], placed[1], keys, placed[2], sampling)

@@ -23,6 +23,7 @@ import numpy as np
 
 from transformer_jax.checks import check_count, has_finite_maximum
 from transformer_jax.config.keywords import known_keywords
+from transformer_jax.decoding import proposers
 from transformer_jax.decoding.arguments import (
     DecodeOptions,
     Lengths,
@@ -34,17 +35,6 @@ from transformer_jax.decoding.arguments import (
 from transformer_jax.decoding.batch_rows import State
 from transformer_jax.decoding.generation import DecodeState, start_decoding
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, apply_processors
-from transformer_jax.decoding.proposers import (
-    Proposal,
-    Proposer,
-    ProposerState,
-    Turn,
-    check_distribution,
-    draw,
-    fold_keys,
-    gather_columns,
-    keep_read,
-)
 from transformer_jax.decoding.samplers import Greedy, Sampler
 from transformer_jax.decoding.step import Params, Step, StepLike, count_vocab
 from transformer_jax.programs import program
@@ -76,7 +66,7 @@ class Speculation(Generic[State]):
     lengths: jax.Array  # i32[B]
     log_probs: jax.Array  # f32[B, num_tokens]
     state: State
-    proposer_state: ProposerState
+    proposer_state: proposers.ProposerState
     proposed: jax.Array  # i32[B]
     accepted: jax.Array  # i32[B]
     calls: jax.Array  # i32[]
@@ -99,7 +89,7 @@ def speculate(
     prompt: TokenRows,  # i32[B, P], or rows of equal length
     state: State,
     *,
-    proposer: Proposer,
+    proposer: proposers.Proposer,
     num_tokens: int,
     num_draft: int,
     lengths: Lengths | None = None,  # i32[B], or bool[B, P]
@@ -146,7 +136,7 @@ def speculate(
         ValueError: if an argument is wrong, before anything is compiled or consumed.
     """
     check_count("num_draft", num_draft, 1)
-    if isinstance(proposer, type) or not isinstance(proposer, Proposer):
+    if isinstance(proposer, type) or not isinstance(proposer, proposers.Proposer):
         rule = "must be a value, such as PromptLookup(3) or Draft(step, params, state)"
         raise ValueError(f"proposer is {proposer!r}: {rule}")
     if any(leaf is proposer for leaf in jax.tree.leaves(proposer)):
@@ -154,7 +144,7 @@ def speculate(
         rule = "register it with jax.tree_util.register_static or register_dataclass"
         raise ValueError(f"proposer is a {name}, which is not a pytree: {rule}")
     if sampler is not None:
-        check_distribution("sampler", sampler)
+        proposers.check_distribution("sampler", sampler)
     step, options, prompts, state = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths,
         sampler=sampler, key=key, processors=processors, stop=stop, limits=limits, chunk=chunk,
@@ -194,7 +184,7 @@ class _Output(NamedTuple):
     turns: jax.Array  # i32[]
 
 
-_Carry: TypeAlias = tuple[DecodeState[State], ProposerState, _Output]
+_Carry: TypeAlias = tuple[DecodeState[State], proposers.ProposerState, _Output]
 
 
 @program(static=("options", "step", "sizes"), donate=("state",))
@@ -202,7 +192,7 @@ def _speculate(
     options: DecodeOptions,
     step: Step[State],
     params: Params,
-    proposer: Proposer,
+    proposer: proposers.Proposer,
     prompts: Prompts,
     state: State,
     sizes: _Sizes,
@@ -212,7 +202,7 @@ def _speculate(
     later = step.told(part=True)
 
     def run(
-        params: Params, proposer: Proposer, prompts: Prompts, state: State
+        params: Params, proposer: proposers.Proposer, prompts: Prompts, state: State
     ) -> Speculation[State]:
         def take_turn(carry: _Carry[State]) -> _Carry[State]:
             """Propose, verify in one call, keep the accepted tokens of each row and add one."""
@@ -222,8 +212,8 @@ def _speculate(
             # Minus one, because a turn always adds a token of the model itself.
             room = jnp.where(active, jnp.minimum(num_draft, decode_state.limits - count - 1), 0)
             # Separate keys: the proof requires proposals independent of the model's draws.
-            keys = fold_keys(decode_state.keys, _PROPOSE)
-            turn = Turn(history, active, room, keys, num_draft, options.sampler)
+            keys = proposers.fold_keys(decode_state.keys, _PROPOSE)
+            turn = proposers.Turn(history, active, room, keys, num_draft, options.sampler)
             proposal, proposer_state = proposer.propose(proposer_state, turn)
 
             usable = _usable(proposal, room, vocab)
@@ -254,7 +244,9 @@ def _speculate(
             gained = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32), accepted) + 1
             gained = jnp.where(active, gained, 0)
 
-            state = keep_read(later, params, decode_state.state, after, tokens, valid, gained)
+            state = proposers.keep_read(
+                later, params, decode_state.state, after, tokens, valid, gained
+            )
             kept = _write_tokens(history.tokens, history.length, new, gained)
             history = History(kept, history.prompt, history.length + gained)
             proposer_state = proposer.settle(proposer_state, history, gained)
@@ -268,7 +260,7 @@ def _speculate(
                 written.turns + 1,
             )
             count = count + gained
-            newest = gather_columns(new, jnp.clip(gained - 1, 0)[:, None])[:, 0]
+            newest = jnp.take_along_axis(new, jnp.clip(gained - 1, 0)[:, None], axis=1)[:, 0]
             decode_state = replace(
                 decode_state, token=jnp.where(active, newest, decode_state.token),
                 active=active & (count < decode_state.limits) & ~stopped, count=count, state=state,
@@ -318,7 +310,7 @@ def _verify(
     options: DecodeOptions,
     decode_state: DecodeState[State],
     logits: jax.Array,  # f32[B, num_draft + 1, V]; processed logits of the model
-    proposal: Proposal,
+    proposal: proposers.Proposal,
     usable: jax.Array,  # bool[B, num_draft]
 ) -> tuple[jax.Array, jax.Array]:  # i32[B], i32[B]
     """Return the number of proposals that each row accepts, and the token drawn after them.
@@ -338,7 +330,9 @@ def _verify(
     uniform = jnp.zeros(usable.shape)  # a greedy token is certain or impossible
     if not isinstance(sampler, Greedy):
         numbers = count[:, None] + jnp.arange(num_draft)[None]
-        uniform = jax.vmap(jax.vmap(_draw_uniform, (None, 0)))(fold_keys(keys, _ACCEPT), numbers)
+        uniform = jax.vmap(jax.vmap(_draw_uniform, (None, 0)))(
+            proposers.fold_keys(keys, _ACCEPT), numbers
+        )
     chance = acceptance(
         _gather_vocab(p[:, :-1], proposal.tokens), _gather_vocab(q, proposal.tokens)
     )
@@ -351,7 +345,7 @@ def _verify(
     rest = residual(_gather_position(p, accepted), _gather_position(q, last))
     rejected = accepted < usable.sum(axis=1, dtype=jnp.int32)
     final = jnp.where(rejected[:, None], jnp.log(rest), _gather_position(target, accepted))
-    return accepted, draw(sampler, fold_keys(keys, count + accepted), final)
+    return accepted, proposers.draw(sampler, proposers.fold_keys(keys, count + accepted), final)
 
 
 def acceptance(p: jax.Array, q: jax.Array) -> jax.Array:
@@ -374,7 +368,9 @@ def residual(p: jax.Array, q: jax.Array) -> jax.Array:  # [..., V] -> [..., V]
     return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), p)
 
 
-def _usable(proposal: Proposal, room: jax.Array, vocab: int) -> jax.Array:  # bool[B, num_draft]
+def _usable(
+    proposal: proposers.Proposal, room: jax.Array, vocab: int
+) -> jax.Array:  # bool[B, num_draft]
     """Mask the proposals before the first that is no token, is not finite, or exceeds the room."""
     usable = (proposal.tokens >= 0) & (proposal.tokens < vocab)
     usable &= jnp.arange(usable.shape[1])[None] < room[:, None]
