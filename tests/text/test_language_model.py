@@ -352,7 +352,7 @@ def bad_message(*messages):
         (lambda: plain().generate("bad", 0), "num_tokens is 0: must be an integer of at least 1"),
         (lambda: plain().generate("bad", True), "num_tokens is True: must be"),
         (lambda: plain().generate("z"), "character 0 is U.007A 'z': not among"),
-        (lambda: plain().generate("a", stop=""), "stop contains '': must be strings of at least one"),
+        (lambda: plain().generate("a", stop=""), "stop contains '': must be strings of at least"),
         (lambda: plain().generate("a", stop=[3]), "stop contains 3: must be strings"),
         (lambda: plain().generate(5), "prompt is 5: must be a string or a list of strings"),
         (lambda: plain().generate([]), "prompt is an empty list"),
