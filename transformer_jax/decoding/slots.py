@@ -182,8 +182,8 @@ def admit(
     check_count("top", top, 0)
     if chunk is not None:
         check_count("chunk", chunk, 1)
-    limits = numpy.atleast_1d(limits)
-    prompts = check_prompts(slots, prompt, lengths, state, limits, key, sampling)
+    limit_array = numpy.atleast_1d(limits)
+    prompts = check_prompts(slots, prompt, lengths, state, limit_array, key, sampling)
     if len(prompts.lengths) != len(row_array):
         raise ValueError(f"prompt has {len(prompts.lengths)} rows for {len(row_array)} slots")
     prompts = prompts._replace(allowed=None if allowed is None else jnp.asarray(allowed))
