@@ -376,7 +376,7 @@ def test_a_text_with_tokens_the_model_has_not_is_refused(capsys, published, tmp_
     assert train.main(flags(folder, tmp_path / "text.txt", tmp_path / "run")) == 2
     assert "it contains token 258: " in capsys.readouterr().err
     assert generate(["--model", str(folder), "--prompt", "<new>"]) == 2
-    assert "the prompt contains id 258: the model has 258 tokens" in capsys.readouterr().err
+    assert "the prompt has id 258: the model has 258 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.slow

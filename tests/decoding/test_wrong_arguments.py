@@ -131,7 +131,7 @@ MISTAKES = {
     "init_cache with a prompt as batch": (partial(tj.init_cache, CONFIG, PROMPT, 17),
                             r"batch is int32\[1, 3\]: must be an integer"),
     "save with swapped arguments": (lambda: tj.save_pretrained(params(), CONFIG, "folder"),
-                                    r"params is 'folder': must be param"),
+                                    r"params is 'folder': must be a tree of param"),
     "generate from a class": (partial(generate, state=tj.ModelCache), "state is .*: must be a st"),
     "fit with a model config": (
         partial(fit, CONFIG), r"is a ModelConfig: .*TrainConfig\(model=...\)",
@@ -233,7 +233,7 @@ MISTAKES = {
                                   "hidden is a list: must be an array"),
     "save to a number": (lambda: tj.save_pretrained(3, CONFIG, params()), "path is a int: must be"),
     "save a recurrent model": (lambda: tj.save_pretrained("folder", tj.RecurrentConfig(), params()),
-                               "config is a RecurrentConfig: must be a ModelConfig"),
+                               "config is a RecurrentConfig: must be the ModelConfig"),
     "save with shard size 0": (
         lambda: tj.save_pretrained("folder", CONFIG, params(), shard_bytes=0),
         "shard_bytes is 0: must be an integer",
@@ -243,7 +243,7 @@ MISTAKES = {
     ),
                     r"files\['a'\] is a str: must be bytes"),
     "save with a list of keys": (lambda: tj.save_pretrained("folder", CONFIG, params(), keys=["a"]),
-                            "keys is a list: must be a dict by name"),
+                            "keys is a list: must be a dict keyed by name"),
     "save adapters to a number": (lambda: tj.save_lora(3, params(), {}, tj.LoraConfig(), {}),
                                   "path is a int: must be the path"),
     "save adapters of a number": (partial(tj.save_lora, "folder", 3, {}, tj.LoraConfig(), {}),
@@ -281,7 +281,7 @@ MISTAKES = {
         "num_buckets is 4.5: must be an integer",
     ),
     "compare different numbers of texts": (partial(compare_texts, ["a"], ["a", "b"]),
-                           "has 1 texts: there are 2 th"),
+                           "has 1 texts: must have 2"),
     "serve one request": (
         lambda: tj.serve_requests(STEP, params(), tj.Request([1], 2), None, slots=1, capacity=17),
         "requests is a Request: must be an iterable of Request",
