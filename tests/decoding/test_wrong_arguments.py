@@ -179,7 +179,7 @@ MISTAKES = {
     "rewind to a scalar": (lambda: tj.rewind_cache(tj.init_cache(CONFIG, 1, 17), 3),
                            r"int32\[\]: must be integers \[1\]"),
     "init_cache with an unknown dtype": (partial(tj.init_cache, CONFIG, 1, 17, "float7"),
-                            "dtype is 'float7': must be int8, or floating"),
+                            "dtype is 'float7': must be int8 or a float"),
     "init_cache with a string as slack": (partial(tj.init_cache, CONFIG, 1, 17, slack="3"),
                                  "slack is '3': must"),
     "cache_bytes of a recurrent model": (partial(tj.cache_bytes, tj.RecurrentConfig(), 1, 17),
