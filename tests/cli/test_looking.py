@@ -221,7 +221,7 @@ def test_a_model_is_judged_without_heads_and_what_is_no_place_or_head_is_one_lin
     [
         ("plot plain --out no/a.png", "out is 'no/a.png': must be a file in a folder that exists"),
         ("plot plain --out a", "out is 'a': must end in .png or .svg or .pdf"),
-        ("inspect --model plain --prompt a --target b", "target is 'b': 'here' goes on with"),
+        ("inspect --model plain --prompt a --target b", "target is 'b': 'here' continues text"),
         ("inspect --model classes --prompt a", "lens: a run of task 'classify' predicts the class of"),
         ("tokens --prompt a", "model and data: give one of them"),
         ("tokens --model x", "--prompt TEXT is needed"),

@@ -258,8 +258,8 @@ def test_edit_that_is_not_a_dict_is_rejected(call):
         call([SILENT])
 
 
-def log_p(model, ids, **given) -> np.ndarray:
-    logits = logits_of(model, ids[:-1], **given)
+def log_p(model, ids, **options) -> np.ndarray:
+    logits = logits_of(model, ids[:-1], **options)
     return np.array([-nats(row[None], ids[n + 1 : n + 2])[0] for n, row in enumerate(logits)])
 
 
@@ -321,6 +321,6 @@ def test_edited_class_does_not_depend_on_other_texts():
     """A mean over tokens sees neither the padding of a list nor empty rows."""
     edit = {"block_0/residual": lambda x: x - x.mean(axis=1, keepdims=True)}
     together = classes().edited(edit).classify(["bad", "cabbage"])
-    alone = [classes().edited(edit).classify(text) for text in ("bad", "cabbage")]
-    for (label, p), (wanted, q) in zip(together, alone, strict=True):
+    single = [classes().edited(edit).classify(text) for text in ("bad", "cabbage")]
+    for (label, p), (wanted, q) in zip(together, single, strict=True):
         assert label == wanted and p == pytest.approx(q, rel=1e-5)

@@ -88,7 +88,7 @@ PAIRS_OF_TEXTS = [
 
 
 def by_definition(model: LanguageModel, before, after) -> tuple[float, bool]:
-    """log p of `after` given `before`, and whether each id is the likeliest, for one row."""
+    """log p of `after` options `before`, and whether each id is the likeliest, for one row."""
     ids = [*before, *after]
     logits = logits_after(model, ids[:-1])[len(before) - 1 :]
     return -nats(logits, after).sum(), bool((logits.argmax(-1) == after).all())
@@ -182,8 +182,8 @@ def test_accuracies_of_choices_match_lm_eval_definitions(tmp_path):
     file = tmp_path / "questions.jsonl"
     file.write_text("\n\n".join(map(json.dumps, QUESTIONS)) + "\n")
     expected = shares(QUESTIONS, plain())
-    for given in (QUESTIONS, str(file), file, read_questions(file)):
-        found = plain().multiple_choice(given, batch_size=3)
+    for questions in (QUESTIONS, str(file), file, read_questions(file)):
+        found = plain().multiple_choice(questions, batch_size=3)
         each = found.accuracy, found.accuracy_per_character, found.accuracy_per_byte
         assert list(each) == expected
         assert repr(found).startswith("Choices(3 questions, accuracy=0.")
@@ -210,9 +210,9 @@ def test_question_that_cannot_be_encoded_names_its_line(tmp_path):
     file = tmp_path / "q.jsonl"
     line = json.dumps(dict(context="a", choices=["b", "z"], answer=0))
     file.write_text(f"\n\n{line}\n")
-    for given in (file, read_questions(file)):
+    for questions in (file, read_questions(file)):
         with pytest.raises(DataError) as refused:
-            plain().multiple_choice(given)
+            plain().multiple_choice(questions)
         assert str(refused.value).startswith(f"{file}, line 3: character 1 is U+007A 'z'")
 
 
@@ -307,10 +307,16 @@ def test_generation_kwargs_of_task_are_parsed():
     assert lm_eval.read_generation({"until": "a", "temperature": 0.0, "do_sample": False}, 7) == (
         lm_eval.Generation(("a",), 7, greedy)
     )
-    given = {"until": ["a", "b", ""], "max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.9}
+    options = {
+        "until": ["a", "b", ""],
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+    }
     drawn = Sample(Temperature(0.5), TopK(3), TopP(0.9))
-    assert lm_eval.read_generation(given, 7) == lm_eval.Generation(("a", "b"), 5, drawn)
-    assert lm_eval.read_generation(given | {"do_sample": False}, 7).sampler == greedy
+    assert lm_eval.read_generation(options, 7) == lm_eval.Generation(("a", "b"), 5, drawn)
+    assert lm_eval.read_generation(options | {"do_sample": False}, 7).sampler == greedy
     for wrong, message in (
         ({"do_sample": True}, "temperature is 0.0: must be above 0 with do_sample"),
         ({"num_beams": 3}, "generation_kwargs have num_beams=3: must be until"),

@@ -65,9 +65,9 @@ def made(name):
 
 def decoded_elsewhere(folder, batches, count=NEW):
     """Decode in a process that cannot import this package."""
-    given = json.dumps([str(folder), batches, count])
+    arguments = json.dumps([str(folder), batches, count])
     done = subprocess.run(
-        [sys.executable, "-I", "-c", ELSEWHERE, given], capture_output=True, text=True,
+        [sys.executable, "-I", "-c", ELSEWHERE, arguments], capture_output=True, text=True,
         timeout=250, env=quick_environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -204,7 +204,7 @@ def test_script_writes_no_token_after_nan(tmp_path, monkeypatch):
     def programs(folder):
         logits = jnp.zeros((2, 1000)).at[:, 7].set(1.0).at[1, 5].set(2.0)
         broken = logits.at[1, 3].set(jnp.nan)  # in the second row, at the second token
-        return lambda *given: (logits, ()), lambda *given: (broken, ())
+        return lambda *args: (logits, ()), lambda *args: (broken, ())
 
     monkeypatch.setattr(decode_exported, "load_programs", programs)
     folder = about(tmp_path, vocab_size=1000)

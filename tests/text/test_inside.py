@@ -148,8 +148,8 @@ def test_contributions_of_tokens_and_parts_sum_to_answer(name):
         "plain": (plain(), "badcab"), "pairs": (pairs(), ("bad", "fe")),
         "prefix": (prefix(), ("bad", "")), "masked": (masked(), "b_dcab"), "chat": (chat(), "bad"),
     }[name]  # fmt: skip
-    given = dict(baseline="k") if name == "plain" else {}
-    seen = model.inspect.attribution(text, answer="d", other_answer="b", **given)
+    options = dict(baseline="k") if name == "plain" else {}
+    seen = model.inspect.attribution(text, answer="d", other_answer="b", **options)
     assert np.abs(seen.shares).max() > 0.05
     assert seen.shares.sum() == pytest.approx(seen.value - seen.baseline_value, abs=2e-3)
     parts = [seen.heads, seen.feed_forward, seen.embedding, seen.bias, seen.cross_heads]

@@ -77,9 +77,9 @@ def test_list_of_prompts_matches_single_prompts():
 def test_model_without_max_len_writes_list_of_texts():
     """The history of processors is sized for the texts, not for an unlimited model."""
     model = model_of(tj.RecurrentConfig(vocab_size=11, d_embed=5, d_hidden=7))
-    given, texts = dict(processors=[tj.RepetitionPenalty(1.7)]), ["bad", "cabbage"]
-    found = model.generate(texts, 9, **given)
-    assert found == [model.generate(text, 9, **given) for text in texts]
+    options, texts = dict(processors=[tj.RepetitionPenalty(1.7)]), ["bad", "cabbage"]
+    found = model.generate(texts, 9, **options)
+    assert found == [model.generate(text, 9, **options) for text in texts]
     assert found != model.generate(texts, 9)
 
 
@@ -161,8 +161,8 @@ def test_unknown_words_warn_at_call_of_model():
 
 @pytest.mark.slow
 def test_search_has_four_beams_by_default():
-    given = dict(results=4)
-    assert plain().search("bad", 4, **given) == plain().search("bad", 4, beams=4, **given)
+    options = dict(results=4)
+    assert plain().search("bad", 4, **options) == plain().search("bad", 4, beams=4, **options)
     with pytest.raises(ValueError, match="results"):
         plain().search("bad", 4, results=5)
 
@@ -510,9 +510,9 @@ def test_decode_inverts_encode(tokenizer):
     for ids in ([[1]], 3, None):
         with pytest.raises(ValueError, match="must be integers of one text"):
             tokenizer.decode(ids)
-    for given in (None, 5, b"a"):
-        with pytest.raises(ValueError, match=f"text is {given!r}: must be a str"):
-            tokenizer.encode(given)
+    for wrong in (None, 5, b"a"):
+        with pytest.raises(ValueError, match=f"text is {wrong!r}: must be a str"):
+            tokenizer.encode(wrong)
 
 
 def test_repr_of_model_is_one_line():

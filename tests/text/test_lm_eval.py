@@ -257,8 +257,8 @@ def test_single_requests_match_lm_eval_backend(folder, options):
         ([a, b, c, d + 1], False),
         ([(a + 1) % 250], False),
     ):
-        given = [(None, ids, after)]
-        (one,), (two,) = (x._loglikelihood_tokens(given) for x in (left, right))
+        request = [(None, ids, after)]
+        (one,), (two,) = (x._loglikelihood_tokens(request) for x in (left, right))
         assert one[1] == two[1] == best and one[0] == pytest.approx(two[0], abs=EXACT)
     requests = instances(
         "loglikelihood", ("", cat), (f"{cat} ", "on a mat"), (cat, " on a mat"),
@@ -282,31 +282,29 @@ def test_chat_templates_match_lm_eval_backend(folder):
     left, right = theirs(folder), ours(folder)
     talk = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": " sat "}]
     stripping = TEMPLATE.replace("m['content']", "m['content'] | trim")
-    own = right.model.tokenizer
+    tokenizer = right.model.tokenizer
     for template in (stripping, "{{ messages[-1]['content'] }}{{ eos_token }}"):
         left.tokenizer.chat_template = template
-        changed = replace(own, chat_templates=(("default", template),))
+        changed = replace(tokenizer, chat_templates=(("default", template),))
         again = TransformerJaxLM(
             replace(right.model, model=replace(right.model.model, tokenizer=changed))
         )
         for more in (False, True):
-            given = dict(add_generation_prompt=more)
-            assert again.apply_chat_template(talk, **given) == left.apply_chat_template(
-                talk, **given
-            )
+            texts = (x.apply_chat_template(talk, add_generation_prompt=more) for x in (again, left))
+            assert len({*texts}) == 1
     left.tokenizer.chat_template = TEMPLATE
     assert right.apply_chat_template(talk[:1]) == left.apply_chat_template(talk[:1])
     for more in (False, True):
-        given = dict(add_generation_prompt=more)
-        assert right.apply_chat_template(talk, **given) == left.apply_chat_template(talk, **given)
+        texts = (x.apply_chat_template(talk, add_generation_prompt=more) for x in (right, left))
+        assert len({*texts}) == 1
     assert right.chat_template(True) == left.chat_template(True) == TEMPLATE
     assert right.chat_template(False) is None
     assert right.tokenizer_name == left.tokenizer_name
 
 
 def test_chat_tasks_match_lm_eval_backend(folder, tasks):
-    given = dict(apply_chat_template=True, limit=7)
-    one, two = (judged(x, tasks, **given) for x in (theirs(folder), ours(folder)))
+    options = dict(apply_chat_template=True, limit=7)
+    one, two = (judged(x, tasks, **options) for x in (theirs(folder), ours(folder)))
     for task in ("local_choice", "local_texts"):
         prompts = [[s["arguments"] for s in x["samples"][task]] for x in (one, two)]
         assert prompts[0] == prompts[1] and "<|assistant|>" in str(prompts[0])
@@ -325,12 +323,12 @@ def test_seed_determines_drawn_texts(folder):
 
 def test_lm_eval_command_runs_model(folder, tasks, tmp_path):
     place = tasks.task_index["local_choice"].yaml_path.parent
-    given = (
+    arguments = (
         f"--model transformer_jax --model_args pretrained={folder},max_length=40 --batch_size 3 "
         f"--tasks local_choice --include_path {place} --limit 5 --output_path {tmp_path / 'found'}"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "transformer_jax.text.lm_eval", "run", *given.split()],
+        [sys.executable, "-m", "transformer_jax.text.lm_eval", "run", *arguments.split()],
         capture_output=True, text=True, timeout=250,
         env=quick_environment() | {"HF_DATASETS_CACHE": str(tmp_path / "cache")},
     )  # fmt: skip
@@ -342,9 +340,9 @@ def test_lm_eval_command_runs_model(folder, tasks, tmp_path):
 
 
 def test_lm_eval_builds_model_from_arguments(folder, tasks):
-    given = f"pretrained={folder},batch_size=3,max_length=32,device=cuda:0"
+    arguments = f"pretrained={folder},batch_size=3,max_length=32,device=cuda:0"
     found = lm_eval.simple_evaluate(
-        model="transformer_jax", model_args=given, tasks=["local_choice"], task_manager=tasks,
+        model="transformer_jax", model_args=arguments, tasks=["local_choice"], task_manager=tasks,
         limit=5, bootstrap_iters=0,
     )  # fmt: skip
     assert found["config"]["model"] == "transformer_jax"

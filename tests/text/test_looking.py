@@ -29,17 +29,17 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def captured(model, ids, *names, **given) -> list[np.ndarray]:
+def captured(model, ids, *names, **options) -> list[np.ndarray]:
     apply = jax.jit(lambda params, ids: build(model.config).apply(
-        {"params": params}, ids, capture=names, **given
+        {"params": params}, ids, capture=names, **options
     )[-1])  # fmt: skip
     found = apply(model.params, np.array([ids]))
     return [np.asarray(found[name], np.float64)[0] for name in names]
 
 
-def softmax_of_scores(model, ids, part: str, causal: bool, **given) -> np.ndarray:  # [L, N, T, S]
+def softmax_of_scores(model, ids, part: str, causal: bool, **options) -> np.ndarray:  # [L, N, T, S]
     blocks = [f"block_{i}/{part}" for i in range(model.config.num_layers)]
-    found = captured(model, ids, *(f"{b}/{x}" for x in ("query", "key") for b in blocks), **given)
+    found = captured(model, ids, *(f"{b}/{x}" for x in ("query", "key") for b in blocks), **options)
     q, k = np.array(found[: len(blocks)]), np.array(found[len(blocks) :])
     scores = np.einsum("ltnh,lsnh->lnts", q, k) / np.sqrt(q.shape[-1])
     return softmax(np.where(np.tri(*scores.shape[2:]) > 0, scores, -np.inf) if causal else scores)
@@ -152,13 +152,13 @@ def test_plot_selects_part_layer_and_head(tmp_path):
         seen.plot(part="self").savefig(tmp_path / f"map.{suffix}")
     assert (tmp_path / "map.png").read_bytes()[:4] == b"\x89PNG"
     assert "<svg" in (tmp_path / "map.svg").read_text()
-    for given, rule in (
+    for options, rule in (
         (dict(layer=2), "layer is 2: must be 0 to 1 in cross-attention"),
         (dict(head=-1), "head is -1: must be 0 to 1 in cross-attention"),
         (dict(part="both"), "part is 'both': must be 'cross' or 'self' or 'encoder'"),
     ):
         with pytest.raises(ConfigError, match=rule):
-            seen.plot(**given)
+            seen.plot(**options)
 
 
 def cosines(table: np.ndarray, wanted: np.ndarray) -> list[float]:
@@ -210,9 +210,9 @@ def test_nearest_uses_source_embedding_and_skips_special_tokens():
     with pytest.raises(ValueError, match="word is 'To': not among the words of the tokenizer"):
         words.inspect.nearest("To")
     pieces = BPETokenizer.train("king man king man " * 9, 270)
-    own = model_of(replace(CONFIG, vocab_size=pieces.vocab_size), pieces)
+    subwords = model_of(replace(CONFIG, vocab_size=pieces.vocab_size), pieces)
     assert len(pieces.encode(" king")) == 1
-    assert own.inspect.nearest("king", count=1)[0][0] != " king"
+    assert subwords.inspect.nearest("king", count=1)[0][0] != " king"
     ngrams = tj.NgramConfig(vocab_size=11)
     with pytest.raises(ConfigError, match="a NgramConfig of 'here' has no embeddings of words"):
         replace(plain(), model=replace(plain().model, config=ngrams)).inspect.nearest("c")

@@ -49,7 +49,7 @@ def letters(config=CONFIG, **fields: Any) -> LanguageModel:
 def likeliest(ids: str) -> Any:
     """Return a fake for `logits` that maps the letter before the answer to the likeliest one."""
 
-    def logits(config, params, tokens, given, at):
+    def logits(config, params, tokens, inputs, at):
         following = dict(zip(LETTERS.encode(ids[0::2]), LETTERS.encode(ids[1::2]), strict=True))
         return -np.abs(np.arange(11) - following[int(tokens[0, at])])
 
@@ -60,7 +60,7 @@ def test_lens_shows_likeliest_tokens_of_each_position(monkeypatch):
     ids = np.arange(3 * 2 * 2).reshape(3, 2, 2) % 11
     p = np.arange(12, 0, -1).reshape(3, 2, 2) / 100
 
-    def lens(config, params, tokens, given, count, kinds):
+    def lens(config, params, tokens, inputs, count, kinds):
         assert (tokens.tolist(), count, kinds) == ([[1, 0]], 2, 11)
         return p, ids
 
@@ -82,7 +82,7 @@ def test_patching_shares_are_relative_to_difference_of_prompts(monkeypatch):
     by_token = np.arange(3 * 2 * 3).reshape(3, 2, 3) / 10
     by_head = np.array([[1.5, 9], [-3, 1]])
 
-    def patched(config, params, clean, corrupted, given, ids, at):
+    def patched(config, params, clean, corrupted, inputs, ids, at):
         assert (clean.tolist(), corrupted.tolist()) == ([[1, 0, 3]], [[2, 0, 4]])
         assert (ids.tolist(), at) == ([5, 6], 2)
         return 3.0, 1.0, by_token, [by_head]
@@ -114,10 +114,10 @@ def test_patching_shares_are_relative_to_difference_of_prompts(monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             letters().inspect.patch("bad", other)
-    monkeypatch.setattr(programs, "patched", lambda *given: (1.0, 0.95, by_token, [by_head]))
+    monkeypatch.setattr(programs, "patched", lambda *args: (1.0, 0.95, by_token, [by_head]))
     with pytest.warns(UserWarning, match=r"differs by 0.05 between the prompts, less than 0.81:"):
         letters().inspect.patch("bad", "cae")
-    monkeypatch.setattr(programs, "patched", lambda *given: (1.0, 1.0, by_token, [by_head]))
+    monkeypatch.setattr(programs, "patched", lambda *args: (1.0, 1.0, by_token, [by_head]))
     with pytest.raises(ValueError, match=r"logit of 'f' - 'g' is 1.0+ for both prompts: must"):
         letters().inspect.patch("bad", "cae")
 
@@ -125,11 +125,11 @@ def test_patching_shares_are_relative_to_difference_of_prompts(monkeypatch):
 def test_heads_show_change_of_answer_without_them(monkeypatch):
     change = np.array([[0.5, -2], [0, 1]])
 
-    def without(config, params, tokens, given, ids, at):
+    def without(config, params, tokens, inputs, ids, at):
         assert (tokens.tolist(), ids.tolist(), at) == ([[1, 0, 3]], [2, 4], 2)
         return 2.5, [change]
 
-    def weights(config, params, tokens, given):
+    def weights(config, params, tokens, inputs):
         rows, T = tokens.shape
         assert (rows, T) in ((1, 3), (inspecting.ROWS, 16)) and tokens.max() < 11
         assert T == 3 or (tokens[:, :8] == tokens[:, 8:]).all()
@@ -173,7 +173,7 @@ def test_heads_show_change_of_answer_without_them(monkeypatch):
 def test_attribution_shows_largest_contributions(monkeypatch):
     shares, heads = np.array([0.25, -4, 1]), np.array([[1, -3], [2, 0.5]])
 
-    def attributed(config, params, tokens, given, ids, baseline, at):
+    def attributed(config, params, tokens, inputs, ids, baseline, at):
         assert (tokens.tolist(), ids.tolist(), int(baseline), at) == ([[1, 0, 3]], [5], 10, 2)
         parts = np.array([7.5]), heads[None], np.array([[10, 20]]), np.array([-0.25])
         return (2.0, 1.5, shares), inside.LogitAttribution(*parts)
@@ -208,10 +208,10 @@ def test_programs_return_expected_shapes():
     """Traced for 3 places, 1 block, 5 tokens and 2 heads."""
     config = replace(CONFIG, d_model=4, num_layers=1)
 
-    def shapes(name: str, *given: Any, **fixed: Any) -> Any:
+    def shapes(name: str, *args: Any, **fixed: Any) -> Any:
         function = getattr(programs, name).function
         found = jax.eval_shape(
-            lambda params, *arrays: function(build(config), params, *arrays, **fixed), *given
+            lambda params, *arrays: function(build(config), params, *arrays, **fixed), *args
         )
         return jax.tree.map(lambda leaf: leaf.shape, found)
 
@@ -235,7 +235,7 @@ def test_programs_return_expected_shapes():
     assert programs._batch_size(replace(config, vocab_size=2**26), np.zeros((1, 16))) == 1
 
 
-@pytest.mark.parametrize(("task", "given", "changed"), [
+@pytest.mark.parametrize(("task", "options", "changed"), [
     (Seq2SeqTask(beams=3), dict(beams=1), dict(judged=2**31 - 1, beams=1)),
     (Seq2SeqTask(beams=3), dict(examples=1), dict(judged=1, beams=3)),
     (PrefixTask(), dict(targets="t", examples=7, beams=2),
@@ -244,31 +244,31 @@ def test_programs_return_expected_shapes():
     (TonesTask(), dict(examples=1), dict(judged=1)),
     (TonesTask(), {}, dict(judged=2**31 - 1)),
 ])  # fmt: skip
-def test_run_is_evaluated_on_all_of_another_file(task, given, changed):
+def test_run_is_evaluated_on_all_of_another_file(task, options, changed):
     two = isinstance(task, Seq2SeqTask | TonesTask)
     model = task.fit_model(replace(CONFIG, kind="encoder-decoder" if two else "decoder"))
     old = {} if isinstance(task, TonesTask) else {"data": "old"}
     run = TrainConfig(model=model, task=task, eval_batches=5, **old)
-    given = dict(targets=None, examples=None, beams=None, context=None) | given
-    found = task_on(letters(run.model, run=run), "new", **given)
+    options = dict(targets=None, examples=None, beams=None, context=None) | options
+    found = task_on(letters(run.model, run=run), "new", **options)
     expected = replace(run, task=replace(task, **changed), eval_batches=None)
     if not isinstance(task, TonesTask):
         expected = replace(expected, data="new", val_data="new", data_weights=None)
     assert found == expected
 
 
-@pytest.mark.parametrize(("given", "message"), [
+@pytest.mark.parametrize(("options", "message"), [
     (dict(examples=0), "examples is 0: must be at least 1"),
     (dict(context=0), "context is 0: must be at least 1"),
     (dict(context=5), "context is 5: a run has its own"),
     (dict(beams=2), "beams is 2: a run of task 'language' has no pairs"),
     (dict(examples=2), "examples is 2: a run of task 'language' has no pairs"),
 ])  # fmt: skip
-def test_evaluation_option_that_does_not_fit_run_is_rejected(given, message):
+def test_evaluation_option_that_does_not_fit_run_is_rejected(options, message):
     run = TrainConfig(model=CONFIG, task=LanguageTask())
-    given = dict(targets=None, examples=None, beams=None, context=None) | given
+    options = dict(targets=None, examples=None, beams=None, context=None) | options
     with pytest.raises(ValueError, match=message):
-        task_on(letters(run=run), "new", **given)
+        task_on(letters(run=run), "new", **options)
 
 
 class RecordingHook:
@@ -277,8 +277,8 @@ class RecordingHook:
     def __init__(self) -> None:
         self.kept: list[Any] = []
 
-    def add_partial(self, *given: Any) -> None:
-        self.kept.append(given)
+    def add_partial(self, *args: Any) -> None:
+        self.kept.append(args)
 
 
 @pytest.fixture
@@ -292,8 +292,8 @@ def adapter_of(monkeypatch):
         def __enter__(self) -> Any:
             return self
 
-        def __exit__(self, *given: object) -> None:
-            assert self.left == 0 or given[0] is not None
+        def __exit__(self, *args: object) -> None:
+            assert self.left == 0 or args[0] is not None
 
         def update(self, count: int) -> None:
             self.left -= count
@@ -303,8 +303,8 @@ def adapter_of(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", bar)
     monkeypatch.setattr(adapter, "_Base", type("Base", (), {}))
 
-    def make(model: LanguageModel, **given: Any) -> Any:
-        found = adapter.TransformerJaxLM(model, **given)
+    def make(model: LanguageModel, **options: Any) -> Any:
+        found = adapter.TransformerJaxLM(model, **options)
         found.cache_hook = RecordingHook()
         return found
 
@@ -352,11 +352,11 @@ def test_adapter_encodes_and_decodes_texts(adapter_of):
 
 
 def test_adapter_reports_score_of_each_request(adapter_of, monkeypatch):
-    given: list[Any] = []
+    scored: list[Any] = []
 
     def score_requests(model, requests, rows, longest, report):
         assert (rows, longest) == (8, 5)
-        given.extend((one.context, one.continuation) for one in requests)
+        scored.extend((one.context, one.continuation) for one in requests)
         report(len(requests))
         return [SimpleNamespace(log_prob=-len(one.continuation), is_likeliest=not one.context[0])
                 for one in requests]  # fmt: skip
@@ -366,16 +366,16 @@ def test_adapter_reports_score_of_each_request(adapter_of, monkeypatch):
     texts = ("a", "bc"), ("", "d")
     requests = [(texts[0], [0], [1, 2]), (texts[1], [], [3]), (None, [0, 1], [4])]
     assert lm._loglikelihood_tokens(requests) == [(-2, True), (-1, False), (-1, True)]
-    assert given == [((0,), (1, 2)), ((10,), (3,)), ((0, 1), (4,))]
+    assert scored == [((0,), (1, 2)), ((10,), (3,)), ((0, 1), (4,))]
     kept = [("loglikelihood", texts[0], (-2, True)), ("loglikelihood", texts[1], (-1, False))]
     assert lm.cache_hook.kept == kept
     with pytest.raises(ValueError, match="continuation is 'x': must add at least one token"):
         lm._loglikelihood_tokens([(("a", "x"), [0], [])])
-    given.clear()
+    scored.clear()
     asks = [SimpleNamespace(args=("abcdefg",)), SimpleNamespace(args=("bad",))]
     assert lm.loglikelihood_rolling(asks) == [-7, -3]
     whole = [((10,), (0, 1, 2, 3, 4)), ((1, 2, 3, 4), (5, 6)), ((10,), (1, 0, 3))]
-    assert given == [(context, continuation) for context, continuation in whole]
+    assert scored == [(context, continuation) for context, continuation in whole]
     assert lm.cache_hook.kept[2:] == [("loglikelihood_rolling", asks[0].args, -7),
                                       ("loglikelihood_rolling", asks[1].args, -3)]  # fmt: skip
 
@@ -405,7 +405,7 @@ def test_adapter_generates_each_text_up_to_its_end(adapter_of, monkeypatch):
     monkeypatch.setattr(adapter, "Batcher", Spy)
     monkeypatch.setattr(adapter, "build", lambda config: None)
     monkeypatch.setattr(adapter, "make_step", lambda model: alphabet)
-    monkeypatch.setattr(adapter, "init_decode_state", lambda *given: jnp.zeros((1,), jnp.int32))
+    monkeypatch.setattr(adapter, "init_decode_state", lambda *args: jnp.zeros((1,), jnp.int32))
 
     def texts(lm: Any, *asks: tuple[str, dict[str, Any]]) -> list[str]:
         return lm.generate_until([SimpleNamespace(args=one) for one in asks])
@@ -463,9 +463,9 @@ def test_generate_dispatches_single_streamed_sampled_and_list_prompts(monkeypatc
     assert model.generate("bad", samples=1, **draws) == ["3+198 of 200"]  # as many as fit
     assert letters(ROTARY, begin_id=3).generate("bad", 5).startswith("4+5")
     long = "a" * 197
-    own = key_of(jax.random.fold_in(key, 1))
+    second = key_of(jax.random.fold_in(key, 1))
     assert model.generate(["bad", long, "a"], 5, **draws) == [
-        "3+5 of 64, 8 at once", f"197+5 of 200, {own}", "1+5 of 64, 8 at once",
+        "3+5 of 64, 8 at once", f"197+5 of 200, {second}", "1+5 of 64, 8 at once",
     ]  # fmt: skip
     assert model.generate(["a"] * 3, 5, slots=2) == ["1+5 of 64, 2 at once"] * 3
     assert model.generate([long], 4) == ["197+4 of 200, 8 at once"]
@@ -496,7 +496,7 @@ def test_published_model_writes_targets_of_sources(monkeypatch):
     assert calls == [(key_of(key), [letter["x"]], 200, 1)]
     assert model.generate(["x", "y"], 5, **draws) == ["x", "y"]
     keys = [key_of(jax.random.fold_in(key, n)) for n in (0, 1)]
-    assert calls[1:] == [(own, [letter[name]], 5, 1) for own, name in zip(keys, "xy", strict=True)]
+    assert calls[1:] == [(k, [letter[name]], 5, 1) for k, name in zip(keys, "xy", strict=True)]
     assert model.generate("x", 5, samples=2, **draws) == ["", " one"]
     assert list(model.generate("x", 5, stream=True)) == ["likeliest of x"] and calls[-1] == 5
     learned = LanguageModel(
@@ -512,7 +512,7 @@ def test_published_model_writes_targets_of_sources(monkeypatch):
 
 
 def test_forced_tokens_of_targets_come_after_other_processors(monkeypatch):
-    monkeypatch.setattr(answers, "_read_sources", lambda *given: "state")
+    monkeypatch.setattr(answers, "_read_sources", lambda *args: "state")
     config = replace(ROTARY, kind="encoder-decoder", vocab_size=261)
     names = "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"
     ids = tuple(zip(names, (258, 5, 6), strict=True))
@@ -536,13 +536,13 @@ def labels_as_nats(monkeypatch):
 def test_each_token_is_scored_once_for_any_windows(labels_as_nats):
     text = "badcabfeedaceface"  # 17 letters
     ids = LETTERS.encode(text).tolist()
-    for given in (
+    for options in (
         {},
         dict(window=5),
         dict(window=5, stride=2, batch_size=3),
         dict(window=16, stride=1),
     ):
-        found = letters().score(text, **given)
+        found = letters().score(text, **options)
         assert list(found.token_nats) == ids[1:] and list(found.tokens) == list(text[1:])
         assert (found.num_bytes, found.num_tokens, found.nats) == (16, 16, sum(ids[1:]))
     found = letters(begin_id=10).score(text)
@@ -551,16 +551,16 @@ def test_each_token_is_scored_once_for_any_windows(labels_as_nats):
     assert found.bits_per_byte == pytest.approx(sum(ids) / 17 / math.log(2))
     shown = f"Score(nats={sum(ids):.4f}, num_tokens=17, num_bytes=17, bits_per_byte="
     assert repr(found).startswith(shown)
-    for given, message in (
+    for options, message in (
         (dict(window=18), "window is 18: must be at most max_len 17"),
         (dict(window=5, stride=6), "stride is 6: must be at most window 5"),
         (dict(stride=18), "stride is 18: must be at most max_len 17"),
     ):
         with pytest.raises(ValueError, match=message):
-            letters().score(text, **given)
-    for own, least in ((letters(), "two tokens"), (letters(begin_id=10), "one token")):
+            letters().score(text, **options)
+    for model, least in ((letters(), "two tokens"), (letters(begin_id=10), "one token")):
         with pytest.raises(ValueError, match=f"must have at least {least}"):
-            own.score("b" if least == "two tokens" else "")
+            model.score("b" if least == "two tokens" else "")
 
 
 def test_answers_and_targets_are_scored_with_their_end_token(labels_as_nats):
@@ -587,13 +587,13 @@ def test_answers_and_targets_are_scored_with_their_end_token(labels_as_nats):
     assert batch.ids.tolist() == [258, *encode("fab")]
     found = pair.score(("bad", "fab"))
     assert list(found.token_nats) == [*encode("fab"), 257] and found.num_bytes == 3
-    for wrong, given, message in (
+    for wrong, options, message in (
         (("bad", "fab"), dict(window=5), "window is 5: the target of a pair is scored as a whole"),
         (("", "fab"), {}, "the source has no tokens"),
         ("bad", {}, "must be .source, target.; the target is scored"),
     ):
         with pytest.raises(ValueError, match=message):
-            pair.score(wrong, **given)
+            pair.score(wrong, **options)
     short = replace(config, positions="learned", max_len=3)
     full = LanguageModel(replace(pair.model, config=short), "here")
     with pytest.raises(ValueError, match="source: 4 tokens: a sequence has at most 3"):
@@ -606,8 +606,8 @@ def test_text_generator_passes_its_fields_to_decoding(monkeypatch):
     calls: dict[str, Any] = {}
 
     def fake(name: str, answer: Any) -> Any:
-        def call(*given: Any, **options: Any) -> Any:
-            calls[name] = given, options
+        def call(*args: Any, **options: Any) -> Any:
+            calls[name] = args, options
             return answer
 
         return call
@@ -628,34 +628,34 @@ def test_text_generator_passes_its_fields_to_decoding(monkeypatch):
     monkeypatch.setattr(
         TextGenerator, "_step", lambda self: SimpleNamespace(check=fake("check", None))
     )
-    monkeypatch.setattr(TextGenerator, "_empty", lambda self, *given: ("empty", *given))
+    monkeypatch.setattr(TextGenerator, "_empty", lambda self, *args: ("empty", *args))
     sampler, key = Sample(Temperature(0.5)), jax.random.key(7)
     of: dict[str, Any] = dict(sampler=sampler, key=key, stop_ids=(9,))
     writer = TextGenerator(ROTARY, {}, LETTERS, **of)
     assert writer.samples("bad", 5, 2) == ["ba", "d"]
-    (_, _, tokens, cache), given = calls["generate"]
+    (_, _, tokens, cache), options = calls["generate"]
     assert (np.asarray(tokens).tolist(), cache) == ([[3], [3]], "forked")
     assert calls["_prefill"][0][2].tolist() == [[1, 0]] and calls["_prefill"][0][4].tolist() == [2]
     assert calls["check"][0][2].tolist() == [3 + 5 - 1] and calls["fork"][0] == ("read", 2)
-    assert given == dict(num_tokens=5, sampler=sampler, key=key, processors=(), stop=(9,))
+    assert options == dict(num_tokens=5, sampler=sampler, key=key, processors=(), stop=(9,))
 
     assert writer.search("bad", 5, beams=3, results=2, length_penalty=0.5) == [
         (-1.5, "bad"),
         (-2.5, "ef"),
     ]
-    (_, _, tokens, cache), given = calls["beam_search"]
+    (_, _, tokens, cache), options = calls["beam_search"]
     assert (np.asarray(tokens).tolist(), cache) == ([[1, 0, 3]], ("empty",))
     expected = dict(num_tokens=5, num_beams=3, num_results=2, stop=(9,))
-    assert {name: given[name] for name in expected} == expected and given[
+    assert {name: options[name] for name in expected} == expected and options[
         "length_penalty"
     ].alpha == 0.5
 
     text, out = writer.look_up("bad", 5, 4)
     assert (text, out) == ("ba", rows)
-    (_, _, tokens, cache), given = calls["speculate"]
+    (_, _, tokens, cache), options = calls["speculate"]
     assert (np.asarray(tokens).tolist(), cache) == ([[1, 0, 3]], "cache")
     expected = dict(num_tokens=5, num_draft=4, sampler=sampler, key=key, processors=(), stop=(9,))
-    assert {name: given[name] for name in expected} == expected
+    assert {name: options[name] for name in expected} == expected
     for config, space in (
         (ROTARY, dict(capacity=200)), (replace(ROTARY, window=5), dict(capacity=204)),
         (replace(ROTARY, window=(5, None)), dict(capacity=200, slack=4)),
@@ -664,14 +664,15 @@ def test_text_generator_passes_its_fields_to_decoding(monkeypatch):
         assert calls["init_cache"][1] == dict(batch=1, dtype="bfloat16") | space
 
     assert list(writer.answer(["bad", "a"], 5, slots=3, numbers=[0, 2])) == [(2, "bc"), (0, "ba")]
-    (_, _, requests, cache), given = calls["serve_requests"]
+    (_, _, requests, cache), options = calls["serve_requests"]
     assert [one.prompt.tolist() for one in requests] == [[1, 0, 3], [0]]
     assert [(one.id, one.num_tokens) for one in requests] == [(0, 5), (2, 5)]
     for one in requests:
-        own = jax.random.fold_in(key, one.id)
-        assert key_of(one.key) == key_of(jax.random.fold_in(jax.random.fold_in(own, 0), 0))
+        text_key = jax.random.fold_in(key, one.id)
+        first = jax.random.fold_in(jax.random.fold_in(text_key, 0), 0)
+        assert key_of(one.key) == key_of(first)
     expected = dict(slots=3, capacity=200, sampler=sampler, processors=(), stop=(9,))
-    assert (given, cache) == (expected, ("empty", 200))
+    assert (options, cache) == (expected, ("empty", 200))
     broken = SimpleNamespace(id=1, error="too long", end="refused", tokens=np.array([1]))
     monkeypatch.setattr(completion, "serve_requests", fake("serve_requests", [broken]))
     with pytest.raises(ValueError, match="prompt 1: too long"):
@@ -680,15 +681,15 @@ def test_text_generator_passes_its_fields_to_decoding(monkeypatch):
 
 def test_nearest_uses_embedding_of_inputs():
     """With two vocabularies that of the sources, in the encoder of a recurrent model."""
-    tables = {name: np.full((2, 3), i) for i, name in enumerate(("own", "source", "encoder"))}
-    params = {"embed": {"tokens": tables["own"], "source_tokens": tables["source"]},
+    tables = {name: np.full((2, 3), i) for i, name in enumerate(("target", "source", "encoder"))}
+    params = {"embed": {"tokens": tables["target"], "source_tokens": tables["source"]},
               "encoder": {"tokens": tables["encoder"]}}  # fmt: skip
     pair = replace(CONFIG, kind="encoder-decoder")
     recurrent = RecurrentConfig(vocab_size=11, d_embed=3, d_hidden=3)
     both = replace(recurrent, source_vocab_size=7)
     for config, name in (
-        (CONFIG, "own"), (pair, "own"), (replace(pair, source_vocab_size=7), "source"),
-        (recurrent, "own"), (both, "encoder"),
+        (CONFIG, "target"), (pair, "target"), (replace(pair, source_vocab_size=7), "source"),
+        (recurrent, "target"), (both, "encoder"),
     ):  # fmt: skip
         model = LanguageModel(TextModel(config, params, LETTERS), "here")
         found = inspecting._input_embedding(model)

@@ -9,17 +9,8 @@ import math
 from copy import copy
 from typing import Any, TypedDict, cast
 
-from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig, tasks
 from transformer_jax.config.fields import FieldValue
-from transformer_jax.config.tasks import (
-    ChatTask,
-    LanguageTask,
-    OwnTask,
-    PreferenceTask,
-    PrefixTask,
-    Seq2SeqTask,
-    Task,
-)
 from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.pytree import Params
 from transformer_jax.text.reading import Reader, published_run
@@ -80,7 +71,7 @@ def evaluate(
         model, data, targets=targets, examples=examples, beams=beams, context=context, named=task
     )
     built = model.edited_module
-    if built is not None and built.edits and isinstance(config.task, OwnTask):
+    if built is not None and built.edits and isinstance(config.task, tasks.OwnTask):
         rule = "a custom task calls its model itself; apply the edit in the task"
         raise ConfigError(f"edit of {built.edits[0][0]}: {rule}")
     if config.task.reads_numbers:
@@ -111,12 +102,12 @@ def task_on(
     for name, value in {"context": context, "task": named}.items():
         if value is not None:
             raise ConfigError(f"{name} is {value!r}: a run has its own; only for a published model")
-    task: Task = run.task
-    if isinstance(task, PreferenceTask):
+    task: tasks.Task = run.task
+    if isinstance(task, tasks.PreferenceTask):
         rule = "its loss is relative to the initial model of the run; train.py measures it"
         raise ConfigError(f"run is of task 'preference': {rule}")
     task = task.on_a_file(model.config)
-    if isinstance(task, Seq2SeqTask | PrefixTask):
+    if isinstance(task, tasks.Seq2SeqTask | tasks.PrefixTask):
         changes: dict[str, FieldValue] = {"judged": examples or 2**31 - 1}
         if beams is not None:
             changes["beams"] = beams
@@ -164,7 +155,7 @@ def _published(
         rule = "a decoder needs task chat; any other model needs text"
         raise ConfigError(f"data is {data!r}: its first line is a conversation: {rule}")
     run = published_run(cast(ModelConfig, model.config), model.name, data, context)
-    return run if named is None else dataclasses.replace(run, task=ChatTask())
+    return run if named is None else dataclasses.replace(run, task=tasks.ChatTask())
 
 
 def judge_file(
@@ -182,7 +173,7 @@ def judge_file(
     try:
         task = load_task(config, tokenizers, size)
     except ShortText as text:  # use one window of all its tokens
-        if not (isinstance(config.task, LanguageTask) and config.task.documents is None):
+        if not (isinstance(config.task, tasks.LanguageTask) and config.task.documents is None):
             raise
         if text.tokens < 2:
             rule = "must have at least two"

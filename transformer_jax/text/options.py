@@ -121,14 +121,14 @@ class GenerateOptions:
             checks.check_key("key", self.key)
         if self.cache_dtype is not None:
             check_cache_dtype("cache_dtype", self.cache_dtype)
-        given = [name for name in FORMS if getattr(self, name) is not None]
-        for name in given:
+        forms = [name for name in FORMS if getattr(self, name) is not None]
+        for name in forms:
             value = getattr(self, name)
             if not isinstance(value, Mapping if name == "schema" else str):
                 rule = "an object, such as a dict" if name == "schema" else "a string"
                 raise ValueError(f"{name} is {value!r:.80}: must be {rule}")
-        if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]}: pass only one of them")
+        if len(forms) > 1:
+            raise ValueError(f"{forms[0]} and {forms[1]}: pass only one of them")
         # Normal forms: equal options are equal values, and one stop string is a tuple of one.
         object.__setattr__(self, "stop", check_stop_strings(self.stop))
         object.__setattr__(self, "processors", check_processors(self.processors))

@@ -15,19 +15,9 @@ import numpy as np
 
 from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.checks import INT32
-from transformer_jax.config import ConfigError, TrainConfig
+from transformer_jax.config import ConfigError, TrainConfig, tasks
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.model import as_transformer
-from transformer_jax.config.tasks import (
-    ChatTask,
-    ClassifyTask,
-    LanguageTask,
-    MaskedTask,
-    PreferenceTask,
-    PrefixTask,
-    Seq2SeqTask,
-    Task,
-)
 from transformer_jax.decoding import completion
 from transformer_jax.decoding.logit_processors import HistoryProcessor
 from transformer_jax.loading import TextModel
@@ -99,7 +89,7 @@ class Reader:
         return Tokenizers(self.model.tokenizer, self.model.source_tokenizer)
 
     @property
-    def task(self) -> Task | None:
+    def task(self) -> tasks.Task | None:
         """The task of the run; None for a published model."""
         return None if self.model.run is None else self.model.run.task
 
@@ -120,18 +110,18 @@ class Reader:
         if self.task is not None and self.task.reads_numbers:
             return "signals"
         match self.task:
-            case MaskedTask():
+            case tasks.MaskedTask():
                 return "masks"
-            case ClassifyTask():
+            case tasks.ClassifyTask():
                 return "labels"
-            case ChatTask():
+            case tasks.ChatTask():
                 return "chat"
-            case PreferenceTask() as task:
+            case tasks.PreferenceTask() as task:
                 return "chat" if reads_messages(task, self.tokenizer) else "text"
-            case LanguageTask():
+            case tasks.LanguageTask():
                 return "text"
-            case Task() as task if isinstance(
-                task.on_a_file(self.config), Seq2SeqTask | PrefixTask
+            case tasks.Task() as task if isinstance(
+                task.on_a_file(self.config), tasks.Seq2SeqTask | tasks.PrefixTask
             ):
                 return "targets"
         shape = self.config.kind
@@ -154,7 +144,7 @@ class Reader:
     def read(self, prompt: str) -> np.ndarray:  # i32[P]
         """Return the tokens of a prompt, after the tokens that begin every text."""
         ids = np.zeros(0, np.int32)
-        if isinstance(self.task, PreferenceTask):
+        if isinstance(self.task, tasks.PreferenceTask):
             # As in training: a special token in a prompt is ordinary text.
             ids = prompt_ids(self.tokenizer, prompt)
         if not prompt or not len(ids):
@@ -256,12 +246,12 @@ def published_run(
 ) -> TrainConfig:
     """Return the run that would evaluate or fine-tune a published model."""
     model = as_transformer(config)
-    task: Task = LanguageTask()
+    task: tasks.Task = tasks.LanguageTask()
     longest = min(model.max_len, 512)
     if model.kind == "encoder":
-        task = MaskedTask()
+        task = tasks.MaskedTask()
     elif model.kind == "encoder-decoder":
-        task = Seq2SeqTask(beams=1)
+        task = tasks.Seq2SeqTask(beams=1)
         if model.positions is None or not model.positions.absolute:  # reads any length
             model = replace(model, max_len=INT32.max // 2)
         longest = model.max_len
@@ -356,7 +346,7 @@ def read_whole(model: Reader, text: Any) -> WholeText:
     return WholeText(ids, source, prefix, labels)
 
 
-def token_id(tokenizer: Tokenizer, name: str, word: str, known: int) -> int:
+def token_id(tokenizer: Tokenizer, name: str, word: str, vocab_size: int) -> int:
     """Return the single token of a word; DataError if it has several tokens or is unknown.
 
     The word is looked up with a leading space, as it appears inside a text, if that is one token.
@@ -380,6 +370,7 @@ def token_id(tokenizer: Tokenizer, name: str, word: str, known: int) -> int:
     if len(ids) != 1:
         parts = ", ".join(map(repr, token_texts(tokenizer, ids[:8]))) + ", ..." * (len(ids) > 8)
         raise DataError(f"{name} is {word!r:.60}: {len(ids)} tokens ({parts}): must be one token")
-    if ids[0] >= known:
-        raise DataError(f"{name} is {word!r:.60}: has id {ids[0]}, the model has {known} tokens")
+    if ids[0] >= vocab_size:
+        rule = f"has id {ids[0]}: the model has {vocab_size} tokens"
+        raise DataError(f"{name} is {word!r:.60}: {rule}")
     return int(ids[0])
