@@ -1,4 +1,4 @@
-"""Adapters beside kernels: two products, dropout, several adapters in a batch, no gradient of W."""
+"""Tests of low-rank adapters: products, gradients, dropout and several adapters in a batch."""
 
 import dataclasses
 
@@ -36,8 +36,8 @@ MODELS = {
 TOKENS = jnp.array(np.random.default_rng(5).integers(0, 23, (3, 11)), jnp.int32)
 
 
-def drawn(params, seed=1, lora=LORA):
-    """Adapters that change something: B is no longer zero."""
+def random_adapters(params, seed=1, lora=LORA):
+    """Return random adapters with nonzero B."""
     adapters = init_lora(params, lora, jax.random.key(seed))
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.array(rng.normal(0, 0.2, x.shape), x.dtype), adapters)
@@ -53,36 +53,36 @@ def logits(config, params, tokens=TOKENS, **given):
 @pytest.mark.long_except("encoder-decoder-False")
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
-def test_two_products_are_the_product_with_the_sum(kind, scan):
+def test_adapted_logits_match_summed_kernel(kind, scan):
     config = dataclasses.replace(MODELS[kind], scan_layers=scan)
     params = init_params(config, jax.random.key(0))
-    adapters = drawn(params)
+    adapters = random_adapters(params)
     found = logits(config, with_adapters(params, adapters, LORA))
-    wanted = logits(config, apply_lora(params, adapters, LORA))
-    assert float(jnp.abs(wanted - logits(config, params)).max()) > 0.1
-    assert_near(found, wanted, 2e-5)
+    expected = logits(config, apply_lora(params, adapters, LORA))
+    assert float(jnp.abs(expected - logits(config, params)).max()) > 0.1
+    assert_near(found, expected, 2e-5)
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_the_sum_and_nothing_else_has_any():
+def test_adapter_gradients_match_sum_and_frozen_kernels_get_none():
     config = MODELS["decoder"]
     params = init_params(config, jax.random.key(0))
-    adapters = drawn(params)
+    adapters = random_adapters(params)
 
     def loss(adapters, params, join):
         return jnp.square(logits(config, join(params, adapters, LORA))).mean()
 
     found = jax.grad(loss)(adapters, params, with_adapters)
-    wanted = jax.grad(loss)(adapters, params, apply_lora)
-    jax.tree.map(lambda x, y: assert_near(x, y, 1e-5), found, wanted)
-    kernels = {(14, 19), (19, 14)}  # of the feed-forward networks
+    expected = jax.grad(loss)(adapters, params, apply_lora)
+    jax.tree.map(lambda x, y: assert_near(x, y, 1e-5), found, expected)
+    kernels = {(14, 19), (19, 14)}  # feed-forward
     trace = jax.make_jaxpr(jax.grad(loss), static_argnums=2)
     assert not kernels & set(_products(trace(adapters, params, with_adapters).jaxpr))
     assert kernels <= set(_products(trace(adapters, params, apply_lora).jaxpr))
 
 
 def _products(jaxpr):
-    """The shapes of all products of matrices in a trace."""
+    """Yield the shapes of all matrix products in a trace."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield equation.outvars[0].aval.shape
@@ -93,7 +93,7 @@ def _products(jaxpr):
 
 
 @pytest.mark.slow
-def test_dropout_is_on_what_a_reads_alone():
+def test_dropout_applies_only_to_adapter_input():
     rng = np.random.default_rng(3)
     x = jnp.array(rng.normal(size=(2, 400, 6)), jnp.float32)
     lora = LoraConfig(rank=2, targets=("query",), dropout=0.25)
@@ -108,36 +108,36 @@ def test_dropout_is_on_what_a_reads_alone():
     plain = np.asarray(x, np.float64) @ np.asarray(kernel.base, np.float64)
     full = lora.scale * np.asarray(x, np.float64)[..., :2].sum(-1, keepdims=True)
     assert_near(off, plain + full, 1e-5)
-    # what is added is a sum of two inputs, each 0 or 4/3 of itself
+    # the adapter adds up two inputs, each multiplied by 0 or 4/3
     added = (np.asarray(on, np.float64) - plain)[..., 0] / lora.scale
     ways = [np.asarray(x)[..., 0] * i + np.asarray(x)[..., 1] * j for i in (0, 4 / 3)
             for j in (0, 4 / 3)]  # fmt: skip
     nearest = np.abs(np.stack(ways) - added).min(axis=0)
     assert nearest.max() < 1e-4
     share = (np.abs(ways[0] - added) < 1e-4).mean()
-    assert 0.03 < share < 0.1  # both dropped: 1/16
-    assert float(jnp.abs(on - other).max()) > 0.1  # another module draws other bits
+    assert 0.03 < share < 0.1  # probability that both are dropped: 1/16
+    assert float(jnp.abs(on - other).max()) > 0.1  # another module draws different bits
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["key", "value"])
-def test_dropout_is_on_what_an_adapter_of_cross_attention_reads(name):
-    """The source's keys and values are computed once, from the encoder's output."""
+def test_dropout_applies_to_cross_attention_adapter_input(name):
+    """The key and value of a source are computed in a separate code path."""
     config = dataclasses.replace(MODELS["encoder-decoder"], dropout=0.0, attention_dropout=0.0)
     params = init_params(config, jax.random.key(0))
     lora = LoraConfig(rank=2, targets=(f"cross_attention/{name}",), dropout=0.5)
-    adapters = drawn(params, lora=lora)
+    adapters = random_adapters(params, lora=lora)
     given = with_adapters(params, adapters, lora)
     off, on = (logits(config, given, key=key) for key in (None, jax.random.key(2)))
     assert float(jnp.abs(on - off).max()) > 1e-3
 
 
 @pytest.mark.slow
-def test_a_scanned_stack_draws_the_bits_of_a_looped_one():
+def test_scanned_stack_draws_same_dropout_bits_as_looped():
     lora = dataclasses.replace(LORA, dropout=0.5)
     config = MODELS["decoder"]
     params = init_params(config, jax.random.key(0))
-    adapters = drawn(params)
+    adapters = random_adapters(params)
     looped = logits(config, with_adapters(params, adapters, lora), key=jax.random.key(4))
     scanned = logits(
         dataclasses.replace(config, scan_layers=True),
@@ -150,10 +150,10 @@ def test_a_scanned_stack_draws_the_bits_of_a_looped_one():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-def test_each_row_of_a_batch_uses_its_own_adapter(scan):
+def test_each_row_uses_its_own_adapter(scan):
     config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
     params = init_params(config, jax.random.key(0))
-    several = [drawn(params, seed) for seed in (1, 2)]
+    several = [random_adapters(params, seed) for seed in (1, 2)]
     rows = jnp.array([1, -1, 0])
     found = logits(config, with_adapters(params, several, LORA, rows))
     alone = [logits(config, with_adapters(params, one, LORA)) for one in several]
@@ -163,10 +163,10 @@ def test_each_row_of_a_batch_uses_its_own_adapter(scan):
 
 
 @pytest.mark.slow
-def test_adapters_of_rows_write_what_each_writes_alone():
+def test_per_row_adapters_generate_same_tokens_as_merged():
     config = MODELS["decoder"]
     params = init_params(config, jax.random.key(0))
-    several = [drawn(params, seed) for seed in (1, 2)]
+    several = [random_adapters(params, seed) for seed in (1, 2)]
     prompts, step = TOKENS[:2, :4], make_step(build(config))
 
     def written(params, prompts):
@@ -180,10 +180,10 @@ def test_adapters_of_rows_write_what_each_writes_alone():
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_said():
+def test_adapters_that_do_not_fit_raise_error():
     config = MODELS["decoder"]
     params = init_params(config, jax.random.key(0))
-    adapters = drawn(params)
+    adapters = random_adapters(params)
     with pytest.raises(ValueError, match="rows must be passed with several adapters"):
         with_adapters(params, [adapters], LORA)
     with pytest.raises(ValueError, match="rows must be passed with several adapters"):
@@ -203,9 +203,9 @@ def test_what_does_not_fit_is_said():
 
 
 @pytest.mark.slow
-def test_unmerging_comes_back_within_two_roundings():
+def test_unmerge_restores_kernels_within_two_roundings():
     params = init_params(MODELS["decoder"], jax.random.key(0))
-    adapters = drawn(params)
+    adapters = random_adapters(params)
     merged = merge_lora(params, adapters, LORA)
     back = unmerge_lora(merged, adapters, LORA)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

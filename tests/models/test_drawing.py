@@ -1,4 +1,4 @@
-"""Check that parameters drawn by small programs are those of the one program, and compile less."""
+"""Tests of parameter initialisation by small programs: equal bits, less compilation."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ from transformer_jax.config import (
 from transformer_jax.models import drawing, factory
 from transformer_jax.models.factory import init_params
 
-pytestmark = pytest.mark.usefixtures("usual_compilation")  # one that shows a last bit that differs
+pytestmark = pytest.mark.usefixtures("usual_compilation")  # tests compare bits
 
 LAYERS = dict(vocab_size=131, d_model=24, num_heads=3, num_layers=2, d_ff=29, max_len=37)
 SIZES = dict(vocab_size=13, d_embed=5, d_hidden=7)
@@ -37,20 +37,20 @@ CONFIGS = {
 
 
 def assert_same_bits(actual, expected):
-    """Check trees leaf by leaf."""
+    """Compare trees leaf by leaf."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     jax.tree.map(tolerances.assert_same_bits, actual, expected)
 
 
 def one_program(config, key):
-    """Return what one compiled program of the whole initialisation makes."""
+    """Initialise all parameters in one compiled program."""
     return jax.jit(factory._init, static_argnums=0)(config, key)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
-def test_parameters_are_those_of_one_program_bit_for_bit(name, key, monkeypatch):
-    monkeypatch.setattr(drawing, "CHUNK", 1000)  # no shape here is a multiple of it
+def test_parameters_match_single_program_bitwise(name, key, monkeypatch):
+    monkeypatch.setattr(drawing, "CHUNK", 1000)  # no size is a multiple of it
     drawing._normal_chunk.clear_cache()
     found = init_params(CONFIGS[name], key)
     drawing._normal_chunk.clear_cache()
@@ -60,7 +60,7 @@ def test_parameters_are_those_of_one_program_bit_for_bit(name, key, monkeypatch)
 @pytest.mark.long_except("1.0", "0.02")
 @pytest.mark.slow
 @pytest.mark.parametrize("std", [0.02, 0.7, 1.0, 3e-5])
-def test_normal_numbers_are_those_of_jax(std, key):
+def test_normal_numbers_match_jax_bitwise(std, key):
     shape = 3, 41, 701
 
     def normal(key):
@@ -74,8 +74,8 @@ def test_normal_numbers_are_those_of_jax(std, key):
 
 
 @pytest.mark.slow
-def test_more_layers_and_other_widths_compile_nothing_more(key):
-    """Check with a whole model, whose other parameters are constants."""
+def test_more_layers_and_other_widths_reuse_compiled_programs(key):
+    """The model's other parameters are constants, which need no compilation."""
     compiled = []
 
     def count(event: str, seconds: float, **_):
@@ -95,8 +95,8 @@ def test_more_layers_and_other_widths_compile_nothing_more(key):
 @pytest.mark.slow
 @pytest.mark.long_except("rbg")
 @pytest.mark.parametrize("impl", ["rbg", "threefry2x32"])
-def test_other_keys_draw_what_one_program_draws(impl):
-    """Check a key of another generator, and one whose device was chosen."""
+def test_other_key_types_match_single_program(impl):
+    """Use a key of another generator, and a committed key."""
 
     def two(key):
         parts = jax.random.fold_in(key, 3), jax.random.fold_in(key, 4)
@@ -111,7 +111,7 @@ def test_other_keys_draw_what_one_program_draws(impl):
 
 
 @pytest.mark.slow
-def test_a_traced_key_gives_the_same_parameters(key):
+def test_traced_key_gives_same_parameters(key):
     traced = jax.jit(partial(init_params, ONE_LAYER))(key)
     assert_same_bits(init_params(ONE_LAYER, key), traced)
     shapes = jax.eval_shape(lambda: init_params(ONE_LAYER, key))

@@ -1,4 +1,4 @@
-"""A finite weight for which a dtype has no room is refused by name, wherever dtypes change."""
+"""Tests of dtype conversions: a finite weight that overflows raises an error with its name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PATH = ("decoder", "block_0", "feed_forward", "up", "kernel")
 NAME = "/".join(PATH)
 TENSOR = r"model.safetensors: transformer.h.0.mlp.c_fc.weight"
 HALF, NEARLY = 1e5, 3.4e38
-"""Above float16's largest number; above bfloat16's, and below float32's."""
+"""A weight above the float16 maximum; one above the bfloat16 but below the float32 maximum."""
 
 
 def with_weight(value, config=CONFIG, dtype=jnp.float32):
@@ -56,7 +56,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_loading_and_converting_name_the_tensor(folder, tmp_path, capsys):
+def test_float16_overflow_error_names_tensor(folder, tmp_path, capsys):
     message = f"{TENSOR} has a weight of size 1e\\+05: float16 represents at most 65504"
     for given in ("float16", jnp.float16):
         for scanned in (False, True):
@@ -69,8 +69,8 @@ def test_loading_and_converting_name_the_tensor(folder, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_weight_that_only_the_products_would_lose_is_refused(tmp_path):
-    """The embeddings say which dtype the model computes in; a norm computes in float32 anyway."""
+def test_overflow_in_compute_dtype_raises_error(tmp_path):
+    """The embeddings determine the compute dtype; norms compute in float32 anyway."""
     params = cast_floats(with_weight(1.0), jnp.float16)
     wide = with_weight(HALF)
     params["decoder"]["block_0"]["feed_forward"]["up"] = wide["decoder"]["block_0"]["feed_forward"][
@@ -125,7 +125,7 @@ CONVERSIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CONVERSIONS)
-def test_a_conversion_names_the_parameter(case):
+def test_conversion_overflow_error_names_parameter(case):
     convert_it, dtype = CONVERSIONS[case]
     with pytest.raises(ValueError, match=f"^{NAME} has .*: .*{dtype}"):
         convert_it()
@@ -133,7 +133,7 @@ def test_a_conversion_names_the_parameter(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_weight_that_its_scale_would_lose_is_refused(kind):
+def test_quantization_overflow_raises_error(kind):
     largest = float(np.finfo(np.float32).max)
     for value in (largest, NEARLY, 1e30):
         try:
@@ -147,7 +147,7 @@ def test_a_weight_that_its_scale_would_lose_is_refused(kind):
 
 @pytest.mark.slow_except("bfloat16", "float16")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_what_is_infinite_or_nan_already_stays_and_what_fits_is_rounded(dtype):
+def test_cast_keeps_nonfinite_values_and_rounds_others(dtype):
     rng = np.random.default_rng(3)
     largest = float(jnp.finfo(dtype).max)
     values = np.array([np.inf, -np.inf, np.nan, 0.0, largest, -largest, *rng.normal(size=5)])
@@ -162,7 +162,7 @@ def test_what_is_infinite_or_nan_already_stays_and_what_fits_is_rounded(dtype):
 
 
 @pytest.mark.slow
-def test_json_of_measurements_has_no_nan_and_its_readers_take_null(tmp_path, capsys, monkeypatch):
+def test_metrics_json_stores_nan_as_null(tmp_path, capsys, monkeypatch):
     nan = {"loss": math.nan, "parts": [math.inf, 1.5, (-math.inf,)], "step": 3, "name": "NaN"}
     assert json.loads(json_text(nan), parse_constant=pytest.fail) == {
         "loss": None, "parts": [None, 1.5, [None]], "step": 3, "name": "NaN",

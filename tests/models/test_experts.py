@@ -1,4 +1,4 @@
-"""A mixture of experts is sum_e w_e f_e(x) of the experts that its router chooses, and no other."""
+"""Tests of mixtures of experts against sum_e w_e f_e(x) over the chosen experts in float64."""
 
 from dataclasses import replace
 from functools import partial
@@ -67,7 +67,7 @@ def softmax(x):
 
 
 def chosen_weights(experts, logits, bias=None):
-    """Return what a token gives to each expert, [E], 0 to those that are not chosen."""
+    """Return the weight of each expert [E] for a token, 0 for experts that are not chosen."""
     scores = softmax(logits) if experts.score == "softmax" else sigmoid(logits)
     ranked = scores if bias is None else scores + bias
     chosen = np.argsort(-ranked, kind="stable")[: experts.top_k]
@@ -81,7 +81,7 @@ def feed_forward(x, up, gate, down):
 
 
 def mixture(experts, params, x):
-    """Compute the feed-forward of each token x [B, T, D] one expert after the other, in float64."""
+    """Compute the feed-forward of tokens x [B, T, D] in float64, one expert at a time."""
     params = jax.tree.map(partial(np.asarray, dtype=np.float64), params)
     up, gate, down = (params[name]["kernel"] for name in ("up", "gate", "down"))
     out = np.zeros_like(x)
@@ -100,7 +100,7 @@ def mixture(experts, params, x):
 
 
 def made(experts, layers=1, seed=0):
-    """Return a config with these experts and its parameters, biases of a selection drawn too."""
+    """Return a config with these experts and random parameters, including selection biases."""
     d_ff = None if experts.d_ff else CONFIG.d_ff
     config = replace(CONFIG, experts=experts, d_ff=d_ff, num_layers=layers)
     shapes = jax.eval_shape(partial(init_params, config), jax.random.key(seed))
@@ -113,7 +113,7 @@ def choose(experts, logits):
 
 
 def drawn(rng, path, leaf):
-    """Return values of a parameter: norms scale by about 1, a bias of a selection changes it."""
+    """Draw a parameter: norm scales near 1, and selection biases large enough to change choices."""
     name = path[-1].key
     mean, deviation = {"scale": (1, 0.1), "selection_bias": (0, 1)}.get(name, (0, 0.3))
     return rng.normal(mean, deviation, leaf.shape).astype(leaf.dtype)
@@ -121,8 +121,8 @@ def drawn(rng, path, leaf):
 
 @pytest.mark.slow_except("all")
 @pytest.mark.parametrize("kind", ROUTERS)
-def test_a_token_is_given_to_the_experts_that_its_router_chooses(kind):
-    """Check also the gradients, by differences."""
+def test_experts_match_float64_oracle_with_gradients(kind):
+    """Compare outputs, and gradients with central differences."""
     experts = ROUTERS[kind]
     config, params = made(experts)
     own = params["decoder"]["block_0"]["feed_forward"]
@@ -157,7 +157,7 @@ def test_a_token_is_given_to_the_experts_that_its_router_chooses(kind):
 @pytest.mark.slow_except("two-40")
 @pytest.mark.parametrize("rows", [1, 5, 40, 300])
 @pytest.mark.parametrize("used", ["all", "one", "two"])
-def test_rows_meet_their_expert_however_many_each_has(rows, used):
+def test_rows_meet_their_expert_for_any_distribution(rows, used):
     rng = np.random.default_rng(rows)
     x, w = rng.normal(size=(rows, 3)), rng.normal(size=(6, 3, 4))
     chosen = {"all": rng.integers(0, 6, rows), "one": np.full(rows, 4)}.get(used)
@@ -168,13 +168,13 @@ def test_rows_meet_their_expert_however_many_each_has(rows, used):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_blocks_hold_at_most_half_of_an_experts_rows_on_average():
+def test_block_size_is_at_most_half_of_average_rows_per_expert():
     sizes = [block_size(rows, 8) for rows in (1, 16, 31, 32, 64, 1024, 10**6)]
     assert sizes == [1, 1, 1, 2, 4, 64, 256]
 
 
 def losses(logits, top_k, valid):
-    """Return the balance and the z loss of router logits [N, E] of the tokens that are valid."""
+    """Return the balance loss and z-loss of the router logits [N, E] of valid tokens."""
     logits = logits[valid]
     used = np.zeros(logits.shape[1])
     for row in logits:
@@ -184,7 +184,7 @@ def losses(logits, top_k, valid):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_losses_are_those_of_the_formulas(padded):
+def test_router_losses_match_formulas(padded):
     logits = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
     valid = np.ones((3, 4), bool)
     valid[1, 2:] = not padded
@@ -196,7 +196,7 @@ def test_losses_are_those_of_the_formulas(padded):
 
 
 @pytest.mark.slow
-def test_even_use_has_the_balance_of_top_k():
+def test_balance_loss_of_even_use_is_one():
     logits = np.tile(np.eye(4, dtype=np.float32) * 1e-4, (2, 1, 1))
     balance, _ = router_losses(Experts(count=4, top_k=1), jnp.asarray(logits))
     np.testing.assert_allclose(balance, 1, rtol=1e-4)
@@ -205,7 +205,7 @@ def test_even_use_has_the_balance_of_top_k():
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_the_loss_of_training_adds_what_the_router_is_charged(scan, chunk):
+def test_training_loss_includes_router_losses(scan, chunk):
     experts = Experts(count=4, top_k=2, balance_loss=0.5, z_loss=0.25)
     config, params = made(experts, layers=2)
     places = "block_0/feed_forward/router", "block_1/feed_forward/router"
@@ -233,7 +233,7 @@ def test_the_loss_of_training_adds_what_the_router_is_charged(scan, chunk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-def test_steps_with_a_cache_are_the_full_pass(scan):
+def test_cached_decode_with_experts_matches_full_forward(scan):
     config, params = made(ROUTERS["shared with a gate"], layers=2)
     whole, _ = jax.jit(build(config).apply)({"params": params}, TOKENS)
     if scan:
@@ -248,7 +248,7 @@ def test_steps_with_a_cache_are_the_full_pass(scan):
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_stays_in_its_row():
+def test_nonfinite_token_does_not_affect_other_tokens():
     config, params = made(Experts(count=4, top_k=2))
 
     @jax.jit
@@ -264,7 +264,7 @@ def test_what_is_not_finite_stays_in_its_row():
 
 
 @pytest.mark.slow
-def test_the_hidden_layer_of_each_expert_can_be_seen_and_changed():
+def test_hidden_layer_of_experts_can_be_captured_and_edited():
     config, params = made(Experts(count=4, top_k=2, normalize=False))
     hidden, router = "block_0/feed_forward/hidden", "block_0/feed_forward/router"
     place_in, place_out = "block_0/feed_forward/input", "block_0/feed_forward/output"
@@ -280,7 +280,7 @@ def test_the_hidden_layer_of_each_expert_can_be_seen_and_changed():
 
 
 @pytest.mark.slow
-def test_an_edit_of_the_router_sends_tokens_elsewhere():
+def test_edit_of_router_changes_chosen_expert():
     config, params = made(Experts(count=4, top_k=1))
     own = params["decoder"]["block_0"]["feed_forward"]
     third = {"block_0/feed_forward/router": lambda r: r.at[:, :, 2].set(100.0)}
@@ -294,7 +294,7 @@ def test_an_edit_of_the_router_sends_tokens_elsewhere():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["float32", "int8", "int4"])
-def test_adapters_and_fewer_bits_are_those_of_each_expert(base):
+def test_adapters_and_quantization_apply_per_expert(base):
     config, params = made(Experts(count=4, top_k=2))
     lora = LoraConfig(rank=2, targets=("up", "down", "router"))
     shapes = jax.eval_shape(lambda: init_lora(params, lora, jax.random.key(1)))
@@ -312,7 +312,7 @@ def test_adapters_and_fewer_bits_are_those_of_each_expert(base):
     if base != "float32":
         own = held["decoder"]["block_0"]["feed_forward"]
         assert own["up"]["kernel"].bits and isinstance(own["router"]["kernel"], jax.Array)
-        for e in range(4):  # each expert has scales of its own
+        for e in range(4):  # each expert has its own scales
             of = lambda tree: tree["decoder"]["block_0"]["feed_forward"]["up"]["kernel"][e]  # noqa: B023, E731
             one, alone = of(plain), of(params)
             _, wanted = fewer_bits({"block": {"up": {"kernel": alone}}})
@@ -328,7 +328,7 @@ def test_adapters_and_fewer_bits_are_those_of_each_expert(base):
 
 
 @pytest.mark.slow
-def test_several_adapters_of_one_expert_are_refused():
+def test_several_adapters_per_expert_raise_error():
     _, params = made(Experts(count=4, top_k=2))
     lora = LoraConfig(rank=2, targets=("up",))
     several = [init_lora(params, lora, jax.random.key(i)) for i in range(2)]
@@ -339,7 +339,7 @@ def test_several_adapters_of_one_expert_are_refused():
 
 
 @pytest.mark.slow
-def test_a_step_reads_the_chosen_experts_alone():
+def test_decode_step_reads_only_chosen_experts():
     def read(count):
         experts = Experts(count=count, top_k=2)
         config = replace(CONFIG, experts=experts, d_model=64, d_ff=256, num_layers=1)
@@ -350,34 +350,34 @@ def test_a_step_reads_the_chosen_experts_alone():
         return step.lower(shapes, cache, token).compile().cost_analysis()["bytes accessed"]
 
     few, many = read(4), read(64)
-    one = 3 * 4 * 64 * 256  # bytes of an expert
+    one = 3 * 4 * 64 * 256  # bytes per expert
     assert 2 * one < few and many - few < one
 
 
-def test_parameters_and_operations_of_a_token_are_those_of_its_experts():
+def test_active_params_and_flops_count_only_chosen_experts():
     config = replace(CONFIG, experts=Experts(count=8, top_k=2, d_ff=10, shared_d_ff=6), d_ff=None)
     attention = 12 * 12 * 4
     forward = 3 * 12 * 10
-    rest = 12 * 8 + 3 * 12 * 6  # the router and the shared feed-forward
+    rest = 12 * 8 + 3 * 12 * 6  # router and shared feed-forward
     assert num_params(config) == 23 * 12 + 3 * 12 + attention + 8 * forward + rest
     assert active_params(config) == 23 * 12 + 3 * 12 + attention + 2 * forward + rest
     products = 2 * (attention + 2 * forward + rest + 23 * 12)
     assert forward_flops(config, 5) == 5 * products + 15 * 2 * 2 * 12
 
 
-def test_a_drawing_says_how_many_experts_a_token_is_given_to():
+def test_drawing_states_number_of_chosen_experts():
     config = replace(CONFIG, experts=Experts(count=8, top_k=2, d_ff=10), d_ff=None)
     boxes = [item for item in block_items(config, "decoder") if getattr(item, "name", "") != ""]
     lines = next(box.lines for box in boxes if box.name == "feed_forward")
     assert lines == ["router: 2 of 8 experts", "gate 10 · up 10 · silu", "down 12"]
 
 
-def test_choices_are_the_likeliest_first():
+def test_chosen_experts_are_sorted_by_score():
     logits = [[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]]
     chosen, weights = choose(Experts(count=3, top_k=2), logits)
     assert chosen.tolist() == [[1, 2], [0, 1]]
     np.testing.assert_allclose(weights, [[sigmoid(2.0), sigmoid(-2.0)], [0.5, 0.5]], rtol=1e-6)
-    # sigmoids that round to one are still in order
+    # sigmoids that round to 1 are still sorted
     logits = [20.0, 30.0, 1000.0, 19.0]
     chosen, weights = choose(Experts(count=4, top_k=2, score="sigmoid"), logits)
     assert chosen.tolist() == [2, 1]
@@ -386,7 +386,7 @@ def test_choices_are_the_likeliest_first():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["softmax of the chosen", "sigmoid", "sigmoid with bias"])
-def test_a_logit_that_is_nan_is_in_the_weights(kind):
+def test_nan_logit_makes_router_weights_nan(kind):
     experts = ROUTERS[kind]
     bias = jnp.zeros(experts.count) if experts.selection_bias else None
     for nan in (np.float32(np.nan), -np.float32(np.nan)):
@@ -396,7 +396,7 @@ def test_a_logit_that_is_nan_is_in_the_weights(kind):
 
 
 @pytest.mark.slow
-def test_an_export_of_any_batch_computes_what_the_model_does():
+def test_export_with_symbolic_batch_matches_model():
     config, params = made(Experts(count=4, top_k=2))
     model = build(config)
     logits = jax.jit(lambda params, tokens: model.apply({"params": params}, tokens)[0])
@@ -407,7 +407,7 @@ def test_an_export_of_any_batch_computes_what_the_model_does():
 
 
 @pytest.mark.slow
-def test_no_rows_are_no_rows():
+def test_empty_batch_gives_empty_output():
     config, params = made(Experts(count=4, top_k=2))
     own = params["decoder"]["block_0"]["feed_forward"]
     y = ExpertFeedForward(config).apply({"params": own}, jnp.zeros((0, 5, config.d_model)))
@@ -415,7 +415,7 @@ def test_no_rows_are_no_rows():
 
 
 @pytest.mark.slow
-def test_a_gradient_holds_no_copy_of_the_matrices_for_each_block():
+def test_backward_pass_stores_no_copy_of_matrices_per_block():
     def scratch(rows):
         def loss(x, w, chosen):
             return (by_expert(lambda x, own, _: x @ own[0][0], x, chosen, ((w, None),)) ** 2).sum()
@@ -425,7 +425,7 @@ def test_a_gradient_holds_no_copy_of_the_matrices_for_each_block():
         compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    copies = 16 * 4 * 4096**2  # bytes, of 16 blocks of 256 rows
+    copies = 16 * 4 * 4096**2  # bytes of 16 copies, one per block of 256 rows
     more = scratch(8192) - scratch(4096)
     assert more < copies / 2
 
@@ -442,12 +442,12 @@ def test_a_gradient_holds_no_copy_of_the_matrices_for_each_block():
         (dict(d_ff=6), "d_ff is 20: experts.d_ff is 6, and nothing else reads"),
     ],
 )
-def test_what_no_mixture_can_be_is_refused(changes, message):
+def test_invalid_expert_configs_raise_error(changes, message):
     with pytest.raises(ConfigError, match=message):
         replace(CONFIG, experts=Experts(**changes))
 
 
-def test_parameters_of_another_feed_forward_are_refused():
+def test_parameters_of_another_feed_forward_raise_error():
     _, params = made(Experts(count=4, top_k=2))
     dense = replace(CONFIG, experts=None)
     with pytest.raises(ScopeParamShapeError, match="feed_forward/up"):

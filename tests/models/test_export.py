@@ -1,4 +1,4 @@
-"""Programs with a cache or a state can be exported, stored as bytes, and run elsewhere."""
+"""Tests of `jax.export` with caches and states: serialisation and results."""
 
 import chex
 import jax
@@ -40,8 +40,8 @@ CASES = {
 }
 
 
-def begun(config, model, params):
-    """An empty cache or state, with its source read where there is one."""
+def initial_state(config, model, params):
+    """Return an initial cache or state, including the source if the model has one."""
     if isinstance(config, WindowConfig):
         return init_recent_tokens(config, 2)
     if isinstance(config, RecurrentConfig):
@@ -53,8 +53,8 @@ def begun(config, model, params):
     return init_cache(config, 2, 11)
 
 
-def restored(function, *arguments):
-    """Export `function` to bytes, and read it back from them."""
+def deserialized(function, *arguments):
+    """Serialise and deserialise an exported function."""
     exported = jax.export.export(jax.jit(function))(*arguments)
     return jax.export.deserialize(exported.serialize()).call
 
@@ -62,7 +62,7 @@ def restored(function, *arguments):
 @pytest.mark.slow
 @pytest.mark.long_except("ring with sinks", "window")
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_read_back_from_bytes_gives_the_same_logits_and_state(name, key):
+def test_deserialized_step_gives_same_logits_and_state(name, key):
     config = CASES[name]
     model, params = build(config), init_params(config, key)
     carried = "cache" if isinstance(config, ModelConfig) else "state"
@@ -70,40 +70,42 @@ def test_a_step_read_back_from_bytes_gives_the_same_logits_and_state(name, key):
     def step(params, tokens, state):
         return model.apply({"params": params}, tokens, **{carried: state})
 
-    state = begun(config, model, params)
-    call = restored(step, params, TOKENS, state)
+    state = initial_state(config, model, params)
+    call = deserialized(step, params, TOKENS, state)
     want_logits, want = jax.jit(step)(params, TOKENS, state)
     logits, new = call(params, TOKENS, state)
     assert np.isfinite(logits).all() and logits.shape == (2, 3, 17)
     assert_same_bits(logits, want_logits)
     assert type(new) is type(want) and jax.tree.structure(new) == jax.tree.structure(want)
     jax.tree.map(assert_same_bits, new, want)
-    logits, _ = call(params, TOKENS, new)  # what came out goes in again
+    logits, _ = call(params, TOKENS, new)  # the returned state works as input
     assert_same_bits(logits, jax.jit(step)(params, TOKENS, want)[0])
 
 
 @pytest.mark.slow
-def test_states_of_a_recurrent_model_go_through_an_export_as_they_are(key):
-    """The state of an encoder-decoder holds the encoder's output too."""
+def test_export_preserves_recurrent_state(key):
+    """The state of this encoder-decoder includes the encoder's output."""
     config = CASES["additive"]
-    shapes = jax.eval_shape(lambda key: begun(config, build(config), init_params(config, key)), key)
+    shapes = jax.eval_shape(
+        lambda key: initial_state(config, build(config), init_params(config, key)), key
+    )
     leaves, structure = jax.tree.flatten(shapes)
     filled = [np.full(leaf.shape, n, leaf.dtype) for n, leaf in enumerate(leaves)]
     state = jax.tree.unflatten(structure, filled)
-    again = restored(lambda state: state, state)(state)
+    again = deserialized(lambda state: state, state)(state)
     chex.assert_trees_all_equal(again, state, strict=True)
     assert type(again) is RecurrentState and type(again.memory) is SourceMemory
 
 
 @pytest.mark.slow
-def test_attention_weights_are_exported_too(key):
+def test_attention_weights_can_be_exported(key):
     config = CASES["full"]
     model, params = build(config), init_params(config, key)
 
     def attend(params, tokens):
         return attention_weights(model, params, tokens)
 
-    weights = restored(attend, params, jnp.asarray(TOKENS))(params, TOKENS)
+    weights = deserialized(attend, params, jnp.asarray(TOKENS))(params, TOKENS)
     want = jax.jit(attend)(params, TOKENS)
     assert type(weights) is type(want)
     jax.tree.map(assert_same_bits, weights, want)

@@ -1,4 +1,4 @@
-"""Check the first state of every model that writes tokens, which one function makes."""
+"""Tests of `init_decode_state` for every generative model."""
 
 import dataclasses
 from functools import cache, partial
@@ -52,15 +52,15 @@ LENGTHS = np.array([3, 1])
 
 @cache
 def config_and_params(name: str):
-    """Return a config, counted where it is of n-grams, and parameters for it."""
+    """Return a config and its parameters (for n-grams, counted from text)."""
     config = CONFIGS[name]
     if isinstance(config, NgramConfig):
         return count_ngrams(config, TEXT)
     return config, init_params(config, jax.random.key(1))
 
 
-def begin(name: str, **changes):
-    """Make the first state by a compiled call, as a program that serves would."""
+def initial_state(name: str, **changes):
+    """Create the initial state in a compiled call, as a server would."""
     config, params = config_and_params(name)
     given = dict(source=SOURCE, source_valid=SOURCE_VALID) if name in WITH_SOURCE else {}
     call = jax.jit(init_decode_state, static_argnums=(0, 2, 3))
@@ -69,12 +69,12 @@ def begin(name: str, **changes):
 
 @partial(jax.jit, static_argnums=0)
 def apply(config, params, tokens, **arguments):
-    """Apply the model to whole texts, without a state."""
+    """Apply the model to whole sequences, without a state."""
     return build(config).apply({"params": params}, tokens, **arguments)[0]
 
 
 def full_pass(name: str, row: int, tokens: np.ndarray) -> np.ndarray:  # f32[T, V]
-    """Return the logits of one row without padding before its end and without a state."""
+    """Return the logits of one row without a state and without padding in its source."""
     source = SOURCE[row : row + 1, SOURCE_VALID[row]]
     more = dict(source=source) if name in WITH_SOURCE else {}
     padded = np.pad(tokens, (0, CAPACITY - len(tokens)))[None]
@@ -84,10 +84,10 @@ def full_pass(name: str, row: int, tokens: np.ndarray) -> np.ndarray:  # f32[T, 
 @pytest.mark.slow
 @pytest.mark.long_except("rnn", "attention alone*")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_tokens_from_the_first_state_are_the_best_of_the_full_pass(name):
-    """Check with padding of the source in several places, which must be invisible."""
+def test_greedy_tokens_from_initial_state_match_full_forward_argmax(name):
+    """The source has padding in several places, which must have no effect."""
     config, params = config_and_params(name)
-    step, state = make_step(build(config)), begin(name)
+    step, state = make_step(build(config)), initial_state(name)
     assert count_rows(state) == ROWS
     out = generate(step, params, PROMPT, state, num_tokens=5, lengths=LENGTHS)
     for row, length in enumerate(LENGTHS):
@@ -101,8 +101,8 @@ def test_greedy_tokens_from_the_first_state_are_the_best_of_the_full_pass(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
-def test_a_block_of_attention_alone_has_no_other_parameters(scanned):
-    """Draw at a width of 256, where deviations are near those of the formula."""
+def test_attention_only_block_has_no_feed_forward_parameters(scanned):
+    """Use a width of 256, so that sample deviations are close to the formula."""
     D, L = 256, 3
     config = ModelConfig(
         vocab_size=7, d_model=D, num_layers=L, d_ff=0, use_bias=False, max_len=5,
@@ -119,27 +119,27 @@ def test_a_block_of_attention_alone_has_no_other_parameters(scanned):
 
 
 @pytest.mark.slow
-def test_beam_search_with_one_beam_is_greedy_search():
-    """Search with a translator whose next state is the combined one."""
+def test_beam_search_with_one_beam_matches_greedy():
+    """Use a translator that feeds the attention output back into its state."""
     config, params = config_and_params("translator")
     step, arguments = make_step(build(config)), dict(num_tokens=5, lengths=LENGTHS)
-    out = generate(step, params, PROMPT, begin("translator"), **arguments)
-    beams = beam_search(step, params, PROMPT, begin("translator"), num_beams=1, **arguments)
+    out = generate(step, params, PROMPT, initial_state("translator"), **arguments)
+    beams = beam_search(step, params, PROMPT, initial_state("translator"), num_beams=1, **arguments)
     np.testing.assert_array_equal(np.asarray(beams.tokens)[:, 0], out.tokens)
 
 
 @pytest.mark.slow
-def test_a_cache_has_the_capacity_and_dtype_that_are_asked_for():
+def test_cache_has_requested_capacity_and_dtype():
     config, params = config_and_params("decoder")
     state = init_decode_state(config, params, ROWS, CAPACITY, dtype=jnp.bfloat16)
     assert state.capacity == CAPACITY
     assert {leaf.dtype for leaf in jax.tree.leaves(state)} >= {jnp.dtype(jnp.bfloat16)}
 
 
-def test_arguments_that_do_not_fit_the_model_are_refused():
+def test_invalid_decode_state_arguments_raise_error():
     encoder = ModelConfig(**LAYERS, kind="encoder")
     tagger = RecurrentConfig(**SIZES, bidirectional=True)
-    for config, arguments, said in (
+    for config, arguments, message in (
         (encoder, {}, "kind is 'encoder': it does not generate tokens"),
         (tagger, {}, "bidirectional is True: a model that reads both ends has no state"),
         (CONFIGS["translator"], {}, "source is None: this model requires a source"),
@@ -163,7 +163,7 @@ def test_arguments_that_do_not_fit_the_model_are_refused():
             r"valid is int32\[2, 5\]: must be bool\[2, 5\], the shape of source",
         ),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             init_decode_state(config, {}, ROWS, CAPACITY, **arguments)
     for config in (CONFIGS["window"], CONFIGS["ngram"], CONFIGS["rnn"]):
         with pytest.raises(ValueError, match="batch is -1: must be an integer of at least 0"):
@@ -171,6 +171,6 @@ def test_arguments_that_do_not_fit_the_model_are_refused():
 
 
 @pytest.mark.slow
-def test_equal_steps_share_their_programs():
+def test_equal_steps_are_equal_and_hash_equal():
     one, two = (make_step(build(dataclasses.replace(CONFIGS["window"]))) for _ in range(2))
     assert one == two and hash(one) == hash(two)

@@ -1,4 +1,4 @@
-"""Check `inside.scale` as a head mask: its products, and its gradient, each head's importance."""
+"""Tests of `inside.scale` as a head mask: outputs and gradients (head importance)."""
 
 import dataclasses
 from functools import partial
@@ -29,7 +29,7 @@ SMALL = ModelConfig(
 
 OWN, CROSS = "block_*/attention/heads", "block_*/cross_attention/heads"
 SOURCE = "encoder/block_*/attention/heads"
-# The stack and the attention of each place that is masked.
+# The stack and the branch of each masked place.
 STACKS = {
     OWN: ("decoder", "attention"), CROSS: ("decoder", "cross_attention"),
     SOURCE: ("encoder", "attention"),
@@ -44,15 +44,15 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def masked(config: ModelConfig, masks):
-    """Return the model of a config whose heads are multiplied by masks, by place."""
+    """Return the model with its heads multiplied by the mask of each place."""
     model = build(config)
     for place, mask in masks.items():
         model = model.edited(scale(place, mask))
     return model
 
 
-def prepared(case: str, rng):
-    """Return a config, its arguments, random parameters and a random mask of each attention."""
+def random_case(case: str, rng):
+    """Return a config, arguments, random parameters and a random mask for each attention."""
     change, masked = CASES[case]
     config = dataclasses.replace(SMALL, **change)
     tokens = rng.integers(0, 31, (2, 7), dtype=np.int32)
@@ -66,7 +66,7 @@ def prepared(case: str, rng):
 
 
 def scaled(config: ModelConfig, params, masks: dict[str, np.ndarray]):
-    """Return the parameters whose output matrices have each head's rows times its mask."""
+    """Multiply the rows of each head in the output matrices by its mask."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     for name, mask in masks.items():
         stack, branch = STACKS[name]
@@ -79,9 +79,9 @@ def scaled(config: ModelConfig, params, masks: dict[str, np.ndarray]):
 @pytest.mark.slow_except("decoder-shaw-scan")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_mask_multiplies_the_rows_of_its_heads_in_the_output_matrix(case, scan, rng):
-    """Compare with the formulas on such a matrix: a mask of 0 deletes its head's rows."""
-    config, tokens, arguments, params, masks = prepared(case, rng)
+def test_head_mask_matches_scaled_output_matrix(case, scan, rng):
+    """Compare with the oracle on scaled output matrices; a mask of 0 removes the head."""
+    config, tokens, arguments, params, masks = random_case(case, rng)
     want = oracle.forward(config, scaled(config, params, masks), tokens, **arguments)
     plain = oracle.forward(config, params, tokens, **arguments)
     assert np.abs(want - plain).max() > 0.1
@@ -99,8 +99,8 @@ def test_a_mask_multiplies_the_rows_of_its_heads_in_the_output_matrix(case, scan
 @pytest.mark.slow
 @pytest.mark.long_except("decoder")
 @pytest.mark.parametrize("case", ["decoder", "encoder-decoder"])
-def test_the_gradient_of_a_mask_is_that_of_central_differences(case, rng):
-    config, tokens, arguments, params, masks = prepared(case, rng)
+def test_head_mask_gradient_matches_central_differences(case, rng):
+    config, tokens, arguments, params, masks = random_case(case, rng)
     cotangent = rng.standard_normal((2, 7, 31)).astype(np.float32)
     step = 1e-5
 
@@ -129,8 +129,8 @@ def test_the_gradient_of_a_mask_is_that_of_central_differences(case, rng):
 
 
 @pytest.mark.slow
-def test_a_mask_of_heads_alone_is_that_of_every_layer(rng):
-    config, tokens, _, params, _ = prepared("decoder", rng)
+def test_mask_without_layer_axis_applies_to_all_layers(rng):
+    config, tokens, _, params, _ = random_case("decoder", rng)
     mask = np.array([1.0, 0.0, 0.5], np.float32)
     got, _ = jax.jit(masked(config, {OWN: mask}).apply)({"params": params}, tokens)
     want = oracle.forward(config, scaled(config, params, {OWN: np.stack([mask, mask])}), tokens)
@@ -138,8 +138,8 @@ def test_a_mask_of_heads_alone_is_that_of_every_layer(rng):
 
 
 @pytest.mark.slow
-def test_masked_heads_decode_from_a_cache_as_in_one_pass(rng):
-    config, tokens, _, params, masks = prepared("decoder", rng)
+def test_cached_decode_with_head_mask_matches_full_forward(rng):
+    config, tokens, _, params, masks = random_case("decoder", rng)
     apply, cache, parts = jax.jit(masked(config, masks).apply), init_cache(config, 2, 7), []
     for span in (slice(0, 4), slice(4, 7)):
         logits, cache = apply({"params": params}, tokens[:, span], cache=cache)
@@ -149,8 +149,8 @@ def test_masked_heads_decode_from_a_cache_as_in_one_pass(rng):
 
 
 @pytest.mark.slow
-def test_classes_are_of_masked_heads(rng):
-    config, tokens, _, _, masks = prepared("encoder", rng)
+def test_head_mask_affects_classifier(rng):
+    config, tokens, _, _, masks = random_case("encoder", rng)
     config = dataclasses.replace(config, num_classes=2)
     params = oracle.randomised(shapes(config), rng)
     classify = jax.jit(partial(masked(config, masks).apply, method="classify"))
@@ -158,8 +158,8 @@ def test_classes_are_of_masked_heads(rng):
     assert_near(got, oracle.classify(config, scaled(config, params, masks), tokens), MODEL_F32)
 
 
-def test_without_a_mask_nothing_is_multiplied():
-    """Count operations: a mask costs one product of each layer, its absence none."""
+def test_without_mask_no_multiplication_is_added():
+    """A mask adds one multiplication per layer; no mask adds none."""
     config, tokens = dataclasses.replace(SMALL, num_layers=1), np.zeros((2, 7), np.int32)
 
     def products(masks) -> int:
@@ -170,7 +170,7 @@ def test_without_a_mask_nothing_is_multiplied():
 
 
 @pytest.mark.parametrize(
-    ("place", "mask", "said"),
+    ("place", "mask", "message"),
     [
         (OWN, np.ones(2, np.float32), r"by is float32\[2\]: block_\*/attention/heads has 3 heads"),
         (
@@ -187,8 +187,8 @@ def test_without_a_mask_nothing_is_multiplied():
         ("block_*/residual", np.ones(3, np.float32), r"block_\*/residual has no heads"),
     ],
 )
-def test_masks_of_another_shape_or_dtype_are_refused(place, mask, said, rng):
+def test_masks_with_wrong_shape_or_dtype_raise_error(place, mask, message, rng):
     config, tokens = dataclasses.replace(SMALL, **BOTH), np.zeros((2, 7), np.int32)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         apply = partial(masked(config, {place: mask}).apply, source=tokens)
         jax.eval_shape(apply, {"params": shapes(config)}, tokens)

@@ -1,4 +1,4 @@
-"""Check encoders that read vectors, images and frames of sound against the formulas."""
+"""Tests of encoders that read vectors, images and audio frames, against formulas."""
 
 import dataclasses
 from functools import partial
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], np.ndarray | None]] = {
 }  # fmt: skip
 
 
-def prepared(change: dict[str, Any], rng, seed_shape: int = LENGTH):
+def random_case(change: dict[str, Any], rng, seed_shape: int = LENGTH):
     """Return a config, random inputs of two rows, and random parameters."""
     config = dataclasses.replace(SMALL, **change)
     row = config.inputs.row_shape(seed_shape)
@@ -67,7 +67,7 @@ def applied(config: ModelConfig, params, x, method: str, **arguments):
 
 
 def tokens_of(config: ModelConfig, positions: np.ndarray) -> np.ndarray:
-    """Return which of the encoder's tokens are no padding."""
+    """Return which of the encoder's tokens are valid."""
     if isinstance(config.inputs, Frames):
         positions = np.asarray(frame_positions(config.inputs, positions))
     return positions >= 0
@@ -75,9 +75,9 @@ def tokens_of(config: ModelConfig, positions: np.ndarray) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_hidden_states_equal_the_oracle(case, rng):
+def test_hidden_states_match_oracle(case, rng):
     change, positions = CASES[case]
-    config, x, params = prepared(change, rng)
+    config, x, params = random_case(change, rng)
     arguments = {} if positions is None else dict(positions=positions)
     got = np.asarray(applied(config, params, x, "encode", **arguments))
     count = config.inputs.num_tokens(LENGTH)
@@ -92,18 +92,18 @@ def test_hidden_states_equal_the_oracle(case, rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["patches-learned", "frames-sinusoidal"])
-def test_class_logits_equal_the_oracle(case, rng):
-    """Compare what the head reads: the class token's state, or that of the first real frame."""
+def test_class_logits_match_oracle(case, rng):
+    """The head reads the state of the class token, or of the first valid frame."""
     change, positions = CASES[case]
-    config, x, params = prepared(dict(change, num_classes=3), rng)
+    config, x, params = random_case(dict(change, num_classes=3), rng)
     got = applied(config, params, x, "classify", positions=positions)
     assert got.shape == (2, 3)
     assert_near(got, oracle.classify(config, params, x, positions=positions), MODEL_F32)
 
 
 @pytest.mark.slow
-def test_weights_are_of_the_class_token_and_the_patches(rng):
-    config, x, params = prepared(dict(inputs=PATCHES), rng)
+def test_attention_weights_cover_class_token_and_patches(rng):
+    config, x, params = random_case(dict(inputs=PATCHES), rng)
     weights = attention_weights(build(config), params, x)["attention"]
     assert weights.shape == (2, 1, 2, 7, 7)
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-6)
@@ -112,9 +112,9 @@ def test_weights_are_of_the_class_token_and_the_patches(rng):
 
 
 @pytest.mark.slow
-def test_a_class_token_replaces_no_patch(rng):
-    """Compare the vectors of the patches with and without the token."""
-    config, x, params = prepared(dict(inputs=PATCHES, positions=None, num_classes=2), rng)
+def test_class_token_is_added_to_patches(rng):
+    """The class token adds parameters, and the patches remain."""
+    config, x, params = random_case(dict(inputs=PATCHES, positions=None, num_classes=2), rng)
     assert names(params["inputs"]) == {
         "class_token": (26,), "projection/kernel": (3, 3, 2, 26), "projection/bias": (26,)
     }  # fmt: skip
@@ -124,7 +124,7 @@ def test_a_class_token_replaces_no_patch(rng):
 
 
 @pytest.mark.slow
-def test_an_encoder_of_inputs_has_no_table_of_tokens():
+def test_encoder_with_inputs_has_no_token_table():
     plain = dataclasses.replace(SMALL, positions="rope")
     config = dataclasses.replace(plain, inputs=FRAMES)
     own = {
@@ -145,7 +145,7 @@ def test_an_encoder_of_inputs_has_no_table_of_tokens():
 @pytest.mark.slow
 @pytest.mark.long_except("one")
 @pytest.mark.parametrize("inputs", [FRAMES, WIDE], ids=["two", "one"])
-def test_as_many_outputs_are_valid_as_frames_alone_would_give(inputs):
+def test_frame_positions_match_output_count_without_padding(inputs):
     for frames in range(1, LENGTH + 1):
         for left in (0, 1, 2, LENGTH - frames):
             index = np.arange(LENGTH + 2) - left
@@ -160,12 +160,12 @@ def test_as_many_outputs_are_valid_as_frames_alone_would_give(inputs):
 
 
 @pytest.mark.slow
-def test_padded_frames_are_as_if_alone(rng):
-    """Compare states and gradients of a row alone and between 0 to 4 padding frames.
+def test_padded_frames_match_unpadded(rng):
+    """Compare states and gradients of a row without padding and with up to 4 padding frames.
 
-    What padding holds changes no bit, not even NaN.
+    The contents of padding, even NaN, do not change any bit.
     """
-    config, x, params = prepared(dict(inputs=FRAMES, positions="rope"), rng, 6)
+    config, x, params = random_case(dict(inputs=FRAMES, positions="rope"), rng, 6)
     pads = [(0, 4), (1, 3), (2, 2), (3, 1), (4, 0)]
     real = x[0]
     rows = np.stack([np.pad(real, ((a, b), (0, 0)), constant_values=9.0) for a, b in pads])
@@ -197,9 +197,9 @@ def test_padded_frames_are_as_if_alone(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["vectors-learned", "patches-learned"])
-def test_what_padding_holds_reaches_no_gradient(case, rng):
+def test_padding_contents_do_not_affect_gradients(case, rng):
     change, positions = CASES[case]
-    config, x, params = prepared(change, rng)
+    config, x, params = random_case(change, rng)
     hidden = x.copy()
     if case == "vectors-learned":
         hidden[positions < 0] = np.nan
@@ -231,18 +231,18 @@ BOTH: dict[str, tuple[dict[str, Any], np.ndarray | None]] = {
 @pytest.mark.slow
 @pytest.mark.long_except("patches")
 @pytest.mark.parametrize("case", BOTH)
-def test_texts_of_a_source_of_inputs_equal_the_oracle(case, rng):
-    """Compare logits of one pass, through a cache, of greedy search and of beam search."""
+def test_sequences_generated_from_inputs_match_oracle(case, rng):
+    """Compare full-forward logits, greedy search and beam search."""
     change, positions = BOTH[case]
-    config, source, params = prepared(dict(change, kind="encoder-decoder"), rng)
+    config, source, params = random_case(dict(change, kind="encoder-decoder"), rng)
     model, variables = build(dataclasses.replace(config, implementation="xla")), {"params": params}
     places = {} if positions is None else dict(positions=positions)
     more = {} if positions is None else dict(source_positions=positions)
     read = jax.jit(partial(model.apply, method="init_cache", capacity=5))
     state = read(variables, source, **places)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    cached = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     length = None if case == "patches" else LENGTH
-    assert held == cache_bytes(config, 2, 5, source_length=length)
+    assert cached == cache_bytes(config, 2, 5, source_length=length)
     start = np.full((2, 1), 1)
     greedy = generate(make_step(model), params, start, fork(state, 1), num_tokens=4)
     written = np.asarray(greedy.tokens)
@@ -257,8 +257,8 @@ def test_texts_of_a_source_of_inputs_equal_the_oracle(case, rng):
 
 
 @pytest.mark.slow
-def test_a_scanned_and_recomputed_encoder_of_patches_is_the_looped_one(rng):
-    config, x, params = prepared(dict(inputs=PATCHES, num_layers=2), rng)
+def test_scan_and_remat_of_patch_encoder_match_oracle(rng):
+    config, x, params = random_case(dict(inputs=PATCHES, num_layers=2), rng)
     scanned = dataclasses.replace(config, scan_layers=True, remat="full")
     want = oracle.encode(config, params, x)
     assert_near(applied(scanned, stack_layers(params), x, "encode"), np.stack(want), MODEL_F32)
@@ -274,7 +274,7 @@ def test_a_scanned_and_recomputed_encoder_of_patches_is_the_looped_one(rng):
     "inputs5-x5-float32\\\\[2, 9, 6, 2\\\\]: must be floats",
 )
 @pytest.mark.parametrize(
-    ("inputs", "x", "said"),
+    ("inputs", "x", "message"),
     [
         (VECTORS, np.zeros((2, 3), np.int32), r"int32\[2, 3\]: must be floats \[B, T, D\]"),
         (VECTORS, np.zeros((2, 3, 5), np.int32), r"int32\[2, 3, 5\]: must be floats"),
@@ -286,17 +286,17 @@ def test_a_scanned_and_recomputed_encoder_of_patches_is_the_looped_one(rng):
         (VECTORS, [[[1.0]]], r"inputs are a list: must be floats"),
     ],
 )  # fmt: skip
-def test_inputs_of_another_shape_or_dtype_are_refused(inputs, x, said):
+def test_inputs_with_wrong_shape_or_dtype_raise_error(inputs, x, message):
     config = dataclasses.replace(SMALL, inputs=inputs)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         build(config).apply({"params": {}}, x, method="encode")
 
 
 @pytest.mark.slow
-def test_contradicting_arguments_are_refused(rng):
-    config, x, params = prepared(dict(inputs=PATCHES), rng)
+def test_contradictory_arguments_raise_error(rng):
+    config, x, params = random_case(dict(inputs=PATCHES), rng)
     ids = np.zeros((2, 7), np.int32)
-    for more, said in (
+    for more, message in (
         ({}, r"inputs is Patches\(.*such a model has no token logits"),
         (
             dict(method="encode", segments=ids),
@@ -304,9 +304,9 @@ def test_contradicting_arguments_are_refused(rng):
         ),
         (dict(method="encode", positions=ids[:, 1:]), r"positions \(2, 6\) and tokens \(2, 7\)"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             build(config).apply({"params": params}, x, **more)
-    config, x, params = prepared(dict(inputs=FRAMES), rng)
+    config, x, params = random_case(dict(inputs=FRAMES), rng)
     with pytest.raises(ValueError, match=r"positions \(2, 4\) and tokens \(2, 13\)"):
         places = np.zeros((2, 4), np.int32)
         build(config).apply({"params": params}, x, method="encode", positions=places)

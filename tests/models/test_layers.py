@@ -1,4 +1,4 @@
-"""Norms, activations, dropout, look-ups and one block, each against its formula."""
+"""Tests of norms, activations, dropout, look-ups and blocks against their formulas."""
 
 import dataclasses
 import math
@@ -38,8 +38,8 @@ def float64_norm(x, scale, bias, eps, *, centre: bool):
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-12, 0.3])
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e4])
-def test_norms_equal_their_formulas(rng, size, eps):
-    """Also where eps outweighs the variance, and where it is far below the square of f32's eps."""
+def test_norms_match_formulas(rng, size, eps):
+    """Include an eps larger than the variance, and one far below the square of float32's eps."""
     x = (size * rng.standard_normal((3, 5, 7))).astype(np.float32)
     scale, bias = rng.standard_normal((2, 7)).astype(np.float32)
     for s, b in ((scale, bias), (scale, None), (None, None)):
@@ -58,16 +58,17 @@ def test_norms_equal_their_formulas(rng, size, eps):
         ("norm_order", "post"), ("norm_order", "sandwich"), ("norm_order", "output"),
     ],
 )  # fmt: skip
-def test_without_a_norm_no_field_of_one_is_taken(field, value):
+def test_norm_fields_without_norm_raise_error(field, value):
     with pytest.raises(ConfigError, match=f"{field} is {value!r}: needs a norm, which is None"):
         dataclasses.replace(SMALL, norm=None, **{field: value})
     parallel = dataclasses.replace(SMALL, norm=None, norm_order="parallel", qk_norm=True)
-    assert dataclasses.replace(parallel, norm_eps=1e-3).is_parallel  # of queries and keys
+    # norm_eps then applies to qk_norm
+    assert dataclasses.replace(parallel, norm_eps=1e-3).is_parallel
 
 
 @pytest.mark.slow
-def test_without_a_norm_a_block_is_its_two_sums():
-    """x + attention(x), then + feed_forward of that; no norm has parameters."""
+def test_block_without_norm_is_sum_of_branches():
+    """The block adds attention(x), then the feed-forward of the sum, and has no norm parameters."""
     config = dataclasses.replace(SMALL, norm=None, num_layers=1, positions=None)
     params = init_params(config, jax.random.key(0))
     assert not [n for n in flatten_dict(params, sep="/") if "norm" in n]
@@ -80,7 +81,7 @@ def test_without_a_norm_a_block_is_its_two_sums():
 
 
 def test_layer_norm_survives_a_large_mean(rng):
-    """The variance is that of x - mean: E[x^2] - E[x]^2 in f32 would lose all of it."""
+    """E[x^2] - E[x]^2 in float32 would lose all digits of the variance."""
     x = (1000 + rng.standard_normal((5, 13))).astype(np.float32)
     want = float64_norm(x, None, None, 1e-5, centre=True)
     assert_near(layer_norm(jnp.asarray(x), None, None, 1e-5), want, 1e-4)
@@ -89,7 +90,7 @@ def test_layer_norm_survives_a_large_mean(rng):
 @pytest.mark.slow_except("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_norms_of_low_precision_round_once(rng, dtype):
-    """Statistics are f32: the result is that of the same numbers in f32, rounded at the end."""
+    """The result equals that of a float32 computation, rounded at the end."""
     x = (rng.standard_normal((5, 127)) * 30).astype(dtype)
     scale = rng.standard_normal(127).astype(np.float32)
     for norm in (lambda x: layer_norm(x, scale, scale), lambda x: rms_norm(x, scale)):
@@ -100,7 +101,7 @@ def test_norms_of_low_precision_round_once(rng, dtype):
 
 
 @pytest.mark.slow
-def test_a_constant_vector_has_a_finite_norm_and_gradient():
+def test_norm_of_constant_vector_is_finite_with_gradient():
     x = jnp.full((2, 7), 3.0)
     assert np.abs(layer_norm(x, None, None)).max() < 1e-3
     for norm in (lambda x: layer_norm(x, None, None), lambda x: rms_norm(0 * x, None)):
@@ -109,8 +110,8 @@ def test_a_constant_vector_has_a_finite_norm_and_gradient():
 
 @pytest.mark.slow_except("silu")
 @pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"])
-def test_activations_equal_their_closed_forms(name):
-    """gelu by the error function itself, so that its tanh approximation does not pass for it."""
+def test_activations_match_closed_forms(name):
+    """The exact gelu uses the error function, which differs from its tanh approximation."""
     x = np.linspace(-6, 6, 499).astype(np.float32)
     exact = {
         "relu": lambda v: max(v, 0.0),
@@ -130,8 +131,8 @@ def test_activations_equal_their_closed_forms(name):
     np.testing.assert_array_equal(slope, [0, 0, 1, 1])
 
 
-def test_dropout_scales_what_it_keeps(key):
-    """And gradients pass where it keeps."""
+def test_dropout_scales_kept_elements(key):
+    """The gradient is nonzero exactly for kept elements."""
     x = np.random.default_rng(3).uniform(1, 2, (211, 101)).astype(np.float32)
     rate = 0.3
     drop = jax.jit(lambda x: jax.vjp(lambda x: dropout(x, rate, key), x))
@@ -142,14 +143,14 @@ def test_dropout_scales_what_it_keeps(key):
     np.testing.assert_allclose(slope, np.where(kept, 1 / 0.7, 0), rtol=1e-6)
     deviation = math.sqrt(rate * (1 - rate) / x.size)
     assert abs(kept.mean() - (1 - rate)) < 4 * deviation
-    for axis in (0, 1):  # no row or column is dropped as a whole
+    for axis in (0, 1):  # no whole row or column is dropped
         assert np.ptp(kept.mean(axis)) < 0.5
     assert abs(y.mean() / x.mean() - 1) < 0.02
 
 
 @pytest.mark.parametrize("rate", [1e-6, 3e-7, 1 - 1e-6, 1 - 1e-8, 1 - 1e-10])
 def test_dropout_keeps_the_mean_at_rates_near_zero_and_one(rate, monkeypatch):
-    """A grid of all 32-bit numbers' quantiles stands for random bits: shares are then exact."""
+    """Replace random bits by a grid around the threshold, so that shares are exact."""
     edge = round((1 - rate) * 2**32)  # bits below this are kept
     bits = np.clip(edge + np.arange(-1100, 1101), 0, 2**32 - 1).astype(np.uint32)
     monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.asarray(bits))
@@ -160,7 +161,7 @@ def test_dropout_keeps_the_mean_at_rates_near_zero_and_one(rate, monkeypatch):
 
 
 def test_dropout_follows_its_key_and_keeps_the_dtype(key):
-    """Without a key or a rate it is the identity."""
+    """Without a key or a rate, dropout is the identity."""
     x = np.ones((7, 11), jnp.bfloat16)
     assert dropout(x, 0.5, None) is x and dropout(x, 0.0, key) is x
     drop = jax.jit(dropout, static_argnums=1)
@@ -178,8 +179,8 @@ def test_split_keys_differ_or_are_all_absent(key):
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.int16, np.int8, np.uint8, np.uint32])
-def test_lookup_takes_its_row_from_ids_of_any_width(rng, dtype):
-    """Byte tokens are uint8, token files uint16: the table's length may not fit the ids' dtype."""
+def test_lookup_supports_ids_of_any_width(rng, dtype):
+    """The length of the table may exceed the range of the ids' dtype, as for uint8 bytes."""
     sizes = (31, 127, 200, 256, 300)
     tables = [rng.standard_normal((vocab, 3)).astype(np.float32) for vocab in sizes]
     last = [min(vocab - 1, np.iinfo(dtype).max) for vocab in sizes]
@@ -191,7 +192,7 @@ def test_lookup_takes_its_row_from_ids_of_any_width(rng, dtype):
 
 @pytest.mark.slow_except("-1")
 @pytest.mark.parametrize("wrong", [-1, -7, 31, 2**31 - 1, -(2**31)])
-def test_an_id_outside_the_table_gives_nan_and_never_another_row(rng, wrong):
+def test_lookup_out_of_range_gives_nan(rng, wrong):
     table = rng.standard_normal((31, 3)).astype(np.float32)
     ids = np.array([[3, wrong, 30]], np.int32)
     taken = jax.jit(jax.grad(lambda table: (lookup(table, ids)[0, 1].sum(), lookup(table, ids)),
@@ -199,21 +200,21 @@ def test_an_id_outside_the_table_gives_nan_and_never_another_row(rng, wrong):
     slope, got = map(np.asarray, taken(table))
     assert np.isnan(got[0, 1]).all()
     assert_same_bits(got[0, [0, 2]], table[[3, 30]])
-    # No row of the table has a part in it.
+    # The NaN has no gradient in any row of the table.
     assert_same_bits(slope, np.zeros((31, 3), np.float32))
 
 
 @pytest.mark.slow_except("256", "300")
 @pytest.mark.parametrize("vocab", [200, 256, 300])
-def test_a_negative_id_of_eight_bits_gives_nan_too(rng, vocab):
-    """300 does not fit an int8: wrapped to 44 it would name a row."""
+def test_lookup_of_negative_int8_id_gives_nan(rng, vocab):
+    """300 does not fit an int8; wrapped to 44, it would index a valid row."""
     table = rng.standard_normal((vocab, 3)).astype(np.float32)
     got = np.asarray(jax.jit(lookup)(table, np.array([[-1, 5]], np.int8)))
     assert np.isnan(got[0, 0]).all() and np.isfinite(got[0, 1]).all()
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said"),
+    ("tokens", "message"),
     [
         (np.array([[3, 4], [5, 31]]), r"token 31 at \[1, 1\].*0\.\.30"),
         (np.array([[3, -1], [5, 6]]), r"token -1 at \[0, 1\].*0\.\.30"),
@@ -225,15 +226,15 @@ def test_a_negative_id_of_eight_bits_gives_nan_too(rng, vocab):
     ],
     ids=str,
 )
-def test_wrong_tokens_raise_with_position_and_value(tokens, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_tokens_raise_with_position_and_value(tokens, message):
+    with pytest.raises(ValueError, match=message):
         check_tokens(tokens, 31)
     model = build(SMALL)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         model.apply({"params": {}}, tokens)
 
 
-def test_float_tokens_raise_under_jit_too():
+def test_float_tokens_raise_under_jit():
     model = build(SMALL)
     with pytest.raises(ValueError, match=r"float32\[2, 3\].*integers"):
         jax.eval_shape(lambda t: model.apply({"params": {}}, t), jnp.ones((2, 3)))
@@ -241,7 +242,7 @@ def test_float_tokens_raise_under_jit_too():
         model.apply({"params": {}}, [[1, 2], [3, 4]])
 
 
-def test_a_number_is_no_key():
+def test_number_as_key_raises_error():
     with pytest.raises(ValueError, match="key is 0: must be a single key"):
         init_params(SMALL, 0)
     with pytest.raises(ValueError, match="key is 0: must be a single key"):
@@ -251,8 +252,8 @@ def test_a_number_is_no_key():
 @pytest.mark.slow
 @pytest.mark.long_except("learned")
 @pytest.mark.parametrize("positions", ["learned", "shaw"])
-def test_a_traced_token_outside_the_vocabulary_makes_its_row_alone_nan(key, positions):
-    """From its place on; what stands before it, and the other rows, are untouched bit for bit."""
+def test_traced_token_outside_vocabulary_makes_only_its_row_nan(key, positions):
+    """Earlier tokens and other rows do not change by a single bit."""
     config = dataclasses.replace(SMALL, positions=positions)
     model, params = build(config), init_params(config, key)
     apply = jax.jit(lambda t: model.apply({"params": params}, t)[0])
@@ -270,7 +271,7 @@ def test_a_traced_token_outside_the_vocabulary_makes_its_row_alone_nan(key, posi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3, 17])
-def test_logits_of_few_and_many_rows_and_their_gradients(rng, key, rows):
+def test_logits_and_gradients_match_float64_for_any_row_count(rng, key, rows):
     embed = Embed(dataclasses.replace(SMALL, positions="none", logit_softcap=None))
     params = embed.init(key, jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))["params"]
     table = params["tokens"]
@@ -287,7 +288,7 @@ def test_logits_of_few_and_many_rows_and_their_gradients(rng, key, rows):
         assert_near(got, want, FORWARD_F32)
 
 
-def test_embeddings_are_dropped_where_a_key_is_given(rng):
+def test_embeddings_use_dropout_with_key(rng):
     embed = Embed(dataclasses.replace(SMALL, dropout=0.3, positions="none"))
     tokens, places = np.arange(31, dtype=np.int32)[None], np.arange(31, dtype=np.int32)
     params = {"tokens": rng.standard_normal((31, 14)).astype(np.float32)}
@@ -302,7 +303,7 @@ def test_embeddings_are_dropped_where_a_key_is_given(rng):
 
 @pytest.mark.slow_except("3")
 @pytest.mark.parametrize("rows", [3, 37])
-def test_a_projection_from_wide_to_narrow_and_its_gradients(rng, rows):
+def test_wide_to_narrow_projection_and_gradients_match_float64(rng, rows):
     x, w, g = (rng.standard_normal(s).astype(np.float32) for s in ((rows, 23), (23, 5), (rows, 5)))
     y, pull = jax.vjp(project, x, w)
     x, w, g = (a.astype(np.float64) for a in (x, w, g))
@@ -312,8 +313,8 @@ def test_a_projection_from_wide_to_narrow_and_its_gradients(rng, rows):
 
 
 @pytest.mark.slow
-def test_a_projection_of_one_row_and_its_gradients(rng):
-    """Here the inputs are several axes, and 8 divides their number."""
+def test_one_row_projection_and_gradients_match_float64(rng):
+    """The kernel has several input axes, whose product is a multiple of 8."""
     x, w = (rng.standard_normal(s).astype(np.float32) for s in ((1, 1, 3, 8), (3, 8, 5, 7)))
     b, g = (rng.standard_normal(s).astype(np.float32) for s in ((5, 7), (1, 1, 5, 7)))
     y, pull = jax.vjp(lambda *arrays: project(*arrays, contract=2), x, w, b)
@@ -330,7 +331,7 @@ def test_a_projection_of_one_row_and_its_gradients(rng):
 
 
 @pytest.mark.slow
-def test_the_output_of_a_branch_is_dropped_where_a_key_is_given(rng, key):
+def test_branch_output_uses_dropout_with_key(rng, key):
     config = dataclasses.replace(SMALL, dropout=0.25)
     block = Block(config, number=0)
     x = jnp.asarray(rng.standard_normal((2, 31, 14)), jnp.float32)
@@ -351,7 +352,7 @@ def test_the_output_of_a_branch_is_dropped_where_a_key_is_given(rng, key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("glu", [False, True])
-def test_feed_forward_equals_its_formula(rng, key, glu):
+def test_feed_forward_matches_formula(rng, key, glu):
     config = dataclasses.replace(SMALL, glu=glu, activation="silu")
     layer = FeedForward(config)
     x = rng.standard_normal((2, 3, 14)).astype(np.float32)
@@ -369,8 +370,8 @@ def test_feed_forward_equals_its_formula(rng, key, glu):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
-def test_a_block_joins_its_branches_in_the_configs_order(rng, key, order):
-    """By formula from the block's own attention and feed-forward: x + f(n(x)), n(x + f(x)), ..."""
+def test_block_applies_norms_in_configured_order(rng, key, order):
+    """Compare with x + f(n(x)), n(x + f(x)), ... computed from the block's own branches."""
     config = dataclasses.replace(SMALL, norm_order=order)
     block = Block(config, cross=True)
     x = jnp.asarray(rng.standard_normal((2, 5, 14)), jnp.float32)
@@ -413,8 +414,8 @@ def test_a_block_joins_its_branches_in_the_configs_order(rng, key, order):
 
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("offset", [False, True])
-def test_queries_and_keys_are_normalised_with_the_configs_eps(rng, key, offset):
-    """Queries, keys and cached keys equal the formula, at an eps as large as their squares."""
+def test_qk_norm_uses_config_eps(rng, key, offset):
+    """Use an eps that is as large as the mean square of queries and keys."""
     config = dataclasses.replace(
         SMALL, qk_norm=True, norm_eps=0.3, positions="none", norm_unit_offset=offset
     )
@@ -444,8 +445,8 @@ def test_queries_and_keys_are_normalised_with_the_configs_eps(rng, key, offset):
 
 
 @pytest.mark.slow
-def test_parameters_are_held_to_their_shape_and_their_initialisers_left_alone(monkeypatch):
-    """By name, as flax does; but it would trace the initialiser of each."""
+def test_parameter_shapes_are_checked_without_tracing_initializers(monkeypatch):
+    """A wrong shape raises flax's error, although the initialisers are never traced."""
     model, tokens = build(SMALL), jnp.zeros((1, 3), jnp.int32)
     params = init_params(SMALL, jax.random.key(0))
     query = params["decoder"]["block_1"]["attention"]["query"]

@@ -1,6 +1,6 @@
-"""LoRA: the formula against NumPy, what training moves and what it does not, PEFT's files.
+"""Tests of LoRA: formulas against NumPy, training, and files in PEFT's format.
 
-That PEFT itself computes the same and reads the files is tests/pretrained/test_peft.py.
+tests/pretrained/test_peft.py compares with PEFT itself.
 """
 
 import dataclasses
@@ -65,14 +65,14 @@ def params():
 
 
 def trained(params, config=ALL, seed=11):
-    """Adapters with an A and a B that are not zero."""
+    """Return adapters with nonzero A and B."""
     shapes = jax.eval_shape(lambda: init_lora(params, config, jax.random.key(0)))
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: (0.2 * rng.normal(size=x.shape)).astype(x.dtype), shapes)
 
 
 def matrix(path, kernel):
-    """A kernel in f64 as [inputs, outputs]."""
+    """Return a kernel in float64 as [inputs, outputs]."""
     return np.asarray(kernel, np.float64).reshape(SHAPES[path.split("/", 2)[2]])
 
 
@@ -83,7 +83,7 @@ def kernel(params, path):
 
 
 @pytest.mark.slow
-def test_fresh_adapters_change_no_bit(params):
+def test_fresh_adapters_do_not_change_model(params):
     adapters = init_lora(params, ALL, jax.random.key(1))
     adapted = apply_lora(params, adapters, ALL)
     jax.tree.map(assert_same_bits, adapted, params)
@@ -102,7 +102,7 @@ def test_fresh_adapters_change_no_bit(params):
 
 
 @pytest.mark.slow
-def test_a_scanned_stack_draws_and_computes_what_a_looped_one_does(params):
+def test_scanned_and_looped_stacks_have_same_adapters(params):
     stacked = stack_layers(params)
     shapes = jax.eval_shape(lambda: stacked)
     looped, *others = (init_lora(x, ALL, jax.random.key(1)) for x in (params, stacked, shapes))
@@ -115,7 +115,7 @@ def test_a_scanned_stack_draws_and_computes_what_a_looped_one_does(params):
 
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("rslora", [False, True])
-def test_a_kernel_is_w_plus_scale_a_b(params, rslora):
+def test_adapted_kernel_is_w_plus_scale_a_b(params, rslora):
     config = dataclasses.replace(ALL, rslora=rslora)
     adapters = trained(params, config)
 
@@ -123,7 +123,7 @@ def test_a_kernel_is_w_plus_scale_a_b(params, rslora):
     def adapt(params, adapters):
         adapted = apply_lora(params, adapters, config)
         biases = (x["decoder"]["block_0"]["attention"]["query"]["bias"] for x in (params, adapted))
-        assert next(biases) is next(biases), "what has no adapter is the caller's"
+        assert next(biases) is next(biases), "parameters without adapters are returned as they are"
         return adapted
 
     adapted = adapt(params, adapters)
@@ -135,8 +135,8 @@ def test_a_kernel_is_w_plus_scale_a_b(params, rslora):
 
 
 @pytest.mark.long
-def test_the_gradient_is_the_chain_rules(params):
-    """With G the gradient of the adapted kernel: dA = s G B^T, dB = s A^T G."""
+def test_adapter_gradients_follow_chain_rule(params):
+    """dA = s G B^T and dB = s A^T G, where G is the gradient of the adapted kernel."""
     decoder = {name: params["decoder"][name] for name in ("block_0", "norm")}
     params = {**params, "decoder": decoder}
     model = build(dataclasses.replace(MODEL, num_layers=1))
@@ -157,7 +157,7 @@ def test_the_gradient_is_the_chain_rules(params):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.long), True])
-def test_training_moves_adapters_and_no_bit_of_the_parameters(params, scan):
+def test_training_updates_only_adapters(params, scan):
     config = dataclasses.replace(MODEL, scan_layers=scan)
     lora = LoraConfig(rank=2, alpha=8.0, targets=("query", "up"), layers=(1,))
     params = jax.tree.map(jnp.copy, stack_layers(params) if scan else params)
@@ -181,7 +181,7 @@ def test_training_moves_adapters_and_no_bit_of_the_parameters(params, scan):
 
 
 @pytest.mark.slow
-def test_merged_parameters_have_the_dtypes_they_had_and_one_rounding(params):
+def test_merge_keeps_dtype_and_rounds_once(params):
     adapters = trained(params)
     merged = merge_lora(params, adapters, ALL)
     jax.tree.map(assert_same_bits, merged, apply_lora(params, adapters, ALL))
@@ -192,12 +192,13 @@ def test_merged_parameters_have_the_dtypes_they_had_and_one_rounding(params):
         a, b = np.asarray(x["a"], np.float64), np.asarray(x["b"], np.float64)
         exact = matrix(path, kernel(low, path)) + (5.0 / 3) * a @ b
         error = np.abs(matrix(path, kernel(merged, path)) - exact)
-        assert (error <= 2.0**-8 * np.abs(exact) + 1e-6).all(), path  # half a step of 8 bits
+        # one rounding to 8 significant bits
+        assert (error <= 2.0**-8 * np.abs(exact) + 1e-6).all(), path
         summed = matrix(path, kernel(apply_lora(low, adapters, ALL), path))
         assert_near(summed, exact, 1e-6, path)
 
 
-def test_targets_are_ends_of_paths(params):
+def test_targets_match_path_suffixes(params):
     def chosen(*targets, layers=None):
         config = LoraConfig(targets=targets, layers=layers)
         return set(flatten(jax.eval_shape(lambda: init_lora(params, config, jax.random.key(0)))))
@@ -218,13 +219,13 @@ CONFIG_ERRORS = [
 
 
 @pytest.mark.parametrize(("fields", "message"), CONFIG_ERRORS, ids=lambda x: str(x))
-def test_a_config_that_means_nothing_is_refused(fields, message):
+def test_invalid_lora_config_raises_error(fields, message):
     with pytest.raises(ConfigError) as error:
         LoraConfig(**fields)
     assert str(error.value).startswith(message + ":")
 
 
-def test_what_does_not_fit_the_parameters_is_refused(params):
+def test_adapters_that_do_not_match_parameters_raise_error(params):
     key = jax.random.key(0)
     with pytest.raises(ConfigError, match=r"targets has 'uery'.*attention/key, attention/out"):
         init_lora(params, LoraConfig(targets=("query", "uery")), key)
@@ -242,7 +243,7 @@ def test_what_does_not_fit_the_parameters_is_refused(params):
         apply_lora(params, wrong, ALL)
 
 
-# The two files.
+# Files in PEFT's format
 
 THEIRS = {
     "attention/query": "self_attn.q_proj", "attention/key": "self_attn.k_proj",
@@ -269,7 +270,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def deltas(params, adapters, config):
-    """What an adapter adds to each kernel that it changes, in f64."""
+    """Return the change of each adapted kernel in float64."""
     found = {}
     for path, x in flatten(adapters).items():
         a, b = np.asarray(x["a"], np.float64), np.asarray(x["b"], np.float64)
@@ -278,7 +279,7 @@ def deltas(params, adapters, config):
     return found
 
 
-def test_files_have_the_layout_of_peft(params, tmp_path):
+def test_saved_files_have_peft_layout(params, tmp_path):
     config = LoraConfig(rank=3, alpha=6.0, targets=("query", "down"))
     adapters = trained(params, config)
     save_lora(tmp_path, params, adapters, config, NAMES, base_model="tiny")
@@ -315,7 +316,7 @@ def test_files_have_the_layout_of_peft(params, tmp_path):
     ],
     ids=["two", "a layer", "mixed"],
 )
-def test_what_is_saved_is_loaded_bit_for_bit_looped_or_scanned(params, tmp_path, config):
+def test_saved_adapters_load_bitwise_looped_or_scanned(params, tmp_path, config):
     adapters = trained(params, config)
     assert save_lora(tmp_path, params, adapters, config, NAMES) == config
     loaded, again = load_lora(tmp_path, params, NAMES)
@@ -335,8 +336,8 @@ def test_what_is_saved_is_loaded_bit_for_bit_looped_or_scanned(params, tmp_path,
         assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
-def test_kernels_whose_rows_take_turns_are_written_so_and_read_back(params, tmp_path):
-    """GPT-NeoX has the query, key and value of head 0 first, then those of head 1, of N heads."""
+def test_interleaved_qkv_adapters_round_trip(params, tmp_path):
+    """GPT-NeoX stores query, key and value of head 0, then those of head 1, and so on."""
     config = LoraConfig(rank=2, alpha=3.0, targets=("query", "key", "value"), layers=(0,))
     adapters = trained(params, config)
     shapes = params["decoder"]["block_0"]["attention"]
@@ -359,7 +360,7 @@ def test_kernels_whose_rows_take_turns_are_written_so_and_read_back(params, tmp_
 
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("rslora", [False, True])
-def test_a_fused_weight_has_one_a_or_stacks_those_that_differ(params, tmp_path, rslora):
+def test_fused_weight_stacks_different_adapters(params, tmp_path, rslora):
     config = LoraConfig(rank=2, alpha=3.0, targets=("query", "value", "out"), rslora=rslora)
     adapters = trained(params, config)
     written = save_lora(tmp_path, params, adapters, config, FUSED, fan_in_fan_out=True)
@@ -372,14 +373,14 @@ def test_a_fused_weight_has_one_a_or_stacks_those_that_differ(params, tmp_path, 
     assert wanted.keys() == given.keys()
     for path in wanted:
         assert_near(given[path], wanted[path], 1e-6, path)
-    # As that are equal, as they now are, stay one A: the files do not grow.
+    # Equal As, as after loading, are stored once, so the files do not grow.
     twice = save_lora(tmp_path / "again", params, again, loaded, FUSED, fan_in_fan_out=True)
     assert twice == written
     name = "adapter_model.safetensors"
     assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
-def test_what_cannot_be_saved_is_refused(params, tmp_path):
+def test_unsupported_save_raises_error(params, tmp_path):
     adapters = trained(params)
     with pytest.raises(ValueError, match=r"block_0/feed_forward/gate: .* no weight in names"):
         save_lora(tmp_path, params, adapters, ALL, FUSED)
@@ -392,7 +393,7 @@ def test_what_cannot_be_saved_is_refused(params, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_adapter_that_is_there_is_replaced_only_when_asked(params, tmp_path):
+def test_existing_adapter_is_replaced_only_with_overwrite(params, tmp_path):
     config = LoraConfig(rank=2, targets=("query",))
     first, second = trained(params, config), trained(params, dataclasses.replace(config, rank=3))
     (tmp_path / "README.md").write_text("mine")
@@ -422,14 +423,14 @@ def saved(written, tmp_path):
 
 
 def refused(folder, params):
-    """The message with which an adapter is not loaded."""
+    """Return the error message of loading a folder."""
     with pytest.raises(CheckpointError) as error:
         load_lora(folder, params, NAMES)
     return str(error.value)
 
 
 def changed(folder, **changes):
-    """Change keys of the config of an adapter; return its path."""
+    """Change keys of an adapter's config file; return its path."""
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return file
@@ -448,7 +449,7 @@ KEYS = [
 
 
 @pytest.mark.parametrize(("key", "value"), KEYS, ids=lambda x: str(x))
-def test_a_key_of_the_config_is_read_or_refused_by_name(saved, params, key, value):
+def test_unsupported_config_key_error_names_key(saved, params, key, value):
     file = changed(saved, **{key: value})
     said = refused(saved, params)
     assert said.startswith(f"{file}: {key}") and "\n" not in said
@@ -465,12 +466,12 @@ def test_a_key_of_the_config_is_read_or_refused_by_name(saved, params, key, valu
     ],
     ids=lambda x: str(x),
 )
-def test_a_config_that_contradicts_the_tensors_is_refused(saved, params, changes, message):
+def test_config_that_contradicts_tensors_raises_error(saved, params, changes, message):
     changed(saved, **changes)
     assert message in refused(saved, params)
 
 
-def test_an_empty_key_a_pattern_and_either_fan_in_mean_what_they_did(saved, params):
+def test_neutral_config_keys_do_not_change_loaded_adapters(saved, params):
     expected = load_lora(saved, params, NAMES)
     changed(
         saved, use_dora=False, rank_pattern={}, loftq_config={}, layers_to_transform=[0, 1],
@@ -491,7 +492,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
-def test_a_damaged_config_is_refused(saved, params, text):
+def test_damaged_config_raises_error(saved, params, text):
     file = saved / "adapter_config.json"
     file.write_bytes(GOOD + b"}")
     load_lora(saved, params, NAMES)
@@ -501,7 +502,7 @@ def test_a_damaged_config_is_refused(saved, params, text):
 
 
 @pytest.mark.slow
-def test_damaged_tensors_are_refused_by_name(saved, params):
+def test_damaged_tensor_error_names_tensor(saved, params):
     file = saved / "adapter_model.safetensors"
     whole, tensors = file.read_bytes(), safetensors.load_file(file)
     a, b = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
@@ -532,7 +533,7 @@ def test_damaged_tensors_are_refused_by_name(saved, params):
 
 
 @pytest.mark.slow
-def test_matrices_are_all_kernels_and_only_these(params):
+def test_matrices_finds_exactly_all_kernels(params):
     assert matrices(params) == {
         f"decoder/block_{i}/{path}": shape for i in range(2) for path, shape in SHAPES.items()
     }

@@ -1,4 +1,4 @@
-"""Blocks of one's own: cached, scanned and mapped as the library's, kept in a run's folder."""
+"""Tests of custom blocks: caching, scanning, edits, errors and runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def norm(x):
 
 @dataclass(frozen=True)
 class Gated(OwnBlock):
-    """The library's block, with a gate on what attention gives."""
+    """Built-in block with a gate on the output of attention."""
 
     place: str = "attention/output"
 
@@ -43,7 +43,7 @@ class Gated(OwnBlock):
 
 @dataclass(frozen=True)
 class Plain(OwnBlock):
-    """What the library's block is, pre-norm with RMSNorm and no biases, written by itself."""
+    """Custom implementation of a pre-norm block with RMSNorm and no biases."""
 
     fault: str = ""
 
@@ -71,8 +71,8 @@ def applied(config, params, tokens=TOKENS, **more):
     return jax.jit(lambda p: tj.build(config).apply({"params": p}, tokens, **more))(params)
 
 
-def test_a_block_written_by_oneself_computes_what_the_librarys_does():
-    """The same matrices under the names of both; norms without scales are scales of 1."""
+def test_custom_block_matches_builtin_block():
+    """Both blocks have the same matrices; norm scales are 1."""
     ours = replace(CONFIG, num_layers=1, norm="rmsnorm", use_bias=False, activation="silu")
     own = replace(ours, block=Plain())
     params, mine = drawn(ours), drawn(own)
@@ -94,7 +94,7 @@ def test_a_block_written_by_oneself_computes_what_the_librarys_does():
 @pytest.mark.parametrize(
     "change", [{}, dict(scan_layers=True), dict(window=5), dict(remat="full")], ids=str
 )
-def test_decoding_with_a_cache_equals_the_full_pass(block, change):
+def test_cached_decode_with_custom_block_matches_full_forward(block, change):
     if block == Gated("feed_forward/hidden"):
         change = change | dict(d_ff=8)
     config = replace(CONFIG, block=block, **change)
@@ -109,7 +109,7 @@ def test_decoding_with_a_cache_equals_the_full_pass(block, change):
 
 
 @pytest.mark.slow
-def test_looped_and_scanned_are_the_same():
+def test_scanned_custom_block_matches_looped():
     for block in (Gated(), Plain()):
         config = replace(CONFIG, block=block)
         params = drawn(config)
@@ -120,7 +120,7 @@ def test_looped_and_scanned_are_the_same():
 
 
 @pytest.mark.slow
-def test_an_edit_of_the_call_comes_after_that_of_the_block():
+def test_call_edit_runs_after_block_edit():
     config = replace(CONFIG, block=Gated())
     params = drawn(config)
     seen = {}
@@ -144,12 +144,12 @@ def as_text(block):
 
 
 class Bare(OwnBlock):
-    """Not a dataclass."""
+    """Invalid: not a dataclass."""
 
 
 @dataclass(frozen=True)
 class Both(Plain, Gated):
-    """Overrides both."""
+    """Invalid: overrides both edit and run."""
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ class Both(Plain, Gated):
          r"block is Plain\(fault=''\): no published family supports custom blocks"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_a_line(call, message):
+def test_invalid_custom_block_raises_one_line_error(call, message):
     with pytest.raises(ConfigError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
@@ -186,14 +186,14 @@ def test_what_cannot_be_is_refused_in_a_line(call, message):
         ),
     ],
 )
-def test_a_block_with_a_fault_says_which(block, message):
+def test_faulty_custom_block_raises_error(block, message):
     params = drawn(replace(CONFIG, block=Plain() if isinstance(block, Plain) else Gated()))
     model = tj.build(replace(CONFIG, block=block))
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: model.apply({"params": params}, TOKENS))
 
 
-def test_parameters_of_another_block_are_refused():
+def test_parameters_of_another_block_raise_error():
     params = drawn(replace(CONFIG, block=Gated()))
     with pytest.raises(ValueError, match=r"parameters have .*/own, but block is None"):
         jax.eval_shape(lambda: tj.build(CONFIG).apply({"params": params}, TOKENS))
@@ -202,14 +202,14 @@ def test_parameters_of_another_block_are_refused():
         jax.eval_shape(lambda: wrong.apply({"params": params}, TOKENS))
 
 
-def test_a_run_names_the_class_with_its_fields():
+def test_run_config_stores_custom_block_class_and_fields():
     config = tj.TrainConfig(model=replace(CONFIG, block=Gated("attention/heads")))
     text = config_to_json(config)
     assert f"{__name__}:Gated" in text and config_from_json(text) == config
 
 
 @pytest.mark.slow
-def test_a_run_is_trained_resumed_and_loaded(tmp_path):
+def test_run_with_custom_block_trains_resumes_and_loads(tmp_path):
     (tmp_path / "text.txt").write_text("abcdefghij" * 60)
     model = replace(CONFIG, block=Gated(), num_layers=1, dropout=0.1)
     config = tj.TrainConfig(

@@ -1,4 +1,4 @@
-"""Look inside models: places are the same looped and scanned, with a cache and without."""
+"""Tests of captures and edits: looped and scanned, with and without a cache."""
 
 import dataclasses
 from functools import cache, partial
@@ -69,17 +69,17 @@ def editable(kind: str) -> list[str]:
 
 
 def tilted(value: jax.Array) -> jax.Array:
-    """Change a value unevenly, so that a swap of axes shows."""
+    """Change a value unevenly, so that swapped axes would be detected."""
     ramp = jnp.arange(value.shape[-1], dtype=value.dtype) / value.shape[-1]
     return value * 0.9 + 0.1 * ramp.reshape((1,) * (value.ndim - 1) + (-1,))
 
 
-# What is captured
+# Captures
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_place_has_its_shape_and_looped_and_scanned_have_the_same_values(kind):
+def test_captured_values_have_stated_shapes_and_agree_looped_and_scanned(kind):
     names, plain = places(config_of(kind)), run(kind)[0]
     found = []
     for scanned in (False, True):
@@ -96,7 +96,7 @@ def test_every_place_has_its_shape_and_looped_and_scanned_have_the_same_values(k
         assert_near(scanned[name], looped[name], NEAR, name)
 
 
-def test_a_scan_returns_the_blocks_that_are_asked_for():
+def test_scan_captures_requested_blocks():
     asked = "block_1/residual", "block_0/attention/weights", "block_*/attention/output"
     edit = {"block_1/residual": tilted}
     looped, scanned = (
@@ -110,7 +110,7 @@ def test_a_scan_returns_the_blocks_that_are_asked_for():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
-def test_captured_values_come_in_the_order_in_which_they_were_asked_for(kind):
+def test_captured_values_keep_requested_order(kind):
     asked = ["logits", "block_1/residual", "block_0/attention/weights", "embedding"]
     model = build(config_of(kind))
     more = dict(source=draw(S, 5)) if kind == "encoder-decoder" else {}
@@ -124,8 +124,8 @@ def test_captured_values_come_in_the_order_in_which_they_were_asked_for(kind):
 
 
 @pytest.mark.slow
-def test_captured_values_are_those_of_the_formulas():
-    """Streams and weights against the oracle in float64."""
+def test_captured_values_match_oracle():
+    """Compare streams and attention weights with the float64 oracle."""
     record: list[np.ndarray] = []
     hidden: list[np.ndarray] = []
     config, params = config_of("decoder"), params_of("decoder")
@@ -142,7 +142,7 @@ def test_captured_values_are_those_of_the_formulas():
 
 
 @pytest.mark.slow
-def test_places_fit_together_as_the_block_says():
+def test_captured_values_satisfy_block_equations():
     found = run("decoder", capture=("*", "block_*/*", "block_*/*/*"))[2]
     assert set(found) == set(places(config_of("decoder")))
     x = found["embedding"] + found["block_0/attention/output"]
@@ -158,8 +158,8 @@ def test_places_fit_together_as_the_block_says():
 
 
 @pytest.mark.parametrize("kind", ["parallel", "parallel, shared"])
-def test_parallel_branches_read_the_stream_before_the_block(kind):
-    """Each sees its own norm of it, what one gives does not reach the other, and all are added."""
+def test_parallel_branches_read_block_input(kind):
+    """Branches do not affect each other, and their outputs are summed."""
     config, rng = config_of(kind, num_layers=1), np.random.default_rng(3)
     shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
     params, place = oracle.randomised(shapes, rng), "block_0/attention/output"
@@ -188,8 +188,8 @@ def test_parallel_branches_read_the_stream_before_the_block(kind):
 
 
 @pytest.mark.slow
-def test_a_captured_value_has_a_gradient():
-    """Compare its slope in the embeddings with differences; later blocks have none."""
+def test_captured_value_has_gradient():
+    """Compare the gradient of embeddings with differences; later blocks have zero gradient."""
     place, kind = "block_0/residual", "decoder"
     direction = np.random.default_rng(3).standard_normal((B, T, 14)).astype(np.float32)
 
@@ -209,17 +209,19 @@ def test_a_captured_value_has_a_gradient():
     found = (np.asarray(slopes["embed"]["tokens"]) * (table > 0)).sum()
     assert abs(found - wanted) <= 2e-3 * abs(wanted)
     late = slopes["decoder"]["block_1"]
-    assert not any(np.asarray(x).any() for x in jax.tree.leaves(late)), "it does not depend on it"
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(late)), (
+        "the captured value does not depend on later blocks"
+    )
 
 
-# What is edited
+# Edits
 
 
 def edits(names: list[str], strengths: jax.Array) -> dict:
-    """An edit of every place, each as strong as its own number says: 0 changes nothing."""
+    """Return an edit of each place with its own strength; a strength of 0 changes nothing."""
 
     def edit(name: str, strength: jax.Array):
-        # a cache has more keys than the full pass: weights are not changed unevenly over them
+        # with a cache there are more keys, so the change must not depend on the key axis
         change = jnp.square if name.endswith("/weights") else tilted
         return lambda x: x + strength.astype(x.dtype) * (change(x) - x)
 
@@ -229,8 +231,8 @@ def edits(names: list[str], strengths: jax.Array) -> dict:
 @pytest.mark.slow
 @pytest.mark.long_except("encoder", "post-norm, GLU, T5")
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_edit_of_every_place_is_the_same_looped_and_scanned(kind):
-    """One place after the other: a program for all, mapped over which it is."""
+def test_edits_agree_looped_and_scanned(kind):
+    """Edit one place at a time, with a single program mapped over the places."""
     names, plain, found = editable(kind), run(kind)[0], []
     for scanned in (False, True):
         each = jax.vmap(
@@ -243,7 +245,7 @@ def test_an_edit_of_every_place_is_the_same_looped_and_scanned(kind):
 
 
 @pytest.mark.slow
-def test_an_edit_of_one_block_is_of_that_block_alone():
+def test_edit_of_one_block_does_not_affect_others():
     names = ("block_0/residual", "block_1/residual")
     plain = run("decoder", capture=names)[2]
     for scanned in (False, True):
@@ -258,8 +260,8 @@ def test_an_edit_of_one_block_is_of_that_block_alone():
 @pytest.mark.long_except("decoder-False", "sandwich, Shaw-False")
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("kind", ["decoder", "encoder-decoder", "sandwich, Shaw"])
-def test_an_edit_under_a_cache_is_the_edit_of_the_full_pass(kind, scanned):
-    """Token after token, of every place by itself: programs for all, mapped over which it is."""
+def test_edits_with_cache_match_full_forward(kind, scanned):
+    """Edit one place at a time while decoding token by token, mapped over the places."""
     config = config_of(kind, scan_layers=scanned)
     model, params = build(config), params_of(kind)
     variables = {"params": stack_layers(params) if scanned else params}
@@ -290,8 +292,8 @@ def test_an_edit_under_a_cache_is_the_edit_of_the_full_pass(kind, scanned):
 
 
 @pytest.mark.slow
-def test_an_edit_has_gradients_by_what_it_closes_over():
-    """The slope of a strength, by differences; traced, and mapped over strengths."""
+def test_edit_has_gradient_of_closed_over_value():
+    """Compare the gradient of a traced strength with differences, and map over strengths."""
     rng = np.random.default_rng(3)
     direction = rng.standard_normal(14).astype(np.float32)
     weights = rng.standard_normal((B, T, VOCAB)).astype(np.float32)
@@ -311,8 +313,8 @@ def test_an_edit_has_gradients_by_what_it_closes_over():
 @pytest.mark.slow
 @pytest.mark.long_except("attention")
 @pytest.mark.parametrize("remat", ["none", "full", "dots", "attention"])
-def test_an_edit_that_returns_its_value_changes_nothing_also_with_remat(remat):
-    """Nor does it change the gradient of any parameter."""
+def test_identity_edit_changes_nothing_with_any_remat(remat):
+    """Logits and gradients do not change."""
     for scanned in (False, True):
         config = config_of("decoder", scan_layers=scanned, remat=remat)
         params = params_of("decoder")
@@ -335,7 +337,7 @@ def test_an_edit_that_returns_its_value_changes_nothing_also_with_remat(remat):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["weights", "heads", "query", "value"])
-def test_dropout_removes_the_same_weights_under_an_edit(place):
+def test_edit_does_not_change_dropped_weights(place):
     config, key = config_of("decoder", attention_dropout=0.4), jax.random.key(8)
 
     @jax.jit
@@ -350,7 +352,7 @@ def test_dropout_removes_the_same_weights_under_an_edit(place):
 
 
 class Sigmoid(Implementation):
-    """Weigh every key that is seen by the sigmoid of its score."""
+    """Attention that weighs each visible key by the sigmoid of its score."""
 
     def refuse(self, call):
         return None
@@ -375,7 +377,7 @@ class OpenSigmoid(Sigmoid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
-def test_an_implementation_of_ones_own_gives_its_weights_or_none_are_read(monkeypatch, scanned):
+def test_custom_implementation_provides_weights_or_raises_error(monkeypatch, scanned):
     monkeypatch.setitem(IMPLEMENTATIONS, "open", OpenSigmoid())
     monkeypatch.setitem(IMPLEMENTATIONS, "closed", Sigmoid())
     place = "block_1/attention/weights"
@@ -395,14 +397,14 @@ def test_an_implementation_of_ones_own_gives_its_weights_or_none_are_read(monkey
             read("closed", **asked)
 
 
-# While tokens are made
+# Generation
 
 
 @pytest.mark.slow
 @pytest.mark.long_except("True")
 @pytest.mark.parametrize("scanned", [False, True])
-def test_generation_beams_and_streams_are_edited_as_the_model_is(scanned):
-    """Each token is the likeliest after those before it, by the edited model without a cache."""
+def test_edits_apply_to_generate_stream_and_beam_search(scanned):
+    """Each generated token is the argmax of the edited model without a cache."""
     config = config_of("decoder", scan_layers=scanned)
     params = params_of("decoder")
     params = stack_layers(params) if scanned else params
@@ -423,7 +425,7 @@ def test_generation_beams_and_streams_are_edited_as_the_model_is(scanned):
 
 
 @pytest.mark.slow
-def test_an_edit_that_reads_a_changed_global_is_not_the_program_of_before():
+def test_edit_that_reads_changed_global_is_retraced():
     config, params, prompt = config_of("decoder"), params_of("decoder"), draw(3)
     strength = np.float32([0.0])
     step = make_step(build(config), edit={"block_1/residual": lambda x: x * (1 - strength[0])})
@@ -435,7 +437,7 @@ def test_an_edit_that_reads_a_changed_global_is_not_the_program_of_before():
 
 
 @pytest.mark.slow
-def test_what_generation_captures_is_what_the_full_pass_does():
+def test_values_captured_in_generation_match_full_forward():
     config, params = config_of("decoder"), params_of("decoder")
     model, prompt = build(config), draw(3)
     names = ("block_0/residual", "block_1/attention/heads", "logits")
@@ -448,7 +450,7 @@ def test_what_generation_captures_is_what_the_full_pass_does():
         assert_near(made.captured[name], captured[name][:, 2:], NEAR, name)
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.slow_except(
@@ -476,7 +478,7 @@ def test_what_generation_captures_is_what_the_full_pass_does():
         (dict(edit={"logits": np.zeros((2, 3))}), r"edit\['logits'\] is float64\[2,3\]: must be a"),
     ],
 )  # fmt: skip
-def test_what_is_no_place_and_no_edit_is_refused_by_name(asked, message):
+def test_invalid_capture_or_edit_raises_error(asked, message):
     with pytest.raises(ValueError, match=message):
         run("decoder", **asked)
 
@@ -502,10 +504,8 @@ WRONG = {
         ("encoder-decoder", "block_1/cross_attention/query", "block_1/cross_attention/query"),
     ],
 )
-def test_an_edit_of_another_shape_is_refused_with_its_whole_name(
-    scanned, kind, given, place, returned
-):
-    """Look for the name as `edit=` has it, with its block and its side."""
+def test_edit_with_wrong_shape_error_names_place(scanned, kind, given, place, returned):
+    """The error contains the name as passed to `edit=`, including block and stack."""
     config = config_of(kind, scan_layers=scanned)
     more = dict(source=draw(S, 5)) if config.kind == "encoder-decoder" else {}
 
@@ -519,7 +519,7 @@ def test_an_edit_of_another_shape_is_refused_with_its_whole_name(
 
 
 @pytest.mark.slow
-def test_places_of_an_encoder_need_a_source():
+def test_encoder_places_require_source():
     config = config_of("encoder-decoder")
     variables = {"params": params_of("encoder-decoder")}
     state = build(config).apply(variables, draw(S, 5), capacity=T, method="init_cache")
@@ -529,7 +529,7 @@ def test_places_of_an_encoder_need_a_source():
 
 
 @pytest.mark.slow
-def test_where_nothing_is_asked_for_the_program_is_the_same():
+def test_program_without_captures_is_unchanged():
     for scanned in (False, True):
         config = config_of("decoder", scan_layers=scanned)
         params = params_of("decoder")

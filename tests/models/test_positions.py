@@ -1,4 +1,4 @@
-"""Positions against float64 NumPy: precision far out, published scalings, distances and buckets."""
+"""Tests of positional encodings against float64 NumPy and published numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ROTATIONS = {
 
 
 def frequency(config: Rope, k: int, dims: int) -> float:
-    """Radians per position of pair k, from each paper's own formula, one pair at a time."""
+    """Return the radians per position of pair k, from the formula of each paper."""
     base, s, length = config.base, config.factor, config.original_len
     if config.scaling == "ntk":
         return (base * s ** (dims / (dims - 2))) ** (-2 * k / dims)
@@ -88,7 +88,7 @@ def magnitude(config: Rope) -> float:
 
 
 def rotated(x: np.ndarray, positions: np.ndarray, config: Rope) -> np.ndarray:
-    """Each pair is a complex number times e^{i p w}; x is [B, T, N, H], positions [B, T]."""
+    """Rotate pairs as complex numbers times e^{i p w}; x is [B, T, N, H], positions [B, T]."""
     x = oracle.double(x)
     out, dims = x.copy(), config.dims or x.shape[-1]
     for k in range(dims // 2):
@@ -129,7 +129,7 @@ def test_rotation_is_exact_at_every_position(rng, pairing, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shift", [4_000, 100_000, 10**8, 2**31 - 12])
-def test_scores_depend_only_on_the_distance(rng, shift):
+def test_rotated_scores_depend_only_on_distance(rng, shift):
     q, k = (inside_unit_circles(rng, 1, 11, 1, 64) for _ in range(2))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
 
@@ -164,13 +164,13 @@ def test_frequencies_match_their_paper(name, dims):
         assert_frequencies_are_those_of_the_paper(config, 128)
 
 
-def test_published_numbers_of_the_scalings():
+def test_scalings_match_published_numbers():
     def w(**settings):
         return pos.rope_frequencies(Rope(**settings), 128)
 
     plain, _ = w()
     np.testing.assert_allclose(plain[[0, 1, 32, 63]], [1, 0.8659643, 0.01, 1.1547820e-4], rtol=1e-6)
-    ntk = w(scaling="ntk", factor=4.0)[0] / plain  # the fastest pair kept, the slowest stretched
+    ntk = w(scaling="ntk", factor=4.0)[0] / plain  # keeps the fastest pair, stretches the slowest
     np.testing.assert_allclose(ntk[[0, -1]], [1, 0.25], rtol=1e-6)
     # Llama 3.1: wavelengths below 2048 are kept, above 8192 divided by 8
     llama, _ = w(base=5e5, scaling="llama3", factor=8.0, original_len=8192)
@@ -190,7 +190,7 @@ def test_published_numbers_of_the_scalings():
     factors = dict(short_factors=(1.0,) * 64, long_factors=(2.0,) * 64)
     phi = w(scaling="longrope", factor=32.0, original_len=4096, **factors)
     assert phi[1] == pytest.approx(1.1902380714238083, abs=1e-15)
-    # dynamic: nothing up to the trained length, at twice it the base of ntk with 2 s - (s - 1)
+    # dynamic: unchanged up to original_len; at twice that, equal to ntk with 2 s - (s - 1)
     dynamic = dict(scaling="dynamic", factor=3.0, original_len=4096)
     for length in (None, 1, 4096):
         assert_same_bits(w(**dynamic, length=length)[0], plain)
@@ -200,8 +200,8 @@ def test_published_numbers_of_the_scalings():
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [None, 97, 98])
 @pytest.mark.parametrize("given", [None, 1.7])
-def test_longrope_divides_each_pair_by_a_factor_of_its_own(rng, length, given):
-    """The long factors from the first length beyond the trained one on."""
+def test_longrope_divides_each_pair_by_its_factor(rng, length, given):
+    """The long factors apply from original_len + 1 on."""
     short, long = (tuple(rng.uniform(1, top, 3).tolist()) for top in (2.0, 40.0))
     config = Rope(
         scaling="longrope", dims=6, original_len=97, factor=5.0, length=length,
@@ -216,8 +216,8 @@ def test_longrope_divides_each_pair_by_a_factor_of_its_own(rng, length, given):
 
 @pytest.mark.parametrize("length", [None, 98])
 @pytest.mark.parametrize("count", [1, 4])
-def test_longrope_counts_its_factors(length, count):
-    """One alone would divide every pair."""
+def test_longrope_with_wrong_number_of_factors_raises_error(length, count):
+    """A single factor must not broadcast to all pairs."""
     factors = (2.0,) * count
     config = Rope(
         scaling="longrope", original_len=97, length=length, short_factors=factors,
@@ -229,7 +229,7 @@ def test_longrope_counts_its_factors(length, count):
         pos.rope_frequencies(config, H)
 
 
-# Settings of released checkpoints: head width, and Rope's fields.
+# Settings of released checkpoints: head_dim and fields of Rope.
 RELEASED: dict[str, tuple[int, dict]] = {
     "Llama 3.1 8B": (128, dict(base=5e5, scaling="llama3", factor=8.0, original_len=8192)),
     "Llama 3.2 1B": (64, dict(base=5e5, scaling="llama3", factor=32.0, original_len=8192)),
@@ -262,7 +262,7 @@ RELEASED: dict[str, tuple[int, dict]] = {
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_frequencies_of_released_checkpoints(name):
+def test_frequencies_match_released_checkpoints(name):
     width, settings = RELEASED[name]
     assert_frequencies_are_those_of_the_paper(Rope(**settings), width)
 
@@ -270,7 +270,8 @@ def test_frequencies_of_released_checkpoints(name):
 @pytest.mark.slow
 def test_pairings_are_permutations_of_each_other(rng):
     x = inside_unit_circles(rng, B, T, N, H)
-    order = np.arange(H).reshape(2, H // 2).T.ravel()  # half 0, H/2, 1, ... in interleaved places
+    # half layout 0, H/2, 1, ... in interleaved order
+    order = np.arange(H).reshape(2, H // 2).T.ravel()
     positions = jnp.arange(3, 3 + T)
     half = pos.apply_rope(jnp.asarray(x), positions, Rope())
     paired = pos.apply_rope(jnp.asarray(x[..., order]), positions, Rope(pairing="interleaved"))
@@ -279,7 +280,7 @@ def test_pairings_are_permutations_of_each_other(rng):
 
 @pytest.mark.slow_except("dynamic")
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_rotating_a_slice_equals_the_slice_of_the_rotated(rng, name):
+def test_rotation_of_slice_matches_slice_of_rotation(rng, name):
     x = inside_unit_circles(rng, B, 11, N, H)
     positions = np.array([[0], [1000]], np.int32) + np.arange(11, dtype=np.int32)
     turn = jax.jit(lambda x, positions: pos.apply_rope(x, positions, ROTATIONS[name]))
@@ -298,7 +299,7 @@ def test_negative_positions_turn_backwards(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
-def test_dimensions_after_the_rotated_pass_through(rng, pairing):
+def test_unrotated_dimensions_do_not_change(rng, pairing):
     x = jnp.asarray(inside_unit_circles(rng, B, T, N, H))
     part = pos.apply_rope(x, jnp.arange(T), Rope(dims=6, pairing=pairing))
     assert_same_bits(part[..., 6:], x[..., 6:])
@@ -307,7 +308,7 @@ def test_dimensions_after_the_rotated_pass_through(rng, pairing):
 
 
 @pytest.mark.slow
-def test_rotation_gradient_turns_back(rng):
+def test_rotation_gradient_is_inverse_rotation(rng):
     x, cotangent = (jnp.asarray(inside_unit_circles(rng, B, T, N, H)) for _ in range(2))
     positions = jnp.arange(5, 5 + T)
 
@@ -319,19 +320,19 @@ def test_rotation_gradient_turns_back(rng):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_positions_that_cannot_count_are_refused(dtype):
+def test_half_precision_positions_raise_error(dtype):
     with pytest.raises(ValueError, match=dtype):
         pos.sinusoidal(jnp.arange(3).astype(dtype), 4)
     with pytest.raises(ValueError, match=dtype):
         pos.apply_rope(jnp.ones((1, 3, 1, 4)), jnp.arange(3).astype(dtype), Rope())
 
 
-def test_more_rotated_dims_than_the_head_has_are_refused():
+def test_more_rotated_dims_than_head_dim_raise_error():
     with pytest.raises(ValueError, match=r"dims is 8.*head_dim 6"):
         pos.rope_frequencies(Rope(dims=8), 6)
 
 
-def test_a_name_of_no_positions_is_refused_with_the_names_and_how_to_give_a_value():
+def test_unknown_positions_error_lists_names():
     known = "'none', 'learned', 'sinusoidal', 'rope', 'shaw', 't5buckets', 'alibi', 't5'"
     told = f"positions is 'rotary': must be one of {known}, or a value such as Rope(base=500.0)"
     with pytest.raises(ConfigError, match=f"^{re.escape(told)}, nearest: rope$"):
@@ -339,8 +340,8 @@ def test_a_name_of_no_positions_is_refused_with_the_names_and_how_to_give_a_valu
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "halves"])
-def test_sinusoids_match_the_formula(layout):
-    """In Marian's halves column j of the interleaved table goes to j / 2, or after all sines."""
+def test_sinusoids_match_formula(layout):
+    """The halves layout has all sines first, then all cosines."""
     actual = np.asarray(jax.jit(lambda at: pos.sinusoidal(at, 34, layout=layout))(FAR))
     assert actual.shape == (len(FAR), 34) and actual.dtype == np.float32
     for row, position in enumerate(FAR.tolist()):
@@ -355,7 +356,7 @@ def test_sinusoids_match_the_formula(layout):
 
 @pytest.mark.slow
 def test_sinusoids_and_rotations_are_float64_under_x64(rng):
-    """Compare all digits of the slides; the model's own stream stays in its dtype."""
+    """Sinusoids and rotations have float64 precision, but the model's logits remain float32."""
     positions = np.array([0, 1, 2, 31, 100_003, 2**31 - 1, -3])
     with jax.enable_x64(True):
         table = np.asarray(pos.sinusoidal(jnp.asarray(positions), 6))
@@ -374,7 +375,7 @@ def test_sinusoids_and_rotations_are_float64_under_x64(rng):
     for i in range(3):
         w = 10_000.0 ** (-2 * i / 6)
         angle = np.array([math.fmod(p * w, 2 * math.pi) for p in exact])
-        # a float64 frequency itself is wrong by 2^-53 of it
+        # the frequency itself has a relative error of 2^-53
         tolerance = 1e-15 + np.abs(positions) * w * 2.0**-51
         cos, sin = np.cos(angle), np.sin(angle)
         assert (np.abs(table[:, 2 * i] - sin) <= tolerance).all()
@@ -400,7 +401,7 @@ def test_learned_positions_are_rows_and_padding_is_zero(rng, offset):
 
 
 @pytest.mark.parametrize("offset", [0, 2])
-def test_a_position_outside_the_table_never_reads_another_row(offset):
+def test_position_outside_table_raises_or_gives_nan(offset):
     table, positions = jnp.ones((offset + 7, 3)), jnp.asarray([6, 7, -1])
     said = "9 rows, 2 of them before 0" if offset else "7 rows"
     with pytest.raises(ValueError, match=f"^position 7 is outside the table of {said}$"):
@@ -410,7 +411,7 @@ def test_a_position_outside_the_table_never_reads_another_row(offset):
     assert_same_bits(traced[[0, 2]], np.outer([1, 0], np.ones(3)).astype(np.float32))
 
 
-# Biases of a distance
+# Position biases
 
 PLACES = {
     "shared": (np.arange(4, 4 + T), np.arange(S)),
@@ -424,7 +425,7 @@ def distances(name: str) -> np.ndarray:  # [B or 1, T, S]
     return k[:, None, :] - q[:, :, None]
 
 
-def test_slopes_are_those_of_the_paper():
+def test_alibi_slopes_match_paper():
     assert_same_bits(biases.alibi_slopes(8), np.float32([2.0**-n for n in range(1, 9)]))
     twelve = [2.0**-n for n in range(1, 9)] + [2.0**-n for n in (0.5, 1.5, 2.5, 3.5)]
     assert_near(biases.alibi_slopes(12), twelve, FORWARD_F32)
@@ -458,13 +459,13 @@ def test_alibi_is_minus_slope_times_distance(name):
 
 @pytest.mark.slow_except("uint32")
 @pytest.mark.parametrize("dtype", ["uint8", "uint32"])
-def test_distances_of_any_integer_dtype_are_the_same(dtype):
+def test_distances_support_any_integer_dtype(dtype):
     q, k = np.array([0, 3, 127]), np.array([127, 100, 2, 0])
     at = q.astype(dtype), jnp.asarray(k.astype(dtype))
     assert (np.asarray(jax.jit(biases.key_distances)(*at))[0] == k - q[:, None]).all()
 
 
-def test_positions_beyond_int32_are_refused():
+def test_positions_beyond_int32_raise_error():
     with pytest.raises(ValueError, match="k_positions contains 4294967296"):
         biases.ALiBi(biases.alibi_slopes(N)).materialize(np.arange(3), np.array([2**32]))
     with pytest.raises(ValueError, match="positions contains -2147483649"):
@@ -473,7 +474,7 @@ def test_positions_beyond_int32_are_refused():
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "longest"), [(32, 128), (64, 256), (8, 20), (32, 1024)])
-def test_buckets_are_those_of_t5(bidirectional, buckets, longest):
+def test_buckets_match_t5(bidirectional, buckets, longest):
     d = np.arange(-300, 301, dtype=np.int32)
     settings = dict(bidirectional=bidirectional, num_buckets=buckets, max_distance=longest)
     actual = np.asarray(jax.jit(partial(biases.relative_bucket, **settings))(d))
@@ -481,13 +482,13 @@ def test_buckets_are_those_of_t5(bidirectional, buckets, longest):
         settings = dict(bidirectional=bidirectional, buckets=buckets, longest=longest)
         assert got == oracle.t5_bucket(distance, **settings), f"distance {distance}"
     if longest <= 300:
-        # the upper half's bucket for distance 0 stays empty, as in the paper's code
+        # the bucket for distance 0 of the upper half is never used, as in the paper's code
         unused = {buckets // 2} if bidirectional else set()
         assert set(actual.tolist()) == set(range(buckets)) - unused
 
 
-def test_a_distance_at_the_start_of_a_bucket_is_in_it():
-    # 8 (128 / 8)^(i / 8) is 16, 32, 64 at i = 2, 4, 6, where a rounded logarithm can fall short
+def test_first_distance_of_bucket_is_in_it():
+    # 8 (128 / 8)^(i / 8) is 16, 32, 64 at i = 2, 4, 6; a rounded logarithm could be too small
     d = np.int32([-15, -16, -31, -32, -63, -64, -127, -128, 16, 64])
     settings = dict(bidirectional=True, num_buckets=32, max_distance=128)
     actual = jax.jit(partial(biases.relative_bucket, **settings))(d)
@@ -495,7 +496,7 @@ def test_a_distance_at_the_start_of_a_bucket_is_in_it():
 
 
 @pytest.mark.parametrize("settings", [(7, 128), (2, 128), (32, 8)])
-def test_impossible_buckets_are_refused(settings):
+def test_invalid_buckets_raise_error(settings):
     buckets, longest = settings
     given = dict(bidirectional=True, num_buckets=buckets, max_distance=longest)
     with pytest.raises(ValueError, match=f"num_buckets {buckets}, max_distance {longest}"):
@@ -531,7 +532,7 @@ def test_relative_bias_looks_up_its_bucket(rng, name, bidirectional):
 
 
 @pytest.mark.slow
-def test_biases_cross_jit_as_their_arrays():
+def test_biases_are_pytrees_under_jit():
     q, k = jnp.arange(T), jnp.arange(S)
     traced = jax.jit(lambda bias: bias.materialize(q, k))
     for bias in (
@@ -596,7 +597,7 @@ def test_shaw_keeps_float32_scores_and_the_dtype_of_weights():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("usual_compilation")
-def test_shaw_never_holds_a_vector_for_each_pair():
+def test_shaw_memory_has_no_vector_per_pair():
     length, width = 211, 64
     place = jnp.arange(length)
 
@@ -613,8 +614,8 @@ def test_shaw_never_holds_a_vector_for_each_pair():
     assert 0 < memory < length * length * width * 4 / 2
 
 
-def test_rotations_take_a_position_for_a_whole_row_and_lists():
-    """A single position of a row, or of all rows, stands for each of its tokens."""
+def test_rotation_broadcasts_positions_and_accepts_lists():
+    """Positions broadcast over tokens and rows."""
     x = np.random.default_rng(5).normal(size=(2, 3, 1, 4)).astype(np.float32)
     several = ([3], [[3], [7]], [[3, 1, 4]])
 
@@ -635,7 +636,7 @@ def test_rotations_take_a_position_for_a_whole_row_and_lists():
             pos.apply_rope(x, np.array(wrong), Rope())
 
 
-def test_the_base_of_sinusoids_is_a_known_number():
+def test_base_of_sinusoids_must_be_known():
     wanted = np.asarray(jax.jit(lambda: pos.sinusoidal(jnp.arange(3), 4, 100.0))())
     for base in (np.float32(100), jnp.float32(100), jnp.bfloat16(100)):
         made = jax.jit(lambda base=base: pos.sinusoidal(jnp.arange(3), 4, base))()

@@ -1,4 +1,4 @@
-"""Kernels in 8 and 4 bits: how far they are off, that models run from them, and in what memory."""
+"""Tests of 8-bit and 4-bit kernels: errors, models that use them, and memory."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def is_quantized(x):
 
 
 def plain(params):
-    """The same numbers as arrays."""
+    """Dequantise all kernels."""
     return jax.tree.map(
         lambda x: x.astype(jnp.float32) if is_quantized(x) else x, params, is_leaf=is_quantized
     )
@@ -51,8 +51,8 @@ def logits(config, params, **given):
     return build(config).apply({"params": params}, TOKENS, **given)[0]
 
 
-def there_and_back(kernel, kind):
-    """Return a kernel in fewer bits, and its numbers in f64."""
+def quantize_and_back(kernel, kind):
+    """Return a quantised kernel, and its dequantised values in float64."""
 
     @jax.jit
     def both(kernel):
@@ -65,11 +65,11 @@ def there_and_back(kernel, kind):
 
 @pytest.mark.slow_except("int4-7-32")
 @pytest.mark.parametrize(("kind", "levels", "group"), [("int8", 127, 96), ("int4", 7, 32)])
-def test_a_weight_is_off_by_half_a_step_at_most(rng, kind, levels, group):
+def test_quantization_error_is_at_most_half_a_step(rng, kind, levels, group):
     kernel = rng.normal(size=(96, 5)).astype(np.float32) * rng.lognormal(size=(1, 5))
     kernel[:, 3] = 0.0
     kernel = kernel.astype(np.float32)
-    found, back = there_and_back(kernel, kind)
+    found, back = quantize_and_back(kernel, kind)
     assert back.shape == found.shape == kernel.shape
     largest = np.abs(kernel.astype(np.float64)).reshape(-1, group, 5).max(axis=1, keepdims=True)
     error = np.abs(back - kernel).reshape(-1, group, 5)
@@ -82,10 +82,10 @@ def test_a_weight_is_off_by_half_a_step_at_most(rng, kind, levels, group):
 
 @pytest.mark.slow_except("int8-0.01")
 @pytest.mark.parametrize(("kind", "share"), [("int8", 0.01), ("int4", 0.12)])
-def test_a_product_of_normal_weights_is_off_by_a_share_of_itself(rng, kind, share):
+def test_relative_error_of_quantized_product(rng, kind, share):
     kernel = rng.normal(size=(256, 64))
     x = rng.normal(size=(100, 256))
-    _, back = there_and_back(kernel.astype(np.float32), kind)
+    _, back = quantize_and_back(kernel.astype(np.float32), kind)
     error = np.linalg.norm(x @ (back - kernel)) / np.linalg.norm(x @ kernel)
     assert share / 2 < error < share
 
@@ -104,7 +104,7 @@ def test_a_product_of_normal_weights_is_off_by_a_share_of_itself(rng, kind, shar
         pytest.param("encoder", True, "int4", marks=pytest.mark.long),
     ],
 )
-def test_a_model_computes_what_its_numbers_say(model, scan, kind):
+def test_quantized_model_matches_dequantized(model, scan, kind):
     config = dataclasses.replace(MODELS[model], scan_layers=scan)
     params = quantize(init_params(config, jax.random.key(0)), kind)
     counted = sum(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
@@ -123,7 +123,7 @@ def test_a_model_computes_what_its_numbers_say(model, scan, kind):
 @pytest.mark.slow
 @pytest.mark.long_except("untied-2")
 @pytest.mark.parametrize(("model", "tables"), [("decoder", 1), ("untied", 2)])
-def test_embeddings_in_8_bits_are_looked_up_and_multiplied_as_their_numbers(model, tables):
+def test_8_bit_embeddings_match_dequantized(model, tables):
     config = MODELS["decoder"]
     if model == "untied":
         config = dataclasses.replace(config, tie_embeddings=False, logit_bias=True)
@@ -137,15 +137,15 @@ def test_embeddings_in_8_bits_are_looked_up_and_multiplied_as_their_numbers(mode
         assert (error.max(axis=1) <= np.abs(exact).max(axis=1) / 254 * (1 + 1e-6)).all()
         assert error.max() > 0
     assert_near(logits(config, params), logits(config, plain(params)), 1e-5)
-    apply = jax.jit(build(config).apply)  # traced tokens are not checked
+    apply = jax.jit(build(config).apply)  # tokens under jit are not checked
     beyond = apply({"params": params}, jnp.array([[1, 23]]))[0]
     assert np.isnan(beyond[:, 1]).all() and np.isfinite(beyond[:, 0]).all()
 
 
 @pytest.mark.slow_except("few rows")
 @pytest.mark.parametrize("rows", [1, 67], ids=["few rows", "many rows"])
-def test_logits_of_a_table_in_8_bits_have_their_bias(rng, rows):
-    """Where the compiled kernel multiplies, and where it does not."""
+def test_logits_of_8_bit_table_match_float64_with_bias(rng, rows):
+    """Few rows use the compiled kernel, many rows do not."""
     x = rng.normal(size=(rows, 1, 16)).astype(np.float32)
     table, bias = rng.normal(size=(23, 16)), rng.normal(size=23).astype(np.float32)
 
@@ -161,7 +161,7 @@ def test_logits_of_a_table_in_8_bits_have_their_bias(rng, rows):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_inputs_and_outputs_of_a_kernel_are_those_of_its_product(scan):
+def test_quantized_kernel_records_inputs_and_outputs(scan):
     config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
     params = quantize(init_params(config, jax.random.key(0)), "int8")["decoder"]
     attention = params["blocks" if scan else "block_0"]["attention"]
@@ -172,7 +172,7 @@ def test_inputs_and_outputs_of_a_kernel_are_those_of_its_product(scan):
 
 
 @pytest.mark.slow
-def test_stacked_and_unstacked_kernels_are_the_same():
+def test_stacking_quantized_kernels_round_trips():
     config = MODELS["decoder"]
     looped = quantize(init_params(config, jax.random.key(0)), "int4")
     again = unstack_layers(stack_layers(looped))
@@ -184,7 +184,7 @@ def test_stacked_and_unstacked_kernels_are_the_same():
 @pytest.mark.slow
 @pytest.mark.long_except("True")
 @pytest.mark.parametrize("scan", [False, True])
-def test_a_quantised_model_writes_what_its_numbers_write(scan):
+def test_quantized_model_generates_same_tokens_as_dequantized(scan):
     config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
     params = quantize(init_params(config, jax.random.key(0)), "int8")
     step = make_step(build(config))
@@ -198,7 +198,7 @@ def test_a_quantised_model_writes_what_its_numbers_write(scan):
 
 @pytest.mark.long
 @pytest.mark.parametrize("scan", [False, True])
-def test_adapters_beside_quantised_kernels_have_the_gradients_of_the_sum(scan):
+def test_adapter_gradients_on_quantized_kernels_match_sum(scan):
     config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
     params = init_params(config, jax.random.key(0))
     lora = LoraConfig(rank=2, targets="all-linear")
@@ -217,13 +217,13 @@ def test_adapters_beside_quantised_kernels_have_the_gradients_of_the_sum(scan):
 
 @pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_a_backward_pass_holds_no_kernel_but_the_one_it_uses(remat):
-    """In a scanned stack; in a looped one XLA's CPU backend joins the second making with the first.
+def test_backward_pass_dequantizes_one_kernel_at_a_time(remat):
+    """In a looped stack, XLA's CPU backend keeps the first copy for the backward pass.
 
-    Compiled for an H200 and a TPU v5e, a looped one holds no more either (benchmarks/NOTES.md).
+    Compiled for an H200 or a TPU v5e, looped stacks also need no more (benchmarks/NOTES.md).
     """
     width = 256
-    kernels = 4 * (4 * width * width + 2 * width * 4 * width)  # bytes of f32 in a block
+    kernels = 4 * (4 * width * width + 2 * width * 4 * width)  # bytes of a block in f32
 
     def working(depth, kind):
         config = ModelConfig(
@@ -250,7 +250,7 @@ def test_a_backward_pass_holds_no_kernel_but_the_one_it_uses(remat):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_quantised_is_one_line():
+def test_unsupported_quantization_raises_error():
     def one(kernel):
         return {"block_0": {"up": {"kernel": kernel}}}
 

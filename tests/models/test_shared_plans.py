@@ -1,4 +1,4 @@
-"""Layers share what a fused kernel reads of their mask: made once a model, whatever the depth."""
+"""Tests of mask plans of fused kernels: one plan per model, shared by all layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformer_jax.models.stack import stack_layers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-TOKENS = 71  # more than a decode kernel takes
+TOKENS = 71  # more than a decode kernel supports
 IDS = np.stack([np.arange(TOKENS) // 19, np.arange(TOKENS) // 7]).astype(np.int32)
 SMALL = ModelConfig(
     vocab_size=31, d_model=24, num_heads=3, num_layers=3, head_dim=8, max_len=TOKENS,
@@ -53,7 +53,7 @@ def stacked(config, params):
 @pytest.mark.slow
 @pytest.mark.long_except("scan", "scan, remat", "scan, remat of attention")
 @pytest.mark.parametrize("stack", STACKS)
-def test_packed_documents_equal_the_oracle_with_one_plan_a_mask(stack, rng, monkeypatch):
+def test_packed_documents_match_oracle_with_one_plan_per_mask(stack, rng, monkeypatch):
     config = dataclasses.replace(SMALL, **STACKS[stack])
     tokens, params = drawn(config, rng)
     made = []
@@ -72,7 +72,7 @@ def test_packed_documents_equal_the_oracle_with_one_plan_a_mask(stack, rng, monk
 @pytest.mark.slow
 @pytest.mark.long_except("scan")
 @pytest.mark.parametrize("stack", ["window pattern", "loop, remat", "scan, remat", "scan"])
-def test_gradients_of_planned_layers_are_those_of_plain_attention(stack, rng):
+def test_gradients_with_shared_plans_match_plain_attention(stack, rng):
     config = dataclasses.replace(SMALL, **STACKS[stack])
     tokens, params = drawn(config, rng)
     weights = rng.standard_normal((2, TOKENS, config.vocab_size)).astype(np.float32)
@@ -86,12 +86,12 @@ def test_gradients_of_planned_layers_are_those_of_plain_attention(stack, rng):
         found = jax.jit(jax.grad(partial(loss, "pallas")))(stacked(config, params), IDS)
     plain = jax.jit(jax.grad(partial(loss, "xla")))(stacked(config, params), IDS)
     for got, want in zip(*map(jax.tree.leaves, (found, plain)), strict=True):
-        assert_near(got, want, 4 * GRADIENT_F32)  # of each side, through three layers
+        assert_near(got, want, 4 * GRADIENT_F32)  # both sides have errors, through three layers
 
 
 @pytest.mark.slow
-def test_a_plan_of_other_tiles_or_of_another_length_is_made_again(rng):
-    """A call takes a plan that fits it, and no other."""
+def test_plan_with_other_tiles_or_length_is_recomputed(rng):
+    """A call only uses a plan that fits."""
     q, k, v = (rng.standard_normal((2, TOKENS, 1, 8)).astype(np.float32) for _ in range(3))
     mask = Causal() & Segments(IDS)
     other = Target("tpu", True, blocks=tuple((kind, Blocks(32, 16)) for kind in KINDS))
@@ -117,7 +117,7 @@ def test_a_plan_of_other_tiles_or_of_another_length_is_made_again(rng):
 
 
 @pytest.mark.slow
-def test_a_plan_without_positions_is_made_again_where_a_call_has_them(rng):
+def test_plan_without_positions_is_recomputed_for_call_with_positions(rng):
     q, k, v = (rng.standard_normal((2, TOKENS, 1, 8)).astype(np.float32) for _ in range(3))
     mask, later = Causal() & Segments(IDS), np.arange(TOKENS, dtype=np.int32)[::-1].copy()
     attend = partial(dot_product_attention, q, k, v, q_positions=later, k_positions=later)
@@ -130,7 +130,7 @@ def test_a_plan_without_positions_is_made_again_where_a_call_has_them(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows, length", [(0, 8), (2, 0)])
-def test_a_batch_without_rows_or_tokens_has_no_plan(rows, length, rng):
+def test_empty_batch_has_no_plan(rows, length, rng):
     reason = cpu.library()
     if isinstance(reason, str):
         pytest.skip(reason)
@@ -147,13 +147,13 @@ CHIPS = {
 }
 OF_EACH_CALL = {
     *("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "slice", "copy", "pad"),
-    *("ne", "eq", "or"),  # of rows that are fully masked
+    *("ne", "eq", "or"),  # fully masked rows
 }
-"""Steps on integers and booleans that a call takes besides its plan: fully masked rows, shapes."""
+"""Integer and boolean operations of a call that are not part of planning."""
 
 
 def integer_steps(jaxpr, times=1):
-    """Count the steps that make integers or booleans, but those inside kernels."""
+    """Count the operations with integer or boolean results outside of kernels."""
     found = Counter()
     for step in jaxpr.eqns:
         name = step.primitive.name
@@ -175,8 +175,8 @@ def integer_steps(jaxpr, times=1):
 @pytest.mark.long_except("loop, remat-tpu", "scan, remat of attention-hopper")
 @pytest.mark.parametrize("chip", ["tpu", "hopper"])
 @pytest.mark.parametrize("stack", STACKS)
-def test_more_layers_take_no_more_steps_for_their_mask(stack, chip):
-    """Neither forward nor backward, in the program before it is optimised."""
+def test_mask_planning_cost_does_not_grow_with_layers(stack, chip):
+    """Count operations of forward and backward pass before XLA's optimisations."""
     sizes = dict(
         d_model=128, num_heads=2, head_dim=64, max_len=256, dtype="bfloat16", positions=None
     )

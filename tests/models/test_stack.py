@@ -1,4 +1,4 @@
-"""Check stacks of blocks: norm orders with kinds of positions, and what they record."""
+"""Tests of stacks: norm orders with kinds of positions, and memory of captured weights."""
 
 import dataclasses
 from functools import partial
@@ -18,7 +18,7 @@ from transformer_jax.models.factory import build, init_cache, init_params
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 MODEL_F32 = 5e-6
-"""Error in f32 against float64, relative to the largest: as in test_transformer.py."""
+"""Tolerance of f32 against float64, relative to the largest, as in test_transformer.py."""
 
 SMALL = ModelConfig(
     vocab_size=31, d_model=26, num_layers=1, num_heads=2, head_dim=6, d_ff=37, max_len=11,
@@ -41,8 +41,8 @@ POSITIONS = {
 @pytest.mark.parametrize(
     "order", ["pre", "post", "sandwich", "output", "parallel", "parallel_shared"]
 )
-def test_every_norm_order_trains_and_decodes_with_every_kind_of_positions(order, positions, rng):
-    """Compare one pass and two through a cache with the formulas, and take a gradient step."""
+def test_norm_orders_and_positions_match_oracle_and_train(order, positions, rng):
+    """Compare a full forward pass and cached calls with the oracle, and take a gradient step."""
     config = dataclasses.replace(
         SMALL, norm_order=order, positions=POSITIONS[positions], implementation="xla"
     )
@@ -76,8 +76,8 @@ def test_every_norm_order_trains_and_decodes_with_every_kind_of_positions(order,
 
 @pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
-def test_the_weights_of_one_layer_cost_the_memory_of_one_layer():
-    """Compile with all layers' weights as the result, and with those of one head."""
+def test_capturing_one_layer_uses_memory_of_one_layer():
+    """Compare the memory of returning the weights of all layers and of one head."""
     config = dataclasses.replace(SMALL, num_layers=3, max_len=127)
     shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
     tokens = np.zeros((1, 127), np.int32)

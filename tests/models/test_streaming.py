@@ -1,4 +1,4 @@
-"""Chunks of an endless input give the numbers of the whole, in a state that does not grow."""
+"""Tests of streaming: chunks match the full forward pass, with a state of constant size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROWS, FRAME, WINDOW, LENGTH = 2, 5, 50, 127
 STREAMED = 1e-5
-"""Chunks against the whole, both float32."""
+"""Tolerance of chunks against the full forward pass, both float32."""
 END = 2**31 - 1
 SIZES = dict(
     vocab_size=23, d_model=8, num_layers=2, num_heads=2, num_kv_heads=1, d_ff=11, init_std=0.5
@@ -47,7 +47,7 @@ KINDS = {
     "alibi": dict(positions="alibi"),
     "sinusoidal": dict(positions="sinusoidal"),
 }
-MIXES = {  # of four sizes only: one program each
+MIXES = {  # only four chunk sizes, to limit compilation
     "ones": [1] * LENGTH,
     "sevens": [7] * 18 + [1],
     "fifties": [50, 50, 7, 7, 7] + [1] * 6,
@@ -69,7 +69,7 @@ def encoder(kind: str = "half", chunk: int | None = None, **more) -> StreamingEn
 
 
 def parameters(model, example, seed: int = 3):
-    """Random leaves, also where a fresh model has zeros or ones."""
+    """Draw all parameters at random, including biases and norm scales."""
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), example))["params"]
     return jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes)
@@ -92,7 +92,7 @@ def cut(x: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
 
 
 def ring(model, rows: int = ROWS, capacity: int = WINDOW, start: int = 0) -> ModelCache:
-    """An empty ring whose next frame stands at `start`."""
+    """Return an empty ring whose next frame has position `start`."""
     empty = init_cache(model.config, rows, capacity)
     return jax.tree.map(lambda x: x + start if x.dtype == jnp.int32 and x.ndim == 1 else x, empty)
 
@@ -122,14 +122,14 @@ LAYERS = {
 
 
 def t5_bucket(distance: int) -> int:
-    """8 buckets, the far ones logarithmic up to 31 (Raffel et al. 2020)."""
+    """Return one of 8 buckets, logarithmic up to 31 (Raffel et al. 2020)."""
     if distance < 4:
         return distance
     return min(7, 4 + int(np.log(distance / 4) / np.log(31 / 4) * 4))
 
 
 def layer_oracle(name: str, q, k, v, window: int) -> np.ndarray:
-    """softmax over the last `window` keys of each query, one query and head at a time."""
+    """Compute attention over the last `window` keys, one query and head at a time."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     chosen = LAYERS[name]
     rows, count = q.shape[:2]
@@ -201,23 +201,24 @@ def feed_layer(name: str, state, arrays, sizes: list[int], **more):
     ],
     ids=lambda x: x if isinstance(x, str) else f"{len(x)} mixes",
 )
-def test_a_layer_fed_in_chunks_of_any_size_equals_the_formula(rng, name, mixes):
+def test_streamed_layer_matches_formula_for_any_chunking(rng, name, mixes):
     arrays = layer_inputs(rng)
     want = layer_oracle(name, *arrays, WINDOW)
     for sizes in (MIXES[mix] for mix in mixes):
         got, state = feed_layer(name, layer_state(), arrays, sizes)
         assert_near(got, want, STREAMED)
         assert state.length.tolist() == [LENGTH] * ROWS
-    for start in (10_000_000, END - LENGTH - 61):  # and is as exact far out
+    for start in (10_000_000, END - LENGTH - 61):  # as exact at large positions
         got, state = feed_layer(name, layer_state(start), arrays, MIXES["longer than the window"])
         assert_near(got, want, STREAMED)
         assert state.length.tolist() == [start + LENGTH] * ROWS
     narrow = layer_oracle(name, *arrays, WINDOW - 1)
-    assert largest_error(narrow, want) > 100 * STREAMED  # the window is seen in the numbers
+    # the tolerance detects a window that is off by one
+    assert largest_error(narrow, want) > 100 * STREAMED
 
 
 @pytest.mark.slow
-def test_a_whole_layer_without_a_state_equals_the_formula(rng):
+def test_layer_without_state_matches_formula(rng):
     arrays = layer_inputs(rng)
     whole, none = layer_step("half", None, *arrays, window=WINDOW)
     assert_near(whole, layer_oracle("half", *arrays, WINDOW), STREAMED)
@@ -225,7 +226,7 @@ def test_a_whole_layer_without_a_state_equals_the_formula(rng):
 
 
 @pytest.mark.slow
-def test_a_ring_may_be_longer_than_the_window(rng):
+def test_ring_longer_than_window_matches_formula(rng):
     arrays = layer_inputs(rng)
     want = layer_oracle("half", *arrays, 31)
     got, _ = feed_layer("half", layer_state(capacity=41), arrays, [61, 61, 5], window=31)
@@ -233,7 +234,7 @@ def test_a_ring_may_be_longer_than_the_window(rng):
 
 
 @pytest.mark.slow
-def test_a_ring_keeps_its_sinks_beside_the_window(rng):
+def test_ring_keeps_sinks(rng):
     query, key, value = layer_inputs(rng, 1, 29)
     mask = Causal() & (Window(7) | Prefix(jnp.array([3])))
     want = jax.jit(dot_product_attention)(query, key, value, mask=mask)
@@ -250,7 +251,7 @@ def test_a_ring_keeps_its_sinks_beside_the_window(rng):
 
 @pytest.mark.slow
 def test_gradients_flow_through_the_state(rng):
-    """Of keys too that are read from the ring only, chunks later."""
+    """Keys that are only read from the ring, chunks later, also get gradients."""
     arrays, weight = layer_inputs(rng, 1, 37), draw(rng, 1, 37, HEADS, VALUE)
 
     def streamed(arrays):
@@ -272,8 +273,8 @@ def test_gradients_flow_through_the_state(rng):
 
 
 @pytest.mark.slow
-def test_features_are_those_of_a_decoder_with_the_frames_for_embeddings(rng):
-    """Its logits are features times embeddings; the decoder itself is held against NumPy."""
+def test_encoder_features_match_decoder_with_frames_as_embeddings(rng):
+    """The decoder's logits are features times embeddings; other tests compare it with NumPy."""
     model, count = encoder(), 17
     frames = draw(rng, 1, count, FRAME)
     params = parameters(model, frames)
@@ -289,7 +290,7 @@ def test_features_are_those_of_a_decoder_with_the_frames_for_embeddings(rng):
 @pytest.mark.slow
 @pytest.mark.long_except("half")
 @pytest.mark.parametrize("kind", [k if k in ("half", "shaw") else slow(k) for k in KINDS])
-def test_an_encoder_fed_in_chunks_equals_the_whole_pass(rng, kind):
+def test_streamed_encoder_matches_full_forward(rng, kind):
     model, frames = encoder(kind), draw(rng, ROWS, LENGTH, FRAME)
     params = parameters(model, frames)
     want, _ = jit_apply(model, params, frames)
@@ -300,8 +301,8 @@ def test_an_encoder_fed_in_chunks_equals_the_whole_pass(rng, kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize("scan", [False, slow(True)])
-def test_a_decoder_fed_in_chunks_equals_the_whole_pass(rng, scan):
-    """Through turns of the ring, and as well a million turns further on."""
+def test_streamed_decoder_matches_full_forward(rng, scan):
+    """The ring wraps around, also at positions after a million turns."""
     model = build(settings("interleaved", window=7, scan_layers=scan))
     tokens = rng.integers(0, 23, (1, 31)).astype(np.int32)
     params = parameters(model, tokens)
@@ -312,8 +313,8 @@ def test_a_decoder_fed_in_chunks_equals_the_whole_pass(rng, scan):
 
 
 @pytest.mark.slow
-def test_ragged_rows_equal_each_row_alone(rng):
-    """Rows drift apart; a padding frame is NaN, and neither seen nor kept."""
+def test_ragged_rows_match_separate_rows(rng):
+    """Rows have different lengths; padding frames are NaN, and are neither seen nor cached."""
     model, lengths = encoder("half", window=11), [0, 0]
     frames = draw(rng, ROWS, 67, FRAME)
     params = parameters(model, frames)
@@ -337,7 +338,7 @@ def test_ragged_rows_equal_each_row_alone(rng):
 
 
 @pytest.mark.slow
-def test_padding_with_nan_leaves_gradients_alone(rng):
+def test_nan_padding_does_not_affect_gradients(rng):
     model, frames = encoder(window=3), draw(rng, 1, 7, FRAME)
     params = parameters(model, frames)
     positions = np.array([[-1, 0, 1, -1, 2, -1, 3]], np.int32)
@@ -358,8 +359,8 @@ def test_padding_with_nan_leaves_gradients_alone(rng):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["half", slow("t5"), slow("shaw")])
-def test_after_a_hundred_thousand_frames_the_numbers_are_the_same(rng, kind):
-    """The tail against a whole pass over its receptive field alone, at positions from 0 on."""
+def test_stream_of_100_000_frames_matches_full_forward(rng, kind):
+    """Compare the tail with a forward pass over its receptive field, at positions from 0."""
     window, count, chunks, tail = 13, 127, 797, 3 * 127
     model = encoder(kind, window=window, implementation="xla")
     frames = draw(rng, 1, chunks * count, FRAME)
@@ -388,7 +389,7 @@ def nbytes(tree) -> int:
 
 
 @pytest.mark.slow
-def test_the_state_does_not_grow_and_each_size_compiles_once(rng):
+def test_state_size_is_constant_and_each_chunk_size_compiles_once(rng):
     model = encoder("none", num_layers=1, window=7)
     frames = draw(rng, ROWS, 11, FRAME)
     params, cache = parameters(model, frames), ring(model, capacity=7)
@@ -405,13 +406,13 @@ def test_the_state_does_not_grow_and_each_size_compiles_once(rng):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), cache) == shapes
     assert traced == [1, 11]
     cfg = model.config
-    values = 2 * cfg.kv_heads * cfg.key_dim * 4  # a key and a value in float32
+    values = 2 * cfg.kv_heads * cfg.key_dim * 4  # one key and one value in float32
     assert nbytes(cache) == ROWS * cfg.num_layers * (7 * (values + 4) + 4)
     assert nbytes(ring(model, capacity=70)) > 9 * nbytes(cache)
 
 
 @pytest.mark.slow
-def test_scratch_memory_does_not_depend_on_how_much_is_fed():
+def test_scratch_memory_is_independent_of_stream_length():
     model, count = encoder("none", num_layers=1, window=7), 11
     params = jax.eval_shape(lambda: parameters(model, jnp.zeros((1, 1, FRAME))))
 
@@ -428,14 +429,14 @@ def test_scratch_memory_does_not_depend_on_how_much_is_fed():
         return compiled.memory_analysis().temp_size_in_bytes
 
     few, many = scratch(2), scratch(2000)
-    assert 0 < few and abs(many - few) < 100 < 1998 * count  # bytes; the frames fed differ by 1998
+    assert 0 < few and abs(many - few) < 100 < 1998 * count  # bytes, for 1998 more chunks
 
 
 # Receptive field
 
 
 def reach(model, count: int, at: int) -> np.ndarray:
-    """Which frames have a gradient in the features of the frame `at`."""
+    """Return the frames with a gradient of the features of frame `at`."""
     frames = draw(np.random.default_rng(5), 1, count, FRAME)
     params = parameters(model, frames)
     gradient = jax.jit(jax.grad(lambda x: (apply(model, params, x)[0][0, at] ** 3).sum()))
@@ -444,14 +445,14 @@ def reach(model, count: int, at: int) -> np.ndarray:
 
 @pytest.mark.slow_except("1-50-100")
 @pytest.mark.parametrize(("layers", "window", "count"), [(1, 50, 100), (3, 5, 29)])
-def test_the_receptive_field_is_exact(layers, window, count):
+def test_receptive_field_is_exact(layers, window, count):
     model = encoder("alibi", num_layers=layers, window=window)
     field = receptive_field(model.config)
     assert field == layers * (window - 1) + 1 < count
     np.testing.assert_array_equal(reach(model, count, count - 1), np.arange(count - field, count))
 
 
-def test_a_chunk_sees_itself_and_its_history():
+def test_chunk_sees_itself_and_history():
     places = np.arange(4)
     seen = np.asarray(jax.jit(chunk_mask(2, 1).materialize)(places, places))[0, 0]
     assert seen.astype(int).tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 1]]
@@ -460,7 +461,7 @@ def test_a_chunk_sees_itself_and_its_history():
 
 
 @pytest.mark.slow
-def test_a_chunk_sees_the_sinks_that_are_not_after_it(rng):
+def test_chunk_sees_sinks_that_do_not_follow_it(rng):
     places = jnp.arange(6)
     first, second, third = ([1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 1])
     seen = chunk_mask(2, 0, 3).materialize(places, places)[0, 0].astype(int)
@@ -478,7 +479,7 @@ def test_a_chunk_sees_the_sinks_that_are_not_after_it(rng):
 
 
 @pytest.mark.slow
-def test_chunks_of_one_are_a_causal_window():
+def test_chunks_of_one_equal_causal_window():
     places = jnp.concatenate([jnp.arange(-1, 23), END - 1 - jnp.arange(7)])
     want = (Causal() & Window(8)).materialize(places, places)
     assert_same_bits(chunk_mask(1, 7).materialize(places, places), want)
@@ -486,8 +487,8 @@ def test_chunks_of_one_are_a_causal_window():
 
 
 @pytest.mark.slow
-def test_an_encoder_with_look_ahead_streams_whole_chunks(rng):
-    """Half a second of 10 ms frames at a time, and half a second of history; one row ends early."""
+def test_encoder_with_look_ahead_streams_whole_chunks(rng):
+    """Use chunks of 50 frames with 50 frames of history; one row ends early."""
     model = encoder("none", chunk=50, window=100, num_layers=1, implementation="xla")
     frames, places = draw(rng, ROWS, 250, FRAME), np.arange(250, dtype=np.int32)
     params = parameters(model, frames)
@@ -502,7 +503,7 @@ def test_an_encoder_with_look_ahead_streams_whole_chunks(rng):
     assert_near(np.concatenate(out, axis=1) * real, want * real, STREAMED)
     frames[:, 49] += 1
     dirty, _ = jit_apply(model, params, frames, positions=positions)
-    assert largest_error(dirty[:, 0], want[:, 0]) > 1e-3  # frame 0 sees frame 49
+    assert largest_error(dirty[:, 0], want[:, 0]) > 1e-3  # frame 0 sees frame 49 of its chunk
     with pytest.raises(ValueError, match="row 1 starts at position 231: must be a multiple of c"):
         apply(model, params, frames[:, :3], cache=cache)
     later = np.asarray(cache.length)[:, None] + places[:50]
@@ -510,8 +511,8 @@ def test_an_encoder_with_look_ahead_streams_whole_chunks(rng):
     assert np.isfinite(lost[0]).all() and np.isnan(lost[1]).all()
 
 
-def test_a_row_of_padding_alone_is_at_no_place_in_a_chunk(rng):
-    """It raises nothing where positions are known, and is finite where they are traced."""
+def test_all_padding_row_is_accepted_at_any_chunk_offset(rng):
+    """Known positions raise no error, and traced ones give finite results."""
     model = encoder("none", chunk=3, num_layers=1, window=5)
     frames = draw(rng, ROWS, 6, FRAME)
     params = parameters(model, frames)
@@ -528,7 +529,7 @@ def test_a_row_of_padding_alone_is_at_no_place_in_a_chunk(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pairing", "scan"), [slow("half", False), ("interleaved", True)])
-def test_a_stream_moved_back_goes_on_with_the_same_numbers(rng, pairing, scan):
+def test_rebased_stream_continues_with_same_features(rng, pairing, scan):
     rope = Rope(pairing=pairing, scaling="yarn", factor=4.0, original_len=16)
     model = encoder("half", positions=rope, window=11, scan_layers=scan)
     frames, count = draw(rng, ROWS, 62, FRAME), jnp.array([31, 20])
@@ -547,7 +548,7 @@ def test_a_stream_moved_back_goes_on_with_the_same_numbers(rng, pairing, scan):
 
 
 @pytest.mark.slow
-def test_a_stream_ends_by_name_or_in_nan_and_goes_on_moved_back(rng):
+def test_stream_past_int32_raises_or_gives_nan_until_rebased(rng):
     arrays = layer_inputs(rng, count=122)
     want = layer_oracle("half", *arrays, WINDOW)
     early, late = ([x[:, at] for x in arrays] for at in (slice(61), slice(61, None)))
@@ -564,7 +565,7 @@ def test_a_stream_ends_by_name_or_in_nan_and_goes_on_moved_back(rng):
 
 
 @pytest.mark.long
-def test_a_decoder_too_ends_by_name_or_in_nan(rng):
+def test_decoder_past_int32_raises_or_gives_nan(rng):
     model = build(settings(window=7))
     tokens = rng.integers(0, 23, (2, 5)).astype(np.int32)
     params = parameters(model, tokens)
@@ -588,7 +589,7 @@ def test_a_decoder_too_ends_by_name_or_in_nan(rng):
 
 
 @pytest.mark.parametrize(
-    ("change", "sizes", "said"),
+    ("change", "sizes", "message"),
     [
         (dict(window=None), (FRAME,), "window is None: streaming requires a window"),
         (dict(kind="encoder"), (FRAME,), "kind is 'encoder': must be 'decoder', since a"),
@@ -602,12 +603,12 @@ def test_a_decoder_too_ends_by_name_or_in_nan(rng):
     ],
     ids=lambda x: str(x)[:24],
 )  # fmt: skip
-def test_a_config_or_a_size_that_cannot_stream_is_refused(change, sizes, said):
+def test_invalid_streaming_encoder_config_raises_error(change, sizes, message):
     with pytest.raises(ValueError) as caught:
         StreamingEncoder(
             ModelConfig(**SIZES | dict(window=WINDOW, positions="none") | change), *sizes
         )
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
 FRAMES = np.zeros((2, 3, FRAME), np.float32)
@@ -615,7 +616,7 @@ FRAMES = np.zeros((2, 3, FRAME), np.float32)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("frames", "more", "said"),
+    ("frames", "more", "message"),
     [
         ([[0.0]], dict(), "frames are a list: must be an array"),
         (FRAMES[0], dict(), f"frames are float32[3, {FRAME}]: must be floating [B, T, {FRAME}]"),
@@ -629,7 +630,7 @@ FRAMES = np.zeros((2, 3, FRAME), np.float32)
     ],
     ids=lambda x: str(x)[:24] if isinstance(x, str) else "",
 )  # fmt: skip
-def test_frames_that_do_not_fit_are_refused(frames, more, said):
+def test_invalid_frames_raise_error(frames, more, message):
     model = encoder()
     if "cache" in more:
         rows, capacity = more["cache"] if isinstance(more["cache"], tuple) else (more["cache"], 50)
@@ -637,11 +638,11 @@ def test_frames_that_do_not_fit_are_refused(frames, more, said):
     params = jax.eval_shape(lambda: parameters(model, FRAMES))
     with pytest.raises(ValueError) as caught:
         apply(model, params, frames, **more)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("state", "change", "said"),
+    ("state", "change", "message"),
     [
         (None, dict(), "window is None without a state"),
         ((2, 50), dict(window=51), "capacity is 50: must be at least window, 51"),
@@ -650,12 +651,12 @@ def test_frames_that_do_not_fit_are_refused(frames, more, said):
         ((2, 50), dict(bias=np.zeros((1, 1, 7, 7), np.float32)), "bias is a "),
         ((2, 50), dict(positions=np.zeros((2, 6), np.int32)), "positions are int32[2, 6]: must"),
         ((2, 50), dict(positions=np.zeros((2, 7), np.float32)), "positions are float32[2, 7]: mus"),
-        ((2, 50), dict(key=(2, 7, KV_HEADS, DIM + 1)), "k has shape (2, 7, 2, 7): this cache"),
+        ((2, 50), dict(key=(2, 7, KV_HEADS, DIM + 1)), "k has shape (2, 7, 2, 7): must be (2, 7, 2, 6)"),
         ((2, 50), dict(query=(2, 7, DIM)), "query has shape (2, 7, 6): must be [B, T, N, H]"),
     ],
     ids=lambda x: str(x)[:24] if isinstance(x, str) else "",
 )  # fmt: skip
-def test_a_layer_refuses_what_does_not_fit(state, change, said):
+def test_invalid_stream_attention_arguments_raise_error(state, change, message):
     arrays = dict(query=(2, 7, HEADS, DIM), key=(2, 7, KV_HEADS, DIM), value=(2, 7, KV_HEADS, 3))
     arrays |= {name: change[name] for name in arrays.keys() & change.keys()}
     more = {name: value for name, value in change.items() if name not in arrays}
@@ -667,13 +668,13 @@ def test_a_layer_refuses_what_does_not_fit(state, change, said):
 
     with pytest.raises(ValueError) as caught:
         jax.eval_shape(stream, given)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["yarn", "longrope", "window"])
-def test_keys_moved_back_are_those_of_the_smaller_positions(rng, scaling):
-    """Turned by the layer's own base, and not multiplied by the scaling's factor once more."""
+def test_rebased_keys_match_keys_at_smaller_positions(rng, scaling):
+    """Use the base of the layer's window, and do not apply the attention factor again."""
     factors = dict(short_factors=(1.5,) * 3, long_factors=(2.0,) * 3) if scaling != "yarn" else {}
     name = "yarn" if scaling == "yarn" else "longrope"
     rope = Rope(scaling=name, factor=9.0, original_len=16, **factors)
@@ -692,7 +693,7 @@ def test_keys_moved_back_are_those_of_the_smaller_positions(rng, scaling):
     assert float(jnp.abs(moved.k - held.k).max()) > 0.1
 
 
-def test_keys_of_a_layer_that_turns_nothing_are_moved_back_as_they_are(rng):
+def test_rebase_keeps_keys_of_unrotated_layers(rng):
     config = settings(positions=Rope(pattern=(False, True)), window=7, num_layers=2)
     keys, places = draw(rng, 1, 7, 1, 6), np.arange(14, 21, dtype=np.int32)[None]
     held = kv.KVCache(keys, keys, places, np.array([21], np.int32))
@@ -703,7 +704,7 @@ def test_keys_of_a_layer_that_turns_nothing_are_moved_back_as_they_are(rng):
     assert largest_error(turned.k, keys) > 0.1
 
 
-def test_a_chunked_stream_moves_back_by_whole_chunks():
+def test_rebase_moves_by_whole_chunks():
     @jax.jit
     def moved(length):
         state = dataclasses.replace(kv.init(2, 6, 1, 4), length=length)
@@ -715,13 +716,13 @@ def test_a_chunked_stream_moves_back_by_whole_chunks():
     assert ten.tolist() == [100 - 90, 23]
 
 
-def test_what_cannot_be_moved_back_is_refused():
+def test_invalid_rebase_raises_error():
     absolute, turned = encoder("sinusoidal"), encoder()
 
     def moved(model, multiple=1, **sizes):
         return rebase_cache(ring(model, **sizes), model.config, multiple=multiple)
 
-    for move, said in (
+    for move, message in (
         (partial(moved, absolute), r"positions is Sinusoidal\(\): absolute positions"),
         (partial(moved, turned, capacity=49), "capacity is 49: must be at least window, 50"),
         (partial(moved, turned, multiple=0), "multiple is 0"),
@@ -732,12 +733,12 @@ def test_what_cannot_be_moved_back_is_refused():
         (lambda: chunk_mask(0, 3), "chunk is 0: must be an integer of at least 1"),
         (lambda: chunk_mask(2, 3, -1), "sinks is -1: must be an integer of at least 0"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             jax.eval_shape(move)
 
 
 @pytest.mark.long
-def test_low_precision_streams_in_its_own_dtype(rng):
+def test_low_precision_stream_keeps_dtype(rng):
     model, frames = encoder(dtype="bfloat16", window=7), draw(rng, 1, 30, FRAME)
     params = parameters(model, frames)
     want, _ = jit_apply(model, params, frames)
@@ -747,7 +748,7 @@ def test_low_precision_streams_in_its_own_dtype(rng):
 
 
 @pytest.mark.slow
-def test_rngs_of_a_streaming_encoder_are_refused(rng):
+def test_streaming_encoder_with_dropout_rngs_raises_error(rng):
     model, frames = encoder("half"), draw(rng, ROWS, 3, FRAME)
     variables = {"params": parameters(model, frames)}
     with pytest.raises(ValueError, match="rngs has 'dropout': pass the dropout key"):

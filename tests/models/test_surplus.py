@@ -1,4 +1,4 @@
-"""A parameter that a config has no place for is refused: flax leaves it out without a word."""
+"""Tests of surplus parameters, which raise an error (flax would silently ignore them)."""
 
 from dataclasses import replace
 from functools import cache
@@ -68,7 +68,7 @@ MORE = {
 )  # fmt: skip
 @pytest.mark.parametrize("case", MORE)
 @pytest.mark.parametrize("scanned", [False, True], ids=["looped", "scanned"])
-def test_a_parameter_without_a_place_is_refused_by_its_name_and_the_config_s_field(case, scanned):
+def test_surplus_parameter_error_names_parameter_and_field(case, scanned):
     config, more = MORE[case]
     field = case.split()[0]
     if scanned:
@@ -96,8 +96,8 @@ def test_a_parameter_without_a_place_is_refused_by_its_name_and_the_config_s_fie
     [replace(CONFIG, scan_layers=True), ENCODER, CELLS],
     ids=["scanned", "encoder", "cells"],
 )
-def test_a_name_that_no_config_has_is_refused_wherever_it_stands(config):
-    """Adapters left beside their kernel, a tensor as another library names it."""
+def test_unknown_parameter_raises_error_at_any_depth(config):
+    """For example adapters that were not applied, or a tensor with another library's name."""
     own = {tuple(name.split("/")): leaf for name, leaf in names(config).items()}
     run = lambda p: tj.build(config).apply({"params": p}, TOKENS)  # noqa: E731
     jax.eval_shape(run, unflatten_dict(own))
@@ -112,7 +112,7 @@ def test_a_name_that_no_config_has_is_refused_wherever_it_stands(config):
 
 
 @pytest.mark.slow
-def test_layers_of_a_subclass_or_of_a_module_around_are_theirs():
+def test_layers_of_subclass_or_parent_module_are_allowed():
     class Own(tj.Decoder):
         def setup(self):
             super().setup()

@@ -1,4 +1,4 @@
-"""Whether a function is known to treat each token by itself: never yes where it does not."""
+"""Tests of `is_wise`: it must not accept functions that mix tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ OF_SEVERAL = {
 
 
 @pytest.mark.parametrize("name", [*BY_TOKEN, *OF_SEVERAL])
-def test_a_function_of_each_token_is_told_from_one_of_several(name):
+def test_token_wise_functions_are_recognized(name):
     value = jax.ShapeDtypeStruct((B, 1, N, H), jnp.float32)
     with jax.numpy_rank_promotion("allow"):
         found = is_wise((BY_TOKEN | OF_SEVERAL)[name], [value], 1, 13)
@@ -64,8 +64,8 @@ def test_a_function_of_each_token_is_told_from_one_of_several(name):
 
 
 @pytest.mark.parametrize("name", sorted(BY_TOKEN))
-def test_a_function_of_each_token_is_that_of_its_parts(name):
-    """The table above is right: by NumPy's slices of a value that is known."""
+def test_token_wise_functions_commute_with_slicing(name):
+    """Verify the table above on slices of a concrete array."""
     value = np.random.default_rng(1).standard_normal((B, T, N, H)).astype(np.float32)
     with jax.numpy_rank_promotion("allow"):
         whole = np.asarray(BY_TOKEN[name](jnp.asarray(value)))
@@ -73,7 +73,7 @@ def test_a_function_of_each_token_is_that_of_its_parts(name):
     np.testing.assert_allclose(whole[:, [0, T - 1]], np.concatenate(parts, 1), atol=1e-6)
 
 
-def test_rows_and_positions_are_told_apart_too():
+def test_row_wise_functions_and_positions_are_recognized():
     value = jax.ShapeDtypeStruct((B, T, H), jnp.float32)
     positions = jax.ShapeDtypeStruct((B, T), jnp.int32)
     assert is_wise(lambda x: x.at[:, 0].set(0), [value], 0, B)
@@ -103,7 +103,7 @@ def test_rows_and_positions_are_told_apart_too():
     assert not is_wise(last, [value, positions], 1, 13)
 
 
-def test_what_a_function_closes_over_may_be_traced():
+def test_closed_over_values_may_be_traced():
     value, found = jax.ShapeDtypeStruct((B, 1, H), jnp.float32), []
 
     @jax.jit

@@ -1,7 +1,7 @@
-"""The three models: against the oracle, and by what must not change them.
+"""Tests of the three models: float64 oracle and invariances.
 
-Padding, other rows, other documents, the future, recomputation, the form of the layer stack: none
-of these may move a real token's logits or gradients.
+Padding, other rows, other documents, future tokens, rematerialisation and scanning must not change
+the logits or gradients of valid tokens.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from tests.support.tolerances import assert_near, assert_same_bits, largest_erro
 from transformer_jax.attention.masks import Causal, Prefix
 from transformer_jax.config import Learned, ModelConfig, Rope, Shaw, Sinusoidal, T5Buckets
 from transformer_jax.config import positions as position_kinds
+from transformer_jax.inside import logit_lens
 from transformer_jax.models.arguments import check_cache_room, positions_and_masks
 from transformer_jax.models.factory import (
     build,
@@ -33,11 +34,11 @@ from transformer_jax.models.stack import stack_layers, unstack_layers
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 MODEL_F32 = 5e-6
-"""Logits in f32 against float64, relative to the largest: some forty roundings of 6e-8 one after
-the other. Measured: 2e-7 to 5e-7, and 9e-7 where softcaps flatten the largest logits."""
+"""Tolerance of f32 logits against float64, relative to the largest: about 40 roundings of 6e-8 in
+sequence. Measured: 2e-7 to 5e-7, and 9e-7 with softcaps, which flatten the largest logits."""
 
 INVARIANCE = 1e-5
-"""The same sums in another order, or of other shapes, twice in f32."""
+"""Tolerance between two f32 computations with another order of summation."""
 
 VOCAB, TOKENS, SOURCE = 31, 11, 7
 
@@ -51,7 +52,7 @@ T5 = dict(positions=T5Buckets(buckets=8, max_distance=17))
 PADDED = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -1], [-1, -1, -1, -1, 0, 1, 2, 3, 4, 5, 6]])
 PACKED = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3], [5, 5, 5, 5, 5, 5, 5, 0, 0, 0, 0]])
 
-# Every option of the config at least once, and together with those it meets in a formula.
+# Every config option at least once, and together with the options it interacts with.
 CASES: dict[str, dict] = {
     "gpt2": dict(),
     "padded-learned": dict(positions_=PADDED),
@@ -243,14 +244,14 @@ def random_tokens(rng, *shape: int) -> np.ndarray:
     return rng.integers(0, VOCAB, shape, dtype=np.int32)
 
 
-def made(rng, columns: int = TOKENS, rows: int = 2, **change):
-    """A config, random parameters of it, and random tokens [rows, columns]."""
+def random_model(rng, columns: int = TOKENS, rows: int = 2, **change):
+    """Return a config, random parameters and random tokens [rows, columns]."""
     config = small(**change)
     return config, oracle.randomised(shapes(config), rng), random_tokens(rng, rows, columns)
 
 
-def prepared(case: str, rng):
-    """The case's config, tokens, the arguments of both sides, and random parameters."""
+def random_case(case: str, rng):
+    """Return the case's config, tokens, arguments and random parameters."""
     options = dict(CASES[case])
     inputs = {name: options.pop(name, None) for name in INPUTS}
     config = small(**options)
@@ -275,7 +276,7 @@ def prepared(case: str, rng):
 
 
 def shapes(config: ModelConfig):
-    """The parameters' tree of shapes; nothing is compiled."""
+    """Return the shapes of the parameters, without compiling."""
     return shapes_under(config, jax.config.read("jax_enable_x64"))
 
 
@@ -294,8 +295,8 @@ def shapes_under(config: ModelConfig, x64: bool):
 )  # fmt: skip
 @pytest.mark.slow_except("packed-learned", "mpnet-learned", "llama", "attention-alone")
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_the_oracle(case, rng):
-    config, tokens, arguments, params = prepared(case, rng)
+def test_logits_match_oracle(case, rng):
+    config, tokens, arguments, params = random_case(case, rng)
     want = oracle.forward(config, params, tokens, **arguments)
     got, cache = jax.jit(build(config).apply)({"params": params}, tokens, **arguments)
     assert cache is None and got.shape == (2, TOKENS, VOCAB) and got.dtype == jnp.float32
@@ -309,9 +310,9 @@ def test_logits_equal_the_oracle(case, rng):
 @pytest.mark.slow
 @pytest.mark.long_except("bart", "two-vocabularies", "attention-alone")
 @pytest.mark.parametrize("case", ["gemma3", "bart", "two-vocabularies", "attention-alone"])
-def test_logits_read_in_parts_through_a_cache_equal_the_oracle(case, rng):
-    """Keys are cached as their own layer turns them; a target is placed by its own table."""
-    config, tokens, arguments, params = prepared(case, rng)
+def test_cached_logits_in_two_parts_match_oracle(case, rng):
+    """Layers differ in rotation (gemma3), and the target has its own position table (bart)."""
+    config, tokens, arguments, params = random_case(case, rng)
     want = oracle.forward(config, params, tokens, **arguments)
     model = build(config)
     places = arguments.get("positions", np.tile(np.arange(TOKENS, dtype=np.int32), (2, 1)))
@@ -332,9 +333,9 @@ def test_logits_read_in_parts_through_a_cache_equal_the_oracle(case, rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["gemma3", "bart"])
-def test_logits_of_some_tokens_equal_the_oracle(case, rng):
-    """Each row its own, in any order, some twice; where there is no such token they are NaN."""
-    config, tokens, arguments, params = prepared(case, rng)
+def test_logits_at_selected_tokens_match_oracle(case, rng):
+    """Indices differ between rows and may repeat; an index out of range gives NaN."""
+    config, tokens, arguments, params = random_case(case, rng)
     want = oracle.forward(config, params, tokens, **arguments)
     at = np.array([[TOKENS - 1, 5, 5], [0, TOKENS - 2, 7]], np.int32)
     apply = jax.jit(build(config).apply)
@@ -355,7 +356,7 @@ ELSEWHERE = {
     "attention_dropout", "dtype", "scan_layers", "implementation", "num_classes", "pooler",
     "inputs", "experts", "classes_of", "pooler_reads", "block",
 }  # fmt: skip
-"""Fields that other tests vary, or that size what all formulas read."""
+"""Fields that other tests vary, or that only set sizes."""
 
 STRETCHES = {
     "original_len", "length", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
@@ -364,7 +365,7 @@ STRETCHES = {
 """Fields of Rope that `test_positions` varies."""
 
 
-def test_the_cases_cover_every_option():
+def test_cases_cover_all_config_options():
     seen = [small(**{k: v for k, v in c.items() if k not in INPUTS})
             for c in CASES.values()]  # fmt: skip
     assert {type(c.positions) for c in seen} == {type(None), *position_kinds.KINDS.values()}
@@ -402,8 +403,8 @@ def test_the_cases_cover_every_option():
 @pytest.mark.long_except("t5")
 @pytest.mark.parametrize("kind", ["learned", "t5"])
 def test_parameters_may_be_numpy_arrays(kind, rng):
-    """As read from a file: without jit, and closed over by one."""
-    config, params, tokens = made(rng, num_layers=1, **KINDS[kind])
+    """NumPy parameters, as read from a file, work without jit and in a closure under jit."""
+    config, params, tokens = random_model(rng, num_layers=1, **KINDS[kind])
     apply = partial(build(config).apply, {"params": params})
     want = oracle.forward(config, params, tokens)
     assert_near(jax.jit(apply)(tokens)[0], want, MODEL_F32)
@@ -411,8 +412,10 @@ def test_parameters_may_be_numpy_arrays(kind, rng):
 
 
 def by_method(method: str, rng, **change):
-    """A pooled result, which is the oracle's; of one row the first real token is not the first."""
-    config, params, tokens = made(rng, kind="encoder", type_vocab_size=2, num_layers=1, **change)
+    """Return the result of a method after comparing it with the oracle, on padded rows."""
+    config, params, tokens = random_model(
+        rng, kind="encoder", type_vocab_size=2, num_layers=1, **change
+    )
     more = dict(positions=PADDED.astype(np.int32), types=tokens % 2)
     got = jax.jit(partial(build(config).apply, method=method))({"params": params}, tokens, **more)
     assert got.dtype == jnp.float32
@@ -424,15 +427,15 @@ def by_method(method: str, rng, **change):
 
 @pytest.mark.slow_except("3-relu")
 @pytest.mark.parametrize(("classes", "pooler"), [(1, None), (3, "relu"), (2, "gelu")])
-def test_class_logits_equal_the_oracle(rng, classes, pooler):
+def test_class_logits_match_oracle(rng, classes, pooler):
     got, _ = by_method("classify", rng, num_classes=classes, pooler=pooler)
     assert got.shape == (2, classes)
 
 
 @pytest.mark.slow_except("full")
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_a_shared_block_passes_as_layers_with_equal_parameters(rng, remat):
-    """Capture each pass under its own name."""
+def test_shared_block_matches_layers_with_equal_parameters(rng, remat):
+    """Captures and edits distinguish the passes through the shared block."""
     config = dataclasses.replace(
         SMALL, kind="encoder", share_layers=True, num_layers=2, remat=remat, attention_dropout=0.2
     )
@@ -453,7 +456,7 @@ def test_a_shared_block_passes_as_layers_with_equal_parameters(rng, remat):
 
 @pytest.mark.slow_except("mean")
 @pytest.mark.parametrize("reads", ["first", "mean", "each"])
-def test_classes_of_a_transform_equal_the_oracle(rng, reads):
+def test_class_logits_with_transform_match_oracle(rng, reads):
     """Only the classifier has a bias, as in ModernBERT."""
     of = "token" if reads == "each" else "text"
     _, params = by_method(
@@ -464,25 +467,35 @@ def test_classes_of_a_transform_equal_the_oracle(rng, reads):
 
 
 @pytest.mark.slow
-def test_what_is_pooled_equals_the_oracle(rng):
-    """Without classes; part of it is 0."""
+def test_pooled_vector_matches_oracle(rng):
+    """The encoder has no classes; relu makes some elements 0."""
     pooled, _ = by_method("pool", rng, pooler="relu")
     assert pooled.shape == (2, 26)
     assert (pooled == 0).any() and pooled.max() > 0.5
 
 
-def test_an_encoder_without_such_a_head_says_so(rng):
+def test_logit_lens_of_masked_encoder_ends_in_its_logits(rng):
+    """The lens must apply the masked-token head, as in BERT."""
+    config, params, tokens = random_model(
+        rng, 5, kind="encoder", num_layers=1, norm_order="post", masked_token_head=True
+    )
+    lens = jax.jit(partial(logit_lens, build(config)))(params, tokens)
+    assert lens.shape == (2, 2, 5, VOCAB)
+    assert_near(lens[:, -1], oracle.forward(config, params, tokens), MODEL_F32)
+
+
+def test_missing_head_raises_error(rng):
     config = small(kind="encoder")
     for method, name in (("classify", "num_classes"), ("pool", "pooler")):
         with pytest.raises(ValueError, match=f"{name} is None"):
             build(config).apply({"params": {}}, random_tokens(rng, 1, 3), method=method)
 
 
-# What a token depends on
+# Dependencies between tokens
 
 
 def reach(visible: np.ndarray, layers: int) -> np.ndarray:
-    """[T, S]: through so many blocks, each of which also passes a token on to itself."""
+    """Return bool[T, S], which tokens are reachable through `layers` residual blocks."""
     step = visible | np.eye(len(visible), dtype=bool)
     return np.linalg.matrix_power(step.astype(int), layers) > 0
 
@@ -526,10 +539,10 @@ REACHES: dict[str, tuple[dict, dict, np.ndarray]] = {
 
 
 def dependence(config, params, tokens, inputs, **arguments) -> np.ndarray:
-    """[T, S] bool: whether the gradient of output t with respect to input s is anything but 0.
+    """Return bool[T, S], whether the gradient of output t with respect to input s is nonzero.
 
-    Inputs are distinct and the output has a matrix of its own, so the gradient of row
-    embed.tokens[token s] is that of input s; the cotangents of the outputs are random.
+    Tokens are distinct and embeddings are untied, so the gradient of the row embed.tokens[token s]
+    is that of input s. The cotangents of the outputs are random.
     """
     params, T = jax.tree.map(jnp.asarray, params), tokens.shape[1]
     cotangents = np.zeros((T, 1, T, VOCAB), np.float32)
@@ -556,36 +569,38 @@ def dependence(config, params, tokens, inputs, **arguments) -> np.ndarray:
     "prefix", "window-and-sink-tokens", "window-shaw-sinks",
 )  # fmt: skip
 @pytest.mark.parametrize("case", REACHES)
-def test_gradients_are_exactly_zero_outside_the_receptive_field(case, rng):
-    """The future, other documents, what two windows do not reach: 0, and not 0 within."""
+def test_gradients_are_zero_outside_receptive_field(case, rng):
+    """Gradients are also nonzero for every input inside the receptive field."""
     change, arguments, visible = REACHES[case]
-    config, params, _ = made(rng, tie_embeddings=False, **change)
+    config, params, _ = random_model(rng, tie_embeddings=False, **change)
     tokens = rng.permutation(VOCAB)[None, :TOKENS].astype(np.int32)
     arguments = {
         k: v.astype(np.int32) if isinstance(v, np.ndarray) else v for k, v in arguments.items()
     }
     got = dependence(config, params, tokens, tokens[0], **arguments)
     want = reach(visible, config.num_layers)
-    if "positions" in arguments:  # padding has no input
+    if "positions" in arguments:  # padding has no gradient
         want[arguments["positions"][0] < 0] = False
     np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_a_window_reaches_both_ways_in_an_encoder_and_back_in_a_decoder(kind, rng):
-    config, params, _ = made(rng, num_layers=1, kind=kind, window=3)
+def test_window_is_two_sided_in_encoder_and_causal_in_decoder(kind, rng):
+    config, params, _ = random_model(rng, num_layers=1, kind=kind, window=3)
     params = jax.tree.map(jnp.asarray, params)
     tokens = np.tile(rng.integers(1, VOCAB, TOKENS, dtype=np.int32), (TOKENS + 1, 1))
-    np.fill_diagonal(tokens[1:], 0)  # row j has another token j
+    np.fill_diagonal(tokens[1:], 0)  # row j has a different token j
     out = np.asarray(jax.jit(build(config).apply)({"params": params}, tokens)[0])
     near = (abs(Q - K) < 3) & ((K <= Q) | (kind == "encoder"))
     np.testing.assert_array_equal((out[1:] != out[:1]).any(-1).T, near)
 
 
 @pytest.mark.slow
-def test_a_target_sees_the_whole_source_and_its_own_past(rng):
-    """Source and target share a table, so they take different tokens."""
-    config, params, _ = made(rng, kind="encoder-decoder", tie_embeddings=False, num_layers=1)
+def test_target_sees_whole_source_and_its_own_past(rng):
+    """Source and target share an embedding, so they use different tokens."""
+    config, params, _ = random_model(
+        rng, kind="encoder-decoder", tie_embeddings=False, num_layers=1
+    )
     order = rng.permutation(VOCAB).astype(np.int32)[:12]
     places = np.array([[0, 1, 2, 3, 4, -1, -1]], np.int32)
     more = dict(source=order[None, 5:], source_positions=places)
@@ -607,7 +622,7 @@ KINDS: dict[str, dict] = {
 
 
 def loss_and_gradients(config, params, tokens, weights, arguments):
-    """sum(weights * logits): weights of zero leave a token out of the loss."""
+    """Return the logits and the gradients of sum(weights * logits)."""
 
     def loss(params):
         logits, _ = build(config).apply({"params": params}, tokens, **arguments)
@@ -632,10 +647,10 @@ def assert_gradients_near(got, want, tolerance: float) -> None:
 @pytest.mark.slow
 @pytest.mark.long_except("t5")
 @pytest.mark.parametrize("kind", ["learned", "sinusoidal", "rope", "t5", "alibi"])
-def test_packed_documents_equal_separate_ones(kind, rng):
-    """Logits and gradients of three documents in one row, and of each in a row of its own."""
+def test_packed_documents_match_separate_rows(kind, rng):
+    """Compare three documents packed in one row with one row per document."""
     documents, each = 3, 5
-    config, params, tokens = made(rng, each, documents, num_layers=1, **KINDS[kind])
+    config, params, tokens = random_model(rng, each, documents, num_layers=1, **KINDS[kind])
     weights = rng.standard_normal((documents, each, VOCAB)).astype(np.float32)
     ids = np.repeat(np.array([4, 2, 9], np.int32), each)[None]
     apart, slopes_apart = measure(config, params, tokens, weights, {})
@@ -646,11 +661,11 @@ def test_packed_documents_equal_separate_ones(kind, rng):
     assert_gradients_near(slopes, slopes_apart, INVARIANCE)
 
 
-PADS = [(0, 32), (1, 31), (5, 27), (27, 5), (31, 1), (32, 0)]  # left and right of 5 real tokens
+PADS = [(0, 32), (1, 31), (5, 27), (27, 5), (31, 1), (32, 0)]  # left and right of 5 valid tokens
 
 
 def padded_rows(real: np.ndarray, fill: int):
-    """Rows of 37 with the same 5 tokens between different pads; where they are; their positions."""
+    """Return rows with the same 5 tokens between different paddings, and their positions."""
     rows, places = [], []
     for left, right in PADS:
         rows.append(np.concatenate([np.full(left, fill), real, np.full(right, fill)]))
@@ -661,13 +676,13 @@ def padded_rows(real: np.ndarray, fill: int):
 @pytest.mark.slow
 @pytest.mark.long_except("rope")
 @pytest.mark.parametrize("kind", ["learned", "rope", "shaw", "encoder-t5-window"])
-def test_padding_changes_nothing(kind, rng):
-    """0, 1, 5, 27, 31 and 32 pads on either side: logits and gradients of all real tokens.
+def test_padding_does_not_change_logits_or_gradients(kind, rng):
+    """Compare rows with 0 to 32 padding tokens on either side with a row without padding.
 
-    And nothing at all, bit for bit, when the embedding of the padding token is NaN.
+    An embedding of NaN for the padding token must not change any bit.
     """
     change = KINDS.get(kind) or dict(kind="encoder", **T5, window=3, masked_token_head=True)
-    config, params, _ = made(rng, tie_embeddings=False, **change)
+    config, params, _ = random_model(rng, tie_embeddings=False, **change)
     fill = VOCAB - 1
     real = rng.integers(0, fill, 5, dtype=np.int32)
     tokens, places = padded_rows(real, fill)
@@ -679,7 +694,7 @@ def test_padding_changes_nothing(kind, rng):
 
     alone, slopes_alone = measure(config, params, real[None], share.sum() * cotangent[None], {})
     logits, slopes = measure(config, params, tokens, weights, dict(positions=places))
-    assert np.isfinite(np.asarray(logits)).all(), "padding tokens too have finite logits"
+    assert np.isfinite(np.asarray(logits)).all(), "logits of padding are finite, too"
     for row, (left, _) in enumerate(PADS):
         assert_near(logits[row, left : left + 5], alone[0], INVARIANCE, f"row {row}")
     assert_gradients_near(slopes, slopes_alone, INVARIANCE)
@@ -696,8 +711,8 @@ def test_padding_changes_nothing(kind, rng):
 @pytest.mark.long_except("rope-3")
 @pytest.mark.parametrize(("kind", "window"), [("learned", None), ("rope", 3), ("shaw", 3)])
 def test_padding_is_not_cached(kind, window, rng):
-    """The padded rows prefill a cache; the next tokens continue each row as if never padded."""
-    config, params, real = made(rng, 7, 1, window=window, **KINDS[kind])
+    """After a padded prefill, the next tokens continue each row as if it had no padding."""
+    config, params, real = random_model(rng, 7, 1, window=window, **KINDS[kind])
     real = real[0]
     tokens, places = padded_rows(real[:5], 3)
     apply = jax.jit(build(config).apply)
@@ -714,8 +729,8 @@ def test_padding_is_not_cached(kind, window, rng):
 
 
 @pytest.mark.slow
-def test_a_fully_padded_row_is_finite_and_leaves_the_others_alone(rng):
-    _, params, tokens = made(rng, 5)
+def test_fully_padded_row_is_finite_and_does_not_affect_others(rng):
+    _, params, tokens = random_model(rng, 5)
     weights = rng.standard_normal((2, 5, VOCAB)).astype(np.float32)
     places = np.stack([np.arange(5), np.full(5, -1)]).astype(np.int32)
     logits, slopes = measure(SMALL, params, tokens, weights, dict(positions=places))
@@ -730,8 +745,8 @@ def test_a_fully_padded_row_is_finite_and_leaves_the_others_alone(rng):
 @pytest.mark.long_except("rope")
 @pytest.mark.parametrize("kind", ["rope", "shaw"])
 def test_rows_are_independent(kind, rng):
-    """Alone as in a batch; and bit for bit the same beside other rows, also beside NaN."""
-    config, params, _ = made(rng, tie_embeddings=False, **KINDS[kind])
+    """A row matches itself in a batch, bitwise for different other rows, even if these are NaN."""
+    config, params, _ = random_model(rng, tie_embeddings=False, **KINDS[kind])
     tokens = rng.integers(0, VOCAB - 1, (3, 5), dtype=np.int32)
     weights = np.zeros((3, 5, VOCAB), np.float32)
     weights[1] = rng.standard_normal((5, VOCAB))
@@ -751,7 +766,7 @@ def test_rows_are_independent(kind, rng):
     assert_same_bits(nonfinite[1], logits[1])
 
 
-# The form of the stack
+# Loop, scan and remat
 
 FORMS = {
     "loop": dict(),
@@ -773,9 +788,9 @@ FORMS = {
     ],
     ids=["decoder", "encoder-decoder"],
 )  # fmt: skip
-def test_loop_scan_and_remat_agree_with_dropout_on(change, forms, rng):
-    """One key, one loss, one gradient, whether layers are looped, scanned or recomputed."""
-    base, params, tokens = made(rng, 7, **change)
+def test_loop_scan_and_remat_agree_with_dropout(change, forms, rng):
+    """Logits and gradients for one key agree between all forms of the stack."""
+    base, params, tokens = random_model(rng, 7, **change)
     weights = rng.standard_normal((2, 7, VOCAB)).astype(np.float32)
     more = {} if base.kind == "decoder" else dict(source=random_tokens(rng, 2, 5))
     results = {}
@@ -801,8 +816,8 @@ def test_loop_scan_and_remat_agree_with_dropout_on(change, forms, rng):
      ("rope", dict(dropout=0.5))],
     ids=str,
 )  # fmt: skip
-def test_each_rate_of_dropout_acts_alone_and_needs_a_key(kind, change, rng):
-    config, params, tokens = made(rng, 5, num_layers=1, **KINDS[kind], **change)
+def test_each_dropout_rate_acts_independently_and_needs_key(kind, change, rng):
+    config, params, tokens = random_model(rng, 5, num_layers=1, **KINDS[kind], **change)
     apply = jax.jit(build(config).apply)
     still = oracle.forward(config, params, tokens)
     assert_near(apply({"params": params}, tokens)[0], still, MODEL_F32)
@@ -813,8 +828,8 @@ def test_each_rate_of_dropout_acts_alone_and_needs_a_key(kind, change, rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
-def test_each_kind_of_remat_keeps_less_for_the_backward_pass(scan, rng):
-    """Counted in what the forward pass hands to the backward pass; no compilation needed."""
+def test_each_remat_mode_saves_fewer_residuals(scan, rng):
+    """Count the residuals of `jax.vjp`, without compiling."""
     tokens = random_tokens(rng, 2, 41)
     base = small(num_layers=3, scan_layers=scan, implementation="xla")
 
@@ -831,14 +846,14 @@ def test_each_kind_of_remat_keeps_less_for_the_backward_pass(scan, rng):
     found = {remat: kept(remat) for remat in ("full", "dots", "attention", "none")}
     rows, scores = 3 * 2 * 41, 3 * 2 * 41 * 41 * base.num_heads
     width = base.num_heads * base.key_dim + base.kv_heads * (base.key_dim + base.value_dim)
-    products = rows * (width + base.ff_dim)  # those that the backward pass reads, at the least
+    products = rows * (width + base.ff_dim)  # at least those that the backward pass reads
     assert rows * base.d_model <= found["full"] < 0.4 * found["none"]
     assert found["full"] + products <= found["dots"] < found["none"]
-    assert found["attention"] <= found["none"] - scores  # of weights there is at least one
+    assert found["attention"] <= found["none"] - scores  # the attention weights, at least once
 
 
 @pytest.mark.slow
-def test_stacking_layers_round_trips_bit_for_bit(rng):
+def test_stacking_layers_round_trips_bitwise(rng):
     both = dict(kind="encoder-decoder", num_decoder_layers=3)
     for change in (dict(num_layers=11), dict(both, source_vocab_size=43), both):
         config = small(**change)
@@ -853,8 +868,8 @@ def test_stacking_layers_round_trips_bit_for_bit(rng):
 
 
 @pytest.mark.long
-def test_scanned_layers_decode_from_a_cache_whose_rows_move(rng):
-    config, params, tokens = made(rng, 7, positions="rope", window=3)
+def test_scanned_decode_with_reordered_cache_rows_matches_full_forward(rng):
+    config, params, tokens = random_model(rng, 7, positions="rope", window=3)
     twin = dataclasses.replace(config, scan_layers=True)
     want, _ = jax.jit(build(config).apply)({"params": params}, tokens)
     apply = jax.jit(build(twin).apply)
@@ -863,7 +878,7 @@ def test_scanned_layers_decode_from_a_cache_whose_rows_move(rng):
     for span in (slice(0, 3), slice(3, 6), slice(6, 7)):
         logits, cache = apply({"params": stacked}, tokens[:, span], cache=cache)
         parts.append(logits)
-        if span.stop == 3:  # rows are gathered as beams are: every leaf leads with the batch
+        if span.stop == 3:  # reorder rows as beam search does; every leaf leads with the batch
             tokens, cache = tokens[::-1], jax.tree.map(lambda leaf: leaf[::-1], cache)
             want, parts = want[::-1], [logits[::-1]]
     assert cache.length.tolist() == [7, 7]
@@ -876,9 +891,9 @@ def test_scanned_layers_decode_from_a_cache_whose_rows_move(rng):
 @pytest.mark.slow
 @pytest.mark.long_except("loop")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
-def test_a_source_read_once_serves_all_targets(rng, scan):
-    """The cached cross-attention equals recomputing it, and source padding changes nothing."""
-    base, params, tokens = made(
+def test_cached_source_matches_recomputed_source(rng, scan):
+    """Cached cross-attention matches recomputation, and source padding has no effect."""
+    base, params, tokens = random_model(
         rng, 6, kind="encoder-decoder", **T5, num_layers=1, num_decoder_layers=2
     )
     config = dataclasses.replace(base, scan_layers=scan)
@@ -904,17 +919,17 @@ def test_a_source_read_once_serves_all_targets(rng, scan):
 
 
 @pytest.mark.slow
-def test_an_encoder_decoder_takes_a_source_or_a_cache_not_both(rng, key):
-    config, params, tokens = made(rng, 3, kind="encoder-decoder")
+def test_encoder_decoder_requires_exactly_one_of_source_and_cache(rng, key):
+    config, params, tokens = random_model(rng, 3, kind="encoder-decoder")
     model = build(config)
     read = partial(model.apply, method="init_cache", capacity=5)
     cache = jax.eval_shape(read, {"params": params}, tokens)
-    for more, said in (
+    for more, message in (
         ({}, "either source or cache"),
         (dict(source=tokens, cache=cache), "either source or cache"),
         (dict(source_positions=tokens, cache=cache), "source_positions without a source"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             model.apply({"params": params}, tokens, **more)
 
 
@@ -922,20 +937,20 @@ def test_an_encoder_decoder_takes_a_source_or_a_cache_not_both(rng, key):
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch", "said"),
+    ("kind", "batch", "message"),
     [("encoder", 2, "an encoder has no cache"), ("encoder-decoder", 2, "init_cache"),
      ("decoder", -1, "batch is -1")],
 )  # fmt: skip
-def test_a_cache_that_makes_no_sense_is_refused(kind, batch, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_cache_arguments_raise_error(kind, batch, message):
+    with pytest.raises(ValueError, match=message):
         init_cache(small(kind=kind), batch, 5)
 
 
 @pytest.mark.slow
-def test_contradicting_arguments_are_refused(rng):
-    _, params, tokens = made(rng, 3)
+def test_contradictory_arguments_raise_error(rng):
+    _, params, tokens = random_model(rng, 3)
     ids = np.zeros((2, 3), np.int32)
-    for more, said in (
+    for more, message in (
         (dict(positions=ids[:, :2]), r"positions \(2, 2\) and tokens \(2, 3\)"),
         (dict(segments=ids[:1]), r"segments \(1, 3\) and tokens \(2, 3\)"),
         (dict(segments=ids, positions=ids), "positions with segments: .* start at 0; omit "
@@ -946,7 +961,7 @@ def test_contradicting_arguments_are_refused(rng):
         (dict(at=ids[0]), r"at is \w+\[.*\]: must be integers \[2, Q\]"),
         (dict(at=[[1], [1]]), r"at is a list: must be an array \[B, Q\]"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             build(SMALL).apply({"params": params}, tokens, **more)
     with pytest.raises(ValueError, match="types were passed, but type_vocab_size is None"):
         build(small(kind="encoder")).apply({"params": {}}, tokens, types=ids)
@@ -954,18 +969,18 @@ def test_contradicting_arguments_are_refused(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder-decoder"])
-def test_a_dropout_key_in_rngs_is_refused_and_says_what_to_pass(kind, rng, key):
-    """Nothing reads them: dropout would be off in silence."""
+def test_dropout_key_in_rngs_raises_error(kind, rng, key):
+    """No module reads `rngs`, so dropout would silently be off."""
     config = small(kind=kind, num_layers=1, dropout=0.5)
     model, tokens = build(config), random_tokens(rng, 2, 3)
     params = init_params(config, key)
     more = {"source": tokens} if kind == "encoder-decoder" else {}
-    said = r"rngs has 'dropout': pass the dropout key as an argument: model.apply\(.*, key=key\)"
-    with pytest.raises(ValueError, match=said):
+    message = r"rngs has 'dropout': pass the dropout key as an argument: model.apply\(.*, key=key\)"
+    with pytest.raises(ValueError, match=message):
         model.apply({"params": params}, tokens, **more, rngs={"dropout": key})
     assert model.apply({"params": params}, tokens, **more, rngs={"params": key})[0].shape
     if kind != "decoder":
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             model.apply({"params": params}, tokens, rngs={"dropout": key}, method="encode")
     plain, _ = model.apply({"params": params}, tokens, **more)
     dropped, _ = model.apply({"params": params}, tokens, **more, key=key, rngs={"dropout": key})
@@ -974,7 +989,7 @@ def test_a_dropout_key_in_rngs_is_refused_and_says_what_to_pass(kind, rng, key):
 
 
 @pytest.mark.slow
-def test_a_model_within_another_lets_its_rngs_be(rng, key):
+def test_nested_model_allows_rngs_of_parent(rng, key):
     class Outer(nn.Module):
         @nn.compact
         def __call__(self, tokens):
@@ -988,7 +1003,7 @@ def test_a_model_within_another_lets_its_rngs_be(rng, key):
     assert (np.asarray(out) == 0).any() and np.isfinite(out).all()
 
 
-def test_positions_of_any_integer_dtype_are_int32_inside():
+def test_positions_of_any_integer_dtype_become_int32():
     tokens, positions = np.zeros((1, 3), np.int32), np.array([[0, 1, 250]])
     state = init_cache(SMALL, 1, 255)
     for dtype in (np.uint8, np.int64):
@@ -1003,8 +1018,8 @@ def test_positions_of_any_integer_dtype_are_int32_inside():
         positions_and_masks(SMALL, tokens.shape, positions + 2**32, None, None)
 
 
-def test_a_position_past_the_learned_table_is_refused(rng):
-    _, params, tokens = made(rng, ONE_LAYER.max_len + 1, 1, num_layers=1)
+def test_position_past_learned_table_raises_error(rng):
+    _, params, tokens = random_model(rng, ONE_LAYER.max_len + 1, 1, num_layers=1)
     with pytest.raises(ValueError, match="41"):
         build(ONE_LAYER).apply({"params": params}, tokens)
     with pytest.raises(ValueError, match="41"):
@@ -1012,9 +1027,9 @@ def test_a_position_past_the_learned_table_is_refused(rng):
 
 
 @pytest.mark.slow
-def test_a_position_past_a_full_cache_raises_or_makes_its_row_nan(rng):
-    """Known: a ValueError. Traced: NaN in that row alone, for good, and no slot overwritten."""
-    config, params, tokens = made(rng, 3, positions="rope")
+def test_position_past_full_cache_raises_or_gives_nan(rng):
+    """Known positions raise ValueError; traced ones make the row NaN and overwrite no slot."""
+    config, params, tokens = random_model(rng, 3, positions="rope")
     model = build(config)
     cache = init_cache(config, 2, 5)
     places = np.array([[0, 1, 2], [0, -1, -1]], np.int32)
@@ -1087,8 +1102,8 @@ def block(prefix: str, *, cross: bool = False) -> dict:
     return found
 
 
-def test_parameters_are_plain_dicts_with_these_names():
-    """Checkpoints and importers rely on them."""
+def test_parameters_are_plain_dicts_with_stable_names():
+    """Checkpoints and importers rely on these names."""
     assert names(shapes(FULL)) == {
         **EMBED,
         **block("decoder/block_0"),
@@ -1124,7 +1139,7 @@ def test_parameters_are_plain_dicts_with_these_names():
 
 
 @pytest.mark.slow
-def test_a_source_vocabulary_adds_one_table_and_is_checked(rng):
+def test_source_vocabulary_adds_one_table_and_is_checked(rng):
     shared = small(kind="encoder-decoder")
     config = dataclasses.replace(shared, source_vocab_size=43)
     plain, own = names(shapes(shared)), names(shapes(config))
@@ -1142,7 +1157,7 @@ def test_a_source_vocabulary_adds_one_table_and_is_checked(rng):
 
 
 @pytest.mark.slow
-def test_each_kind_of_position_has_these_parameters_of_its_own():
+def test_each_kind_of_positions_has_expected_parameters():
     plain = names(shapes(small(positions="none")))
 
     def own(**change) -> dict:
@@ -1163,7 +1178,7 @@ def test_each_kind_of_position_has_these_parameters_of_its_own():
     assert "decoder/norm/scale" not in names(shapes(small(norm_order="post")))
 
 
-def test_no_bias_means_no_bias_anywhere():
+def test_use_bias_false_removes_all_biases():
     bare = names(shapes(dataclasses.replace(ONE_LAYER, use_bias=False)))
     assert not [name for name in bare if "bias" in name]
     some = names(shapes(dataclasses.replace(ONE_LAYER, use_bias=False, qkv_bias=True)))
@@ -1178,7 +1193,7 @@ def test_no_bias_means_no_bias_anywhere():
 
 
 @pytest.mark.slow
-def test_a_pooler_is_there_where_it_or_classes_are_asked_for():
+def test_pooler_exists_only_if_config_needs_it():
     def own(**change) -> dict:
         plain, more = (names(shapes(small(kind="encoder", **c))) for c in ({}, change))
         return {name: more[name] for name in more.keys() - plain}
@@ -1189,7 +1204,7 @@ def test_a_pooler_is_there_where_it_or_classes_are_asked_for():
     assert own(num_classes=3) == own(num_classes=3, pooler="relu")
 
 
-def test_a_scanned_stack_has_its_layers_in_front():
+def test_scanned_parameters_lead_with_layer_axis():
     scanned = names(shapes(dataclasses.replace(FULL, scan_layers=True, num_layers=3)))
     inner = {k: v for k, v in scanned.items() if k.startswith("decoder/blocks/")}
     assert inner == {k: (3, *v) for k, v in block("decoder/blocks").items()}
@@ -1207,7 +1222,7 @@ def drawn(seed: int):
     return init_params(SCALED, jax.random.key(seed))
 
 
-def test_norms_that_add_one_start_at_zero():
+def test_unit_offset_norm_scales_start_at_zero():
     scales = {
         jax.tree_util.keystr(path): np.asarray(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(drawn(3))
@@ -1221,7 +1236,7 @@ def test_norms_that_add_one_start_at_zero():
 @pytest.mark.slow
 @pytest.mark.long_except("loop")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
-def test_initial_parameters_have_the_stated_spread(key, scan):
+def test_initial_parameters_have_configured_std(key, scan):
     config = ModelConfig(
         vocab_size=499, d_model=128, num_layers=3, num_heads=4, max_len=101, scan_layers=scan,
         init_std=0.02, qk_norm=True, attention_sinks=True, logit_bias=True, tie_embeddings=False,
@@ -1254,8 +1269,8 @@ def test_initial_parameters_have_the_stated_spread(key, scan):
 @pytest.mark.slow
 @pytest.mark.long_except("scan")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
-def test_branches_start_at_the_depth_of_their_own_stack(scan):
-    """An encoder of one block and a decoder of four: std 0.02 / sqrt(2 L) each."""
+def test_branch_std_uses_depth_of_its_stack(scan):
+    """The std is 0.02 / sqrt(2 L) with L = 1 in the encoder and L = 4 in the decoder."""
     config = ModelConfig(
         kind="encoder-decoder", vocab_size=31, d_model=64, num_layers=1, num_decoder_layers=4,
         num_heads=4, init_std=0.02, scan_layers=scan,
@@ -1279,8 +1294,8 @@ def test_branches_start_at_the_depth_of_their_own_stack(scan):
 @pytest.mark.parametrize("case", ["gemma", "shaw-all", "t5", "bert", "sinusoidal-post-relu",
                                   "alibi-odd-heads-window", "encoder-decoder-all"])  # fmt: skip
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
-def test_a_model_is_float32_also_where_x64_is_on(case, scan, rng):
-    config, tokens, arguments, _ = prepared(case, rng)
+def test_model_is_float32_under_x64(case, scan, rng):
+    config, tokens, arguments, _ = random_case(case, rng)
     config = dataclasses.replace(config, scan_layers=scan)
     with jax.enable_x64(True):
         wide = shapes(config)
@@ -1300,7 +1315,7 @@ def test_a_model_is_float32_also_where_x64_is_on(case, scan, rng):
             chex.assert_trees_all_equal_dtypes(after, cache)
 
 
-def test_scaled_embeddings_start_at_unit_variance_and_follow_the_key():
+def test_scaled_embeddings_have_unit_variance_and_depend_on_key():
     one, two, other = drawn(3), drawn.__wrapped__(3), drawn(4)
     assert abs(np.asarray(one["embed"]["tokens"]).std() * math.sqrt(26) - 1) < 0.03
     chex.assert_tree_all_finite(one)
@@ -1312,8 +1327,8 @@ def test_scaled_embeddings_start_at_unit_variance_and_follow_the_key():
 @pytest.mark.slow
 @pytest.mark.long_except("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision_computes_low_and_answers_in_f32(rng, dtype):
-    config, params, tokens = made(rng, positions="rope", dtype=dtype)
+def test_low_precision_model_returns_float32_logits(rng, dtype):
+    config, params, tokens = random_model(rng, positions="rope", dtype=dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(shapes(config))} == {jnp.dtype("float32")}
     apply = jax.jit(build(config).apply)
     got, _ = apply({"params": params}, tokens)
@@ -1321,7 +1336,7 @@ def test_low_precision_computes_low_and_answers_in_f32(rng, dtype):
     want = oracle.forward(config, params, tokens)
     top = np.abs(want).max()
     error = largest_error(got, want)
-    assert 1e-4 * top < error < 0.03 * top, "computed in another precision, or not well"
+    assert 1e-4 * top < error < 0.03 * top, "wrong precision or wrong result"
     cache = init_cache(config, 2, TOKENS)
     assert {cache.layers[0].k.dtype, cache.layers[0].v.dtype} == {jnp.dtype(dtype)}
     cached, cache = apply({"params": params}, tokens, cache=cache)
@@ -1329,7 +1344,7 @@ def test_low_precision_computes_low_and_answers_in_f32(rng, dtype):
     assert largest_error(cached, want) < 0.03 * top
 
 
-def test_models_are_hashable_and_equal_configs_give_equal_models():
+def test_equal_configs_give_equal_hashable_models():
     for kind in ("decoder", "encoder", "encoder-decoder"):
         config = small(kind=kind)
         same = small(kind=kind)
@@ -1338,11 +1353,11 @@ def test_models_are_hashable_and_equal_configs_give_equal_models():
     assert build(SMALL) != build(small(d_ff=41))
 
 
-# Compilation and hygiene
+# Compilation and strict JAX settings
 
 
 def test_repeated_calls_compile_once(rng):
-    config, params, _ = made(rng, num_layers=1, d_ff=0)
+    config, params, _ = random_model(rng, num_layers=1, d_ff=0)
     traces = []
 
     @jax.jit
@@ -1370,9 +1385,9 @@ SETTINGS = {
 @pytest.mark.slow
 @pytest.mark.long_except("promotion")
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_training_and_decoding_are_clean_under(setting, rng, key):
-    """No leaked tracer, no NaN even where a row sees nothing, no implicit cast or transfer."""
-    config, params, tokens = made(
+def test_training_and_decoding_pass_strict_jax_settings(setting, rng, key):
+    """No leaked tracers, no NaN even in a row that sees nothing, no implicit casts or transfers."""
+    config, params, tokens = random_model(
         rng, 5, positions="rope", dropout=0.1, attention_dropout=0.1, remat="full", window=3,
         num_layers=1,
     )  # fmt: skip

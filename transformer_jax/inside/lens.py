@@ -81,7 +81,7 @@ def read_out(
         stack = model.encoder if isinstance(model, Encoder) else model.decoder
         x = x if model.config.norm_order == "post" else stack.norm(x)
         if isinstance(model, Encoder) and model.config.masked_token_head:
-            x = model._transformed(x)
+            x = model.head_transform(x)
         return model.embed.logits(x)
 
     B, L, T, D = streams.shape

@@ -97,8 +97,8 @@ def learned(
     if known is not None and known.size:
         largest = known.max()
         if largest >= table.shape[0] - offset:
-            rows = f"{table.shape[0]} rows" + (f", {offset} of them before 0" if offset else "")
-            raise ValueError(f"position {largest} is outside the table of {rows}")
+            size = f"{table.shape[0]} rows" + (f", {offset} of them before 0" if offset else "")
+            raise ValueError(f"position {largest} is outside the table of {size}")
     row = jnp.maximum(positions, 0) + offset
     rows = lookup(jnp.asarray(table), row)
     return jnp.where((positions < 0)[..., None], jnp.zeros_like(rows), rows)

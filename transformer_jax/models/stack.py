@@ -147,7 +147,7 @@ class Stack(Module):
                 step = partial(block.apply, method="scan_step")
                 # get the shapes from one block, since a scan needs its initial carry
                 first = jax.tree.map(lambda leaf: leaf[0], (blocks.variables, numbers, keys))
-                carry = (x, layers, {})
+                carry: tuple[jax.Array, Layers | None, Captured] = x, layers, {}
                 shapes = jax.eval_shape(step, first[0], carry, *first[1:], cross, inputs)[1]
                 sparse = inputs.places.empty(shapes, self.depth)
             (x, layers, sparse), dense = blocks.scan_step(

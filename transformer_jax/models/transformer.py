@@ -174,11 +174,12 @@ class Encoder(CheckedModule):
                 self._classes(x, None)
             if not self.config.has_logits:
                 return x, None
-        x = self._transformed(x) if self.config.masked_token_head else x
+        x = self.head_transform(x) if self.config.masked_token_head else x
         logits = visit("logits", self.embed.logits(x))
         return (logits, None, places.in_order(visit.captured)) if capture else (logits, None)
 
-    def _transformed(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
+    def head_transform(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
+        """Apply BERT's dense layer, activation and norm before the logits or the classifier."""
         return self.head_norm(activate(self.head_dense(x), self.config.activation))
 
     def output_layer(self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]) -> OutputLayer:
@@ -189,7 +190,8 @@ class Encoder(CheckedModule):
             **arguments: the other arguments of `encode`.
         """
         x: Any = self.encode(tokens, **arguments)
-        return self.embed.output_layer(self._transformed(x) if self.config.masked_token_head else x)
+        x = self.head_transform(x) if self.config.masked_token_head else x
+        return self.embed.output_layer(x)
 
     def classify(
         self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]
@@ -250,7 +252,7 @@ class Encoder(CheckedModule):
             at = jnp.argmax(valid, axis=1)[:, None, None]
             x = jnp.take_along_axis(x, at, axis=1)[:, 0]
         if cfg.pooling == "transform":
-            return self._transformed(x)
+            return self.head_transform(x)
         pooled = self.pooler(x)
         return jnp.tanh(pooled) if cfg.pooling == "tanh" else activate(pooled, cfg.pooling)
 
