@@ -651,7 +651,7 @@ def test_invalid_frames_raise_error(frames, more, message):
         ((2, 50), dict(bias=np.zeros((1, 1, 7, 7), np.float32)), "bias is a "),
         ((2, 50), dict(positions=np.zeros((2, 6), np.int32)), "positions are int32[2, 6]: must"),
         ((2, 50), dict(positions=np.zeros((2, 7), np.float32)), "positions are float32[2, 7]: mus"),
-        ((2, 50), dict(key=(2, 7, KV_HEADS, DIM + 1)), "k has shape (2, 7, 2, 7): must be (2, 7, 2, 6)"),
+        ((2, 50), dict(key=(2, 7, KV_HEADS, DIM + 1)), "k has shape (2, 7, 2, 7): must be"),
         ((2, 50), dict(query=(2, 7, DIM)), "query has shape (2, 7, 6): must be [B, T, N, H]"),
     ],
     ids=lambda x: str(x)[:24] if isinstance(x, str) else "",
