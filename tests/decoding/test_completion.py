@@ -268,7 +268,7 @@ def test_wrong_text_options_are_refused(params):
         text(params, stop=["a", ""])
     with pytest.raises(ValueError, match="processors is Ban"):
         text(params, processors=tj.Ban(3))
-    with pytest.raises(ValueError, match="the prompt contains id 300: the model has 300 tokens"):
+    with pytest.raises(ValueError, match="the prompt has id 300: the model has 300 tokens"):
         ring = greedy(dataclasses.replace(CONFIG, window=4), params)
         ring.samples(np.array([300] + [98] * 12), 3, 2)
     with pytest.raises(ValueError, match="new tokens reach length 32: the limit is 23"):

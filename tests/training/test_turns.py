@@ -302,7 +302,7 @@ def test_unreadable_prompt_raises_in_one_line(tmp_path):
     model = ModelConfig(vocab_size=257, d_model=8, num_layers=1, num_heads=1, max_len=17)
     params = init_params(model, jax.random.key(0))
     options = dict(sampler=Sample(), key=jax.random.key(0))
-    with pytest.raises(ValueError, match="the prompt contains id 263: the model has 257 tokens"):
+    with pytest.raises(ValueError, match="the prompt has id 263: the model has 257 tokens"):
         TextGenerator(model, params, tokenizer, **options).complete("<|im_end|>", 3)
     config = TrainConfig(model=model, task=PrefixTask(), init_from="x", tokenizer="pretrained")
     with pytest.raises(DataError, match="prompt is 'a': has token 261"):

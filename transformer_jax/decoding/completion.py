@@ -266,7 +266,7 @@ class TextGenerator:
         ids, count = read_prompt(self.tokenizer, prompt), self.config.vocab_size
         if len(ids) and not 0 <= ids.min() <= ids.max() < count:
             wrong = int(ids[np.argmax((ids < 0) | (ids >= count))])
-            raise ValueError(f"the prompt contains id {wrong}: the model has {count} tokens")
+            raise ValueError(f"the prompt has id {wrong}: the model has {count} tokens")
         return ids
 
     def _text(self, ids: Iterable[int]) -> str:
