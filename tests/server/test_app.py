@@ -13,6 +13,7 @@ import pytest
 from tests.server.models import is_idle, running, tiny
 from transformer_jax.config import ConfigError
 from transformer_jax.decoding.samplers import Sample, Temperature, TopP
+from transformer_jax.decoding.step import make_step
 from transformer_jax.decoding.structured import Grammar
 from transformer_jax.models.factory import build
 from transformer_jax.server import app as app_module
@@ -369,6 +370,23 @@ class Held:
     def wait(self):
         self.go.wait(60)
         yield from self.turn()
+
+
+def test_edits_reach_the_step_of_an_engine_and_prevent_shared_prefixes():
+    edited = tiny().edited({"logits": lambda logits: logits})
+    assert Engine(edited, slots=1)._step == make_step(edited.module)
+    assert Engine(tiny(), slots=1)._shares and not Engine(edited, slots=1)._shares
+
+
+@pytest.mark.slow
+def test_engine_serves_the_edited_model(quick_compilation):
+    """Each token is the one that the edit prefers, also after the prefix of another request."""
+    model = tiny().edited({"logits": lambda logits: logits.at[..., ord("B")].add(1e4)})
+    with running(model, slots=1) as engine:
+        client = client_of(engine)
+        for prompt in ("cab" * 9, "cab" * 9 + "d"):
+            [choice] = complete(client, prompt=prompt, max_tokens=3).json()["choices"]
+            assert choice["text"] == "BBB"
 
 
 @pytest.mark.slow

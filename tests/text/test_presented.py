@@ -403,7 +403,9 @@ def test_adapter_generates_each_text_up_to_its_end(adapter_of, monkeypatch):
         return jax.nn.one_hot((tokens + 1) % 11, 11), state
 
     monkeypatch.setattr(adapter, "Batcher", Spy)
-    monkeypatch.setattr(adapter, "build", lambda config: None)
+    stepped = []
+    module = SimpleNamespace(clone=lambda edits: stepped.append(edits))
+    monkeypatch.setattr(adapter, "build", lambda config: module)
     monkeypatch.setattr(adapter, "make_step", lambda model: alphabet)
     monkeypatch.setattr(adapter, "init_decode_state", lambda *args: jnp.zeros((1,), jnp.int32))
 
@@ -424,6 +426,10 @@ def test_adapter_generates_each_text_up_to_its_end(adapter_of, monkeypatch):
     assert calls.admitted[-2:] == [[4, 5, 6], [0]] and sorted(calls.released) == [0, 1]
     with pytest.raises(ValueError, match="max_gen_toks is 17: must be below max_length 17"):
         texts(lm, ("a", {"max_gen_toks": 17}))
+    assert not any(stepped)
+    edited = letters().edited({"logits": lambda logits: logits})
+    texts(adapter_of(edited, max_gen_toks=2), ("a", {}))
+    assert stepped[-1] == edited.module.edits != ()
 
 
 ROTARY = replace(CONFIG, positions="rope", max_len=200)

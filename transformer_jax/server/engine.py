@@ -123,14 +123,16 @@ class Engine:
         self.model, self.slots, self.context, self.queue = model, slots, context, queue
         self.answers_chats = model.kind == "chat" or templates
         self._steps = steps
-        decoder: Any = build(model.config)
+        decoder: Any = model.module
         self._step: Any = make_step(decoder)
         self._empty: Any = init_decode_state(model.config, None, 1, context, dtype=cache_dtype)
         known = map(WithoutHistory, known_ids(model.config, model.tokenizer))
         self._processors = (*model.model.processors, *known)
-        # A ring forgets what a prefix needs, processors must see it, and int8 would round it twice.
+        # A ring forgets what a prefix needs, processors and edits must see it, and int8 would round
+        # it twice.
         whole = model.config.supports("cache") and model.config.window is None
-        self._shares = whole and cache_dtype is None and not model.model.processors
+        unseen = not model.model.processors and not decoder.edits
+        self._shares = whole and cache_dtype is None and unseen
         # Only the engine's thread changes it; the queue is changed by its callers, too.
         self._running: list[Ticket] = []
         self.batcher = self._new_batcher()

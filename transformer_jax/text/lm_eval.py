@@ -357,8 +357,9 @@ class TransformerJaxLM(_Base):
             # The longest first, so that a cache that does not fit in memory fails at once.
             for n, ids in sorted(prompts.items(), key=lambda one: -len(one[1]))
         )
+        module: Any = build(config).clone(edits=model.module.edits)
         slots = init_slots(
-            make_step(build(config)), model.params, empty, min(self.rows, len(prompts)), capacity,
+            make_step(module), model.params, empty, min(self.rows, len(prompts)), capacity,
             sampler=Sample(*known_ids(config, tokenizer), *settings.sampler.processors),
             processors=model.model.processors, stop=stop_ids,
         )  # fmt: skip
