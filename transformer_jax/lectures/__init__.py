@@ -1,1 +1,1 @@
-"""The wing of the lectures: models before transformers, toy tasks, demonstrations, comparisons."""
+"""Lecture material: models that preceded transformers, toy tasks, demonstrations, comparisons."""

@@ -1,15 +1,16 @@
-"""Compare language models on one text, on equal terms: a table of perplexities, and a picture.
+"""Compare language models on one text under equal conditions: a perplexity table and a plot.
 
     python -m transformer_jax compare --data book.txt
     python -m transformer_jax compare --data book.txt --models ngram lstm transformer --steps 2000
 
-Every trained model has the number of parameters of a decoder of 4 layers and width `--d-model`,
-within 3 %, and reads as many tokens in the same windows. Each has a learning rate of its own: the
-best of those tried for a fifth of the steps, from 0.008 up and down by factors of 2. An n-gram is
-counted over the whole training part, and its order is found likewise. No search reads the last
-tenth of the text, which all of them are judged on in windows of `--context` characters.
+Every trained model has the same number of parameters, within 3 %, as a decoder with 4 layers and
+width `--d-model`, and reads the same number of tokens in the same windows. A search picks the
+learning rate of each model: it trains for a fifth of the steps at 0.008, then moves up or down by
+factors of 2. An n-gram model is counted over the whole training part, and its order is searched in
+the same way. No search reads the last tenth of the text, on which all models are evaluated in
+windows of `--context` characters.
 
-Each model is a run of its own in `--out`, which `generate`, `evaluate` and `plot` take.
+Each model is a separate run in `--out`, which `generate`, `evaluate` and `plot` accept.
 """
 
 from __future__ import annotations
@@ -48,22 +49,22 @@ RATES = tuple(0.008 * 2.0**power for power in range(-5, 4))
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Hold what a model came to."""
+class ModelScore:
+    """Result of one model."""
 
     model: str
     parameters: int
-    """How many numbers are trained; an n-gram's are the distinct n-grams that it has counted."""
+    """Trained parameters, or the number of distinct n-grams of an n-gram model."""
     learning_rate: float | None
     order: int | None
     tokens: int
-    """Characters that were read; a character that is read twice counts twice."""
+    """Characters read; a character that is read twice counts twice."""
     nats: float
-    """Held-out loss a character."""
+    """Held-out loss per character."""
     bits: float
     perplexity: float
     seconds: float
-    """Wall time of training, compilation and evaluation; the search is left out."""
+    """Wall time of training, compilation and evaluation, without the search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +74,21 @@ class Compare:
     data: str
     """A text file."""
     out: Path = Path("runs/compared")
-    """A folder for runs and picture."""
+    """The folder for the runs and the plot."""
     models: tuple[Name, ...] = field(default=MODELS, metadata=WORDS)
     """The models to compare."""
     steps: int = 500
-    """Steps of every trained model."""
+    """Training steps of each model."""
     batch_size: int = 32
-    """Windows of a step."""
+    """Windows per step."""
     context: int = 64
-    """Characters of a window."""
+    """Characters per window."""
     d_model: int = 64
-    """Width of the decoder, which gives the number of parameters."""
+    """Width of the decoder, which determines the number of parameters of all models."""
     seed: int = 0
-    """All randomness follows from it."""
+    """The seed of all random numbers."""
     resume: bool = False
-    """Continue the comparison in the folder --out."""
+    """Continue the comparison in the --out folder."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,18 +97,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(options: Compare) -> None:
-    """Search, train and judge every model; print the table and draw the picture."""
+    """Search, train and evaluate every model; print the table and draw the plot."""
     from transformer_jax.checkpoints.run_folder import RunFolder, json_text
     from transformer_jax.training.tasks import load_task
 
-    # training frees and takes large arrays at every step, which costs page faults
+    # training frees and allocates large arrays at every step, which causes page faults
     keep_freed_memory()
     out = options.out
     if not options.resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        rule = "--resume goes on with the comparison in it, --out FOLDER starts another"
-        raise ConfigError(f"out is {str(out)!r}: there is something already ({rule})")
+        rule = "continue its comparison with --resume, or start another with --out FOLDER"
+        raise ConfigError(f"out is {str(out)!r}: already exists and is not empty ({rule})")
     if options.data == "-" or Path(options.data).is_fifo():
-        rule = "must be a file: every model reads it again"
+        rule = "must be a regular file, because every model reads it again"
         raise ConfigError(f"data is {options.data!r}: {rule}")
     base = TrainConfig(
         data=options.data,
@@ -125,38 +126,39 @@ def compare(options: Compare) -> None:
     models = equal_models(*sizes, options.models)
     out.mkdir(parents=True, exist_ok=True)  # before the search, which takes minutes
 
-    found = []
+    scores = []
     with tempfile.TemporaryDirectory() as scratch, interrupts() as received:
         training_part = Path(scratch, "training.txt")
         training_part.write_text(data.tokenizers.tokenizer.decode(text), "utf-8", newline="")
         for name in dict.fromkeys(options.models):
             folder = RunFolder(out / name)
-            begun_before = folder.config_file.exists()
-            if begun_before:
+            resume = folder.config_file.exists()
+            if resume:
                 value = setting_of(folder.read_config())
             else:
                 value = search(name, base, models[name], training_part, scratch, received)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             config = replace(settings(base, models[name], value), out=str(folder.path))
-            result = train(config, received, resume=begun_before)
-            found.append(judged(name, result, len(text), time.perf_counter() - begun))
-            print(f"{name}: {found[-1].nats:.3f} nats a character, held out", flush=True)
+            result = train(config, received, resume=resume)
+            scores.append(score(name, result, len(text), time.perf_counter() - start))
+            print(f"{name}: {scores[-1].nats:.3f} nats per character, held out", flush=True)
 
-    found.sort(key=lambda one: one.perplexity)
-    print(table(found))
+    scores.sort(key=lambda one: one.perplexity)
+    print(table(scores))
     record = {name: getattr(options, name) for name in ("data", "context", "steps", "seed")}
-    record["models"] = [asdict(one) for one in found]
+    record["models"] = [asdict(one) for one in scores]
     (out / "compared.json").write_text(json_text(record, indent=1) + "\n", "utf-8")
-    plot.draw(plot.read_runs([out / one.model for one in found]), "tokens", out / "compared.png")
+    plot.draw(plot.read_runs([out / one.model for one in scores]), "tokens", out / "compared.png")
     print(f"drawn: {out / 'compared.png'}")
 
 
 def equal_models(
     vocab_size: int, d_model: int, context: int, names: Sequence[str] = MODELS
 ) -> dict[str, AnyModelConfig]:
-    """Return a decoder, models of its number of parameters, and an n-gram, by name.
+    """Return a decoder, other models with as many parameters, and an n-gram model, by name.
 
-    ConfigError where one of `names` cannot have that number within 3 %.
+    Raises:
+        ConfigError: if a model in `names` cannot match the number of parameters within 3 %.
     """
     if d_model < 8 or d_model % 8:
         raise ConfigError(
@@ -169,9 +171,9 @@ def equal_models(
     wanted = num_params(decoder)
 
     def nearest(make: Callable[[int], AnyModelConfig]) -> AnyModelConfig:
-        """Return the model of the width that gives the nearest number of parameters."""
+        """Return the model with the width that is closest to the target number of parameters."""
         one, two, three = (num_params(make(width)) for width in (1, 2, 3))
-        square = (three - 2 * two + one) / 2  # the number is a polynomial of degree 2
+        square = (three - 2 * two + one) / 2  # the number is a quadratic polynomial of the width
         line = two - one - 3 * square
         left = one - square - line - wanted
         width = 1.0 if left >= 0 else 2 * -left / (line + (line**2 - 4 * square * left) ** 0.5)
@@ -190,7 +192,7 @@ def equal_models(
     }
     for name, model in models.items():
         if name in names and abs(num_params(model) / wanted - 1) > 0.03:
-            rule = f"no {name} has within 3 % of its {wanted:,} parameters; take a larger one"
+            rule = f"no {name} has within 3 % of its {wanted:,} parameters; use a larger d_model"
             raise ConfigError(f"d_model is {d_model}: {rule}")
     return {"ngram": NgramConfig(vocab_size=vocab_size), **models}
 
@@ -203,9 +205,9 @@ def search(
     scratch: str,
     received: list[int],
 ) -> float:
-    """Return the best learning rate of a model, or order of an n-gram; print each loss.
+    """Return the best learning rate of a model, or the best order of an n-gram; print each loss.
 
-    From a first value the search goes on to the better neighbour until there is none.
+    A hill climb: the search moves to the better neighbour until no neighbour is better.
     """
     steps = max(base.steps // 5, 1)
     base = replace(base, data=str(training_part), steps=steps, eval_every=steps)
@@ -223,15 +225,15 @@ def search(
             losses[near] = math.inf if result.val_loss is None else result.val_loss
             what = f"order {values[near]}" if counted else f"learning rate {values[near]:g}"
             print(f"{name}, {what}: {losses[near]:.3f} nats in the search", flush=True)
-        at = min(losses, key=lambda i: (losses[i], i))  # of two that diverge, the lower
+        at = min(losses, key=lambda i: (losses[i], i))  # the lower rate, if both diverge
     return values[at]
 
 
 def settings(base: TrainConfig, model: AnyModelConfig, value: float) -> TrainConfig:
-    """Return how a model is trained with this learning rate, or counted with this order."""
+    """Return the config of a run with this learning rate, or with this order of an n-gram."""
     if isinstance(model, NgramConfig):
         return replace(base, model=replace(model, order=int(value)), steps=1, warmup_steps=0)
-    # a tenth in the short search as in the run, so that a rate means the same in both
+    # a tenth of the steps in the search and in the run, so that a rate means the same in both
     warmup = base.steps // 10
     return replace(
         base, model=model, learning_rate=value, min_learning_rate=value / 10, warmup_steps=warmup
@@ -239,7 +241,7 @@ def settings(base: TrainConfig, model: AnyModelConfig, value: float) -> TrainCon
 
 
 def setting_of(config: TrainConfig) -> float:
-    """Return what `settings` was given for the config of a run."""
+    """Return the learning rate or order of a run: the inverse of `settings`."""
     model = config.model
     return model.order if isinstance(model, NgramConfig) else config.learning_rate
 
@@ -247,26 +249,26 @@ def setting_of(config: TrainConfig) -> float:
 def train(
     config: TrainConfig, received: list[int], *, resume: bool = False, vocab_size: int | None = None
 ) -> Result:
-    """Train without a word; KeyboardInterrupt after the step in which a signal comes.
+    """Train silently; raise KeyboardInterrupt after the step in which a signal arrives.
 
-    A search that is cut short has no best value, with which a run could begin.
+    An interrupted search has no best value to start a run with.
     """
     stop = lambda: bool(received)  # noqa: E731
     result = fit(config, resume=resume, vocab_size=vocab_size, progress=Silent(), stop=stop)
     if received:
-        print("stopped; to go on, add --resume")
+        print("stopped; add --resume to continue")
         raise KeyboardInterrupt
     return result
 
 
-def judged(name: str, result: Result, characters: int, seconds: float) -> Compared:
-    """Return what a finished run came to; ConfigError where its held-out loss is not finite."""
+def score(name: str, result: Result, characters: int, seconds: float) -> ModelScore:
+    """Return the score of a finished run; raise ConfigError if its held-out loss is not finite."""
     config, nats = result.config, result.val_loss_per_character
     if nats is None:
         raise ConfigError(f"{name}: the held-out loss is NaN or inf")
     ngram = config.model if isinstance(config.model, NgramConfig) else None
     read = config.steps * config.batch_size * config.sequence_len
-    return Compared(
+    return ModelScore(
         model=name,
         parameters=sum(ngram.nodes or ()) if ngram else num_params(config.model),
         learning_rate=None if ngram else config.learning_rate,
@@ -279,11 +281,11 @@ def judged(name: str, result: Result, characters: int, seconds: float) -> Compar
     )
 
 
-def table(found: Sequence[Compared]) -> str:
-    """Return a table in Markdown, the best model first."""
+def table(scores: Sequence[ModelScore]) -> str:
+    """Return a Markdown table with one row per score."""
     head = ["model", "parameters", "learning rate", "characters read", "nats", "bits", "perplexity"]
     rows = [head, ["---", *["--:"] * (len(head) - 1)]]
-    for one in found:
+    for one in scores:
         counted = one.learning_rate is None
         rows.append(
             [

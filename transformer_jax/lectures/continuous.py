@@ -1,7 +1,7 @@
-"""Train on pictures and on sound: an encoder reads numbers in the place of tokens.
+"""Training on images and sound: the encoder reads numbers instead of tokens.
 
-An encoder-decoder reads a picture or frames and writes <bos> target <eos>, letter by letter. An
-encoder reads a picture, and its classification head says the class.
+An encoder-decoder reads an image or frames and writes <bos> target <eos>, letter by letter. An
+encoder reads an image, and its classification head predicts the class.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from transformer_jax.training.tasks.task import (
     with_vocabulary,
 )
 
-SHOWN = 5
+SAMPLES = 5
 """Held-out examples in the sample of a run."""
 
-READ = 128
-"""Pictures that are classified at a time."""
+CLASSIFY_ROWS = 128
+"""Images per batch of classification."""
 
 
 class Signals(RowsTask):
-    """Train on pictures or sounds made of the seed, or judge a model on others, `held_out`."""
+    """Training task of generated images or sounds; evaluates on `held_out` signals, if passed."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class Signals(RowsTask):
         if held_out is None:
             made = make_signals(self.task, config.seed)
             cut = int(len(made) * (1 - config.val_fraction))
-        else:  # the first stands for the training part, which nothing reads
+        else:  # a dummy training part, which is never read
             made, cut = [held_out[0], *held_out], 1
         if not 0 < cut < len(made):
-            rule = "must have one for training and one held out at least"
+            rule = "must leave at least one example for training and one held out"
             raise DataError(f"examples is {len(made)}: {rule}")
         if tokenizers is None:
             targets = [signal.target for signal in made]
@@ -81,7 +81,7 @@ class Signals(RowsTask):
                 ]
             )
 
-        # a run that goes on is refused if its examples are not the ones that it began with
+        # a run can only be resumed with the examples that it started with
         content = [np.ascontiguousarray(signal.values).tobytes() for signal in made]
         sha256 = sha256_of("\n".join(signal.target for signal in made).encode(), *content)
         super().__init__(config, tokenizers, sha256, rows(0, made[:cut]), rows(cut, self.signals))
@@ -91,13 +91,13 @@ class Signals(RowsTask):
             self.tokens_per_step *= config.model.inputs.num_tokens(1)
 
     def described(self) -> str:
-        """Return how many examples there are, and what one is."""
+        """Return the number and kind of the examples."""
         kind = "pictures" if isinstance(self.task.inputs, Patches) else "sounds"
         return f"{sum(self.train.counts):,} {kind}; {sum(self.val.counts):,} held out"
 
     def sample(self, params: Params) -> str:
-        """Return what the model makes of the first held-out pictures or sounds."""
-        signals = self.signals[:SHOWN]
+        """Return the model's answers to the first held-out images or sounds."""
+        signals = self.signals[:SAMPLES]
         lines = []
         for signal, text in zip(signals, self.answers(params, signals), strict=True):
             wanted = "" if text == signal.target else f"   (wanted: {signal.target})"
@@ -108,22 +108,22 @@ class Signals(RowsTask):
         return "\n".join(lines)
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return how what the model says compares with the held-out targets.
+        """Compare the answers with the held-out targets.
 
-        Of texts exact_match and letter_error_rate, the letters to insert, delete or replace by
-        those that were wanted; of classes accuracy and macro_f1.
+        Returns exact_match and letter_error_rate for text (the letters to insert, delete or replace
+        divided by the letters of the targets), and accuracy and macro_f1 for classes.
         """
         signals = self.signals[: self.task.judged]
         if not signals:
             return {}
-        said = self.answers(params, signals, report)
+        answers = self.answers(params, signals, report)
         wanted = [signal.target for signal in signals]
         if self.classes:
-            one, two = (np.array([DIGITS.index(name) for name in row]) for row in (said, wanted))
+            one, two = (np.array([DIGITS.index(name) for name in row]) for row in (answers, wanted))
             confusion = confusion_matrix(one, two, len(DIGITS))
             accuracy = float(np.trace(confusion) / confusion.sum())
             return {"accuracy": accuracy, "macro_f1": macro_f1(confusion)}
-        pairs = list(zip(said, wanted, strict=True))
+        pairs = list(zip(answers, wanted, strict=True))
         errors = sum(edit_distance(one, two) for one, two in pairs)
         return {
             "exact_match": float(np.mean([one == two for one, two in pairs])),
@@ -136,7 +136,7 @@ class Signals(RowsTask):
         signals: Sequence[Signal],
         report: Report | None = None,
     ) -> list[str]:
-        """Return what the model writes of each signal, or the name of its class."""
+        """Return the text that the model writes for each signal, or the name of its class."""
         longest = max(len(self.tokenizers.tokenizer.encode(signal.target)) for signal in signals)
         return answer_signals(
             self.config, self.tokenizers, params, signals, longest + 1, report, self.model
@@ -152,13 +152,14 @@ def answer_signals(
     report: Report | None = None,
     model: AnyModel | None = None,
 ) -> list[str]:
-    """Return what a model writes of each signal, at most `num_tokens`, or the name of its class.
+    """Return the text that a model writes for each signal, or the name of its class.
 
-    The `model` is that of the config, which may be edited.
+    Texts have at most `num_tokens`. Pass `model` to use an edited model of the config.
     """
     model = build(config.model) if model is None else model
     if config.model.kind == "encoder":
-        parts = [signals[i : i + READ] for i in range(0, len(signals), READ)]
+        starts = range(0, len(signals), CLASSIFY_ROWS)
+        parts = [signals[i : i + CLASSIFY_ROWS] for i in starts]
         pictures = (np.stack([signal.values for signal in part]) for part in parts)
         found = [np.asarray(_classes(model, params, part)) for part in pictures]
         return [DIGITS[i] for i in np.concatenate(found)]
@@ -171,7 +172,7 @@ def answer_signals(
 def signal_example(
     config: TrainConfig, tokenizers: Tokenizers, signal: Signal, where: str
 ) -> Batch:
-    """Return a signal as a model of the config reads it; DataError where it is too long."""
+    """Convert a signal to the example that the model reads; raise DataError if it is too long."""
     model = as_transformer(config.model)
     assert model.inputs is not None
     if model.kind == "encoder":
@@ -191,6 +192,6 @@ def _classes(
     params: Params,
     pictures: Array,  # f32[B, H, W, C]
 ) -> jax.Array:  # i32[B]
-    """Return the likeliest class of each picture."""
+    """Return the most likely class of each image."""
     labels = np.zeros(len(pictures), np.int32)
     return batch_logits(model)(params, Batch(pictures, labels), None).argmax(axis=-1)

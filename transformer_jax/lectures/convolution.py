@@ -1,14 +1,15 @@
-"""Predict a token by gated convolutions over the tokens before it (Dauphin et al. 2017).
+"""Gated convolutional language model (Dauphin et al. 2017).
 
-`model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` is
-training, prefill and decoding alike, as it is with the other models.
+As in the other models, `model.apply({"params": params}, tokens, state=state, valid=valid) ->
+(logits f32, state)` serves training, prefill and decoding.
 
     a_t, b_t = W_0 x_(t-k+1) + ... + W_(k-1) x_t + c     k tokens at once, W: [k, D, 2 D]
-    x'_t     = x_t + a_t sigmoid(b_t)                    once for each of L layers
+    x'_t     = x_t + a_t sigmoid(b_t)                    repeated for each of L layers
     logits   = U x + d
 
-No layer reads a later token, so a prediction sees the last L (k - 1) + 1. Before the beginning
-stands one learned vector, `begin`. The state is the last tokens, from which a step computes anew.
+The convolutions are causal, so a prediction sees the last L (k - 1) + 1 tokens. One learned vector,
+`begin`, fills the positions before the first token. The state contains only the last tokens: each
+decoding step recomputes their layers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from transformer_jax.config.architectures import AnyModelConfig, PlaceShapes
-from transformer_jax.config.fields import Fraction, Positive, Size, check_types
+from transformer_jax.config.fields import Fraction, Positive, Size
 from transformer_jax.config.keywords import config_class
 from transformer_jax.lectures.recent_tokens import (
     RecentTokens,
@@ -37,39 +38,36 @@ from transformer_jax.models.places import Visit
 
 @config_class
 class ConvolutionConfig(AnyModelConfig):
-    """Describe a language model of gated convolutions over earlier tokens (Dauphin et al. 2017)."""
+    """Config of a gated convolutional language model (Dauphin et al. 2017)."""
 
     vocab_size: Size = 256
-    """Token kinds."""
+    """Size of the vocabulary."""
     kernel_size: Size = 4
-    """Tokens that a layer reads at once: the newest, and those just before it."""
+    """Number of tokens that a layer reads at once: the current one and those before it."""
     d_hidden: Size = 128
-    """Width of a token's vector, and of each layer."""
+    """Width of the token embeddings and of each layer."""
     num_layers: Size = 4
-    """Convolutions on top of each other; each sees kernel_size - 1 tokens more."""
+    """Number of stacked convolutions; each one sees kernel_size - 1 more tokens."""
     tie_embeddings: bool = False
-    """The output matrix is the embedding matrix."""
+    """Use the embedding matrix as the output matrix."""
     dropout: Fraction = 0.0
-    """Rate on embeddings, between layers and before the output matrix."""
+    """Dropout rate on embeddings, between layers and before the output matrix."""
     init_std: Positive = 0.1
-    """Standard deviation of embeddings and of the output matrix."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
+    """Initial standard deviation of the embeddings and the output matrix."""
 
     @property
     def context(self) -> int:
-        """Return the tokens that a prediction sees: L (k - 1) + 1."""
+        """Return the number of tokens that a prediction sees: L (k - 1) + 1."""
         return self.num_layers * (self.kernel_size - 1) + 1
 
     @property
     def d_embed(self) -> int:
-        """Return the width of a token's vector."""
+        """Return the width of the token embeddings."""
         return self.d_hidden
 
     @property
     def read_out_dim(self) -> int:
-        """Return the width of the vectors that logits are read from."""
+        """Return the input width of the output matrix."""
         return self.d_hidden
 
     def build(self) -> ConvolutionLM:
@@ -86,10 +84,10 @@ class ConvolutionConfig(AnyModelConfig):
 
 
 class ConvolutionLM(RecentTokensLM):
-    """Predict each token by convolutions over those before it (Dauphin et al. 2017).
+    """Gated convolutional language model (Dauphin et al. 2017).
 
     Attributes:
-        config: of the model.
+        config: the config of the model.
     """
 
     config: ConvolutionConfig
@@ -100,7 +98,7 @@ class ConvolutionLM(RecentTokensLM):
         normal = nn.initializers.normal(cfg.init_std)
         self.begin = parameter(self, "begin", normal, (cfg.d_embed,))
         self.convolution = [
-            # a line has all the tokens that its first prediction sees, so nothing is padded
+            # no padding: a line includes all tokens that its first prediction sees
             nn.Conv(2 * cfg.d_hidden, (cfg.kernel_size,), padding="VALID")
             for _ in range(cfg.num_layers)
         ]
@@ -115,7 +113,7 @@ class ConvolutionLM(RecentTokensLM):
     ) -> jax.Array:  # f32[B, Q, V]
         cfg = self.config
         count = windows.shape[1]
-        if whole:  # the windows overlap: each layer runs once along the text
+        if whole:  # the windows overlap, so each layer runs once along the sequence
             lines = jnp.concatenate([windows[:, 0, :-1], windows[:, :, -1]], axis=1)
         else:
             lines = rearrange(windows, "B Q C -> (B Q) C")

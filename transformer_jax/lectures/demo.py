@@ -1,9 +1,9 @@
-"""Run a demonstration of the lectures with your own numbers: a table, and a picture.
+"""Run a demonstration of the lectures with your own numbers; prints a table and saves a picture.
 
     python -m transformer_jax demo
     python -m transformer_jax demo streaming_windows --window 7 --out runs/demos
 
-Without a name all demonstrations are listed. Each takes the options that it has a use for:
+Without a name, the command lists all demonstrations. Each accepts only the options that it uses:
 `python -m transformer_jax demo NAME --help` lists them with their defaults.
 """
 
@@ -24,53 +24,54 @@ from transformer_jax.lectures.demos import demonstrations
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demonstration that the first argument names and return the exit status."""
+    """Run the demonstration named by the first argument and return the exit status."""
     print_anything()
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    known = demonstrations()
+    summaries = demonstrations()
     if name in ("-h", "--help"):
-        longest = max(map(len, known))
+        longest = max(map(len, summaries))
         print("usage: python -m transformer_jax demo NAME [--FLAG VALUE ...]\n")
-        print("\n".join(f"  {one:{longest}}  {line}" for one, line in known.items()))
-        print("\nThe flags of each: python -m transformer_jax demo NAME --help")
+        print("\n".join(f"  {one:{longest}}  {line}" for one, line in summaries.items()))
+        print("\nTo list the flags of one: python -m transformer_jax demo NAME --help")
         return 0
-    if name not in known:
-        rule = f"must be {' or '.join(known)}{nearest(name, known)}"
+    if name not in summaries:
+        rule = f"must be {' or '.join(summaries)}{nearest(name, summaries)}"
         print(f"demo: demonstration is {name!r}: {rule}", file=sys.stderr)
         return 2
     demonstration = importlib.import_module(f"transformer_jax.lectures.demos.{name}")
-    from transformer_jax.lectures.demos.shared import MEANINGS, settings  # with Matplotlib
+    from transformer_jax.lectures.demos.shared import MEANINGS, settings  # imports Matplotlib
 
-    own = []
+    fields = []
     for option, (default, _) in demonstration.OPTIONS.items():
         kind: Any = str if option in ("data", "preset", "sentence") else int
         text = f"{MEANINGS[option]}; default: {default}."
-        # None, since the default with --quick is another.
-        own.append((option, kind, dataclasses.field(default=None, metadata={"help": text})))
-    options = dataclasses.make_dataclass("Demo", own, bases=(Drawn,), frozen=True, kw_only=True)
+        # None, because --quick has other defaults
+        fields.append((option, kind, dataclasses.field(default=None, metadata={"help": text})))
+    bases = (DemoOptions,)
+    options = dataclasses.make_dataclass("Demo", fields, bases=bases, frozen=True, kw_only=True)
 
     def demonstrate(options: Any) -> None:
-        given = {name: getattr(options, name) for name in demonstration.OPTIONS}
-        given = {name: value for name, value in given.items() if value is not None}
-        found = settings(demonstration.OPTIONS, options.out, options.quick, **given)
-        found.format, found.dark = options.format, options.dark
-        if found.dark and found.format != "svg":
+        values = {name: getattr(options, name) for name in demonstration.OPTIONS}
+        values = {name: value for name, value in values.items() if value is not None}
+        arguments = settings(demonstration.OPTIONS, options.out, options.quick, **values)
+        arguments.format, arguments.dark = options.format, options.dark
+        if arguments.dark and arguments.format != "svg":
             raise ConfigError("dark needs --format svg")
-        options.out.mkdir(parents=True, exist_ok=True)  # before the work, which may take minutes
-        demonstration.demonstrate(found)
+        options.out.mkdir(parents=True, exist_ok=True)  # first, because the work can take minutes
+        demonstration.demonstrate(arguments)
 
     return run(options, rest, demonstrate, name=f"demo {name}", about=demonstration.__doc__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Drawn:
+class DemoOptions:
     """Options of every demonstration."""
 
     out: Path = Path("runs/demos")
-    """The folder of the picture."""
+    """The folder for the picture."""
     format: Literal["png", "svg"] = "png"
-    """Of the picture."""
+    """Format of the picture."""
     dark: bool = False
-    """An svg for dark pages too."""
+    """Also save an svg for dark pages."""
     quick: bool = False
-    """Small sizes, for a test."""
+    """Use small sizes, for tests."""

@@ -1,12 +1,12 @@
-"""Convert g2pE (Park & Kim 2019, Apache-2.0), a GRU from English letters to sounds.
+"""Conversion of g2pE (Park & Kim 2019, Apache-2.0), a GRU from English letters to phonemes.
 
-Its published weights are plain arrays in PyTorch's layout. A cell of width H has
+The published weights are plain arrays in PyTorch's layout. A cell of width H has
 
     w_ih [3 H, E], w_hh [3 H, H], b_ih [3 H], b_hh [3 H] with the gates r, z, n stacked
 
-and flax has the kernels `ir`, `iz`, `in` and `hr`, `hz`, `hn`, each [inputs, H]. The two biases of
-a gate r or z are only ever added, so flax keeps their sum. The candidate
-n = tanh(W x + b + r (U h + u)) needs both, since r multiplies u.
+and flax has the kernels `ir`, `iz`, `in` and `hr`, `hz`, `hn`, each [inputs, H]. Only the sum of
+the two biases of gates r and z matters, so flax stores the sum. The candidate
+n = tanh(W x + b + r (U h + u)) needs both, because r multiplies u.
 
     with np.load("checkpoint20.npz") as arrays:
         config, params = read_g2p(arrays)
@@ -23,7 +23,7 @@ from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pytree import Params
 
 LETTERS = ("<pad>", "<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz")
-"""Tokens of the source by id; a word ends with </s>."""
+"""Source tokens by id; a word ends with </s>."""
 
 SOUNDS = (
     "<pad>", "<unk>", "<s>", "</s>", "AA0", "AA1", "AA2", "AE0", "AE1", "AE2", "AH0", "AH1", "AH2",
@@ -33,17 +33,17 @@ SOUNDS = (
     "P", "R", "S", "SH", "T", "TH", "UH0", "UH1", "UH2", "UW", "UW0", "UW1", "UW2", "V", "W", "Y",
     "Z", "ZH",
 )  # fmt: skip
-"""Tokens of the target by id: ARPAbet with stress (CMUdict)."""
+"""Target tokens by id: ARPAbet with stress (CMUdict)."""
 
 START, END = SOUNDS.index("<s>"), SOUNDS.index("</s>")
 """First and last token of a target."""
 
 
 def read_g2p(arrays: Mapping[str, np.ndarray]) -> tuple[RecurrentConfig, Params]:
-    """Convert the published arrays to a config and the parameters that `build(config)` runs on.
+    """Convert the published arrays to a config and the parameters of `build(config)`.
 
     The arrays are enc_emb, dec_emb, fc_w and fc_b, and the arguments of `gru_cell` for each cell,
-    named enc_* and dec_*. CheckpointError names one that is missing or of another shape.
+    named enc_* and dec_*. A missing array or a wrong shape raises CheckpointError.
     """
     letters, embed = _shape(arrays, "enc_emb")
     sounds, hidden = _shape(arrays, "fc_w")
@@ -88,10 +88,11 @@ def gru_cell(
 
 
 def letters(words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # i32[B, S], bool[B, S]
-    """Return the tokens of words, each followed by </s>, and which of them are no padding."""
-    known = {letter: i for i, letter in enumerate(LETTERS)}
-    # 1 is <unk>, of a letter with an accent or of a digit
-    rows = [[*(known.get(c, 1) for c in word.lower()), known["</s>"]] for word in words]
+    """Return the tokens of words, each followed by </s>, and a mask that excludes padding."""
+    ids_by_letter = {letter: i for i, letter in enumerate(LETTERS)}
+    # 1 is <unk>: accented letters, digits and other characters
+    end = ids_by_letter["</s>"]
+    rows = [[*(ids_by_letter.get(c, 1) for c in word.lower()), end] for word in words]
     source = np.zeros((len(rows), max(map(len, rows), default=1)), np.int32)
     for row, ids in zip(source, rows, strict=True):
         row[: len(ids)] = ids
@@ -100,12 +101,12 @@ def letters(words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # i32[B, S]
 
 
 def sounds(tokens: Sequence[int] | np.ndarray) -> list[str]:
-    """Return the sounds of a row of generated tokens, without </s> and padding."""
+    """Return the phonemes of a row of generated tokens, without </s> and padding."""
     return [SOUNDS[token] for token in tokens if token not in (END, -1)]
 
 
 def _shape(arrays: Mapping[str, np.ndarray], name: str) -> tuple[int, int]:
-    """Return the shape of an array that must be a matrix."""
+    """Return the shape of an array; raise CheckpointError unless it is a matrix."""
     if name not in arrays:
         raise CheckpointError(f"g2p: array {name} is missing")
     shape = arrays[name].shape

@@ -1,21 +1,21 @@
-"""Count n-grams, and predict from them with interpolated Kneser-Ney smoothing.
+"""N-gram language model with interpolated Kneser-Ney smoothing.
 
-After a context h of k tokens, h' being the last k - 1 of them,
+After a context h of k tokens, where h' is the last k - 1 of them,
 
     P_k(w | h) = max(c(h w) - d, 0) / c(h .) + d N(h .) / c(h .) P_(k-1)(w | h')
     P_(-1)(w)  = 1 / V
 
-c(h w) is how often h w occurs where h has n - 1 tokens, and where it has fewer how many different
-tokens stand before h w (Kneser & Ney 1995); c(h .) is its sum over w, and N(h .) the number of w
-with c(h w) > 0. An h that nothing follows leaves P_k = P_(k-1). The discount of each order is
-d = n1 / (n1 + 2 n2), n1 and n2 being how many of its n-grams have c = 1 and c = 2 (Ney et al. 1994;
-Chen & Goodman 1999, section 2.7), or 1/2 where one of them is 0: so it is between 0 and 1, and no
-probability is 0.
+At the highest order (h has n - 1 tokens), c(h w) is the count of h w. At lower orders, it is the
+number of distinct tokens that precede h w (Kneser & Ney 1995). c(h .) is the sum over w, and N(h .)
+is the number of w with c(h w) > 0. If nothing follows h, P_k = P_(k-1). The discount of each order
+is d = n1 / (n1 + 2 n2), where n1 and n2 are the numbers of n-grams with c = 1 and c = 2 (Ney et al.
+1994; Chen & Goodman 1999, section 2.7). If n1 or n2 is 0, d = 1/2, so d is strictly between 0 and 1
+and no probability is 0.
 
-A document begins after n - 1 signs for its beginning, which are context and are never predicted.
+Each document is preceded by n - 1 start symbols, which serve as context and are never predicted.
 
-The n-grams lie in a trie, an array for each order, sorted: the tokens that follow node i of order k
-are `words[start[i]:start[i + 1]]` of order k + 1. The sign for the beginning is the word V.
+The n-grams are stored in a trie with one sorted array per order: the tokens that follow node i of
+order k are `words[start[i]:start[i + 1]]` of order k + 1. The start symbol is the word V.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from transformer_jax.pytree import Params
 F32 = jnp.float32
 
 CHUNK = 64
-"""Followers of a context that are added at a time; the loop ends with the longest context's."""
+"""Number of followers of a context that are added per iteration."""
 
 
 @config_class
 class NgramConfig(AnyModelConfig):
-    """Describe an n-gram model with interpolated Kneser-Ney smoothing (Chen & Goodman 1999)."""
+    """Config of an n-gram model with interpolated Kneser-Ney smoothing (Chen & Goodman 1999)."""
 
     vocab_size: Size = 256
-    """Token kinds."""
+    """Size of the vocabulary."""
     order: Size = 5
     """n: a prediction sees n - 1 tokens."""
     nodes: tuple[int, ...] | None = None
-    """Distinct 1-grams, 2-grams, ... n-grams that are stored: the sizes of the parameters, which
-    `count_ngrams` fills in. None before counting."""
+    """Numbers of distinct 1-grams, 2-grams, ... n-grams, which are the sizes of the parameters.
+    `count_ngrams` sets them; None before counting."""
 
     abilities: ClassVar[frozenset[Ability]] = frozenset()
 
@@ -76,13 +76,13 @@ class NgramConfig(AnyModelConfig):
 
     @property
     def context(self) -> int:
-        """Return how many tokens a prediction sees."""
+        """Return the number of tokens that a prediction sees."""
         return self.order - 1
 
     def check_training(self, run: FieldValue) -> None:
         if run.steps != 1:
             fail("steps", run.steps, "an n-gram model is counted in one step: must be 1")
-        rule = "an n-gram model is counted, and has no steps"
+        rule = "an n-gram model is counted, not trained"
         unread(run, rule, "ema_decay", "param_dtype", "z_loss")
 
     def build(self) -> NgramLM:
@@ -102,20 +102,20 @@ def count_ngrams(
     config: NgramConfig,
     documents: np.ndarray | Sequence[np.ndarray],  # i32[T], or i32[T] of each document
 ) -> tuple[NgramConfig, Params]:
-    """Count the n-grams of documents: the config with its `nodes`, and the model's parameters.
+    """Count the n-grams of documents; return the config with `nodes`, and the parameters.
 
-    Time and memory are those of sorting the tokens once for each order.
+    The cost is that of sorting the tokens once per order.
 
     Args:
-        config: of the model; its `nodes` are not read.
-        documents: i32[T] is one document, of i32[B, T] each row is one; or several i32[T].
+        config: the config of the model; its `nodes` are ignored.
+        documents: one document i32[T], one document per row i32[B, T], or a list of i32[T].
 
     Raises:
-        ValueError: if there is no token, or one is outside the vocabulary.
+        ValueError: if there are no tokens or a token is outside the vocabulary.
     """
     if getattr(documents, "ndim", None) == 1:
         documents = [np.asarray(documents)]
-    # all tokens in a line, each document after the signs of its beginning, and the room to its end
+    # concatenate all documents, each after its start symbols; room counts the tokens to its end
     begin = np.full(config.context, config.vocab_size, np.int64)
     line, rooms = [], []
     for document in documents:
@@ -128,24 +128,24 @@ def count_ngrams(
         line += [begin, tokens.astype(np.int64)]
         rooms.append(np.arange(len(begin) + len(tokens), 0, -1))
     if not line:
-        raise ValueError("documents have no tokens: there is nothing to count")
+        raise ValueError("documents have no tokens: pass at least one token")
     words, room = np.concatenate(line), np.concatenate(rooms)
     size = config.vocab_size + 1
-    node = np.zeros(len(words), np.int64)  # of the k-gram that begins at each place
+    node = np.zeros(len(words), np.int64)  # of the k-gram that starts at each position
     keys, firsts, counts, nodes = [], [], [], [node]
     for k in range(1, config.order + 1):
-        places = np.flatnonzero(room >= k)
-        key = node[places] * size + words[places + k - 1]
+        starts = np.flatnonzero(room >= k)
+        key = node[starts] * size + words[starts + k - 1]
         kinds, first, inverse, count = np.unique(
             key, return_index=True, return_inverse=True, return_counts=True
         )
         node = np.zeros(len(words), np.int64)
-        node[places] = inverse
+        node[starts] = inverse
         keys.append(kinds)
-        firsts.append(places[first])
+        firsts.append(starts[first])
         counts.append(count)
         nodes.append(node)
-    for k in range(config.order - 1, 0, -1):  # below the highest order: how many stand before
+    for k in range(config.order - 1, 0, -1):  # at lower orders, count the distinct predecessors
         inner = nodes[k][firsts[k] + 1]
         counts[k - 1] = np.bincount(inner, minlength=len(keys[k - 1]))
     params: dict[str, np.ndarray] = {}
@@ -163,17 +163,17 @@ def _smooth(
     size: int,  # V + 1
     parents: int,  # P: n-grams one token shorter
 ) -> dict[str, np.ndarray]:
-    """Return an order's words and weights, and where they start and the backoff an order below."""
+    """Return the words and weights of an order, and the starts and backoff of the order below."""
     parent, word = np.divmod(keys, size)
-    counts = np.where(word == size - 1, 0, counts)  # a beginning is not predicted
+    counts = np.where(word == size - 1, 0, counts)  # the start symbol is never predicted
     once, twice = np.sum(counts == 1), np.sum(counts == 2)
-    # without n-grams that occur once, or twice, the estimate is 0, 1 or undefined
+    # if no n-gram occurs once, or none twice, the estimate is 0, 1 or undefined
     discount = once / (once + 2 * twice) if once and twice else 0.5
     total = np.bincount(parent, counts, parents)
     kinds = np.bincount(parent, counts > 0, parents)
     followed = np.maximum(total, 1)
     weights = np.maximum(counts - discount, 0) / followed[parent]
-    # where nothing follows a context, all of the probability is that of the shorter one
+    # if nothing follows a context, the shorter context gets all of the probability
     backoff = np.where(total > 0, discount * kinds / followed, 1.0)
     start = np.searchsorted(parent, np.arange(parents + 1))
     return {
@@ -185,10 +185,10 @@ def _smooth(
 
 
 class NgramLM(CheckedModule):
-    """Predict each token from counts of n-grams; the parameters come from `count_ngrams`.
+    """N-gram language model whose parameters come from `count_ngrams`.
 
     Attributes:
-        config: with the `nodes` that were counted.
+        config: a config with `nodes`, as `count_ngrams` returns it.
     """
 
     config: NgramConfig
@@ -201,7 +201,7 @@ class NgramLM(CheckedModule):
     def setup(self) -> None:
         cfg = self.config
         if cfg.nodes is None:
-            rule = "count first: config, params = count_ngrams(config, documents)"
+            rule = "count first with config, params = count_ngrams(config, documents)"
             fail("nodes", cfg.nodes, rule)
         sizes, orders = (1, *cfg.nodes), range(cfg.order)
         self.words = [self._array(f"words_{k + 1}", sizes[k + 1], jnp.int32) for k in orders]
@@ -211,9 +211,9 @@ class NgramLM(CheckedModule):
         refuse_surplus(self)
 
     def _array(self, name: str, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Declare an array of the trie; zeros until it is counted."""
+        """Declare an array of the trie, initially zeros."""
         value = self.param(name, lambda key: jnp.zeros((size,), dtype))
-        return jnp.asarray(value)  # NumPy's arrays have no traced indices
+        return jnp.asarray(value)  # a NumPy array cannot be indexed by a tracer
 
     def __call__(
         self,
@@ -226,30 +226,30 @@ class NgramLM(CheckedModule):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, RecentTokens] | tuple[jax.Array, RecentTokens, Captured]:
-        """Return log-probabilities of the next token as logits, and the state after these.
+        """Return the log-probabilities of the next tokens as logits, and the new state.
 
         Args:
             tokens: i32[B, T].
-            state: of the tokens before; None is the beginning.
-            valid: bool[B, T], False is padding; None has none.
-            segments: i32[B, T], ids of packed documents, none of which sees another; not with a
-                state.
-            at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token.
-            capture: names of places (`transformer_jax.places`), whose values are returned.
-            edit: functions by the names of places, which change the values there.
+            state: the state after the previous tokens; None starts a sequence.
+            valid: bool[B, T], False marks padding; None means no padding.
+            segments: i32[B, T], ids of packed documents, which do not see each other. Cannot be
+                combined with `state`.
+            at: i32[B, Q], indices of the tokens to compute logits for; None means all tokens.
+            capture: names of places (`transformer_jax.places`) to return the values of.
+            edit: functions that change the values at places, by name.
 
         Returns:
-            Logits f32[B, T, V], of `at` [B, Q, V], and the state; with `capture` also the values by
-            name.
+            Logits f32[B, T, V], or [B, Q, V] with `at`; the new state; and with `capture` the
+            values by name.
 
         Raises:
-            ValueError: if arguments do not fit.
+            ValueError: if the arguments do not fit.
         """
         cfg, places = self.config, Places.of(self, capture, edit)
         windows, state, visit = slide_window(cfg, tokens, state, valid, segments, at, places)
         shape = (*windows.shape[:2], cfg.vocab_size)
         contexts = rearrange(windows, "B Q C -> (B Q) C")
-        # V stands here for a token outside the vocabulary, and in the trie for a beginning
+        # V marks a token outside the vocabulary here, but the start symbol in the trie
         unknown = (contexts == cfg.vocab_size).any(axis=1, keepdims=True)
         nodes = self._walk(jnp.where(contexts < 0, cfg.vocab_size, contexts))
         lowest = jnp.full((1, cfg.vocab_size), 1 / cfg.vocab_size, F32)
@@ -261,9 +261,9 @@ class NgramLM(CheckedModule):
         return result_of(visit, places, logits, state, at)
 
     def _walk(self, contexts: jax.Array) -> jax.Array:  # i32[X, C] -> i32[X, C]
-        """Return the node of the last 1, 2, ... C tokens of each context; -1 where never counted.
+        """Return the nodes of the last 1, 2, ... C tokens of each context; -1 if never counted.
 
-        All lengths go down the trie together: at depth d those of at least d tokens remain.
+        All lengths descend the trie together; at depth d, those with more than d tokens remain.
         """
         nodes = jnp.zeros_like(contexts)
         for depth in range(self.config.context):
@@ -281,7 +281,7 @@ class NgramLM(CheckedModule):
                 return jnp.where(after, middle + 1, low), jnp.where(after, high, middle)
 
             low, end = self._followers(depth, nodes[:, depth:])
-            # binary search: a node has at most V + 1 followers, one of them the beginning
+            # binary search: a node has at most V + 1 followers, including the start symbol
             steps = (self.config.vocab_size + 1).bit_length()
             low, _ = jax.lax.fori_loop(0, steps, halve, (low, end))
             below = jnp.where((low < end) & (words[low] == token), low, -1)
@@ -289,23 +289,23 @@ class NgramLM(CheckedModule):
         return nodes
 
     def _followers(self, order: int, node: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the first and the end of what follows these nodes; of -1, nothing."""
+        """Return the half-open ranges of the followers of nodes; empty for -1."""
         start = self.start[order]
         return jnp.where(node < 0, 0, start[node]), jnp.where(node < 0, 0, start[node + 1])
 
     def _interpolate(
         self,
         order: int,
-        p: jax.Array,  # f32[X, V]: P of the context that is a token shorter
+        p: jax.Array,  # f32[X, V]: P of the context that is one token shorter
         node: jax.Array,  # i32[X]
     ) -> jax.Array:  # f32[X, V]
-        """Return the discounted part of P after these contexts, and its backoff times `p`.
+        """Return the discounted probabilities after these contexts plus the backoff times `p`.
 
-        The weights are scattered some at a time, up to those of the longest list of followers.
+        The weights are scattered in chunks, as many as the longest list of followers needs.
         """
         words, weights = self.words[order], self.weights[order]
         low, end = self._followers(order, node)
-        # a context that was never counted leaves the shorter one's probabilities as they are
+        # a context that was never counted uses the probabilities of the shorter context
         p = p * jnp.where(node < 0, 1.0, self.backoff[order][node])[:, None]
         rows, longest = jnp.arange(len(p))[:, None], (end - low).max(initial=0)
 

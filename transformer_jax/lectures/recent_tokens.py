@@ -1,7 +1,7 @@
-"""The last tokens of each row: the state of models that see a fixed number of tokens.
+"""State of models that see a fixed number of tokens: the last tokens of each row.
 
-Convolutions, the feed-forward model over a window and the n-gram model keep `RecentTokens`. A
-training pass gathers all windows at once; decoding moves the window by one token at a time.
+The convolutional, feed-forward and n-gram models use `RecentTokens`. A training pass gathers all
+windows at once; decoding moves the window by one token at a time.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from transformer_jax.values import value_class
 
 @value_class(pytree=True, exportable=True)
 class RecentTokens:
-    """Hold the last tokens that a row has read; goes in and comes out, never mutated.
+    """The last tokens of each row; immutable, each call returns a new one.
 
     Attributes:
-        tokens: i32[B, C], the newest last; -1 before the beginning.
-        length: i32[B], tokens read.
+        tokens: i32[B, C], the newest last; -1 before the first token.
+        length: i32[B], the number of tokens read.
     """
 
-    tokens: jax.Array  # i32[B, C], the newest last; -1 before the beginning
+    tokens: jax.Array  # i32[B, C]
     length: jax.Array  # i32[B]
 
 
 class WindowSizes(Protocol):
-    """Say how many tokens a model sees, and how many kinds there are."""
+    """Vocabulary size and context of a model."""
 
     @property
     def vocab_size(self) -> int:
@@ -57,11 +57,11 @@ class WindowSizes(Protocol):
 
 
 def init_recent_tokens(config: WindowSizes, batch: int) -> RecentTokens:
-    """Make the state of a model that has read nothing: C times -1 in each row.
+    """Make the initial state: C times -1 in each row.
 
     Args:
         config: a `ConvolutionConfig`, a `WindowConfig` or an `NgramConfig`.
-        batch: B, rows.
+        batch: B, the number of rows.
 
     Raises:
         ValueError: if `batch` is not an integer of at least 0.
@@ -72,15 +72,15 @@ def init_recent_tokens(config: WindowSizes, batch: int) -> RecentTokens:
 
 
 def check_recent_tokens(
-    config: WindowSizes, state: RecentTokens, rows: int, said: str = "tokens have"
+    config: WindowSizes, state: RecentTokens, rows: int, subject: str = "tokens have"
 ) -> None:
     """Raise ValueError unless the state has the tokens' rows and the model's context."""
     if not isinstance(state, RecentTokens):
         raise ValueError(f"state is a {type(state).__name__}: must be RecentTokens")
     check_not_consumed(state)
-    held, width = state.tokens.shape
-    if held != rows:
-        raise ValueError(f"{said} {rows} rows, the state {held}")
+    state_rows, width = state.tokens.shape
+    if state_rows != rows:
+        raise ValueError(f"{subject} {rows} rows, the state {state_rows}")
     if width != config.context:
         raise ValueError(f"state.tokens are {width} wide: the model's context is {config.context}")
 
@@ -94,13 +94,12 @@ def slide_window(
     at: jax.Array | None,  # i32[B, Q]
     places: Places,
 ) -> tuple[jax.Array, RecentTokens, Visit]:  # i32[B, T, C] or i32[B, Q, C]
-    """Return the last C valid tokens at each token, the state after all, and a visit of the tokens.
+    """Return the window of each token, the state after all tokens, and a visit of the tokens.
 
-    A window contains its own token. With an edit, which is told all tokens, `at` is not read.
-
-    Tokens before the beginning, or of another document, are -1. A token outside the vocabulary,
-    which can be refused before tracing only, is V, and so are the windows of an index `at` that is
-    not there. ValueError where arguments do not fit.
+    A window contains the last C valid tokens up to and including its token. Tokens before the
+    beginning or of another document are -1. Tokens outside the vocabulary, which cannot be refused
+    while tracing, are V, and so are the windows of an index `at` that is out of range. An edit sees
+    all tokens, so `at` is ignored with edits. Raise ValueError if the arguments do not fit.
     """
     size, positions = config.vocab_size, None
     check_tokens(tokens, size)
@@ -114,22 +113,22 @@ def slide_window(
     if state is None:
         state = init_recent_tokens(config, tokens.shape[0])
     check_recent_tokens(config, state, tokens.shape[0])
-    known = check_valid("tokens", tokens, valid)
+    is_token = check_valid("tokens", tokens, valid)
     tokens = jnp.asarray(tokens).astype(jnp.int32)
-    # a traced token cannot be refused; V marks it, so that its windows become NaN
+    # a traced token cannot be refused; V marks it, so that its logits become NaN
     tokens = jnp.where((tokens < 0) | (tokens >= size), size, tokens)
     documents = jnp.zeros_like(tokens) if segments is None else number_documents(segments)
-    seen = documents if valid is None else last_document(documents, known)
-    read = known.sum(axis=1, dtype=jnp.int32)
+    seen = documents if valid is None else last_document(documents, is_token)
+    read = is_token.sum(axis=1, dtype=jnp.int32)
     if valid is None:
         count = jnp.broadcast_to(jnp.arange(1, tokens.shape[1] + 1)[None], tokens.shape)
     else:
-        count = jnp.cumsum(known, axis=1, dtype=jnp.int32)
-        # padding goes behind the tokens of its row, wherever it stood
-        order = jnp.argsort(~known, axis=1, stable=True)
+        count = jnp.cumsum(is_token, axis=1, dtype=jnp.int32)
+        # move padding to the end of its row
+        order = jnp.argsort(~is_token, axis=1, stable=True)
         tokens = jnp.take_along_axis(tokens, order, axis=1)
         documents = jnp.take_along_axis(documents, order, axis=1)
-    # The valid tokens of each row stand without gaps after the state's, so a window is a slice.
+    # the valid tokens of each row directly follow those of the state, so a window is a slice
     line = jnp.concatenate([state.tokens, tokens], axis=1)
     owner = jnp.concatenate([jnp.zeros_like(state.tokens), documents], axis=1)
     last_seen = seen.max(axis=1, initial=0, keepdims=True)
@@ -137,7 +136,8 @@ def slide_window(
     last = _windows(config.context, line, owner, read[:, None], last_seen)[:, 0]
     length = state.length + read
     if segments is not None:
-        length = (known & (number_documents(segments) == last_seen)).sum(axis=1, dtype=jnp.int32)
+        in_last = is_token & (number_documents(segments) == last_seen)
+        length = in_last.sum(axis=1, dtype=jnp.int32)
     if at is not None:
         if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or len(at) != len(windows):
             rule = f"must be integers [{len(windows)}, Q]"
@@ -155,9 +155,9 @@ def result_of(
     state: RecentTokens,
     at: jax.Array | None,  # i32[B, Q]
 ) -> Any:
-    """Return what a model returns: logits, of `at` alone, the state, and what is captured."""
+    """Return the result of a call: logits (of `at` only), the state, and captured values."""
     captured = places.in_order(visit.captured)
-    if places.edit and at is not None:  # the edit was told all tokens
+    if places.edit and at is not None:  # the edit required all tokens
         logits, captured = jax.tree.map(lambda x: gather_tokens(x, at), (logits, captured))
     return (logits, state, captured) if places.capture else (logits, state)
 
@@ -169,7 +169,7 @@ def _windows(
     count: jax.Array,  # i32[B, Q]: tokens read
     document: jax.Array,  # i32[B, Q]
 ) -> jax.Array:  # i32[B, Q, C]
-    """Return the C tokens that are the newest after `count`; -1 where of another document."""
+    """Return the newest C tokens after `count` tokens; tokens of other documents are -1."""
     index = count[:, :, None] + jnp.arange(context)[None, None]
     rows = jnp.arange(line.shape[0])[:, None, None]
     same = owner[rows, index] == jnp.maximum(document, 0)[:, :, None]
@@ -177,7 +177,7 @@ def _windows(
 
 
 class RecentTokensLM(CheckedModule):
-    """Model that predicts each token from the window of the last ones."""
+    """Language model that predicts each token from a window of the last ones."""
 
     config: Any
 
@@ -198,26 +198,25 @@ class RecentTokensLM(CheckedModule):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, RecentTokens] | tuple[jax.Array, RecentTokens, Captured]:
-        """Return logits of the next token, and the state after these.
+        """Return the logits of the next tokens and the new state.
 
         Args:
             tokens: i32[B, T].
-            state: of the tokens before; None is the beginning.
-            valid: bool[B, T], False is padding; None has none.
-            segments: i32[B, T], ids of packed documents, none of which sees another; the state is
-                that of the last one. Not with a state.
-            at: i32[B, Q], indices of the tokens whose logits are asked for, and nothing is computed
-                for others; None is every token.
-            key: a single key, which turns dropout on.
-            capture: names of places (`transformer_jax.places`), whose values are returned.
-            edit: functions by the names of places, which change the values there.
+            state: the state after the previous tokens; None starts a sequence.
+            valid: bool[B, T], False marks padding; None means no padding.
+            segments: i32[B, T], ids of packed documents, which do not see each other. The new state
+                is that of the last document. Cannot be combined with `state`.
+            at: i32[B, Q], indices of the tokens to compute logits for; None means all tokens.
+            key: a single key, which turns on dropout.
+            capture: names of places (`transformer_jax.places`) to return the values of.
+            edit: functions that change the values at places, by name.
 
         Returns:
-            Logits f32[B, T, V], of `at` [B, Q, V], and the state; with `capture` also the values by
-            name.
+            Logits f32[B, T, V], or [B, Q, V] with `at`; the new state; and with `capture` the
+            values by name.
 
         Raises:
-            ValueError: if arguments do not fit.
+            ValueError: if the arguments do not fit.
         """
         places = Places.of(self, capture, edit)
         refuse_rngs(self, key)
@@ -231,27 +230,27 @@ class RecentTokensLM(CheckedModule):
 
     def _predict(
         self,
-        windows: jax.Array,  # i32[B, Q, C]; -1 before the beginning
+        windows: jax.Array,  # i32[B, Q, C]; -1 before the first token
         key: jax.Array | None,
         visit: Visit,
         whole: bool,
     ) -> jax.Array:  # f32[B, Q, V]
-        """Return the logits after each window; if `whole`, each begins a token after the last."""
+        """Return the logits after each window; if `whole`, consecutive windows shift by a token."""
         raise NotImplementedError
 
 
 @value_class
 class RecentTokensStep(AppliedStep[RecentTokens]):
-    """Run a model that sees the last tokens alone as a step; the state is its `RecentTokens`.
+    """Decoding step of a model whose state is `RecentTokens`.
 
     Attributes:
-        model: what `build(config)` gave.
+        model: a model that `build(config)` returned.
     """
 
     model: Any  # a ConvolutionLM, a WindowLM or an NgramLM, which import this module
 
     def check(self, prompt: np.ndarray, state: RecentTokens, total: np.ndarray) -> None:
-        """Raise ValueError where the prompt or the state does not fit; no length is too long."""
+        """Raise ValueError if the prompt or the state does not fit; any length is allowed."""
         check_tokens(prompt, self.model.config.vocab_size)
         check_recent_tokens(self.model.config, state, prompt.shape[0], "prompt has")
         super().check(prompt, state, total)

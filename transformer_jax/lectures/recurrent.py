@@ -1,8 +1,8 @@
 """Recurrent models: a language model, a tagger, and an encoder-decoder with attention.
 
-`model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` is
-training, prefill and decoding alike, as it is with the transformers: any number of tokens at a
-time. A token that is not `valid` is padding: it leaves its row's state as it was.
+As in the transformers, `model.apply({"params": params}, tokens, state=state, valid=valid) ->
+(logits f32, state)` serves training, prefill and decoding, with any number of tokens at a time. A
+token that is not `valid` is padding and does not change the state of its row.
 
     RNN    h' = tanh(W x + U h + b)
     LSTM   i, f, o = sigmoid(W x + U h + b);  g = tanh(W_g x + U_g h + b_g)
@@ -10,15 +10,15 @@ time. A token that is not `valid` is padding: it leaves its row's state as it wa
     GRU    r, z = sigmoid(W x + U h + b);  n = tanh(W_n x + b_n + r (U_n h + u_n))
            h' = (1 - z) n + z h
 
-Layers stand on top of each other, with dropout between them only (Zaremba et al. 2014). The
-encoder's states m_s are averaged to a context c, where the config's `context` says:
+Dropout is applied between layers, not between time steps (Zaremba et al. 2014). Attention averages
+the encoder's states m_s to a context c. The config's `context` determines where it is used:
 
     output   h' = cell(y, h);      c = attend(h', m);  logits from tanh(W [c; h'])
     input    c = attend(h, m);     h' = cell([y; c], h);  logits from tanh(W [c; h'])
     state    h~ = cell(y, h);      c = attend(h~, m);  h' = tanh(W [c; h~]);  logits from h'
 
-h is the top state before the token y. Luong et al. 2015 have the first, Bahdanau et al. 2015 the
-second; in the third the combined state itself is the next one.
+h is the top state before the token y. The first is from Luong et al. 2015 and the second from
+Bahdanau et al. 2015; in the third, the combined state is also the next recurrent state.
 """
 
 from __future__ import annotations
@@ -81,51 +81,52 @@ Carry = tuple[LayerCarry, ...]
 
 @config_class
 class RecurrentConfig(AnyModelConfig):
-    """Describe a recurrent language model, tagger or encoder-decoder.
+    """Config of a recurrent language model, tagger or encoder-decoder.
 
-    With `source_vocab_size` it is an encoder-decoder (`RecurrentSeq2Seq`), without it and with
-    `bidirectional` a tagger that reads a text from both ends (`RecurrentTagger`), else a language
-    model (`RecurrentLM`).
+    With `source_vocab_size` the model is an encoder-decoder (`RecurrentSeq2Seq`). Without it, the
+    model is a bidirectional tagger if `bidirectional` (`RecurrentTagger`), else a language model
+    (`RecurrentLM`).
     """
 
     vocab_size: Size = 256
-    """Token kinds; of an encoder-decoder, the target's."""
+    """Size of the vocabulary; in an encoder-decoder, that of the target."""
     source_vocab_size: Size | None = None
-    """Token kinds of the source; None has no encoder."""
+    """Size of the source vocabulary; None for a model without an encoder."""
     d_embed: Size = 128
-    """Width of a token's vector."""
+    """Width of the token embeddings."""
     d_hidden: Size = 128
-    """Width of a cell's state; of each direction of the encoder, too."""
+    """Width of the state of a cell, in each direction."""
     num_layers: Size = 1
-    """Cells on top of each other; in the encoder as many."""
+    """Number of stacked cells, in the encoder and in the decoder."""
     cell: Cell = "lstm"
     """rnn (Elman 1990), lstm (Hochreiter & Schmidhuber 1997, Gers et al. 2000), or gru (Cho et al.
     2014)."""
     forget_bias: float = 0.0
-    """lstm: where the biases of the forget gates begin; with 1 a cell keeps most of itself from one
-    token to the next (Gers et al. 2000, Jozefowicz et al. 2015)."""
+    """lstm: initial bias of the forget gates. At 1, a cell keeps most of its content from one token
+    to the next (Gers et al. 2000, Jozefowicz et al. 2015)."""
     bidirectional: bool = False
-    """The encoder, or without a source the whole model, reads from both ends (Schuster & Paliwal
-    1997)."""
+    """Read in both directions (Schuster & Paliwal 1997): the encoder, or the whole model if it has
+    no source."""
     attention: StateAttention | None = None
     """How the decoder scores the encoder's states: dot or general (Luong et al. 2015), or additive
-    (Bahdanau et al. 2015); None has only the encoder's last state."""
+    (Bahdanau et al. 2015). None uses only the encoder's last state."""
     context: ContextUse | None = None
-    """Where the context of the attention enters. output: the state after the token asks, and the
-    logits are read from tanh(W [context; state]). input: the state before the token asks, the
-    context enters the first cell beside the token, and the logits are read as with output. state:
-    as output, and tanh(W [context; state]) is the state that the next token starts from. None is
-    the paper's: input with additive, output with dot and general."""
+    """Where the attention's context is used. output: the query is the state after the token, and
+    the logits are computed from tanh(W [context; state]). input: the query is the state before the
+    token, the context is concatenated to the input of the first cell, and the logits are computed
+    as in output. state: like output, and tanh(W [context; state]) also replaces the recurrent
+    state. None uses the choice of the paper: input for additive, output for dot and general."""
     d_attention: Size | None = None
-    """additive: width of the hidden layer; None is d_hidden."""
+    """additive: width of the hidden layer; None uses d_hidden."""
     num_classes: Size | None = None
-    """Classes of the classification head of a model that reads from both ends; None has no head."""
+    """Classes of the classification head of a bidirectional tagger; None for no head."""
     tie_embeddings: bool = False
-    """The output matrix is the embedding matrix."""
+    """Use the embedding matrix as the output matrix."""
     dropout: Fraction = 0.0
-    """Rate on embeddings, between layers and before the output matrix (Zaremba et al. 2014)."""
+    """Dropout rate on embeddings, between layers and before the output matrix (Zaremba et al.
+    2014)."""
     init_std: Positive = 0.1
-    """Standard deviation of embeddings and of the output matrix."""
+    """Initial standard deviation of the embeddings and the output matrix."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -140,7 +141,7 @@ class RecurrentConfig(AnyModelConfig):
         if self.attention != "additive":
             unread(self, "needs attention 'additive'", "d_attention")
         if self.attention == "dot" and self.bidirectional:
-            rule = "two directions are twice as wide as the decoder's state: take 'general'"
+            rule = "two directions are twice as wide as the decoder's state: use 'general'"
             fail("attention", self.attention, rule)
         if self.tie_embeddings and self.read_out_dim != self.d_embed:
             rule = f"needs d_embed {self.d_embed} to equal d_hidden {self.d_hidden}"
@@ -152,24 +153,24 @@ class RecurrentConfig(AnyModelConfig):
 
     @property
     def context_use(self) -> ContextUse | None:
-        """Return where the context enters; None without attention."""
+        """Return where the context is used; None without attention."""
         if self.attention is None or self.context is not None:
             return self.context
         return "input" if self.attention == "additive" else "output"
 
     @property
     def is_tagger(self) -> bool:
-        """Return whether the model reads a text from both ends, and so writes none."""
+        """Whether the model is bidirectional without a source, so that it cannot generate."""
         return self.bidirectional and self.source_vocab_size is None
 
     @property
     def read_out_dim(self) -> int:
-        """Return the width of the vectors that logits are read from."""
+        """Return the input width of the output matrix."""
         return self.d_embed if self.is_tagger and self.tie_embeddings else self.d_hidden
 
     @property
     def memory_dim(self) -> int:
-        """Width of the encoder's states."""
+        """Return the width of the encoder's states."""
         return 2 * self.d_hidden if self.bidirectional else self.d_hidden
 
     @property
@@ -202,23 +203,23 @@ class RecurrentConfig(AnyModelConfig):
         return init_recurrent_state(self, batch)
 
     def places(self) -> PlaceShapes:
-        found: PlaceShapes = {"embedding": ("B", "T", self.d_embed)}
+        shapes: PlaceShapes = {"embedding": ("B", "T", self.d_embed)}
         for i in range(self.num_layers):
             if self.is_tagger:
-                found[f"layer_{i}/output"] = ("B", "T", self.memory_dim)
+                shapes[f"layer_{i}/output"] = ("B", "T", self.memory_dim)
                 continue
-            found[f"layer_{i}/hidden"] = ("B", "T", self.d_hidden)
+            shapes[f"layer_{i}/hidden"] = ("B", "T", self.d_hidden)
             if self.cell == "lstm":
-                found[f"layer_{i}/cell"] = ("B", "T", self.d_hidden)
+                shapes[f"layer_{i}/cell"] = ("B", "T", self.d_hidden)
         if self.attention is not None:
-            found["attention/weights"] = ("B", "T", "S")
-            found["attention/context"] = ("B", "T", self.memory_dim)
+            shapes["attention/weights"] = ("B", "T", "S")
+            shapes["attention/context"] = ("B", "T", self.memory_dim)
         if self.source_vocab_size is not None:
-            found["encoder/embedding"] = ("B", "T", self.d_embed)
+            shapes["encoder/embedding"] = ("B", "T", self.d_embed)
             for i in range(self.num_layers):
-                found[f"encoder/layer_{i}/output"] = ("B", "T", self.memory_dim)
-        found["read_out"] = ("B", "T", self.read_out_dim)
-        return found | {"logits": ("B", "T", self.vocab_size)}
+                shapes[f"encoder/layer_{i}/output"] = ("B", "T", self.memory_dim)
+        shapes["read_out"] = ("B", "T", self.read_out_dim)
+        return shapes | {"logits": ("B", "T", self.vocab_size)}
 
     def word_vectors(self, params: Any) -> Any:
         part = "embed" if self.source_vocab_size is None else "encoder"
@@ -227,12 +228,13 @@ class RecurrentConfig(AnyModelConfig):
 
 @value_class(pytree=True, exportable=True)
 class SourceMemory:
-    """Hold an encoder's states, which the decoder's attention looks at.
+    """Encoder states that the decoder attends to.
 
     Attributes:
-        states: [B, S, M], zeros where padded.
-        valid: bool[B, S].
-        keys: [B, S, A], additive attention's states w_key, computed once; else None.
+        states: [B, S, M], zeros at padding.
+        valid: bool[B, S], False marks padding.
+        keys: [B, S, A], the products states @ w_key of additive attention, computed once; otherwise
+            None.
     """
 
     states: jax.Array  # [B, S, M]
@@ -242,13 +244,14 @@ class SourceMemory:
 
 @value_class(pytree=True, exportable=True)
 class RecurrentState:
-    """Hold all a model remembers of the tokens so far; goes in and comes out, never mutated.
+    """State of a recurrent model; immutable, each call returns a new one.
 
     Attributes:
-        carry: of each layer h [B, H] of an RNN or a GRU, (c, h) of an LSTM.
-        length: i32[B], tokens read.
-        memory: of the source, which attention looks at; None without attention.
-        weights: f32[B, S], attention of the last token, zeros before any; None without attention.
+        carry: the state of each layer: h [B, H] of an RNN or a GRU, (c, h) of an LSTM.
+        length: i32[B], the number of tokens read.
+        memory: the encoder states to attend to; None without attention.
+        weights: f32[B, S], the attention weights of the last token, initially zeros; None without
+            attention.
     """
 
     carry: Carry
@@ -258,7 +261,7 @@ class RecurrentState:
 
 
 class RecurrentEncoder(Module):
-    """Compute the source's states, from one end or from both (Schuster & Paliwal 1997)."""
+    """Encoder of the source, in one or both directions (Schuster & Paliwal 1997)."""
 
     config: RecurrentConfig
 
@@ -270,29 +273,29 @@ class RecurrentEncoder(Module):
         key: jax.Array | None,
         places: Places = NOWHERE,
         positions: jax.Array | None = None,  # i32[S] or [B, S], for edits
-    ) -> tuple[jax.Array, Carry, Captured]:  # [B, S, M], zeros where padded
-        """Read the source; return its states, the first carry of the decoder, what is captured.
+    ) -> tuple[jax.Array, Carry, Captured]:  # [B, S, M], zeros at padding
+        """Return the states of the source, the initial carry of the decoder, and captured values.
 
-        Layer i of the decoder starts from the last states of layer i here: of one direction as
-        they are, of two as tanh(W [forward; backward] + b).
+        Layer i of the decoder starts from the last state of layer i of the encoder, or from
+        tanh(W [forward; backward] + b) if the encoder is bidirectional.
         """
         cfg, carry, visit = self.config, [], places.visit(positions=positions)
         normal = nn.initializers.normal(cfg.init_std)
-        assert cfg.source_vocab_size is not None  # as in every config with a source
+        assert cfg.source_vocab_size is not None
         table = parameter(self, "tokens", normal, (cfg.source_vocab_size, cfg.d_embed))
         keys = split_key(key, cfg.num_layers)
         x = visit("embedding", embed(table, source, valid, cfg.dropout, keys[0]))
         for i in range(cfg.num_layers):
             if i > 0:
                 x = dropout(x, cfg.dropout, keys[i])
-            # a source has one document, so no token of it resets the carry
+            # a source is a single document, so the carry is never reset
             x, last, first = _encoder_layer(cfg, i, x, valid)
             x = visit(f"layer_{i}/output", x)
             if first is not None:
                 ends = jnp.concatenate(jax.tree.leaves((last, first)), axis=-1)
                 parts, tree = jax.tree.flatten(last)
                 bridge = nn.Dense(len(parts) * cfg.d_hidden, name=f"bridge_{i}")
-                # the encoder's two ends are twice as wide as the decoder's state
+                # the two directions together are twice as wide as the decoder's state
                 start = jnp.split(jnp.tanh(bridge(ends)), len(parts), axis=-1)
                 last = jax.tree.unflatten(tree, start)
             carry.append(last)
@@ -301,7 +304,7 @@ class RecurrentEncoder(Module):
 
 
 class RecurrentDecoder(Module):
-    """Cells on top of each other, and their attention to a source."""
+    """Stacked cells with optional attention to a source."""
 
     config: RecurrentConfig
 
@@ -323,8 +326,8 @@ class RecurrentDecoder(Module):
         refuse_surplus(self)
 
     def remember(self, states: jax.Array, valid: jax.Array) -> SourceMemory:
-        """Return the encoder's states as attention reads them."""
-        valid = jnp.array(valid, copy=True)  # a state is consumed by decoding, a caller's mask not
+        """Return the encoder's states in the form that attention reads."""
+        valid = jnp.array(valid, copy=True)  # decoding donates the state, not the caller's mask
         if self.config.attention != "additive":
             return SourceMemory(states, valid)
         return SourceMemory(states, valid, jnp.einsum("BSM,MA->BSA", states, self.w_key))
@@ -335,11 +338,11 @@ class RecurrentDecoder(Module):
         valid: jax.Array,  # bool[B, T]
         state: RecurrentState,
         key: jax.Array | None,
-        starts: jax.Array | None = None,  # bool[B, T]: tokens before which the carry is zeros
+        starts: jax.Array | None = None,  # bool[B, T]: tokens before which the carry is reset
         places: Places = NOWHERE,
         positions: jax.Array | None = None,  # i32[T] or [B, T], for edits
     ) -> tuple[jax.Array, RecurrentState, Captured]:  # [B, T, H]
-        """Return what the logits are read from, the state after the tokens, what is captured."""
+        """Return the input of the output layer, the new state, and captured values."""
         cfg, memory = self.config, state.memory
         between = key if cfg.num_layers > 1 and cfg.dropout > 0 else None
         keys = None if between is None else jax.random.split(between, x.shape[1])
@@ -371,7 +374,7 @@ class RecurrentDecoder(Module):
         memory: SourceMemory | None,
         places: Places,
     ) -> tuple[tuple[Carry, jax.Array | None], tuple[jax.Array, jax.Array | None, Captured]]:
-        """Read a token of every row: the carry and weights after it, the top state and context."""
+        """Read one token per row; return the new carry and weights, the top state and context."""
         cfg, (carry, weights) = self.config, before
         visit = places.visit(positions=None if position is None else position[:, None])
         carry = _zero_at(start, carry)
@@ -387,13 +390,13 @@ class RecurrentDecoder(Module):
                 x = dropout(x, cfg.dropout, keys[i])
             layer, x = cell(carry[i], x)
             if cfg.context_use == "state" and i == cfg.num_layers - 1:
-                seen, weights = self._attend(x, memory, visit)
-                context, x = None, self._combine(seen, x)
+                attended, weights = self._attend(x, memory, visit)
+                context, x = None, self._combine(attended, x)
             x = visit.token(f"layer_{i}/hidden", x)
             new.append((visit.token(f"layer_{i}/cell", layer[0]), x) if cfg.cell == "lstm" else x)
         if cfg.context_use == "output":
             context, weights = self._attend(x, memory, visit)
-        # padding changes no bit of a row's state, whatever is computed from it
+        # padding leaves every bit of the row's state unchanged
         after = _keep(valid, (tuple(new), weights), before)
         return after, (x, context, visit.captured)
 
@@ -404,8 +407,8 @@ class RecurrentDecoder(Module):
     def _attend(
         self, query: jax.Array, memory: SourceMemory | None, visit: Visit
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the context [B, M] and weights f32[B, S] of one query [B, H] a row."""
-        assert memory is not None  # of a config with attention
+        """Return the context [B, M] and weights f32[B, S] of one query [B, H] per row."""
+        assert memory is not None
         query, mask = query[:, None], Padding(memory.valid)
         if self.config.attention == "additive":
             assert memory.keys is not None
@@ -418,13 +421,13 @@ class RecurrentDecoder(Module):
             context, weights = state_attention(query, memory.states, w=w, mask=mask)
         context, weights = context[:, 0], visit.token("attention/weights", weights[:, 0])
         if "attention/weights" in visit.edits:
-            # the context that attention returned is that of the weights before the edit
+            # attention computed the context from the weights before the edit
             context = jnp.einsum("BS,BSM->BM", weights, memory.states)
         return visit.token("attention/context", context), weights
 
 
 class BothDirections(Module):
-    """Read vectors from both ends, in layers on top of each other (Schuster & Paliwal 1997)."""
+    """Stacked bidirectional layers (Schuster & Paliwal 1997)."""
 
     config: RecurrentConfig
 
@@ -436,8 +439,8 @@ class BothDirections(Module):
         segments: jax.Array | None,  # i32[B, T]
         key: jax.Array | None,
         visit: Visit,
-    ) -> jax.Array:  # [B, T, 2 H], zeros where padded
-        """Return the forward and the backward state of the top layer at each token."""
+    ) -> jax.Array:  # [B, T, 2 H], zeros at padding
+        """Return the forward and backward state of the top layer at each token."""
         cfg = self.config
         starts = ends = None
         if segments is not None:
@@ -453,7 +456,7 @@ class BothDirections(Module):
 
 
 class _GateWeights(Module):
-    """Own the matrix of a gate, and its bias where it has a number to begin with."""
+    """Kernel of a gate, and its bias if an initial value is set."""
 
     features: int
     kernel_init: nn.initializers.Initializer
@@ -461,19 +464,19 @@ class _GateWeights(Module):
 
     @nn.compact
     def __call__(self, inputs: int) -> list[jax.Array]:  # [inputs, H], and [H]
-        found = [parameter(self, "kernel", self.kernel_init, (inputs, self.features))]
+        weights = [parameter(self, "kernel", self.kernel_init, (inputs, self.features))]
         if self.bias is not None:
-            begin = nn.initializers.constant(self.bias)
-            found.append(parameter(self, "bias", begin, (self.features,)))
-        return found
+            init = nn.initializers.constant(self.bias)
+            weights.append(parameter(self, "bias", init, (self.features,)))
+        return weights
 
 
 class LSTMCell(nn.OptimizedLSTMCell):
-    """Read a vector by an LSTM: flax's cell and parameters, with a forget gate that may start open.
+    """LSTM cell with flax's parameters and a configurable initial forget bias.
 
     Attributes:
         features: H.
-        forget_bias: where the biases of the forget gate begin.
+        forget_bias: the initial bias of the forget gate.
     """
 
     forget_bias: float = 0.0
@@ -484,21 +487,21 @@ class LSTMCell(nn.OptimizedLSTMCell):
         carry: tuple[jax.Array, jax.Array],  # c and h [B, H]
         inputs: jax.Array,  # [B, E]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        """Return (c, h) after the vector, and h."""
+        """Return the new carry (c, h), and h."""
         c, h = carry
-        of_inputs, of_state, biases = [], [], []
+        input_kernels, state_kernels, biases = [], [], []
         for gate in "ifgo":
             weights = _GateWeights(self.features, self.kernel_init, name=f"i{gate}")
-            of_inputs.append(weights(inputs.shape[-1])[0])
-            begin = self.forget_bias if gate == "f" else 0.0
-            own = _GateWeights(self.features, self.recurrent_kernel_init, begin, name=f"h{gate}")
-            kernel, bias = own(self.features)
-            of_state.append(kernel)
+            input_kernels.append(weights(inputs.shape[-1])[0])
+            init = self.forget_bias if gate == "f" else 0.0
+            weights = _GateWeights(self.features, self.recurrent_kernel_init, init, name=f"h{gate}")
+            kernel, bias = weights(self.features)
+            state_kernels.append(kernel)
             biases.append(bias)
-        # One product for the four gates, as in flax's cell.
-        state_part = h @ jnp.concatenate(of_state, axis=-1) + jnp.concatenate(biases)[None]
+        # one product for the four gates, as in flax's cell
+        state_part = h @ jnp.concatenate(state_kernels, axis=-1) + jnp.concatenate(biases)[None]
         i, f, g, o = jnp.split(
-            state_part + inputs @ jnp.concatenate(of_inputs, axis=-1), 4, axis=-1
+            state_part + inputs @ jnp.concatenate(input_kernels, axis=-1), 4, axis=-1
         )
         c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
         h = jax.nn.sigmoid(o) * jnp.tanh(c)
@@ -513,7 +516,7 @@ def _cell(config: RecurrentConfig, name: str | None = None) -> nn.RNNCellBase:
 
 
 def zero_carry(config: RecurrentConfig, rows: int) -> Carry:
-    """Return the carry before any token."""
+    """Return the initial carry."""
     zero = jnp.zeros((rows, config.d_hidden), F32)
     return ((zero, zero) if config.cell == "lstm" else zero,) * config.num_layers
 
@@ -524,12 +527,12 @@ def _hidden(layer: LayerCarry) -> jax.Array:  # [B, H]
 
 
 def _keep(valid: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Return `new` in rows that are valid [B], `old` in the others."""
+    """Return `new` in the rows that are valid [B], and `old` in the others."""
     return jax.tree.map(lambda n, o: jnp.where(valid[:, None], n, o), new, old)
 
 
 def _zero_at(start: jax.Array | None, carry: Tree) -> Tree:
-    """Return the carry with zeros in the rows that begin a document, bool[B]; None has none."""
+    """Reset the carry of the rows that start a document, bool[B]; None resets nothing."""
     if start is None:
         return carry
     return _keep(start, jax.tree.map(jnp.zeros_like, carry), carry)
@@ -545,14 +548,14 @@ def _encoder_layer(
 ) -> tuple[
     jax.Array, LayerCarry, LayerCarry | None
 ]:  # [B, S, M]; the last carry forward, and backward or None
-    """Read a sequence by one layer, from both ends if so configured; zeros where padded.
+    """Run one layer over a sequence, in one or both directions; padding becomes zeros.
 
-    Called inside a compact module, whose parameters `cell_i` and `back_i` are.
+    Call it inside a compact module, which then owns the parameters `cell_i` and `back_i`.
     """
     zero, first = zero_carry(config, x.shape[0])[0], None
     last, out = _run(_cell(config, f"cell_{index}"), zero, x, valid, starts)
     if config.bidirectional:
-        # `valid` skips the padding at the end, so each row is read from its own last token
+        # padding keeps the carry, so each row effectively starts at its own last token
         back_cell = _cell(config, f"back_{index}")
         first, back = _run(back_cell, zero, x, valid, ends, reverse=True)
         out = jnp.concatenate([out, back], axis=-1)
@@ -564,10 +567,10 @@ def _run(
     carry: LayerCarry,
     x: jax.Array,  # [B, S, D]
     valid: jax.Array,  # bool[B, S]
-    starts: jax.Array | None = None,  # bool[B, S]: tokens before which the carry is zeros
+    starts: jax.Array | None = None,  # bool[B, S]: tokens before which the carry is reset
     reverse: bool = False,
 ) -> tuple[LayerCarry, jax.Array]:  # [B, S, H]
-    """Run a cell over a sequence, if `reverse` from its end: its last carry, and all it gave."""
+    """Scan a cell over a sequence, optionally in reverse; return its last carry and its outputs."""
 
     def read(
         cell: nn.RNNCellBase,
@@ -594,36 +597,36 @@ def _run(
 RecurrentResult: TypeAlias = (
     tuple[jax.Array, RecurrentState] | tuple[jax.Array, RecurrentState, Captured]
 )
-"""Logits f32[B, T, V], the state after the tokens, and where places are captured their values."""
+"""Logits f32[B, T, V], the new state, and with `capture` the captured values."""
 
 
 def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
-    """Make the state of a language model that has read nothing.
+    """Make the initial state of a language model.
 
-    An encoder-decoder reads its source first: `model.apply(..., source, method="init_state")`.
+    For an encoder-decoder, call `model.apply(..., source, method="init_state")` instead.
 
     Args:
-        config: of a language model.
-        batch: B, rows.
+        config: the config of a language model.
+        batch: B, the number of rows.
 
     Raises:
-        ValueError: if the model has a source or reads both ends, or `batch` is not an integer of at
-            least 0.
+        ValueError: if the model has a source or is bidirectional, or if `batch` is not an integer
+            of at least 0.
     """
     if config.source_vocab_size is not None:
         rule = "its state starts from a source: model.apply(..., source, method='init_state')"
         raise ValueError(f"source_vocab_size is {config.source_vocab_size}: {rule}")
     if config.bidirectional:
-        raise ValueError("bidirectional is True: a model that reads both ends has no state")
+        raise ValueError("bidirectional is True: a bidirectional model has no state")
     check_count("batch", batch, 0)
     return RecurrentState(zero_carry(config, batch), jnp.zeros((batch,), jnp.int32))
 
 
 class RecurrentLM(CheckedModule):
-    """Language model (Mikolov et al. 2010; Zaremba et al. 2014).
+    """Recurrent language model (Mikolov et al. 2010; Zaremba et al. 2014).
 
     Attributes:
-        config: without a source, reading forward.
+        config: a config without a source that is not bidirectional.
     """
 
     config: RecurrentConfig
@@ -650,25 +653,26 @@ class RecurrentLM(CheckedModule):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> RecurrentResult:
-        """Return logits of the next token, and the state after these.
+        """Return the logits of the next tokens and the new state.
 
         Args:
             tokens: i32[B, T].
-            state: of the tokens before; None is the beginning.
-            valid: bool[B, T], False is padding; None has none.
-            segments: i32[B, T], ids of packed documents: the carry is zeros before the first token
-                of each run of equal ids, and the state that of the last one. Not with a state.
-            at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token.
-            key: a single key, which turns dropout on.
-            capture: names of places (`transformer_jax.places`), whose values are returned.
-            edit: functions by the names of places, which change the values there.
+            state: the state after the previous tokens; None starts a sequence.
+            valid: bool[B, T], False marks padding; None means no padding.
+            segments: i32[B, T], ids of packed documents. The carry is reset before the first token
+                of each run of equal ids, and the new state is that of the last document. Cannot be
+                combined with `state`.
+            at: i32[B, Q], indices of the tokens to return logits for; None means all tokens.
+            key: a single key, which turns on dropout.
+            capture: names of places (`transformer_jax.places`) to return the values of.
+            edit: functions that change the values at places, by name.
 
         Returns:
-            Logits f32[B, T, V], of `at` [B, Q, V], and the state; with `capture` also the values by
-            name.
+            Logits f32[B, T, V], or [B, Q, V] with `at`; the new state; and with `capture` the
+            values by name.
 
         Raises:
-            ValueError: if arguments do not fit.
+            ValueError: if the arguments do not fit.
         """
         check_tokens(tokens, self.config.vocab_size)
         check_segments(tokens, segments, state)
@@ -676,30 +680,29 @@ class RecurrentLM(CheckedModule):
         whole = state is None
         if state is None:
             state = init_recurrent_state(self.config, tokens.shape[0])
-        found = read_tokens(
+        logits, state, captured = read_tokens(
             self, tokens, state, valid=valid, at=at, key=key, segments=segments, places=places,
             whole=whole,
         )  # fmt: skip
-        return (*found[:2], places.in_order(found[2])) if capture else found[:2]
+        return (logits, state, places.in_order(captured)) if capture else (logits, state)
 
 
 class RecurrentTagger(CheckedModule):
-    """Give logits for each token of a text that is read from both ends (Graves et al. 2005).
+    """Bidirectional model for tagging, masked tokens or classification (Graves et al. 2005).
 
-    For training on masked tokens, to tag, or to classify. In each layer one cell reads forward and
-    one backward; both outputs together go to the next layer, and tanh(W [forward; backward] + b) to
-    the logits.
+    Each layer has a forward and a backward cell, and the next layer reads both outputs. The logits
+    are computed from tanh(W [forward; backward] + b).
 
     Attributes:
-        config: without a source, reading both ends.
+        config: a bidirectional config without a source.
     """
 
     config: RecurrentConfig
 
     @nn.nowrap
     def as_step(self) -> NoReturn:
-        """Refuse: a tagger has read the whole text before it says anything."""
-        rule = "it reads from both ends, and writes no tokens"
+        """Raise ValueError: a bidirectional model cannot generate tokens one by one."""
+        rule = "it is bidirectional and cannot generate tokens"
         raise ValueError(f"model is a RecurrentTagger: {rule}")
 
     def setup(self) -> None:
@@ -721,24 +724,24 @@ class RecurrentTagger(CheckedModule):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, None] | tuple[jax.Array, None, Captured]:
-        """Return logits of each token's own place, and None for a state.
+        """Return the logits of each token itself, and None in place of a state.
 
         Args:
             tokens: i32[B, T].
-            valid: bool[B, T], False is padding; None has none.
-            segments: i32[B, T], ids of packed documents: both directions begin anew at each run of
+            valid: bool[B, T], False marks padding; None means no padding.
+            segments: i32[B, T], ids of packed documents; both directions restart at each run of
                 equal ids.
-            at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token.
-            key: a single key, which turns dropout on.
-            capture: names of places (`transformer_jax.places`), whose values are returned.
-            edit: functions by the names of places, which change the values there.
+            at: i32[B, Q], indices of the tokens to return logits for; None means all tokens.
+            key: a single key, which turns on dropout.
+            capture: names of places (`transformer_jax.places`) to return the values of.
+            edit: functions that change the values at places, by name.
 
         Returns:
-            Logits f32[B, T, V], of `at` [B, Q, V], and None; with `capture` also the values by
+            Logits f32[B, T, V], or [B, Q, V] with `at`; None; and with `capture` the values by
             name.
 
         Raises:
-            ValueError: if arguments do not fit.
+            ValueError: if the arguments do not fit.
         """
         check_segments(tokens, segments, None)
         positions, packed = sequence_positions(tokens, None, valid, segments), segments is not None
@@ -760,15 +763,15 @@ class RecurrentTagger(CheckedModule):
         valid: jax.Array | None = None,  # bool[B, T]
         key: jax.Array | None = None,
     ) -> jax.Array:  # f32[B, C]
-        """Return class logits W [forward; backward] + b of each row.
+        """Return the class logits W [forward; backward] + b of each row.
 
-        forward is the top layer's state after the last token of a row, backward the one after the
-        first: each has read the whole row.
+        forward is the top layer's forward state at the last token, and backward is its backward
+        state at the first token, so each one covers the whole row.
 
         Args:
             tokens: i32[B, T].
-            valid: bool[B, T], False is padding; None has none.
-            key: a single key, which turns dropout on.
+            valid: bool[B, T], False marks padding; None means no padding.
+            key: a single key, which turns on dropout.
 
         Returns:
             f32[B, C].
@@ -792,7 +795,7 @@ class RecurrentTagger(CheckedModule):
         key: jax.Array | None,
         visit: Visit,
     ) -> tuple[jax.Array, jax.Array]:  # [B, T, 2 H], bool[B, T]
-        """Return the states of both directions at each token, and which tokens are no padding."""
+        """Return the states of both directions at each token, and the mask of valid tokens."""
         refuse_rngs(self, key)
         check_tokens(tokens, self.config.vocab_size)
         valid = check_valid("tokens", tokens, valid)
@@ -814,10 +817,10 @@ class RecurrentTagger(CheckedModule):
 
 
 class RecurrentSeq2Seq(CheckedModule):
-    """Source in, target out (Sutskever et al. 2014), with attention (Bahdanau et al. 2015).
+    """Encoder-decoder (Sutskever et al. 2014) with attention (Bahdanau et al. 2015).
 
     Attributes:
-        config: with a source.
+        config: a config with a source.
     """
 
     config: RecurrentConfig
@@ -840,12 +843,12 @@ class RecurrentSeq2Seq(CheckedModule):
         valid: jax.Array | None = None,  # bool[B, S]
         key: jax.Array | None = None,
     ) -> RecurrentState:
-        """Read the source once: what the decoder starts from, and its attention looks at.
+        """Encode the source and return the initial state of the decoder.
 
         Args:
             source: i32[B, S].
-            valid: bool[B, S], False is padding; None has none.
-            key: a single key, which turns dropout on.
+            valid: bool[B, S], False marks padding; None means no padding.
+            key: a single key, which turns on dropout.
         """
         places = Places.of(self).inside("encoder/")
         return self._read(source, valid, key, places)[0]
@@ -861,13 +864,13 @@ class RecurrentSeq2Seq(CheckedModule):
         vocab_size = self.config.source_vocab_size
         assert vocab_size is not None
         check_tokens(source, vocab_size)
-        known = check_valid("source", source, valid)
+        is_token = check_valid("source", source, valid)
         positions = sequence_positions(source, None, valid) if places.edit else None
-        told = places.told(positions)
-        states, carry, captured = self.encoder(source, known, key, told, positions)
+        places = places.told(positions)
+        states, carry, captured = self.encoder(source, is_token, key, places, positions)
         state = RecurrentState(carry, jnp.zeros((source.shape[0],), jnp.int32))
         if self.config.attention is not None:
-            memory = self.decoder.remember(states, known)
+            memory = self.decoder.remember(states, is_token)
             state = replace(state, memory=memory, weights=jnp.zeros(source.shape, F32))
         return state, captured
 
@@ -884,31 +887,31 @@ class RecurrentSeq2Seq(CheckedModule):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> RecurrentResult:
-        """Return logits of the next target token, and the state after these.
+        """Return the logits of the next target tokens and the new state.
 
         Args:
             tokens: i32[B, T], the target.
-            source: i32[B, S]; None with a state.
-            source_valid: bool[B, S], False is padding; None has none.
-            state: of the source and of the target's tokens before; None with a source.
-            valid: bool[B, T], False is padding; None has none.
-            at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token.
-            key: a single key, which turns dropout on.
-            capture: names of places (`transformer_jax.places`), whose values are returned; those of
-                the encoder need a source.
-            edit: functions by the names of places, which change the values there.
+            source: i32[B, S]; required unless `state` is passed.
+            source_valid: bool[B, S], False marks padding; None means no padding.
+            state: the state after the source and the previous target tokens, instead of a source.
+            valid: bool[B, T], False marks padding; None means no padding.
+            at: i32[B, Q], indices of the tokens to return logits for; None means all tokens.
+            key: a single key, which turns on dropout.
+            capture: names of places (`transformer_jax.places`) to return the values of; those of
+                the encoder require a source.
+            edit: functions that change the values at places, by name.
 
         Returns:
-            Logits f32[B, T, V], of `at` [B, Q, V], and the state; with `capture` also the values by
-            name.
+            Logits f32[B, T, V], or [B, Q, V] with `at`; the new state; and with `capture` the
+            values by name.
 
         Raises:
-            ValueError: if not one of source and state is given, or arguments do not fit.
+            ValueError: unless exactly one of source and state is passed and the arguments fit.
         """
         if (source is None) == (state is None):
-            raise ValueError("give either source or state: a state has already read its source")
+            raise ValueError("pass either source or state: a state already includes its source")
         if source is None and source_valid is not None:
-            raise ValueError("source_valid without a source: a state has already read it")
+            raise ValueError("source_valid needs a source: a state already includes its source")
         refuse_rngs(self, key)
         check_tokens(tokens, self.config.vocab_size)
         encoder_key, key = split_key(key, 2)
@@ -918,15 +921,16 @@ class RecurrentSeq2Seq(CheckedModule):
         whole = state is None
         if source is not None:
             state, captured = self._read(source, source_valid, encoder_key, inside)
-        else:  # the model's own edits of the encoder made what the state holds
-            asked = Places.of(self.config, capture, edit).inside("encoder/")
-            for name in (*asked.capture, *dict(asked.edit)):
-                raise ValueError(f"encoder/{name} with a state: it has already read its source")
+        else:  # edits that the model itself carries were applied when the state was made
+            requested = Places.of(self.config, capture, edit).inside("encoder/")
+            for name in (*requested.capture, *dict(requested.edit)):
+                raise ValueError(f"encoder/{name} needs a source: a state already includes it")
         assert state is not None
-        logits, state, own = read_tokens(
+        logits, state, decoder_captured = read_tokens(
             self, tokens, state, valid=valid, at=at, key=key, places=places, whole=whole
         )
-        captured = {f"encoder/{name}": value for name, value in captured.items()} | own
+        captured = {f"encoder/{name}": value for name, value in captured.items()}
+        captured |= decoder_captured
         return (logits, state, places.in_order(captured)) if capture else (logits, state)
 
 
@@ -940,9 +944,9 @@ def read_tokens(
     key: jax.Array | None,
     segments: jax.Array | None = None,
     places: Places = NOWHERE,
-    whole: bool,  # whether no token of the tokens' sequences was read before
+    whole: bool,  # whether the sequences start with these tokens
 ) -> tuple[jax.Array, RecurrentState, Captured]:
-    """Embed, run the decoder's cells and read the logits; shared by both models."""
+    """Embed tokens, run the decoder's cells and compute the logits; shared by both models."""
     refuse_rngs(model, key)
     check_recurrent_state(model.config, state, tokens.shape[0])
     positions = None
@@ -969,27 +973,27 @@ def read_tokens(
 
 
 def check_recurrent_state(
-    config: RecurrentConfig, state: RecurrentState, rows: int, said: str = "tokens have"
+    config: RecurrentConfig, state: RecurrentState, rows: int, subject: str = "tokens have"
 ) -> None:
     """Raise ValueError unless the state has the tokens' rows and the model's cells and memory."""
     if not isinstance(state, RecurrentState):
         raise ValueError(f"state is a {type(state).__name__}: must be a RecurrentState")
     check_not_consumed(state)
-    held = state.length.shape[0]
-    if held != rows:
-        raise ValueError(f"{said} {rows} rows, the state {held}")
-    # shapes alone: a state of another model is refused before anything is computed
-    wanted = jax.eval_shape(lambda: zero_carry(config, rows))
-    given, needed = (jax.tree.map(lambda leaf: leaf.shape, c) for c in (state.carry, wanted))
-    if given != needed:
-        raise ValueError(f"state.carry has shapes {given}: this model's are {needed}")
+    state_rows = state.length.shape[0]
+    if state_rows != rows:
+        raise ValueError(f"{subject} {rows} rows, the state {state_rows}")
+    # only shapes, to refuse the state of another model before anything is computed
+    zero = jax.eval_shape(lambda: zero_carry(config, rows))
+    found, expected = (jax.tree.map(lambda leaf: leaf.shape, c) for c in (state.carry, zero))
+    if found != expected:
+        raise ValueError(f"state.carry has shapes {found}: this model's are {expected}")
     memory = state.memory
     if config.attention is None:
         if memory is not None:
-            raise ValueError("state.memory is given, but attention is None")
+            raise ValueError("state.memory must be None: this model has no attention")
         return
     if memory is None:
-        raise ValueError("state.memory is None: start it from a source, with method='init_state'")
+        raise ValueError("state.memory is None: make the state with method='init_state'")
     if memory.states.shape[-1] != config.memory_dim:
         raise ValueError(
             f"state.memory is {memory.states.shape[-1]} wide: the model's is {config.memory_dim}"
@@ -1002,16 +1006,16 @@ def check_recurrent_state(
 
 @value_class
 class RecurrentStep(AppliedStep[RecurrentState]):
-    """Run `RecurrentLM` or `RecurrentSeq2Seq` as a step; the state is its `RecurrentState`.
+    """Decoding step of a `RecurrentLM` or `RecurrentSeq2Seq`; the state is a `RecurrentState`.
 
     Attributes:
-        model: what `build(config)` gave.
+        model: a model that `build(config)` returned.
     """
 
     model: RecurrentLM | RecurrentSeq2Seq
 
     def check(self, prompt: np.ndarray, state: RecurrentState, total: np.ndarray) -> None:
-        """Raise ValueError where prompt or state is not this model's; no length is too long."""
+        """Raise ValueError if the prompt or the state does not fit; any length is allowed."""
         check_tokens(prompt, self.model.config.vocab_size)
         check_recurrent_state(self.model.config, state, prompt.shape[0], "prompt has")
         super().check(prompt, state, total)

@@ -1,15 +1,15 @@
-"""Make pictures of digits and sequences of tones: every example follows from the seed.
+"""Images of digits and sequences of tones, generated from a seed.
 
-A glyph is one of ten 5 x 7 bitmaps at a random place of an 8 x 8 picture:
+A glyph is one of ten 5 x 7 bitmaps at a random position in an 8 x 8 image:
 
-    picture = a bitmap + noise,    a uniform in [0.5, 1), noise normal with standard deviation s
+    image = a bitmap + noise,    a uniform in [0.5, 1), noise normal with standard deviation s
 
-A letter of sound is a tone of 200 + 150 i Hz, sampled at 4000 Hz, between two silences. Frame t
-holds the logarithms of 16 energies, each of four neighbouring frequencies:
+A letter is a tone of 200 + 150 i Hz, sampled at 4000 Hz, between two silences. Frame t contains 16
+log energies, each averaged over four adjacent frequencies:
 
     e[t, b] = log(1e-3 + mean over k in 4b + 1 .. 4b + 4 of |X[t, k]|^2 / n)
 
-where X[t] is the Fourier transform of n = 128 samples from 64 t on, times Hann's window.
+where X[t] is the Fourier transform of n = 128 Hann-windowed samples that start at sample 64 t.
 """
 
 from __future__ import annotations
@@ -42,75 +42,78 @@ GLYPHS = (
 """Seven rows of five pixels for each digit."""
 
 RATE = 4000
-"""Samples of a second of sound."""
+"""Sampling rate in Hz."""
 
 WINDOW, HOP = 128, 64
-"""Samples of a frame, and from one frame to the next."""
+"""Length of a frame and distance between frames, in samples."""
 
 BINS = 4
-"""Neighbouring frequencies whose energies are one number of a frame."""
+"""Adjacent frequencies that are averaged to one feature of a frame."""
 
 TONE = 4 * HOP, 8 * HOP
-"""Samples of a tone, at least and at most."""
+"""Minimum and maximum length of a tone, in samples."""
 
 SILENCE = 2 * HOP, 4 * HOP
-"""Samples of a silence, at least and at most."""
+"""Minimum and maximum length of a silence, in samples."""
 
 
 @short_repr
 class Signal(NamedTuple):
-    """Hold a picture or the frames of a sound, and what is to be written of it."""
+    """An image or the frames of a sound, with its target text."""
 
     values: np.ndarray  # f32[H, W, C] or f32[T, D_in]
     target: str
 
 
 def make_signals(task: Any, seed: int) -> list[Signal]:
-    """Return signals of a task in random order.
+    """Return the signals of a task in random order.
 
     Args:
-        task: a `DigitsTask` or a `TonesTask` with the number of examples, if there are as many.
-        seed: of the random numbers.
+        task: a `DigitsTask` or a `TonesTask`; its `examples` is the maximum number of signals.
+        seed: the seed of the random numbers.
 
     Raises:
-        DataError: if scikit-learn's digits are asked for and it is not installed.
+        DataError: if the task uses scikit-learn's digits and scikit-learn is not installed.
     """
     random = np.random.Generator(np.random.Philox(seed))
     if not isinstance(task.inputs, Patches):
         return [_tones(task, random) for _ in range(task.examples)]
     if task.source == "scikit-learn":  # Alpaydin and Kaynak 1998
         if importlib.util.find_spec("sklearn") is None:
-            raise DataError("source is 'scikit-learn': it is not installed; glyphs need nothing")
+            rule = "it is not installed; install it or use source 'glyphs'"
+            raise DataError(f"source is 'scikit-learn': {rule}")
         from sklearn.datasets import load_digits
 
-        found = load_digits()
-        pictures = (found.images / 16).astype(np.float32)[:, :, :, None]  # pixels from 0 to 16
+        data = load_digits()
+        pictures = (data.images / 16).astype(np.float32)[:, :, :, None]  # pixels from 0 to 16
         order = random.permutation(len(pictures))[: task.examples]
-        return [Signal(pictures[i], DIGITS[int(found.target[i])]) for i in order]
+        return [Signal(pictures[i], DIGITS[int(data.target[i])]) for i in order]
     return [_glyph(task, random) for _ in range(task.examples)]
 
 
 def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
-    """Read signals of a .npz file.
+    """Read signals from a .npz file.
 
-    It holds `inputs`, numbers [N, 8, 8, 1] or [N, 8, 8] of pictures, of sounds the frames [N, T,
-    16]; `lengths`, integers [N], the frames of each, all T where it is missing; and `targets`,
-    str[N], what is to be written of each.
+    The file contains these arrays:
+
+    - `inputs`: numbers, images [N, 8, 8, 1] or [N, 8, 8], or frames [N, T, 16].
+    - `lengths`: integers [N], the number of frames of each sound; optional, defaults to T.
+    - `targets`: str[N], the target texts.
 
     Args:
         task: a `DigitsTask` or a `TonesTask`.
-        path: of the file.
-        targets: whether to read the targets, which are "" otherwise.
+        path: the file.
+        targets: whether to read the targets; otherwise they are "".
 
     Raises:
-        DataError: for what is missing or wrong, with the file, the array and the rule.
+        DataError: if an array is missing or wrong; the message names file, array and rule.
     """
     arrays: dict[str, np.ndarray] = {}
     try:
         if zipfile.is_zipfile(path):
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
-    except Exception:  # NumPy, zipfile and zlib each raise their own for a damaged file
+    except Exception:  # NumPy, zipfile and zlib raise different types for a damaged file
         arrays = {}
     if not arrays or not all(isinstance(array, np.ndarray) for array in arrays.values()):
         raise DataError(f"{path}: must be a .npz file of arrays, without Python objects")
@@ -123,12 +126,12 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
     if inputs.dtype.kind not in "fiu" or not inputs.size or inputs.shape[1:] != shape:
         wanted = ", ".join(map(str, shape if picture else ("T", *shape[1:])))
         raise DataError(f"{path}: inputs is {_described(inputs)}: must be numbers [N, {wanted}]")
-    with np.errstate(over="ignore"):  # too large is not finite, and said so
+    with np.errstate(over="ignore"):  # numbers that overflow are refused as not finite
         inputs = inputs.astype(np.float32)
     count = len(inputs)
     lengths = arrays.get("lengths", np.full(count, inputs.shape[1]))
     if picture and "lengths" in arrays:
-        raise DataError(f"{path}: lengths: a picture has none")
+        raise DataError(f"{path}: lengths: must be absent, because pictures have no length")
     if lengths.shape != (count,) or not np.issubdtype(lengths.dtype, np.integer):
         raise DataError(f"{path}: lengths is {_described(lengths)}: must be integers [{count}]")
     wrong = np.flatnonzero((lengths < 1) | (lengths > inputs.shape[1]))
@@ -142,17 +145,17 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
     if targets:
         if "targets" not in arrays:
             raise DataError(f"{path}: has no array targets, only {sorted(arrays)}")
-        found = arrays["targets"]
-        if found.shape != (count,) or found.dtype.kind != "U":
-            raise DataError(f"{path}: targets is {_described(found)}: must be texts [{count}]")
+        texts = arrays["targets"]
+        if texts.shape != (count,) or texts.dtype.kind != "U":
+            raise DataError(f"{path}: targets is {_described(texts)}: must be strings [{count}]")
         letters = {chr(97 + i) for i in range(getattr(task, "letters", 0))}
-        for number, target in enumerate(found.tolist()):
+        for number, target in enumerate(texts.tolist()):
             right = target in DIGITS if picture else target and set(target) <= letters
             if not right:
                 rule = f"must be letters from a to {max(letters, default='')}"
                 rule = f"must be one of {', '.join(DIGITS)}" if picture else rule
                 raise DataError(f"{path}: targets[{number}] is {target!r}: {rule}")
-        written = [str(target) for target in found]
+        written = [str(target) for target in texts]
     if picture:
         return [Signal(*pair) for pair in zip(inputs, written, strict=True)]
     rows = zip(inputs, lengths, written, strict=True)
@@ -164,7 +167,7 @@ def _described(array: np.ndarray) -> str:
 
 
 def _glyph(task: Any, random: np.random.Generator) -> Signal:
-    """Draw a digit at a random place, of random brightness, with noise."""
+    """Draw a digit at a random position, with random brightness and noise."""
     digit = int(random.integers(len(DIGITS)))
     bitmap = np.array([[int(pixel) for pixel in row] for row in GLYPHS[digit].split()])
     side = task.inputs.height
@@ -176,7 +179,7 @@ def _glyph(task: Any, random: np.random.Generator) -> Signal:
 
 
 def _tones(task: Any, random: np.random.Generator) -> Signal:
-    """Draw letters, and the frames of their tones."""
+    """Draw a sequence of letters and return the frames of their tones."""
     length = int(random.integers(task.min_length, task.max_length + 1))
     letters = random.integers(0, task.letters, length)
     parts = [np.zeros(random.integers(SILENCE[0], SILENCE[1] + 1))]
@@ -191,12 +194,12 @@ def _tones(task: Any, random: np.random.Generator) -> Signal:
 
 
 def log_energies(sound: np.ndarray) -> np.ndarray:  # f64[samples] -> f32[T, 16]
-    """Return the logarithms of the energies of a sound in bands of frequencies, frame by frame.
+    """Return the log energies of each frame by the equation of the module.
 
-    The equation is that of the module; T is 1 + floor((samples - 128) / 64).
+    T = 1 + floor((samples - 128) / 64).
     """
     windows = np.lib.stride_tricks.sliding_window_view(sound, WINDOW)[::HOP]
-    # frequency 0 is the mean of the samples, which says nothing of a tone
+    # frequency 0 is the mean of the samples, which carries no information about the tone
     spectrum = np.fft.rfft(windows * np.hanning(WINDOW))[:, 1:]
     power = rearrange(np.abs(spectrum) ** 2 / WINDOW, "T (D k) -> T D k", k=BINS)
     return np.log(1e-3 + power.mean(axis=2)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Tasks of the lectures: pairs, pictures and sounds whose examples follow from the seed."""
+"""Tasks of the lectures: pairs, images and sounds that are generated from the seed."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ MONTHS = (
     "october", "november", "december",
 )  # fmt: skip
 TRIES = 1000, 20
-"""Draws in a row without a new example, and as many for each that was found, after which a task is
-taken to have no more."""
+"""Generation stops after this many consecutive duplicates: a constant, plus a number for each
+example found so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _GeneratedTask(Task):
-    """Say how many examples are made of a seed, which is the run's."""
+    """Base class of tasks whose examples are generated from the seed of the run."""
 
     examples: Size = 20000
-    """Different examples, the held-out ones included; fewer where there are not as many."""
+    """Maximum number of distinct examples, including held-out examples."""
     judged: Count = 200
-    """Held-out examples that are decoded at the end of a run; 0 decodes none."""
+    """Number of held-out examples to decode at the end of a run; 0 decodes none."""
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -57,7 +57,7 @@ class _GeneratedTask(Task):
         return dict(learning_rate=3e-3, steps=2000, batch_size=64, eval_every=500)
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        # From 0.02 on, the usual start, a model as narrow as this does not learn to recall.
+        # with the usual 0.02, a model as narrow as this one does not learn to recall
         return transformer_with(model, d_model=64, num_layers=2, init_std=0.2)
 
     def on_a_file(self, model: AnyModelConfig) -> Task:
@@ -68,24 +68,24 @@ class _GeneratedTask(Task):
     def load(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
     ) -> Pairs | Signals:
-        """Return the examples of a run, made of its seed."""
+        """Return the examples of a run, generated from its seed."""
         return Pairs(config, tokenizers, vocab_size, generate_pairs(self, config.seed))
 
     def draw(self, random: Random) -> tuple[str, str]:
-        """Draw the source and the target of an example."""
+        """Draw the source and target of an example."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LettersTask(_GeneratedTask):
-    """Say what random strings of letters look like."""
+    """Base class of tasks on random strings of letters."""
 
     letters: Size = 8
-    """Different letters, from a on."""
+    """Number of distinct letters, starting with a."""
     min_length: Size = 2
-    """Fewest letters of a string."""
+    """Minimum length of a string."""
     max_length: Size = 8
-    """Most letters of a string."""
+    """Maximum length of a string."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,7 +102,7 @@ class _LettersTask(_GeneratedTask):
 
 @config_class
 class ReverseTask(_LettersTask):
-    """Write a string backwards: bad -> dab."""
+    """Reverse a string: bad -> dab."""
 
     def draw(self, random: Random) -> tuple[str, str]:
         source, _ = super().draw(random)
@@ -111,7 +111,7 @@ class ReverseTask(_LettersTask):
 
 @config_class
 class CopyTask(_LettersTask):
-    """Write a string again: bad -> bad."""
+    """Copy a string: bad -> bad."""
 
 
 @config_class
@@ -119,9 +119,9 @@ class AdditionTask(_GeneratedTask):
     """Add two numbers: 17+5 -> 22."""
 
     digits: Size = 2
-    """Digits of a number at most."""
+    """Maximum number of digits of each number."""
     reversed: bool = False
-    """The sum begins with its last digit: 17+5 -> 22, 17+8 -> 52 (Lee et al. 2023)."""
+    """Write the sum starting with its last digit: 17+5 -> 22, 17+8 -> 52 (Lee et al. 2023)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,7 +136,7 @@ class AdditionTask(_GeneratedTask):
 
 @config_class
 class DatesTask(_GeneratedTask):
-    """Write a date by its numbers: 9 may 1998 -> 1998-05-09."""
+    """Convert a date to ISO format: 9 may 1998 -> 1998-05-09."""
 
     def draw(self, random: Random) -> tuple[str, str]:
         first, last = (datetime.date(*day).toordinal() for day in ((1900, 1, 1), (2099, 12, 31)))
@@ -153,18 +153,18 @@ class DatesTask(_GeneratedTask):
 
 @config_class
 class RecallTask(_GeneratedTask):
-    """Recall what stood after letters: a3c7b1 ca -> c7a3 (Ba et al. 2016, 4.1; Arora et al. 2023).
+    """Associative recall: a3c7b1 ca -> c7a3 (Ba et al. 2016, section 4.1; Arora et al. 2023).
 
-    Many digits to recall in a row make the task learnable in minutes: with one of three asked for,
-    small models stop at guessing among the three (benchmarks/NOTES.md).
+    Several queries per example make the task learnable in minutes: with three pairs and one query,
+    small models plateau at guessing among the three digits (benchmarks/NOTES.md).
     """
 
     pairs: Size = 6
-    """Letters, each with a digit after it."""
+    """Number of pairs of a letter and a digit."""
     letters: Size = 12
-    """Different letters, from a on."""
+    """Number of distinct letters, starting with a."""
     queries: Size = 6
-    """Letters that are asked for, all different."""
+    """Number of letters to recall, all distinct."""
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
         return transformer_with(super().usual_model(model), positions=Rope())
@@ -181,20 +181,20 @@ class RecallTask(_GeneratedTask):
     def draw(self, random: Random) -> tuple[str, str]:
         letters = [chr(97 + int(i)) for i in random.permutation(self.letters)[: self.pairs]]
         digits = [str(int(i)) for i in random.integers(0, 10, self.pairs)]
-        asked = random.permutation(self.pairs)[: self.queries]
+        order = random.permutation(self.pairs)[: self.queries]
         pairs = [letter + digit for letter, digit in zip(letters, digits, strict=True)]
-        queries = "".join(letters[i] for i in asked)
-        return f"{''.join(pairs)} {queries}", "".join(pairs[i] for i in asked)
+        queries = "".join(letters[i] for i in order)
+        return f"{''.join(pairs)} {queries}", "".join(pairs[i] for i in order)
 
 
 @config_class
 class ModularTask(_GeneratedTask):
-    """Compute (a operation b) modulo a number: 5*4 -> 6 modulo 7 (Power et al. 2022)."""
+    """Modular arithmetic: 5*4 -> 6 modulo 7 (Power et al. 2022)."""
 
     modulus: Size = 23
-    """The number that results are below."""
+    """The modulus."""
     operation: Literal["+", "-", "*"] = "+"
-    """What is computed of a and b."""
+    """The operation."""
 
     def draw(self, random: Random) -> tuple[str, str]:
         one, two = (int(i) for i in random.integers(0, self.modulus, 2))
@@ -204,10 +204,10 @@ class ModularTask(_GeneratedTask):
 
 @dataclass(frozen=True, kw_only=True)
 class _ContinuousTask(_GeneratedTask):
-    """Say what tasks of pictures and of sound have in common."""
+    """Base class of tasks on images and sound."""
 
     examples: Size = 4000
-    """Different examples, the held-out ones included."""
+    """Maximum number of distinct examples, including held-out examples."""
 
     @property
     def reads_numbers(self) -> bool:
@@ -219,11 +219,11 @@ class _ContinuousTask(_GeneratedTask):
 
     @property
     def inputs(self) -> Inputs:
-        """Return inputs of a model that can read the examples."""
+        """Return the input config of a model that can read the examples."""
         raise NotImplementedError
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        return model  # as `fit_model` has made it
+        return model  # `fit_model` has already set it up
 
     def on_a_file(self, model: AnyModelConfig) -> Task:
         return self
@@ -231,30 +231,25 @@ class _ContinuousTask(_GeneratedTask):
     def load(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
     ) -> Signals:
-        """Return the examples of a run, made of its seed."""
+        """Return the examples of a run, generated from its seed."""
         return Signals(config, tokenizers, vocab_size)
 
     def load_file(self, config: TrainConfig, tokenizers: Tokenizers, path: str) -> Signals:
         """Return the examples of a .npz file, all of them held out."""
-        return Signals(
-            config,
-            tokenizers,
-            config.model.vocab_size,
-            read_signals(self, path),
-        )
+        return Signals(config, tokenizers, config.model.vocab_size, read_signals(self, path))
 
     def answer_file(
         self, config: TrainConfig, tokenizers: Tokenizers, params: Params, path: Path
     ) -> list[str]:
-        """Return what the model writes of each picture or sound of a .npz file."""
-        found = read_signals(self, str(path), targets=False)
-        return answer_signals(config, tokenizers, params, found)
+        """Return the model's answer for each image or sound of a .npz file."""
+        signals = read_signals(self, str(path), targets=False)
+        return answer_signals(config, tokenizers, params, signals)
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return a transformer that reads the task's inputs; other models as they are.
+        """Return a transformer with the inputs of the task; other models are returned unchanged.
 
-        Weights begin at 0.1, about the inverse root of the width: from GPT-2's 0.02 on, an encoder
-        as small as this stands still for hundreds of steps.
+        init_std is 0.1, about one over the square root of the width. With GPT-2's 0.02, an encoder
+        as small as this one makes no progress for hundreds of steps.
         """
         return transformer_with(model, inputs=self.inputs, init_std=0.1)
 
@@ -264,22 +259,22 @@ class _ContinuousTask(_GeneratedTask):
         if not isinstance(found, type(wanted)):
             fail("task", self.kind, f"needs model.inputs {kind_name(type(wanted))}")
         if found.row_shape(1) != wanted.row_shape(1):
-            rule = f"has inputs of {wanted.row_shape(1)}, model.inputs reads {found.row_shape(1)}"
+            rule = f"has inputs {wanted.row_shape(1)}, but model.inputs reads {found.row_shape(1)}"
             fail("task", self.kind, rule)
 
 
 @config_class
 class DigitsTask(_ContinuousTask):
-    """Read a picture of a digit and write its name, or say which digit it is.
+    """Recognition of digits in images.
 
-    An encoder-decoder writes the name by its letters; an encoder says the class.
+    An encoder-decoder writes the name of the digit letter by letter; an encoder predicts the class.
     """
 
     source: Literal["glyphs", "scikit-learn"] = "glyphs"
-    """Where the 8 x 8 pictures come from. glyphs: drawn from the seed; scikit-learn: its 1797
-    handwritten digits, which must be installed."""
+    """Source of the 8 x 8 images. glyphs: drawn from the seed; scikit-learn: its 1797 handwritten
+    digits (requires scikit-learn)."""
     noise: NonNegative = 0.1
-    """glyphs: standard deviation of the noise, where ink is from 0.5 to 1 and paper 0."""
+    """glyphs: standard deviation of the noise; ink is from 0.5 to 1, and paper is 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -297,26 +292,26 @@ class DigitsTask(_ContinuousTask):
     def check_model(self, model: AnyModelConfig) -> None:
         super().check_model(model)
         if model.kind == "encoder" and not getattr(model.inputs, "class_token", True):
-            fail("class_token", False, "an encoder says the class by this token: must be True")
+            fail("class_token", False, "must be True, because the encoder classifies this token")
 
 
 @config_class
 class TonesTask(_ContinuousTask):
-    """Hear pure tones, each of which stands for a letter, and write the letters."""
+    """Transcription of pure tones, one per letter."""
 
     letters: Size = 8
-    """Different letters, from a on: letter number i is a tone of 200 + 150 i Hz."""
+    """Number of distinct letters, starting with a; letter i is a tone of 200 + 150 i Hz."""
     min_length: Size = 1
-    """Fewest letters of a sequence."""
+    """Minimum length of a sequence."""
     max_length: Size = 5
-    """Most letters of a sequence."""
+    """Maximum length of a sequence."""
     noise: NonNegative = 0.1
-    """Standard deviation of white noise, where a tone has an amplitude from 0.5 to 1."""
+    """Standard deviation of white noise; the amplitude of a tone is from 0.5 to 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.letters > 12:
-            rule = "must be at most 12: the next tone is above half the sampling rate"
+            rule = "must be at most 12: higher tones exceed half the sampling rate"
             fail("letters", self.letters, rule)
         if self.min_length > self.max_length:
             fail("min_length", self.min_length, f"must not exceed max_length {self.max_length}")
@@ -331,19 +326,19 @@ class TonesTask(_ContinuousTask):
 
 
 GeneratedTask = ReverseTask | CopyTask | AdditionTask | DatesTask | RecallTask | ModularTask
-"""Tasks whose pairs are made of a seed."""
+"""Tasks whose pairs are generated from a seed."""
 
 ContinuousTask = DigitsTask | TonesTask
-"""Tasks whose inputs are numbers, made of a seed, instead of tokens."""
+"""Tasks whose inputs are numbers instead of tokens, generated from a seed."""
 
 
 def generate_pairs(task: _GeneratedTask, seed: int) -> list[tuple[str, str]]:
-    """Return up to `task.examples` different pairs of source and target, in random order."""
+    """Return up to `task.examples` distinct pairs of source and target, in random order."""
     random = np.random.Generator(np.random.Philox(seed))
-    found, missed = dict[str, str](), 0
-    # a task with fewer examples than are asked for would draw the same ones for ever
-    while len(found) < task.examples and missed < TRIES[0] + TRIES[1] * len(found):
+    pairs, duplicates = dict[str, str](), 0
+    # without a limit, a task with too few distinct examples would never finish
+    while len(pairs) < task.examples and duplicates < TRIES[0] + TRIES[1] * len(pairs):
         source, target = task.draw(random)
-        missed = missed + 1 if source in found else 0
-        found[source] = target
-    return list(found.items())
+        duplicates = duplicates + 1 if source in pairs else 0
+        pairs[source] = target
+    return list(pairs.items())

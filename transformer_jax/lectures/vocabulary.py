@@ -1,4 +1,4 @@
-"""Tables of vectors of tokens, which the models of the lectures share."""
+"""Embedding and output matrices, shared by the models of the lectures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_jax.models.ops import lookup
 
 
 class Vocabulary(Module):
-    """Turn tokens into vectors, and vectors into logits."""
+    """Embedding and output layer of a model."""
 
     config: Any  # a RecurrentConfig, a ConvolutionConfig or a WindowConfig
 
@@ -42,5 +42,8 @@ class Vocabulary(Module):
 def embed(
     table: jax.Array, tokens: jax.Array, valid: jax.Array, rate: float, key: jax.Array | None
 ) -> jax.Array:  # [B, T, E]
-    """Rows of the table, with dropout; zeros where padded, or 0 * NaN would enter gradients."""
+    """Look up tokens and apply dropout.
+
+    Padding becomes zeros, because 0 * NaN would otherwise enter the gradients.
+    """
     return dropout(jnp.where(valid[:, :, None], lookup(table, tokens), 0.0), rate, key)

@@ -1,14 +1,14 @@
-"""Predict a token from the last C by a feed-forward network (Bengio et al. 2003).
+"""Feed-forward language model over the last C tokens (Bengio et al. 2003).
 
-`model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` is
-training, prefill and decoding alike, as it is with the other models.
+As in the other models, `model.apply({"params": params}, tokens, state=state, valid=valid) ->
+(logits f32, state)` serves training, prefill and decoding.
 
-    x = [E w_(t-C+1); ...; E w_t]          the vectors of the last C tokens, side by side
-    h = tanh(W x + b)                      once for each of `num_layers`
-    logits = U h + D x + d                 D with `direct` only
+    x = [E w_(t-C+1); ...; E w_t]          the concatenated vectors of the last C tokens
+    h = tanh(W x + b)                      repeated for each of `num_layers`
+    logits = U h + D x + d                 D only with `direct`
 
-Before the beginning stands one learned vector, `begin`. All tokens of a training pass are computed
-at once: their windows are gathers, not a loop.
+One learned vector, `begin`, fills the positions before the first token. A training pass computes
+all tokens at once: it gathers their windows instead of looping.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from transformer_jax.models.places import Visit
 
 @config_class
 class WindowConfig(AnyModelConfig):
-    """Describe a feed-forward language model over the last tokens (Bengio et al. 2003)."""
+    """Config of a feed-forward language model over the last tokens (Bengio et al. 2003)."""
 
     vocab_size: Size = 256
-    """Token kinds."""
+    """Size of the vocabulary."""
     context: Size = 4
-    """Tokens that a prediction sees: n - 1 of an n-gram."""
+    """Number of tokens that a prediction sees; n - 1 in terms of an n-gram."""
     d_embed: Size = 128
-    """Width of a token's vector."""
+    """Width of the token embeddings."""
     d_hidden: Size = 128
     """Width of each hidden layer."""
     num_layers: Size = 1
-    """Hidden layers."""
+    """Number of hidden layers."""
     direct: bool = False
-    """Logits also read the tokens' vectors themselves, by one matrix."""
+    """Add a direct linear connection from the embeddings to the logits."""
     tie_embeddings: bool = False
-    """The output matrix is the embedding matrix."""
+    """Use the embedding matrix as the output matrix."""
     dropout: Fraction = 0.0
-    """Rate on embeddings, between layers and before the output matrix."""
+    """Dropout rate on embeddings, between layers and before the output matrix."""
     init_std: Positive = 0.1
-    """Standard deviation of embeddings and of the output matrix."""
+    """Initial standard deviation of the embeddings and the output matrix."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -66,7 +66,7 @@ class WindowConfig(AnyModelConfig):
 
     @property
     def read_out_dim(self) -> int:
-        """Return the width of the vectors that logits are read from."""
+        """Return the input width of the output matrix."""
         return self.d_hidden
 
     def build(self) -> WindowLM:
@@ -79,17 +79,17 @@ class WindowConfig(AnyModelConfig):
         return params["embed"]["tokens"]
 
     def places(self) -> PlaceShapes:
-        found: PlaceShapes = {"embedding": ("B", "T", self.context * self.d_embed)}
+        shapes: PlaceShapes = {"embedding": ("B", "T", self.context * self.d_embed)}
         for i in range(self.num_layers):
-            found[f"layer_{i}/hidden"] = ("B", "T", self.d_hidden)
-        return found | {"logits": ("B", "T", self.vocab_size)}
+            shapes[f"layer_{i}/hidden"] = ("B", "T", self.d_hidden)
+        return shapes | {"logits": ("B", "T", self.vocab_size)}
 
 
 class WindowLM(RecentTokensLM):
-    """Predict each token from a fixed number of tokens before it (Bengio et al. 2003).
+    """Feed-forward language model over a window of tokens (Bengio et al. 2003).
 
     Attributes:
-        config: of the model.
+        config: the config of the model.
     """
 
     config: WindowConfig

@@ -1,10 +1,10 @@
-"""Demonstrate what the lectures claim: one short module for each claim.
+"""Demonstrations of the claims of the lectures, one short module per claim.
 
     python -m transformer_jax demo vanishing_gradients --out runs/demos
 
-Each has `OPTIONS`, the values that it takes, and `demonstrate`, which prints figures, saves a
-picture and returns the figures. Their tests are in `tests/lectures/demos/`; docs/lectures/
-explains them.
+Each module has `OPTIONS`, the options that it accepts, and `demonstrate`, which prints numbers,
+saves a picture and returns the numbers. The tests are in `tests/lectures/demos/`, and the
+explanations in docs/lectures/.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ FOLDER = Path(__file__).parent
 
 
 def demonstrations() -> dict[str, str]:
-    """Return the first line about each demonstration by its name, without importing any."""
-    found = {}
+    """Return the summary line of each demonstration by name, without importing the modules."""
+    summaries = {}
     for path in sorted(FOLDER.glob("*.py")):
         if path.stem not in ("__init__", "shared"):
-            said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            found[path.stem] = said.partition("\n")[0]
-    return found
+            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            summaries[path.stem] = docstring.partition("\n")[0]
+    return summaries

@@ -1,11 +1,11 @@
-"""Draw activations and their slopes, and what a gradient is worth after some layers of each.
+"""Plot activation functions and their derivatives.
 
     python -m transformer_jax demo activations
 
     sigmoid 1 / (1 + exp(-z)), tanh z, ReLU max(z, 0), GELU z Phi(z) (Hendrycks & Gimpel 2016)
 
-The slope of a sigmoid is at most 1/4 and that of tanh at most 1, both fall to 0 where they are
-saturated; that of ReLU is 0 or 1. A gradient is multiplied by one slope in every layer.
+The slope of a sigmoid is at most 1/4 and that of tanh is at most 1; both fall to 0 when the
+function saturates. The slope of ReLU is 0 or 1. Each layer multiplies a gradient by one slope.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
-    """Run the demonstration; return by activation [2, Z]: its values and slopes, over "z"."""
+    """Run the demonstration; return the points "z", and values and slopes [2, Z] by activation."""
     z = np.linspace(-4, 4, 17 if arguments.quick else 161, dtype=np.float32)
     found: dict[str, np.ndarray] = {"z": z}
     figure, plots = new_figure(2, height=3.4)

@@ -1,10 +1,10 @@
-"""Train a small translator from French to English, and draw what it looks at for each word.
+"""Train a small French-to-English translator and plot its attention weights.
 
     python -m transformer_jax demo alignment
 
 A bidirectional GRU reads the French words, and a GRU with additive attention writes the English
-ones (Bahdanau et al. 2015). The sentences are all those of a small grammar; a token is a word.
-After 300 steps the model translates every one of them. Row i of the alignment has the decoder's
+words (Bahdanau et al. 2015). The data are all sentences of a small grammar; tokens are words. After
+300 steps, the model translates all of them correctly. Row i of the alignment contains the decoder's
 attention weights over the French words j when it writes word i:
 
     a_ij = softmax_j(v . tanh(W_q s_{i-1} + W_k h_j))
@@ -52,27 +52,27 @@ MANY = {
 }  # fmt: skip
 ANIMALS = {"chat": "cat", "chien": "dog", "cheval": "horse"}
 COLOURS = {"noir": "black", "blanc": "white", "gris": "grey"}
-SHOWN = ("je suis étudiant", "nous avons un chat noir")
+EXAMPLES = ("je suis étudiant", "nous avons un chat noir")
 START, END = "<s>", "</s>"
 
 
 def sentence_pairs() -> list[tuple[str, str]]:
-    """Return the sentences of the grammar, French and English."""
+    """Return all French sentences of the grammar with their translations."""
     pairs = []
-    for subject, said in BE.items():
-        others = MANY if subject in ("nous sommes", "ils sont") else ONE
-        pairs += [(f"{subject} {fr}", f"{said} {en}") for fr, en in others.items()]
-    for subject, said in HAVE.items():
+    for subject, english in BE.items():
+        complements = MANY if subject in ("nous sommes", "ils sont") else ONE
+        pairs += [(f"{subject} {fr}", f"{english} {en}") for fr, en in complements.items()]
+    for subject, english in HAVE.items():
         for animal, name in ANIMALS.items():
             pairs += [
-                (f"{subject} un {animal} {fr}", f"{said} a {en} {name}")
+                (f"{subject} un {animal} {fr}", f"{english} a {en} {name}")
                 for fr, en in COLOURS.items()
             ]
     return pairs
 
 
 def encode(sentences: list[list[str]]) -> tuple[list[str], np.ndarray]:
-    """Return the vocabulary, and the sentences as ids i32[B, T] of it, -1 after their ends."""
+    """Return the vocabulary and the ids i32[B, T] of the sentences, padded with -1."""
     words = sorted({word for sentence in sentences for word in sentence})
     longest = max(map(len, sentences))
     ids = [[words.index(word) for word in sentence] for sentence in sentences]
@@ -86,11 +86,11 @@ def translate(
     start: int,
     end: int,
     num_tokens: int,
-) -> tuple[list[np.ndarray], np.ndarray]:  # a row's words, f32[B, T, S]
-    """Return the likeliest translations, and the attention weights of each of their words."""
+) -> tuple[list[np.ndarray], np.ndarray]:  # the ids of each row, f32[B, T, S]
+    """Return greedy translations and the attention weights of each of their words."""
     model, valid = RecurrentSeq2Seq(config), source >= 0
-    known = {"params": params}
-    state = model.apply(known, np.maximum(source, 0), valid=valid, method="init_state")
+    variables = {"params": params}
+    state = model.apply(variables, np.maximum(source, 0), valid=valid, method="init_state")
     prompt = np.full((len(source), 1), start)
     place = "attention/weights"
     text = generate(
@@ -101,23 +101,23 @@ def translate(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return the share translated, and words and weights by sentence."""
+    """Run the demonstration; return the accuracy, and words and weights by sentence."""
     pairs = sentence_pairs()
-    shown = SHOWN if arguments.sentence is None else (arguments.sentence,)
+    examples = EXAMPLES if arguments.sentence is None else (arguments.sentence,)
     french, source = encode([fr.split() for fr, _ in pairs])
     english, target = encode([[START, *en.split(), END] for _, en in pairs])
     config = RecurrentConfig(
         vocab_size=len(english), source_vocab_size=len(french), d_embed=arguments.width,
         d_hidden=arguments.width, cell="gru", bidirectional=True, attention="additive",
     )  # fmt: skip
-    for word in " ".join(shown).split():
+    for word in " ".join(examples).split():
         if word not in french:
             fail("sentence", arguments.sentence, f"{word!r} is not one of {', '.join(french)}")
     model, valid = build(config), source >= 0
 
     def loss(params: Any, _: Any) -> jax.Array:
         read, write = jnp.maximum(source, 0), jnp.maximum(target[:, :-1], 0)
-        # every step reads all sentences: the corpus is one batch
+        # the whole corpus is one batch
         logits, _ = model.apply({"params": params}, write, source=read, source_valid=valid)
         return cross_entropy(logits, jnp.asarray(target[:, 1:]), ignore_label=-1)[0]
 
@@ -125,24 +125,25 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
     params = init_params(config, jax.random.key(arguments.seed))
     params, losses = train(loss, params, np.zeros(steps), learning_rate=0.02)
     start, end = english.index(START), english.index(END)
-    asked = [[french.index(word) for word in sentence.split()] for sentence in shown]
-    longest = max(source.shape[1], *map(len, asked))
-    read = np.full((len(source) + len(asked), longest), -1, np.int32)
-    for row, ids in zip(read, [*source.tolist(), *asked], strict=True):
+    extra = [[french.index(word) for word in sentence.split()] for sentence in examples]
+    longest = max(source.shape[1], *map(len, extra))
+    read = np.full((len(source) + len(extra), longest), -1, np.int32)
+    for row, ids in zip(read, [*source.tolist(), *extra], strict=True):
         row[: len(ids)] = ids
     rows, weights = translate(config, params, read, start, end, target.shape[1] - 1)
     wanted = [row[row >= 0][1:] for row in target]
     right = np.mean([np.array_equal(a, b) for a, b in zip(rows, wanted, strict=False)])
-    print(f"{len(pairs)} sentences; loss {losses[-1]:.4f} nats a word; {right:.0%} translated")
+    loss_text = f"loss {losses[-1]:.4f} nats per word"
+    print(f"{len(pairs)} sentences; {loss_text}; {right:.0%} translated correctly")
     found: dict[str, Any] = {"right": right}
-    for i, sentence in enumerate(shown, len(pairs)):
+    for i, sentence in enumerate(examples, len(pairs)):
         words = [english[token] for token in rows[i]]
         found[sentence] = words, weights[i, : len(words), : len(sentence.split())]
         print_table([" ".join(words[:-1]), *sentence.split()], [
             [word, *(f"{w:.2f}" for w in row)] for word, row in zip(*found[sentence], strict=True)
         ])  # fmt: skip
-    figure, plots = new_figure(len(shown))
-    for axes, sentence in zip(plots, shown, strict=True):
+    figure, plots = new_figure(len(examples))
+    for axes, sentence in zip(plots, examples, strict=True):
         words, matrix = found[sentence]
         draw_matrix(axes, matrix, words, sentence.split())
         label(axes, f"“{sentence}”", "read: French", "written: English", legend=False)

@@ -1,16 +1,16 @@
-"""Count and time what it costs to generate n tokens: without a cache, with one, with a window.
+"""Measure the cost of generating n tokens without a cache, with a cache, and with a window.
 
     python -m transformer_jax demo decoding_cost
 
-Query-key products of one head of one layer, where step t has t tokens:
+Query-key products of one head of one layer; step t has t tokens:
 
-    no cache    sum of t (t + 1) / 2 = n (n + 1) (n + 2) / 6    every query again, at every step
-    cache       sum of t             = n (n + 1) / 2            one query a step
-    window W    sum of min(t, W)     = n W - W (W - 1) / 2      one query a step, n >= W
+    no cache    sum of t (t + 1) / 2 = n (n + 1) (n + 2) / 6    recomputes every query at every step
+    cache       sum of t             = n (n + 1) / 2            one query per step
+    window W    sum of min(t, W)     = n W - W (W - 1) / 2      one query per step, n >= W
 
-The counts are summed from the masks that the steps use, over the positions that the cache holds.
-Times are of a whole generation by a small decoder, medians of runs in turn; without a cache the
-program reads a text of n tokens at every step, since its shapes are fixed.
+The counts are sums over the masks of the steps and the positions in the cache. The times are
+medians of interleaved runs, each of which generates n tokens with a small decoder. Without a cache,
+every step reads n tokens, because the program has fixed shapes.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ OPTIONS: Options = {"tokens": (512, 24), "window": (16, 16), "width": (32, 32)}
 
 
 def formulas(n: int, window: int) -> list[int]:
-    """Return the number of query-key products of each way to generate n tokens."""
+    """Return the number of query-key products of each method for n tokens."""
     w = min(window, n)
     return [n * (n + 1) * (n + 2) // 6, n * (n + 1) // 2, n * w - w * (w - 1) // 2]
 
 
 def count(n: int, window: int) -> list[int]:
-    """Count the pairs that the masks of all n steps let through."""
+    """Count the query-key pairs that the masks of all n steps allow."""
 
     def without(t: jax.Array) -> jax.Array:
         positions = jnp.where(jnp.arange(n) < t, jnp.arange(n), -1)
@@ -82,8 +82,8 @@ def count(n: int, window: int) -> list[int]:
     return [int(np.asarray(steps, np.int64).sum()) for steps in counts]
 
 
-def ways_to_generate(n: int, window: int, width: int) -> list[Callable[[], Any]]:
-    """Return a function for each way, which generates n tokens and waits for them."""
+def generators(n: int, window: int, width: int) -> list[Callable[[], Any]]:
+    """Return a function for each method that generates n tokens."""
     config = ModelConfig(
         vocab_size=61, d_model=width, num_layers=1, num_heads=2, positions=Rope(), max_len=n + 1
     )
@@ -112,8 +112,8 @@ def ways_to_generate(n: int, window: int, width: int) -> list[Callable[[], Any]]
 
 
 def measure_times(n: int, window: int, width: int, runs: int) -> list[float]:
-    """Return the median seconds of each way to generate n tokens; the ways take turns."""
-    calls = ways_to_generate(n, window, width)
+    """Return the median seconds of each method to generate n tokens, from interleaved runs."""
+    calls = generators(n, window, width)
     for call in calls:
         jax.block_until_ready(call())
     seconds: list[list[float]] = [[] for _ in calls]

@@ -1,16 +1,18 @@
-"""Measure what residual connections and norms do to gradients and to training, by depth.
+"""Measure the effect of residual connections and norms on gradients, by depth.
 
     python -m transformer_jax demo depth
 
-A block is attention and a feed-forward network, written out here. Four ways to put a part f in:
+A block is attention and a feed-forward network, written out in this module. A part f of a block can
+be connected in four ways:
 
     f(x)             no residual connection
     x + f(x)         no norm
     norm(x + f(x))   post-norm (Vaswani et al. 2017)
-    x + f(norm(x))   pre-norm, one more norm after the last block (Xiong et al. 2020)
+    x + f(norm(x))   pre-norm, with a final norm after the last block (Xiong et al. 2020)
 
-Drawn are the Jacobian of one feed-forward part, d(x + f)/dx = I + df/dx, and the norm of the loss's
-gradient before each of 48 blocks, relative to the one before the last, of untrained models.
+The picture shows, for untrained models, the Jacobian of one feed-forward part, d(x + f)/dx = I +
+df/dx, and the norm of the gradient of the loss before each of 48 blocks, relative to the gradient
+before the last block.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ KINDS = ("no residual", "no norm", "post-norm", "pre-norm")
 
 
 def init_block(key: jax.Array) -> dict[str, jax.Array]:
-    """Draw the matrices of a block, of the variance 1 / inputs."""
+    """Draw the matrices of a block with variance 1 / inputs."""
     shapes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH)}
     shapes["down"] = (4 * WIDTH, WIDTH)
     keys = jax.random.split(key, len(shapes))
@@ -58,7 +60,7 @@ def init_block(key: jax.Array) -> dict[str, jax.Array]:
 
 
 def attention(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
-    """Return causal attention with projections."""
+    """Compute causal attention with its projections."""
     q, k, v = (y.reshape(*x.shape[:2], HEADS, -1) for y in jnp.split(x @ p["qkv"], 3, axis=-1))
     scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) / math.sqrt(q.shape[-1])
     seen = jnp.tril(jnp.ones((1, 1, x.shape[1], x.shape[1]), bool))
@@ -72,7 +74,7 @@ def feed_forward(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:  # [..., D
 
 
 def part(kind: str, f: Any, x: jax.Array) -> jax.Array:
-    """Put f in, in one of the four ways."""
+    """Apply f with the connection `kind`."""
     match kind:
         case "no residual":
             return f(x)
@@ -88,13 +90,13 @@ def run(
     kind: str,
     params: Any,
     tokens: jax.Array,  # i32[B, T]
-    nudges: jax.Array,  # f32[L, B, T, D], added before each block: where a gradient is taken
+    nudges: jax.Array,  # f32[L, B, T, D], added before each block to take gradients there
 ) -> jax.Array:  # f32[B, T, V]
     """Return the logits of a stack of blocks."""
     x = params["tokens"][tokens] + sinusoidal(jnp.arange(tokens.shape[1]), WIDTH)[None]
 
-    def block(x: jax.Array, given: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
-        p, nudge = given
+    def block(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+        p, nudge = layer
         x = part(kind, partial(attention, p), x + nudge)
         return part(kind, partial(feed_forward, p), x), None
 
@@ -114,25 +116,25 @@ def init(layers: int, key: jax.Array) -> Any:
 
 
 def loss_of(kind: str, params: Any, texts: jax.Array, nudges: jax.Array) -> jax.Array:
-    """Return the loss in nats a token."""
+    """Return the loss in nats per token."""
     return cross_entropy(run(kind, params, texts[:, :-1], nudges), texts[:, 1:])[0]
 
 
 def gradients(
     kind: str, layers: int, texts: np.ndarray, seed: int, seeds: int
 ) -> np.ndarray:  # f64[L]
-    """Return the gradient's norm before each block over that before the last, a geometric mean."""
+    """Return the gradient norm before each block relative to the last, a geometric mean."""
     nudges = jnp.zeros((layers, *texts[:, 1:].shape, WIDTH))
     slope = jax.jit(lambda key: jax.grad(loss_of, 3)(kind, init(layers, key), texts, nudges))
     keys = jax.random.split(jax.random.key(seed), seeds)
     found = np.stack([np.asarray(slope(key), np.float64) for key in keys])
     norms = np.sqrt((found**2).sum(axis=(2, 3, 4)))  # [seeds, L]
-    # without sums a gradient is 0 in float32 after some blocks, and 0 has no logarithm
+    # without residual connections, gradients underflow to 0, which has no logarithm
     return np.exp(np.log(norms / norms[:, -1:] + 1e-300).mean(axis=0))
 
 
 def jacobians() -> dict[str, np.ndarray]:  # f64[D, D] of each
-    """Return df/dx, d(x + f)/dx and d norm(x + f)/dx of one feed-forward part."""
+    """Return df/dx, d(x + f)/dx and d norm(x + f)/dx for one feed-forward part."""
     p, x = init_block(jax.random.key(3)), jax.random.normal(jax.random.key(4), (WIDTH,))
     f = partial(feed_forward, jax.tree.map(lambda w: 0.5 * w, p))
     kinds = ("no residual", "no norm", "post-norm")
@@ -148,7 +150,7 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"jacobians": jacobians(), "gradients": {}}
     for kind, layers in product(KINDS, depths):
         found["gradients"][kind, layers] = gradients(kind, layers, texts, seed, seeds)
-    print("gradient before the first block over that before the last")
+    print("gradient before the first block relative to the last")
     print_table(["kind", *(f"{n} blocks" for n in depths)], [
         [kind, *(f"{found['gradients'][kind, n][0]:.2g}" for n in depths)] for kind in KINDS
     ])  # fmt: skip

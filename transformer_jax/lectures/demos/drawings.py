@@ -1,9 +1,9 @@
-"""Draw a model from its config, self-attention with its shapes, a cache that fills, and a stream.
+"""Draw a model from its config, self-attention with its shapes, a filling cache, and a stream.
 
     python -m transformer_jax demo drawings --preset transformer-base
 
-Each function returns a figure. A model's boxes have the names of its parameters; numbers in the
-other drawings are computed by the library.
+Each `draw_*` function of a subject returns a figure. The boxes of a model are named after its
+parameters, and the library computes the numbers in the other drawings.
 """
 
 from __future__ import annotations
@@ -29,13 +29,7 @@ from transformer_jax import (
     dot_product_attention_weights,
     preset,
 )
-from transformer_jax.config import (
-    Frames,
-    Learned,
-    Patches,
-    Shaw,
-    Vectors,
-)
+from transformer_jax.config import Frames, Learned, Patches, Shaw, Vectors
 from transformer_jax.config.positions import distance_buckets
 from transformer_jax.lectures.demos.shared import COLOURS, INK, Options, save_picture
 from transformer_jax.text.attention_picture import spelled
@@ -49,13 +43,13 @@ OPTIONS: Options = {
     "seed": (0, 0),
 }
 
-LINE, GAP, SIDE = 0.19, 0.24, 0.3  # inches: a line of text, between boxes, beside a column
+LINE, GAP, SIDE = 0.19, 0.24, 0.3  # inches: a line of text, between boxes, next to a column
 FILLS = {"embed": "#e3f1e6", "norm": "#f4f0d8", "attention": "#fbe5d6", "feed_forward": "#dbe7f6",
          "head": "#eedff0"}  # fmt: skip
 
 
 class Box(NamedTuple):
-    """Hold what stands in a box: the name of its parameters, and lines about them."""
+    """A labelled box: the name of a group of parameters and lines about them."""
 
     name: str
     lines: Sequence[str]
@@ -63,13 +57,14 @@ class Box(NamedTuple):
 
 
 Item = Box | str
-"""A box; "text ..." above or below; "plus", the sum with the stream since the last "split";
-"fork", where a parallel branch leaves, and "beside", where the next one goes on from there;
-"start" of the blocks, and any other text their end; "states", what the stack hands on."""
+"""An element of a column, listed from bottom to top: a box; "text ..." for a label; "plus", the sum
+with the stream of the last "split"; "fork", where parallel branches leave the stream; "beside", the
+start of the next parallel branch; "start" and any other string, where the blocks begin and end;
+"states", the output of the stack."""
 
 
 def attention_box(config: ModelConfig, stack: str, cross: bool = False) -> Box:
-    """Return the box of attention: which keys it sees, its heads and their widths."""
+    """Return the box of attention with its visible keys, heads and widths."""
     name = "cross_attention" if cross else "attention"
     windows = ", ".join("all" if w is None else str(w) for w in config.windows)
     sees = "causal" if stack == "decoder" else "sees both ways"
@@ -104,7 +99,7 @@ def _joins_embeddings(config: ModelConfig) -> bool:
 
 
 def block_items(config: ModelConfig, stack: str) -> list[Item]:
-    """Return a block from below: its branches, with norms where `norm_order` has them."""
+    """Return the branches of a block from bottom to top, with norms in the order of the config."""
     gate = [f"gate {config.expert_dim}"] if config.glu else []
     hidden = " · ".join([*gate, f"up {config.expert_dim}", activation_name(config)])
     experts = config.experts
@@ -125,8 +120,8 @@ def block_items(config: ModelConfig, stack: str) -> list[Item]:
         items += ["split", "fork"]
     for box in boxes:
         if config.is_parallel:
-            own = config.norm_order == "parallel"
-            norm = norm_boxes(config, f"norm_{box.name}") if own else []
+            separate = config.norm_order == "parallel"
+            norm = norm_boxes(config, f"norm_{box.name}") if separate else []
             items += [*(["beside"] if box is not boxes[0] else []), *norm, box, "plus"]
             continue
         norm = norm_boxes(config, f"norm_{box.name}")
@@ -142,33 +137,35 @@ def block_items(config: ModelConfig, stack: str) -> list[Item]:
 
 
 def activation_name(config: ModelConfig) -> str:
-    """Return the name of an activation, which may be a function."""
-    own = config.activation
-    return own if isinstance(own, str) else getattr(own, "__name__", "activation")
+    """Return the name of the activation, which may be a function."""
+    activation = config.activation
+    return (
+        activation if isinstance(activation, str) else getattr(activation, "__name__", "activation")
+    )
 
 
 def norm_boxes(config: ModelConfig, name: str, width: int | None = None) -> list[Box]:
-    """Return the box of a norm, or nothing where the config has none."""
+    """Return the box of a norm, or an empty list if the config has no norm."""
     if config.norm is None:
         return []
     return [Box(name, [f"{config.norm} {config.d_model if width is None else width}"], "norm")]
 
 
 def embedding_boxes(config: ModelConfig, target: bool) -> list[Box]:
-    """Return from below what makes the vectors that the first block reads."""
+    """Return the boxes below the first block, from bottom to top."""
     width, boxes = config.embedding_width, list[Box]()
     side = "target_" if target else ""
     if config.inputs is None or target or config.kind == "decoder":
-        own = config.source_vocab_size is not None and not target
-        own = own and config.kind == "encoder-decoder"
-        size = config.encoder_vocab_size if own else config.vocab_size
+        source = config.source_vocab_size is not None and not target
+        source = source and config.kind == "encoder-decoder"
+        size = config.encoder_vocab_size if source else config.vocab_size
         lines = [f"{size} × {width}"] + [f"times sqrt({width})"] * config.scale_embeddings
         if config.embedding_scale is not None:
             lines.append(f"times {config.embedding_scale:g}")
         pair = config.kind == "encoder-decoder" and config.inputs is None
         if pair and config.source_vocab_size is None:
             lines.append("one table of source and target")
-        boxes.append(Box("embed/source_tokens" if own else "embed/tokens", lines, "embed"))
+        boxes.append(Box("embed/source_tokens" if source else "embed/tokens", lines, "embed"))
     elif isinstance(config.inputs, Patches):
         size, channels = config.inputs.size, config.inputs.channels
         line = f"patches {size} × {size} × {channels} to {width}"
@@ -198,7 +195,7 @@ def embedding_boxes(config: ModelConfig, target: bool) -> list[Box]:
 
 
 def output_boxes(config: ModelConfig) -> list[Box]:
-    """Return from below what makes logits of the last block's states."""
+    """Return the boxes between the last block and the logits, from bottom to top."""
     width = config.embedding_width
     boxes, lines = list[Box](), [f"{width} to {config.vocab_size}"]
     if config.masked_token_head:
@@ -215,7 +212,7 @@ def output_boxes(config: ModelConfig) -> list[Box]:
 
 
 def stack_items(config: ModelConfig, stack: str) -> list[Item]:
-    """Return the column of a stack, "encoder" or "decoder", from its source to its result."""
+    """Return the column of a stack, "encoder" or "decoder", from its input to its output."""
     pair = config.kind == "encoder-decoder"
     depth = config.decoder_layers if stack == "decoder" else config.num_layers
     source = "source [B, S]" if pair and stack == "encoder" else "tokens [B, T]"
@@ -236,7 +233,7 @@ def stack_items(config: ModelConfig, stack: str) -> list[Item]:
 
 
 def class_boxes(config: ModelConfig) -> list[Item]:
-    """Return what an encoder's pooler and its classes make of the states; nothing without one."""
+    """Return the column of an encoder's pooler and classifier, or an empty list without them."""
     each = config.classes_of != "text"
     items: list[Item] = ["states"]
     if config.pooling is not None and (not each or config.pooler_reads == "each"):
@@ -252,12 +249,12 @@ def class_boxes(config: ModelConfig) -> list[Item]:
     result = config.d_model if config.num_classes is None else config.num_classes
     if config.num_classes is not None:
         items.append(Box("classifier", [f"{config.d_model} to {result}"], "head"))
-    made = "pooled" if config.num_classes is None else "classes"
-    return [*items, f"text {made} [B, {'T, ' if each else ''}{result}]"]
+    name = "pooled" if config.num_classes is None else "classes"
+    return [*items, f"text {name} [B, {'T, ' if each else ''}{result}]"]
 
 
 def new_page() -> tuple[Figure, Axes]:
-    """Make a figure whose one pair of axes has an inch as its unit."""
+    """Make a figure with one pair of axes in inches."""
     figure = Figure(figsize=(1, 1), facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))
@@ -267,20 +264,20 @@ def new_page() -> tuple[Figure, Axes]:
 
 
 def finish(figure: Figure, axes: Axes, width: float, height: float) -> Figure:
-    """Give the figure the size of what is drawn on it."""
+    """Set the size of the figure in inches and return it."""
     axes.set(xlim=(0, width), ylim=(0, height))
     figure.set_size_inches(width, height)
     return figure
 
 
 def write(axes: Axes, x: float, y: float, text: str, size: float = 9, **styles: Any) -> None:
-    """Write a text with its middle at a point."""
-    usual: dict[str, Any] = dict(ha="center", va="center", color=INK, fontsize=size)
-    axes.text(x, y, text, parse_math=False, **(usual | styles))
+    """Write a string, by default centred at a point."""
+    defaults: dict[str, Any] = dict(ha="center", va="center", color=INK, fontsize=size)
+    axes.text(x, y, text, parse_math=False, **(defaults | styles))
 
 
 def arrow(axes: Axes, *points: tuple[float, float], colour: str = INK) -> None:
-    """Draw a line through points, with an arrow's head at the last."""
+    """Draw a line through points, with an arrowhead at the last one."""
     xs, ys = zip(*points[:-1], strict=True)
     axes.plot(xs, ys, color=colour, linewidth=1, solid_capstyle="butt")
     style: dict[str, Any] = dict(arrowstyle="-|>", color=colour, linewidth=1, shrinkA=0, shrinkB=0)
@@ -288,20 +285,21 @@ def arrow(axes: Axes, *points: tuple[float, float], colour: str = INK) -> None:
 
 
 def text_width(figure: Figure, texts: Sequence[str], size: float, **styles: Any) -> float:
-    """Return the inches of the longest text."""
+    """Return the width of the widest string in inches."""
     style: dict[str, Any] = dict(fontsize=size, fontweight="bold", parse_math=False, **styles)
-    shown = [figure.text(0, 0, text, **style) for text in texts]
-    width = max(text.get_window_extent().width for text in shown) / figure.dpi
-    for text in shown:
+    drawn = [figure.text(0, 0, text, **style) for text in texts]
+    width = max(text.get_window_extent().width for text in drawn) / figure.dpi
+    for text in drawn:
         text.remove()
     return float(width)
 
 
 def draw_model(config: ModelConfig) -> Figure:
-    """Draw the stacks of any config from below: embeddings, blocks, output, with their widths.
+    """Draw the embeddings, blocks and output of any config from bottom to top, with their widths.
 
-    A box has the name of a module in `init_params(config)`, which in a block follows the block's.
-    The line past the boxes of a branch is the residual stream; a plus adds what they give.
+    Boxes are named after the modules of `init_params(config)`; inside a block, the name follows the
+    name of the block. The line around the boxes of a branch is the residual stream, and a plus adds
+    the output of the branch.
     """
     names = ["encoder", "decoder"] if config.kind == "encoder-decoder" else [config.kind]
     columns = [stack_items(config, name) for name in names]
@@ -331,10 +329,10 @@ def draw_model(config: ModelConfig) -> Figure:
 def draw_items(
     axes: Axes, items: Sequence[Item], x: float, wide: float, outer: int, y: float = 0.1
 ) -> tuple[float, dict[str, float]]:
-    """Draw items above each other from y on, with arrows between them.
+    """Draw items from y upwards, with arrows between them.
 
-    The residual stream goes past a branch on the side `outer`. Return where the last item ends,
-    and how high the states leave and cross-attention reads.
+    The residual stream passes a branch on the side `outer`. Return the top of the last item and the
+    heights of the boxes and of the states.
     """
     places, past = dict[str, float](), x + outer * (wide / 2 + SIDE / 2)
     inner = x - outer * (wide / 2 + SIDE / 2)
@@ -373,7 +371,7 @@ def draw_items(
         elif item == "states":
             places["states"] = y
             last = y if last is None else last
-        else:  # the end of the blocks, with their names
+        else:  # the end of the blocks; the item contains their names
             y += LINE
             corner, size = (x - wide / 2 - SIDE, start), (wide + 2 * SIDE, y - start)
             dashes: Any = (0, (4, 3))
@@ -385,7 +383,7 @@ def draw_items(
 
 
 def draw_box(axes: Axes, box: Box, corner: tuple[float, float], wide: float, height: float) -> None:
-    """Draw a box with its name and lines."""
+    """Draw a box with its name and its lines."""
     style = "round,pad=0,rounding_size=0.06"
     colours: dict[str, Any] = dict(fc=FILLS[box.fill], ec="#999999", lw=0.8, zorder=3)
     patch = FancyBboxPatch(corner, wide, height, boxstyle=style, gid=f"box {box.name}", **colours)
@@ -399,7 +397,7 @@ def draw_box(axes: Axes, box: Box, corner: tuple[float, float], wide: float, hei
 def draw_attention(
     tokens: Sequence[str], width: int = 4, head_dim: int = 2, causal: bool = False, seed: int = 0
 ) -> Figure:
-    """Draw one head of self-attention for tokens, with shapes and numbers drawn from a seed.
+    """Draw one head of self-attention with its shapes and with random numbers from a seed.
 
     S = Q K^T / sqrt(H),  A = softmax(S) over keys,  O = A V.
     """
@@ -418,7 +416,7 @@ def draw_attention(
     size, half = T * cell, T * cell / 2
     low, middle, high = (0.45 + i * (size + room) for i in range(3))
     tokens, fonts = spelled(tokens)
-    # an svg names the reader's own fonts, as long as the usual one has all letters
+    # use the reader's fonts in an svg if the default font has all letters
     style: dict[str, Any] = {} if fonts == ["DejaVu Sans"] else {"fontfamily": fonts}
     left = text_width(figure, tokens, 9, **style) + 0.25
     projected, scored = left + D * cell + 1.0, left + (D + H) * cell + 2.0
@@ -468,7 +466,7 @@ def draw_numbers(
     colour: str,
     cell: float,
 ) -> None:
-    """Draw a matrix with its numbers, shaded by their size, under a title and above its shape."""
+    """Draw a matrix with its values, shaded by magnitude, below a title and above its shape."""
     rows, columns = values.shape
     largest = np.abs(values[np.isfinite(values)]).max()
     for (i, j), value in np.ndenumerate(values):
@@ -485,7 +483,7 @@ def draw_numbers(
 
 
 def cache_positions(tokens: int, capacity: int) -> np.ndarray:  # i32[T, capacity]
-    """Return which position each slot of a cache holds after each token; -1 is empty."""
+    """Return the position in each slot of a cache after each token; -1 is empty."""
 
     def step(state: cache.KVCache, t: jax.Array) -> tuple[cache.KVCache, jax.Array]:
         new = jnp.zeros((1, 1, 1, 1))  # [B, T, K, H]
@@ -496,9 +494,9 @@ def cache_positions(tokens: int, capacity: int) -> np.ndarray:  # i32[T, capacit
 
 
 def draw_cache(tokens: int = 8, window: int = 4) -> Figure:
-    """Draw which position each slot holds after each token: of a whole cache, and of a ring.
+    """Draw the position in each slot after each token, for a full cache and for a ring.
 
-    A ring has a slot for each position of the window: position t lies in slot t mod W.
+    A ring has one slot for each position of the window: position t is in slot t mod W.
     """
     figure, axes = new_page()
     cell, x, top = 0.36, 1.0, 0.6 + tokens * 0.36
@@ -506,10 +504,10 @@ def draw_cache(tokens: int = 8, window: int = 4) -> Figure:
         (f"whole: {tokens} slots", tokens),
         (f"ring of a window of {window}", window),
     ):
-        held = cache_positions(tokens, capacity)
+        positions = cache_positions(tokens, capacity)
         write(axes, x, top + 0.52, title, fontweight="bold", ha="left")
         write(axes, x - 0.12, top + 0.18, "slot", 8, ha="right")
-        for (t, slot), position in np.ndenumerate(held):
+        for (t, slot), position in np.ndenumerate(positions):
             at = (x + slot * cell, top - (t + 1) * cell)
             fill = "white" if position < 0 else COLOURS[1] if position == t else "#c9dbf0"
             axes.add_patch(Rectangle(at, cell, cell, fc=fill, ec="#bbbbbb", lw=0.7, gid="slot"))
@@ -527,10 +525,10 @@ def draw_cache(tokens: int = 8, window: int = 4) -> Figure:
 
 
 def draw_stream(layers: int = 2, window: int = 3, chunk: int = 3, chunks: int = 4) -> Figure:
-    """Draw what a causal stack computes for its last chunk: in a stream, in overlapping windows.
+    """Draw the work of a causal stack for its last chunk, streaming and with overlapping windows.
 
-    A stream holds the last W inputs of each layer. Overlapping windows compute again the
-    R - 1 = L (W - 1) frames before the chunk, on which its outputs depend.
+    A stream keeps the last W inputs of each layer. Overlapping windows recompute the
+    R - 1 = L (W - 1) frames before the chunk that its outputs depend on.
     """
     frames, overlap = chunk * chunks, layers * (window - 1)
     start = frames - chunk
@@ -574,7 +572,7 @@ def draw_stream(layers: int = 2, window: int = 3, chunk: int = 3, chunks: int = 
 
 
 def write_legend(figure: Figure, axes: Axes, x: float, legend: dict[str, str]) -> float:
-    """Write what colours mean, in a line at the bottom; return where it ends."""
+    """Write the legend of the colours in a line at the bottom; return where it ends."""
     for text, fill in legend.items():
         axes.add_patch(Rectangle((x, 0.2), 0.18, 0.18, fc=fill, ec="#999999", lw=0.7))
         write(axes, x + 0.25, 0.29, text, 8, ha="left")
@@ -583,7 +581,7 @@ def write_legend(figure: Figure, axes: Axes, x: float, legend: dict[str, str]) -
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Figure]:
-    """Draw all four and return the figures by their names."""
+    """Draw all four subjects and return the figures by name."""
     window, seed = arguments.window, arguments.seed
     figures = {
         "drawings": draw_model(preset(arguments.preset)),

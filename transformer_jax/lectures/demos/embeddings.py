@@ -1,15 +1,15 @@
-"""Train a small language model on sentences, and see which words got vectors that are alike.
+"""Train a small language model and find the words with similar embeddings.
 
     python -m transformer_jax demo embeddings
 
-The sentences are those of a small grammar: kings and queens rule and walk, cats and dogs eat and
-run. A fifth of them is held out, drawn from a seed. A feed-forward model of the last three words
-(Bengio et al. 2003) is trained on the others. Words that stand in the same places get vectors with
-a small angle between them, so what was read of one helps with the other:
+The sentences come from a small grammar: kings and queens rule and walk, cats and dogs eat and run.
+A random fifth of them is held out. A feed-forward model of the last three words (Bengio et al.
+2003) is trained on the others. Words that occur in the same contexts get vectors with a small angle
+between them, so the model generalises from one word to the other:
 
     cos(a, b) = a . b / (|a| |b|)
 
-Counts know nothing of that: a word that never followed its three words has the probability 0.
+N-gram counts cannot do this: a word that never followed the same three words has probability 0.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ GROUPS = {
     "place": "castle river village market",
     "food": "bread fruit meat",
 }
-"""Words that stand in the same places, by the name of their group."""
+"""Words that occur in the same contexts, by the name of their group."""
 WORDS = {name: words.split() for name, words in GROUPS.items()}
 START, CONTEXT = "<s>", 3
 
 
 def sentences() -> list[list[str]]:
-    """Return every sentence of the grammar, in a fixed order."""
+    """Return all sentences of the grammar in a fixed order."""
     people = WORDS["crowned"] + WORDS["at work"]
     living = people + WORDS["animal"]
     texts = [
@@ -71,7 +71,7 @@ def sentences() -> list[list[str]]:
 
 
 def windows(texts: list[list[str]], vocabulary: list[str]) -> np.ndarray:  # i32[M, CONTEXT + 1]
-    """Return each word of each text after the CONTEXT words before it."""
+    """Return each word of each text, preceded by its CONTEXT previous words."""
     rows = []
     for text in texts:
         ids = [vocabulary.index(word) for word in [START] * CONTEXT + text]
@@ -79,22 +79,22 @@ def windows(texts: list[list[str]], vocabulary: list[str]) -> np.ndarray:  # i32
     return np.array(rows, np.int32)
 
 
-def share_never_counted(seen: np.ndarray, held_out: np.ndarray) -> float:
-    """Return the share of held-out words whose three words and they never stood in `seen`."""
-    counts = Counter(map(tuple, seen.tolist()))
+def share_never_counted(training: np.ndarray, held_out: np.ndarray) -> float:
+    """Return the share of held-out 4-grams that do not occur in `training`."""
+    counts = Counter(map(tuple, training.tolist()))
     return float(np.mean([tuple(row) not in counts for row in held_out.tolist()]))
 
 
 def cosines(vectors: np.ndarray) -> np.ndarray:  # [V, E] -> [V, V]
-    """Return the cosine of the angle between every two vectors."""
+    """Return the cosine similarity of each pair of vectors."""
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     return unit @ unit.T
 
 
 def learn(
-    seen: np.ndarray, held_out: np.ndarray, words: int, steps: int, seed: int, width: int
+    training: np.ndarray, held_out: np.ndarray, words: int, steps: int, seed: int, width: int
 ) -> Any:
-    """Return the trained table [V, E], and of the held-out words loss and least probability."""
+    """Return the trained table [V, E], and the loss and lowest probability of held-out words."""
     config = WindowConfig(
         vocab_size=words, context=CONTEXT, d_embed=width, d_hidden=width, tie_embeddings=True
     )
@@ -107,35 +107,35 @@ def learn(
         return cross_entropy(logits_of(params, rows)[:, None], rows[:, -1:])[0]
 
     draw = np.random.default_rng(seed)
-    batches = seen[draw.integers(0, len(seen), (steps, 64))]
+    batches = training[draw.integers(0, len(training), (steps, 64))]
     params = init_params(config, jax.random.key(seed))
     params, _ = train(loss, params, batches, learning_rate=0.02)
-    chances = jax.nn.softmax(jax.jit(logits_of)(params, jnp.asarray(held_out)))
-    right = np.asarray(chances)[np.arange(len(held_out)), held_out[:, -1]]
+    probabilities = jax.nn.softmax(jax.jit(logits_of)(params, jnp.asarray(held_out)))
+    right = np.asarray(probabilities)[np.arange(len(held_out)), held_out[:, -1]]
     return np.asarray(params["embed"]["tokens"]), float(-np.log(right).mean()), float(right.min())
 
 
-def draw(table: np.ndarray, vocabulary: list[str], likeness: np.ndarray, arguments: Any) -> None:
-    """Draw the vectors in the plane of their two largest principal components, and cosines."""
-    shown = [word for words in WORDS.values() for word in words]
-    at = [vocabulary.index(word) for word in shown]
+def draw(table: np.ndarray, vocabulary: list[str], similarity: np.ndarray, arguments: Any) -> None:
+    """Plot the first two principal components of the vectors, and some cosines."""
+    every = [word for words in WORDS.values() for word in words]
+    at = [vocabulary.index(word) for word in every]
     centred = table[at] - table[at].mean(axis=0)
     plane = centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T  # [M, 2]
     figure, (left, right) = new_figure(2, height=4.4)
     for words, colour in zip(WORDS.values(), COLOURS, strict=True):
-        points = plane[[shown.index(word) for word in words]]
+        points = plane[[every.index(word) for word in words]]
         left.plot(*points.T, "o", color=colour, label=", ".join(words[:3]), ms=5)
     label(left, "Vectors of words, in a plane", "first component", "second component")
     some = ["king", "queen", "farmer", "cat", "walks", "runs"]
     rows = [vocabulary.index(word) for word in some]
-    draw_matrix(right, np.clip(likeness[np.ix_(rows, rows)], 0, 1), some, some, False)
+    draw_matrix(right, np.clip(similarity[np.ix_(rows, rows)], 0, 1), some, some, False)
     right.tick_params(axis="x", rotation=60)
     label(right, "Cosine of two words: white 0 or less, blue 1", "", "", legend=False)
     save_picture(figure, arguments, "embeddings")
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return cosines by seed and the held-out figures."""
+    """Run the demonstration; return cosines by seed and the held-out results."""
     check_least("width", arguments.width, 2, "the vectors are drawn in a plane")
     first, steps = arguments.seed, 400 if arguments.quick else 1500
     seeds = range(first, first + (1 if arguments.quick else 5))
@@ -143,34 +143,37 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
     order = np.random.default_rng(0).permutation(len(texts))
     cut = len(texts) // 5
     vocabulary = sorted({START} | {word for text in texts for word in text})
-    held_out, seen = (
+    held_out, training = (
         windows([texts[i] for i in part], vocabulary) for part in (order[:cut], order[cut:])
     )
-    never = share_never_counted(seen, held_out)
+    never = share_never_counted(training, held_out)
     pairs = [("king", "queen"), ("king", "farmer"), ("king", "cat"), ("king", "walks"),
              ("runs", "walks"), ("runs", "bread")]  # fmt: skip
     found: dict[str, Any] = {"never counted": never, "vocabulary": vocabulary, "pairs": {}}
     tables, losses, least = zip(
-        *(learn(seen, held_out, len(vocabulary), steps, seed, arguments.width) for seed in seeds),
+        *(
+            learn(training, held_out, len(vocabulary), steps, seed, arguments.width)
+            for seed in seeds
+        ),
         strict=True,
     )
-    likeness = np.stack([cosines(table) for table in tables])
-    found |= {"cosines": likeness, "losses": losses, "least": least, "tables": tables}
+    similarity = np.stack([cosines(table) for table in tables])
+    found |= {"cosines": similarity, "losses": losses, "least": least, "tables": tables}
     for a, b in pairs:
-        found["pairs"][a, b] = likeness[:, vocabulary.index(a), vocabulary.index(b)]
+        found["pairs"][a, b] = similarity[:, vocabulary.index(a), vocabulary.index(b)]
     print(f"{len(texts)} sentences, {cut} held out; {len(vocabulary)} words; seeds {len(seeds)}")
-    print_table(["cosine", "mean", "least", "most"], [
+    print_table(["cosine", "mean", "min", "max"], [
         [f"{a}, {b}", *(f"{f(x):.2f}" for f in (np.mean, np.min, np.max))]
         for (a, b), x in found["pairs"].items()
     ])  # fmt: skip
     for word in ("king", "runs", "bread"):
-        # the nearest of all is the word itself
-        nearest = np.argsort(-likeness[0, vocabulary.index(word)])[1:4]
+        # the first is the word itself
+        nearest = np.argsort(-similarity[0, vocabulary.index(word)])[1:4]
         print(f"nearest to {word}:", ", ".join(vocabulary[i] for i in nearest))
-    print(f"held-out words that counts of four give 0: {never:.1%}")
+    print(f"held-out words with probability 0 by 4-gram counts: {never:.1%}")
     print(
-        f"least probability of any held-out word by the network: {min(least):.4f}; loss "
-        f"{np.mean(losses):.3f} nats a word ({min(losses):.3f} to {max(losses):.3f})"
+        f"lowest probability of a held-out word by the network: {min(least):.4f}; loss "
+        f"{np.mean(losses):.3f} nats per word ({min(losses):.3f} to {max(losses):.3f})"
     )
-    draw(tables[0], vocabulary, likeness[0], arguments)
+    draw(tables[0], vocabulary, similarity[0], arguments)
     return found

@@ -1,18 +1,19 @@
-"""Compare a model's errors on true prefixes with its errors on the text that it writes itself.
+"""Compare a model's errors on true prefixes with its errors on its own output.
 
     python -m transformer_jax demo exposure_bias
 
-In training the model reads the true token before each one (teacher forcing); in use it reads what
-it wrote (free running), and so text with mistakes that it has not been trained on (Bengio et al.
-2015; Ranzato et al. 2016). The text here has one right continuation, so errors can be counted:
+During training, the model reads the true previous tokens (teacher forcing). During generation, it
+reads its own output (free running), which can contain errors that it was not trained on (Bengio et
+al. 2015; Ranzato et al. 2016). In this demonstration each prompt has one correct continuation, so
+that errors can be counted:
 
     x_t = (x_{t-1} + x_{t-2}) mod 11
 
-The model, a decoder whose window is two tokens, is trained for too few steps, so that it still
-continues some pairs wrongly. If a teacher-forced token is wrong with probability e, and nothing
-after a mistake is right, then a free-running token t is wrong with probability 1 - (1 - e)^t. Here
-it is wrong less often later on: the texts repeat after 5 or 10 tokens, and one whose pairs are all
-known stays right.
+The model is a decoder with a window of two tokens. It is deliberately undertrained, so that it
+continues some pairs incorrectly. If a teacher-forced token is wrong with probability e and every
+token after an error is wrong, then free-running token t is wrong with probability 1 - (1 - e)^t.
+The measured errors are lower at later positions: the sequences repeat after 5 or 10 tokens, so a
+sequence stays correct if the model has learned all of its pairs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ MODULUS, PROMPT = 11, 2
 
 
 def continue_texts(first: np.ndarray, length: int) -> np.ndarray:  # i32[B, 2] -> i32[B, length]
-    """Return the only right text of this length after its first two tokens."""
+    """Return the correct continuation up to `length` tokens."""
     tokens = [first[:, 0], first[:, 1]]
     while len(tokens) < length:
         tokens.append((tokens[-1] + tokens[-2]) % MODULUS)
@@ -62,7 +63,7 @@ def continue_texts(first: np.ndarray, length: int) -> np.ndarray:  # i32[B, 2] -
 
 
 def train_model(config: ModelConfig, steps: int, length: int, seed: int) -> Any:
-    """Return parameters trained by teacher forcing on random texts."""
+    """Return parameters trained by teacher forcing on random sequences."""
     draw, rows = np.random.default_rng(seed), 16
     texts = continue_texts(draw.integers(0, MODULUS, (steps * rows, 2)), length + 1)
 
@@ -77,8 +78,8 @@ def train_model(config: ModelConfig, steps: int, length: int, seed: int) -> Any:
 def measure_errors(
     config: ModelConfig, params: Any, length: int
 ) -> tuple[np.ndarray, np.ndarray]:  # f64[T], f64[T]
-    """Return the share of wrong tokens at each position: teacher-forced, free-running."""
-    # all 121 pairs: nothing is sampled
+    """Return the share of wrong tokens at each position, teacher-forced and free-running."""
+    # all 121 prompts, so the errors are exact
     first = np.array(list(itertools.product(range(MODULUS), repeat=2)))
     texts = continue_texts(first, PROMPT + length)
     prompt, rest = texts[:, :PROMPT], texts[:, PROMPT:]
@@ -91,7 +92,7 @@ def measure_errors(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
-    """Run the demonstration; return the errors of both ways by position."""
+    """Run the demonstration; return the errors of both modes by position."""
     check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     steps, length = 60, arguments.tokens
     config = ModelConfig(
@@ -100,7 +101,7 @@ def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
     )  # fmt: skip
     params = train_model(config, steps, PROMPT + length, arguments.seed)
     forced, free = (np.asarray(x, np.float64) for x in measure_errors(config, params, length))
-    # errors of different positions need not be alike, so a product takes the place of a power
+    # a product instead of a power, because e may differ between positions
     expected = 1 - np.cumprod(1 - forced)
     shown = [t for t in (1, 2, 4, 6, 8, 10, 12) if t <= length]
     rows = [

@@ -1,11 +1,11 @@
-"""Train decoders on short texts, and measure their loss at positions that they have never seen.
+"""Train decoders on short sequences and measure their loss at longer lengths.
 
     python -m transformer_jax demo length_extrapolation
 
-For each kind of positions: a decoder is trained on texts of n tokens, and evaluated on texts of
-4 n. In a causal model the loss at position t is that of a text of length t. Each token is a random
-function of the two before it, so the order of those two counts; a tenth of the tokens is drawn
-anew, so no model is better than the entropy rate (Press et al. 2022 measure the same on English).
+For each kind of positions, a decoder is trained on sequences of n tokens and evaluated on sequences
+of 4 n tokens. In a causal model, the loss at position t is the loss at length t. Each token is a
+random function of the two previous tokens, so their order matters. A tenth of the tokens is random
+noise, so no model can beat the entropy rate. Press et al. 2022 make this measurement on English.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VOCAB, NOISE = 11, 0.1
 
 
 def make_texts(rows: int, length: int, seed: int) -> np.ndarray:  # i32[B, T]
-    """Return texts of x_t = f(x_{t-1}, x_{t-2}) for one random f, with a tenth of noise."""
+    """Return sequences x_t = f(x_{t-1}, x_{t-2}) for one random f, with 10 % noise."""
     table = np.random.default_rng(0).integers(0, VOCAB, (VOCAB, VOCAB))
     draw = np.random.default_rng(seed)
     texts = draw.integers(0, VOCAB, (rows, length)).astype(np.int32)
@@ -51,7 +51,7 @@ def make_texts(rows: int, length: int, seed: int) -> np.ndarray:  # i32[B, T]
 
 
 def entropy_rate() -> float:
-    """Return the least possible loss in nats a token."""
+    """Return the lowest possible loss in nats per token."""
     right, other = 1 - NOISE + NOISE / VOCAB, NOISE / VOCAB
     return -right * math.log(right) - (VOCAB - 1) * other * math.log(other)
 
@@ -61,7 +61,7 @@ def losses_by_position(
 ) -> np.ndarray | None:
     """Train on `texts` [steps, B, n + 1]; return the loss at each position of `longer` [B, T + 1].
 
-    None where the model refuses the longer texts.
+    Return None if the model does not support the longer sequences.
     """
     model = build(config)
 
@@ -73,7 +73,7 @@ def losses_by_position(
     try:
         jax.eval_shape(model.apply, {"params": params}, longer[:, :-1])
     except ValueError as refusal:
-        print(f"{config.positions!r} refuses the longer texts: {refusal}")
+        print(f"{config.positions!r} does not support the longer sequences: {refusal}")
         return None
     params, _ = train(loss, params, texts, learning_rate=0.008)
     logits, _ = jax.jit(model.apply)({"params": params}, longer[:, :-1])
@@ -83,8 +83,8 @@ def losses_by_position(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return each kind's loss by position, None where refused."""
-    check_least("tokens", arguments.tokens, 3, "a token is made of the two before it")
+    """Run the demonstration; return the loss by position of each kind, or None if unsupported."""
+    check_least("tokens", arguments.tokens, 3, "a token is a function of the two before it")
     check_multiple("width", arguments.width, 8, "for 4 heads of even width")
     kinds = ("learned", "sinusoidal", "alibi") if arguments.quick else KINDS
     steps, layers = (200, 1) if arguments.quick else (600, 2)

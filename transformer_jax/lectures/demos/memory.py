@@ -1,12 +1,13 @@
-"""Train recurrent networks to remember one letter over many others, and see which still know it.
+"""Train recurrent networks to remember one letter across many other tokens.
 
     python -m transformer_jax demo memory
 
-A text has one letter of eight, and k signs of eight others after it, at random. After the last one
-the letter is to be named. Chance is one in eight. An Elman network's state is overwritten with
-every sign; an LSTM keeps its cell as far as its forget gate is open, sigmoid(b_f) before training,
-so the gradient that should teach it is there over k steps, or is not (Gers et al. 2000, Jozefowicz
-et al. 2015). The models are `RecurrentLM`, with `forget_bias` of `RecurrentConfig`.
+A sequence contains one of eight letters, followed by k random distractors from eight other symbols.
+After the last one, the network must name the letter; chance is one in eight. An Elman network
+overwrites its state at every token. An LSTM keeps its cell to the extent that its forget gate is
+open, about sigmoid(b_f) before training, so b_f determines whether the gradient survives k steps
+(Gers et al. 2000, Jozefowicz et al. 2015). The models are `RecurrentLM`, with `forget_bias` of
+`RecurrentConfig`.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ NETWORKS: dict[str, tuple[Cell, float]] = {
     "LSTM, forget bias 1": ("lstm", 1.0),
     "LSTM, forget bias 3": ("lstm", 3.0),
 }
-"""Each network's cell and forget bias."""
+"""Cell and forget bias of each network."""
 
 
 def texts(rows: int, length: int, delay: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return texts i32[B, T], the letter `delay` tokens before the last, and the letters i32[B]."""
+    """Return sequences i32[B, T] with a letter `delay` tokens before the last, and the letters."""
     random = np.random.default_rng(seed)
     tokens = random.integers(LETTERS, 2 * LETTERS, (rows, length), dtype=np.int32)
     letters = random.integers(0, LETTERS, rows, dtype=np.int32)
@@ -56,7 +57,7 @@ def texts(rows: int, length: int, delay: int, seed: int) -> tuple[np.ndarray, np
 def accuracies(
     config: RecurrentConfig, delays: list[int], steps: int, keys: jax.Array
 ) -> np.ndarray:  # f64[delays, seeds]
-    """Train a network for each delay from each key; return the share of letters it names."""
+    """Train a network for each delay and key; return the share of letters that it names."""
     model, length = build(config), delays[-1] + 1
 
     def logits(params: Params, tokens: jax.Array) -> jax.Array:  # f32[B, V] after the last token
@@ -70,8 +71,8 @@ def accuracies(
         params, _ = train(loss, init_params(config, key), batches, 1e-2)
         return (logits(params, held_out[0]).argmax(axis=-1) == held_out[1]).mean()
 
-    drawn = [texts(steps * ROWS, length, delay, 1) for delay in delays]
-    tokens, letters = (np.stack(x) for x in zip(*drawn, strict=True))
+    training = [texts(steps * ROWS, length, delay, 1) for delay in delays]
+    tokens, letters = (np.stack(x) for x in zip(*training, strict=True))
     batches = tokens.reshape(len(delays), steps, ROWS, length), letters.reshape(-1, steps, ROWS)
     new = [texts(HELD_OUT, length, delay, 2) for delay in delays]
     held_out = tuple(np.stack(x) for x in zip(*new, strict=True))
@@ -80,7 +81,7 @@ def accuracies(
 
 
 def demonstrate(arguments: Namespace) -> tuple[list[int], dict[str, np.ndarray]]:
-    """Run the demonstration; return the delays, and accuracies [delays, seeds] by network."""
+    """Run the demonstration; return the delays and the accuracies [delays, seeds] by network."""
     delays = halved(arguments.tokens, 2 if arguments.quick else 4)
     keys = jax.random.split(jax.random.key(arguments.seed), 1 if arguments.quick else 3)
     found = {}
@@ -94,7 +95,7 @@ def demonstrate(arguments: Namespace) -> tuple[list[int], dict[str, np.ndarray]]
             init_std=0.5,
         )
         found[name] = accuracies(config, delays, arguments.steps, keys)
-    print(f"letters named after {arguments.steps} steps, {len(keys)} seeds: mean (least to most)")
+    print(f"accuracy after {arguments.steps} steps, {len(keys)} seeds: mean (min to max)")
     print_table(["network", *(f"{k} later" for k in delays)], [
         [name, *(f"{x.mean():.2f} ({x.min():.2f} to {x.max():.2f})" for x in values)]
         for name, values in found.items()

@@ -1,13 +1,13 @@
-"""Train post-norm and pre-norm models of several depths, with a warmup of the rate and without.
+"""Train post-norm and pre-norm models of several depths, with and without warmup.
 
     python -m transformer_jax demo norm_order
 
-The blocks are those of `depth`. Xiong et al. 2020 hold that before training the gradients of
-post-norm are large near the output, so that it needs a warmup, and those of pre-norm are not. Here
-both are drawn: the norm of the gradient of each block's last matrix, W_2, at the first step; and
-the loss after training by Adam at several rates, at once in full or reached in a straight line over
-the first half of the steps. Each token of the texts follows from the one before it, but for a tenth
-that is drawn anew, so that the least loss is `entropy_rate()`, and guessing costs log 11 = 2.4.
+The blocks are those of `depth`. According to Xiong et al. 2020, the gradients of post-norm are
+large near the output before training, so post-norm needs a warmup, and pre-norm does not. The
+picture shows the norm of the gradient of each block's last matrix, W_2, at the first step, and the
+loss after training with Adam at several rates, either constant or with a linear warmup over the
+first half of the steps. Each token is determined by the previous one, except for a tenth of random
+noise, so the lowest possible loss is `entropy_rate()`, and guessing costs log 11 = 2.4.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ROWS, LENGTH = 8, 8
 
 
 def make_texts(rows: int, seed: int) -> np.ndarray:  # i32[B, T + 1]
-    """Return texts of x_t = f(x_{t-1}) for one permutation f, with a tenth of noise."""
-    # the rule of the texts is the same for every seed
+    """Return sequences x_t = f(x_{t-1}) for one permutation f, with 10 % noise."""
+    # f is the same for every seed
     after = np.random.default_rng(0).permutation(VOCAB)
     draw = np.random.default_rng(seed)
     texts = draw.integers(0, VOCAB, (rows, LENGTH + 1), dtype=np.int32)
@@ -54,18 +54,18 @@ def make_texts(rows: int, seed: int) -> np.ndarray:  # i32[B, T + 1]
 
 
 def schedules(steps: int) -> np.ndarray:  # f32[rates, 2, steps]
-    """Return each rate at every step: in full at once, and after a warmup of half the steps."""
+    """Return each rate at every step: constant, and with a warmup over half of the steps."""
     warmup = np.minimum(np.arange(1, steps + 1) / max(1, steps // 2), 1.0)
     shapes = np.stack([np.ones(steps), warmup])
     return (np.array(RATES)[:, None, None] * shapes).astype(np.float32)
 
 
-def trained(
+def train_all(
     kind: str, layers: int, steps: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:  # f32[rates, 2], f32[L]
-    """Train at every schedule from one start; return the losses, and the first gradients of W_2.
+    """Train with every schedule from the same parameters; return losses and first W_2 gradients.
 
-    A loss is the mean of the last fifth of the steps.
+    Each loss is the mean over the last fifth of the steps.
     """
     texts = make_texts(steps * ROWS, seed=1).reshape(steps, ROWS, LENGTH + 1)
     nudges = jnp.zeros((layers, ROWS, LENGTH, WIDTH))
@@ -73,9 +73,9 @@ def trained(
     optimizer = optax.scale_by_adam()
 
     def learn(rates: jax.Array) -> tuple[jax.Array, jax.Array]:  # f32[steps], of W_2
-        def step(state: PyTree, given: tuple[jax.Array, jax.Array]) -> tuple[PyTree, jax.Array]:
+        def step(state: PyTree, batch: tuple[jax.Array, jax.Array]) -> tuple[PyTree, jax.Array]:
             params, moments = state
-            rows, rate = given
+            rows, rate = batch
             loss, slopes = jax.value_and_grad(loss_of, 1)(kind, params, rows, nudges)
             updates, moments = optimizer.update(slopes, moments)
             return (jax.tree.map(lambda p, u: p - rate * u, params, updates), moments), loss
@@ -86,7 +86,7 @@ def trained(
 
     losses, first = jax.jit(jax.vmap(learn))(schedules(steps).reshape(-1, steps))
     last = np.asarray(losses)[:, -max(1, steps // 5) :].mean(axis=1)
-    slopes = np.asarray(first)[0] / (1 - 0.9)  # Adam's first mean is a tenth of the gradient
+    slopes = np.asarray(first)[0] / (1 - 0.9)  # Adam's first moment is a tenth of the gradient
     return last.reshape(len(RATES), 2), np.sqrt((slopes**2).sum(axis=(1, 2)))
 
 
@@ -94,11 +94,11 @@ def demonstrate(arguments: Namespace) -> dict[tuple[str, int], tuple[np.ndarray,
     """Run the demonstration; return losses [rates, 2] and gradients [L] by kind and depth."""
     depths = sorted({min(2, arguments.layers), max(1, arguments.layers // 4), arguments.layers})
     found = {
-        (kind, layers): trained(kind, layers, arguments.steps, arguments.seed)
+        (kind, layers): train_all(kind, layers, arguments.steps, arguments.seed)
         for kind, layers in product(KINDS, depths)
     }
-    print(f"loss after {arguments.steps} steps, at once in full / after a warmup; "
-          f"least {entropy_rate():.2f}, guessing {math.log(VOCAB):.2f}")  # fmt: skip
+    print(f"loss after {arguments.steps} steps, constant rate / with warmup; "
+          f"lowest possible {entropy_rate():.2f}, guessing {math.log(VOCAB):.2f}")  # fmt: skip
     print_table(["kind, blocks", *(f"rate {rate:g}" for rate in RATES)], [
         [f"{kind}, {layers}", *(f"{now:.2f} / {later:.2f}" for now, later in losses)]
         for (kind, layers), (losses, _) in found.items()
@@ -116,8 +116,8 @@ def demonstrate(arguments: Namespace) -> dict[tuple[str, int], tuple[np.ndarray,
         left.plot(np.linspace(0, 1, layers), norms, label=f"{kind}, {layers}", **style)
         for column, line in enumerate(("-", "--")):
             if layers == depths[-1]:
-                named = kind + ("", ", warmup")[column]
-                right.plot(RATES, losses[:, column], f"o{line}", label=named, **style)
+                name = kind + ("", ", warmup")[column]
+                right.plot(RATES, losses[:, column], f"o{line}", label=name, **style)
     left.set_yscale("log")
     right.set_xscale("log")
     right.set_xticks(RATES, [f"{rate:g}" for rate in RATES])

@@ -2,17 +2,17 @@
 
     python -m transformer_jax demo operations
 
-Table 1 of Vaswani et al. 2017, of n tokens, width d and a convolution over k tokens:
+Table 1 of Vaswani et al. 2017, for n tokens, width d and a convolution over k tokens:
 
     self-attention    O(n^2 d)      here 2 n^2 d: scores, and the weighted sum of values
     recurrent         O(n d^2)      2 n d^2: W x and U h
     convolution       O(k n d^2)    k n d^2
     feed-forward      O(n d^2)      8 n d^2: to 4 d and back
 
-and the four projections of attention, 4 n d^2. They are counted in the traced programs: the
-products of every matrix multiplication and convolution, times the steps of the loop that it stands
-in. Then one call of attention is timed over n, and the bytes that its compiled program takes for
-intermediate results are read: with the scores in memory, and in tiles ("blockwise").
+In addition, the four projections of attention take 4 n d^2. The counts come from the traced
+programs: the products of each matrix multiplication and convolution, times the steps of its loops.
+The demonstration also measures the time and the temporary memory of one call of attention by n,
+with materialised scores ("xla") and in tiles ("blockwise").
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NAMES = ("self-attention", "recurrent", f"convolution of {KERNEL}", "feed-forwar
 
 
 def products(program: Jaxpr) -> int:
-    """Count a program's multiplications of matrices, those of a loop once for each step."""
+    """Count the products of a program's matrix multiplications; loop bodies count per step."""
     total = 0
     for equation in program.eqns:
         inner = sum(map(products, programs_within(equation)))
@@ -66,12 +66,12 @@ def products(program: Jaxpr) -> int:
 
 
 def layers(n: int, d: int) -> list[tuple[Callable[..., Any], Any]]:
-    """Return each layer as a function of x, [1, n, d], and x; its parameters are drawn."""
+    """Return each layer as a function of x, and x [1, n, d]."""
     x = jnp.zeros((1, n, d))
 
     def of_module(module: nn.Module) -> Callable[..., Any]:
         params = jax.eval_shape(module.init, jax.random.key(0), x)
-        # a traced program has the same products, whatever the numbers
+        # zeros, because the counts do not depend on the values
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), params)
         return lambda x: module.apply(params, x)
 
@@ -90,17 +90,17 @@ def layers(n: int, d: int) -> list[tuple[Callable[..., Any], Any]]:
 
 
 def count(n: int, d: int) -> list[int]:
-    """Count the multiplications of each layer in its traced program."""
+    """Count the multiplications in the traced program of each layer."""
     return [products(jax.make_jaxpr(function)(x).jaxpr) for function, x in layers(n, d)]
 
 
 def formulas(n: int, d: int) -> list[int]:
-    """Return the multiplications of each layer by the table."""
+    """Return the multiplications of each layer according to the table."""
     return [2 * n * n * d, 2 * n * d * d, KERNEL * n * d * d, 8 * n * d * d, 4 * n * d * d]
 
 
 def measure(n: int, d: int, rounds: int) -> dict[str, tuple[float, int]]:
-    """Return seconds, a median, and bytes of intermediate results of one call in two ways."""
+    """Return the median seconds and the temporary bytes of one call, by implementation."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, n, 1, d))
     found = {}
     for name in ("xla", "blockwise"):
@@ -118,7 +118,7 @@ def measure(n: int, d: int, rounds: int) -> dict[str, tuple[float, int]]:
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return counts, formulas, and what was measured, by length."""
+    """Run the demonstration; return the width, and counts and measurements by length."""
     width, rounds = arguments.width, 2 if arguments.quick else 9
     lengths = (4, 16, 64) if arguments.quick else (16, 64, 256, 1024)
     timed = halved(arguments.tokens, 2 if arguments.quick else 5)

@@ -1,4 +1,4 @@
-"""Measure paths and sequential steps of recurrence, attention and windowed attention.
+"""Measure path lengths and sequential steps of recurrence, attention and windowed attention.
 
     python -m transformer_jax demo path_length
 
@@ -9,9 +9,9 @@ Table 1 of Vaswani et al. 2017, for n tokens and windows of W:
     self-attention    O(1)                O(1)
     window            O(1)                O(n / W): ceil((n - 1) / (W - 1)) layers
 
-Sequential steps are counted in the program of one layer: the lengths of its loops. The path is
-measured by derivatives: all positions take a step at once, and the steps are counted after which
-the last position depends on the first input.
+The sequential steps are the lengths of the loops in the program of one layer. The path is measured
+with derivatives: all positions take a step at once, and the path is the number of steps until the
+last position depends on the first input.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WIDTH = 8
 
 
 def loop_steps(program: Jaxpr) -> int:
-    """Count the steps that a program's loops take one after the other; 1 where it has none."""
+    """Count the sequential steps of a program's loops; at least 1."""
 
     def count(program: Jaxpr) -> int:
         total = 0
@@ -66,11 +66,11 @@ def loop_steps(program: Jaxpr) -> int:
 
 
 def attend(mask: Mask) -> Callable[[jax.Array], jax.Array]:
-    """Return a layer of attention, which takes and gives [T, H]."""
+    """Return an attention layer as a function from [T, H] to [T, H]."""
 
     def layer(x: jax.Array) -> jax.Array:
         heads = x[None, :, None]  # [B, T, N, H]
-        # Small scores: no weight is rounded to 0, which would hide a path.
+        # small scores, because a weight that is rounded to 0 would hide a path
         out = dot_product_attention(heads, heads, heads, mask=mask, scale=0.1, implementation="xla")
         return out[0, :, 0]
 
@@ -78,7 +78,7 @@ def attend(mask: Mask) -> Callable[[jax.Array], jax.Array]:
 
 
 def sequential_steps(n: int, window: int) -> list[int]:
-    """Count the sequential steps of one layer of each kind over n tokens."""
+    """Count the sequential steps of one layer of each kind for n tokens."""
     config = RecurrentConfig(vocab_size=7, d_embed=WIDTH, d_hidden=WIDTH)
     params = init_params(config, jax.random.key(0))
     tokens, x = jnp.zeros((1, n), jnp.int32), jnp.zeros((n, WIDTH))
@@ -88,9 +88,9 @@ def sequential_steps(n: int, window: int) -> list[int]:
 
 
 def steps_until_dependent(step: Callable[[Any], Any], state: Any, tangent: Any) -> int:
-    """Count the steps until the last position's part of a state has a derivative that is not 0.
+    """Count the steps until the last position has a nonzero derivative.
 
-    `state` and `tangent` are pytrees of arrays [T, ...]; the first of them is looked at.
+    `state` and `tangent` are pytrees of arrays [T, ...]; only the first array is checked.
     """
     push = jax.jit(lambda state, tangent: jax.jvp(step, (state,), (tangent,)))
     count = 0
@@ -106,14 +106,14 @@ def formulas(n: int, window: int) -> tuple[list[int], list[int]]:
 
 
 def path_lengths(n: int, window: int) -> list[int]:
-    """Return the longest path, between the first input and the last output, of each kind."""
+    """Return the path length from the first input to the last output for each kind."""
     x = jax.random.normal(jax.random.key(1), (n, WIDTH))
     first = jnp.zeros_like(x).at[0].set(1.0)
     cell = nn.SimpleCell(WIDTH)
     params = cell.init(jax.random.key(2), x[0], x[0])
 
     def all_cells(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Take h_t = cell(h_{t-1}, x_t) once, at all positions at the same time."""
+        """Apply h_t = cell(h_{t-1}, x_t) once at all positions simultaneously."""
         h, x = state
         before = jnp.concatenate([jnp.zeros_like(h[:1]), h[:-1]])
         after: Any = cell.apply(params, before, x)
@@ -126,16 +126,16 @@ def path_lengths(n: int, window: int) -> list[int]:
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return lengths, and of each kind sequential steps and paths."""
-    check_least("tokens", arguments.tokens, 2, "a path is between two")
+    """Run the demonstration; return lengths, and sequential steps and paths of each kind."""
+    check_least("tokens", arguments.tokens, 2, "a path connects two tokens")
     window = arguments.window
-    check_least("window", window, 2, "a token that sees itself alone has no path")
+    check_least("window", window, 2, "a token that sees only itself has no path")
     names = "recurrent", "self-attention", f"window {window}"
     lengths = [n for n in halved(arguments.tokens, 2 if arguments.quick else 4) if n > 1]
     steps = [sequential_steps(n, window) for n in lengths]
     paths = [path_lengths(n, window) for n in lengths]
     rows = [[name, *(s[i] for s in steps), *(p[i] for p in paths)] for i, name in enumerate(names)]
-    headings = [f"{what}, n = {n}" for what in ("steps", "path") for n in lengths]
+    headings = [f"{quantity}, n = {n}" for quantity in ("steps", "path") for n in lengths]
     print_table(["layer", *headings], rows)
     figure, plots = new_figure(2)
     for i, name in enumerate(names):

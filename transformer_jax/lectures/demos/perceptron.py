@@ -1,11 +1,11 @@
-"""Learn AND, OR and XOR: with a perceptron, and with a network of two layers.
+"""Learn AND, OR and XOR with a perceptron and with a two-layer network.
 
     python -m transformer_jax demo perceptron
 
-A perceptron answers step(w.x + b), and learns by w += (y - answer) x after each wrong answer
-(Rosenblatt 1958). It divides the plane by a line, so it finds AND and OR, and never XOR (Minsky &
-Papert 1969). Two layers, sigmoid(v.tanh(W x + b) + c), bend the line (Rumelhart et al. 1986).
-sigmoid(z) = 1 / (1 + exp(-z)) is the probability of the answer 1.
+A perceptron computes step(w.x + b) and learns with w += (y - answer) x after each wrong answer
+(Rosenblatt 1958). It divides the plane by a straight line, so it can learn AND and OR, but never
+XOR (Minsky & Papert 1969). Two layers, sigmoid(v.tanh(W x + b) + c), can learn curved boundaries
+(Rumelhart et al. 1986). sigmoid(z) = 1 / (1 + exp(-z)) is the probability of the answer 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GATES = {
 
 
 def learn_perceptron(answers: np.ndarray, epochs: int) -> tuple[np.ndarray, int | None]:
-    """Return weights [w1, w2, b], and the epochs until no answer was wrong, or None."""
+    """Return the weights [w1, w2, b] and the epochs until all answers are right, or None."""
     weights = np.zeros(3)
     for epoch in range(epochs):
         wrong = 0
@@ -53,13 +53,13 @@ def learn_perceptron(answers: np.ndarray, epochs: int) -> tuple[np.ndarray, int 
 
 
 def two_layers(params: Any, x: jax.Array) -> jax.Array:  # [B, 2] -> f32[B]
-    """Return the logits v.tanh(W x + b) + c; their sigmoid is the probability of 1."""
+    """Return the logits v.tanh(W x + b) + c."""
     hidden = jnp.tanh(x @ params["w"] + params["b"][None])  # [B, F]
     return hidden @ params["v"] + params["c"]
 
 
 def learn_two_layers(answers: np.ndarray, steps: int, width: int, seed: int) -> tuple[Any, float]:
-    """Return parameters trained on all four inputs at every step, and the last loss in nats."""
+    """Return parameters trained with full batches, and the last loss in nats."""
     first, second = jax.random.split(jax.random.key(seed))
     params = {
         "w": jax.random.normal(first, (2, width)),
@@ -77,7 +77,7 @@ def learn_two_layers(answers: np.ndarray, steps: int, width: int, seed: int) -> 
 
 
 def draw(learned: dict[str, Any], arguments: Any) -> None:
-    """Draw each gate's four points over what its network answers between them."""
+    """Plot the four inputs of each gate over the network's output for the plane."""
     figure, plots = new_figure(len(GATES), height=4.2)
     side = np.linspace(-0.4, 1.4, 55, dtype=np.float32)
     grid = np.stack(np.meshgrid(side, side), axis=-1)  # [y, x, 2]
@@ -104,7 +104,7 @@ def draw(learned: dict[str, Any], arguments: Any) -> None:
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return by gate what was learned."""
+    """Run the demonstration; return the learned weights and outputs by gate."""
     learned: dict[str, Any] = {}
     for name, answers in GATES.items():
         weights, epochs = learn_perceptron(answers, epochs=1000)

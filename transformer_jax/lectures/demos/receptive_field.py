@@ -1,9 +1,10 @@
-"""Measure how many inputs an output of stacked windows depends on, by gradients.
+"""Measure the receptive field of stacked windows with gradients.
 
     python -m transformer_jax demo receptive_field
 
-A causal layer of window W sees W keys, its own among them; so L layers see L (W - 1) + 1 inputs.
-Measured: the inputs x_t for which the gradient of the last output is not zero.
+In a causal layer with window W, a query sees W keys, including its own. So L layers see
+L (W - 1) + 1 inputs. The demonstration counts the inputs x_t for which the gradient of the last
+output is not zero.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FRAME = 5
 
 
 def gradient_norms(config: ModelConfig, length: int, seed: int) -> np.ndarray:  # f32[T]
-    """Return the norm of the last output's gradient at each distance back, from 0 on."""
+    """Return the norm of the last output's gradient by distance to the input, starting at 0."""
     model = StreamingEncoder(config, frame_dim=FRAME)
     frames = jax.random.normal(jax.random.key(seed), (1, length, FRAME))  # [B, T, frame_dim]
     params = model.init(jax.random.key(1), frames)
@@ -47,7 +48,7 @@ def gradient_norms(config: ModelConfig, length: int, seed: int) -> np.ndarray:  
 
 
 def demonstrate(arguments: Namespace) -> dict[tuple[int, int], tuple[int, int]]:
-    """Run the demonstration; return by layers and window the field measured, and the formula's."""
+    """Run the demonstration; return the measured and the computed field by layers and window."""
     check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     last, deepest = arguments.window, arguments.layers
     windows = sorted({max(1, last // 2), last})

@@ -1,11 +1,11 @@
-"""Draw the table of sinusoids, and one vector that turns with its position.
+"""Plot the table of sinusoidal positions, and a vector that rotates with its position.
 
     python -m transformer_jax demo rotations
 
-Left P[p, 2i] = sin(p w_i), P[p, 2i + 1] = cos(p w_i), w_i = 10000^(-2i/D): quick waves first, slow
-ones last. Every pair is a point on a circle, so P(t + k) is P(t) turned by k w_i, for every t.
-Right the first pair of a query by rotary positions (Su et al. 2021): the vector [1, 0] at positions
-0 to 5 has the angles 0, 1, 2, ... radians and always the length 1.
+Left: P[p, 2i] = sin(p w_i), P[p, 2i + 1] = cos(p w_i), w_i = 10000^(-2i/D), with frequencies from
+high to low. Every pair is a point on a circle, so P(t + k) is P(t) rotated by k w_i, for every t.
+Right: the first pair of a query with rotary positions (Su et al. 2021). At positions 0 to 5, the
+vector [1, 0] has the angles 0, 1, 2, ... radians and keeps the length 1.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from transformer_jax.models.positions import apply_rope, sinusoidal
 OPTIONS: Options = {"tokens": (64, 24), "width": (64, 8)}
 
 
-def turned(table: np.ndarray, k: int) -> np.ndarray:  # [T, D] -> [T, D]
-    """Turn each pair (sin, cos) of a table of positions by k times its frequency."""
+def rotate(table: np.ndarray, k: int) -> np.ndarray:  # [T, D] -> [T, D]
+    """Rotate each pair (sin, cos) of a table of positions by k times its frequency."""
     d = table.shape[1]
     angle = k * 10_000.0 ** (-2 * np.arange(d // 2) / d)
     sin, cos = table[:, 0::2], table[:, 1::2]
@@ -43,17 +43,17 @@ def turned(table: np.ndarray, k: int) -> np.ndarray:  # [T, D] -> [T, D]
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return the table, its error after turning, and the turned vector."""
-    check_multiple("width", arguments.width, 2, "of pairs of sine and cosine")
+    """Run the demonstration; return the table, the rotation error, and the rotated vectors."""
+    check_multiple("width", arguments.width, 2, "for pairs of sine and cosine")
     length, width = arguments.tokens, arguments.width
-    check_least("tokens", length, 2, "one position is turned into another")
+    check_least("tokens", length, 2, "one position is rotated to another")
     k = min(5, length - 1)
     table = np.asarray(sinusoidal(jnp.arange(length), width))
-    error = float(np.abs(turned(table[:-k], k) - table[k:]).max())
+    error = float(np.abs(rotate(table[:-k], k) - table[k:]).max())
     at = jnp.arange(6)
     one = jnp.tile(jnp.array([1.0, 0])[None, None, None], (1, 6, 1, 1))  # [B, T, N, H]
     vectors = np.asarray(apply_rope(one, at, Rope()))[0, :, 0]
-    print(f"P(t + {k}) and P(t) turned: largest difference {error:.0e}")
+    print(f"P(t + {k}) and rotated P(t): largest difference {error:.0e}")
     print_table(["position", "x", "y", "length"], [
         [p, *(f"{x:.4f}" for x in (*v, np.hypot(*v)))] for p, v in enumerate(vectors)
     ])  # fmt: skip

@@ -1,11 +1,11 @@
-"""Measure why scores are divided by the square root of the head width.
+"""Show why scores are divided by the square root of the head width.
 
     python -m transformer_jax demo score_variance
 
 For q and k with independent elements of mean 0 and variance 1, q.k is a sum of d products and has
 variance d; q.k / sqrt(d) has variance 1 (Vaswani et al. 2017, 3.2.1, note 4). Large scores make the
-softmax one-hot: its entropy falls to 0, and with it its gradient. Uniform weights over S keys have
-the entropy ln S.
+softmax one-hot, so its entropy and its gradient fall to 0. Uniform weights over S keys have entropy
+ln S.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ QUERIES = 1000
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def measure(d: int, keys: int, scale: float | None) -> tuple[jax.Array, jax.Array]:
-    """Return the variance of scores, and the mean entropy in nats of their softmax."""
+    """Return the variance of the scores and the mean entropy of their softmax in nats."""
     query_key, key_key = jax.random.split(jax.random.key(d))
     query = jax.random.normal(query_key, (QUERIES, 1, 1, d))  # [B, T, N, H]
     key = jax.random.normal(key_key, (QUERIES, keys, 1, d))  # [B, S, K, H]
-    one = key[:, :1]  # over a single key the log-sum-exp is the score itself
+    one = key[:, :1]  # with a single key, the log-sum-exp is the score itself
     _, scores = dot_product_attention(query, one, one, scale=scale, return_lse=True)
     weights = dot_product_attention_weights(query, key, scale=scale)
     entropy = jax.scipy.special.entr(weights).sum(axis=-1)
@@ -48,7 +48,7 @@ def measure(d: int, keys: int, scale: float | None) -> tuple[jax.Array, jax.Arra
 
 
 def demonstrate(arguments: Namespace) -> dict[int, Any]:
-    """Run the demonstration; return by width ((variance, entropy) unscaled, the same scaled)."""
+    """Run the demonstration; return (variance, entropy), unscaled and scaled, by width."""
     keys, widths = arguments.tokens, [4**i for i in range(1, 16) if 4**i <= arguments.width]
     if not widths:
         fail("width", arguments.width, "must be at least 4")

@@ -1,4 +1,4 @@
-"""Take options, print tables, save pictures and train: what the demonstrations share."""
+"""Options, tables, pictures and training, shared by the demonstrations."""
 
 from __future__ import annotations
 
@@ -25,63 +25,64 @@ INK = "#444444"
 
 
 Options = Mapping[str, tuple[Any, Any]]
-"""Values that a demonstration takes, by name: the default, and that of --quick."""
+"""Options of a demonstration by name: the default, and the default with --quick."""
 
 MEANINGS = {
     "data": "a text file, UTF-8",
-    "layers": "layers of a stack",
-    "preset": "the config of the model that is drawn",
-    "seed": "of what is drawn at random",
-    "steps": "steps of training",
-    "sentence": "words, with spaces between them",
-    "tokens": "length of a text, or frames",
-    "width": "numbers of a vector",
-    "window": "keys that a query sees, itself included",
+    "layers": "number of layers",
+    "preset": "the preset of the model to draw",
+    "seed": "the seed of all random numbers",
+    "steps": "number of training steps",
+    "sentence": "words separated by spaces",
+    "tokens": "number of tokens or frames",
+    "width": "width of the vectors",
+    "window": "number of keys that a query sees, including its own",
 }
-"""What each option means."""
+"""Help text of each option."""
 
 
-def settings(options: Options, out: Path, quick: bool = False, **given: Any) -> Namespace:
-    """Return the values of a demonstration by name: those given, else the defaults.
+def settings(options: Options, out: Path, quick: bool = False, **values: Any) -> Namespace:
+    """Return the arguments of a demonstration: the passed values, otherwise the defaults.
 
-    ConfigError for a name that it has no use for, for numbers that are not positive, and for a seed
-    that `jax.random.key` cannot hold.
+    Raises:
+        ConfigError: for an unknown option, a number that is not positive, or a seed that is too
+            large for `jax.random.key`.
     """
-    unread = [name for name in given if name not in options]
-    if unread:
-        takes = ", ".join(options) or "nothing"
-        raise ConfigError(f"{unread[0]} is not read by this demonstration, which takes {takes}")
-    found = {name: default[quick] for name, default in options.items()} | given
-    for name, value in found.items():
+    unknown = [name for name in values if name not in options]
+    if unknown:
+        rule = f"the options of this demonstration are {', '.join(options) or 'none'}"
+        raise ConfigError(f"{unknown[0]} is not supported: {rule}")
+    values = {name: default[quick] for name, default in options.items()} | values
+    for name, value in values.items():
         if isinstance(value, int) and value < (name != "seed"):
             fail(name, value, "must not be negative" if name == "seed" else "must be positive")
         if name == "seed" and value >= 2**32:
             fail(name, value, "must be below 2**32")
         if name == "sentence" and value is not None and not value.split():
-            fail(name, value, "must have a word")
-    return Namespace(out=out, quick=quick, **{"format": "png", "dark": False}, **found)
+            fail(name, value, "must contain a word")
+    return Namespace(out=out, quick=quick, **{"format": "png", "dark": False}, **values)
 
 
-def check_multiple(name: str, value: int, of: int, why: str) -> None:
-    """Raise ConfigError where an option is no multiple of a number, and say why it has to be."""
+def check_multiple(name: str, value: int, of: int, reason: str) -> None:
+    """Raise ConfigError with the reason unless an option is a multiple of a number."""
     if value % of:
-        fail(name, value, f"must be a multiple of {of}, {why}")
+        fail(name, value, f"must be a multiple of {of}, {reason}")
 
 
-def check_least(name: str, value: int, least: int, why: str) -> None:
-    """Raise ConfigError where an option is below a number, and say why it may not be."""
+def check_least(name: str, value: int, least: int, reason: str) -> None:
+    """Raise ConfigError with the reason if an option is below a number."""
     if value < least:
-        fail(name, value, f"must be at least {least}: {why}")
+        fail(name, value, f"must be at least {least}: {reason}")
 
 
 def halved(largest: int, count: int) -> list[int]:
-    """Return up to `count` lengths, the last the largest and each half of the next."""
-    # a set: small lengths are halved to the same one
+    """Return up to `count` increasing lengths that end with `largest`, each half of the next."""
+    # a set, because repeated halving of small lengths gives 1 several times
     return sorted({max(1, largest >> i) for i in range(count)})
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows under their headings: the first column to the left, the others to the right."""
+    """Print a table; the first column is left-aligned, the others right-aligned."""
     texts = [[str(cell) for cell in row] for row in [headings, *rows]]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     for first, *others in texts:
@@ -90,8 +91,8 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> No
 
 
 def new_figure(columns: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes]]:
-    """Make a figure with so many empty plots beside each other, in the style of `plot_losses`."""
-    # without pyplot, which would keep every figure and may want a display
+    """Make a figure with a row of empty plots in the style of `plot_losses`."""
+    # without pyplot, which keeps every figure and may need a display
     figure = Figure(figsize=(7.0 if columns == 1 else 4.7 * columns, height), layout="constrained")
     FigureCanvasAgg(figure)
     plots = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
@@ -105,7 +106,7 @@ def new_figure(columns: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes
 
 
 def label(axes: Axes, title: str, x: str, y: str, legend: bool = True) -> None:
-    """Write a plot's title, the quantity and unit of each axis, and its legend."""
+    """Set the title, the axis labels and the legend of a plot."""
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.minorticks_off()
     axes.set_xlabel(x, color=INK)
@@ -121,7 +122,7 @@ def draw_matrix(
     columns: Sequence[str],
     numbers: bool = True,
 ) -> None:
-    """Draw weights from white, 0, to blue, 1, with their numbers and the names of both axes."""
+    """Draw weights as a heatmap from white (0) to blue (1), with values and axis labels."""
     axes.imshow(values, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
     axes.grid(False)
     for side, names in ((axes.set_xticks, columns), (axes.set_yticks, rows)):
@@ -135,15 +136,15 @@ def draw_matrix(
 
 
 def save_picture(figure: Figure, arguments: Namespace, name: str, text: bool = False) -> Path:
-    """Save a figure in the folder and format of the arguments; equal figures are equal files.
+    """Save a figure in the folder and format of the arguments, reproducibly.
 
-    With `text` an svg has its letters as text, which the reader's fonts draw, not as curves.
+    With `text`, an svg stores its labels as text in the reader's fonts instead of as outlines.
     """
     import matplotlib
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{name}.{arguments.format}"
-    # Matplotlib names clips and markers by a hash with a random salt
+    # by default, Matplotlib names clips and markers by a hash with a random salt
     style: Any = {"svg.hashsalt": name, "svg.fonttype": "none" if text else "path"}
     metadata = {"Date": None} if arguments.format == "svg" else {}
     with matplotlib.rc_context(style):
@@ -155,10 +156,10 @@ def save_picture(figure: Figure, arguments: Namespace, name: str, text: bool = F
 
 
 def darkened(svg: str) -> str:
-    """Return a picture with light and dark exchanged and its hues kept: x -> 1 - 0.88 H x.
+    """Invert the lightness of a picture but keep its hues: x -> 1 - 0.88 H x.
 
-    H turns hues by 180 degrees (the `hue-rotate` of the W3C's Filter Effects), which undoes what
-    the inversion does to them. White becomes a dark grey, not black.
+    H rotates hues by 180 degrees (`hue-rotate` of the W3C's Filter Effects), which cancels the
+    effect of the inversion on hues. White becomes dark grey, not black.
     """
     rows = "0.505 -1.258 -0.127 0 1 -0.375 -0.378 -0.127 0 1 -0.375 -1.258 0.753 0 1 0 0 0 1 0"
     matrix = f'<feColorMatrix values="{rows}"/>'
@@ -174,9 +175,9 @@ def train(
     batches: PyTree,  # arrays [steps, ...]
     learning_rate: float,
 ) -> tuple[PyTree, jax.Array]:  # params, f32[steps]
-    """Minimise loss(params, batch) by Adam, a step for each batch; return params and losses.
+    """Minimise loss(params, batch) with Adam, one step per batch; return params and losses.
 
-    The learning rate falls to zero along a half cosine.
+    The learning rate decays to zero along a half cosine.
     """
     steps = len(jax.tree.leaves(batches)[0])
     optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
@@ -193,7 +194,7 @@ def train(
 
 
 def programs_within(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yield the programs in an equation: the body of a loop, or of a function that it calls."""
+    """Yield the programs inside an equation, such as the body of a loop or of a called function."""
     for value in jax.tree.leaves(list(equation.params.values())):
         inner = getattr(value, "jaxpr", value)
         if isinstance(inner, Jaxpr):

@@ -1,14 +1,15 @@
-"""Compare a streaming causal window with overlapping windows that are computed anew.
+"""Compare a streaming causal window with recomputed overlapping windows.
 
     python -m transformer_jax demo streaming_windows
 
-Frames arrive in chunks of C. A stack of L causal layers of window W sees R = L (W - 1) + 1 frames.
+Frames arrive in chunks of C. L causal layers with window W see R = L (W - 1) + 1 frames.
 
     overlapping   run the stack on the last h frames and the new chunk, keep the chunk's outputs:
-                  (h + C) / C frames a new frame; right where h >= R - 1, wrong before
-    streaming     keep the last W keys and values of each layer: 1 frame a new frame, always right
+                  (h + C) / C frames per new frame; correct only if h >= R - 1
+    streaming     keep the last W keys and values of each layer: 1 frame per new frame, always
+                  correct
 
-Counted beside frames: query-key products of a head, from the masks of the layers.
+The demonstration also counts the query-key products of a head from the masks of the layers.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ CHUNK, FRAME = 8, 5
 
 
 def only_window(config: ModelConfig) -> int:
-    """Return the window that all layers have."""
+    """Return the window shared by all layers."""
     (window,) = config.windows
     assert window is not None
     return window
 
 
 def products(window: int, queries: np.ndarray, keys: np.ndarray) -> int:
-    """Count the pairs that a causal window lets through."""
+    """Count the query-key pairs that a causal window allows."""
     mask = Causal() & Window(window)
     return int(jax.jit(lambda q, k: mask.materialize(q, k).sum())(queries, keys))
 
@@ -60,7 +61,7 @@ def products(window: int, queries: np.ndarray, keys: np.ndarray) -> int:
 def run_overlapping(
     apply: Any, frames: jax.Array, history: int, config: ModelConfig
 ) -> tuple[jax.Array, int, int]:
-    """Return the outputs [B, T, D] of overlapping windows, frames run, and products of a head."""
+    """Return the outputs [B, T, D], frames and products per head of overlapping windows."""
     outputs, run, pairs, window = [], 0, 0, only_window(config)
     for start in range(0, frames.shape[1], CHUNK):
         first = max(0, start - history)
@@ -73,24 +74,24 @@ def run_overlapping(
 
 
 def run_streaming(apply: Any, frames: jax.Array, config: ModelConfig) -> tuple[jax.Array, int, int]:
-    """Return the outputs [B, T, D] of a stream, frames run, and products of a head."""
+    """Return the outputs [B, T, D], frames and products per head of a stream."""
     outputs, run, pairs, window = [], 0, 0, only_window(config)
     state = init_cache(config, batch=len(frames), capacity=window)
     for start in range(0, frames.shape[1], CHUNK):
         features, state = apply(frames[:, start : start + CHUNK], state)
         outputs.append(features)
         positions = np.arange(start, start + CHUNK)
-        held = np.arange(max(0, start - window), start + CHUNK)
+        keys = np.arange(max(0, start - window), start + CHUNK)
         run += len(positions)
-        pairs += config.num_layers * products(window, positions, held)
+        pairs += config.num_layers * products(window, positions, keys)
     return jnp.concatenate(outputs, axis=1), run, pairs
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return of each way (largest error, frames, products)."""
+    """Run the demonstration; return (largest error, frames, products) of each method."""
     check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     layers, window, length = arguments.layers, arguments.window, arguments.tokens
-    check_multiple("tokens", length, CHUNK, "the frames of a chunk")
+    check_multiple("tokens", length, CHUNK, "the number of frames per chunk")
     config = ModelConfig(
         d_model=arguments.width,
         num_layers=layers,
@@ -109,20 +110,20 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
     reach = receptive_field(config) - 1
     shares = () if arguments.quick else (reach // 4, reach // 2)
     histories = sorted({0, *shares, max(0, reach - 1), reach})
-    ways = {f"overlap {h}": run_overlapping(apply, frames, h, config) for h in histories}
-    ways["streaming"] = run_streaming(apply, frames, config)
+    results = {f"overlap {h}": run_overlapping(apply, frames, h, config) for h in histories}
+    results["streaming"] = run_streaming(apply, frames, config)
     found = {
         name: (float(jnp.abs(outputs - whole).max()), run, pairs)
-        for name, (outputs, run, pairs) in ways.items()
+        for name, (outputs, run, pairs) in results.items()
     }
     rows = [
         [name, f"{error:.0e}", f"{run / length:.2f}", f"{pairs / length:.1f}"]
         for name, (error, run, pairs) in found.items()
     ]
     print(f"{layers} layers of window {window}: R = {reach + 1} frames; chunks of {CHUNK}")
-    print_table(["way", "largest error", "frames a frame", "products a frame"], rows)
+    print_table(["method", "largest error", "frames per frame", "products per frame"], rows)
     figure, (left, right) = new_figure(2)
-    # a logarithmic axis has no 0
+    # a logarithmic axis cannot show 0
     errors = [max(found[f"overlap {h}"][0], 1e-8) for h in histories]
     left.plot(histories, errors, "o-", color=COLOURS[1], label="overlapping")
     left.axhline(found["streaming"][0], color=COLOURS[0], label="streaming")

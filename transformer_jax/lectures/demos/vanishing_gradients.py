@@ -1,13 +1,13 @@
-"""Measure how far back a gradient reaches in an Elman network, an LSTM and a GRU.
+"""Measure how far back gradients reach in an Elman network, an LSTM and a GRU.
 
     python -m transformer_jax demo vanishing_gradients
 
-The Frobenius norm of the Jacobian d h_T / d x_t over the distance T - t, with parameters as they
-are before training, a mean over seeds. In an Elman network each step back multiplies by
-diag(1 - h^2) U, so the norm falls exponentially (Bengio et al. 1994). In an LSTM the cell's path
-multiplies by the forget gate f = sigmoid(... + b_f): with b_f = 0 that is about 1/2 a step, and
-the gradient vanishes as fast; a forget bias keeps it (Gers et al. 2000, Jozefowicz et al. 2015).
-The cells are those of `transformer_jax.lectures.recurrent.RecurrentLM`.
+The measure is the Frobenius norm of the Jacobian d h_T / d x_t by distance T - t, for untrained
+parameters, averaged over seeds. In an Elman network, each step back multiplies by diag(1 - h^2) U,
+so the norm falls exponentially (Bengio et al. 1994). In an LSTM, the path through the cell
+multiplies by the forget gate f = sigmoid(... + b_f). With b_f = 0, that is about 1/2 per step, so
+the gradient vanishes equally fast; a larger forget bias preserves it (Gers et al. 2000, Jozefowicz
+et al. 2015). The cells are those of `transformer_jax.lectures.recurrent.RecurrentLM`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ CELLS: dict[str, Callable[[int], nn.RNNCellBase]] = {
     "LSTM, forget bias 1": partial(LSTMCell, forget_bias=1.0),
     "LSTM, forget bias 3": partial(LSTMCell, forget_bias=3.0),
 }
-"""How each network's cell is made of its width."""
+"""Functions that make the cell of each network for a width."""
 
 
 def jacobian(
     cell: nn.RNNCellBase, length: int, width: int, key: jax.Array
 ) -> jax.Array:  # f32[H, T, E]
-    """Return d h_T / d x_t for every t, of random parameters and inputs."""
+    """Return d h_T / d x_t for every t, for random parameters and inputs."""
     params_key, inputs_key = jax.random.split(key)
     network = nn.RNN(cell)
     inputs = jax.random.normal(inputs_key, (1, length, width))  # [B, T, E]
@@ -62,24 +62,24 @@ def jacobian(
 def measure(
     length: int, width: int, seed: int, seeds: int
 ) -> dict[str, np.ndarray]:  # f64[T] of each network
-    """Return the mean norm over seeds for every distance T - t, from 0 on."""
+    """Return the mean norm over seeds for each distance T - t, starting at 0."""
     norms = {}
     for name, cell in CELLS.items():
         of_key = partial(jacobian, cell(width), length, width)
         keys = jax.random.split(jax.random.key(seed), seeds)
-        # The squares of the smallest elements are below what float32 holds.
+        # float64, because the squares of the smallest elements underflow in float32
         jacobians = np.asarray(jax.jit(jax.vmap(of_key))(keys), np.float64)
         norms[name] = np.sqrt((jacobians**2).sum(axis=(1, 3))).mean(axis=0)[::-1]
     return norms
 
 
 def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
-    """Run the demonstration; return each network's norms by distance."""
+    """Run the demonstration; return the norms by distance of each network."""
     length, seeds = arguments.tokens, 3 if arguments.quick else 8
     norms = measure(length, arguments.width, arguments.seed, seeds)
-    shown = [d for d in (0, 1, 5, 10, 20, 50, 100) if d < length]
-    rows = [[name, *(f"{curve[d]:.1e}" for d in shown)] for name, curve in norms.items()]
-    print_table(["distance T - t", *map(str, shown)], rows)
+    distances = [d for d in (0, 1, 5, 10, 20, 50, 100) if d < length]
+    rows = [[name, *(f"{curve[d]:.1e}" for d in distances)] for name, curve in norms.items()]
+    print_table(["distance T - t", *map(str, distances)], rows)
     figure, (axes,) = new_figure()
     for (name, curve), colour in zip(norms.items(), COLOURS, strict=False):
         axes.plot(curve, color=colour, label=name)

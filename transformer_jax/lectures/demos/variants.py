@@ -1,15 +1,15 @@
-"""Train small decoders that differ in one part, on one text: heads, key heads, norm, tied tables.
+"""Train small decoders that differ in heads, key heads, norm or tied tables on the same text.
 
     python -m transformer_jax demo variants --data input.txt --steps 300
 
-Each decoder is trained on the first nine tenths of a text, cut into byte-pair tokens that were
-trained on it, for the same steps, from the same seeds and on the same rows; the loss is that of the
-last tenth. Beside it stand the parameters and the bytes of a cache of 1024 tokens:
+Each decoder is trained on the first nine tenths of a text with the same number of steps, seeds and
+rows. The byte-pair tokenizer is also trained on this part. The loss is measured on the last tenth.
+The table also shows the parameters and the bytes of a cache of 1024 tokens:
 
     8 key heads (MHA), 2 (GQA, Ainslie et al. 2023), 1 (MQA, Shazeer 2019); 1 head of the same width
-    without a norm; embedding and output matrix apart, or one (Press & Wolf 2017)
+    no norm; separate or shared embedding and output matrices (Press & Wolf 2017)
 
-Without --data the text is that of the small grammar of `embeddings`, enough for a test only.
+Without --data, the text is the small grammar of `embeddings`, which is enough only for a test.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def rows_of(ids: np.ndarray, length: int) -> np.ndarray:  # i32[M, length + 1]
-    """Cut a text into rows, one after the other; their last tokens are the next rows' first."""
+    """Cut a text into consecutive rows; the last token of a row is the first of the next row."""
     count = (len(ids) - 1) // length
     return np.stack([ids[i * length : (i + 1) * length + 1] for i in range(count)])
 
 
 def held_out_losses(
     config: ModelConfig, texts: np.ndarray, held_out: np.ndarray, steps: int, seeds: Sequence[int]
-) -> np.ndarray:  # f64[seeds], nats a token
-    """Train from each seed on random rows of texts; return the losses on the held-out rows."""
+) -> np.ndarray:  # f64[seeds], nats per token
+    """Train on random rows with each seed; return the losses on the held-out rows."""
     model = build(config)
 
     def loss(params: Any, rows: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ def held_out_losses(
     for seed in seeds:
         batches = texts[np.random.default_rng(seed).integers(0, len(texts), (steps, 12))]
         params = learn(init_params(config, jax.random.key(seed)), batches)
-        # parts of one size share a program; a rest is left out, unless there is nothing else
+        # drop the remainder, because parts of one size share a program; but keep a single part
         parts = np.split(held_out, range(32, len(held_out), 32))
         losses = [float(measure(params, rows)) for rows in parts if len(rows) == 32] or [
             float(measure(params, held_out))
@@ -89,7 +89,7 @@ def held_out_losses(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, dict[str, Any]]:
-    """Run the demonstration; return each variant's losses, parameters and bytes."""
+    """Run the demonstration; return the losses, parameters and bytes of each variant."""
     check_multiple("width", arguments.width, 16, "for 8 heads of even width")
     steps, count, size = arguments.steps, *((2, 280) if arguments.quick else (3, 1024))
     length, seeds = arguments.tokens, range(arguments.seed, arguments.seed + count)
@@ -105,11 +105,11 @@ def demonstrate(arguments: Namespace) -> dict[str, dict[str, Any]]:
     texts, held_out = (rows_of(part, length) for part in parts)
     found: dict[str, dict[str, Any]] = {}
     for name, changes in VARIANTS.items():
-        own = dict(
+        base = dict(
             vocab_size=tokenizer.vocab_size, d_model=arguments.width, num_layers=2, num_heads=8,
             max_len=1024, positions=Rope(), init_std=0.06,
         )  # fmt: skip
-        config = ModelConfig(**own | changes)
+        config = ModelConfig(**base | changes)
         found[name] = {
             "losses": held_out_losses(config, texts, held_out[:256], steps, seeds),
             "parameters": num_params(config),
@@ -118,7 +118,7 @@ def demonstrate(arguments: Namespace) -> dict[str, dict[str, Any]]:
         one = found[name]
         print(name, one["losses"].round(3), flush=True)
     print(f"{tokenizer.vocab_size} tokens, {steps} steps of 12 rows of {length}, {count} seeds")
-    print_table(["variant", "parameters", "cache KiB", "nats", "least", "most", "perplexity"], [
+    print_table(["variant", "parameters", "cache KiB", "nats", "min", "max", "perplexity"], [
         [name, f"{one['parameters']:,}", one["bytes"] // 1024,
          *(f"{x:.3f}" for x in (one["losses"].mean(), one["losses"].min(), one["losses"].max())),
          f"{math.exp(one['losses'].mean()):.1f}"]

@@ -1,11 +1,11 @@
-"""Choose a window: train encoders of frames with several, and compare accuracy, latency and cost.
+"""Compare accuracy, latency and cost of encoders with several window sizes.
 
     python -m transformer_jax demo window_choice
 
 The frames are those of `--task tones`: log energies of noisy tones, one every 16 ms. A tone lasts 4
-to 8 frames, and each frame is to be named, by its letter or as silence. A causal encoder of one
-layer sees W frames, and may answer D frames late: what it says at frame t is of frame t - D. So
-D frames are the latency, and W is the work of a frame and the memory of the stream.
+to 8 frames, and the encoder labels each frame with its letter or as silence. A causal encoder with
+one layer sees W frames and may answer D frames late: its answer at frame t is for frame t - D. So D
+determines the latency, and W determines the work per frame and the memory of the stream.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TIME = 1000 * HOP / RATE
 
 
 def sounds(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:  # f32[B, T, 16], i32[B, T]
-    """Return frames of noisy tones, and the letter in the middle of each; 0 is silence."""
+    """Return frames of noisy tones and the letter at the centre of each frame; 0 is silence."""
     random = np.random.default_rng(seed)
     samples = WINDOW + (FRAMES - 1) * HOP
     middles = WINDOW // 2 + HOP * np.arange(FRAMES)
@@ -77,9 +77,9 @@ CONFIG = ModelConfig(
 
 @cache
 def examples(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return frames f32[B, T, 16], and the letters of the frames that are DELAYS before each.
+    """Return frames f32[B, T, 16] and labels i32[B, T, delays].
 
-    i32[B, T, delays], -1 before the first answer.
+    Each label is the letter of the frame `delay` frames earlier, or -1 before the first answer.
     """
     frames, letters = sounds(count, seed)
     later = [np.pad(letters, ((0, 0), (delay, 0)), constant_values=-1)[:, :FRAMES]
@@ -88,20 +88,20 @@ def examples(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def accuracies(windows: list[int], steps: int, seeds: int) -> np.ndarray:
-    """Train an encoder for each window and seed; return the shares of held-out frames they name.
+    """Train an encoder for each window and seed; return accuracies f64[windows, seeds, delays].
 
-    f64[windows, seeds, delays]. The windows are numbers of one program, which trains all at once.
+    The window is a traced number, so that a single program trains all encoders at once.
     """
     model = build(CONFIG)
 
     def logits(params: Params, frames: jax.Array, window: jax.Array) -> jax.Array:
-        """Return f32[B, T, delays, letters] of encoders that see so many frames."""
+        """Return f32[B, T, delays, letters] for an encoder with this window."""
         mask = Predicate(lambda q, k: (k <= q) & (q - k < window))
-        given = {"params": params["encoder"]}
-        features = model.apply(given, frames, mask=mask, method="encode")
+        variables = {"params": params["encoder"]}
+        features = model.apply(variables, frames, mask=mask, method="encode")
         return jnp.einsum("BTD,DCV->BTCV", features, params["head"])
 
-    def said(
+    def predict(
         window: jax.Array,  # i32[]
         key: jax.Array,
         frames: jax.Array,  # f32[B, T, 16]
@@ -109,7 +109,7 @@ def accuracies(windows: list[int], steps: int, seeds: int) -> np.ndarray:
         rows: jax.Array,  # i32[steps, 16], of the frames
         new: jax.Array,  # f32[B, T, 16]
     ) -> jax.Array:  # i32[B, T, delays]
-        """Train on the frames, and name the new ones."""
+        """Train on the frames and label the new ones."""
         mean, spread = frames.mean(axis=(0, 1))[None, None], frames.std(axis=(0, 1))[None, None]
         frames, new = (frames - mean) / spread, (new - mean) / spread
         shape = CONFIG.d_model, len(DELAYS), LETTERS + 1
@@ -127,23 +127,27 @@ def accuracies(windows: list[int], steps: int, seeds: int) -> np.ndarray:
 
     draws = [np.random.default_rng(seed).integers(0, 512, (steps, 16)) for seed in range(seeds)]
     keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
-    learnt = [np.stack(x) for x in zip(*(examples(512, s) for s in range(seeds)), strict=True)]
-    held = [np.stack(x) for x in zip(*(examples(128, 1000 + s) for s in range(seeds)), strict=True)]
-    of_seeds = jax.vmap(said, in_axes=(None, 0, 0, 0, 0, 0))
+
+    def stacked(count: int, first: int) -> list[np.ndarray]:
+        parts = (examples(count, first + seed) for seed in range(seeds))
+        return [np.stack(x) for x in zip(*parts, strict=True)]
+
+    training, (new, labels) = stacked(512, 0), stacked(128, 1000)
+    of_seeds = jax.vmap(predict, in_axes=(None, 0, 0, 0, 0, 0))
     of_all = jax.jit(jax.vmap(of_seeds, in_axes=(0, None, None, None, None, None)))
-    found = of_all(np.array(windows, np.int32), keys, *learnt, np.stack(draws), held[0])
-    right = (np.asarray(found) == held[1][None]).sum(axis=(2, 3))  # [windows, seeds, delays]
-    return right / (held[1] >= 0).sum(axis=(1, 2))[None]
+    found = of_all(np.array(windows, np.int32), keys, *training, np.stack(draws), new)
+    right = (np.asarray(found) == labels[None]).sum(axis=(2, 3))  # [windows, seeds, delays]
+    return right / (labels >= 0).sum(axis=(1, 2))[None]
 
 
 def state_bytes(window: int) -> int:
-    """Return the bytes that a stream keeps from chunk to chunk."""
+    """Return the bytes of the state of a stream."""
     config = replace(CONFIG, kind="decoder", inputs=None, window=window)
     return cache_bytes(config, 1, window)
 
 
 def draw(means: dict[int, np.ndarray], arguments: Namespace) -> None:
-    """Draw percentages by window, f64[delays] each, over the window and over the latency."""
+    """Plot percentages f64[delays] by window, over the window and over the latency."""
     windows, latency = list(means), [TIME * delay for delay in DELAYS]
     figure, (left, right) = new_figure(2)
     for colour, i in zip(COLOURS, range(len(DELAYS)), strict=False):
@@ -159,7 +163,7 @@ def draw(means: dict[int, np.ndarray], arguments: Namespace) -> None:
 
 
 def demonstrate(arguments: Namespace) -> dict[int, np.ndarray]:
-    """Run the demonstration; return by window the accuracies f64[seeds, delays]."""
+    """Run the demonstration; return the accuracies f64[seeds, delays] by window."""
     windows = [1, 8] if arguments.quick else [1, 2, 4, 8, 16]
     seeds = 1 if arguments.quick else 3
     found = dict(zip(windows, accuracies(windows, arguments.steps, seeds), strict=True))
@@ -170,7 +174,7 @@ def demonstrate(arguments: Namespace) -> dict[int, np.ndarray]:
     ]
     late = [f"{delay} late ({TIME * delay:.0f} ms)" for delay in DELAYS]
     print_table(["window W", *late, "bytes kept"], rows)
-    apart = max(float(np.ptp(values, axis=0).max()) for values in found.values())
-    print(f"means of {seeds} seeds, which differ by {100 * apart:.1f} % at most")
+    spread = max(float(np.ptp(values, axis=0).max()) for values in found.values())
+    print(f"means over {seeds} seeds, which differ by at most {100 * spread:.1f} %")
     draw({window: 100 * found[window].mean(axis=0) for window in windows}, arguments)
     return found

@@ -1,16 +1,16 @@
-"""Work one layer of self-attention through by hand: three tokens, width 4, every number printed.
+"""Work through one layer of self-attention: three tokens, width 4, every number printed.
 
     python -m transformer_jax demo worked_attention
 
     X = E + P                     embeddings and sinusoidal positions
     Q, K, V = X W_Q, X W_K, X W_V
     S = Q K^T / sqrt(4)           scores
-    A = softmax(S)                weights, a row for each query
+    A = softmax(S)                weights, one row per query
     O = A V                       output
-    Y = norm(O + P)               the positions again, and normalisation
+    Y = norm(O + P)               positions added again, then normalised
 
-Vaswani et al. 2017, 3.2.1. The numbers are those of the lecture, which adds the positions again.
-That is no residual connection: a transformer block adds X, and Z = norm(O + X).
+The equations are from Vaswani et al. 2017, 3.2.1, and the numbers from the lecture, which adds the
+positions again. That is not a residual connection: a transformer block adds X, Z = norm(O + X).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ TOKENS = ("Apple", "Innovative", "Company")
 
 
 def one_head(matrix: jax.Array) -> jax.Array:  # [T, H] -> [B, T, N, H]
-    """Return a matrix as the only head of the only row of a batch."""
+    """Add a batch axis and a head axis of size 1."""
     return matrix[None, :, None]
 
 
 def compute(
     embeddings: jax.Array = EMBEDDINGS,  # f32[T, D]
 ) -> dict[str, np.ndarray]:
-    """Return every intermediate of the example by its name, each with a row for a token."""
+    """Return every intermediate value of the example by name, one row per token."""
     positions = sinusoidal(jnp.arange(len(embeddings)), 4)
     x = embeddings + positions
     q, k, v = x @ W_Q, x @ W_K, x @ W_V
@@ -72,7 +72,7 @@ def compute(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
-    """Run the demonstration; return every intermediate by its name."""
+    """Run the demonstration; return every intermediate value by name."""
     words, embeddings = TOKENS, EMBEDDINGS
     if arguments.sentence is not None:
         words = tuple(arguments.sentence.split())
@@ -84,7 +84,7 @@ def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
         for token, row in zip(words, rows, strict=True):
             print(f"  {token:10}  " + " ".join(f"{value:10.4f}" for value in row))
     if arguments.sentence is None:
-        print("the scores of a row are so far apart that all its weight is on Innovative")
+        print("the scores of each row differ so much that all weight is on Innovative")
     unit = np.asarray(jax.nn.softmax(steps["scores S"] / 50))
     figure, (left, right) = new_figure(2, height=3.4)
     names = [f"{t}\n{e.astype(int)}" for t, e in zip(words, steps["embeddings E"], strict=True)]
