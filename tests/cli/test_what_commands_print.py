@@ -217,11 +217,11 @@ def test_a_comparison_is_a_table_a_record_and_a_picture(monkeypatch, tmp_path, c
     assert printed == [
         "ngram, order 4: 2.000 nats in the search", "ngram, order 5: 3.000 nats in the search",
         "ngram, order 3: 1.000 nats in the search", "ngram, order 2: 2.000 nats in the search",
-        "ngram: 1.000 nats a character, held out",
+        "ngram: 1.000 nats per character, held out",
         "gru, learning rate 0.004: 0.504 nats in the search",
         "gru, learning rate 0.008: 0.508 nats in the search",
         "gru, learning rate 0.016: 0.516 nats in the search",
-        "gru: 0.504 nats a character, held out",
+        "gru: 0.504 nats per character, held out",
         "| model          | parameters | learning rate | characters read |  nats |  bits | "
         "perplexity |",
         "| ---            |        --: |           --: |             --: |   --: |   --: | "
@@ -264,7 +264,7 @@ def test_a_comparison_is_a_table_a_record_and_a_picture(monkeypatch, tmp_path, c
     trained.clear()
     clock = iter([1.0, 2.0, 3.0, 4.0])
     monkeypatch.setattr(compare.time, "perf_counter", lambda: next(clock))
-    assert run_command(argv) == 2 and "there is something already" in capsys.readouterr().err
+    assert run_command(argv) == 2 and "already exists and is not empty" in capsys.readouterr().err
     assert run_command(again) == 0
     assert [resume for _, resume, _ in trained] == [True, *[False] * 4]
     assert trained[0][0].model.order == 3

@@ -1,1 +1,1 @@
-"""Tests of the wing of the lectures."""
+"""Tests of `transformer_jax.lectures`."""

@@ -1,4 +1,4 @@
-"""Compare language models on one text: the terms are equal, and the search is honest."""
+"""Tests of the compare command: equal conditions and a search without the held-out part."""
 
 import json
 import math
@@ -23,7 +23,7 @@ BASE = TrainConfig(steps=50, warmup_steps=5)
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Return a file of 397 characters of 11 kinds, each drawn with the same probability."""
+    """Return a file of 397 characters, drawn uniformly from 11 letters."""
     rng = np.random.default_rng(20_261_123)
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(rng.choice(list("abcdefghijk"), 397)))
@@ -32,7 +32,7 @@ def text(tmp_path_factory):
 
 @pytest.mark.slow_except("11")
 @pytest.mark.parametrize("vocab_size", [11, 65, 211])
-def test_every_model_has_the_decoders_parameters_within_three_percent(vocab_size):
+def test_models_have_equal_parameters_within_three_percent(vocab_size):
     models = equal_models(vocab_size, 64, 61)
     assert tuple(models) == compare.MODELS
     counts = {name: num_params(model) for name, model in models.items() if name != "ngram"}
@@ -41,7 +41,7 @@ def test_every_model_has_the_decoders_parameters_within_three_percent(vocab_size
 
 
 @pytest.mark.slow
-def test_a_width_that_does_not_fit_is_refused(tmp_path, capsys):
+def test_unsuitable_width_is_refused(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("abc" * 150)
     command = ["compare", "--data", str(text), "--out", str(tmp_path / "out"), *SMALL[:-1]]
@@ -52,18 +52,18 @@ def test_a_width_that_does_not_fit_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_can_be_read_once_alone_is_refused(tmp_path, capsys):
+def test_data_that_can_be_read_only_once_is_refused(tmp_path, capsys):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for data in ("-", str(pipe)):
         assert run_command(["compare", "--data", data, "--out", str(tmp_path / "out")]) == 2
-        told = f"compare: data is {data!r}: must be a file: every model reads it again\n"
-        assert capsys.readouterr() == ("", told)
+        rule = "must be a regular file, because every model reads it again"
+        assert capsys.readouterr() == ("", f"compare: data is {data!r}: {rule}\n")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-def test_a_width_has_to_fit_the_models_that_are_compared_alone():
+def test_width_must_suit_only_the_requested_models():
     with pytest.raises(ConfigError, match="d_model is 8: no convolution has within 3 %"):
         equal_models(28, 8, 8, ("ngram", "convolution"))
     found = equal_models(28, 8, 8, ("ngram", "transformer"))
@@ -71,16 +71,16 @@ def test_a_width_has_to_fit_the_models_that_are_compared_alone():
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_made_is_refused_before_the_search(text, capsys):
+def test_unusable_output_folder_is_refused_before_the_search(text, capsys):
     out = text / "out"  # in a file
-    given = "--data", str(text), "--models", "ngram", "--out", str(out), *SMALL
-    assert run_command(["compare", *given]) == 1
+    argv = "--data", str(text), "--models", "ngram", "--out", str(out), *SMALL
+    assert run_command(["compare", *argv]) == 1
     assert capsys.readouterr() == ("", f"compare: {out}: Not a directory\n")
 
 
 @pytest.mark.parametrize("best", [0, 3, 5, len(RATES) - 1])
-def test_the_search_goes_to_the_best_rate_wherever_it_is(best, monkeypatch, tmp_path):
-    """Losses that fall towards one rate; NaN far above it, as of a rate that is too high."""
+def test_search_finds_the_best_rate(best, monkeypatch, tmp_path):
+    """The losses fall towards the best rate; a rate far above it gives NaN."""
     tried = []
 
     def train(config, received, *, vocab_size):
@@ -98,7 +98,7 @@ def test_the_search_goes_to_the_best_rate_wherever_it_is(best, monkeypatch, tmp_
     assert len({config.out for config in tried}) == len(tried)
 
 
-def test_settings_are_found_again_in_a_stored_config():
+def test_setting_of_inverts_settings():
     for model, value in (NgramConfig(vocab_size=11), 7), (RecurrentConfig(cell="lstm"), 0.004):
         config = settings(BASE, model, value)
         assert setting_of(config) == value
@@ -107,8 +107,8 @@ def test_settings_are_found_again_in_a_stored_config():
 
 
 @pytest.mark.slow
-def test_the_search_never_reads_the_held_out_part(text, tmp_path, monkeypatch):
-    """Look at every text that is read, instead of training."""
+def test_search_never_reads_the_held_out_part(text, tmp_path, monkeypatch):
+    """Record every text that is read instead of training."""
     read = []
 
     def train(config, received, *, resume=False, vocab_size=None):
@@ -133,8 +133,8 @@ def test_the_search_never_reads_the_held_out_part(text, tmp_path, monkeypatch):
     assert [part for size, part in read if size is None] == [whole, whole]
 
 
-def test_a_search_that_is_interrupted_begins_no_run(text, tmp_path, monkeypatch, capsys):
-    """It has not found the best rate: a run with another one would be gone on with as if it had."""
+def test_interrupted_search_starts_no_run(text, tmp_path, monkeypatch, capsys):
+    """Otherwise --resume would continue with a rate that is not the best."""
     runs = []
 
     def fit(config, *, stop, **options):
@@ -154,7 +154,7 @@ def test_a_search_that_is_interrupted_begins_no_run(text, tmp_path, monkeypatch,
 
 @pytest.fixture(scope="module")
 def compared(text, tmp_path_factory):
-    """Run the command once; return its folder, what it printed, and its record."""
+    """Run the command once; return its folder, the command line, and its record."""
     out = tmp_path_factory.mktemp("compared") / "out"
     command = ["compare", "--data", str(text), "--out", str(out), "--models", "rnn", "ngram"]
     with pytest.MonkeyPatch.context() as patch:
@@ -165,8 +165,8 @@ def compared(text, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_model_reads_equal_tokens_and_is_judged_alike(compared, text):
-    """No model can predict this text; n-grams are counted once more, with sets."""
+def test_models_read_equal_tokens_and_share_metrics(compared, text):
+    """The text is random, so no model can predict it; sets give the number of n-grams."""
     out, _, models = compared
     by_name = {one["model"]: one for one in models}
     assert by_name["rnn"]["tokens"] == 3 * 5 * 7 and by_name["ngram"]["tokens"] == 357
@@ -187,10 +187,10 @@ def test_every_model_reads_equal_tokens_and_is_judged_alike(compared, text):
 
 
 @pytest.mark.slow
-def test_a_comparison_goes_on_where_it_was_and_is_not_overwritten(compared, capsys):
+def test_comparison_resumes_and_is_not_overwritten(compared, capsys):
     out, command, models = compared
     assert run_command([*command, *SMALL]) == 2
-    assert "--resume goes on" in capsys.readouterr().err
+    assert "continue its comparison with --resume" in capsys.readouterr().err
     assert run_command([*command, *SMALL, "--resume"]) == 0
     assert "in the search" not in capsys.readouterr().out
     again = json.loads((out / "compared.json").read_text())["models"]

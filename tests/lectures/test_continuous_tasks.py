@@ -1,4 +1,4 @@
-"""Tasks of pictures and sound: what is made of a seed, how it is laid out, and what is learnt."""
+"""Tests of tasks on images and sound: generation, layout, training and files."""
 
 import importlib.util
 import io
@@ -52,7 +52,7 @@ def small(task, kind="encoder-decoder", width=12, layers=1, **changes):
 
 
 @pytest.mark.parametrize("task", [DigitsTask(examples=31), TonesTask(examples=31)])
-def test_signals_follow_from_the_seed(task):
+def test_signals_are_determined_by_the_seed(task):
     one, again, other = (make_signals(task, seed) for seed in (5, 5, 6))
     assert len(one) == 31 and len({signal.target for signal in one}) > 5
     assert all(signal.values.dtype == np.float32 for signal in one)
@@ -61,22 +61,22 @@ def test_signals_follow_from_the_seed(task):
     assert any(a.target != b.target for a, b in zip(one, other, strict=True))
 
 
-def test_a_glyph_without_noise_is_its_bitmap_at_some_place_in_one_brightness():
+def test_glyph_without_noise_is_a_shifted_and_scaled_bitmap():
     places = set()
     for signal in make_signals(DigitsTask(examples=97, noise=0.0), 3):
         picture = signal.values[:, :, 0].astype(np.float64)
         bitmap = np.array([list(row) for row in GLYPHS[DIGITS.index(signal.target)].split()]) == "1"
         rows, columns = np.nonzero(picture)
-        own_rows, own_columns = np.nonzero(bitmap)
+        bitmap_rows, bitmap_columns = np.nonzero(bitmap)
         assert 0.5 <= picture.max() < 1.0
         assert set(picture[rows, columns]) == {picture.max()}
-        moved = rows - own_rows, columns - own_columns
+        moved = rows - bitmap_rows, columns - bitmap_columns
         assert all((shift == shift[0]).all() for shift in moved)
         places.add((moved[0][0], moved[1][0]))
     assert places == {(y, x) for y in range(2) for x in range(4)}
 
 
-def test_energies_are_those_of_the_discrete_fourier_transform(rng):
+def test_energies_match_the_discrete_fourier_transform(rng):
     sound = rng.standard_normal(128 + 2 * 64 + 13)
     found = log_energies(sound)
     assert found.shape == (3, 16) and found.dtype == np.float32
@@ -89,7 +89,7 @@ def test_energies_are_those_of_the_discrete_fourier_transform(rng):
         assert_near(found[t], wanted, 1e-6)
 
 
-def test_a_letter_is_loudest_in_the_band_of_its_frequency():
+def test_tone_is_loudest_in_the_band_of_its_frequency():
     task = TonesTask(examples=61, letters=12, min_length=1, max_length=1, noise=0.01)
     heard = set()
     for signal in make_signals(task, 3):
@@ -100,14 +100,14 @@ def test_a_letter_is_loudest_in_the_band_of_its_frequency():
     assert len(heard) == 12
 
 
-def test_shorter_frames_end_in_zeros_that_are_marked_and_pictures_have_none(rng):
+def test_stack_rows_pads_frames_but_not_images(rng):
     frames = [rng.standard_normal((length, 5)).astype(np.float32) for length in (3, 11, 7)]
     stacked, valid = stack_rows(frames)
     assert stacked.shape == (3, 16, 5) and stacked.dtype == np.float32
     assert valid.sum(axis=1).tolist() == [3, 11, 7]
-    for row, own, seen in zip(stacked, frames, valid, strict=True):
-        assert np.array_equal(row[seen], own) and seen[: len(own)].all()
-        assert not row[~seen].any()
+    for row, sound, mask in zip(stacked, frames, valid, strict=True):
+        assert np.array_equal(row[mask], sound) and mask[: len(sound)].all()
+        assert not row[~mask].any()
     pictures = [rng.standard_normal((7, 5, 3)).astype(np.float32) for _ in range(2)]
     stacked, valid = stack_rows(pictures)
     assert valid is None and np.array_equal(stacked, np.stack(pictures))
@@ -115,7 +115,7 @@ def test_shorter_frames_end_in_zeros_that_are_marked_and_pictures_have_none(rng)
     assert ids.dtype == np.int32 and ids.tolist() == [[1, 2, 3, *[0] * 5], [1, 2, *[0] * 6]]
 
 
-def test_a_picture_is_the_source_of_a_name_or_the_input_of_a_class():
+def test_digits_task_makes_sources_or_classifier_inputs():
     task = load_task(small(DigitsTask(examples=40)))
     signals = make_signals(DigitsTask(examples=40), 0)
     ids = special_ids(task.tokenizers.tokenizer)
@@ -136,7 +136,7 @@ def test_a_picture_is_the_source_of_a_name_or_the_input_of_a_class():
 
 
 @pytest.mark.slow
-def test_padded_sound_has_the_loss_and_the_answer_of_each_sound_alone(key):
+def test_padding_of_sound_changes_neither_loss_nor_answer(key):
     task = load_task(small(TonesTask(examples=20, max_length=2)))
     config = task.config
     params = init_params(config.model, key)
@@ -160,7 +160,7 @@ def test_padded_sound_has_the_loss_and_the_answer_of_each_sound_alone(key):
 @pytest.mark.slow
 @pytest.mark.long_except("encoder")
 @pytest.mark.parametrize("kind", ["encoder", "encoder-decoder"])
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, kind):
+def test_stopped_run_resumes_bit_for_bit(tmp_path, kind):
     config = small(
         DigitsTask(examples=40, judged=3), kind, steps=6, eval_every=6, checkpoint_every=6,
         warmup_steps=2,
@@ -175,7 +175,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, kind):
 
 
 @pytest.mark.long
-def test_a_picture_is_named_to_95_percent(tmp_path):
+def test_encoder_classifies_digits_with_95_percent_accuracy(tmp_path):
     config = small(
         DigitsTask(examples=1500), "encoder", 48, 2, steps=120, batch_size=48,
         learning_rate=4e-3, warmup_steps=20, eval_every=120, checkpoint_every=120,
@@ -190,7 +190,7 @@ def test_a_picture_is_named_to_95_percent(tmp_path):
 @pytest.mark.parametrize(
     "task", [DigitsTask(examples=2000), TonesTask(examples=2000, letters=5, max_length=3)]
 )
-def test_a_picture_or_a_sound_is_written_in_letters_to_90_percent(tmp_path, task):
+def test_encoder_decoder_transcribes_signals_with_90_percent_accuracy(tmp_path, task):
     config = small(
         task, width=32, steps=170, batch_size=64, learning_rate=5e-3, warmup_steps=20,
         eval_every=170, checkpoint_every=170, out=str(tmp_path / "run"), sample_tokens=1,
@@ -212,9 +212,9 @@ def run_of(task, kind, inputs=None):
         (run_of(TonesTask(), "encoder-decoder", PICTURES),
          "task is 'tones': needs model.inputs frames"),
         (run_of(TonesTask(), "encoder-decoder", Frames()),
-         r"task is 'tones': has inputs of \(1, 16\), model.inputs reads \(1, 80\)"),
+         r"task is 'tones': has inputs \(1, 16\), but model.inputs reads \(1, 80\)"),
         (run_of(DigitsTask(), "encoder", replace(PICTURES, class_token=False)),
-         "class_token is False: an encoder says the class by this token"),
+         "class_token is False: must be True, because the encoder classifies this token"),
         (run_of(Seq2SeqTask(), "encoder-decoder", Frames()),
          "task is 'seq2seq': reads tokens, model.inputs is 'frames'"),
         (run_of(ClassifyTask(), "encoder", PICTURES),
@@ -228,13 +228,13 @@ def run_of(task, kind, inputs=None):
         (lambda: TonesTask(min_length=6), "min_length is 6: must not exceed max_length 5"),
     ],
 )  # fmt: skip
-def test_what_contradicts_a_task_is_refused_in_one_line(change, message):
+def test_config_that_contradicts_the_task_is_refused(change, message):
     with pytest.raises(ConfigError, match=message) as caught:
         change()
     assert "\n" not in str(caught.value)
 
 
-def test_digits_of_scikit_learn_need_it_and_are_its_own(monkeypatch):
+def test_scikit_learn_digits_match_the_library_and_require_it(monkeypatch):
     task = DigitsTask(source="scikit-learn", examples=53)
     if importlib.util.find_spec("sklearn") is not None:
         from sklearn.datasets import load_digits
@@ -250,19 +250,19 @@ def test_digits_of_scikit_learn_need_it_and_are_its_own(monkeypatch):
         make_signals(task, 3)
 
 
-def test_sounds_too_long_for_the_positions_are_refused():
+def test_sound_longer_than_the_positions_is_refused():
     config = small(TonesTask(examples=40))
     with pytest.raises(DataError, match=r"source: \d+ tokens: a sequence has at most 7 \(max_len"):
         load_task(replace(config, model=replace(config.model, max_len=7)))
 
 
 @pytest.mark.long
-def test_no_text_is_asked_of_a_run_of_pictures(tmp_path, capsys):
+def test_run_on_images_refuses_text(tmp_path, capsys):
     out = tmp_path / "run"
     fit(small(DigitsTask(examples=20, judged=2), steps=1, warmup_steps=0, out=str(out)))
     scores = json.loads((out / "scores.json").read_text())
     assert set(scores) == {"exact_match", "letter_error_rate"}
-    for message, command, given in (
+    for message, command, options in (
         (
             "prompt is 'a': a run of task 'digits' reads prompts, checkpoint",
             "generate",
@@ -270,13 +270,13 @@ def test_no_text_is_asked_of_a_run_of_pictures(tmp_path, capsys):
         ),
         ("a.txt: must be a .npz file of arrays", "evaluate", "--data a.txt"),
     ):
-        assert run_command([command, "--model", str(out), *given.split()]) == 2
+        assert run_command([command, "--model", str(out), *options.split()]) == 2
         line = capsys.readouterr().err.strip()
         assert message in line and "\n" not in line
 
 
 def written_file(path, task, change=None):
-    """Write a .npz file of nine signals, with one of its arrays changed."""
+    """Write a .npz file of nine signals, optionally with a change to its arrays."""
     signals = make_signals(replace(task, examples=9), 77)
     inputs, valid = stack_rows([signal.values for signal in signals])
     arrays = dict(inputs=inputs, targets=np.array([signal.target for signal in signals]))
@@ -289,7 +289,7 @@ def written_file(path, task, change=None):
 
 
 @pytest.mark.parametrize("task", [DigitsTask(), TonesTask()], ids=["digits", "tones"])
-def test_signals_of_a_file_are_those_that_were_written(tmp_path, task):
+def test_read_signals_restores_written_signals(tmp_path, task):
     file = tmp_path / "seen.npz"
     signals = written_file(file, task)
     found = read_signals(task, str(file))
@@ -315,13 +315,13 @@ def put(name, index, value):
          r"inputs is float32\[9, 7, 8, 1\]: must be numbers \[N, 8, 8, 1\]"),
         (DigitsTask(), lambda a: a.update(inputs=a["inputs"].astype("U9")),
          r"inputs is <U9\[9, 8, 8, 1\]: must be numbers"),
-        (DigitsTask(), lambda a: a.update(lengths=np.ones(9, int)), "lengths: a picture has none"),
+        (DigitsTask(), lambda a: a.update(lengths=np.ones(9, int)), "lengths: must be absent"),
         (DigitsTask(), put("inputs", (4, 0, 0, 0), np.nan),
          r"inputs\[4\] has a number that is not finite"),
         (DigitsTask(), lambda a: a.update(targets=np.array(["ten"] * 9)),
          r"targets\[0\] is 'ten': must be one of zero, one,"),
         (DigitsTask(), lambda a: a.update(targets=np.arange(9)),
-         r"targets is int64\[9\]: must be texts \[9\]"),
+         r"targets is int64\[9\]: must be strings \[9\]"),
         (TonesTask(), lambda a: a.update(inputs=a["inputs"][:, :, :15]),
          r"15\]: must be numbers \[N, T, 16\]"),
         (TonesTask(), put("lengths", 2, 0), r"lengths\[2\] is 0: must be from 1 to the"),
@@ -333,7 +333,7 @@ def put(name, index, value):
          r"targets\[0\] is 'abd': must be letters from a to c"),
     ],
 )  # fmt: skip
-def test_a_file_of_signals_that_is_wrong_is_named_with_its_array(tmp_path, task, change, message):
+def test_wrong_signal_file_error_names_file_and_array(tmp_path, task, change, message):
     file = tmp_path / "seen.npz"
     written_file(file, task, change)
     with pytest.raises(DataError, match=rf"^{re.escape(str(file))}: .*{message}") as caught:
@@ -341,7 +341,7 @@ def test_a_file_of_signals_that_is_wrong_is_named_with_its_array(tmp_path, task,
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_holds_no_arrays_is_refused(tmp_path):
+def test_file_without_arrays_is_refused(tmp_path):
     for i, content in enumerate((b"", b"text", b"PK\x03\x04 cut off")):
         (tmp_path / f"{i}.npz").write_bytes(content)
     np.save(tmp_path / "one.npy", np.zeros(3))
@@ -353,8 +353,8 @@ def test_a_file_that_holds_no_arrays_is_refused(tmp_path):
 
 @pytest.mark.slow_except("array", "bytes", "header", "size")
 @pytest.mark.parametrize("damage", ["array", "header", "bytes", "size", "deflated"])
-def test_a_damaged_array_is_refused_in_one_line(tmp_path, damage):
-    """A header may ask for more memory than there is, or be no array's at all."""
+def test_damaged_array_is_refused(tmp_path, damage):
+    """Includes a header that requests too much memory and one that is not an array's."""
     whole = io.BytesIO()
     np.save(whole, np.zeros((3, 8, 8, 1), np.float32))
     content = whole.getvalue()
@@ -384,8 +384,8 @@ def test_a_damaged_array_is_refused_in_one_line(tmp_path, damage):
     ("name", "kind"),
     [("digits", "encoder-decoder"), ("digits", "encoder"), ("tones", "encoder-decoder")],
 )
-def test_a_run_is_judged_on_a_file_and_writes_a_line_for_each_signal(tmp_path, name, kind, capsys):
-    """The held-out examples of the run, in a file, come to what the run came to."""
+def test_commands_evaluate_and_answer_a_signal_file(tmp_path, name, kind, capsys):
+    """A file with the held-out examples of the run gives the scores of the run."""
     task = DigitsTask(examples=60) if name == "digits" else TonesTask(examples=60)
     config = small(task, kind, steps=8, eval_every=8, checkpoint_every=8, warmup_steps=2)
     config = replace(config, learning_rate=5e-3, out=str(tmp_path / "run"))
@@ -410,12 +410,12 @@ def test_a_run_is_judged_on_a_file_and_writes_a_line_for_each_signal(tmp_path, n
     scored = "accuracy" if kind == "encoder" else "exact_match"
     right = np.mean([one == two for one, two in zip(lines, targets, strict=True)])
     assert right == pytest.approx(found[scored])
-    for given, message in (
+    for argv, message in (
         (["generate", "--prompt", "x"], f"a run of task '{name}' reads"),
         (["generate"], "prompts is None: a run of task"),
         (["evaluate", "--data", str(tmp_path)], "must be a .npz file"),
         (["evaluate", "--data", file, "--beams", "2"], "beams is 2: a run of"),
     ):
-        assert command(*given) == 2
+        assert command(*argv) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1

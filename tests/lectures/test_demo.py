@@ -1,4 +1,4 @@
-"""Run demonstrations by their command: the list, options of one's own, and what is refused."""
+"""Tests of the demo command: its list, custom options, and errors."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from transformer_jax.lectures.demos import demonstrations
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def settings(*options, **given):
-    from transformer_jax.lectures.demos import shared  # which brings Matplotlib along
+def settings(*options, **values):
+    from transformer_jax.lectures.demos import shared  # imports Matplotlib
 
-    return shared.settings(*options, **given)
+    return shared.settings(*options, **values)
 
 
-def test_the_command_alone_lists_each_demonstration_with_a_line(capsys):
+def test_help_lists_all_demonstrations(capsys):
     assert __main__.main(["demo"]) == 0
     printed = capsys.readouterr().out
     for name, line in demonstrations().items():
         assert line.endswith(".") and f"  {name} " in printed and line in printed
 
 
-def test_an_unknown_name_is_refused_with_the_nearest(capsys):
+def test_unknown_demonstration_suggests_the_nearest_name(capsys):
     assert demo.main(["rotation"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("demo: demonstration is 'rotation': must be activations or ")
@@ -36,13 +36,12 @@ def test_an_unknown_name_is_refused_with_the_nearest(capsys):
 
 
 @pytest.mark.parametrize("name", demonstrations())
-def test_an_option_that_a_demonstration_has_no_use_for_is_refused_by_name(name, tmp_path):
-    """Check every option of every other demonstration, before anything is computed."""
+def test_unsupported_option_is_refused(name, tmp_path):
     options = importlib.import_module(f"transformer_jax.lectures.demos.{name}").OPTIONS
-    known = set(importlib.import_module("transformer_jax.lectures.demos.shared").MEANINGS)
-    assert set(options) <= known
-    for other in known - set(options):
-        with pytest.raises(ConfigError, match=f"^{other} is not read by this demonstration, which"):
+    every = set(importlib.import_module("transformer_jax.lectures.demos.shared").MEANINGS)
+    assert set(options) <= every
+    for other in every - set(options):
+        with pytest.raises(ConfigError, match=f"^{other} is not supported: the options of this"):
             settings(options, tmp_path, **{other: "7"})
 
 
@@ -51,9 +50,10 @@ def test_an_option_that_a_demonstration_has_no_use_for_is_refused_by_name(name, 
     [
         ("rotations --window 7", "--window: no such flag, nearest: --width"),
         ("rotations --tokens 0", "tokens is 0: must be positive"),
-        ("rotations --tokens 1", "tokens is 1: must be at least 2: one position is turned into "
+        ("rotations --tokens 1", "tokens is 1: must be at least 2: one position is rotated to "
          "another"),
-        ("rotations --width 7", "width is 7: must be a multiple of 2, of pairs of sine and cosine"),
+        ("rotations --width 7", "width is 7: must be a multiple of 2, for pairs of sine and "
+         "cosine"),
         ("receptive_field --width 6", "width is 6: must be a multiple of 4, for 2 heads of even "
          "width"),
         ("streaming_windows --width 2", "width is 2: must be a multiple of 4, for 2 heads of even "
@@ -66,25 +66,25 @@ def test_an_option_that_a_demonstration_has_no_use_for_is_refused_by_name(name, 
          "even width"),
         ("variants --width 24", "width is 24: must be a multiple of 16, for 8 heads of even width"),
         ("permutation --tokens 1", "tokens is 1: must be at least 2: one token has no other order"),
-        ("path_length --tokens 1", "tokens is 1: must be at least 2: a path is between two"),
-        ("length_extrapolation --tokens 2", "tokens is 2: must be at least 3: a token is made of "
-         "the two before it"),
+        ("path_length --tokens 1", "tokens is 1: must be at least 2: a path connects two tokens"),
+        ("length_extrapolation --tokens 2", "tokens is 2: must be at least 3: a token is a "
+         "function of the two before it"),
         ("embeddings --width 1", "width is 1: must be at least 2: the vectors are drawn in a "
          "plane"),
         ("perceptron --seed 4294967296", "seed is 4294967296: must be below 2**32"),
         ("permutation --seed -1", "seed is -1: must not be negative"),
         ("permutation --width 4 --quick", "width is 4: must be a multiple of 8, for 4 heads of "
          "even width"),
-        ("path_length --window 1", "window is 1: must be at least 2: a token that sees itself "
-         "alone has no path"),
-        ("streaming_windows --tokens 12", "tokens is 12: must be a multiple of 8, the frames of "
-         "a chunk"),
-        ("worked_attention --sentence=", "sentence is '': must have a word"),
+        ("path_length --window 1", "window is 1: must be at least 2: a token that sees only "
+         "itself has no path"),
+        ("streaming_windows --tokens 12", "tokens is 12: must be a multiple of 8, the number of "
+         "frames per chunk"),
+        ("worked_attention --sentence=", "sentence is '': must contain a word"),
         ("streaming_windows --windw 7", "--windw: no such flag, nearest: --window"),
         ("rotations --dark", "dark needs --format svg"),
     ],
 )  # fmt: skip
-def test_what_is_refused_is_one_line_with_name_value_and_rule(argv, error, tmp_path, capsys):
+def test_error_is_one_line_with_name_value_and_rule(argv, error, tmp_path, capsys):
     try:
         status = demo.main([*argv.split(), "--out", str(tmp_path)])
     except SystemExit as end:
@@ -94,21 +94,21 @@ def test_what_is_refused_is_one_line_with_name_value_and_rule(argv, error, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_the_work(tmp_path, capsys):
+def test_unusable_output_folder_is_refused_before_the_work(tmp_path, capsys):
     out = tmp_path / "a"
     out.touch()
     assert demo.main(["rotations", "--out", str(out)]) == 1
     assert capsys.readouterr() == ("", f"demo rotations: {out}: File exists\n")
 
 
-def test_an_unknown_word_is_refused_before_the_training(tmp_path, capsys):
+def test_unknown_word_is_refused_before_training(tmp_path, capsys):
     argv = ["alignment", "--sentence", "je suis roi", "--out", str(tmp_path)]
     assert demo.main(argv) == 2
     error = capsys.readouterr().err
     assert error.startswith("demo alignment: sentence is 'je suis roi': 'roi' is not one of a, ")
 
 
-def test_a_text_shorter_than_a_row_is_refused_before_the_training(tmp_path):
+def test_text_shorter_than_a_row_is_refused_before_training(tmp_path):
     module = importlib.import_module("transformer_jax.lectures.demos.variants")
     rule = "tokens is 3000: must be below [4-6].., the tokens of the shorter part of the text"
     with pytest.raises(ConfigError, match=rule):
@@ -116,7 +116,7 @@ def test_a_text_shorter_than_a_row_is_refused_before_the_training(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_tokens_are_permuted_too(tmp_path):
+def test_permutation_works_with_two_tokens(tmp_path):
     module = importlib.import_module("transformer_jax.lectures.demos.permutation")
     found = module.demonstrate(settings(module.OPTIONS, tmp_path, quick=True, tokens=2))
     assert found["none"] < 1e-4 < found["rope"]
@@ -124,19 +124,19 @@ def test_two_tokens_are_permuted_too(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error")
-def test_words_in_any_script_are_drawn_as_they_are(tmp_path, capsys):
-    r"""Draw what would be a formula, which \\frac alone cannot be, and letters of few fonts."""
-    given = "--sentence", "$x$ $\\frac$ 日本 \U00012000", "--format", "svg", "--out", str(tmp_path)
-    assert demo.main(["worked_attention", *given]) == 0
-    assert demo.main(["drawings", *given, "--preset", "tiny"]) == 0
+def test_words_in_any_script_are_drawn_verbatim(tmp_path, capsys):
+    r"""Includes text that looks like math, an invalid \\frac, and letters that few fonts have."""
+    argv = "--sentence", "$x$ $\\frac$ 日本 \U00012000", "--format", "svg", "--out", str(tmp_path)
+    assert demo.main(["worked_attention", *argv]) == 0
+    assert demo.main(["drawings", *argv, "--preset", "tiny"]) == 0
     drawn = (tmp_path / "drawing_attention.svg").read_text("utf-8")
     assert "$\\frac$" in drawn and ("\\u65e5\\u672c" in drawn or "日本" in drawn)
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow
-def test_numbers_of_ones_own_are_used(tmp_path, capsys):
-    """Count rows and columns of what is printed, and see the picture where it was asked for."""
+def test_custom_options_are_used(tmp_path, capsys):
+    """Check the printed rows and columns and the requested picture."""
     argv = ["worked_attention", "--sentence", "the cat sat on it", "--seed", "3"]
     assert demo.main([*argv, "--format", "svg", "--dark", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -152,11 +152,11 @@ def test_numbers_of_ones_own_are_used(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", demonstrations())
-def test_every_option_of_every_demonstration_may_be_set(name, tmp_path):
-    """Run each small with other numbers than its own; the claims are held in tests/demos."""
-    own = {"tokens": 8, "window": 4, "layers": 3, "width": 16, "seed": 5, "steps": 3,
-           "preset": "tiny", "sentence": "je suis content"}  # fmt: skip
+def test_every_option_of_every_demonstration_works(name, tmp_path):
+    """Run each demonstration with small non-default values; `demos/` tests the claims."""
+    values = {"tokens": 8, "window": 4, "layers": 3, "width": 16, "seed": 5, "steps": 3,
+              "preset": "tiny", "sentence": "je suis content"}  # fmt: skip
     module = importlib.import_module(f"transformer_jax.lectures.demos.{name}")
-    given = {option: own[option] for option in module.OPTIONS if option in own}
-    module.demonstrate(settings(module.OPTIONS, tmp_path, quick=True, **given))
+    values = {option: values[option] for option in module.OPTIONS if option in values}
+    module.demonstrate(settings(module.OPTIONS, tmp_path, quick=True, **values))
     assert (tmp_path / f"{name}.png").exists()

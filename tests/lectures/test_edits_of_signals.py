@@ -1,4 +1,4 @@
-"""Edits of models of pictures and sounds, and what is refused of models of a task of one's own."""
+"""Tests of edits in models of images and sound, and of edits refused with a custom task."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ABC = CharTokenizer("abcdefghijklmnopqrstuvwxyz")
 
 
 def model_and_file(task, kind, path) -> tuple[LanguageModel, str, list]:
-    """Return an untrained model of a task, a file of signals, and these."""
+    """Return an untrained model of a task, the path of a file of signals, and the signals."""
     names = ("bos", "eos") if kind == "encoder-decoder" else ()
     model = run_of(task, kind, names=names, base=ABC)
     config = replace(model.config, max_len=64, **({} if names else dict(num_classes=10)))
@@ -51,7 +51,7 @@ def model_and_file(task, kind, path) -> tuple[LanguageModel, str, list]:
     ],
     ids=["classes of pictures", "pictures", "sounds", "sounds, by the decoder"],
 )
-def test_pictures_and_sounds_are_judged_and_answered_with_an_edit(tmp_path, task, kind, side):
+def test_evaluation_and_answers_of_signals_apply_edits(tmp_path, task, kind, side):
     model, file, signals = model_and_file(task, kind, tmp_path / "seen.npz")
     negated = jax.tree.map(np.negative, model.params[side]["norm"])
     params = {**model.params, side: {**model.params[side], "norm": negated}}
@@ -68,38 +68,37 @@ def test_pictures_and_sounds_are_judged_and_answered_with_an_edit(tmp_path, task
     measure = "accuracy" if kind == "encoder" else "letter_error_rate"
     assert measure in edited
 
-    def said(one: LanguageModel, **given) -> list[str]:
-        return answer_signals(one.model.run, one.tokenizers, one.params, signals, 7, **given)
+    def answers(one: LanguageModel, **options) -> list[str]:
+        return answer_signals(one.model.run, one.tokenizers, one.params, signals, 7, **options)
 
     edited = tj.build(model.config).edited(edit)
-    assert said(model, model=edited) == said(other) != said(model)
-    assert len(said(other)) == len(signals)
+    assert answers(model, model=edited) == answers(other) != answers(model)
+    assert len(answers(other)) == len(signals)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "task", [DigitsTask(), TonesTask(max_length=2)], ids=["pictures", "sounds"]
 )
-def test_streams_of_pictures_and_sounds_are_captured_as_they_are_edited(tmp_path, task):
-    """An edit of one row of block 0 changes that row of block 1 alone; others have padding."""
+def test_captured_streams_of_signals_include_edits(tmp_path, task):
+    """An edit of one row of block 0 changes only that row of block 1; the sounds have padding."""
     model, _, signals = model_and_file(task, "encoder-decoder", tmp_path / "seen.npz")
     built, place = tj.build(model.config), "encoder/block_0/residual"
     source, valid = stack_rows([signal.values for signal in signals[:2]])
-    given = dict(source=source)
+    inputs = dict(source=source)
     if valid is not None:
-        given["source_positions"] = np.where(valid, np.arange(source.shape[1])[None], -1)
+        inputs["source_positions"] = np.where(valid, np.arange(source.shape[1])[None], -1)
     ids = np.ones((2, 3), np.int32)
     names = place, "encoder/block_1/attention/input", "logits"
 
     def run(edit):
-        return built.apply({"params": model.params}, ids, capture=names, edit=edit, **given)[2]
+        return built.apply({"params": model.params}, ids, capture=names, edit=edit, **inputs)[2]
 
-    known = tj.places(model.config)
-    assert place in known and known[place] == ("B", "T", model.config.d_model)
+    assert tj.places(model.config)[place] == ("B", "T", model.config.d_model)
     before, after = run({}), run({place: lambda x: x.at[1].add(0.5)})
     assert before[place].shape == (2, model.config.inputs.num_tokens(source.shape[1]), 8)
     np.testing.assert_allclose(after[place][1], before[place][1] + 0.5, atol=1e-6)
-    # a LayerNorm takes what all numbers of a vector gain away again
+    # a LayerNorm removes a constant that is added to all elements of a vector
     np.testing.assert_allclose(after[names[1]], before[names[1]], atol=1e-4)
     slope = jnp.linspace(0.5, 2, model.config.d_model)
     tilted = run({place: lambda x: x.at[1].multiply(slope)})
@@ -110,10 +109,10 @@ def test_streams_of_pictures_and_sounds_are_captured_as_they_are_edited(tmp_path
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(LanguageTask, OwnTask):
-    """Stand for a task of somebody's own."""
+    """A custom task."""
 
 
-def test_an_edit_of_a_model_of_an_own_task_is_refused_where_it_is_judged(tmp_path):
+def test_evaluation_of_a_custom_task_refuses_edits(tmp_path):
     (tmp_path / "text").write_text("badcab" * 9)
     run = tj.TrainConfig(model=plain().config, task=Lines(), context=7)
     model = LanguageModel(replace(plain().model, run=run), "here")

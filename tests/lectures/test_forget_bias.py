@@ -1,4 +1,4 @@
-"""Check the forget bias of an LSTM: which numbers it changes, and that 0 is the cell of flax."""
+"""Tests of the forget bias of an LSTM."""
 
 import dataclasses
 
@@ -20,20 +20,20 @@ TRANSLATOR = RecurrentConfig(
 
 
 @pytest.mark.slow
-def test_an_lstm_is_the_cell_of_flax_bit_for_bit():
-    """Check fresh parameters of a key, and a step, of the cell whose gates begin at 0."""
+def test_lstm_equals_flax_cell_bit_for_bit():
+    """Compare initial parameters and one step, with forget bias 0."""
     x, c, h = jax.random.normal(jax.random.key(3), (3, 2, 17))
-    ours, given = LSTMCell(17), nn.OptimizedLSTMCell(17)
-    params = [jax.jit(cell.init)(jax.random.key(1), (c, h), x[:, :5]) for cell in (ours, given)]
-    steps = [jax.jit(cell.apply)(params[1], (c, h), x[:, :5]) for cell in (ours, given)]
+    cells = LSTMCell(17), nn.OptimizedLSTMCell(17)
+    params = [jax.jit(cell.init)(jax.random.key(1), (c, h), x[:, :5]) for cell in cells]
+    steps = [jax.jit(cell.apply)(params[1], (c, h), x[:, :5]) for cell in cells]
     for one, other in (params, steps):
         assert jax.tree.structure(one) == jax.tree.structure(other)
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 @pytest.mark.slow
-def test_a_forget_bias_is_where_the_forget_gates_of_every_cell_begin():
-    """Check that nothing else of the fresh parameters differs, in the encoder and the decoder."""
+def test_forget_bias_initialises_the_forget_gate_of_every_cell():
+    """Check encoder and decoder, and that no other initial parameter changes."""
     key, changed = jax.random.key(1), []
     fresh, opened = (
         init_params(dataclasses.replace(TRANSLATOR, forget_bias=bias), key) for bias in (0.0, 1.5)
@@ -52,7 +52,7 @@ def test_a_forget_bias_is_where_the_forget_gates_of_every_cell_begin():
     assert sorted(changed) == ["decoder/cell_0", "decoder/cell_1", *cells]
 
 
-def test_a_cell_without_a_forget_gate_takes_no_forget_bias():
+def test_forget_bias_needs_an_lstm():
     for cell in ("gru", "rnn"):
         with pytest.raises(ConfigError, match=r"^forget_bias is 1.0: needs cell 'lstm'"):
             RecurrentConfig(cell=cell, forget_bias=1.0)

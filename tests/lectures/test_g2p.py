@@ -1,6 +1,6 @@
-"""GRUs of PyTorch, converted: against the formulas in float64, and English words where a file is.
+"""Tests of converted PyTorch GRUs: float64 formulas, and English words with trained weights.
 
-The trained weights are not here: G2P_WEIGHTS names a checkpoint20.npz of Kyubyong/g2p.
+Set G2P_WEIGHTS to the checkpoint20.npz of Kyubyong/g2p to run the tests with trained weights.
 """
 
 import os
@@ -46,7 +46,7 @@ def sigmoid(x):
 
 
 def cell(x, h, w_ih, w_hh, b_ih, b_hh):
-    """torch.nn.GRUCell, from the formulas of its documentation."""
+    """Compute torch.nn.GRUCell by the formulas of its documentation."""
     H = len(h)
     gi, gh = w_ih @ x + b_ih, w_hh @ h + b_hh
     r, z = sigmoid(gi[:H] + gh[:H]), sigmoid(gi[H : 2 * H] + gh[H : 2 * H])
@@ -55,7 +55,7 @@ def cell(x, h, w_ih, w_hh, b_ih, b_hh):
 
 
 def plain(arrays, source, target):
-    """Logits f64[T, V] of one row, word by word."""
+    """Return the logits f64[T, V] of one row, token by token."""
     a = {name: value.astype(np.float64) for name, value in arrays.items()}
     h = np.zeros(a["fc_w"].shape[1])
     for token in source:
@@ -68,7 +68,7 @@ def plain(arrays, source, target):
 
 
 @pytest.mark.slow
-def test_converted_weights_give_what_the_formulas_give(rng):
+def test_converted_weights_match_the_formulas(rng):
     arrays = weights()
     config, params = read_g2p(arrays)
     assert (config.vocab_size, config.source_vocab_size) == (11, 13)
@@ -86,7 +86,7 @@ def test_converted_weights_give_what_the_formulas_give(rng):
         np.testing.assert_allclose(logits[row], expected, atol=1e-5)
 
 
-def test_a_cell_keeps_the_two_biases_of_its_candidate_apart():
+def test_gru_cell_stores_both_biases_of_the_candidate():
     arrays = weights()
     found = gru_cell(*(arrays[f"enc_{name}"] for name in NAMES))
     assert {name: set(leaves) for name, leaves in found.items()} == {
@@ -99,7 +99,7 @@ def test_a_cell_keeps_the_two_biases_of_its_candidate_apart():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("name", "value", "message"),
     [
         ("enc_emb", None, "array enc_emb is missing"),
         ("dec_b_hh", None, "array dec_b_hh is missing"),
@@ -108,17 +108,17 @@ def test_a_cell_keeps_the_two_biases_of_its_candidate_apart():
         ("enc_w_hh", np.zeros((7, 21)), r"enc_w_hh has shape \[7, 21\]: must be \[21, 7\]"),
     ],
 )
-def test_an_array_that_is_wrong_is_named(name, value, says):
+def test_wrong_array_is_refused(name, value, message):
     arrays = weights()
     if value is None:
         del arrays[name]
     else:
         arrays[name] = value
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         read_g2p(arrays)
 
 
-def test_words_are_letters_and_an_end():
+def test_words_become_letters_and_an_end_token():
     source, valid = letters(["Cab", "a!"])
     np.testing.assert_array_equal(source, [[5, 3, 4, 2], [3, 1, 2, 0]])
     np.testing.assert_array_equal(valid, [[True] * 4, [True] * 3 + [False]])
@@ -141,7 +141,7 @@ SPOKEN = {
 def spoken():
     path = os.environ.get("G2P_WEIGHTS")
     if path is None:
-        pytest.skip("G2P_WEIGHTS names no file of trained weights")
+        pytest.skip("set G2P_WEIGHTS to a file of trained weights")
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
     config, params = read_g2p(arrays)
@@ -152,7 +152,7 @@ def spoken():
     return arrays, (make_step(model), params, start), state
 
 
-def test_english_words_are_spoken(spoken):
+def test_english_words_have_the_expected_phonemes(spoken):
     arrays, begin, state = spoken
     found = generate(*begin, fork(state, 1), num_tokens=20, stop=END)
     for word, row in zip(SPOKEN, found.rows(), strict=True):
@@ -162,7 +162,7 @@ def test_english_words_are_spoken(spoken):
         assert logits.argmax(axis=1).tolist() == row.tolist()
 
 
-def test_beams_speak_at_least_as_likely(spoken):
+def test_beam_search_scores_at_least_greedy(spoken):
     _, begin, state = spoken
     greedy = generate(*begin, fork(state, 1), num_tokens=20, stop=END)
     beams = beam_search(*begin, fork(state, 1), num_tokens=20, num_beams=5, num_results=2, stop=END)

@@ -1,4 +1,4 @@
-"""Check n-gram models: Kneser and Ney's probabilities, packing, decoding and errors."""
+"""Tests of n-gram models: Kneser-Ney probabilities, packing, decoding and errors."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 VOCAB, ORDER, ROWS, TOKENS = 5, 3, 3, 11
 CORPUS = [[0, 1, 2, 0, 1, 3, 0, 1, 2, 2, 1, 0, 1, 2], [1, 1, 0, 1, 2, 0], [3, 0, 1], [2, 3, 3]]
-"""Nothing follows 3 3, and 4 does not occur."""
+"""The context 3 3 has no follower, and 4 does not occur."""
 
 
 @cache
@@ -38,7 +38,7 @@ def model_and_params(order: int = ORDER):
 
 @partial(jax.jit, static_argnums=0)
 def run(model, params, tokens, **arguments):
-    """Apply the model, compiled once for equal shapes."""
+    """Apply the model, compiled once per shape."""
     return model.apply({"params": params}, tokens, **arguments)
 
 
@@ -50,7 +50,7 @@ def draw_tokens(rows: int = ROWS, columns: int = TOKENS) -> np.ndarray:
 
 
 class KneserNey:
-    """Compute interpolated Kneser-Ney from dictionaries of tuples; -1 is before the beginning."""
+    """Interpolated Kneser-Ney smoothing with dictionaries of tuples; -1 is the start symbol."""
 
     def __init__(self, order: int, corpus=CORPUS, vocab_size: int = VOCAB):
         self.vocab_size = vocab_size
@@ -79,12 +79,12 @@ class KneserNey:
         if numbers is None:
             return below
         d, total = self.discount[k], sum(numbers)
-        own = max(self.count[k][(*context, word)] - d, 0) / total
-        return own + d * len(numbers) / total * below
+        discounted = max(self.count[k][(*context, word)] - d, 0) / total
+        return discounted + d * len(numbers) / total * below
 
 
 def oracle_log_probs(order: int, row) -> np.ndarray:
-    """Return log probabilities [T, V] after each token of one row."""
+    """Return the log-probabilities [T, V] after each token of one row."""
     oracle, line = KneserNey(order), [-1] * (order - 1) + [int(token) for token in row]
     rows = [
         [oracle.probability(tuple(line[t + 1 : t + order]), word) for word in range(VOCAB)]
@@ -95,8 +95,8 @@ def oracle_log_probs(order: int, row) -> np.ndarray:
 
 @pytest.mark.slow_except("3")
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_probabilities_are_those_of_the_formula_after_every_context(order):
-    """Check also contexts that were never counted, and the beginning of a document."""
+def test_probabilities_match_the_formula_for_every_context(order):
+    """Includes uncounted contexts and the start of a document."""
     model, params = model_and_params(order)
     every = np.array(list(itertools.product(range(VOCAB), repeat=max(order, 2))), np.int32)
     logits, _ = run(model, params, every)
@@ -107,8 +107,8 @@ def test_probabilities_are_those_of_the_formula_after_every_context(order):
         assert_near(logits[row], oracle_log_probs(order, every[row]), 2 * FORWARD_F32)
 
 
-def test_what_is_discounted_goes_to_the_shorter_context():
-    """Compare d N(h .) / c(h .) of each context, from counts or from kinds of tokens before."""
+def test_discounted_mass_goes_to_the_shorter_context():
+    """Compare d N(h .) / c(h .) of each context, at the highest and at the lower order."""
     (_, params), oracle = counted(2), KneserNey(2)
     assert len(set(oracle.discount.values())) == 2
     for k, context in ((1, ()), *((2, (word,)) for word in range(4))):
@@ -119,7 +119,7 @@ def test_what_is_discounted_goes_to_the_shorter_context():
 
 
 @pytest.mark.slow
-def test_a_token_that_was_never_counted_has_a_probability():
+def test_uncounted_token_has_nonzero_probability():
     model, params = model_and_params()
     assert all(4 not in document for document in CORPUS)
     logits, _ = run(model, params, draw_tokens())
@@ -128,8 +128,8 @@ def test_a_token_that_was_never_counted_has_a_probability():
 
 @pytest.mark.slow_except("7")
 @pytest.mark.parametrize("vocab_size", [7, 8, 256])
-def test_every_word_is_found_where_all_are_in_use(vocab_size):
-    """As many words as a power of two, one fewer, and with the sign for the beginning one more."""
+def test_full_vocabulary_is_searched_completely(vocab_size):
+    """Binary search is tested around a power of two, including the start symbol."""
     corpus = [np.random.default_rng(vocab_size).permutation(vocab_size) for _ in range(3)]
     config, params = count_ngrams(NgramConfig(vocab_size=vocab_size, order=2), corpus)
     every = np.arange(vocab_size)[:, None]
@@ -139,8 +139,8 @@ def test_every_word_is_found_where_all_are_in_use(vocab_size):
     assert_near(np.exp(np.asarray(logits)[:, 0]), wanted, FORWARD_F32)
 
 
-def test_documents_are_counted_apart():
-    """Count rows of an array and arrays of any length: no n-gram goes from one to the next."""
+def test_ngrams_do_not_cross_documents():
+    """Documents are rows of an array or arrays of any length."""
     config = NgramConfig(vocab_size=VOCAB, order=2)
     rows = np.array([[0, 1, 2], [3, 0, 1]], np.int32)
     both, params = count_ngrams(config, rows)
@@ -154,7 +154,7 @@ def test_documents_are_counted_apart():
 
 
 @pytest.mark.slow
-def test_packed_documents_and_padding_are_no_context():
+def test_context_excludes_other_documents_and_padding():
     model, params = model_and_params()
     tokens = draw_tokens()
     segments = np.array([[3] * 4 + [7] * 2 + [3] * 5, [1] * 11, [0] * 3 + [5] * 8], np.int32)
@@ -172,8 +172,8 @@ def test_packed_documents_and_padding_are_no_context():
 
 
 @pytest.mark.slow
-def test_greedy_tokens_are_the_best_of_the_full_pass():
-    """Compare each token with the formula's best after all before it, from ragged prompts."""
+def test_greedy_decode_matches_full_forward():
+    """Compare each token with the argmax of the formula; the prompts are ragged."""
     model, params = model_and_params()
     prompt, lengths, state = (
         draw_tokens(),
@@ -190,8 +190,8 @@ def test_greedy_tokens_are_the_best_of_the_full_pass():
 
 
 @pytest.mark.slow
-def test_the_best_beam_is_the_most_probable_text():
-    """Search with as many beams as there are texts of a token fewer, so that nothing is missed."""
+def test_exhaustive_beam_search_finds_the_most_probable_text():
+    """With V^2 beams, a search of three tokens is exhaustive."""
     model, params = model_and_params()
     prompt, state = np.array([[2, 0], [1, 1]], np.int32), init_recent_tokens(counted()[0], 2)
     beams = beam_search(
@@ -207,8 +207,8 @@ def test_the_best_beam_is_the_most_probable_text():
         assert_near(beams.log_probs[row, 0], every[best], 3 * FORWARD_F32)
 
 
-def test_parameters_have_the_shapes_of_the_config():
-    """Make a checkpoint's template from `nodes` alone; nothing is computed."""
+def test_parameter_shapes_follow_from_nodes():
+    """A checkpoint template needs only `nodes`, without counting."""
     config, params = counted()
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     assert jax.tree.structure(shapes) == jax.tree.structure(params)
@@ -217,12 +217,12 @@ def test_parameters_have_the_shapes_of_the_config():
     first, second, third = config.nodes
     starts = (1 + 1) + (first + 1) + (second + 1)
     assert num_params(config) == 2 * (first + second + third) + starts + 1 + first + second
-    assert config.nodes[0] == 5  # four kinds of tokens that occur, and the beginning
+    assert config.nodes[0] == 5  # four distinct tokens and the start symbol
 
 
 @pytest.mark.slow
 def test_large_vocabularies_do_not_overflow():
-    """Count where the ids of n-grams times the size of the vocabulary pass 2**31."""
+    """The node ids times the vocabulary size exceed 2**31."""
     config = NgramConfig(vocab_size=2**17, order=3)
     tokens = np.random.default_rng(3).permutation(2**17)[: 2**16].astype(np.int32)
     config, params = count_ngrams(config, tokens)
@@ -240,7 +240,7 @@ def test_large_vocabularies_do_not_overflow():
     "arguments3-nodes is \\\\(3, 0\\\\): must be positive",
 )
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (dict(order=0), "order is 0: must be positive"),
         (dict(vocab_size=2**31), "vocab_size is 2147483648: must be below"),
@@ -249,8 +249,8 @@ def test_large_vocabularies_do_not_overflow():
         (dict(nodes=3), "nodes is 3: must be"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(arguments, said):
-    with pytest.raises(ConfigError, match=f"^{said}"):
+def test_invalid_config_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
         NgramConfig(**arguments)
 
 
@@ -259,13 +259,13 @@ def test_wrong_arguments_are_refused():
     config = NgramConfig(vocab_size=VOCAB, order=3)
     with pytest.raises(ConfigError, match="nodes is None: count first"):
         init_params(config, jax.random.key(0))
-    for documents, said in (
+    for documents, message in (
         (np.zeros(0, np.int32), "documents have no tokens"),
         (np.array([1, 5]), r"token 5 at \[0, 1\]: must be in 0..4"),
         (np.array([0.5]), "tokens are float64"),
         (np.zeros((2, 3, 2), np.int32), r"a document has shape \(3, 2\): must be \[T\]"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             count_ngrams(config, documents)
     model, params = model_and_params()
     with pytest.raises(ValueError, match=r"state\.tokens are 4 wide: the model's context is 2"):
@@ -274,7 +274,7 @@ def test_wrong_arguments_are_refused():
 
 
 @pytest.mark.slow
-def test_an_unknown_token_under_trace_makes_its_contexts_nan():
+def test_traced_unknown_token_makes_its_contexts_nan():
     model, params = model_and_params()
     tokens = draw_tokens()
     tokens[1, 2] = VOCAB

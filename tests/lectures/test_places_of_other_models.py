@@ -1,4 +1,4 @@
-"""Look inside models before transformers and encoders of streams, and change them."""
+"""Tests of captures and edits in the models of the lectures and in streaming encoders."""
 
 from functools import cache, partial
 
@@ -61,7 +61,7 @@ def frames() -> np.ndarray:
 
 
 @cache
-def made(kind: str):
+def model_and_params(kind: str):
     """Return a model and its parameters."""
     config = CONFIGS[kind]
     if kind == "ngram":
@@ -72,12 +72,12 @@ def made(kind: str):
         params = model.init(jax.random.key(3), frames())["params"]
     else:
         model, params = build(config), init_params(config, jax.random.key(3))
-    rng = np.random.default_rng(7)  # biases and norms that are not 0 and 1
+    rng = np.random.default_rng(7)  # so that biases and norms differ from 0 and 1
     return model, jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, np.float32), params)
 
 
-def known(kind: str) -> dict:
-    model, _ = made(kind)
+def places_of(kind: str) -> dict:
+    model, _ = model_and_params(kind)
     return places(model if kind == "streaming" else model.config)
 
 
@@ -85,17 +85,17 @@ def has_source(kind: str) -> bool:
     return getattr(CONFIGS[kind], "source_vocab_size", None) is not None
 
 
-def run(kind: str, params=None, **asked):
-    model, own = made(kind)
+def run(kind: str, params=None, **options):
+    model, default = model_and_params(kind)
     more = dict(source=draw(S, 5)) if has_source(kind) else {}
     tokens = frames() if kind == "streaming" else draw(T)
-    apply = jax.jit(partial(model.apply, **asked))
-    return apply({"params": own if params is None else params}, tokens, **more)
+    apply = jax.jit(partial(model.apply, **options))
+    return apply({"params": default if params is None else params}, tokens, **more)
 
 
 def begin(kind: str, model=None):
-    """Return the state before any token."""
-    plain, params = made(kind)
+    """Return the initial state."""
+    plain, params = model_and_params(kind)
     model = plain if model is None else model
     if has_source(kind):
         return model.apply({"params": params}, draw(S, 5), method="init_state")
@@ -112,7 +112,7 @@ def tilted(value: jax.Array) -> jax.Array:
 
 
 def edits(names: list[str], strengths: jax.Array) -> dict:
-    """An edit of every place, each as strong as its own number says: 0 changes nothing."""
+    """Return an edit of every place with a strength; strength 0 changes nothing."""
 
     def edit(name: str, strength: jax.Array):
         change = jnp.square if name.endswith("/weights") else tilted
@@ -126,13 +126,13 @@ def edits(names: list[str], strengths: jax.Array) -> dict:
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_every_place_has_its_shape_and_changes_nothing_by_being_looked_at(kind):
-    names = known(kind)
+def test_every_place_has_its_shape_and_capture_changes_nothing(kind):
+    names = places_of(kind)
     *results, captured = run(kind, capture=tuple(names))
     assert set(captured) == set(names)  # jit sorts the names
     for name, shape in names.items():
         inside = name.startswith("encoder/")
-        source = name == "attention/weights"  # its keys are the source's
+        source = name == "attention/weights"  # the keys are those of the source
         sizes = {"B": B, "T": S if inside else T, "S": S if source else T}
         assert captured[name].shape == tuple(sizes.get(n, n) for n in shape), name
         assert np.isfinite(captured[name]).all() and np.abs(captured[name]).max() > 0, name
@@ -150,10 +150,10 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_states_and_weights_are_those_of_the_formulas():
-    """Each from what is captured before it, in float64."""
+def test_captured_values_match_the_formulas():
+    """Compute each value in float64 from the captured values before it."""
     captured = {k: exact(v) for k, v in run("rnn", capture=("*", "layer_*/*"))[2].items()}
-    cell = jax.tree.map(exact, made("rnn")[1]["decoder"]["cell_0"])
+    cell = jax.tree.map(exact, model_and_params("rnn")[1]["decoder"]["cell_0"])
     x, h = captured["embedding"], captured["layer_0/hidden"]
     before = np.pad(h, ((0, 0), (1, 0), (0, 0)))[:, :-1]
     w, u = cell["i"], cell["h"]
@@ -161,7 +161,7 @@ def test_states_and_weights_are_those_of_the_formulas():
     assert_near(captured["read_out"], h, NEAR)
 
     captured = {k: exact(v) for k, v in run("lstm", capture=("*", "layer_*/*"))[2].items()}
-    cell = jax.tree.map(exact, made("lstm")[1]["decoder"]["cell_1"])
+    cell = jax.tree.map(exact, model_and_params("lstm")[1]["decoder"]["cell_1"])
     x, h, c = (captured[n] for n in ("layer_0/hidden", "layer_1/hidden", "layer_1/cell"))
     h_before, c_before = (np.pad(y, ((0, 0), (1, 0), (0, 0)))[:, :-1] for y in (h, c))
     gate = lambda n: (  # noqa: E731
@@ -178,14 +178,14 @@ def test_states_and_weights_are_those_of_the_formulas():
     assert_near(captured["attention/weights"], scores / scores.sum(-1, keepdims=True), NEAR)
     context = np.einsum("bts,bsm->btm", captured["attention/weights"], memory)
     assert_near(captured["attention/context"], context, NEAR)
-    params = jax.tree.map(exact, made("rnn, dot")[1])
+    params = jax.tree.map(exact, model_and_params("rnn, dot")[1])
     combined = np.concatenate([context, h], -1) @ params["decoder"]["read_out"]["kernel"]
     assert_near(captured["read_out"], np.tanh(combined), NEAR)
     logits = np.tanh(combined) @ params["embed"]["output"].T + params["embed"]["bias"]
     assert_near(captured["logits"], logits, NEAR)
 
     captured = {k: exact(v) for k, v in run("window", capture=("*", "layer_*/*"))[2].items()}
-    layer = jax.tree.map(exact, made("window")[1]["hidden_0"])
+    layer = jax.tree.map(exact, model_and_params("window")[1]["hidden_0"])
     hidden = np.tanh(captured["embedding"] @ layer["kernel"] + layer["bias"])
     assert_near(captured["layer_0/hidden"], hidden, NEAR)
 
@@ -195,13 +195,13 @@ def test_states_and_weights_are_those_of_the_formulas():
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in WITHOUT_STATE])
-def test_an_edit_under_a_state_is_the_edit_of_the_full_pass(kind):
-    """Token after token, of every place by itself: programs for all, mapped over which it is."""
-    model, params = made(kind)
-    names = [name for name in known(kind) if not name.endswith("key_positions")]
+def test_edits_with_a_state_match_the_full_pass(kind):
+    """Edit one place at a time, token by token; `vmap` maps over the edited place."""
+    model, params = model_and_params(kind)
+    names = [name for name in places_of(kind) if not name.endswith("key_positions")]
     variables, plain = {"params": params}, run(kind)[0]
     tokens = frames() if kind == "streaming" else draw(T)
-    holds = "cache" if kind == "streaming" else "state"
+    state_argument = "cache" if kind == "streaming" else "state"
 
     def full(strengths):
         more = dict(source=draw(S, 5)) if has_source(kind) else {}
@@ -212,7 +212,7 @@ def test_an_edit_under_a_state_is_the_edit_of_the_full_pass(kind):
         state = begin(kind, edited)
 
         def read(state, token):
-            out, state = edited.apply(variables, token[:, None], **{holds: state})
+            out, state = edited.apply(variables, token[:, None], **{state_argument: state})
             return state, out[:, 0]
 
         return jax.lax.scan(read, state, tokens.swapaxes(0, 1))[1].swapaxes(0, 1)
@@ -227,16 +227,16 @@ def test_an_edit_under_a_state_is_the_edit_of_the_full_pass(kind):
 
 
 @pytest.mark.slow
-def test_a_tagger_is_edited_at_every_place():
-    names, plain = list(known("tagger")), run("tagger")[0]
+def test_tagger_can_be_edited_at_every_place():
+    names, plain = list(places_of("tagger")), run("tagger")[0]
     found = jax.vmap(lambda s: run("tagger", edit=edits(names, s))[0])(jnp.eye(len(names)))
     for name, logits in zip(names, np.asarray(found), strict=True):
         assert np.abs(logits - plain).max() > 1e-3, f"{name} changes nothing"
 
 
 @pytest.mark.slow
-def test_a_captured_state_has_a_gradient():
-    """Its slope in what an edit adds, by differences; the second layer is not on its way."""
+def test_captured_state_has_the_right_gradient():
+    """Compare with finite differences; the second layer has no gradient."""
 
     def loss(strength, params=None):
         edit = {"embedding": lambda x: x + strength}
@@ -245,33 +245,33 @@ def test_a_captured_state_has_a_gradient():
 
     slope, wanted = jax.grad(loss)(0.3), (loss(0.302) - loss(0.298)) / 0.004
     assert abs(slope - wanted) <= 1e-2 * abs(wanted) and abs(wanted) > 1e-2
-    slopes = jax.grad(loss, argnums=1)(0.3, made("lstm")[1])["decoder"]
+    slopes = jax.grad(loss, argnums=1)(0.3, model_and_params("lstm")[1])["decoder"]
     assert any(np.asarray(x).any() for x in jax.tree.leaves(slopes["cell_0"]))
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(slopes["cell_1"]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lstm", "rnn, dot", "window", "ngram"])
-def test_generation_is_edited_and_captured_as_the_model_is(kind):
-    """Each token is the likeliest after those before it, by the edited model in one pass."""
-    model, params = made(kind)
+def test_generation_edits_and_captures_match_the_model(kind):
+    """Each token is the argmax of the edited model's full pass."""
+    model, params = model_and_params(kind)
     place = "logits" if kind == "ngram" else "layer_0/hidden"
     edit, prompt = {place: lambda x: -x}, draw(3)
     step, more = make_step(model, edit=edit), dict(source=draw(S, 5)) if has_source(kind) else {}
-    made_by = generate(step, params, prompt, begin(kind), num_tokens=4, capture=(place, "logits"))
-    tokens = np.concatenate([prompt, made_by.tokens], axis=1)
+    result = generate(step, params, prompt, begin(kind), num_tokens=4, capture=(place, "logits"))
+    tokens = np.concatenate([prompt, result.tokens], axis=1)
     apply = jax.jit(partial(model.apply, edit=edit, capture=(place, "logits")))
     logits, _, captured = apply({"params": params}, tokens[:, :-1], **more)
-    np.testing.assert_array_equal(made_by.tokens, np.argmax(logits[:, 2:], axis=-1))
+    np.testing.assert_array_equal(result.tokens, np.argmax(logits[:, 2:], axis=-1))
     for name, value in captured.items():
-        assert_near(made_by.captured[name], value[:, 2:], NEAR, name)
+        assert_near(result.captured[name], value[:, 2:], NEAR, name)
     plain = generate(make_step(model), params, prompt, begin(kind), num_tokens=4).tokens
-    assert (np.asarray(plain) != made_by.tokens).any(), "the edit changes nothing"
+    assert (np.asarray(plain) != result.tokens).any(), "the edit changes nothing"
 
 
 @pytest.mark.slow
-def test_what_is_no_place_is_refused_by_name():
-    for kind, asked, message in (
+def test_unknown_place_is_refused():
+    for kind, options, message in (
         ("lstm", dict(capture=("layer_2/hidden",)), "no place is named 'layer_2/hidden', nearest"),
         ("rnn", dict(capture=("layer_0/cell",)), "no place is named 'layer_0/cell'"),
         ("rnn", dict(edit={"layer_0/hidden": lambda x: x[..., :2]}), "edit of layer_0/hidden"),
@@ -280,30 +280,29 @@ def test_what_is_no_place_is_refused_by_name():
         ("streaming", dict(capture=("logits",)), "no place is named 'logits'"),
     ):
         with pytest.raises(ValueError, match=message):
-            run(kind, **asked)
-    model, params = made("rnn, dot")
-    for asked in (
+            run(kind, **options)
+    model, params = model_and_params("rnn, dot")
+    for options in (
         dict(capture=("encoder/embedding",)), dict(edit={"encoder/embedding": jnp.square})
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="encoder/embedding with a state: it has already"):
-            model.apply({"params": params}, draw(T), state=begin("rnn, dot"), **asked)
+        with pytest.raises(ValueError, match="encoder/embedding needs a source: a state already"):
+            model.apply({"params": params}, draw(T), state=begin("rnn, dot"), **options)
     with pytest.raises(ValueError, match="encoder/embedding in a step"):
         make_step(model, edit={"encoder/embedding": jnp.square})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_where_nothing_is_asked_for_the_program_is_the_same(kind):
-    model, params = made(kind)
+def test_program_is_unchanged_without_captures_and_edits(kind):
+    model, params = model_and_params(kind)
     more = dict(source=draw(S, 5)) if has_source(kind) else {}
     tokens = frames() if kind == "streaming" else draw(T)
 
-    def program(**asked):
-        return str(
-            jax.make_jaxpr(lambda p: model.apply({"params": p}, tokens, **more, **asked)[0])(params)
-        )
+    def program(**options):
+        apply = lambda p: model.apply({"params": p}, tokens, **more, **options)[0]  # noqa: E731
+        return str(jax.make_jaxpr(apply)(params))
 
     plain = program()
     assert program(capture=(), edit={}) == plain
     name = "logits" if kind in ("convolution", "ngram") else "embedding"
-    assert program(capture=(name,)) == plain  # its value is there, and is not returned here
+    assert program(capture=(name,)) == plain  # the captured value is computed anyway, and unused

@@ -1,4 +1,4 @@
-"""Check the models of a window and of convolutions: formulas, packing, decoding and errors."""
+"""Tests of window and convolutional models: formulas, packing, decoding and errors."""
 
 import dataclasses
 from functools import cache, partial
@@ -38,7 +38,7 @@ VALID[0, [2, 4]] = VALID[2, [0, 2, 10]] = False
 
 @cache
 def parameters(config):
-    """Draw parameters, none of them at its initial 0."""
+    """Draw random parameters without zeros."""
     rng = np.random.default_rng(1)
     shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
 
@@ -57,12 +57,12 @@ def draw_tokens() -> np.ndarray:
 
 @partial(jax.jit, static_argnums=0)
 def run(config, params, tokens, **arguments):
-    """Apply the model, compiled once for equal shapes."""
+    """Apply the model, compiled once per shape."""
     return build(config).apply({"params": params}, tokens, **arguments)
 
 
 def oracle_forward(config, params, tokens) -> np.ndarray:
-    """Return the logits [T, V] of one document by the formula, in float64, token by token."""
+    """Return the float64 logits [T, V] of one document, token by token."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     table = p["embed"]["tokens"]
     output, bias = table if config.tie_embeddings else p["embed"]["output"], p["embed"]["bias"]
@@ -78,10 +78,10 @@ def oracle_forward(config, params, tokens) -> np.ndarray:
     k = config.kernel_size
     x = [p["begin"]] * (config.num_layers * (k - 1)) + [table[token] for token in tokens]
     for i in range(config.num_layers):
-        kernel, own = (p[f"convolution_{i}"][name] for name in ("kernel", "bias"))
+        kernel, layer_bias = (p[f"convolution_{i}"][name] for name in ("kernel", "bias"))
         after = []
         for t in range(k - 1, len(x)):
-            both = own + sum(x[t - k + 1 + j] @ kernel[j] for j in range(k))
+            both = layer_bias + sum(x[t - k + 1 + j] @ kernel[j] for j in range(k))
             value, gate = both[: config.d_hidden], both[config.d_hidden :]
             after.append(x[t] + value / (1 + np.exp(-gate)))
         x = after
@@ -89,20 +89,20 @@ def oracle_forward(config, params, tokens) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_pass_matches_the_formula(name):
+def test_forward_matches_the_formula(name):
     config, tokens = CONFIGS[name], draw_tokens()
     logits, state = run(config, parameters(config), tokens)
     assert logits.shape == (ROWS, TOKENS, VOCAB) and logits.dtype == jnp.float32
-    for row, own in enumerate(np.asarray(logits)):
-        want = oracle_forward(config, parameters(config), tokens[row])
-        assert_near(own, want, 3 * FORWARD_F32)
+    for row, ids in enumerate(tokens):
+        want = oracle_forward(config, parameters(config), ids)
+        assert_near(logits[row], want, 3 * FORWARD_F32)
     np.testing.assert_array_equal(state.tokens, tokens[:, -config.context :])
     np.testing.assert_array_equal(state.length, [TOKENS] * ROWS)
 
 
 @of_both
-def test_a_prediction_depends_on_the_last_tokens_alone(name):
-    """Change a token: the prediction after it moves, and C - 1 more; L (k - 1) + 1 of layers."""
+def test_prediction_depends_only_on_its_context(name):
+    """A changed token affects exactly C predictions, where C = L (k - 1) + 1 for convolutions."""
     config, tokens = CONFIGS[name], draw_tokens()
     other = np.array(tokens)
     other[:, 4] = (other[:, 4] + 1) % VOCAB
@@ -114,8 +114,8 @@ def test_a_prediction_depends_on_the_last_tokens_alone(name):
 
 @pytest.mark.slow_except("window")
 @of_both
-def test_packed_documents_are_read_as_if_alone(name):
-    """Check that padding is no part of them, and that the state is the last document's."""
+def test_packed_documents_match_separate_documents(name):
+    """Padding is excluded, and the state is that of the last document."""
     config, tokens = CONFIGS[name], draw_tokens()
     params = parameters(config)
     logits, state = run(config, params, tokens, segments=DOCUMENTS, valid=VALID)
@@ -136,8 +136,8 @@ def test_packed_documents_are_read_as_if_alone(name):
 
 @pytest.mark.slow_except("window")
 @of_both
-def test_in_any_chunks_with_padding_anywhere_equals_the_whole(name):
-    """Check rows that each read their own tokens at their own pace."""
+def test_padded_chunks_match_the_full_pass(name):
+    """Each row has padding at different positions."""
     config, rng = CONFIGS[name], np.random.default_rng(23)
     params, state = parameters(config), init_recent_tokens(config, ROWS)
     read, logits = [[] for _ in range(ROWS)], [[] for _ in range(ROWS)]
@@ -152,13 +152,13 @@ def test_in_any_chunks_with_padding_anywhere_equals_the_whole(name):
             logits[row] += list(np.asarray(out)[row, valid[row]])
         np.testing.assert_array_equal(state.tokens[turn % ROWS], before.tokens[turn % ROWS])
     np.testing.assert_array_equal(state.length, [len(row) for row in read])
-    for own, tokens in zip(logits, read, strict=True):
+    for found, tokens in zip(logits, read, strict=True):
         assert len(tokens) > 4
-        assert_near(np.array(own), oracle_forward(config, params, tokens), 3 * FORWARD_F32)
+        assert_near(np.array(found), oracle_forward(config, params, tokens), 3 * FORWARD_F32)
 
 
-def test_token_by_token_equals_the_whole():
-    """Check also chunks, in which each convolution runs once along the text."""
+def test_small_chunks_match_the_full_pass():
+    """With chunks of several tokens, each convolution runs once along the chunk."""
     params, tokens = parameters(CONVOLUTION), draw_tokens()
     whole, after = run(CONVOLUTION, params, tokens)
     for size in (1, 5):
@@ -171,8 +171,8 @@ def test_token_by_token_equals_the_whole():
 
 
 @of_both
-def test_logits_of_some_tokens_are_those_of_the_whole(name):
-    """Check also that an index without a token gives NaN, as in the other models."""
+def test_logits_at_indices_match_the_full_pass(name):
+    """An index out of range gives NaN."""
     config, tokens = CONFIGS[name], draw_tokens()
     at = np.array([[TOKENS - 1, 0], [2, -1], [0, TOKENS]], np.int32)
     got, state = run(config, parameters(config), tokens, at=at)
@@ -186,8 +186,8 @@ def test_logits_of_some_tokens_are_those_of_the_whole(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["window", "deep", "convolution"])
-def test_greedy_tokens_are_the_best_of_the_full_pass(name):
-    """Compare each token with the formula's best after all before it, from ragged prompts."""
+def test_greedy_decode_matches_full_forward(name):
+    """Compare each token with the argmax of the formula; the prompts are ragged."""
     config, prompt = CONFIGS[name], draw_tokens()
     step, params = make_step(build(config)), parameters(config)
     state, arguments = init_recent_tokens(config, ROWS), dict(num_tokens=7, lengths=LENGTHS)
@@ -202,8 +202,8 @@ def test_greedy_tokens_are_the_best_of_the_full_pass(name):
 
 
 @pytest.mark.slow
-def test_the_score_of_a_beam_is_that_of_the_full_pass():
-    """Check also that the best beam is at least as probable as the greedy text."""
+def test_beam_score_matches_full_forward():
+    """The best beam is also at least as probable as the greedy result."""
     prompt, step, params = draw_tokens(), make_step(build(WINDOW)), parameters(WINDOW)
     state = init_recent_tokens(WINDOW, ROWS)
     arguments = dict(num_tokens=3, lengths=LENGTHS)
@@ -220,8 +220,8 @@ def test_the_score_of_a_beam_is_that_of_the_full_pass():
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_a_small_difference():
-    """Check the vector of the beginning, the direct matrix, and that padding has no part."""
+def test_gradients_match_finite_differences():
+    """Check `begin` and `direct`, and that NaN embeddings of padding have no effect."""
     params, tokens = parameters(DEEP), draw_tokens()
     tokens = np.where(VALID, np.where(tokens == 1, 2, tokens), 1)
     rng = np.random.default_rng(29)
@@ -255,9 +255,9 @@ def test_gradients_are_those_of_a_small_difference():
     [(DEEP, window, [51, 17, 17]), (CONVOLUTION, convolution, [5, 5, 5])],
     ids=["window", "convolution"],
 )
-def test_dropout_is_on_with_a_key_only(config, module, widths, monkeypatch):
-    """Check that it stands on the vectors, between the layers and before the output."""
-    seen, params = [], parameters(config)  # whose initialisation calls it too
+def test_dropout_needs_a_key(config, module, widths, monkeypatch):
+    """Dropout is applied to the embeddings, between the layers and before the output."""
+    seen, params = [], parameters(config)  # before the patch: initialisation also calls dropout
     monkeypatch.setattr(module, "dropout", lambda x, rate, key: seen.append((x.shape, key)) or x)
     model = build(dataclasses.replace(config, dropout=0.3))
     apply = partial(model.apply, {"params": params}, draw_tokens())
@@ -275,7 +275,7 @@ def test_parameters_are_counted():
 
 
 @pytest.mark.parametrize(
-    ("config", "change", "said"),
+    ("config", "change", "message"),
     [
         (WINDOW, dict(vocab_size=0), "vocab_size is 0: must be positive"),
         (WINDOW, dict(context=0), "context is 0: must be positive"),
@@ -288,8 +288,8 @@ def test_parameters_are_counted():
         (CONVOLUTION, dict(dropout=1.0), "dropout is 1.0: must be at least 0 and below 1"),
     ],
 )  # fmt: skip
-def test_a_config_that_cannot_be_is_refused(config, change, said):
-    with pytest.raises(ConfigError, match=f"^{said}"):
+def test_invalid_config_is_refused(config, change, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
         dataclasses.replace(config, **change)
 
 
@@ -299,7 +299,7 @@ def test_wrong_arguments_are_refused():
     wrong[1, 2] = VOCAB
     fewer = init_recent_tokens(WINDOW, 2)
     wider = RecentTokens(np.zeros((ROWS, 5), np.int32), state.length)
-    for said, tokens, arguments in (
+    for message, tokens, arguments in (
         (r"token 31 at \[1, 2\]: must be in 0..30", wrong, {}),
         ("tokens have 3 rows, the state 2", right, dict(state=fewer)),
         ("state.tokens are 5 wide: the model's context is 3", right, dict(state=wider)),
@@ -310,15 +310,15 @@ def test_wrong_arguments_are_refused():
         ("rngs has 'dropout'", right, dict(rngs={"dropout": jax.random.key(0)})),
     ):
         apply = partial(build(WINDOW).apply, tokens=tokens, **arguments)
-        with pytest.raises(ValueError, match=said):
-            jax.eval_shape(lambda own, apply=apply: apply({"params": own}), params)
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(lambda params, apply=apply: apply({"params": params}), params)
     with pytest.raises(ValueError, match="prompt has 3 rows, the state 2"):
         generate(make_step(build(WINDOW)), {}, right, fewer, num_tokens=3)
     with pytest.raises(ValueError, match="batch is -1: must be an integer of at least 0"):
         init_recent_tokens(WINDOW, -1)
 
 
-def test_an_unknown_token_under_trace_makes_its_windows_nan():
+def test_traced_unknown_token_makes_its_windows_nan():
     tokens = draw_tokens()
     tokens[1, 2] = -5
     logits, _ = run(WINDOW, parameters(WINDOW), tokens)

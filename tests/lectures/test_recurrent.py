@@ -1,4 +1,4 @@
-"""Recurrent models: the papers' formulas, and decoded by the functions that decode transformers."""
+"""Tests of recurrent models: the formulas of the papers, packing, decoding and errors."""
 
 import dataclasses
 import itertools
@@ -63,7 +63,7 @@ with_source = pytest.mark.parametrize(
 
 
 def parameters(config: RecurrentConfig, seed: int = 1, scale: float = 1.5):
-    """Random, no leaf at its initial 0."""
+    """Draw random parameters without zeros."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
@@ -91,7 +91,7 @@ def draw_source(rows: int = ROWS) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=0)
 def run(config: RecurrentConfig, params, tokens, state, valid):
-    """The step, compiled once for all tests that read as many tokens."""
+    """Run a step, compiled once per shape."""
     return RecurrentStep(build(config))(params, tokens, state, valid=valid)
 
 
@@ -101,14 +101,14 @@ def read_source(config: RecurrentConfig, params, source, valid):
 
 
 def begin(config: RecurrentConfig, params, rows=slice(None), valid=SOURCE_VALID):
-    """The state before the first target token."""
+    """Return the state before the first target token."""
     source, valid = draw_source()[rows], valid[rows]
     if config.source_vocab_size is None:
         return init_recurrent_state(config, len(source))
     return read_source(config, params, source, valid)
 
 
-# The papers' formulas, in float64, one row and one token at a time
+# The formulas of the papers in float64, one row and one token at a time
 
 
 def sigmoid(x):
@@ -120,9 +120,9 @@ def softmax(x):
 
 
 def oracle_cell(kind: str, p, carry, x):
-    """The next carry (c, h) of an LSTM (Gers et al. 2000), or (h,) of an RNN or a GRU.
+    """Return the next carry: (c, h) of an LSTM (Gers et al. 2000), or (h,) of an RNN or a GRU.
 
-    Of Cho et al.'s two GRUs the one that multiplies by r after the product with U_n.
+    The GRU is the variant of Cho et al. that multiplies by r after the product with U_n.
     """
 
     def sums(gate: str):
@@ -144,12 +144,12 @@ def oracle_cell(kind: str, p, carry, x):
 
 
 def oracle_zero(config):
-    """Return the carry of a cell that has read nothing."""
+    """Return the initial carry of a cell."""
     return (np.zeros(config.d_hidden),) * (2 if config.cell == "lstm" else 1)
 
 
 def oracle_layer(config, p, i: int, x):
-    """Return what layer i gives, which reads vectors from one end or both, and its last carries."""
+    """Return the outputs and the last carries of layer i, in one or both directions."""
     forward = backward = oracle_zero(config)
     out, back = [], []
     for vector in x:
@@ -164,7 +164,7 @@ def oracle_layer(config, p, i: int, x):
 
 
 def oracle_encode(config, p, source):
-    """States [S, M] and the decoder's first carries of one row without padding."""
+    """Return the states [S, M] and the decoder's initial carries of one row without padding."""
     x, carries = [p["tokens"][token] for token in source], []
     for i in range(config.num_layers):
         x, forward, backward = oracle_layer(config, p, i, x)
@@ -190,7 +190,7 @@ def oracle_attend(config, p, states, query):
 
 
 def oracle_read(config, params, tokens, source=None):
-    """Logits [T, V], attention weights [T, S] and the last carries of one row without padding."""
+    """Return logits [T, V], attention weights [T, S] and last carries of one unpadded row."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     embed, p, states = params["embed"], params["decoder"], None
     carries = [oracle_zero(config)] * config.num_layers
@@ -235,7 +235,7 @@ def oracle_row(config, params, tokens, row: int):
 
 @pytest.mark.slow
 @every_context
-def test_a_pass_matches_the_formulas(config):
+def test_forward_matches_the_formulas(config):
     params, tokens = parameters(config), draw_tokens()
     everything = np.ones(tokens.shape, bool)
     logits, state = run(config, params, tokens, begin(config, params), everything)
@@ -255,7 +255,7 @@ def test_a_pass_matches_the_formulas(config):
 @pytest.mark.slow
 @pytest.mark.long_except("lstm")
 @every_config
-def test_logits_of_some_tokens_are_those_of_the_whole(config):
+def test_logits_at_indices_match_the_full_pass(config):
     params, tokens = parameters(config), draw_tokens()
     at = np.array([[TOKENS - 1], [2], [0]], np.int32)
     step, state = RecurrentStep(build(config)), begin(config, params)
@@ -270,8 +270,8 @@ def test_logits_of_some_tokens_are_those_of_the_whole(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [*CONFIGS.values(), STATE], ids=[*CONFIGS, "dot state"])
-def test_in_any_chunks_with_padding_anywhere_equals_the_whole(config):
-    """Each row reads its own tokens at its own pace; padding changes no bit of its state."""
+def test_padded_chunks_match_the_full_pass(config):
+    """Each row has padding at different positions; padding changes no bit of the state."""
     params, rng = parameters(config), np.random.default_rng(23)
     state = begin(config, params)
     read = [[] for _ in range(ROWS)]
@@ -300,11 +300,11 @@ def test_in_any_chunks_with_padding_anywhere_equals_the_whole(config):
 @pytest.mark.slow
 @pytest.mark.long_except("dot", "gru")
 @every_config
-def test_greedy_tokens_are_the_best_of_the_full_pass(config):
-    """Ragged prompts; each token is the formulas' best after all before it, in float64."""
+def test_greedy_decode_matches_full_forward(config):
+    """Compare each token with the argmax of the float64 formulas; the prompts are ragged."""
     prompt, new, step = draw_tokens(), 13, RecurrentStep(build(config))
     arguments = dict(num_tokens=new, lengths=LENGTHS)
-    for seed in range(40):  # until no row runs into a cycle, which would hide a lost state
+    for seed in range(40):  # until no row repeats a cycle, which would hide a lost state
         params = parameters(config, seed, scale=3.0)
         state = begin(config, params)
         tokens = np.asarray(generate(step, params, prompt, fork(state, 1), **arguments).tokens)
@@ -312,13 +312,13 @@ def test_greedy_tokens_are_the_best_of_the_full_pass(config):
         if all(len(set(row.tolist())) > 3 for row in tokens):
             break
     else:
-        raise AssertionError("every seed runs into a cycle")
+        raise AssertionError("every seed repeats a cycle")
     for row, length in enumerate(LENGTHS):
         whole = np.concatenate([prompt[row, :length], tokens[row]])
         logits, _ = oracle_row(config, params, whole[:-1], row)
         best = logits[length - 1 :]
         gap = np.diff(np.sort(best, axis=-1)[:, -2:], axis=-1)
-        assert gap.min() > 1e-5, "a tie would decide nothing"
+        assert gap.min() > 1e-5, "a tie would make the comparison ambiguous"
         np.testing.assert_array_equal(tokens[row], best.argmax(axis=-1))
     if config in (LSTM, ADDITIVE):
         streamed = stream(step, params, prompt, state, **arguments)
@@ -327,16 +327,16 @@ def test_greedy_tokens_are_the_best_of_the_full_pass(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [LSTM, ADDITIVE], ids=["lstm", "additive"])
-def test_a_row_alone_is_what_it_is_in_company(config):
+def test_row_does_not_depend_on_other_rows(config):
     params, tokens = parameters(config), draw_tokens()
     valid = np.arange(TOKENS)[None] < LENGTHS[:, None]
     logits, state = run(config, params, tokens, begin(config, params), valid)
     row = slice(1, 2)
     start = begin(config, params, row)
-    alone, own = run(config, params, tokens[row, :3], start, valid[row, :3])  # without padding
-    assert_near(alone, logits[row, :3], FORWARD_F32)
-    for leaf, both in zip(jax.tree.leaves(own), jax.tree.leaves(state), strict=True):
-        assert_near(leaf, both[row], FORWARD_F32)
+    single, after = run(config, params, tokens[row, :3], start, valid[row, :3])  # without padding
+    assert_near(single, logits[row, :3], FORWARD_F32)
+    for leaf, batch in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
+        assert_near(leaf, batch[row], FORWARD_F32)
 
 
 @pytest.mark.slow_except("dot rnn")
@@ -344,10 +344,10 @@ def test_a_row_alone_is_what_it_is_in_company(config):
     "config", [ADDITIVE, DOT, dataclasses.replace(DOT, cell="rnn")],
     ids=["additive", "dot", "dot rnn"],
 )  # fmt: skip
-def test_decoding_consumes_the_state_and_none_of_the_callers_arrays(config):
+def test_decoding_donates_the_state_but_not_the_callers_arrays(config):
     params, source = parameters(config), jnp.asarray(draw_source())
     prompt, valid = jnp.asarray(draw_tokens()[:, :1]), jnp.asarray(SOURCE_VALID)
-    # a compiled program would copy them
+    # not compiled, because a compiled program would copy the arrays
     state = read_source.__wrapped__(config, params, source, valid)
     generate(make_step(build(config)), params, prompt, state, num_tokens=2)
     assert state.memory.states.is_deleted()
@@ -360,8 +360,8 @@ def test_decoding_consumes_the_state_and_none_of_the_callers_arrays(config):
     "config", [ADDITIVE, dataclasses.replace(ADDITIVE, cell="rnn"), DOT],
     ids=["additive", "additive rnn", "dot"],
 )  # fmt: skip
-def test_padding_of_a_source_is_invisible(config):
-    """After, between or before its tokens; though its vectors are NaN; forward and backward."""
+def test_padding_of_the_source_is_invisible(config):
+    """Padding after, between or before the tokens, with NaN embeddings; forward and backward."""
     params, tokens = parameters(config), draw_tokens()
     source, valid = draw_source(), np.array(SOURCE_VALID)
     source = np.where(valid, np.where(source == 1, 2, source), 1)
@@ -388,7 +388,7 @@ def test_padding_of_a_source_is_invisible(config):
 
 @pytest.mark.slow
 @with_source
-def test_a_source_without_a_token_is_attended_to_with_nothing(config):
+def test_empty_source_has_zero_attention_weights(config):
     params, valid = parameters(config), np.array(SOURCE_VALID)
     valid[1] = False
     state = begin(config, params, valid=valid)
@@ -402,7 +402,7 @@ def test_a_source_without_a_token_is_attended_to_with_nothing(config):
 @pytest.mark.slow
 @every_config
 def test_rows_of_a_state_can_be_gathered(config):
-    """As beams and forks do; every leaf leads with B."""
+    """Beams and forks gather rows; the first axis of every leaf is B."""
     params, prompt = parameters(config), draw_tokens()
     valid = np.ones(prompt.shape, bool)
     _, state = run(config, params, prompt, begin(config, params), valid)
@@ -416,15 +416,14 @@ def test_rows_of_a_state_can_be_gathered(config):
 
 
 @pytest.mark.slow
-def test_models_map_over_parameters():
-    """An ensemble in one vmap."""
+def test_vmap_over_parameters_matches_separate_models():
     many = [parameters(DOT, seed) for seed in (1, 2)]
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *many)
     model, tokens = build(DOT), draw_tokens()
 
     def logits(params):
-        given = dict(source=draw_source(), source_valid=SOURCE_VALID)
-        return model.apply({"params": params}, tokens, **given)[0]
+        source = dict(source=draw_source(), source_valid=SOURCE_VALID)
+        return model.apply({"params": params}, tokens, **source)[0]
 
     got = jax.jit(jax.vmap(logits))(stacked)
     for one, params in zip(got, many, strict=True):
@@ -436,7 +435,7 @@ def test_models_map_over_parameters():
 DOCUMENTS = np.array(
     [[3, 3, 3, 3, 7, 7, 3, 3, 3, 3, 3], [1] * 11, [0, 5, 5, 5, 5, 0, 0, 2, 2, 2, 0]], np.int32
 )
-"""Ids of the documents of each row; an id that stands in two places is two documents."""
+"""Document ids of each row; two separate runs of an id are two documents."""
 PADDED = np.ones((ROWS, TOKENS), bool)
 PADDED[0, [2, 4]] = PADDED[2, [0, 2, 5, 6, 10]] = False
 
@@ -451,8 +450,8 @@ def columns_of_documents(row: int) -> list[list[int]]:
 
 @pytest.mark.long_except("rnn")
 @pytest.mark.parametrize("config", [LSTM, RNN], ids=["lstm", "rnn"])
-def test_packed_documents_are_read_as_if_alone(config):
-    """Check the logits by the formulas, and that the state is that of the last document."""
+def test_packed_documents_match_separate_documents(config):
+    """The state is that of the last document."""
     params, tokens, model = parameters(config), draw_tokens(), build(config)
     read = jax.jit(partial(model.apply, {"params": params}))
     logits, state = jax.tree.map(np.asarray, read(tokens, segments=DOCUMENTS, valid=PADDED))
@@ -462,8 +461,8 @@ def test_packed_documents_are_read_as_if_alone(config):
             want, _, carries = oracle_read(config, params, tokens[row, columns])
             assert_near(logits[row, columns], want, 3 * FORWARD_F32)
         assert state.length[row] == len(columns)
-        for leaf, own in zip(*map(jax.tree.leaves, (state.carry, carries)), strict=True):
-            assert_near(leaf[row], own, 3 * FORWARD_F32)
+        for leaf, expected in zip(*map(jax.tree.leaves, (state.carry, carries)), strict=True):
+            assert_near(leaf[row], expected, 3 * FORWARD_F32)
 
 
 # A tagger
@@ -474,7 +473,7 @@ TIED = dataclasses.replace(RNN_TAGGER, tie_embeddings=True)
 
 
 def oracle_tags(config, params, tokens) -> np.ndarray:
-    """Return the logits [T, V] of one document that is read from both ends."""
+    """Return the logits [T, V] of one document from the bidirectional formulas."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     embed, read_out = params["embed"], params["read_out"]
     x = [embed["tokens"][token] for token in tokens]
@@ -486,8 +485,8 @@ def oracle_tags(config, params, tokens) -> np.ndarray:
 
 @pytest.mark.long_except("tied rnn")
 @pytest.mark.parametrize("config", [TAGGER, TIED], ids=["lstm", "tied rnn"])
-def test_a_tagger_reads_each_document_from_both_ends(config):
-    """Check with padding before, between and after; packed or one document a row."""
+def test_tagger_reads_each_document_in_both_directions(config):
+    """Padding before, between and after the tokens; packed, and with one document per row."""
     params, tokens = parameters(config), draw_tokens()
     read = jax.jit(partial(build(config).apply, {"params": params}))
     logits, state = read(tokens, segments=DOCUMENTS, valid=PADDED)
@@ -507,8 +506,8 @@ def test_a_tagger_reads_each_document_from_both_ends(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
-def test_a_class_is_read_from_the_last_states_of_both_directions(cell):
-    """Check with padding before, between and after the tokens of a row."""
+def test_classes_are_computed_from_the_final_states_of_both_directions(cell):
+    """Padding before, between and after the tokens of a row."""
     config = dataclasses.replace(TAGGER, cell=cell, num_classes=3)
     params, tokens = parameters(config), draw_tokens()
     logits = build(config).apply({"params": params}, tokens, valid=PADDED, method="classify")
@@ -522,7 +521,7 @@ def test_a_class_is_read_from_the_last_states_of_both_directions(cell):
         assert_near(logits[row], want, 3 * FORWARD_F32)
 
 
-def test_a_tagger_without_classes_has_no_head():
+def test_tagger_without_classes_has_no_head():
     params = parameters(RNN_TAGGER)
     assert "classifier" not in params
     with pytest.raises(ValueError, match=r"^num_classes is None: this model"):
@@ -531,7 +530,7 @@ def test_a_tagger_without_classes_has_no_head():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [LSTM, RNN_TAGGER], ids=["lstm", "rnn tagger"])
-def test_padding_of_a_target_has_no_gradient(config):
+def test_padding_of_the_target_has_no_gradient(config):
     params, tokens = parameters(config), draw_tokens()
     tokens = np.where(PADDED, np.where(tokens == 1, 2, tokens), 1)
     params["embed"]["tokens"][1] = np.nan
@@ -546,10 +545,10 @@ def test_padding_of_a_target_has_no_gradient(config):
     assert np.asarray(slopes["embed"]["tokens"])[2].any()
 
 
-def test_a_tagger_is_no_step_and_has_no_state():
-    with pytest.raises(ValueError, match="model is a RecurrentTagger: it reads"):
+def test_tagger_has_neither_step_nor_state():
+    with pytest.raises(ValueError, match="model is a RecurrentTagger: it is bidirectional"):
         make_step(build(TAGGER))
-    with pytest.raises(ValueError, match="bidirectional is True: a model that reads both ends"):
+    with pytest.raises(ValueError, match="bidirectional is True: a bidirectional model has no"):
         init_recurrent_state(TAGGER, ROWS)
 
 
@@ -557,7 +556,7 @@ def test_a_tagger_is_no_step_and_has_no_state():
 
 
 @pytest.mark.slow
-def test_dropout_is_on_with_a_key_only():
+def test_dropout_needs_a_key():
     config = dataclasses.replace(LSTM, dropout=0.3)
     params, tokens = parameters(config), draw_tokens()
     apply = jax.jit(build(config).apply)
@@ -572,8 +571,8 @@ def test_dropout_is_on_with_a_key_only():
 
 
 @pytest.mark.slow
-def test_dropout_stands_between_layers_never_in_time(monkeypatch):
-    """On embeddings, on what one layer hands the next, and before the output; each its own key."""
+def test_dropout_is_between_layers_not_between_time_steps(monkeypatch):
+    """Dropout is also applied to embeddings and before the output, with separate keys."""
     config = dataclasses.replace(GENERAL, dropout=0.3)
     params, seen = parameters(config), []
     for module in (recurrent, vocabulary):
@@ -585,7 +584,7 @@ def test_dropout_stands_between_layers_never_in_time(monkeypatch):
         {"params": params}, draw_tokens(),
     )  # fmt: skip
     wanted = {
-        (ROWS, SOURCE, 5), (ROWS, SOURCE, 34),  # the encoder, two directions wide
+        (ROWS, SOURCE, 5), (ROWS, SOURCE, 34),  # the encoder, with two directions
         (ROWS, TOKENS, 5), (ROWS, 17), (ROWS, TOKENS, 17),  # the decoder
     }  # fmt: skip
     assert {shape for shape, _, _ in seen} == wanted
@@ -608,8 +607,8 @@ def fresh():
 
 
 @pytest.mark.long
-def test_a_translator_learns_to_reverse(fresh):
-    """Words of 3 to 5 letters backwards: > 99 % of unseen words wholly right, greedily decoded."""
+def test_encoder_decoder_learns_to_reverse(fresh):
+    """Reverse words of 3 to 5 letters: greedy decoding gets > 99 % of unseen words right."""
     model, optimizer = build(REVERSE), optax.adam(2e-2)
 
     def words(key, rows):
@@ -619,12 +618,12 @@ def test_a_translator_learns_to_reverse(fresh):
         index = jnp.arange(LONGEST)[None]
         valid = index < length
         back = jnp.take_along_axis(word, jnp.where(valid, length - 1 - index, 0), axis=1)
-        return word, valid, jnp.where(valid, back, 0)  # token 0 begins and ends
+        return word, valid, jnp.where(valid, back, 0)  # token 0 is start and end
 
     def loss(params, key):
         word, valid, back = words(key, 32)
-        given, labels = jnp.pad(back, ((0, 0), (1, 0))), jnp.pad(back, ((0, 0), (0, 1)))
-        logits, _ = model.apply({"params": params}, given, source=word, source_valid=valid)
+        target, labels = jnp.pad(back, ((0, 0), (1, 0))), jnp.pad(back, ((0, 0), (0, 1)))
+        logits, _ = model.apply({"params": params}, target, source=word, source_valid=valid)
         return cross_entropy(logits, labels)[0]
 
     def update(carry, key):
@@ -653,7 +652,7 @@ def test_a_translator_learns_to_reverse(fresh):
 
 @pytest.mark.slow
 def test_parameters_are_counted():
-    cell = 3 * 17  # a GRU: three gates, and one bias more
+    cell = 3 * 17  # a GRU: three gates, plus one more bias
     decoder = (5 + 34 + 17 + 1) * cell + 17 + (17 + 17 + 1) * cell + 17
     encoder = 2 * ((5 + 17 + 1) * cell + 17 + (34 + 17 + 1) * cell + 17)
     bridges = 2 * (34 * 17 + 17)
@@ -669,7 +668,7 @@ def test_parameters_are_counted():
 
 
 @pytest.mark.slow
-def test_new_parameters_follow_the_key(fresh):
+def test_initial_parameters_follow_the_key(fresh):
     other = init_params(REVERSE, jax.random.key(2))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(fresh))
     for table in (fresh["embed"]["tokens"], fresh["embed"]["output"], fresh["encoder"]["tokens"]):
@@ -677,7 +676,7 @@ def test_new_parameters_follow_the_key(fresh):
     assert (fresh["embed"]["tokens"] != other["embed"]["tokens"]).all()
 
 
-def test_equal_steps_share_their_programs():
+def test_equal_steps_are_equal_and_hash_equally():
     one, two = (RecurrentStep(build(dataclasses.replace(DOT))) for _ in range(2))
     assert one == two and hash(one) == hash(two)
 
@@ -686,7 +685,7 @@ SOURCED = dict(source_vocab_size=5)
 
 
 @pytest.mark.parametrize(
-    ("start", "change", "said"),
+    ("start", "change", "message"),
     [
         ({}, dict(vocab_size=0), "vocab_size is 0: must be positive"),
         ({}, dict(d_hidden=-1), "d_hidden is -1: must be positive"),
@@ -710,32 +709,32 @@ SOURCED = dict(source_vocab_size=5)
          "tie_embeddings is True: needs d_embed 5 to equal d_hidden 128"),
     ],
 )  # fmt: skip
-def test_a_config_that_cannot_be_is_refused(start, change, said):
+def test_invalid_config_is_refused(start, change, message):
     valid = RecurrentConfig(**start)
-    with pytest.raises(ConfigError, match=f"^{said}"):
+    with pytest.raises(ConfigError, match=f"^{message}"):
         dataclasses.replace(valid, **change)
 
 
 @pytest.mark.slow
 def test_wrong_arguments_are_refused_before_anything_is_computed():
-    """By `generate`, without parameters, so before compiling; and by the model itself."""
+    """`generate` is called without parameters, which shows that it checks before compiling."""
     step, state = RecurrentStep(build(LSTM)), init_recurrent_state(LSTM, ROWS)
     wrong = draw_tokens()
     wrong[1, 2] = VOCAB
     deeper = init_recurrent_state(dataclasses.replace(LSTM, num_layers=3), ROWS)
-    for prompt, given, said in (
+    for prompt, start, message in (
         (wrong, state, r"token 31 at \[1, 2\]: must be in 0..30"),
         (draw_tokens(rows=2), state, "prompt has 2 rows, the state 3"),
         (draw_tokens(), deeper, "state.carry has shapes .* this model's are"),
         (draw_tokens(), init_recurrent_state(GRU, ROWS), "state.carry has shapes"),
         (draw_tokens(), None, "state is a NoneType: must be a RecurrentState"),
     ):
-        with pytest.raises(ValueError, match=said):
-            generate(step, {}, prompt, given, num_tokens=3)
+        with pytest.raises(ValueError, match=message):
+            generate(step, {}, prompt, start, num_tokens=3)
     with pytest.raises(ValueError, match="key is None: Sample"):
         generate(step, {}, draw_tokens(), state, num_tokens=3, sampler=Sample())
     apply, tokens = partial(step.model.apply, {"params": parameters(LSTM)}), draw_tokens()
-    for said, arguments in (
+    for message, arguments in (
         ("tokens have 3 rows, the state 2", dict(state=init_recurrent_state(LSTM, 2))),
         (r"valid is bool\[3, 10\]: must be bool\[3, 11\]", dict(valid=np.ones((3, 10), bool))),
         (r"valid is int32\[3, 11\]", dict(valid=np.ones((3, 11), np.int32))),
@@ -745,29 +744,29 @@ def test_wrong_arguments_are_refused_before_anything_is_computed():
         (r"segments are bool\[3, 11\]: must be", dict(segments=PADDED)),
         ("segments are list: must be integers", dict(segments=DOCUMENTS.tolist())),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             apply(tokens, **arguments)
 
 
 @pytest.mark.parametrize("config", [LSTM, DOT], ids=["lstm", "dot"])
-def test_rngs_are_refused_and_say_what_to_pass(config):
+def test_rngs_are_refused_with_the_alternative(config):
     model, tokens = build(config), draw_tokens()
     arguments = {} if config.source_vocab_size is None else {"source": draw_source()}
-    with pytest.raises(ValueError, match="rngs has 'dropout': dropout takes its key"):
+    with pytest.raises(ValueError, match="rngs has 'dropout': pass the dropout key"):
         model.apply({"params": {}}, tokens, **arguments, rngs={"dropout": jax.random.key(0)})
 
 
 @pytest.mark.slow
-def test_a_state_without_its_source_is_refused():
+def test_inconsistent_source_and_state_are_refused():
     model, params = build(ADDITIVE), parameters(ADDITIVE)
     apply, tokens, source = partial(model.apply, {"params": params}), draw_tokens(), draw_source()
     state = begin(ADDITIVE, params)
     other = dataclasses.replace(GENERAL, cell="gru", num_layers=1)
     general = begin(other, parameters(other))
-    for said, arguments in (
-        ("give either source or state", {}),
-        ("give either source or state", dict(source=source, state=state)),
-        ("source_valid without a source", dict(state=state, source_valid=SOURCE_VALID)),
+    for message, arguments in (
+        ("pass either source or state", {}),
+        ("pass either source or state", dict(source=source, state=state)),
+        ("source_valid needs a source", dict(state=state, source_valid=SOURCE_VALID)),
         (
             r"valid is .*: must be bool\[3, 7\], the shape of source",
             dict(source=source, source_valid=source),
@@ -776,12 +775,12 @@ def test_a_state_without_its_source_is_refused():
         ("state.memory is None", dict(state=dataclasses.replace(state, memory=None))),
         ("state.memory.keys are None wide: attention needs 13", dict(state=general)),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             apply(tokens, **arguments)
     narrow = dataclasses.replace(state.memory, states=state.memory.states[:, :, :17])
     with pytest.raises(ValueError, match=r"state\.memory is 17 wide: the model's is 34"):
         apply(tokens, state=dataclasses.replace(state, memory=narrow))
-    with pytest.raises(ValueError, match=r"state\.memory is given, but attention is None"):
+    with pytest.raises(ValueError, match=r"state\.memory must be None: this model has no"):
         plain = dataclasses.replace(PLAIN, num_layers=1)
         build(plain).apply({"params": parameters(plain)}, tokens, state=state)
     with pytest.raises(ValueError, match="source_vocab_size is 23: its state starts from a source"):
@@ -791,7 +790,7 @@ def test_a_state_without_its_source_is_refused():
 
 
 @pytest.mark.slow
-def test_an_unknown_token_under_trace_makes_its_row_alone_nan():
+def test_traced_unknown_token_makes_only_its_row_nan():
     tokens = draw_tokens()
     tokens[1, 2] = VOCAB
     valid = np.ones(tokens.shape, bool)

@@ -141,7 +141,7 @@ def test_invalid_decode_state_arguments_raise_error():
     tagger = RecurrentConfig(**SIZES, bidirectional=True)
     for config, arguments, message in (
         (encoder, {}, "kind is 'encoder': it does not generate tokens"),
-        (tagger, {}, "bidirectional is True: a model that reads both ends has no state"),
+        (tagger, {}, "bidirectional is True: a bidirectional model has no state"),
         (CONFIGS["translator"], {}, "source is None: this model requires a source"),
         (CONFIGS["encoder-decoder"], {}, "source is None: this model requires a source"),
         (

@@ -1,4 +1,4 @@
-"""Run a demonstration of the lectures with your own numbers; prints a table and saves a picture.
+"""Run a demonstration of the lectures with your numbers: print a table and save a picture.
 
     python -m transformer_jax demo
     python -m transformer_jax demo streaming_windows --window 7 --out runs/demos

@@ -1,4 +1,4 @@
-"""Run the demonstrations of the lectures with small sizes, and check what they claim."""
+"""Tests of the claims of the demonstrations, run with small sizes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ W_K = np.array([[1, 2, 2, 1], [1, 2, 2, 3], [1, 3, 4, 2], [1, 2, 3, 1]])
 
 @pytest.fixture(scope="module")
 def demonstrate(tmp_path_factory):
-    """Return a function that runs a demonstration small, once for the module."""
-    from transformer_jax.lectures.demos.shared import settings  # which brings Matplotlib along
+    """Return a cached function that runs a demonstration with small sizes."""
+    from transformer_jax.lectures.demos.shared import settings  # imports Matplotlib
 
     folder = tmp_path_factory.mktemp("lectures")
 
@@ -41,7 +41,7 @@ def demonstrate(tmp_path_factory):
 
 
 def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
-    """Check that each script has a test, a command on a page, and a picture below 60 KB."""
+    """The page contains the command, and the picture is smaller than 60 KB."""
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "lectures").glob("*.md"))
     assert len(NAMES) == 22
@@ -53,7 +53,7 @@ def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
         assert 1000 < size < 60_000, name
 
 
-def test_the_dark_picture_of_the_readme_is_made_of_the_light_one():
+def test_dark_picture_is_generated_from_the_light_one():
     from transformer_jax.lectures.demos.shared import darkened
 
     pictures = ROOT / "docs" / "pictures" / "lectures"
@@ -63,8 +63,8 @@ def test_the_dark_picture_of_the_readme_is_made_of_the_light_one():
 
 
 @pytest.mark.slow
-def test_decoding_costs_as_many_products_as_the_formulas_say(demonstrate):
-    """Compare counts of the masks with the formulas and with sums in NumPy."""
+def test_decoding_costs_match_the_formulas(demonstrate):
+    """Compare the counts from masks with the formulas and with NumPy sums."""
     found = demonstrate("decoding_cost")
     assert found["counts"] == found["formulas"]
     for n, counts in zip(found["lengths"], found["counts"], strict=True):
@@ -75,8 +75,8 @@ def test_decoding_costs_as_many_products_as_the_formulas_say(demonstrate):
 
 
 @pytest.mark.slow
-def test_paths_and_sequential_steps_are_those_of_the_table(demonstrate):
-    """Compare paths and steps with Table 1 of Vaswani et al. 2017."""
+def test_paths_and_sequential_steps_match_the_table(demonstrate):
+    """Compare with Table 1 of Vaswani et al. 2017."""
     found = demonstrate("path_length")
     for n, steps, paths in zip(found["lengths"], found["steps"], found["paths"], strict=True):
         assert steps == [n, 1, 1]
@@ -85,7 +85,7 @@ def test_paths_and_sequential_steps_are_those_of_the_table(demonstrate):
 
 @pytest.mark.slow
 def test_gradients_vanish_unless_the_forget_gate_is_open(demonstrate):
-    """Check that gradients fall in every network but an LSTM with a forget bias."""
+    """Gradients vanish in every network except an LSTM with a forget bias."""
     norms = demonstrate("vanishing_gradients")
     assert all(np.isfinite(curve).all() and curve.min() > 0 for curve in norms.values())
     last = {name: curve[-1] / curve[0] for name, curve in norms.items()}
@@ -95,15 +95,11 @@ def test_gradients_vanish_unless_the_forget_gate_is_open(demonstrate):
     assert last["LSTM, forget bias 3"] > 0.1
     curve = norms["LSTM, forget bias 1"]
     rate = (curve[-1] / curve[10]) ** (1 / (len(curve) - 11))
-    assert abs(rate - 1 / (1 + math.exp(-1))) < 0.15  # the gate at its bias
+    assert abs(rate - 1 / (1 + math.exp(-1))) < 0.15  # the forget gate, sigmoid(1)
 
 
 @pytest.mark.long
-def test_an_open_forget_gate_remembers_what_a_closed_one_forgets(demonstrate):
-    """Check the texts by hand, and who names the letter of five and of ten tokens ago."""
-    script = importlib.import_module("transformer_jax.lectures.demos.memory")
-    tokens, letters = script.texts(7, 11, 3, seed=5)
-    assert (tokens[:, 7] == letters).all() and ((tokens < 8).sum(axis=1) == 1).all()
+def test_open_forget_gate_remembers_longer_than_a_closed_one(demonstrate):
     delays, found = demonstrate("memory")
     assert delays == [5, 10]
     near, far = ({k: v[i].mean() for k, v in found.items()} for i in (0, 1))
@@ -113,8 +109,8 @@ def test_an_open_forget_gate_remembers_what_a_closed_one_forgets(demonstrate):
 
 
 @pytest.mark.long
-def test_errors_grow_over_a_text_that_the_model_writes_itself(demonstrate):
-    """Check that errors stay on true prefixes, and accumulate on the model's own text."""
+def test_errors_accumulate_when_free_running(demonstrate):
+    """Teacher-forced errors stay constant."""
     found = demonstrate("exposure_bias")
     forced, free = found["teacher-forced"], found["free-running"]
     assert 0.01 < forced[0] < 0.5
@@ -125,16 +121,16 @@ def test_errors_grow_over_a_text_that_the_model_writes_itself(demonstrate):
 
 
 @pytest.mark.slow
-def test_an_encoder_without_positions_is_equivariant(demonstrate):
-    """Check that a permutation changes nothing without positions, and much with them."""
+def test_encoder_without_positions_is_equivariant(demonstrate):
+    """With positions, a permutation changes the outputs."""
     differences = demonstrate("permutation")
     assert differences.pop("none") < 2e-5
     assert min(differences.values()) > 0.1
 
 
 @pytest.mark.long
-def test_loss_beyond_the_trained_length_depends_on_the_kind_of_positions(demonstrate):
-    """Check that ALiBi keeps its loss, sinusoids do not, and a learned table refuses."""
+def test_loss_at_longer_lengths_depends_on_positions(demonstrate):
+    """ALiBi keeps its loss, sinusoids do not, and a learned table is unsupported."""
     losses = demonstrate("length_extrapolation")
     assert losses["learned"] is None
     n = len(losses["alibi"]) // 4
@@ -146,8 +142,8 @@ def test_loss_beyond_the_trained_length_depends_on_the_kind_of_positions(demonst
 
 
 @pytest.mark.long
-def test_overlapping_windows_agree_with_a_stream_once_they_overlap_enough(demonstrate):
-    """Check where overlapping windows are right, and count what they compute."""
+def test_overlapping_windows_match_a_stream_with_enough_overlap(demonstrate):
+    """Also check the counts of frames and products."""
     found = demonstrate("streaming_windows")
     reach = found["reach"]
     assert reach == 2 * (5 - 1)
@@ -158,14 +154,14 @@ def test_overlapping_windows_agree_with_a_stream_once_they_overlap_enough(demons
     assert error < 1e-5
     chunks = np.arange(0, found["length"], 8)
     assert frames == (np.minimum(chunks, reach) + 8).sum()
-    seen = [sum(min(i + 1, 5) for i in range(min(c, reach) + 8)) for c in chunks]
-    assert products == 2 * sum(seen)
+    pairs = [sum(min(i + 1, 5) for i in range(min(c, reach) + 8)) for c in chunks]
+    assert products == 2 * sum(pairs)
     assert found["streaming"][2] == 2 * sum(min(i + 1, 5) for i in range(found["length"]))
 
 
 @pytest.mark.long
-def test_stacked_windows_see_as_many_inputs_as_the_formula_says(demonstrate):
-    """Compare the inputs that have a gradient with L (W - 1) + 1."""
+def test_receptive_field_matches_the_formula(demonstrate):
+    """The number of inputs with a nonzero gradient is L (W - 1) + 1."""
     fields = demonstrate("receptive_field")
     assert len(fields) == 4
     for (layers, window), (measured, formula) in fields.items():
@@ -173,8 +169,8 @@ def test_stacked_windows_see_as_many_inputs_as_the_formula_says(demonstrate):
 
 
 @pytest.mark.slow
-def test_scores_have_the_variance_d_and_1_when_scaled(demonstrate):
-    """Check variances of scores, and that scaling keeps the entropy of the softmax."""
+def test_score_variance_is_d_and_1_when_scaled(demonstrate):
+    """Scaling also preserves the entropy of the softmax."""
     found = demonstrate("score_variance")
     for d, ((raw, sharp), (scaled, soft)) in found.items():
         assert abs(raw / d - 1) < 0.1
@@ -185,8 +181,7 @@ def test_scores_have_the_variance_d_and_1_when_scaled(demonstrate):
 
 
 @pytest.mark.slow
-def test_a_perceptron_finds_and_and_or_but_two_layers_find_xor_too(demonstrate):
-    """Check that XOR has no perceptron, and that two layers learn all three gates."""
+def test_perceptron_learns_and_and_or_but_only_two_layers_learn_xor(demonstrate):
     found = demonstrate("perceptron")
     inputs = np.array([[0, 0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1]])
     gates = {"AND": [0, 0, 0, 1], "OR": [0, 1, 1, 1], "XOR": [0, 1, 1, 0]}
@@ -197,33 +192,33 @@ def test_a_perceptron_finds_and_and_or_but_two_layers_find_xor_too(demonstrate):
 
 
 @pytest.mark.slow
-def test_words_that_stand_in_the_same_places_get_like_vectors(demonstrate):
-    """Compare cosines with their definition, and what no count has seen with a search by hand."""
+def test_words_with_the_same_contexts_get_similar_vectors(demonstrate):
+    """Also compare cosines with their definition and unseen 4-grams with a string search."""
     found = demonstrate("embeddings")
     table, words = np.asarray(found["tables"][0], np.float64), found["vocabulary"]
     for (a, b), cosines in found["pairs"].items():
         u, v = table[words.index(a)], table[words.index(b)]
         exact = u @ v / (np.linalg.norm(u) * np.linalg.norm(v))
         assert cosines[0] == pytest.approx(exact, abs=1e-5)
-    of = found["pairs"]
-    assert of["king", "queen"][0] > of["king", "farmer"][0] > of["king", "walks"][0]
-    assert of["runs", "walks"][0] > of["runs", "bread"][0]
+    pairs = found["pairs"]
+    assert pairs["king", "queen"][0] > pairs["king", "farmer"][0] > pairs["king", "walks"][0]
+    assert pairs["runs", "walks"][0] > pairs["runs", "bread"][0]
     script = importlib.import_module("transformer_jax.lectures.demos.embeddings")
     texts = script.sentences()
     assert len(texts) == len({" ".join(text) for text in texts}) == 240
-    held = np.random.default_rng(0).permutation(240)[:48]
-    lines = [" ".join(["<s>"] * 3 + texts[i]) for i in range(240) if i not in held]
+    held_out = np.random.default_rng(0).permutation(240)[:48]
+    lines = [" ".join(["<s>"] * 3 + texts[i]) for i in range(240) if i not in held_out]
     never = [
         not any(" ".join(row[i : i + 4]) in f"{line} " for line in lines)
-        for row in (["<s>"] * 3 + texts[i] for i in held)
+        for row in (["<s>"] * 3 + texts[i] for i in held_out)
         for i in range(len(row) - 3)
     ]
     assert found["never counted"] == pytest.approx(np.mean(never)) and np.mean(never) > 0.1
     assert min(found["least"]) > 0
 
 
-def test_the_worked_example_is_that_of_float64():
-    """Compare every intermediate of the worked example with NumPy in float64."""
+def test_worked_example_matches_float64():
+    """Compare every intermediate value."""
     found = importlib.import_module("transformer_jax.lectures.demos.worked_attention").compute()
     angles = np.arange(3)[:, None] * np.array([1, 0.01])
     positions = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(3, 4)
@@ -251,8 +246,8 @@ def test_the_worked_example_is_that_of_float64():
 
 
 @pytest.mark.long
-def test_the_translator_looks_at_the_word_that_it_translates(demonstrate):
-    """Check translations, and that each noun and adjective looks at its French word."""
+def test_translator_attends_to_the_word_that_it_translates(demonstrate):
+    """Check the accuracy and the attention weights of nouns and adjectives."""
     found = demonstrate("alignment")
     assert found["right"] > 0.9
     words, weights = found["je suis étudiant"]
@@ -265,8 +260,8 @@ def test_the_translator_looks_at_the_word_that_it_translates(demonstrate):
 
 
 @pytest.mark.slow
-def test_multiplications_are_those_of_the_table(demonstrate):
-    """Compare counts of traced programs with the table; scores in memory take n^2 numbers."""
+def test_multiplications_match_the_table(demonstrate):
+    """Also check that the memory of materialised scores grows quadratically."""
     found = demonstrate("operations")
     d = found["width"]
     for n, counts in found["counts"].items():
@@ -276,8 +271,8 @@ def test_multiplications_are_those_of_the_table(demonstrate):
 
 
 @pytest.mark.slow
-def test_gradients_pass_where_there_is_a_sum(demonstrate):
-    """Compare Jacobians with each other; without sums the gradient is lost with the depth."""
+def test_residual_connections_preserve_gradients(demonstrate):
+    """The Jacobian of a residual connection is I + df/dx."""
     found = demonstrate("depth")
     inner, outer, normed = found["jacobians"].values()
     np.testing.assert_allclose(outer, np.eye(len(inner)) + inner, atol=1e-5)
@@ -287,8 +282,8 @@ def test_gradients_pass_where_there_is_a_sum(demonstrate):
 
 
 @pytest.mark.long
-def test_variants_differ_in_what_they_say_they_do(demonstrate):
-    """Check the bytes of caches and the parameters of each variant by its sizes."""
+def test_variants_differ_as_described(demonstrate):
+    """Compute the cache bytes and the parameters of each variant from its sizes."""
     found = demonstrate("variants")
     bytes_of = {name: one["bytes"] for name, one in found.items()}
     base, d, head = found["8 heads (MHA)"], 64, 8
@@ -296,7 +291,7 @@ def test_variants_differ_in_what_they_say_they_do(demonstrate):
     assert bytes_of["2 key heads (GQA)"] - fixed == 2 * 1024 * 2 * 2 * head * 4
     assert bytes_of["1 key head (MQA)"] - fixed == 2 * 1024 * 2 * 1 * head * 4
     assert found["1 head"]["parameters"] == base["parameters"]
-    norms = (2 * 2 + 1) * 2 * d  # two a block, and one at the end: scale and bias
+    norms = (2 * 2 + 1) * 2 * d  # two per block and a final one, each with scale and bias
     assert found["no norm"]["parameters"] == base["parameters"] - norms
     vocabulary = found["tables apart"]["parameters"] - base["parameters"]
     assert vocabulary % d == 0 and 257 < vocabulary // d <= 280
@@ -304,41 +299,36 @@ def test_variants_differ_in_what_they_say_they_do(demonstrate):
         assert np.isfinite(one["losses"]).all() and one["losses"].min() > 0
 
 
-def test_a_table_of_sinusoids_is_turned_by_an_offset():
-    """Compare the sinusoids of float64 with those of as many positions before them."""
+def test_rotation_shifts_the_table_of_sinusoids():
+    """Rotating float64 sinusoids by k gives those of k positions later."""
     script = importlib.import_module("transformer_jax.lectures.demos.rotations")
     angles = np.arange(13)[:, None] / 10_000.0 ** (np.arange(5) / 5)
     table = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(13, 10)
-    np.testing.assert_allclose(script.turned(table[:-4], 4), table[4:], atol=1e-12)
+    np.testing.assert_allclose(script.rotate(table[:-4], 4), table[4:], atol=1e-12)
 
 
 @pytest.mark.long
-def test_pre_norm_trains_where_post_norm_has_larger_gradients_at_its_end(demonstrate):
-    """Compare the rates of a warmup with the line, and the first gradients with each other."""
-    script = importlib.import_module("transformer_jax.lectures.demos.norm_order")
-    now, later = script.schedules(8)[2]
-    np.testing.assert_allclose(now, [0.01] * 8)
-    np.testing.assert_allclose(later, 0.01 * np.array([0.25, 0.5, 0.75, 1, 1, 1, 1, 1]))
+def test_pre_norm_has_smaller_final_gradients_and_trains(demonstrate):
     found = demonstrate("norm_order")
     assert {depth for _, depth in found} == {1, 2, 4}
     for (kind, depth), (losses, norms) in found.items():
         assert norms.shape == (depth,) and (norms > 0).all(), kind
         assert losses.shape == (3, 2) and np.isfinite(losses).all(), kind
-    # Twice as deep, twice the sum that pre-norm divides by at its end: smaller gradients.
+    # the final norm of pre-norm divides by the sum of all branches, so its gradients are smaller
     assert found["pre-norm", 4][1][-1] < found["post-norm", 4][1][-1]
     assert found["pre-norm", 4][0].min() < math.log(11) - 0.1
 
 
 @pytest.mark.slow
-def test_all_four_drawings_are_made(demonstrate):
-    """Check that the drawings have names; test_drawings.py checks what each one shows."""
+def test_all_four_drawings_are_returned(demonstrate):
+    """test_drawings.py checks the contents of the drawings."""
     names = ["drawings", "drawing_attention", "drawing_cache", "drawing_stream"]
     assert list(demonstrate("drawings")) == names
 
 
 @pytest.mark.long
-def test_a_window_must_hold_a_tone_and_the_frame_that_is_asked_for(demonstrate):
-    """Check that a window of a tone beats one frame, and that one frame knows no earlier ones."""
+def test_window_must_cover_a_tone_and_the_labelled_frame(demonstrate):
+    """A window of a tone beats a single frame, and frames outside the window cannot be labelled."""
     found = {window: values.mean(axis=0) for window, values in demonstrate("window_choice").items()}
     delays = [0, 1, 2, 4, 8]
     assert all(np.isfinite(values).all() and len(values) == 5 for values in found.values())

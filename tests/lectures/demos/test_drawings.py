@@ -1,4 +1,4 @@
-"""Compare the drawings with trees of parameters and with definitions; nothing overlaps."""
+"""Tests of the drawings: names and sizes of parameters, definitions, and overlaps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ CONFIGS = {
 
 @functools.cache
 def drawn(name: str) -> tuple[ModelConfig, Figure, dict[str, list[tuple[Bbox, str]]]]:
-    """Return a config, its drawing, and each box's place and text by its name."""
+    """Return a config, its drawing, and the position and text of each box by name."""
     config = ModelConfig(**{**SMALL, **CONFIGS[name]})
     figure = draw_model(config)
     texts = [(text.get_window_extent(), text.get_text()) for text in figure.axes[0].texts]
@@ -94,8 +94,8 @@ def centre(place: Bbox) -> tuple[float, float]:
 
 @pytest.mark.slow_except("ELECTRA", "transform", "parallel, shared")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_drawing_names_every_module_and_width(name):
-    """Hold the texts of the boxes against names and shapes of the parameters."""
+def test_drawing_names_every_module_and_width(name):
+    """Compare the texts of the boxes with names and shapes of the parameters."""
     config, figure, boxes = drawn(name)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     named = set()
@@ -132,8 +132,8 @@ def test_a_drawing_names_every_module_and_width(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_boxes_do_not_overlap_and_hold_their_texts(name):
-    """Check bounding boxes: of boxes, of texts in them, of lines between them and of the page."""
+def test_boxes_do_not_overlap_and_contain_their_texts(name):
+    """Compare the bounding boxes of boxes, texts, lines and the page."""
     _, figure, boxes = drawn(name)
     places = [place for each in boxes.values() for place, _ in each]
     for a, b in itertools.combinations(places, 2):
@@ -160,8 +160,8 @@ def test_boxes_do_not_overlap_and_hold_their_texts(name):
 
 
 @pytest.mark.parametrize("name", ["parallel", "parallel, shared"])
-def test_a_parallel_branch_begins_below_the_first(name):
-    """A line leaves under attention, after a shared norm, and comes back above its sum."""
+def test_parallel_branch_starts_below_the_first(name):
+    """A line leaves below attention, after a shared norm, and returns above attention's sum."""
     config, figure, boxes = drawn(name)
     attention = boxes["attention"][-1][0]
     forks = []
@@ -182,8 +182,8 @@ def test_a_parallel_branch_begins_below_the_first(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", "sandwich, scanned", "output", "Vaswani"])
-def test_norms_stand_where_their_order_has_them(name):
-    """Compare heights: before a branch, after its sum, or on both sides of it."""
+def test_norms_are_drawn_in_the_configured_order(name):
+    """A norm is before a branch, after its sum, or on both sides of the branch."""
     config, figure, boxes = drawn(name)
     pluses = [text for text in figure.axes[0].texts if text.get_text() == "+"]
     heights = {key: places[-1][0].y0 for key, places in boxes.items()}
@@ -203,8 +203,8 @@ def test_norms_stand_where_their_order_has_them(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_numbers_of_attention_follow_from_each_other(causal):
-    """Work the drawing's scores, weights and output out in float64, of the numbers it shows."""
+def test_attention_drawing_is_numerically_consistent(causal):
+    """Recompute scores, weights and output in float64 from the drawn q, k and v."""
     figure = draw_attention(["a", "bc", "def", "g", "h"], width=7, head_dim=3, causal=causal)
     shown: dict[str, dict[tuple[int, int], float]] = {}
     texts = [(text.get_window_extent(), text.get_text()) for text in figure.axes[0].texts]
@@ -233,8 +233,8 @@ def test_the_numbers_of_attention_follow_from_each_other(causal):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "window"), [(7, 3), (5, 5), (3, 7)])
-def test_slots_hold_the_last_position_of_their_residue(tokens, window):
-    """Compare the numbers in both caches with the last p <= t of p = slot (mod capacity)."""
+def test_slots_contain_the_last_position_of_their_residue(tokens, window):
+    """Each slot contains the last p <= t with p = slot (mod capacity)."""
     figure = draw_cache(tokens, window)
     texts = [(text.get_window_extent(), text.get_text()) for text in figure.axes[0].texts]
     shown = []
@@ -245,16 +245,14 @@ def test_slots_hold_the_last_position_of_their_residue(tokens, window):
     expected = []
     for capacity in (tokens, window):
         for t, slot in np.ndindex(tokens, capacity):
-            held = [p for p in range(t + 1) if p % capacity == slot]
-            expected.append([str(held[-1])] if held else [])
+            positions = [p for p in range(t + 1) if p % capacity == slot]
+            expected.append([str(positions[-1])] if positions else [])
     assert shown == expected
 
 
 @pytest.mark.parametrize(("layers", "window", "chunk"), [(2, 3, 3), (3, 4, 5), (1, 2, 2)])
-def test_a_stream_and_overlapping_windows_compute_what_their_outputs_depend_on(
-    layers, window, chunk
-):
-    """Compare the marks with the frames that the chunk's outputs reach, a layer at a time."""
+def test_stream_drawing_marks_the_frames_that_outputs_depend_on(layers, window, chunk):
+    """Compare the marks with the frames that the outputs reach, layer by layer."""
     figure = draw_stream(layers, window, chunk, chunks=4)
     lines = [line for line in figure.axes[0].lines if line.get_gid()]
     counts = {line.get_gid(): len(line.get_xdata()) for line in lines}

@@ -1,4 +1,4 @@
-"""Compare the parts of demonstrations with definitions: texts, counts, small models."""
+"""Tests of parts of the demonstrations: sequences, counts and small models."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from transformer_jax.config import Learned
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def part_of(name: str, own: str) -> Any:
-    return getattr(importlib.import_module(f"transformer_jax.lectures.demos.{name}"), own)
+def part_of(demo: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"transformer_jax.lectures.demos.{demo}"), name)
 
 
-def test_texts_follow_their_rules():
+def test_generated_sequences_follow_their_rules():
     tokens, letters = part_of("memory", "texts")(7, 11, 3, seed=5)
     assert tokens.shape == (7, 11) and letters.shape == (7,)
     assert (tokens[:, 7] == letters).all() and ((tokens < 8).sum(axis=1) == 1).all()
@@ -50,8 +50,8 @@ def test_texts_follow_their_rules():
     assert (words, ids.tolist()) == (["a", "b", "c"], [[1, 0, -1], [2, 0, 1]])
 
 
-def test_frames_are_named_by_the_tone_of_as_many_frames_ago(monkeypatch):
-    """Without noise a louder band tells a higher letter, and silence has no energy."""
+def test_labels_are_the_tones_of_earlier_frames(monkeypatch):
+    """Without noise, higher letters are loudest in higher bands, and silence has no energy."""
     module = importlib.import_module("transformer_jax.lectures.demos.window_choice")
     monkeypatch.setattr(module, "NOISE", 0.0)
     frames, letters = module.sounds(9, seed=3)
@@ -72,8 +72,8 @@ def test_frames_are_named_by_the_tone_of_as_many_frames_ago(monkeypatch):
         assert (later[:, delay:, i] == letters[:, : 64 - delay]).all()
 
 
-def test_counts_are_those_of_the_tables():
-    """Compare counts of masks and traced programs with sums by hand."""
+def test_counts_match_the_tables():
+    """Compare counts from masks and traced programs with explicit sums."""
     formulas = part_of("decoding_cost", "formulas")
     for n, window in ((1, 1), (5, 3), (3, 7), (17, 16)):
         steps = range(1, n + 1)
@@ -84,15 +84,15 @@ def test_counts_are_those_of_the_tables():
     assert part_of("operations", "formulas")(5, 3) == expected
     assert part_of("path_length", "formulas")(10, 4) == ([10, 1, 1], [10, 1, 3])
 
-    def shifted(state):  # what was at t - 2 comes to t
+    def shifted(state):  # the value at t - 2 moves to t
         return jax.numpy.concatenate([0 * state[:2], state[:-2]])
 
     first = np.eye(8, dtype=np.float32)[1]
     assert part_of("path_length", "steps_until_dependent")(shifted, first, first) == 3
 
 
-def test_windows_and_streams_run_what_they_count(monkeypatch):
-    """A sum of 2 (3 - 1) + 1 = 5 frames takes the place of two layers of window 3."""
+def test_windows_and_streams_compute_the_counted_frames(monkeypatch):
+    """A sum of 2 (3 - 1) + 1 = 5 frames replaces two layers with window 3."""
     module = importlib.import_module("transformer_jax.lectures.demos.streaming_windows")
     config = ModelConfig(d_model=4, num_layers=2, num_heads=1, positions=Rope(), window=3)
     frames = np.random.default_rng(0).integers(0, 9, (1, 24, 1))
@@ -101,8 +101,8 @@ def test_windows_and_streams_run_what_they_count(monkeypatch):
 
     def apply(part, state):
         before = np.zeros((1, 4, 1)) if state is None else state[:, -4:]
-        known = np.concatenate([before, part], axis=1)
-        return sum(known[:, i : i + part.shape[1]] for i in range(5)), known
+        line = np.concatenate([before, part], axis=1)
+        return sum(line[:, i : i + part.shape[1]] for i in range(5)), line
 
     q, k = np.array([3, 4]), np.array([1, 2, 3, 4])
     assert module.products(3, q, k) == 6
@@ -115,7 +115,7 @@ def test_windows_and_streams_run_what_they_count(monkeypatch):
     )
     outputs, run, pairs = module.run_overlapping(apply, frames, 4, config)
     assert (np.asarray(outputs) == whole).all()
-    # Chunks of 8, two of them after 4 older frames: 1 + 2 + 3 + 3 ... pairs in each.
+    # chunks of 8, the last two after 4 earlier frames; each has 1 + 2 + 3 + 3 ... pairs
     assert (run, pairs) == (8 + 12 + 12, 2 * ((3 * 8 - 3) + 2 * (3 * 12 - 3)))
     assert (np.asarray(module.run_overlapping(apply, frames, 3, config)[0]) != whole).any()
     outputs, run, pairs = module.run_streaming(apply, frames, config)
@@ -123,8 +123,8 @@ def test_windows_and_streams_run_what_they_count(monkeypatch):
     assert (run, pairs) == (24, 2 * (3 * 24 - 3))
 
 
-def test_a_stack_written_out_is_that_of_float64():
-    """Compare a block, its sums and its norms with NumPy."""
+def test_stack_matches_float64():
+    """Compare a block, its residual connections and its norms with NumPy."""
     module = importlib.import_module("transformer_jax.lectures.demos.depth")
     draw = np.random.default_rng(0)
     shapes = {"qkv": (32, 96), "out": (32, 32), "up": (32, 128), "down": (128, 32)}
@@ -176,18 +176,18 @@ def test_a_stack_written_out_is_that_of_float64():
         np.testing.assert_allclose(module.part(name, f, np.float32(x)), value, atol=1e-4)
 
 
-def untrained(monkeypatch, module: Any, steps: tuple[int, ...], rate: float) -> None:
-    """Let a model keep zeros, so that every token has the same probability."""
+def patch_zeros(monkeypatch, module: Any, steps: tuple[int, ...], rate: float) -> None:
+    """Replace parameters by zeros and skip training, so that all tokens are equally likely."""
 
     def train(loss, params, batches, learning_rate):
         assert (jax.tree.leaves(batches)[0].shape[: len(steps)], learning_rate) == (steps, rate)
         assert jax.eval_shape(loss, params, jax.tree.map(lambda x: x[0], batches)).shape == ()
         return params, np.zeros(steps[0])
 
-    own = module.init_params
+    original = module.init_params
 
     def init_params(config, key):
-        shapes = jax.eval_shape(lambda: own(config, jax.random.key(0)))
+        shapes = jax.eval_shape(lambda: original(config, jax.random.key(0)))
         return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
 
     monkeypatch.setattr(module, "train", train)
@@ -196,18 +196,18 @@ def untrained(monkeypatch, module: Any, steps: tuple[int, ...], rate: float) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["memory", "length_extrapolation", "exposure_bias", "variants"])
-def test_a_model_of_zeros_guesses(name, monkeypatch):
-    """Compare shares and losses of a model that finds all tokens alike with those of token 0."""
+def test_untrained_model_of_zeros_guesses(name, monkeypatch):
+    """With equal logits, the model predicts token 0 and the loss is log V."""
     module = importlib.import_module(f"transformer_jax.lectures.demos.{name}")
     sizes: dict[str, Any] = dict(d_model=4, num_layers=1, num_heads=2, positions=Rope())
     if name == "memory":
-        untrained(monkeypatch, module, (3, 16), 1e-2)
+        patch_zeros(monkeypatch, module, (3, 16), 1e-2)
         config = RecurrentConfig(cell="rnn", vocab_size=16, d_embed=3, d_hidden=5)
         found = module.accuracies(config, [1, 2], 3, jax.random.split(jax.random.key(0), 1))
         right = [[(module.texts(128, 3, delay, 2)[1] == 0).mean()] for delay in (1, 2)]
         np.testing.assert_allclose(found, right, atol=1e-6)
     elif name == "length_extrapolation":
-        untrained(monkeypatch, module, (3, 2, 5), 0.008)
+        patch_zeros(monkeypatch, module, (3, 2, 5), 0.008)
         texts, longer = module.make_texts(6, 5, 1).reshape(3, 2, 5), module.make_texts(2, 7, 2)
         config = ModelConfig(vocab_size=11, max_len=5, **sizes)
         found = module.losses_by_position(config, texts, longer, 0)
@@ -215,14 +215,14 @@ def test_a_model_of_zeros_guesses(name, monkeypatch):
         learned = ModelConfig(vocab_size=11, max_len=5, **sizes | {"positions": Learned()})
         assert module.losses_by_position(learned, texts, longer, 0) is None
     elif name == "exposure_bias":
-        untrained(monkeypatch, module, (3, 16, 6), 0.02)
+        patch_zeros(monkeypatch, module, (3, 16, 6), 0.02)
         config = ModelConfig(vocab_size=11, window=2, **sizes)
         forced, free = module.measure_errors(config, module.train_model(config, 3, 5, 0), 3)
         texts = np.array([(a, b) for a in range(11) for b in range(11)])
         rest = module.continue_texts(texts, 5)[:, 2:]
         assert forced.tolist() == free.tolist() == (rest != 0).mean(axis=0).tolist()
     else:
-        untrained(monkeypatch, module, (3, 12, 5), 4e-3)
+        patch_zeros(monkeypatch, module, (3, 12, 5), 4e-3)
         config = ModelConfig(vocab_size=13, **sizes)
         texts = np.random.default_rng(0).integers(0, 13, (9, 5))
         found = module.held_out_losses(config, texts, texts[:4], 3, range(2))

@@ -1,8 +1,8 @@
-"""Compare what demonstrations print and draw with figures that are known.
+"""Tests of the printed tables and the pictures of the demonstrations, with fake measurements.
 
-Measuring and training take seconds, so a stand-in gives made-up figures here, which depend on what
-it is asked for; `test_demos.py` has the real ones. The words, colours and lines of each picture are
-those of the picture on the page.
+Measuring and training take seconds, so each case replaces them by a function that returns made-up
+numbers; `test_demos.py` tests the real ones. The words, colours and lines of each picture must
+match the picture in the docs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PICTURES = Path(__file__).parents[3] / "docs" / "pictures" / "lectures"
 ENTROPY = -(0.9 + 0.1 / 11) * math.log(0.9 + 0.1 / 11) - (1 / 11) * math.log(0.1 / 11)
-"""Of a token of eleven that is drawn anew with probability 1/10, and else certain."""
+"""Entropy of a token that is uniform over eleven with probability 1/10 and otherwise certain."""
 
 
 Style = tuple[str, float, bool] | None
@@ -33,9 +33,9 @@ Marker = tuple[str, str, float] | None
 
 
 def drawn_on_the_page(name: str) -> list[tuple[list[str], list[tuple[Style, Marker]]]]:
-    """Return of each plot of a picture the words around it, and each curve's line and markers.
+    """Return the words and the styles of the curves of each plot in a picture of the docs.
 
-    A line has a colour, a width and dashes or none; a marker two colours and a radius.
+    A line has a colour, a width and a flag for dashes; a marker has two colours and a radius.
     """
     picture, plots = (PICTURES / f"{name}.svg").read_text(), []
     radius = dict(re.findall(r'id="(m\w+)" d="M 0 (\S+)', picture))
@@ -59,12 +59,12 @@ def drawn_on_the_page(name: str) -> list[tuple[list[str], list[tuple[Style, Mark
 
 
 def words_of(texts: Iterable[str]) -> list[str]:
-    """Return texts without those that are numbers."""
+    """Return the texts that are not numbers, sorted."""
     return sorted(text for text in texts if text and not re.fullmatch(r"[\d.]+", text))
 
 
 def drawn(figure: Figure) -> list[tuple[list[str], list[tuple[Style, Marker]]]]:
-    """Return the same of a figure."""
+    """Return the words and the styles of the curves of each plot in a figure."""
     plots = []
     for axes in figure.axes:
         legend = axes.get_legend()
@@ -82,7 +82,7 @@ def drawn(figure: Figure) -> list[tuple[list[str], list[tuple[Style, Marker]]]]:
 
 
 def activations() -> Any:
-    """The slope of z P(z) is P(z) + z p(z), with the normal distribution's P and density p."""
+    """GELU z P(z) has slope P(z) + z p(z), with P and p of the normal distribution."""
     z = np.linspace(-4, 4, 161)
     sigmoid, density = 1 / (1 + np.exp(-z)), np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     below = np.array([0.5 * (1 + math.erf(x / math.sqrt(2))) for x in z])
@@ -102,16 +102,16 @@ def rotations() -> Any:
     angles = position / 10_000 ** (pair / 32)
     table = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(64, 64)
 
-    def turned(given, k):
-        assert k == 5 and given.shape == (59, 64)
+    def rotate(positions, k):
+        assert k == 5 and positions.shape == (59, 64)
         return table[5:] + 0.25
 
-    printed = "P(t + 5) and P(t) turned: largest difference 3e-01\nposition x y length"
+    printed = "P(t + 5) and rotated P(t): largest difference 3e-01\nposition x y length"
     for p in range(6):
         printed += f"\n{p} {math.cos(p):.4f} {math.sin(p):.4f} 1.0000"
     circle = np.linspace(0, 2 * math.pi, 121)
     lines = [[], [(np.cos(circle), np.sin(circle))]]
-    return {"turned": turned}, printed, lines, [table]
+    return {"rotate": rotate}, printed, lines, [table]
 
 
 def worked_attention() -> Any:
@@ -135,7 +135,7 @@ def worked_attention() -> Any:
         Apple 0.2500 0.7500 0.0000
         Innovative 1.0000 0.0000 0.0000
         Company 0.1250 0.5000 0.3750
-        the scores of a row are so far apart that all its weight is on Innovative"""
+        the scores of each row differ so much that all weight is on Innovative"""
     soft = np.exp(scores / 50)
     images = [weights, soft / soft.sum(axis=1, keepdims=True)]
     return {"compute": lambda embeddings: found}, printed, [[], []], images
@@ -145,8 +145,11 @@ def alignment() -> Any:
     module = importlib.import_module("transformer_jax.lectures.demos.alignment")
     pairs = module.sentence_pairs()
     assert len(pairs) == 6 * 5 + 6 * 3 * 3
-    asked = {"je suis étudiant": "i am a student", "nous avons un chat noir": "we have a black cat"}
-    assert asked.items() <= dict(pairs).items()
+    examples = {
+        "je suis étudiant": "i am a student",
+        "nous avons un chat noir": "we have a black cat",
+    }
+    assert examples.items() <= dict(pairs).items()
     words = sorted({"<s>", "</s>"} | {word for _, en in pairs for word in en.split()})
 
     def train(loss, params, batches, learning_rate):
@@ -157,21 +160,22 @@ def alignment() -> Any:
         assert (words[start], words[end], config.d_hidden) == ("<s>", "</s>", 24)
         assert source.shape == (84 + 2, 5) and (source[84] >= 0).sum() == 3
         assert num_tokens == 1 + max(len(en.split()) for _, en in pairs)
-        texts = [f"{en} </s>".split() for _, en in [*pairs, *asked.items()]]
+        texts = [f"{en} </s>".split() for _, en in [*pairs, *examples.items()]]
         texts[0] = texts[1] = ["</s>"]
         rows = [np.array([words.index(word) for word in text]) for text in texts]
         return rows, np.arange(86 * 6 * 5).reshape(86, 6, 5) / 10
 
-    shown, images = [], []
-    for row, (french, english) in enumerate(asked.items(), 84):
+    tables, images = [], []
+    for row, (french, english) in enumerate(examples.items(), 84):
         matrix = np.arange(row * 30, row * 30 + 30).reshape(6, 5) / 10
         words_of = [*english.split(), "</s>"]
         images.append(matrix[: len(words_of), : len(french.split())])
-        shown.append(f"{english} {french}")
+        tables.append(f"{english} {french}")
         for word, values in zip(words_of, images[-1], strict=True):
-            shown.append(" ".join([word, *(f"{value:.2f}" for value in values)]))
-    printed = "\n".join(["84 sentences; loss 0.5000 nats a word; 98% translated", *shown])
-    stand_ins = {"train": train, "translate": translate, "init_params": lambda *given: given}
+            tables.append(" ".join([word, *(f"{value:.2f}" for value in values)]))
+    summary = "84 sentences; loss 0.5000 nats per word; 98% translated correctly"
+    printed = "\n".join([summary, *tables])
+    stand_ins = {"train": train, "translate": translate, "init_params": lambda *args: args}
     return stand_ins, printed, [[], []], images
 
 
@@ -199,7 +203,7 @@ def depth() -> Any:
         return (kinds.index(kind) + 1) * layers / seeds + 100 * np.arange(layers)
 
     parts = {kind: np.full((32, 32), x) for kind, x in zip(kinds, (-0.25, 2, 0), strict=False)}
-    printed = """gradient before the first block over that before the last
+    printed = """gradient before the first block relative to the last
         kind 2 blocks 12 blocks 48 blocks
         no residual 0.5 3 12
         no norm 1 6 24
@@ -214,15 +218,15 @@ def embeddings() -> Any:
     module = importlib.import_module("transformer_jax.lectures.demos.embeddings")
     texts = module.sentences()
     words = sorted({"<s>"} | {word for text in texts for word in text})
-    held = np.random.default_rng(0).permutation(240)[:48]
-    lines = [" ".join(["<s>"] * 3 + texts[i]) + " " for i in range(240) if i not in held]
-    fours = [" ".join(row[i : i + 4]) + " " for row in (["<s>"] * 3 + texts[j] for j in held)
+    held_out = np.random.default_rng(0).permutation(240)[:48]
+    lines = [" ".join(["<s>"] * 3 + texts[i]) + " " for i in range(240) if i not in held_out]
+    fours = [" ".join(row[i : i + 4]) + " " for row in (["<s>"] * 3 + texts[j] for j in held_out)
              for i in range(len(row) - 3)]  # fmt: skip
     never = np.mean([not any(four in line for line in lines) for four in fours])
 
-    def learn(seen, held_out, words, steps, seed, width):
+    def learn(training, held_out, words, steps, seed, width):
         assert (words, steps, width) == (30, 1500, 16)
-        assert len(held_out) == len(fours) and seen.shape[1] == 4
+        assert len(held_out) == len(fours) and training.shape[1] == 4
         return table(seed), 1 + seed / 10, 0.1 + seed / 100
 
     def table(seed):
@@ -232,7 +236,7 @@ def embeddings() -> Any:
         u, v = (table(seed)[words.index(word)] for word in (a, b))
         return u @ v / math.sqrt(u @ u * (v @ v))
 
-    shown = ["240 sentences, 48 held out; 30 words; seeds 5", "cosine mean least most"]
+    shown = ["240 sentences, 48 held out; 30 words; seeds 5", "cosine mean min max"]
     for a, b in (("king", "queen"), ("king", "farmer"), ("king", "cat"), ("king", "walks"),
                  ("runs", "walks"), ("runs", "bread")):  # fmt: skip
         x = [cosine(seed, a, b) for seed in range(5)]
@@ -240,9 +244,9 @@ def embeddings() -> Any:
     for word in ("king", "runs", "bread"):
         others = sorted(set(words) - {word}, key=lambda other: -cosine(0, word, other))
         shown.append(f"nearest to {word}: {', '.join(others[:3])}")
-    shown.append(f"held-out words that counts of four give 0: {never:.1%}")
-    shown.append("least probability of any held-out word by the network: 0.1000; "
-                 "loss 1.200 nats a word (1.000 to 1.400)")  # fmt: skip
+    shown.append(f"held-out words with probability 0 by 4-gram counts: {never:.1%}")
+    shown.append("lowest probability of a held-out word by the network: 0.1000; "
+                 "loss 1.200 nats per word (1.000 to 1.400)")  # fmt: skip
     names = [word for group in module.WORDS.values() for word in group]
     centred = table(0)[[words.index(word) for word in names]]
     centred -= centred.mean(axis=0)
@@ -268,7 +272,7 @@ def exposure_bias() -> Any:
     t = np.arange(1, 13)
     curves = [(t, np.full(12, 10)), (t, 5 * t), (t, 100 - 100 * 0.9**t)]
     return (
-        {"train_model": lambda *given: given, "measure_errors": measure_errors},
+        {"train_model": lambda *args: args, "measure_errors": measure_errors},
         printed,
         [curves],
         [],
@@ -277,17 +281,17 @@ def exposure_bias() -> Any:
 
 def length_extrapolation() -> Any:
     kinds = ["none", "learned", "sinusoidal", "rope", "t5", "alibi", "shaw"]
-    asked = []
+    calls = []
 
     def losses_by_position(config, texts, longer, seed):
         assert (texts.shape, longer.shape, seed) == ((600, 16, 33), (128, 129), 0)
         sizes = config.d_model, config.num_heads, config.num_layers, config.max_len
         assert sizes == (32, 4, 2, 32)
-        asked.append(config.positions)
-        i = len(asked) - 1
+        calls.append(config.positions)
+        i = len(calls) - 1
         return None if kinds[i] == "learned" else np.repeat([1, 2, 3, 4], 32) + i / 10
 
-    printed = "learned\npositions 0-32 32-64 64-96 96-128"
+    printed = "positions 0-32 32-64 64-96 96-128"
     curves: list[Any] = []
     for i, kind in enumerate(kinds):
         values = [f"{quarter}.{i}00" for quarter in (1, 2, 3, 4)]
@@ -295,12 +299,7 @@ def length_extrapolation() -> Any:
         if i != 1:
             curves.append((np.arange(4, 128, 8), np.repeat([1, 2, 3, 4], 4) + i / 10))
     curves += [([32, 32], [0, 1]), ([0, 1], [ENTROPY] * 2)]
-    return (
-        {"losses_by_position": losses_by_position},
-        printed.removeprefix("learned\n"),
-        [curves],
-        [],
-    )
+    return {"losses_by_position": losses_by_position}, printed, [curves], []
 
 
 def memory() -> Any:
@@ -313,7 +312,7 @@ def memory() -> Any:
         i = cells.index((config.cell, config.forget_bias))
         return delays[:, None] / 100 + i / 10 + np.array([-0.01, 0.01, 0])
 
-    printed = "letters named after 200 steps, 3 seeds: mean (least to most)"
+    printed = "accuracy after 200 steps, 3 seeds: mean (min to max)"
     printed += "\nnetwork 2 later 5 later 10 later 20 later"
     for i, name in enumerate(names):
         values = [k / 100 + i / 10 for k in delays]
@@ -324,12 +323,12 @@ def memory() -> Any:
 
 
 def norm_order() -> Any:
-    def trained(kind, layers, steps, seed):
+    def train_all(kind, layers, steps, seed):
         assert (steps, seed) == (40, 1)
         losses = np.array([[1, 2], [3, 4], [5, 6]]) + layers / 100
         return losses + 10 * (kind == "pre-norm"), np.arange(1, layers + 1) / 1000
 
-    shown = [f"loss after 40 steps, at once in full / after a warmup; least {ENTROPY:.2f}, "
+    shown = [f"loss after 40 steps, constant rate / with warmup; lowest possible {ENTROPY:.2f}, "
              "guessing 2.40", "kind, blocks rate 0.001 rate 0.003 rate 0.01"]  # fmt: skip
     below, left, right = [], [], []
     for base, kind in ((0, "post-norm"), (10, "pre-norm")):
@@ -341,7 +340,8 @@ def norm_order() -> Any:
         rates = 0.001, 0.003, 0.01
         right += [(rates, base + np.array([i, i + 2, i + 4]) + 0.48) for i in (1, 2)]
     shown += ["gradient of W_2 at the first step", "kind, blocks first block middle last", *below]
-    return {"trained": trained}, "\n".join(shown), [left, [*right, ([0, 1], [ENTROPY] * 2)]], []
+    curves = [left, [*right, ([0, 1], [ENTROPY] * 2)]]
+    return {"train_all": train_all}, "\n".join(shown), curves, []
 
 
 def operations() -> Any:
@@ -373,7 +373,7 @@ def path_length() -> Any:
         "sequential_steps": lambda n, window: [n, 1, window],
         "path_lengths": lambda n, window: [n + window, 3, n // 4],
     }
-    headings = [f"{what}, n = {count}" for what in ("steps", "path") for count in n]
+    headings = [f"{quantity}, n = {count}" for quantity in ("steps", "path") for count in n]
     printed = f"""layer {" ".join(headings)}
         recurrent 8 16 32 64 13 21 37 69
         self-attention 1 1 1 1 3 3 3 3
@@ -383,7 +383,7 @@ def path_length() -> Any:
 
 
 def perceptron() -> Any:
-    """The perceptron's steps are worked out by hand: AND 2 x1 + x2 > 2, and OR x1 + x2 > 0."""
+    """The perceptron converges to 2 x1 + x2 > 2 for AND and x1 + x2 > 0 for OR."""
 
     def learn_two_layers(answers, steps, width, seed):
         assert (steps, width, seed) == (300, 4, 1)
@@ -470,7 +470,7 @@ def streaming_windows() -> Any:
         return np.full((1, 96, 16), -1 / (1 + history)), 96 + history, 960 * history
 
     printed = """3 layers of window 9: R = 25 frames; chunks of 8
-        way largest error frames a frame products a frame
+        method largest error frames per frame products per frame
         overlap 0 1e+00 1.00 0.0
         overlap 6 1e-01 1.06 60.0
         overlap 12 8e-02 1.12 120.0
@@ -496,18 +496,16 @@ def vanishing_gradients() -> Any:
     distances = 0, 1, 5, 10, 20, 50, 100
     printed = "distance T - t " + " ".join(map(str, distances))
     for i, name in enumerate(names):
-        printed += f"\n{name} " + " ".join(f"{i + 1}.0e{-d:+03}" for d in distances).replace(
-            "e+00", "e+00"
-        )
+        printed += f"\n{name} " + " ".join(f"{i + 1}.0e{-d:+03}" for d in distances)
     curves = [(np.arange(101), (i + 1) * 10.0 ** -np.arange(101)) for i in range(5)]
-    return {"measure": measure}, printed.replace("e+00", "e+00"), [curves], []
+    return {"measure": measure}, printed, [curves], []
 
 
 def variants() -> Any:
-    """A small grammar with 31 letters as tokens; bytes by the sizes of the model."""
+    """The tokenizer is replaced by 31 letters; the bytes follow from the sizes of the model."""
     names = ["8 heads (MHA)", "2 key heads (GQA)", "1 key head (MQA)", "1 head", "no norm"]
     texts = importlib.import_module("transformer_jax.lectures.demos.embeddings").sentences()
-    length, asked = len("\n".join(map(" ".join, texts))), list[Any]()
+    length, configs = len("\n".join(map(" ".join, texts))), list[Any]()
 
     class Letters:
         vocab_size = 31
@@ -527,24 +525,24 @@ def variants() -> Any:
         assert (steps, [*seeds], rows.shape[1], held_out.shape[1]) == (20, [0, 1, 2], 65, 65)
         counts = len(rows), len(held_out)
         assert counts == ((9 * length // 10 - 1) // 64, (length - 9 * length // 10 - 1) // 64)
-        asked.append(config)
-        return losses(len(asked) - 1)
+        configs.append(config)
+        return losses(len(configs) - 1)
 
-    said, table = [], ["variant parameters cache KiB nats least most perplexity"]
+    lines, table = [], ["variant parameters cache KiB nats min max perplexity"]
     for i, name in enumerate([*names, "tables apart"]):
-        keys = {1: 2 * 8, 2: 8}.get(i, 64)  # numbers of the keys of a token
-        kib = 2 * (1024 * (2 * keys + 1) * 4 + 4) // 1024  # keys, values, positions, the next one
-        said.append(f"{name} {losses(i)}")
+        keys = {1: 2 * 8, 2: 8}.get(i, 64)  # width of the keys of a token
+        kib = 2 * (1024 * (2 * keys + 1) * 4 + 4) // 1024  # keys, values, positions and length
+        lines.append(f"{name} {losses(i)}")
         figures = f"{1.1 + i / 10:.3f} {1.05 + i / 10:.3f} {1.15 + i / 10:.3f}"
         perplexity = f"{math.exp(1.1 + i / 10):.1f}"
         table.append(f"{name} {123_001 + i:,} {kib} {figures} {perplexity}")
-    said.append("31 tokens, 20 steps of 12 rows of 64, 3 seeds")
+    lines.append("31 tokens, 20 steps of 12 rows of 64, 3 seeds")
     points = [(np.exp(losses(i)), [i] * 3) for i in range(6)]
     stand_ins = {
         "BPETokenizer": Letters, "held_out_losses": held_out_losses,
-        "num_params": lambda config: 123_000 + asked.index(config) + 1,
+        "num_params": lambda config: 123_000 + configs.index(config) + 1,
     }  # fmt: skip
-    return stand_ins, "\n".join(said + table), [points], []
+    return stand_ins, "\n".join(lines + table), [points], []
 
 
 def window_choice() -> Any:
@@ -558,9 +556,9 @@ def window_choice() -> Any:
     heads = " ".join(f"{d} late ({16 * d} ms)" for d in late)
     printed = f"window W {heads} bytes kept"
     for window, row in zip(windows, means, strict=True):
-        kept = window * (2 * 32 + 1) * 4 + 4  # keys, values, positions, and the next one
+        kept = window * (2 * 32 + 1) * 4 + 4  # keys, values, positions and length
         printed += f"\n{window} " + " ".join(f"{100 * x:.1f} %" for x in row) + f" {kept}"
-    printed += "\nmeans of 3 seeds, which differ by 4.0 % at most"
+    printed += "\nmeans over 3 seeds, which differ by at most 4.0 %"
     left = [(windows, 100 * column) for column in means.T]
     return {"accuracies": accuracies}, printed, [left, [(16 * late, 100 * r) for r in means]], []
 
@@ -574,15 +572,15 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_demonstration_prints_and_draws_what_it_found(case, monkeypatch, capsys, tmp_path):
+def test_demonstration_prints_and_draws_its_results(case, monkeypatch, capsys, tmp_path):
     name, (stand_ins, printed, lines, images) = case.__name__, case()
     module = importlib.import_module(f"transformer_jax.lectures.demos.{name}")
     figures: dict[str, Figure] = {}
     monkeypatch.setattr(
         module, "save_picture", lambda figure, _, name: figures.update({name: figure})
     )
-    for own, stand_in in stand_ins.items():
-        monkeypatch.setattr(module, own, stand_in)
+    for function, stand_in in stand_ins.items():
+        monkeypatch.setattr(module, function, stand_in)
     module.demonstrate(settings(module.OPTIONS, tmp_path))
     words = [line.split() for line in printed.splitlines()]
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == words
@@ -604,8 +602,8 @@ def test_a_demonstration_prints_and_draws_what_it_found(case, monkeypatch, capsy
         np.testing.assert_allclose(image, matrix, rtol=1e-5, atol=1e-6)
 
 
-def test_drawings_are_those_of_the_pages(monkeypatch, tmp_path):
-    """Compare the files with those on the pages: a number may differ by a fiftieth of a point."""
+def test_drawings_match_the_pictures_in_the_docs(monkeypatch, tmp_path):
+    """Numbers in the svg files may differ by 0.02 points."""
     module = importlib.import_module("transformer_jax.lectures.demos.drawings")
 
     def weights(q, k, mask):
@@ -631,7 +629,7 @@ def test_drawings_are_those_of_the_pages(monkeypatch, tmp_path):
     number = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
     for name in names:
         texts = [folder.joinpath(f"{name}.svg").read_text() for folder in (tmp_path, PICTURES)]
-        # Before the figure is Matplotlib's version; the name of a clip is a hash of its place.
+        # skip Matplotlib's version before the figure and the hashes that name clips
         texts = [re.sub(r"\bp[0-9a-f]{10}\b", "", text[text.index("<g id") :]) for text in texts]
         made, kept = (number.sub("x", text) for text in texts)
         assert made == kept, name

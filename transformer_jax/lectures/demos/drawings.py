@@ -541,7 +541,7 @@ def draw_stream(layers: int = 2, window: int = 3, chunk: int = 3, chunks: int = 
     }
     marks = {"past": "white", "held": "#f2c9a8", "again": COLOURS[1], "new": COLOURS[0]}
     for i, (title, first) in enumerate(panels.items()):
-        y, held = 0.9 + i * high, start - window if first == start else start
+        y, first_kept = 0.9 + i * high, start - window if first == start else start
         write(axes, left, y + layers * rise + 0.48, title, fontweight="bold", ha="left")
         corner, size = (left + start * pitch, y - 0.27), (chunk * pitch, layers * rise + 0.54)
         axes.add_patch(Rectangle(corner, *size, fc="#f0f0f0", ec="none"))
@@ -552,11 +552,11 @@ def draw_stream(layers: int = 2, window: int = 3, chunk: int = 3, chunks: int = 
         for level, t in np.ndindex(layers + 1, frames):
             x, height = left + (t + 0.5) * pitch, y + level * rise
             kind = "new" if t >= start else "again" if t >= first else "past"
-            if kind == "past" and level < layers and t >= held:
+            if kind == "past" and level < layers and t >= first_kept:
                 kind = "held"
             kinds[kind].append((x, height))
             if level and t >= first:
-                for s in range(max(min(first, held), t - window + 1, 0), t + 1):
+                for s in range(max(min(first, first_kept), t - window + 1, 0), t + 1):
                     ends = [left + (s + 0.5) * pitch, x], [height - rise, height]
                     axes.plot(*ends, color="#bbbbbb", linewidth=0.7, zorder=2)
         for kind, points in kinds.items():

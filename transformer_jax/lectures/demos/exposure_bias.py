@@ -103,16 +103,16 @@ def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
     forced, free = (np.asarray(x, np.float64) for x in measure_errors(config, params, length))
     # a product instead of a power, because e may differ between positions
     expected = 1 - np.cumprod(1 - forced)
-    shown = [t for t in (1, 2, 4, 6, 8, 10, 12) if t <= length]
+    positions = [t for t in (1, 2, 4, 6, 8, 10, 12) if t <= length]
     rows = [
-        [name, *(f"{x[t - 1]:.0%}" for t in shown)]
+        [name, *(f"{x[t - 1]:.0%}" for t in positions)]
         for name, x in (
             ("teacher-forced", forced),
             ("free-running", free),
             ("1 - (1 - e)^t", expected),
         )
     ]
-    print_table(["wrong tokens, position t", *map(str, shown)], rows)
+    print_table(["wrong tokens, position t", *map(str, positions)], rows)
     figure, (axes,) = new_figure()
     at = np.arange(1, length + 1)
     axes.plot(at, 100 * forced, "o-", ms=4, color=COLOURS[0], label="teacher-forced")

@@ -126,9 +126,9 @@ def draw_matrix(
     axes.imshow(values, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
     axes.grid(False)
     for side, names in ((axes.set_xticks, columns), (axes.set_yticks, rows)):
-        shown, fonts = spelled(names)
+        labels, fonts = spelled(names)
         style: Any = dict(parse_math=False, fontfamily=fonts)
-        side(range(len(names)), shown, **style)
+        side(range(len(names)), labels, **style)
     axes.tick_params(length=0)
     for (i, j), value in np.ndenumerate(values) if numbers else ():
         shade = "white" if value > 0.6 else INK
