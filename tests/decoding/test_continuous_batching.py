@@ -523,6 +523,22 @@ def test_dropped_request_frees_its_slot(streamed):
     assert np.concatenate([part.likeliest.tokens for part in got["c"]]).tolist() == [[4], [5]]
 
 
+def test_request_is_dropped_by_an_equal_id():
+    """Ids of any type: an array, whose comparison has no truth value, is found by identity."""
+    array, pair = np.arange(2), np.array([1, 2, 3])
+    ids = [int("300"), ("a", int("301")), array, pair, None]
+    requests = [Request([3], 9, id=name) for name in ids]
+    batcher = Batcher(init_slots(follow, {}, START, 5, 16), {}, iter(requests), START, steps=1)
+    list(batcher.turn())
+    expected = [True] * 5
+    batcher.drop("an id of no request")
+    for row, name in enumerate([int("300"), ("a", int("301")), array, pair, 4]):
+        assert [occupant is not None for occupant in batcher.rows] == expected
+        batcher.drop(name)
+        expected[row] = False
+    assert not any(batcher.rows) and not batcher.slots.active.any()
+
+
 @pytest.mark.parametrize("shares", [True, False])
 def test_longest_prefix_in_a_slot_is_shared(rope, shares):
     """A slot contains 20 tokens, the last one unread; the prompts begin with the same tokens."""

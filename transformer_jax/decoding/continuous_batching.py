@@ -224,7 +224,12 @@ class Batcher(Generic[State]):
             yield from self.turn()
 
     def turn(self) -> Iterator[Completion]:
-        """Fill the free slots, advance all rows once, and yield the new tokens of each request."""
+        """Fill the free slots, advance all rows, and yield the new tokens of each request.
+
+        Admission chooses the first token of a prompt; the rows then get up to `steps` more tokens.
+        If any request has a constraint, all rows get a single one, because a constraint is queried
+        on the host before each token.
+        """
         first: dict[int, StepOutput] = {}
         while self.more and None in self.rows:
             try:
@@ -270,7 +275,6 @@ class Batcher(Generic[State]):
         # If a slot is free, no request is waiting, so there is nothing to pause for.
         waiting = self.more and None not in self.rows and self.pause()
         allowed = allowed_tokens([None if r is None else r.request.constraint for r in self.rows])
-        # A constraint is queried on the host before each token.
         steps = self.steps if allowed is None else 1
         # One program serves all rows, so it returns the largest `top` of any request.
         top = max(occupant.request.top for occupant in self.rows if occupant is not None)
@@ -284,9 +288,9 @@ class Batcher(Generic[State]):
                 yield from self._emit(row, jax.tree.map(lambda x, row=row: x[:, row], output))
 
     def drop(self, name: Any) -> None:  # the id of the request's parts
-        """Cancel a request: free its slot and emit nothing more for it."""
+        """Cancel the request with this id: free its slot and emit nothing more for it."""
         for row, occupant in enumerate(self.rows):
-            if occupant is not None and occupant.id is name:
+            if occupant is not None and _is_same_id(occupant.id, name):
                 self._free(row)
 
     def _free(self, row: int) -> None:
@@ -370,6 +374,14 @@ class Batcher(Generic[State]):
             arrays = [(part.tokens, part.log_probs, part.likeliest) for part in occupant.parts]
             whole = jax.tree.map(lambda *parts: np.concatenate(parts), *arrays)
             yield replace(part, tokens=whole[0], log_probs=whole[1], likeliest=whole[2])
+
+
+def _is_same_id(left: Any, right: Any) -> bool:
+    """Whether two ids are the same object or equal."""
+    try:
+        return left is right or bool(left == right)
+    except (TypeError, ValueError):  # arrays have no single truth value
+        return False
 
 
 def _common_prefix(text: list[int], ids: np.ndarray) -> int:
