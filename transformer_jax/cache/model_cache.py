@@ -33,24 +33,31 @@ class ModelCache:
     cross: Layers | None = None
 
     @property
+    def is_scanned(self) -> bool:
+        """Whether the cache is for a scanned stack: one `KVCache` contains all layers."""
+        return isinstance(self.layers, kv.KVCache)
+
+    @property
     def length(self) -> jax.Array:  # i32[B]
         """Return the position of each row's next token."""
-        if isinstance(self.layers, kv.KVCache):
-            return self.layers.length[:, 0]
-        return self.layers[0].length
+        layers: Any = self.layers
+        length: jax.Array = layers.length[:, 0] if self.is_scanned else layers[0].length
+        return length
 
     @property
     def capacity(self) -> int:
         """Return the number of slots per row of the longest layer."""
-        if isinstance(self.layers, kv.KVCache):
-            return self.layers.k.shape[2]
-        return max(layer.capacity for layer in self.layers)
+        layers: Any = self.layers
+        if self.is_scanned:
+            return int(layers.k.shape[2])
+        return max(layer.capacity for layer in layers)
 
     @property
     def exhausted(self) -> jax.Array | None:  # bool[B]
         """Return the rows that got no free page; None if the cache has no pages."""
         found = None
-        for layer in self.layers if isinstance(self.layers, tuple) else ():
+        layers: Any = () if self.is_scanned else self.layers
+        for layer in layers:
             if isinstance(layer, paged.PagedCache):
                 found = layer.exhausted if found is None else found | layer.exhausted
         return found
@@ -77,14 +84,15 @@ def rewind_cache(
     """
     check_is_cache(cache)
     length = jnp.asarray(length)
-    if isinstance(cache.layers, kv.KVCache):
+    layers: Any = cache.layers
+    if cache.is_scanned:
         rewind = jax.vmap(kv.rewind, in_axes=(1, None), out_axes=1)
-        return replace(cache, layers=rewind(cache.layers, length))
-    layers: Any = tuple(  # all of one class
+        return replace(cache, layers=rewind(layers, length))
+    layers = tuple(  # all of one class
         paged.rewind(layer, length)
         if isinstance(layer, paged.PagedCache)
         else kv.rewind(layer, length)
-        for layer in cache.layers
+        for layer in layers
     )
     return replace(cache, layers=layers)
 
@@ -116,7 +124,8 @@ def check_pages(
     length: np.ndarray,  # i32[B]
 ) -> None:
     """Raise ValueError if too few pages are free for the rows to grow to these lengths."""
-    for layer in cache.layers if isinstance(cache.layers, tuple) else ():
+    layers: Any = () if cache.is_scanned else cache.layers
+    for layer in layers:
         if not isinstance(layer, paged.PagedCache):
             return
         with at_once(layer, length):
@@ -214,15 +223,16 @@ def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, cross
         raise ValueError("cache.cross is None: make it from a source with method='init_cache'")
     depth = config.decoder_layers if crossed else config.num_layers
     for name in ("layers", "cross") if crossed else ("layers",):
-        layers = getattr(cache, name)
+        layers: Any = getattr(cache, name)
         if isinstance(layers, kv.KVCache) != config.scan_layers:
             kind, wanted = ("looped", "scanned") if config.scan_layers else ("scanned", "looped")
             raise ValueError(f"cache.{name} is for a {kind} stack, but the model's is {wanted}")
-        found = layers.length.shape[1] if isinstance(layers, kv.KVCache) else len(layers)
+        found = layers.length.shape[1] if config.scan_layers else len(layers)
         if found != depth:
             raise ValueError(f"cache.{name} has {found} layers: the model has {depth}")
+    layers = cache.layers
     for i in range(1 if config.scan_layers else depth):
-        layer = cache.layers if isinstance(cache.layers, kv.KVCache) else cache.layers[i]
+        layer: Any = layers if cache.is_scanned else layers[i]
         if isinstance(layer, paged.PagedCache) != (cache.exhausted is not None):
             raise ValueError(f"cache.layers[{i}] is a {type(layer).__name__}, but others are not")
         if isinstance(layer, paged.PagedCache):

@@ -1,14 +1,17 @@
-"""Steps, the interface between decoding and a model: (tokens, state) -> (logits, state).
+"""Steps, a model's interface in decoding: (params, tokens, state) -> (logits, state).
 
 A plain function is a step. `Step` is the base class of steps with more methods; `ModelStep` runs a
 transformer, and other models return their own step from `as_step`.
+
+The server's flag `--steps` and `Batcher.steps` count tokens per turn: each token takes one call of
+the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Self, TypeAlias, overload
+from typing import Any, Generic, Self, TypeAlias, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +148,7 @@ class Step(Generic[State]):
         raise NotImplementedError
 
     def check_rewind(self, state: State, count: int) -> None:
-        """Raise ValueError if a state cannot be rewound.
+        """Raise ValueError if a state cannot be rewound. The default accepts every state.
 
         Args:
             state: a state of B rows.
@@ -369,16 +372,17 @@ class ModelStep(AppliedStep[ModelCache]):
     def check_rewind(self, state: ModelCache, count: int) -> None:
         """Raise ValueError if the cache cannot be rewound by `count` tokens.
 
-        In a ring, a rewound token has overwritten the key `capacity` positions before it.
+        Paged caches, and layers with a slot for every position, can always be rewound. A ring needs
+        `count` slots in addition to its window and its sinks, because a rewound token has
+        overwritten an earlier key.
         """
         if state.exhausted is not None:
             return  # pages keep every position
-        config, layers = self.model.config, state.layers
+        config, layers = self.model.config, cast(Any, state.layers)
         limit = room_of(config, state)
         # Layers may differ: some with a window may be rings, while others keep everything.
         for i, window in enumerate(config.windows):
-            layer = layers if isinstance(layers, KVCache) else layers[i]
-            assert isinstance(layer, KVCache)
+            layer: KVCache = layers if state.is_scanned else layers[i]
             capacity = layer.positions.shape[-1]
             slots = capacity - layer.sinks
             wraps = limit is None or capacity < limit

@@ -400,9 +400,9 @@ def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> M
         rope = order.in_layer(window, number) if isinstance(order, Rope) else None
         return rebase_state(layer, rope, multiple)
 
-    if isinstance(cache.layers, kv.KVCache):
-        return ModelCache(jax.vmap(move, in_axes=1, out_axes=1)(cache.layers))
     layers: Any = cache.layers
+    if cache.is_scanned:
+        return ModelCache(jax.vmap(move, in_axes=1, out_axes=1)(layers))
     return ModelCache(tuple(move(layer, number) for number, layer in enumerate(layers)))
 
 
