@@ -159,10 +159,11 @@ class Attention(Module):
         refuse_surplus(self)
 
     def cross_keys_values(
-        self, memory: jax.Array, key: jax.Array | None = None
+        self, memory: jax.Array, dropout_key: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
         """Return the keys and values of a memory [B, S, D]."""
-        return self._normed_rotated(self.key(memory, key), "key", None), self.value(memory, key)
+        k = self._normed_rotated(self.key(memory, dropout_key), "key", None)
+        return k, self.value(memory, dropout_key)
 
     def _normed_rotated(
         self,
@@ -205,7 +206,7 @@ class Attention(Module):
         *,
         cache: LayerCache | None = None,
         cross_cache: kv.KVCache | None = None,
-        key: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
         visit: Visit | None = None,
         projected: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
@@ -216,32 +217,37 @@ class Attention(Module):
         """
         cfg = self.config
         visit = Visit() if visit is None else visit
-        at = "cross_attention" if self.cross else "attention"
+        branch = "cross_attention" if self.cross else "attention"
         # the fused kernels never materialise the weights, so compute them only on request
-        requested, edited = f"{at}/weights" in visit.requested, f"{at}/weights" in visit.edits
+        weights_name = f"{branch}/weights"
+        requested, edited = weights_name in visit.requested, weights_name in visit.edits
 
-        q = self.query(x, key) if projected is None else projected[0]
+        q = self.query(x, dropout_key) if projected is None else projected[0]
         q = self._normed_rotated(q, "query", inputs.token_positions)
         if cross_cache is None:
-            k, v = (self.key(x, key), self.value(x, key)) if projected is None else projected[1:]
+            if projected is None:
+                k, v = self.key(x, dropout_key), self.value(x, dropout_key)
+            else:
+                k, v = projected[1:]
             k = self._normed_rotated(k, "key", inputs.token_positions)
             mask, bias, k_positions = inputs.mask, inputs.bias, inputs.positions
         else:  # the whole source is visible except its padding, which has negative positions
             k, v, k_positions = cross_cache.k, cross_cache.v, cross_cache.positions
             mask = bias = None
-        q, k, v = visit(f"{at}/query", q), visit(f"{at}/key", k), visit(f"{at}/value", v)
+        q, k = visit(f"{branch}/query", q), visit(f"{branch}/key", k)
+        v = visit(f"{branch}/value", v)
         heads = _Heads(q, k, v, mask, bias, inputs.positions, k_positions)
         if cache is not None:
             cache, heads = self._update_cache(cache, heads, as_stored=not requested)
-        if f"{at}/key_positions" in visit.requested:
+        if f"{branch}/key_positions" in visit.requested:
             k_positions = jnp.asarray(heads.known_positions()[1], jnp.int32)
             k_positions = jnp.broadcast_to(k_positions, (x.shape[0], k_positions.shape[-1]))
-            visit(f"{at}/key_positions", k_positions)
+            visit(f"{branch}/key_positions", k_positions)
         if requested:
             weights = self._weights(heads)
             if heads.q_positions is not None:  # a padding query has no weights
                 weights = jnp.where(heads.q_positions[:, None, :, None] >= 0, weights, 0.0)
-            weights = visit(f"{at}/weights", weights)
+            weights = visit(weights_name, weights)
         if edited and cache is not None:  # an edit must not give weight to an empty slot
             assert heads.k_positions is not None
             wrong = (weights != 0) & (heads.k_positions < 0)[:, None, None]
@@ -249,13 +255,15 @@ class Attention(Module):
         if edited:
             # dropout must remove the same weights as without an edit
             drop = _drop_as_kernels if self.shaw is None else dropout
-            out = self._average(drop(weights, cfg.attention_dropout, key), heads)
+            out = self._average(drop(weights, cfg.attention_dropout, dropout_key), heads)
         else:
             # "attention" recomputes only the scores: queries, keys and values are saved
             attend = jax.checkpoint(self._attend) if cfg.remat == "attention" else self._attend
-            out = attend(heads, key)
-        out = visit(f"{at}/heads", out)
-        return out if projected is not None else visit(f"{at}/output", self.out(out, key)), cache
+            out = attend(heads, dropout_key)
+        out = visit(f"{branch}/heads", out)
+        if projected is None:
+            out = visit(f"{branch}/output", self.out(out, dropout_key))
+        return out, cache
 
     def _update_cache(
         self, cache: LayerCache, heads: _Heads, *, as_stored: bool
@@ -295,11 +303,11 @@ class Attention(Module):
         )
         return cache, heads
 
-    def _attend(self, heads: _Heads, key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
+    def _attend(self, heads: _Heads, dropout_key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
         """Return the output of each head. Shaw positions materialise the attention weights."""
         cfg = self.config
         if self.shaw is not None:
-            weights = dropout(self._weights(heads), cfg.attention_dropout, key)
+            weights = dropout(self._weights(heads), cfg.attention_dropout, dropout_key)
             return self._average(weights, heads)
         return dot_product_attention(
             heads.q,
@@ -312,8 +320,8 @@ class Attention(Module):
             sinks=self.sinks if cfg.attention_sinks else None,
             q_positions=heads.q_positions,
             k_positions=heads.k_positions,
-            dropout_rate=0.0 if key is None else cfg.attention_dropout,
-            dropout_key=key if cfg.attention_dropout else None,
+            dropout_rate=0.0 if dropout_key is None else cfg.attention_dropout,
+            dropout_key=dropout_key if cfg.attention_dropout else None,
             key_scale=heads.k_scale,
             value_scale=heads.v_scale,
             block_table=heads.block_table,
@@ -423,7 +431,7 @@ class OwnCall:
         self.attended = True
         q, k, v = (x.astype(dtype) for x in (q, k, v))
         heads, self.cache = self.attention(
-            self.stream, self.inputs, cache=self.cache, key=self.keys[0], visit=self.visit,
+            self.stream, self.inputs, cache=self.cache, dropout_key=self.keys[0], visit=self.visit,
             projected=(q, k, v),
         )  # fmt: skip
         return heads
@@ -542,14 +550,14 @@ class Block(Module):
             y = read if after else self.norm[branch](read)
             y = visit(f"{branch}/input", y)
             if branch == "attention":
-                y, cache = self.attention(y, inputs, cache=cache, key=keys[1], visit=visit)
+                y, cache = self.attention(y, inputs, cache=cache, dropout_key=keys[1], visit=visit)
             elif branch == "cross_attention":
                 if cross_cache is None:
                     assert inputs.memory is not None and inputs.memory_positions is not None
                     memory = inputs.memory, inputs.memory_positions
                     cross_cache = self.init_cross_cache(*memory, keys[3])
                 y, _ = self.cross_attention(
-                    y, inputs, cross_cache=cross_cache, key=keys[3], visit=visit
+                    y, inputs, cross_cache=cross_cache, dropout_key=keys[3], visit=visit
                 )
             else:
                 y = self.feed_forward(y, keys[4], visit)

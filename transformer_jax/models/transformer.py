@@ -442,6 +442,9 @@ def run_decoder(
     token_positions, masks = positions_and_masks(
         cfg, tokens.shape, positions, segments, mask, causal=True
     )
+    # `places` and its `visit` carry out `capture` and `edit`; without those, they do nothing.
+    # `positions` place tokens in masks and caches. `token_positions` serve embeddings and rotation:
+    # they start at 0 in each document of a packed row.
     places = places.told(token_positions, whole=cache is None, packed=segments is not None)
     inputs = BlockInputs(
         positions=positions, token_positions=token_positions, places=places, memory=memory,
