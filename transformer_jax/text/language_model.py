@@ -119,6 +119,7 @@ def load(
 class LanguageModel(Reader):
     """A model on text; `load` returns one.
 
+    The base class `Reader` (text/reading.py) turns prompts, messages and pairs into tokens.
     `inspect` shows its internal values. `edited` returns a copy with changed internal values.
     """
 
