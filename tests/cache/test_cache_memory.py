@@ -287,8 +287,8 @@ def test_cache_of_another_window_pattern_is_refused(rng):
         (dict(window=(5, 0)), r"window is \(5, 0\): must be positive"),
         (dict(window=(5, "3")), r"window is \(5, '3'\): must be of type int or a tuple \("),
         (dict(window=[5, None]), r"window is \[5, None\]: must be of type int or a tuple"),
-        (dict(window=()), r"window is \(\): a pattern has from 1 to 2 \(num_layers\) items"),
-        (dict(window=(5, 3, None)), r"a pattern has from 1 to 2 \(num_layers\) items"),
+        (dict(window=()), r"window is \(\): a pattern must have from 1 to 2 \(num_layers\) items"),
+        (dict(window=(5, 3, None)), r"a pattern must have from 1 to 2 \(num_layers\) items"),
         (dict(window=(5, None), scan_layers=True), "a pattern needs a looped stack: scan_layers"),
     ],
 )

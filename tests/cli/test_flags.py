@@ -230,7 +230,7 @@ def test_a_width_of_0_leaves_the_feed_forward_out():
     given = {path: "0" for path in FLAGS.fields if path[-1] == "d_ff" and len(path) == 2}
     config = changed(base, FLAGS.read(given, base))
     assert config.model.d_ff == 0 and FLAGS.names["--d-ff"] == "--model.d-ff"
-    with pytest.raises(ConfigError, match="glu is True: needs a feed-forward: d_ff is 0"):
+    with pytest.raises(ConfigError, match="glu is True: needs a feed-forward, but d_ff is 0"):
         changed(base, FLAGS.read(given | {("model", "glu"): "True"}, base))
 
 

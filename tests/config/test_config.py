@@ -1,4 +1,4 @@
-"""Every rule of the configs, the published sizes, and what an error says."""
+"""Rules of the configs, published sizes, and error messages."""
 
 import contextlib
 import dataclasses
@@ -47,8 +47,8 @@ LONG = dict(scaling="longrope", original_len=64, short_factors=(1.0, 1.5), long_
 PAIRS = dict(head_dim=4, positions=Rope(**LONG))
 LLAMA = dict(scaling="llama3", original_len=64)
 
-# Rows: the class, a valid start, the one change that breaks it, the field the message must name,
-# the value it must print, and a fragment of the rule.
+# Rows: class, valid fields, one invalid change, and the field, value and part of the rule that the
+# message must contain.
 BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     # types
     (ModelConfig, {}, dict(d_model="512"), "d_model", "'512'", "int"),
@@ -80,7 +80,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(head_dim=0), "head_dim", "0", "positive"),
     (ModelConfig, {}, dict(value_head_dim=-1), "value_head_dim", "-1", "positive"),
     (ModelConfig, {}, dict(d_ff=-1), "d_ff", "-1", "must not be negative"),
-    (ModelConfig, dict(d_ff=0), dict(glu=True), "glu", "True", "needs a feed-forward: d_ff is 0"),
+    (ModelConfig, dict(d_ff=0), dict(glu=True), "glu", "True", "needs a feed-forward, but d_ff"),
     (ModelConfig, dict(d_ff=0), dict(norm_order="parallel"), "norm_order", "'parallel'", "needs a"),
     (ModelConfig, dict(d_ff=0), dict(ff_bias=False), "ff_bias", "False", "needs a feed-forward"),
     (ModelConfig, dict(d_ff=0), dict(activation="relu"), "activation", "'relu'", "needs a feed-"),
@@ -105,7 +105,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(embedding_dim=5), "embedding_dim", "5", "needs kind 'encoder'"),
     (ModelConfig, {}, dict(share_layers=True), "share_layers", "True", "needs kind 'encoder'"),
     (ModelConfig, dict(kind="encoder", share_layers=True), dict(window=(2, 3)), "share_layers",
-     "True", "layers that do not differ"),
+     "True", "stack of identical layers"),
     (ModelConfig, dict(kind="encoder", share_layers=True),
      dict(positions=Rope(pattern=(True, False))), "share_layers", "True", "positions without a"),
     (Learned, {}, dict(offset=-1), "offset", "-1", "not be negative"),
@@ -124,7 +124,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, dict(kind="encoder", masked_token_head=True), dict(pooler="transform"), "pooler",
      "'transform'", "needs masked_token_head False"),
     (ModelConfig, dict(kind="encoder", num_classes=3), dict(classes_of="span"), "num_classes", "3",
-     "must be 2: classes_of is 'span'"),
+     "must be 2 with classes_of 'span'"),
     (ModelConfig, {}, dict(glu_limit=7.0), "glu_limit", "7.0", "needs glu"),
     (ModelConfig, {}, dict(glu_unit_offset=True), "glu_unit_offset", "True", "needs glu"),
     (ModelConfig, dict(scale_embeddings=True), dict(embedding_scale=2.0), "embedding_scale", "2.0",
@@ -137,15 +137,15 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (Sinusoidal, {}, dict(layout="thirds"), "layout", "'thirds'", "'halves'"),
     (ModelConfig, dict(kind="encoder"), dict(pooler="silu"), "pooler", "'silu'", "'relu'"),
     (Rope, {}, dict(window_base=1.0), "window_base", "1.0", "above 1"),
-    (Rope, {}, dict(pattern=(False, False)), "pattern", "(False, False)", "a layer that turns"),
+    (Rope, {}, dict(pattern=(False, False)), "pattern", "(False, False)", "at least one layer"),
     (Rope, {}, dict(pattern=(1,)), "pattern", "(1,)", "a tuple (of type bool, ...) or None"),
     (ModelConfig, ROPE | dict(num_layers=1), dict(positions=Rope(pattern=(True, False))),
      "positions.pattern", "(True, False)", "from 1 to 1 (num_layers) items"),
     (ModelConfig, ROPE | dict(scan_layers=True), dict(positions=Rope(pattern=(True, False))),
      "positions.pattern", "(True, False)", "needs a looped stack"),
-    (ModelConfig, {}, dict(num_heads=3), "num_heads", "3", "does not divide d_model 128"),
-    (ModelConfig, {}, dict(num_kv_heads=3), "num_kv_heads", "3", "does not divide num_heads 4"),
-    (ModelConfig, {}, dict(num_kv_heads=8), "num_kv_heads", "8", "does not divide num_heads 4"),
+    (ModelConfig, {}, dict(num_heads=3), "num_heads", "3", "must divide d_model 128"),
+    (ModelConfig, {}, dict(num_kv_heads=3), "num_kv_heads", "3", "must divide num_heads 4"),
+    (ModelConfig, {}, dict(num_kv_heads=8), "num_kv_heads", "8", "must divide num_heads 4"),
     (ModelConfig, dict(positions="sinusoidal", head_dim=4), dict(d_model=127), "d_model", "127",
      "even"),
     (ModelConfig, ROPE, dict(head_dim=7), "positions.dims", "7", "at most head_dim 7"),
@@ -161,7 +161,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(masked_token_head=True), "masked_token_head", "True", "'encoder'"),
     (ModelConfig, dict(positions="shaw"), dict(implementation="blockwise"), "implementation",
      "'blockwise'", "'shaw'"),
-    # fields that nothing reads
+    # fields without effect
     (Rope, {}, dict(original_len=64), "original_len", "64", "'yarn' or 'longrope'"),
     (Rope, LINEAR, dict(original_len=64), "original_len", "64", "'yarn' or 'longrope'"),
     (Rope, {}, dict(length=64), "length", "64", "'dynamic' or 'longrope'"),
@@ -192,15 +192,15 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (Rope, YARN, dict(truncate=1), "truncate", "1", "bool"),
     (Rope, LONG, dict(original_len=None), "original_len", "None", "'longrope'"),
     (Rope, LONG, dict(original_len=1), "original_len", "1", "above 1"),
-    (Rope, LONG, dict(short_factors=None), "short_factors", "None", "'longrope' needs"),
-    (Rope, LONG, dict(long_factors=None), "long_factors", "None", "'longrope' needs"),
-    (Rope, LONG, dict(short_factors=()), "short_factors", "()", "one of each pair"),
+    (Rope, LONG, dict(short_factors=None), "short_factors", "None", "one number per pair"),
+    (Rope, LONG, dict(long_factors=None), "long_factors", "None", "one number per pair"),
+    (Rope, LONG, dict(short_factors=()), "short_factors", "()", "one per pair"),
     (Rope, LONG, dict(long_factors=(2.0, 0.0)), "long_factors", "(2.0, 0.0)", "positive"),
     (Rope, LONG, dict(long_factors=[2.0, 3.0]), "long_factors", "[2.0, 3.0]", "a tuple (a f"),
     (Rope, LONG, dict(short_factors=(1, "2")), "short_factors", "(1, '2')", "a tuple (a f"),
-    (Rope, LONG, dict(long_factors=(2.0,)), "long_factors", "(2.0,)", "as pairs, 2"),
-    (Rope, LONG, dict(dims=6), "short_factors", "(1.0, 1.5)", "as pairs, 3"),
-    (ModelConfig, PAIRS, dict(head_dim=6), "positions.short_factors", "(1.0, 1.5)", "as pairs, 3"),
+    (Rope, LONG, dict(long_factors=(2.0,)), "long_factors", "(2.0,)", "2 items, one per"),
+    (Rope, LONG, dict(dims=6), "short_factors", "(1.0, 1.5)", "3 items"),
+    (ModelConfig, PAIRS, dict(head_dim=6), "positions.short_factors", "(1.0, 1.5)", "3 items"),
     (Rope, {}, dict(scaling="llama3"), "original_len", "None", "'llama3'"),
     (Rope, {}, dict(scaling="yarn"), "original_len", "None", "'yarn'"),
     (Rope, {}, dict(original_len=0), "original_len", "0", "positive"),
@@ -261,20 +261,20 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     BROKEN,
     ids=lambda x: x.__name__ if isinstance(x, type) else str(x)[:30],
 )
-def test_a_broken_rule_names_the_field_and_its_value(kind, start, change, name, value, rule):
+def test_invalid_value_names_field_value_and_rule(kind, start, change, name, value, rule):
     valid = kind(**start)
     with pytest.raises(ConfigError) as caught:
         dataclasses.replace(valid, **change)
     message = str(caught.value)
     assert message.startswith(f"{name} is "), message
-    said, _, reason = message.partition(": ")
+    start, _, reason = message.partition(": ")
     assert value in message, message
     assert rule in message, message
-    assert "\n" not in said and reason
+    assert "\n" not in start and reason
     assert isinstance(caught.value, ValueError)
 
 
-def test_values_at_the_edge_of_a_rule_are_allowed():
+def test_values_at_limits_are_allowed():
     ModelConfig(dropout=0.0, attention_dropout=0.999, window=1, num_kv_heads=1, num_layers=1)
     ModelConfig(norm_eps=1, init_std=1)  # an integer is a number
     ModelConfig(d_model=7, num_heads=2, head_dim=3, positions="none")
@@ -292,8 +292,8 @@ def test_values_at_the_edge_of_a_rule_are_allowed():
     )
 
 
-def test_a_field_that_one_choice_needs_is_read_by_it():
-    """Another value is legal exactly there; `test_a_broken_rule_...` has the other choices."""
+def test_fields_of_a_choice_are_allowed_with_it():
+    """`test_invalid_value_names_field_value_and_rule` covers the other choices."""
     Rope(**LLAMA, low_freq_factor=2.0, high_freq_factor=3.0)
     Rope(**YARN, beta_fast=31, beta_slow=2, attention_factor=1.5, truncate=False)
     Rope(**DYNAMIC, factor=2.0, length=128)
@@ -310,18 +310,18 @@ SHORT = {
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_a_name_is_short_for_positions_with_their_defaults(name):
+def test_string_selects_positions_with_defaults(name):
     config = ModelConfig(positions=name)
     assert config == ModelConfig(positions=SHORT[name]) and config.positions == SHORT[name]
     assert preset("tiny", positions=name).positions == SHORT[name]
     assert hash(config) == hash(ModelConfig(positions=SHORT[name]))
 
 
-def test_a_name_is_short_for_one_of_several_kinds_with_its_defaults():
+def test_string_selects_kind_with_defaults():
     named = TrainConfig(task="chat", optimizer="lion", model="recurrent")
     assert named == TrainConfig(task=ChatTask(), optimizer=Lion(), model=RecurrentConfig())
     for task in TASKS:
-        with contextlib.suppress(ConfigError):  # of a task for another model
+        with contextlib.suppress(ConfigError):  # a task for another model
             assert TrainConfig(task=task).task == TASKS[task]()
     assert ModelConfig(kind="encoder", inputs="frames").inputs == Frames()
     encoder = preset("bert-base")
@@ -333,7 +333,7 @@ def test_a_name_is_short_for_one_of_several_kinds_with_its_defaults():
         TrainConfig(mesh="mesh")
 
 
-def test_positions_print_what_differs_from_their_defaults():
+def test_repr_of_positions_shows_changed_fields():
     values = Alibi(), Learned(offset=2), Rope(base=500.0, dims=4), T5Buckets(buckets=8)
     assert [repr(value) for value in values] == [
         "Alibi()", "Learned(offset=2)", "Rope(base=500.0, dims=4)", "T5Buckets(buckets=8)",
@@ -345,12 +345,12 @@ def test_positions_print_what_differs_from_their_defaults():
 
 
 def model_of(**content) -> ModelConfig:
-    """The model of a run folder's config.json with these keys."""
+    """Return the model of a run folder's config.json with these keys."""
     return config_from_json(json.dumps({"model": content})).model
 
 
 @pytest.mark.parametrize("positions", SHORT.values(), ids=SHORT)
-def test_positions_are_an_object_with_a_kind_in_json(positions):
+def test_positions_in_json_are_object_with_kind(positions):
     config = TrainConfig(model=ModelConfig(positions=positions))
     stored = json.loads(config_to_json(config))["model"]["positions"]
     if positions is None:
@@ -362,11 +362,11 @@ def test_positions_are_an_object_with_a_kind_in_json(positions):
 
 
 BEFORE = dict(position_offset=0, sinusoid="halves", rope={}, beta1=0.9, weight_decay=0.1)
-"""Fields of configs before positions and the optimizer were one value each."""
+"""Fields of old configs, whose positions and optimizer were spread over several fields."""
 
 
 @pytest.mark.parametrize("field", BEFORE)
-def test_a_config_of_another_version_is_refused_by_its_field(tmp_path, field):
+def test_config_of_other_version_names_unknown_field(tmp_path, field):
     path = "" if field in ("beta1", "weight_decay") else "model."
     content = json.loads(config_to_json(TrainConfig()))
     (content["model"] if path else content)[field] = BEFORE[field]
@@ -391,13 +391,13 @@ def test_a_config_of_another_version_is_refused_by_its_field(tmp_path, field):
     ],
     ids=lambda x: str(x)[:40],
 )
-def test_positions_of_a_file_are_refused_by_their_path(stored, message):
+def test_invalid_positions_in_file_name_their_path(stored, message):
     with pytest.raises(ConfigError) as caught:
         model_of(**stored)
     assert str(caught.value).startswith(message)
 
 
-def test_a_resumed_run_is_told_how_its_positions_differ():
+def test_differences_name_changed_positions():
     learned, rope = TrainConfig(), TrainConfig(model=ModelConfig(positions=Rope(base=500.0)))
     assert differences(learned, learned) == []
     assert differences(learned, rope) == ["model.positions: Learned() -> Rope(base=500.0)"]
@@ -418,7 +418,7 @@ def test_configs_are_frozen_hashable_and_keyword_only(kind):
         kind(getattr(one, field))
 
 
-def test_absent_sizes_follow_from_the_others():
+def test_default_sizes_follow_from_others():
     config = ModelConfig(d_model=48, num_heads=6)
     assert (config.kv_heads, config.key_dim, config.value_dim) == (6, 8, 8)
     assert (config.ff_dim, config.decoder_layers) == (192, 4)
@@ -432,7 +432,7 @@ def test_absent_sizes_follow_from_the_others():
     assert TrainConfig().sequence_len == 256 and TrainConfig(context=31).sequence_len == 31
 
 
-def test_the_pooler_and_the_rotation_of_a_layer_follow_from_the_others():
+def test_pooler_and_layer_rotation_follow_from_other_fields():
     kinds = dict(pooler="relu", num_classes=None), dict(num_classes=3), {}
     encoders = [ModelConfig(kind="encoder", **change) for change in kinds]
     assert [c.pooling for c in encoders] == ["relu", "tanh", None]
@@ -446,7 +446,7 @@ def test_the_pooler_and_the_rotation_of_a_layer_follow_from_the_others():
     assert [some.in_layer(3, i) for i in range(2)] == [rope.in_layer(3), None]
 
 
-def test_an_unknown_preset_suggests_the_nearest_name():
+def test_unknown_preset_suggests_nearest_name():
     with pytest.raises(ConfigError, match=r"preset is 'gpt-2'.*nearest: gpt2$") as caught:
         preset("gpt-2")
     assert all(name in str(caught.value) for name in PRESETS)
@@ -457,7 +457,7 @@ def test_an_unknown_preset_suggests_the_nearest_name():
     assert "nearest" not in str(caught.value)
 
 
-def test_a_changed_preset_is_checked_again():
+def test_changed_preset_is_validated():
     assert preset("gpt2", window=31).window == 31
     assert preset("gpt2").window is None
     with pytest.raises(ConfigError, match="num_heads is 7"):
@@ -473,20 +473,20 @@ def test_every_preset_has_a_training_recipe(name):
     assert recipe.sequence_len <= recipe.model.max_len
 
 
-def test_only_the_first_transformer_scales_its_embeddings():
-    """By sqrt(d_model), section 3.4 of Vaswani et al. (2017)."""
+def test_only_transformer_base_scales_embeddings():
+    """Scaling by sqrt(d_model) is in section 3.4 of Vaswani et al. (2017)."""
     assert [name for name in PRESETS if preset(name).scale_embeddings] == ["transformer-base"]
 
 
-def test_dropout_of_presets_is_that_of_weights_too():
+def test_presets_drop_attention_weights_as_published():
     found = {n: (c.dropout, c.attention_dropout) for n in PRESETS for c in [preset(n)] if c.dropout}
     assert found["shakespeare-gpu"] == (0.2, 0.2)
     assert found["bert-base"] == found["bert-large"] == found["gpt2"] == (0.1, 0.1)
     assert found["transformer-base"] == (0.1, 0.0)
 
 
-def test_published_sizes():
-    """Layers, width, hidden width, heads, key heads, width of a head, tokens and length."""
+def test_presets_have_published_sizes():
+    """Layers, width, hidden width, heads, key heads, head width, vocabulary and length."""
     found = {
         name: (c.num_layers, c.d_model, c.ff_dim, c.num_heads, c.kv_heads, c.key_dim, c.vocab_size,
                c.max_len)
@@ -507,14 +507,20 @@ def test_published_sizes():
 
 
 def gpt2_size(layers: int, width: int) -> int:
-    """Tokens, positions; a layer has q, k, v, out, up, down with biases and two norms; one norm."""
+    """Return the parameters of a GPT-2 of this size.
+
+    Tokens and positions; per layer q, k, v, out, up and down with biases and two norms; a norm.
+    """
     layer = 4 * (width * width + width) + 2 * 4 * width * width + 5 * width + 4 * width
     return 50257 * width + 1024 * width + layers * layer + 2 * width
 
 
 def bert_size(layers: int, width: int) -> int:
-    """With the masked-token head: dense, norm and a bias a token; without pooler and next-sentence
-    head, which belong to other tasks."""
+    """Return the parameters of a BERT of this size, with the masked-token head.
+
+    That head is a dense layer, a norm and a bias per token. The pooler and the next-sentence head
+    are excluded.
+    """
     embedding = (30522 + 512 + 2) * width + 2 * width
     layer = 4 * (width * width + width) + 2 * 4 * width * width + 5 * width + 4 * width
     head = width * width + width + 2 * width + 30522
@@ -532,7 +538,7 @@ def bert_size(layers: int, width: int) -> int:
         ("bert-base", 109_514_298),
     ],
 )
-def test_parameter_counts_are_the_published_ones(name, size):
+def test_parameter_counts_match_published_counts(name, size):
     derived = {"gpt2": gpt2_size(12, 768), "gpt2-xl": gpt2_size(48, 1600)}
     derived["bert-base"] = bert_size(12, 768)
     assert derived.get(name, size) == size
@@ -540,8 +546,8 @@ def test_parameter_counts_are_the_published_ones(name, size):
 
 
 @pytest.mark.slow
-def test_counting_parameters_allocates_none():
-    """Eight billion parameters would take 32 GB: counting them leaves the process small."""
+def test_counting_parameters_does_not_allocate_them():
+    """Eight billion float32 parameters would take 32 GB."""
     code = (
         "import json, resource\n"
         "from transformer_jax.config import preset\n"
@@ -569,17 +575,17 @@ def test_counting_parameters_allocates_none():
         ("kind", "bert", "encoder"),
     ],
 )
-def test_a_wrong_choice_names_what_was_meant(field, wrong, meant):
+def test_invalid_choice_suggests_intended_one(field, wrong, meant):
     with pytest.raises(ConfigError, match=rf"^{field} is '{wrong}': .*nearest: {meant}$"):
         ModelConfig(**{field: wrong})
 
 
-def test_an_unknown_activation_is_refused():
+def test_unknown_activation_is_rejected():
     with pytest.raises(ConfigError, match=r"^activation is 'sigmoid': must be one of relu, gelu,"):
         activate(jnp.ones(3), "sigmoid")
 
 
-def test_a_warm_up_that_is_not_given_fits_the_steps():
+def test_default_warmup_fits_steps():
     assert [TrainConfig(steps=steps).warmup for steps in (1, 40, 997, 2000)] == [0, 4, 99, 100]
     short = dataclasses.replace(TrainConfig(steps=2000), steps=40)
     assert short.warmup == 4 and dataclasses.replace(short, warmup_steps=7).warmup == 7

@@ -1,4 +1,4 @@
-"""Check what may be configured of an encoder's inputs, and that folders and flags hold it."""
+"""Encoder inputs in configs, run folders and flags."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from transformer_jax.config.tasks import DigitsTask, Seq2SeqTask, TonesTask
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: Vectors(width=0), "width is 0: must be positive"),
         (lambda: Vectors(width=2**31), r"width is 2147483648: must be below 2\*\*31"),
@@ -33,38 +33,38 @@ from transformer_jax.config.tasks import DigitsTask, Seq2SeqTask, TonesTask
         (lambda: Frames(layers=0), "layers is 0: must be positive"),
     ],
 )
-def test_values_that_make_no_sense_are_refused(make, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_inputs_are_rejected(make, message):
+    with pytest.raises(ConfigError, match=message):
         make()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (dict(kind="decoder"), r"inputs is Vectors\(\): needs kind 'encoder' or 'encoder-"),
         (
             dict(source_vocab_size=7, kind="encoder-decoder"),
-            "source_vocab_size is 7: a source",
+            "source_vocab_size is 7: needs inputs None",
         ),
-        (dict(masked_token_head=True), "masked_token_head is True: an encoder of inputs has no to"),
-        (dict(type_vocab_size=2), "type_vocab_size is 2: an encoder of inputs has no tokens"),
-        (dict(tie_embeddings=False), "tie_embeddings is False: an encoder of inputs has no tokens"),
+        (dict(masked_token_head=True), "masked_token_head is True: needs inputs None"),
+        (dict(type_vocab_size=2), "type_vocab_size is 2: needs inputs None: an encoder"),
+        (dict(tie_embeddings=False), "tie_embeddings is False: needs inputs None: an"),
         (dict(inputs=Patches(), max_len=196), "max_len is 196: must be at least the 197 tokens"),
         (dict(inputs="pixels"), "inputs is 'pixels': must be"),
     ],
 )
-def test_fields_that_contradict_inputs_are_refused(change, said):
-    with pytest.raises(ConfigError, match=said):
+def test_fields_that_contradict_inputs_are_rejected(change, message):
+    with pytest.raises(ConfigError, match=message):
         ModelConfig(**dict(dict(kind="encoder", inputs=Vectors()), **change))
 
 
-def test_fields_that_inputs_leave_alone_are_allowed():
+def test_fields_compatible_with_inputs_are_allowed():
     ModelConfig(kind="encoder", inputs=Patches(), max_len=197, num_classes=3)
     ModelConfig(kind="encoder", inputs=Patches(), positions="rope")
     ModelConfig(kind="encoder-decoder", inputs=Frames(), tie_embeddings=False, logit_bias=True)
 
 
-def test_lengths_are_those_of_the_formulas():
+def test_token_counts_match_formulas():
     assert Patches(size=4, height=8, width=12).num_tokens() == 2 * 3 + 1
     assert Patches(size=4, height=8, width=12, class_token=False).num_tokens() == 2 * 3
     frames = Frames(kernel=5, stride=3, layers=2)
@@ -72,7 +72,7 @@ def test_lengths_are_those_of_the_formulas():
 
 
 @pytest.mark.parametrize("task", [Seq2SeqTask(), DigitsTask(), TonesTask()])
-def test_a_run_folder_gives_back_the_inputs(task):
+def test_run_config_restores_inputs(task):
     inputs = getattr(task, "inputs", None)
     model = ModelConfig(kind="encoder-decoder", inputs=inputs)
     config = TrainConfig(task=task, model=model)
@@ -86,7 +86,7 @@ def test_a_run_folder_gives_back_the_inputs(task):
     assert config_from_json(json.dumps({"task": {"kind": "seq2seq"}, "model": stored})) == plain
 
 
-def test_flags_choose_inputs_and_their_fields():
+def test_flags_select_inputs_and_their_fields():
     flags = ConfigFlags(ModelConfig)
     base = ModelConfig(kind="encoder-decoder")
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)

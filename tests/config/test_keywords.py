@@ -1,4 +1,4 @@
-"""Names of other libraries: each is refused in one line that says what is meant, rightly."""
+"""Keywords and flags of other libraries: one-line errors that suggest the right argument."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("kind", [tj.ModelConfig, tj.LoraConfig, tj.Rope])
-def test_help_of_a_config_has_the_meaning_of_every_field(kind):
+def test_help_of_config_describes_every_field(kind):
     text = " ".join(pydoc.plain(pydoc.render_doc(kind)).replace("|", " ").split())
     for field in fields(kind):
         assert f" {field.name}: {keywords.field_docs(kind)[field.name]}" in text
 
 
-def test_every_public_config_says_what_its_fields_are():
+def test_every_public_config_documents_its_fields():
     assert len(CONFIGS) > 30
     for kind in CONFIGS:
         named = re.findall(r"^    (\w+): .", kind.__doc__.partition("Fields:")[2], re.M)
         assert named == [field.name for field in fields(kind)], kind
 
 
-def test_help_of_a_class_without_its_source_is_its_docstring(monkeypatch):
+def test_help_of_class_without_source_is_docstring(monkeypatch):
     def no_source(kind):
         raise OSError("could not get source code")
 
@@ -67,26 +67,26 @@ def test_help_of_a_class_without_its_source_is_its_docstring(monkeypatch):
     keywords.field_docs.cache_clear()
 
 
-def model(**given):
-    return tj.build(CONFIG).apply({"params": {}}, TOKENS, **given)
+def model(**keywords):
+    return tj.build(CONFIG).apply({"params": {}}, TOKENS, **keywords)
 
 
-def encoder(**given):
-    return tj.build(ENCODER).apply({"params": {}}, TOKENS, method="classify", **given)
+def encoder(**keywords):
+    return tj.build(ENCODER).apply({"params": {}}, TOKENS, method="classify", **keywords)
 
 
-def attend(**given):
-    return tj.dot_product_attention(X, X, X, **given)
+def attend(**keywords):
+    return tj.dot_product_attention(X, X, X, **keywords)
 
 
-generate = tj.generate  # without the arguments that it needs
+generate = tj.generate  # called without its required arguments
 MEANT = {
     # a call of a model
     "attention_mask": (model, r"positions=jnp.where\(valid, jnp.cumsum\(valid, axis=1\) - 1, -1\)"),
     "input_ids": (model, "tokens"),
     "position_ids": (model, "positions"),
     "past_key_values": (model, "cache"),
-    "deterministic": (model, "key, a random key, turns dropout on"),
+    "deterministic": (model, "key, a random key that turns dropout on"),
     "train": (model, "key, a random key"),
     "training": (encoder, "key, a random key"),
     "token_type_ids": (encoder, "types"),
@@ -97,12 +97,12 @@ MEANT = {
     "logits_scale": (attend, "scale$"),
     "block_mask": (attend, "mask$"),
     "dropout_mask": (attend, "dropout_rate and dropout_key"),
-    "score_mod": (attend, "bias, a `Bias`"),
+    "score_mod": (attend, "bias, your own subclass of `Bias`"),
     "q_indices": (attend, "q_positions$"),
     "k_indices": (attend, "k_positions$"),
     "precision": (attend, r"jax.default_matmul_precision\(...\)"),
     "dropout_rng": (attend, "dropout_key"),
-    "dtype": (attend, "query, whose dtype"),
+    "dtype": (attend, "query, which sets the dtype"),
     "alibi_slopes": (attend, r"bias=ALiBi\("),
     "attn_mask": (partial(tj.dot_product_attention_weights, X, X), "mask$"),
     "is_causal": (partial(tj.explain_attention, X, X, X), r"mask=Causal\(\)"),
@@ -148,10 +148,10 @@ MEANT = {
 
 
 @pytest.mark.parametrize("name", MEANT)
-def test_a_keyword_of_another_library_says_what_is_meant(name):
-    call, said = MEANT[name]
+def test_keyword_of_other_library_suggests_argument(name):
+    call, hint = MEANT[name]
     with pytest.raises(
-        TypeError, match=f"has no (argument|field) '{name}', meant: {said}"
+        TypeError, match=f"has no (argument|field) '{name}', meant: {hint}"
     ) as error:
         call(**{name: 1})
     assert "\n" not in str(error.value)
@@ -167,33 +167,34 @@ def test_a_keyword_of_another_library_says_what_is_meant(name):
         (partial(tj.load, "a"), "trust_remote_code"),
     ],
 )
-def test_a_keyword_that_is_not_needed_is_to_be_left_out(call, name):
+def test_unneeded_keyword_says_to_leave_it_out(call, name):
     with pytest.raises(TypeError, match=f"has no argument '{name}', leave it out: "):
         call(**{name: True})
 
 
-def test_every_public_function_names_the_nearest_of_its_keywords():
+def test_every_public_function_suggests_nearest_keyword():
     without = ("build", "num_params", "places", "rewind_cache", "preset", "train_preset")
     functions = [getattr(tj, name) for name in tj.__all__ if name not in without]
-    asked = 0
+    checked = 0
     for call in filter(inspect.isfunction, functions):
         *named, last = inspect.signature(call).parameters
-        last, given = ("block_table", named) if last == "options" else (last, ())
-        with pytest.raises(TypeError, match=f"nearest: {last}$"):  # before any that are missing
-            call(**{f"{last}s": 1, **dict.fromkeys(given)})
-        asked += 1
-    assert asked > 20
+        last, others = ("block_table", named) if last == "options" else (last, ())
+        # this error comes before that of missing arguments
+        with pytest.raises(TypeError, match=f"nearest: {last}$"):
+            call(**{f"{last}s": 1, **dict.fromkeys(others)})
+        checked += 1
+    assert checked > 20
 
 
 @pytest.mark.parametrize("kind", [tj.Sample, tj.Window, tj.Segments, tj.Request, tj.LengthPenalty])
-def test_a_value_names_itself_where_a_keyword_is_wrong(kind):
+def test_wrong_keyword_of_value_names_class(kind):
     with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) has no argument 'nothing'$"):
         kind(nothing=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(3, 2), (0, 1), (2, 0), 2])
-def test_the_window_of_jax_nn_is_translated(size):
+def test_jax_nn_window_is_translated(size):
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 7, 2, 4)) for i in range(3))
     with pytest.raises(TypeError, match="local_window_size', meant: ") as error:
         tj.dot_product_attention(q, k, v, local_window_size=size)
@@ -204,21 +205,21 @@ def test_the_window_of_jax_nn_is_translated(size):
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("keywords", "meant"),
     [
         (dict(window_size=(3, -1)), r"Window\(4, None\)"),
         (dict(window_size=5), r"Causal\(\) & Window\(5\)"),
         (dict(local_window_size=(3, 2)), r"Window\(4, 3\)"),
     ],
 )
-def test_windows_that_do_not_count_the_query_itself_are_translated(given, meant):
+def test_windows_that_exclude_the_query_are_translated(keywords, meant):
     with pytest.raises(TypeError, match=f"meant: mask={meant}"):
-        attend(**given)
+        attend(**keywords)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "given",
+    "keywords",
     [
         dict(query_seq_lengths=np.array([5, 3])),
         dict(key_value_seq_lengths=np.array([4, 6])),
@@ -226,24 +227,24 @@ def test_windows_that_do_not_count_the_query_itself_are_translated(given, meant)
         dict(logits_scale=0.3),
         dict(float_mask=True),
     ],
-    ids=lambda given: next(iter(given)),
+    ids=lambda keywords: next(iter(keywords)),
 )
-def test_what_is_meant_computes_what_jax_nn_does(given):
+def test_suggested_arguments_match_jax_nn(keywords):
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 7, 2, 4)) for i in range(3))
-    names = vars(tj) | dict(jnp=jnp, B=2, T=7, S=7) | given
-    if "float_mask" in given:
+    names = vars(tj) | dict(jnp=jnp, B=2, T=7, S=7) | keywords
+    if "float_mask" in keywords:
         bias = jax.random.normal(jax.random.key(3), (2, 2, 7, 7))
         with pytest.raises(ValueError, match=r"mask is float32.*bias=array adds it"):
             tj.dot_product_attention(q, k, v, mask=bias)
         meant, theirs = dict(bias=bias), dict(bias=bias)
-    elif "logits_scale" in given:
+    elif "logits_scale" in keywords:
         meant, theirs = dict(scale=0.3), dict(scale=0.3)
     else:
-        name = next(name for name in given if name != "query_indices")
+        name = next(name for name in keywords if name != "query_indices")
         with pytest.raises(TypeError, match="meant: mask=") as error:
-            tj.dot_product_attention(q, k, v, **{name: given[name]})
+            tj.dot_product_attention(q, k, v, **{name: keywords[name]})
         meant = dict(mask=eval(str(error.value).partition("mask=")[2], names))
-        theirs = {name: given[name]}
+        theirs = {name: keywords[name]}
     ours = tj.dot_product_attention(q, k, v, **meant, implementation="xla")
     np.testing.assert_allclose(
         ours, jax.nn.dot_product_attention(q, k, v, **theirs), rtol=1e-5, atol=1e-6
@@ -263,7 +264,7 @@ def test_what_is_meant_computes_what_jax_nn_does(given):
         ("--num-return-sequences", "--samples"),
     ],
 )
-def test_a_flag_of_another_program_says_what_is_meant(wrong, meant):
+def test_flag_of_other_program_suggests_flag(wrong, meant):
     flags = {
         name: name
         for name in ("--learning-rate", "--lora", "--steps", "--d-model", "--remat",
@@ -281,7 +282,7 @@ def test_a_flag_of_another_program_says_what_is_meant(wrong, meant):
         ("blocks.*.attn.hook_pattern", r"block_\*/attention/weights"),
     ],
 )
-def test_a_hook_of_transformerlens_says_its_place(hook, place, params):
+def test_transformerlens_hook_suggests_place(hook, place, params):
     call = partial(tj.build(CONFIG).apply, {"params": params}, TOKENS)
     with pytest.raises(ValueError, match=f"TransformerLens hook is '{place}'"):
         call(capture=(hook,))
@@ -291,7 +292,7 @@ def test_a_hook_of_transformerlens_says_its_place(hook, place, params):
         assert inside.place_of_hook(CONFIG, hook) == place
 
 
-def test_parameters_without_their_collection_say_so(params):
+def test_params_without_collection_raise_clear_error(params):
     for wrong in (params, TOKENS):
         with pytest.raises(ValueError, match=r'variables is .*must be \{"params": params\}'):
             tj.build(CONFIG).apply(wrong, TOKENS)
@@ -303,7 +304,7 @@ def test_parameters_without_their_collection_say_so(params):
             tj.build(CONFIG).apply({"params": params}, TOKENS, method=method)
 
 
-def test_a_decoders_mask_that_says_nothing_of_the_future_is_refused(params):
+def test_decoder_mask_that_shows_the_future_is_rejected(params):
     call = partial(tj.build(CONFIG).apply, {"params": params}, TOKENS)
     ids = np.array([[0, 0, 0, 1, 1, 1, 1]])
     for mask in (tj.Segments(ids), tj.Padding(ids == 0) | tj.Segments(ids), tj.Window(3)):
@@ -314,7 +315,7 @@ def test_a_decoders_mask_that_says_nothing_of_the_future_is_refused(params):
         assert logits.shape == (1, 7, 11)
 
 
-def test_what_is_said_to_be_meant_is_there():
+def test_suggested_names_exist():
     calls = (tj.generate, tj.beam_search, tj.dot_product_attention, tj.make_step, tj.init_cache,
              tj.speculate, tj.cross_entropy, tj.load_pretrained)  # fmt: skip
     apply = (tj.Decoder.__call__, tj.Encoder.__call__, tj.EncoderDecoder.__call__)

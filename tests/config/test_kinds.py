@@ -1,4 +1,4 @@
-"""Your own kinds of models and tasks: registered, trained, loaded and refused by name."""
+"""Custom kinds of models and tasks: registration, training, loading and errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AverageConfig(AnyModelConfig):
 
 
 class AverageLM(CheckedModule):
-    """Predict a token from the average of those before it, in which the newest counts half."""
+    """Predict a token from a running average of earlier ones; the newest has weight 1/2."""
 
     config: AverageConfig
 
@@ -76,7 +76,7 @@ class AverageLM(CheckedModule):
 
 @dataclass(frozen=True, kw_only=True)
 class AlphabetTask(Task):
-    """Continue the alphabet, which begins again after its last letter."""
+    """Continue the alphabet, which repeats after its last letter."""
 
     length: int = 5
 
@@ -98,11 +98,11 @@ class Alphabet(RowsTask):
 
 @dataclass(frozen=True, kw_only=True)
 class EmptyTask(Task):
-    """Have no examples."""
+    """A task without a `load`."""
 
 
 @pytest.mark.usefixtures("registering")
-def test_a_model_and_a_task_of_your_own_are_trained_and_loaded_by_name(tmp_path):
+def test_custom_model_and_task_are_trained_and_loaded_by_name(tmp_path):
     register(AnyModelConfig, average=AverageConfig)
     register(Task, alphabet=AlphabetTask)
     out = tmp_path / "run"
@@ -128,7 +128,7 @@ def test_a_model_and_a_task_of_your_own_are_trained_and_loaded_by_name(tmp_path)
 
 
 @pytest.mark.usefixtures("registering")
-def test_a_registered_kind_has_a_recipe_and_comes_back_from_its_file():
+def test_registered_kind_has_recipe_and_round_trips():
     with pytest.raises(ConfigError, match="model is 'average'"):
         task_recipe(ReverseTask(), "average")
     register(AnyModelConfig, average=AverageConfig)
@@ -148,11 +148,11 @@ def test_a_registered_kind_has_a_recipe_and_comes_back_from_its_file():
 @pytest.mark.parametrize(
     "base, name, kind, rule",
     [
-        (AnyModelConfig, "mine", AlphabetTask, "mine is .*AlphabetTask.*must be a class of AnyM"),
-        (Task, "mine", 3, "mine is 3: must be a class of Task, or its \"module:Class\""),
-        (AnyModelConfig, "gru", AverageConfig, "the name 'gru' is that of .*recurrent:Recurrent"),
-        (AnyModelConfig, "a", "m:WindowConfig", "a is m:WindowConfig: the name 'window' is that"),
-        (AnyModelConfig, "b", "m:DecoderConfig", "the name 'decoder' is that of .*ModelConfig"),
+        (AnyModelConfig, "mine", AlphabetTask, "mine is .*AlphabetTask.*must be a subclass of A"),
+        (Task, "mine", 3, "mine is 3: must be a subclass of Task, or its \"module:Class\""),
+        (AnyModelConfig, "gru", AverageConfig, "the name 'gru' already belongs to .*recurrent:Rec"),
+        (AnyModelConfig, "a", "m:WindowConfig", "a is m:WindowConfig: the name 'window' already"),
+        (AnyModelConfig, "b", "m:DecoderConfig", "the name 'decoder' already belongs to .*ModelC"),
         (AnyModelConfig, "c", type("C", (AverageConfig,), {}), "must be a frozen dataclass"),
         (AnyModelConfig, "mean", AverageConfig, "mean is .*AverageConfig: must be named average"),
         (AnyModelConfig, "mean", "means", "mean is 'means': must be \"module:Class\""),
@@ -160,7 +160,7 @@ def test_a_registered_kind_has_a_recipe_and_comes_back_from_its_file():
         (OwnTask, "mine", AlphabetTask, "base is .*OwnTask.*: must be AnyModelConfig or Task"),
     ],
 )  # fmt: skip
-def test_kinds_that_cannot_be_registered_are_refused(base, name, kind, rule):
+def test_invalid_kinds_are_not_registered(base, name, kind, rule):
     known = kinds.names_of(AnyModelConfig), kinds.names_of(Task)
     good = dict(average=AverageConfig) if base is AnyModelConfig else {}
     with pytest.raises(ValueError, match=rule):
@@ -171,7 +171,7 @@ def test_kinds_that_cannot_be_registered_are_refused(base, name, kind, rule):
 
 @pytest.mark.usefixtures("registering")
 @pytest.mark.parametrize("place", ["no_such_module:Mean", "transformer_jax:Nope"])
-def test_kind_that_cannot_be_imported_is_named(place):
+def test_kind_that_cannot_be_imported_is_named_in_error(place):
     register(AnyModelConfig, mean=place)
     with pytest.raises(ValueError, match=f"mean is '{place}': .*(no_such_module|Nope)"):
         TrainConfig()
@@ -187,26 +187,26 @@ def test_registered_kind_has_flags_and_checked_fields():
         AverageConfig(width="x")
 
 
-def test_run_of_a_kind_that_is_not_registered_names_the_remedy():
+def test_run_of_unregistered_kind_says_to_register_it():
     text = config_to_json(TrainConfig()).replace('"decoder"', '"average"')
     with pytest.raises(ConfigError, match=r"model.kind is 'average'.*register a kind of your own"):
         config_from_json(text)
 
 
-def test_model_without_places_is_not_edited_and_has_no_word_vectors():
+def test_model_without_places_rejects_edits_and_has_no_word_vectors():
     config = AverageConfig()
     with pytest.raises(ValueError, match="logits"):
         config.build().edited({"logits": jnp.zeros_like})
     assert config.word_vectors({}) is None
 
 
-def test_names_of_the_lectures_are_listed_where_they_are_public():
+def test_lecture_names_are_listed_by_dir():
     for module in (tj.config, tj.config.tasks, tj.decoding):
         assert {"RecurrentConfig", "ReverseTask", "RecurrentStep"} & {*dir(module)}
 
 
 @pytest.mark.usefixtures("registering")
-def test_a_class_that_is_defined_again_replaces_the_old_one():
+def test_redefined_class_replaces_old_one():
     def defined(width):
         @dataclass(frozen=True, kw_only=True)
         class AgainConfig(AnyModelConfig):
@@ -225,7 +225,7 @@ def test_a_class_that_is_defined_again_replaces_the_old_one():
 
 
 @pytest.mark.usefixtures("registering")
-def test_a_task_without_examples_is_refused():
+def test_task_without_load_is_rejected():
     register(Task, empty=EmptyTask)
     with pytest.raises(ConfigError, match=r"task is EmptyTask.*must have a method `load`"):
         load_task(TrainConfig(task="empty"))

@@ -1,4 +1,4 @@
-"""Functions, positions and tasks of one's own: computed, kept in a run's folder, found again."""
+"""Custom functions, positions and tasks in configs: results, storage by name, and errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cubed(x):
 
 @dataclass(frozen=True)
 class Turned(OwnPositions):
-    """Turn the first two numbers of a head by an angle of each position, as `Rope` does all."""
+    """Rotate the first two dimensions of a head by an angle per position, like `Rope`."""
 
     base: float = 10.0
 
@@ -50,7 +50,7 @@ class Turned(OwnPositions):
 
 @dataclass(frozen=True)
 class Added(OwnPositions):
-    """Add the sine of each position at some speeds, as `Sinusoidal`."""
+    """Add sines of the position at several frequencies, like `Sinusoidal`."""
 
     def embed(self, positions, d_model):
         return jnp.sin(positions[..., None] * jnp.arange(d_model, dtype=jnp.float32)[None, None])
@@ -58,7 +58,7 @@ class Added(OwnPositions):
 
 @dataclass(frozen=True)
 class Sloped(OwnPositions):
-    """Take off the distance, as ALiBi."""
+    """Subtract the distance, like ALiBi."""
 
     def bias(self, num_heads):
         return tj.ALiBi(2.0 ** (-8.0 * jnp.arange(1, num_heads + 1) / num_heads))
@@ -77,9 +77,11 @@ class Bare(OwnPositions):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [Turned(), Added(), Sloped()], ids=lambda one: type(one).__name__)
-def test_decoding_with_a_cache_equals_the_full_pass(own, key):
-    config = replace(CONFIG, positions=own)
+@pytest.mark.parametrize(
+    "positions", [Turned(), Added(), Sloped()], ids=lambda one: type(one).__name__
+)
+def test_cached_decode_with_custom_positions_matches_full_forward(positions, key):
+    config = replace(CONFIG, positions=positions)
     params = tj.init_params(config, key)
     without = applied(replace(config, positions=None), params, TOKENS)
     assert np.abs(applied(config, params, TOKENS) - without).max() > 1e-3
@@ -93,23 +95,23 @@ def test_decoding_with_a_cache_equals_the_full_pass(own, key):
 
 
 @pytest.mark.slow
-def test_own_positions_compute_what_ours_do(key):
-    """ALiBi given as a bias of one's own, by a class and by the name of ours."""
+def test_custom_alibi_matches_alibi(key):
+    """A custom bias and the built-in name give the same logits."""
     params = tj.init_params(replace(CONFIG, positions="alibi"), key)
     ours = applied(replace(CONFIG, positions="alibi"), params, TOKENS)
-    own = applied(replace(CONFIG, positions=Sloped()), params, TOKENS)
-    np.testing.assert_allclose(own, ours, rtol=1e-5, atol=1e-6)
+    custom = applied(replace(CONFIG, positions=Sloped()), params, TOKENS)
+    np.testing.assert_allclose(custom, ours, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_an_activation_is_any_function(key):
+def test_function_as_activation_matches_its_name(key):
     ours = replace(CONFIG, activation="silu")
     params = tj.init_params(ours, key)
-    own = replace(CONFIG, activation=jax.nn.silu)
+    custom = replace(CONFIG, activation=jax.nn.silu)
     np.testing.assert_allclose(
-        applied(own, params, TOKENS), applied(ours, params, TOKENS), rtol=1e-5, atol=1e-6
+        applied(custom, params, TOKENS), applied(ours, params, TOKENS), rtol=1e-5, atol=1e-6
     )
-    assert hash(own) == hash(replace(CONFIG, activation=jax.nn.silu))
+    assert hash(custom) == hash(replace(CONFIG, activation=jax.nn.silu))
     assert "cubed" in repr(replace(CONFIG, activation=cubed))
     assert "0x" not in repr(replace(CONFIG, activation=jax.nn.mish))
 
@@ -124,7 +126,7 @@ def test_an_activation_is_any_function(key):
     ],
     ids=lambda change: str(*change),
 )
-def test_a_run_says_by_name_what_it_was_built_with(change):
+def test_config_stores_custom_values_by_name(change):
     run = tj.TrainConfig(model=replace(CONFIG, **change))
     text = config_to_json(run)
     assert config_from_json(text) == run
@@ -153,7 +155,7 @@ def gone(text: str) -> Any:
         (lambda: replace(CONFIG, activation="os:nothing"), "os has no such name"),
         (
             lambda: config_to_json(tj.TrainConfig(model=replace(CONFIG, activation=lambda x: x))),
-            "activation is .*must be defined by its name in a module",
+            "activation is .*must be defined in a module under",
         ),
         (
             lambda: gone(config_to_json(tj.TrainConfig(model=replace(CONFIG, activation=cubed)))),
@@ -181,14 +183,14 @@ def gone(text: str) -> Any:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(call, message):
+def test_invalid_custom_value_is_rejected_in_one_line(call, message):
     with pytest.raises(ConfigError, match=message):
         call()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counting(OwnTask):
-    """Learn the letter that comes next in the alphabet."""
+    """Learn the next letter of the alphabet."""
 
     letters: str = "abcdefg"
 
@@ -209,13 +211,13 @@ class CountingRows(RowsTask):
 
 
 @pytest.mark.slow
-def test_a_run_of_an_own_task_is_trained_resumed_and_loaded(tmp_path):
-    given = dict(
+def test_run_of_custom_task_is_trained_resumed_and_loaded(tmp_path):
+    settings = dict(
         batch_size=5, context=6, eval_every=4, checkpoint_every=2, sample_tokens=0,
         learning_rate=1e-2, warmup_steps=1,
     )  # fmt: skip
     model = replace(CONFIG, num_layers=1)
-    config = tj.TrainConfig(model=model, out=str(tmp_path / "run"), steps=4, **given)
+    config = tj.TrainConfig(model=model, out=str(tmp_path / "run"), steps=4, **settings)
     whole = fit(config, task=Counting())
     assert whole.scores["counted"] == 1.0 and math.isfinite(whole.val_loss)
     stops = iter([False, True])
@@ -230,7 +232,7 @@ def test_a_run_of_an_own_task_is_trained_resumed_and_loaded(tmp_path):
     assert loaded.task == Counting() and len(loaded.generate("ab", 3)) == 3
 
 
-def test_what_is_no_task_is_refused(tmp_path):
+def test_invalid_custom_task_is_rejected(tmp_path):
     @dataclass(frozen=True, kw_only=True)
     class Broken(OwnTask):
         def load(self, config, tokenizers, vocab_size):

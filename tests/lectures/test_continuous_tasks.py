@@ -207,7 +207,7 @@ def run_of(task, kind, inputs=None):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda: TrainConfig(task=TonesTask()), "task is 'tones': is learnt by an encoder-decoder"),
+        (lambda: TrainConfig(task=TonesTask()), "task is 'tones': needs an encoder-decoder"),
         (run_of(DigitsTask(), "encoder"), "task is 'digits': needs model.inputs patches"),
         (run_of(TonesTask(), "encoder-decoder", PICTURES),
          "task is 'tones': needs model.inputs frames"),
@@ -216,11 +216,11 @@ def run_of(task, kind, inputs=None):
         (run_of(DigitsTask(), "encoder", replace(PICTURES, class_token=False)),
          "class_token is False: must be True, because the encoder classifies this token"),
         (run_of(Seq2SeqTask(), "encoder-decoder", Frames()),
-         "task is 'seq2seq': reads tokens, model.inputs is 'frames'"),
+         "task is 'seq2seq': reads tokens, but model.inputs is 'frames'"),
         (run_of(ClassifyTask(), "encoder", PICTURES),
-         "task is 'classify': reads tokens, model.inputs is 'patches'"),
+         "task is 'classify': reads tokens, but model.inputs is 'patches'"),
         (lambda: task_recipe(DigitsTask(), "gru"),
-         "task 'digits' is learnt by a transformer, of shape"),
+         "task 'digits' needs a transformer, of shape"),
         (lambda: small(DigitsTask(), data="x"), "data is 'x': task 'digits' makes its own"),
         (lambda: DigitsTask(source="scikit-learn", noise=0.2), "noise is 0.2: needs source 'glyph"),
         (lambda: DigitsTask(noise=-0.1), "noise is -0.1: must not be negative"),

@@ -439,7 +439,7 @@ def test_backward_pass_stores_no_copy_of_matrices_per_block():
         (dict(balance_loss=-1.0), "balance_loss is -1.0: must not be negative"),
         (dict(shared_gate=True), "shared_gate is True: needs shared_d_ff"),
         (dict(scale=0.0), "scale is 0.0: must be positive"),
-        (dict(d_ff=6), "d_ff is 20: experts.d_ff is 6, and nothing else reads"),
+        (dict(d_ff=6), "d_ff is 20: is not used: experts.d_ff is 6"),
     ],
 )
 def test_invalid_expert_configs_raise_error(changes, message):

@@ -59,7 +59,7 @@ def test_norms_match_formulas(rng, size, eps):
     ],
 )  # fmt: skip
 def test_norm_fields_without_norm_raise_error(field, value):
-    with pytest.raises(ConfigError, match=f"{field} is {value!r}: needs a norm, which is None"):
+    with pytest.raises(ConfigError, match=f"{field} is {value!r}: needs a norm, but norm is None"):
         dataclasses.replace(SMALL, norm=None, **{field: value})
     parallel = dataclasses.replace(SMALL, norm=None, norm_order="parallel", qk_norm=True)
     # norm_eps then applies to qk_norm

@@ -1,10 +1,10 @@
-"""Send malformed requests to a server: none may fail it, and nothing may be left in it.
+"""Send malformed requests to a server: none may crash it or leave anything behind.
 
     python -m tests.server.fuzz_bodies --cases 10000 --seed 0
 
-A case is a right request of which bytes, fields, values or headers were changed. What is answered
-must be a right answer, and what is refused a status of 4xx with an error in OpenAI's form. At the
-end all slots are free, and the memory is what it was after a tenth of the cases, to a bound.
+A case is a valid request with changed bytes, fields, values or headers. An accepted request must
+get a valid answer, and a rejected one a 4xx status with an error in OpenAI's form. At the end all
+slots must be free, and memory may have grown only slightly since a tenth of the cases.
 """
 
 import argparse
@@ -34,11 +34,11 @@ NAMES = (
     "structured_outputs", "json", "regex", "grammar", "json_schema", "schema", "properties", "enum",
 )  # fmt: skip
 MOST_GROWTH = 16
-"""MiB by which the process may grow after a tenth of the cases."""
+"""Maximum growth of the process in MiB after a tenth of the cases."""
 
 
 def value(rng: random.Random, depth: int = 3):
-    """Return any value of JSON, often one at an edge."""
+    """Return a random JSON value, often an edge case."""
     kinds = 7 if depth else 5
     match rng.randrange(kinds):
         case 0:
@@ -63,14 +63,14 @@ def value(rng: random.Random, depth: int = 3):
             return {rng.choice(NAMES): value(rng, depth - 1) for _ in range(rng.randrange(4))}
 
 
-def changed_value(rng: random.Random, given):
-    """Return a right value with one place changed."""
-    if isinstance(given, dict) and given and rng.random() < 0.8:
-        name = rng.choice([*given])
-        return given | {name: changed_value(rng, given[name])}
-    if isinstance(given, list) and given and rng.random() < 0.8:
-        n = rng.randrange(len(given))
-        return [*given[:n], changed_value(rng, given[n]), *given[n + 1 :]]
+def changed_value(rng: random.Random, content):
+    """Return a valid value with one place changed."""
+    if isinstance(content, dict) and content and rng.random() < 0.8:
+        name = rng.choice([*content])
+        return content | {name: changed_value(rng, content[name])}
+    if isinstance(content, list) and content and rng.random() < 0.8:
+        n = rng.randrange(len(content))
+        return [*content[:n], changed_value(rng, content[n]), *content[n + 1 :]]
     return value(rng)
 
 
@@ -106,7 +106,7 @@ def case(rng: random.Random) -> dict:
 
 
 def fault(response) -> str | None:
-    """Return what is wrong with a response, or None."""
+    """Return a description of the fault of a response, or None."""
     if response.status_code >= 500:
         return f"status {response.status_code}"
     if response.request.method == "HEAD":
@@ -115,7 +115,7 @@ def fault(response) -> str | None:
         if response.headers["content-type"].startswith("text/event-stream"):
             return None if response.text.endswith("data: [DONE]\n\n") else "a stream without end"
         found = response.json()
-        ended = found["choices"][0]["finish_reason"] == "stop"  # a form may be that of no text
+        ended = found["choices"][0]["finish_reason"] == "stop"  # a form may be empty
         return None if ended or found["usage"]["completion_tokens"] else "no tokens"
     error = response.json()["error"]
     if set(error) != {"message", "type", "param", "code"} or "secret" in response.text:
@@ -124,14 +124,14 @@ def fault(response) -> str | None:
 
 
 def resident() -> int:
-    """Return the bytes of memory that the process holds."""
+    """Return the resident memory of the process in bytes."""
     gc.collect()
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def fuzz(seed: int, cases: int) -> tuple[collections.Counter, list[str]]:
-    """Run cases; return a count of statuses, and what was wrong."""
+    """Run cases, and return the counts of statuses and the faults."""
     from starlette.testclient import TestClient
 
     statuses, wrong, before = collections.Counter(), [], 0
@@ -164,10 +164,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     jax.config.update("jax_disable_most_optimizations", True)
-    statuses, wrong = fuzz(given.seed, given.cases)
-    print(f"{given.cases} cases of seed {given.seed}: {len(wrong)} wrong;", dict(statuses))
+    statuses, wrong = fuzz(options.seed, options.cases)
+    print(f"{options.cases} cases of seed {options.seed}: {len(wrong)} wrong;", dict(statuses))
     sys.exit(bool(wrong))
 
 

@@ -1,11 +1,11 @@
-"""Write numbers by random schemas: each must be one that the schema has, exactly as it is spelled.
+"""Generate numbers by random schemas: each must fit its schema exactly as it is spelled.
 
     python -m tests.server.fuzz_numbers --minutes 1 --seed 0
 
-A schema names numbers at the limits of integers and of float64, by constants, bounds and multiples,
-in a request's body and as Python reads it. Either it is refused by the name of its key, or what may
-be written is compared with exact arithmetic: a random text of the form must fit the schema, and of
-numbers near its bounds those that fit must be allowed, and no others.
+A schema contains numbers at the limits of integers and of float64, as constants, bounds and
+multiples, both in a request's body and parsed by Python. Either it is rejected with the name of its
+key, or the grammar is compared with exact arithmetic: a random text of the form must fit the
+schema, and of the numbers near its bounds, exactly those that fit must be allowed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REFUSED = "must", "multipleOf", "number", "Unsatisfiable", "no text"
 
 
 def number(rng: random.Random) -> str:
-    """Return a number as JSON has it."""
+    """Return a random number as JSON text."""
     match rng.randrange(6):
         case 0:
             return rng.choice(EDGES)
@@ -52,7 +52,7 @@ def number(rng: random.Random) -> str:
 
 
 def schema(rng: random.Random) -> dict:
-    """Return a schema whose numbers are texts that begin with "#"."""
+    """Return a schema whose numbers are strings that begin with "#"."""
 
     def one() -> str:
         return "#" + number(rng)
@@ -88,39 +88,39 @@ def spelled(found: dict) -> str:
 
 
 def fits(x: Decimal, found: dict) -> bool:
-    """Say whether a number is of a schema, by exact arithmetic."""
+    """Whether a number satisfies a schema, by exact arithmetic."""
 
     def value(text: str) -> Fraction:
         return Fraction(Decimal(text[1:]))
 
     number = Fraction(x)
-    for key, given in found.items():
+    for key, limit in found.items():
         match key:
             case "const":
-                ok = number == value(given)
+                ok = number == value(limit)
             case "enum":
-                ok = any(number == value(one) for one in given)
+                ok = any(number == value(one) for one in limit)
             case "type":
-                ok = given == "number" or number.denominator == 1
+                ok = limit == "number" or number.denominator == 1
             case "minimum":
-                ok = number >= value(given)
+                ok = number >= value(limit)
             case "maximum":
-                ok = number <= value(given)
+                ok = number <= value(limit)
             case "exclusiveMinimum":
-                ok = number > value(given)
+                ok = number > value(limit)
             case "exclusiveMaximum":
-                ok = number < value(given)
+                ok = number < value(limit)
             case "multipleOf":
-                ok = (number / value(given)).denominator == 1
+                ok = (number / value(limit)).denominator == 1
             case "allOf":
-                ok = all(fits(x, one) for one in given)
+                ok = all(fits(x, one) for one in limit)
         if not ok:
             return False
     return True
 
 
 def named(found: object) -> list[str]:
-    """Return the numbers that a schema names."""
+    """Return the numbers in a schema."""
     if isinstance(found, dict):
         found = [*found.values()]
     if isinstance(found, list):
@@ -129,7 +129,7 @@ def named(found: object) -> list[str]:
 
 
 def near(found: dict, rng: random.Random) -> set[str]:
-    """Return numbers beside those that a schema names, each in its shortest spelling."""
+    """Return numbers near those of a schema, each in its shortest spelling."""
     numbers = {Decimal(text) for text in named(found)} | {Decimal(rng.randrange(-40, 40))}
     for x in [*numbers]:
         places = max(0, -int(x.as_tuple().exponent))
@@ -140,34 +140,34 @@ def near(found: dict, rng: random.Random) -> set[str]:
 
 
 def allowed(grammar: Grammar, text: str) -> bool:
-    """Say whether a whole text is of a form."""
-    own = grammar.start()
+    """Whether a text satisfies a form."""
+    matcher = grammar.start()
     for byte in text.encode():
-        if not own.allowed[byte]:
+        if not matcher.allowed[byte]:
             return False
-        own.read(byte)
-    return bool(own.allowed[256])
+        matcher.read(byte)
+    return bool(matcher.allowed[256])
 
 
 def walked(grammar: Grammar, rng: random.Random) -> str | None:
-    """Return a random text of a form; None if it has no end after 60 bytes."""
-    own, text = grammar.start(), bytearray()
+    """Return a random text of a form, or None if it does not end within 60 bytes."""
+    matcher, text = grammar.start(), bytearray()
     while len(text) < 60:
-        if own.allowed[256] and (own.ended or rng.random() < 0.2):
+        if matcher.allowed[256] and (matcher.ended or rng.random() < 0.2):
             return text.decode()
-        text.append(rng.choice([int(i) for i in own.allowed[:256].nonzero()[0]]))
-        own.read(text[-1])
+        text.append(rng.choice([int(i) for i in matcher.allowed[:256].nonzero()[0]]))
+        matcher.read(text[-1])
     return None
 
 
 def faults(found: dict, rng: random.Random) -> tuple[str, list[str]]:
-    """Return what became of a schema, and what is wrong."""
+    """Return the outcome of a schema and its faults."""
     text = spelled(found)
     body = f'{{"model": "m", "prompt": "", "structured_outputs": {{"json": {text}}}}}'
     try:
-        given = read_request("completion", body.encode(), "m").form
-        assert given is not None
-        of_body = Grammar("schema", given.content, ByteTokenizer(), 257, (256,))
+        form = read_request("completion", body.encode(), "m").form
+        assert form is not None
+        of_body = Grammar("schema", form.content, ByteTokenizer(), 257, (256,))
     except (RequestError, ValueError) as error:
         clear = any(word in str(error) for word in REFUSED) and "\n" not in str(error)
         return "refused", [] if clear else [f"{text}: {error}"]
@@ -192,15 +192,15 @@ def faults(found: dict, rng: random.Random) -> tuple[str, list[str]]:
 
 
 def fuzz(seed: int, cases: int | None = None, minutes: float = 1.0):
-    """Run cases; return what became of them, and what was wrong."""
+    """Run cases, and return the outcomes and the faults."""
     seen, wrong, until = collections.Counter(), [], time.monotonic() + 60 * minutes
     while (seen.total() < cases) if cases else (time.monotonic() < until):
         rng = random.Random(f"{seed} {seen.total()}")
-        given = schema(rng)
+        case = schema(rng)
         try:
-            became, found = faults(given, rng)
+            became, found = faults(case, rng)
         except ValueError as error:
-            became, found = "failed", [f"{spelled(given)}: {error}"]
+            became, found = "failed", [f"{spelled(case)}: {error}"]
         wrong += [f"seed {seed}, case {seen.total()}: {one}" for one in found]
         seen[became] += 1
     return seen, wrong
@@ -210,10 +210,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    seen, wrong = fuzz(given.seed, minutes=given.minutes)
+    options = parser.parse_args()
+    seen, wrong = fuzz(options.seed, minutes=options.minutes)
     print("\n".join(wrong[:50]))
-    print(f"{seen.total()} schemas of seed {given.seed}: {len(wrong)} wrong;", dict(seen))
+    print(f"{seen.total()} schemas of seed {options.seed}: {len(wrong)} wrong;", dict(seen))
     sys.exit(bool(wrong))
 
 

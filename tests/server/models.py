@@ -1,4 +1,4 @@
-"""Make a small untrained model for tests of the server: letters, with a chat template."""
+"""Small untrained model of bytes with a chat template, for tests of the server."""
 
 import functools
 import json
@@ -28,7 +28,7 @@ def params_of(config):
 
 @functools.cache
 def tiny(*, template: bool = True) -> LanguageModel:
-    """Return a model of byte pairs over UTF-8, which ends texts and has a padded vocabulary."""
+    """Return a model of byte pairs with an end token and a padded vocabulary."""
     vocab = byte_letters() | {"ab": 256, "<e>": 257}
     level = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     definition = {
@@ -53,7 +53,7 @@ def tiny(*, template: bool = True) -> LanguageModel:
 
 
 def is_idle(engine, seconds: float = 20) -> bool:
-    """Wait until no request waits or is decoded, and no slot is taken."""
+    """Wait until no request waits or runs, and return whether all slots are free."""
     until = time.monotonic() + seconds
     while engine.waiting or engine.running:
         if time.monotonic() > until:
@@ -64,7 +64,7 @@ def is_idle(engine, seconds: float = 20) -> bool:
 
 @contextmanager
 def running(model: LanguageModel, **options):
-    """Start an engine, and stop it after the test."""
+    """Run an engine for the duration of a test."""
     engine = Engine(model, **options)
     engine.start()
     try:

@@ -1,4 +1,4 @@
-"""The server as its clients see it: answers are those of the model alone, and errors are clear."""
+"""The server with a small model: answers match the model's own, and errors are clear."""
 
 import concurrent.futures
 import functools
@@ -54,7 +54,7 @@ def whole_text():
 
 
 def likeliest(ids, count, matcher=None) -> str:
-    """Write the likeliest tokens that may follow, each after the whole text is read anew."""
+    """Return greedy tokens that are allowed, each from a full forward pass."""
     model, new = tiny(), []
     known = np.arange(model.config.vocab_size) < model.tokenizer.vocab_size
     while len(new) < count and not (matcher is not None and matcher.ended):
@@ -71,13 +71,13 @@ def likeliest(ids, count, matcher=None) -> str:
     return model.tokenizer.to_bytes(new).decode("utf-8", "replace")
 
 
-def complete(client, **given):
-    body = {"model": NAME, "prompt": "cab", "temperature": 0, "max_tokens": 11} | given
+def complete(client, **fields):
+    body = {"model": NAME, "prompt": "cab", "temperature": 0, "max_tokens": 11} | fields
     return client.post("/v1/completions", json=body)
 
 
-def answer(client, **given):
-    body = {"model": NAME, "messages": TALK, "temperature": 0, "max_tokens": 11} | given
+def answer(client, **fields):
+    body = {"model": NAME, "messages": TALK, "temperature": 0, "max_tokens": 11} | fields
     return client.post("/v1/chat/completions", json=body)
 
 
@@ -88,7 +88,7 @@ def events(response) -> list:
     return [json.loads(line[6:]) for line in lines[:-1]]
 
 
-def test_the_likeliest_text_is_that_of_the_model_alone(client, engine):
+def test_greedy_answer_matches_model_without_cache(client, engine):
     for prompt in ("cab", "", "grab a cab, é"):
         got = complete(client, prompt=prompt).json()
         want = likeliest(tiny().read(prompt), 11)
@@ -101,23 +101,23 @@ def test_the_likeliest_text_is_that_of_the_model_alone(client, engine):
     got, want = answer(client).json()["choices"][0], likeliest(tiny().read_messages(TALK), 11)
     assert got["message"]["content"] == want and got["finish_reason"] == "length"
     sent = events(answer(client, stream=True))
-    said = [one["choices"][0]["delta"].get("content", "") for one in sent]
-    assert "".join(said) == want
+    deltas = [one["choices"][0]["delta"].get("content", "") for one in sent]
+    assert "".join(deltas) == want
     assert is_idle(engine)
 
 
-def test_a_prompt_and_its_answer_may_fill_the_context():
-    """The last token is not read, so that there is room for one more than the context."""
+def test_prompt_and_answer_may_fill_context():
+    """The last token is not read, so one more than the context fits."""
     engine, ids = Engine(tiny(), context=9), tuple(tiny().read("cab").tolist())
     room = 9 + 1 - len(ids)
     assert engine.read(TextRequest("completion", ids, room))[1] == room
     assert engine.read(TextRequest("completion", ids))[1] == room
-    with pytest.raises(RequestError, match=f"and {room + 1} new ones are asked for"):
+    with pytest.raises(RequestError, match=f"and {room + 1} new ones are requested"):
         engine.read(TextRequest("completion", ids, room + 1))
 
 
 @pytest.mark.slow
-def test_a_seed_draws_what_the_model_alone_draws_with_its_key(client):
+def test_seeded_answer_matches_generate_with_same_key(client):
     for seed, t, p in ((3, 1.0, 1.0), (2**32 - 1, 0.7, 0.9)):
         sampler = Sample(Temperature(t), TopP(p))
         want = tiny().generate("cab", 11, sampler=sampler, key=jax.random.key(seed))
@@ -128,8 +128,8 @@ def test_a_seed_draws_what_the_model_alone_draws_with_its_key(client):
 
 
 @pytest.mark.slow
-def test_a_prompt_that_begins_as_another_s_text_is_not_read_anew(client):
-    """Answer the next turn of a chat, and a text that parts from it, as without a shared cache."""
+def test_shared_prefix_of_prompt_is_reused(client):
+    """Answers to the next turn of a chat, and to a diverging text, do not change."""
     talk = [{"role": "user", "content": "tab bad dab a cab"}]
     assert answer(client, messages=talk).status_code == 200
     for content, most in (("da", 10), ("bat", 10), (" ", 2)):
@@ -146,7 +146,7 @@ def test_a_prompt_that_begins_as_another_s_text_is_not_read_anew(client):
     assert got["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "chats begin with u"
 
 
-def test_a_stop_text_ends_an_answer_before_it(client, engine):
+def test_stop_string_ends_answer_before_it(client, engine):
     whole = likeliest(tiny().read("cab"), 40)
     stop = whole[5:7]
     got = complete(client, stop=["\x00never", stop], max_tokens=40).json()
@@ -157,12 +157,14 @@ def test_a_stop_text_ends_an_answer_before_it(client, engine):
     assert 0 < got["usage"]["completion_tokens"] < 40
     want = likeliest(tiny().read("cab"), 11)
     got = complete(client, stop=want[-1] + "\x00").json()["choices"][0]
-    assert got["text"] == want and got["finish_reason"] == "length", "held back, then decided"
+    assert got["text"] == want and got["finish_reason"] == "length", (
+        "constrained back, then decided"
+    )
     assert is_idle(engine)
 
 
 @pytest.mark.slow
-def test_log_probabilities_are_those_of_the_whole_text_read_at_once(client):
+def test_log_probabilities_match_full_forward(client):
     got = answer(client, logprobs=True, top_logprobs=3).json()["choices"][0]
     tokens = got["logprobs"]["content"]
     ids = {(n,): n for n in range(256)} | {tuple(b"ab"): 256}
@@ -193,13 +195,13 @@ def test_log_probabilities_are_those_of_the_whole_text_read_at_once(client):
         (415, "must be application/json", dict(data={"model": NAME})),
         (413, "more than 3000 bytes", dict(json={"model": NAME, "prompt": "a" * 4000})),
         (404, "this server has 'tiny'", dict(json={"model": "gpt-4", "prompt": "a"})),
-        (400, "together they must be at most 62", dict(json={"model": NAME, "prompt": "a " * 99})),
+        (400, "must be at most 62 in all", dict(json={"model": NAME, "prompt": "a " * 99})),
         (400, "at most 62", dict(json={"model": NAME, "prompt": "a", "max_tokens": 62})),
         (400, "has id 9999", dict(json={"model": NAME, "prompt": [9999]})),
         (400, "n is 2", dict(json={"model": NAME, "prompt": "a", "n": 2})),
     ],
 )
-def test_what_cannot_be_answered_is_refused_in_openai_s_form(client, status, why, send):
+def test_invalid_requests_get_openai_errors(client, status, why, send):
     response = client.post("/v1/completions", **send)
     error = response.json()["error"]
     assert response.status_code == status and why in error["message"]
@@ -233,21 +235,21 @@ def matcher_of(form, content):
     return Grammar(form, content, *known).start()
 
 
-def test_answers_of_a_form_are_those_of_the_model_alone_beside_free_ones(client, engine, forms):
-    """Four forms and two free requests at once, over three slots, whole and as streams."""
-    asked = [
+def test_concurrent_structured_and_free_answers_match_model(client, engine, forms):
+    """Four forms and two free requests share three slots, complete and as streams."""
+    requests = [
         (dict(response_format=of_schema(SCHEMA)), ("schema", SCHEMA)),
         (dict(structured_outputs={"json": SCHEMA}), ("schema", SCHEMA)),
         (dict(structured_outputs={"regex": "[ab]{3}é+"}), ("regex", "[ab]{3}é+")),
         (dict(structured_outputs={"grammar": LARK}), ("grammar", LARK)), ({}, None), ({}, None),
     ]  # fmt: skip
 
-    def ask(n):
-        return complete(client, prompt="cab", max_tokens=50, stream=n % 2 == 1, **asked[n][0])
+    def send(n):
+        return complete(client, prompt="cab", max_tokens=50, stream=n % 2 == 1, **requests[n][0])
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(ask, range(6)))
-    for n, (response, (_, form)) in enumerate(zip(found, asked, strict=True)):
+        found = list(pool.map(send, range(6)))
+    for n, (response, (_, form)) in enumerate(zip(found, requests, strict=True)):
         want = likeliest(tiny().read("cab"), 50, None if form is None else matcher_of(*form))
         if n % 2:
             sent = events(response)
@@ -257,20 +259,20 @@ def test_answers_of_a_form_are_those_of_the_model_alone_beside_free_ones(client,
             got, end = (response.json()["choices"][0][key] for key in ("text", "finish_reason"))
         assert got == want and len(got) > 3, form
         if n < 2:
-            told = json.loads(got)
-            assert told["a"] in ("b", "é") and told["n"] in range(1, 10) and end == "stop"
+            parsed = json.loads(got)
+            assert parsed["a"] in ("b", "é") and parsed["n"] in range(1, 10) and end == "stop"
     assert is_idle(engine)
 
 
 @pytest.mark.slow
-def test_an_answer_of_a_form_ends_with_it_at_a_stop_text_or_at_the_limit(client, engine, forms):
-    given = dict(messages=TALK, response_format=of_schema(SCHEMA))
-    whole = answer(client, **given, max_tokens=40).json()["choices"][0]
+def test_structured_answer_ends_at_form_stop_string_or_limit(client, engine, forms):
+    fields = dict(messages=TALK, response_format=of_schema(SCHEMA))
+    whole = answer(client, **fields, max_tokens=40).json()["choices"][0]
     assert whole["finish_reason"] == "stop" and json.loads(whole["message"]["content"])
-    cut = answer(client, **given, max_tokens=5).json()
+    cut = answer(client, **fields, max_tokens=5).json()
     assert cut["choices"][0]["finish_reason"] == "length" and cut["usage"]["completion_tokens"] == 5
     assert whole["message"]["content"].startswith(cut["choices"][0]["message"]["content"])
-    stopped = answer(client, **given, max_tokens=40, stop='"a').json()["choices"][0]
+    stopped = answer(client, **fields, max_tokens=40, stop='"a').json()["choices"][0]
     text = whole["message"]["content"]
     assert stopped["message"]["content"] == text[: text.index('"a')]
     assert stopped["finish_reason"] == "stop"
@@ -288,18 +290,20 @@ def test_an_answer_of_a_form_ends_with_it_at_a_stop_text_or_at_the_limit(client,
 
 
 @pytest.mark.slow
-def test_log_probabilities_of_a_form_are_those_of_all_tokens(client, forms):
-    """The likeliest token after the prompt is not allowed, and is listed before the chosen one."""
+def test_structured_log_probabilities_include_all_tokens(client, forms):
+    """The likeliest token is not allowed, but it is listed before the chosen one."""
     free = complete(client, logprobs=3, max_tokens=1).json()["choices"][0]["logprobs"]
-    held = complete(client, logprobs=3, max_tokens=1, structured_outputs={"regex": "[0-9]{3}"})
-    held = held.json()["choices"][0]["logprobs"]
-    assert held["top_logprobs"] == free["top_logprobs"]
-    assert held["tokens"][0] in "0123456789" and free["tokens"][0] not in "0123456789"
-    assert held["token_logprobs"][0] < min(free["top_logprobs"][0].values())
+    constrained = complete(
+        client, logprobs=3, max_tokens=1, structured_outputs={"regex": "[0-9]{3}"}
+    )
+    constrained = constrained.json()["choices"][0]["logprobs"]
+    assert constrained["top_logprobs"] == free["top_logprobs"]
+    assert constrained["tokens"][0] in "0123456789" and free["tokens"][0] not in "0123456789"
+    assert constrained["token_logprobs"][0] < min(free["top_logprobs"][0].values())
 
 
 @pytest.mark.parametrize(
-    ("given", "param", "why"),
+    ("fields", "param", "why"),
     [
         (dict(response_format=of_schema({"type": "objec"})), "response_format.json_schema.schema",
          "Invalid type: objec"),
@@ -314,15 +318,15 @@ def test_log_probabilities_of_a_form_are_those_of_all_tokens(client, forms):
          "const is 9007199254740993: must be from"),
     ],
 )  # fmt: skip
-def test_what_is_no_form_is_refused_by_the_name_of_its_parameter(client, forms, given, param, why):
-    for response in (complete(client, **given), answer(client, stream=True, **given)):
+def test_invalid_form_names_its_parameter(client, forms, fields, param, why):
+    for response in (complete(client, **fields), answer(client, stream=True, **fields)):
         error = response.json()["error"]
         assert response.status_code == 400 and error["param"] == param
         assert error["message"].startswith(param) and why in error["message"]
 
 
 @pytest.mark.slow
-def test_a_form_that_fails_half_way_ends_its_own_request_alone(client, engine, forms, monkeypatch):
+def test_form_that_fails_midway_ends_only_its_request(client, engine, forms, monkeypatch):
     def fail(matcher, token):
         raise ValueError("structured_outputs.regex: the text cannot go on: too complex")
 
@@ -335,7 +339,7 @@ def test_a_form_that_fails_half_way_ends_its_own_request_alone(client, engine, f
     assert is_idle(engine)
 
 
-def test_a_chat_that_no_template_reads_is_refused_without_a_path(client, engine):
+def test_chat_rejected_by_template_does_not_leak_path(client, engine):
     for messages in ([{"role": "user", "content": ""}], [{"role": "assistant", "content": "a"}],
                      [{"role": "user", "content": "<e>"}]):  # fmt: skip
         response = answer(client, messages=messages)
@@ -346,7 +350,7 @@ def test_a_chat_that_no_template_reads_is_refused_without_a_path(client, engine)
     assert "secret" not in str(caught.value)
 
 
-def test_the_other_addresses_say_what_is_served(client):
+def test_other_routes_describe_the_model(client):
     assert client.get("/health").json() == dict(status="ok", slots=3, running=0, waiting=0)
     (model,) = client.get("/v1/models").json()["data"]
     assert model["id"] == NAME and client.get(f"/v1/models/{NAME}").json() == model
@@ -360,8 +364,8 @@ def test_the_other_addresses_say_what_is_served(client):
     assert described["openapi"] == "3.1.0" and "/v1/completions" in described["paths"]
 
 
-class Held:
-    """Hold the engine between two turns, so that requests wait."""
+class PausedTurns:
+    """Block the engine between two turns, so that requests wait."""
 
     def __init__(self, engine, monkeypatch):
         self.turn, self.go = engine.batcher.turn, threading.Event()
@@ -390,16 +394,16 @@ def test_engine_serves_the_edited_model(quick_compilation):
 
 
 @pytest.mark.slow
-def test_requests_above_the_queue_are_refused_and_the_others_answered(monkeypatch):
+def test_requests_beyond_queue_are_rejected(monkeypatch):
     with running(tiny(), slots=1, queue=2) as engine:
-        held = Held(engine, monkeypatch)
+        paused = PausedTurns(engine, monkeypatch)
         client = client_of(engine)
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             futures = [pool.submit(complete, client) for _ in range(6)]
             until = time.monotonic() + 20
             while sum(one.done() for one in futures) < 4 and time.monotonic() < until:
                 time.sleep(0.01)
-            held.go.set()
+            paused.go.set()
             found = [future.result() for future in futures]
     statuses = sorted(one.status_code for one in found)
     assert statuses == [200, 200, 429, 429, 429, 429]
@@ -408,18 +412,18 @@ def test_requests_above_the_queue_are_refused_and_the_others_answered(monkeypatc
 
 
 @pytest.mark.slow
-def test_an_answer_that_takes_too_long_is_given_up(engine, monkeypatch):
-    held = Held(engine, monkeypatch)
+def test_answer_past_time_limit_is_cancelled(engine, monkeypatch):
+    paused = PausedTurns(engine, monkeypatch)
     client = client_of(engine, timeout=0.5)
     response = complete(client)
     assert response.status_code == 503 and response.json()["error"]["code"] == "timeout"
     assert '"code": "timeout"' in complete(client, stream=True).text
-    held.go.set()
+    paused.go.set()
     assert is_idle(engine)
 
 
 @pytest.mark.slow
-def test_a_failure_of_the_device_ends_its_requests_and_no_others(monkeypatch, capsys):
+def test_device_failure_ends_only_current_requests(monkeypatch, capsys):
     with running(tiny(), slots=2) as engine:
         client = client_of(engine, raising=False)
 
@@ -439,7 +443,7 @@ def test_a_failure_of_the_device_ends_its_requests_and_no_others(monkeypatch, ca
         assert complete(client).status_code == 503 == client.get("/health").status_code
 
 
-def test_what_the_server_needs_is_named_where_it_is_missing(monkeypatch, engine):
+def test_missing_dependency_is_named(monkeypatch, engine):
     monkeypatch.setattr(app_module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs starlette.*pip install 'transformer_jax\[serve"):
         make_app(engine, NAME)

@@ -1,4 +1,4 @@
-"""The server over sockets: OpenAI's own client, many clients at once, and those who go away."""
+"""The server over sockets: OpenAI's client, concurrent clients and disconnects."""
 
 import asyncio
 import http.client
@@ -24,7 +24,7 @@ NAME = "tiny"
 
 @contextmanager
 def serving(engine, **options):
-    """Serve in a thread; yield the address."""
+    """Serve in a thread and yield the address."""
     app = make_app(engine, NAME, **options)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         settings = uvicorn.Config(app, log_level="error", lifespan="off")
@@ -61,35 +61,35 @@ def client(address, openai):
         yield client
 
 
-def test_openai_s_client_reads_answers_streams_and_errors(client, openai):
+def test_openai_client_reads_answers_streams_and_errors(client, openai):
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME
     want = tiny().generate("cab", 11)
-    given = dict(model=NAME, prompt="cab", max_tokens=11, temperature=0)
-    whole = client.completions.create(**given, logprobs=1)
+    fields = dict(model=NAME, prompt="cab", max_tokens=11, temperature=0)
+    whole = client.completions.create(**fields, logprobs=1)
     assert whole.choices[0].text == want and whole.usage.completion_tokens == 11
     assert len(whole.choices[0].logprobs.token_logprobs) == 11
     usage = {"include_usage": True}
-    sent = list(client.completions.create(**given, stream=True, stream_options=usage))
+    sent = list(client.completions.create(**fields, stream=True, stream_options=usage))
     assert "".join(one.choices[0].text for one in sent[:-1]) == want
     assert sent[-1].usage == whole.usage and len(sent) > 4
     talk = [{"role": "system", "content": "be"}, {"role": "user", "content": "tab"}]
     want = tiny().chat(talk, 11)
-    given = dict(model=NAME, messages=talk, max_completion_tokens=11, temperature=0)
-    told = client.chat.completions.create(**given, logprobs=True, top_logprobs=2)
-    assert told.choices[0].message.content == want
-    assert len(told.choices[0].logprobs.content[0].top_logprobs) == 2
-    sent = list(client.chat.completions.create(**given, stream=True))
+    fields = dict(model=NAME, messages=talk, max_completion_tokens=11, temperature=0)
+    answer = client.chat.completions.create(**fields, logprobs=True, top_logprobs=2)
+    assert answer.choices[0].message.content == want
+    assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
+    sent = list(client.chat.completions.create(**fields, stream=True))
     assert "".join(one.choices[0].delta.content or "" for one in sent) == want
     assert sent[0].choices[0].delta.role == "assistant"
     with pytest.raises(openai.BadRequestError, match="n is 2") as caught:
-        client.chat.completions.create(**given, n=2)
+        client.chat.completions.create(**fields, n=2)
     assert caught.value.param == "n" and caught.value.type == "invalid_request_error"
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="gpt-4", prompt="cab")
 
 
-def test_openai_s_client_asks_for_json_of_a_schema(client, openai):
+def test_openai_client_gets_json_of_schema(client, openai):
     pytest.importorskip("llguidance")
     schema = {
         "type": "object", "properties": {"a": {"enum": ["b", "é"]}}, "required": ["a"],
@@ -100,12 +100,12 @@ def test_openai_s_client_asks_for_json_of_a_schema(client, openai):
         "type": "json_schema",
         "json_schema": {"name": "it", "strict": True, "schema": schema},
     }
-    given = dict(model=NAME, messages=talk, response_format=wanted, seed=1)
-    told = client.chat.completions.create(**given)
-    assert json.loads(told.choices[0].message.content)["a"] in ("b", "é")
-    sent = client.chat.completions.create(**given, stream=True)
+    fields = dict(model=NAME, messages=talk, response_format=wanted, seed=1)
+    answer = client.chat.completions.create(**fields)
+    assert json.loads(answer.choices[0].message.content)["a"] in ("b", "é")
+    sent = client.chat.completions.create(**fields, stream=True)
     text = "".join(one.choices[0].delta.content or "" for one in sent)
-    assert text == told.choices[0].message.content
+    assert text == answer.choices[0].message.content
     with pytest.raises(openai.BadRequestError, match="unclosed") as caught:
         client.completions.create(
             model=NAME, prompt="cab", extra_body={"structured_outputs": {"regex": "("}}
@@ -113,8 +113,8 @@ def test_openai_s_client_asks_for_json_of_a_schema(client, openai):
     assert caught.value.param == "structured_outputs.regex"
 
 
-def test_sixteen_clients_at_once_each_get_what_the_model_alone_writes(address, engine, openai):
-    """Half of them greedy, half with seeds, ragged prompts and counts, over five slots."""
+def test_sixteen_concurrent_clients_get_independent_answers(address, engine, openai):
+    """Half of them are greedy and half seeded, with ragged prompts, over five slots."""
     requests = []
     for n in range(16):
         t, p = ((0, 1), (0.8, 0.9), (0, 0.5), (1.3, 1))[n % 4]
@@ -142,7 +142,7 @@ def test_sixteen_clients_at_once_each_get_what_the_model_alone_writes(address, e
 
 @contextmanager
 def sending(address, body, timeout):
-    """Send a request; yield its connection, which is closed at the end."""
+    """Send a request, yield its connection, and close it at the end."""
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=timeout)
     headers = {"Content-Type": "application/json"}
     try:
@@ -159,7 +159,7 @@ FORM = {"structured_outputs": {"regex": "[a-z ]{999}"}}
     ("stream", "form"), [(True, {}), (False, {}), (True, FORM)],
     ids=["a stream", "a whole answer", "a stream of a form"],
 )  # fmt: skip
-def test_the_slot_of_a_client_who_goes_is_freed(engine, address, stream, form, monkeypatch):
+def test_slot_of_disconnected_client_is_freed(engine, address, stream, form, monkeypatch):
     if form:
         pytest.importorskip("llguidance")
         with sending(address, {"model": NAME, "prompt": "a"} | form, timeout=60) as connection:
@@ -184,7 +184,7 @@ def test_the_slot_of_a_client_who_goes_is_freed(engine, address, stream, form, m
     assert is_idle(engine, 2) and 2 <= len(turns) < 20, "29 turns would be the whole answer"
 
 
-def test_clients_who_go_while_they_wait_are_never_decoded(engine, address, monkeypatch):
+def test_clients_that_leave_queue_are_never_decoded(engine, address, monkeypatch):
     turn, go = engine.batcher.turn, threading.Event()
     monkeypatch.setattr(engine.batcher, "turn", lambda: go.wait(60) and turn())
     body = {"model": NAME, "prompt": "a", "max_tokens": 5}
@@ -200,8 +200,8 @@ def test_clients_who_go_while_they_wait_are_never_decoded(engine, address, monke
 
 
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
-def test_the_server_answers_as_it_is_described(address, engine, mode):
-    """Requests that are right and wrong by /openapi.json, made by schemathesis."""
+def test_server_conforms_to_its_openapi_description(address, engine, mode):
+    """schemathesis generates valid and invalid requests from /openapi.json."""
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, given, settings
     from schemathesis.checks import not_a_server_error

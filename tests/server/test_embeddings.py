@@ -1,4 +1,4 @@
-"""Vectors over HTTP: those of the encoder, in OpenAI's forms, and errors that name the input."""
+"""Embeddings over HTTP: vectors match the encoder's, and errors name the input."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ KINDS = "Transformer", "Pooling", "Normalize"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder of sentence-transformers, with a WordPiece tokenizer."""
+    """Return a sentence-transformers folder with a WordPiece tokenizer."""
     path = tmp_path_factory.mktemp("folder") / NAME
     save_pretrained(path, CONFIG, init_params(CONFIG, jax.random.key(3)), family="bert")
     parts = [
@@ -82,60 +82,60 @@ def client(encoder, tokenizer, quick_compilation):
         yield client
 
 
-def embed(client, **given):
-    return client.post("/v1/embeddings", json={"model": NAME, "input": "a cab"} | given)
+def embed(client, **fields):
+    return client.post("/v1/embeddings", json={"model": NAME, "input": "a cab"} | fields)
 
 
 TEXTS = ["a cab", "the tabs", "é", "cabs the cab a", ""]
 
 
-def test_openai_s_client_reads_the_vectors_of_the_encoder(client, encoder, tokenizer):
+def test_openai_client_reads_vectors_of_encoder(client, encoder, tokenizer):
     openai = pytest.importorskip("openai")
     want = encoder.encode_texts(TEXTS, tokenizer)
     ids = [tokenizer.encode(text, special_tokens=True).tolist() for text in TEXTS]
-    own = openai.OpenAI(base_url="http://testserver/v1", api_key="-", http_client=client)
-    for given in (TEXTS, ids):
+    openai_client = openai.OpenAI(base_url="http://testserver/v1", api_key="-", http_client=client)
+    for inputs in (TEXTS, ids):
         for form in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
-            found = own.embeddings.create(model=NAME, input=given, dimensions=6, **form)
+            found = openai_client.embeddings.create(model=NAME, input=inputs, dimensions=6, **form)
             assert [one.index for one in found.data] == [0, 1, 2, 3, 4]
             assert found.model == NAME and found.usage.prompt_tokens == sum(map(len, ids))
-            if form.get("encoding_format") == "base64":  # asked for, and not decoded by the client
+            if form.get("encoding_format") == "base64":  # requested, so the client does not decode
                 import base64
 
                 rows = [np.frombuffer(base64.b64decode(one.embedding), "<f4") for one in found.data]
             else:
                 rows = [one.embedding for one in found.data]
             np.testing.assert_allclose(np.array(rows), want, atol=1e-6)
-    for given in (TEXTS[0], ids[0]):
-        one = own.embeddings.create(model=NAME, input=given)
+    for inputs in (TEXTS[0], ids[0]):
+        one = openai_client.embeddings.create(model=NAME, input=inputs)
         np.testing.assert_allclose(one.data[0].embedding, want[0], atol=1e-6)
-    assert [model.id for model in own.models.list()] == [NAME]
+    assert [model.id for model in openai_client.models.list()] == [NAME]
 
 
 @pytest.mark.parametrize(
-    ("given", "param", "why"),
+    ("fields", "param", "why"),
     [
         (dict(input=["a", "a " * 8]), "input", r"input[1] has 10 tokens: must have from 1 to 9"),
         (dict(input=[2, 11, 3]), "input", "input[0] has id 11: the model has 11 tokens"),
         (dict(input=[2, 3, 0]), "input", "input[0] ends with the padding token 0"),
         (dict(input=[]), "input", "at least 1"),
-        (dict(input=["a", 3]), "input[1]", "input[1] is 3: must be a text"),
+        (dict(input=["a", 3]), "input[1]", "input[1] is 3: must be a string"),
         (dict(input=[[2, 3], []]), "input[1]", "input[1] has 0 items"),
-        (dict(input=None), "input", "input is None: must be a text or a list"),
+        (dict(input=None), "input", "input is None: must be a string or a list"),
         (dict(dimensions=3), "dimensions", "the vectors of this model have 6"),
         (dict(encoding_format="int8"), "encoding_format", "must be 'float' or 'base64'"),
         (dict(model="other"), "model", "this server has 'small'"),
         (dict(tools=[]), "tools", "is not a parameter"),
     ],
 )
-def test_input_that_has_no_vector_is_refused_by_name(client, given, param, why):
-    response = embed(client, **given)
+def test_invalid_embedding_input_is_named(client, fields, param, why):
+    response = embed(client, **fields)
     error = response.json()["error"]
     assert response.status_code == (404 if param == "model" else 400)
     assert error["param"] == param and why in error["message"]
 
 
-def test_each_server_names_the_addresses_of_its_kind(client):
+def test_each_kind_of_server_describes_its_own_routes(client):
     assert set(client.get("/openapi.json").json()["paths"]) == {
         "/health", "/v1/models", "/v1/models/{model}", "/v1/embeddings"
     }  # fmt: skip
@@ -143,19 +143,17 @@ def test_each_server_names_the_addresses_of_its_kind(client):
     for path in ("completions", "chat/completions"):
         response = client.post(f"/v1/{path}", json={"model": NAME})
         assert response.status_code == 400
-        assert "makes vectors of texts, /v1/embeddings" in response.json()["error"]["message"]
+        assert "embeds texts; use /v1/embeddings" in response.json()["error"]["message"]
     from starlette.testclient import TestClient
 
     writer = TestClient(make_app(Engine(tiny(), slots=1), NAME))
     error = embed(writer).json()["error"]
-    assert (
-        "'small' writes texts, and no vectors: serve the folder of a sentence" in error["message"]
-    )
+    assert "'small' does not embed texts: serve the folder of a sentence" in error["message"]
     assert "/v1/embeddings" not in writer.get("/openapi.json").json()["paths"]
 
 
 @pytest.mark.slow
-def test_requests_above_the_queue_are_refused_and_late_ones_given_up(encoder, tokenizer):
+def test_embedding_requests_beyond_queue_or_time_limit_are_rejected(encoder, tokenizer):
     embedder, go = Embedder(encoder, tokenizer, queue=1), threading.Event()
 
     class Waiting:
@@ -167,7 +165,7 @@ def test_requests_above_the_queue_are_refused_and_late_ones_given_up(encoder, to
 
     embedder.encoder = Waiting()
     with client_of(embedder, timeout=0.5) as client:
-        late = [embed(client) for _ in range(2)]  # whose vectors nobody waits for any more
+        late = [embed(client) for _ in range(2)]  # their clients no longer wait
         assert [one.status_code for one in late] == [503, 503]
         refused = embed(client)
         assert refused.status_code == 429 and refused.headers["retry-after"]
@@ -176,7 +174,7 @@ def test_requests_above_the_queue_are_refused_and_late_ones_given_up(encoder, to
         assert embed(client).status_code == 503 and client.get("/health").status_code == 503
 
 
-def test_as_many_requests_wait_as_the_queue_says(encoder, tokenizer):
+def test_queue_may_exceed_asyncio_threads(encoder, tokenizer):
     embedder, go = Embedder(encoder, tokenizer, queue=40), threading.Event()  # asyncio has 32
 
     class Waiting:
@@ -197,11 +195,11 @@ def test_as_many_requests_wait_as_the_queue_says(encoder, tokenizer):
     assert refused.status_code == 429 and codes.count(200) == 41
 
 
-def test_command_serves_a_folder_of_sentence_transformers(folder, monkeypatch, capsys):
+def test_command_serves_sentence_transformers_folder(folder, monkeypatch, capsys):
     uvicorn = pytest.importorskip("uvicorn")
     served = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: served.append(self.config.app))
-    # Handlers of its logs would keep this test's stderr.
+    # Log handlers would keep this test's stderr.
     monkeypatch.setattr(uvicorn.Config, "configure_logging", lambda self: None)
     command = ["--model", str(folder), "--port", "0", "--slots", "3"]
     assert serve.main(command) == 0

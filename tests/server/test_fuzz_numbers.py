@@ -1,4 +1,4 @@
-"""Numbers of schemas; `python -m tests.server.fuzz_numbers` tries them by the minute."""
+"""Numbers in JSON schemas; `python -m tests.server.fuzz_numbers` runs for minutes."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.server.fuzz_numbers import fuzz
 
 
 @pytest.mark.slow
-def test_numbers_of_a_schema_are_written_as_they_are_or_refused():
+def test_schema_numbers_are_exact_or_rejected():
     seen, wrong = fuzz(7, cases=150)
     assert not wrong, "\n".join(wrong)
     assert seen["written"] > 40 and seen["refused"] > 20

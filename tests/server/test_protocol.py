@@ -1,4 +1,4 @@
-"""Requests are read or refused parameter by parameter, and answers have OpenAI's JSON."""
+"""Requests are checked parameter by parameter, and answers have OpenAI's JSON form."""
 
 import json
 import random
@@ -15,42 +15,42 @@ TALK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 STAMP = protocol.Stamp("id-1", 1_700_000_000, "m")
 
 
-def read(endpoint, given):
-    body = given if isinstance(given, bytes) else json.dumps(given).encode()
+def read(endpoint, content):
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
     return protocol.read_request(endpoint, body, "m")
 
 
-def test_what_a_request_leaves_out_is_as_openai_has_it():
+def test_defaults_of_requests_match_openai():
     assert read("completion", HI) == protocol.TextRequest("completion", "hi", num_tokens=16)
     assert read("chat", TALK) == protocol.TextRequest("chat", ({"role": "user", "content": "hi"},))
     nulls = dict.fromkeys(CHAT["properties"].keys() - TALK.keys())
     assert read("chat", TALK | nulls) == read("chat", TALK)
 
 
-def test_all_that_is_asked_for_is_read():
-    given = dict(
+def test_all_parameters_are_read():
+    fields = dict(
         max_completion_tokens=7, temperature=0.5, top_p=0.25, seed=3, stop=["a", "b"], n=1,
         logprobs=True, top_logprobs=2, stream=True, stream_options={"include_usage": True},
         user="u", presence_penalty=0.0, tools=[], response_format={"type": "text"},
     )  # fmt: skip
-    assert read("chat", TALK | given) == protocol.TextRequest(
+    assert read("chat", TALK | fields) == protocol.TextRequest(
         "chat", ({"role": "user", "content": "hi"},), 7, 0.5, 0.25, 3, ("a", "b"), 2, True, True
     )
-    given = dict(prompt=[1, 2.0, 3], max_tokens=5, stop="x", logprobs=0, echo=False, best_of=1)
-    assert read("completion", HI | given) == protocol.TextRequest(
+    fields = dict(prompt=[1, 2.0, 3], max_tokens=5, stop="x", logprobs=0, echo=False, best_of=1)
+    assert read("completion", HI | fields) == protocol.TextRequest(
         "completion", (1, 2, 3), 5, stop=("x",), top=0
     )
     assert read("completion", HI | {"prompt": ["one"]}).prompt == "one"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    said = [{"role": "system", "content": parts}, *TALK["messages"]]
-    assert read("chat", TALK | {"messages": said}).prompt[0]["content"] == "ab"
+    contents = [{"role": "system", "content": parts}, *TALK["messages"]]
+    assert read("chat", TALK | {"messages": contents}).prompt[0]["content"] == "ab"
     developer = [{"role": "developer", "content": "ab"}]
     requested = TALK | {"messages": developer, "parallel_tool_calls": False}
     assert read("chat", requested).prompt == ({"role": "system", "content": "ab"},)
 
 
-def test_answer_can_be_sent_back():
-    """As OpenAI's client has it, whole or without what was not set, and as other servers do."""
+def test_answer_can_be_sent_back_as_message():
+    """In the forms of OpenAI's client, with or without unset fields, and of other servers."""
     chat = pytest.importorskip("openai.types.chat")
     params = pytest.importorskip("openai.types.chat.completion_create_params")
     transform = pytest.importorskip("openai._utils").maybe_transform
@@ -61,23 +61,23 @@ def test_answer_can_be_sent_back():
     parsed = chat.ParsedChatCompletionMessage(role="assistant", content="a", parsed={"a": 1.5})
     sent = transform({"messages": [read_back, parsed]}, params.CompletionCreateParams)["messages"]
     assert sent[0]["refusal"] is None and sent[1]["parsed"] == {"a": 1.5}
-    own = answered["choices"][0]["message"]
+    answer = answered["choices"][0]["message"]
     nothing = dict.fromkeys(("name", "reasoning", "tool_call_id", "parsed", "audio"))
     lists = {"tool_calls": [], "annotations": [], "reasoning_details": []}
     lists["reasoning_content"] = ""
     parts = {"content": [{"type": "text", "text": "a"}]}
     nulls = dict.fromkeys(("image_url", "input_audio", "file", "prompt_cache_breakpoint"))
     of_nulls = {"content": [parts["content"][0] | nulls | {"annotations": []}]}
-    forms = [own, read_back.model_dump(), read_back.to_dict(), parsed.model_dump(), *sent]
-    for message in [*forms, own | nothing, own | lists, own | parts, own | of_nulls]:
-        asked = read("chat", TALK | {"messages": [*TALK["messages"], message]})
-        assert asked.prompt[1] == {"role": "assistant", "content": "a"}
+    forms = [answer, read_back.model_dump(), read_back.to_dict(), parsed.model_dump(), *sent]
+    for message in [*forms, answer | nothing, answer | lists, answer | parts, answer | of_nulls]:
+        request = read("chat", TALK | {"messages": [*TALK["messages"], message]})
+        assert request.prompt[1] == {"role": "assistant", "content": "a"}
 
 
-def test_a_form_is_read_from_each_parameter_that_names_one():
+def test_form_is_read_from_each_parameter():
     schema = {"type": "array"}
     of_schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    for given, want in (
+    for fields, want in (
         ({"response_format": of_schema}, ("schema", schema, "response_format.json_schema.schema")),
         ({"response_format": {"type": "json_object"}},
          ("schema", {"type": "object"}, "response_format")),
@@ -88,7 +88,7 @@ def test_a_form_is_read_from_each_parameter_that_names_one():
          ("grammar", "start: x", "structured_outputs.grammar")),
         ({"response_format": {"type": "text"}, "structured_outputs": {}}, None),
     ):  # fmt: skip
-        assert read("chat", TALK | given).form == want == read("completion", HI | given).form
+        assert read("chat", TALK | fields).form == want == read("completion", HI | fields).form
 
 
 WRONG = {
@@ -97,11 +97,11 @@ WRONG = {
     "half a pair": ("completion", b'{"model": "m", "prompt": "\\ud800"}', "surrogate", None),
     "infinite": ("completion", b'{"temperature": 1e999}', "not a finite number", None),
     "a huge number": ("completion", b'{"seed": ' + b"9" * 9999 + b"}", "not JSON", None),
-    "twice": ("completion", b'{"n": 1, "n": 1}', "there twice", None),
+    "twice": ("completion", b'{"n": 1, "n": 1}', "appears twice", None),
     "too deep": ("completion", b"[" * 99, "nested deeper than 64", None),
     "a list": ("completion", [], r"the body is \[\]: must be an object", None),
     "no prompt": ("completion", {"model": "m"}, "prompt: is missing", "prompt"),
-    "many prompts": ("completion", HI | {"prompt": ["a", "b"]}, "has 2 texts", "prompt"),
+    "many prompts": ("completion", HI | {"prompt": ["a", "b"]}, "has 2 strings", "prompt"),
     "no tokens": ("completion", HI | {"prompt": []}, "prompt has 0 items", "prompt"),
     "a true token": ("completion", HI | {"prompt": [1, True]}, "must be an integer", "prompt[1]"),
     "another model": ("completion", HI | {"model": "x"}, "this server has 'm'", "model"),
@@ -143,7 +143,7 @@ WRONG = {
     "two forms": (
         "chat", TALK | {"response_format": {"type": "json_object"},
                         "structured_outputs": {"json": None, "regex": "a"}},
-        "response_format and structured_outputs.regex: give one", "structured_outputs.regex",
+        "response_format and structured_outputs.regex: pass only", "structured_outputs.regex",
     ),
     "a schema as text": ("completion", HI | {"structured_outputs": {"json": "{}"}},
                          "must be an object or null", "structured_outputs.json"),
@@ -165,7 +165,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_refused_in_a_line_that_names_it(name):
+def test_invalid_request_is_rejected_in_one_line(name):
     endpoint, body, why, param = WRONG[name]
     with pytest.raises(protocol.RequestError, match=why) as caught:
         read(endpoint, body)
@@ -177,30 +177,30 @@ def test_what_is_wrong_is_refused_in_a_line_that_names_it(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["completion", "chat"])
-def test_values_are_checked_as_json_schema_says(name):
-    """Beside another implementation of JSON Schema, with some parameters changed at random."""
+def test_checks_match_another_json_schema_validator(name):
+    """Requests have some parameters changed at random."""
     jsonschema_rs = pytest.importorskip("jsonschema_rs")
     schema, right = (COMPLETION, HI) if name == "completion" else (CHAT, TALK)
     theirs, rng, seen = jsonschema_rs.validator_for(schema), random.Random(7), Counter()
     for _ in range(4000):
         changes = {rng.choice([*schema["properties"]]): value(rng) for _ in range(2)}
-        given = changed_value(rng, right) if rng.random() < 0.5 else right | changes
+        fields = changed_value(rng, right) if rng.random() < 0.5 else right | changes
         try:
-            json.dumps(given, allow_nan=False, ensure_ascii=False).encode()
-            wanted = theirs.is_valid(given)
-        except (ValueError, OverflowError):  # no JSON
+            json.dumps(fields, allow_nan=False, ensure_ascii=False).encode()
+            wanted = theirs.is_valid(fields)
+        except (ValueError, OverflowError):  # not JSON
             continue
         try:
-            check(given, schema)
+            check(fields, schema)
             mine = True
         except Misfit:
             mine = False
-        assert mine == wanted, given
+        assert mine == wanted, fields
         seen[mine] += 1
     assert seen[True] > 100 and seen[False] > 1000
 
 
-def test_event_is_one_line_to_every_reader_of_lines():
+def test_event_is_one_line_to_every_line_reader():
     text = "a\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029é\U0001f600"
     assert len(text.splitlines()) == 11
     refused = protocol.RequestError(text).body()
@@ -213,11 +213,11 @@ def test_event_is_one_line_to_every_reader_of_lines():
         assert json.loads(sent.removeprefix("data: ")) == data
 
 
-def test_tokens_of_one_text_are_all_listed():
+def test_tokens_with_same_text_are_all_listed():
     top = ((b"a", -1.0), (b"", -2.0), (b"a", -3.0), (b"", -4.0), (b"a #2", -5.0), (b"a", -6.0))
-    asked = protocol.TextRequest("completion", "", top=6)
+    request = protocol.TextRequest("completion", "", top=6)
     (choice,) = protocol.answer(
-        asked, STAMP, protocol.Part("a", (protocol.Token(b"a", -1.0, 0, top),)), 1
+        request, STAMP, protocol.Part("a", (protocol.Token(b"a", -1.0, 0, top),)), 1
     )["choices"]
     named = {"a": -1.0, "": -2.0, "a #2": -3.0, " #2": -4.0, "a #2 #2": -5.0, "a #3": -6.0}
     assert choice["logprobs"]["top_logprobs"] == [named]
@@ -230,16 +230,16 @@ TOKENS = (
 )
 
 
-def test_the_parts_of_a_stream_join_to_the_whole_answer():
+def test_stream_parts_join_to_whole_answer():
     parts = protocol.Part("a", TOKENS[:1], 1), protocol.Part("é", TOKENS[1:], 3, "length")
     for endpoint in ("completion", "chat"):
-        asked = protocol.TextRequest(endpoint, "", top=2, stream=True, include_usage=True)
-        whole = protocol.answer(asked, STAMP, protocol.join_parts(parts), 5)
+        request = protocol.TextRequest(endpoint, "", top=2, stream=True, include_usage=True)
+        whole = protocol.answer(request, STAMP, protocol.join_parts(parts), 5)
         (choice,) = whole["choices"]
         sent = [
             chunk
             for n, part in enumerate(parts)
-            for chunk in protocol.chunks(asked, STAMP, part, 5, first=n == 0)
+            for chunk in protocol.chunks(request, STAMP, part, 5, first=n == 0)
         ]
         chosen = [chunk["choices"][0] for chunk in sent[:-1]]
         assert sent[-1]["choices"] == [] and sent[-1]["usage"] == whole["usage"]
@@ -253,10 +253,10 @@ def test_the_parts_of_a_stream_join_to_the_whole_answer():
             assert chosen[0]["delta"] == {"role": "assistant", "content": ""}
             text = "".join(c["delta"].get("content", "") for c in chosen)
             assert text == choice["message"]["content"] == "aé"
-            said = [one for c in chosen if c["logprobs"] for one in c["logprobs"]["content"]]
-            assert said == choice["logprobs"]["content"]
-            assert said[0]["top_logprobs"][0] == {"token": "a", "logprob": -0.5, "bytes": [97]}
-            assert said[1]["bytes"] == [0xC3]
+            contents = [one for c in chosen if c["logprobs"] for one in c["logprobs"]["content"]]
+            assert contents == choice["logprobs"]["content"]
+            assert contents[0]["top_logprobs"][0] == {"token": "a", "logprob": -0.5, "bytes": [97]}
+            assert contents[1]["bytes"] == [0xC3]
         else:
             assert "".join(c["text"] for c in chosen) == choice["text"] == "aé"
             assert choice["logprobs"]["text_offset"] == [0, 1]
@@ -268,7 +268,7 @@ def test_the_parts_of_a_stream_join_to_the_whole_answer():
         )
 
 
-def test_answers_are_read_by_the_types_of_openai_s_client():
+def test_answers_validate_as_openai_types():
     types = pytest.importorskip("openai.types")
     chat = pytest.importorskip("openai.types.chat")
     part = protocol.Part("a", TOKENS[:1], 1, "stop")
@@ -276,7 +276,7 @@ def test_answers_are_read_by_the_types_of_openai_s_client():
         ("completion", types.Completion, types.Completion),
         ("chat", chat.ChatCompletion, chat.ChatCompletionChunk),
     ):
-        asked = protocol.TextRequest(endpoint, "", top=1)
-        whole.model_validate(protocol.answer(asked, STAMP, part, 5), strict=True)
-        for sent in protocol.chunks(asked, STAMP, part, 5, first=True):
+        request = protocol.TextRequest(endpoint, "", top=1)
+        whole.model_validate(protocol.answer(request, STAMP, part, 5), strict=True)
+        for sent in protocol.chunks(request, STAMP, part, 5, first=True):
             chunk.model_validate(sent, strict=True)

@@ -380,7 +380,7 @@ def test_parallel_files_of_different_length_are_rejected(tmp_path):
 
 def test_recipe_rejects_models_that_cannot_learn_task():
     for name, architecture in (("masked", "ngram"), ("seq2seq", "window"), ("classify", "ngram")):
-        rule = f"model is '{architecture}': task '{name}' is learnt by another"
+        rule = f"model is '{architecture}': task '{name}' needs another"
         with pytest.raises(ConfigError, match=rule):
             task_recipe(TASKS[name](), architecture)
 

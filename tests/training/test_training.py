@@ -869,7 +869,7 @@ def test_folder_that_cannot_be_created_raises_os_error(config, text):
 
 @pytest.mark.parametrize("kind", ["encoder", "encoder-decoder"])
 def test_language_task_requires_decoder(config, kind):
-    rule = f"task is 'language': is learnt by a decoder, the model is of kind '{kind}'"
+    rule = f"task is 'language': needs a decoder, but the model is of kind '{kind}'"
     with pytest.raises(ConfigError, match=rule):
         fit(changed(config, kind=kind))
     assert not Path(config.out).exists()
@@ -924,7 +924,7 @@ def test_every_recipe_round_trips_through_file(name, architecture):
     try:
         config = task_recipe(TASKS[name](), architecture)
     except ConfigError as error:
-        assert f"task {name!r} is learnt by " in str(error)
+        assert f"task {name!r} needs " in str(error)
         return
     again = config_from_json(config_to_json(config))
     assert again == config

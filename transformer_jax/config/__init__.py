@@ -1,7 +1,7 @@
-"""Configure models, adapters and training runs with frozen, validated dataclasses.
+"""Frozen, validated dataclasses that configure models, adapters and training runs.
 
-`fields` checks single fields, `presets` names published configs. Only the standard library is
-imported, and no array or module is made here: `models` builds what a config describes.
+`fields` checks single fields and `presets` contains published configs. The package imports only the
+standard library and creates no arrays or modules; `models` builds the model of a config.
 """
 
 from transformer_jax.config.architectures import AnyModelConfig

@@ -1,4 +1,4 @@
-"""A block of your own: what it is made of is yours, the rest is as in every other model."""
+"""Custom blocks: replace or edit the block of a model from your own code."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ if TYPE_CHECKING:
 
 
 class OwnBlock:
-    """A block of your own: make a frozen dataclass of it that overrides `edit` or `run`.
+    """Base class of a custom block: a frozen dataclass that overrides `edit` or `run`.
 
-    `init` draws its parameters, which each block of the model has under the name "own". `edit`
-    changes values inside the library's block; `run` takes the place of the block.
+    `init` draws its parameters, stored under the name "own" in each block of the model. `edit`
+    changes values inside the library's block; `run` replaces the block.
     """
 
-    own_kind_of: type  # itself, once it is there
+    own_kind_of: type  # this class, set below
 
     def init(self, config: ModelConfig, key: Any) -> Mapping[str, Any]:
-        """Return the parameters of one block, a dict of float32 arrays that may be nested.
+        """Return the parameters of one block: a dict of float32 arrays, which may be nested.
 
-        A matrix that is called "kernel" counts as one for `plan` and Muon; weight decay shrinks
-        matrices.
+        `plan` and Muon treat a matrix named "kernel" as a kernel. Weight decay applies to matrices.
 
         Args:
-            config: of the model.
-            key: a random key of this block's own.
+            config: the config of the model.
+            key: a random key for this block.
         """
         return {}
 
     def edit(self, params: Any) -> Mapping[str, Callable[[Any], Any]]:
-        """Return functions by the names of places of a block, as "attention/heads".
+        """Return functions by the names of places of a block, such as "attention/heads".
 
-        Each is called with the value of that place, which starts with [B, T], and returns another
-        one; it must be pure, and compute a token's value from that token alone.
+        Each function takes the value of its place, which starts with [B, T], and returns a new
+        value. It must be pure and may not mix tokens.
 
         Args:
-            params: of this block, as `init` drew them.
+            params: the parameters of this block, as `init` drew them.
         """
         return {}
 
@@ -49,30 +48,30 @@ class OwnBlock:
         self,
         params: Any,
         x: Any,  # [B, T, D]
-        call: Any,  # of `models.block`, a floor above
+        call: Any,  # of `models.block`, which imports this module
     ) -> Any:  # [B, T, D]
         """Return the stream after the block.
 
         Args:
-            params: of this block, as `init` drew them.
+            params: the parameters of this block, as `init` drew them.
             x: [B, T, D], the stream before the block.
-            call: has `attend(q, k, v)`, to be called once, for [B, T, N, H], [B, T, K, H] and
-                [B, T, K, Hv]: it returns what each head gives, [B, T, N, Hv], through the cache,
-                by the config's positions, mask and implementation; `dropout(y)`; and `layer`, the
-                number of the block.
+            call: has `attend(q, k, v)`, `dropout(y)` and `layer`, the index of the block. Call
+                `attend` once, with [B, T, N, H], [B, T, K, H] and [B, T, K, Hv]. It uses the
+                cache and the config's positions, mask and implementation, and returns the output
+                of each head, [B, T, N, Hv].
         """
         raise NotImplementedError
 
     @property
     def is_whole(self) -> bool:
-        """Say whether it takes the place of the library's block."""
+        """Whether it replaces the library's block."""
         return type(self).run is not OwnBlock.run
 
     def check_model(self, model: ModelConfig) -> None:
-        """Raise ConfigError where no config can hold this value, or the model has no place for it.
+        """Raise ConfigError if the value cannot be part of a config or does not fit the model.
 
         Args:
-            model: the config that it is a part of.
+            model: the config that contains this block.
         """
         check_own("block", self)
         if self.is_whole and type(self).edit is not OwnBlock.edit:
@@ -81,7 +80,7 @@ class OwnBlock:
             fail("block", self, "needs kind 'decoder' or 'encoder'")
         if self.is_whole and (model.experts is not None or model.qk_norm):
             name = "qk_norm" if model.experts is None else "experts"
-            fail(name, getattr(model, name), "is not read by the `run` of a block of your own")
+            fail(name, getattr(model, name), "is not read by a custom block with `run`")
 
 
 OwnBlock.own_kind_of = OwnBlock

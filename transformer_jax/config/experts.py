@@ -1,4 +1,4 @@
-"""Configure a mixture of experts in the place of the feed-forward of every block."""
+"""Config of a mixture of experts, which replaces the feed-forward of every block."""
 
 from __future__ import annotations
 
@@ -10,43 +10,44 @@ from transformer_jax.config.keywords import config_class
 
 @config_class
 class Experts:
-    """Give each token a few of many feed-forwards, which a router chooses (Shazeer et al. 2017).
+    """Many feed-forwards; a router chooses a few for each token (Shazeer et al. 2017).
 
-    y = sum_e w_e f_e(x) over the `top_k` experts e of the token x with the largest logits x W_r. No
-    expert has a capacity, so that no token is left out.
+    y = sum_e w_e f_e(x) over the `top_k` experts e with the largest logits x W_r for a token x.
+    Experts have no capacity limit, so no token is dropped.
     """
 
     count: Size = 8
-    """Experts of a block (E)."""
+    """Number of experts in a block (E)."""
     top_k: Size = 2
-    """Experts that a token is given to (k)."""
+    """Number of experts per token (k)."""
     d_ff: Size | None = None
-    """Hidden width of an expert; None is the model's d_ff."""
+    """Hidden width of each expert. None uses the model's d_ff."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """The router's logits become weights by a softmax over all experts, or by a sigmoid of each
-    (DeepSeek-AI 2024)."""
+    """Function that turns the router's logits into weights: a softmax over all experts, or a
+    sigmoid of each logit (DeepSeek-AI 2024)."""
     normalize: bool = True
-    """Divide the k weights by their sum. With softmax this is the softmax of the k logits
-    (Mixtral). With top_k 1 the weight is always 1, and the router has no gradient of the task's
-    loss: False trains it (Fedus et al. 2021)."""
+    """Divide the k weights by their sum. With softmax this equals the softmax of the k logits
+    (Mixtral). With top_k 1 the weight is then always 1, and the task's loss has no gradient for the
+    router; False trains it (Fedus et al. 2021)."""
     scale: Factor = 1.0
-    """Multiply the weights by it, after they are normalised."""
+    """Multiplier of the weights, applied after they are normalized."""
     selection_bias: bool = False
-    """Choose experts by score + b, with a number b of each expert that weighs nothing (Wang et al.
-    2024). It has no gradient, so training leaves it as it is: it is for weights that are loaded."""
+    """Choose experts by score + b, where b is a number per expert that does not affect the weights
+    (Wang et al. 2024). It has no gradient, so training leaves it unchanged; it is for loaded
+    weights."""
     router_bias: bool = False
-    """Add a learned number of each expert to the router's logits (gpt-oss)."""
+    """Add a learned bias for each expert to the router's logits (gpt-oss)."""
     shared_d_ff: Size | None = None
-    """Hidden width of one more feed-forward, which every token is given to; None has none."""
+    """Hidden width of an additional feed-forward that processes every token. None has none."""
     shared_gate: bool = False
-    """Multiply what the shared feed-forward gives by sigmoid(x w) (Qwen 1.5)."""
+    """Multiply the output of the shared feed-forward by sigmoid(x w) (Qwen 1.5)."""
     balance_loss: NonNegative = 0.01
-    """Add to the loss of training c E sum_e f_e P_e, averaged over the blocks: f_e is how many of a
-    token's k choices are e on average, P_e the mean of its softmax (Fedus et al. 2021, 2.2). Even
-    use gives c k, the least where both follow each other."""
+    """Coefficient c of the load-balancing loss c E sum_e f_e P_e, averaged over blocks, where f_e
+    is the mean number of a token's k choices that are e, and P_e the mean of its softmax (Fedus et
+    al. 2021, 2.2). Uniform use gives c k, the minimum if f and P follow each other."""
     z_loss: NonNegative = 0.0
-    """Add to the loss of training c mean(logsumexp(logits)^2), averaged over the blocks (Zoph et
-    al. 2022, 3.2)."""
+    """Coefficient c of the router's z-loss c mean(logsumexp(logits)^2), averaged over blocks (Zoph
+    et al. 2022, 3.2)."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -1,4 +1,4 @@
-"""Check the fields of a config: types, ranges, and fields that exclude each other."""
+"""Checks of config fields: types, ranges, and fields that exclude each other."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from transformer_jax.config.kinds import field_hints, kind_name
 
 
 class Dataclass(Protocol):
-    """Take an instance of any dataclass."""
+    """An instance of any dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
 Hint: TypeAlias = Any
-"""A type as a field is annotated with it, also a union or a Literal: Python has no type of it."""
+"""The annotation of a field. Python has no type that includes unions and Literals."""
 
 FieldValue: TypeAlias = Any
-"""The value of some field of a config, whose own check says what it may be."""
+"""The value of any config field. The config's own checks restrict it."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for the value of a field, in its annotation: `Annotated[int, POSITIVE]`."""
+    """A rule for the value of a field, stored in its annotation: `Annotated[int, POSITIVE]`."""
 
     accepts: Callable[[Any], bool]
     text: str
@@ -55,22 +55,23 @@ Count = Annotated[int, NON_NEGATIVE, BELOW_INT32]
 Positive = Annotated[float, POSITIVE]
 NonNegative = Annotated[float, NON_NEGATIVE]
 Fraction = Annotated[float, Rule(lambda x: 0 <= x < 1, "must be at least 0 and below 1")]
-# products with it, and quotients by it, fit float32
+# products and quotients with a factor do not overflow float32
 Factor = Annotated[
     float, Rule(lambda x: 1e-30 <= x <= 1e30, "must be positive, from 1e-30 to 1e30")
 ]
 
 
 class ConfigError(ValueError):
-    """Say that a config field has a value that is not allowed, or that two fields contradict."""
+    """Error for an invalid value of a config field, or for fields that contradict each other."""
 
 
 LONGEST_FOLDER = 3840
-"""Bytes of a folder's path: a system allows 4096 for those of the files below it."""
+"""Maximum length of a folder's path in bytes. Systems allow 4096 for the paths of files below
+it."""
 
 
 def fail(name: str, value: object, rule: str) -> NoReturn:
-    """Raise the ConfigError that names a field, its value and the rule it breaks."""
+    """Raise the ConfigError that names a field, its value and the rule it violates."""
     raise ConfigError(f"{name} is {value!r}: {rule}")
 
 
@@ -82,13 +83,13 @@ OTHER_NAMES = {
     "relative": "shaw", "rms_norm": "rmsnorm", "rotary": "rope", "sft": "chat",
     "swish": "silu", "translation": "seq2seq", "warmup_stable_decay": "wsd",
 }  # fmt: skip
-"""What other libraries call a choice of this one."""
+"""Names that other libraries use for a choice of this library."""
 
 
 def nearest(text: object, known: Collection[str], least: float = 0.6) -> str:
-    """Return `, nearest: X` with the known spelling that a wrong one resembles, else nothing.
+    """Return `, nearest: X` with the known name most similar to a wrong one, or an empty string.
 
-    `least` is the smallest similarity of a spelling that counts, from 0 to 1.
+    `least` is the minimum similarity, from 0 to 1.
     """
     other = OTHER_NAMES.get(str(text).lower().replace("-", "_"))
     near = [other] if other in known else difflib.get_close_matches(str(text), known, 1, least)
@@ -97,11 +98,11 @@ def nearest(text: object, known: Collection[str], least: float = 0.6) -> str:
 
 
 def check_types(config: Dataclass) -> None:
-    """Check that every field has a value of its annotated type, which keeps the type's rules.
+    """Check that every field has a value of its annotated type and satisfies the type's rules.
 
-    `"512"` is no integer, a bool is no integer, and NaN is no number. A dtype, such as
-    `jnp.bfloat16`, becomes its name. The name of one of several kinds, such as "chat" of a task,
-    becomes that kind with its defaults.
+    Strings and bools are not integers, and NaN is not a number. A dtype, such as `jnp.bfloat16`,
+    is replaced by its name. The name of one of several kinds, such as "chat" for a task, becomes
+    that kind with its defaults.
     """
     for name, hint in field_hints(type(config)).items():
         value = getattr(config, name)
@@ -115,7 +116,7 @@ def check_types(config: Dataclass) -> None:
         options = get_args(hint) if get_origin(hint) not in (None, Literal, tuple) else (hint,)
         kinds = {kind_name(o): o for o in options if isinstance(o, type) and is_dataclass(o)}
         if isinstance(value, str) and value in kinds and len(kinds) > 1:
-            # the class is frozen for callers; this is still its construction
+            # the instance is still being constructed, so a frozen field may be set
             object.__setattr__(config, name, kinds[value]())
         elif not any(_fits(value, option) for option in options):
             choices = [c for o in options if get_origin(o) is Literal for c in get_args(o)]
@@ -123,7 +124,7 @@ def check_types(config: Dataclass) -> None:
             if isinstance(value, str) and not choices:
                 near = nearest(value, kinds)
             elif isinstance(value, type) and value in options:
-                near = f", a value: {value.__name__}(...)"
+                near = f"; pass an instance: {value.__name__}(...)"
             fail(name, value, f"must be {_spell(hint)}{near}")
     for name, rule in field_rules(type(config)):
         value = getattr(config, name)
@@ -133,8 +134,8 @@ def check_types(config: Dataclass) -> None:
 
 @functools.cache
 def field_rules(kind: type) -> list[tuple[str, Rule]]:
-    """Return the rules in the annotations of the fields of a class of configs and of its bases."""
-    # each base is read by itself: a subclass that only changes a default keeps the base's rules
+    """Return the rules in the annotations of the fields of a config class and its bases."""
+    # bases are read one by one: a subclass that only changes a default keeps the base's rules
     hints = [x for base in kind.__mro__ for x in get_type_hints(base, include_extras=True).items()]
     options = [(name, option) for name, hint in hints for option in (hint, *get_args(hint))]
     found = (
@@ -147,15 +148,15 @@ def field_rules(kind: type) -> list[tuple[str, Rule]]:
 
 
 def is_function(value: object) -> bool:
-    """Say whether a value can be called, and is not a class."""
+    """Whether a value is callable and not a class."""
     return callable(value) and not isinstance(value, type)
 
 
 def _fits(value: object, hint: Hint) -> bool:
-    own = getattr(value, "own_kind_of", None)
-    # its own check says what it may contain: its class is not in the type of the field
-    if own is not None and not isinstance(value, type):  # of a class of the user's
-        return isinstance(hint, type) and issubclass(hint, own)
+    # a custom value checks itself; its class is not part of the field's type
+    base = getattr(value, "own_kind_of", None)
+    if base is not None and not isinstance(value, type):
+        return isinstance(hint, type) and issubclass(hint, base)
     if get_origin(hint) is Literal:
         return value in get_args(hint) and isinstance(value, str)
     if get_origin(hint) is tuple:
@@ -180,7 +181,7 @@ def _spell(hint: Hint) -> str:
 
 
 def check_new_folder(name: str, path: str) -> None:
-    """Raise ConfigError for a folder to be made whose name cannot be that of one."""
+    """Raise ConfigError if a path cannot be the name of a new folder."""
     try:
         size = len(os.path.abspath(path).encode("utf-8"))
     except UnicodeEncodeError:
@@ -190,11 +191,11 @@ def check_new_folder(name: str, path: str) -> None:
     if re.match(r"[A-Za-z][\w+.-]*://", path):
         fail(name, path, "must be a folder of this machine, not an address")
     if size > LONGEST_FOLDER:
-        fail(name, f"{path[:40]}...", f"has {size} bytes, must have at most {LONGEST_FOLDER}")
+        fail(name, f"{path[:40]}...", f"has {size} bytes, but at most {LONGEST_FOLDER} are allowed")
 
 
 def unread(config: Dataclass, rule: str, *names: str) -> None:
-    """Check that fields that nothing reads, for the reason `rule`, stand at their defaults."""
+    """Check that fields without effect, for the reason `rule`, have their defaults."""
     for name in names:
         value = getattr(config, name)
         if value != type(config).__dataclass_fields__[name].default:

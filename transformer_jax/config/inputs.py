@@ -1,6 +1,6 @@
-"""Configure what an encoder reads in the place of tokens: one value, with the fields of its kind.
+"""Encoder inputs other than tokens: vectors, image patches and frames of sound.
 
-A value is checked by itself when it is made, and against its model by `check_model`.
+A value checks itself when it is created. `check_model` checks it against its model.
 """
 
 from __future__ import annotations
@@ -16,54 +16,54 @@ if TYPE_CHECKING:
 
 
 class _Inputs:
-    """Say what every kind of inputs has in common."""
+    """Base class of all kinds of inputs."""
 
     def check_model(self, model: ModelConfig) -> None:
-        """Raise ConfigError where these inputs and the fields of `model` contradict."""
+        """Raise ConfigError if these inputs contradict the fields of `model`."""
         if model.kind == "decoder":
             fail("inputs", self, "needs kind 'encoder' or 'encoder-decoder'")
-        unread(model, "a source of tokens: needs inputs None", "source_vocab_size")
+        unread(model, "needs inputs None: only tokens have a vocabulary", "source_vocab_size")
         if model.kind == "encoder":
             fields = (
                 "type_vocab_size", "masked_token_head", "tie_embeddings", "logit_scale",
                 "embedding_scale", "logit_bias", "logit_softcap", "embedding_dim",
             )  # fmt: skip
-            unread(model, "an encoder of inputs has no tokens: needs inputs None", *fields)
+            unread(model, "needs inputs None: an encoder with inputs has no tokens", *fields)
 
 
 @config_class
 class Vectors(_Inputs):
-    """Read one vector for each token, as features of another model: x W + b."""
+    """One vector per token, such as the features of another model: x W + b."""
 
     width: Size = 80
-    """Numbers in a vector."""
+    """Number of features in each vector."""
 
     def __post_init__(self) -> None:
         check_types(self)
 
     def row_shape(self, length: int) -> tuple[int, ...]:
-        """Return the shape of one row of so many vectors."""
+        """Return the shape of one row of `length` vectors."""
         return length, self.width
 
     def num_tokens(self, length: int) -> int:
-        """Return how many tokens the encoder makes of so many vectors: as many."""
+        """Return the number of tokens for `length` vectors, which is the same."""
         return length
 
 
 @config_class
 class Patches(_Inputs):
-    """Read an image as a row of square patches (Dosovitskiy et al. 2021, 3.1)."""
+    """An image as a row of square patches (Dosovitskiy et al. 2021, 3.1)."""
 
     size: Size = 16
-    """Height and width of a patch, in pixels."""
+    """Height and width of a patch in pixels."""
     height: Size = 224
-    """Height of an image, in pixels."""
+    """Height of an image in pixels."""
     width: Size = 224
-    """Width of an image, in pixels."""
+    """Width of an image in pixels."""
     channels: Size = 3
-    """Numbers in a pixel."""
+    """Number of channels per pixel."""
     class_token: bool = True
-    """A learned token comes first, whose state the classification head reads."""
+    """Prepend a learned token, whose state the classification head reads."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -72,11 +72,11 @@ class Patches(_Inputs):
                 fail(name, getattr(self, name), f"must be a multiple of size {self.size}")
 
     def row_shape(self, length: int | None = None) -> tuple[int, ...]:
-        """Return the shape of one image, whatever the length."""
+        """Return the shape of one image; `length` is ignored."""
         return self.height, self.width, self.channels
 
     def num_tokens(self, length: int | None = None) -> int:
-        """Return how many tokens the encoder makes of an image: its patches, and the class's."""
+        """Return the number of tokens per image: its patches and the class token."""
         return (self.height // self.size) * (self.width // self.size) + self.class_token
 
     def check_model(self, model: ModelConfig) -> None:
@@ -88,36 +88,37 @@ class Patches(_Inputs):
 
 @config_class
 class Frames(_Inputs):
-    """Read frames of sound through strided convolutions (Synnaeve et al. 2020).
+    """Frames of sound, read through strided convolutions (Synnaeve et al. 2020).
 
-    Each layer is gelu(conv(x)) with (kernel - 1) / 2 zeros on either side; of T frames it makes
+    Each layer is gelu(conv(x)) with (kernel - 1) / 2 zeros on either side, and maps T frames to
     ceil(T / stride).
     """
 
     width: Size = 80
-    """Numbers in a frame, as channels of a mel spectrogram."""
+    """Number of features in each frame, such as the channels of a mel spectrogram."""
     kernel: Size = 5
-    """Frames that a convolution sees, its own in the middle."""
+    """Number of frames that a convolution sees, centered on its own frame."""
     stride: Size = 2
-    """Frames from one output of a convolution to the next."""
+    """Number of frames between the outputs of a convolution."""
     layers: Size = 2
-    """Convolutions one after the other."""
+    """Number of convolutions in sequence."""
 
     def __post_init__(self) -> None:
         check_types(self)
         if self.kernel % 2 == 0:
-            fail("kernel", self.kernel, "must be odd, with its own frame in the middle")
+            fail("kernel", self.kernel, "must be odd, to be centered on a frame")
         if self.stride > self.kernel:
-            fail("stride", self.stride, f"must not exceed kernel {self.kernel}, or frames are lost")
+            rule = f"must not exceed kernel {self.kernel}: frames would be skipped"
+            fail("stride", self.stride, rule)
 
     def row_shape(self, length: int) -> tuple[int, ...]:
-        """Return the shape of one row of so many frames."""
+        """Return the shape of one row of `length` frames."""
         return length, self.width
 
     def num_tokens(self, length: int) -> int:
-        """Return how many tokens the encoder makes of so many frames: ceil(T / stride^layers)."""
+        """Return the number of tokens for `length` frames: ceil(T / stride^layers)."""
         return -(-length // self.stride**self.layers)
 
 
 Inputs = Vectors | Patches | Frames
-"""Kinds of input that an encoder reads in the place of tokens."""
+"""Kinds of encoder input other than tokens."""

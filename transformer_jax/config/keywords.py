@@ -1,4 +1,4 @@
-"""Document the fields of configs, and name the argument that a keyword of another library means."""
+"""Documentation of config fields, and suggestions for keywords of other libraries."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OTHER_NAMES = {
     "diversity": "diversity_penalty",
     "num_results": "num_return_sequences",
     "copies": "num_return_sequences num_samples count times n",
-    "fork(state, n), a row for each": "num_return_sequences num_samples",
+    "fork(state, n), one row per sample": "num_return_sequences num_samples",
     "processors=[RepetitionPenalty(...)]": "repetition_penalty",
     "processors=[PresencePenalty(...)]": "presence_penalty",
     "processors=[FrequencyPenalty(...)]": "frequency_penalty freq_penalty",
@@ -68,8 +68,8 @@ _OTHER_NAMES = {
     "lengths=attention_mask": "attention_mask",
     "lengths": "prompt_lengths seq_lens padding_side",
     "leave it out: `lengths` tells padding from tokens, also on the left": "pad_token_id pad_id",
-    "leave it out: it is the tokenizer's, and a prompt begins with it": "bos_token_id",
-    "leave it out: decoding always has a cache": "use_cache",
+    "leave it out: the tokenizer adds it to the prompt": "bos_token_id",
+    "leave it out: decoding always uses a cache": "use_cache",
     "capture=('block_*/attention/weights',)": "output_attentions attention",
     "capture=('block_*/residual',)": "output_hidden_states",
     "capture=('logits',)": "output_scores output_logits",
@@ -83,25 +83,25 @@ _OTHER_NAMES = {
     "sinks": "s_aux attention_sinks",
     "block_table": "page_table page_indices",
     "softcap": "logits_soft_cap soft_cap attn_logits_soft_cap logits_softcap",
-    "dropout_rate=0.0, which leaves nothing out": "deterministic train training is_training",
+    "dropout_rate=0.0, which turns dropout off": "deterministic train training is_training",
     "dropout_rate": "dropout dropout_p",
-    "dropout_rate and dropout_key, which draw it": "dropout_mask",
+    "dropout_rate and dropout_key, which determine it": "dropout_mask",
     "dropout_key": "dropout_rng rng rngs seed prng_key",
     "implementation": "backend impl attn_implementation",
     "return_lse": "return_residual return_residuals return_attn_probs",
     "query": "q",
-    "query, whose dtype the result has": "dtype",
+    "query, which sets the dtype of the result": "dtype",
     "value": "v",
     "dot_product_attention_weights(query, key, ...)": "need_weights average_attn_weights "
     "return_attention_scores return_softmax",
-    "leave it out: key heads may divide the query's": "enable_gqa",
-    "leave it out: what is left out is drawn for each row and head": "broadcast_dropout",
-    "leave it out: scores and softmax are in float32": "force_fp32_for_softmax",
+    "leave it out: grouped queries are always supported": "enable_gqa",
+    "leave it out: dropout always differs between rows and heads": "broadcast_dropout",
+    "leave it out: scores and softmax are always float32": "force_fp32_for_softmax",
     # a call of a model
     "positions=jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)": "attention_mask "
     "key_padding_mask padding_mask src_key_padding_mask",
-    "key, a random key, turns dropout on, None off": "deterministic train training is_training "
-    "dropout_rng",
+    "key, a random key that turns dropout on; None turns it off": "deterministic train training "
+    "is_training dropout_rng",
     "source": "input_ids encoder_input_ids src",
     "tokens": "input_ids inputs idx decoder_input_ids",
     "positions": "position_ids input_pos segment_pos position_embedding_type "
@@ -137,7 +137,7 @@ _OTHER_NAMES = {
     "left": "window window_size size sliding_window",
     "slopes": "alibi_slopes",
     "bias=ALiBi(...)": "alibi_slopes",
-    "bias, a `Bias` of your own, or softcap": "score_mod",
+    "bias, your own subclass of `Bias`, or softcap": "score_mod",
     "bias": "attn_bias attention_bias",
     "key": "rng rngs seed prng_key generator k",
     # a model
@@ -223,11 +223,9 @@ _OTHER_NAMES = {
     "trained": "modules_to_save",
     "rslora": "use_rslora",
 }
-"""The arguments of this library, each with the names that other libraries give it.
-
-Of several, the first counts that the function has. A call, such as `stream(...)`, is of another
-function; what begins with "leave it out" has no argument anywhere.
-"""
+"""The arguments of this library, each with its names in other libraries. The first match that the
+function accepts is suggested. A call, such as `stream(...)`, names another function. Entries that
+begin with "leave it out" have no corresponding argument."""
 
 _OTHER_FLAGS = {
     "num_tokens": "tokens max_new_tokens max_tokens max_length",
@@ -236,24 +234,22 @@ _OTHER_FLAGS = {
     "no_repeat_ngram": "no_repeat_ngram_size",
     "model": "run model_name_or_path base_model",
 }
-"""The flags that are not called as the arguments are, with the names that others give them."""
+"""The flags whose names differ from the arguments, with their names in other programs."""
 
 _SIDES: dict[str, Callable[[Any], str]] = {
-    # of jax.nn and of flash-attention, which do not count the query itself; -1 has no bound
+    # jax.nn and flash-attention do not count the query itself; -1 has no bound
     "local_window_size": lambda n: _window(*(n if isinstance(n, tuple) else (n, n))),
     "window_size": lambda n: _window(*n) if isinstance(n, tuple) else f"Causal() & Window({n})",
 }
-"""What other libraries' windows are here."""
+"""Conversions of other libraries' windows."""
 
 
 def _window(left: int, right: int) -> str:
-    """Return the mask that leaves a query so many keys before itself and after."""
+    """Return the mask that shows a query `left` keys before itself and `right` after."""
     sides = [None if n < 0 else n + 1 for n in (left, right)]
-    return (
-        "None, as they bound nothing"
-        if sides == [None, None]
-        else f"Window({sides[0]}, {sides[1]})"
-    )
+    if sides == [None, None]:
+        return "None, since both sides are unbounded"
+    return f"Window({sides[0]}, {sides[1]})"
 
 
 def refuse_keywords(
@@ -262,10 +258,10 @@ def refuse_keywords(
     options: Collection[str] = (),
     name: str | None = None,
 ) -> None:
-    """Raise TypeError where a function was called with keywords that it does not have.
+    """Raise TypeError if a function was called with unknown keywords.
 
-    It has those of its signature, and `options` that it takes as `**options`. `name` is what the
-    caller calls it, where that is not its own.
+    Known keywords are those of its signature and the `options` that it takes as `**options`. The
+    message shows `name` instead of the function's name, if passed.
     """
     for keyword, value in unknown.items():
         named = inspect.signature(function).parameters
@@ -277,14 +273,13 @@ def refuse_keywords(
 def known_keywords(function: F, name: str | None = None) -> F:
     """Make a function suggest the intended argument for an unknown keyword.
 
-    This comes before Python's own check for missing arguments. `name` is as in `refuse_keywords`.
-    So does the hint for a text that is passed to a function of arrays, which takes a step.
+    The suggestion comes before Python's own check for missing arguments. `name` is as in
+    `refuse_keywords`. A function of a step also raises a hint if it gets a string instead.
     """
     known = {
         name for name, one in inspect.signature(function).parameters.items()
         if one.kind is not one.POSITIONAL_ONLY
     }  # fmt: skip
-
     first = next(iter(inspect.signature(function).parameters), None)
 
     @functools.wraps(function)
@@ -294,7 +289,7 @@ def known_keywords(function: F, name: str | None = None) -> F:
             refuse_keywords(function, unknown, name=name)
         if first == "step" and args and isinstance(args[0], str):
             rule = "must be a step, make_step(model)"
-            use = "transformer_jax.load(FOLDER) has a method generate(TEXT), `serve` is a command"
+            use = "for text use transformer_jax.load(FOLDER).generate(TEXT), or the command serve"
             raise ValueError(f"step is {args[0]!r:.60}: {rule}; {use}")
         return function(*args, **keywords)
 
@@ -311,27 +306,27 @@ def config_class(*, repr: bool = True) -> Callable[[C], C]: ...
 def config_class(cls: Any = None, /, *, repr: bool = True) -> Any:
     """Make a class a keyword-only value class, the form of all configs.
 
-    Its `help` documents the fields, and an unknown field names the one that is meant.
+    Its `help` documents the fields, and an error for an unknown field suggests the intended one.
     """
     if cls is None:
         return functools.partial(config_class, repr=repr)
-    own = value_class(kw_only=True, repr=repr)(cls)
-    known, init = [field.name for field in dataclasses.fields(own)], own.__init__
+    new = value_class(kw_only=True, repr=repr)(cls)
+    known, init = [field.name for field in dataclasses.fields(new)], new.__init__
 
     @functools.wraps(init)
     def checked(self: object, *args: object, **fields: object) -> None:
-        for name, given in fields.items():
+        for name, value in fields.items():
             if name not in known:
-                raise TypeError(f"{cls.__name__} has no field {name!r}{meant(name, known, given)}")
+                raise TypeError(f"{cls.__name__} has no field {name!r}{meant(name, known, value)}")
         init(self, *args, **fields)
 
-    own.__init__ = checked
-    own.__doc__ = _Doc(cls.__doc__ or "")
-    return own
+    new.__init__ = checked
+    new.__doc__ = _Doc(cls.__doc__ or "")
+    return new
 
 
 class _Doc:
-    """The docstring of a config, which reads the meanings of the fields when it is asked for."""
+    """The docstring of a config, which reads the field descriptions when it is accessed."""
 
     def __init__(self, about: str) -> None:
         self.about = about
@@ -339,19 +334,19 @@ class _Doc:
     def __get__(self, instance: object, owner: type) -> str:
         lines = [inspect.cleandoc(self.about), "", "Fields:"]
         for name, text in field_docs(owner).items():
-            lines += textwrap.wrap(f"{name}: {text}", 96, initial_indent="    ",
-                                   subsequent_indent=" " * 8)  # fmt: skip
+            lines += textwrap.wrap(f"{name}: {text}", 96, break_on_hyphens=False,
+                                   initial_indent="    ", subsequent_indent=" " * 8)  # fmt: skip
         return "\n".join(lines) if lines[3:] else self.about
 
 
 @functools.cache
 def field_docs(config: type) -> dict[str, str]:
-    """Return the string below each field of a dataclass, inherited fields included."""
+    """Return the string below each field of a dataclass, including inherited fields."""
     bases = (base for base in config.__bases__ if dataclasses.is_dataclass(base))
     docs = {name: text for base in bases for name, text in field_docs(base).items()}
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
-    except (OSError, TypeError):  # a class that was typed in, or a program without its source
+    except (OSError, TypeError):  # no source: a class typed in a shell, or a frozen program
         return docs
     assert isinstance(tree, ast.ClassDef)
     for field, below in zip(tree.body, tree.body[1:], strict=False):
@@ -362,7 +357,7 @@ def field_docs(config: type) -> dict[str, str]:
 
 
 def meant(name: str, known: Collection[str], value: object = None) -> str:
-    """Return what to write in the place of a keyword, or the nearest name that is known."""
+    """Return what to write instead of a keyword, or the nearest known name."""
     sides = _SIDES.get(name)
     if sides is not None and "mask" in known and isinstance(value, int | tuple):
         return f", meant: mask={sides(value)}"
@@ -374,7 +369,7 @@ def meant(name: str, known: Collection[str], value: object = None) -> str:
 
 
 def nearest_flag(flag: str, flags: Collection[str]) -> str:
-    """Return the flag that was meant by one of another program's, or the nearest one."""
+    """Return the flag to use instead of another program's, or the nearest known flag."""
     name = flag.lstrip("-").replace("-", "_")
     for text, others in (*_OTHER_FLAGS.items(), *_OTHER_NAMES.items()):
         found = re.match(r"(\w+)(?:='(\w+)')?", text)

@@ -1,7 +1,7 @@
-"""Kinds of models and of tasks that register by name, the package's own and yours alike.
+"""Registry of named kinds of models and tasks, both the package's and yours.
 
-A base class has kinds: `register(AnyModelConfig, mamba="my_models:MambaConfig")` makes one known to
-`--model mamba`, to config.json and to every field of type `AnyModelConfig`.
+`register(AnyModelConfig, mamba="my_models:MambaConfig")` makes a kind of the base class
+AnyModelConfig known to `--model mamba`, to config.json and to every field of that type.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ C = TypeVar("C", bound=type)
 
 
 def has_kinds(base: C) -> C:
-    """Let kinds of a base class register by name."""
+    """Allow kinds of a base class to be registered by name."""
     _KINDS[base] = {}
     return base
 
 
 def register(base: type, **kinds: type | str) -> None:
-    """Make kinds of a base class known by name, after those that are known.
+    """Register kinds of a base class by name, after the existing ones.
 
-    A kind is a frozen dataclass, or the "module:Class" to import when a config, a flag or a file is
-    first read. Its name is that of the class, in lower case and without "Config" or "Task"; a class
-    with its own `usual` may have other names. A class that is defined again, as by a cell of a
-    notebook, replaces the old one.
+    A kind is a frozen dataclass, or a "module:Class" to import when a config, flag or file is first
+    read. Its name is the lowercase name of the class without "Config" or "Task"; a class with its
+    own `usual` may have other names. A class that is defined again, such as in a notebook cell,
+    replaces the old one.
 
     Raises:
-        ValueError: if the base class has no kinds, a kind is not of it or has another name, or
-            another class has its name. Then nothing is registered.
+        ValueError: if the base class has no kinds, a kind is not a subclass of it or has another
+            name, or another class already has its name. Then nothing is registered.
     """
     if base not in _KINDS:
         rule = f"must be {' or '.join(one.__name__ for one in _KINDS)}"
@@ -48,36 +48,35 @@ def register(base: type, **kinds: type | str) -> None:
             raise ValueError(f'{name} is {kind!r}: must be "module:Class"')
         for other, one in known.items():
             taken = {name} & {other} | {*names_in_files(kind)} & {*names_in_files(one)}
-            # a cell of a notebook that runs again defines the same class anew
+            # a notebook cell that runs again defines the same class again
             if taken and _place(one) != _place(kind):
-                rule = f"the name {min(taken)!r} is that of {_place(one)}"
+                rule = f"the name {min(taken)!r} already belongs to {_place(one)}"
                 raise ValueError(f"{name} is {_place(kind)}: {rule}")
         if not isinstance(kind, str):
             _check_name(base, name, kind)
         known[name] = kind
     _KINDS[base] = known
-    # both caches know the kinds of before
     kinds_of.cache_clear()
     field_hints.cache_clear()
 
 
 def names_of(base: type) -> tuple[str, ...]:
-    """Return the names of a base's kinds; none is imported."""
+    """Return the names of a base's kinds without importing them."""
     return tuple(_KINDS.get(base, ()))
 
 
 @functools.cache
 def kinds_of(base: type) -> Mapping[str, type]:
-    """Return the kinds of a base by name, and import those that are not there yet.
+    """Return the kinds of a base by name, importing them if necessary.
 
     ValueError if a "module:Class" cannot be imported.
     """
     found = {}
     for name, kind in _KINDS.get(base, {}).items():
         if isinstance(kind, str):
-            module, _, own = kind.partition(":")
+            module, _, attribute = kind.partition(":")
             try:
-                kind = getattr(importlib.import_module(module), own)
+                kind = getattr(importlib.import_module(module), attribute)
             except (ImportError, AttributeError) as error:
                 raise ValueError(f"{name} is {kind!r}: {error}") from error
             _check_kind(base, name, kind)
@@ -87,7 +86,7 @@ def kinds_of(base: type) -> Mapping[str, type]:
 
 
 def kind_name(kind: type | str) -> str:
-    """Return the name of a class of configs in files and flags: its own, in lower case.
+    """Return the name of a config class in files and flags: its lowercase name without a suffix.
 
     Positions: rope, learned, ...; tasks: masked, seq2seq, ...; models: recurrent, window, ...
     """
@@ -96,39 +95,40 @@ def kind_name(kind: type | str) -> str:
 
 
 def names_in_files(kind: type | str) -> tuple[str, ...]:
-    """Return the values of `kind` that stand for a class in a file, usually one.
+    """Return the values of `kind` that identify a class in a file, usually one.
 
-    A class with a field `kind` of its own, such as ModelConfig, has every value of it.
+    A class with a field named `kind`, such as ModelConfig, has all values of that field.
     """
-    own = "kind" in getattr(kind, "__dataclass_fields__", ())
-    return get_args(field_hints(kind)["kind"]) if own else (kind_name(kind),)
+    has_field = "kind" in getattr(kind, "__dataclass_fields__", ())
+    return get_args(field_hints(kind)["kind"]) if has_field else (kind_name(kind),)
 
 
-@functools.cache  # reading them takes longer than all checks of a config
+@functools.cache  # evaluating type hints takes longer than all checks of a config
 def field_hints(kind: type) -> dict[str, Any]:
-    """Return the type of each field of a class of configs: of a base class, that of its kinds."""
+    """Return the type of each field of a config class. A base class is replaced by its kinds."""
     hints = get_type_hints(kind)
     found = {field.name: hints[field.name] for field in fields(kind)}
     for name, hint in found.items():
         if hint in _KINDS:
-            found[name] = Union[tuple(kinds_of(hint).values())]  # noqa: UP007 (of a tuple)
+            found[name] = Union[tuple(kinds_of(hint).values())]  # noqa: UP007 (a tuple has no |)
     return found
 
 
 def _check_kind(base: type, name: str, kind: object) -> None:
     if not (isinstance(kind, type) and issubclass(kind, base)):
-        rule = f'must be a class of {base.__name__}, or its "module:Class"'
+        rule = f'must be a subclass of {base.__name__}, or its "module:Class"'
         raise ValueError(f"{name} is {kind!r}: {rule}")
-    options = vars(kind).get("__dataclass_params__")  # a subclass compares its base's fields
+    # `vars`: a subclass without the decorator would compare only the fields of its base
+    options = vars(kind).get("__dataclass_params__")
     if options is None or not options.frozen:
         rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {kind.__name__}"
         raise ValueError(f"{name} is {kind!r}: {rule}")
 
 
 def _check_name(base: type, name: str, kind: type) -> None:
-    own = kind.__mro__[: kind.__mro__.index(base)]
-    if name not in names_in_files(kind) and not any("usual" in vars(one) for one in own):
-        rule = f"must be named {' or '.join(names_in_files(kind))}, or have its own `usual`"
+    classes = kind.__mro__[: kind.__mro__.index(base)]
+    if name not in names_in_files(kind) and not any("usual" in vars(one) for one in classes):
+        rule = f"must be named {' or '.join(names_in_files(kind))}, or define its own `usual`"
         raise ValueError(f"{name} is {_place(kind)}: {rule}")
 
 
@@ -139,13 +139,13 @@ def _place(kind: type | str) -> str:
 def later(
     module: str, names: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a module that imports names when they are needed.
+    """Return `__getattr__` and `__dir__` of a module that imports names on first use.
 
-    A name of a floor above is public here without an import of that floor.
+    This lets a module export names of a higher layer without importing that layer.
 
     Args:
         module: the name of the module.
-        names: the modules of the names.
+        names: names, with the modules that define them.
     """
 
     def attribute(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Configure low-rank adapters."""
+"""Config of low-rank adapters."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ class LoraConfig:
     """Low-rank adapters W + scale A B of a model's kernels (Hu et al. 2021)."""
 
     rank: Size = 8
-    """Columns of A and rows of B (r)."""
+    """Rank of the adapters (r): columns of A and rows of B."""
     alpha: Positive = 16.0
-    """Numerator of the scale."""
+    """Numerator of the adapters' scale, alpha / rank."""
     targets: tuple[str, ...] | Literal["all-linear"] = ("query", "value")
-    """Modules with a kernel, by the end of their path: query, attention/query, encoder/block_0/
-    attention/query; "all-linear" is every kernel of every block. Paths are those of a looped stack,
-    whatever the parameters are."""
+    """Modules whose kernels get adapters, by the ends of their paths: query, attention/query,
+    encoder/block_0/attention/query. "all-linear" selects every kernel of every block. Paths are
+    those of a looped stack, even if the layers are scanned."""
     layers: tuple[int, ...] | None = None
-    """Only in these blocks of each stack; None is everywhere."""
+    """Indices of the blocks of each stack that get adapters. None adapts all blocks."""
     dropout: Fraction = 0.0
-    """Rate of dropout on what A reads, in training."""
+    """Dropout rate of the adapters' inputs during training."""
     rslora: bool = False
-    """Scale alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023)."""
+    """Scale adapters by alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023)."""
 
     base: Base = "float32"
-    """What the other parameters, which stay as they are, are held in while adapters are trained.
-    int8 and int4 are for the kernels of blocks, everything else is then bfloat16."""
+    """Storage format of the frozen parameters during training. int8 and int4 apply to the kernels
+    of blocks; all other frozen parameters are then bfloat16."""
     trained: tuple[str, ...] = ()
-    """Parameters that are trained whole beside the adapters, by the beginnings of their names:
+    """Parameters to train in full in addition to the adapters, by the beginnings of their names:
     embed,decoder/norm."""
 
     def __post_init__(self) -> None:
         check_types(self)
         if not self.targets or "" in tuple(self.targets):
-            fail("targets", self.targets, "must name at least one module, and none by ''")
+            fail("targets", self.targets, "must contain at least one name, and no empty name")
         if self.layers is not None:
             if not self.layers or min(self.layers) < 0 or len({*self.layers}) < len(self.layers):
-                fail("layers", self.layers, "must be different indices from 0, at least one")
+                fail("layers", self.layers, "must contain different indices from 0, at least one")
 
     @property
     def scale(self) -> float:

@@ -1,4 +1,4 @@
-"""Configure how a run is split over devices."""
+"""Config of the device mesh of a run."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from transformer_jax.config.keywords import config_class
 
 @config_class
 class MeshConfig:
-    """Lay out devices in a grid, `data=2,fsdp=4,tensor=2`, over which a run is split.
+    """A grid of devices that splits a run: `data=2,fsdp=4,tensor=2`.
 
-    All of them are used: the product of the sizes is how many there are, in all processes together.
+    The product of the sizes must equal the number of devices in all processes together.
     """
 
     data: Size = 1
-    """Devices that take different rows of a batch and hold the same parameters."""
+    """Number of devices that process different rows of a batch and store the same parameters."""
     fsdp: Size = 1
-    """Devices that take different rows of a batch, and each a part of every parameter and of the
-    optimizer's state: the parts of a matrix are gathered where it is used (Rajbhandari et al.
-    2020)."""
+    """Number of devices that process different rows of a batch and each store a part of every
+    parameter and of the optimizer's state. The parts of a matrix are gathered before it is used
+    (Rajbhandari et al. 2020)."""
     tensor: Size = 1
-    """Devices that share the heads and the widths of each layer: they take the same rows (Shoeybi
-    et al. 2019)."""
+    """Number of devices that split the heads and widths of each layer and process the same rows
+    (Shoeybi et al. 2019)."""
     expert: Size = 1
-    """Devices that take different rows of a batch, and each a part of the experts: the rows of all
-    of them meet at each expert's device (Lepikhin et al. 2020). The experts' matrices are whole
-    where they are used, so those of "tensor" compute the same experts."""
+    """Number of devices that process different rows of a batch and each store some of the experts.
+    Tokens are sent to the devices of their experts (Lepikhin et al. 2020). Expert matrices are not
+    split further, so the devices of "tensor" compute the same experts."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -40,12 +40,12 @@ class MeshConfig:
 
     @property
     def devices(self) -> int:
-        """Return how many devices the grid has."""
+        """Return the number of devices in the grid."""
         return math.prod(self.shape.values())
 
     @property
     def row_shards(self) -> int:
-        """Return over how many devices the rows of a batch are split."""
+        """Return the number of devices that split the rows of a batch."""
         return self.data * self.fsdp * self.expert
 
     def __str__(self) -> str:

@@ -1,7 +1,8 @@
-"""Configure one transformer.
+"""Config of a transformer.
 
-A config is passed whole. `dataclasses.replace` makes variations; every replacement is validated
-again. Absent is `None`, a mode is a `Literal`; an error names the field, its value and the rule.
+Functions take a config as a whole. `dataclasses.replace` makes variations, and every replacement
+is validated again. Absent is `None`, a mode is a `Literal`. An error names the field, its value
+and the rule.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ Norm = Literal["layernorm", "rmsnorm"]
 NormOrder = Literal["pre", "post", "sandwich", "output", "parallel", "parallel_shared"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]
 if TYPE_CHECKING:
-    AnyActivation = Activation | Callable[[Any], Any]  # of arrays; a config imports no JAX
-else:  # what files and flags name
+    AnyActivation = Activation | Callable[[Any], Any]  # of arrays; configs do not import JAX
+else:  # the values that files and flags can name
     AnyActivation = Activation
 DType = Literal["float32", "bfloat16", "float16"]
 Pooler = Literal["tanh", "relu", "gelu", "transform"]
@@ -47,160 +48,171 @@ Remat = Literal["none", "attention", "dots", "full"]
 
 @config_class
 class ModelConfig(AnyModelConfig):
-    """Describe a transformer: `kind` says which stacks it has, the rest what a block looks like."""
+    """A transformer: `kind` selects its stacks, the other fields describe a block."""
 
     kind: Kind = "decoder"
     """decoder (causal language model), encoder (bidirectional), or encoder-decoder."""
     vocab_size: Size = 256
-    """Token kinds; with a source_vocab_size, the target's."""
+    """Size of the vocabulary (V). With source_vocab_size, the vocabulary of the target."""
     source_vocab_size: Size | None = None
-    """encoder-decoder: token kinds of the source, whose embeddings are then a table of their own;
-    None shares the target's."""
+    """encoder-decoder: size of the source vocabulary, which then has its own embeddings. None
+    shares the vocabulary and the embeddings of the target."""
     d_model: Size = 128
     """Width of the residual stream (D)."""
     num_layers: Size = 4
-    """Blocks in the stack; in each stack of an encoder-decoder unless num_decoder_layers is set."""
+    """Number of blocks. In an encoder-decoder, the blocks of each stack unless num_decoder_layers
+    is set."""
     share_layers: bool = False
-    """encoder: all blocks are one and the same, block_0, which the stream passes num_layers times
-    (ALBERT). Needs a looped stack, and layers that do not differ."""
+    """encoder: all layers share the parameters of block_0, which is applied num_layers times
+    (ALBERT). Needs a looped stack of identical layers."""
     num_decoder_layers: Size | None = None
-    """Blocks of the decoder of an encoder-decoder; None is num_layers."""
+    """encoder-decoder: number of decoder blocks. None uses num_layers."""
     num_heads: Size = 4
-    """Query heads (N)."""
+    """Number of query heads (N)."""
     num_kv_heads: Size | None = None
-    """Key and value heads (K): None is num_heads (MHA), 1 is MQA, between is GQA."""
+    """Number of key/value heads (K). None uses num_heads (MHA), 1 is MQA, values in between are
+    GQA."""
     head_dim: Size | None = None
-    """Width of a query and key head (H); None is d_model / num_heads. `key_dim` is what results."""
+    """Width of a query or key head (H). None uses d_model / num_heads. `key_dim` is the resulting
+    width."""
     value_head_dim: Size | None = None
-    """Width of a value head; None is head_dim. `value_dim` is what results."""
+    """Width of a value head. None uses head_dim. `value_dim` is the resulting width."""
     d_ff: Count | None = None
-    """Hidden width of the feed-forward (F); None is 4 * d_model, 0 has none: attention alone."""
+    """Hidden width of the feed-forward (F). None uses 4 * d_model. 0 removes the feed-forward, so
+    that blocks contain only attention."""
     experts: Experts | None = None
-    """A mixture of experts in the place of each feed-forward; None has one feed-forward."""
+    """Mixture of experts that replaces each feed-forward. None uses a single feed-forward."""
     block: OwnBlock | None = None
-    """A value of a class of your own, which changes or replaces the block (in Python only)."""
+    """Custom block: an instance of your subclass of OwnBlock that edits or replaces the block. Only
+    available in Python."""
     max_len: Size = 256
-    """Longest sequence; the size of a learned position table."""
+    """Maximum sequence length, and the size of a learned position table."""
 
     inputs: Vectors | Patches | Frames | None = None
-    """Input of the encoder in the place of tokens: Vectors, Patches of images, or Frames of sound;
-    None reads tokens. With it an encoder has no token table and no logits."""
+    """Encoder input other than tokens: Vectors, Patches of images, or Frames of sound. None reads
+    tokens. With other inputs, an encoder has no token table and no logits."""
     positions: Positions | None = field(default=Learned())
-    """How order enters: Learned or Sinusoidal vectors join the embeddings; Rope, Shaw, T5Buckets
-    and Alibi act in attention; None has no positions. A string is short for a kind with its
+    """Position encoding. Learned and Sinusoidal vectors are added to the embeddings. Rope, Shaw,
+    T5Buckets and Alibi act in attention. None has no positions. A string selects a kind with its
     defaults: "none", "learned", "sinusoidal", "rope", "shaw", "t5" or "alibi"."""
     window: int | tuple[int | None, ...] | None = None
-    """Keys a query sees, itself included; None sees all. Two-sided in an encoder. A tuple is a
-    pattern over the layers of a looped stack: layer i has window[i % len(window)]."""
+    """Number of keys that a query sees, including itself. None sees all. The window is two-sided in
+    an encoder. A tuple is a pattern over the layers of a looped stack: layer i uses window[i %
+    len(window)]."""
     sink_tokens: Count = 0
-    """Beside its window a query sees the first so many positions (Xiao et al. 2024)."""
+    """Number of first positions that every query sees in addition to its window (Xiao et al.
+    2024)."""
 
     norm: Norm | None = "layernorm"
-    """layernorm (Ba et al. 2016), rmsnorm (Zhang & Sennrich 2019); None has none (`qk_norm` is
-    its own)."""
+    """layernorm (Ba et al. 2016) or rmsnorm (Zhang & Sennrich 2019). None has no norms. `qk_norm`
+    is independent of this field."""
     norm_order: NormOrder = "pre"
-    """pre: x + f(n(x)) (GPT-2, Llama); post: n(x + f(x)) (Vaswani et al., GPT-1, BERT);
-    sandwich: x + n(f(n(x))); output: x + n(f(x)) (OLMo 2); parallel: x + f(n(x)) + g(m(x)),
-    where all branches read the stream before the block (GPT-NeoX); parallel_shared: with one norm
-    for all of them (GPT-J)."""
+    """pre: x + f(n(x)) (GPT-2, Llama). post: n(x + f(x)) (Vaswani et al., GPT-1, BERT). sandwich: x
+    + n(f(n(x))). output: x + n(f(x)) (OLMo 2). parallel: x + f(n(x)) + g(m(x)), where all branches
+    read the input of the block (GPT-NeoX). parallel_shared: parallel with one norm for all branches
+    (GPT-J)."""
     first_norm: bool = True
-    """False has no norm before the attention of block 0, for embeddings that have one (ModernBERT).
-    Needs a looped stack."""
+    """Whether block 0 has a norm before attention. False is for embeddings that are already
+    normalized (ModernBERT), and needs a looped stack."""
     norm_eps: Positive = 1e-5
-    """Added to the variance, or to the mean square, under the root."""
+    """Epsilon of the norms, added to the variance or mean square under the square root."""
     norm_unit_offset: bool = False
-    """Norms multiply by 1 + scale (Gemma)."""
+    """Norms multiply by 1 + scale instead of scale (Gemma)."""
     embedding_norm: bool = False
-    """Normalise the embeddings before the first block (BERT)."""
+    """Normalize the embeddings before the first block (BERT)."""
     activation: AnyActivation = "gelu_tanh"
-    """A name, or a function of an array, such as `jax.nn.mish`."""
+    """Activation of the feed-forward: a name, or a function of an array, such as `jax.nn.mish`."""
     glu: bool = False
     """Gated feed-forward: act(x W_gate) * (x W_up)."""
     glu_limit: Factor | None = None
-    """Clamp what a gated feed-forward multiplies: x W_gate from above, x W_up on both sides."""
+    """Gated feed-forward: clamp x W_gate from above, and x W_up on both sides, to this limit before
+    they are multiplied. None does not clamp."""
     glu_unit_offset: bool = False
-    """A gated feed-forward multiplies by 1 + x W_up (gpt-oss)."""
+    """Gated feed-forward: multiply by 1 + x W_up instead of x W_up (gpt-oss)."""
     use_bias: bool = True
-    """Bias vectors in projections and in LayerNorm."""
+    """Use bias vectors in projections and in LayerNorm."""
     qkv_bias: bool | None = None
-    """Biases of the query, key and value projections; None is use_bias."""
+    """Use biases in the query, key and value projections. None uses use_bias."""
     out_bias: bool | None = None
-    """Bias of attention's output matrix; None is use_bias."""
+    """Use a bias in the output projection of attention. None uses use_bias."""
     ff_bias: bool | None = None
-    """Biases of the feed-forward; None is use_bias."""
+    """Use biases in the feed-forward. None uses use_bias."""
     qk_norm: bool = False
-    """Normalise queries and keys before positions."""
+    """Normalize queries and keys before positions are applied."""
     qk_norm_kind: Norm = "rmsnorm"
-    """`qk_norm` is an RMSNorm, or a LayerNorm without a bias (Cohere)."""
+    """Norm of `qk_norm`: rmsnorm, or layernorm without a bias (Cohere)."""
     qk_norm_over: Literal["head", "own_head", "heads"] = "head"
-    """`qk_norm` is of each head by one scale, of each by a scale of its own (Cohere), or of all
-    heads together (OLMo 2)."""
+    """Axis of `qk_norm`. head: each head, with one scale for all heads. own_head: each head, with
+    its own scale (Cohere). heads: all heads together (OLMo 2)."""
     attention_softcap: Factor | None = None
-    """c tanh(scores / c)."""
+    """Softcap c of the attention scores: c tanh(scores / c). None has no cap."""
     attention_sinks: bool = False
-    """One learned logit per head in the softmax's denominator."""
+    """Add one learned logit per head to the denominator of the softmax."""
     attention_scale: Factor | None = None
-    """Multiplier on q k^T; None is head_dim^-0.5."""
+    """Multiplier of q k^T. None uses head_dim^-0.5."""
 
     embedding_dim: Size | None = None
-    """encoder: width of the embeddings, which a linear layer takes to d_model, and
-    masked_token_head back for logits, of which there are none without it (ELECTRA). None is
-    d_model, without such a layer."""
+    """encoder: width of the embeddings (ELECTRA). A linear layer projects them to d_model, and
+    masked_token_head projects back for the logits; without that head the model has no logits. None
+    uses d_model, without projections."""
     scale_embeddings: bool = False
-    """Multiply embeddings of tokens by sqrt(d_model) (Vaswani et al.)."""
+    """Multiply token embeddings by sqrt(d_model) (Vaswani et al.)."""
     embedding_scale: Factor | None = None
-    """Multiplier on embeddings of tokens in the place of sqrt(d_model) (Granite)."""
+    """Multiplier of token embeddings, instead of sqrt(d_model) (Granite)."""
     residual_scale: Factor | None = None
-    """Multiplier on what each branch adds to the stream (Granite)."""
+    """Multiplier of the output of each branch before it is added to the stream (Granite)."""
     tie_embeddings: bool = True
-    """The output matrix is the embedding matrix."""
+    """Use the embedding matrix as the output matrix."""
     logit_scale: Factor | None = None
-    """Multiplier on what the output matrix reads (T5: d_model^-0.5)."""
+    """Multiplier of the hidden states before the output matrix (T5: d_model^-0.5)."""
     logit_bias: bool = False
-    """Add a learned number of each token to the logits."""
+    """Add a learned bias for each token to the logits."""
     logit_softcap: Factor | None = None
-    """c tanh(logits / c)."""
+    """Softcap c of the logits: c tanh(logits / c). None has no cap."""
     type_vocab_size: Size | None = None
-    """Token types (BERT's sentence A and B); None has no table."""
+    """Number of token types (BERT: 2, for sentences A and B). None has no type embeddings."""
     num_classes: Size | None = None
-    """encoder: classes of the classification head; None has no such head."""
+    """encoder: number of classes of the classification head. None has no classification head."""
     classes_of: ClassesOf = "text"
-    """encoder: what the classes are of. text: of each row, from the pooler; token: of every token
-    (names in a text); span: of every token two numbers, whether an answer begins and ends there."""
+    """encoder: unit that is classified. text: each row, from the pooler. token: each token (such as
+    named entities). span: two numbers per token, for whether an answer begins and ends there."""
     pooler: Pooler | None = None
-    """encoder: activation of the dense layer over the first token, which the classification head
-    reads (BERT: tanh, DistilBERT: relu, ELECTRA: gelu); None has tanh where there are classes, else
-    no layer. transform: the layers of masked_token_head: dense, activation, norm (ModernBERT)."""
+    """encoder: activation of the pooler, a dense layer before the classification head (BERT: tanh,
+    DistilBERT: relu, ELECTRA: gelu). transform: the layers of masked_token_head, which are dense,
+    activation and norm (ModernBERT). None uses tanh if texts are classified, and otherwise has no
+    pooler."""
     pooler_reads: PoolerReads = "first"
-    """encoder: what the pooler reads. first: the first token of a row; mean: the mean of its
-    tokens; each: every token, of whose vector a classifier of tokens then is (ModernBERT)."""
+    """encoder: input of the pooler. first: the first token of a row. mean: the mean of its tokens.
+    each: every token, so that a token classifier reads pooled vectors (ModernBERT)."""
     masked_token_head: bool = False
-    """encoder: BERT's transform (dense, activation, norm) before the output matrix."""
+    """encoder: apply BERT's transform (dense, activation, norm) before the output matrix."""
 
     dropout: Fraction = 0.0
-    """Rate on embeddings and on each branch's output. The flag --dropout 0 sets attention_dropout
-    to 0 too, unless that is given."""
+    """Dropout rate of the embeddings and of each branch's output. The flag --dropout 0 also sets
+    attention_dropout to 0 unless you pass that flag."""
     attention_dropout: Fraction = 0.0
-    """Rate on attention weights."""
+    """Dropout rate of the attention weights."""
     init_std: Positive = 0.02
-    """Standard deviation of weights; branch outputs get it divided by sqrt(2 L), where d_ff is 0
-    by sqrt(L)."""
+    """Standard deviation of initial weights. Output projections of branches divide it by sqrt(2 L),
+    or by sqrt(L) if d_ff is 0."""
     dtype: DType = "float32"
-    """Compute dtype; parameters are float32."""
+    """Compute dtype. Parameters are float32."""
     remat: Remat = "none"
-    """What the backward pass computes again, to hold less: none; attention, what is between queries
-    and its output; dots, of each block all but the products with its matrices; full, each block."""
+    """Values that the backward pass recomputes to save memory. none: nothing. attention: everything
+    between the queries and the output of attention. dots: everything in a block except its products
+    with matrices. full: each whole block."""
     scan_layers: bool = False
-    """One stacked block under lax.scan instead of a Python loop."""
+    """Run one stacked block under lax.scan instead of a Python loop."""
     implementation: str | None = None
-    """Attention implementation by name, which `build` checks; None takes the best that is legal."""
+    """Name of the attention implementation, checked by `build`. None uses the best one that
+    supports the call."""
 
-    functions = ("activation",)  # fields that a function may be
+    functions = ("activation",)  # fields that accept a function
 
     def __post_init__(self) -> None:
         if isinstance(self.positions, str):
             object.__setattr__(self, "positions", positions_of(self.positions))
-        if isinstance(self.activation, str) and ":" in self.activation:  # of a file
+        if isinstance(self.activation, str) and ":" in self.activation:  # read from a file
             found = found_again("activation", self.activation)
             if not is_function(found):
                 fail("activation", self.activation, "must be a function of an array")
@@ -215,17 +227,18 @@ class ModelConfig(AnyModelConfig):
         if isinstance(self.window, tuple):
             depth = max(self.num_layers, self.decoder_layers)
             if not 1 <= len(self.window) <= depth:
-                fail("window", self.window, f"a pattern has from 1 to {depth} (num_layers) items")
+                rule = f"a pattern must have from 1 to {depth} (num_layers) items"
+                fail("window", self.window, rule)
             if self.scan_layers:
                 fail("window", self.window, "a pattern needs a looped stack: scan_layers False")
         if not any(self.windows):
             unread(self, "needs a window", "sink_tokens")
         if self.head_dim is None and self.d_model % self.num_heads:
-            fail("num_heads", self.num_heads, f"does not divide d_model {self.d_model}")
+            fail("num_heads", self.num_heads, f"must divide d_model {self.d_model}")
         if self.num_heads % self.kv_heads:
-            fail("num_kv_heads", self.kv_heads, f"does not divide num_heads {self.num_heads}")
+            fail("num_kv_heads", self.kv_heads, f"must divide num_heads {self.num_heads}")
         if self.norm is None:
-            rule = "needs a norm, which is None"
+            rule = "needs a norm, but norm is None"
             unread(self, rule, "norm_unit_offset", "embedding_norm", "first_norm")
             if not self.is_parallel:
                 unread(self, rule, "norm_order")
@@ -237,7 +250,7 @@ class ModelConfig(AnyModelConfig):
             unread(self, "needs a looped stack: scan_layers False", "first_norm")
         if not self.qk_norm:
             unread(self, "needs qk_norm", "qk_norm_kind", "qk_norm_over")
-        # positions, inputs and blocks read the sizes, which have been checked by now
+        # these read the sizes, which have been checked by now
         if self.positions is not None:
             self.positions.check_model(self)
         if self.inputs is not None:
@@ -245,15 +258,17 @@ class ModelConfig(AnyModelConfig):
         if self.block is not None:
             self.block.check_model(self)
         if self.experts is not None and self.experts.d_ff is not None:
-            rule = f"experts.d_ff is {self.experts.d_ff}, and nothing else reads it"
-            unread(self, rule, "d_ff")
+            unread(self, f"is not used: experts.d_ff is {self.experts.d_ff}", "d_ff")
         if self.d_ff == 0:
             if self.experts is not None:
-                fail("d_ff", 0, "must be positive: experts stand in the place of a feed-forward")
-            # the head of hidden tokens has the activation too; cross-attention is a second branch
-            activation = () if self.masked_token_head else ("activation",)
-            alone = ("norm_order",) if self.is_parallel and self.kind != "encoder-decoder" else ()
-            unread(self, "needs a feed-forward: d_ff is 0", "glu", "ff_bias", *activation, *alone)
+                fail("d_ff", 0, "must be positive: experts replace the feed-forward")
+            names = ["glu", "ff_bias"]
+            if not self.masked_token_head:  # that head uses the activation, too
+                names.append("activation")
+            # cross-attention is a second branch, which makes parallel norms meaningful
+            if self.is_parallel and self.kind != "encoder-decoder":
+                names.append("norm_order")
+            unread(self, "needs a feed-forward, but d_ff is 0", *names)
         if self.kind != "encoder-decoder":
             rule = "needs kind 'encoder-decoder'"
             unread(self, rule, "num_decoder_layers", "source_vocab_size")
@@ -261,7 +276,7 @@ class ModelConfig(AnyModelConfig):
             heads = "type_vocab_size", "num_classes", "pooler", "masked_token_head", "embedding_dim"
             unread(self, "needs kind 'encoder'", *heads, "share_layers")
         if self.scan_layers or isinstance(self.window, tuple) or not self.first_norm:
-            unread(self, "needs a looped stack of layers that do not differ", "share_layers")
+            unread(self, "needs a looped stack of identical layers", "share_layers")
         if getattr(self.positions, "pattern", None) is not None:
             unread(self, "needs positions without a pattern", "share_layers")
         if self.num_classes is None:
@@ -271,9 +286,9 @@ class ModelConfig(AnyModelConfig):
         if self.pooler_reads == "each" and self.classes_of == "text":
             fail("pooler_reads", "each", "needs classes_of 'token' or 'span'")
         if self.pooler == "transform" and self.masked_token_head:
-            fail("pooler", "transform", "needs masked_token_head False, whose layers it takes")
+            fail("pooler", "transform", "needs masked_token_head False, since it uses its layers")
         if self.classes_of == "span" and self.num_classes != 2:
-            fail("num_classes", self.num_classes, "must be 2: classes_of is 'span'")
+            fail("num_classes", self.num_classes, "must be 2 with classes_of 'span'")
 
     abilities: ClassVar[frozenset[Ability]] = frozenset(get_args(Ability))
 
@@ -294,13 +309,12 @@ class ModelConfig(AnyModelConfig):
         return self.max_len if limited or self.kind != "encoder-decoder" else None
 
     def with_max_len(self, count: int) -> ModelConfig:
-        # the longest row is a size of a table of learned positions, which stays as it is
+        # a table of learned positions has a fixed size
         return self if isinstance(self.positions, Learned) else replace(self, max_len=count)
 
     def word_vectors(self, params: Any) -> Any:
-        separate = self.source_vocab_size is not None
-        own = "source_tokens" if separate else "tokens"
-        return None if self.inputs is not None else params["embed"][own]
+        table = "tokens" if self.source_vocab_size is None else "source_tokens"
+        return None if self.inputs is not None else params["embed"][table]
 
     @property
     def embedding_width(self) -> int:
@@ -308,13 +322,13 @@ class ModelConfig(AnyModelConfig):
 
     @property
     def has_logits(self) -> bool:
-        """Say whether there are logits of tokens."""
+        """Whether the model has logits over tokens."""
         narrow = self.embedding_dim is not None and not self.masked_token_head
         return self.kind != "encoder" or (self.inputs is None and not narrow)
 
     @property
     def is_parallel(self) -> bool:
-        """Say whether all branches of a block read the stream before it."""
+        """Whether all branches of a block read the stream before it."""
         return self.norm_order in ("parallel", "parallel_shared")
 
     @property
@@ -324,7 +338,7 @@ class ModelConfig(AnyModelConfig):
 
     @property
     def pooling(self) -> Pooler | None:
-        """Return the pooler's activation, where there is a pooler."""
+        """Return the pooler's activation, or None if there is no pooler."""
         reads = self.num_classes is not None and self.classes_of == "text"
         return "tanh" if self.pooler is None and reads else self.pooler
 
@@ -346,13 +360,13 @@ class ModelConfig(AnyModelConfig):
 
     @property
     def expert_dim(self) -> int:
-        """Return the hidden width of an expert; where there are none, of the feed-forward."""
-        own = None if self.experts is None else self.experts.d_ff
-        return self.ff_dim if own is None else own
+        """Return the hidden width of an expert, or of the feed-forward if there are no experts."""
+        width = None if self.experts is None else self.experts.d_ff
+        return self.ff_dim if width is None else width
 
     @property
     def encoder_vocab_size(self) -> int:
-        """Return how many kinds of tokens the encoder reads."""
+        """Return the size of the encoder's vocabulary."""
         return self.vocab_size if self.source_vocab_size is None else self.source_vocab_size
 
     @property
@@ -364,11 +378,11 @@ register(AnyModelConfig, transformer=ModelConfig)
 
 
 def transformer_with(config: AnyModelConfig, **changes: Any) -> AnyModelConfig:
-    """Return a transformer with other fields; a model of another kind as it is."""
+    """Return a transformer with other fields, and a model of another kind unchanged."""
     return replace(config, **changes) if isinstance(config, ModelConfig) else config
 
 
 def as_transformer(config: AnyModelConfig) -> ModelConfig:
-    """Narrow the type of a config that only a transformer can have brought here."""
-    assert isinstance(config, ModelConfig), f"a {type(config).__name__} is no transformer"
+    """Narrow the type of a config that must be a transformer at this point."""
+    assert isinstance(config, ModelConfig), f"{type(config).__name__} is not a transformer"
     return config

@@ -1,4 +1,4 @@
-"""Configure the optimizers: what each has beside the learning rate and the clipping of a run."""
+"""Configs of the optimizers, without a run's learning rate and gradient clipping."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from transformer_jax.config.keywords import config_class
 
 @config_class
 class SGD:
-    """Step against the gradient, w - rate g, or against its decayed sum (Polyak 1964).
+    """Gradient descent, w - rate g, optionally with momentum (Polyak 1964).
 
     Its learning rate is 10 to 100 times that of AdamW.
     """
 
     momentum: Fraction = 0.0
-    """Decay of the sum of gradients; 0 steps by each alone."""
+    """Decay of the sum of gradients. 0 uses only the current gradient."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -29,9 +29,9 @@ class AdamW:
     beta2: Fraction = 0.99
     """Decay of the mean squared gradient."""
     eps: Positive = 1e-8
-    """Added to the root of the mean squared gradient."""
+    """Epsilon added to the square root of the mean squared gradient."""
     weight_decay: NonNegative = 0.1
-    """Share of a weight taken off in a step, times the learning rate; on matrices only."""
+    """Weight decay per step, multiplied by the learning rate. Applies only to matrices."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -39,19 +39,21 @@ class AdamW:
 
 @config_class
 class Adafactor:
-    """Second moments of a matrix as a row times a column (Shazeer & Stern 2018).
+    """Adam with factored second moments: a row and a column per matrix (Shazeer & Stern 2018).
 
-    Its step is not scaled by the size of a parameter: the learning rate is as for AdamW.
+    Steps are not scaled by the size of a parameter, so the learning rate is that of AdamW.
     """
 
     decay_rate: Fraction = 0.8
-    """The squared gradients are averaged with the weight 1 - t^-decay_rate of the past."""
+    """Exponent of the averaging of squared gradients: at step t, the past has the weight 1 -
+    t^-decay_rate."""
     smallest_factored: Size = 128
-    """A matrix with a shorter side keeps a second moment for every element."""
+    """Minimum length of a matrix's shorter side for factoring. Smaller matrices store a second
+    moment for every element."""
     clipping: Positive = 1.0
-    """Largest root mean square of the step of one parameter, before the learning rate."""
+    """Maximum root mean square of the step of one parameter, before the learning rate."""
     weight_decay: NonNegative = 0.1
-    """Share of a weight taken off in a step, times the learning rate; on matrices only."""
+    """Weight decay per step, multiplied by the learning rate. Applies only to matrices."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -59,17 +61,18 @@ class Adafactor:
 
 @config_class
 class Lion:
-    """Step by the sign of a mean gradient (Chen et al. 2023).
+    """Steps by the sign of a mean gradient (Chen et al. 2023).
 
-    Its learning rate is 3 to 10 times smaller than that of AdamW, its weight decay as much larger.
+    Compared with AdamW, the learning rate is 3 to 10 times smaller, and the weight decay larger by
+    the same factor.
     """
 
     beta1: Fraction = 0.9
-    """Weight of the mean gradient against the present one, in a step."""
+    """Weight of the mean gradient, relative to the current gradient, in a step."""
     beta2: Fraction = 0.99
     """Decay of the mean gradient."""
     weight_decay: NonNegative = 1.0
-    """Share of a weight taken off in a step, times the learning rate; on matrices only."""
+    """Weight decay per step, multiplied by the learning rate. Applies only to matrices."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -77,24 +80,25 @@ class Lion:
 
 @config_class
 class Muon:
-    """Step by the orthogonalised mean gradient of a matrix (Jordan et al. 2024).
+    """Steps by the orthogonalised mean gradient of a matrix (Jordan et al. 2024).
 
-    The matrices of blocks take it, each as [inputs, outputs] that it multiplies with. All other
-    parameters (embeddings, output matrices, heads, biases, norms) take AdamW. Steps of a matrix
-    have the root mean square 0.2, so both learn at one learning rate, that of AdamW (Liu et al.
-    2025).
+    Muon updates the matrices of blocks, each as [inputs, outputs] of its product. AdamW updates all
+    other parameters (embeddings, output matrices, heads, biases, norms). Steps of a matrix have the
+    root mean square 0.2, so that both use AdamW's learning rate (Liu et al. 2025).
     """
 
     momentum: Fraction = 0.95
-    """Decay of the mean gradient of a matrix; its step looks ahead (Nesterov)."""
+    """Decay of the mean gradient of a matrix. Steps use Nesterov momentum."""
     iterations: Size = 5
-    """Newton-Schulz iterations of the orthogonalisation."""
+    """Number of Newton-Schulz iterations for the orthogonalisation."""
     beta1: Fraction = 0.9
-    """AdamW's, of the other parameters."""
+    """Decay of the mean gradient in AdamW, which updates parameters other than the matrices of
+    blocks."""
     beta2: Fraction = 0.99
-    """AdamW's, of the other parameters."""
+    """Decay of the mean squared gradient in AdamW, which updates parameters other than the matrices
+    of blocks."""
     weight_decay: NonNegative = 0.1
-    """Share of a weight taken off in a step, times the learning rate; on matrices only."""
+    """Weight decay per step, multiplied by the learning rate. Applies only to matrices."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -102,19 +106,21 @@ class Muon:
 
 @config_class
 class ScheduleFree:
-    """AdamW whose average of steps takes the place of a schedule (Defazio et al. 2024).
+    """AdamW with an average of its steps instead of a schedule (Defazio et al. 2024).
 
-    It needs the schedule "constant"; warm-up stays. The average is what is evaluated and used.
+    It needs the schedule "constant", which may include a warm-up. The averaged parameters are those
+    that are evaluated and used.
     """
 
     beta1: Fraction = 0.9
-    """Share of the average in the point where gradients are taken; above 0."""
+    """Weight of the average when gradients are computed at a mix of it and the newest weights. Must
+    be above 0."""
     beta2: Fraction = 0.99
     """Decay of the mean squared gradient."""
     eps: Positive = 1e-8
-    """Added to the root of the mean squared gradient."""
+    """Epsilon added to the square root of the mean squared gradient."""
     weight_decay: NonNegative = 0.1
-    """Share of a weight taken off in a step, times the learning rate; on matrices only."""
+    """Weight decay per step, multiplied by the learning rate. Applies only to matrices."""
 
     def __post_init__(self) -> None:
         check_types(self)

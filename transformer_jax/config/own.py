@@ -1,7 +1,7 @@
-"""Let a config hold a function, or a value of a class, that is not of this package.
+"""Custom values in configs: functions and instances of classes defined outside this package.
 
-A file says it by name, "module:name". It is found again in a module that is imported: reading a
-file imports none, and so runs nothing.
+Files store such a value by name, "module:name". Reading a file only looks the name up in modules
+that are already imported, so it runs no code.
 """
 
 from __future__ import annotations
@@ -13,45 +13,46 @@ from transformer_jax.config.fields import ConfigError, fail
 
 
 def check_own(field: str, value: object) -> None:
-    """Raise ConfigError for a value that is not of a frozen dataclass with hashable fields.
+    """Raise ConfigError unless the value is a frozen dataclass with hashable fields.
 
-    Programs are found by configs: two values may be equal only where all that they hold is.
+    Compiled programs are looked up by config, so values may be equal only if all their content is.
     """
     name = type(value).__name__
-    if "__dataclass_fields__" not in vars(type(value)):  # a subclass compares its base's fields
+    # `vars`: a subclass without the decorator would compare only the fields of its base
+    if "__dataclass_fields__" not in vars(type(value)):
         rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {name}"
         raise ConfigError(f"{field} is of class {name}: {rule}")
     try:
         hash(value)
     except TypeError as error:
-        rule = f"must be hashable, as a frozen dataclass of hashable fields is ({error})"
+        rule = f"must be hashable, so all of its fields must be ({error})"
         fail(field, value, rule)
 
 
 def name_of(field: str, value: object) -> str:
-    """Return the "module:name" of a function or class, in a public module where there is one.
+    """Return the "module:name" of a function or class, preferring a public module.
 
-    ConfigError for one that could not be found again, as a lambda or what a function defines.
+    ConfigError if the value cannot be found by that name, such as a lambda or a local function.
     """
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     top = str(module).partition(".")[0]
-    # a file says `jax.nn:mish`, and not the private module that defines it
-    known = [
+    # a file should store `jax.nn:mish` and not the private module that defines it
+    public = [
         m
         for m in sorted(sys.modules, key=lambda m: (m.count("."), m))
         if m.partition(".")[0] == top and "._" not in m
     ]
-    for found in (*known, str(module)):
-        if name and getattr(sys.modules.get(found), name, None) is value:
-            return f"{found}:{name}"
-    fail(field, value, "must be defined by its name in a module, for a file to say what it is")
+    for candidate in (*public, str(module)):
+        if name and getattr(sys.modules.get(candidate), name, None) is value:
+            return f"{candidate}:{name}"
+    fail(field, value, "must be defined in a module under its name, so that a file can store it")
 
 
 def found_again(field: str, name: str) -> Any:
-    """Return what is called "module:name"; ConfigError where no imported module has it."""
-    module, _, own = name.partition(":")
-    value = getattr(sys.modules.get(module), own, None)
+    """Return the value named "module:name"; ConfigError if no imported module has it."""
+    module, _, attribute = name.partition(":")
+    value = getattr(sys.modules.get(module), attribute, None)
     if value is None:
-        what = "has no such name" if module in sys.modules else "is not imported: import it first"
-        fail(field, name, f"{module} {what}")
+        rule = "has no such name" if module in sys.modules else "is not imported: import it first"
+        fail(field, name, f"{module} {rule}")
     return value

@@ -1,6 +1,6 @@
-"""Configure how order enters a model: one value, whose fields are those of its kind.
+"""Configs of positional encodings, one class for each kind.
 
-A value is checked by itself when it is made, and against its model by `check_model`.
+A value checks itself when it is created. `check_model` checks it against its model.
 """
 
 from __future__ import annotations
@@ -20,41 +20,43 @@ RopeScaling = Literal["linear", "ntk", "dynamic", "llama3", "yarn", "longrope"]
 
 
 class _Positions:
-    """Say what every kind of positions has in common."""
+    """Base class of all kinds of positions."""
 
     absolute = False
-    """Vectors of absolute positions join the embeddings; else attention reads distances."""
+    """Whether vectors of absolute positions are added to the embeddings. Otherwise attention uses
+    distances."""
 
     def __repr__(self) -> str:
-        """Name the kind and the fields that are not at their defaults, as they would be typed."""
-        given = [
+        """Return the kind and the fields that differ from their defaults, as Python code."""
+        changed = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)  # type: ignore[arg-type]
             if getattr(self, field.name) != field.default
         ]
-        return f"{type(self).__name__}({', '.join(given)})"
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     @property
     def kind(self) -> str:
-        """Return the name of this kind in files and flags: the class's, in lower case."""
+        """Return the name of this kind in files and flags: the lowercase name of the class."""
         return kind_name(type(self))
 
     def check_model(self, model: ModelConfig) -> None:
-        """Raise ConfigError where these positions and the fields of `model` contradict."""
+        """Raise ConfigError if these positions contradict the fields of `model`."""
 
 
 @config_class(repr=False)
 class Learned(_Positions):
-    """Add a learned vector of each position to the embeddings (Gehring et al. 2017)."""
+    """Learned vectors of positions, added to the embeddings (Gehring et al. 2017)."""
 
     absolute = True
 
     offset: Count = 0
-    """Rows of the table before that of position 0 (RoBERTa and BART have 2)."""
+    """Number of rows of the table before position 0 (2 in RoBERTa and BART)."""
     buckets: int | None = None
-    """Beside the vectors act the biases of T5Buckets, of so many buckets (MPNet); None has none."""
+    """Number of distance buckets whose biases act in attention, as in T5Buckets, in addition to the
+    vectors (MPNet). None has no biases."""
     max_distance: int = 128
-    """With buckets: distance from which all share the last one."""
+    """With buckets: all distances from this one on share the last bucket."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -63,22 +65,23 @@ class Learned(_Positions):
         distance_buckets(self)  # checks both
 
     def check_model(self, model: ModelConfig) -> None:
-        if (found := distance_buckets(self)) is not None:
-            found.check_model(model)
+        if (buckets := distance_buckets(self)) is not None:
+            buckets.check_model(model)
 
 
 @config_class(repr=False)
 class Sinusoidal(_Positions):
-    """Sines and cosines of each position, added to the embeddings (Vaswani et al. 2017, 3.5)."""
+    """Sines and cosines of positions, added to the embeddings (Vaswani et al. 2017, 3.5)."""
 
     absolute = True
 
     layout: Literal["interleaved", "halves"] = "interleaved"
-    """Sines and cosines take turns (Vaswani et al.), or sines come first (Marian)."""
+    """Order of the values: interleaved alternates sines and cosines (Vaswani et al.), halves has
+    all sines first (Marian)."""
     base: Positive = 10_000.0
-    """Wavelength base: pair k turns by position * base^(-2k/d_model) radians."""
+    """Wavelength base: pair k has the angle position * base^(-2k/d_model) in radians."""
     offset: Count = 0
-    """Added to each position (M2M-100 and NLLB count from 2)."""
+    """Number added to each position (2 in M2M-100 and NLLB)."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -93,46 +96,48 @@ class Sinusoidal(_Positions):
 class Rope(_Positions):
     """Rotations of queries and keys (Su et al. 2021).
 
-    Pair k of a head turns by `position * base^(-2k/dims)` radians.
+    Pair k of a head is rotated by `position * base^(-2k/dims)` radians.
     """
 
     base: Positive = 10_000.0
     """Wavelength base (theta)."""
     dims: Size | None = None
-    """Dimensions of each head that rotate, from the first on; None rotates all."""
+    """Number of dimensions of each head to rotate, starting from the first. None rotates all."""
     pairing: Literal["half", "interleaved"] = "half"
-    """Dimensions that form pair k: (k, k + dims/2), or (2k, 2k + 1) as in the RoFormer paper."""
+    """Dimensions that form pair k. half: (k, k + dims/2). interleaved: (2k, 2k + 1), as in the
+    RoFormer paper."""
     scaling: RopeScaling | None = None
-    """How the frequencies are stretched beyond the trained length."""
+    """Method that scales the frequencies for texts beyond the trained length. None does not
+    scale."""
     factor: Positive = 1.0
-    """Stretch: the new length over `original_len`."""
+    """Scaling factor: the new length divided by `original_len`."""
     original_len: Size | None = None
-    """Context length of pre-training; needed by dynamic, llama3, yarn and longrope."""
+    """Context length of pre-training. Required by dynamic, llama3, yarn and longrope."""
     length: Size | None = None
-    """dynamic, longrope: the length the rotation is made for; None is original_len, for which
-    dynamic stretches nothing. It is fixed, so that cached keys stay what they were."""
+    """dynamic, longrope: the length for which the rotation is computed. None uses original_len, at
+    which dynamic does not scale. It is fixed, so that cached keys remain valid."""
     low_freq_factor: Positive = 1.0
-    """llama3: wavelengths above original_len / low_freq_factor are stretched fully."""
+    """llama3: wavelengths above original_len / low_freq_factor are scaled fully."""
     high_freq_factor: Positive = 4.0
-    """llama3: wavelengths below original_len / high_freq_factor are kept."""
+    """llama3: wavelengths below original_len / high_freq_factor are not scaled."""
     beta_fast: Positive = 32.0
-    """yarn: dimensions that turn more often than this within original_len are kept."""
+    """yarn: dimensions with more rotations than this within original_len are not scaled."""
     beta_slow: Positive = 1.0
-    """yarn: dimensions that turn less often than this are stretched fully."""
+    """yarn: dimensions with fewer rotations than this within original_len are scaled fully."""
     attention_factor: Positive | None = None
-    """yarn, longrope: multiplier on the rotated vectors; None is 0.1 ln(factor) + 1 of yarn and
-    sqrt(1 + ln(factor) / ln(original_len)) of longrope."""
+    """yarn, longrope: multiplier of the rotated vectors. None uses 0.1 ln(factor) + 1 for yarn and
+    sqrt(1 + ln(factor) / ln(original_len)) for longrope."""
     truncate: bool = True
-    """yarn: the bounds that beta_fast and beta_slow give are rounded outwards to whole pairs."""
+    """yarn: round the bounds of beta_fast and beta_slow outwards to whole pairs."""
     short_factors: tuple[float, ...] | None = None
-    """longrope: divisor of each pair's frequency up to original_len."""
+    """longrope: divisor of each pair's frequency for lengths up to original_len."""
     long_factors: tuple[float, ...] | None = None
-    """longrope: the same beyond original_len."""
+    """longrope: divisor of each pair's frequency for lengths beyond original_len."""
     window_base: float | None = None
-    """Base of the layers that have a window, which then stretch nothing (Gemma 3); None is base."""
+    """Base of the layers with a window, which are then not scaled (Gemma 3). None uses base."""
     pattern: tuple[bool, ...] | None = None
-    """Layer i of a looped stack turns where pattern[i % len(pattern)] is true, and else has no
-    positions (SmolLM 3, Cohere 2); None turns in every layer."""
+    """Which layers of a looped stack rotate: layer i rotates if pattern[i % len(pattern)] is true,
+    and otherwise has no positions (SmolLM 3, Cohere 2). None rotates in every layer."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -143,14 +148,14 @@ class Rope(_Positions):
         if self.dims is not None and self.dims % 2:
             fail("dims", self.dims, "must be even")
         if self.pattern is not None and not any(self.pattern):
-            fail("pattern", self.pattern, "must have a layer that turns, or positions be None")
+            fail("pattern", self.pattern, "must rotate at least one layer; else use positions None")
         trained = ("dynamic", "llama3", "yarn", "longrope")
         if self.scaling in trained and self.original_len is None:
-            fail("original_len", None, f"scaling {self.scaling!r} needs the original length")
+            fail("original_len", None, f"must be set for scaling {self.scaling!r}")
         if self.factor < 1:
             fail("factor", self.factor, "must be at least 1")
         if self.scaling is None:
-            unread(self, "has no meaning while scaling is None", "factor")
+            unread(self, "needs a scaling, but scaling is None", "factor")
         if self.scaling not in trained:
             rule = "needs scaling 'dynamic', 'llama3', 'yarn' or 'longrope'"
             unread(self, rule, "original_len")
@@ -162,9 +167,9 @@ class Rope(_Positions):
             unread(self, "needs scaling 'yarn'", "beta_fast", "beta_slow", "truncate")
         if self.scaling not in ("yarn", "longrope"):
             unread(self, "needs scaling 'yarn' or 'longrope'", "attention_factor")
-        # ln(original_len) divides in the factor that is not given
+        # the default attention_factor divides by ln(original_len)
         if (self.scaling, self.original_len, self.attention_factor) == ("longrope", 1, None):
-            fail("original_len", 1, "must be above 1, or attention_factor be given")
+            fail("original_len", 1, "must be above 1 unless attention_factor is set")
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             fail("high_freq_factor", self.high_freq_factor, "must be above low_freq_factor")
         if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
@@ -177,20 +182,20 @@ class Rope(_Positions):
         for name in ("short_factors", "long_factors"):
             factors = getattr(self, name)
             if factors is None:
-                fail(name, None, "scaling 'longrope' needs one of each pair")
+                fail(name, None, "must have one number per pair for scaling 'longrope'")
             if not factors or not all(factor > 0 for factor in factors):
-                fail(name, factors, "must be positive numbers, one of each pair")
+                fail(name, factors, "must be positive numbers, one per pair")
         self._check_pairs(None if self.dims is None else self.dims // 2)
 
     def _check_pairs(self, pairs: int | None, path: str = "") -> None:
-        """Check that there is a factor of each pair; of unknown pairs, as many of both kinds."""
+        """Check that both lists have a factor for each pair; None requires equal lengths."""
         for name in ("short_factors", "long_factors"):
             factors = getattr(self, name)
             if factors is None:
                 continue
             pairs = len(factors) if pairs is None else pairs
             if len(factors) != pairs:
-                fail(f"{path}{name}", factors, f"must be as many as pairs, {pairs}")
+                fail(f"{path}{name}", factors, f"must have {pairs} items, one per pair")
 
     def check_model(self, model: ModelConfig) -> None:
         dims = model.key_dim if self.dims is None else self.dims
@@ -202,18 +207,18 @@ class Rope(_Positions):
         if self.pattern is not None:
             depth = max(model.num_layers, model.decoder_layers)
             if len(self.pattern) > depth:
-                rule = f"a pattern has from 1 to {depth} (num_layers) items"
+                rule = f"a pattern must have from 1 to {depth} (num_layers) items"
                 fail("positions.pattern", self.pattern, rule)
             if model.scan_layers:
                 rule = "a pattern needs a looped stack: scan_layers False"
                 fail("positions.pattern", self.pattern, rule)
 
     def in_layer(self, window: int | None, number: int | None = None) -> Rope | None:
-        """Return how a layer turns its queries and keys; None where it does not.
+        """Return the rotation of a layer, or None if it has none.
 
         Args:
-            window: of the layer.
-            number: of the layer, counted from 0; a `pattern` reads it.
+            window: the window of the layer.
+            number: the index of the layer, for a `pattern`.
         """
         if self.pattern is not None:
             assert number is not None
@@ -226,27 +231,28 @@ class Rope(_Positions):
 
 @config_class(repr=False)
 class Shaw(_Positions):
-    """Learned vectors of each clipped distance, added to keys and values (Shaw et al. 2018)."""
+    """Learned vectors of clipped distances, added to keys and values (Shaw et al. 2018)."""
 
     max_distance: Size = 128
-    """Where distances are clipped."""
+    """Maximum distance; larger ones are clipped."""
 
     def __post_init__(self) -> None:
         check_types(self)
 
     def check_model(self, model: ModelConfig) -> None:
         if model.implementation not in (None, "xla"):
-            fail("implementation", model.implementation, "positions 'shaw' needs 'xla' or None")
+            rule = "must be 'xla' or None for positions 'shaw'"
+            fail("implementation", model.implementation, rule)
 
 
 @config_class(repr=False)
 class T5Buckets(_Positions):
-    """Add a learned bias of each head for each bucket of distances (Raffel et al. 2020)."""
+    """A learned bias per head and bucket of distances (Raffel et al. 2020)."""
 
     buckets: Size = 32
-    """Rows of the table; half of them are distances of their own, the others widen."""
+    """Number of buckets. Half of them contain one distance each, the others increasingly many."""
     max_distance: Size = 128
-    """Distance from which all share the last bucket."""
+    """All distances from this one on share the last bucket."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -263,37 +269,37 @@ class T5Buckets(_Positions):
 
 @config_class(repr=False)
 class Alibi(_Positions):
-    """Add a bias that falls with the distance, at a slope of each head (Press et al. 2022)."""
+    """A bias that decreases linearly with distance, at a slope per head (Press et al. 2022)."""
 
 
 def distance_buckets(positions: Positions | None) -> T5Buckets | None:
-    """Return the buckets of distances whose biases act in attention, or None."""
+    """Return the distance buckets whose biases act in attention, or None."""
     if isinstance(positions, Learned) and positions.buckets is not None:
         return T5Buckets(buckets=positions.buckets, max_distance=positions.max_distance)
     return positions if isinstance(positions, T5Buckets) else None
 
 
 class OwnPositions(_Positions):
-    """Hold positions of your own: make a frozen dataclass of it with one or more of these methods.
+    """Base class of custom positions: a frozen dataclass with one or more of these methods.
 
-    Each is traced in the model. `positions` are counted from 0 at the first token of a text and
-    negative where it is padded, with one row where all rows have the same; with a cache they go on
-    where it ends, and rotated keys are cached.
+    The methods are traced in the model. `positions` start from 0 at the first token of a text, are
+    negative for padding, and have a single row if all rows are the same. With a cache they continue
+    from its end. Keys are cached after they are rotated.
     """
 
     own_kind_of = _Positions
 
     @property
     def absolute(self) -> bool:  # type: ignore[override]
-        """Say whether vectors join the embeddings: a text is then no longer than `max_len`."""
+        """Whether vectors are added to the embeddings, which limits texts to `max_len`."""
         return type(self).embed is not OwnPositions.embed
 
     def embed(
         self,
-        positions: Any,  # i32[B or 1, T]; a config imports no JAX
+        positions: Any,  # i32[B or 1, T]; configs do not import JAX
         d_model: int,
     ) -> Any:  # [B or 1, T, D]
-        """Return the vectors that join the embeddings; None joins none.
+        """Return the vectors to add to the embeddings, or None.
 
         Args:
             positions: i32[B or 1, T].
@@ -309,7 +315,9 @@ class OwnPositions(_Positions):
         x: Any,  # [B, T, N, H]
         positions: Any,  # i32[B or 1, T]
     ) -> Any:  # [B, T, N, H]
-        """Return queries or keys as their product is to read their distance; None leaves them.
+        """Return queries or keys, transformed so that products depend on distances, or None.
+
+        None leaves them unchanged.
 
         Args:
             x: [B, T, N, H].
@@ -320,32 +328,32 @@ class OwnPositions(_Positions):
         """
         return None
 
-    def bias(self, num_heads: int) -> Any:  # of attention, a floor above
-        """Return the `Bias` of the attention scores; None has none."""
+    def bias(self, num_heads: int) -> Any:  # `attention` imports this package
+        """Return the `Bias` of the attention scores, or None."""
         return None
 
     def check_model(self, model: ModelConfig) -> None:
-        """Raise ConfigError for a value that cannot be a part of a config."""
+        """Raise ConfigError if the value cannot be part of a config."""
         check_own("positions", self)
 
 
 if TYPE_CHECKING:
     Positions = Learned | Sinusoidal | Rope | Shaw | T5Buckets | Alibi | OwnPositions
-else:  # what files and flags name
+else:  # the kinds that files and flags can name
     Positions = Learned | Sinusoidal | Rope | Shaw | T5Buckets | Alibi
-"""How order enters a model: joins the embeddings (`absolute`), or is read in attention."""
+"""Positional encodings, added to the embeddings (`absolute`) or used in attention."""
 
 KINDS: dict[str, type[Positions]] = {
     cls().kind: cls for cls in (Learned, Sinusoidal, Rope, Shaw, T5Buckets, Alibi)
 }
-"""Every kind of positions by its name."""
+"""The kinds of positions by name."""
 
 SHORTHANDS: dict[str, type[Positions] | None] = {"none": None, **KINDS, "t5": T5Buckets}
-"""What a plain string in the place of positions means: a kind with its defaults."""
+"""Strings that select a kind of positions with its defaults."""
 
 
 def positions_of(name: str) -> Positions | None:
-    """Return what a plain string in the place of positions means: a kind with its defaults."""
+    """Return the kind that a string selects, with its defaults."""
     if name not in SHORTHANDS:
         known = ", ".join(map(repr, SHORTHANDS))
         rule = f"must be one of {known}, or a value such as Rope(base=500.0)"

@@ -1,4 +1,4 @@
-"""Configure how files of text become a folder of tokens."""
+"""Config of a preparation, which turns text files into a folder of tokens."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from transformer_jax.config.keywords import config_class
 DocumentFormat = Literal["lines", "paragraphs", "files", "jsonl", "parquet"]
 
 TRAINED = ("byte", "char", "word", "bpe")
-"""Tokenizers that a preparation makes itself; any other is given."""
+"""Tokenizers that a preparation can make itself. Any other value is a folder."""
 
 
 @config_class
 class PrepareConfig:
-    """Describe a preparation: what to read, where documents end, how to cut them into tokens."""
+    """A preparation: its input files, how to split them into documents, and the tokenizer."""
 
     data: tuple[str, ...]
-    """The files, in the order in which their documents follow each other."""
+    """Input files, in the order of their documents."""
     documents: DocumentFormat | None = None
-    """lines, paragraphs (ended by an empty line) or files of text; jsonl: a field of an object a
-    line; parquet: a column. None: jsonl and parquet by the end of a file's name, else paragraphs.
-    """
+    """Unit that counts as a document. lines, paragraphs (separated by empty lines) or files: of
+    text files. jsonl: a field of the JSON object on each line. parquet: a column. None uses jsonl
+    or parquet if the file name ends so, and paragraphs otherwise."""
     field: str = "text"
-    """jsonl and parquet: the field or column that holds a document."""
+    """jsonl and parquet: name of the field or column that contains a document."""
     tokenizer: str = "bpe"
-    """byte, char, word or bpe; else the folder whose tokenizer is taken."""
+    """byte, char, word or bpe, or a folder that contains a tokenizer."""
     bpe_vocab_size: Size = 32768
-    """bpe: token kinds."""
+    """bpe: vocabulary size."""
     word_count: Size = 1
-    """word: how often a word must occur in the sample to be a token."""
+    """word: minimum number of occurrences in the sample for a word to be a token."""
     sample_mb: Size = 64
-    """bpe and word: so many 10**6 bytes of the files, evenly spread, are learnt from."""
+    """bpe and word: size of the sample that the tokenizer is trained on, in 10**6 bytes spread
+    evenly over the files."""
     val_fraction: float = 0.01
-    """Share of the documents that are held out; a document's own hash decides."""
+    """Fraction of the documents to hold out, chosen by each document's hash."""
     text_errors: Literal["strict", "replace"] = "strict"
-    """Invalid UTF-8: strict stops and names the offset, replace writes U+FFFD."""
+    """Handling of invalid UTF-8: strict stops with the offset, replace inserts U+FFFD."""
     shard_mb: Size = 512
-    """Largest file of tokens, in 10**6 bytes."""
+    """Maximum size of a file of tokens, in 10**6 bytes."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -61,7 +62,7 @@ class PrepareConfig:
             unread(self, "needs documents 'jsonl' or 'parquet'", "field")
 
     def format_of(self, file: str) -> DocumentFormat:
-        """Return how a file holds its documents."""
+        """Return the format of a file's documents."""
         if self.documents is not None:
             return self.documents
         if file.lower().endswith((".jsonl", ".ndjson")):

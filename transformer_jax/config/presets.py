@@ -1,4 +1,4 @@
-"""Name the published and recommended configs."""
+"""Published and recommended configs by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SMALL_DECODER = ModelConfig(
     max_len=64,
     use_bias=False,
     positions=Rope(),
-    init_std=0.06,  # learns sooner: benchmarks/NOTES.md
+    init_std=0.06,  # trains faster: benchmarks/NOTES.md
 )
 
 _MODELS: dict[str, ModelConfig] = {
@@ -62,7 +62,7 @@ _MODELS: dict[str, ModelConfig] = {
     ),
 }  # fmt: skip
 
-# nanoGPT trains its small character model at 1e-3; at 3e-3 it is better by 0.1 nats.
+# nanoGPT trains its small character model at 1e-3; 3e-3 lowers the loss by 0.1 nats
 _TRAINING: dict[str, dict[str, FieldValue]] = {
     "default": dict(learning_rate=3e-3),
     "tiny": dict(steps=200, eval_every=100, checkpoint_every=100),
@@ -74,32 +74,32 @@ PRESETS: tuple[str, ...] = tuple(_MODELS)
 
 
 def _lookup(name: str) -> ModelConfig:
-    _known("preset", name, list(_MODELS))
+    _check_name("preset", name, list(_MODELS))
     return _MODELS[name]
 
 
-def _known(kind: str, name: str, names: list[str]) -> None:
+def _check_name(kind: str, name: str, names: list[str]) -> None:
     if name not in names:
         rule = f"must be one of {', '.join(names)}{nearest(name, names)}"
         raise ConfigError(f"{kind} is {name!r}: {rule}")
 
 
 def preset(name: str, **changes: FieldValue) -> ModelConfig:
-    """Return the published or recommended config of that name.
+    """Return the published or recommended config with a name.
 
     Sizes are those of Vaswani et al. 2017 (transformer-base), Devlin et al. 2019 (BERT), Radford et
     al. 2019 (GPT-2), Dubey et al. 2024 (Llama 3) and nanoGPT's character recipes (shakespeare-*).
 
     Args:
         name: one of `PRESETS`.
-        **changes: fields of `ModelConfig` with other values.
+        **changes: fields of `ModelConfig` to replace.
 
     Raises:
         ConfigError: if there is no such preset or field, or the fields contradict each other.
     """
     config = _lookup(name)
     for field in changes:
-        _known("field", field, [f.name for f in dataclasses.fields(config)])
+        _check_name("field", field, [f.name for f in dataclasses.fields(config)])
     return dataclasses.replace(config, **changes)
 
 
@@ -107,9 +107,9 @@ def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
     """Return the training recipe of a preset.
 
     Args:
-        name: one of `PRESETS`; None is the default run, on Python's documentation.
-        **changes: fields of `TrainConfig` with other values. Where they name no task, it is the
-            usual one of the preset's kind of model.
+        name: one of `PRESETS`; None is the default run on Python's documentation.
+        **changes: fields of `TrainConfig` to replace. Without a task, it is the usual one for the
+            preset's kind of model.
 
     Raises:
         ConfigError: if there is no such preset or field, or the fields contradict each other.
@@ -117,13 +117,13 @@ def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
     recipe: dict[str, FieldValue] = _TRAINING.get("default" if name is None else name, {})
     model = _SMALL_DECODER if name is None else _lookup(name)
     for field in changes:
-        _known("field", field, [f.name for f in dataclasses.fields(TrainConfig)])
+        _check_name("field", field, [f.name for f in dataclasses.fields(TrainConfig)])
     task = changes.get("task", usual_task(model))
     return TrainConfig(**{"model": _fitted(model, task), "task": task, **recipe, **changes})
 
 
 def _fitted(model: AnyModelConfig, task: Task | str | None) -> AnyModelConfig:
-    """Return the model with the heads that the task asks of it and no other, or its dropout."""
+    """Return the model with only the heads that the task needs, and the dropout that it allows."""
     task = kinds_of(Task)[task]() if isinstance(task, str) and task in names_of(Task) else task
     # the other tasks leave the heads of a published model as they are
     if isinstance(task, MaskedTask | ClassifyTask | PreferenceTask):
@@ -132,11 +132,11 @@ def _fitted(model: AnyModelConfig, task: Task | str | None) -> AnyModelConfig:
 
 
 def task_recipe(task: Task, architecture: str = "transformer") -> TrainConfig:
-    """Return the usual run of a task with a small model of an architecture, as `--model` names it.
+    """Return the usual run of a task with a small model of a kind, named as in `--model`.
 
-    ConfigError where no model of that architecture can learn the task.
+    ConfigError if no model of that kind can be trained on the task.
     """
-    _known("model", architecture, list(names_of(AnyModelConfig)))
+    _check_name("model", architecture, list(names_of(AnyModelConfig)))
     kind = kinds_of(AnyModelConfig)[architecture]
     assert issubclass(kind, AnyModelConfig)
     models = (kind.usual(architecture, shape) for shape in task.shapes)
@@ -144,8 +144,8 @@ def task_recipe(task: Task, architecture: str = "transformer") -> TrainConfig:
     model = next((model for model in fitted if learns(task, model)), None)
     if model is None:
         shapes = " or ".join(task.shapes)
-        whose = "a transformer" if task.reads_numbers else "another kind of model"
-        rule = f"task {task.kind!r} is learnt by {whose}, of shape {shapes}"
+        needed = "a transformer" if task.reads_numbers else "another kind of model"
+        rule = f"task {task.kind!r} needs {needed}, of shape {shapes}"
         raise ConfigError(f"model is {architecture!r}: {rule}")
     if isinstance(task, LanguageTask) and architecture == "transformer":
         return train_preset(None, task=task)
@@ -155,7 +155,7 @@ def task_recipe(task: Task, architecture: str = "transformer") -> TrainConfig:
 
 
 def learns(task: Task, model: AnyModelConfig) -> bool:
-    """Say whether a model can learn a task."""
+    """Whether a model can be trained on a task."""
     try:
         task.check_model(model)
     except ConfigError:
@@ -164,12 +164,12 @@ def learns(task: Task, model: AnyModelConfig) -> bool:
 
 
 def fine_tuning(model: AnyModelConfig, init_from: str, task: Task | None = None) -> TrainConfig:
-    """Return the recipe that goes on with the model of a run or a published one.
+    """Return a recipe to train the model of a run, or a published one, further.
 
     Args:
         model: its config.
-        init_from: the folder of the run, or a published model, a folder or an id.
-        task: what it is trained for; None goes on with texts.
+        init_from: the run folder, or the folder or id of a published model.
+        task: the task to train for; None is language modelling.
     """
     return TrainConfig(
         task=LanguageTask() if task is None else task,

@@ -1,7 +1,7 @@
-"""Configure what a model is trained for: one value, whose fields are those of its task.
+"""Configs of the tasks that a model is trained for, one class for each task.
 
-A task here says what is asked for; `training/tasks` reads the files and makes the batches.
-`check_model` says which models can learn it.
+`check_model` checks which models can be trained on a task. `training/tasks` reads the files and
+makes the batches.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Vocabulary = Literal["shared", "separate"]
 @has_kinds
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task of any kind: all that the package may ask about its settings.
+    """Base class of task configs.
 
-    One that `training.tasks.load_task` does not know by itself has a `load` of its own, which
-    returns its examples (`training.tasks.task.LoadsExamples`).
+    A task that `training.tasks.load_task` does not handle itself has a `load` that returns its
+    examples (`training.tasks.task.LoadsExamples`).
     """
 
     def __post_init__(self) -> None:
@@ -49,17 +49,17 @@ class Task:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Return the shapes of model that can learn the task, the usual one first."""
+        """Return the shapes of model that can be trained on the task, the usual one first."""
         return ("decoder",)
 
     @property
     def reads_numbers(self) -> bool:
-        """Whether the examples are numbers, as of a picture, instead of tokens."""
+        """Whether the examples are numbers, such as pictures, instead of tokens."""
         return False
 
     @property
     def makes_examples(self) -> bool:
-        """Whether the examples follow from the seed, and no file is read."""
+        """Whether the examples are generated from the seed instead of read from a file."""
         return False
 
     @property
@@ -68,53 +68,56 @@ class Task:
         return {}
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return the usual small model of a kind as it learns this task well."""
+        """Return the usual small model of a kind, with changes that help it learn this task."""
         return model
 
     def on_a_file(self, model: AnyModelConfig) -> Task:
-        """Return the task that reads a file of examples like those of this one."""
+        """Return the task that reads a file of examples like the generated ones."""
         return self
 
     def check_model(self, model: AnyModelConfig) -> None:
-        """Raise ConfigError where the model cannot learn this task."""
+        """Raise ConfigError if the model cannot be trained on this task."""
         if model.kind not in self.shapes:
             wanted = " or ".join(self.shapes)
             article = "a" if wanted.startswith("d") else "an"
-            rule = f"is learnt by {article} {wanted}, the model is of kind {model.kind!r}"
+            rule = f"needs {article} {wanted}, but the model is of kind {model.kind!r}"
             fail("task", self.kind, rule)
         if model.inputs is not None and not self.reads_numbers:
             kind = kind_name(type(model.inputs))
-            fail("task", self.kind, f"reads tokens, model.inputs is {kind!r}")
+            fail("task", self.kind, f"reads tokens, but model.inputs is {kind!r}")
         if model.classes_of != "text":
-            rule = "no task learns classes of tokens: must be 'text'"
+            rule = "must be 'text': no task trains classes of tokens"
             fail("classes_of", model.classes_of, rule)
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return a model with what the task asks of it, where that is more than its shape."""
+        """Return the model with the heads and settings that the task needs."""
         return model
 
 
 class OwnTask(Task):
-    """A task of your own: make a frozen dataclass of it with a `load` that returns its examples.
+    """Base class of custom tasks: a frozen dataclass with a `load` that returns its examples.
 
-    `shapes`, `check_model` and `fit_model` say which models can learn it, by default decoders.
+    `shapes`, `check_model` and `fit_model` define the models that it accepts, by default decoders.
     """
 
     own_kind_of = Task
 
     @property
     def loaded_by(self) -> str | None:
-        """Return what loads its runs, where they hold something else than `config.model`."""
+        """Return the name of the function that loads its runs.
+
+        None uses `config.model`; set it if runs contain another model.
+        """
         return None
 
     def check_model(self, model: AnyModelConfig) -> None:
-        """Raise ConfigError where the model cannot learn this task, or no config can hold it."""
+        """Raise ConfigError if the model does not fit this task, or no config can contain it."""
         check_own("task", self)
         super().check_model(model)
 
 
 def _is_bert(model: AnyModelConfig) -> TypeGuard[ModelConfig]:
-    """Say whether an encoder of tokens is built as BERT, RoBERTa and DistilBERT are."""
+    """Whether the model is an encoder of tokens with the norms of BERT, RoBERTa and DistilBERT."""
     return (
         isinstance(model, ModelConfig)
         and model.kind == "encoder"
@@ -129,10 +132,10 @@ class LanguageTask(Task):
     """Predict the next token of a text."""
 
     documents: Documents | None = None
-    """Cut the text into documents: at each line, at each empty line, or at the end of each file;
-    prepared: those of a prepared folder; None reads one long text, in windows."""
+    """Where documents end: lines, paragraphs (at empty lines), or files. prepared: the documents of
+    a prepared folder. None reads one long text in windows."""
     packed: bool = True
-    """With documents: several short ones in a row, which do not see each other."""
+    """With documents: put several short documents into one row, without attention between them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,21 +145,22 @@ class LanguageTask(Task):
 
 @config_class
 class MaskedTask(Task):
-    """Predict tokens that were hidden in a text (Devlin et al. 2019, 3.1)."""
+    """Predict masked tokens of a text (Devlin et al. 2019, 3.1)."""
 
     rate: Fraction = 0.15
-    """Share of the tokens that are to be predicted."""
+    """Fraction of the tokens to predict."""
     replaced: float = 0.8
-    """Share of those that become the mask token."""
+    """Fraction of the predicted tokens that are replaced by the mask token."""
     random: Fraction = 0.1
-    """Share of those that become a random token; the rest stay as they are."""
+    """Fraction of the predicted tokens that are replaced by a random token. The rest stay
+    unchanged."""
     whole_words: bool = False
-    """All tokens of a word are hidden together."""
+    """Mask all tokens of a word together."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.replaced <= 1.0 or self.replaced + self.random > 1.0:
-            rule = f"must be at least 0, and with random {self.random} at most 1"
+            rule = f"must be at least 0, and at most 1 when added to random {self.random}"
             fail("replaced", self.replaced, rule)
         if self.rate == 0:
             fail("rate", self.rate, "must be above 0")
@@ -168,12 +172,12 @@ class MaskedTask(Task):
     def check_model(self, model: AnyModelConfig) -> None:
         super().check_model(model)
         if model.num_classes is not None:
-            fail("num_classes", model.num_classes, "a masked task has no classes: must be None")
+            fail("num_classes", model.num_classes, "must be None for task 'masked'")
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return an encoder without a classifier; one built as BERT, with the head of BERT."""
+        """Return an encoder without a classifier. One built like BERT gets BERT's head."""
         if isinstance(model, ModelConfig):
-            transform = model.pooler == "transform"  # has the layers of that head
+            transform = model.pooler == "transform"  # that pooler is BERT's head
             model = replace(
                 model, num_classes=None, classes_of="text", pooler_reads="first",
                 pooler=None if model.pooler in ("transform", "gelu") else model.pooler,
@@ -183,31 +187,31 @@ class MaskedTask(Task):
         return model if model.num_classes is None else replace(model, num_classes=None)
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return a transformer with rotary positions, by which it learns sooner."""
+        """Return a transformer with rotary positions, which learns this task in fewer steps."""
         return transformer_with(model, positions=Rope())  # benchmarks/NOTES.md
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PairFilesTask(Task):
-    """Say where the pairs of two texts come from."""
+    """Base class of tasks on pairs of texts."""
 
     targets: str | None = None
-    """The file of the targets, line by line beside `data`; None: a line of `data` holds source and
-    target with a tab between them."""
+    """File of targets, whose lines correspond to those of `data`. None reads source and target from
+    each line of `data`, separated by a tab."""
     val_targets: str | None = None
-    """The file of the targets of `val_data`."""
+    """File of targets for `val_data`."""
     beams: Size = 4
-    """Beams of the search when the held-out pairs are decoded; 1 takes the likeliest token."""
+    """Number of beams when held-out pairs are decoded. 1 is greedy decoding."""
     judged: Count = 200
-    """Held-out pairs that are decoded at the end of a run; 0 decodes none."""
+    """Number of held-out pairs to decode at the end of a run. 0 decodes none."""
 
 
 @config_class
 class Seq2SeqTask(_PairFilesTask):
-    """Read a source and write its target (Sutskever et al. 2014)."""
+    """Read a source and generate its target (Sutskever et al. 2014)."""
 
     vocabulary: Vocabulary = "shared"
-    """shared: one tokenizer for source and target; separate: one for each."""
+    """shared: one tokenizer for source and target. separate: one tokenizer for each."""
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -216,25 +220,25 @@ class Seq2SeqTask(_PairFilesTask):
 
 @config_class
 class PrefixTask(_PairFilesTask):
-    """Go on from a source with its target in one row (Raffel et al. 2020, 3.2.1)."""
+    """Continue a source with its target in the same row (Raffel et al. 2020, 3.2.1)."""
 
     bidirectional: bool = True
-    """The tokens of a source see each other in both directions; a transformer's only."""
+    """Let the tokens of a source see each other in both directions. Needs a transformer."""
     packed: bool = True
-    """Several short pairs in a row, which do not see each other."""
+    """Put several short pairs into one row, without attention between them."""
 
 
 @config_class
 class ClassifyTask(Task):
-    """Say which class a text is of."""
+    """Predict the class of a text."""
 
     labels: tuple[str, ...] | None = None
-    """The names of the classes; None takes those of the training part, in order."""
+    """Names of the classes. None uses the sorted labels of the training data."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.labels is not None and len(set(self.labels)) < max(2, len(self.labels)):
-            fail("labels", self.labels, "must be at least two different names")
+            fail("labels", self.labels, "must contain at least two names, all different")
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -243,13 +247,13 @@ class ClassifyTask(Task):
     def check_model(self, model: AnyModelConfig) -> None:
         super().check_model(model)
         if not model.supports("gradients"):
-            fail("task", self.kind, "is not learnt by counting: the model is an n-gram")
+            fail("task", self.kind, "needs gradients, but the model is an n-gram")
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return an encoder without the head of hidden tokens, and with the pooler of its family.
+        """Return an encoder without a masked-token head, and with the pooler of its family.
 
-        Of those built as BERT, DistilBERT alone has no token types, and a pooler of its own;
-        ModernBERT's is its head of hidden tokens. ELECTRA's begins as that of its discriminator.
+        Among encoders built like BERT, only DistilBERT has no token types; it has its own pooler.
+        ModernBERT's pooler is its masked-token head. ELECTRA's starts as its discriminator's.
         """
         if not isinstance(model, ModelConfig) or model.kind != "encoder":
             return model
@@ -267,33 +271,34 @@ class ClassifyTask(Task):
         return replace(model, pooler="relu") if relu else model
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return a transformer with rotary positions, by which it learns sooner."""
+        """Return a transformer with rotary positions, which learns this task in fewer steps."""
         return transformer_with(model, positions=Rope())  # benchmarks/NOTES.md
 
 
 @config_class
 class ChatTask(Task):
-    """Answer messages: the loss is of the assistant's turns alone."""
+    """Answer messages. Only the assistant's turns contribute to the loss."""
 
     packed: bool = True
-    """Several short conversations in a row, which do not see each other."""
+    """Put several short conversations into one row, without attention between them."""
 
 
 @config_class
 class PreferenceTask(Task):
-    """Learn from pairs of answers which is preferred, relative to the model of init_from (DPO)."""
+    """Learn preferences between pairs of answers, relative to the model of init_from (DPO)."""
 
     beta: Positive = 0.1
-    """How much a log-probability that has moved away from that model's counts, per nat."""
+    """Weight per nat of the difference between a log-probability and that of the reference
+    model."""
     messages: bool | None = None
-    """Whether a prompt is messages, or else a text; None: as the data has them."""
+    """Whether prompts are messages instead of texts. None detects it from the data."""
 
     def check_model(self, model: AnyModelConfig) -> None:
         super().check_model(model)
         model.check_supports("preference", "task", self.kind)
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return a model without dropout, which the model that it is compared with has not."""
+        """Return a model without dropout, since the reference model has none."""
         return transformer_with(model, dropout=0.0, attention_dropout=0.0)
 
 
@@ -310,7 +315,7 @@ register(
 
 
 def usual_task(model: AnyModelConfig) -> Task:
-    """Return the first task that a model can learn: language, masked or seq2seq."""
+    """Return the default task for a model: language, masked, seq2seq or classify."""
     usual: dict[Shape, Task] = {
         "decoder": LanguageTask(), "encoder": MaskedTask(), "encoder-decoder": Seq2SeqTask(),
     }  # fmt: skip
@@ -331,5 +336,5 @@ _of_lectures, __dir__ = later(
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Return TASKS, every task by its name, or a task of the lectures."""
+        """Return TASKS (every task by its name), or a task of the lectures."""
         return kinds_of(Task) if name == "TASKS" else _of_lectures(name)

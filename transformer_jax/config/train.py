@@ -1,4 +1,4 @@
-"""Configure one training run."""
+"""Config of a training run."""
 
 from __future__ import annotations
 
@@ -30,103 +30,107 @@ Schedule = Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"]
 
 @config_class
 class TrainConfig:
-    """Describe a training run: what to read, how long, how fast, where to write."""
+    """A training run: its model, task, data, optimizer, schedule and output."""
 
     task: Task = field(default_factory=LanguageTask)
-    """The task that the model is trained for."""
+    """Task that the model is trained for."""
     model: AnyModelConfig = field(default_factory=ModelConfig)
-    """The model that is trained."""
+    """Model to train."""
     data: str = "python-docs"
-    """A text file, a folder of them, - for standard input, python-docs, or shakespeare; or what the
-    command prepare wrote: a folder, or several with commas between them. Tasks of pairs, classes
-    and messages read one file; generated tasks read none."""
+    """Training data: a text file, a folder of text files, - for standard input, python-docs, or
+    shakespeare. The output of the command prepare: a folder, or several separated by commas. Tasks
+    of pairs, classes and messages read one file. Generated tasks read none."""
     data_weights: tuple[float, ...] | None = None
-    """Several prepared folders: the share of each among the rows, up to a factor; None is its share
-    of all."""
+    """With several prepared folders: relative share of each in the training rows. None uses their
+    sizes."""
     val_data: str | None = None
-    """A file to hold out; None holds out the last part of `data`."""
+    """File of held-out data. None holds out the last part of `data`."""
     tokenizer: Tokenizer = "char"
-    """char: the text's own characters; byte: UTF-8 bytes; bpe: trained on the text; word: what
-    stands between spaces; pretrained: that of init_from."""
+    """char: the characters of the text. byte: UTF-8 bytes. bpe: byte-pair encoding trained on the
+    text. word: words separated by spaces. pretrained: the tokenizer of init_from."""
     init_from: str | None = None
-    """Model to start from: the folder of a run, whose parts that fit are taken over, or a published
-    model, a folder or an id. The tokenizer is that model's."""
+    """Model to start from, along with its tokenizer: a run folder, whose matching parameters are
+    used, or the folder or id of a published model."""
     frozen: tuple[str, ...] | None = None
-    """Parameters that stay as they are, by the beginnings of their names: embed,decoder/block_0."""
+    """Parameters to keep fixed, by the beginnings of their names: embed,decoder/block_0."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters of the model of init_from, which itself stays as it is:
-    rank=16,targets=all-linear. None trains all parameters."""
+    """Train low-rank adapters and keep the model of init_from fixed: rank=16,targets=all-linear.
+    None trains all parameters."""
     bpe_vocab_size: Size = 1024
-    """bpe: token kinds."""
+    """bpe: vocabulary size."""
     word_count: Size = 1
-    """word: how often a word must occur to be a token; a rarer one is unknown."""
+    """word: minimum number of occurrences for a word to be a token. Rarer words are unknown
+    tokens."""
     text_errors: Literal["strict", "replace"] = "strict"
-    """Invalid UTF-8: strict stops and names the offset, replace writes U+FFFD."""
+    """Handling of invalid UTF-8: strict stops with the offset, replace inserts U+FFFD."""
     val_fraction: float = 0.1
-    """The last part of the text, held out."""
+    """Fraction of the text to hold out, taken from its end."""
     out: str = "runs/default"
-    """The run folder."""
+    """Run folder."""
     mesh: MeshConfig | None = None
-    """How the run is split over devices: data=2,fsdp=4,tensor=2. None is one device."""
+    """Device mesh that splits the run: data=2,fsdp=4,tensor=2. None uses one device."""
     steps: Size = 2000
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: Size = 12
-    """Sequences in a micro-batch, on all devices together."""
+    """Number of sequences in a micro-batch, on all devices together."""
     context: Size | None = None
-    """Tokens in a training sequence; None is the model's max_len, or 64 where it has none."""
+    """Number of tokens in a training sequence. None uses the model's max_len, or 64 if it has
+    none."""
     accumulation: Size = 1
-    """Micro-batches of a step; their gradients are weighted by tokens."""
+    """Number of micro-batches per step. Their gradients are weighted by tokens."""
     learning_rate: Positive = 1e-3
-    """Peak, after the warm-up."""
+    """Peak learning rate, reached after the warm-up."""
     min_learning_rate: NonNegative = 1e-4
-    """Where the schedule ends."""
+    """Learning rate at the end of the schedule."""
     schedule: Schedule = "cosine"
-    """After the warm-up: cosine or linear down to the end; inverse_sqrt of the step (Vaswani et
-    al. 2017); wsd is constant and falls in the last decay_steps (Hu et al. 2024); or constant."""
+    """Learning rate after the warm-up. cosine or linear: decreases until the end. inverse_sqrt:
+    proportional to 1 / sqrt(step) (Vaswani et al. 2017). wsd: constant until the last
+    decay_steps, then decreases (Hu et al. 2024). constant: does not change."""
     decay_steps: Size | None = None
-    """wsd: the last steps, in which the rate falls; None is a tenth of all."""
+    """wsd: number of final steps with a decreasing learning rate. None uses a tenth of steps."""
     warmup_steps: Count | None = None
-    """Linear warm-up from 0; None is 100, or a tenth of the steps where that is less."""
+    """Number of steps of the linear warm-up from 0. None uses 100, or a tenth of the steps if that
+    is less."""
     optimizer: Optimizer = field(default_factory=AdamW)
-    """The optimizer, which turns a gradient into a step: adamw, sgd, adafactor, lion, muon or
-    schedulefree."""
+    """Optimizer: adamw, sgd, adafactor, lion, muon or schedulefree."""
     clip_norm: Positive = 1.0
-    """Largest global norm of the gradient."""
+    """Maximum global norm of the gradient."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What parameters are held in. bfloat16 takes half the memory: a step is computed in float32
-    and rounded at random, up or down, so that small steps count on average."""
+    """Storage dtype of the parameters. bfloat16 halves the memory: steps are computed in float32
+    and rounded stochastically, so that small steps take effect on average."""
     ema_decay: Fraction | None = None
-    """Decay of an average of the parameters over the steps, in float32; it is what is evaluated and
-    used (Polyak & Juditsky 1992). None keeps none."""
+    """Decay of a float32 moving average of the parameters, which is then evaluated and used (Polyak
+    & Juditsky 1992). None keeps no average."""
     label_smoothing: Fraction = 0.0
-    """Share of a label's probability spread over the vocabulary, in training only."""
+    """Share of each label's probability to spread over the vocabulary, in training only."""
     z_loss: NonNegative = 0.0
-    """Multiplier of log(Z)^2 in the loss of training, Z the denominator of the softmax; 1e-4 keeps
-    logits from drifting (Chowdhery et al. 2022, 5)."""
+    """Coefficient of log(Z)^2 in the training loss, where Z is the denominator of the softmax. 1e-4
+    keeps logits from drifting (Chowdhery et al. 2022, 5)."""
     loss_chunk: Size | None = None
-    """Tokens of each row whose logits exist at a time in the loss; None chooses by their size, and
-    the length of a row or more makes all of them at once."""
+    """Number of tokens per row whose logits are in memory at a time in the loss. None chooses by
+    their size. A value of at least the row length computes all logits at once."""
     eval_every: Size = 250
-    """Steps between evaluations on the held-out part."""
+    """Number of steps between evaluations on the held-out data."""
     eval_batches: Size | None = None
-    """Random batches in an evaluation; None reads the whole held-out part."""
+    """Number of random batches per evaluation. None evaluates on all held-out data."""
     checkpoint_every: Size = 500
-    """Steps between checkpoints; the best and the last are always kept."""
+    """Number of steps between checkpoints. The best and the last are always kept."""
     keep: Size = 2
-    """How many of the last checkpoints stay."""
+    """Number of most recent checkpoints to keep."""
     log_every: Size = 10
-    """Steps between lines of metrics.jsonl."""
+    """Number of steps between lines of metrics.jsonl."""
     log: tuple[str, ...] | None = None
-    """Where measurements go beside metrics.jsonl: tensorboard, wandb, trackio."""
+    """Trackers that receive the metrics in addition to metrics.jsonl: tensorboard, wandb,
+    trackio."""
     profile: str | None = None
-    """Steps to record a profile of, as 10-12, into OUT/profile."""
+    """Steps to profile, such as 10-12. The profile is written to OUT/profile."""
     dump_batch: float | None = None
-    """Keep the batch of a step whose loss is more than so many times the median of the last 50, or
-    not finite, in OUT/spikes."""
+    """Save the batch of a step to OUT/spikes if its loss is not finite or exceeds this many times
+    the median of the last 50 losses."""
     sample_tokens: Count = 400
-    """Length of the sample at the end; 0 writes none."""
+    """Number of tokens in the sample at the end of the run. 0 writes no sample."""
     seed: int = 0
-    """All randomness follows from it."""
+    """Random seed of the run."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -148,58 +152,54 @@ class TrainConfig:
             fail("log", self.log, f"must name some of {', '.join(TRACKERS)}, each once")
         if self.profile is not None:
             parts = self.profile.split("-")
-            # `isdigit` alone takes digits of other scripts, and superscripts, which `int` refuses
+            # `isdigit` also accepts superscripts, which `int` rejects, and digits of other scripts
             if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
-                fail("profile", self.profile, "must be a first and a last step, as 10-12")
+                fail("profile", self.profile, "must be a first and a last step, such as 10-12")
             if not 1 <= int(parts[0]) <= int(parts[1]) <= self.steps:
                 fail("profile", self.profile, f"must be steps from 1 to {self.steps}, in order")
         longest = self.model.max_len
         if self.context is not None and longest is not None and self.context > longest:
             fail("context", self.context, f"exceeds the model's max_len {longest}")
         if isinstance(self.optimizer, Muon):
-            what = "the blocks of transformers"
-            self.model.check_supports("muon", "optimizer", "muon", what)
+            self.model.check_supports("muon", "optimizer", "muon", "the blocks of transformers")
         if isinstance(self.optimizer, ScheduleFree):
-            # its average stands for a schedule, and for the average of `ema_decay`
+            # its average replaces both the schedule and the average of `ema_decay`
             needed = dict(schedule="constant", param_dtype="float32", ema_decay=None)
             for name, value in needed.items():
                 if getattr(self, name) != value:
-                    fail(name, getattr(self, name), f"optimizer 'schedulefree' needs {value!r}")
+                    rule = f"must be {value!r} for optimizer 'schedulefree'"
+                    fail(name, getattr(self, name), rule)
         if (mesh := self.mesh) is not None:
             self.model.check_supports("mesh", "mesh", str(mesh))
             if self.batch_size % mesh.row_shards:
-                rule = (
-                    f"must be a multiple of {mesh.row_shards}, over which mesh {mesh} splits rows"
-                )
+                rule = f"must be a multiple of {mesh.row_shards}, since mesh {mesh} splits the rows"
                 fail("batch_size", self.batch_size, rule)
             count = 1 if self.model.experts is None else self.model.experts.count
             if count % mesh.expert:
-                there = "there are none" if self.model.experts is None else f"there are {count}"
-                fail("mesh", str(mesh), f"expert must divide the experts of the model: {there}")
+                found = "there are none" if self.model.experts is None else f"there are {count}"
+                fail("mesh", str(mesh), f"expert must divide the experts of the model: {found}")
         if self.bpe_vocab_size < 257:
             rule = "must be at least 257 (every byte, one merge)"
             fail("bpe_vocab_size", self.bpe_vocab_size, rule)
         if (self.tokenizer == "pretrained") != (self.init_from is not None):
-            rule = f"must be 'pretrained' where init_from is given, it is {self.init_from!r}"
+            rule = f"must be 'pretrained' if and only if init_from is set ({self.init_from!r})"
             fail("tokenizer", self.tokenizer, rule)
         if self.lora is not None:
             self.model.check_supports("adapters", "lora", "LoraConfig")
             if isinstance(self.optimizer, Muon):
-                fail("optimizer", "muon", "is for kernels, and lora trains none")
+                fail("optimizer", "muon", "is for kernels, but lora trains none")
             if isinstance(self.task, PreferenceTask) and self.lora.trained:
-                rule = "task 'preference' compares with the base, which has them as they were"
+                rule = "must be () for task 'preference', whose reference model is the base"
                 fail("lora.trained", self.lora.trained, rule)
-            rule = (
-                "with lora, lora.base and lora.trained say what stays as it is, and how it is held"
-            )
+            rule = "cannot be used with lora: use lora.base and lora.trained"
             unread(self, rule, "frozen", "param_dtype")
-        # a field that nothing reads would be a wish that a run silently ignores
+        # a run must not silently ignore a field that was set
         if not self.model.supports("output_layer"):
             unread(self, "needs a transformer", "loss_chunk")
         if isinstance(self.task, ClassifyTask):
             unread(self, "needs a task with labels of tokens", "loss_chunk")
         if isinstance(self.task, PreferenceTask):
-            rule = "is of a cross-entropy, which 'preference' has not"
+            rule = "needs a cross-entropy loss, which task 'preference' does not have"
             unread(self, rule, "label_smoothing", "z_loss")
         if self.tokenizer != "bpe":
             unread(self, "needs tokenizer 'bpe'", "bpe_vocab_size")
@@ -210,17 +210,17 @@ class TrainConfig:
         if self.decay_steps is not None and self.decay_steps > self.steps:
             fail("decay_steps", self.decay_steps, f"must not exceed steps {self.steps}")
         if self.task.makes_examples:
-            rule = f"task {self.task.kind!r} makes its own examples"
+            rule = f"is not used: task {self.task.kind!r} makes its own examples"
             unread(self, rule, "val_data", "data", "data_weights")
 
     @property
     def warmup(self) -> int:
-        """Return the steps of the warm-up."""
+        """Return the number of warm-up steps."""
         return min(100, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
     @property
     def trained_whole(self) -> tuple[str, ...]:
-        """Return the beginnings of the parameters that lora trains whole because they are new."""
+        """Return the name prefixes of new parameters, which LoRA trains in full."""
         if not isinstance(self.task, ClassifyTask):
             return ()
         if self.model.pooling == "transform":
@@ -229,7 +229,7 @@ class TrainConfig:
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
-        """Return the first and the last step of a profile, from 1 on."""
+        """Return the first and last step to profile, counted from 1."""
         if self.profile is None:
             return None
         first, last = self.profile.split("-")
@@ -237,7 +237,7 @@ class TrainConfig:
 
     @property
     def sequence_len(self) -> int:
-        """Return the tokens of a training sequence."""
+        """Return the number of tokens in a training sequence."""
         if self.context is not None:
             return self.context
         return 64 if self.model.max_len is None else self.model.max_len

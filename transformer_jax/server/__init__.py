@@ -1,6 +1,6 @@
-"""Serve a model over HTTP, as clients of OpenAI's API ask: `python -m transformer_jax serve`.
+"""HTTP server with the API of OpenAI: `python -m transformer_jax serve`.
 
-`protocol` turns JSON into a checked request and results into JSON, by the schemas of `schemas`;
-`engine` runs the model in one thread, by continuous batching; `app` has the addresses. It needs
-starlette and uvicorn: `pip install 'transformer_jax[serve]'`.
+`schemas` describes requests, and `protocol` converts JSON to checked requests and results to JSON.
+`engine` runs the model in one thread with continuous batching, and `app` defines the routes. The
+server needs starlette and uvicorn: `pip install 'transformer_jax[serve]'`.
 """

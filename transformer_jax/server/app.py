@@ -1,7 +1,7 @@
-"""Answer HTTP requests with an engine: addresses, bodies, streams, time limits, disconnects.
+"""ASGI application that answers HTTP requests: routes, streams, time limits, disconnects.
 
-An ASGI application on starlette. The event loop waits and never computes: prompts are read in a
-pool of threads, and the model runs in the engine's own.
+It runs on starlette. The event loop only waits and never computes: a pool of threads reads prompts,
+and the engine's thread runs the model.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 MOST_BYTES = 2**20
-"""Most bytes of a request's body."""
+"""Maximum size of a request's body in bytes."""
 
 
 def make_app(
     engine: Engine | Embedder, name: str, *, timeout: float = 600.0, most_bytes: int = MOST_BYTES
 ) -> Starlette:
-    """Return the application; the engine is started by the caller, and stopped at its end.
+    """Return the application. The caller starts the engine; the application stops it at shutdown.
 
     Args:
-        engine: what decodes texts, or makes vectors of them.
-        name: of the model, which requests must give.
-        timeout: most seconds from a request's arrival to the end of its answer.
-        most_bytes: of a request's body.
+        engine: the engine that generates texts or embeds them.
+        name: the model's name, which requests must contain.
+        timeout: maximum number of seconds from the arrival of a request to the end of its answer.
+        most_bytes: maximum size of a request's body.
 
     Raises:
         ConfigError: if starlette is not installed, or timeout is not above 0.
@@ -57,11 +57,11 @@ def make_app(
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    # The API has a date of the model; this is when the server started.
+    # The API wants a creation date of the model; this is the start of the server.
     created = int(time.time())
 
     class Stream(StreamingResponse):
-        """Send events; where the client goes, even before the first, the request is given up."""
+        """Event stream that cancels its request if the client disconnects, even before an event."""
 
         def __init__(self, engine: Engine, ticket: Ticket, events: AsyncIterator[bytes]) -> None:
             headers = {"Cache-Control": "no-cache"}
@@ -78,16 +78,16 @@ def make_app(
         return JSONResponse({"object": "list", "data": [_model(name, created)]})
 
     def one_model(request: Request) -> Response:
-        wanted = request.path_params["model"]
-        if wanted != name:
-            message = f"model is {wanted[:80]!r}: this server has {name!r}"
+        requested = request.path_params["model"]
+        if requested != name:
+            message = f"model is {requested[:80]!r}: this server has {name!r}"
             raise RequestError(message, 404, param="model", code="model_not_found")
         return JSONResponse(_model(name, created))
 
     def health(request: Request) -> Response:
-        counts = {"slots": engine.slots, "running": engine.running, "waiting": engine.waiting}
         if not engine.alive:
             raise RequestError("the engine has stopped", 503, code="stopping")
+        counts = {"slots": engine.slots, "running": engine.running, "waiting": engine.waiting}
         return JSONResponse({"status": "ok", **counts})
 
     def openapi(request: Request) -> Response:
@@ -97,19 +97,19 @@ def make_app(
         async def answer(request: Request) -> Response:
             until = asyncio.get_running_loop().time() + timeout
             if isinstance(engine, Embedder):
-                message = f"{request.url.path}: {name!r} makes vectors of texts, /v1/embeddings"
+                message = f"{request.url.path}: {name!r} embeds texts; use /v1/embeddings"
                 raise RequestError(message, param="model")
             try:
                 async with asyncio.timeout_at(until):
                     body = await _body(request, most_bytes)
-                    # Reading a long prompt or compiling a grammar must not hold up other clients.
-                    asked, ids, count, matcher = await asyncio.to_thread(
+                    # Reading a long prompt or compiling a grammar must not block other clients.
+                    parsed, ids, count, matcher = await asyncio.to_thread(
                         _read, engine, endpoint, body, name
                     )
             except TimeoutError:
                 raise RequestError("the request took too long", 408, code="timeout") from None
             except ClientDisconnect:
-                return Response(status_code=400)  # which nobody reads
+                return Response(status_code=400)  # the client is gone
             prefix = "chatcmpl" if endpoint == "chat" else "cmpl"
             stamp = Stamp(f"{prefix}-{secrets.token_hex(12)}", int(time.time()), name)
             parts: asyncio.Queue[Part] = asyncio.Queue()
@@ -119,24 +119,24 @@ def make_app(
                 # An asyncio queue is not safe for the engine's thread.
                 loop.call_soon_threadsafe(parts.put_nowait, part)
 
-            ticket = engine.submit(asked, ids, count, deliver, matcher)
-            # Headers are sent with the first event: errors up to here still have their status.
-            if asked.stream:
+            ticket = engine.submit(parsed, ids, count, deliver, matcher)
+            # Headers are sent with the first event, so errors up to here have their own status.
+            if parsed.stream:
                 return Stream(engine, ticket, _events(ticket, parts, stamp, until))
             try:
-                found = await _whole(request, parts, until)
+                whole = await _whole(request, parts, until)
             finally:
                 engine.cancel(ticket)
-            if found is None:
-                return Response(status_code=400)  # which nobody reads
-            return JSONResponse(protocol.answer(asked, stamp, found, len(ids)))
+            if whole is None:
+                return Response(status_code=400)  # the client is gone
+            return JSONResponse(protocol.answer(parsed, stamp, whole, len(ids)))
 
         return answer
 
     async def embeddings(request: Request) -> Response:
         if not isinstance(engine, Embedder):
             rule = "serve the folder of a sentence encoder, with modules.json"
-            raise RequestError(f"{name!r} writes texts, and no vectors: {rule}", param="model")
+            raise RequestError(f"{name!r} does not embed texts: {rule}", param="model")
         until = asyncio.get_running_loop().time() + timeout
         try:
             async with asyncio.timeout_at(until):
@@ -144,15 +144,15 @@ def make_app(
         except TimeoutError:
             raise RequestError("the request took too long", 408, code="timeout") from None
         except ClientDisconnect:
-            return Response(status_code=400)  # which nobody reads
-        asked = protocol.read_embedding_request(body, name)
+            return Response(status_code=400)  # the client is gone
+        parsed = protocol.read_embedding_request(body, name)
         try:
             async with asyncio.timeout_at(until):
                 loop = asyncio.get_running_loop()
-                vectors, count = await loop.run_in_executor(engine.threads, engine.embed, asked)
+                vectors, count = await loop.run_in_executor(engine.threads, engine.embed, parsed)
         except TimeoutError:
             raise RequestError("the answer took too long", 503, code="timeout") from None
-        return JSONResponse(protocol.embedding_answer(asked, name, vectors, count))
+        return JSONResponse(protocol.embedding_answer(parsed, name, vectors, count))
 
     def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -162,8 +162,8 @@ def make_app(
     def refuse_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path[:80]}: {error.detail.lower()}"
-        own = RequestError(message, error.status_code)
-        return JSONResponse(own.body(), error.status_code, error.headers)
+        body = RequestError(message, error.status_code).body()
+        return JSONResponse(body, error.status_code, error.headers)
 
     def fail(request: Request, error: Exception) -> Response:
         return JSONResponse(RequestError("the server failed", 500).body(), 500)
@@ -171,7 +171,7 @@ def make_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        # It waits for the engine's thread, and the loop must still deliver the last parts.
+        # `stop` waits for the engine's thread, and the loop must still deliver the last parts.
         await asyncio.to_thread(engine.stop)
 
     return Starlette(
@@ -188,7 +188,7 @@ def make_app(
 
 
 def check_installed() -> None:
-    """Raise ConfigError where a library that the server needs is not installed."""
+    """Raise ConfigError if a library that the server needs is not installed."""
     for package in ("starlette", "uvicorn"):
         if find_spec(package) is None:
             rule = "pip install 'transformer_jax[serve]'"
@@ -200,33 +200,32 @@ def _model(name: str, created: int) -> dict[str, object]:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """Return the body of a request; RequestError where it is no JSON by its header, or too large.
+    """Return the body of a request; RequestError if it is not declared as JSON or is too large.
 
-    A page of the web can send a form or plain text to any address, but JSON only where it is let.
+    Any web page can send a form or plain text to any address, but it needs permission to send JSON.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         message = f"content-type is {kind[:80]!r}: must be application/json"
         raise RequestError(message, 415)
-    # A client may give no length, or a wrong one: bytes are counted as they come.
-    found = bytearray()
+    # The content-length may be missing or wrong, so bytes are counted as they arrive.
+    body = bytearray()
     async for piece in request.stream():
-        found += piece
-        if len(found) > most:
-            message = f"the body has more than {most} bytes, which is the most that is read"
-            raise RequestError(message, 413)
-    return bytes(found)
+        body += piece
+        if len(body) > most:
+            raise RequestError(f"the body has more than {most} bytes, the maximum", 413)
+    return bytes(body)
 
 
 def _read(
     engine: Engine, endpoint: Endpoint, body: bytes, name: str
 ) -> tuple[TextRequest, np.ndarray, int, Matcher | None]:
-    asked = protocol.read_request(endpoint, body, name)
-    return asked, *engine.read(asked), engine.match(asked)
+    parsed = protocol.read_request(endpoint, body, name)
+    return parsed, *engine.read(parsed), engine.match(parsed)
 
 
 async def _whole(request: Request, parts: asyncio.Queue[Part], until: float) -> Part | None:
-    """Return an answer when it is whole; None where its client has gone before."""
+    """Return an answer when it is complete, or None if its client disconnects first."""
 
     async def all_parts() -> Part:
         found = [await parts.get()]
@@ -235,7 +234,7 @@ async def _whole(request: Request, parts: asyncio.Queue[Part], until: float) -> 
         return protocol.join_parts(found)
 
     async def gone() -> None:
-        # Only `receive` tells that a client has gone.
+        # A disconnect is only visible to `receive`.
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
@@ -259,7 +258,7 @@ async def _whole(request: Request, parts: asyncio.Queue[Part], until: float) -> 
 async def _events(
     ticket: Ticket, parts: asyncio.Queue[Part], stamp: Stamp, until: float
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events."""
+    """Yield the server-sent events of an answer."""
     first = True
     while True:
         try:
@@ -273,7 +272,7 @@ async def _events(
             yield protocol.event(RequestError(str(part.error), part.status).body())
             return
         length = len(ticket.ids)
-        for one in protocol.chunks(ticket.asked, stamp, part, length, first=first):
+        for one in protocol.chunks(ticket.request, stamp, part, length, first=first):
             yield protocol.event(one)
         first = False
         if part.end is not None:

@@ -1,6 +1,6 @@
-"""Answer requests for vectors with a sentence encoder: one request at a time, its texts in batches.
+"""Embedding requests: one request at a time, its texts in batches.
 
-A vector is that of `SentenceEncoder.encode_texts`, but a text that is too long is refused.
+Vectors equal those of `SentenceEncoder.encode_texts`, but texts that are too long are rejected.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformer_jax.tokenizers.utf8 import DataError
 
 
 class Embedder:
-    """Encode the texts of many clients.
+    """Encoder of the texts of many clients.
 
     Args:
-        encoder: of the texts.
-        tokenizer: of the encoder's folder.
-        slots: the most texts of a batch.
-        queue: how many requests may wait.
+        encoder: the sentence encoder.
+        tokenizer: the tokenizer of the encoder's folder.
+        slots: maximum number of texts in a batch.
+        queue: maximum number of requests that wait.
 
     Raises:
         ValueError: if a count is not an integer of at least 1.
@@ -38,47 +38,45 @@ class Embedder:
         self.encoder, self.tokenizer, self.slots, self.queue = encoder, tokenizer, slots, queue
         self.context = encoder.max_len
         self.alive = True
-        self._present = 0
-        """Requests that wait or are encoded."""
+        self._present = 0  # requests that wait or are encoded
         self._counting, self._encoding = threading.Lock(), threading.Lock()
+        # One thread for each waiting request, the current one and one that is rejected. The default
+        # pool of asyncio is smaller: requests would wait for it without being counted.
         self.threads = ThreadPoolExecutor(queue + 2, "embedder")
-        """One for each request that waits, the present one and one that is refused: asyncio has
-        fewer, before which requests would wait without being counted."""
 
     @property
     def running(self) -> int:
-        """How many requests are encoded."""
+        """The number of requests that are being encoded."""
         return int(self._encoding.locked())
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
+        """The number of requests that wait."""
         return max(0, self._present - 1)
 
     def start(self) -> None:
-        """Compile the program of one short text."""
-        # The first client would wait for the compiler otherwise.
+        """Compile the program of one short text, so that the first client does not wait for it."""
         self.encoder.encode_ids([np.zeros(1, np.int32)], batch_size=self.slots)
 
     def stop(self) -> None:
-        """Refuse all requests from now on, once the present one has its vectors."""
+        """Finish the current request and reject all further ones."""
         self.alive = False
         with self._encoding:
             pass
 
-    def embed(self, asked: EmbeddingRequest) -> tuple[np.ndarray, int]:  # f32[n, D]
-        """Return a vector for each input, and how many tokens were read; RequestError if it cannot.
+    def embed(self, request: EmbeddingRequest) -> tuple[np.ndarray, int]:  # f32[n, D]
+        """Return a vector for each input and the number of tokens; RequestError for invalid inputs.
 
-        It may be called from any thread, and waits for the requests before it.
+        It may be called from any thread and waits for earlier requests.
         """
         width = self.encoder.config.d_model
-        if asked.dimensions not in (None, width):
-            message = f"dimensions is {asked.dimensions}: the vectors of this model have {width}"
+        if request.dimensions not in (None, width):
+            message = f"dimensions is {request.dimensions}: the vectors of this model have {width}"
             raise RequestError(message, param="dimensions")
-        ids = [self._ids(one, n) for n, one in enumerate(asked.inputs)]
+        ids = [self._ids(one, n) for n, one in enumerate(request.inputs)]
         with self._counting:
             if self._present > self.queue:
-                message = f"{self.queue} requests wait already: try again later"
+                message = f"{self.queue} requests are already waiting: try again later"
                 raise RequestError(message, 429, code="queue_full")
             self._present += 1
         try:
@@ -89,20 +87,20 @@ class Embedder:
         finally:
             with self._counting:
                 self._present -= 1
-        # JSON has no NaN, and a client would not expect one.
+        # JSON has no NaN.
         if not np.isfinite(vectors).all():
             raise RequestError("the model's vectors are not finite", 500)
         return vectors, sum(map(len, ids))
 
-    def _ids(self, given: str | tuple[int, ...], n: int) -> np.ndarray:  # i32[1..max_len]
-        """Return the tokens of the n-th input; token ids are taken as they are."""
+    def _ids(self, value: str | tuple[int, ...], n: int) -> np.ndarray:  # i32[1..max_len]
+        """Return the tokens of the n-th input. Token ids are used unchanged."""
         encoder, name = self.encoder, f"input[{n}]"
-        if isinstance(given, str):
-            text = encoder.prompt + given
+        if isinstance(value, str):
+            text = encoder.prompt + value
             text = text.lower() if encoder.lower_case else text
             ids = np.asarray(self.tokenizer.encode(text, special_tokens=True), np.int32)
         else:
-            ids = np.array(given, np.int32)
+            ids = np.array(value, np.int32)
             size = encoder.config.vocab_size
             if ids.max() >= size:
                 message = f"{name} has id {ids.max()}: the model has {size} tokens"

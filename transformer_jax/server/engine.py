@@ -1,8 +1,8 @@
-"""Run a model for many clients at once: one thread, continuous batching, first come first served.
+"""Engine that runs a model for many clients: one thread, continuous batching, in order of arrival.
 
-A request waits in a queue until the `Batcher` has a free slot for it. Its answer depends on no
-other request: with temperature 0 it is that of `LanguageModel.generate`, and with a seed that of
-`Sample(Temperature(t), TopP(p))` and `jax.random.key(seed)`. A prompt that begins like the text of
+Requests wait in a queue until the `Batcher` has a free slot. An answer does not depend on other
+requests: with temperature 0 it equals that of `LanguageModel.generate`, and with a seed that of
+`Sample(Temperature(t), TopP(p))` and `jax.random.key(seed)`. A prompt that starts with the text of
 a slot, such as the next turn of a chat, continues from a copy of its cache.
 """
 
@@ -42,31 +42,31 @@ from transformer_jax.untrusted_files import brief
 from transformer_jax.values import short_repr
 
 CONTEXT = 2048
-"""Most tokens of a prompt and its answer, unless the model reads fewer or the caller says more."""
+"""Default limit on the tokens of a prompt and its answer."""
 
 LEAST_LOG_PROB = -9999.0
-"""What stands for the logarithm of 0, which JSON has no number for."""
+"""Replacement for the logarithm of 0, which JSON cannot represent."""
 
 
 @short_repr
 @dataclass(eq=False)
 class Ticket:
-    """A request from its arrival to its end.
+    """A submitted request and the state of its answer.
 
     Attributes:
-        asked: the request.
-        ids: its prompt.
-        num_tokens: the most new tokens.
+        request: the request.
+        ids: the tokens of its prompt.
+        num_tokens: maximum number of new tokens.
         deliver: called from the engine's thread with each part; the last one has an end.
-        matcher: of the form that the answer must have; None lets it have any.
-        cancelled: set when nobody waits for it any more.
-        writer: of its text, once it was submitted.
-        count: tokens that were chosen.
-        decided: characters that were delivered.
-        held: tokens of text that is not decided yet.
+        matcher: matcher of the required form; None allows any text.
+        cancelled: whether the client stopped waiting.
+        writer: converts its tokens to text; set when it is submitted.
+        count: number of tokens that were chosen.
+        decided: number of characters that were delivered.
+        held: tokens whose text is not decided yet.
     """
 
-    asked: TextRequest
+    request: TextRequest
     ids: np.ndarray  # i32[P]
     num_tokens: int
     deliver: Callable[[Part], None]
@@ -79,19 +79,19 @@ class Ticket:
 
 
 class Engine:
-    """Decode the requests of many clients in the slots of one batch.
+    """Decoder of many clients' requests, in the slots of one batch.
 
     Args:
-        model: one that goes on with a text or answers messages.
-        slots: how many requests are decoded side by side.
-        context: most tokens of a prompt and its answer but the last, which is never read; None is
-            the model's, at most 2048.
-        queue: how many requests may wait for a slot.
-        steps: most tokens of each row between two looks at the queue.
-        cache_dtype: of keys and values; None is the compute dtype.
+        model: a model that continues texts or answers messages.
+        slots: number of requests that are decoded in parallel.
+        context: maximum number of tokens of a prompt and its answer, without the last token, which
+            is never read. None uses the model's limit, but at most 2048.
+        queue: maximum number of requests that wait for a slot.
+        steps: maximum number of tokens per row between checks of the queue.
+        cache_dtype: dtype of keys and values; None uses the compute dtype.
 
     Raises:
-        ConfigError: if the model writes no text, or `context` is longer than it reads.
+        ConfigError: if the model does not generate text, or `context` exceeds its limit.
         ValueError: if a count is not an integer of at least 1.
     """
 
@@ -117,9 +117,9 @@ class Engine:
             check_cache_dtype("cache_dtype", cache_dtype)
         if context > longest:
             raise ConfigError(f"context is {context}: must be at most max_len {longest}")
-        own = plain(model.tokenizer)
-        # A published model answers messages if its folder says how they are written.
-        templates = isinstance(own, PretrainedTokenizer) and bool(own.chat_templates)
+        tokenizer = plain(model.tokenizer)
+        # A published model answers messages if its folder has a chat template.
+        templates = isinstance(tokenizer, PretrainedTokenizer) and bool(tokenizer.chat_templates)
         self.model, self.slots, self.context, self.queue = model, slots, context, queue
         self.answers_chats = model.kind == "chat" or templates
         self._steps = steps
@@ -128,12 +128,12 @@ class Engine:
         self._empty: Any = init_decode_state(model.config, None, 1, context, dtype=cache_dtype)
         known = map(WithoutHistory, known_ids(model.config, model.tokenizer))
         self._processors = (*model.model.processors, *known)
-        # A ring forgets what a prefix needs, processors and edits must see it, and int8 would round
-        # it twice.
+        # Prefixes cannot be shared if a ring overwrites their keys, processors or edits must see
+        # their tokens, or int8 would round their keys twice.
         whole = model.config.supports("cache") and model.config.window is None
         unseen = not model.model.processors and not decoder.edits
         self._shares = whole and cache_dtype is None and unseen
-        # Only the engine's thread changes it; the queue is changed by its callers, too.
+        # Only the engine's thread changes `_running`; callers also change `_waiting`.
         self._running: list[Ticket] = []
         self.batcher = self._new_batcher()
         self._waiting: deque[Ticket] = deque()
@@ -143,85 +143,84 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a slot."""
+        """The number of requests that wait for a slot."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """How many requests have a slot."""
+        """The number of requests that have a slot."""
         return len(self._running)
 
     @property
     def alive(self) -> bool:
-        """Whether requests are decoded."""
+        """Whether the engine accepts and decodes requests."""
         return self._thread.is_alive() and not self._closing
 
     def start(self) -> None:
-        """Compile the decoding program, and decode what is submitted from now on."""
+        """Start the thread, and compile the decoding program with an internal request."""
         self._thread.start()
         done = threading.Event()
-        asked = TextRequest("completion", (), temperature=0.0)
-        # A request of its own: the first client would wait for the compiler otherwise.
+        request = TextRequest("completion", (), temperature=0.0)
         ids = np.zeros(1, np.int32)
-        # Two tokens: the first comes with the prompt, the second from the decoding program.
+        # The first token comes from the prompt's program, the second from the decoding program.
         count = min(2, self.context)
 
         def deliver(part: Part) -> None:
             if part.end is not None:
                 done.set()
 
-        self.submit(asked, ids, count, deliver)
+        self.submit(request, ids, count, deliver)
         done.wait()
 
     def stop(self) -> None:
-        """End all requests as failed, and the thread."""
+        """End all requests as failed, and stop the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join()
 
-    def read(self, asked: TextRequest) -> tuple[np.ndarray, int]:  # i32[P]
-        """Return the tokens of a request's prompt, and how many may follow.
+    def read(self, request: TextRequest) -> tuple[np.ndarray, int]:  # i32[P]
+        """Return the tokens of a request's prompt and the maximum number of new tokens.
 
-        RequestError where the model cannot read it, or where it does not fit.
+        RequestError if the model cannot read the prompt, or if it does not fit.
         """
-        chat = asked.endpoint == "chat"
+        chat = request.endpoint == "chat"
         name = "messages" if chat else "prompt"
         if chat and not self.answers_chats:
-            raise RequestError("messages: the model has no chat template; it goes on with a prompt")
+            rule = "the model has no chat template; use /v1/completions"
+            raise RequestError(f"messages: {rule}")
         if not chat and self.model.kind == "chat":
-            raise RequestError("prompt: the model answers messages, /v1/chat/completions")
+            raise RequestError("prompt: the model answers messages; use /v1/chat/completions")
         try:
             if chat:
-                ids = self.model.read_messages(asked.prompt)  # type: ignore[arg-type]
-            elif isinstance(asked.prompt, str):
-                ids = self.model.read(asked.prompt)
+                ids = self.model.read_messages(request.prompt)  # type: ignore[arg-type]
+            elif isinstance(request.prompt, str):
+                ids = self.model.read(request.prompt)
             else:
-                ids = self.model.known(np.array(asked.prompt, np.int32), "the prompt")
+                ids = self.model.known(np.array(request.prompt, np.int32), "the prompt")
                 check_unpadded(self.model.tokenizer, ids, "the prompt")
         except DataError as error:
             raise RequestError(str(error), param=name) from None
         if not len(ids):
-            raise RequestError(f"{name}: has no token", param=name)
+            raise RequestError(f"{name} has no tokens: must have at least one", param=name)
         room = self.context + 1 - len(ids)
-        count = min(room, self.context) if asked.num_tokens is None else asked.num_tokens
+        count = min(room, self.context) if request.num_tokens is None else request.num_tokens
         if room < 1 or count > room:
-            wanted = "" if asked.num_tokens is None else f" and {count} new ones are asked for"
+            new = "" if request.num_tokens is None else f" and {count} new ones are requested"
             message = (
-                f"{name} has {len(ids)} tokens{wanted}: "
-                f"together they must be at most {self.context + 1}"
+                f"{name} has {len(ids)} tokens{new}: must be at most {self.context + 1} in all"
             )
             raise RequestError(message, param=name, code="context_length_exceeded")
         return ids, count
 
-    def match(self, asked: TextRequest) -> Matcher | None:
-        """Return what says which tokens an answer of the form may have; RequestError if it is none.
+    def match(self, request: TextRequest) -> Matcher | None:
+        """Return a matcher of the requested form, or None if any text is allowed.
 
-        None where any text may be the answer.
+        RequestError if the form is invalid.
         """
-        if asked.form is None:
+        if request.form is None:
             return None
-        form, content, param = asked.form
+        form, content, param = request.form
         config, stop = self.model.config, tuple(self.model.model.stop_ids)
         try:
             return Grammar(
@@ -232,35 +231,35 @@ class Engine:
 
     def submit(
         self,
-        asked: TextRequest,
+        request: TextRequest,
         ids: np.ndarray,
         num_tokens: int,
         deliver: Callable[[Part], None],
         matcher: Matcher | None = None,
     ) -> Ticket:
-        """Put a request that was read into the queue; RequestError where it is full."""
-        ticket = Ticket(asked, ids, num_tokens, deliver, matcher)
-        ticket.writer = TextWriter(self.model.tokenizer, asked.stop, self.model.model.stop_ids)
+        """Add a request to the queue; RequestError if the queue is full."""
+        ticket = Ticket(request, ids, num_tokens, deliver, matcher)
+        ticket.writer = TextWriter(self.model.tokenizer, request.stop, self.model.model.stop_ids)
         with self._changed:
             if not self.alive:
                 raise RequestError("the server is stopping", 503, code="stopping")
             if self.waiting >= self.queue:
-                message = f"{self.queue} requests wait already: try again later"
+                message = f"{self.queue} requests are already waiting: try again later"
                 raise RequestError(message, 429, code="queue_full")
             self._waiting.append(ticket)
             self._changed.notify()
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Give up a request, whether it waits, is decoded or has ended; its slot is freed."""
+        """Cancel a request in any state and free its slot."""
         with self._changed:
             ticket.cancelled = True
-            # It may have been taken from the queue a moment ago: then the thread frees its slot.
+            # If the thread has just taken it from the queue, the thread frees its slot.
             with contextlib.suppress(ValueError):
                 self._waiting.remove(ticket)
             self._changed.notify()
 
-    # The engine's thread: the methods below run in it alone.
+    # The methods below run only in the engine's thread.
 
     def _new_batcher(self) -> Batcher[Any]:
         slots = init_slots(
@@ -274,7 +273,7 @@ class Engine:
         )  # fmt: skip
 
     def _requests(self) -> Iterator[Request | None]:
-        """Yield the request that waits longest, and None while there is none."""
+        """Yield the oldest waiting request, or None if there is none."""
         while True:
             with self._changed:
                 ticket = self._waiting.popleft() if self._waiting else None
@@ -283,15 +282,15 @@ class Engine:
             if ticket is None:
                 yield None
                 continue
-            asked = ticket.asked
+            request = ticket.request
             # Without a seed, equal requests must not get equal answers.
-            seed = secrets.randbits(32) if asked.seed is None else asked.seed
-            # 1 - p in Python's float64: float32 would lose digits of a p near 1.
-            how = [[asked.temperature], [asked.top_p], [1 - asked.top_p]]
+            seed = secrets.randbits(32) if request.seed is None else request.seed
+            # 1 - p in float64: float32 would lose digits of a p near 1.
+            how = [[request.temperature], [request.top_p], [1 - request.top_p]]
             yield Request(
                 ticket.ids, ticket.num_tokens, key=first_key(jax.random.key(seed)), id=ticket,
                 constraint=ticket.matcher, sampling=RowSampling(*jnp.array(how, jnp.float32)),
-                top=MOST_TOP if asked.top else 0,  # one program, whatever number is asked for
+                top=MOST_TOP if request.top else 0,  # one program for all numbers
             )  # fmt: skip
 
     def _run(self) -> None:
@@ -302,21 +301,21 @@ class Engine:
                 if self._closing:
                     break
             try:
-                # Only this thread touches the batcher: a client's `cancel` sets a flag.
+                # Only this thread may use the batcher, so `cancel` sets a flag.
                 for ticket in [ticket for ticket in self._running if ticket.cancelled]:
                     self._free(ticket)
                 for new in self.batcher.turn():
                     self._write(new)
-            except Exception as error:  # such as too little memory: the next requests go on
+            except Exception as error:  # such as too little memory: later requests may succeed
                 print(f"serve: {type(error).__name__}: {brief(error)}", file=sys.stderr)
-                self._fail("the server could not go on with this request")
+                self._fail("the server could not complete this request")
                 self.batcher = self._new_batcher()
         self._fail("the server is stopping")
         while self._waiting:
             _deliver(self._waiting.popleft(), Part(end="failed", error="the server is stopping"))
 
     def _fail(self, why: str) -> None:
-        # Clients wait for the end of their answers, so each gets one.
+        # Clients wait until an answer has an end.
         while self._running:
             ticket = self._running.pop()
             _deliver(ticket, Part(count=ticket.count, end="failed", error=why))
@@ -326,17 +325,17 @@ class Engine:
         self._running.remove(ticket)
 
     def _write(self, new: Completion) -> None:
-        """Deliver the text of new tokens that is decided now, and free the slot at its end."""
+        """Deliver the text of new tokens as far as it is decided, and free the slot at the end."""
         ticket: Ticket = new.id
-        asked, writer, text = ticket.asked, ticket.writer, ""
+        request, writer, text = ticket.request, ticket.writer, ""
         for n, token in enumerate(new.tokens.tolist()):
             ticket.count += 1
             text += writer.feed(token)
-            if asked.top is not None and token not in writer.stop_ids:
-                ticket.held.append(self._token(token, writer.start, new, n, asked.top))
+            if request.top is not None and token not in writer.stop_ids:
+                ticket.held.append(self._token(token, writer.start, new, n, request.top))
             if writer.ended:
                 break
-        # a text that its stop string ends is whole, whatever comes of the tokens after it
+        # a stop string ends the answer even if later tokens of this turn failed
         end = "stop" if writer.ended else new.end
         if end is not None:
             self._free(ticket)
@@ -346,14 +345,14 @@ class Engine:
             return
         if end is not None and not writer.ended:
             text += writer.finish()
-        # The first word of an answer may bring a space, as in `LanguageModel.chat`.
+        # The first word of an answer may start with a space, as in `LanguageModel.chat`.
         begins = not ticket.decided
         ticket.decided += len(text)
-        whole = end is not None and not asked.stop
-        # Tokens are shown with their text, which may wait: it could be part of a stop string.
+        whole = end is not None and not request.stop
+        # Tokens are sent with their text, which is delayed if it may be part of a stop string.
         tokens = tuple(t for t in ticket.held if whole or t.offset < ticket.decided)
         ticket.held = ticket.held[len(tokens) :]
-        if begins and asked.endpoint == "chat" and ticket.matcher is None:
+        if begins and request.endpoint == "chat" and ticket.matcher is None:
             text = text.removeprefix(" ")
         if end is not None or text or tokens:
             part = Part(text, tokens, ticket.count, end, shared=new.shared)  # type: ignore[arg-type]
@@ -369,7 +368,7 @@ class Engine:
         return Token(self._bytes(token), log_prob, offset, top)
 
     def _bytes(self, token: int) -> bytes:
-        """Return the bytes of a token, of which a padded vocabulary has more than its tokenizer."""
+        """Return the bytes of a token, or none for an id that only pads the vocabulary."""
         known = token < self.model.tokenizer.vocab_size
         return self.model.tokenizer.to_bytes([token]) if known else b""
 
@@ -377,5 +376,5 @@ class Engine:
 def _deliver(ticket: Ticket, part: Part) -> None:
     try:
         ticket.deliver(part)
-    except RuntimeError:  # the event loop that waited is closed
+    except RuntimeError:  # the client's event loop is closed
         ticket.cancelled = True

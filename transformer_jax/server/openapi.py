@@ -1,4 +1,4 @@
-"""Describe the addresses of the server by OpenAPI 3.1, with the schemas that check requests.
+"""OpenAPI 3.1 description of the server, built from the schemas that check requests.
 
 Source: the OpenAPI specification 3.1.0 (OpenAPI Initiative 2021).
 """
@@ -86,34 +86,34 @@ _VECTORS: Schema = {
     },
 }
 
-_REFUSED = {
-    400: "the request is wrong", 404: "there is no such model", 408: "the body came too slowly",
-    413: "the body is too large", 415: "the body is no JSON", 429: "too many requests wait",
+_ERRORS = {
+    400: "the request is invalid", 404: "there is no such model", 408: "the body took too long",
+    413: "the body is too large", 415: "the body is not JSON", 429: "too many requests are waiting",
     503: "the server is stopping, or the answer took too long",
 }  # fmt: skip
 
 
 def describe(name: str, *, embeds: bool = False) -> Schema:
-    """Return the description, which /openapi.json serves, of a model that writes or `embeds`."""
+    """Return the description that /openapi.json serves, for a text model or one that `embeds`."""
     of_model = {"type": "string", "enum": [name]}
-    answered = {
-        "/v1/completions": _posted("Go on with a prompt.", COMPLETION, of_model, "text"),
-        "/v1/chat/completions": _posted("Answer messages.", CHAT, of_model, "message"),
+    posts = {
+        "/v1/completions": _post("Continue a prompt.", COMPLETION, of_model, "text"),
+        "/v1/chat/completions": _post("Answer messages.", CHAT, of_model, "message"),
     }
     if embeds:
-        found = _got("Make vectors of texts.", _VECTORS, *_REFUSED)
-        answered = {"/v1/embeddings": _with_body(found, EMBEDDING, of_model)}
+        operation = _operation("Embed texts.", _VECTORS, *_ERRORS)
+        posts = {"/v1/embeddings": _with_body(operation, EMBEDDING, of_model)}
     model = {"name": "model", "in": "path", "required": True, "schema": of_model}
     return {
         "openapi": "3.1.0",
         "info": {"title": "transformer_jax", "version": sys.modules["transformer_jax"].__version__},
         "paths": {
-            "/health": {"get": _got("Say whether requests are answered.", _HEALTH, 503)},
-            "/v1/models": {"get": _got("List the model.", _MODELS)},
+            "/health": {"get": _operation("Report whether requests are served.", _HEALTH, 503)},
+            "/v1/models": {"get": _operation("List the model.", _MODELS)},
             "/v1/models/{model}": {
-                "get": {**_got("Describe the model.", _MODEL, 404), "parameters": [model]}
+                "get": {**_operation("Describe the model.", _MODEL, 404), "parameters": [model]}
             },
-            **answered,
+            **posts,
         },
     }
 
@@ -122,16 +122,15 @@ def _json(schema: Schema) -> Schema:
     return {"application/json": {"schema": schema}}
 
 
-def _got(does: str, schema: Schema, *refused: int) -> Schema:
+def _operation(summary: str, schema: Schema, *errors: int) -> Schema:
     responses: Schema = {"200": {"description": "OK", "content": _json(schema)}}
-    for status in refused:
-        what = {"description": _REFUSED[status], "content": _json(_ERROR)}
-        responses[str(status)] = what
-    return {"summary": does, "responses": responses}
+    for status in errors:
+        responses[str(status)] = {"description": _ERRORS[status], "content": _json(_ERROR)}
+    return {"summary": summary, "responses": responses}
 
 
-def _posted(does: str, asked: Schema, of_model: Schema, said: str) -> Schema:
-    kind = "text_completion" if said == "text" else "chat.completion"
+def _post(summary: str, body: Schema, of_model: Schema, content: str) -> Schema:
+    kind = "text_completion" if content == "text" else "chat.completion"
     answer = {
         "type": "object",
         "required": ["id", "object", "created", "model", "choices", "usage"],
@@ -144,20 +143,20 @@ def _posted(does: str, asked: Schema, of_model: Schema, said: str) -> Schema:
                 "type": "array",
                 "items": {
                     "type": "object",
-                    "required": ["index", said, "logprobs", "finish_reason"],
+                    "required": ["index", content, "logprobs", "finish_reason"],
                     "properties": {"finish_reason": {"enum": ["stop", "length"]}},
                 },
             },
             "usage": _USAGE,
         },
     }
-    found = _got(does, answer, *_REFUSED)
+    operation = _operation(summary, answer, *_ERRORS)
     # in OpenAPI 3.1 the schema of a stream is that of each event
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-    found["responses"]["200"]["content"]["text/event-stream"] = {"schema": event}
-    return _with_body(found, asked, of_model)
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": event}
+    return _with_body(operation, body, of_model)
 
 
-def _with_body(found: Schema, asked: Schema, of_model: Schema) -> Schema:
-    asked = asked | {"properties": asked["properties"] | {"model": of_model}}
-    return {"post": {**found, "requestBody": {"required": True, "content": _json(asked)}}}
+def _with_body(operation: Schema, body: Schema, of_model: Schema) -> Schema:
+    body = body | {"properties": body["properties"] | {"model": of_model}}
+    return {"post": {**operation, "requestBody": {"required": True, "content": _json(body)}}}

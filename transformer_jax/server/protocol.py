@@ -1,7 +1,7 @@
-"""Read requests of OpenAI's API as checked values, and write results as its JSON.
+"""Conversion of OpenAI API requests to checked values, and of results to its JSON.
 
-Pure functions of bytes, values and dicts. What a client sent and the server refuses is a
-`RequestError`, which has OpenAI's form: `{"error": {"message", "type", "param", "code"}}`.
+All functions are pure. A rejected request raises `RequestError`, which has OpenAI's form:
+`{"error": {"message", "type", "param", "code"}}`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Endpoint = Literal["completion", "chat"]
 
 
 class RequestError(ValueError):
-    """Refusal of a request, in the form of OpenAI's API."""
+    """Rejection of a request, in the form of OpenAI's API."""
 
     def __init__(
         self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
@@ -43,12 +43,12 @@ class RequestError(ValueError):
 
 
 class AnswerForm(NamedTuple):
-    """The form that an answer must have.
+    """A form that an answer must have.
 
     Attributes:
         form: "schema", "regex" or "grammar".
-        content: a JSON schema, or a text.
-        param: the name of the parameter that says so.
+        content: a JSON schema or a string.
+        param: the name of the parameter that contains it.
     """
 
     form: Form
@@ -58,20 +58,20 @@ class AnswerForm(NamedTuple):
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A checked request for a text.
+    """A checked request for a completion or a chat answer.
 
     Attributes:
         endpoint: "completion" or "chat".
-        prompt: a text or token ids of a completion, messages of a chat.
-        num_tokens: the most new tokens; None is as many as fit.
-        temperature: from 0, the likeliest token, to 2.
+        prompt: a string or token ids for a completion, messages for a chat.
+        num_tokens: maximum number of new tokens; None is as many as fit.
+        temperature: from 0, which selects the likeliest token, to 2.
         top_p: from 0 to 1.
-        seed: of what is drawn; None draws one.
-        stop: texts before the first of which the answer ends.
-        top: how many log-probabilities of other tokens are returned; None returns none at all.
-        stream: whether parts are sent as they come.
-        include_usage: whether a stream ends with the counts of tokens.
-        form: the form that the answer is to have; None lets it have any.
+        seed: random seed; None draws one.
+        stop: strings that end the answer before their first occurrence.
+        top: number of alternative log-probabilities per token; None returns no log-probabilities.
+        stream: whether parts are sent as they are generated.
+        include_usage: whether a stream ends with token counts.
+        form: the form that the answer must have; None allows any.
     """
 
     endpoint: Endpoint
@@ -88,67 +88,68 @@ class TextRequest:
 
 
 def read_request(endpoint: Endpoint, body: bytes, model: str) -> TextRequest:
-    """Return the request that a body holds; RequestError says what is wrong with it.
+    """Parse and check the body of a request; RequestError describes the first problem.
 
     Args:
         endpoint: "completion" or "chat".
         body: JSON.
-        model: the name of the model that is served.
+        model: the name of the served model.
     """
-    given = read_json(body)
-    prompt = given.get("prompt") if isinstance(given, dict) else None
+    parsed = read_json(body)
+    prompt = parsed.get("prompt") if isinstance(parsed, dict) else None
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int | float):
-        message = f"prompt has {len(prompt)} texts: must be one, or token ids"
+        message = f"prompt has {len(prompt)} strings: must have one, or token ids"
         raise RequestError(message, param="prompt")
-    asked = _checked(given, CHAT if endpoint == "chat" else COMPLETION, model)
-    if "max_tokens" in asked and "max_completion_tokens" in asked:
-        message = "max_tokens and max_completion_tokens: give one of them"
+    fields = _checked(parsed, CHAT if endpoint == "chat" else COMPLETION, model)
+    if "max_tokens" in fields and "max_completion_tokens" in fields:
+        message = "max_tokens and max_completion_tokens: pass only one of them"
         raise RequestError(message, param="max_tokens")
-    count = asked.get("max_completion_tokens", asked.get("max_tokens"))
-    top = asked.get("logprobs")
+    count = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    top = fields.get("logprobs")
     if endpoint == "chat":
-        top = int(asked.get("top_logprobs", 0)) if top else None
-        if top is None and "top_logprobs" in asked:
+        top = int(fields.get("top_logprobs", 0)) if top else None
+        if top is None and "top_logprobs" in fields:
             raise RequestError("top_logprobs: needs logprobs true", param="top_logprobs")
     elif count is None:
-        count = 16  # OpenAI's
-    if "stream_options" in asked and not asked.get("stream"):
+        count = 16  # OpenAI's default
+    if "stream_options" in fields and not fields.get("stream"):
         raise RequestError("stream_options: needs stream true", param="stream_options")
-    stop = asked.get("stop", ())
+    stop = fields.get("stop", ())
+    prompt = _messages(fields["messages"]) if endpoint == "chat" else _prompt(fields["prompt"])
     return TextRequest(
-        endpoint, _messages(asked["messages"]) if endpoint == "chat" else _prompt(asked["prompt"]),
+        endpoint, prompt,
         num_tokens=None if count is None else int(count),
-        temperature=float(asked.get("temperature", 1.0)), top_p=float(asked.get("top_p", 1.0)),
-        seed=int(asked["seed"]) if "seed" in asked else None,
+        temperature=float(fields.get("temperature", 1.0)), top_p=float(fields.get("top_p", 1.0)),
+        seed=int(fields["seed"]) if "seed" in fields else None,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        top=None if top is None else int(top), stream=asked.get("stream", False),
-        include_usage=bool(asked.get("stream_options", {}).get("include_usage")),
-        form=_form(body, asked),
+        top=None if top is None else int(top), stream=fields.get("stream", False),
+        include_usage=bool(fields.get("stream_options", {}).get("include_usage")),
+        form=_form(body, fields),
     )  # fmt: skip
 
 
-def _checked(given: Json, schema: Schema, model: str) -> dict[str, Any]:
-    """Return what a body says, nulls left out; RequestError where it does not fit its schema."""
+def _checked(body: Json, schema: Schema, model: str) -> dict[str, Any]:
+    """Return the parameters of a body, without nulls; RequestError if it violates its schema."""
     try:
-        check(given, schema)
+        check(body, schema)
     except Misfit as error:
         raise RequestError(str(error), param=error.param) from None
-    assert isinstance(given, dict)
-    # Clients send null for what they leave out.
-    asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if asked["model"] != model:
-        message = f"model is {asked['model'][:80]!r}: this server has {model!r}"
+    assert isinstance(body, dict)
+    # Clients may send null for an omitted parameter.
+    fields: dict[str, Any] = {name: value for name, value in body.items() if value is not None}
+    if fields["model"] != model:
+        message = f"model is {fields['model'][:80]!r}: this server has {model!r}"
         raise RequestError(message, 404, param="model", code="model_not_found")
-    return asked
+    return fields
 
 
 class EmbeddingRequest(NamedTuple):
-    """A checked request for vectors.
+    """A checked request for embeddings.
 
     Attributes:
-        inputs: each a string or token ids.
-        base64: whether vectors are sent as bytes in base64, little-endian float32.
-        dimensions: the width that the vectors must have; None is the model's.
+        inputs: strings or token ids.
+        base64: whether vectors are sent as base64 of little-endian float32.
+        dimensions: required width of the vectors; None uses the model's.
     """
 
     inputs: tuple[str | tuple[int, ...], ...]
@@ -157,30 +158,29 @@ class EmbeddingRequest(NamedTuple):
 
 
 def read_embedding_request(body: bytes, model: str) -> EmbeddingRequest:
-    """Return a request for vectors; RequestError says what is wrong with it."""
-    asked = _checked(read_json(body), EMBEDDING, model)
-    given = asked["input"]
-    if isinstance(given, str) or not isinstance(given[0], str | list):
-        given = [given]
-    inputs = (one if isinstance(one, str) else tuple(map(int, one)) for one in given)
-    dimensions = asked.get("dimensions")
+    """Parse and check a request for embeddings; RequestError describes the first problem."""
+    fields = _checked(read_json(body), EMBEDDING, model)
+    inputs = fields["input"]
+    if isinstance(inputs, str) or not isinstance(inputs[0], str | list):
+        inputs = [inputs]
+    dimensions = fields.get("dimensions")
     return EmbeddingRequest(
-        tuple(inputs),
-        asked.get("encoding_format") == "base64",
+        tuple(one if isinstance(one, str) else tuple(map(int, one)) for one in inputs),
+        fields.get("encoding_format") == "base64",
         None if dimensions is None else int(dimensions),
     )
 
 
 def embedding_answer(
-    asked: EmbeddingRequest,
+    request: EmbeddingRequest,
     model: str,
     vectors: np.ndarray,  # f32[n, D]
     num_tokens: int,
 ) -> JsonObject:
-    """Return the JSON of vectors."""
-    # Little-endian whatever the machine: the client decodes bytes.
+    """Return the JSON of an answer with embeddings."""
+    # Always little-endian, because clients decode the bytes.
     rows = vectors.astype("<f4")
-    sent = [b64encode(row.tobytes()).decode() if asked.base64 else row.tolist() for row in rows]
+    sent = [b64encode(row.tobytes()).decode() if request.base64 else row.tolist() for row in rows]
     return {
         "object": "list",
         "data": [{"object": "embedding", "index": n, "embedding": e} for n, e in enumerate(sent)],
@@ -189,22 +189,22 @@ def embedding_answer(
     }
 
 
-def _form(body: bytes, asked: JsonObject) -> AnswerForm | None:
-    """Return the one form that a request names; RequestError where it names two."""
-    if not asked.keys() & {"response_format", "structured_outputs"}:
+def _form(body: bytes, fields: JsonObject) -> AnswerForm | None:
+    """Return the form that a request specifies; RequestError if it specifies two."""
+    if not fields.keys() & {"response_format", "structured_outputs"}:
         return None
-    # Read again with its digits: a schema's 0.1 must not become a float on the way.
-    asked = read_json(body, decimals=True)  # type: ignore[assignment]
-    response_format = asked.get("response_format") or {}
-    structured_outputs = asked.get("structured_outputs") or {}
+    # Parse again with decimals, so that numbers of a schema, such as 0.1, stay exact.
+    fields = read_json(body, decimals=True)  # type: ignore[assignment]
+    response_format = fields.get("response_format") or {}
+    structured_outputs = fields.get("structured_outputs") or {}
     found: list[AnswerForm] = []
-    kind, described = response_format.get("type"), response_format.get("json_schema")
+    kind, json_schema = response_format.get("type"), response_format.get("json_schema")
     name = "response_format.json_schema"
-    if (kind == "json_schema") != (described is not None):
-        rule = "is missing" if described is None else "needs type 'json_schema'"
+    if (kind == "json_schema") != (json_schema is not None):
+        rule = "is missing" if json_schema is None else "needs type 'json_schema'"
         raise RequestError(f"{name}: {rule}", param=name)
-    if described is not None:
-        found.append(AnswerForm("schema", described["schema"], f"{name}.schema"))
+    if json_schema is not None:
+        found.append(AnswerForm("schema", json_schema["schema"], f"{name}.schema"))
     elif kind == "json_object":
         found.append(AnswerForm("schema", {"type": "object"}, "response_format"))
     forms: dict[str, Form] = {"json": "schema", "regex": "regex", "grammar": "grammar"}
@@ -212,7 +212,7 @@ def _form(body: bytes, asked: JsonObject) -> AnswerForm | None:
         if content is not None:
             found.append(AnswerForm(forms[name], content, f"structured_outputs.{name}"))
     if len(found) > 1:
-        message = f"{found[0].param} and {found[1].param}: give one of them"
+        message = f"{found[0].param} and {found[1].param}: pass only one of them"
         raise RequestError(message, param=found[1].param)
     return found[0] if found else None
 
@@ -222,32 +222,32 @@ class _BodyError(ValueError):
 
 
 def read_json(body: bytes, *, decimals: bool = False) -> Json:
-    """Return strict JSON, whose texts are Unicode; RequestError says what is wrong with it."""
+    """Parse strict JSON with valid Unicode; RequestError describes the first problem."""
     try:
         found = Untrusted(_BodyError).json(body, "the body", decimals=decimals)
-        # JSON can escape half of a surrogate pair, which has no UTF-8.
+        # JSON can escape half of a surrogate pair, which UTF-8 cannot encode.
         json.dumps(found, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
-        raise RequestError("the body: a text has half of a surrogate pair") from None
+        raise RequestError("the body: a string contains half of a surrogate pair") from None
     except _BodyError as error:
         raise RequestError(str(error)) from None
     return found
 
 
-def _prompt(given: Any) -> str | tuple[int, ...]:
-    if isinstance(given, str):
-        return given
-    return given[0] if isinstance(given[0], str) else tuple(map(int, given))
+def _prompt(prompt: Any) -> str | tuple[int, ...]:
+    if isinstance(prompt, str):
+        return prompt
+    return prompt[0] if isinstance(prompt[0], str) else tuple(map(int, prompt))
 
 
-def _messages(given: list[JsonObject]) -> tuple[dict[str, str], ...]:
-    """Return messages whose content is one text."""
+def _messages(messages: list[JsonObject]) -> tuple[dict[str, str], ...]:
+    """Return messages whose content is a single string."""
     found = []
-    for message in given:
-        said = message["content"]
-        text = said if isinstance(said, str) else "".join(part["text"] for part in said)
-        role = message["role"]
-        # OpenAI renamed the role; templates know the old name.
+    for message in messages:
+        text, role = message["content"], message["role"]
+        if not isinstance(text, str):
+            text = "".join(part["text"] for part in text)
+        # "developer" is OpenAI's new name of the role; templates use the old one.
         found.append({"role": "system" if role == "developer" else role, "content": text})
     return tuple(found)
 
@@ -257,9 +257,9 @@ class Token(NamedTuple):
 
     Attributes:
         piece: its bytes.
-        log_prob: log softmax(logits) of it, in nats, before temperature and top_p.
-        offset: how many characters stand before that in which it begins.
-        top: bytes and log-probabilities of the likeliest, the best first.
+        log_prob: its log softmax(logits) in nats, before temperature and top_p.
+        offset: index of the character in which it begins.
+        top: bytes and log-probabilities of the likeliest tokens, best first.
     """
 
     piece: bytes
@@ -273,16 +273,16 @@ End = Literal["stop", "length", "failed"]
 
 @dataclass(frozen=True)
 class Part:
-    """The text of an answer: all of it, or the newest part.
+    """A new part of an answer, or the complete answer.
 
     Attributes:
-        text: what was written.
-        tokens: of the text, if their log-probabilities are requested.
-        count: how many tokens were chosen so far, one that ends the text included.
-        end: why it ended; None: more is to come.
+        text: the text.
+        tokens: the tokens of the text, if log-probabilities are requested.
+        count: number of tokens chosen so far, including one that ends the text.
+        end: why the answer ended; None if more parts follow.
         error: why it failed.
-        status: of HTTP, where it failed.
-        shared: how many tokens of the prompt were taken from the cache of an earlier request.
+        status: HTTP status if it failed.
+        shared: number of prompt tokens taken from the cache of an earlier request.
     """
 
     text: str = ""
@@ -304,13 +304,13 @@ class Stamp(NamedTuple):
 
 
 def join_parts(parts: Sequence[Part]) -> Part:
-    """Return parts as one."""
+    """Concatenate parts."""
     tokens = tuple(token for part in parts for token in part.tokens)
     return replace(parts[-1], text="".join(part.text for part in parts), tokens=tokens)
 
 
 def usage(prompt_tokens: int, part: Part) -> JsonObject:
-    """Return the counts of tokens of an answer, of which this is the last part."""
+    """Return the token counts of an answer, from its last part."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": part.count,
@@ -319,50 +319,51 @@ def usage(prompt_tokens: int, part: Part) -> JsonObject:
     }
 
 
-def answer(asked: TextRequest, stamp: Stamp, part: Part, prompt_tokens: int) -> JsonObject:
-    """Return the JSON of a whole answer."""
+def answer(request: TextRequest, stamp: Stamp, part: Part, prompt_tokens: int) -> JsonObject:
+    """Return the JSON of a complete answer."""
     choice: JsonObject = {"index": 0}
-    if asked.endpoint == "chat":
+    if request.endpoint == "chat":
         choice["message"] = {"role": "assistant", "content": part.text, "refusal": None}
     else:
         choice["text"] = part.text
-    choice |= {"logprobs": _log_probs(asked, part.tokens), "finish_reason": part.end}
-    kind = "chat.completion" if asked.endpoint == "chat" else "text_completion"
+    choice |= {"logprobs": _log_probs(request, part.tokens), "finish_reason": part.end}
+    kind = "chat.completion" if request.endpoint == "chat" else "text_completion"
     return _framed(kind, stamp, [choice]) | {"usage": usage(prompt_tokens, part)}
 
 
 def chunks(
-    asked: TextRequest, stamp: Stamp, part: Part, prompt_tokens: int, *, first: bool
+    request: TextRequest, stamp: Stamp, part: Part, prompt_tokens: int, *, first: bool
 ) -> list[JsonObject]:
-    """Return the JSON of what a stream sends for a part of an answer.
+    """Return the JSON chunks that a stream sends for a part of an answer.
 
     Args:
-        asked: the request.
-        stamp: of the answer.
+        request: the request.
+        stamp: the stamp of the answer.
         part: the newest part.
-        prompt_tokens: of the request.
+        prompt_tokens: number of tokens of the prompt.
         first: whether nothing was sent before.
     """
     choices: list[JsonObject] = []
-    if asked.endpoint == "chat":
+    if request.endpoint == "chat":
         kind = "chat.completion.chunk"
         # OpenAI's first chunk has the role and no text.
         if first:
             delta = {"role": "assistant", "content": ""}
             choices.append({"delta": delta, "logprobs": None, "finish_reason": None})
         if part.text or part.tokens:
-            said = {"content": part.text}, _log_probs(asked, part.tokens)
-            choices.append({"delta": said[0], "logprobs": said[1], "finish_reason": None})
+            log_probs = _log_probs(request, part.tokens)
+            delta = {"content": part.text}
+            choices.append({"delta": delta, "logprobs": log_probs, "finish_reason": None})
         if part.end is not None:
             choices.append({"delta": {}, "logprobs": None, "finish_reason": part.end})
     else:
         kind = "text_completion"
         if part.text or part.tokens or part.end:
-            log_probs = _log_probs(asked, part.tokens)
+            log_probs = _log_probs(request, part.tokens)
             choices.append({"text": part.text, "logprobs": log_probs, "finish_reason": part.end})
     found = [_framed(kind, stamp, [{"index": 0} | choice]) for choice in choices]
-    if asked.include_usage:
-        # With usage, OpenAI's chunks have the key from the first one on.
+    if request.include_usage:
+        # With usage, all of OpenAI's chunks have the key.
         found = [{**one, "usage": None} for one in found]
         if part.end is not None:
             found.append(_framed(kind, stamp, []) | {"usage": usage(prompt_tokens, part)})
@@ -376,14 +377,14 @@ def _framed(kind: str, stamp: Stamp, choices: list[JsonObject]) -> JsonObject:
     }  # fmt: skip
 
 
-def _log_probs(asked: TextRequest, tokens: Sequence[Token]) -> JsonObject | None:
-    if asked.top is None:
+def _log_probs(request: TextRequest, tokens: Sequence[Token]) -> JsonObject | None:
+    if request.top is None:
         return None
-    if asked.endpoint == "chat":
+    if request.endpoint == "chat":
         return {
             "content": [
                 _likely(token.piece, token.log_prob)
-                | {"top_logprobs": [_likely(*one) for one in token.top[: asked.top]]}
+                | {"top_logprobs": [_likely(*one) for one in token.top[: request.top]]}
                 for token in tokens
             ],
             "refusal": None,
@@ -391,7 +392,7 @@ def _log_probs(asked: TextRequest, tokens: Sequence[Token]) -> JsonObject | None
     return {
         "tokens": [_named(token.piece) for token in tokens],
         "token_logprobs": [token.log_prob for token in tokens],
-        "top_logprobs": [_by_name(token.top[: asked.top]) for token in tokens],
+        "top_logprobs": [_by_name(token.top[: request.top]) for token in tokens],
         "text_offset": [token.offset for token in tokens],
     }
 
@@ -405,7 +406,7 @@ def _shown(piece: bytes) -> str:
 
 
 def _named(piece: bytes) -> str:
-    r"""Return a token's text; of a part of a character its bytes as OpenAI has it, `bytes:\xc3`."""
+    r"""Return a token's text, or OpenAI's form `bytes:\xc3` for part of a character."""
     try:
         return piece.decode("utf-8")
     except UnicodeDecodeError:
@@ -413,7 +414,7 @@ def _named(piece: bytes) -> str:
 
 
 def _by_name(top: Sequence[tuple[bytes, float]]) -> JsonObject:
-    """Return log-probabilities by the texts of tokens, numbered where several share a text."""
+    """Return log-probabilities by the texts of tokens, numbered if several share a text."""
     found: JsonObject = {}
     for piece, log_prob in top:
         # JSON keys are unique, but several tokens may have the same text, such as parts of
@@ -427,10 +428,10 @@ def _by_name(top: Sequence[tuple[bytes, float]]) -> JsonObject:
 
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-"""Escapes for the ends of lines, as `str.splitlines` has them, that `json` leaves as they are."""
+"""Escapes for the line ends of `str.splitlines` that `json` does not escape."""
 
 
 def event(data: JsonObject | str) -> bytes:
-    """Return one server-sent event, which is one line to every reader of lines."""
+    """Return one server-sent event, which every line reader sees as one line."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     return f"data: {text.translate(_LINE_ENDS)}\n\n".encode()

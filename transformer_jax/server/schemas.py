@@ -1,9 +1,8 @@
-"""Describe requests by JSON Schema, and check values by it: what is described is what is checked.
+"""JSON Schemas of requests, and a checker for the part of JSON Schema that they use.
 
-The part of JSON Schema (draft 2020-12) that is used here: `type`, `enum`, `minimum`, `maximum`,
-`minLength`, `maxLength`, `minItems`, `maxItems`, `items`, `properties`, `required`,
-`additionalProperties` as False, and `anyOf`. The names are those of OpenAI's API, and
-`structured_outputs` is vLLM's.
+This part of draft 2020-12 is `type`, `enum`, `minimum`, `maximum`, `minLength`, `maxLength`,
+`minItems`, `maxItems`, `items`, `properties`, `required`, `additionalProperties` as False, and
+`anyOf`. Parameter names are those of OpenAI's API, except `structured_outputs`, which is vLLM's.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from transformer_jax.config.fields import nearest
 from transformer_jax.untrusted_files import Json, shown
 
 Schema: TypeAlias = dict[str, Any]
-"""A schema as JSON has it."""
+"""A schema as parsed JSON."""
 
 MOST_TOP = 20
-"""The most tokens whose log-probabilities are returned beside that of the chosen one."""
+"""Maximum number of alternative tokens whose log-probabilities are returned."""
 
 ROLES = "developer", "system", "user", "assistant"
 """Roles of messages. OpenAI's newer models use `developer` instead of `system`."""
@@ -32,9 +31,9 @@ def _number(kind: str, low: float, high: float) -> Schema:
 
 
 def _unsupported(verb: str, *neutral: Json) -> Schema:
-    """Describe a field of OpenAI's API that this server has no use for.
+    """Return the schema of a field of OpenAI's API that this server does not support.
 
-    It may be left out, null, or one of the values that request nothing. The error is of the form
+    The field may be omitted, null, or one of the values that request nothing. Errors have the form
     "tools are not supported by this server", with this verb.
     """
     kinds = dict.fromkeys(_KINDS[type(value)] for value in (*neutral, None))
@@ -165,7 +164,7 @@ CHAT: Schema = {
                 "properties": {
                     "role": {"type": "string", "enum": list(ROLES)},
                     "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
-                    # what a client sends back of an answer, by OpenAI's client and others
+                    # fields of answers, which OpenAI's client and others send back
                     "annotations": _unsupported("are", []),
                     "audio": _unsupported("is"),
                     "function_call": _unsupported("is"),
@@ -221,7 +220,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 _NAMES = {
-    "string": "a text", "integer": "an integer", "number": "a number", "boolean": "true or false",
+    "string": "a string", "integer": "an integer", "number": "a number", "boolean": "true or false",
     "array": "a list", "object": "an object", "null": "null",
 }  # fmt: skip
 
@@ -235,20 +234,20 @@ class Misfit(ValueError):
 
 
 def check(value: Json, schema: Schema, name: str = "") -> None:
-    """Raise Misfit where a value is not as its schema has it; `name` is its path, "" the body's."""
+    """Raise Misfit if a value violates its schema; `name` is its path, "" for the body."""
 
-    def refuse(rule: str, given: object = value) -> Misfit:
-        return Misfit(name or None, f"{name or 'the body'} is {shown(given)}: must be {rule}")
+    def misfit(rule: str) -> Misfit:
+        return Misfit(name or None, f"{name or 'the body'} is {shown(value)}: must be {rule}")
 
     fits_kind = _is_kind(value, schema)
     if "x-unsupported" in schema and not (fits_kind and value in schema["enum"]):
         raise Misfit(name, f"{name} {schema['x-unsupported']} not supported by this server")
     if "anyOf" in schema:
         if not fits_kind:
-            raise refuse(_says(schema))
+            raise misfit(_describe(schema))
         fits = [kind for kind in schema["anyOf"] if _is_kind(value, kind)]
-        # A list of texts and a list of ids are told apart by their first items.
-        if isinstance(value, list) and value:  # an error is then one of the list that was meant
+        # The first item tells a list of strings from a list of ids, for a better error.
+        if isinstance(value, list) and value:
             fits = [kind for kind in fits if _is_kind(value[0], kind["items"])] or fits
         for kind in fits:
             try:
@@ -257,32 +256,33 @@ def check(value: Json, schema: Schema, name: str = "") -> None:
                 if kind is fits[-1]:
                     raise
     if not fits_kind or value not in schema.get("enum", [value]):
-        raise refuse(_says(schema))
+        raise misfit(_describe(schema))
     if isinstance(value, bool) or value is None:
         return
     if isinstance(value, int | float):
         low, high = schema.get("minimum", value), schema.get("maximum", value)
         if not low <= value <= high:
-            raise refuse(f"{_says(schema)} from {low} to {high}")
+            raise misfit(f"{_describe(schema)} from {low} to {high}")
     elif isinstance(value, str | list):
-        kind, what = ("Length", "characters") if isinstance(value, str) else ("Items", "items")
+        kind, unit = ("Length", "characters") if isinstance(value, str) else ("Items", "items")
         low, high = schema.get(f"min{kind}", 0), schema.get(f"max{kind}", len(value))
         if not low <= len(value) <= high:
             rule = f"at most {high}" if len(value) > high else f"at least {low}"
-            message = f"{name} has {len(value)} {what}: must have {rule}"
+            message = f"{name} has {len(value)} {unit}: must have {rule}"
             raise Misfit(name, message)
         for n, item in enumerate(value if "items" in schema else ()):
             check(item, schema["items"], f"{name}[{n}]")
     else:
         known, before = schema.get("properties", {}), f"{name}." if name else ""
-        # Unknown parameters are refused: one that is ignored would change the answer silently.
+        # Ignoring an unknown parameter would silently change the answer.
         for key in value if schema.get("additionalProperties") is False else ():
             if key not in known:
                 hint = nearest(key, known) if known else ""
                 message = f"{before}{shown(key)[1:-1]}: is not a parameter of this server{hint}"
                 raise Misfit(before + key[:80], message)
         for key in value:
-            if "x-unsupported" in known.get(key, {}):  # a call of tools lacks content that is due
+            # first, because a tool call also lacks the required content
+            if "x-unsupported" in known.get(key, {}):
                 check(value[key], known[key], before + key)
         for key in schema.get("required", ()):
             if key not in value:
@@ -300,7 +300,7 @@ def _types(schema: Schema) -> list[str]:
 
 
 def _is_kind(value: Json, schema: Schema) -> bool:
-    """Whether a value has a schema's type; true is not a number, and 5.0 is an integer."""
+    """Whether a value has a schema's type. true is not a number, and 5.0 is an integer."""
     kinds = _types(schema)
     if isinstance(value, bool):
         return "boolean" in kinds
@@ -309,8 +309,8 @@ def _is_kind(value: Json, schema: Schema) -> bool:
     return any(isinstance(value, _TYPES[kind]) for kind in kinds)
 
 
-def _says(schema: Schema) -> str:
-    """Return what a schema asks for, in words."""
+def _describe(schema: Schema) -> str:
+    """Describe the values that a schema accepts, in words."""
     if "enum" in schema:
         return " or ".join("null" if v is None else repr(v).lower() for v in schema["enum"])
     return " or ".join(dict.fromkeys(_NAMES[kind] for kind in _types(schema)))

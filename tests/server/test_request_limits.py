@@ -1,4 +1,4 @@
-"""Each bound of a request: the last value that is read, and the first that is refused."""
+"""Limits of request parameters: accepted and rejected values of each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BORDERS = [
 
 
 @pytest.mark.parametrize(("endpoints", "field", "right", "wrong"), BORDERS)
-def test_a_field_is_read_up_to_its_border(endpoints, field, right, wrong):
+def test_fields_are_accepted_up_to_their_limits(endpoints, field, right, wrong):
     for endpoint in endpoints:
 
         def read(value, endpoint=endpoint):

@@ -1,4 +1,4 @@
-"""Whole answers over HTTP, of an engine whose parts are given: JSON, streams, errors, headers."""
+"""HTTP answers of a fake engine with fixed parts: JSON, streams, errors, headers."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ PARTS = [
 ]
 
 
-class Given:
-    """An engine that gives PARTS to every request and keeps what it was asked."""
+class FixedEngine:
+    """An engine that answers every request with fixed parts and records the requests."""
 
     slots, running, waiting, alive, context = 3, 1, 2, True, 17
 
     def __init__(self, parts=PARTS):
-        self.parts, self.asked, self.cancelled = parts, [], 0
+        self.parts, self.requests, self.cancelled = parts, [], 0
 
-    def read(self, asked):
+    def read(self, request):
         return np.arange(5), 7
 
-    def match(self, asked):
+    def match(self, request):
         return "the matcher"
 
-    def submit(self, asked, ids, count, deliver, matcher):
-        self.asked.append((asked, list(ids), count, matcher))
+    def submit(self, request, ids, count, deliver, matcher):
+        self.requests.append((request, list(ids), count, matcher))
         for part in self.parts:
             deliver(part)
-        return Ticket(asked, ids, count, deliver)
+        return Ticket(request, ids, count, deliver)
 
     def cancel(self, ticket):
         self.cancelled += 1
@@ -69,16 +69,18 @@ USAGE = {
 }  # fmt: skip
 
 
-def test_a_completion_is_one_json_of_its_parts(client):
-    engine = Given()
-    given = {
+def test_completion_joins_its_parts(client):
+    engine = FixedEngine()
+    body = {
         "model": "m", "prompt": "p", "max_tokens": 6, "temperature": 0.5, "top_p": 0.75, "seed": 3,
         "stop": ["x", "y"], "logprobs": 2, "structured_outputs": {"regex": "a+"}, "user": None,
     }  # fmt: skip
-    found = client(engine).post("/v1/completions", json=given)
+    found = client(engine).post("/v1/completions", json=body)
     form = AnswerForm("regex", "a+", "structured_outputs.regex")
-    asked = TextRequest("completion", "p", 6, 0.5, 0.75, 3, ("x", "y"), 2, form=form)
-    assert engine.asked == [(asked, [0, 1, 2, 3, 4], 7, "the matcher")] and engine.cancelled == 1
+    request = TextRequest("completion", "p", 6, 0.5, 0.75, 3, ("x", "y"), 2, form=form)
+    assert (
+        engine.requests == [(request, [0, 1, 2, 3, 4], 7, "the matcher")] and engine.cancelled == 1
+    )
     assert found.json() == {
         "id": "cmpl-12 bytes", "object": "text_completion", "created": 1234, "model": "m",
         "usage": USAGE,
@@ -92,7 +94,7 @@ def test_a_completion_is_one_json_of_its_parts(client):
         }],
     }  # fmt: skip
     client(engine).post("/v1/completions", json={"model": "m", "prompt": [3, 4], "stop": "z"})
-    assert engine.asked[1][0] == TextRequest("completion", (3, 4), 16, stop=("z",))
+    assert engine.requests[1][0] == TextRequest("completion", (3, 4), 16, stop=("z",))
 
 
 def events(found) -> list:
@@ -104,16 +106,16 @@ def events(found) -> list:
     return [data if data == "[DONE]" else json.loads(data) for data in (x[6:] for x in lines)]
 
 
-def test_a_chat_is_streamed_in_chunks_with_the_usage_at_the_end(client):
-    engine = Given()
-    given = {
+def test_chat_stream_ends_with_usage(client):
+    engine = FixedEngine()
+    body = {
         "model": "m", "messages": TALK, "max_completion_tokens": 6, "logprobs": True,
         "top_logprobs": 1, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    found = events(client(engine).post("/v1/chat/completions", json=given))
+    found = events(client(engine).post("/v1/chat/completions", json=body))
     prompt = ({"role": "system", "content": "be"}, {"role": "user", "content": "ab"})
-    asked = TextRequest("chat", prompt, 6, top=1, stream=True, include_usage=True)
-    assert engine.asked[0][0] == asked and engine.cancelled == 1
+    request = TextRequest("chat", prompt, 6, top=1, stream=True, include_usage=True)
+    assert engine.requests[0][0] == request and engine.cancelled == 1
     frame = {"id": "chatcmpl-12 bytes", "object": "chat.completion.chunk", "created": 1234}
     frame |= {"model": "m", "usage": None}
 
@@ -149,51 +151,53 @@ def test_a_chat_is_streamed_in_chunks_with_the_usage_at_the_end(client):
     assert "usage" not in found[0] and found[-1] == "[DONE]"
 
 
-def test_failures_have_openai_s_form(client, monkeypatch):
-    asked = {"model": "m", "prompt": "p"}
+def test_failures_have_openai_form(client, monkeypatch):
+    request = {"model": "m", "prompt": "p"}
 
     def error(found, status, kind, message, param=None, code=None):
         body = found if isinstance(found, dict) else found.json()
         assert isinstance(found, dict) or found.status_code == status
-        told = {"message": message, "type": kind, "param": param, "code": code}
-        assert body == {"error": told}
+        expected = {"message": message, "type": kind, "param": param, "code": code}
+        assert body == {"error": expected}
         if not isinstance(found, dict):
             assert found.headers.get("retry-after") == ("1" if status in (429, 503) else None)
 
-    broken = Given([PARTS[0], Part(count=2, end="failed", error="why", status=400)])
-    post = lambda engine, given=asked, **o: client(engine, **o).post(  # noqa: E731
-        "/v1/completions", json=given
+    broken = FixedEngine([PARTS[0], Part(count=2, end="failed", error="why", status=400)])
+    post = lambda engine, body=request, **o: client(engine, **o).post(  # noqa: E731
+        "/v1/completions", json=body
     )
     error(post(broken), 400, "invalid_request_error", "why")
     assert broken.cancelled == 1
-    *_, last = events(post(broken, asked | {"stream": True}))
+    *_, last = events(post(broken, request | {"stream": True}))
     error(last, 400, "invalid_request_error", "why")
     late = "the answer took too long"
-    error(post(Given([]), timeout=0.05), 503, "server_error", late, code="timeout")
-    (only,) = events(post(Given([]), asked | {"stream": True}, timeout=0.05))
+    error(post(FixedEngine([]), timeout=0.05), 503, "server_error", late, code="timeout")
+    (only,) = events(post(FixedEngine([]), request | {"stream": True}, timeout=0.05))
     error(only, 503, "server_error", late, code="timeout")
 
-    full = Given()
-    full.submit = lambda *given: (_ for _ in ()).throw(RequestError("full", 429, code="queue_full"))
+    full = FixedEngine()
+    full.submit = lambda *arguments: (_ for _ in ()).throw(
+        RequestError("full", 429, code="queue_full")
+    )
     error(post(full), 429, "rate_limit_error", "full", code="queue_full")
-    wrong = Given()
-    wrong.read = lambda asked: 1 / 0
+    wrong = FixedEngine()
+    wrong.read = lambda request: 1 / 0
     error(post(wrong), 500, "server_error", "the server failed")
     message = "model is 'n': this server has 'm'"
-    told = 404, "not_found_error", message, "model", "model_not_found"
-    error(post(Given(), asked | {"model": "n"}), *told)
-    error(client(Given()).get("/v1/models/n"), *told)
-    error(client(Given()).get("/v1/completions"), 405, "invalid_request_error",
+    expected = 404, "not_found_error", message, "model", "model_not_found"
+    error(post(FixedEngine(), request | {"model": "n"}), *expected)
+    error(client(FixedEngine()).get("/v1/models/n"), *expected)
+    error(client(FixedEngine()).get("/v1/completions"), 405, "invalid_request_error",
           "GET /v1/completions: method not allowed")  # fmt: skip
-    error(client(Given()).get("/no"), 404, "not_found_error", "GET /no: not found")
-    large = client(Given(), most_bytes=20).post("/v1/completions", json=asked)
-    rule = "the body has more than 20 bytes, which is the most that is read"
+    error(client(FixedEngine()).get("/no"), 404, "not_found_error", "GET /no: not found")
+    large = client(FixedEngine(), most_bytes=20).post("/v1/completions", json=request)
+    rule = "the body has more than 20 bytes, the maximum"
     error(large, 413, "invalid_request_error", rule)
-    form = client(Given()).post("/v1/completions", data={"a": "b"})
+    form = client(FixedEngine()).post("/v1/completions", data={"a": "b"})
     kind = "content-type is 'application/x-www-form-urlencoded': must be application/json"
     error(form, 415, "invalid_request_error", kind)
-    vectors = client(Given()).post("/v1/embeddings", json={"model": "m", "input": "a"})
-    rule = "'m' writes texts, and no vectors: serve the folder of a sentence encoder, with modules."
+    vectors = client(FixedEngine()).post("/v1/embeddings", json={"model": "m", "input": "a"})
+    rule = "'m' does not embed texts: serve the folder of a sentence encoder, with modules."
     error(vectors, 400, "invalid_request_error", rule + "json", "model")
 
     async def slow(request, most):
@@ -201,11 +205,11 @@ def test_failures_have_openai_s_form(client, monkeypatch):
 
     monkeypatch.setattr(apps, "_body", slow)
     late = "the request took too long"
-    error(post(Given(), timeout=0.05), 408, "invalid_request_error", late, code="timeout")
+    error(post(FixedEngine(), timeout=0.05), 408, "invalid_request_error", late, code="timeout")
 
 
-def test_the_other_addresses_of_a_given_engine(client):
-    engine = Given()
+def test_model_and_health_routes(client):
+    engine = FixedEngine()
     model = {"id": "m", "object": "model", "created": 1234, "owned_by": "transformer_jax"}
     with client(engine) as open_client:
         assert open_client.get("/v1/models").json() == {"object": "list", "data": [model]}
@@ -218,7 +222,7 @@ def test_the_other_addresses_of_a_given_engine(client):
     assert (found.status_code, found.json()["error"]["code"]) == (503, "stopping")
 
 
-def test_a_request_is_read_or_refused_by_what_the_model_reads():
+def test_requests_must_fit_the_model():
     engine = Engine.__new__(Engine)
     engine.context, engine.answers_chats = 6, False
     read = lambda text: np.arange(len(text))  # noqa: E731
@@ -231,19 +235,19 @@ def test_a_request_is_read_or_refused_by_what_the_model_reads():
                                   ((5, 6), None, (2, 5)), ("a", None, (1, 6))):  # fmt: skip
         ids, room = ask(prompt, count)
         assert (len(ids), room) == wanted
-    for prompt, count, more in (("abc", 5, " and 5 new ones are asked for"), ("a" * 7, None, ""),
-                                ("a" * 7, 1, " and 1 new ones are asked for")):  # fmt: skip
+    for prompt, count, more in (("abc", 5, " and 5 new ones are requested"), ("a" * 7, None, ""),
+                                ("a" * 7, 1, " and 1 new ones are requested")):  # fmt: skip
         with pytest.raises(RequestError) as caught:
             ask(prompt, count)
-        rule = f"prompt has {len(prompt)} tokens{more}: together they must be at most 7"
+        rule = f"prompt has {len(prompt)} tokens{more}: must be at most 7 in all"
         assert (str(caught.value), caught.value.param) == (rule, "prompt")
         assert (caught.value.code, caught.value.status) == ("context_length_exceeded", 400)
-    with pytest.raises(RequestError, match=r"^prompt: has no token$"):
+    with pytest.raises(RequestError, match=r"^prompt has no tokens: must have at least one$"):
         ask("", 1)
-    with pytest.raises(RequestError, match=r"^messages: the model has no chat template; it goes"):
+    with pytest.raises(RequestError, match=r"^messages: the model has no chat template; use"):
         ask(({"role": "user", "content": "a"},), 1, "chat")
     engine.model.kind, engine.answers_chats = "chat", True
     engine.model.read_messages = lambda messages: np.arange(2)
     assert len(ask(({"role": "user", "content": "a"},), 1, "chat")[0]) == 2
-    with pytest.raises(RequestError, match=r"^prompt: the model answers messages, /v1/chat/compl"):
+    with pytest.raises(RequestError, match=r"^prompt: the model answers messages; use /v1/chat"):
         ask("a", 1)

@@ -1,4 +1,4 @@
-"""Texts of the engine's answers: the parts that it makes of the tokens that a batcher gives it."""
+"""Parts of the engine's answers, for scripted tokens of the batcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def new(tokens, end=None, log_probs=None, **more):
 
 
 class Scripted:
-    """A batcher that gives each request the completions in `script`, one a turn."""
+    """A batcher that returns the completions in `script`, one per turn."""
 
     def __init__(self, slots, params, requests, empty, **options):
         self.requests, self.running = requests, {}
@@ -50,18 +50,18 @@ class Scripted:
 @pytest.fixture
 def engine(monkeypatch):
     monkeypatch.setattr(engines, "Batcher", Scripted)
-    monkeypatch.setattr(engines, "init_slots", lambda *given, **options: None)
+    monkeypatch.setattr(engines, "init_slots", lambda *arguments, **options: None)
     with running(tiny(), slots=2) as found:
         found.batcher.dropped.clear()
         yield found
 
 
-def answer(engine, *script, matcher=None, **asked) -> list[Part]:
+def answer(engine, *script, matcher=None, **fields) -> list[Part]:
     """Return the parts of the answer to a request that gets these completions."""
     parts: queue.Queue[Part] = queue.Queue()
     engine.batcher.script.append(script)
-    asked = TextRequest(**dict(endpoint="completion", prompt=(), temperature=1.0) | asked)
-    engine.submit(asked, np.arange(3), 9, parts.put, matcher)
+    request = TextRequest(**dict(endpoint="completion", prompt=(), temperature=1.0) | fields)
+    engine.submit(request, np.arange(3), 9, parts.put, matcher)
     found = [parts.get(timeout=20)]
     while found[-1].end is None:
         found.append(parts.get(timeout=20))
@@ -99,14 +99,14 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("script", "asked", "parts"), CASES.values(), ids=CASES)
-def test_an_answer_comes_in_parts_up_to_its_end(engine, script, asked, parts):
-    assert answer(engine, *script, **asked) == parts
+@pytest.mark.parametrize(("script", "fields", "parts"), CASES.values(), ids=CASES)
+def test_answer_is_delivered_in_parts(engine, script, fields, parts):
+    assert answer(engine, *script, **fields) == parts
     assert engine.running == 0 and not engine.batcher.running
     assert len(engine.batcher.dropped) == 1, "the slot is freed"
 
 
-def test_tokens_come_with_the_likeliest_and_wait_for_their_text(engine):
+def test_tokens_carry_top_log_probs_and_wait_for_text(engine):
     script = new("ab", log_probs=[-0.5, -np.inf]), new(["c", END], "stop")
     parts = answer(engine, *script, top=2, stop=("bd",))
     top = ((b" ", -0.5), (b"a", -1.5))
@@ -121,10 +121,10 @@ def test_tokens_come_with_the_likeliest_and_wait_for_their_text(engine):
     assert part.tokens[0].top[2] == (b"", -2.5), "the tokenizer has fewer tokens than the model"
 
 
-def test_a_request_that_fails_or_whose_loop_is_closed_ends(engine, capsys):
+def test_failed_request_and_closed_loop_end_request(engine, capsys):
     parts = answer(engine, new("ab"))  # the script has no more: the turn fails
     assert parts[0] == Part("ab", (), 2)
-    why = "the server could not go on with this request"
+    why = "the server could not complete this request"
     assert parts[1:] == [Part(count=2, end="failed", error=why)]
     assert "IndexError" in capsys.readouterr().err
 
@@ -132,7 +132,7 @@ def test_a_request_that_fails_or_whose_loop_is_closed_ends(engine, capsys):
         raise RuntimeError("closed")
 
     engine.batcher.script[:] = [[new("a")] * 9]
-    asked = TextRequest("completion", (), temperature=1.0)
-    ticket = engine.submit(asked, np.arange(3), 9, closed)
+    request = TextRequest("completion", (), temperature=1.0)
+    ticket = engine.submit(request, np.arange(3), 9, closed)
     assert answer(engine, new("c", "length")) == [Part("c", (), 1, "length")]
     assert ticket.cancelled
