@@ -234,7 +234,7 @@ def _name_keywords() -> None:
     """Make public classes suggest the intended argument for an unknown keyword."""
     for kind in (value for value in list(globals().values()) if dataclasses.is_dataclass(value)):
         cls: Any = kind
-        # configs are wrapped already
+        # configs are already wrapped
         if not issubclass(cls, nn.Module) and not hasattr(cls.__init__, "__wrapped__"):
             cls.__init__ = known_keywords(cls.__init__, cls.__name__)
 
@@ -295,10 +295,10 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{_MODULES[name]}")
     if name not in _LATER:
-        ours = [m for m in list(sys.modules.values()) if m.__name__.startswith(f"{__name__}.")]
+        imported = [m for m in list(sys.modules.values()) if m.__name__.startswith(f"{__name__}.")]
         defined_in = [
             m.__name__
-            for m in ours
+            for m in imported
             if name in getattr(m, "__all__", ())
             or getattr(vars(m).get(name), "__module__", None) == m.__name__
         ]

@@ -51,7 +51,8 @@ class ModelConfig(AnyModelConfig):
     """A transformer: `kind` selects its stacks, the other fields describe a block."""
 
     kind: Kind = "decoder"
-    """decoder (causal language model), encoder (bidirectional), or encoder-decoder."""
+    """Architecture: decoder (causal language model), encoder (bidirectional), or
+    encoder-decoder."""
     vocab_size: Size = 256
     """Size of the vocabulary (V). With source_vocab_size, the vocabulary of the target."""
     source_vocab_size: Size | None = None
@@ -96,21 +97,21 @@ class ModelConfig(AnyModelConfig):
     T5Buckets and Alibi act in attention. None has no positions. A string selects a kind with its
     defaults: "none", "learned", "sinusoidal", "rope", "shaw", "t5" or "alibi"."""
     window: int | tuple[int | None, ...] | None = None
-    """Number of keys that a query sees, including itself. None sees all. The window is two-sided in
-    an encoder. A tuple is a pattern over the layers of a looped stack: layer i uses window[i %
-    len(window)]."""
+    """Number of keys that a query sees, including itself. None sees all. In an encoder the window
+    is two-sided. A tuple is a pattern over the layers of a looped stack, which repeats: layer i
+    uses item i % len(window)."""
     sink_tokens: Count = 0
     """Number of first positions that every query sees in addition to its window (Xiao et al.
     2024)."""
 
     norm: Norm | None = "layernorm"
-    """layernorm (Ba et al. 2016) or rmsnorm (Zhang & Sennrich 2019). None has no norms. `qk_norm`
-    is independent of this field."""
+    """Norm layer: layernorm (Ba et al. 2016) or rmsnorm (Zhang & Sennrich 2019). None has no norms,
+    except those of `qk_norm`."""
     norm_order: NormOrder = "pre"
-    """pre: x + f(n(x)) (GPT-2, Llama). post: n(x + f(x)) (Vaswani et al., GPT-1, BERT). sandwich: x
-    + n(f(n(x))). output: x + n(f(x)) (OLMo 2). parallel: x + f(n(x)) + g(m(x)), where all branches
-    read the input of the block (GPT-NeoX). parallel_shared: parallel with one norm for all branches
-    (GPT-J)."""
+    """Placement of the norms n around a branch f. pre: x + f(n(x)) (GPT-2, Llama). post: n(x +
+    f(x)) (Vaswani et al., GPT-1, BERT). sandwich: x + n(f(n(x))). output: x + n(f(x)) (OLMo 2).
+    parallel: x + f(n(x)) + g(m(x)), where all branches read the input of the block (GPT-NeoX).
+    parallel_shared: parallel with one norm for all branches (GPT-J)."""
     first_norm: bool = True
     """Whether block 0 has a norm before attention. False is for embeddings that are already
     normalized (ModernBERT), and needs a looped stack."""
@@ -121,7 +122,8 @@ class ModelConfig(AnyModelConfig):
     embedding_norm: bool = False
     """Normalize the embeddings before the first block (BERT)."""
     activation: AnyActivation = "gelu_tanh"
-    """Activation of the feed-forward: a name, or a function of an array, such as `jax.nn.mish`."""
+    """Activation of the feed-forward and of masked_token_head: a name, or a function of an array,
+    such as `jax.nn.mish`."""
     glu: bool = False
     """Gated feed-forward: act(x W_gate) * (x W_up)."""
     glu_limit: Factor | None = None

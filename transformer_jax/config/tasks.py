@@ -211,7 +211,7 @@ class Seq2SeqTask(_PairFilesTask):
     """Read a source and generate its target (Sutskever et al. 2014)."""
 
     vocabulary: Vocabulary = "shared"
-    """shared: one tokenizer for source and target. separate: one tokenizer for each."""
+    """Tokenizers of source and target. shared: one for both. separate: one for each."""
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

@@ -46,8 +46,8 @@ class TrainConfig:
     val_data: str | None = None
     """File of held-out data. None holds out the last part of `data`."""
     tokenizer: Tokenizer = "char"
-    """char: the characters of the text. byte: UTF-8 bytes. bpe: byte-pair encoding trained on the
-    text. word: words separated by spaces. pretrained: the tokenizer of init_from."""
+    """Tokenizer. char: the characters of the text. byte: UTF-8 bytes. bpe: byte-pair encoding
+    trained on the text. word: words separated by spaces. pretrained: the tokenizer of init_from."""
     init_from: str | None = None
     """Model to start from, along with its tokenizer: a run folder, whose matching parameters are
     used, or the folder or id of a published model."""
