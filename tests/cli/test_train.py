@@ -137,7 +137,7 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         ("--task masked --documents lines", "documents is 'lines': needs --task language, it is"),
         ("--task seq2seq",
          "data is 'python-docs': must be a file, which task 'seq2seq' reads line"),
-        ("--task reverse --data x", "data is 'x': is not used: task 'reverse' makes its own examples"),
+        ("--task reverse --data x", "data is 'x': is not used: task 'reverse' makes its own"),
         ("--model ngram --steps 5",
          "steps is 5: an n-gram model is counted in one step: must be 1"),
         ("--frozen embd", "frozen has 'embd': no parameter name begins with it (they begin with "),
@@ -289,7 +289,7 @@ def test_help_explains_every_flag(capsys):
         assert "[" in text[1], f"{flag} shows no default"
         if own != path:  # a field of what stands in one word
             assert re.search(rf"\b{path[-1]}\b", text[1]), path
-    assert "Optimizer steps. [5000]" in " ".join(out.split())
+    assert "Number of optimizer steps. [5000]" in " ".join(out.split())
     assert "--preset" in out and "--resume" in out and "--debug" in out
     assert "gpt2-xl" in out and "bert-base" in out and "--model TEXT" in out
 

@@ -234,7 +234,7 @@ def test_suggested_arguments_match_jax_nn(keywords):
     names = vars(tj) | dict(jnp=jnp, B=2, T=7, S=7) | keywords
     if "float_mask" in keywords:
         bias = jax.random.normal(jax.random.key(3), (2, 2, 7, 7))
-        with pytest.raises(ValueError, match=r"mask is float32.*bias=array adds it"):
+        with pytest.raises(ValueError, match=r"mask is float32.*use bias=array"):
             tj.dot_product_attention(q, k, v, mask=bias)
         meant, theirs = dict(bias=bias), dict(bias=bias)
     elif "logits_scale" in keywords:

@@ -95,10 +95,10 @@ MISTAKES = {
         partial(generate, MODEL), r"must be a step, such as make_step\(model\)",
     ),
     "generate from a string only": (
-        lambda: tj.generate("hello"), r"step is 'hello': .*load\(FOLDER\) has a method",
+        lambda: tj.generate("hello"), r"step is 'hello': .*load\(FOLDER\)\.generate",
     ),
     "serve a folder": (
-        lambda: tj.serve_requests("runs/book"), "step is 'runs/book': .* is a command",
+        lambda: tj.serve_requests("runs/book"), "step is 'runs/book': .*or the command serve",
     ),
     "generate with a config": (partial(generate, CONFIG), r"make_step\(build\(config\)\)"),
     "generate with swapped arguments": (
@@ -141,7 +141,7 @@ MISTAKES = {
     "wrong optimizer name": (partial(tj.TrainConfig, optimizer="adam"), r"nearest: adamw$"),
     "wrong task name": (partial(tj.TrainConfig, task="sft"), r"nearest: chat$"),
     "class instead of positions": (
-        partial(tj.ModelConfig, positions=tj.Rope), r"value: Rope\(...\)",
+        partial(tj.ModelConfig, positions=tj.Rope), r"pass an instance: Rope\(...\)",
     ),
     "preset in capitals": (partial(tj.preset, "GPT2"), "nearest: gpt2"),
     "class instead of mask": (partial(attend, mask=tj.Causal), "mask is the class Causal"),

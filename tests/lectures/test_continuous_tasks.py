@@ -221,7 +221,7 @@ def run_of(task, kind, inputs=None):
          "task is 'classify': reads tokens, but model.inputs is 'patches'"),
         (lambda: task_recipe(DigitsTask(), "gru"),
          "task 'digits' needs a transformer, of shape"),
-        (lambda: small(DigitsTask(), data="x"), "data is 'x': task 'digits' makes its own"),
+        (lambda: small(DigitsTask(), data="x"), "data is 'x': is not used: task 'digits'"),
         (lambda: DigitsTask(source="scikit-learn", noise=0.2), "noise is 0.2: needs source 'glyph"),
         (lambda: DigitsTask(noise=-0.1), "noise is -0.1: must not be negative"),
         (lambda: TonesTask(letters=13), "letters is 13: must be at most 12"),

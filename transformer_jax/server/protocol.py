@@ -115,9 +115,9 @@ def read_request(endpoint: Endpoint, body: bytes, model: str) -> TextRequest:
     if "stream_options" in fields and not fields.get("stream"):
         raise RequestError("stream_options: needs stream true", param="stream_options")
     stop = fields.get("stop", ())
-    prompt = _messages(fields["messages"]) if endpoint == "chat" else _prompt(fields["prompt"])
+    content = _messages(fields["messages"]) if endpoint == "chat" else _prompt(fields["prompt"])
     return TextRequest(
-        endpoint, prompt,
+        endpoint, content,
         num_tokens=None if count is None else int(count),
         temperature=float(fields.get("temperature", 1.0)), top_p=float(fields.get("top_p", 1.0)),
         seed=int(fields["seed"]) if "seed" in fields else None,
