@@ -31,7 +31,7 @@ from transformer_jax.decoding.slots import init_slots
 from transformer_jax.decoding.step import make_step
 from transformer_jax.decoding.structured import Grammar, Matcher
 from transformer_jax.decoding.writer import TextWriter
-from transformer_jax.models.factory import build, init_decode_state
+from transformer_jax.models.factory import init_decode_state
 from transformer_jax.server.protocol import Part, RequestError, TextRequest, Token
 from transformer_jax.server.schemas import MOST_TOP
 from transformer_jax.text.language_model import LanguageModel
