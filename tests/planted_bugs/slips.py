@@ -123,7 +123,7 @@ SLIPS: tuple[Slip, ...] = (
             "additive attention ignores its mask",
             "result = softmax(scores[:, None], visible, nonfinite)",
             "result = softmax(scores[:, None], None, nonfinite)",
-            "lectures/test_recurrent.py::test_padding_of_a_source_is_invisible",
+            "lectures/test_recurrent.py::test_padding_of_the_source_is_invisible",
         ),
     ),
     *of(
@@ -641,19 +641,19 @@ SLIPS: tuple[Slip, ...] = (
             "a binary search stops one step early",
             "steps = (self.config.vocab_size + 1).bit_length()",
             "steps = self.config.vocab_size.bit_length() - 1",
-            "lectures/test_ngram.py::test_every_word_is_found_where_all_are_in_use",
+            "lectures/test_ngram.py::test_full_vocabulary_is_searched_completely",
         ),
         (
             "the discount miscounts n-grams that occur twice",
             "discount = once / (once + 2 * twice)",
             "discount = once / (once + twice)",
-            "lectures/test_ngram.py::test_what_is_discounted_goes_to_the_shorter_context",
+            "lectures/test_ngram.py::test_discounted_mass_goes_to_the_shorter_context",
         ),
         (
             "the start token is predicted",
             "counts = np.where(word == size - 1, 0, counts)",
             "counts = np.asarray(counts)",
-            "lectures/test_ngram.py::test_probabilities_are_those_of_the_formula_after_every_context",
+            "lectures/test_ngram.py::test_probabilities_match_the_formula_for_every_context",
         ),
     ),
     *of(
@@ -699,13 +699,13 @@ SLIPS: tuple[Slip, ...] = (
             "a state's length counts padding",
             "length = state.length + read\n",
             "length = state.length + tokens.shape[1]\n",
-            "lectures/test_recent_tokens.py::test_in_any_chunks_with_padding_anywhere_equals_the_whole",
+            "lectures/test_recent_tokens.py::test_padded_chunks_match_the_full_pass",
         ),
         (
             "a window extends into the previous document",
             "jnp.where(same, line[rows, index], -1)",
             "line[rows, index]",
-            "lectures/test_recent_tokens.py::test_packed_documents_are_read_as_if_alone",
+            "lectures/test_recent_tokens.py::test_packed_documents_match_separate_documents",
         ),
     ),
     *of(
@@ -714,13 +714,13 @@ SLIPS: tuple[Slip, ...] = (
             "decoding donates the caller's padding mask",
             "valid = jnp.array(valid, copy=True)",
             "valid = jnp.asarray(valid)",
-            "lectures/test_recurrent.py::test_decoding_consumes_the_state_and_none_of_the_callers_arrays",
+            "lectures/test_recurrent.py::test_decoding_donates_the_state_but_not_the_callers_arrays",
         ),
         (
             "a reversed document starts at the wrong end",
             "ends = first_tokens(number_documents(segments[:, ::-1]), valid[:, ::-1])[:, ::-1]",
             "ends = starts",
-            "lectures/test_recurrent.py::test_a_tagger_reads_each_document_from_both_ends",
+            "lectures/test_recurrent.py::test_tagger_reads_each_document_in_both_directions",
         ),
     ),
     *of(
@@ -729,7 +729,7 @@ SLIPS: tuple[Slip, ...] = (
             "the state of packed rows covers all documents",
             "state = replace(state, length=read)",
             "pass",
-            "lectures/test_recurrent.py::test_packed_documents_are_read_as_if_alone",
+            "lectures/test_recurrent.py::test_packed_documents_match_separate_documents",
         ),
     ),
     *of(
@@ -765,7 +765,7 @@ SLIPS: tuple[Slip, ...] = (
             "a layer's residual is one token too old",
             "x = x[:, cfg.kernel_size - 1 :] + value",
             "x = x[:, : value.shape[1]] + value",
-            "lectures/test_recent_tokens.py::test_a_pass_matches_the_formula",
+            "lectures/test_recent_tokens.py::test_forward_matches_the_formula",
         ),
     ),
     *of(
@@ -783,7 +783,7 @@ SLIPS: tuple[Slip, ...] = (
             "token 0 precedes the text",
             "vectors = jnp.where(begins, self.begin[None, None, None], vectors)",
             "vectors = jnp.where(begins & False, self.begin[None, None, None], vectors)",
-            "lectures/test_recent_tokens.py::test_a_pass_matches_the_formula",
+            "lectures/test_recent_tokens.py::test_forward_matches_the_formula",
         ),
     ),
     *of(
@@ -1316,7 +1316,7 @@ SLIPS: tuple[Slip, ...] = (
             "a pair of sinusoids rotates in the wrong direction",
             "angle = k * 10_000.0",
             "angle = -k * 10_000.0",
-            "lectures/demos/test_demos.py::test_a_table_of_sinusoids_is_turned_by_an_offset",
+            "lectures/demos/test_demos.py::test_rotation_shifts_the_table_of_sinusoids",
         ),
     ),
 )
