@@ -369,7 +369,7 @@ SLIPS: tuple[Slip, ...] = (
             "rows are split over only one of two axes",
             "return self.data * self.fsdp",
             "return max(self.data, self.fsdp)",
-            "config/test_what_configs_refuse.py::test_what_follows_from_fields_is_theirs",
+            "config/test_config_limits.py::test_derived_values_follow_from_fields",
         ),
     ),
     *of(
@@ -378,7 +378,7 @@ SLIPS: tuple[Slip, ...] = (
             "the default feed-forward width is 2x instead of 4x",
             "return 4 * self.d_model if self.d_ff is None",
             "return 2 * self.d_model if self.d_ff is None",
-            "config/test_config.py::test_absent_sizes_follow_from_the_others",
+            "config/test_config.py::test_default_sizes_follow_from_others",
         ),
         (
             "norm_order is accepted without a norm",
@@ -393,7 +393,7 @@ SLIPS: tuple[Slip, ...] = (
             "a windowed layer uses the default rotary pairing",
             "Rope(base=self.window_base, dims=self.dims, pairing=self.pairing)",
             "Rope(base=self.window_base, dims=self.dims)",
-            "config/test_config.py::test_the_pooler_and_the_rotation_of_a_layer_follow_from_the_others",
+            "config/test_config.py::test_pooler_and_layer_rotation_follow_from_other_fields",
         ),
         (
             "distance biases with learned positions have T5's range",
@@ -898,7 +898,7 @@ SLIPS: tuple[Slip, ...] = (
             "partial characters share one name",
             'return "bytes:" + "".join(f"\\\\x{byte:02x}" for byte in piece)',
             'return "bytes:"',
-            "server/test_protocol.py::test_the_parts_of_a_stream_join_to_the_whole_answer",
+            "server/test_protocol.py::test_stream_parts_join_to_whole_answer",
         ),
     ),
     *of(
@@ -1296,7 +1296,7 @@ SLIPS: tuple[Slip, ...] = (
             "an answer ended by a stop string keeps its slot",
             "self.batcher.drop(ticket)",
             "",
-            "server/test_app.py::test_a_stop_text_ends_an_answer_before_it",
+            "server/test_app.py::test_stop_string_ends_answer_before_it",
         ),
     ),
     *of(
@@ -1307,7 +1307,7 @@ SLIPS: tuple[Slip, ...] = (
 """,
             """        return True
 """,
-            "server/test_protocol.py::test_what_is_wrong_is_refused_in_a_line_that_names_it",
+            "server/test_protocol.py::test_invalid_request_is_rejected_in_one_line",
         ),
     ),
     *of(

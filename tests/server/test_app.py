@@ -427,11 +427,13 @@ def test_device_failure_ends_only_current_requests(monkeypatch, capsys):
     with running(tiny(), slots=2) as engine:
         client = client_of(engine, raising=False)
 
+        failing = engine.batcher
+
         def fail():
+            next(failing.requests)
             raise RuntimeError("RESOURCE_EXHAUSTED: /home/somebody")
             yield
 
-        failing = engine.batcher
         monkeypatch.setattr(failing, "turn", fail)
         first = complete(client)
         assert first.status_code == 500 and first.json()["error"]["type"] == "server_error"
