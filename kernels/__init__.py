@@ -1,26 +1,27 @@
-"""Run fused attention kernels, imported as `transformer_jax.kernels`; needs only jax and numpy.
+"""Fused attention kernels, imported as `transformer_jax.kernels`; they need only jax and numpy.
 
-There is one `contract.Backend` in each of `hopper` (NVIDIA of compute capability 9), `ampere` (any
-other from 8 on; both Pallas on Mosaic GPU), `tpu` (Pallas on Mosaic TPU) and `cpu` (C++).
-What attention means (masks, arguments, the choice of an implementation) is in
-`transformer_jax.attention`, which calls `gradient.fused_attention`.
+Each of `hopper` (NVIDIA, compute capability 9), `ampere` (other NVIDIA GPUs from capability 8 on;
+both use Pallas on Mosaic GPU), `tpu` (Pallas on Mosaic TPU) and `cpu` (C++) has one
+`contract.Backend`. The semantics of attention (masks, arguments, the choice of an implementation)
+are in `transformer_jax.attention`, which calls `gradient.fused_attention`.
 
-    contract   what a kernel computes and is given, and what a backend is
-    caches     keys and values as caches hold them
-    dropout    which weights dropout keeps, on every backend
+    contract   the inputs and outputs of a kernel, and the interface of a backend
+    caches     keys and values in the formats of caches
+    dropout    the dropout mask, the same on every backend
     chips      facts about chips: limits, tile sizes, where the kernels are fastest
     packed_queries  the queries of several heads as rows of one tile
-    program    a mask as a few operations of integers
-    gradient   `fused_attention`, which every call enters, with its gradient
+    program    a mask as a short sequence of integer operations
+    gradient   `fused_attention`, the entry point of every call, with its gradient
     derivatives  forward mode, and derivatives of gradients
     portable   the kernels in plain JAX
     sharding   device meshes, `vmap`
-    lowering   programs for other platforms, which a library here is not for
-    hopper/, ampere/, tpu/, cpu/   the kernels; nvidia/ is what the first two share
+    lowering   lowering for a platform other than the current one
+    hopper/, ampere/, tpu/, cpu/   the kernels; nvidia/ contains the code that the first two share
 
-`target()` is the backend of this process, or the text why there is none: of a CPU too, whose
-kernels "native" calls by name. `using` takes another one: for the interpreters of the backends on a
-CPU, and for compiling for a device that is not attached.
+`target()` returns the backend of this process, or a string with the reason why there is none. A
+CPU also has none, because its kernels are selected by name ("native"). `using` selects another
+target: for the interpreters of the backends on a CPU, and to compile for a device that is not
+attached.
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ Name = Literal["tpu", "hopper", "ampere", "cpu"]
 
 @dataclass(frozen=True)
 class Target:
-    """A backend, and how it runs."""
+    """A backend and its settings."""
 
     name: Name
     """tpu, hopper, ampere or cpu."""
     interpret: Any = False
-    """False on the device. On a CPU what the backend's interpreter takes: True or an
-    `InterpretParams` of Pallas for TPUs, an `InterpretGPUParams` of Pallas for Mosaic GPU."""
+    """False on the device. On a CPU, the argument of the backend's interpreter: True or a Pallas
+    `InterpretParams` for TPUs, a Pallas `InterpretGPUParams` for Mosaic GPU."""
 
     chip: str = ""
-    """The chip as JAX names it, "NVIDIA H200": what tile sizes depend on."""
+    """JAX's name of the chip, such as "NVIDIA H200"; tile sizes depend on it."""
     blocks: tuple[tuple[Kind, Blocks], ...] = ()
-    """Tile sizes to take instead of the table's, by kernel."""
+    """Tile sizes that replace those of the table, by kernel."""
     processors: int | None = None
-    """How many multiprocessors an NVIDIA chip has; None: as many as `chips` knows of it."""
+    """Number of multiprocessors of an NVIDIA chip; None: the number in `chips`."""
 
     @property
     def backend(self) -> Backend:
-        """Return the backend of this name; a ValueError names one that does not exist."""
+        """The backend of this name. Raises ValueError if it does not exist."""
         path = f"transformer_jax.kernels.{self.name}"
         try:
             found: Backend = importlib.import_module(path).BACKEND
@@ -69,7 +70,7 @@ class Target:
             if error.name != path:
                 raise
             names = "'tpu', 'hopper', 'ampere' or 'cpu'"
-            raise ValueError(f"name is {self.name!r}: must be {names}") from None
+            raise ValueError(f"name={self.name!r} must be {names}") from None
         return found
 
 
@@ -78,7 +79,7 @@ _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target"
 
 @contextlib.contextmanager
 def using(chosen: Target) -> Iterator[None]:
-    """Run `implementation="pallas"` and "pallas_unordered" on this target in a `with` block."""
+    """Use this target for `implementation="pallas"` and "pallas_unordered" in a `with` block."""
     token = _chosen.set(chosen)
     try:
         yield
@@ -87,14 +88,14 @@ def using(chosen: Target) -> Iterator[None]:
 
 
 def target() -> Target | str:
-    """Return where a kernel would run, or why none would."""
+    """Return the target on which a kernel would run, or the reason why no kernel can run."""
     return _chosen.get() or _attached()
 
 
 def platform() -> str:
-    """Return what programs are made for: cpu, gpu or tpu, of a target that is not interpreted."""
+    """Return the platform that programs are compiled for: cpu, gpu or tpu."""
     chosen = _chosen.get()
-    # an interpreter runs on whatever is attached
+    # an interpreter runs on the attached device
     if chosen is None or chosen.interpret:
         return jax.default_backend()
     return "tpu" if chosen.name == "tpu" else "gpu"

@@ -1,4 +1,4 @@
-"""Read keys and values as caches hold them: int8 with scales, and pages of a pool."""
+"""Keys and values in the formats of caches: int8 with scales, and pages of a pool."""
 
 from __future__ import annotations
 
@@ -12,25 +12,19 @@ def dequantise(
     scale: jax.Array,  # f32[...]
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:  # [..., H]
-    """Return scale * q, computed in f32.
-
-    Args:
-        q: i8[..., H].
-        scale: f32[...].
-        dtype: of the result.
-    """
+    """Return scale * q, computed in f32 and cast to `dtype`."""
     return (q.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
 def rows_of_pages(
     x: jax.Array,  # [P, page, ..]
-    pages: jax.Array,  # i32[B, M]; an entry that is no page reads some page
+    pages: jax.Array,  # i32[B, M]; an invalid entry is clipped to a valid page
 ) -> jax.Array:  # [B, M * page, ..]
-    """Return the pages of each row one after the other, which is a copy."""
+    """Return a copy with the pages of each row in sequence."""
     (B, M), (_, page, *rest) = pages.shape, x.shape
     return x[clip_pages(pages, x.shape[0])].reshape(B, M * page, *rest)
 
 
 def clip_pages(pages: jax.Array, P: int) -> jax.Array:  # i32[B, M]
-    """Return a table that names only pages of the pool."""
+    """Clip the entries of a block table to valid pages of the pool."""
     return jnp.clip(pages.astype(jnp.int32), 0, P - 1)

@@ -1,8 +1,8 @@
-"""Hold every fact about a chip: its limits, tile sizes, and where the kernels are the fastest.
+"""Facts about chips: limits, tile sizes, and where the kernels are fastest.
 
 `python -m benchmarks.tune_attention` searches for the fastest tile sizes on the attached chip and
-prints rows for `MEASURED`. Where that has no row, the defaults below are taken: sizes that compile
-for every width a backend supports, and that nothing was measured for.
+prints rows for `MEASURED`. Without a row, the defaults below apply: they compile for every head
+dimension that a backend supports, and have not been measured.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ MEASURED: dict[tuple[str, str, Kind, int, int, int], Blocks] = {
     ("hopper", _H100, "forward", 128, 128, 2): Blocks(128, 128, 2, slack=8.0),
     ("hopper", _H100, "forward", 256, 256, 2): Blocks(128, 64, 2, slack=8.0),
 }
-"""(backend, chip as JAX names it, kernel, H, Hv, bytes of a number) to tiles that were faster than
-the defaults, causal, 16 heads, S 8192 (benchmarks/results/h100/tiles.txt; of H 256 only which won
-was kept). Of H 64, forward tiles of 192 queries were 1.05 times as fast, and are left out: with
-tiles of 128 in the backward pass, queries are padded to multiples of 384."""
+"""(backend, JAX's name of the chip, kernel, H, Hv, bytes per element) to tiles that were faster
+than the defaults: causal, 16 heads, S 8192 (benchmarks/results/h100/tiles.txt; for H 256, only the
+winner was recorded). For H 64, forward tiles of 192 queries were 1.05 times as fast. They are
+omitted, because with tiles of 128 in the backward pass they pad queries to multiples of 384."""
 
 FASTEST: dict[tuple[str, str], int] = {("hopper", _H100): 512}
-"""(backend, chip) on which a step of training was fastest with the kernels, to the fewest queries
-that were timed: from so many on `implementation=None` takes them where they run. Everything else
-leaves them to those who ask by name."""
+"""(backend, chip) on which a training step was fastest with the kernels, to the smallest number of
+queries that was timed. From this number on, `implementation=None` selects the kernels if they
+support the call. Elsewhere they must be requested by name."""
 
 # Hopper
 
@@ -39,20 +39,20 @@ HOPPER_WITH_FEWER = {
     "NVIDIA H20": 78,
     "NVIDIA H20-3e": 78,
 }
-HOPPER_SHARED_MEMORY = 232448  # bytes that a block may ask for: 227 KiB
+HOPPER_SHARED_MEMORY = 232448  # the most bytes per block: 227 KiB
 HOPPER_HEAD_DIMS = tuple(range(32, 257, 16))
-"""wgmma sums over 16 columns at once, and Mosaic copies tiles whose rows are parts of 32 bytes."""
+"""wgmma sums over 16 columns at once, and Mosaic copies rows in parts of 32 bytes."""
 HOPPER_UNLIKE_HEAD_DIMS = 448
-"""The most of H + Hv where they differ: then queries and output each have shared memory."""
+"""Limit of H + Hv if they differ, because then queries and output need separate shared memory."""
 
 
 def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
     """Return the default tile sizes of a Hopper kernel.
 
-    They fit shared memory and, at 240 registers a thread, spill none or little:
-    benchmarks/compile_gpu.py shows it.
+    They fit shared memory and, with 240 registers per thread, spill few or no registers, as
+    benchmarks/compile_gpu.py shows.
     """
-    del itemsize, K  # 2 bytes: `refuse` lets through nothing else; one key head a tile
+    del itemsize, K  # `refuse` accepts only 2 bytes; a tile has one key head
     wide = max(H, Hv) > 128
     match kind:
         case "forward":
@@ -66,29 +66,29 @@ def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> 
             return Blocks(q=128, k=64, stages=1 if wide else 2)
         case "single_pass":
             return Blocks(q=128 if max(H, Hv) == 32 else 64, k=128, stages=2)
-        case "decode":  # 227 KiB, less 64 queries twice, 16 KiB a warpgroup of sums, and vectors
+        case "decode":  # 227 KiB minus 64 queries twice, 16 KiB of sums per warpgroup, and vectors
             k = 64 if wide else 128
             room = HOPPER_SHARED_MEMORY - 256 * H - 256 * k - 12 * 1024
             return Blocks(q=64, k=k, stages=min(6, room // (2 * k * (H + Hv))))
     raise ValueError(f"no kernel {kind!r}")
 
 
-# Ampere, and what else has mma.sync
+# Ampere, and other GPUs with mma.sync
 
-AMPERE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # those between were not compiled
+AMPERE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # other values have not been compiled
 AMPERE_PROCESSORS = 108
-"""Multiprocessors of an A100: taken where a device does not say how many it has. The decode kernel
-divides its keys into about four parts for each."""
-AMPERE_SHARED_MEMORY = 101376  # bytes that a block may ask for where it is least, 8.6 and 12
+"""Multiprocessors of an A100, used if a device does not report its number. The decode kernel
+divides its keys into about four parts per multiprocessor."""
+AMPERE_SHARED_MEMORY = 101376  # the most bytes per block on the smallest devices, 8.6 and 12
 
 
 def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
     """Return the default tile sizes of an Ampere kernel.
 
-    They fit the least shared memory and, at 255 registers a thread, spill none or little; nothing
-    was measured for them.
+    They fit the smallest shared memory and, with 255 registers per thread, spill few or no
+    registers. They have not been measured.
     """
-    del itemsize, K  # 2 bytes: `refuse` lets through nothing else; one key head a tile
+    del itemsize, K  # `refuse` accepts only 2 bytes; a tile has one key head
     widest = max(H, Hv)
     short = 64 if widest <= 64 else 32 if widest <= 128 else 16
     match kind:
@@ -105,23 +105,23 @@ def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> 
 
 # TPU
 
-TPU_LIST_BYTES = 768 * 1024  # for the lists of tiles, of the 1 MiB of scalar memory
+TPU_LIST_BYTES = 768 * 1024  # limit of the tile lists; scalar memory has 1 MiB
 TPU_VMEM_BYTES = 32 * 1024 * 1024
 TPU_SUM_BYTES = 16 * 1024 * 1024
-"""Bytes of VMEM that the sums of dk and dv of all keys of a head may take, beside the tiles."""
+"""Limit of the VMEM bytes of the sums of dk and dv for all keys of a head, without the tiles."""
 TPU_FEW_BYTES = 4 * 1024 * 1024
-"""Bytes of VMEM that one tile of keys and values of the decode kernel may take, twice."""
-TPU_LANES = 128  # numbers in a row of a register: no tile is narrower
+"""Limit of the VMEM bytes of one double-buffered tile of keys and values of the decode kernel."""
+TPU_LANES = 128  # elements in a row of a register, and the minimum width of a tile
 
 
 def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
     """Return the default tile sizes of a TPU kernel.
 
-    A tile of the decode kernel has all K key heads, of as many slots as take 2 MiB, but at least
+    A tile of the decode kernel has all K key heads and as many slots as fit 2 MiB, but at least
     128 and at most 2048.
     """
     if kind == "decode":
-        # a register's row is filled up to 128 numbers, so narrow heads take as much room
+        # registers are padded to 128 lanes, so narrow heads need as much memory as wide ones
         lanes = sum(-(-width // TPU_LANES) * TPU_LANES for width in (H, Hv))
         slots = TPU_FEW_BYTES // 2 // (K * lanes * itemsize)
         return Blocks(64, min(2048, max(TPU_LANES, 1 << max(slots, 1).bit_length() - 1)))
@@ -129,21 +129,18 @@ def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
     return Blocks(512, 1024 if wide else 512)
 
 
-# Choosing
+# Selection
 
 
-def processors_of(where: Target) -> int | None:
-    """Return how many multiprocessors a target has: as the device says, else by its name.
-
-    None where neither says.
-    """
-    if where.name != "hopper" or where.processors or not where.chip:
-        return where.processors
-    return HOPPER_WITH_FEWER.get(where.chip, HOPPER_PROCESSORS)
+def processors_of(target: Target) -> int | None:
+    """Return the number of multiprocessors, reported by the device or known by name, else None."""
+    if target.name != "hopper" or target.processors or not target.chip:
+        return target.processors
+    return HOPPER_WITH_FEWER.get(target.chip, HOPPER_PROCESSORS)
 
 
 def kinds(nondeterministic: bool, decode: bool = False, by_rows: bool = False) -> tuple[Kind, ...]:
-    """Return the kernels of a call; `by_rows` is the deterministic single-pass backward."""
+    """Return the kernels of a call; `by_rows` selects the deterministic single-pass backward."""
     gradients: tuple[Kind, ...] = ("single_pass",) if nondeterministic else ("dq", "dkdv")
     if by_rows:
         gradients = ("single_pass_rows",)
@@ -152,7 +149,7 @@ def kinds(nondeterministic: bool, decode: bool = False, by_rows: bool = False) -
 
 
 def blocks(
-    where: Target,
+    target: Target,
     kind: Kind,
     H: int,
     Hv: int,
@@ -162,24 +159,23 @@ def blocks(
     K: int = 1,
     page: int | None = None,
 ) -> Blocks:
-    """Return the tiles of a kernel: the target's own, else measured, else default sizes.
+    """Return the tile sizes of a kernel: those of the target, else measured ones, else the default.
 
-    Short sequences take shorter tiles where the backend can; that of few queries holds them all,
-    and depends on K, how many key heads there are. Where keys lie in pages, a backend with a
-    shortest tile copies each at once, so a tile of it divides the page.
+    Short sequences get shorter tiles if the backend supports them. A tile of the decode kernel
+    contains all queries, and its size depends on K, the number of key heads. If keys are in pages,
+    a backend with a shortest tile copies a tile at once, so the tile must divide the page.
     """
-    found = dict(where.blocks).get(kind) or MEASURED.get(
-        (where.name, where.chip, kind, H, Hv, itemsize)
+    found = dict(target.blocks).get(kind) or MEASURED.get(
+        (target.name, target.chip, kind, H, Hv, itemsize)
     )
-    # a target's own tiles come first, for benchmarks that search for faster ones
-    found = found or where.backend.blocks(kind, H, Hv, itemsize, K)
-    least, q, k = where.backend.shortest, found.q, found.k
-    # a power of two that holds a short sequence, as blocks divide each other
+    # tiles of the target take precedence, for benchmarks that search for faster ones
+    found = found or target.backend.blocks(kind, H, Hv, itemsize, K)
+    least, q, k = target.backend.shortest, found.q, found.k
+    # a power of two that covers a short sequence, because tile sizes must divide each other
     if least is not None:
         q = q if q <= T else min(q, max(least, 1 << (T - 1).bit_length()))
         k = k if k <= S else min(k, max(least, 1 << (S - 1).bit_length()))
-    # the kernel of few queries holds all of them, and a copy of keys may not cross into a page
-    # that lies elsewhere
+    # a tile of the decode kernel has all queries, and a copy of keys must not cross a page boundary
     if kind != "decode":
         return dataclasses.replace(found, q=q, k=k)
     return dataclasses.replace(found, q=T, k=math.gcd(k, page) if page and least else k)

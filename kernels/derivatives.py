@@ -1,16 +1,16 @@
-"""Derivatives of fast kernels: a backward pass of their own, and plain JAX for all others.
+"""Derivatives of fast kernels: their own backward pass for reverse mode, plain JAX for the others.
 
-`jax.custom_vjp` makes a forward and a backward pass one function, of which JAX then knows the
-gradient and nothing else. Here a plain function stands beside the passes, one that computes the
-same and that JAX differentiates itself:
+`jax.custom_vjp` combines a forward and a backward pass into a function for which JAX knows only the
+gradient. Here, a plain function that computes the same accompanies the passes, and JAX
+differentiates it:
 
-    f(x)                    is computed as the caller says
-    gradient                by the forward and the backward pass
-    tangents of f           by those of the plain function (`jax.jvp`, `jax.linearize`)
-    tangents of a gradient  by those of the plain function's gradient, in every order
+    f(x)                    computed by the caller's function
+    gradient                from the forward and the backward pass
+    tangents of f           from those of the plain function (`jax.jvp`, `jax.linearize`)
+    tangents of a gradient  from those of the plain function's gradient, of every order
 
-Tangents are one operation of JAX's, which is linear in them. What it computes is the plain
-function's tangents, and its transpose is the backward pass.
+    The tangents are one JAX primitive, which is linear in the input tangents. It computes the plain
+    function's tangents, and its transpose is the backward pass.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ Function = Callable[..., Tree]
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """The passes that compute f of a tree of arrays, and its gradient.
+    """Passes that compute a function f of a tree of arrays, and its gradient.
 
-    Outputs are a tuple of floating arrays. `wanted` is a tree of bools in the structure of the
-    tree of arrays: True where the gradient is read. Elsewhere the backward pass may return
-    anything.
+    The output is a tuple of floating-point arrays. `wanted` is a tree of bools with the structure
+    of the input: True if the gradient of a leaf is read. The backward pass may return anything for
+    the other leaves.
     """
 
     forward: Callable[[Tree], tuple[tuple[jax.Array, ...], Tree]]
-    """Compute the outputs of the tree, and what the backward pass reads."""
+    """Return the outputs, and the residuals for the backward pass."""
     backward: Callable[[Tree, Tree, tuple[jax.Array, ...], Tree], Tree]
-    """Compute gradients, a tree: given the tree, what `forward` saved, cotangents and `wanted`."""
+    """Return a tree of gradients from (tree, residuals, cotangents, wanted)."""
     plain: Callable[[Tree], tuple[jax.Array, ...]]
-    """Compute the outputs of the tree in code that JAX differentiates."""
+    """Return the outputs, computed by code that JAX differentiates."""
 
 
 def differentiable(
     compute: Callable[[Tree], tuple[jax.Array, ...]], passes: Passes, tree: Tree
 ) -> tuple[jax.Array, ...]:
-    """Return `compute(tree)`, which is f of the passes, with derivatives of every order."""
+    """Return `compute(tree)`, the f of the passes, with derivatives of every order."""
     leaves, structure = jax.tree.flatten(tree)
-    inside = _OfLeaves(passes, structure)
+    functions = _LeafPasses(passes, structure)
 
     @jax.custom_jvp
     def call(*leaves: jax.Array) -> tuple[jax.Array, ...]:
@@ -63,15 +63,15 @@ def differentiable(
 
     @partial(call.defjvp, symbolic_zeros=True)
     def rule(leaves: Leaves, tangents: Leaves) -> tuple[Tree, Tree]:
-        out, saved = inside.forward(leaves)
-        return out, inside.tangents(leaves, saved, out, tangents)
+        out, saved = functions.forward(leaves)
+        return out, functions.tangents(leaves, saved, out, tangents)
 
     return call(*leaves)
 
 
 @dataclass(frozen=True, eq=False)
-class _OfLeaves:
-    """`Passes` as functions of the leaves of the tree, each differentiable in turn."""
+class _LeafPasses:
+    """`Passes` as functions of the leaves of the tree, each of them differentiable."""
 
     passes: Passes
     structure: jax.tree_util.PyTreeDef
@@ -87,7 +87,7 @@ class _OfLeaves:
         @partial(call.defjvp, symbolic_zeros=True)
         def rule(leaves: Leaves, tangents: Leaves) -> tuple[Tree, Tree]:
             out, saved = self.forward(leaves)
-            # only `backward` reads what is saved, and finds its own tangents
+            # only `backward` reads the residuals, and it computes their tangents itself
             zeros = jax.tree.map(partial(zero_from_primal, symbolic_zeros=False), saved)
             return (out, saved), (self.tangents(leaves, saved, out, tangents), zeros)
 
@@ -95,8 +95,8 @@ class _OfLeaves:
 
     def tangents(self, leaves: Leaves, saved: Tree, out: Tree, tangents: Leaves) -> Tree:
         """Return the tangents of the outputs."""
-        # leaves that nobody moves cost nothing: their gradients are not even asked for
-        dots = _given(SymbolicZero, tangents)
+        # leaves without a tangent cost nothing: the backward pass skips their gradients
+        dots = _nonzero(SymbolicZero, tangents)
         if not dots:
             return jax.tree.map(jnp.zeros_like, out)
         moved = list(dots)
@@ -104,8 +104,8 @@ class _OfLeaves:
         count = len(leaves)
 
         def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            given = arrays[-len(moved) :]
-            return _along(self.plain, arrays[:count], dict(zip(moved, given, strict=True)))
+            dots = arrays[-len(moved) :]
+            return _along(self.plain, arrays[:count], dict(zip(moved, dots, strict=True)))
 
         def transposed(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             at = count + len(saved_leaves)
@@ -127,28 +127,28 @@ class _OfLeaves:
     def backward(
         self, moved: Sequence[int], leaves: Leaves, saved: Tree, cotangents: Leaves
     ) -> tuple[jax.Array, ...]:
-        """Return the gradients of the leaves that are moved."""
+        """Return the gradients of the `moved` leaves."""
         count = len(leaves)
         wanted = self.structure.unflatten([i in moved for i in range(count)])
 
         @jax.custom_jvp
         def call(leaves: Tree, saved: Tree, cotangents: Tree) -> tuple[jax.Array, ...]:
             tree = self.structure.unflatten(leaves)
-            found = self.passes.backward(tree, saved, tuple(cotangents), wanted)
-            found = self.structure.flatten_up_to(found)
-            return tuple(found[i] for i in moved)
+            gradients = self.passes.backward(tree, saved, tuple(cotangents), wanted)
+            gradients = self.structure.flatten_up_to(gradients)
+            return tuple(gradients[i] for i in moved)
 
         def plain(arrays: Leaves) -> tuple[jax.Array, ...]:
             leaves, cotangents = arrays[:count], tuple(arrays[count:])
-            of_moved, given = _restricted(self.plain, leaves, moved)
-            return jax.vjp(of_moved, *given)[1](cotangents)
+            of_moved, inputs = _restricted(self.plain, leaves, moved)
+            return jax.vjp(of_moved, *inputs)[1](cotangents)
 
         @partial(call.defjvp, symbolic_zeros=True)
         def rule(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
             leaves, saved, cotangents = primals
             out = self.backward(moved, leaves, saved, cotangents)
-            dots = _given(SymbolicZero, [*tangents[0], *tangents[2]])
-            # only what is saved moves
+            dots = _nonzero(SymbolicZero, [*tangents[0], *tangents[2]])
+            # only the residuals have tangents
             if not dots:
                 return out, jax.tree.map(jnp.zeros_like, out)
             return out, _along(plain, [*leaves, *cotangents], dots)
@@ -156,13 +156,13 @@ class _OfLeaves:
         return call(list(leaves), saved, list(cotangents))
 
 
-def _given(zero: type, tangents: Leaves) -> dict[int, Tree]:
-    """Return the tangents that are not zero by their type, by index."""
+def _nonzero(zero: type, tangents: Leaves) -> dict[int, Tree]:
+    """Return the tangents that are not symbolic zeros, by index."""
     return {i: x for i, x in enumerate(tangents) if not isinstance(x, zero)}
 
 
 def _along(function: Callable[[Leaves], Tree], leaves: Leaves, tangents: dict[int, Tree]) -> Tree:
-    """Return the tangents of a function of leaves, given those of some of them."""
+    """Return the tangents of a function of leaves from the tangents of some of them."""
     of_some, some = _restricted(function, leaves, tangents)
     return jax.jvp(of_some, some, list(tangents.values()))[1]
 
@@ -170,16 +170,16 @@ def _along(function: Callable[[Leaves], Tree], leaves: Leaves, tangents: dict[in
 def _restricted(
     function: Callable[[Leaves], Tree], leaves: Leaves, moved: Iterable[int]
 ) -> tuple[Callable[..., Tree], list[Tree]]:
-    """Return a function of some of its leaves alone, and these."""
+    """Return the function with all but the `moved` leaves fixed, and the values of these."""
 
     def of_some(*some: Tree) -> Tree:
-        given = dict(zip(moved, some, strict=True))
-        return function([given.get(i, x) for i, x in enumerate(leaves)])
+        replaced = dict(zip(moved, some, strict=True))
+        return function([replaced.get(i, x) for i, x in enumerate(leaves)])
 
     return of_some, [leaves[i] for i in moved]
 
 
-# The operation: of what is known, and of `moved` tangents after it
+# The primitive: its operands are primal values, followed by `moved` tangents
 
 _tangents = Primitive("tangents")
 _tangents.multiple_results = True
@@ -204,26 +204,26 @@ def _lower(
 def _differentiate(
     arrays: Leaves, changes: Leaves, *, moved: int, compute: Function, **rest: object
 ) -> Tree:
-    """Return tangents, and the change of these: by what is known, and linear in themselves."""
-    known, bind = arrays[:-moved], partial(_tangents.bind, moved=moved, compute=compute, **rest)
-    given = _given(ad.Zero, changes)
+    """Return the tangents and their tangents, due to the primal values and to the tangents."""
+    primals, bind = arrays[:-moved], partial(_tangents.bind, moved=moved, compute=compute, **rest)
+    nonzero = _nonzero(ad.Zero, changes)
     parts = []
-    # linear in the tangents, so theirs are the same operation on their changes
-    if any(i >= len(known) for i in given):
-        parts.append(bind(*known, *map(ad.instantiate_zeros, changes[-moved:])))
-    by_known = {i: x for i, x in given.items() if i < len(known)}
-    if by_known:
-        parts.append(_along(lambda xs: compute(*xs), arrays, by_known))
+    # linear in the tangents, so their changes pass through the same operation
+    if any(i >= len(primals) for i in nonzero):
+        parts.append(bind(*primals, *map(ad.instantiate_zeros, changes[-moved:])))
+    of_primals = {i: x for i, x in nonzero.items() if i < len(primals)}
+    if of_primals:
+        parts.append(_along(lambda xs: compute(*xs), arrays, of_primals))
     return bind(*arrays), jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *map(list, parts))
 
 
 def _transpose(
     cotangents: Leaves, *arrays: jax.Array, moved: int, transposed: Function, **_: object
 ) -> Tree:
-    known = arrays[:-moved]
-    found = transposed(*known, *map(ad.instantiate_zeros, cotangents))
-    asked = map(ad.is_undefined_primal, arrays[-moved:])
-    return [None] * len(known) + [x if a else None for x, a in zip(found, asked, strict=True)]
+    primals = arrays[:-moved]
+    found = transposed(*primals, *map(ad.instantiate_zeros, cotangents))
+    linear = map(ad.is_undefined_primal, arrays[-moved:])
+    return [None] * len(primals) + [x if a else None for x, a in zip(found, linear, strict=True)]
 
 
 def _map(
@@ -242,19 +242,19 @@ def _map(
             return jnp.broadcast_to(x[None], (size, *x.shape))
         return jnp.moveaxis(x, axis, 0)
 
-    # all tangents are mapped, so that the results are, and the cotangents of a transpose
+    # map all tangents, so that the results, and the cotangents of a transpose, are mapped too
     arrays = [*arrays[:-moved], *map(mapped, arrays[-moved:], axes[-moved:])]
     axes = (*axes[:-moved], *(0 for _ in range(moved)))
     compute = jax.vmap(compute, in_axes=axes)
     of_cotangents = jax.vmap(transposed, in_axes=(*axes[:-moved], *(0 for _ in types)))
-    found = _tangents.bind(
+    out = _tangents.bind(
         *arrays,
         moved=moved,
         compute=compute,
         transposed=of_cotangents,
         types=tuple(jax.make_jaxpr(compute)(*arrays).out_avals),
     )
-    return found, (0,) * len(types)
+    return out, (0,) * len(types)
 
 
 mlir.register_lowering(_tangents, _lower)
@@ -263,25 +263,25 @@ ad.primitive_transposes[_tangents] = _transpose
 batching.primitive_batchers[_tangents] = _map
 
 
-def _let_kernels_have_buffers() -> None:
-    """Teach JAX to compile a `custom_jvp` whose function makes buffers, as it does a `custom_vjp`.
+def _register_discharge_rule() -> None:
+    """Register the discharge rule of `custom_vjp` for `custom_jvp` functions that create buffers.
 
-    Kernels in Pallas on Mosaic GPU make some. When a program is compiled nobody differentiates it
-    any more, so JAX's rule for the one serves the other. Where JAX has other names inside, such a
-    program raises JAX's own NotImplementedError; nothing else needs the rule.
+    Pallas kernels on Mosaic GPU create buffers. A program is no longer differentiated when it is
+    compiled, so the rule fits both. If the private names of JAX change, such a program raises JAX's
+    own NotImplementedError; nothing else needs the rule.
     """
-    with contextlib.suppress(ImportError, AttributeError, KeyError):  # names of JAX's own
+    with contextlib.suppress(ImportError, AttributeError, KeyError):  # private names of JAX
         from jax._src.custom_derivatives import custom_jvp_call_p, custom_vjp_call_p
         from jax._src.state.discharge import _discharge_rules
 
         usual = _discharge_rules[custom_vjp_call_p]
         unused: dict[str, Any] = dict(num_consts=0, fwd_jaxpr_thunk=None, bwd=None, out_trees=None)
 
-        def rule(*given: Any, call_jaxpr: Jaxpr, **_: object) -> Tree:  # JAX's own types
-            return usual(*given, call_jaxpr=call_jaxpr, symbolic_zeros=False, **unused)
+        def rule(*args: Any, call_jaxpr: Jaxpr, **_: object) -> Tree:  # private types of JAX
+            return usual(*args, call_jaxpr=call_jaxpr, symbolic_zeros=False, **unused)
 
-        # not over a rule of JAX's own, which a later version may have
+        # `setdefault`, because a later version of JAX may have its own rule
         _discharge_rules.setdefault(custom_jvp_call_p, rule)
 
 
-_let_kernels_have_buffers()
+_register_discharge_rule()

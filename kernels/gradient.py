@@ -16,7 +16,7 @@ from transformer_jax.kernels.contract import (
     Kind,
     Operands,
     Problem,
-    Saved,
+    Residuals,
     TileLists,
     learns_slopes,
 )
@@ -34,25 +34,25 @@ from transformer_jax.kernels.sharding import (
 )
 
 ListsByKernel = dict[Kind, TileLists]
-"""The tiles that each kernel of a call visits; rows are key tiles for those of `BY_KEY`."""
+"""Tile lists of each kernel of a call; the rows of the kernels in `BY_KEY` are key tiles."""
 BY_KEY: tuple[Kind, ...] = ("dkdv", "single_pass")
 FORWARD = QUERIES, ROWS, ROWS  # out, m, log l
 
 
 def fused_attention(
     problem: Problem,
-    where: Target,  # with the tile sizes of every kernel of the call
-    operands: Operands,  # of which slopes and sinks are f32[1, N]
+    target: Target,  # with the tile sizes of every kernel of the call
+    operands: Operands,  # slopes and sinks are f32[1, N]
     lists: ListsByKernel,
 ) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, N, T]
     """Return attention and the logarithm of its denominator.
 
-    T and S are multiples of each kernel's tile sizes, but on a CPU; where there is a decode kernel,
+    Except on a CPU, T and S are multiples of the tile sizes of each kernel. With a decode kernel,
     keys and values may be shorter, and packed queries are not padded. Differentiable in query, key,
-    value, bias, slopes, sinks and the scales of int8: gradients by the backward kernels, what else
-    there is by `portable`.
+    value, bias, slopes, sinks and the int8 scales: the backward kernels compute gradients,
+    `portable` all other derivatives.
     """
-    backend, blocks = where.backend, dict(where.blocks)
+    backend, blocks = target.backend, dict(target.blocks)
 
     def kernel(
         problem: Problem, kind: Kind, results: tuple[AxisNames, ...], *, of_bias: bool = False,
@@ -60,36 +60,36 @@ def fused_attention(
     ) -> KernelCall:  # fmt: skip
         """Return a kernel of (operands, lists[, saved]), with rules for `vmap` and for a mesh.
 
-        Those of `plainly`, in plain JAX, need none: the compiler splits them, and JAX maps them.
+        The kernels of `plainly` are plain JAX and need no rules.
         """
         kernels = backend.kernels if plainly is None else plainly
 
-        def run(operands: Operands, lists: TileLists, *saved: Saved) -> tuple[jax.Array, ...]:
+        def run(operands: Operands, lists: TileLists, *saved: Residuals) -> tuple[jax.Array, ...]:
             out = kernels[kind](problem, operands, lists, blocks[kind], *saved)
             out = out if isinstance(out, tuple) else (out,)
             return tuple(x for x in out if x is not None)
 
         # the decode kernel packs queries itself
         packs = problem.packs and kind != "decode"
-        own = packed(run, blocks[kind].q, results, by_key=kind in BY_KEY) if packs else run
+        call = packed(run, blocks[kind].q, results, by_key=kind in BY_KEY) if packs else run
         if plainly is not None:
-            return own
-        # an interpreter with parameters calls back into Python, which no partitioner can split
+            return call
+        # an interpreter with parameters calls back into Python, which cannot be partitioned
         splits = problem.interpret in (True, False)
-        here = batched(own, results, of_bias=of_bias, splits=splits)
+        here = batched(call, results, of_bias=of_bias, splits=splits)
         if backend.portable is None:
             return here
-        # a program that is exported, or for another platform, may not call this library
+        # a program that is exported, or for another platform, must not call this library
         elsewhere = kernel(problem, kind, results, plainly=backend.portable)
         return lambda *tree: here_or_elsewhere(here, elsewhere, tree)
 
     def compute(tree: tuple[Operands, ListsByKernel]) -> tuple[jax.Array, jax.Array]:
-        """Return attention where nobody differentiates it."""
+        """Return attention, if it is not differentiated."""
         operands, lists = tree
         if "decode" not in lists:
             out, row_max, log_sum = kernel(problem, "forward", FORWARD)(operands, lists["forward"])
             return out, row_max + log_sum
-        # the tile of few queries has no more rows than there are; what pads them is zeros
+        # the decode tile has only the real queries; padded queries get zeros
         T, few = operands.query.shape[1], blocks["decode"].q
         first = operands.of_first_queries(few)
         out, row_max, log_sum = kernel(problem, "decode", FORWARD)(first, lists["decode"])
@@ -101,7 +101,7 @@ def fused_attention(
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
         """Return attention, and the results of the forward kernel."""
         operands, lists = tree
-        # float32, where the backend has it: D of an output rounded to 16 bits would be off
+        # float32 if the backend supports it: D of an output rounded to 16 bits is inaccurate
         wide = replace(problem, wide=backend.wide)
         saved = kernel(wide, "forward", FORWARD)(widened(operands)[0], lists["forward"])
         out, row_max, log_sum = saved
@@ -120,31 +120,31 @@ def fused_attention(
         cotangents: tuple[jax.Array, ...],
         wanted: tuple[Operands, ListsByKernel],
     ) -> tuple[Operands, ListsByKernel]:
-        """Run the backward kernels and sum what they leave to sum."""
-        (given, lists), (out, row_max, log_sum), (do, dlse) = tree, saved, cotangents
-        operands, narrow = widened(given)
-        own = replace(problem, fixed_slopes=not wanted[0].slopes)
-        # else XLA lays `do` out as the next weight gradient likes it, and copies
+        """Run the backward kernels and compute the gradients of slopes and sinks."""
+        (narrow_operands, lists), (out, row_max, log_sum), (do, dlse) = tree, saved, cotangents
+        operands, narrow = widened(narrow_operands)
+        inner = replace(problem, fixed_slopes=not wanted[0].slopes)
+        # otherwise XLA picks the layout of the next weight gradient and inserts a copy
         if backend.heads_first:
             do = with_layout_constraint(do, Layout((0, 2, 1, 3)))
         products = do.astype(jnp.float32) * out.astype(jnp.float32)
         D = jnp.moveaxis(products.sum(axis=-1), 1, 2) - dlse  # [B, N, T]
-        # p = exp(s - inf) is 0 in a row that sees nothing, or is NaN: it passes no gradient on
+        # a fully masked or NaN row gets p = exp(s - inf) = 0, so it passes no gradient
         lost = jnp.isneginf(row_max) | jnp.isnan(row_max) | jnp.isnan(log_sum)
-        rows = Saved(
+        rows = Residuals(
             do,
             jnp.where(lost, jnp.inf, row_max),
             jnp.where(lost, 0, log_sum),
             jnp.where(lost, 0, D),
         )
-        # the slopes of ALiBi's paper are not learned, and their gradient is a sum over every tile
-        sinks, bias, learns = operands.sinks, operands.bias, learns_slopes(own, operands)
+        # the gradient of slopes is a sum over every tile, so the fixed slopes of ALiBi skip it
+        sinks, bias, learns = operands.sinks, operands.bias, learns_slopes(inner, operands)
         per_row = (ROWS,) if learns else ()  # of dslopes; per key in the single-pass backward
 
         def run(kind: Kind, *results: AxisNames, of_bias: bool = False) -> tuple[jax.Array, ...]:
-            return kernel(own, kind, results, of_bias=of_bias)(operands, lists[kind], rows)
+            return kernel(inner, kind, results, of_bias=of_bias)(operands, lists[kind], rows)
 
-        # the lists say which backward kernels the plan has chosen
+        # the plan has lists only for its backward kernels
         if "single_pass_rows" in lists:
             dq, dk, dv, *slope_rows = run("single_pass_rows", QUERIES, KEYS, KEYS, *per_row)
         elif problem.nondeterministic:
@@ -155,13 +155,13 @@ def fused_attention(
         dbias = dsinks = None
         if bias is not None:
             dbias = run("bias", TILES, of_bias=True)[0].astype(bias.dtype)
-        dslopes = slope_rows[0].sum(axis=(0, 2))[None] if learns else given.slopes
+        dslopes = slope_rows[0].sum(axis=(0, 2))[None] if learns else operands.slopes
         if sinks is not None:
             weights = jnp.exp(sinks[..., None] - rows.row_max - rows.log_sum)
             dsinks = -(weights * rows.D).sum(axis=(0, 2))[None]
-        # back to pages, int8 and lengths that were not padded, by the transpose of `widened`
+        # the transpose of `widened` restores pages, int8 and unpadded lengths
         [((dk, dk_scale), (dv, dv_scale))] = narrow([dk, dv])
-        gradients = given._replace(
+        gradients = narrow_operands._replace(
             query=dq, key=dk, value=dv, bias=dbias, slopes=dslopes, sinks=dsinks,
             k_scale=dk_scale, v_scale=dv_scale,
         )  # fmt: skip
@@ -172,13 +172,13 @@ def fused_attention(
 
 
 def widened(operands: Operands) -> tuple[Operands, Callable[[list[jax.Array]], Tree]]:
-    """Return operands as all kernels but that of few queries read them, and how gradients return.
+    """Convert operands for all kernels except decode, and return the transpose for gradients.
 
-    Keys and values are then numbers of the query's dtype, gathered from pages and padded to whole
+    Keys and values are gathered from pages, dequantised to the query's dtype, and padded to whole
     tiles.
     """
     S, pages = operands.k_vectors[0].shape[1], operands.pages
-    given = (operands.key, operands.k_scale), (operands.value, operands.v_scale)
+    scaled = (operands.key, operands.k_scale), (operands.value, operands.v_scale)
 
     def widen(arrays: tuple[tuple[jax.Array, jax.Array | None], ...]) -> list[jax.Array]:
         if pages is not None:
@@ -190,7 +190,7 @@ def widened(operands: Operands) -> tuple[Operands, Callable[[list[jax.Array]], T
             for x in wide
         ]
 
-    # JAX knows how gradients return from pages, padding and int8: two rows that share a page add up
-    (key, value), narrow = jax.vjp(widen, given)
+    # the VJP adds the gradients of rows that share a page
+    (key, value), narrow = jax.vjp(widen, scaled)
     wide = operands._replace(key=key, value=value, k_scale=None, v_scale=None, pages=None)
     return wide, narrow

@@ -1,7 +1,7 @@
-"""Choose between a call of the library and plain JAX when a program is lowered, not when traced.
+"""Choice between a call of the compiled library and plain JAX, made when a program is lowered.
 
-Only then is it known for which platform a program is, and whether it is exported: such a program
-may be run where there is no library, and JAX refuses one with a call that it doesn't know.
+Only lowering knows the platform and whether the program is exported. An exported program may run on
+a machine without the library, and JAX rejects unknown calls in an export.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jaxlib.mlir import ir
 
 Results = tuple[jax.Array, ...]
 Tree = Any
-"""A tree of arrays; JAX has no type for one."""
+"""A tree of arrays; JAX has no type for it."""
 Leaves = Sequence[Tree]
-"""Leaves of a tree: arrays, tangents that may be zeros, or what stands for an array in a rule."""
+"""Leaves of a tree: arrays, tangents (possibly symbolic zeros), or placeholders in a JAX rule."""
 
 
 def here_or_elsewhere(
@@ -26,18 +26,18 @@ def here_or_elsewhere(
     elsewhere: Callable[..., Results],
     tree: Tree,
     *,
-    alone: bool = False,
+    single_device: bool = False,
 ) -> Results:
     """Return `here(*tree)` in a program for this machine's CPU, else `elsewhere(*tree)`.
 
-    Both compute the same, of arrays that are leaves. The second one's derivatives are the result's.
-    With `alone`, the first one has no rules for `vmap` and for several devices: it is for neither.
+    Both must compute the same. Derivatives are those of `elsewhere`. With `single_device`, `elsewhere` also
+    runs under `vmap` and on several devices, because `here` has no rules for them.
     """
     leaves, structure = jax.tree.flatten(tree)
     plain = lambda *leaves: elsewhere(*jax.tree.unflatten(structure, leaves))  # noqa: E731
-    # a trace, in which JAX finds what has to be split over devices, and the types in a `shard_map`
+    # traced, so that JAX finds the operations to partition, and the types in a `shard_map`
     traced = jax.make_jaxpr(here)(*tree)
-    return tuple(_either.bind(*leaves, here=traced, elsewhere=plain, alone=alone))
+    return tuple(_either.bind(*leaves, here=traced, elsewhere=plain, single_device=single_device))
 
 
 _either = Primitive("here_or_elsewhere")
@@ -59,29 +59,29 @@ def _lower(
     *values: ir.Value,
     here: ClosedJaxpr,
     elsewhere: Callable[..., Results],
-    alone: bool,
+    single_device: bool,
 ) -> Sequence[ir.Value | Sequence[ir.Value]]:
     module = context.module_context
-    # an exported program may run where there is no library, even on a CPU
+    # an exported program may run on a machine without the library, even on a CPU
     exported = module.lowering_parameters.for_export
-    stays = tuple(module.platforms) == ("cpu",) and not exported
-    if alone:
-        stays = stays and getattr(module.axis_context, "num_devices", None) == 1
-    chosen = jaxpr_as_fun(here) if stays else elsewhere
+    is_here = tuple(module.platforms) == ("cpu",) and not exported
+    if single_device:
+        is_here = is_here and getattr(module.axis_context, "num_devices", None) == 1
+    chosen = jaxpr_as_fun(here) if is_here else elsewhere
     return mlir.lower_fun(chosen, multiple_results=True)(context, *values)
 
 
 def _differentiate(
     primals: Leaves, tangents: Leaves, *, elsewhere: Callable[..., Results], **_: object
 ) -> tuple[Results, Results]:
-    """Return results and tangents of the plain functions: the library has no derivatives."""
-    # only along what moves: integers, such as lists of tiles, have no tangents
+    """Return results and tangents of `elsewhere`, because the library has no derivatives."""
+    # only along leaves with tangents: integers, such as tile lists, have none
     moved = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
-    def along(*changed: jax.Array) -> Results:
-        given = dict(zip(moved, changed, strict=True))
-        found: Results = elsewhere(*(given.get(i, x) for i, x in enumerate(primals)))
-        return found
+    def along(*some: jax.Array) -> Results:
+        replaced = dict(zip(moved, some, strict=True))
+        out: Results = elsewhere(*(replaced.get(i, x) for i, x in enumerate(primals)))
+        return out
 
     return jax.jvp(along, [primals[i] for i in moved], [tangents[i] for i in moved])
 
@@ -92,12 +92,12 @@ def _map(
     *,
     here: ClosedJaxpr,
     elsewhere: Callable[..., Results],
-    alone: bool,
+    single_device: bool,
 ) -> tuple[Results, tuple[int, ...]]:
-    if alone:
+    if single_device:
         found: Results = jax.vmap(elsewhere, in_axes=axes)(*leaves)
         return found, (0,) * len(found)
-    # both again under one operation: which one runs is still decided when it is lowered
+    # bind both again, so that the choice is still made when the program is lowered
     library = jax.vmap(jaxpr_as_fun(here), in_axes=axes)
     found = here_or_elsewhere(library, jax.vmap(elsewhere, in_axes=axes), leaves)
     return found, (0,) * len(found)

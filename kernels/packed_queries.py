@@ -1,12 +1,12 @@
-"""Pack the queries of all heads that read one key head as rows of one tile.
+"""Packing of the queries of all heads that read one key head into the rows of one tile.
 
-Where queries are few, a tile of one head's is mostly empty, and each head reads the keys again.
-Packed, row g T + t of key head h is query t of query head h G + g, with G = N / K: a kernel gets K
-heads of queries, and G T rows of each, filled up to whole tiles. Every tile of rows visits what any
-of the queries sees. The decode kernels pack by themselves; `packed` does it around any other.
+With few queries, a tile of a single head is mostly empty, and each head reads the keys again. When
+packed, row g T + t of key head h is query t of query head h G + g, with G = N / K: a kernel gets K
+heads with G T rows each, padded to whole tiles. Every tile of rows visits all tiles that any of its
+queries sees. The decode kernels pack queries themselves; `packed` wraps all other kernels.
 
-`packed` stands inside of the rules for `vmap` and for a mesh, so G is that of a device's own heads,
-and nothing is moved between devices.
+`packed` is applied inside the rules for `vmap` and for a mesh, so G refers to the heads on one
+device, and nothing moves between devices.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.kernels.contract import Operands, Saved, TileLists
+from transformer_jax.kernels.contract import Operands, Residuals, TileLists
 from transformer_jax.kernels.sharding import KEYS, QUERIES, ROWS, TILES, AxisNames, KernelCall
 
 
 def packed(
     kernel: KernelCall, block_q: int, results: Sequence[AxisNames], *, by_key: bool
 ) -> KernelCall:
-    """Return a kernel that packs what the given one reads, and unpacks its results.
+    """Wrap a kernel: pack its inputs, and unpack its results.
 
     Queries are not padded, and there is neither dropout nor a slope. The lists have one tile of
-    queries, and the heads that read one key head share it; `by_key`: it is their one column.
-    A bias of one head has any shape, one of several heads has a row for each query.
+    queries (one row, or one column if `by_key`), shared by the heads that read one key head. A bias
+    shared by all heads may have any shape; otherwise it has a row for each query.
     """
 
-    def call(operands: Operands, lists: TileLists, *saved: Saved) -> tuple[jax.Array, ...]:
+    def call(operands: Operands, lists: TileLists, *saved: Residuals) -> tuple[jax.Array, ...]:
         (_, T, N, _), K = operands.query.shape, operands.key.shape[2]
         rows = PackedQueries(T, N // K, block_q)
         inner = (
@@ -49,7 +49,7 @@ def packed(
 
 @dataclass(frozen=True)
 class PackedQueries:
-    """Queries as rows: those of `group` heads, T of each, one head after the other."""
+    """Rows of one key head: the T queries of each of `group` query heads, head by head."""
 
     T: int
     group: int
@@ -57,18 +57,18 @@ class PackedQueries:
 
     @property
     def number(self) -> int:
-        """Return how many rows are queries."""
+        """Number of rows that are queries."""
         return self.group * self.T
 
     @property
     def tiles(self) -> int:
-        """Return how many tiles the rows take."""
+        """Number of tiles that contain the rows."""
         return -(-self.number // self.block)
 
-    # What a kernel reads
+    # Inputs of a kernel
 
     def operands(self, x: Operands) -> Operands:
-        """Return the operands with rows in place of queries; slopes and sinks are of each row."""
+        """Return the operands with rows instead of queries, and slopes and sinks per row."""
 
         def per_row(v: jax.Array | None) -> jax.Array | None:  # [B or 1, N] to rows
             if v is None:
@@ -84,9 +84,9 @@ class PackedQueries:
             sinks=per_row(x.sinks),
         )
 
-    def saved(self, x: Saved) -> Saved:
-        """Return what a backward kernel reads of the forward pass; added rows have no weights."""
-        return Saved(
+    def saved(self, x: Residuals) -> Residuals:
+        """Pack the backward inputs; padding rows have zero weights."""
+        return Residuals(
             self.queries(x.do),
             self.heads(x.row_max, jnp.inf),
             self.heads(x.log_sum),
@@ -94,8 +94,8 @@ class PackedQueries:
         )
 
     def lists(self, lists: TileLists, by_key: bool) -> TileLists:
-        """Return lists of all tiles of rows, each of which visits the same."""
-        # heads of one group have the same lists; where all heads share one, this takes that
+        """Return lists for all tiles of rows; each tile of rows visits the same tiles."""
+        # heads of one group have the same lists; a single shared list is kept
         order, full, seen = (x[:, :: self.group] for x in lists[:3])
         if by_key:
             every = jax.lax.broadcasted_iota(order.dtype, (*seen.shape, self.tiles), seen.ndim)
@@ -104,23 +104,23 @@ class PackedQueries:
             return TileLists(order, full * self.tiles, seen * self.tiles, rows=rows)
         order, full, seen = (jnp.repeat(x, self.tiles, axis=2) for x in (order, full, seen))
         rows = None
-        # all rows have equally many tiles, so any order serves
+        # all rows have the same number of tiles, so any order is balanced
         if lists.rows is not None:
             rows = jnp.broadcast_to(jnp.arange(self.tiles, dtype=jnp.int32), seen.shape)
         return TileLists(order, full, seen, rows=rows)
 
     def queries(self, x: jax.Array) -> jax.Array:  # [B, T, N, d] -> [B, rows, K, d]
-        """Return queries, or what is like them, as rows."""
+        """Pack queries, or arrays of their shape, as rows."""
         B, T, N, d = x.shape
         x = x.reshape(B, T, N // self.group, self.group, d).transpose(0, 3, 1, 2, 4)
         return self._filled(x.reshape(B, self.number, -1, d), 1)
 
     def heads(self, x: jax.Array, fill: float = 0) -> jax.Array:  # [B, N, T] -> [B, K, rows]
-        """Return one number of each head and query as one of each row."""
+        """Pack one value per head and query as one value per row."""
         return self._filled(x.reshape(x.shape[0], -1, self.number), 2, fill)
 
     def pairs(self, x: jax.Array) -> jax.Array:  # [.., N or 1, T or 1, S or 1] to rows
-        """Return an array of pairs with an axis of rows, or of 1, and K heads or one."""
+        """Pack an array of pairs: an axis of rows or of size 1, and K heads or one."""
         b, n, t, s = x.shape
         if n == 1 == t:
             return x
@@ -134,12 +134,12 @@ class PackedQueries:
         widths[axis] = (0, self.tiles * self.block - self.number)
         return jnp.pad(x, widths, constant_values=fill)
 
-    # What a kernel returns
+    # Results of a kernel
 
     def unpacked(
         self, x: jax.Array, names: AxisNames, bias: tuple[int, ...] | None = None
     ) -> jax.Array:
-        """Return a result as one by query and head; a gradient of a bias has the bias's shape."""
+        """Unpack a result to queries and heads; the gradient of a bias gets the bias's shape."""
         if names == KEYS:
             return x
         if names == QUERIES:  # [B, rows, K, d] -> [B, T, N, d]
@@ -162,17 +162,17 @@ def with_sinks(
     row_max: jax.Array,  # f32[B, N, T]: m
     log_sum: jax.Array,  # f32[B, N, T]: log l
 ) -> tuple[jax.Array, ...]:
-    """Return a forward kernel's results once sinks have joined m and l.
+    """Add sinks to the results of a forward kernel.
 
         m' = max(m, sink)    log l' = log(l exp(m - m') + exp(sink - m'))
         out' = out l exp(m - m') / l'
 
-    Fully masked rows stay as they are.
+    Fully masked rows do not change.
     """
-    # here, because a kernel takes one sink a head, and the rows of a tile are of several
+    # here, because a kernel takes one sink per head, and the rows of a tile belong to several
     fully_masked = jnp.isneginf(row_max)
     sink = jnp.where(fully_masked, -jnp.inf, sinks[..., None])
-    # else m + log l' cancels where scores are far below
+    # without the new maximum, m + log l' would cancel if scores are far below the sink
     new_max = jnp.maximum(row_max, sink)
     rescaled = log_sum + jnp.where(fully_masked, 0, row_max - new_max)
     total = jnp.logaddexp(rescaled, jnp.where(fully_masked, -jnp.inf, sink - new_max))

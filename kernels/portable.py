@@ -1,9 +1,9 @@
-"""Compute what the kernels on a CPU compute, in plain JAX: for programs that leave this machine.
+"""The CPU kernels in plain JAX, for programs that run on another machine.
 
-A program that is exported, or compiled for another platform, can't hold a call of the library here.
-It gets these functions instead, of the same contract: tiles of queries, one after the other, over
-tiles of keys, all heads of all rows at once. Memory is O(T + S), and tiles that no head sees are
-skipped. The functions have derivatives, which are those that the kernels lack.
+A program that is exported, or compiled for another platform, cannot call the compiled library. It
+uses these functions with the same contract: they loop over tiles of queries and tiles of keys, with
+all heads of all rows at once. Memory is O(T + S), and tiles that no head sees are skipped. Their
+derivatives also serve the compiled kernels, which have only a backward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformer_jax.kernels.contract import (
     Kernels,
     Operands,
     Problem,
-    Saved,
+    Residuals,
     TileLists,
     learns_slopes,
     out_dtype,
@@ -33,7 +33,7 @@ from transformer_jax.kernels.sharding import vary
 State = TypeVar("State")
 Arrays = tuple[jax.Array, ...]
 Sums = tuple[jax.Array, jax.Array, jax.Array]  # out, m, log l
-QuerySums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # m, l, out l, which rows see NaN
+QuerySums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # m, l, out l, rows that see NaN
 
 
 def forward(
@@ -45,7 +45,7 @@ def forward(
     q, finite_q = _clean(tiles.by_tile(operands.query))
     k, v, finite = _clean_keys(operands)
     keys, values, finite = (tiles.pad_keys(x) for x in (k, v, finite[..., None]))
-    visits = _visits(lists)
+    visits = _visited(lists)
 
     def of_queries(i: jax.Array) -> Sums:
         def step(j: jax.Array, state: QuerySums) -> QuerySums:
@@ -53,9 +53,9 @@ def forward(
             s, seen, _ = tiles.scores(q[i], tiles.keys(keys, j), i, j)
             bad = ~tiles.spread(tiles.keys(finite, j)[..., 0])[:, :, None]
             lost = lost | (seen & (bad | jnp.isnan(s) | jnp.isposinf(s))).any(axis=-1)
-            # from here on everything is finite, derivatives too
+            # from here on everything is finite, including derivatives
             s = jnp.where(lost[..., None], -jnp.inf, s)
-            # the maximum cancels out of the result, so its slope would only add rounding
+            # the maximum cancels out of the result, so its derivative would only add rounding
             most = lax.stop_gradient(jnp.maximum(row_max, s.max(axis=-1)))
             safe = jnp.where(jnp.isneginf(most), 0, most)
             p = jnp.exp(s - safe[..., None])
@@ -92,12 +92,12 @@ def forward(
 
 
 def backward_single_pass(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, ...]:
-    """Return dq, dk, dv, and where slopes are learned f32[B, N, S], sums of -ds |q - k|."""
+    """Return dq, dk, dv, and with learned slopes f32[B, N, S], sums of -ds |q - k|."""
     tiles = _Tiles(problem, operands, blocks)
     q, do, keys, values, rows = _backward_inputs(tiles, operands, saved)
-    visits, slopes = _visits(lists), learns_slopes(problem, operands)
+    visits, slopes = _visited(lists), learns_slopes(problem, operands)
 
     def of_keys(dq: jax.Array, j: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         k, v = tiles.keys(keys, j), tiles.keys(values, j)
@@ -130,15 +130,15 @@ def backward_single_pass(
 
 
 def backward_bias(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
-    """Return the gradient of an array bias, f32 of its shape."""
+    """Return the gradient of an array bias, in float32 and in its shape."""
     assert operands.bias is not None
     tiles, shape = _Tiles(problem, operands, blocks), operands.bias.shape
     q, do, keys, values, rows = _backward_inputs(tiles, operands, saved)
-    visits = _visits(lists)
+    visits = _visited(lists)
     summed = tuple(axis for axis, size in enumerate(shape) if size == 1)
-    lengths = [1 if n == 1 else many * block for n, many, block in
+    lengths = [1 if n == 1 else tiles_of * block for n, tiles_of, block in
                ((shape[2], tiles.rows, tiles.q), (shape[3], tiles.columns, tiles.k))]  # fmt: skip
 
     def of_queries(dbias: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
@@ -165,8 +165,8 @@ KERNELS: Kernels = {
 }
 
 
-def _visits(lists: TileLists) -> jax.Array:  # bool[rows, columns]
-    """Return which tiles any head of any row visits."""
+def _visited(lists: TileLists) -> jax.Array:  # bool[rows, columns]
+    """Return the tiles that any head of any row visits."""
     rows, columns = lists.order.shape[2:]
     steps = jnp.arange(columns, dtype=jnp.int32)[None, None, None]
     visited = steps < lists.seen[..., None]
@@ -181,7 +181,7 @@ def _visit(visits: jax.Array, step: Callable[[jax.Array, State], State], state: 
 
     def one(state: State, at: tuple[jax.Array, jax.Array]) -> tuple[State, None]:
         visited, j = at
-        # skipped when it runs; `scan`, unlike `while_loop`, has a reverse mode
+        # skipped at run time; `scan`, unlike `while_loop`, supports reverse mode
         return lax.cond(visited, partial(step, j), lambda state: state, state), None
 
     steps = jnp.arange(visits.shape[0], dtype=jnp.int32)
@@ -189,13 +189,13 @@ def _visit(visits: jax.Array, step: Callable[[jax.Array, State], State], state: 
 
 
 def _clean(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return rows in float32, zeros where they are not finite, and which are finite."""
+    """Return rows in float32, with zeros for non-finite rows, and which rows are finite."""
     finite = jnp.isfinite(x).all(axis=-1)
     return jnp.where(finite[..., None], x, 0).astype(jnp.float32), finite
 
 
 def _clean_keys(operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return keys and values, zeros where one of them is not finite, and where both are."""
+    """Return keys and values, zeros if either is not finite, and which keys have both finite."""
     (k, finite_k), (v, finite_v) = _clean(operands.key), _clean(operands.value)
     finite = finite_k & finite_v
     k, v = (jnp.where(finite[..., None], x, 0) for x in (k, v))
@@ -203,7 +203,7 @@ def _clean_keys(operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 class _Rows(NamedTuple):
-    """The saved numbers of the rows of tiles of queries: f32[rows, B, N, block] each."""
+    """Forward results by tile of queries: f32[rows, B, N, block] each."""
 
     row_max: jax.Array
     log_sum: jax.Array
@@ -211,23 +211,23 @@ class _Rows(NamedTuple):
 
 
 def _backward_inputs(
-    tiles: _Tiles, operands: Operands, saved: Saved
+    tiles: _Tiles, operands: Operands, saved: Residuals
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, _Rows]:
-    """Return queries and cotangents by tile, keys and values, and what is saved of the rows."""
+    """Return queries and cotangents by tile, keys and values, and the forward results."""
     q, do = _clean(tiles.by_tile(operands.query))[0], tiles.by_tile(saved.do).astype(jnp.float32)
     rows = _Rows(
         tiles.rows_by_tile(saved.row_max, jnp.inf),
         tiles.rows_by_tile(saved.log_sum, 0),
         tiles.rows_by_tile(saved.D, 0),
     )
-    # the cotangent of a query that passes no gradient on may be NaN
+    # the cotangent of a query that passes no gradient may be NaN
     do = jnp.where(jnp.isposinf(rows.row_max)[..., None], 0, do)
     k, v, _ = _clean_keys(operands)
     return q, do, tiles.pad_keys(k), tiles.pad_keys(v), rows
 
 
 class _Tiles:
-    """The arrays of a call in tiles: `rows` of `q` queries, `columns` of `k` keys."""
+    """Arrays of a call in tiles: `rows` of `q` queries, `columns` of `k` keys."""
 
     def __init__(self, problem: Problem, operands: Operands, blocks: Blocks) -> None:
         self.problem, self.operands = problem, operands
@@ -235,7 +235,7 @@ class _Tiles:
         self.S, self.K = operands.key.shape[1:3]
         self.q, self.k = min(blocks.q, self.T), min(blocks.k, self.S)
         self.rows, self.columns = -(-self.T // self.q), -(-self.S // self.k)
-        # arrays are float32 here: only those that were so before lose bits at the default precision
+        # all arrays are float32 here; only original float32 inputs lose bits at default precision
         half = operands.query.dtype != jnp.float32
         self.precision = None if half else lax.Precision.HIGHEST
 
@@ -281,14 +281,14 @@ class _Tiles:
         q = i * self.q + jnp.arange(self.q, dtype=jnp.int32)
         return q, j * self.k + jnp.arange(self.k, dtype=jnp.int32)
 
-    def _part(self, x: Array, axis: int, start: jax.Array, size: int, of: int) -> jax.Array:
-        """Return a tile's part along an axis, which may be shared."""
-        if x.shape[axis] == 1 and of != 1:
+    def _part(self, x: Array, axis: int, start: jax.Array, size: int, full: int) -> jax.Array:
+        """Return the part of a tile along an axis, which may be shared."""
+        if x.shape[axis] == 1 and full != 1:
             return jnp.asarray(x)
-        return lax.dynamic_slice_in_dim(_pad(x, axis, -(-of // size) * size), start, size, axis)
+        return lax.dynamic_slice_in_dim(_pad(x, axis, -(-full // size) * size), start, size, axis)
 
     def pairs(self, x: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Return the tile of an array [.., T or 1, S or 1]."""
+        """Return a tile of an array [.., T or 1, S or 1]."""
         x = self._part(x, 2, i * self.q, self.q, self.T)
         return self._part(x, 3, j * self.k, self.k, self.S)
 
@@ -306,7 +306,7 @@ class _Tiles:
     def scores(
         self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # [B, N, q, k]
-        """Return scores, -inf where not visible; what is visible; and tanh, where capped."""
+        """Return scores (-inf for hidden pairs), the visible pairs, and tanh if capped."""
         problem, operands = self.problem, self.operands
         at_q, at_k = self.indices(i, j)
         seen = (at_q < self.T)[None, None, :, None] & (at_k < self.S)[None, None, None]
@@ -326,7 +326,7 @@ class _Tiles:
         return jnp.where(seen, s, -jnp.inf), seen, t
 
     def kept(self, i: jax.Array, j: jax.Array) -> jax.Array:  # f32[B, N, q, k]
-        """Return what dropout multiplies weights with."""
+        """Return the dropout factors of the weights."""
         assert self.operands.dropout is not None
         rate = self.problem.dropout_rate
         a, b = self.operands.dropout[..., None, None]
@@ -344,11 +344,11 @@ class _Tiles:
         i: jax.Array,
         j: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, q, k] each
-        """Return p, times what dropout keeps, ds and du."""
+        """Return p after dropout, ds and du."""
         row_max, log_sum, D = (x[i][..., None] for x in rows)
         s, seen, t = self.scores(q, k, i, j)
         seen = seen & ~jnp.isposinf(row_max)
-        # replaced before the exponential: what is selected afterwards would still have a NaN slope
+        # replaced before the exponential: a select afterwards would still have a NaN derivative
         s, row_max = jnp.where(seen, s, 0), jnp.where(jnp.isposinf(row_max), 0, row_max)
         p = jnp.where(seen, jnp.exp((s - row_max) - log_sum), 0)
         dp = self.onto_pairs(do, v)
@@ -359,7 +359,7 @@ class _Tiles:
 
 
 def _pad(x: Array, axis: int, length: int, value: float | bool = 0) -> jax.Array:
-    """Return an array that is made so long along an axis."""
+    """Pad an array along `axis` to `length`."""
     if x.shape[axis] == length:
         return jnp.asarray(x)
     widths = [(0, 0)] * x.ndim

@@ -1,12 +1,12 @@
-"""Write a mask as a small program of integers, which every kernel evaluates.
+"""A mask as a small integer program that every kernel evaluates.
 
-A program reads integers of a query and of a key, and says whether the one may attend to the other:
+A program reads integers of a query and of a key, and returns whether the query sees the key:
 
     Causal() & Segments(ids)        (k0 >= 0) & ((k0 <= q0) & (q1 == k1))
 
-Kernels in JAX call it with tiles of vectors; those on a CPU interpret its numbers (`numbered`, run
-by `cpu/source/mask.h`); what is known of a whole tile follows by interval arithmetic (`bounds`).
-`write` makes a program of a trace, and refuses operations that are none.
+Kernels in JAX call it with tiles of vectors. The CPU kernels interpret its encoding (`numbered`,
+run by `cpu/source/mask.h`). Interval arithmetic (`bounds`) classifies whole tiles. `write` converts
+a trace to a program, and rejects unsupported operations.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from jax.typing import ArrayLike
 from transformer_jax.kernels.contract import Array, Refused
 
 Operand = tuple[str, int]
-"""("q" or "k", i): vector i of the queries or keys. ("pair", i): bit i of the integer of the pair.
+"""("q" or "k", i): vector i of the queries or keys. ("pair", i): bit i of the pair's integer.
 ("number", n): n itself. ("step", i): the result of step i."""
 
 Range = tuple[Array, Array]
-"""The lowest and the highest of some integers: i32 arrays that broadcast, of NumPy where known."""
+"""The lowest and the highest of some integers: i32 arrays that broadcast, NumPy if concrete."""
 
-Value = TypeVar("Value")  # what a trace makes of known arrays: arrays, or what holds one
+Value = TypeVar("Value")  # a value that the trace computes without the program's vectors
 
 LOW, HIGH = -(2**31), 2**31 - 1
 
 
 def _wide(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return a function of `lax`, which wants equal shapes, for shapes that broadcast."""
+    """Broadcast the arguments of a `lax` function, which requires equal shapes."""
     return lambda x, y: function(*jnp.broadcast_arrays(jnp.int32(x), jnp.int32(y)))
 
 
@@ -66,9 +66,9 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "div": _wide(lax.div),
     "rem": _wide(lax.rem),
 }
-"""The operations of a program, on integers of 32 bits, in the order of `Operation` in mask.h.
+"""The operations of a program, on 32-bit integers, in the order of `Operation` in mask.h.
 
-Those of Python give NumPy's arrays of NumPy's: `bounds` calls no other ones with them."""
+For NumPy arrays, Python's operators return NumPy arrays; `bounds` calls only these with them."""
 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _LOGIC = {"and", "or", "xor"}
@@ -76,7 +76,7 @@ _LOGIC = {"and", "or", "xor"}
 
 @dataclass(frozen=True)
 class Program:
-    """A comparison of integers of a query and of a key; combined by &, | and ~."""
+    """Boolean function of integers of a query and a key; programs combine with &, | and ~."""
 
     steps: tuple[tuple[str, tuple[Operand, ...]], ...]
     result: Operand
@@ -92,7 +92,7 @@ class Program:
 
     @property
     def is_bool(self) -> bool:
-        """Return whether the result is 0 or 1 whatever is read."""
+        """Whether the result is always 0 or 1."""
         return self._is_bool(self.result)
 
     def _is_bool(self, operand: Operand) -> bool:
@@ -103,36 +103,36 @@ class Program:
         return name in _COMPARISONS or (name in _LOGIC and all(map(self._is_bool, operands)))
 
     def reads(self, side: str) -> set[int]:
-        """Return which vectors of "q" or "k" it reads, or which bits of a "pair"."""
+        """Return the indices of the vectors of "q" or "k", or bits of a "pair", that are read."""
         read = [operand for _, operands in self.steps for operand in operands] + [self.result]
         return {index for kind, index in read if kind == side}
 
     def __call__(self, q: Sequence[jax.Array | None], k: Sequence[jax.Array | None]) -> jax.Array:
-        """Return which pairs of a tile are visible, of vectors that broadcast to it.
+        """Return the visible pairs of a tile, from vectors that broadcast to it.
 
-        Vectors that it does not read may be None. Where a `Dense` mask is read, its bits are k[-1].
+        Vectors that are not read may be None. The bits of `Dense` masks, if read, are in k[-1].
         """
-        known: list[jax.Array] = []
+        done: list[jax.Array] = []
 
         def value(operand: Operand) -> jax.Array | int:
             kind, index = operand
             if kind == "number":
                 return index
             if kind == "step":
-                return known[index]
+                return done[index]
             found = q[index] if kind == "q" else k[-1 if kind == "pair" else index]
             assert found is not None
             return (found & np.int32(1 << index)) != 0 if kind == "pair" else found
 
         for name, operands in self.steps:
-            read, given = map(value, operands), list[ArrayLike]()
+            read, inputs = map(value, operands), list[ArrayLike]()
             if name in _LOGIC and all(map(self._is_bool, operands)):
-                given += [np.bool_(x) if isinstance(x, int) else x for x in read]
-            else:  # a truth value among numbers; Mosaic GPU compares, and casts none
+                inputs += [np.bool_(x) if isinstance(x, int) else x for x in read]
+            else:  # a bool among integers; Mosaic GPU cannot cast bools, so select
                 for x in read:
                     one: Any = np.int32(x) if isinstance(x, int) else x
-                    given.append(jnp.where(one, 1, 0) if one.dtype == jnp.bool_ else one)
-            known.append(OPERATIONS[name](*given))
+                    inputs.append(jnp.where(one, 1, 0) if one.dtype == jnp.bool_ else one)
+            done.append(OPERATIONS[name](*inputs))
         found = value(self.result)
         if isinstance(found, int):
             assert k[0] is not None
@@ -140,19 +140,19 @@ class Program:
         return found if found.dtype == jnp.bool_ else found != 0
 
     def numbered(self, num_q: int, num_k: int, *, pairs: bool) -> tuple[list[int], list[int]]:
-        """Return operations (code, x, y, z) in registers, flattened, and the constants.
+        """Encode the program as flattened operations (code, x, y, z) on registers, and constants.
 
-        Registers are the vectors of the queries, those of the keys, the integer of the pair if
-        there is one, the constants, then the result of each operation. The last one is the answer.
+        Registers contain the query vectors, the key vectors, the integer of the pair if there is
+        one, the constants, then the result of each operation. The last register is the result.
         """
         program, constants = self, []
-        # the interpreter in mask.h reads registers alone: bits become steps
+        # the interpreter in mask.h reads only registers, so bits become steps
         if pairs:
             for bit in sorted(self.reads("pair")):
                 integer, mask = Program((), ("k", num_k)), number(1 << bit)
-                asked = combined("ne", combined("and", integer, mask), number(0))
-                program = program.with_operand(("pair", bit), asked)
-        # the last register is the answer, so a program that only reads a vector takes one step
+                is_set = combined("ne", combined("and", integer, mask), number(0))
+                program = program.with_operand(("pair", bit), is_set)
+                # the last register is the result, so reading a vector needs a step
         if not program.steps or program.result != ("step", len(program.steps) - 1):
             program = combined("max", program, program)
         for _, operands in program.steps:
@@ -174,52 +174,52 @@ class Program:
         return operations, constants
 
     def with_operand(self, operand: Operand, by: Program) -> Program:
-        """Return the program that reads the result of another one in place of an operand."""
-        made: list[Program] = []
+        """Replace an operand by the result of another program."""
+        done: list[Program] = []
 
         def value(one: Operand) -> Program:
             if one == operand:
                 return by
-            return made[one[1]] if one[0] == "step" else Program((), one)
+            return done[one[1]] if one[0] == "step" else Program((), one)
 
         for name, operands in self.steps:
-            made.append(combined(name, *map(value, operands)))
+            done.append(combined(name, *map(value, operands)))
         return value(self.result)
 
     def bounds(self, ranges: Callable[[Operand], Range]) -> Range:
-        """Return the lowest and the highest result, by interval arithmetic of integers of 32 bits.
+        """Return the lowest and the highest result, by interval arithmetic on 32-bit integers.
 
-        `ranges` returns the lowest and the highest integer of a vector, or of a bit of the pairs.
-        Where a result may wrap around, it may be anything.
+        `ranges` returns the range of a vector, or of a bit of the pairs. A result that may wrap
+        around has the full range.
         """
-        known: list[Range] = []
+        done: list[Range] = []
 
-        # cached: the range of a vector takes a pass over all positions
+        # cached, because the range of a vector takes a pass over all positions
         @functools.cache
         def value(operand: Operand) -> Range:
             kind, index = operand
             if kind == "step":
-                return known[index]
+                return done[index]
             if kind == "number":
-                found = np.full((1, 1, 1, 1), index, np.int32)
-                return found, found
+                constant = np.full((1, 1, 1, 1), index, np.int32)
+                return constant, constant
             return ranges(operand)
 
         for name, operands in self.steps:
-            given = [value(operand) for operand in operands]
+            inputs = [value(operand) for operand in operands]
             are_bools = all(map(self._is_bool, operands))
-            known.append(_bounds(name, are_bools, *given))
+            done.append(_bounds(name, are_bools, *inputs))
         return value(self.result)
 
 
 def number(n: int) -> Program:
-    """Return the program of a number."""
+    """Return a program whose result is a constant."""
     return Program((), ("number", int(n)))
 
 
 def combined(name: str, *programs: Program) -> Program:
-    """Return the program of an operation on the results of others; equal steps are one."""
-    # equal steps are one: two windows share their `q - k`
+    """Return the program of an operation on the results of other programs."""
+    # equal steps are merged: two windows share their `q - k`
     steps: dict[tuple[str, tuple[Operand, ...]], int] = {}
     results = []
     for program in programs:
@@ -231,7 +231,7 @@ def combined(name: str, *programs: Program) -> Program:
         for step, operands in program.steps:
             moved.append(steps.setdefault((step, tuple(map(at, operands))), len(steps)))
         results.append(at(program.result))
-    # what is true of every pair needs no step
+    # an operand that is always true needs no step
     if name in ("and", "or"):
         neutral = "number", int(name == "and")
         for i, other in ((0, 1), (1, 0)):
@@ -249,7 +249,7 @@ def combined(name: str, *programs: Program) -> Program:
 def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Range:
     """Return bounds of an operation's results from bounds of its operands."""
     (x_low, x_high), (y_low, y_high) = x, y
-    # NumPy as long as all is known: a plan without arrays compiles nothing
+    # NumPy as long as all values are concrete, so that a plan without arrays compiles nothing
     xp: ModuleType = np if all(isinstance(one, np.ndarray) for one in sum(rest, x + y)) else jnp
     corners, found = [(a, b) for a in x for b in y], list[Array]()
     if name in ("eq", "ne"):
@@ -275,15 +275,15 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
         # monotone on 0 and 1, so the ends are exact
         if are_bools and name != "xor":
             return found[0], found[1]
-        known = (x_low == x_high) & (y_low == y_high)
+        constant = (x_low == x_high) & (y_low == y_high)
         if are_bools:
             low, high = xp.zeros_like(found[0]), xp.ones_like(found[0])
         else:
             natural = (x_low >= 0) & (y_low >= 0)
             highest = xp.minimum(x_high, y_high) if name == "and" else HIGH
             low, high = xp.where(natural, 0, LOW), xp.where(natural, highest, HIGH)
-        return (xp.where(known, found[0], low).astype(np.int32),
-                xp.where(known, found[0], high).astype(np.int32))  # fmt: skip
+        return (xp.where(constant, found[0], low).astype(np.int32),
+                xp.where(constant, found[0], high).astype(np.int32))  # fmt: skip
     if name == "add":
         ends = [(x_low, y_low), (x_high, y_high)]
         found = [a + b for a, b in ends]
@@ -294,7 +294,7 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
         wraps = [((a ^ b) & (a ^ c)) < 0 for (a, b), c in zip(ends, found, strict=True)]
     elif name == "mul":
         found = [a * b for a, b in corners]
-        # float32 tells a product near 2^31 only roughly, so half of that counts as too large
+        # float32 is inexact near 2^31, so products above half of it count as too large
         sizes = [a.astype(np.float32) * b.astype(np.float32) for a, b in corners]
         wraps = [xp.abs(size) > 2.0**30 for size in sizes]
     elif name == "shift_left":
@@ -306,7 +306,7 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
         wraps = [b < 0 for _, b in corners]
     else:  # div and rem, towards zero
         by = y_low > 0
-        # with a divisor of 0 or below the result may be anything
+        # a divisor of 0 or below gives the full range
         divisors = [xp.where(by, b, 1) for b in y]
         found = []
         for a, b in ((a, b) for a in x for b in divisors):
@@ -314,7 +314,7 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
             found.append(down + ((a < 0) & (down * b != a)).astype(np.int32))
         wraps = [~by]
         if name == "rem":
-            # no multiple lies between
+            # there is no multiple in between
             same = (y_low == y_high) & (found[0] == found[2])
             most = divisors[1] - 1
             low = xp.where(x_low >= 0, 0, xp.maximum(x_low, -most))
@@ -327,7 +327,7 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
             xp.where(anything, HIGH, high).astype(np.int32))  # fmt: skip
 
 
-# Writing a program of a trace
+# Conversion of a trace to a program
 
 SHAPES = {"broadcast_in_dim", "reshape", "squeeze", "copy"}
 _SAME = {"stop_gradient", "pvary", "pcast", "optimization_barrier"}
@@ -344,54 +344,54 @@ _MADE_OF_THEM = {
 _CALLS = {"pjit", "jit", "closed_call", "custom_jvp_call", "custom_vjp_call"}
 
 
-class Known(Protocol[Value]):
-    """The known values of a trace: how they are computed, and how a program reads them."""
+class ValueReader(Protocol[Value]):
+    """How values of a trace are computed, and how a program reads them."""
 
     def evaluate(
-        self, equation: JaxprEqn, given: Sequence[Value | Array | Program]
+        self, equation: JaxprEqn, inputs: Sequence[Value | Array | Program]
     ) -> list[Value] | None:
-        """Return the results of an operation that reads no program; None where it does."""
+        """Return the results of an operation without programs as inputs; None otherwise."""
 
     def read(self, value: Value | Array, shape: tuple[int, ...] = ()) -> Program:
-        """Return the program that reads a known value, which the trace has in a shape."""
+        """Return the program that reads a value, which has `shape` in the trace."""
 
     def halves(self, value: Value | Array, shape: tuple[int, ...]) -> list[Program]:
-        """Return the programs that read the lower and the upper 32 bits of integers of 64."""
+        """Return the programs that read the lower and the upper half of 64-bit integers."""
 
 
-class _Constants:
-    """`Known` of arrays, of which a program reads the numbers."""
+class _ConstantReader:
+    """`ValueReader` of arrays that become constants of the program."""
 
     def evaluate(
-        self, equation: JaxprEqn, given: Sequence[Array | Program]
+        self, equation: JaxprEqn, inputs: Sequence[Array | Program]
     ) -> list[jax.Array] | None:
-        arrays = [x for x in given if not isinstance(x, Program)]
-        return bound(equation, arrays) if len(arrays) == len(given) else None
+        arrays = [x for x in inputs if not isinstance(x, Program)]
+        return bound(equation, arrays) if len(arrays) == len(inputs) else None
 
     def read(self, value: Array, shape: tuple[int, ...] = ()) -> Program:
         del shape
         if isinstance(value, jax.core.Tracer) or np.size(value) != 1:
-            raise Refused("takes a mask whose comparison reads its vectors alone")
+            raise Refused("supports only masks whose function reads nothing but its vectors")
         value = np.asarray(value).reshape(())
         if value.dtype.kind not in "bi" or not LOW <= int(value) <= HIGH:
-            raise Refused(f"takes masks of integers of 32 bits, not {value.dtype}")
+            raise Refused(f"takes masks of 32-bit integers, not {value.dtype}")
         return number(int(value))
 
     def halves(self, value: Array, shape: tuple[int, ...]) -> list[Program]:
         del shape
-        raise Refused(f"takes masks of integers of 32 bits, not {value.dtype}")
+        raise Refused(f"takes masks of 32-bit integers, not {value.dtype}")
 
 
 def write(
     jaxpr: Jaxpr,
     consts: Sequence[Value | Array | Program],
     arguments: Sequence[Value | Array | Program],
-    known: Known[Value],
+    reader: ValueReader[Value],
 ) -> list[Value | Array | Program]:
-    """Return the results of a trace: programs of what reads a query and a key, or known values.
+    """Return the results of a trace: programs if they depend on a query and a key, else values.
 
-    Each argument is a program, or a value that `known` computes with. Refused where an operation is
-    none of `OPERATIONS`, or not of integers of 32 bits.
+    Each argument is a program, or a value that `reader` can evaluate. Raises Refused if an
+    operation is not in `OPERATIONS`, or not on 32-bit integers.
     """
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
@@ -401,15 +401,15 @@ def write(
         return values[atom]
 
     for equation in jaxpr.eqns:
-        given = [read(atom) for atom in equation.invars]
+        inputs = [read(atom) for atom in equation.invars]
         name = equation.primitive.name
-        # `jnp` wraps some operations in a jit of its own
+        # `jnp` wraps some operations in its own jit
         if name in _CALLS:
             inner = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
-            found = write(inner.jaxpr, inner.consts, given, known)
+            found = write(inner.jaxpr, inner.consts, inputs, reader)
         else:
-            evaluated = known.evaluate(equation, given)
-            found = [_step(equation, given, known)] if evaluated is None else [*evaluated]
+            evaluated = reader.evaluate(equation, inputs)
+            found = [_step(equation, inputs, reader)] if evaluated is None else [*evaluated]
         values.update(zip(equation.outvars, found, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -421,34 +421,34 @@ def type_of(atom: Var | Literal) -> jax.core.ShapedArray:
 
 
 def _step(
-    equation: JaxprEqn, given: Sequence[Value | Array | Program], known: Known[Value]
+    equation: JaxprEqn, inputs: Sequence[Value | Array | Program], reader: ValueReader[Value]
 ) -> Program:
-    """Return the program of one operation of a trace."""
+    """Convert one operation of a trace to a program."""
     name, out = equation.primitive.name, type_of(equation.outvars[0])
     looks_up = name in ("concatenate", "gather", "dynamic_slice")
-    hint = "; Dense(array) looks pairs up" if looks_up else ""
+    hint = "; use Dense(array) to look up pairs" if looks_up else ""
     kinds, shapes = zip(*((x.dtype, x.shape) for x in map(type_of, equation.invars)), strict=True)
     for dtype in (*kinds, out.dtype):
-        # a comparison may be of other integers: narrow ones fit, and 64 bits are equal by halves
+        # comparisons also take other integers: narrow ones fit, and 64 bits compare by halves
         compared = name in _COMPARISONS and jnp.issubdtype(dtype, jnp.integer)
         fits = dtype.itemsize < 4 or name in ("eq", "ne")
         if dtype not in (jnp.int32, jnp.bool_) and not (compared and fits):
-            raise Refused(f"takes masks of integers of 32 bits, {name} is of {dtype}")
-    if name == "select_n" and len(given) > 3:
-        raise Refused(f"takes no mask that chooses of {len(given) - 1} values by a pair")
+            raise Refused(f"takes masks of 32-bit integers, but {name} uses {dtype}")
+    if name == "select_n" and len(inputs) > 3:
+        raise Refused(f"takes no mask that selects among {len(inputs) - 1} values by a pair")
     misshapen = name in SHAPES and not keeps_order(equation)
     if name not in OPERATIONS.keys() | SHAPES | _SAME | _MADE_OF_THEM or misshapen:
-        what = "a look-up" if looks_up else name
-        raise Refused(f"takes no mask that computes {what} of a query and a key together{hint}")
+        operation = "a look-up" if looks_up else name
+        raise Refused(f"takes no mask that computes {operation} from a query and a key{hint}")
     if kinds[0].itemsize > 4:
-        # no program is of 64 bits
-        values = [x for x in given if not isinstance(x, Program)]
-        halves = zip(*map(known.halves, values, shapes), strict=True)
+        # programs have only 32 bits
+        values = [x for x in inputs if not isinstance(x, Program)]
+        halves = zip(*map(reader.halves, values, shapes), strict=True)
         same = functools.reduce(operator.and_, (combined("eq", *pair) for pair in halves))
         return same if name == "eq" else ~same
     x, *others = (
-        one if isinstance(one, Program) else known.read(one, shape)
-        for one, shape in zip(given, shapes, strict=True)
+        one if isinstance(one, Program) else reader.read(one, shape)
+        for one, shape in zip(inputs, shapes, strict=True)
     )  # fmt: skip
     if name in SHAPES or name in _SAME:
         return x
@@ -471,27 +471,27 @@ def _step(
     return combined(name, x, *others)
 
 
-def bound(equation: JaxprEqn, given: Sequence[Array]) -> list[jax.Array]:
-    """Return the results of one operation of a trace."""
-    found = equation.primitive.bind(*given, **equation.params)
+def bound(equation: JaxprEqn, inputs: Sequence[Array]) -> list[jax.Array]:
+    """Evaluate one operation of a trace."""
+    found = equation.primitive.bind(*inputs, **equation.params)
     return list(found) if equation.primitive.multiple_results else [found]
 
 
 def keeps_order(equation: JaxprEqn) -> bool:
-    """Return whether an operation on the shape of pairs leaves rows and heads where they are."""
-    given, out = type_of(equation.invars[0]).shape, type_of(equation.outvars[0]).shape
+    """Whether an operation on the shape of pairs keeps the order of rows and heads."""
+    shape, out = type_of(equation.invars[0]).shape, type_of(equation.outvars[0]).shape
     axes = equation.params.get("broadcast_dimensions")
-    same_rank = axes == tuple(range(len(out))) and len(given) == len(out)
-    return same_rank or given == out or math.prod(given) == 1
+    same_rank = axes == tuple(range(len(out))) and len(shape) == len(out)
+    return same_rank or shape == out or math.prod(shape) == 1
 
 
 def program_of(function: Callable[..., jax.Array], num_q: int, num_k: int) -> Program:
-    """Return the program of a function of (query vectors, key vectors), of one integer each."""
+    """Trace a function of (query vectors, key vectors), of one integer each, to a program."""
     one = jax.ShapeDtypeStruct((), jnp.int32)
-    # a new function each time: JAX remembers the traces of those that it has seen
+    # a new function each time, because JAX caches the traces of functions
     traced = jax.make_jaxpr(lambda q, k: function(q, k))((one,) * num_q, (one,) * num_k)
     arguments = [Program((), ("q", i)) for i in range(num_q)]
     arguments += [Program((), ("k", i)) for i in range(num_k)]
-    known = _Constants()
-    (found,) = write(traced.jaxpr, traced.consts, arguments, known)
-    return found if isinstance(found, Program) else known.read(found)
+    reader = _ConstantReader()
+    (found,) = write(traced.jaxpr, traced.consts, arguments, reader)
+    return found if isinstance(found, Program) else reader.read(found)

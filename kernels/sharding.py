@@ -1,15 +1,14 @@
-"""Split attention over devices and over `vmap`, by its batch rows and heads.
+"""Sharding of attention over devices and `vmap`, by batch rows and heads.
 
-A function here computes each batch row and key head independently of all others. So every device
-computes its own part, and only what a whole array sums over (the gradient of a shared bias) is
-reduced. Nothing is gathered, unless neither the parts divide the key heads nor the key heads the
-parts. For that, this file says what each axis of an array means (`AxisNames`) and which axes of a
-mesh split it (`Parts`).
+The functions to shard compute each batch row and key head independently. So every device computes
+its own part, and only sums over a whole array (the gradient of a shared bias) are reduced. Nothing
+is gathered, except if neither the number of parts nor that of the key heads divides the other.
+`AxisNames` describes the axes of an array, and `Parts` the mesh axes that split them.
 
-    partitioned   the compiler splits a function, as it has split the query
-    by_types      types split it, on a mesh of explicit axes
-    over_devices  `partitioned` with a rule for `vmap`, whose axis is one more that a mesh may split
-    batched       the same for a kernel, which gets the axis of `vmap` as more batch rows
+    partitioned   the compiler splits a function in the same way as the query
+    by_types      types determine the split, on a mesh of explicit axes
+    over_devices  `partitioned` with a rule for `vmap`; a mesh may also split the axis of `vmap`
+    batched       the same for a kernel, which gets the axis of `vmap` as additional batch rows
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from jax.typing import DTypeLike
 
 Tree = TypeVar("Tree")
 AxisNames = tuple[str | None, ...]
-"""The names of an array's axes: "b" batch rows, "n" query heads, "k" key heads; size 1 is shared.
-Other names are of axes that are all independent, as those of `vmap` are. An array without rows and
-heads is whole on every device, and as a result a sum over all of them."""
+"""Names of an array's axes: "b" batch rows, "n" query heads, "k" key heads; size 1 is shared.
+Other names are independent axes, such as those of `vmap`. An array without rows and heads is
+replicated on every device; a result without them is a sum over all devices."""
 
 HEADS: AxisNames = ("b", "n")
 QUERIES: AxisNames = ("b", None, "n", None)
@@ -48,13 +47,13 @@ VECTORS: AxisNames = ("b", None)
 ROWS: AxisNames = ("b", "n", None)
 
 Spec = Sequence[str | Sequence[str] | None] | PartitionSpec
-"""For each axis of an array the axes of a mesh that split it, or None."""
+"""For each axis of an array, the mesh axes that split it, or None."""
 First = tuple[jax.Array | int, jax.Array | int]
-"""The batch row and the query head with which a part begins."""
+"""The first batch row and the first query head of a part."""
 Function = Callable[..., tuple[jax.Array, ...]]  # of First, and of arrays
-KernelCall = Callable[..., tuple[jax.Array, ...]]  # of Operands, TileLists and perhaps Saved
+KernelCall = Callable[..., tuple[jax.Array, ...]]  # of Operands, TileLists and perhaps Residuals
 Part = Any
-"""`Operands`, `TileLists` or `Saved`, of arrays or of what stands for one: a bool, an axis."""
+"""`Operands`, `TileLists` or `Residuals`, with arrays, bools or axes as leaves."""
 Arguments = tuple[Part, ...]
 
 
@@ -62,12 +61,12 @@ Arguments = tuple[Part, ...]
 class Parts:
     """The axes of a mesh that split batch rows, query heads and key heads.
 
-    Key heads are split by the first of the axes that split query heads, by as many as divide them.
-    Where others are left, each device computes on the one key head that its queries read.
+    Key heads are split by the longest prefix of the query heads' axes whose sizes divide them. If
+    axes are left over, each device computes on the one key head that its queries read.
     """
 
     mesh: Mesh | AbstractMesh
-    full: dict[str, int]  # how many rows and heads there are, by name
+    full: dict[str, int]  # total number of rows and heads, by name
     axes: dict[str, tuple[str, ...]]  # of the mesh, by name
 
     @classmethod
@@ -78,10 +77,10 @@ class Parts:
         names: Sequence[AxisNames],
         full: dict[str, int],
     ) -> Parts:
-        """Choose the parts by how arrays are split, the query first.
+        """Choose the parts from the sharding of arrays, the query first.
 
-        The first array that has an axis of a name decides for it. What does not divide evenly is
-        not split.
+        The first array with an axis of a name determines its split. An axis that does not divide
+        evenly is not split.
         """
         axes: dict[str, tuple[str, ...]] = {}
         for spec, array_names in zip(specs, names, strict=True):
@@ -93,18 +92,18 @@ class Parts:
         for name, splitting in axes.items():
             number = math.prod(mesh.shape[axis] for axis in splitting)
             fits = full[name] % number == 0 and not taken & {*splitting}
-            # a device's queries must be of whole key heads, or of parts of a single one
+            # the queries of a device must belong to whole key heads, or to a part of a single one
             if name == "n" and full["k"] % number and number % full["k"]:
                 fits = False
             axes[name] = splitting if fits else ()
             taken |= {*axes[name]}
-        # key heads are split by the first of those axes, as far as they divide them
+        # key heads are split by the first of those axes whose sizes divide them
         sizes = itertools.accumulate((mesh.shape[axis] for axis in axes["n"]), operator.mul)
         of_keys = sum(full["k"] % size == 0 for size in sizes)
         return cls(mesh, full, axes | dict(k=axes["n"][:of_keys]))
 
     def spec(self, shape: Sequence[int], names: AxisNames) -> PartitionSpec:
-        """Return how an array is split."""
+        """Return the sharding of an array."""
         return PartitionSpec(
             *(
                 self.axes[name] or None if name is not None and size == self.full[name] else None
@@ -113,10 +112,10 @@ class Parts:
         )
 
     def summed(self, shape: Sequence[int], names: AxisNames) -> tuple[str, ...]:
-        """Return the mesh axes over whose devices a result is still to be summed."""
+        """Return the mesh axes over which a result must be summed."""
         if not {"b", "n", "k"} & {*names}:
             return self.axes["b"] + self.axes["n"]
-        # devices that read one key head have each a part of its gradient
+        # each device that reads a key head has a part of its gradient
         axes = self._beyond_keys() if "k" in names else ()
         for size, name in zip(shape, names, strict=True):
             if name in ("b", "n") and size != self.full[name]:
@@ -126,15 +125,15 @@ class Parts:
     # On a device
 
     def first(self) -> First:
-        """Return the row and the head with which this device's part begins."""
+        """Return the first row and the first head of this device's part."""
         return self._first("b"), self._first("n")
 
     def read(self, arrays: Sequence[jax.Array], names: Sequence[AxisNames]) -> list[jax.Array]:
-        """Return the arrays with the one key head that is read here, if a device holds them all."""
+        """Select the one key head that is read here, if the key heads are not fully split."""
         return self._change_keys(lax.dynamic_slice_in_dim, arrays, names, 1)
 
     def write(self, arrays: Sequence[jax.Array], names: Sequence[AxisNames]) -> list[jax.Array]:
-        """Return the results with all key heads, zeros in those that were not read here."""
+        """Return the results with all key heads: zeros for heads that were not read here."""
         return self._change_keys(_embed, arrays, names, self.full["k"] // self._number("k"))
 
     def _change_keys(
@@ -147,15 +146,15 @@ class Parts:
         beyond = self._beyond_keys()
         if not beyond:
             return list(arrays)
-        # which of the key heads that a device holds its query heads read
+        # which of the local key heads the local query heads read
         at = lax.axis_index(beyond) // (self._number("n") // self.full["k"])
         return [
-            change(x, at, number, own.index("k")) if "k" in own else x
-            for x, own in zip(arrays, names, strict=True)
+            change(x, at, number, axes.index("k")) if "k" in axes else x
+            for x, axes in zip(arrays, names, strict=True)
         ]
 
     def _beyond_keys(self) -> tuple[str, ...]:
-        """Return the mesh axes that split query heads and not key heads."""
+        """Return the mesh axes that split query heads but not key heads."""
         return self.axes["n"][len(self.axes["k"]) :]
 
     def _first(self, name: str) -> jax.Array | int:
@@ -167,12 +166,12 @@ class Parts:
 
 
 def _mesh_axes(one: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the axes of a mesh that split one axis of an array."""
+    """Return one entry of a PartitionSpec as a tuple."""
     return () if one is None else (one,) if isinstance(one, str) else tuple(one)
 
 
 def _embed(x: jax.Array, at: jax.Array, number: int, axis: int) -> jax.Array:
-    """Put one head among so many, the others zeros."""
+    """Place one head among `number` heads of zeros."""
     zeros = jnp.zeros((*x.shape[:axis], number, *x.shape[axis + 1 :]), x.dtype)
     return lax.dynamic_update_slice_in_dim(zeros, x, at, axis)
 
@@ -184,14 +183,14 @@ def partitioned(
     results: Sequence[AxisNames],
     full: dict[str, int],
 ) -> tuple[jax.Array, ...]:
-    """Return `function((0, 0), *arrays)`, which the compiler splits as it has split the query.
+    """Return `function((0, 0), *arrays)`, which the compiler splits in the same way as the query.
 
-    The compiler sees one operation, with a rule of how its operands and results lie together.
+    The compiler sees one operation, with a sharding rule that relates operands and results.
     """
-    # traced here, because `custom_partitioning` cannot have constants and does not tell its shapes
+    # traced here, because `custom_partitioning` takes no constants and does not report its shapes
     whole = functools.partial(function, (0, 0))
     traced = jax.make_jaxpr(whole)(*arrays)
-    # an operation may have no constants: they become operands
+    # constants become operands
     constants = tuple(traced.consts)
     is_closed = not any(isinstance(x, jax.core.Tracer) for x in constants)
     # JAX does not declare its fields
@@ -206,15 +205,15 @@ def partitioned(
     def partition(
         mesh: Mesh, arguments: tuple[jax.ShapeDtypeStruct, ...], _: object
     ) -> tuple[Mesh, Function, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
-        own = arguments[len(constants) :]
-        # a sharding of XLA's without a mesh: all devices are one axis
+        inputs = arguments[len(constants) :]
+        # an XLA sharding without a mesh: treat all devices as one axis
         if mesh.empty:
-            mesh = Mesh([*_slices(own[0].sharding, own[0].ndim)], "devices")
-        specs = [_spec(mesh, x.sharding, x.ndim) for x in own]
+            mesh = Mesh([*_slices(inputs[0].sharding, inputs[0].ndim)], "devices")
+        specs = [_spec(mesh, x.sharding, x.ndim) for x in inputs]
         parts = Parts.of(mesh, specs, names[len(constants) :], full)
 
         def lower(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            # maybe in another thread, which has not the caller's precision
+            # may run in another thread, without the caller's precision
             with jax.default_matmul_precision(precision), no_mesh():
                 inner = parts.read(arrays, names)[len(constants) :]
                 out = parts.write(function(parts.first(), *inner), results)
@@ -224,33 +223,33 @@ def partitioned(
         def sharding(shape: tuple[int, ...], names: AxisNames) -> NamedSharding:
             return NamedSharding(mesh, parts.spec(shape, names))
 
-        found = tuple(map(sharding, shapes, results))
-        given = tuple(sharding(x.shape, axes) for x, axes in zip(arguments, names, strict=True))
-        return mesh, lower, found, given
+        out = tuple(map(sharding, shapes, results))
+        operands = tuple(sharding(x.shape, n) for x, n in zip(arguments, names, strict=True))
+        return mesh, lower, out, operands
 
     def rule(mesh: Mesh | AbstractMesh, *_: object) -> tuple[str, dict[str, int]]:
         return _rule(mesh, [jnp.shape(x) for x in arrays], names, shapes, results, full)
 
     @custom_partitioning
     def outlined(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        given = ClosedJaxpr(traced.jaxpr, arrays[: len(constants)])
-        return tuple(jaxpr_as_fun(given)(*arrays[len(constants) :]))
+        closed = ClosedJaxpr(traced.jaxpr, arrays[: len(constants)])
+        return tuple(jaxpr_as_fun(closed)(*arrays[len(constants) :]))
 
-    # jax decodes a sharding into whole axes of a mesh or raises
+    # JAX would decode a sharding into whole axes of a mesh, or raise
     outlined.def_partition(partition, sharding_rule=rule, decode_shardings=False)
     return outlined(*arrays)
 
 
 def _slices(sharding: Sharding, ndim: int) -> dict[jax.Device, tuple[slice, ...]]:
-    """Return what each device holds of an array whose axes are as long as there are devices."""
-    # of an array that a compiler has split unevenly, a sharding could not be asked
+    """Return the slices on each device of an array whose axes have one element per device."""
+    # a sharding has no index map for an array that the compiler has split unevenly
     return dict(sharding.devices_indices_map((len(sharding.device_set),) * ndim))
 
 
 def _spec(mesh: Mesh, sharding: Sharding, ndim: int) -> list[tuple[str, ...]]:
-    """Return which axes of a mesh split each axis of an array, the slowest first."""
-    # by where each device's part begins: a compiler may split four heads over eight devices, by a
-    # part of a mesh axis, which no PartitionSpec can say
+    """Return the mesh axes that split each axis of an array, the slowest first."""
+    # derived from the start of each device's part: the compiler may split four heads over eight
+    # devices, by a part of a mesh axis, which a PartitionSpec cannot express
     slices = _slices(sharding, ndim)
 
     def of_axis(axis: int) -> tuple[str, ...]:
@@ -272,11 +271,8 @@ def _rule(
     results: Sequence[AxisNames],
     full: dict[str, int],
 ) -> tuple[str, dict[str, int]]:
-    """Return how a sharding spreads from array to array, as `custom_partitioning` writes it.
-
-    Query heads spread to key heads where any axis of the mesh can split these.
-    """
-    # "(k g)" lets a split of query heads spread to key heads, if any axis of the mesh divides these
+    """Return the rule by which shardings propagate, in the notation of `custom_partitioning`."""
+    # "(k g)" propagates a split of query heads to key heads, if every mesh axis divides these
     group = full["n"] // full["k"]
     together = all(full["k"] % size == 0 for size in mesh.shape.values())
     heads = "n" if not together else "k" if group == 1 else "(k g)"
@@ -305,17 +301,19 @@ def by_types(
     parts: Parts,
     wanted: PartitionSpec,
 ) -> tuple[jax.Array, ...]:
-    """Return `function(first, *arrays)` of each device's part, with results split as `wanted`."""
+    """Return `function(first, *arrays)` per device, with the results' sharding `wanted`."""
     dtypes = [x.dtype for x in arrays]
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        varied = vary(arrays, parts.first())  # here gradients are added up: before rounding
-        given = [x.astype(dtype) for x, dtype in zip(varied, dtypes, strict=True)]
-        return function(parts.first(), *parts.read(given, names))
+        varied = vary(
+            arrays, parts.first()
+        )  # its transpose adds gradients, before they are rounded
+        inputs = [x.astype(dtype) for x, dtype in zip(varied, dtypes, strict=True)]
+        return function(parts.first(), *parts.read(inputs, names))
 
     def placed(x: jax.Array, names: AxisNames) -> jax.Array:
         if parts.summed(x.shape, names) and x.dtype in (jnp.bfloat16, jnp.float16):
-            # so that gradients, which are added up, are float32 too
+            # so that the summed gradients are float32 too
             x = x.astype(jnp.float32)
         return jax.sharding.reshard(x, NamedSharding(parts.mesh, parts.spec(x.shape, names)))
 
@@ -338,7 +336,7 @@ def over_devices(
     results: Sequence[AxisNames],
     full: Mapping[str, int],
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return `partitioned` of a function, of arrays, with a rule for `vmap` too."""
+    """Return the `partitioned` function of arrays, with a rule for `vmap`."""
 
     @custom_vmap
     def call(*leaves: jax.Array) -> tuple[jax.Array, ...]:
@@ -349,7 +347,7 @@ def over_devices(
         size: int, batched: Sequence[bool], *leaves: jax.Array
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         axes = tuple(0 if is_mapped else None for is_mapped in batched)
-        # a `vmap` over no calls; no kernel takes an axis of length 0
+        # a `vmap` over zero calls, because no kernel takes an axis of length 0
         if size == 0:
             return empty_batch(functools.partial(function, (0, 0)), leaves, tuple(batched))
         name = f"v{len(full)}"  # a new one
@@ -357,9 +355,9 @@ def over_devices(
         def mapped(first: First, *leaves: jax.Array) -> tuple[jax.Array, ...]:
             return jax.vmap(functools.partial(function, first), axes)(*leaves)
 
-        given = [(name, *n) if f else n for n, f in zip(names, batched, strict=True)]
-        again = over_devices(mapped, given, [(name, *n) for n in results], {**full, name: size})
-        return again(*leaves), (True,) * len(results)
+        inputs = [(name, *n) if f else n for n, f in zip(names, batched, strict=True)]
+        outer = over_devices(mapped, inputs, [(name, *n) for n in results], {**full, name: size})
+        return outer(*leaves), (True,) * len(results)
 
     return call
 
@@ -373,8 +371,8 @@ def batched(
 ) -> KernelCall:
     """Return the kernel with rules for `vmap` and for a mesh.
 
-    `results` names the axes of what it returns. With `of_bias` the result has the bias's shape,
-    and is a sum where an axis of that is 1. Without `splits` there is no rule for a mesh.
+    `results` names the axes of the results. With `of_bias` the result has the shape of the bias,
+    and is summed over its axes of size 1. Without `splits` there is no rule for a mesh.
     """
 
     @custom_vmap
@@ -397,7 +395,7 @@ def batched(
         folded = _folded(size, mapped, tree, copies_bias=of_bias)
         out = batched(kernel, results, of_bias=of_bias, splits=splits)(*folded)
         out = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in out)
-        # each call had its own copy of the bias for every row: its gradient sums over them
+        # each call had its own copy of the bias for every row, so its gradient sums over them
         if of_bias and tree[0].bias.shape[1 if mapped[0].bias else 0] == 1:
             out = tuple(x.sum(axis=1, keepdims=True) for x in out)
         return out, (True,) * len(out)
@@ -411,14 +409,14 @@ def _folded(size: int, mapped: Arguments, tree: Arguments, *, copies_bias: bool)
     bias, pairs = tree[0].bias, tree[0].pairs
 
     def shared(x: jax.Array) -> bool:
-        """Whether rows may share an array; the lists of tiles must all have as many rows."""
+        """Whether rows may share an array; all tile lists must have the same number of rows."""
         if x is bias:
             return not copies_bias
-        # what is small is copied
+        # only small arrays are copied
         return x is pairs or B > 1
 
     def fold(x: jax.Array, is_mapped: bool, names: AxisNames) -> jax.Array:
-        if "b" not in names:  # of pages
+        if "b" not in names:  # a pool of pages
             return x
         axis = names.index("b")
         if not is_mapped:
@@ -436,7 +434,7 @@ def _folded(size: int, mapped: Arguments, tree: Arguments, *, copies_bias: bool)
 
 
 def _one_pool(size: int, mapped: Arguments, tree: Arguments) -> tuple[Arguments, Arguments]:
-    """Put mapped pools one after the other, so that a table names pages of all of them."""
+    """Concatenate mapped pools, so that a single block table indexes all of them."""
     operands, flags = tree[0], mapped[0]
     fields = [f for f in ("key", "value", "k_scale", "v_scale") if getattr(operands, f) is not None]
     if not any(getattr(flags, field) for field in fields):
@@ -445,7 +443,7 @@ def _one_pool(size: int, mapped: Arguments, tree: Arguments) -> tuple[Arguments,
     def every(x: jax.Array, is_mapped: bool) -> jax.Array:  # [V, ..]
         return x if is_mapped else jnp.broadcast_to(x[None], (size, *x.shape))
 
-    # even pools that are not mapped are copied for each call: a table names pages of one pool
+    # even unmapped pools are copied for each call, because a table indexes a single pool
     pools = {field: every(getattr(operands, field), getattr(flags, field)) for field in fields}
     first = jnp.arange(size, dtype=jnp.int32) * pools["key"].shape[1]
     pages = every(operands.pages, flags.pages) + first[:, None, None]
@@ -455,24 +453,24 @@ def _one_pool(size: int, mapped: Arguments, tree: Arguments) -> tuple[Arguments,
 
 
 def _axis_names(tree: Arguments) -> list[AxisNames]:
-    """Return the names of the axes of every leaf, in order."""
+    """Return the axis names of every leaf, in order."""
     operands = tree[0]
     vectors = [VECTORS] * len(operands.q_vectors + operands.k_vectors)
     optional = dict(pairs=TILES, bias=TILES, slopes=HEADS, sinks=HEADS, dropout=(None, "b", "n"))
     keys = KEYS if operands.pages is None else POOLS
     optional |= dict(k_scale=keys[:3], v_scale=keys[:3], pages=VECTORS)
-    given = [names for field, names in optional.items() if getattr(operands, field) is not None]
+    present = [names for field, names in optional.items() if getattr(operands, field) is not None]
     saved = [QUERIES, ROWS, ROWS, ROWS] * (len(tree) - 2)
     lists = [TILES, ROWS, ROWS]
     lists += [TILES] * (tree[1].visits is not None) + [ROWS] * (tree[1].rows is not None)
     lists += [ROWS] * (tree[1].visit_counts is not None)
-    return [QUERIES, keys, keys, *vectors, *given, *lists, *saved]
+    return [QUERIES, keys, keys, *vectors, *present, *lists, *saved]
 
 
 def empty_batch(
     function: Callable[..., Tree], tree: tuple[object, ...], mapped: tuple[object, ...]
 ) -> tuple[Tree, tuple[bool, ...]]:
-    """Return what a rule for `vmap` over an axis of length 0 returns."""
+    """Return the result of a rule for `vmap` over an axis of length 0."""
 
     def one(x: jax.Array, is_mapped: bool) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape[1:] if is_mapped else x.shape, x.dtype)
@@ -482,11 +480,11 @@ def empty_batch(
     return empty, jax.tree.map(lambda _: True, shapes)
 
 
-# What varies over a mesh
+# Varying axes of a mesh
 
 
 def result(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """Return the type of a kernel's result: in a `shard_map`, it varies over the mesh as `like`."""
+    """Return the type of a kernel's result, which varies over a `shard_map` like `like`."""
     axes = jax.typeof(like).manual_axis_type
     return jax.ShapeDtypeStruct(
         shape, dtype, **({"manual_axis_type": axes} if axes.varying else {})
@@ -494,12 +492,12 @@ def result(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.Sha
 
 
 def vary(tree: Tree, like: object = None) -> Tree:
-    """Mark arrays as different on each device of a `shard_map`, if others of `like` or `tree` are.
+    """Mark arrays as varying over the axes of a `shard_map` over which `tree` or `like` varies.
 
-    Outside of a `shard_map` nothing happens.
+    Outside of a `shard_map` it returns the tree unchanged.
     """
-    # a loop wants what it carries to be of one kind, and a gradient of what was the same on all
-    # devices is summed over them only if it was marked
+    # the carry of a loop must keep its type, and the gradient of a replicated array is summed over
+    # the devices only if the array was marked
     leaves = jax.tree.leaves((tree, like))
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
 

@@ -1,12 +1,12 @@
-"""Flash attention on NVIDIA GPUs that have `mma.sync`, in Pallas on Mosaic GPU: from Ampere on.
+"""Flash attention in Pallas on Mosaic GPU, for NVIDIA GPUs with `mma.sync` (Ampere and later).
 
-Nothing here needs what only Hopper (wgmma, TMA) has, so one source serves compute capability 8
-(Ampere, Ada), 10 and 12 (Blackwell). It follows FlashAttention-2 (Dao 2023): a program of four
-warps holds 64 rows of what it computes, and copies one tile of the other side after another through
-registers into shared memory. Scores are kept in base 2, laid out in registers as on Hopper.
+The kernels do not need features that only Hopper has (wgmma, TMA), so one source serves compute
+capability 8 (Ampere, Ada), 10 and 12 (Blackwell). They follow FlashAttention-2 (Dao 2023): a
+program of four warps computes 64 rows, and copies one tile of the other side at a time through
+registers into shared memory. Scores are in base 2, laid out in registers as on Hopper.
 
     tiles      shared memory, registers, copies, products
-    forward    the forward kernel          backward   those of dq, of dk and dv, of a bias
+    forward    the forward kernel          backward   the kernels for dq, for dk and dv, for a bias
     decode     the kernel for few queries
 """
 
@@ -27,19 +27,19 @@ from transformer_jax.kernels.nvidia.schedule import prepare
 
 
 def refuse(
-    where: Target, nondeterministic: bool, query: Shaped, key: Shaped, value: Shaped
+    target: Target, nondeterministic: bool, query: Shaped, key: Shaped, value: Shaped
 ) -> str | None:
-    """Return why these arrays, or structs of their shape and dtype, can't be done here, or None."""
+    """Return the reason why these arrays (or structs of them) are not supported, or None."""
     H, Hv = query.shape[-1], value.shape[-1]
-    if reason := nvidia.refuse(where, "Ampere", query, key, value):
+    if reason := nvidia.refuse(target, "Ampere", query, key, value):
         return reason
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
-        return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
+        return f"head dims {H} (query, key) and {Hv} (value): both must be in {HEAD_DIMS}"
     if nondeterministic:
         return "ampere: 'pallas_unordered' needs a Hopper GPU"
     if not HAS_MMA:
-        return f"ampere: jax {jax.__version__} has no mma in Pallas: 0.11.2 and 0.12 have"
-    if where.interpret and not HAS_INTERPRETER:
+        return f"ampere: jax {jax.__version__} has no mma in Pallas, use 0.11.2 or 0.12"
+    if target.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None
 

@@ -1,8 +1,7 @@
-"""Compute the backward pass: a kernel for dq, one for dk and dv, one for the gradient of a bias.
+"""The backward kernels: one for dq, one for dk and dv, one for the gradient of a bias.
 
-A program sums what it owns in registers, 64 rows of it, so no sum depends on the order in which
-programs finish. Where dk and dv together are too many registers, one program sums dk and another
-one dv.
+A program sums its 64 rows in registers, so no sum depends on when programs finish.
+If dk and dv together need too many registers, separate programs sum them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from transformer_jax.kernels.contract import (
     Index,
     Operands,
     Problem,
-    Saved,
+    Residuals,
     TileLists,
     learns_slopes,
 )
@@ -61,15 +60,15 @@ from transformer_jax.kernels.nvidia.scores import (
 )
 from transformer_jax.kernels.sharding import result
 
-WIDEST = 256  # H + Hv of which one program sums dk and dv
+WIDEST = 256  # the largest H + Hv for which one program sums both dk and dv
 
 
-class _Given(NamedTuple):
+class _Inputs(NamedTuple):
     """References to the arrays that the kernels read."""
 
     operands: Operands
     do: Ref  # [B, T, N, Hv]
-    base: Ref  # f32[B, N, T]: what p = 2^(s - base) subtracts
+    base: Ref  # f32[B, N, T], subtracted in p = 2^(s - base)
     D: Ref  # f32[B, N, T]
 
     def of_queries(self, b: Index, n: Index, q0: Index) -> tuple[jax.Array, jax.Array]:
@@ -79,15 +78,15 @@ class _Given(NamedTuple):
         return base, D
 
 
-def _given(operands: Operands, saved: Saved) -> _Given:
-    return _Given(operands, saved.do, base_of(saved), saved.D)
+def _inputs(operands: Operands, saved: Residuals) -> _Inputs:
+    return _Inputs(operands, saved.do, base_of(saved), saved.D)
 
 
 # The dq kernel
 
 
 def backward_dq(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return dq [B, T, N, H], and with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|."""
     check_rows("dq", blocks.q)
@@ -100,12 +99,12 @@ def backward_dq(
         query_items(operands, blocks).number,
         out_type=(result((B, T, N, H), dtype, operands.query), *slopes),
         scratch_types=_query_slots(blocks, H, Hv, dtype),
-    )(lists, _given(operands, saved))
+    )(lists, _inputs(operands, saved))
     return dq, rows[0] if rows else None
 
 
 def _query_slots(blocks: Blocks, H: int, Hv: int, dtype: DTypeLike) -> dict[str, Scratch]:
-    """Return the types of shared memory of a kernel whose tiles have queries as rows."""
+    """Return the shared memory types of a kernel whose tiles have queries as rows."""
     return dict(
         q_tile=slot(ROWS, H, dtype),
         do_tile=slot(ROWS, Hv, dtype),
@@ -115,12 +114,12 @@ def _query_slots(blocks: Blocks, H: int, Hv: int, dtype: DTypeLike) -> dict[str,
 
 
 def _backward_dq(
-    problem: Problem, blocks: Blocks, lists: TileLists, given: _Given, dq: Ref,
+    problem: Problem, blocks: Blocks, lists: TileLists, inputs: _Inputs, dq: Ref,
     slope_out: Ref = None, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run a program; operands, lists and what follows are references to memory."""
-    operands = given.operands
-    tiles = _QueryTiles(problem, blocks, given, TileVectors(problem, operands, ROW, copies=False),
+    """Run a program; operands, lists and the following arguments are references to memory."""
+    operands = inputs.operands
+    tiles = _QueryTiles(problem, blocks, inputs, TileVectors(problem, operands, ROW, copies=False),
                         **memory)  # fmt: skip
     b, n, row = query_items(operands, blocks).at(lists, lax.axis_index("program"))
     q0 = row * ROWS
@@ -131,9 +130,9 @@ def _backward_dq(
     ) -> tuple[jax.Array, jax.Array]:
         acc, slope = carry
         k0 = at(lists.order, b, n, row, j)[...] * blocks.k
-        where, ds, du = tiles.differentiate(rows, k0, partial)
+        position, ds, du = tiles.differentiate(rows, k0, partial)
         if slope_out is not None:
-            slope -= (ds * distance(where, ds.shape)).sum(axis=1)
+            slope -= (ds * distance(position, ds.shape)).sum(axis=1)
         return add_product(problem, acc, du, tiles.k_tile), slope
 
     full, seen = at(lists.full, b, n, row)[...], at(lists.seen, b, n, row)[...]
@@ -144,13 +143,13 @@ def _backward_dq(
         slope_out[b, n, pl.ds(q0, ROWS)] = slope
 
 
-@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+@dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _QueryTiles:
-    """ds of tiles that have queries as rows."""
+    """Computation of ds for tiles that have queries as rows."""
 
     problem: Problem
     blocks: Blocks
-    given: _Given
+    inputs: _Inputs
     vectors: TileVectors
     q_tile: Ref
     do_tile: Ref
@@ -158,37 +157,37 @@ class _QueryTiles:
     v_tile: Ref
 
     def of_queries(self, b: Index, n: Index, q0: Index) -> TileRows:
-        """Load 64 queries into shared memory, and into registers what belongs to each."""
+        """Load 64 queries into shared memory, and their vectors into registers."""
         queries = b, pl.ds(q0, ROWS), n
-        self.q_tile[...] = fetch(self.given.operands.query.at[queries])
-        self.do_tile[...] = fetch(self.given.do.at[queries])
-        base, D = self.given.of_queries(b, n, q0)
+        self.q_tile[...] = fetch(self.inputs.operands.query.at[queries])
+        self.do_tile[...] = fetch(self.inputs.do.at[queries])
+        base, D = self.inputs.of_queries(b, n, q0)
         return TileRows(b, n, q0, self.vectors.of_rows(b, q0), base=base, D=D)
 
     def differentiate(
         self, rows: TileRows, k0: jax.Array, partial: bool
     ) -> tuple[TilePosition, jax.Array, jax.Array]:
-        """Load a tile of keys, and return where it is, ds and du."""
-        problem, operands, width = self.problem, self.given.operands, self.blocks.k
+        """Load a tile of keys, and return its position, ds and du."""
+        problem, operands, width = self.problem, self.inputs.operands, self.blocks.k
         group = operands.query.shape[2] // operands.key.shape[2]
         keys = rows.b, pl.ds(k0, width), rows.head // group
         self.k_tile[...] = fetch(operands.key.at[keys])
         self.v_tile[...] = fetch(operands.value.at[keys])
-        beside = self.vectors.of_columns(None, 0, rows.b, k0, width)
-        where = TilePosition(rows.b, rows.head, rows.start, k0, rows.vectors, beside)
+        columns = self.vectors.of_columns(None, 0, rows.b, k0, width)
+        position = TilePosition(rows.b, rows.head, rows.start, k0, rows.vectors, columns)
         raw = product(problem, self.q_tile, self.k_tile.transpose((1, 0)))
         _, differentiate = probabilities(
-            problem, operands, raw, across(rows.base, raw), where, ROW, partial
+            problem, operands, raw, across(rows.base, raw), position, ROW, partial
         )
         dp = product(problem, self.do_tile, self.v_tile.transpose((1, 0)))
-        return where, *differentiate(dp, across(rows.D, dp))
+        return position, *differentiate(dp, across(rows.D, dp))
 
 
 # The gradient of a bias
 
 
 def backward_bias(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
     """Return ds summed over the axes that the bias lacks; f32 in the bias's shape."""
     check_rows("bias", blocks.q)
@@ -202,28 +201,28 @@ def backward_bias(
         math.prod(outer),
         out_type=result(sums, f32, operands.query),
         scratch_types=_query_slots(blocks, H, Hv, operands.query.dtype),
-    )(visited(lists), _given(operands, saved))
-    # along an axis that the bias lacks, the kernel has summed all tiles into one
+    )(visited(lists), _inputs(operands, saved))
+    # along a missing axis of the bias, the kernel has summed all tiles into one
     lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
     return total.sum(axis=lacking, keepdims=True)
 
 
 def _backward_bias(
-    problem: Problem, blocks: Blocks, outer: tuple[int, ...], visits: Ref, given: _Given,
+    problem: Problem, blocks: Blocks, outer: tuple[int, ...], visits: Ref, inputs: _Inputs,
     out: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run a program: the visited tiles of every batch row and head that share one of the sum."""
-    operands = given.operands
-    tiles = _QueryTiles(problem, blocks, given, TileVectors(problem, operands, ROW, copies=False),
+    """Run a program: the visited tiles of all batch rows and heads that share a tile of the sum."""
+    operands = inputs.operands
+    tiles = _QueryTiles(problem, blocks, inputs, TileVectors(problem, operands, ROW, copies=False),
                         **memory)  # fmt: skip
     (B, T, N, _), S = operands.query.shape, operands.key.shape[1]
     sizes = (B, N, T // blocks.q, S // blocks.k)
     inner = tuple(size // o for size, o in zip(sizes, outer, strict=True))
-    own = tuple(digits(lax.axis_index("program"), outer))
+    first = tuple(digits(lax.axis_index("program"), outer))
 
     def visit(index: jax.Array, total: jax.Array) -> jax.Array:
         # one of the two is 0 on every axis
-        tile = tuple(o + i for o, i in zip(own, digits(index, inner), strict=True))
+        tile = tuple(o + i for o, i in zip(first, digits(index, inner), strict=True))
 
         def add(total: jax.Array) -> jax.Array:
             b, n, row, column = tile
@@ -233,7 +232,7 @@ def _backward_bias(
         return lax.cond(at(visits, *tile)[...] > 0, add, lambda total: total, total)
 
     total = lax.fori_loop(0, math.prod(inner), visit, filled((ROWS, blocks.k), 0))
-    b, n, row, column = own
+    b, n, row, column = first
     out[b, n, pl.ds(row * ROWS, ROWS), pl.ds(column * blocks.k, blocks.k)] = total
 
 
@@ -241,12 +240,12 @@ def _backward_bias(
 
 
 def backward_dkdv(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, jax.Array]:
     """Return dk [B, S, K, H] and dv [B, S, K, Hv]; the rows of `lists` are key tiles here."""
     check_rows("dk/dv", blocks.k)
     H, (B, S, K, Hv), dtype = operands.query.shape[-1], operands.value.shape, operands.key.dtype
-    # where dk and dv together are too many registers, one program sums dk and another one dv
+    # two programs if dk and dv together need too many registers
     parts: tuple[tuple[str, ...], ...] = (("dk", "dv"),) if H + Hv <= WIDEST else (("dv",), ("dk",))
     return launch(
         problem,
@@ -262,33 +261,33 @@ def backward_dkdv(
             q_tile=slot(blocks.q, H, dtype),
             do_tile=slot(blocks.q, Hv, dtype),
         ),
-    )(lists, _given(queries_as_columns(operands), saved))
+    )(lists, _inputs(queries_as_columns(operands), saved))
 
 
 def _backward_dkdv(
     problem: Problem, blocks: Blocks, parts: tuple[tuple[str, ...], ...], lists: TileLists,
-    given: _Given, dk_out: Ref, dv_out: Ref, **memory: Ref,
+    inputs: _Inputs, dk_out: Ref, dv_out: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run a program: one part of what 64 keys need."""
+    """Run a program: dk, dv or both of 64 keys."""
     program = lax.axis_index("program")
-    vectors = TileVectors(problem, given.operands, COLUMN, copies=False)
+    vectors = TileVectors(problem, inputs.operands, COLUMN, copies=False)
     outs = {"dk": dk_out, "dv": dv_out}
     for i, wanted in enumerate(parts):
-        keys = _KeyTiles(problem, blocks, lists, given, vectors, outs, wanted, **memory)
+        keys = _KeyTiles(problem, blocks, lists, inputs, vectors, outs, wanted, **memory)
         if len(parts) == 1:
             keys.run(program)
         else:
             pl.when(program % len(parts) == i)(functools.partial(keys.run, program // len(parts)))
 
 
-@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+@dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _KeyTiles:
-    """dk, dv or both of 64 keys."""
+    """Computation of dk, dv or both of 64 keys."""
 
     problem: Problem
     blocks: Blocks
     lists: TileLists
-    given: _Given
+    inputs: _Inputs
     vectors: TileVectors
     outs: dict[str, Ref]
     wanted: tuple[str, ...]  # "dk", "dv"
@@ -299,7 +298,7 @@ class _KeyTiles:
 
     def run(self, item: jax.Array) -> None:
         """Compute an item."""
-        operands = self.given.operands
+        operands = self.inputs.operands
         (_, _, K, H), N = operands.key.shape, operands.query.shape[2]
         group = N // K
         b, head, row = key_items(operands, self.blocks).at(self.lists, item, group)
@@ -325,21 +324,21 @@ class _KeyTiles:
         self, keys: TileRows, n: jax.Array, j: jax.Array, sums: dict[str, jax.Array], partial: bool
     ) -> dict[str, jax.Array]:
         """Add a tile of queries."""
-        problem, given, width = self.problem, self.given, self.blocks.q
-        operands, sums = given.operands, dict(sums)
+        problem, inputs, width = self.problem, self.inputs, self.blocks.q
+        operands, sums = inputs.operands, dict(sums)
         q0 = at(self.lists.order, keys.b, n, keys.row, j)[...] * width
         queries, rows = (keys.b, pl.ds(q0, width), n), (keys.b, n, pl.ds(q0, width))
         self.q_tile[...] = fetch(operands.query.at[queries])
-        self.do_tile[...] = fetch(given.do.at[queries])
-        beside = self.vectors.of_columns(None, 0, keys.b, q0, width)
-        where = TilePosition(keys.b, n, q0, keys.start, keys.vectors, beside)
+        self.do_tile[...] = fetch(inputs.do.at[queries])
+        columns = self.vectors.of_columns(None, 0, keys.b, q0, width)
+        position = TilePosition(keys.b, n, q0, keys.start, keys.vectors, columns)
         raw = product(problem, self.k_tile, self.q_tile.transpose((1, 0)))
-        base = load_along(given.base.at[rows], raw.shape, COLUMN)
-        p, differentiate = probabilities(problem, operands, raw, base, where, COLUMN, partial)
+        base = load_along(inputs.base.at[rows], raw.shape, COLUMN)
+        p, differentiate = probabilities(problem, operands, raw, base, position, COLUMN, partial)
         if "dv" in sums:
             sums["dv"] = add_product(problem, sums["dv"], p, self.do_tile)
         if "dk" in sums:
             dp = product(problem, self.v_tile, self.do_tile.transpose((1, 0)))
-            _, du = differentiate(dp, load_along(given.D.at[rows], raw.shape, COLUMN))
+            _, du = differentiate(dp, load_along(inputs.D.at[rows], raw.shape, COLUMN))
             sums["dk"] = add_product(problem, sums["dk"], du, self.q_tile)
         return sums

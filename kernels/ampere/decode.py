@@ -1,12 +1,12 @@
-"""Compute attention of few queries over many keys: the decode kernel, split over the keys.
+"""The decode kernel: attention of few queries over many keys, split over the keys.
 
-As on Hopper (`transformer_jax.kernels.hopper.decode`) the queries of all heads that read one key
-head are the rows of one tile, a list of tiles is divided into parts, and XLA adds up what the parts
-leave. Here each part is a program of one warpgroup. It copies the keys and values of the next tiles
-into shared memory (`cp.async`) while it multiplies this one's.
+As on Hopper (`transformer_jax.kernels.hopper.decode`), the queries of all heads that read one key
+head are the rows of one tile, a tile list is divided into parts, and XLA adds the results of the
+parts. Here each part is a program of one warpgroup. It copies the keys and values of the next tiles
+into shared memory (`cp.async`) while it multiplies the current tile.
 
-`cp.async` checks no bounds: a last tile that would pass the end of the keys begins earlier, and the
-keys that it shares with the tile before it are hidden.
+`cp.async` does not check bounds. A last tile that would pass the end of the keys begins earlier,
+and hides the keys that it shares with the previous tile.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from transformer_jax.kernels.nvidia.schedule import each_tile, item_index, key_p
 from transformer_jax.kernels.nvidia.scores import TilePosition, TileVectors, score_unit, scores
 from transformer_jax.kernels.sharding import result
 
-WIDTHS = 32, 64  # of a tile, in keys
+WIDTHS = 32, 64  # supported numbers of keys per tile
 
 
 def decode(
@@ -70,20 +70,20 @@ def decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
 
-    There is one row of query tiles, and the lists of the heads that read one key head are the same.
-    Keys and values may end within a tile, and pages may not.
+    There is one row of query tiles, and all heads that read one key head have the same list. Keys
+    and values may end within a tile; pages may not.
     """
     if blocks.k not in WIDTHS:
-        raise ValueError(f"the decode kernel has tiles of 32 or 64 keys, not {blocks.k}")
+        raise ValueError(f"k={blocks.k}: a tile of the decode kernel must have 32 or 64 keys")
     if blocks.stages < 2:
-        raise ValueError(f"stages is {blocks.stages}: the decode kernel needs at least 2")
+        raise ValueError(f"stages={blocks.stages} must be at least 2 in the decode kernel")
     if operands.page is not None and operands.page % blocks.k:
-        raise ValueError(f"page is {operands.page}: must be a multiple of {blocks.k} keys")
+        raise ValueError(f"page={operands.page} must be a multiple of {blocks.k} keys")
     operands = for_copies(operands)
     (B, T, N, H), (_, _, K, Hv) = operands.query.shape, operands.value.shape
     dtype, like = operands.query.dtype, operands.query
     wide = {}
-    # two tiles of int8 take the room of one
+    # two int8 tiles fit into the memory of one
     if operands.k_scale is not None:
         wide = dict(k_wide=slot(blocks.k, H, dtype), v_wide=slot(blocks.k, Hv, dtype))
         blocks = dataclasses.replace(blocks, stages=2 * (blocks.stages - 1))
@@ -110,12 +110,12 @@ def decode(
 
 
 class _Rows(NamedTuple):
-    """The queries of a program, and its part of their list."""
+    """The queries of a program, and its part of their tile list."""
 
     b: jax.Array
     head: jax.Array  # of the keys
-    first: jax.Array  # tile of the list
-    tiles: jax.Array  # how many
+    first: jax.Array  # its first tile in the list
+    tiles: jax.Array  # the number of its tiles
     vectors: tuple[jax.Array | None, ...]
     slopes: jax.Array | None
 
@@ -126,7 +126,7 @@ class _Sums(NamedTuple):
     acc: jax.Array  # [ROWS, Hv]
     row_max: jax.Array  # [ROWS], in base 2
     total: jax.Array  # [ROWS]
-    scales: tuple[jax.Array, ...] = ()  # of keys and of values of the next tile
+    scales: tuple[jax.Array, ...] = ()  # of the keys and values of the next tile
 
 
 def _decode(
@@ -158,9 +158,9 @@ def _decode(
     store_rows(problem, sums.acc, acc_out.at[item])
 
 
-@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+@dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _Program:
-    """The sum over the keys of one part of a list."""
+    """Sum over the keys of one part of a list."""
 
     problem: Problem
     blocks: Blocks
@@ -170,24 +170,24 @@ class _Program:
     q_tile: Ref  # [ROWS, H]
     k_tile: Ref  # [stages, k, H]
     v_tile: Ref  # [stages, k, Hv]
-    k_wide: Ref = None  # [k, H] of the query's dtype, where keys are int8
+    k_wide: Ref = None  # [k, H] in the query's dtype, if keys are int8
     v_wide: Ref = None  # [k, Hv]
 
     def keys_of(self, rows: _Rows, j: Index) -> tuple[jax.Array, jax.Array]:
-        """Return the first key that is read for a tile, and how many keys are hidden from there on.
+        """Return the first key to read for a tile, and the number of leading keys to hide.
 
-        Of a tile after the end of the list these are those of some other tile.
+        For a tile past the end of the list, the values refer to an arbitrary tile.
         """
         j = jnp.minimum(j, self.lists.order.shape[3] - 1 - rows.first)
         k0 = at(self.lists.order, rows.b, rows.head, 0, rows.first + j)[...] * self.blocks.k
         if self.operands.pages is not None:
             return k0, i32(0)
-        # `cp.async` checks no bounds, so a last tile that would pass the end begins earlier
+        # `cp.async` does not check bounds, so a last tile that would pass the end begins earlier
         start = jnp.minimum(k0, self.operands.key.shape[1] - self.blocks.k)
         return start, k0 - start
 
     def copy(self, rows: _Rows, j: jax.Array) -> None:
-        """Start to copy keys and values of a tile, unless it is past the part's last one."""
+        """Start to copy the keys and values of a tile, unless it is past the part's last tile."""
 
         @pl.when(j < rows.tiles)
         def _() -> None:
@@ -202,26 +202,26 @@ class _Program:
                 start_nothing(self.problem)
 
     def sources(self) -> tuple[tuple[Ref, Ref], tuple[Ref, Ref]]:
-        """Return keys and values, and where they are copied to."""
+        """Return keys and values with the destinations of their copies."""
         return (self.operands.key, self.k_tile), (self.operands.value, self.v_tile)
 
     def tile(self, rows: _Rows, j: jax.Array, sums: _Sums, partial: bool) -> _Sums:
         """Add a tile of keys."""
         problem, operands, stages = self.problem, self.operands, self.blocks.stages
         # early, because scales come from device memory
-        coming = self.scales(rows, j + 1)
+        next_scales = self.scales(rows, j + 1)
         await_copies(problem, 2 * (stages - 2))
-        # into the slot of the tile before this one, which all warps have read
+        # into the slot of the previous tile, which all warps have read
         self.copy(rows, j + stages - 1)
         k, v = self.tiles(slot_of(j, stages), sums.scales)
         start, hidden = self.keys_of(rows, j)
-        beside = self.vectors.of_columns(None, 0, rows.b, start, self.blocks.k)
-        where = TilePosition(rows.b, rows.head, 0, start, rows.vectors, beside, rows.slopes)
+        columns = self.vectors.of_columns(None, 0, rows.b, start, self.blocks.k)
+        position = TilePosition(rows.b, rows.head, 0, start, rows.vectors, columns, rows.slopes)
         raw = filled((ROWS, self.blocks.k), 0)
-        # fewer registers than all at once
+        # part by part, which needs fewer registers
         for part in parts_of_rows(k):
             raw = add_product(problem, raw, self.q_tile.at[part], k.at[part].transpose((1, 0)))
-        s, _ = scores(problem, operands, raw, where, ROW, partial)
+        s, _ = scores(problem, operands, raw, position, ROW, partial)
         if partial and self.may_overlap():
             column = plgpu.broadcasted_iota(i32, raw.shape, 1, layout=WGMMA)
             s = jnp.where(column < hidden, -jnp.inf, s)
@@ -231,14 +231,14 @@ class _Program:
         p = jnp.exp2(s * unit - across(row_max, s))
         total = sums.total * shrink + p.sum(axis=1)
         acc = add_product(problem, sums.acc * across(shrink, sums.acc), p, v)
-        return _Sums(acc, row_max, total, coming)
+        return _Sums(acc, row_max, total, next_scales)
 
     def may_overlap(self) -> bool:
-        """Return whether keys end within a tile, which then begins earlier."""
+        """Whether keys end within a tile, which then begins earlier."""
         return self.operands.pages is None and self.operands.key.shape[1] % self.blocks.k > 0
 
     def scales(self, rows: _Rows, j: Index) -> tuple[jax.Array, ...]:
-        """Load the scales of keys and values of a tile, or of any one after the list's end."""
+        """Load the scales of a tile's keys and values (past the list's end, of any tile)."""
         if self.operands.k_scale is None:
             return ()
         start = self.keys_of(rows, j)[0]
@@ -250,7 +250,7 @@ class _Program:
         )
 
     def tiles(self, index: jax.Array, scales: tuple[jax.Array, ...]) -> tuple[Ref, Ref]:
-        """Return tiles of keys and values, those of int8 multiplied with their scales."""
+        """Return tiles of keys and values, dequantised if they are int8."""
         keys, values = (tile.at[index] for _, tile in self.sources())
         if not scales:
             return keys, values

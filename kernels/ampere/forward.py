@@ -1,7 +1,7 @@
-"""Compute output, row maximum and the logarithm of the row sum: the forward kernel.
+"""The forward kernel: output, row maximum, and logarithm of the row sum.
 
-A program holds 64 queries, and visits the tiles of keys that its list names. While a tile is
-multiplied, the next one is on its way from device memory into registers, if `Blocks.stages` is 2.
+A program has 64 queries, and visits the tiles of keys in its list. If `Blocks.stages` is 2, the
+next tile is loaded from device memory into registers while a tile is multiplied.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def forward(
 
 
 class _Sums(NamedTuple):
-    """The sums over the tiles of keys, and the next tile."""
+    """Sums over the tiles of keys, and the next tile."""
 
     acc: jax.Array  # [ROWS, Hv]
     row_max: jax.Array  # [ROWS], in base 2
     total: jax.Array  # [ROWS]
-    ahead: tuple[jax.Array, ...]  # keys and values, or nothing
+    ahead: tuple[jax.Array, ...]  # keys and values of the next tile, or empty
 
 
 def _forward(
@@ -100,9 +100,9 @@ def _forward(
     log_sum_out[place] = jnp.where(live, jnp.log2(total) * LN2, 0)
 
 
-@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+@dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _Program:
-    """The output of 64 queries."""
+    """Computation of the output of 64 queries."""
 
     problem: Problem
     blocks: Blocks
@@ -114,8 +114,8 @@ class _Program:
     v_tile: Ref
 
     def k0(self, rows: TileRows, j: Index) -> jax.Array:
-        """Return the first key of a list's tile."""
-        # the tile after the last one is loaded too, and never used: it must lie inside the keys
+        """Return the first key of a tile of the list."""
+        # the tile after the last one is loaded but not used, and must lie within the keys
         last = jnp.minimum(j, self.lists.order.shape[-1] - 1)
         return at(self.lists.order, rows.b, rows.head, rows.row, last)[...] * self.blocks.k
 
@@ -127,26 +127,26 @@ class _Program:
         return fetch(key.at[keys]), fetch(value.at[keys])
 
     def ahead(self, rows: TileRows, j: Index) -> tuple[jax.Array, ...]:
-        """Return the tile to multiply next, where it is loaded so early."""
+        """Load the next tile ahead of time, if there are two stages."""
         return self.load(rows, j) if self.blocks.stages > 1 else ()
 
     def tile(self, rows: TileRows, j: Index, sums: _Sums, partial: bool) -> _Sums:
         """Add a tile of keys."""
         problem, operands = self.problem, self.operands
-        # with two stages they came into registers while the tile before was multiplied
+        # with two stages they were loaded into registers while the previous tile was multiplied
         self.k_tile[...], self.v_tile[...] = sums.ahead or self.load(rows, j)
         ahead = self.ahead(rows, j + 1)
         k0 = self.k0(rows, j)
-        beside = self.vectors.of_columns(None, 0, rows.b, k0, self.blocks.k)
-        where = TilePosition(rows.b, rows.head, rows.start, k0, rows.vectors, beside)
+        columns = self.vectors.of_columns(None, 0, rows.b, k0, self.blocks.k)
+        position = TilePosition(rows.b, rows.head, rows.start, k0, rows.vectors, columns)
         raw = product(problem, self.q_tile, self.k_tile.transpose((1, 0)))
-        s, _ = scores(problem, operands, raw, where, ROW, partial)
+        s, _ = scores(problem, operands, raw, position, ROW, partial)
         unit = score_unit(problem, operands)
         row_max = jnp.maximum(sums.row_max, s.max(axis=1) * unit)
         shrink = jnp.exp2(sums.row_max - row_max)
         p = jnp.exp2(s * unit - across(row_max, s))
         total = sums.total * shrink + p.sum(axis=1)
         if problem.dropout_rate:
-            p = jnp.where(kept(problem, operands, where, p.shape, ROW), p, 0)
+            p = jnp.where(kept(problem, operands, position, p.shape, ROW), p, 0)
         acc = add_product(problem, sums.acc * across(shrink, sums.acc), p, self.v_tile)
         return _Sums(acc, row_max, total, ahead)

@@ -1,7 +1,7 @@
-"""Move tiles between device memory, shared memory and registers, and multiply them (`mma.sync`).
+"""Tiles in device memory, shared memory and registers, and their products (`mma.sync`).
 
-One warpgroup of four warps runs a program. Mosaic GPU puts a barrier before and after each store to
-shared memory, so what is read of a slot is what was last stored there.
+A program is one warpgroup of four warps. Mosaic GPU inserts a barrier before and after each store
+to shared memory, so a read of a slot returns the last store.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from transformer_jax.kernels.nvidia.schedule import name_of
 from transformer_jax.kernels.sharding import vary
 
 LAYOUT: Any = plgpu.Layout
-mma: Any = getattr(plgpu, "mma", None)  # of jax 0.11
+mma: Any = getattr(plgpu, "mma", None)  # new in jax 0.11
 HAS_MMA = mma is not None
 
 
 def launch(
     problem: Problem, body: Callable[..., None], items: int, **options: Any
 ) -> Callable[..., Any]:
-    """Return the kernel of a body as a function of arrays: one program for each item."""
+    """Return a kernel as a function of arrays, with one program for each item."""
     interpret = {"interpret": problem.interpret} if problem.interpret else {}
     kernel = plgpu.kernel(
         body,
@@ -54,20 +54,20 @@ def launch(
         **interpret,
         **options,
     )
-    # Mosaic GPU forgets that results vary over a mesh as the arguments do
+    # Mosaic GPU drops the information that results vary over a mesh like the arguments
     return lambda *arrays: vary(kernel(*arrays), like=arrays[:2])
 
 
 def check_rows(kind: str, rows: int) -> None:
-    """Raise ValueError where a program would hold other than the 64 rows that it computes."""
+    """Raise ValueError unless tiles have the 64 rows that a program computes."""
     if rows != ROWS:
-        raise ValueError(f"the {kind} kernel holds {ROWS} rows a program: its tiles have {rows}")
+        raise ValueError(f"a tile of the {kind} kernel must have {ROWS} rows, not {rows}")
 
 
 def swizzle_of(rows: int, width: int, dtype: DTypeLike) -> int:
-    """Return the widest swizzle, in bytes, of whose tiles each of four warps copies as many.
+    """Return the widest swizzle, in bytes, with which four warps copy the same number of parts.
 
-    That of int8 keeps as many columns together as that of the wider numbers which it becomes.
+    An int8 swizzle covers the same number of columns as that of the dequantised tile.
     """
     size = jnp.dtype(dtype).itemsize
     row = width * max(size, 2)
@@ -76,7 +76,7 @@ def swizzle_of(rows: int, width: int, dtype: DTypeLike) -> int:
 
 
 def slot(rows: int, width: int, dtype: DTypeLike) -> Scratch:
-    """Return the type of a tile in shared memory, laid out for `ldmatrix`."""
+    """Return the type of a tile in shared memory, with the layout for `ldmatrix`."""
     return tile_slots(None, rows, width, dtype, swizzle_of(rows, width, dtype))
 
 
@@ -86,22 +86,23 @@ def slots(count: int, rows: int, width: int, dtype: DTypeLike) -> Scratch:
 
 
 def copy_layout(tile: Ref) -> Layout:
-    """Return how a thread's registers hold what it copies of a tile: parts of its rows."""
+    """Return the register layout of a copy of a tile: a thread has parts of its rows."""
     (rows, width), dtype = tile.shape, tile.dtype
     return LAYOUT.SMEM_GMEM_COPY((rows, width), dtype, swizzle_of(rows, width, dtype))
 
 
 def parts_of_rows(tile: Ref) -> list[tuple[slice, Span]]:
-    """Return indices of the columns of a tile that its swizzle keeps together."""
+    """Return the indices of the groups of columns that the swizzle of a tile keeps together."""
     (rows, width), size = tile.shape, jnp.dtype(tile.dtype).itemsize
     columns = swizzle_of(rows, width, tile.dtype) // size
     return [(slice(None), pl.ds(first, columns)) for first in range(0, width, columns)]
 
 
 def fetch(source: Ref, like: Ref | None = None) -> jax.Array:
-    """Load a tile, which may lie in device memory, into registers, along its rows.
+    """Load a tile, possibly from device memory, into registers, along its rows.
 
-    They are laid out as for a copy of `like`, which is stored to next, or of the tile itself.
+    The layout is that for a copy to `like`, the destination of the next store; by default that of
+    the tile itself.
     """
     return load(source, copy_layout(source if like is None else like))
 
@@ -109,11 +110,10 @@ def fetch(source: Ref, like: Ref | None = None) -> jax.Array:
 def start_copy(problem: Problem, source: Ref, tile: Ref) -> None:
     """Start copying rows of device memory into a tile of `slots` (`cp.async`): a group of copies.
 
-    A thread copies what `copy_layout` says.
+    Each thread copies its part of `copy_layout`.
     """
-    # Pallas's own copy is `cp.async` on capability 8 alone, and takes no rows that lie apart; the
-    # instruction is on all GPUs after it too
-    # the interpreter knows no copy without a barrier
+    # Pallas emits `cp.async` only on capability 8 and only for contiguous rows, but all later GPUs
+    # have the instruction; the interpreter has no copy without a barrier
     if problem.interpret:
         tile[...] = source[...]
         return
@@ -124,25 +124,25 @@ def start_copy(problem: Problem, source: Ref, tile: Ref) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(laid_out)))
     def emit(_: Value, source: Value, tile: Value) -> None:
-        own, number = layout.to_mgpu(), mgpu.utils.dtype_to_ir_type(dtype)
-        size = own.vector_length * jnp.dtype(dtype).itemsize
+        tiled, element = layout.to_mgpu(), mgpu.utils.dtype_to_ir_type(dtype)
+        size = tiled.vector_length * jnp.dtype(dtype).itemsize
         modifier = nvvm.LoadCacheModifierKind
         strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
         steps = [
-            mgpu.c(s, ir.IntegerType.get_signless(32)) for s in own.tiling.tile_strides(strides)
+            mgpu.c(s, ir.IntegerType.get_signless(32)) for s in tiled.tiling.tile_strides(strides)
         ]
         offsets = (
-            mgpu.utils.dyn_dot(x, steps[2:]) for x in (own.lane_indices(), own.warp_indices())
+            mgpu.utils.dyn_dot(x, steps[2:]) for x in (tiled.lane_indices(), tiled.warp_indices())
         )
         first = mgpu.utils.getelementptr(
-            mgpu.utils.memref_ptr(source), [arith.addi(*offsets)], number
+            mgpu.utils.memref_ptr(source), [arith.addi(*offsets)], element
         )
         first = llvm.addrspacecast(llvm.PointerType.get(address_space=1), first)
         for _, _, place, to in mgpu.FragmentedArray.transfer_tiled(
-            tile, swizzle, own, (rows, width), optimized=False
+            tile, swizzle, tiled, (rows, width), optimized=False
         ):
-            away = sum(i * s for i, s in zip(place(), strides, strict=True))
-            start = mgpu.utils.getelementptr(first, [away], number)
+            distance = sum(i * s for i, s in zip(place(), strides, strict=True))
+            start = mgpu.utils.getelementptr(first, [distance], element)
             nvvm.cp_async_shared_global(to, start, size, modifier.CG if size == 16 else modifier.CA)
         nvvm.cp_async_commit_group()
 
@@ -150,8 +150,8 @@ def start_copy(problem: Problem, source: Ref, tile: Ref) -> None:
 
 
 def start_nothing(problem: Problem) -> None:
-    """Count as one group of copies."""
-    # `await_copies` counts groups: past the last tile, empty ones keep its number the same
+    """Commit an empty group of copies."""
+    # `await_copies` counts groups, and empty ones past the last tile keep its argument constant
     if problem.interpret:
         return
 
@@ -163,7 +163,7 @@ def start_nothing(problem: Problem) -> None:
 
 
 def await_copies(problem: Problem, groups: int) -> None:
-    """Wait until at most so many groups are under way, and until all warps have come here."""
+    """Wait until at most `groups` groups are pending, and until all warps arrive here."""
     if problem.interpret:
         return
 
@@ -175,7 +175,7 @@ def await_copies(problem: Problem, groups: int) -> None:
 
 
 def store_rows(problem: Problem, x: jax.Array, target: Ref) -> None:
-    """Store the first rows of 64 in registers, as many as the target has, to device memory."""
+    """Store the first rows of a tile in registers to device memory, as many as the target has."""
     rows = target.shape[0]
     if problem.interpret:
         target[...] = x[:rows]
@@ -200,7 +200,7 @@ def product(problem: Problem, a: Ref, b: Ref) -> jax.Array:
 
 
 def add_product(problem: Problem, acc: jax.Array, a: Ref | jax.Array, b: Ref) -> jax.Array:
-    """Return acc + a @ b; `a` is a tile, or float32 in registers, rounded to the dtype of b."""
+    """Return acc + a @ b; `a` is a tile, or float32 registers that are rounded to b's dtype."""
     in_registers = isinstance(a, jax.Array)
     # the interpreter has no `mma`
     if problem.interpret:
@@ -211,8 +211,8 @@ def add_product(problem: Problem, acc: jax.Array, a: Ref | jax.Array, b: Ref) ->
 
 
 def _as_left(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round the result of a product to a dtype, as the left factor of the next one."""
-    # a thread's registers hold the same numbers in both layouts, which `layout_cast` does not know
+    """Round the result of a product to a dtype, for use as the left factor of the next product."""
+    # a thread's registers are the same in both layouts, but `layout_cast` does not support the cast
 
     @plgpu.inline_mgpu(
         arg_types=(LAYOUT.WGMMA,),

@@ -1,21 +1,21 @@
-"""Attention, norms and products of few rows on a CPU: C++, which XLA calls by its FFI.
+"""Attention, norms and matrix products for few rows on a CPU, in C++, called through XLA's FFI.
 
-The library beside this module is compiled by `pip install` where there is a compiler. It has the
-kernels for several instruction sets, and takes the widest that the processor knows. `source/` has
-one file per thing:
+`pip install` compiles the library next to this module if there is a compiler. The library has
+kernels for several instruction sets, and uses the widest that the processor supports. The files of
+`source/`:
 
-    vectors     one vector type, exp, tanh, the hash of dropout
-    matmul      one micro-kernel, and how its operands are laid out
-    mask        the mask's program, which `kernels/program.py` writes
+    vectors     the vector type, exp, tanh, the hash of dropout
+    matmul      the micro-kernel, and the layout of its operands
+    mask        interpreter of the mask's program, which `kernels/program.py` writes
     attention, backward    the kernels
     decode      the forward pass of few queries over many keys
     products    few rows times weights
-    bytes       the same of weights in 8 bits, in integers
+    bytes       few rows times int8 weights, in integers
     norms       LayerNorm and RMSNorm of few rows
-    handlers    what XLA calls
-    threads     who computes which item
-    memory      what calls have used, for the next ones
-    older       what lets the library run where libstdc++ and glibc are older
+    handlers    the entry points that XLA calls
+    threads     the distribution of items over threads
+    memory      buffers that are reused by later calls
+    older       compatibility with older versions of libstdc++ and glibc
 
 `kernels/portable.py` has the same kernels in plain JAX.
 """
@@ -42,7 +42,7 @@ from transformer_jax.kernels.contract import (
     Blocks,
     Operands,
     Problem,
-    Saved,
+    Residuals,
     Shaped,
     TileLists,
     learns_slopes,
@@ -56,17 +56,17 @@ HANDLERS = (
     "weight_product", "row_norm",
 )  # fmt: skip
 FEW_ROWS = 16
-"""The most queries of a key head, T N / K, for which keys and values are read as they lie."""
-_EMPTY: list[Any] = [np.zeros((0,) * ndim, np.int32) for ndim in (4, 3, 3)]  # NumPy's: no device
+"""The most queries per key head, T N / K, for which keys and values are read without repacking."""
+_EMPTY: list[Any] = [np.zeros((0,) * ndim, np.int32) for ndim in (4, 3, 3)]  # NumPy: no device
 NO_LISTS = TileLists(*_EMPTY)
 INSTRUCTIONS = "avx512", "avx2", "neon", "plain"
-"""Values of TRANSFORMER_JAX_NATIVE, besides 0 (no kernels) and 1 (the widest instruction set)."""
+"""Values of TRANSFORMER_JAX_NATIVE, in addition to 0 (no kernels) and 1 (the widest set)."""
 DTYPES = "float32", "bfloat16", "float16"
 
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """Return the compiled library, its handlers known to XLA; or why there is none."""
+    """Return the compiled library with registered handlers, or the reason why there is none."""
     wanted = os.environ.get("TRANSFORMER_JAX_NATIVE", "1")
     if wanted == "0":
         return "TRANSFORMER_JAX_NATIVE is 0"
@@ -82,15 +82,15 @@ def library() -> ctypes.CDLL | str:
         loaded = ctypes.CDLL(str(found[0]))
     except OSError as error:
         return f"cannot be loaded: {error}"
-    # an edited source and an old library would give other results, and nothing would say why
+    # a library older than an edited source would give other results without any warning
     if not _is_of_these_sources(loaded):
-        reason = "was compiled from other sources than these: install the package again"
+        reason = "was compiled from different sources: install the package again"
         warnings.warn(f"kernels/cpu/{found[0].name} {reason}", stacklevel=2)
         return reason
     loaded.attention_instructions.restype = ctypes.c_char_p
     loaded.attention_use.restype = ctypes.c_bool
     if wanted != "1" and not loaded.attention_use(wanted.encode()):
-        return f"TRANSFORMER_JAX_NATIVE is {wanted}: this processor does not know it"
+        return f"TRANSFORMER_JAX_NATIVE is {wanted}: this processor does not support it"
     for name in HANDLERS:
         capsule = jax.ffi.pycapsule(getattr(loaded, name))
         jax.ffi.register_ffi_target(f"transformer_jax_{name}", capsule, platform="cpu")
@@ -98,11 +98,11 @@ def library() -> ctypes.CDLL | str:
 
 
 def _is_of_these_sources(loaded: ctypes.CDLL) -> bool:
-    """Compare the hash in the library with that of the sources, where they lie beside it."""
+    """Whether the library was compiled from the sources next to it, by comparing hashes."""
     folder = Path(__file__).parent / "source"
     sources = sorted(path for kind in ("cpp", "h", "map") for path in folder.glob(f"[!.]*.{kind}"))
     if not sources:
-        # an installed package has the library alone
+        # an installed package has only the library
         return True
     if not hasattr(loaded, "attention_sources"):
         return False
@@ -113,7 +113,7 @@ def _is_of_these_sources(loaded: ctypes.CDLL) -> bool:
 
 
 def instructions() -> str:
-    """Return the instruction set that the kernels use here."""
+    """Return the instruction set that the kernels use on this processor."""
     loaded = library()
     assert not isinstance(loaded, str)
     found: bytes = loaded.attention_instructions()
@@ -121,12 +121,12 @@ def instructions() -> str:
 
 
 def refuse(
-    where: Target, nondeterministic: bool, query: Shaped, key: Shaped, value: Shaped
+    target: Target, nondeterministic: bool, query: Shaped, key: Shaped, value: Shaped
 ) -> str | None:
-    """Return why these arrays can't be done here, or None."""
+    """Return the reason why these arrays are not supported, or None."""
     dtypes = [jnp.dtype(x.dtype).name for x in (query, key, value)]
     if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
-        return f"dtypes {', '.join(dtypes)}: must be {', '.join(DTYPES)}, and the same"
+        return f"dtypes {', '.join(dtypes)}: must be equal, and one of {', '.join(DTYPES)}"
     return None
 
 
@@ -144,16 +144,16 @@ def forward(
     out = (B, T, N, operands.value.shape[3]), out_dtype(problem, operands)
     rows = (B, N, T), jnp.float32
     name = "attention_forward"
-    # few queries read keys as they lie, to the end of what is filled: lists would cost more
+    # few queries read keys in place, up to the filled length; lists would cost more
     if T * N // operands.key.shape[2] <= FEW_ROWS:
         name, lists = "attention_few_queries", NO_LISTS
     return _call(name, problem, operands, lists, blocks, (), (out, rows, rows))
 
 
 def backward_single_pass(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, ...]:
-    """Return dq, dk, dv, and where slopes are learned f32[B, N, S], sums of -ds |q - k|."""
+    """Return dq, dk, dv, and with learned slopes f32[B, N, S], sums of -ds |q - k|."""
     shapes = [(x.shape, x.dtype) for x in operands[:3]]
     if learns_slopes(problem, operands):
         B, _, N, _ = operands.query.shape
@@ -162,16 +162,16 @@ def backward_single_pass(
 
 
 def backward_bias(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
-    """Return the gradient of an array bias, f32 of its shape."""
+    """Return the gradient of an array bias, in float32 and in its shape."""
     assert operands.bias is not None
     shapes = [(operands.bias.shape, jnp.float32)]
     name = "attention_backward_bias"
     return _call(name, problem, operands, lists, blocks, saved, shapes)[0]
 
 
-BACKEND = Backend(  # whose forward kernel takes few queries itself, and in a tile several heads
+BACKEND = Backend(  # no decode kernel: the forward kernel handles few queries and packs heads
     kernels={"forward": forward, "single_pass": backward_single_pass, "bias": backward_bias},
     refuse=refuse,
     blocks=blocks,
@@ -186,7 +186,7 @@ def _call(
     operands: Operands,
     lists: TileLists,
     blocks: Blocks,
-    saved: Saved | tuple[()],
+    saved: Residuals | tuple[()],
     shapes: Sequence[tuple[tuple[int, ...], DTypeLike]],
 ) -> tuple[jax.Array, ...]:
     counts, pairs = (len(operands.q_vectors), len(operands.k_vectors)), operands.pairs is not None
@@ -198,7 +198,7 @@ def _call(
         rows = max(x.shape[0] for x in vectors)
         stacked.append(jnp.stack([jnp.broadcast_to(x, (rows, x.shape[1])) for x in vectors]))
     rate = problem.dropout_rate
-    # XLA's FFI has no optional argument: an array without elements stands for none
+    # XLA's FFI has no optional arguments: an empty array means None
     optional = (
         (operands.pairs, 4, jnp.int8), (operands.bias, 4, jnp.float32),
         (operands.slopes, 2, jnp.float32), (operands.sinks, 2, jnp.float32),

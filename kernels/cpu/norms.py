@@ -1,8 +1,8 @@
-"""Normalise few rows in one call: decoding on a CPU.
+"""Norms of few rows in one call, for decoding on a CPU.
 
-XLA's CPU backend makes a LayerNorm of six operations, each of which costs more than the 768
-numbers of a row. Where the compiled kernel (`source/norms.h`) can't run (exported programs, several
-devices, a gradient, `vmap`) XLA computes the same.
+XLA's CPU backend compiles a LayerNorm to six operations, each with an overhead above the cost of a
+row of 768 elements. If the compiled kernel (`source/norms.h`) cannot run (exported programs,
+several devices, gradients, `vmap`), XLA computes the same.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from transformer_jax.kernels.lowering import here_or_elsewhere
 from transformer_jax.kernels.sharding import vary
 
 SMALLEST = 128
-"""Shorter rows are left to XLA, which fuses what stands around."""
+"""Shorter rows are left to XLA, which fuses the norm with its neighbours."""
 
 
 def takes(rows: int, width: int, eps: float | jax.Array, *parameters: jax.Array | None) -> bool:
-    """Whether `norm` should normalise so many rows, with these scales, on this platform."""
+    """Whether to use `norm` for this number of rows and these parameters on this platform."""
     return (
         not isinstance(eps, jax.core.Tracer)
         and all(one is None or one.shape == (width,) for one in parameters)
-        # an export may leave it open
+        # symbolic in some exports
         and isinstance(rows, int)
         and 1 <= rows <= MOST_ROWS
         and width >= SMALLEST
@@ -47,13 +47,13 @@ def norm(
     centred: bool,
     elsewhere: Callable[..., jax.Array],
 ) -> jax.Array:  # f32[rows, D]
-    """Return (x - mean) / sqrt(var + eps) * scale + bias of each row; mean 0 unless `centred`.
+    """Return (x - mean) / sqrt(var + eps) * scale + bias of each row; mean is 0 if not `centred`.
 
-    `elsewhere(x, scale, bias)` is the same in JAX, for programs that can't call the kernel.
+    `elsewhere(x, scale, bias)` computes the same in JAX, for programs that cannot call the kernel.
     """
     here = partial(_native, eps, centred)
     plain = lambda *arrays: (elsewhere(*arrays),)  # noqa: E731
-    return here_or_elsewhere(here, plain, (x, scale, bias), alone=True)[0]
+    return here_or_elsewhere(here, plain, (x, scale, bias), single_device=True)[0]
 
 
 def _native(

@@ -1,8 +1,8 @@
-"""Multiply few rows with a matrix of weights that is read once, as it lies: decoding on a CPU.
+"""Products of few rows with a weight matrix that is read once, in place, for decoding on a CPU.
 
-XLA's CPU backend reads weights in the dtype of x alone, and slower where there are several rows.
-The compiled kernel (`source/products.h`) reads float32, bfloat16 or int8 and sums in float32. Where
-it can't run (exported programs, several devices, a gradient, `vmap`) XLA computes the same.
+XLA's CPU backend requires weights in the dtype of x, and is slower for several rows. The compiled
+kernel (`source/products.h`) reads float32, bfloat16 or int8 and sums in float32. If it cannot run
+(exported programs, several devices, gradients, `vmap`), XLA computes the same.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from transformer_jax.kernels.lowering import here_or_elsewhere
 from transformer_jax.kernels.sharding import vary
 
 MOST_ROWS = 16
-"""More rows than these are left to XLA, whose products of matrices keep the weights in caches."""
+"""More rows are left to XLA, whose matrix products reuse weights in caches."""
 SMALLEST = 2**14
-"""Fewer weights than these are left to XLA, which fuses what stands around."""
+"""Smaller matrices are left to XLA, which fuses the product with its neighbours."""
 DTYPES = "float32", "bfloat16", "int8"
 
 
 def takes(rows: int, dtype: jax.typing.DTypeLike, weights: jax.Array) -> bool:
-    """Whether `product` should compute x W of so many rows of a dtype on this platform."""
+    """Whether to use `product` for this number of rows and this dtype on this platform."""
     return (
-        # an export may leave it open
+        # symbolic in some exports
         isinstance(rows, int)
         and 1 <= rows <= MOST_ROWS
         and weights.size >= SMALLEST
@@ -40,19 +40,19 @@ def takes(rows: int, dtype: jax.typing.DTypeLike, weights: jax.Array) -> bool:
 
 def product(
     x: jax.Array,  # [rows, inputs]
-    weights: jax.Array,  # [inputs, outputs]; turned: [outputs, inputs]
+    weights: jax.Array,  # [inputs, outputs]; transposed: [outputs, inputs]
     *,
     scale: jax.Array | None = None,  # [outputs]
     bias: jax.Array | None = None,  # [outputs]
     turned: bool = False,
 ) -> jax.Array:  # f32[rows, outputs]
-    """Return scale x W + bias, or of W^T where `turned`, with sums in float32.
+    """Return scale x W + bias, or scale x W^T + bias if `turned`, with sums in float32.
 
-    ValueError where the sizes of x and W differ, or those of the scale or bias from the outputs.
+    Raises ValueError if the sizes of x, W, scale and bias do not match.
     """
     inputs, outputs = weights.shape[::-1] if turned else weights.shape
     if x.shape[1] != inputs:
-        raise ValueError(f"x has {x.shape[1]} inputs: must be {inputs}, as the weights")
+        raise ValueError(f"x has {x.shape[1]} inputs: must have {inputs}, like the weights")
     for name, one in (("scale", scale), ("bias", bias)):
         if one is not None and one.shape != (outputs,):
             raise ValueError(f"{name} has shape {list(one.shape)}: must be [{outputs}]")
@@ -62,7 +62,7 @@ def product(
     here, elsewhere = partial(_native, turned), partial(_portable, turned)
     if isinstance(library(), str):
         return elsewhere(*tree)[0]
-    return here_or_elsewhere(here, elsewhere, tree, alone=True)[0]
+    return here_or_elsewhere(here, elsewhere, tree, single_device=True)[0]
 
 
 def _native(

@@ -1,17 +1,17 @@
 """Flash attention on NVIDIA Hopper, in Pallas on Mosaic GPU.
 
 Every kernel is persistent and warp-specialised. One warpgroup, the producer, copies tiles into
-slots of shared memory (TMA, on barriers). The others, the consumers, `Blocks.q / 64` or
-`Blocks.k / 64` of them, hold 64 rows of the scores each and multiply (wgmma). In the forward pass
-two consumers take turns at the tensor cores, so that the softmax of one hides under the products of
-the other (FlashAttention-3, Shah et al. 2024, section 3.1). With some `Blocks.slack` a warp
-rescales its sums only where a maximum has risen by more than that (FlashAttention-4, Zadouri et al.
-2026). Scores are kept in base 2. The backward pass is a dq kernel and a dk/dv kernel, so that no
-sum depends on the order in which programs finish; `backward_single_pass` computes all three without
-that promise.
+slots of shared memory (TMA, with barriers). The others are consumers: `Blocks.q / 64` or
+`Blocks.k / 64` warpgroups that multiply (wgmma), with 64 rows of the scores each. In the forward
+pass two consumers alternate at the tensor cores, so that the softmax of one overlaps with the
+products of the other (FlashAttention-3, Shah et al. 2024, section 3.1). With a positive
+`Blocks.slack`, a warp rescales its sums only if a maximum has risen by more than that
+(FlashAttention-4, Zadouri et al. 2026). Scores are in base 2. The backward pass is a dq kernel and
+a dk/dv kernel, so that no sum depends on the order in which programs finish; `backward_single_pass`
+computes all three without that guarantee.
 
-    programs   items to programs, roles to warpgroups   products   wgmma
-    producer   the copies
+    programs   assignment of items to programs and roles to warpgroups   products   wgmma
+    producer   copies of tiles
     forward, decode, backward, backward_single_pass, bias_gradient    the kernels
 """
 
@@ -34,11 +34,11 @@ from transformer_jax.kernels.nvidia.schedule import prepare
 
 
 def refuse(
-    where: Target, nondeterministic: bool, query: Shaped, key: Shaped, value: Shaped
+    target: Target, nondeterministic: bool, query: Shaped, key: Shaped, value: Shaped
 ) -> str | None:
-    """Return why these arrays, or structs of their shape and dtype, can't be done here, or None."""
+    """Return the reason why these arrays (or structs of them) are not supported, or None."""
     H, Hv = query.shape[-1], value.shape[-1]
-    if reason := nvidia.refuse(where, "Hopper", query, key, value):
+    if reason := nvidia.refuse(target, "Hopper", query, key, value):
         return reason
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
         return (
@@ -46,14 +46,14 @@ def refuse(
             f"from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
         )
     if H != Hv and H + Hv > UNLIKE_HEAD_DIMS:
-        return f"H + Hv is {H} + {Hv}: where they differ, must be at most {UNLIKE_HEAD_DIMS}"
+        return f"H + Hv is {H} + {Hv}: if they differ, must be at most {UNLIKE_HEAD_DIMS}"
     if nondeterministic and H + Hv > 256:
-        return f"hopper: the single-pass backward with H + Hv {H} + {Hv}: must be at most 256"
+        return f"hopper: H + Hv is {H} + {Hv}: must be at most 256 in the single-pass backward"
     if nondeterministic and not HAS_JAX_11:
         return (
             f"hopper: the single-pass backward needs jax 0.11 or later, this is {jax.__version__}"
         )
-    if where.interpret and not HAS_INTERPRETER:
+    if target.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None
 

@@ -1,7 +1,7 @@
-"""Compute the backward pass in two kernels: one for dq, one for dk and dv.
+"""The backward kernels: one for dq, one for dk and dv.
 
-The dq kernel walks by queries, the dk/dv kernel by keys. Each sums what it owns in registers, so no
-sum depends on the order in which programs finish: the results have the same bits in every run.
+The dq kernel iterates over queries, the dk/dv kernel over keys. Each sums its results in registers,
+so no sum depends on when programs finish: the bits are the same in every run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformer_jax.kernels.contract import (
     Index,
     Operands,
     Problem,
-    Saved,
+    Residuals,
     TileLists,
     learns_slopes,
 )
@@ -68,7 +68,7 @@ QuerySums = tuple[jax.Array, jax.Array, jax.Array]  # dq, dslopes, step
 
 
 def backward_dq(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return dq [B, T, N, H], and with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|."""
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
@@ -77,12 +77,12 @@ def backward_dq(
     items = query_items(operands, blocks)
     rows = result((B, N, T), f32, operands.query)
     has_slopes = learns_slopes(problem, operands)
-    # values leave sooner than keys
+    # values are freed earlier than keys, so one slot is enough
     slots = stages if has_room(H, Hv) else 1
     vectors = TileVectors(problem, operands, ROW, copies=has_room(H, Hv))
-    # else dq leaves through the queries' slot, where keys and values take more
+    # without room for its own slot, dq is copied out through the queries' slot
     has_slot = blocks.k * (H + Hv) <= 64 * 256
-    own_slot = {"dq_tile": tile_slots(consumers, ROWS, H, dtype)} if has_slot else {}
+    dq_slot = {"dq_tile": tile_slots(consumers, ROWS, H, dtype)} if has_slot else {}
     results = launch(
         problem,
         functools.partial(_backward_dq, problem, blocks),
@@ -102,7 +102,7 @@ def backward_dq(
             v_full=plgpu.Barrier(num_barriers=slots),
             v_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=slots),
             **vectors.slots(stages, blocks.k),
-            **own_slot,
+            **dq_slot,
         ),
     )(lists, operands, saved.do, base_of(saved), saved.D)
     dq, *slopes = results
@@ -114,7 +114,7 @@ def _backward_dq(
     do: Ref, base: Ref, D: Ref, dq: Ref, slope_out: Ref = None, *,
     dq_tile: Ref = None, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run one warpgroup of a program; operands, lists and what follows are references to memory."""
+    """Run one warpgroup of a program; lists and the following arguments are memory references."""
     walk = QueryWalk(**memory)
     H, Hv = operands.query.shape[-1], operands.value.shape[-1]
     vectors = TileVectors(problem, operands, ROW, copies=has_room(H, Hv))
@@ -133,7 +133,7 @@ def _backward_dq(
     specialise(blocks.q // ROWS, produce, consume)
 
 
-@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+@dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _QueryConsumer:
     """A warpgroup that computes 64 rows of a tile of dq."""
 
@@ -145,7 +145,7 @@ class _QueryConsumer:
     walk: QueryWalk
     base: Ref
     D: Ref
-    staged: Ref  # the slots through which dq leaves
+    staged: Ref  # slots from which dq is copied to device memory
     dq: Ref
     slope_out: Ref
     w: jax.Array
@@ -167,42 +167,42 @@ class _QueryConsumer:
         if self.staged is not self.walk.q_tile:
             plgpu.barrier_arrive(self.walk.q_empty.at[w])
         else:
-            # a warp's last product may read rows that another writes next
+            # the last product of a warp may read rows that another warp writes next
             plgpu.commit_smem()
         self.staged[w] = (acc * self.problem.scale).astype(self.staged.dtype)
         if self.slope_out is not None:
             self.slope_out[queries] = slope
-        # every warp has written before one thread copies
+        # all warps must write before one thread copies
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.staged.at[w], self.dq.at[b, pl.ds(q0, ROWS), n])
-        # all warps wait, because they write here again
+        # all warps wait for the copy, because they write to the slot again
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.staged is self.walk.q_tile:
             plgpu.barrier_arrive(self.walk.q_empty.at[w])
         return step
 
     def tile(self, rows: TileRows, j: jax.Array, carry: QuerySums, partial: bool) -> QuerySums:
-        """Add a tile of keys to dq and to the row of dslopes."""
+        """Add a tile of keys to dq and to the rows of dslopes."""
         problem, walk, w = self.problem, self.walk, self.w
         acc, slope, step = carry
         k_slot, v_slot = slot_of(step, self.blocks.stages), slot_of(step, walk.v_tile.shape[0])
         k = walk.k_tile.at[k_slot]
         k0 = at(self.lists.order, rows.b, rows.head, rows.row, j)[...] * self.blocks.k
-        beside = self.vectors.of_columns(walk.columns, k_slot, rows.b, k0, self.blocks.k)
-        where = TilePosition(rows.b, rows.head, rows.start, k0, rows.vectors, beside)
+        columns = self.vectors.of_columns(walk.columns, k_slot, rows.b, k0, self.blocks.k)
+        position = TilePosition(rows.b, rows.head, rows.start, k0, rows.vectors, columns)
         plgpu.barrier_wait(walk.k_full.at[k_slot])
         raw = product(walk.q_tile.at[opaque(w)], k.transpose((1, 0)))
         _, differentiate = probabilities(
-            problem, self.operands, raw, across(rows.base, raw), where, ROW, partial
+            problem, self.operands, raw, across(rows.base, raw), position, ROW, partial
         )
         plgpu.barrier_wait(walk.v_full.at[v_slot])
         v = walk.v_tile.at[opaque(v_slot)]
         dp = product(walk.do_tile.at[opaque(w)], v.transpose((1, 0)))
         ds, du = differentiate(dp, across(rows.D, dp))
-        # values leave sooner than keys, which one more product reads
+        # values are freed before keys, which one more product reads
         plgpu.barrier_arrive(walk.v_empty.at[v_slot])
         if self.slope_out is not None:
-            slope -= (ds * distance(where, ds.shape)).sum(axis=1)
+            slope -= (ds * distance(position, ds.shape)).sum(axis=1)
         [acc] = add_products(problem, (acc, du.astype(walk.k_tile.dtype), k))
         self.vectors.release(walk.k_empty.at[k_slot], partial)
         return acc, slope, step + 1
@@ -212,7 +212,7 @@ class _QueryConsumer:
 
 
 def backward_dkdv(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, jax.Array]:
     """Return dk [B, S, K, H] and dv [B, S, K, Hv]; the rows of `lists` are key tiles here."""
     H, (B, S, K, Hv) = operands.query.shape[-1], operands.value.shape
@@ -260,9 +260,9 @@ def _backward_dkdv(
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program.
 
-    Two consumers hold 64 keys each, or, where their dk and dv are too many registers for one, the
-    same 64: the first computes the scores and sums dv, the second takes the weights from it, in
-    shared memory, and sums dk.
+    Two consumers have 64 keys each. If dk and dv need too many registers for one warpgroup, both
+    have the same 64 keys: the first computes the scores and sums dv, the second reads the weights
+    from shared memory and sums dk.
     """
     walk = KeyWalk(**memory)
     parts = blocks.k // ROWS
@@ -283,7 +283,7 @@ def _backward_dkdv(
     def consume_part(w: jax.Array) -> None:
         consume(w, ("dk", "dv"))
 
-    # both hold the same 64 keys: the first computes the weights and sums dv, the second sums dk
+    # both have the same 64 keys: the first computes the weights and sums dv, the second sums dk
     def consume_half(w: jax.Array) -> None:
         pl.when(w == 0)(lambda: consume(0, ("dv",)))
         pl.when(w == 1)(lambda: consume(0, ("dk",)))
@@ -292,14 +292,14 @@ def _backward_dkdv(
 
 
 class _SharedWeights(NamedTuple):
-    """The weights of a tile, which one warpgroup computes for another."""
+    """Weights of a tile that one warpgroup computes for another."""
 
-    tile: Ref  # f32[ROWS, blocks.q], as `Weights.capped`
+    tile: Ref  # f32[ROWS, blocks.q]: `Weights.capped`
     full: Ref
     empty: Ref
 
 
-@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+@dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _KeyConsumer:
     """A warpgroup that computes 64 rows of a tile of dk and dv."""
 
@@ -310,8 +310,8 @@ class _KeyConsumer:
     vectors: TileVectors
     walk: KeyWalk
     results: tuple[Ref, Ref]
-    shared: _SharedWeights | None  # where two warpgroups hold the same keys
-    part: Index  # which 64 keys of the tile
+    shared: _SharedWeights | None  # if two warpgroups have the same keys
+    part: Index  # index of its 64 keys in the tile
     wanted: tuple[str, ...]  # "dk", "dv"
 
     def walk_item(self, item: jax.Array, step: jax.Array) -> jax.Array:
@@ -347,30 +347,32 @@ class _KeyConsumer:
         sums, step = carry
         slot = slot_of(step, self.blocks.stages)
         q0 = at(self.lists.order, keys.b, n, keys.row, j)[...] * width
-        beside = self.vectors.of_columns(walk.columns, slot, keys.b, q0, width)
-        where = TilePosition(keys.b, n, q0, keys.start, keys.vectors, beside)
+        columns = self.vectors.of_columns(walk.columns, slot, keys.b, q0, width)
+        position = TilePosition(keys.b, n, q0, keys.start, keys.vectors, columns)
         plgpu.barrier_wait(walk.q_full.at[slot])
         add = {("dk", "dv"): self.add_both, ("dv",): self.add_dv, ("dk",): self.add_dk}
-        sums = add[self.wanted](sums, slot, step, where, partial)
-        # the next copies come after plain reads of the slot
+        sums = add[self.wanted](sums, slot, step, position, partial)
+        # orders the reads of the slot before the next copies into it
         fence(self.problem)
         plgpu.barrier_arrive(walk.q_empty.at[slot])
         return sums, step + 1
 
     def add_both(
-        self, sums: Sums, slot: jax.Array, _: jax.Array, where: TilePosition, partial: bool
+        self, sums: Sums, slot: jax.Array, _: jax.Array, position: TilePosition, partial: bool
     ) -> Sums:
         """Add a tile to dk and dv."""
         problem, walk = self.problem, self.walk
         q, do, shape = walk.q_tile.at[slot], walk.do_tile.at[slot], (ROWS, self.blocks.q)
         raw, base = self.scores(slot)
-        p, differentiate = probabilities(problem, self.operands, raw, base, where, COLUMN, partial)
+        p, differentiate = probabilities(
+            problem, self.operands, raw, base, position, COLUMN, partial
+        )
         p = p.astype(walk.q_tile.dtype)
         v, do_columns = walk.v_tile.at[opaque(self.part)], do.transpose((1, 0))
-        bare = is_linear(problem, self.operands) and not problem.dropout_rate
-        if bare and not partial:
+        is_plain = is_linear(problem, self.operands) and not problem.dropout_rate
+        if is_plain and not partial:
             dv, dp = add_products(problem, (sums["dv"], p, do), (filled(shape, 0), v, do_columns))
-        else:  # fewer registers at a time, for what a mask or an option needs
+        else:  # one product at a time, to leave registers for a mask or an option
             [dv] = add_products(problem, (sums["dv"], p, do))
             dp = product(v, do_columns)
         _, du = differentiate(dp, load_along(walk.D_columns.at[slot], shape, COLUMN))
@@ -378,25 +380,25 @@ class _KeyConsumer:
         return {"dk": dk, "dv": dv}
 
     def add_dv(
-        self, sums: Sums, slot: jax.Array, step: jax.Array, where: TilePosition, partial: bool
+        self, sums: Sums, slot: jax.Array, step: jax.Array, position: TilePosition, partial: bool
     ) -> Sums:
-        """Add a tile to dv, and hand its weights to the warpgroup that sums dk."""
+        """Add a tile to dv, and share its weights with the warpgroup that sums dk."""
         problem, walk, shared = self.problem, self.walk, self.shared
         assert shared is not None
         raw, base = self.scores(slot)
-        found = weights(problem, self.operands, raw, base, where, COLUMN, partial)
-        # until every warp of the other has read the weights of the last tile
+        tile_weights = weights(problem, self.operands, raw, base, position, COLUMN, partial)
+        # until all warps of the other warpgroup have read the weights of the last tile
         wait_from(1, step, shared.empty)
-        shared.tile[...] = found.capped
+        shared.tile[...] = tile_weights.capped
         plgpu.barrier_arrive(shared.full)
-        p = found.dropped.astype(walk.q_tile.dtype)
+        p = tile_weights.dropped.astype(walk.q_tile.dtype)
         [dv] = add_products(problem, (sums["dv"], p, walk.do_tile.at[slot]))
         return {"dv": dv}
 
     def add_dk(
         self, sums: Sums, slot: jax.Array, _: jax.Array, __: TilePosition, partial: bool
     ) -> Sums:
-        """Add a tile to dk, with the weights of the warpgroup that sums dv."""
+        """Add a tile to dk, with weights from the warpgroup that sums dv."""
         problem, walk, shared = self.problem, self.walk, self.shared
         assert shared is not None
         do_columns = walk.do_tile.at[slot].transpose((1, 0))
@@ -410,21 +412,21 @@ class _KeyConsumer:
         return {"dk": dk}
 
     def scores(self, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return k q^T of a tile, and what p = 2^(s - base) subtracts."""
+        """Return k q^T of a tile, and the base that p = 2^(s - base) subtracts."""
         walk = self.walk
         q_columns = walk.q_tile.at[slot].transpose((1, 0))
         raw = product(walk.k_tile.at[opaque(self.part)], q_columns)
         return raw, load_along(walk.base_columns.at[slot], raw.shape, COLUMN)
 
     def write(self, keys: TileRows, sums: dict[str, jax.Array]) -> None:
-        """Write an item's results to device memory, through the slots of its keys and values."""
+        """Copy an item's results to device memory, through the slots of its keys and values."""
         walk, part = self.walk, self.part
-        # the other warpgroup reads the slots that are written next
+        # the other warpgroup still reads the slots that are written next
         if self.blocks.k == ROWS:
             plgpu.barrier_arrive(walk.both)
             plgpu.barrier_wait(walk.both)
         else:
-            # a warp's last product may read rows that another writes next
+            # the last product of a warp may read rows that another warp writes next
             plgpu.commit_smem()
         dk_out, dv_out = self.results
         outs = {"dk": (walk.k_tile, dk_out, self.problem.scale), "dv": (walk.v_tile, dv_out, 1.0)}

@@ -1,15 +1,15 @@
-"""Compute dq, dk and dv in one kernel: the single-pass backward, nondeterministic.
+"""The nondeterministic single-pass backward kernel: dq, dk and dv in one kernel.
 
-It walks by keys as the dk/dv kernel does, and while it has du of a tile it also multiplies it with
-the keys: five products a tile instead of the seven of two kernels. Each program adds its part of dq
-to device memory (a reduction by TMA), in the order in which programs happen to get there, so two
-runs may differ in the last bits: `implementation="pallas_unordered"` asks for it.
+Like the dk/dv kernel, it iterates over keys, but it also multiplies du of a tile with the keys:
+five products per tile instead of the seven of two kernels. Each program adds its part of dq to
+device memory (a TMA reduction) in an arbitrary order, so two runs may differ in the last bits.
+`implementation="pallas_unordered"` selects it.
 
     s = k q^T    dp = v do^T    dv += p do    dk += du q    dq[tile] += du^T k
 
-with keys as rows. Two warpgroups hold 64 of them each. Both write du to shared memory, and each
-sums half of dq's tile over the keys of both and leaves it there. The producer adds it to device
-memory, as in FlashAttention-3 (Shah et al., 2024), so that no consumer waits for a copy.
+with keys as rows. Two warpgroups have 64 keys each. Both write du to shared memory, and each sums
+half of a tile of dq over the keys of both and leaves it in shared memory. The producer adds it to
+device memory, as in FlashAttention-3 (Shah et al., 2024), so that no consumer waits for a copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformer_jax.kernels.contract import (
     Index,
     Operands,
     Problem,
-    Saved,
+    Residuals,
     TileLists,
     learns_slopes,
 )
@@ -63,11 +63,11 @@ from transformer_jax.kernels.nvidia.scores import (
 from transformer_jax.kernels.sharding import result, vary
 
 KeySums = tuple[jax.Array, jax.Array, jax.Array]  # dk, dv, step
-PARTS = 2  # warpgroups that multiply
+PARTS = 2  # number of consumers
 
 
 def backward_single_pass(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, ...]:
     """Return dq, dk, dv, and with learned slopes f32[B, N, S] of -sum_i ds_ij |q_i - k_j|.
 
@@ -82,7 +82,7 @@ def backward_single_pass(
     operands = queries_as_columns(operands)
     like = operands.query
     slopes = (result((B, N, S), f32, like),) * learns_slopes(problem, operands)
-    # float32, and scaled at the end: programs add to it in any order
+    # float32, and scaled at the end, because programs add to it in any order
     dq = jax.new_ref(jnp.zeros((B, T, N, H), f32))
     dk, dv, *slopes = launch(
         problem,
@@ -127,17 +127,16 @@ class Share(NamedTuple):
 
 
 def swizzle(blocks: Blocks, H: int) -> int:
-    """Return how many bytes of a row lie together in shared memory.
+    """Return the swizzle, in bytes, of tiles of width H and of du, which is multiplied with them.
 
-    This is for tiles of width H, and for du's, which are multiplied with them. A tile of 64 queries
-    is shared by columns, and so lies in two or more.
+    A tile of 64 queries is shared by columns, so it needs two or more parts.
     """
     least = 1 if blocks.q > ROWS else 2
     return next(s for s in (128, 64, 32) if 2 * H % s == 0 and 2 * H // s >= least)
 
 
 def dq_shares(blocks: Blocks, H: int) -> list[Share]:
-    """Return each warpgroup's share: of 128 queries 64, of 64 queries some of the columns."""
+    """Return each warpgroup's share: 64 of 128 queries, or some columns of 64 queries."""
     if blocks.q > ROWS:
         return [Share(part * ROWS, ROWS, 0, H) for part in range(PARTS)]
     side = swizzle(blocks, H) // 2
@@ -146,15 +145,15 @@ def dq_shares(blocks: Blocks, H: int) -> list[Share]:
 
 
 def dq_slot(share: Share, H: int) -> Scratch:
-    """Return the type of the slot through which a share leaves."""
+    """Return the type of the slot from which a share is copied to device memory."""
     side = swizzle_of(4, share.column, share.columns, H)
     return tile_slots(1, share.rows, share.columns, f32, side)
 
 
 def _add_to_memory(problem: Problem, tile: Ref, target: Ref) -> None:
-    """Add a tile to device memory; the sum is there once the copy is done."""
-    # the interpreter knows no copy that adds: it reads, adds and writes, which is right because
-    # only one program runs there
+    """Add a tile to device memory, asynchronously."""
+    # the interpreter has no copy that adds; reading, adding and writing is correct, because only
+    # one program runs there
     if problem.interpret:
         target[...] = target[...] + tile[...]
     else:
@@ -166,15 +165,15 @@ def _backward_single_pass(
     do: Ref, base: Ref, D: Ref, dq: Ref, dk_out: Ref, dv_out: Ref, slope_out: Ref = None, *,
     du_tile: Ref, dq_tile: list[Ref], dq_full: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run one warpgroup of a program; operands, lists and what follows are references to memory."""
+    """Run one warpgroup of a program; lists and the following arguments are memory references."""
     walk = KeyWalk(**memory)
     vectors = TileVectors(problem, operands, COLUMN)
 
     def add(b: Index, n: Index, q0: Index) -> None:
         """Add a tile of dq to device memory, and let the consumers write the next one.
 
-        All threads of both sides arrive, for this tile at `dq_full` and for the next one at `both`,
-        each after it has waited for the other: no warp lags by two phases of either.
+        All threads of both sides arrive, at `dq_full` for this tile and at `both` for the next one,
+        and each waits for the other side first, so no warp lags by two phases of either.
         """
         plgpu.barrier_wait(dq_full)
         for share, tile in zip(dq_shares(blocks, dq.shape[-1]), dq_tile, strict=True):
@@ -198,15 +197,15 @@ def _backward_single_pass(
 
 
 class _Sums(NamedTuple):
-    """The sums of a consumer over the tiles of queries."""
+    """Sums of a consumer over the tiles of queries."""
 
     dk: jax.Array  # [ROWS, H]
     dv: jax.Array  # [ROWS, Hv]
-    slope: jax.Array | None  # [ROWS], of one query head
+    slope: jax.Array | None  # [ROWS], for one query head
     step: jax.Array
 
 
-@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+@dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _Consumer:
     """A warpgroup that computes 64 rows of a tile of keys."""
 
@@ -260,8 +259,8 @@ class _Consumer:
         slot = slot_of(step, self.blocks.stages)
         q, do = walk.q_tile.at[slot], walk.do_tile.at[slot]
         q0 = at(self.lists.order, keys.b, n, keys.row, j)[...] * width
-        beside = self.vectors.of_columns(walk.columns, slot, keys.b, q0, width)
-        where = TilePosition(keys.b, n, q0, keys.start, keys.vectors, beside)
+        columns = self.vectors.of_columns(walk.columns, slot, keys.b, q0, width)
+        position = TilePosition(keys.b, n, q0, keys.start, keys.vectors, columns)
         shape = (ROWS, width)
         plgpu.barrier_wait(walk.q_full.at[slot])
 
@@ -273,19 +272,21 @@ class _Consumer:
             (zeros, v, do_columns),
         )
         base = load_along(walk.base_columns.at[slot], shape, COLUMN)
-        p, differentiate = probabilities(problem, self.operands, raw, base, where, COLUMN, partial)
+        p, differentiate = probabilities(
+            problem, self.operands, raw, base, position, COLUMN, partial
+        )
         p = p.astype(walk.q_tile.dtype)
         ds, du = differentiate(dp, load_along(walk.D_columns.at[slot], shape, COLUMN))
         if slope is not None:
-            slope -= (ds * distance(where, shape)).sum(axis=1)
+            slope -= (ds * distance(position, shape)).sum(axis=1)
         du = du.astype(walk.q_tile.dtype)
         buffer = slot_of(step, 2)
         self.du_tile[buffer * PARTS + self.w] = du
         dv, dk = add_products(problem, (dv, p, do), (dk, du, q))
         fence(problem)
         plgpu.barrier_arrive(walk.q_empty.at[slot])
-        # All warps of both have written du. None writes this buffer again before all are here once
-        # more, and so are done with it.
+        # Now all warps of both have written du. No warp writes this buffer again before all have
+        # met once more, and then all have read it.
         self.meet()
         for part, share in enumerate(dq_shares(self.blocks, dk.shape[-1])):
             sum_dq = functools.partial(self.sum_dq, share, self.dq_tile[part], buffer)
@@ -293,9 +294,9 @@ class _Consumer:
         return _Sums(dk, dv, slope, step + 1)
 
     def sum_dq(self, share: Share, staged: Ref, buffer: jax.Array) -> None:
-        """Sum a share of a tile of dq, over the keys of both warpgroups, for the producer to add.
+        """Sum a share of a tile of dq over the keys of both warpgroups, for the producer to add.
 
-        It has read the tile before: `meet` waited for it.
+        The producer has read the previous tile, because `meet` waited for it.
         """
         columns = pl.ds(share.column, share.columns)
 
@@ -312,9 +313,9 @@ class _Consumer:
         plgpu.barrier_arrive(self.dq_full)
 
     def write(self, keys: TileRows, dk: jax.Array, dv: jax.Array) -> None:
-        """Write an item's dk and dv to device memory, through the slots of its keys and values."""
+        """Copy an item's dk and dv to device memory, through the slots of its keys and values."""
         walk, w, (dk_out, dv_out) = self.walk, self.w, self.results
-        # until all warps of both have read these keys and values for the last time
+        # wait until all warps of both have read these keys and values for the last time
         self.meet()
         walk.k_tile[w] = (dk * self.problem.scale).astype(walk.k_tile.dtype)
         walk.v_tile[w] = dv.astype(walk.v_tile.dtype)

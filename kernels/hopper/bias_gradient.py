@@ -1,6 +1,6 @@
-"""Compute the gradient of a bias: ds, summed over the axes that the bias lacks.
+"""The kernel for the gradient of a bias: ds, summed over the axes that the bias lacks.
 
-An item is one tile of the sum. Its terms are the visited tiles of every batch row and head that
+An item is one tile of the sum. Its terms are the visited tiles of all batch rows and heads that
 share it, summed in registers.
 """
 
@@ -18,7 +18,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.kernels.contract import Blocks, Index, Operands, Problem, Saved, TileLists
+from transformer_jax.kernels.contract import (
+    Blocks,
+    Index,
+    Operands,
+    Problem,
+    Residuals,
+    TileLists,
+)
 from transformer_jax.kernels.hopper.producer import wait_from
 from transformer_jax.kernels.hopper.products import opaque, product
 from transformer_jax.kernels.hopper.programs import Carry, each_item, launch, specialise
@@ -41,7 +48,7 @@ from transformer_jax.kernels.sharding import result
 
 
 def backward_bias(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
     """Return ds summed over the axes that the bias lacks; f32 in the bias's shape."""
     H, Hv = operands.query.shape[-1], operands.value.shape[-1]
@@ -71,13 +78,13 @@ def backward_bias(
             **vectors.slots(stages, blocks.k),
         ),
     )(visits, operands, saved.do, base_of(saved), saved.D)
-    # along an axis that the bias lacks, the kernel has summed all tiles into one
+    # along a missing axis of the bias, the kernel has summed all tiles into one
     lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
     return total.sum(axis=lacking, keepdims=True)
 
 
 class _Memory(NamedTuple):
-    """The shared memory of the kernel; one slot has all that a tile needs."""
+    """Shared memory of the kernel; one slot contains all inputs of a tile."""
 
     q_tile: Ref  # [stages * consumers, ROWS, H]
     do_tile: Ref  # [stages * consumers, ROWS, Hv]
@@ -95,7 +102,7 @@ def _backward_bias(
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program.
 
-    Every tile it visits is masked: that of a full one is true, and this kernel is short.
+    It masks every visited tile, even full ones, which keeps the kernel short.
     """
     program = _Program(
         problem, blocks, outer, visits, operands, do, base, D, out,
@@ -114,13 +121,13 @@ def _backward_bias(
     specialise(blocks.q // ROWS, produce, consume)
 
 
-@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+@dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _Program:
-    """Both sides of the kernel: what is copied, and what is summed."""
+    """The copies of the producer and the sums of the consumers."""
 
     problem: Problem
     blocks: Blocks
-    outer: tuple[int, ...]  # how many items along B, N, T and S
+    outer: tuple[int, ...]  # number of items along B, N, T and S
     visits: Ref
     operands: Operands
     do: Ref
@@ -147,7 +154,7 @@ class _Program:
         return lax.fori_loop(0, math.prod(inner), visit, carry)
 
     def copy(self, b: Index, n: Index, row: Index, column: Index, step: jax.Array) -> jax.Array:
-        """Copy all of a tile into the next slot."""
+        """Copy all inputs of a tile into the next slot."""
         memory, blocks, operands = self.memory, self.blocks, self.operands
         consumers, G = blocks.q // ROWS, operands.query.shape[2] // operands.key.shape[2]
         slot = slot_of(step, blocks.stages)
@@ -169,7 +176,7 @@ class _Program:
         return step + 1
 
     def sum_item(self, w: jax.Array, item: jax.Array, step: jax.Array) -> jax.Array:
-        """Sum the terms of an item, and write it to device memory."""
+        """Sum the terms of an item, and copy the sum to device memory."""
         blocks, out_tile = self.blocks, self.memory.out_tile
         add = functools.partial(self.add, w)
         total, step = self.each_term(item, add, (filled((ROWS, blocks.k), 0), step))
@@ -198,15 +205,15 @@ class _Program:
         place = slot * (blocks.q // ROWS) + w
         q0 = row * blocks.q + w * ROWS
         k0 = column * blocks.k
-        beside = self.vectors.of_columns(memory.columns, slot, b, k0, blocks.k)
-        where = TilePosition(b, n, q0, k0, self.vectors.of_rows(b, q0), beside)
+        columns = self.vectors.of_columns(memory.columns, slot, b, k0, blocks.k)
+        position = TilePosition(b, n, q0, k0, self.vectors.of_rows(b, q0), columns)
         rows, layout = (b, n, pl.ds(q0, ROWS)), WGMMA.reduce(1)
         base, D = load(self.base.at[rows], layout), load(self.D.at[rows], layout)
         plgpu.barrier_wait(memory.filled_slot.at[slot])
         q, k = memory.q_tile.at[opaque(place)], memory.k_tile.at[opaque(slot)]
         raw = product(q, k.transpose((1, 0)))
         _, differentiate = probabilities(
-            self.problem, self.operands, raw, across(base, raw), where, ROW, True
+            self.problem, self.operands, raw, across(base, raw), position, ROW, True
         )
         do, v = memory.do_tile.at[opaque(place)], memory.v_tile.at[opaque(slot)]
         dp = product(do, v.transpose((1, 0)))

@@ -1,19 +1,19 @@
-"""Compute attention of few queries over many keys: the decode kernel, split over the keys.
+"""The decode kernel: attention of few queries over many keys, split over the keys.
 
 The queries of all heads that read one key head, R = T N / K of them, are the rows of one tile. So
-each key and value is read once, as it lies in a cache [B, S, K, H], and only tiles that the lists
-name are read: the cost follows the filled length. An item is a batch row, a key head and a part of
-its list; two warpgroups share each tile of keys. Every one writes its own sums, which `merged`
-adds up in a fixed order (Flash-Decoding, Dao et al. 2023), in base 2:
+each key and value is read once, directly from a cache [B, S, K, H], and only listed tiles are read:
+the cost depends on the filled length. An item is a batch row, a key head and a part of its list;
+two warpgroups share each tile of keys. Each warpgroup writes its own sums, which `merged` adds in a
+fixed order (Flash-Decoding, Dao et al. 2023), in base 2:
 
     m = max_p m_p        l = sum_p 2^(m_p - m) l_p        out = sum_p 2^(m_p - m) acc_p / l
 
-Where keys lie in the pages of a pool, whoever reads 64 keys reads in the table which page they lie
-in: a tile may go across two pages, a copy may not.
+If keys are in the pages of a pool, each copy of 64 keys looks up its page in the table: a tile may
+span two pages, a copy may not.
 
-Keys and values of int8 are copied as they are, half the bytes. A consumer multiplies them with
-their scales, rounds to the query's dtype, and writes what wgmma reads to another tile: so the
-result has the bits of attention to dequantised keys and values.
+Keys and values in int8 are copied without conversion, half the bytes. A consumer multiplies them
+with their scales, rounds to the query's dtype, and writes another tile that wgmma reads. So the
+result is bit-identical to attention with dequantised keys and values.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from transformer_jax.kernels.nvidia.schedule import each_tile, item_index, key_p
 from transformer_jax.kernels.nvidia.scores import TilePosition, TileVectors, score_unit, scores
 from transformer_jax.kernels.sharding import result
 
-QUERY_SLOTS = 2  # the next item's queries are copied while this one's are in use
+QUERY_SLOTS = 2  # the queries of the next item are copied while those of this item are in use
 
 
 def decode(
@@ -69,20 +69,20 @@ def decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
 
-    There is one row of query tiles, and the lists of the heads that read one key head are the same.
-    Keys and values may end within a tile: what a copy finds after the end are zeros. A page may
-    not end within the 64 keys of a copy.
+    There is one row of query tiles, and all heads that read one key head have the same list. Keys
+    and values may end within a tile, because copies read zeros past the end. A page may not end
+    within the 64 keys of a copy.
     """
     if operands.page is not None and operands.page % ROWS:
-        raise ValueError(f"page is {operands.page}: must be a multiple of {ROWS} keys")
+        raise ValueError(f"page={operands.page} must be a multiple of {ROWS} keys")
     operands = for_copies(operands, lists.order.shape[3] * blocks.k)
     (B, T, N, H), (_, _, K, Hv) = operands.query.shape, operands.value.shape
     dtype, like = operands.query.dtype, operands.query
     consumers, wide = blocks.k // ROWS, {}
-    # two tiles of int8 take the room of one
+    # two int8 tiles fit into the memory of one
     if operands.k_scale is not None:
         if blocks.stages < 2:
-            raise ValueError(f"stages is {blocks.stages}: int8 needs at least 2, one for its tiles")
+            raise ValueError(f"stages={blocks.stages} must be at least 2 for int8")
         wide = dict(
             k_wide=tile_slots(consumers, ROWS, H, dtype),
             v_wide=tile_slots(consumers, ROWS, Hv, dtype),
@@ -93,7 +93,7 @@ def decode(
     packed = as_rows(operands)._replace(sinks=None)
     lists = lists_of_key_heads(operands, lists)
     vectors = TileVectors(problem, packed, ROW)
-    # a copy takes 8 rows together
+    # copies are in units of 8 rows
     rows = -(-T * N // K // 8) * 8
     width = columns_at_once(Hv)
     acc, row_max, total = launch(
@@ -145,25 +145,25 @@ def _decode(
 
 
 class _Slots(NamedTuple):
-    """The shared memory; every consumer has its own ring of slots, of 64 keys each."""
+    """Shared memory; every consumer has its own ring of slots with 64 keys each."""
 
     q_tile: Ref  # [QUERY_SLOTS, ROWS, H]
     k_tile: Ref  # [stages * consumers, ROWS, H]
     v_tile: Ref  # [stages * consumers, ROWS, Hv]
-    acc_tile: Ref  # f32[consumers, ROWS, some columns of Hv], through which acc leaves
+    acc_tile: Ref  # f32[consumers, ROWS, some columns of Hv], from which acc is copied out
     q_full: Ref
     q_empty: Ref
     full: Ref
     empty: Ref
     columns: Ref = None  # i32[stages * consumers * copied vectors, ROWS]
-    k_wide: Ref = None  # [consumers, ROWS, H] of the query's dtype, where keys are int8
+    k_wide: Ref = None  # [consumers, ROWS, H] in the query's dtype, if keys are int8
     v_wide: Ref = None  # [consumers, ROWS, Hv]
 
     def produce(
         self, blocks: Blocks, parts: int, items: int, lists: TileLists, operands: Operands,
         vectors: TileVectors,
     ) -> None:  # fmt: skip
-        """Copy for every item its queries, and the keys and values of its part of the list."""
+        """Copy the queries of every item, and the keys and values of its part of the list."""
         K, consumers = operands.key.shape[2], blocks.k // ROWS
         sources: list[tuple[Ref, Ref]]
         sources = [(operands.key, self.k_tile), (operands.value, self.v_tile)]
@@ -196,33 +196,33 @@ class _Slots(NamedTuple):
 
 
 def _columns(tile: Ref) -> list[Ref]:
-    """Return some columns of a tile at a time, which take few registers."""
+    """Return a tile in groups of columns that need few registers."""
     width = columns_at_once(tile.shape[1])
     return [tile.at[:, pl.ds(first, width)] for first in range(0, tile.shape[1], width)]
 
 
 class _Rows(NamedTuple):
-    """The queries of a consumer, and its part of their list."""
+    """The queries of a consumer, and its part of their tile list."""
 
     b: jax.Array
     head: jax.Array  # of the keys
-    first: jax.Array  # tile of the list
+    first: jax.Array  # its first tile in the list
     slot: jax.Array
     vectors: tuple[jax.Array | None, ...]
     slopes: jax.Array | None
 
 
 class _Sums(NamedTuple):
-    """The sums of a consumer over its keys."""
+    """Sums of a consumer over its keys."""
 
     acc: jax.Array  # [ROWS, Hv]
     row_max: jax.Array  # [ROWS], in base 2
     total: jax.Array  # [ROWS]
     step: jax.Array
-    scales: tuple[jax.Array, ...] = ()  # f32[ROWS] of keys and of values of the next tile
+    scales: tuple[jax.Array, ...] = ()  # f32[ROWS] for the keys and values of the next tile
 
 
-@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+@dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _Consumer:
     """A warpgroup that sums over 64 keys of each tile."""
 
@@ -266,17 +266,17 @@ class _Consumer:
         consumers = self.blocks.k // ROWS
         slot = slot_of(step, self.blocks.stages) * consumers + w
         k0 = self.first_key(rows, j)
-        beside = self.vectors.of_columns(slots.columns, slot, rows.b, k0, ROWS)
-        where = TilePosition(rows.b, rows.head, 0, k0, rows.vectors, beside, rows.slopes)
+        columns = self.vectors.of_columns(slots.columns, slot, rows.b, k0, ROWS)
+        position = TilePosition(rows.b, rows.head, 0, k0, rows.vectors, columns, rows.slopes)
 
         # early, because scales come from device memory
-        coming = self.scales(rows, j + 1)
+        next_scales = self.scales(rows, j + 1)
         plgpu.barrier_wait(slots.full.at[slot])
         k, v = slots.k_tile.at[slot], slots.v_tile.at[slot]
         if scales:
             k, v = self.widen(k, v, *scales)
         raw = product(slots.q_tile.at[opaque(rows.slot)], k.transpose((1, 0)))
-        s, _ = scores(problem, self.operands, raw, where, ROW, partial)
+        s, _ = scores(problem, self.operands, raw, position, ROW, partial)
         unit = score_unit(problem, self.operands)
         grown = jnp.maximum(row_max, s.max(axis=1) * unit)
         shrink = jnp.exp2(row_max - grown)
@@ -285,15 +285,15 @@ class _Consumer:
         p = p.astype(v.dtype)
         [acc] = add_products(problem, (acc * across(shrink, acc), p, v))
         self.vectors.release(slots.empty.at[slot], partial)
-        return _Sums(acc, grown, total, step + 1, coming)
+        return _Sums(acc, grown, total, step + 1, next_scales)
 
     def first_key(self, rows: _Rows, j: Index) -> jax.Array:
-        """Return the first of this consumer's keys in a tile of the part."""
+        """Return the first key of this consumer in a tile of its part."""
         tile = at(self.lists.order, rows.b, rows.head, 0, rows.first + j)[...]
         return tile * self.blocks.k + self.w * ROWS
 
     def scales(self, rows: _Rows, j: Index) -> tuple[jax.Array, ...]:
-        """Load the scales of keys and values of a tile, or of any one after the list's end."""
+        """Load the scales of a tile's keys and values (past the list's end, of any tile)."""
         if self.operands.k_scale is None:
             return ()
         j = jnp.minimum(j, self.lists.order.shape[3] - 1 - rows.first)
@@ -302,26 +302,26 @@ class _Consumer:
         return tuple(load(scale.at[keys], WGMMA.reduce(1)) for scale in both)
 
     def widen(self, k: Ref, v: Ref, k_scale: jax.Array, v_scale: jax.Array) -> tuple[Ref, Ref]:
-        """Write scale * number of a tile of int8, and return where."""
+        """Dequantise int8 tiles of keys and values, and return the results."""
         wide = self.slots.k_wide.at[self.w], self.slots.v_wide.at[self.w]
-        # all warps have read what the last tile left there
+        # all warps have read the previous tile
         plgpu.commit_smem()
         for tile, scale, target in zip((k, v), (k_scale, v_scale), wide, strict=True):
             for columns, to in zip(_columns(tile), _columns(target), strict=True):
-                number = load(columns, WGMMA).astype(f32)
-                to[...] = (number * across(scale, number)).astype(target.dtype)
+                x = load(columns, WGMMA).astype(f32)
+                to[...] = (x * across(scale, x)).astype(target.dtype)
         plgpu.commit_smem()
         return wide
 
     def write(self, item: jax.Array, sums: _Sums) -> None:
-        """Write the sums of an item to device memory, some columns at a time."""
+        """Copy the sums of an item to device memory, some columns at a time."""
         acc_out, row_max_out, total_out = self.results
         place = item * (self.blocks.k // ROWS) + self.w
         row_max_out[place] = sums.row_max
         total_out[place] = sums.total
         (_, rows, Hv), (_, _, width) = acc_out.shape, self.slots.acc_tile.shape
         for column in range(0, Hv, width):
-            # not `slice_in_dim`, whose strides Mosaic GPU lacks
+            # not `slice_in_dim`, because Mosaic GPU does not support its strides
             some = lax.slice(sums.acc, (0, column), (ROWS, column + width))
             self.slots.acc_tile[self.w] = some
             plgpu.commit_smem()

@@ -1,8 +1,7 @@
-"""Compute output, row maximum and the logarithm of the row sum: the forward kernel.
+"""The forward kernel: output, row maximum, and logarithm of the row sum.
 
-A consumer holds 64 queries. With each tile of keys it multiplies two things at once, this tile's
-scores and the last tile's weights with their values, and computes the softmax while the tensor
-cores are busy with the latter:
+A consumer has 64 queries. For each tile of keys it starts two products, the scores of this tile and
+the weights times values of the last tile, and computes the softmax while the second is running:
 
     tile j       q k_j   ...softmax of j...
     tile j - 1           p_(j-1) v_(j-1)
@@ -65,18 +64,18 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
 
-    m is the maximum of a row, less at most the slack.
+    m is at most `slack` less than the maximum of a row.
     """
     if blocks.stages < 2:
-        raise ValueError(f"stages is {blocks.stages}: the forward kernel needs at least 2")
+        raise ValueError(f"stages={blocks.stages} must be at least 2 in the forward kernel")
     if not 0 <= blocks.slack <= 15:
-        raise ValueError(f"slack is {blocks.slack}: must be from 0 to 15, as float16 ends at 2^16")
+        raise ValueError(f"slack={blocks.slack} must be from 0 to 15 (float16 ends at 2^16)")
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
     items = query_items(operands, blocks)
     vectors = tile_vectors(problem, operands)
-    own_slot = (
+    out_slot = (
         {} if shares_query_slot(H, Hv) else {"out_tile": tile_slots(consumers, ROWS, Hv, dtype)}
     )
     return launch(
@@ -102,24 +101,24 @@ def forward(
             v_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             turn=plgpu.Barrier(num_barriers=2),
             **vectors.slots(stages, blocks.k),
-            **own_slot,
+            **out_slot,
         ),
     )(lists, operands)
 
 
 def tile_vectors(problem: Problem, operands: Operands) -> TileVectors:
-    """Return the mask's vectors, copied with a tile where shared memory has room."""
+    """Return the mask's vectors, copied with a tile if shared memory has room."""
     H, Hv = operands.query.shape[-1], operands.value.shape[-1]
     return TileVectors(problem, operands, ROW, copies=has_room(H, Hv) or shares_query_slot(H, Hv))
 
 
 def has_room(H: int, Hv: int) -> bool:
-    """Return whether shared memory holds more than what `forward` and `backward_dq` multiply."""
+    """Whether shared memory has room for more than the operands of `forward` and `backward_dq`."""
     return H + Hv <= 384
 
 
 def shares_query_slot(H: int, Hv: int) -> bool:
-    """Return whether the output leaves through the query's slot, where memory is short."""
+    """Whether the output is copied out through the queries' slot, because memory is short."""
     return H == Hv > 128
 
 
@@ -141,7 +140,7 @@ def _forward(
             problem, blocks, lists, operands, vectors, walk, turn, out_tile,
             (out, row_max_out, log_sum_out), w,
         )  # fmt: skip
-        # the turns of the first begin and end with an arrival of the second
+        # the turns of the first consumer begin and end with an arrival of the second
         if consumers == 2:
             pl.when(w == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
         items = query_items(operands, blocks).number
@@ -153,16 +152,16 @@ def _forward(
 
 
 class _Sums(NamedTuple):
-    """The sums of a consumer over the tiles of keys."""
+    """Sums of a consumer over the tiles of keys."""
 
     acc: jax.Array  # [ROWS, Hv], without the last tile
     row_max: jax.Array  # [ROWS], in base 2
     total: jax.Array  # [ROWS]
-    p: jax.Array  # [ROWS, blocks.k], of the last tile
+    p: jax.Array  # [ROWS, blocks.k], weights of the last tile
     step: jax.Array
 
 
-@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+@dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _Consumer:
     """A warpgroup that computes 64 rows of a tile of queries."""
 
@@ -200,7 +199,7 @@ class _Consumer:
         return sums.step
 
     def every_tile(self, rows: TileRows, full: Index, seen: Index, sums: _Sums) -> _Sums:
-        """Visit the tiles of a list, of which there is one at least."""
+        """Visit the tiles of a list that has at least one."""
         sums = self.tile(rows, jnp.int32(0), sums, partial=True, first=True)
         ahead = jnp.maximum(full, 1)
         sums = lax.fori_loop(
@@ -216,34 +215,34 @@ class _Consumer:
         return sums._replace(acc=acc)
 
     def no_tile(self, sums: _Sums) -> _Sums:
-        """Visit no tile of a list that has none."""
+        """Handle an empty list."""
         self.free_queries()
         return sums
 
     def free_queries(self) -> None:
-        """Let the producer have the slot of the queries, unless the output leaves through it."""
+        """Release the slot of the queries to the producer, unless the output uses it."""
         if self.out_tile is not None:
             plgpu.barrier_arrive(self.walk.q_empty.at[self.w])
 
     def tile(
         self, rows: TileRows, j: jax.Array, sums: _Sums, partial: bool, first: bool = False
     ) -> _Sums:
-        """Multiply this tile's keys, and the last one's values beside this tile's softmax."""
+        """Multiply the keys of this tile, and the values of the last one during the softmax."""
         walk, stages, w = self.walk, self.blocks.stages, self.w
         acc, row_max, total, p, step = sums
         slot, last = slot_of(step, stages), slot_of(step + stages - 1, stages)
         k0 = at(self.lists.order, rows.b, rows.head, rows.row, j)[...] * self.blocks.k
-        beside = self.vectors.of_columns(walk.columns, slot, rows.b, k0, self.blocks.k)
-        where = TilePosition(rows.b, rows.head, rows.start, k0, rows.vectors, beside)
-        softmax = functools.partial(self.softmax, row_max, total, where, slot, partial)
+        columns = self.vectors.of_columns(walk.columns, slot, rows.b, k0, self.blocks.k)
+        position = TilePosition(rows.b, rows.head, rows.start, k0, rows.vectors, columns)
+        softmax = functools.partial(self.softmax, row_max, total, position, slot, partial)
 
         plgpu.barrier_wait(walk.k_full.at[slot])
-        # two consumers take turns at the tensor cores: the softmax of one hides under the products
+        # two consumers alternate at the tensor cores: the softmax of one overlaps with the products
         # of the other (FlashAttention-3, section 3.1)
         if self.blocks.q == 2 * ROWS:
             plgpu.barrier_wait(self.turn.at[w])
         q, k = walk.q_tile.at[opaque(w)], walk.k_tile.at[slot].transpose((1, 0))
-        # the first tile has none before it whose values are still to be added
+        # there are no values of an earlier tile to add
         if first:
             p, row_max, total, _, _ = softmax(product(q, k, self.hand_over))
         else:
@@ -252,21 +251,21 @@ class _Consumer:
             )
             plgpu.barrier_arrive(walk.v_empty.at[last])
             acc = rescaled(acc, shrink, risen)
-        # not before: the tensor cores read the last tile's until they are done
+        # cast only now, because the tensor cores read the last tile's weights until they finish
         return _Sums(acc, row_max, total, p.astype(walk.v_tile.dtype), step + 1)
 
     def hand_over(self) -> None:
-        """Let the other of two consumers use the tensor cores."""
+        """Let the other consumer use the tensor cores."""
         if self.blocks.q == 2 * ROWS:
             plgpu.barrier_arrive(self.turn.at[1 - self.w])
 
     def softmax(
-        self, row_max: jax.Array, total: jax.Array, where: TilePosition, slot: jax.Array,
+        self, row_max: jax.Array, total: jax.Array, position: TilePosition, slot: jax.Array,
         partial: bool, raw: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
-        """Return p of a tile, the new maximum and sum, the factor of old sums, and who has risen.
+        """Return p, the new maximum and sum, the factor of old sums, and whether a maximum rose.
 
-        The last one is None where every warp rescales its sums.
+        The last result is per warp; None means that every warp rescales its sums.
         """
         problem, walk, late = self.problem, self.walk, self.vectors.late(partial)
         # beyond 2^27, row_max + 8 may be rounded to row_max + 16, and 2^16 is infinite in float16
@@ -274,7 +273,7 @@ class _Consumer:
         branches = slack > 0 and HAS_JAX_11 and not problem.interpret
         if not late:
             plgpu.barrier_arrive(walk.k_empty.at[slot])
-        s, _ = scores(problem, self.operands, raw, where, ROW, partial)
+        s, _ = scores(problem, self.operands, raw, position, ROW, partial)
         unit = score_unit(problem, self.operands)
         top = s.max(axis=1) * unit
         grown = jnp.maximum(row_max, top)
@@ -287,55 +286,55 @@ class _Consumer:
             self.vectors.release(walk.k_empty.at[slot], partial)
         summed = total * shrink + p.sum(axis=1)
         if problem.dropout_rate:
-            p = jnp.where(kept(problem, self.operands, where, p.shape, ROW), p, 0)
+            p = jnp.where(kept(problem, self.operands, position, p.shape, ROW), p, 0)
         p, grown, summed, shrink = lax.optimization_barrier((p, grown, summed, shrink))
-        # for the next product; and nothing sinks below it
+        # for the next product; a barrier that the compiler moves nothing past
         plgpu.barrier_wait(walk.v_full.at[slot])
         return p, grown, summed, shrink, risen
 
     def write(
         self, rows: TileRows, acc: jax.Array, row_max: jax.Array, total: jax.Array, live: jax.Array
     ) -> None:
-        """Write an item's results to device memory."""
+        """Copy an item's results to device memory."""
         out, row_max_out, log_sum_out = self.results
         staged = self.walk.q_tile if self.out_tile is None else self.out_tile
         if self.out_tile is None:
-            # a warp's last product may read rows that another writes next
+            # the last product of a warp may read rows that another warp writes next
             plgpu.commit_smem()
         staged[self.w] = acc
         rows_out = rows.b, rows.head, pl.ds(rows.start, ROWS)
         row_max_out[rows_out] = jnp.where(live, row_max * LN2, -jnp.inf)
         log_sum_out[rows_out] = jnp.where(live, jnp.log2(total) * LN2, 0)
-        # every warp has written before one thread copies
+        # all warps must write before one thread copies
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(
             staged.at[self.w], out.at[rows.b, pl.ds(rows.start, ROWS), rows.head]
         )
-        # all warps wait, because they write here again
+        # all warps wait for the copy, because they write to the slot again
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.out_tile is None:
             plgpu.barrier_arrive(self.walk.q_empty.at[self.w])
 
 
 def any_of_warp(rows: jax.Array) -> jax.Array:  # bool[rows] -> bool[]
-    """Return whether one of a warp's own rows is true."""
-    # warps may differ, so what depends on this may hold no barrier and no wgmma
+    """Whether any of the rows of a warp is true."""
+    # warps may differ, so code that depends on the result must not contain a barrier or wgmma
 
     @plgpu.inline_mgpu(
         arg_types=(WGMMA.reduce(1),),
         return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(())),
     )
     def vote(_: Value, rows: Value) -> Value:
-        own = vector.extract(functools.reduce(arith.ori, rows.registers.flat), [], [0])
+        lane = vector.extract(functools.reduce(arith.ori, rows.registers.flat), [], [0])
         every_lane = mgpu.c(-1, ir.IntegerType.get_signless(32))
-        found = nvvm.vote_sync(every_lane, own, "any")
-        return mgpu.FragmentedArray.splat(found, (), is_signed=False)
+        any_lane = nvvm.vote_sync(every_lane, lane, "any")
+        return mgpu.FragmentedArray.splat(any_lane, (), is_signed=False)
 
     return vote(rows)
 
 
 def rescaled(acc: jax.Array, shrink: jax.Array, risen: jax.Array | None) -> jax.Array:
-    """Return acc times the factor of its row, which is 1 in a warp that has not `risen`."""
+    """Return acc times the factor of its row, which is 1 in a warp without `risen`."""
     if risen is None:
         return acc * across(shrink, acc)
     return lax.cond(risen, lambda: acc * across(shrink, acc), lambda: acc)

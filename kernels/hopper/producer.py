@@ -1,9 +1,9 @@
-"""Copy tiles into shared memory: the producer's part of every kernel but that of a bias.
+"""The producer of every kernel except that for a bias: copies of tiles into shared memory.
 
-A kernel walks by queries or by keys. What an item computes stays in shared memory (a tile of
-queries, or of keys and values); the other side streams through a ring of slots, as its list of
-tiles says. A slot is copied into once its consumers have freed it (a barrier `..._empty`), and read
-once its copies have arrived (`..._full`).
+A kernel iterates over queries or over keys. The rows of an item (a tile of queries, or of keys and
+values) stay in shared memory; the tiles of the other side, from the item's list, stream through a
+ring of slots. A slot is filled after its consumers have freed it (a barrier `..._empty`), and read
+after its copies have arrived (`..._full`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from transformer_jax.kernels.nvidia.scores import TileVectors
 AfterTile = Callable[[Index, Index, Index], None]
 """Called with the batch row, query head and first query of a tile."""
 Unfinished = tuple[jax.Array, tuple[tuple[Index, Index], ...]]
-"""The next step, and head and place in its list of the tiles for which `AfterTile` is due."""
+"""The next step, and the tiles (head, place in its list) that still need a call of `AfterTile`."""
 
 
 class QueryWalk(NamedTuple):
-    """The shared memory of a kernel whose items are tiles of queries."""
+    """Shared memory of a kernel whose items are tiles of queries."""
 
     q_tile: Ref  # [consumers, rows, H]
     k_tile: Ref  # [stages, blocks.k, H]
@@ -42,24 +42,24 @@ class QueryWalk(NamedTuple):
     k_empty: Ref
     v_full: Ref
     v_empty: Ref
-    do_tile: Ref = None  # [consumers, rows, Hv], backward
+    do_tile: Ref = None  # [consumers, rows, Hv], for the backward pass
     columns: Ref = None  # i32[stages * copied vectors, blocks.k]
 
     def produce(
         self, blocks: Blocks, lists: TileLists, operands: Operands,
         vectors: TileVectors, do: Ref = None,
     ) -> None:  # fmt: skip
-        """Copy for every item its queries (and do), and the keys and values of its list.
+        """Copy the queries (and do) of every item, and the keys and values of its list.
 
-        What frees a slot never waits for a copy that comes later: keys j + 1 take the slot of keys
-        j - 1 or older ones, which are freed once keys j - 1 and values j - 2 are there.
+        There is no deadlock, because freeing a slot never waits for a later copy: keys j + 1 use
+        the slot of keys j - 1 or older, which are freed after keys j - 1 and values j - 2 arrive.
         """
         N, K, items = operands.query.shape[2], operands.key.shape[2], query_items(operands, blocks)
         staying: list[tuple[Ref, Ref]] = [(operands.query, self.q_tile)]
         staying += [] if do is None else [(do, self.do_tile)]
         stages, value_slots = self.k_tile.shape[0], self.v_tile.shape[0]
-        # the forward kernel frees the keys of a tile before the values of the tile before, so there
-        # keys are copied one tile ahead; it has two stages at least
+        # the forward kernel frees the keys of a tile before the values of the previous tile, so its
+        # keys are copied one tile ahead; it has at least two stages
         keys_lead = do is None
 
         def copy_item(
@@ -73,7 +73,7 @@ class QueryWalk(NamedTuple):
                 return at(lists.order, b, n, row, j)[...]
 
             def copy_keys(tile: Index, step: Index) -> None:
-                # a product, so that the compiler sees that tiles divide it
+                # a product, so that the compiler knows that the tile size divides it
                 start = tile * blocks.k
                 slot = slot_of(step, stages)
                 wait_from(stages, step, self.k_empty.at[slot])
@@ -108,8 +108,8 @@ class QueryWalk(NamedTuple):
                     pl.when(j + 1 < seen)(next_keys)
                 return step + 1, following
 
-            # the first keys are on their way before the queries' slot is free, which the last item
-            # holds until its last product with keys
+            # start the first keys before waiting for the queries' slot, which the previous item
+            # occupies until its last product with keys
             this = tile_of(jnp.int32(0))
             pl.when(seen > 0)(functools.partial(copy_keys, this, step))
             copy_queries()
@@ -120,7 +120,7 @@ class QueryWalk(NamedTuple):
 
 
 class KeyWalk(NamedTuple):
-    """The shared memory of a kernel whose items are tiles of keys."""
+    """Shared memory of a kernel whose items are tiles of keys."""
 
     k_tile: Ref  # [parts, rows, H]
     v_tile: Ref  # [parts, rows, Hv]
@@ -132,7 +132,7 @@ class KeyWalk(NamedTuple):
     k_empty: Ref
     q_full: Ref
     q_empty: Ref
-    both: Ref  # where the consumers meet, and the producer that has an `after`
+    both: Ref  # barrier of the consumers, and of a producer with `after`
     columns: Ref = None  # i32[stages * copied vectors, blocks.q]
 
     def produce(
@@ -140,13 +140,14 @@ class KeyWalk(NamedTuple):
         vectors: TileVectors, do: Ref, base: Ref, D: Ref, *,
         together: bool = False, after: AfterTile | None = None,
     ) -> None:  # fmt: skip
-        """Copy for every item its keys and values, and the query side of every tile of its lists.
+        """Copy the keys and values of every item, and the query side of every tile of its lists.
 
-        There is one list for every query head that reads the key head. `together`: the parts of the
-        keys share their barriers. `after` is called for every tile, once the tile that takes its
-        slot is on its way, or the item's last one: before the keys' slot is waited for, which
-        consumers free when they are done with all tiles. It arrives at `both`, where the consumers
-        meet in every tile and at the end of an item; for an item's first meeting this does.
+        Each query head that reads the key head has a list. `together`: the parts of the keys share
+        their barriers. `after` is called for every tile, after the copy of the tile that reuses its
+        slot has started, or that of the item's last tile. So it runs before the producer waits for
+        the keys' slot, which consumers free after all tiles. `after` arrives at `both`, where the
+        consumers meet in every tile and at the end of an item; this method arrives for the first
+        meeting of an item.
         """
         N, K, items = operands.query.shape[2], operands.key.shape[2], key_items(operands, blocks)
         G, stages = N // K, self.q_tile.shape[0]
@@ -197,7 +198,10 @@ class KeyWalk(NamedTuple):
                     if after is not None:
                         (oldest_n, oldest), *later = unfinished
                         finish(oldest_n, oldest, step - stages)
-                        unfinished = *later, (n, j)  # no tile, which memory says: see `each_tile`
+                        unfinished = (
+                            *later,
+                            (n, j),
+                        )  # not the tile, whose type would vary: see `each_tile`
                     return step + 1, unfinished
 
                 return lax.fori_loop(0, at(lists.seen, b, n, row)[...], copy_queries, carry)
@@ -212,5 +216,5 @@ class KeyWalk(NamedTuple):
 
 
 def wait_from(slots: int, step: Index, barrier: Ref) -> None:
-    """Wait for a slot to be free, once all have been used."""
+    """Wait until a slot is free, if all slots have been used."""
     pl.when(step >= slots)(lambda: plgpu.barrier_wait(barrier))

@@ -1,4 +1,4 @@
-"""Multiply tiles on the tensor cores (wgmma), or in the interpreter with `jnp.dot`."""
+"""Products of tiles on the tensor cores (wgmma), or with `jnp.dot` in the interpreter."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from transformer_jax.kernels.contract import Index, Problem
 from transformer_jax.kernels.nvidia.memory import HAS_JAX_11, Ref, f32, i32
 
 Sum = tuple[jax.Array, jax.Array | Ref, Ref]  # acc, a and b of acc + a @ b
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def opaque(slot: Index) -> Index:
-    """Hide from the compiler which slot this is."""
-    # wgmma takes a descriptor for every 16 columns of a tile. Those of a slot that stays would be
-    # kept in registers from step to step, up to 64 of them, and something else spilled. So they
-    # cost an addition each time instead
+    """Hide the index of a slot from the compiler."""
+    # wgmma needs a descriptor for every 16 columns of a tile. The compiler would keep the
+    # descriptors of a constant slot in registers, up to 64 of them, and spill other values. Hidden,
+    # they cost an addition each time instead
     return lax.optimization_barrier(jnp.asarray(slot, i32)) if HAS_JAX_11 else slot
 
 
 def product(a: Ref, b: Ref, after: Callable[[], None] = lambda: None) -> jax.Array:
-    """Return a @ b in float32; `after` runs once the tensor cores are busy with it."""
+    """Return a @ b in float32; `after` runs as soon as the tensor cores have started."""
 
     def multiply(acc: Ref) -> jax.Array:
         plgpu.wgmma(acc, a, b)
@@ -38,11 +38,11 @@ def product(a: Ref, b: Ref, after: Callable[[], None] = lambda: None) -> jax.Arr
 
 
 def add_products(problem: Problem, *sums: Sum) -> list[jax.Array]:
-    """Return acc + a @ b of every sum, in place on the device; `a` may be in registers."""
+    """Return acc + a @ b for every sum, in place on the device; `a` may be in registers."""
     # the interpreter has no `run_state`, and no wgmma from registers
     if problem.interpret:
         results = [acc + jnp.dot(a[...], b[...], preferred_element_type=f32) for acc, a, b in sums]
-        # the next copy into these slots comes after these plain reads
+        # orders these reads before the next copy into the slots
         plgpu.commit_smem()
         return results
 
@@ -58,24 +58,24 @@ def overlapped_products(
     scored: tuple[Ref, Ref],
     summed: Sum,
     after: Callable[[], None],
-    meanwhile: Callable[[jax.Array], Found],
-) -> tuple[jax.Array, Found]:
-    """Return acc + p @ v, and `meanwhile(q @ k)`, evaluated while the former is multiplied.
+    meanwhile: Callable[[jax.Array], Result],
+) -> tuple[jax.Array, Result]:
+    """Return acc + p @ v, and `meanwhile(q @ k)`, evaluated during the first product.
 
-    `after` runs once the tensor cores are busy with both products.
+    `after` runs as soon as the tensor cores have started both products.
     """
     (q, k), (acc, p, v) = scored, summed
     if problem.interpret:
         [acc] = add_products(problem, summed)
         return acc, meanwhile(product(q, k, after))
 
-    def multiply(raw_ref: Ref, acc_ref: Ref) -> tuple[jax.Array, Found]:
+    def multiply(raw_ref: Ref, acc_ref: Ref) -> tuple[jax.Array, Result]:
         acc_ref[...] = acc
         plgpu.wgmma(raw_ref, q, k)
         plgpu.wgmma(acc_ref, p, v)
         after()
-        found = meanwhile(plgpu.wgmma_accumulator_load(raw_ref, wait_n=1))
-        return acc_ref[...], found
+        out = meanwhile(plgpu.wgmma_accumulator_load(raw_ref, wait_n=1))
+        return acc_ref[...], out
 
     raw = plgpu.ACC((q.shape[0], k.shape[1]), f32)
     return pl.run_scoped(multiply, raw, plgpu.ACC((acc.shape[0], acc.shape[1]), f32))

@@ -1,4 +1,4 @@
-"""Run a kernel of persistent programs: items to programs, roles to warpgroups."""
+"""Persistent programs: assignment of items to programs and of roles to warpgroups."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from transformer_jax.kernels.nvidia.memory import i32
 from transformer_jax.kernels.nvidia.schedule import name_of
 from transformer_jax.kernels.sharding import vary
 
-PROGRAMS = HOPPER_PROCESSORS  # as many stay resident, where the chip is not known
+PROGRAMS = HOPPER_PROCESSORS  # number of resident programs on an unknown chip
 
 Carry = TypeVar("Carry")
 
 
 def most_programs(problem: Problem) -> int:
-    """Return how many programs a kernel has at most: one for each multiprocessor of the chip."""
+    """Return the maximum number of programs of a kernel: one for each multiprocessor."""
     return problem.processors or PROGRAMS
 
 
 def each_item(total: int, body: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
-    """Run `carry = body(item, carry)` for the items of this program, out of so many."""
-    # back and forth: items get lighter, so a program's first turn is heavy and its next one light
+    """Run `carry = body(item, carry)` for the items of this program, out of `total`."""
+    # back and forth: items get lighter, so the first turn of a program is heavy and its next light
     programs, program = lax.axis_size("program"), lax.axis_index("program")
 
     def position(turn: jax.Array) -> jax.Array:
@@ -52,16 +52,15 @@ def launch(
     auto_barriers: bool = True,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Return the kernel of a body, of consumers and a producer, as a function of arrays.
+    """Return a kernel with consumers and a producer as a function of arrays.
 
-    `auto_barriers`: the warps of a warpgroup meet before and after every store, and before every
-    copy into shared memory. Without them the kernel's own barriers must order everything.
+    With `auto_barriers`, the warps of a warpgroup meet before and after every store, and before
+    every copy into shared memory. Without them, the kernel's own barriers must order everything.
 
-    A warp that waits for a barrier may then lag the other three, but never by two of its phases,
-    which would look like none. All 128 threads arrive: the producer's for every copy, so a
-    slot is not read, and so not freed again, before its last warp has seen it free; a consumer's
-    for every slot that they free, so a slot is not filled again before the last warp has read it.
-
+    Then a warp that waits for a barrier may lag behind the other three, but never by two phases,
+    which would look like none. All 128 threads arrive: those of the producer for every copy, so a
+    slot is not read, and so not freed again, before its last warp has seen it free; those of a
+    consumer for every slot they free, so a slot is not refilled before its last warp has read it.
     """
     interpret = {"interpret": problem.interpret} if problem.interpret else {}
     kernel = plgpu.kernel(
@@ -75,12 +74,12 @@ def launch(
         **interpret,
         **options,
     )
-    # Mosaic GPU forgets that results vary over a mesh as the arguments do
+    # Mosaic GPU drops the information that results vary over a mesh like the arguments
     return lambda *arrays: vary(kernel(*arrays), like=arrays[:2])
 
 
 def compiler_params(auto_barriers: bool) -> plgpu.CompilerParams:
-    """Return how a kernel is compiled; a check on the device replaces this, and asks for all."""
+    """Return the compiler options; a check on the device replaces this to enable all barriers."""
     return plgpu.CompilerParams(
         approx_math=True,
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -91,9 +90,9 @@ def compiler_params(auto_barriers: bool) -> plgpu.CompilerParams:
 def specialise(
     consumers: int, produce: Callable[[], None], consume: Callable[[jax.Array], None]
 ) -> None:
-    """Let one warpgroup produce and the others consume."""
+    """Assign the roles: one warpgroup produces, the others consume."""
     warpgroup = lax.axis_index("warpgroup")
-    # how many registers a thread of a consumer and of the producer may hold
+    # register limits per thread of a consumer and of the producer
     limits = {1: None, 2: (240, 24), 3: (160, 32)}[consumers]
 
     @pl.when(warpgroup < consumers)

@@ -1,4 +1,4 @@
-"""Say what the kernels for the gradient of a bias sum, and where."""
+"""Tiles and sums of the kernels for the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformer_jax.kernels.nvidia.memory import i32
 
 
 def sum_shape(operands: Operands, blocks: Blocks) -> tuple[int, int, int, int]:
-    """Return the shape of what the kernel sums.
+    """Return the shape of the kernel's sum.
 
-    Along T or S a bias without that axis is summed in registers and then once more outside, over
-    the rows or columns of one tile; one without both keeps T.
+    If the bias lacks axis T or S, the kernel sums over tiles in registers, and the caller sums over
+    the rows or columns of the last tile. If it lacks both, the kernel keeps T.
     """
     assert operands.bias is not None
     T, S = operands.query.shape[1], operands.key.shape[1]
@@ -25,13 +25,13 @@ def sum_shape(operands: Operands, blocks: Blocks) -> tuple[int, int, int, int]:
 
 
 def visited(lists: TileLists) -> jax.Array:  # i32[B or 1, N or 1, query tiles, key tiles]
-    """Return 1 for the tiles that the lists name, else 0."""
-    *where, turn = jnp.indices(lists.order.shape, sparse=True)
-    named = (turn < lists.seen[..., None]).astype(i32)
-    return jnp.zeros(lists.order.shape, i32).at[*where, lists.order].max(named)
+    """Return 1 for listed tiles, else 0."""
+    *leading, turn = jnp.indices(lists.order.shape, sparse=True)
+    listed = (turn < lists.seen[..., None]).astype(i32)
+    return jnp.zeros(lists.order.shape, i32).at[*leading, lists.order].max(listed)
 
 
 def digits(index: jax.Array, sizes: Sequence[int]) -> Iterator[jax.Array]:
-    """Yield the index of an array of these sizes at a flat index."""
+    """Yield the index on each axis of an array of these sizes for a flat index."""
     for axis in range(len(sizes)):
         yield index // math.prod(sizes[axis + 1 :]) % sizes[axis]

@@ -1,7 +1,4 @@
-"""Lay out keys and values for decode kernels, divide lists into parts, and add up what parts leave.
-
-The decode kernels of Hopper and of Ampere have this in common.
-"""
+"""Code shared by the decode kernels of Hopper and Ampere: layout, parts of lists, sum of parts."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ Padded = TypeVar("Padded", jax.Array, jax.Array | None)
 
 
 def for_copies(operands: Operands, listed: int | None = None) -> Operands:
-    """Return the operands with keys and values as copies want them, which mostly they are.
+    """Pad keys and values for copies, if needed.
 
-    There are at least 64 of them, and a multiple of 8: past the end Hopper's copies read zeros, and
-    Ampere's begin earlier. Scales, which Hopper reads without copies, are as many as `listed` tiles
-    have keys; None: as keys. Pages are whole copies.
+    Copies need at least 64 keys, and a multiple of 8: past the end, Hopper's copies read zeros, and
+    Ampere's begin earlier. Hopper reads scales without copies, so it needs `listed` of them, the
+    number of keys in listed tiles; None: as many as keys. Pages need no padding.
     """
     if operands.pages is not None:
         return operands
@@ -47,13 +44,13 @@ def for_copies(operands: Operands, listed: int | None = None) -> Operands:
 
 
 def as_rows(operands: Operands) -> Operands:
-    """Return the operands with the queries of a key head as the 64 rows of one tile."""
+    """Pack the queries of a key head as the 64 rows of one tile."""
     T, N, K = *operands.query.shape[1:3], operands.key.shape[2]
     return PackedQueries(T, N // K, ROWS).operands(operands)
 
 
 def lists_of_key_heads(operands: Operands, lists: TileLists) -> TileLists:
-    """Return one list of tiles for each key head, where heads have lists of their own."""
+    """Return one tile list per key head, or the list that all heads share."""
     if lists.order.shape[1] == 1:
         return lists
     group = operands.query.shape[2] // operands.value.shape[2]
@@ -61,12 +58,12 @@ def lists_of_key_heads(operands: Operands, lists: TileLists) -> TileLists:
 
 
 def part_of(seen: jax.Array, part: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
-    """Return which tiles of a list are a part's: from the first to before the second number."""
+    """Return the half-open range of the tiles of a list that belong to a part."""
     return part * seen // parts, (part + 1) * seen // parts
 
 
 def place_of(operands: Operands, b: Index, k0: Index, width: int = ROWS) -> tuple[Index, Span]:
-    """Return where the keys from k0 on lie: the batch row or page, and which of its slots."""
+    """Return the location of the keys from k0 on: the batch row or page, and its slots."""
     if operands.pages is None:
         return b, pl.ds(k0, width)
     table: Ref = operands.pages
@@ -77,12 +74,12 @@ def place_of(operands: Operands, b: Index, k0: Index, width: int = ROWS) -> tupl
 
 
 def swizzle(x: jax.Array) -> int | None:
-    """Return how tiles of int8 are swizzled, so that some columns are whole parts of it."""
+    """Return the swizzle of int8 tiles, so that `columns_at_once` are whole parts of it."""
     return None if x.dtype != jnp.int8 else columns_at_once(x.shape[3])
 
 
 def columns_at_once(width: int) -> int:
-    """Return how many columns of a tile are in registers at a time: few, and whole parts of it."""
+    """Return the number of columns of a tile to load at a time: few, and a divisor of the width."""
     return next(columns for columns in (64, 32, 16) if width % columns == 0)
 
 
@@ -92,10 +89,10 @@ def merged(
     row_max: jax.Array,  # f32[B, K, parts, ROWS], in base 2
     total: jax.Array,  # f32[B, K, parts, ROWS]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return output, m and log l of the sums of all parts; the sink joins here."""
+    """Combine the sums of all parts and the sink into output, m and log l."""
     T, N, K = *operands.query.shape[1:3], operands.key.shape[2]
     packed = PackedQueries(T, N // K, ROWS)
-    # in the order of the parts, not in that in which programs finish: the same bits in every run
+    # in the order of the parts, not that in which programs finish, so every run has the same bits
     top = row_max.max(axis=2)
     weight = jnp.exp2(row_max - top[:, :, None])
     total = packed.unpacked((weight * total).sum(axis=2), OF_ROWS)  # f32[B, N, T]

@@ -1,4 +1,4 @@
-"""Lay out shared memory, and move numbers between it and registers."""
+"""Layouts of shared memory and registers, and moves between them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Ref = Any
 """A reference to memory or to barriers, or a part of one; Pallas has no public type for it."""
 
 Scratch = pl.MemoryRef | plgpu.Barrier
-"""The type of some memory of a kernel."""
+"""The type of a kernel's scratch memory or barriers."""
 Layout = Any
-"""How registers hold a tile; Pallas has no public type for it."""
+"""The register layout of a tile; Pallas has no public type for it."""
 Span = pl.Slice | slice
 Value = Any
-"""A value, or the context, of MLIR; Pallas passes types of its own."""
+"""An MLIR value or context; Pallas passes private types."""
 
 ROWS = 64  # rows of a tile that one warpgroup multiplies
-ROW, COLUMN = 0, 1  # the axis of a tile along which a vector lies
-WGMMA = plgpu.Layout.WGMMA  # how the registers of a warpgroup hold a tile of 64 rows
+ROW, COLUMN = 0, 1  # the axis of a tile along which a vector varies
+WGMMA = plgpu.Layout.WGMMA  # register layout of a warpgroup for a tile of 64 rows
 
 HAS_JAX_11 = hasattr(plgpu, "InterpretGPUParams")
-HAS_INTERPRETER = hasattr(plgpu, "store")  # that of jax 0.12; the one of jax 0.11 fails here
+HAS_INTERPRETER = hasattr(plgpu, "store")  # of jax 0.12; that of jax 0.11 fails on these kernels
 
 f32 = jnp.float32
 i32 = jnp.int32
@@ -39,50 +39,50 @@ i32 = jnp.int32
 def tile_slots(
     slots: int | None, rows: int, width: int, dtype: DTypeLike, swizzle: int | None = None
 ) -> Scratch:
-    """Return the type of slots in shared memory, laid out as wgmma and TMA want them; None: one."""
+    """Return the type of slots (None: one tile) in shared memory, laid out for wgmma and TMA."""
     size = jnp.dtype(dtype).itemsize
     swizzle = swizzle or swizzle_of(size, width)
     tiling = plgpu.TilingTransform((8, swizzle // size))
-    # 16 bytes are the order of memory itself: no transform says so
+    # a swizzle of 16 bytes is the plain order, which has no transform
     swizzled = (plgpu.SwizzleTransform(swizzle),) if swizzle > 16 else ()
     shape = (rows, width) if slots is None else (slots, rows, width)
     return plgpu.SMEM(shape, dtype, transforms=(tiling, *swizzled))
 
 
 def swizzle_of(size: int, *widths: int) -> int:
-    """Return the most bytes of a row that may lie together, for numbers of a size in bytes.
+    """Return the widest swizzle, in bytes, that divides rows of all widths.
 
-    Each of the widths, of a tile or of an array that it is a part of, consists of such parts.
+    `size` is the bytes per element; widths are those of a tile and of the array that contains it.
     """
     return next(s for s in (128, 64, 32) if all(width * size % s == 0 for width in widths))
 
 
 def at(ref: Ref, *index: Index | Span) -> Ref:
-    """Return `ref.at[index]`, where an axis of size 1 is shared."""
+    """Return `ref.at[index]`, with index 0 on axes of size 1."""
     return ref.at[tuple(0 if size == 1 else i for size, i in zip(ref.shape, index, strict=True))]
 
 
 def slot_of(step: Index, slots: int) -> jax.Array:
-    """Return which slot a step uses; i32 also where Python's integers are taken for i64."""
+    """Return the slot of a step, as i32 even if x64 is enabled."""
     return lax.rem(step, i32(slots))
 
 
 def load(ref: Ref, layout: Layout) -> jax.Array:
-    """Load registers in a layout, straight from global memory where `ref` is there."""
+    """Load registers in a layout; `ref` may be in global memory."""
     index = () if HAS_JAX_11 else ((),)
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 def load_along(ref: Ref, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Load a vector along one axis of a tile, repeated over the other."""
+    """Load a vector along one axis of a tile, broadcast over the other."""
     vector = load(ref, WGMMA.reduce(1 - axis))
     return lax.broadcast_in_dim(vector, shape, [axis])
 
 
 def fence(problem: Problem) -> None:
-    """Order a thread's own reads and writes of shared memory before later copies and products."""
-    # `commit_smem` also makes all warps wait for each other. Here an arrival at a barrier must
-    # follow, for which the copies and products wait; the interpreter has no such fence
+    """Order a thread's reads and writes of shared memory before later copies and products."""
+    # `commit_smem` also synchronises all warps. With this fence alone, an arrival at a barrier must
+    # follow, for which the copies and products wait. The interpreter has no such fence
     if problem.interpret or not HAS_JAX_11:
         plgpu.commit_smem()
         return
@@ -95,11 +95,11 @@ def fence(problem: Problem) -> None:
 
 
 def across(rows: jax.Array, like: jax.Array) -> jax.Array:
-    """Repeat a value per row over the columns of a tile."""
+    """Broadcast a value per row over the columns of a tile."""
     return lax.broadcast_in_dim(rows, like.shape, [0])
 
 
 def filled(shape: tuple[int, ...], value: float) -> jax.Array:
-    """Return registers of one value, for rows or for a tile."""
+    """Return registers with a constant value, for rows or for a tile."""
     layout = WGMMA if len(shape) == 2 else WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, f32), layout)

@@ -1,4 +1,4 @@
-"""Share the work out: rows of tiles to items, tiles to steps."""
+"""Schedule of the work: rows of tiles to items, tiles to steps."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from jax import lax
 from transformer_jax.kernels.contract import Blocks, Index, Operands, TileLists
 from transformer_jax.kernels.nvidia.memory import at, i32
 
-TURNS = 4  # parts of keys that a program takes, about: so many that rows of all lengths share well
-LEVELS = 8  # of how heavy an item is; few keep heads together, many share the work out evenly
+TURNS = 4  # approximate parts of keys per program: enough to balance rows of all lengths
+LEVELS = 8  # of the weight of an item: few keep heads together, many balance the work
 
 Carry = TypeVar("Carry")
 
 
 def prepare(lists: TileLists) -> TileLists:
-    """Return tile lists with the order of their rows, those of most tiles first.
-
-    What is known when tracing is made of constants, else it takes comparisons, and no sort.
-    """
-    # heavy rows first, so that the programs share the work evenly; constants where known
+    """Add the order of rows to tile lists: rows with the most tiles first."""
+    # heavy rows first, so that the work is balanced; constants if the lists are concrete
     if not isinstance(lists.seen, jax.core.Tracer):
         order = np.argsort(-np.asarray(lists.seen), axis=-1, kind="stable")
         return lists._replace(rows=jnp.asarray(order, i32))
-    # comparisons instead of a sort, which is a dozen kernels of its own on a GPU
+    # comparisons instead of a sort, which takes a dozen kernels on a GPU
     this, other = lists.seen[..., :, None], lists.seen[..., None, :]
     index = jnp.arange(lists.seen.shape[-1], dtype=i32)[None, None, None]
     down = index.swapaxes(-1, -2)
@@ -39,7 +36,7 @@ def prepare(lists: TileLists) -> TileLists:
 
 
 class Items(NamedTuple):
-    """The items of a kernel: every row of tiles of every batch row and head."""
+    """Items of a kernel: every row of tiles of every batch row and head."""
 
     batch: int
     heads: int
@@ -54,20 +51,20 @@ class Items(NamedTuple):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return batch row, head and row of an item, roughly the heaviest first.
 
-        Rows are taken in `LEVELS` parts of each list's own order. Within a part heads follow one
-        another, so that programs which run together read few heads, which the cache holds. Of a
-        `group` of heads the list of the first one counts.
+        Each list's order of rows is divided into `LEVELS` parts. Within a part, items are sorted by
+        head, so that concurrent programs read few heads, which fit the cache. A `group` of heads
+        uses the list of its first head.
         """
         b, head, turn = self.turn(item)
         return b, head, at(lists.rows, b, head * group, turn)[...]
 
     def turn(self, item: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return batch row and head of an item, and the place of its row in its list's order."""
+        """Return batch row and head of an item, and the place of its row in the list's order."""
         part = -(-self.rows // LEVELS)
         level, rest = (f(item, i32(self.batch * self.heads * part)) for f in (lax.div, lax.rem))
         here = i32(part) if self.rows % part == 0 else jnp.minimum(part, self.rows - level * part)
-        owner, turn = lax.div(rest, here), level * part + lax.rem(rest, here)
-        return owner // self.heads, owner % self.heads, turn
+        list_index, turn = lax.div(rest, here), level * part + lax.rem(rest, here)
+        return list_index // self.heads, list_index % self.heads, turn
 
 
 def query_items(operands: Operands, blocks: Blocks) -> Items:
@@ -83,9 +80,9 @@ def key_items(operands: Operands, blocks: Blocks) -> Items:
 
 
 def key_parts(heads: int, tiles: int, programs: int) -> int:
-    """Return into how many parts the keys of each batch row and key head are divided.
+    """Return the number of parts of the keys of each batch row and key head.
 
-    The last turn of the programs is then as full as it can be.
+    It maximises the share of programs that have work in the last turn.
     """
 
     def filled(parts: int) -> float:
@@ -103,14 +100,14 @@ def item_index(item: jax.Array, heads: int, rows: int) -> tuple[jax.Array, jax.A
 
 def each_tile(full: Index, seen: Index, body: Callable[..., Carry], carry: Carry) -> Carry:
     """Run `carry = body(j, carry, partial)` for the tiles of a list, full ones first."""
-    # both loops count from 0: what is read of memory varies over a mesh, what is computed of it
-    # does not, and a loop's counter must stay of one type
+    # both loops count from 0: values read from memory vary over a mesh, values computed from them
+    # do not, and the counter of a loop must not change its type
     carry = lax.fori_loop(0, full, functools.partial(body, partial=False), carry)
     partial = functools.partial(body, partial=True)
     return lax.fori_loop(0, seen - full, lambda j, carry: partial(full + j, carry), carry)
 
 
 def name_of(body: Callable[..., None]) -> str:
-    """Return the name of a kernel, which profilers and compilers print."""
+    """Return the name of a kernel for profilers and compilers."""
     body = body.func if isinstance(body, functools.partial) else body
     return f"attention_{body.__name__.strip('_')}"

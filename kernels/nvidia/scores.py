@@ -1,4 +1,4 @@
-"""Compute the scores of a tile: softcap, bias, slopes, mask and dropout."""
+"""Scores of a tile: softcap, bias, slopes, mask and dropout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from transformer_jax.kernels.contract import LOWEST, Index, Operands, Problem, Saved, out_dtype
+from transformer_jax.kernels.contract import (
+    LOWEST,
+    Index,
+    Operands,
+    Problem,
+    Residuals,
+    out_dtype,
+)
 from transformer_jax.kernels.dropout import mix, threshold
 from transformer_jax.kernels.nvidia.memory import (
     COLUMN,
@@ -31,8 +38,8 @@ from transformer_jax.kernels.nvidia.memory import (
     load_along,
 )
 
-COPIED = 4  # vectors of a mask that are copied with a tile; more are read of memory, one by one
-HARDWARE_TANH = 64.0  # the highest softcap whose tanh is the hardware's
+COPIED = 4  # the most vectors of a mask that are copied with a tile; others are read from memory
+HARDWARE_TANH = 64.0  # the highest softcap that uses the hardware's tanh
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
@@ -42,31 +49,31 @@ Differentiate = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class TilePosition(NamedTuple):
-    """The place of a tile, with the mask's vectors of its rows and columns; None if not read."""
+    """Position of a tile, with the mask's vectors of its rows and columns; None if not read."""
 
     b: Index
     n: Index
     q0: Index  # the first query
     k0: Index  # the first key
     rows: tuple[jax.Array | None, ...] = ()  # i32[rows], in registers
-    columns: tuple[Ref | None, ...] = ()  # to i32[columns], in shared memory where copied
-    slopes: jax.Array | None = None  # f32[rows] of ALiBi, where rows are of several heads
+    columns: tuple[Ref | None, ...] = ()  # to i32[columns], in shared memory if copied
+    slopes: jax.Array | None = None  # f32[rows] of ALiBi, if rows belong to several heads
 
 
 class TileRows(NamedTuple):
-    """The rows that a warpgroup keeps for all tiles of a list: queries, or keys for dk and dv."""
+    """Rows that a warpgroup keeps for all tiles of a list: queries, or keys for dk and dv."""
 
     b: Index
     head: Index  # of queries, or of keys
     start: Index  # the first query or key
     vectors: tuple[jax.Array | None, ...]  # of the mask
-    row: Index = 0  # of tiles, where a list has one for each
-    base: Any = None  # f32[ROWS], of queries in a backward kernel
-    D: Any = None  # f32[ROWS], likewise
+    row: Index = 0  # the row of tiles in the lists
+    base: Any = None  # f32[ROWS], for queries in a backward kernel
+    D: Any = None  # f32[ROWS], for queries in a backward kernel
 
 
 def is_linear(problem: Problem, operands: Operands) -> bool:
-    """Return whether a score is its product times a positive number: one fma before exp2."""
+    """Whether a score is the product times a positive number: one fma before exp2."""
     return (
         problem.softcap is None
         and operands.bias is None
@@ -76,7 +83,7 @@ def is_linear(problem: Problem, operands: Operands) -> bool:
 
 
 def score_unit(problem: Problem, operands: Operands) -> float:
-    """Return the factor that takes what `scores` returns to base 2."""
+    """Return the factor that converts the result of `scores` to base 2."""
     return problem.scale * LOG2E if is_linear(problem, operands) else 1.0
 
 
@@ -84,11 +91,11 @@ def scores(
     problem: Problem,
     operands: Operands,  # references to memory
     raw: jax.Array,  # [rows, columns], q . k
-    where: TilePosition,
-    q_axis: int,  # which axis of the tile is queries
+    position: TilePosition,
+    q_axis: int,  # the axis of the tile's queries
     partial: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the scores over `score_unit`, and softcap's tanh."""
+    """Return the scores divided by `score_unit`, and the tanh of softcap."""
     s, tanh = raw, None
     if problem.softcap is not None:
         tanh = _softcap_tanh(problem.scale, problem.softcap, raw, operands.query.dtype)
@@ -96,36 +103,37 @@ def scores(
     elif not is_linear(problem, operands):
         s = raw * (problem.scale * LOG2E)
     if operands.bias is not None:
-        bias = _load_pairs(operands.bias, where, raw.shape, q_axis).astype(f32)
-        # the lowest finite number, which some write for a mask, stays finite
+        bias = _load_pairs(operands.bias, position, raw.shape, q_axis).astype(f32)
+        # the lowest finite number, which some callers use as a mask, must stay finite
         s = s + jnp.where(bias == -jnp.inf, -jnp.inf, jnp.maximum(bias * LOG2E, LOWEST))
     if operands.slopes is not None:
-        s = s - distance(where, raw.shape) * (_slope(operands, where, raw) * LOG2E)
-    # a full tile has no pair to hide: its kernel code evaluates no mask
+        s = s - distance(position, raw.shape) * (_slope(operands, position, raw) * LOG2E)
+    # the code for full tiles evaluates no mask
     if partial and problem.visible is not None:
-        s = jnp.where(visible_pairs(problem, operands, where, raw.shape, q_axis), s, -jnp.inf)
+        s = jnp.where(visible_pairs(problem, operands, position, raw.shape, q_axis), s, -jnp.inf)
     return s, tanh
 
 
 def _softcap_tanh(scale: float, softcap: float, raw: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return tanh(scale raw / softcap), for inputs in bfloat16 by the hardware's instruction.
+    """Return tanh(scale raw / softcap), with the hardware's instruction for bfloat16 inputs.
 
-    That is `tanh.approx.f32` (PTX ISA), which errs by 2^-11 of its result at most, and so a score s
-    by |s| 2^-11, and its weight by as much of itself: 0.1 % at s = 2, 1 % at 20, 2.4 % at 50.
-    Rounding q and k to bfloat16 errs by 2^-8 each: scores of standard deviation 1, H 128, by 0.0023
-    (root mean square), where this tanh errs by less than 0.0005; softcaps of 20 to 50 hardly change
-    that. Only where most weight is on scores far beyond the cap, which keeps errors of q and k from
-    them, this one is larger: an output errs by up to 1 % (softcap 20) to 2 % (50), while
-    rounding the inputs costs it 0.4 %.
-    float16 rounds by 2^-11, scores by 0.0003. There this error would be the larger one everywhere,
-    so float16 keeps the exact form, as do softcaps whose scores could err by more than 1/32.
+    The instruction is `tanh.approx.f32` (PTX ISA) with a relative error of at most 2^-11. A score s
+    is off by at most |s| 2^-11, and its weight by the same relative error: 0.1 % at s = 2, 1 % at
+    20, 2.4 % at 50. Rounding q and k to bfloat16 has a relative error of 2^-8 each: for scores of
+    standard deviation 1 and H 128, it changes scores by 0.0023 (root mean square), and this tanh by
+    less than 0.0005; softcaps of 20 to 50 hardly change that. The error of tanh is larger only if
+    most weight is on scores far beyond the cap, where errors of q and k have no effect: it changes
+    an output by up to 1 % (softcap 20) to 2 % (50), rounding the inputs by 0.4 %.
+
+    float16 rounds by 2^-11, which changes scores by 0.0003. There the error of tanh would dominate,
+    so float16 uses the exact form, as do softcaps whose scores could be off by more than 1/32.
     """
     if dtype == jnp.bfloat16 and softcap <= HARDWARE_TANH:
         return _hardware_tanh(raw * (scale / softcap))
-    # the 22 bits of exp2 and rsqrt, which is one instruction
+    # exp2 and rsqrt have 22 bits, and rsqrt is one instruction
     grown = 1.0 + jnp.exp2(raw * (2 * LOG2E * scale / softcap))
     tanh = 1.0 - 2.0 * lax.rsqrt(grown * grown)
-    # so large a multiple of a rounding counts: take the series where x is small
+    # a large softcap multiplies the rounding error, so use the series for small x
     if softcap > 256:
         x = raw * (scale / softcap)
         square = x * x
@@ -135,49 +143,50 @@ def _softcap_tanh(scale: float, softcap: float, raw: jax.Array, dtype: DTypeLike
 
 
 def _hardware_tanh(x: jax.Array) -> jax.Array:
-    """Return tanh: `approx_math` of `schedule.launch` makes one instruction of it."""
+    """Return tanh, which `approx_math` of `launch` compiles to one instruction."""
     return jnp.tanh(x)
 
 
-def distance(where: TilePosition, shape: Shape) -> jax.Array:
+def distance(position: TilePosition, shape: Shape) -> jax.Array:
     """Return |q position - k position|."""
-    assert where.rows[0] is not None
-    rows = lax.broadcast_in_dim(where.rows[0], shape, [ROW])
-    return jnp.abs((rows - load_along(where.columns[0], shape, COLUMN)).astype(f32))
+    assert position.rows[0] is not None
+    rows = lax.broadcast_in_dim(position.rows[0], shape, [ROW])
+    return jnp.abs((rows - load_along(position.columns[0], shape, COLUMN)).astype(f32))
 
 
-def _slope(operands: Operands, where: TilePosition, like: jax.Array) -> jax.Array:
-    """Return the slope of the tile's head, or those of the heads of its rows."""
-    if where.slopes is None:
-        return at(operands.slopes, where.b, where.n)[...]
-    return across(where.slopes, like)
+def _slope(operands: Operands, position: TilePosition, like: jax.Array) -> jax.Array:
+    """Return the slope of the tile's head, or the slopes of its rows."""
+    if position.slopes is None:
+        return at(operands.slopes, position.b, position.n)[...]
+    return across(position.slopes, like)
 
 
 def probabilities(
     problem: Problem,
     operands: Operands,  # references to memory
     raw: jax.Array,  # [rows, columns], q . k
-    base: jax.Array,  # [rows, columns]: what p = 2^(s - base) subtracts
-    where: TilePosition,
+    base: jax.Array,  # [rows, columns], subtracted in p = 2^(s - base)
+    position: TilePosition,
     q_axis: int,
     partial: bool,
 ) -> tuple[jax.Array, Differentiate]:
-    """Return p f of a tile for the backward pass, and the function that goes on to ds and du."""
-    found = weights(problem, operands, raw, base, where, q_axis, partial)
+    """Return p f of a tile for the backward pass, and a function that returns ds and du."""
+    tile_weights = weights(problem, operands, raw, base, position, q_axis, partial)
 
     def differentiate(dp: jax.Array, D: jax.Array) -> tuple[jax.Array, jax.Array]:
-        ds, du = (score_gradient(problem, x, dp, D, partial) for x in (found.weight, found.capped))
+        both = tile_weights.weight, tile_weights.capped
+        ds, du = (score_gradient(problem, x, dp, D, partial) for x in both)
         return ds, du
 
-    return found.dropped, differentiate
+    return tile_weights.dropped, differentiate
 
 
 def divided(
     problem: Problem, operands: Operands, b: Index, n: Index, acc: jax.Array, row_max: jax.Array,
     total: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Return the output, m, l and which rows saw a key, of sums over all keys; the sink joins."""
-    # a row that saw no key keeps zeros, whatever its sink is
+    """Add the sink to sums over all keys; return output, m, l and which rows saw a key."""
+    # a row that saw no key is zero, even with a sink
     live = total != 0
     shrink = filled(total.shape, 1)
     if operands.sinks is not None:
@@ -190,33 +199,33 @@ def divided(
     return out, row_max, total, live
 
 
-def base_of(saved: Saved) -> jax.Array:  # f32[B, N, T]
-    """Return what p = 2^(s - base) subtracts."""
+def base_of(saved: Residuals) -> jax.Array:  # f32[B, N, T]
+    """Return the base that p = 2^(s - base) subtracts."""
     return (saved.row_max + saved.log_sum) * LOG2E
 
 
 class Weights(NamedTuple):
-    """The weights that the backward pass computes from a tile's scores.
+    """Weights of a tile in the backward pass.
 
-    What dropout leaves out is negative, and what is not visible 0, as exp2(-inf) is.
+    Weights dropped by dropout are negative. Weights of hidden pairs are 0, as exp2(-inf).
     """
 
-    dropped: jax.Array  # p f, without what dropout leaves out
+    dropped: jax.Array  # p f, after dropout
     weight: jax.Array  # for ds
     capped: jax.Array  # for du: times the derivative of softcap
 
 
 def weights(
-    problem: Problem, operands: Operands, raw: jax.Array, base: jax.Array, where: TilePosition,
+    problem: Problem, operands: Operands, raw: jax.Array, base: jax.Array, position: TilePosition,
     q_axis: int, partial: bool,
 ) -> Weights:  # fmt: skip
-    """Return the weights of a tile; the arguments are those of `probabilities`."""
-    s, tanh = scores(problem, operands, raw, where, q_axis, partial)
+    """Return the weights of a tile; takes the arguments of `probabilities`."""
+    s, tanh = scores(problem, operands, raw, position, q_axis, partial)
     weight = dropped = jnp.exp2(s * score_unit(problem, operands) - base)
     grow = 1 / (1 - problem.dropout_rate)
-    # a sign marks what dropout leaves out: one number for each pair lives until the gradient
+    # the sign marks dropped weights, so only one number per pair is kept for the gradient
     if problem.dropout_rate:
-        keep = kept(problem, operands, where, weight.shape, q_axis)
+        keep = kept(problem, operands, position, weight.shape, q_axis)
         weight = jnp.where(keep, weight, -weight)
         dropped = jnp.maximum(weight, 0) * grow
     capped = weight if tanh is None else weight * (1 - tanh * tanh)
@@ -229,7 +238,7 @@ def weights(
 def score_gradient(
     problem: Problem, weight: jax.Array, dp: jax.Array, D: jax.Array, partial: bool
 ) -> jax.Array:
-    """Return ds of a tile from its weight, or du from the capped one."""
+    """Return ds of a tile from `Weights.weight`, or du from `Weights.capped`."""
     grow = 1 / (1 - problem.dropout_rate)
     d = jnp.where(weight < 0, 0, dp * grow) if problem.dropout_rate else dp
     ds = (jnp.abs(weight) if problem.dropout_rate else weight) * (d - D)
@@ -241,23 +250,23 @@ def score_gradient(
 
 
 def visible_pairs(
-    problem: Problem, operands: Operands, where: TilePosition, shape: Shape, q_axis: int
+    problem: Problem, operands: Operands, position: TilePosition, shape: Shape, q_axis: int
 ) -> jax.Array:  # bool of the shape
     """Evaluate the mask on a tile."""
-    rows = [x if x is None else lax.broadcast_in_dim(x, shape, [ROW]) for x in where.rows]
-    columns = [x if x is None else load_along(x, shape, COLUMN) for x in where.columns]
+    rows = [x if x is None else lax.broadcast_in_dim(x, shape, [ROW]) for x in position.rows]
+    columns = [x if x is None else load_along(x, shape, COLUMN) for x in position.columns]
     queries, keys = (rows, columns) if q_axis == ROW else (columns, rows)
     if operands.pairs is not None:
-        keys.append(_load_pairs(operands.pairs, where, shape, q_axis).astype(i32))
+        keys.append(_load_pairs(operands.pairs, position, shape, q_axis).astype(i32))
     assert problem.visible is not None
     return problem.visible(queries, keys)
 
 
 class TileVectors:
-    """The mask's vectors next to a tile.
+    """The mask's vectors of a tile.
 
-    Those of its rows are loaded once for all tiles of the row, those of its columns are copied into
-    shared memory with the tile.
+    The vectors of its rows are loaded once for all tiles of the row; those of its columns are
+    copied into shared memory with the tile.
     """
 
     def __init__(
@@ -266,28 +275,28 @@ class TileVectors:
         queries, keys = operands.q_vectors, operands.k_vectors
         self._problem = problem
         self.rows, self.columns = (queries, keys) if q_axis == ROW else (keys, queries)
-        # some tile reads the positions for slopes, and for the mask what its program names
+        # slopes read the positions, and the mask reads the vectors of its program
         read = {side: {0} if operands.slopes is not None else set() for side in ("q", "k")}
         if problem.visible is not None:
-            read = {side: found | problem.visible.reads(side) for side, found in read.items()}
+            read = {side: some | problem.visible.reads(side) for side, some in read.items()}
         needed = read["q"], read["k"]
         self._rows, self._columns = needed if q_axis == ROW else needed[::-1]
         self.copied = sorted(self._columns)[: COPIED * copies]
         self._every_tile = operands.slopes is not None
 
     def slots(self, count: int, width: int) -> dict[str, Scratch]:
-        """Return the type of shared memory for `count` tiles in flight, if any."""
+        """Return the shared memory type for `count` tiles in flight, if vectors are copied."""
         rows = count * len(self.copied)
         return {"columns": plgpu.SMEM((rows, width), i32)} if rows else {}
 
     def copy(self, columns: Ref, slot: Index, barrier: Ref, b: Index, start: Index) -> None:
-        """Start the copies for a tile; each, `len(copied)` of them, arrives at the barrier."""
+        """Start the copies for a tile; each of the `len(copied)` copies arrives at the barrier."""
         for i, index in enumerate(self.copied):
             source = at(self.columns[index], b, pl.ds(start, columns.shape[1]))
             plgpu.copy_gmem_to_smem(source, columns.at[slot * len(self.copied) + i], barrier)
 
     def of_rows(self, b: Index, start: Index) -> tuple[jax.Array | None, ...]:
-        """Load those of a warpgroup's rows into registers."""
+        """Load the vectors of a warpgroup's rows into registers."""
         return tuple(
             load(at(vector, b, pl.ds(start, ROWS)), WGMMA.reduce(1)) if i in self._rows else None
             for i, vector in enumerate(self.rows)
@@ -296,20 +305,20 @@ class TileVectors:
     def of_columns(
         self, columns: Ref, slot: Index, b: Index, start: Index, width: int
     ) -> tuple[Ref | None, ...]:
-        """Return references to those of a tile's columns."""
-        found: list[Ref | None] = [None] * len(self.columns)
+        """Return references to the vectors of a tile's columns."""
+        refs: list[Ref | None] = [None] * len(self.columns)
         for index in self._columns - {*self.copied}:
-            found[index] = at(self.columns[index], b, pl.ds(start, width))
+            refs[index] = at(self.columns[index], b, pl.ds(start, width))
         for i, index in enumerate(self.copied):
-            found[index] = columns.at[slot * len(self.copied) + i]
-        return tuple(found)
+            refs[index] = columns.at[slot * len(self.copied) + i]
+        return tuple(refs)
 
     def late(self, partial: bool) -> bool:
-        """Return whether a tile's scores read what was copied, so that its slot is freed after."""
+        """Whether a tile's scores read copied vectors, so that its slot is freed after them."""
         return bool(self.copied) and (partial or self._every_tile)
 
     def release(self, barrier: Ref, partial: bool) -> None:
-        """Let the producer have a tile's slot, whose next copy comes after plain reads of it."""
+        """Release a tile's slot to the producer, after this thread's reads of it."""
         if self.late(partial):
             fence(self._problem)
         plgpu.barrier_arrive(barrier)
@@ -326,12 +335,12 @@ def queries_as_columns(operands: Operands) -> Operands:
     )
 
 
-def _load_pairs(array: Ref, where: TilePosition, shape: Shape, q_axis: int) -> jax.Array:
+def _load_pairs(array: Ref, position: TilePosition, shape: Shape, q_axis: int) -> jax.Array:
     """Load a tile of an array of pairs, [B or 1, N or 1, T or 1, S or 1].
 
     With queries as columns the array is [B or 1, N or 1, S or 1, T or 1].
     """
-    b, n, q0, k0 = where[:4]
+    b, n, q0, k0 = position[:4]
     starts = (q0, k0) if q_axis == ROW else (k0, q0)
     has_rows, has_columns = (size > 1 for size in array.shape[2:])
     rows = pl.ds(starts[0], shape[0]) if has_rows else 0
@@ -345,10 +354,10 @@ def _load_pairs(array: Ref, where: TilePosition, shape: Shape, q_axis: int) -> j
 
 
 def kept(
-    problem: Problem, operands: Operands, where: TilePosition, shape: Shape, q_axis: int
+    problem: Problem, operands: Operands, position: TilePosition, shape: Shape, q_axis: int
 ) -> jax.Array:
     """Return `dropout.keep` of a tile, mixing each row and column once."""
-    b, n, q0, k0 = where[:4]
+    b, n, q0, k0 = position[:4]
 
     def indices(start: Index, axis: int) -> jax.Array:
         layout = WGMMA.reduce(1 - axis)

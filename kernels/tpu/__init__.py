@@ -1,12 +1,12 @@
 """Flash attention on a TPU: Pallas kernels for Mosaic, after FlashAttention-2 (Dao 2023).
 
-The scores of a tile are held as [keys, queries]. Then what belongs to a query (m, l, D, positions)
-is a row along the lanes, as in memory, sums over keys add whole registers, and the products onto
-keys need no transpose; what is summed onto queries is held as [H, queries] and transposed once.
+The scores of a tile have the layout [keys, queries]. So values of a query (m, l, D, positions) are
+a row along the lanes, as in memory, sums over keys add whole registers, and the products onto keys
+need no transpose. Sums onto queries have the layout [H, queries] and are transposed once.
 
-    visits     the lists of tiles, one after the other
-    grid       the walk over them
-    inputs     the arrays that kernels read
+    visits     the tile lists, flattened
+    grid       the iteration over them
+    inputs     the input arrays of kernels
     scores     the arithmetic of a tile
     forward, decode, backward, backward_single_pass    the kernels
 """
@@ -27,16 +27,16 @@ from transformer_jax.kernels.tpu.visits import prepare
 
 
 def refuse(
-    where: Target,
+    target: Target,
     nondeterministic: bool,
     query: Shaped,  # [B, T, N, H]: arrays, or structs of their shape and dtype
     key: Shaped,  # [B, S, K, H]
     value: Shaped,  # [B, S, K, Hv]
 ) -> str | None:
-    """Return why these arrays can't be done here, or None."""
+    """Return the reason why these arrays are not supported, or None."""
     dtypes = [jnp.dtype(x.dtype).name for x in (query, key, value)]
     if len(set(dtypes)) > 1 or dtypes[0] not in ("float32", "bfloat16"):
-        return f"dtypes {', '.join(dtypes)}: must be float32 or bfloat16, and the same"
+        return f"dtypes {', '.join(dtypes)}: must be equal, and float32 or bfloat16"
     for name, size in (("H", query.shape[-1]), ("Hv", value.shape[-1])):
         if size % 8 or not 0 < size <= 512:
             return f"{name} {size}: must be a multiple of 8 up to 512"

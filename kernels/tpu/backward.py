@@ -1,4 +1,4 @@
-"""Compute the backward pass in three kernels: dq, dk and dv, and the gradient of a bias."""
+"""The backward kernels: one for dq, one for dk and dv, one for the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer_jax.kernels.contract import (
     Blocks,
     Operands,
     Problem,
-    Saved,
+    Residuals,
     TileLists,
     learns_slopes,
     tile_lists,
@@ -31,12 +31,12 @@ from transformer_jax.kernels.tpu.scores import distances, dot, score_gradients
 
 
 class QuerySums(NamedTuple):
-    """The sums of dq, and of the rows of learned slopes' gradient, over a row of tiles."""
+    """Sums over a row of tiles: dq, and the rows of the learned slopes' gradient."""
 
     problem: Problem
     step: GridStep
     x: TileInputs
-    results: tuple[Ref, Sequence[Ref]]  # dq, and the rows of slopes, or none
+    results: tuple[Ref, Sequence[Ref]]  # dq, and the rows of slopes or an empty sequence
     sums: tuple[Ref, Sequence[Ref]]  # the same in float32
 
     def begin(self) -> None:
@@ -48,7 +48,7 @@ class QuerySums(NamedTuple):
             clear(acc, *slopes)
 
     def add(self, ds: jax.Array, du: jax.Array) -> None:
-        """Add the part of a tile."""
+        """Add the terms of a tile."""
         acc, slopes = self.sums
         acc[...] += dot(self.x.key[...], du, 0, 0)
         for rows in slopes:
@@ -66,7 +66,7 @@ class QuerySums(NamedTuple):
 
 
 def backward_dq(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, jax.Array | None]:  # [B, T, N, H], f32[B, N, T]
     """Return dq, and with learned slopes the rows -sum_j ds_ij |q_i - k_j|."""
     B, T, N, H = operands.query.shape
@@ -97,7 +97,7 @@ def backward_dq(
 
 
 def backward_dkdv(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
     """Return dk and dv, summed over the query heads that read a key head."""
     B, S, K, H = operands.key.shape
@@ -130,7 +130,7 @@ def backward_dkdv(
 
 
 def backward_bias(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:  # f32, of the shape of the bias
     """Return ds, summed over the axes where the bias has size 1."""
     assert operands.bias is not None
@@ -155,7 +155,7 @@ def backward_bias(
         step.visit(tile)
 
     args = "attention_bias", kernel, problem, operands, saved
-    # a sum over keys is a row of queries, so the walk is by queries; and the other way round
+    # a sum over keys is a row of queries, so iterate over queries, and vice versa
     if bias[3] == 1:
         (rows,) = by_queries(
             *args, lists, blocks, writes=[("query row", (B, N, 1, T), jnp.float32)]

@@ -1,7 +1,7 @@
-"""Compute dq, dk and dv in one kernel of five products, each sum in a fixed order.
+"""The single-pass backward kernel: dq, dk and dv with five products, summed in a fixed order.
 
-The grid of a TPU runs in order. So a walk by queries ends each row of dq in turn, while the sums of
-dk and dv, of all keys of one key head, stay in VMEM until all its query heads are done.
+The grid of a TPU runs in order. So iterating over queries finishes the rows of dq one by one, while
+the sums of dk and dv for all keys of a key head stay in VMEM until all its query heads are done.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformer_jax.kernels.contract import (
     Blocks,
     Operands,
     Problem,
-    Saved,
+    Residuals,
     TileLists,
     learns_slopes,
 )
@@ -30,13 +30,13 @@ from transformer_jax.kernels.tpu.scores import dot, score_gradients
 
 
 def sums_fit(S: int, H: int, Hv: int) -> bool:
-    """Return whether the sums of dk and dv of a key head fit VMEM; a row has whole registers."""
+    """Whether the sums of dk and dv of a key head fit VMEM; a row takes whole registers."""
     lanes = sum(-(-width // 128) * 128 for width in (H, Hv))
     return S * lanes * 4 <= TPU_SUM_BYTES
 
 
 def backward_single_pass_rows(
-    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, ...]:  # [B, T, N, H], [B, S, K, H], [B, S, K, Hv][, f32[B, N, T]]
     """Return dq, dk, dv, and with learned slopes the rows -sum_j ds_ij |q_i - k_j|."""
     (B, T, N, H), (_, S, K, _) = operands.query.shape, operands.key.shape
@@ -62,7 +62,7 @@ def backward_single_pass_rows(
         def tile(masked: bool) -> None:
             p, ds, du = score_gradients(problem, x, step, masked)
             keys = pl.ds(pl.multiple_of(jnp.asarray(step.j), blocks.k), blocks.k)
-            # all keys' sums stay in VMEM: a row of tiles adds to each of them once
+            # the sums of all keys stay in VMEM: a row of tiles adds to each of them once
             dv_sums[keys] += dot(p.astype(dtype), x.do[...], 1, 0)
             du = du.astype(dtype)
             dk_sums[keys] += dot(du, x.query[...], 1, 0)
@@ -113,7 +113,7 @@ def backward_single_pass_rows(
 
 
 def _each_tile(length: int, block: int, body: Callable[[Span], None]) -> None:
-    """Run a body for each tile of some rows."""
+    """Run a body for each tile of `length` rows."""
 
     def one(j: jax.Array, carry: None) -> None:
         body(pl.ds(pl.multiple_of(j * block, block), block))

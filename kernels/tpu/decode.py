@@ -1,15 +1,15 @@
-"""Compute attention of few queries over many keys: the decode kernel.
+"""The decode kernel: attention of few queries over many keys.
 
 The queries of all heads that read one key head are the rows of one product, so each key and value
-is read once, as it lies in a cache [B, S, K, H], with all heads of its slot (some, where they are
-many or wide). In a pool of pages a tile is a page or a part of one: the index map of keys and
-values reads in the table which one. The grid goes along one list: the tiles that the first batch
-row visits, then those of the second. So what is read follows the filled lengths and not the
-capacity, and no step is without a tile. A core runs its grid in order: the sums of a row stay in
-fast memory until its last tile, and nothing is to be merged.
+is read once, directly from a cache [B, S, K, H]. A tile has all heads of its slots, or some if they
+are many or wide. In a pool of pages, a tile is a page or a part of one: the index map of keys and
+values looks it up in the table. The grid follows a single list: the tiles of the first batch row,
+then those of the second, and so on. So the amount of data read depends on the filled lengths, not
+on the capacity, and every step has a tile. A core runs its grid in order: the sums of a row stay in
+fast memory until its last tile, and need no merging.
 
-The scores of a tile are held as [key heads, rows, keys]. What a copy finds after the end of keys
-and values may be anything: the mask hides such keys, and their values are read as zeros.
+The scores of a tile have the layout [key heads, rows, keys]. A copy may read anything past the end
+of keys and values: the mask hides such keys, and their values are replaced by zeros.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from transformer_jax.kernels.tpu.scores import dot, power, unit
 from transformer_jax.kernels.tpu.visits import Packing, Visit, flatten
 
 SUBLANES = 8  # rows of a register
-MOST_HEADS = 32  # in a tile: each is a product of its own in the program
+MOST_HEADS = 32  # per tile, because the program has a separate product for each head
 
 
 def decode(
@@ -50,17 +50,17 @@ def decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
 
-    There is one row of query tiles. Keys and values may end within a tile, pages may not.
+    There is one row of query tiles. Keys and values may end within a tile; pages may not.
     """
     (B, T, N, _), (_, _, K, Hv) = operands.query.shape, operands.value.shape
     page, tables = operands.page, []
     if operands.pages is not None:
         if operands.key.shape[1] % blocks.k:
-            raise ValueError(f"page is {page}: must be a multiple of the tile, {blocks.k} keys")
+            raise ValueError(f"page={page} must be a multiple of the tile, {blocks.k} keys")
         tables = [operands.pages.reshape(-1)]
-    # one list for all batch rows: what is read follows the filled lengths, not the capacity
+    # one list for all batch rows, so the data read depends on the filled lengths, not the capacity
     lists = of_all_heads(lists, B)
-    refuse_long(lists, beside=4 * sum(x.size for x in tables))
+    refuse_long(lists, table_bytes=4 * sum(x.size for x in tables))
     visits = flatten(lists)
     packed = PackedQueries(T, N // K, SUBLANES)
     rows = packed.tiles * SUBLANES
@@ -73,10 +73,10 @@ def decode(
     dtypes = operands.query.dtype, jnp.float32, jnp.float32
     scratch = [(walk.heads, rows, width) for width in (1, 1, Hv)]
 
-    def kernel(numbers: Ref, *given: Any) -> None:
+    def kernel(numbers: Ref, *args: Any) -> None:
         """Add one tile of keys to the sums of its batch row."""
-        # the table is only for the index maps
-        x, *refs = given if not tables else given[1:]
+        # only the index maps read the table
+        x, *refs = args if not tables else args[1:]
         out, row_max, log_sum, m, total, acc = refs  # [heads, rows, Hv or 1] each
         at, end = pl.program_id(1), pl.num_programs(1) - 1
         before, here, after = (
@@ -96,7 +96,7 @@ def decode(
             dtype = x.query.dtype
             keys, values = (walk.by_head(tile).astype(dtype) for tile in (x.key, x.value))
             v_scale = None if x.v_scale is None else x.v_scale[...][:, None]  # [heads, 1, keys]
-            # zero times what lies after is NaN
+            # a weight of zero times garbage past the end may be NaN
             if ends is not None and ends % walk.k:
                 inside = k0 + lax.broadcasted_iota(jnp.int32, values.shape, 1) < ends
                 values = jnp.where(inside, values.astype(jnp.float32), 0.0).astype(dtype)
@@ -119,15 +119,15 @@ def decode(
         def _() -> None:
             top, whole, shrink = m[...], total[...], jnp.ones(m.shape, jnp.float32)
             fully_masked = whole == 0
-            # the sink joins here
+            # add the sink
             if x.sinks is not None:
                 sink = x.sinks[...] * unit(x)
                 top = jnp.maximum(top, sink)
                 shrink = power(x, m[...] - top)
                 whole = whole * shrink + power(x, sink - top)
             whole = jnp.where(fully_masked, 1.0, whole)
-            found = jnp.where(fully_masked, 0.0, acc[...] * (shrink / whole))
-            out[...] = found.astype(out.dtype)
+            attended = jnp.where(fully_masked, 0.0, acc[...] * (shrink / whole))
+            out[...] = attended.astype(out.dtype)
             row_max[...] = jnp.where(fully_masked, -jnp.inf, top * (1 / unit(x)))
             log_sum[...] = jnp.log(whole)
 
@@ -155,8 +155,8 @@ def decode(
 
 
 def of_all_heads(lists: TileLists, B: int) -> TileLists:
-    """Return the tiles that some head visits, of B batch rows as rows of one list."""
-    # the kernel compares positions in every tile, so it does not matter which of them are full
+    """Return one list with the tiles that any head visits; its rows are the B batch rows."""
+    # the kernel evaluates the mask in every tile, so it does not matter which tiles are full
     if lists.order.shape[1] > 1:
         lists = tile_lists(classes_of(lists).max(axis=1, keepdims=True))
 
@@ -167,15 +167,15 @@ def of_all_heads(lists: TileLists, B: int) -> TileLists:
 
 
 def _slots_first(x: jax.Array) -> bool:
-    """Whether an array [B, S, K, H] lies in that order: else as [B, K, S, H]."""
-    # XLA chooses so: it fills a tile of 8 heads by 128 numbers, or one of 4, 2 or 1 heads whose
-    # numbers fill 32 bits, and puts other numbers of heads outside
+    """Whether XLA stores an array [B, S, K, H] in that order, not as [B, K, S, H]."""
+    # XLA uses tiles of 8 heads by 128 elements, or of 4, 2 or 1 heads if these fill 32 bits, and
+    # moves other numbers of heads outside
     K = x.shape[2]
     return K % SUBLANES == 0 or (K in (1, 2, 4) and K * x.dtype.itemsize >= 4)
 
 
 def tile_of_heads(operands: Operands, k: int) -> tuple[int, bool]:
-    """Return how many key heads a tile of k keys has, and whether its slots come first."""
+    """Return the number of key heads in a tile of k keys, and whether its slots come first."""
     K, slots_first = operands.key.shape[2], _slots_first(operands.key)
     widths = [-(-x.shape[3] // TPU_LANES) * TPU_LANES for x in (operands.key, operands.value)]
     most = min(MOST_HEADS, TPU_FEW_BYTES // (k * sum(widths) * operands.query.dtype.itemsize))
@@ -188,16 +188,16 @@ def tile_of_heads(operands: Operands, k: int) -> tuple[int, bool]:
 
 
 def _laid_out(packed: Operands, k: int) -> TileInputs:
-    """Return the arrays that the kernel reads, with four axes; keys and values as they lie."""
+    """Return the kernel's inputs with four axes; keys and values keep their layout in memory."""
 
-    def long(x: jax.Array) -> jax.Array:  # [B, S, ..]: a tile has at most as many slots
+    def long(x: jax.Array) -> jax.Array:  # [B, S, ..], padded to at least one tile
         short = max(0, k - x.shape[1])
         return jnp.pad(x, [(0, short * (axis == 1)) for axis in range(x.ndim)]) if short else x
 
     def keys(x: jax.Array) -> jax.Array:
         return long(x) if _slots_first(x) else long(x).swapaxes(1, 2)
 
-    def by_head(x: jax.Array | None) -> jax.Array | None:  # [B, S, K], which lies as [B, K, S]
+    def by_head(x: jax.Array | None) -> jax.Array | None:  # [B, S, K], stored as [B, K, S]
         return None if x is None else long(x).swapaxes(1, 2)
 
     def column(x: jax.Array | None) -> jax.Array | None:  # [B or 1, K, rows]
@@ -222,29 +222,29 @@ def _laid_out(packed: Operands, k: int) -> TileInputs:
 
 @dataclass(frozen=True)
 class Walk:
-    """The tile that each place in the grid works on: group of key heads, visit."""
+    """Mapping of grid indices (group of key heads, visit) to tiles."""
 
     packing: Packing
     k: int
-    heads: int  # key heads of a tile
+    heads: int  # key heads per tile
     slots_first: bool
-    page: int | None = None  # keys of a page, where keys lie in pages
-    columns: int = 0  # of the table of pages
+    page: int | None = None  # keys per page, if keys are in pages
+    columns: int = 0  # of the block table
 
     def specs(self, x: TileInputs) -> TileInputs:
-        """Return how Pallas cuts each array into tiles."""
+        """Return the BlockSpec of each array."""
         keys = "slots" if self.slots_first else "keys"
         kinds = TileInputs(*["pairs"] * len(TileInputs._fields))
         kinds = kinds._replace(query="row", key=keys, value=keys, slopes="row", sinks="row")
         kinds = kinds._replace(k_scale="scales", v_scale="scales")
         of_kind = zip(kinds, x, strict=True)
         return TileInputs(
-            *(jax.tree.map(lambda a, kind=kind: self.spec(kind, a.shape), own)
-              for kind, own in of_kind)
+            *(jax.tree.map(lambda a, kind=kind: self.spec(kind, a.shape), field)
+              for kind, field in of_kind)
         )  # fmt: skip
 
     def spec(self, kind: str, shape: tuple[int, ...]) -> pl.BlockSpec:
-        """Return how Pallas cuts an array of a kind into tiles; axes of size 1 are shared."""
+        """Return the BlockSpec of an array of a kind; axes of size 1 are shared."""
         heads = self.heads if shape[1] > 1 else 1
         tile = {
             "row": (heads, *shape[2:]),
@@ -272,19 +272,19 @@ class Walk:
         return pl.BlockSpec((None, *tile), index)
 
     def _place(self, visit: Visit, table: Ref) -> tuple[Index, Index]:
-        """Return the page of a visited tile of keys, and which tile of the page it is."""
+        """Return the page of a visited tile of keys, and the tile's index in the page."""
         assert self.page is not None
         tiles = np.int32(self.page // self.k)
         block = lax.div(visit.column, tiles)
         return table[visit.row * self.columns + block], lax.rem(visit.column, tiles)
 
     def by_head(self, tile: Ref) -> jax.Array:  # [heads, keys, H or Hv]
-        """Return the keys or values of a tile, those of each head side by side."""
+        """Return the keys or values of a tile, by head."""
         return jnp.swapaxes(tile[...], 0, 1) if self.slots_first else tile[...]
 
 
 def _scores(problem: Problem, x: TileInputs, raw: jax.Array) -> jax.Array:  # f32[heads, rows, keys]
-    """Return the scores of products of queries and keys, in their unit."""
+    """Return the scores for products of queries and keys, times `unit`."""
     if problem.softcap is None:
         s = raw * (problem.scale * unit(x))
     else:

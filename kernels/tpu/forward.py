@@ -1,4 +1,4 @@
-"""Compute output, row maximum and the logarithm of the row sum: the forward kernel."""
+"""The forward kernel: output, row maximum, and logarithm of the row sum."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformer_jax.kernels.tpu.grid import GridStep, Ref, by_queries
 from transformer_jax.kernels.tpu.inputs import TileInputs
 from transformer_jax.kernels.tpu.scores import dot, dropped, power, scores, unit
 
-PART = 128  # keys that are worked on at once
+PART = 128  # keys that are processed at once
 
 
 def forward(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, N, T], f32[B, N, T]
-    """Return the output, m and log l: in fully masked rows 0, -inf and 0."""
+    """Return the output, m and log l; in fully masked rows they are 0, -inf and 0."""
     B, T, N, _ = operands.query.shape
     Hv = operands.value.shape[3]
 
@@ -33,7 +33,7 @@ def forward(
             acc[...] = jnp.zeros_like(acc)
 
         def tile(masked: bool) -> None:
-            # All products first: those of one part run while another part is exponentiated.
+            # all products first, so that those of one part overlap with the exponentials of another
             parts = step.parts(x, PART)
             products = [scores(problem, y, at, masked) for at, y in parts]
             for (at, y), (s, _) in zip(parts, products, strict=True):
@@ -49,7 +49,7 @@ def forward(
         def _() -> None:
             top, total, shrink = m[...], sums[...], jnp.ones(m.shape, jnp.float32)
             fully_masked = total == 0
-            # the sink joins here
+            # add the sink
             if x.sinks is not None:
                 sink = step.scalar(x.sinks) * unit(x)
                 top = jnp.maximum(top, sink)

@@ -1,8 +1,8 @@
-"""Walk over the tiles that a call visits, row by row.
+"""Pallas grids over the tiles that a call visits, row by row.
 
-One axis of a Pallas grid goes along the list of visits (`visits.py`). The index maps read it, so a
-tile that is not listed is not fetched. The axis is as long as the longest list: a size of the
-grid that is known at run time alone.
+One axis of the grid follows the list of visits (`visits.py`). The index maps read the list, so
+tiles that are not listed are not fetched. The size of the axis is the length of the longest list,
+which is known only at run time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformer_jax.kernels.contract import (
     Operands,
     Problem,
     Refused,
-    Saved,
+    Residuals,
     TileLists,
     tile_lists,
 )
@@ -38,17 +38,17 @@ from transformer_jax.kernels.tpu.inputs import TileInputs, tile_inputs
 from transformer_jax.kernels.tpu.visits import VisitLists, flatten
 
 Ref = jax.Ref
-"""A reference to memory, or a part of one."""
+"""A reference to memory, or to a part of it."""
 
 Span = pl.Slice | slice
 Scratch = tuple[int, ...] | pl.MemoryRef | pltpu.SemaphoreType
-"""Memory of a kernel: a shape of float32, or what Pallas makes."""
+"""Scratch memory of a kernel: a shape of float32, or a Pallas type."""
 
 Write = tuple[str, tuple[int, ...], DTypeLike]  # kind of tile, shape and dtype of a result
 
 
 class GridStep(NamedTuple):
-    """The tile that a kernel works on."""
+    """The current tile of a kernel."""
 
     b: Index
     n: Index  # a query head
@@ -64,14 +64,14 @@ class GridStep(NamedTuple):
     ends: jax.Array
 
     def visit(self, tile: Callable[[bool], None]) -> None:
-        """Run `tile(masked)` if the tile is listed, without a mask where it is full."""
+        """Run `tile(masked)` if the tile is listed; full tiles are not masked."""
         pl.when(self.full)(partial(tile, False))
         if self.partial is not None:
             pl.when(self.partial)(partial(tile, True))
 
     def parts(self, x: TileInputs, size: int) -> list[tuple[GridStep, TileInputs]]:
-        """Cut a tile along the keys, and say where each part stands."""
-        keys, found = x.key.shape[0], []
+        """Split a tile along the keys, and return each part with its step."""
+        keys, parts = x.key.shape[0], []
         if keys % size:
             return [(self, x)]
         by_key = x.bias is not None and self.bias_shape[1] > 1
@@ -84,11 +84,11 @@ class GridStep(NamedTuple):
                 pairs=None if x.pairs is None else x.pairs.at[here],
                 bias=x.bias.at[:, here] if by_key else x.bias,
             )
-            found.append((self._replace(j=self.j + at), part))
-        return found
+            parts.append((self._replace(j=self.j + at), part))
+        return parts
 
     def scalar(self, ref: Ref) -> jax.Array:
-        """Read this head's number of [B or 1, N], flattened."""
+        """Read the value of this head from a flattened [B or 1, N]."""
         return ref[self.n if ref.shape[0] == self.heads else self.b * self.heads + self.n]
 
     def by_key(self, tile: jax.Array) -> jax.Array:
@@ -100,7 +100,7 @@ class GridStep(NamedTuple):
 
 
 def column(row: jax.Array) -> jax.Array:  # [1, block_k] -> [block_k, 1]
-    """Stand a row up as a column."""
+    """Reshape a row to a column."""
     return row.reshape(-1, 1)
 
 
@@ -108,11 +108,11 @@ KernelBody = Callable[..., None]  # of GridStep, TileInputs, references to resul
 
 
 def by_queries(
-    name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Saved | None,
+    name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Residuals | None,
     lists: TileLists, blocks: Blocks, *,
     writes: Sequence[Write], scratch: Sequence[Scratch] = (),
 ) -> list[jax.Array]:  # fmt: skip
-    """Run a kernel over query tiles and the key tiles that each visits."""
+    """Run a kernel over query tiles and the key tiles that each of them visits."""
     B, _, N, _ = operands.query.shape
     refuse_long(lists)
     G = N // operands.key.shape[2]
@@ -121,10 +121,10 @@ def by_queries(
 
 
 def by_queries_of_key_heads(
-    name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Saved | None,
+    name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Residuals | None,
     lists: TileLists, blocks: Blocks, *, writes: Sequence[Write], scratch: Sequence[Scratch] = (),
 ) -> list[jax.Array]:  # fmt: skip
-    """Run a kernel as `by_queries`, all query heads of a key head one after the other."""
+    """Run a kernel like `by_queries`, with all query heads of a key head in sequence."""
     (B, _, N, _), K = operands.query.shape, operands.key.shape[2]
     G = N // K
     refuse_long(lists)
@@ -135,14 +135,14 @@ def by_queries_of_key_heads(
 
 
 def by_keys(
-    name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Saved | None,
+    name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Residuals | None,
     lists: TileLists, blocks: Blocks, *,
     writes: Sequence[Write], scratch: Sequence[Scratch] = (), heads: int,
 ) -> list[jax.Array]:  # fmt: skip
     """Run a kernel over key tiles and the query tiles that visit each.
 
-    There are N // heads query heads for each of `heads`. They visit a tile one after the other, or
-    each has its own list.
+    Each of `heads` has N // heads query heads. They visit a tile in sequence, or each of them has
+    its own list.
     """
     B, _, N, _ = operands.query.shape
     G = N // heads
@@ -159,10 +159,10 @@ def by_keys(
 
 
 def by_pairs(
-    name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Saved | None,
+    name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Residuals | None,
     lists: TileLists, blocks: Blocks, *, writes: Sequence[Write],
 ) -> list[jax.Array]:  # fmt: skip
-    """Run a kernel over pairs of tiles and, innermost, the rows and heads that share a bias."""
+    """Run a kernel over pairs of tiles; the rows and heads that share a bias are innermost."""
     assert operands.bias is not None
     B, _, N, _ = operands.query.shape
     bias_batch, bias_heads = operands.bias.shape[:2]
@@ -176,7 +176,7 @@ def by_pairs(
 
     refuse_long(lists, copies=2)
     classes = classes_of(lists)
-    # visited if any of the heads that share the bias sees the tile; each reads its own class
+    # visited if any head that shares the bias sees the tile; each head reads its own class
     shared = [axis for axis in (0, 1) if operands.bias.shape[axis] == 1]
     visits = flatten(tile_lists(classes.max(axis=shared, keepdims=True)))
     group, lead = N // operands.key.shape[2], (bias_batch, bias_heads)
@@ -184,45 +184,45 @@ def by_pairs(
     return _run(name, kernel, problem, operands, saved, walk, writes, (), classes)
 
 
-def refuse_long(lists: TileLists, copies: int = 1, beside: int = 0) -> None:
-    """Raise `Refused` where lists, with so many bytes beside, are too long for scalar memory."""
-    size = 4 * lists.order.size * copies + beside
+def refuse_long(lists: TileLists, copies: int = 1, table_bytes: int = 0) -> None:
+    """Raise `Refused` if lists and a block table are too large for scalar memory."""
+    size = 4 * lists.order.size * copies + table_bytes
     if size > TPU_LIST_BYTES:
-        table = " and a block table" if beside else ""
+        table = " and a block table" if table_bytes else ""
         raise Refused(
-            f"lists of tiles of shape {lists.order.shape}{table} take {size} bytes of scalar "
-            f"memory: at most {TPU_LIST_BYTES}"
+            f"tile lists of shape {lists.order.shape}{table} take {size} bytes of scalar "
+            f"memory: must be at most {TPU_LIST_BYTES}"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class _Walk:
-    """The tile that each place in the grid works on."""
+    """Mapping of grid indices to tiles."""
 
-    lead: tuple[int, int]  # axes whose places run in any order: rows, heads
-    sharers: tuple[int, ...]  # an axis of heads that share a sum, of a key head or bias; or none
+    lead: tuple[int, int]  # axes that run in any order: rows, heads
+    sharers: tuple[int, ...]  # an axis of heads that share a sum (of a key head or bias), or empty
     place: Callable[[Index, Index, Index], tuple[Index, Index]]
-    """Returns b and n, from the place along the lead axes and which of the sharers it is."""
+    """Returns b and n from the indices along the lead axes and the sharers."""
     visits: VisitLists
     blocks: Blocks
     group: int
     keys_as_rows: bool = False
     sharers_first: bool = False
-    """Whether a sharer makes all its visits before the next one does; else all make each one."""
+    """Whether a sharer makes all its visits before the next one; else all share each visit."""
 
     @property
     def axis(self) -> int:
-        """Return which axis goes along the visits."""
+        """The axis of the visits."""
         return 3 if self.sharers_first else 2
 
     def line(self, ids: Sequence[Index]) -> Index:
-        """Return where the list of a place begins among all numbers."""
+        """Return the offset of a list in the flattened numbers."""
         batch, lists, size = self.visits.numbers.shape
         head = ids[1] * self.sharers[0] + ids[2] if self.sharers_first else ids[1]
         return ((ids[0] if batch > 1 else 0) * lists + (head if lists > 1 else 0)) * size
 
     def tile(self, ids: Sequence[Index], numbers: Ref) -> tuple[Index, Index, Index, Index]:
-        """Return b, n, and the tiles of queries and of keys."""
+        """Return b, n, and the indices of the query tile and the key tile."""
         visit = self.visits.packing.unpack(numbers[self.line(ids) + ids[self.axis]])
         sharer = ids[5 - self.axis] if self.sharers else 0
         b, n = self.place(ids[0], ids[1], visit.head + sharer)
@@ -230,12 +230,12 @@ class _Walk:
         return b, n, *((column, row) if self.keys_as_rows else (row, column))
 
     def spec(self, kind: str, shape: tuple[int, ...]) -> pl.BlockSpec:
-        """Return how Pallas cuts an array of a kind into tiles."""
+        """Return the BlockSpec of an array of a kind."""
         if kind in ("scalars", "whole"):
             return pl.BlockSpec(memory_space=pltpu.SMEM if kind == "scalars" else pl.ANY)
         blocks = self.blocks
 
-        def index(*args: Any) -> tuple[Index, ...]:  # places, then tables
+        def index(*args: Any) -> tuple[Index, ...]:  # grid indices, then tables
             rank = 3 + len(self.sharers)
             b, n, i, j = self.tile(args[:rank], args[rank])
             b, h = (b if shape[0] > 1 else 0), (n if shape[1] > 1 else 0)
@@ -266,11 +266,11 @@ def _run(
     kernel: KernelBody,
     problem: Problem,
     operands: Operands,
-    saved: Saved | None,
+    saved: Residuals | None,
     walk: _Walk,
     writes: Sequence[Write],
-    scratch: Sequence[Scratch],  # shapes of float32, or memory that Pallas names
-    classes: jax.Array | None = None,  # if the lists say only which tiles some head visits
+    scratch: Sequence[Scratch],
+    classes: jax.Array | None = None,  # if the lists contain the tiles that any sharer visits
 ) -> list[jax.Array]:
     """Run a kernel on a grid."""
     tables = [walk.visits.numbers] if classes is None else [walk.visits.numbers, classes]
@@ -295,7 +295,7 @@ def _run(
         ids = [pl.program_id(axis) for axis in range(len(grid))]
         b, n, i, j = walk.tile(ids, numbers)
         at, line, end = ids[walk.axis], walk.line(ids), pl.num_programs(walk.axis) - 1
-        # a result stays in VMEM while neighbours in the list are of it: compare with both
+        # a result stays in VMEM while consecutive visits belong to it: compare with both neighbours
         before, here, after = (
             numbers[line + place]
             for place in (jnp.maximum(at - 1, 0), at, jnp.minimum(at + 1, end))
@@ -310,11 +310,11 @@ def _run(
                 first, last = first & opens, last & closes
         kind = packing.unpack(here).tile_class
         if classes is not None:
-            index: Index = 0  # of the flattened classes, whose axes of size 1 are shared
+            index: Index = 0  # into the flattened classes, whose axes of size 1 are shared
             for place, size in zip((b, n, i, j), classes.shape, strict=True):
                 index = index * size + (place if size > 1 else 0)
             kind = jnp.where(kind > 0, rest[0][index], 0)
-            others = others[1:]  # after the zeros that the results begin with
+            others = others[1:]  # skip the zeros that initialise the results
         is_partial = None if problem.visible is None else kind == PARTIAL
         q0, k0 = i * blocks.q, j * blocks.k
         step = GridStep(

@@ -1,4 +1,4 @@
-"""Lay out the arrays that kernels read, and say of which kind each is."""
+"""Layout and kinds of the input arrays of kernels."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from transformer_jax.kernels.contract import Operands, Saved, Vectors
+from transformer_jax.kernels.contract import Operands, Residuals, Vectors
 
 Field = Any
-"""An array, its kind, or its tile in a kernel; a tuple of them, or None."""
+"""An array, its kind, or its tile in a kernel; a tuple of these, or None."""
 
 
 class TileInputs(NamedTuple):
-    """The inputs of a kernel, [B, N, T, H] and [B, N, 1, T]: arrays, their kinds, their tiles."""
+    """Inputs of a kernel, [B, N, T, H] and [B, N, 1, T]: arrays, their kinds, or their tiles."""
 
     query: Field
     key: Field
@@ -29,12 +29,12 @@ class TileInputs(NamedTuple):
     row_max: Field
     log_sum: Field
     D: Field
-    k_scale: Field = None  # [B, K, S], of the decode kernel, where keys and values are int8
+    k_scale: Field = None  # [B, K, S], for the decode kernel, if keys and values are int8
     v_scale: Field = None
 
 
-def tile_inputs(operands: Operands, saved: Saved | None) -> tuple[TileInputs, TileInputs]:
-    """Return the arrays in the order kernels read them, and the kind of each."""
+def tile_inputs(operands: Operands, saved: Residuals | None) -> tuple[TileInputs, TileInputs]:
+    """Return the arrays in the layout of kernels, and the kind of each."""
 
     def vectors(arrays: Vectors) -> Vectors:
         return tuple(x[:, None, None] for x in arrays)
@@ -48,7 +48,7 @@ def tile_inputs(operands: Operands, saved: Saved | None) -> tuple[TileInputs, Ti
         kind = {(0, 0): "one", (0, 1): "key row", (1, 0): "query row", (1, 1): "pairs"}[
             T > 1, S > 1
         ]
-        # what belongs to queries is a row along the lanes, also where an array has it as a column
+        # values of queries are a row along the lanes, even if the array has them as a column
         bias = bias.swapaxes(2, 3) if kind == "query row" else bias
     words = operands.dropout
     arrays = TileInputs(

@@ -1,4 +1,4 @@
-"""Compute the scores of a tile and their gradients, [keys, queries]."""
+"""Scores of a tile and their gradients, [keys, queries]."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_jax.kernels.tpu.inputs import TileInputs
 
 
 def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
-    """Multiply and sum over one axis of each, in float32."""
+    """Multiply two arrays, and sum over one axis of each, in float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         x,
@@ -27,21 +27,21 @@ def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
 
 
 def unit(x: TileInputs) -> float:
-    """Return by how much scores are multiplied: by log2(e) where only a scale makes them."""
-    # then an exponential is one instruction, and that factor is in the scale. A bias would have to
-    # be multiplied, and one of the lowest finite number would become -inf, which is a mask
+    """Return the factor of scores: log2(e) without a bias and slopes, else 1."""
+    # with log2(e), an exponential is one instruction, and the factor is part of the scale. A bias
+    # would need another product, and the lowest finite number would become -inf, a mask
     return math.log2(math.e) if x.bias is None and x.slopes is None else 1.0
 
 
 def power(x: TileInputs, s: jax.Array) -> jax.Array:
-    """Return the exponential of scores, or of differences of them, in their unit."""
+    """Return the exponential of scores, or of their differences, in their unit."""
     return jnp.exp(s) if unit(x) == 1 else jnp.exp2(s)
 
 
 def scores(
     problem: Problem, x: TileInputs, step: GridStep, masked: bool
 ) -> tuple[jax.Array, jax.Array | None]:  # [block_k, block_q]
-    """Return s in its unit, and softcap's tanh."""
+    """Return s times `unit`, and the tanh of softcap."""
     raw = dot(x.key[...], x.query[...], 1, 1)
     if problem.softcap is None:
         s, tanh = raw * (problem.scale * unit(x)), None
@@ -67,12 +67,12 @@ def score_gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [block_k, block_q]
     """Return p after dropout, ds and du."""
     s, tanh = scores(problem, x, step, masked)
-    # m and log l apart: their sum has no bits left for log l where scores are large
+    # subtract m and log l separately: for large scores, their sum has no bits left for log l
     p = power(x, s - x.row_max[...] * unit(x) - x.log_sum[...] * unit(x))
     dp = dropped(problem, dot(x.value[...], x.do[...], 1, 1), x, step)
     ds = p * (dp - x.D[...])
     du = ds if tanh is None else ds * (1 - tanh * tanh)
-    # what overflowed where the mask hides it stays there
+    # hidden pairs may have overflowed
     if masked:
         ds, du = (jnp.where(s > -jnp.inf, x, 0.0) for x in (ds, du))
     return dropped(problem, p, x, step), ds, du

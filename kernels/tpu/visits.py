@@ -1,8 +1,8 @@
-"""Flatten the lists of tiles into lists of visits: one axis of a grid, and no step without a tile.
+"""Lists of visits: flattened tile lists, for a single grid axis without empty steps.
 
-A grid with an axis for rows and one for places in a row's list is as long in each row as in the
-longest one: 128 steps for the 72 tiles of a causal mask at S 8192. A list of visits names the tiles
-of all rows one after the other.
+A grid with an axis for rows and one for tiles gives each row as many steps as the longest row: 128
+steps for the 72 tiles of a causal mask at S 8192. A list of visits concatenates the tiles of all
+rows.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import numpy as np
 
 from transformer_jax.kernels.contract import FULL, PARTIAL, Array, TileLists
 
-COMPARISONS = 2**20  # of numbers: from so many on, a binary search finds the row of a visit
+COMPARISONS = 2**20  # above this number, a binary search finds the row of a visit
 
 
 class Visit(NamedTuple):
-    """One tile to visit; the class is 0 where a row, or the end of a list, has none."""
+    """One tile to visit; the class is 0 for an empty row and past the end of a list."""
 
     row: jax.Array
-    head: jax.Array  # of the group that shares a list
+    head: jax.Array  # in the group that shares a list
     column: jax.Array
     tile_class: jax.Array
 
 
 @dataclass(frozen=True)
 class Packing:
-    """A visit as one number: row, head, column and class, the highest bits first."""
+    """Encoding of a visit as one number: row, head, column and class, from the highest bits."""
 
     heads: int
     columns: int
@@ -42,7 +42,7 @@ class Packing:
         return head + (self.heads - 1).bit_length(), head
 
     def pack(self, row: Array, head: Array, column: Array, tile_class: Array) -> Array:
-        """Return the number of a visit."""
+        """Encode a visit."""
         rows, heads = self._shifts
         return row << rows | head << heads | column << 2 | tile_class
 
@@ -51,30 +51,30 @@ class Packing:
         return number >> self._shifts[0]
 
     def tile(self, number: jax.Array) -> jax.Array:
-        """Return what two visits have in common that are of the same tile of the same head."""
+        """Return a number that identifies the tile and the head of a visit."""
         return number >> 2
 
     def unpack(self, number: jax.Array) -> Visit:
-        """Return the visit of a number."""
+        """Decode a visit."""
         row, head = self._shifts
         low = lambda shift, end: (number >> shift) & ((1 << end - shift) - 1)  # noqa: E731
         return Visit(number >> row, low(head, row), low(2, head), number & 3)
 
 
 class VisitLists(NamedTuple):
-    """The visits of every list; after its own, a list repeats the last one as class 0."""
+    """The visits of every list; past its end, a list repeats its last visit with class 0."""
 
     numbers: jax.Array  # i32[B or 1, lists, visits]
-    longest: jax.Array  # i32[]: how many visits the longest list has
+    longest: jax.Array  # i32[]: length of the longest list
     packing: Packing
 
 
 def prepare(lists: TileLists) -> TileLists:
-    """Return tile lists with their visits; what is known when tracing is made of constants."""
+    """Add the visits to tile lists; concrete lists become constants of the program."""
     if not any(isinstance(x, jax.core.Tracer) for x in lists):
-        # then everything below is NumPy's, and becomes constants
-        known: Any = map(np.asarray, lists[:3])
-        lists = TileLists(*known)
+        # then everything below is NumPy, and becomes constants
+        concrete: Any = map(np.asarray, lists[:3])
+        lists = TileLists(*concrete)
     numbers = _numbers(lists, 1)[:, :, None]
     counts = _counts(lists, 1).sum(axis=-1, keepdims=True, dtype=np.int32)
     order, full, seen = map(jnp.asarray, lists[:3])
@@ -84,12 +84,12 @@ def prepare(lists: TileLists) -> TileLists:
 def flatten(lists: TileLists, group: int = 1) -> VisitLists:
     """Return the visits of tile lists, row by row, in the order of each row's list.
 
-    Where each head has lists of its own, `group` neighbours share one of visits: in every row the
-    visits of one head, then those of the next. A row without tiles is visited once, as class 0.
+    If each head has its own lists, `group` neighbours share a list of visits: each row has the
+    visits of one head, then those of the next. An empty row has one visit of class 0.
     """
     heads = group if lists.order.shape[1] > 1 else 1
     packing = Packing(heads, lists.order.shape[3])
-    # `prepare` made these with the plan; heads that share a list of visits need another one
+    # `prepare` made these with the plan; a group of heads needs another list
     if lists.visits is not None and lists.visit_counts is not None and heads == 1:
         return VisitLists(lists.visits[:, :, 0], lists.visit_counts.max(), packing)
     longest = _counts(lists, heads).sum(axis=-1, dtype=np.int32).max()
@@ -105,7 +105,7 @@ def _by_row(
 
 
 def _counts(lists: TileLists, heads: int) -> jax.Array:  # i32[.., rows * heads]
-    """Return how many visits each row of each head has; the first head at least one."""
+    """Return the number of visits of each row of each head; at least one for the first head."""
     seen = _by_row(lists.seen, heads)
     at_least = np.arange(seen.shape[2], dtype=np.int32) % heads == 0
     xp: ModuleType = np if isinstance(seen, np.ndarray) else jnp
@@ -113,7 +113,7 @@ def _counts(lists: TileLists, heads: int) -> jax.Array:  # i32[.., rows * heads]
 
 
 def _numbers(lists: TileLists, heads: int) -> Array:  # i32[B or 1, N or 1 // heads, visits]
-    """Return all visits, as numbers; NumPy's arrays give NumPy's."""
+    """Return all visits, encoded; NumPy arrays return NumPy arrays."""
     order, full, seen = (_by_row(x, heads) for x in lists[:3])
     B, number, lines, columns = order.shape
     line = np.arange(lines, dtype=np.int32)[None, None, :, None]
@@ -121,23 +121,23 @@ def _numbers(lists: TileLists, heads: int) -> Array:  # i32[B or 1, N or 1 // he
     classes = (at < full[..., None]) * (FULL - PARTIAL) + (at < seen[..., None]) * PARTIAL
     packed = Packing(heads, columns).pack(line // heads, line % heads, order, classes)
     packed = packed.reshape(B * number, lines * columns).astype(np.int32)
-    counts = _counts(lists, heads).reshape(B * number, lines)  # of each line, how many come first
+    counts = _counts(lists, heads).reshape(B * number, lines)  # length of each line
 
-    # now the first numbers of all lines side by side. After its own visits a list repeats the last
-    # one, as class 0, so that the pipeline loads nothing new
+    # now concatenate the beginnings of all lines. Past its end a list repeats its last visit with
+    # class 0, so that the pipeline loads nothing new
     if isinstance(packed, np.ndarray):
         valid = (np.arange(columns) < counts[..., None]).reshape(packed.shape)
-        many = valid.sum(axis=1, keepdims=True)
+        total = valid.sum(axis=1, keepdims=True)
         turn = np.arange(packed.shape[1])[None]
         first = np.argsort(~valid, axis=1, stable=True)
-        chosen = np.take_along_axis(first, np.minimum(turn, many - 1), axis=1)
+        chosen = np.take_along_axis(first, np.minimum(turn, total - 1), axis=1)
         listed = np.take_along_axis(packed, chosen, axis=1)
-        return np.where(turn < many, listed, listed & ~3).reshape(B, number, lines * columns)
+        return np.where(turn < total, listed, listed & ~3).reshape(B, number, lines * columns)
     ends = jnp.cumsum(counts, axis=1, dtype=np.int32)
     totals = ends[:, -1:]
     step = jnp.arange(packed.shape[1], dtype=np.int32)[None]
     place = jnp.minimum(step, totals - 1)
-    # no sort: comparing with every line is one pass, and a binary search pays from many on
+    # no sort: comparing with every line is one pass; a binary search is faster for many visits
     search = "compare_all"
     if packed.shape[1] * counts.shape[1] > COMPARISONS:
         search = "scan_unrolled"

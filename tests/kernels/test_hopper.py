@@ -28,7 +28,7 @@ from tests.support.hopper_kernels import (
 from tests.support.tolerances import largest_error
 from transformer_jax import ALiBi, Causal, dot_product_attention, explain_attention
 from transformer_jax.kernels import Target, ampere, hopper, nvidia, using
-from transformer_jax.kernels.contract import Blocks, Problem, Saved, TileLists
+from transformer_jax.kernels.contract import Blocks, Problem, Residuals, TileLists
 from transformer_jax.kernels.hopper import programs
 from transformer_jax.kernels.nvidia import schedule, scores
 
@@ -109,7 +109,7 @@ def test_the_weights_of_a_tile_are_computed_once(H):
     problem = Problem(scale=0.1, visible=case.visible)
     kernel = functools.partial(hopper.backward_dkdv, problem, blocks=plan)
     traced = jax.make_jaxpr(lambda o, t, s: kernel(o, t, saved=s))(
-        operands, lists, Saved(do, vector, vector, vector)
+        operands, lists, Residuals(do, vector, vector, vector)
     )
     assert str(traced).count(" exp2 ") == 2
 

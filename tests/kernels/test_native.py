@@ -84,8 +84,8 @@ def test_what_is_no_program_is_refused_by_name():
     x = jnp.zeros((1, 3, 1, 8))
     mask = Predicate(lambda q, k: jnp.sin(q - k) < 0)
     why = explain_attention(x, x, x, mask=mask)["native"]
-    assert "takes masks of integers of 32 bits" in why
-    with pytest.raises(NotImplementedError, match="native: takes masks of integers"):
+    assert "takes masks of 32-bit integers" in why
+    with pytest.raises(NotImplementedError, match="native: takes masks of 32-bit integers"):
         dot_product_attention(x, x, x, mask=mask, implementation="native")
 
 

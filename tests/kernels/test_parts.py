@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from tests.support.hopper_kernels import Case, causal, draw
 from transformer_jax.kernels import hopper, packed_queries, sharding
-from transformer_jax.kernels.contract import Blocks, Operands, Problem, Saved, TileLists
+from transformer_jax.kernels.contract import Blocks, Operands, Problem, Residuals, TileLists
 from transformer_jax.kernels.dropout import keep
 from transformer_jax.kernels.nvidia import bias, decode_rows, scores
 from transformer_jax.kernels.nvidia.memory import HAS_JAX_11
@@ -399,7 +399,9 @@ def test_gradients_of_hopper_trace_to_the_shapes_of_their_inputs(options):
     def shapes(kernel: Any, kind: str) -> Any:
         plan = hopper.blocks(kind, case.H, case.Hv)
         call = lambda o, t, s: kernel(problem, o, t, saved=s, blocks=plan)  # noqa: E731
-        found = jax.make_jaxpr(call)(operands, lists, Saved(do, vector, vector, vector)).out_avals
+        found = jax.make_jaxpr(call)(
+            operands, lists, Residuals(do, vector, vector, vector)
+        ).out_avals
         return [(x.shape, x.dtype) for x in found]
 
     assert shapes(hopper.backward_bias, "bias") == [((1, 2, 256, 256), jnp.float32)]

@@ -26,7 +26,7 @@ from transformer_jax.kernels.contract import (
     Blocks,
     Operands,
     Problem,
-    Saved,
+    Residuals,
     TileLists,
 )
 
@@ -377,7 +377,7 @@ def compiled(case: Case, kernel: str, topology: str) -> Any:
     args = [operands, TileLists(struct((B, 1, rows, columns), jnp.int32), count, count)]
     if kernel != "forward":
         row = struct((B, N, T), jnp.float32)
-        args += [Saved(struct((B, T, N, case.Hv), case.dtype), row, row, row)]
+        args += [Residuals(struct((B, T, N, case.Hv), case.dtype), row, row, row)]
     problem = case.problem(interpret=False)
     function = functools.partial(getattr(tpu, kernel), problem)
     call = jax.jit(lambda operands, lists, *saved: function(operands, lists, blocks, *saved))

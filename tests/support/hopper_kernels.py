@@ -14,7 +14,7 @@ import pytest
 from tests.support.attention_suite import HOPPER_ROUNDS, Bfloat16Suite
 from tests.support.tolerances import largest_error
 from transformer_jax.kernels import Target, hopper
-from transformer_jax.kernels.contract import Operands, Problem, Saved, TileLists
+from transformer_jax.kernels.contract import Operands, Problem, Residuals, TileLists
 from transformer_jax.kernels.dropout import keep
 from transformer_jax.kernels.nvidia.schedule import prepare
 from transformer_jax.kernels.program import program_of
@@ -195,7 +195,7 @@ def saved_of(results, do):
     """What backward kernels read of the forward pass, exact."""
     row_max = np.where(np.isneginf(results["row_max"]), np.inf, results["row_max"])
     rows = (row_max, results["log_sum"], results["D"])
-    return Saved(do, *(jnp.asarray(x, jnp.float32) for x in rows))
+    return Residuals(do, *(jnp.asarray(x, jnp.float32) for x in rows))
 
 
 def oracle(case, operands, do):

@@ -19,7 +19,7 @@ from transformer_jax.kernels.contract import (
     Blocks,
     Operands,
     Problem,
-    Saved,
+    Residuals,
     TileLists,
     learns_slopes,
 )
@@ -133,7 +133,7 @@ def forward(problem, operands, lists, blocks):
     return out.swapaxes(1, 2).astype(operands.query.dtype), row_max, log_sum
 
 
-def _differences(problem, operands, seen, full, saved: Saved):
+def _differences(problem, operands, seen, full, saved: Residuals):
     t, s, factor, distance = _scores(problem, operands, seen, full)
     lost = jnp.isposinf(saved.row_max)[..., None]
     p = jnp.where(lost, 0, jnp.exp(s - saved.row_max[..., None] - saved.log_sum[..., None]))

@@ -27,10 +27,10 @@ from transformer_jax.attention.block_plan import BlockPlan, Tiles, library_of
 from transformer_jax.kernels.contract import Refused
 from transformer_jax.kernels.program import (
     SHAPES,
-    Known,
     Operand,
     Program,
     Range,
+    ValueReader,
     bound,
     combined,
     number,
@@ -175,7 +175,7 @@ class _Side:
     fixed: bool = False
 
 
-class _Sides(Known):
+class _Sides(ValueReader):
     """The values that depend on one side of a pair; those that a program reads become vectors."""
 
     def __init__(self, vectors: MaskVectors) -> None:
@@ -240,7 +240,7 @@ class _Sides(Known):
         if array.dtype.itemsize > 4:
             array = array >> 32 if part else array & 0xFFFFFFFF
         if jnp.issubdtype(array.dtype, jnp.floating):
-            raise Refused(f"takes masks of integers of 32 bits, not {array.dtype}")
+            raise Refused(f"takes masks of 32-bit integers, not {array.dtype}")
         # a number in the program only if it is static, so that equal masks have equal programs
         if value.fixed and not traced(array) and (array == (first := array.ravel()[0])).all():
             return number(int(first.astype(np.int32)))
