@@ -30,8 +30,8 @@ def here_or_elsewhere(
 ) -> Results:
     """Return `here(*tree)` in a program for this machine's CPU, else `elsewhere(*tree)`.
 
-    Both must compute the same. Derivatives are those of `elsewhere`. With `single_device`, `elsewhere` also
-    runs under `vmap` and on several devices, because `here` has no rules for them.
+    Both must compute the same. Derivatives are those of `elsewhere`. With `single_device`,
+    `elsewhere` also runs under `vmap` and on several devices, for which `here` has no rules.
     """
     leaves, structure = jax.tree.flatten(tree)
     plain = lambda *leaves: elsewhere(*jax.tree.unflatten(structure, leaves))  # noqa: E731

@@ -279,9 +279,9 @@ def test_pages_are_gathered_if_lists_and_table_exceed_scalar_memory():
     assert f"bf16[700,{137 * 128},8,128]" in attend(700)
     assert f"bf16[697,{137 * 128},8,128]" not in attend(697)
     lists = tile_lists(np.ones((1, 1, 700, 144), np.int32))
-    refuse_long(lists, beside=0)
+    refuse_long(lists, table_bytes=0)
     with pytest.raises(Refused, match=r"\(1, 1, 700, 144\) and a block table take 786800 bytes"):
-        refuse_long(lists, beside=4 * 700 * 137)
+        refuse_long(lists, table_bytes=4 * 700 * 137)
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
-"""Draw calls of attention, and hold the fused kernels in their interpreters against float64.
+"""Random attention calls: the fused kernels in their interpreters against float64.
 
     python -m tests.kernels.fuzz_fused tpu --calls 150 --seed 0
     python -m tests.kernels.fuzz_fused hopper --calls 150 --seed 0
 
-The calls are drawn, and errors measured, as `fuzz_native` does. Tiles are small, so that a call
-has several. The interpreter of Mosaic GPU, from jax 0.12 on, looks for races and stops at one.
+`fuzz_native` draws the calls and measures the errors. Tiles are small, so that a call has several.
+The interpreter of Mosaic GPU (jax 0.12 or later) detects races and stops at the first one.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-os.environ.setdefault("PJRT_NPROC", "8")  # a thread of XLA's for each group of warps
+os.environ.setdefault("PJRT_NPROC", "8")  # an XLA thread for each warpgroup
 
 import jax
 
@@ -38,7 +38,7 @@ TPU = Kernels(
 
 
 def hopper():
-    """Return the kernels of Hopper, in an interpreter that looks for races."""
+    """Return the kernels of Hopper, in an interpreter that detects races."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     where = Target("hopper", plgpu.InterpretGPUParams(detect_races=True))
@@ -50,14 +50,14 @@ def main():
     parser.add_argument("kernels", choices=["tpu", "hopper"])
     parser.add_argument("--calls", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     jax.config.update("jax_disable_most_optimizations", True)
     start = time.perf_counter()
-    kernels = TPU if given.kernels == "tpu" else hopper()
-    options, worst, failed = fuzz(given.calls, given.seed, of_a_program=2, kernels=kernels)
+    kernels = TPU if arguments.kernels == "tpu" else hopper()
+    options, worst, failed = fuzz(arguments.calls, arguments.seed, of_a_program=2, kernels=kernels)
     refused = sum(n for name, n in options.items() if name.startswith("refused"))
     print(
-        f"{given.calls - refused} calls of seed {given.seed} by {given.kernels}, "
+        f"{arguments.calls - refused} calls of seed {arguments.seed} by {arguments.kernels}, "
         f"jax {jax.__version__}, in {time.perf_counter() - start:.0f} s: {len(failed)} wrong, "
         f"largest error {worst:.2f} of the allowed; {refused} refused"
     )

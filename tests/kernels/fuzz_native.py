@@ -1,10 +1,10 @@
-"""Draw calls of attention, and hold the kernels of a CPU against NumPy in float64.
+"""Random attention calls: the CPU kernels against NumPy in float64.
 
     python -m tests.kernels.fuzz_native --calls 5000 --seed 0 --processes 2
 
-Each program, of some sizes and options, is compiled once and called with several draws of its
-arrays: values, what masks hold, positions. Results and all gradients are compared. An error is one
-over what roundings of the largest sum allow, as `tolerances` says.
+Each program (a choice of sizes and options) is compiled once and called with several draws of its
+arrays: values, contents of masks, positions. Results and all gradients are compared. An error
+counts if it exceeds the rounding errors of the largest sum, see `tolerances`.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from transformer_jax import (
 from transformer_jax.kernels import Target, using
 
 CALLS_OF_A_PROGRAM = 20  # a program compiles in a second, a call takes 5 ms
-UNITS = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11}  # of one rounding
+UNITS = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11}  # relative error of one rounding
 PREDICATES = {
     "every third": (lambda q, k: (q + 2 * k) % 3 != 0, lambda b, n, q, k: (q + 2 * k) % 3 != 0),
     "bits": (lambda q, k: (q ^ k) & 2 == 0, lambda b, n, q, k: (q ^ k) & 2 == 0),
@@ -47,10 +47,10 @@ EVERYTHING = lambda b, n, q, k: True  # noqa: E731
 
 @dataclass(frozen=True)
 class Kernels:
-    """Say which kernels compute a call, and what they take."""
+    """The kernels that compute a call, and the options that they support."""
 
     implementation: str
-    target: Target | None = None  # where they run, if not on the device
+    target: Target | None = None  # the target, if not the device
     widths: tuple[int, ...] = (*range(1, 20), 32, 33, 64)
     dtypes: tuple[str, ...] = ("float32", "float32", "bfloat16", "float16")
     scales: tuple[float | str | None, ...] = (None, None, 0.3, "array")
@@ -61,7 +61,7 @@ NATIVE = Kernels("native")
 
 
 class Program:
-    """Hold the sizes and options of a call; `call` draws its arrays and returns the errors."""
+    """Sizes and options of a call; `call` draws its arrays and returns the errors."""
 
     def __init__(self, rng, kernels=NATIVE):
         self.rng, self.kernels = rng, kernels
@@ -93,7 +93,7 @@ class Program:
         self.compiled = jax.jit(self.attend)
 
     def options(self):
-        """Name the options that are on."""
+        """Return the names of the enabled options."""
         found = [self.dtype, *("mask " + name for name, *_ in self.masks)]
         if not self.masks:
             found.append("no mask")
@@ -105,7 +105,7 @@ class Program:
         return found + ["scale that is an array"] * (self.scale == "array")
 
     def attend(self, arrays, fixed, mask, cotangents):
-        """Return out, lse and the gradients of `arrays`, by the kernels."""
+        """Return out, lse and the gradients of `arrays`, computed by the kernels."""
 
         def forward(arrays):
             bias = arrays.get("bias", fixed.get("bias"))
@@ -126,7 +126,7 @@ class Program:
         return *results, backward(cotangents)[0]
 
     def draw_mask(self, q, k):
-        """Return a mask with random content, and what it shows: bool[B, N, T, S]."""
+        """Return a mask with random content, and its visible pairs, bool[B, N, T, S]."""
         rng, longest = self.rng, max(q.max(), k.max()) + 1
         mask, seen = None, None
         for name, join, negated, number, by_head in self.masks:
@@ -170,14 +170,14 @@ class Program:
             q = q + rng.integers(0, self.S + 1)
         elif self.positions == "rows":
             q = q + rng.integers(0, self.S + 1, (self.B, 1))
-        elif self.positions == "slots":  # a cache that goes around, with empty slots
+        elif self.positions == "slots":  # a ring buffer with empty slots
             q = q + rng.integers(0, self.S + 1, (self.B, 1))
             k = np.stack([rng.permutation(self.S) for _ in range(self.B)])
             k = np.where(rng.random(k.shape) < 0.3, -1, k)
         return q.astype(np.int32), k.astype(np.int32)
 
     def call(self):
-        """Draw arrays; return the name of the worst result and its error over the allowed one."""
+        """Draw arrays; return the name of the worst result and its relative error."""
         rng, B, T, S, N, K, H, Hv = (
             self.rng, self.B, self.T, self.S, self.N, self.K, self.H, self.Hv
         )  # fmt: skip
@@ -222,7 +222,7 @@ class Program:
         with contextlib.nullcontext() if where is None else using(where):
             found = jax.device_get(self.compiled(arrays, fixed, mask, (do, dlse)))
 
-        # what the definition says
+        # the expected results, by definition
         wide_bad = np.repeat(bad["key"] | bad["value"], N // K, axis=2)  # [B, S, N]
         lost = (seen & np.moveaxis(wide_bad, 1, 2)[:, :, None]).any(-1)
         lost |= np.moveaxis(bad["query"], 1, 2) & seen.any(-1)
@@ -261,7 +261,7 @@ class Program:
         )
 
     def sizes(self, clean, weights, keep, do, dlse, scale, away):
-        """Return the largest sum of the sizes of what each result adds up."""
+        """Return, for each result, the largest sum of the absolute values of its terms."""
         group = self.N // self.K
         k, v = (np.repeat(np.abs(clean[name]), group, axis=2) for name in ("key", "value"))
         q, do = np.abs(clean["query"]), np.abs(do)
@@ -287,7 +287,7 @@ class Program:
 
 
 def compared(found, wanted, size, dtype):
-    """Return the largest error over the allowed one; infinity where NaN or -inf are elsewhere."""
+    """Return the largest error relative to the allowed one; inf if NaN or -inf do not match."""
     assert found.shape == wanted.shape, (found.shape, wanted.shape)
     found = found.astype(np.float64)
     special = ~np.isfinite(wanted)
@@ -296,15 +296,15 @@ def compared(found, wanted, size, dtype):
     error = np.abs(found[~special] - wanted[~special])
     unit = UNITS[dtype]
     rounding = unit * np.abs(wanted[~special]) + (2**-24 if dtype == "float16" else 0)
-    # a bfloat16's D is of outputs that were rounded
+    # D of bfloat16 comes from rounded outputs
     allowed = rounding + (GRADIENT_F32 + 2 * unit) * max(size, 1e-3)
     return float(np.nan_to_num(error / allowed, nan=np.inf).max(initial=0))
 
 
 def fuzz(calls, seed, of_a_program=CALLS_OF_A_PROGRAM, kernels=NATIVE):
-    """Make calls; return how often each option was on, the largest error and what failed.
+    """Make calls; return how often each option was on, the largest error, and the failures.
 
-    What the kernels refuse by name is counted by its reason, and is no call that was made.
+    Rejected calls are counted by their reason, and not as calls.
     """
     options, worst, failed = collections.Counter(), 0.0, []
     for start in range(0, calls, of_a_program):
@@ -318,12 +318,14 @@ def fuzz(calls, seed, of_a_program=CALLS_OF_A_PROGRAM, kernels=NATIVE):
             options.update(program.options())
             worst = max(worst, error)
             if error > 1:
-                given = {
+                settings = {
                     k: v
                     for k, v in vars(program).items()
                     if k not in ("rng", "compiled", "kernels")
                 }
-                failed.append(f"seed {seed}, call {at}: {name} {error:.3g} of the allowed: {given}")
+                failed.append(
+                    f"seed {seed}, call {at}: {name} {error:.3g} of the allowed: {settings}"
+                )
         program.compiled.clear_cache()
     return options, worst, failed
 
@@ -333,23 +335,24 @@ def main():
     parser.add_argument("--calls", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     start = time.perf_counter()
-    if given.processes > 1:
-        each = -(-given.calls // given.processes)
+    if arguments.processes > 1:
+        each = -(-arguments.calls // arguments.processes)
         running = [
             subprocess.Popen([sys.executable, "-m", "tests.kernels.fuzz_native", "--calls",
-                              str(each), "--seed", str(given.seed * 1000 + p)])
-            for p in range(given.processes)
+                              str(each), "--seed", str(arguments.seed * 1000 + p)])
+            for p in range(arguments.processes)
         ]  # fmt: skip
         sys.exit(max(process.wait() for process in running))
     jax.config.update("jax_disable_most_optimizations", True)
     from transformer_jax.kernels import cpu
 
-    options, worst, failed = fuzz(given.calls, given.seed)
+    options, worst, failed = fuzz(arguments.calls, arguments.seed)
     seconds = time.perf_counter() - start
     print(
-        f"{given.calls} calls of seed {given.seed} by {cpu.instructions()}, jax {jax.__version__}, "
+        f"{arguments.calls} calls of seed {arguments.seed} by {cpu.instructions()}, "
+        f"jax {jax.__version__}, "
         f"in {seconds:.0f} s: {len(failed)} wrong, largest error {worst:.2f} of the allowed"
     )
     print("calls with each option:", ", ".join(f"{k} {v}" for k, v in sorted(options.items())))

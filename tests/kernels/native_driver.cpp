@@ -1,9 +1,9 @@
-// Call the kernels of a CPU without XLA, on random problems, beside loops in float64.
+// Calls of the CPU kernels without XLA, on random problems, compared with loops in float64.
 //
 //     native_driver KERNELS CASES SEED THREADS CALLERS
 //
-// KERNELS is wide, avx2 or plain; several CALLERS at once share a pool of THREADS. Written for
-// sanitizers and for other processors: `python -m tests.kernels.sanitize` builds and runs it.
+// KERNELS is wide, avx2 or plain; several concurrent CALLERS share a pool of THREADS. For sanitizers
+// and other processors: `python -m tests.kernels.sanitize` builds and runs it.
 #include <cstdio>
 #include <deque>
 #include <random>
@@ -19,7 +19,7 @@
 
 namespace {
 
-// A pool as XLA's is: a queue of tasks, and threads that take them.
+// A thread pool like XLA's: a queue of tasks, and threads that take them.
 class Pool {
  public:
   explicit Pool(int threads) : threads_(threads) {
@@ -62,7 +62,7 @@ class Pool {
   bool ends_ = false;
 };
 
-// Numbers of one of the three types, as the kernels read and write them.
+// Numbers of one of the three types, in the format of the kernels.
 struct Numbers {
   Dtype dtype = Dtype::float32;
   std::vector<float> wide;
@@ -91,7 +91,7 @@ struct Numbers {
     std::memcpy(&x, &bits, 4);
     return x;
   }
-  void put(size_t i, float x) {  // cut off after the bits that there are: exact when read again
+  void put(size_t i, float x) {  // truncated to the type's bits, so that reading is exact
     if (dtype == Dtype::float32) {
       wide[i] = x;
       return;
@@ -114,13 +114,13 @@ struct Numbers {
   }
 };
 
-uint32_t mixed(uint32_t x) {  // lowbias32, as kernels/dropout.py has it
+uint32_t mixed(uint32_t x) {  // lowbias32, as in kernels/dropout.py
   x = (x ^ x >> 16) * 0x7feb352d;
   x = (x ^ x >> 15) * 0x846ca68b;
   return x ^ x >> 16;
 }
 
-// One operation of a mask's program, in 64 bits that are cut to 32.
+// One operation of a mask's program, in 64 bits truncated to 32.
 int32_t evaluated(int32_t operation, int64_t x, int64_t y, int64_t z) {
   const auto cut = [](int64_t wide) { return (int32_t)(uint32_t)(uint64_t)wide; };
   switch (operation) {
@@ -156,7 +156,7 @@ class Case {
     reference();
   }
 
-  // Run forward, backward and the bias's gradient; return the largest error over its tolerance.
+  // Run forward, backward and the gradient of a bias; return the largest error relative to its tolerance.
   double run(const Kernels& kernels, const Parallel& parallel) {
     worst_ = 0, worst_name_ = "";
     const int64_t rows = c.B * c.N * c.T;
@@ -178,7 +178,7 @@ class Case {
     if (std::memcmp(out.data(), second.data(), rows * c.Hv * (out.wide.size() ? 4 : 2)))
       note("the bits of a second call", INFINITY);
 
-    if (c.T * (c.N / c.K) <= 16) {  // as kernels/cpu/__init__.py chooses
+    if (c.T * (c.N / c.K) <= 16) {  // the condition of kernels/cpu/__init__.py
       Numbers few(c.dtype, rows * c.Hv);
       std::vector<float> few_max(rows), few_sum(rows);
       again.out = few.data(), again.row_max = few_max.data(), again.log_sum = few_sum.data();
@@ -189,7 +189,7 @@ class Case {
       compare("lse of few queries", lse, lse_, Dtype::float32, 1);
     }
 
-    // what kernels/gradient.py makes of the results
+    // the computation of kernels/gradient.py
     std::vector<float> saved_max(rows), saved_sum(rows), D(rows);
     for (int64_t r = 0; r < rows; r++) {
       const bool lost = row_max[r] == -INFINITY || log_sum[r] != log_sum[r];
@@ -293,7 +293,7 @@ class Case {
     c.query = query.data(), c.key = key.data(), c.value = value.data();
   }
 
-  // A mask: positions and two more vectors on each side, and a program over them.
+  // A mask: positions and two more vectors on each side, and a program that reads them.
   void mask() {
     c.lead_q = chance(0.5) ? 1 : c.B, c.lead_k = chance(0.5) ? 1 : c.B;
     c.num_q = between(1, 3), c.num_k = between(1, 3);
@@ -333,7 +333,7 @@ class Case {
     if (kind == 1) {                 // a window, or the first keys
       const int32_t near = emit(10, emit(1, q, k), first + 1);
       found = emit(4, emit(3, found, near), emit(10, k, first + 2));
-    } else if (kind == 2) {  // of the same document
+    } else if (kind == 2) {  // the same document
       found = emit(chance(0.5) ? 3 : 4, found, emit(8, c.num_q - 1, c.num_q + c.num_k - 1));
     } else if (kind == 3) {  // anything
       const int64_t operations = between(1, 8);
@@ -392,7 +392,7 @@ class Case {
     }
   }
 
-  // Lists of tiles: what may be skipped mostly is, and what is full is mostly said to be.
+  // Tile lists: most tiles that may be skipped are skipped, and most full tiles are listed as full.
   Tiles tiled(int64_t block_q, int64_t block_k, bool by_keys) {
     const int64_t rows = (c.T + block_q - 1) / block_q, columns = (c.S + block_k - 1) / block_k;
     Tiles found;
@@ -431,7 +431,7 @@ class Case {
     return true;
   }
 
-  struct Expected {  // and the sum of the sizes of what is added up
+  struct Expected {  // and the sum of the absolute values of the terms
     std::vector<double> is, size;
     explicit Expected(size_t count = 0) : is(count), size(count) {}
     void add(size_t i, double x, double most) { is[i] += x, size[i] += std::fabs(most); }
@@ -495,7 +495,7 @@ class Case {
           for (int64_t j = 0; j < c.S; j++)
             if (seen[j]) total += std::exp(s[j] - top);
           lse_.is[row] = top + std::log(total), lse_.size[row] = std::fabs(top) + 1;
-          double D = normal(), largest_D = std::fabs(D);  // of lse's cotangent
+          double D = normal(), largest_D = std::fabs(D);  // the cotangent of lse
           for (int64_t j = 0; j < c.S; j++) {
             if (!seen[j]) continue;
             s[j] = std::exp(s[j] - top) / total;
@@ -530,7 +530,7 @@ class Case {
     if (!(error <= worst_)) worst_ = error, worst_name_ = name;
   }
 
-  // The largest difference, over what roundings of the largest sum allow.
+  // The largest difference relative to the rounding errors of the largest sum.
   void compare(const char* name, const Numbers& found, const Expected& wanted, Dtype dtype,
                double factor) {
     const double unit = dtype == Dtype::float32 ? 0 : dtype == Dtype::float16 ? 0x1p-11 : 0x1p-8;
@@ -564,7 +564,7 @@ class Case {
   const char* worst_name_ = "";
 };
 
-// Random products with weights; return the largest error over what roundings of the largest sum allow.
+// Random products with weights; return the largest error relative to the rounding of the largest sum.
 double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t seed) {
   std::mt19937_64 random(seed);
   const auto between = [&](int64_t least, int64_t most) {
@@ -586,12 +586,12 @@ double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t se
     for (auto& number : *each) number = normal(random);
   if (bytes.size() && !between(0, 3)) x[between(0, x.size() - 1)] *= 1e4f;
   if (!between(0, 7)) std::fill(x.begin(), x.begin() + p.inputs, 0.0f);
-  const bool broken = !between(0, 7);  // one row is not a number, and nothing else
+  const bool broken = !between(0, 7);  // a single row is NaN
   if (broken) x[between(0, p.inputs - 1)] = NAN;
   p.x = x.data(), p.y = y.data();
   p.scale = between(0, 1) ? scale.data() : nullptr, p.bias = between(0, 1) ? bias.data() : nullptr;
   kernels.product(p, parallel);
-  std::vector<double> most(p.rows);  // of a row: with weights of 8 bits, x is rounded to 2^-24 of it
+  std::vector<double> most(p.rows);  // per row: with int8 weights, x is rounded to 2^-24 of it
   for (int64_t i = 0; i < p.rows * p.inputs; i++)
     most[i / p.inputs] = std::max<double>(most[i / p.inputs], std::fabs(x[i]));
   double wrong = 0, largest = 1e-6;
@@ -616,7 +616,7 @@ double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t se
   return wrong / (1e-6 * largest);
 }
 
-// Random norms; return the largest error over what roundings allow.
+// Random norms; return the largest error relative to the rounding error.
 double run_norm(const Kernels& kernels, uint64_t seed) {
   std::mt19937_64 random(seed);
   const auto between = [&](int64_t least, int64_t most) {
@@ -650,7 +650,7 @@ double run_norm(const Kernels& kernels, uint64_t seed) {
   return wrong;
 }
 
-// Every float16 is read as it is, and numbers between two of them go to the nearer one.
+// Every float16 is read exactly, and numbers between two of them are rounded to the nearer one.
 int wrong_conversions() {
   int wrong = 0;
   for (uint32_t bits = 0; bits < 0x10000; bits++) {

@@ -1,13 +1,13 @@
-"""Build the kernels of a CPU in other ways and run them beside float64.
+"""Builds of the CPU kernels with sanitizers or for other processors, compared with float64.
 
     python -m tests.kernels.sanitize [address] [thread] [emulated] [suite] [--cases 400]
 
 address     `native_driver.cpp`, with the address and undefined-behaviour sanitizers
-thread      the same with the thread sanitizer: several calls at once on one pool of threads
-emulated    each instruction set under qemu-user: on a processor that has no more than it, and NEON
-suite       tests of the kernels in Python, the library built with the first two sanitizers
+thread      the same driver with the thread sanitizer: several calls at once on one thread pool
+emulated    each instruction set under qemu-user, on a processor without wider ones, and NEON
+suite       the Python tests of the kernels, with the library built with the first two sanitizers
 
-Without names, all. What is not installed is named and skipped; --strict makes that an error.
+The default is all of them. Missing tools are named and skipped; with --strict they are an error.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "kernels" / "cpu" / "source"
 FLAGS = "-std=c++17 -fno-math-errno -Wall -Wextra -Werror -Wno-maybe-uninitialized -pthread".split()
-NOT_OF_DRIVER = {"handlers", "older"}  # XLA's headers; what the system's own libstdc++ has
+NOT_OF_DRIVER = {"handlers", "older"}  # need XLA's headers; already in the system's libstdc++
 ADDRESS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 THREAD = "-O1 -g -fsanitize=thread"
 ARM = "aarch64-linux-gnu-g++"
@@ -40,21 +40,21 @@ ENVIRONMENT = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="*", choices=[[], *WAYS], help="default: all")
+    parser.add_argument("ways", nargs="*", choices=[[], *WAYS], help="default: all")
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--strict", action="store_true", help="fail where something is missing")
-    given = parser.parse_args()
+    parser.add_argument("--strict", action="store_true", help="fail if a tool is missing")
+    arguments = parser.parse_args()
     skipped = []
     print(f"$ python -m tests.kernels.sanitize {' '.join(sys.argv[1:])}")
     print(f"{first_line('g++', '--version')}; {platform.machine()}: {', '.join(kernels())}")
     with tempfile.TemporaryDirectory() as work:
-        for name in given.what or WAYS:
+        for name in arguments.ways or WAYS:
             print(f"== {name}", flush=True)
-            skipped += WAYS[name](Path(work), given.cases, given.seed)
+            skipped += WAYS[name](Path(work), arguments.cases, arguments.seed)
     for reason in skipped:
         print(f"SKIPPED: {reason}")
-    if skipped and given.strict:
+    if skipped and arguments.strict:
         sys.exit(1)
     print("all clean")
 
@@ -69,7 +69,7 @@ def address(work: Path, cases: int, seed: int) -> list[str]:
 def thread(work: Path, cases: int, seed: int) -> list[str]:
     driver = build(work / "thread", "g++", THREAD)
     for name in kernels():
-        # without a fixed layout of memory the sanitizer does not start under some kernels
+        # with address randomisation the sanitizer does not start on some Linux kernels
         run(["setarch", "-R", driver, name, cases // 2, seed, 3, 3])
     return []
 
@@ -91,7 +91,7 @@ def emulated(work: Path, cases: int, seed: int) -> list[str]:
 
 
 def suite(work: Path, cases: int, seed: int) -> list[str]:
-    """Run the tests of Python with a library that checks itself; it needs the sanitizers' own."""
+    """Run the Python tests with an instrumented library, which needs the sanitizer libraries."""
     import jaxlib
 
     library = work / "suite"
@@ -102,7 +102,7 @@ def suite(work: Path, cases: int, seed: int) -> list[str]:
     code = (
         "import sys, pytest\n"
         "from transformer_jax.kernels import cpu\n"
-        f"cpu.__file__ = {str(library / '__init__.py')!r}\n"  # where it looks for the library
+        f"cpu.__file__ = {str(library / '__init__.py')!r}\n"  # the folder of the library
         "assert not isinstance(cpu.library(), str), cpu.library()\n"
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
@@ -110,7 +110,7 @@ def suite(work: Path, cases: int, seed: int) -> list[str]:
     tests = "tests/kernels/test_native.py", "tests/kernels/test_fuzz_native.py"
     run(
         [sys.executable, "-c", code, "-p", "no:cacheprovider", "--timeout", "3000", *tests],
-        # Python and XLA themselves leak, and jaxlib throws: both are nothing of the kernels'
+        # Python and XLA leak memory, and jaxlib throws; neither concerns the kernels
         {"LD_PRELOAD": ":".join(loaded), "ASAN_OPTIONS": "detect_leaks=0"},
     )  # fmt: skip
     return []
@@ -120,19 +120,19 @@ WAYS = {"address": address, "thread": thread, "emulated": emulated, "suite": sui
 
 
 def kernels() -> list[str]:
-    """Return the instruction sets that the kernels are compiled for and this processor has."""
+    """Return the instruction sets that the library contains and this processor supports."""
     flags = Path("/proc/cpuinfo").read_text() if platform.machine() == "x86_64" else ""
     wide = "avx512f" in flags and "avx512bw" in flags and "avx512dq" in flags
     return ["plain", *(["avx2"] if "avx2" in flags else []), *(["wide"] if wide else [])]
 
 
-def build(made: Path, compiler: str, flags: str, *, driver: bool = True) -> Path:
-    """Compile every unit of the library, side by side, and link them."""
+def build(target: Path, compiler: str, flags: str, *, driver: bool = True) -> Path:
+    """Compile all units of the library in parallel, and link them."""
     units = sorted(SOURCE.glob("*.cpp"))
     if driver:
         units = [unit for unit in units if unit.stem not in NOT_OF_DRIVER]
         units.append(Path(__file__).with_name("native_driver.cpp"))
-    folder = made.with_name(f"{made.name}.units")
+    folder = target.with_name(f"{target.name}.units")
     folder.mkdir()
 
     def compiled(unit: Path) -> Path:
@@ -143,8 +143,8 @@ def build(made: Path, compiler: str, flags: str, *, driver: bool = True) -> Path
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compiled, units))
-    subprocess.run([compiler, *FLAGS, *flags.split(), *objects, "-o", made], check=True)
-    return made
+    subprocess.run([compiler, *FLAGS, *flags.split(), *objects, "-o", target], check=True)
+    return target
 
 
 def first_line(*command: str) -> str:
@@ -152,7 +152,7 @@ def first_line(*command: str) -> str:
 
 
 def run(command: list, more: dict[str, str] | None = None) -> None:
-    """Run a command; what it prints is printed. Exit where it fails."""
+    """Run a command and print its output. Exit if it fails."""
     environment = os.environ | ENVIRONMENT | {"JAX_PLATFORMS": "cpu"} | (more or {})
     done = subprocess.run([str(x) for x in command], env=environment, cwd=ROOT)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""The kernels for other NVIDIA GPUs than Hopper, in the interpreter, against NumPy in float64."""
+"""The kernels for NVIDIA GPUs other than Hopper, in the interpreter, against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def causal_without_a_key(q, k):
     return (k[0] >= 0) & (k[0] != 7) & (q[0] >= k[0])
 
 
-ALONE = SimpleNamespace(  # without the loop that runs them again
+ALONE = SimpleNamespace(  # without the loop that repeats them
     blocks=ampere.blocks,
     backward_dq=ampere.backward_dq,
     backward_dkdv=ampere.backward_dkdv,
@@ -76,7 +76,7 @@ CASES = {
 @pytest.mark.long_except("causal, one head")
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_forward_and_gradients_match_the_dense_oracle(case):
+def test_forward_and_gradients_match_dense_oracle(case):
     operands, do = draw(case)
     expected, saved = oracle(case, operands, do)
     plan = ampere.blocks("forward", case.H, case.Hv)
@@ -93,7 +93,7 @@ def test_forward_and_gradients_match_the_dense_oracle(case):
 @pytest.mark.long_except("(1, 1, 90, 1)")
 @needs_interpreter
 @pytest.mark.parametrize("shape", [(1, 1, 90, 1), (1, 2, 90, 131), (1, 1, 1, 131)], ids=str)
-def test_gradient_of_a_bias_has_its_shape_and_sums(shape):
+def test_bias_gradient_has_shape_of_bias_and_matches_oracle(shape):
     case = Case(T=90, S=131, bias=shape)
     operands, do = draw(case)
     expected, saved = oracle(case, operands, do)
@@ -108,7 +108,7 @@ def test_gradient_of_a_bias_has_its_shape_and_sums(shape):
 
 @pytest.mark.slow
 @needs_interpreter
-def test_without_a_tile_in_flight_the_results_are_right_too():
+def test_results_with_single_stage_match_oracle():
     case = Case(T=64, S=128, N=1, H=32, Hv=32)
     operands, do = draw(case)
     expected, _ = oracle(case, operands, do)
@@ -120,26 +120,26 @@ def test_without_a_tile_in_flight_the_results_are_right_too():
 @pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkdv"])
-def test_tiles_of_other_rows_than_a_program_holds_are_refused(kind):
+def test_tiles_without_64_rows_are_rejected(kind):
     shape = jax.ShapeDtypeStruct((1, 128, 1, 64), "bfloat16")
     attend = partial(dot_product_attention, implementation="pallas")
     with using(Target("ampere", blocks=((kind, Blocks(128, 128, 1)),))):
-        with pytest.raises(ValueError, match="holds 64 rows a program: its tiles have 128"):
+        with pytest.raises(ValueError, match="must have 64 rows, not 128"):
             jax.eval_shape(jax.grad(lambda *x: attend(*x).sum().astype("float32")), *[shape] * 3)
 
 
 @pytest.mark.slow_except(
-    "blocks1-None-stages is 1", "blocks2-96-page is 96: must be a multiple of 64 keys"
+    "blocks1-None-stages=1 must be at least 2", "blocks2-96-page=96 must be a multiple of 64 keys"
 )
 @pytest.mark.parametrize(
     ("blocks", "page", "message"),
     [
-        (Blocks(1, 128), None, "tiles of 32 or 64 keys, not 128"),
-        (Blocks(1, 32, stages=1), None, "stages is 1"),
-        (Blocks(1, 64), 96, "page is 96: must be a multiple of 64 keys"),
+        (Blocks(1, 128), None, "k=128: a tile of the decode kernel must have 32 or 64 keys"),
+        (Blocks(1, 32, stages=1), None, "stages=1 must be at least 2"),
+        (Blocks(1, 64), 96, "page=96 must be a multiple of 64 keys"),
     ],
 )
-def test_tiles_that_the_decode_kernel_lacks_are_refused(blocks, page, message):
+def test_unsupported_decode_tiles_are_rejected(blocks, page, message):
     operands = draw_few(Case(T=1, S=128))
     if page is not None:
         pool = jnp.zeros((3, page, 1, 64), jnp.bfloat16)
@@ -150,8 +150,8 @@ def test_tiles_that_the_decode_kernel_lacks_are_refused(blocks, page, message):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
-def test_the_decode_kernel_multiplies_by_mma_and_copies_by_cp_async():
-    """Pallas lowers its own copies to TMA from capability 9 on, where they want a barrier."""
+def test_decode_kernel_uses_mma_and_cp_async():
+    """From capability 9 on, Pallas lowers its own copies to TMA, which needs a barrier."""
     query, key = (jax.ShapeDtypeStruct((1, t, n, 64), jnp.bfloat16) for t, n in ((1, 4), (300, 2)))
     attend = partial(dot_product_attention, implementation="pallas")
     with using(Target("ampere")):
@@ -162,16 +162,16 @@ def test_the_decode_kernel_multiplies_by_mma_and_copies_by_cp_async():
 
 
 @pytest.mark.long
-def test_a_step_of_decoding_copies_no_key_and_no_value():
-    """It is compiled for 8.0 in a process of its own: Mosaic GPU keeps the first capability.
+def test_decode_step_does_not_copy_cache():
+    """Only two writes, and a loop that copies shared pages, have the size of the cache.
 
-    As large as the cache are two writes, and over pages the loop that copies shared ones.
+    Compiled for 8.0 in a separate process, because Mosaic GPU keeps the first capability.
     """
     reason = "jax[cuda13] compiles for GPUs that are not attached"
     pytest.importorskip("jax_cuda13_plugin", reason=reason)
     command = [sys.executable, "-m", "benchmarks.compile_gpu", "8.0", "--step"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    lines = said.splitlines()[1:]
+    reasons = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = reasons.splitlines()[1:]
     assert len(lines) == 5 and any("int8" in line for line in lines)
     for line in lines:
         temporaries, large = re.search(r"([\d.]+) MB   (\d+ fusion.*)$", line).groups()
@@ -180,24 +180,26 @@ def test_a_step_of_decoding_copies_no_key_and_no_value():
 
 
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkdv", "bias", "decode"])
-def test_tiles_of_every_head_dim_divide_128_and_fit_the_least_shared_memory(kind):
+def test_tiles_of_all_head_dims_divide_128_and_fit_smallest_shared_memory(kind):
     for H in ampere.HEAD_DIMS:
         for Hv in ampere.HEAD_DIMS:
             plan = ampere.blocks(kind, H, Hv)
             assert 128 % plan.q == 0 == 128 % plan.k and 64 in (plan.q, plan.k)
             queries = plan.q * (H if kind in ("forward", "decode") else H + Hv)
-            tiles = plan.stages if kind == "decode" else 1  # others keep one in registers
+            tiles = (
+                plan.stages if kind == "decode" else 1
+            )  # the other kernels keep a tile in registers
             assert 2 * (queries + tiles * plan.k * (H + Hv)) + 1024 <= AMPERE_SHARED_MEMORY
 
 
-def test_what_cannot_be_done_is_named(monkeypatch):
+def test_unsupported_calls_give_reason(monkeypatch):
     def reason(dtype="bfloat16", H=64, nondeterministic=False):
         shapes = [jax.ShapeDtypeStruct((1, 128, 2, H), dtype)] * 3
         return ampere.refuse(Target("ampere"), nondeterministic, *shapes)
 
     monkeypatch.setattr(ampere, "HAS_MMA", True)
     assert reason() is None and reason("float16", 192) is None
-    assert "multiplies bfloat16 or float16, not float32" in reason("float32")
+    assert "takes bfloat16 or float16, not float32" in reason("float32")
     assert "80" in reason(H=80)
     assert "needs a Hopper GPU" in reason(nondeterministic=True)
     monkeypatch.setattr(ampere, "HAS_MMA", False)
@@ -208,7 +210,7 @@ def test_what_cannot_be_done_is_named(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
-def test_kernels_are_those_of_ampere_and_are_asked_for_by_name():
+def test_pallas_runs_ampere_kernels_and_none_does_not_select_them():
     x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
 
     def loss(*inputs):
@@ -217,13 +219,13 @@ def test_kernels_are_those_of_ampere_and_are_asked_for_by_name():
 
     with using(Target("ampere")):
         traced = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x))
-        said = explain_attention(x, x, x, mask=Causal())
+        reasons = explain_attention(x, x, x, mask=Causal())
     for name in ("forward", "backward_dq", "backward_dkdv"):
         assert f"kernel_name='attention_{name}'" in traced
     assert re.search(r"\bmma\b", traced)
     assert not re.search(r"\b(wgmma\w*|copy_gmem_to_smem|barrier_\w+|commit_smem)\[", traced)
-    assert said["pallas"] is None and said.chosen != "pallas"
-    assert "needs a Hopper GPU" in said["pallas_unordered"]
+    assert reasons["pallas"] is None and reasons.chosen != "pallas"
+    assert "needs a Hopper GPU" in reasons["pallas_unordered"]
 
 
 @pytest.mark.long

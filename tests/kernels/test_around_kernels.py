@@ -1,4 +1,4 @@
-"""A caller's program has nothing around the kernels that waits, sorts or copies."""
+"""Programs around the kernels: no host waits, sorts or copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer_jax.attention.masks import Causal, Segments, Window
 from transformer_jax.kernels import Target, using
 
 SHAPE = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)
-KERNEL = "mpmd_map"  # how Mosaic GPU's kernels are called in a jaxpr; what is in them is theirs
+KERNEL = "mpmd_map"  # the primitive of Mosaic GPU kernels, whose contents are ignored
 
 
 def steps_of(function, *arguments):
@@ -30,7 +30,7 @@ def steps_of(function, *arguments):
                         read(inner)
 
     with using(Target("hopper", chip="NVIDIA H200")):
-        fresh = lambda *x: function(*x)  # noqa: E731 - a trace of another target would be found
+        fresh = lambda *x: function(*x)  # noqa: E731 - avoids cached traces of another target
         read(jax.make_jaxpr(fresh)(*arguments).jaxpr)
     return found
 
@@ -47,7 +47,7 @@ def gradients(*arguments):
 
 
 @pytest.mark.slow
-def test_a_call_is_one_kernel():
+def test_call_is_single_kernel():
     assert steps_of(attend, *[SHAPE] * 3)[KERNEL] == 1
     assert steps_of(gradients, *[SHAPE] * 3)[KERNEL] == 3
 
@@ -55,8 +55,8 @@ def test_a_call_is_one_kernel():
 @pytest.mark.slow_except("attend-known", "gradients-known")
 @pytest.mark.parametrize("known", [True, False], ids=["known", "traced"])
 @pytest.mark.parametrize("function", [attend, gradients])
-def test_nothing_waits_and_nothing_is_sorted_around_the_kernels(function, known):
-    """A loop that asks an array whether to go on makes the host wait; a sort is a dozen kernels."""
+def test_no_host_wait_and_no_sort_around_kernels(function, known):
+    """A loop with a condition on an array makes the host wait; a sort takes a dozen kernels."""
     ids = [] if known else [jax.ShapeDtypeStruct((2, 512), jnp.int32)]
     found = steps_of(function, *[SHAPE] * 3, *ids)
     assert found[KERNEL] == (1 if function is attend else 3)

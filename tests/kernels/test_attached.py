@@ -1,5 +1,7 @@
-"""The kernels on the accelerator of this machine, if it has one: `JAX_PLATFORMS=cuda pytest -m ""`
-or `JAX_PLATFORMS=tpu`, of this file. Skipped elsewhere; the same suite runs in interpreters.
+"""The kernels on the attached accelerator, skipped without one.
+
+Run this file with `JAX_PLATFORMS=cuda pytest -m ""` or `JAX_PLATFORMS=tpu`. The same suite also
+runs in interpreters.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class TestAttached(Bfloat16Suite):
 
 
 class TestAttachedAmpere(TestAttached):
-    """The kernels for every other NVIDIA GPU: Hopper has their instructions too."""
+    """The kernels for other NVIDIA GPUs, which also run on Hopper."""
 
     known: ClassVar[dict[str, str]] = {}
 
@@ -45,7 +47,7 @@ class TestAttachedAmpere(TestAttached):
 
 
 class TestAttachedSinglePass(TestAttached):
-    """Two tiles of keys: a sum of two has the same bits in either order, as the suite wants."""
+    """With two tiles of keys, because a sum of two terms is bit-identical in either order."""
 
     implementation = "pallas_unordered"
 
@@ -56,9 +58,9 @@ def program(
     implementation: str = "pallas",
     **settings: Any,
 ) -> Callable[[], tuple]:
-    """A call that gives (out, lse, dq, dk, dv), and is compiled once."""
+    """Return a compiled function that returns (out, lse, dq, dk, dv)."""
     inputs = [arrays[name] for name in ("query", "key", "value")]
-    if implementation == "pallas_unordered":  # of narrow heads on Hopper alone
+    if implementation == "pallas_unordered":  # only for narrow heads on Hopper
         reason = explain_attention(*inputs, mask=mask, return_lse=True, **settings)[implementation]
         if reason is not None:
             pytest.skip(reason)
@@ -85,7 +87,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "window in documents"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_250_runs_give_the_same_bits(name, masked):
+def test_250_runs_are_bit_identical(name, masked):
     arrays = draw(1, dtype="bfloat16", **SHAPES[name])
     S = SHAPES[name]["keys"]
     mask = Causal() & Window(100) & Segments(jnp.arange(S)[None] // 300) if masked else Causal()
@@ -95,10 +97,10 @@ def test_250_runs_give_the_same_bits(name, masked):
         again = run()
         assert all(bool((x == y).all()) for x, y in zip(again, first, strict=True))
     for x in first:
-        assert_same_bits(x, x)  # and none is NaN
+        assert_same_bits(x, x)  # fails if any is NaN
 
 
-def test_single_pass_runs_differ_in_nothing_but_the_last_bits_of_dq():
+def test_single_pass_runs_differ_only_in_last_bits_of_dq():
     arrays = draw(1, dtype="bfloat16", **SHAPES["groups"])
     single_pass = program(arrays, Causal(), "pallas_unordered")
     first = single_pass()
@@ -112,7 +114,7 @@ def test_single_pass_runs_differ_in_nothing_but_the_last_bits_of_dq():
 @pytest.mark.parametrize("implementation", ["pallas", "pallas_unordered"])
 @pytest.mark.parametrize("H", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("lengths", [(704, 704), (832, 1025), (2047, 2049)], ids=str)
-def test_long_odd_lengths_of_every_width_match_the_oracle(H, lengths, implementation):
+def test_long_odd_lengths_match_oracle_at_every_width(H, lengths, implementation):
     T, S = lengths
     arrays = draw(
         H + T, batch=1, queries=T, keys=S, heads=2, kv_heads=1, dim=H, value_dim=H, dtype="bfloat16"
@@ -126,8 +128,8 @@ def test_long_odd_lengths_of_every_width_match_the_oracle(H, lengths, implementa
 
 
 @pytest.mark.parametrize("H", [64, 128, 256])
-def test_warps_that_rescale_beside_warps_that_do_not_match_the_oracle(H):
-    """Of every other 16 rows, the maximum rises by more than the slack with each tile of keys."""
+def test_mixed_rescaling_of_warps_matches_oracle(H):
+    """In alternate groups of 16 rows, the maximum rises by more than the slack with each tile."""
     assert isinstance(WHERE, Target)
     if WHERE.name != "hopper":
         pytest.skip("on Hopper alone")
@@ -148,7 +150,7 @@ def test_warps_that_rescale_beside_warps_that_do_not_match_the_oracle(H):
 
 
 @pytest.mark.parametrize("case", specs.attention_cases("edge"), ids=lambda case: case.name)
-def test_edge_cases_of_the_benchmarks_match_the_reference(case):
+def test_benchmark_edge_cases_match_reference(case):
     narrow = [x.astype(jnp.bfloat16) for x in case.inputs()]
 
     def run(implementation, query, key, value, *more):

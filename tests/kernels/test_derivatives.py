@@ -1,4 +1,4 @@
-"""Check which code each derivative of `differentiable` comes from, under every transformation."""
+"""Derivatives of `differentiable`: which code computes them, under every transformation."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ from transformer_jax.kernels.derivatives import Passes, differentiable
 X = jnp.asarray(np.linspace(0.1, 0.9, 5, dtype=np.float32))
 Y = jnp.asarray(np.linspace(-0.7, 0.8, 5, dtype=np.float32))
 V = jnp.asarray(np.linspace(1.3, -0.4, 5, dtype=np.float32))
-ROWS = jnp.asarray(np.stack([X, Y]))  # of NumPy, JAX 0.10 cannot map them inside of a trace
+ROWS = jnp.asarray(np.stack([X, Y]))  # JAX 0.10 cannot map NumPy arrays inside a trace
 INDICES = np.array([3, 0, 4, 4, 1])
-TWICE = 2.0  # what gradients of the backward pass are too large by, to tell them apart
+TWICE = 2.0  # factor that marks gradients of the backward pass
 
 
-def sine(x, y, indices=INDICES, asked=None):
-    """Return sin(x) y[indices], whose backward pass is marked, and its plain code is not."""
+def sine(x, y, indices=INDICES, requested=None):
+    """Return sin(x) y[indices], with a marked backward pass and unmarked plain code."""
 
     def plain(tree):
         return (jnp.sin(tree["x"]) * tree["y"][tree["indices"]],)
@@ -26,8 +26,8 @@ def sine(x, y, indices=INDICES, asked=None):
         return plain(tree), (jnp.cos(tree["x"]), tree["indices"])
 
     def backward(tree, saved, cotangents, wanted):
-        if asked is not None:
-            asked.append(wanted)
+        if requested is not None:
+            requested.append(wanted)
         (cosine, indices), (dout,) = saved, cotangents
         dy = jnp.zeros_like(tree["y"]).at[indices].add(dout * jnp.sin(tree["x"]))
         return dict(x=TWICE * dout * cosine * tree["y"][indices], y=TWICE * dy, indices=None)
@@ -41,7 +41,7 @@ def plainly(x, y):
 
 
 def both(way):
-    """Return what a transformation makes of the function and of the same in plain JAX."""
+    """Apply a transformation to the function and to its plain version."""
     return (np.asarray(jax.jit(way, static_argnums=0)(f), np.float64) for f in (sine, plainly))
 
 
@@ -50,7 +50,7 @@ def gradient(f):
 
 
 WAYS = {
-    # of the backward pass: twice the gradient
+    # computed by the backward pass: twice the gradient
     "grad": (TWICE, lambda f: jnp.stack(gradient(f)(X, Y))),
     "grad under vmap": (TWICE, lambda f: jax.vmap(gradient(f), (0, None))(ROWS, Y)[0]),
     "grad of vmap": (
@@ -70,7 +70,7 @@ WAYS = {
             lambda y: jax.lax.scan(lambda n, x: (n, f(x, y) * V), 0, ROWS)[1].sum()
         )(Y),
     ),
-    # of the plain code
+    # computed by the plain code
     "jvp": (1.0, lambda f: jax.jvp(f, (X, Y), (V, X))[1]),
     "jvp along one": (1.0, lambda f: jax.jvp(lambda y: f(X, y), (Y,), (V,))[1]),
     "linearize": (1.0, lambda f: jax.linearize(f, X, Y)[1](V, X)),
@@ -104,36 +104,36 @@ WAYS = {
 
 @pytest.mark.slow_except("jvp", "jvp along one", "jvp of jvp", "linearize")
 @pytest.mark.parametrize("name", WAYS)
-def test_gradients_are_of_the_backward_pass_and_all_else_of_the_plain_code(name):
+def test_gradients_use_backward_pass_and_other_derivatives_plain_code(name):
     factor, way = WAYS[name]
     found, plain = both(way)
     assert plain.any()
     np.testing.assert_allclose(found, factor * plain, rtol=2e-6, atol=1e-6)
 
 
-def test_a_gradient_of_a_tangent_is_linear_in_it_by_the_backward_pass():
-    """Transpose what is linear in a direction, and differentiate what is not."""
-    of_direction = lambda f: jax.grad(lambda v: (jax.jvp(f, (X, Y), (v, X))[1] * V).sum())(V)  # noqa: E731
-    of_place = lambda f: jax.grad(lambda x: (jax.jvp(f, (x, Y), (V, X))[1] * V).sum())(X)  # noqa: E731
-    for way, factor in ((of_direction, TWICE), (of_place, 1.0)):
+def test_transposed_tangent_uses_backward_pass():
+    """Terms linear in the tangent are transposed, the others are differentiated."""
+    by_tangent = lambda f: jax.grad(lambda v: (jax.jvp(f, (X, Y), (v, X))[1] * V).sum())(V)  # noqa: E731
+    by_primal = lambda f: jax.grad(lambda x: (jax.jvp(f, (x, Y), (V, X))[1] * V).sum())(X)  # noqa: E731
+    for way, factor in ((by_tangent, TWICE), (by_primal, 1.0)):
         found, plain = both(way)
         np.testing.assert_allclose(found, factor * plain, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_the_backward_pass_is_told_whose_gradients_are_read():
-    asked: list = []
-    jax.grad(lambda y: sine(X, y, asked=asked).sum())(jnp.asarray(Y))
-    assert asked == [dict(x=False, y=True, indices=False)]
+def test_backward_pass_knows_which_gradients_are_read():
+    requested: list = []
+    jax.grad(lambda y: sine(X, y, requested=requested).sum())(jnp.asarray(Y))
+    assert requested == [dict(x=False, y=True, indices=False)]
 
 
-def test_without_a_derivative_nothing_but_the_function_is_in_the_program():
+def test_undifferentiated_program_contains_only_function():
     text = str(jax.make_jaxpr(sine)(X, Y))
     assert "cos" not in text
 
 
 @pytest.mark.slow
-def test_gradients_are_summed_over_devices_that_share_an_argument():
+def test_gradients_are_summed_over_devices_that_share_argument():
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
 
     @jax.shard_map(mesh=mesh, in_specs=(P("rows"), P()), out_specs=P("rows"))

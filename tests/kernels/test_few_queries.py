@@ -1,4 +1,4 @@
-"""Attention of few queries on NVIDIA GPUs: when a decode kernel runs, and what is around it."""
+"""Attention of few queries on NVIDIA GPUs: when the decode kernel runs, and the code around it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def interpreter(backend="hopper"):
 
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch):
-    """Run so few programs that each has several items, and reuses every slot."""
+    """Run so few programs that each of them has several items and reuses every slot."""
     monkeypatch.setattr(programs, "PROGRAMS", 2)
     monkeypatch.setattr(chips, "AMPERE_PROCESSORS", 1)
 
@@ -58,7 +58,7 @@ arrays_of = functools.partial(few_queries.arrays_of, 64)
 
 def named(monkeypatch, backend="hopper"):
     """Record which kernels are traced."""
-    jax.clear_caches()  # a program that is known is not traced again
+    jax.clear_caches()  # a cached program is not traced again
     calls, module, kernels = [], MODULES[backend], {}
     for name in ("forward", "decode"):
         kernel = module.BACKEND.kernels[name]
@@ -76,9 +76,7 @@ def named(monkeypatch, backend="hopper"):
 @pytest.mark.slow
 @pytest.mark.parametrize(("T", "options", "kernel"), few_queries.KERNELS)
 @each_backend
-def test_few_queries_without_dropout_take_the_decode_kernel(
-    backend, T, options, kernel, monkeypatch
-):
+def test_few_queries_without_dropout_use_decode_kernel(backend, T, options, kernel, monkeypatch):
     calls = named(monkeypatch, backend)
     attend, inputs = program(arrays_of(T), mask=Causal(), **options)
     with using(Target(backend)):
@@ -87,9 +85,11 @@ def test_few_queries_without_dropout_take_the_decode_kernel(
 
 
 @pytest.mark.slow
-def test_a_gradient_takes_the_forward_kernel():
+def test_gradient_uses_forward_kernel():
     attend, inputs = program(arrays_of(), mask=Causal(), return_lse=False)
-    parts = schedule.key_parts(2 * 2, 2, programs.PROGRAMS)  # of 2 tiles; two warpgroups share each
+    parts = schedule.key_parts(
+        2 * 2, 2, programs.PROGRAMS
+    )  # of 2 tiles, each shared by two warpgroups
     of_decode = f"f32[{2 * 2 * parts * 2},8,64]"
     with using(Target("hopper")):
         assert of_decode in str(jax.make_jaxpr(attend)(*inputs))
@@ -97,7 +97,7 @@ def test_a_gradient_takes_the_forward_kernel():
         assert of_decode not in str(jax.make_jaxpr(gradient)(*inputs))
 
 
-def test_other_backends_have_no_kernel_of_few_queries():
+def test_decode_kernel_is_listed_only_on_request():
     assert "decode" not in kinds(False) and "decode" in kinds(False, decode=True)
 
 
@@ -116,7 +116,7 @@ MASKS = {
 @needs_interpreter
 @pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
 @each_backend
-def test_attention_of_few_queries_matches_the_oracle(backend, make):
+def test_attention_of_few_queries_matches_oracle(backend, make):
     arrays, mask = arrays_of(3), make(np.random.default_rng(1))
     seen = np.asarray(mask.materialize(jnp.arange(3)[None], jnp.arange(200)[None]))
     seen = np.broadcast_to(seen, (2, 8, 3, 200))
@@ -133,7 +133,7 @@ def test_attention_of_few_queries_matches_the_oracle(backend, make):
 @pytest.mark.long_except("hopper")
 @needs_interpreter
 @each_backend
-def test_slopes_of_alibi_are_those_of_each_head(backend):
+def test_alibi_slopes_are_applied_per_head(backend):
     arrays = arrays_of(2)
     slopes = 2.0 ** -np.arange(1, 9)
     at = jnp.array([198, 199])
@@ -148,7 +148,7 @@ def test_slopes_of_alibi_are_those_of_each_head(backend):
 
 
 @pytest.mark.slow
-def test_under_vmap_the_mapped_axis_joins_the_batch(monkeypatch):
+def test_vmap_folds_mapped_axis_into_batch(monkeypatch):
     calls = named(monkeypatch)
     attend, (query, key, value) = program(arrays_of(), mask=Causal())
     with using(Target("hopper")):
@@ -160,7 +160,7 @@ def test_under_vmap_the_mapped_axis_joins_the_batch(monkeypatch):
 
 @pytest.mark.slow
 @each_backend
-def test_inside_a_shard_map_results_vary_as_the_inputs_do(backend):
+def test_results_vary_like_inputs_in_shard_map(backend):
     """Traced, not run: `shard_map` compares types."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
@@ -179,7 +179,7 @@ def test_inside_a_shard_map_results_vary_as_the_inputs_do(backend):
 
 @pytest.mark.slow
 @needs_interpreter
-def test_gradients_of_few_queries_over_keys_that_end_within_a_tile():
+def test_gradients_of_few_queries_with_keys_ending_within_tile():
     arrays = arrays_of(2, heads=2, kv_heads=1)
     weight = np.random.default_rng(2).standard_normal((2, 2, 2, 64))
 
@@ -196,14 +196,14 @@ def test_gradients_of_few_queries_over_keys_that_end_within_a_tile():
 
 
 @pytest.mark.slow
-def test_tiles_to_read_are_as_many_at_any_capacity():
-    """The parts of a list are a division of it, so the lists count what is copied."""
+def test_number_of_tiles_read_does_not_depend_on_capacity():
+    """The parts of a list partition it, so the length of the lists is the number of copies."""
     lengths = jnp.asarray([[1], [128], [700], [0]])
 
     def tiles(capacity):
         at = jnp.arange(capacity)[None]
-        held = jnp.where(at < lengths, at, -1)  # positions in a cache
-        plan = Causal().block_plan(lengths, held, block_q=1, block_k=128)
+        positions = jnp.where(at < lengths, at, -1)  # in a cache
+        plan = Causal().block_plan(lengths, positions, block_q=1, block_k=128)
         seen = plan.of_first_queries(1).key_tiles().seen
         parts = schedule.key_parts(4, -(-capacity // 128), programs.PROGRAMS)
         ends = [part_of(seen, part, parts) for part in range(parts)]
@@ -217,7 +217,7 @@ def test_tiles_to_read_are_as_many_at_any_capacity():
 @pytest.mark.slow
 @needs_interpreter
 @each_backend
-def test_keys_and_values_of_int8_are_read_as_they_are(backend, monkeypatch):
+def test_int8_cache_is_read_without_conversion(backend, monkeypatch):
     calls, arrays = named(monkeypatch, backend), arrays_of(2)
     (key, key_scale), (value, value_scale) = (kv.quantise(arrays[x]) for x in ("key", "value"))
     query, wide = arrays["query"], [kv.dequantise(key, key_scale, "bfloat16")]
@@ -249,9 +249,7 @@ def test_keys_and_values_of_int8_are_read_as_they_are(backend, monkeypatch):
     ("capacity", "window", "sinks"), [(176, 150, 0), (520, 100, 5)], ids=["small", "with sinks"]
 )
 @each_backend
-def test_a_token_reads_a_ring_in_any_order_of_positions(
-    backend, capacity, window, sinks, monkeypatch
-):
+def test_token_reads_ring_buffer_in_any_order(backend, capacity, window, sinks, monkeypatch):
     calls = named(monkeypatch, backend)
     with using(interpreter(backend)):
         found, expected = few_queries.token_over_a_ring(64, capacity, window, sinks)
@@ -260,7 +258,7 @@ def test_a_token_reads_a_ring_in_any_order_of_positions(
     assert_near(found["lse"], expected["lse"], EXACT, "lse")
 
 
-# Compiled for an H200 that is not there
+# Compiled for an H200 that is not attached
 
 
 @pytest.fixture
@@ -291,32 +289,30 @@ def compiled_step(compile_gpu, capacity, window=None, dtype=jnp.bfloat16, H=H):
     ],
     ids=["", "odd", "ring", "int8", "width 80", "width 80, int8"],
 )
-def test_a_step_of_decoding_copies_no_key_and_no_value(
-    capacity, window, dtype, H, compile_gpu, monkeypatch
-):
-    """Only the two writes of a token are as large as the cache; no loop runs over it."""
+def test_decode_step_does_not_copy_cache(capacity, window, dtype, H, compile_gpu, monkeypatch):
+    """Only the two writes of a token have the size of the cache; no loop runs over it."""
     monkeypatch.setattr(programs, "PROGRAMS", HOPPER_PROCESSORS)
     step = compiled_step(compile_gpu, capacity, window, dtype, H)
     large = [kind for kind, _ in large_results(step.as_text(), B * capacity * K * H)]
     assert large == ["fusion", "fusion"]
     assert step.as_text().count("custom-call(") == 1
     memory = step.memory_analysis()
-    assert memory.temp_size_in_bytes < 8e6  # of a cache of 1074 MB
+    assert memory.temp_size_in_bytes < 8e6  # the cache has 1074 MB
     cache_bytes = 2 * B * capacity * K * H * jnp.dtype(dtype).itemsize
     assert memory.alias_size_in_bytes > cache_bytes  # written in place
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("H", [64, 80, 96, 112, 128, 256])
-def test_the_decode_kernel_spills_no_register(H, compile_gpu):
+def test_decode_kernel_spills_no_registers(H, compile_gpu):
     problem = Problem(scale=H**-0.5, visible=compile_gpu.causal)
     assert compile_gpu.compile_one("decode", H, H, problem).spills == (0, 0)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["bias", "pairs"])
-def test_the_decode_kernel_compiles_with_arrays_of_pairs(name, compile_gpu):
-    """Mosaic GPU may refuse the start of a slice that the interpreter takes."""
+def test_decode_kernel_compiles_with_pair_arrays(name, compile_gpu):
+    """Mosaic GPU may reject the start of a slice that the interpreter accepts."""
     sizes = (compile_gpu.B, compile_gpu.N, compile_gpu.T, compile_gpu.T)
     visible, dtype = (
         (compile_gpu.causal, jnp.bfloat16) if name == "bias" else (compile_gpu.in_matrix, jnp.int8)

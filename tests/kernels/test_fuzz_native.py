@@ -1,4 +1,4 @@
-"""Random calls of the kernels of a CPU; `python -m tests.kernels.fuzz_native` makes thousands."""
+"""Random calls of the CPU kernels; `python -m tests.kernels.fuzz_native` makes thousands."""
 
 import pytest
 
@@ -12,7 +12,7 @@ pytestmark = [
 
 
 @pytest.mark.slow
-def test_random_calls_and_their_gradients_are_within_rounding_of_float64():
+def test_random_calls_and_gradients_match_float64():
     options, worst, failed = fuzz(60, seed=7, of_a_program=10)
     assert not failed, "\n".join(failed)
     assert len(options) > 15 and 0 < worst <= 1

@@ -1,7 +1,7 @@
-"""The gradient, `vmap` and meshes around the kernels, on a backend in dense arrays.
+"""The gradient, `vmap` and meshes around the kernels, on a backend with dense arrays.
 
-The whole suite of attention runs here, so that what fails here is not a kernel's fault; the kernels
-themselves are in test_tpu.py and test_hopper.py.
+The whole attention suite runs here, so a failure here is not the fault of a kernel. The kernels
+themselves are tested in test_tpu.py and test_hopper.py.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class TestPlain(AttentionSuite):
 
 
 @pytest.mark.slow
-def test_sinks_have_their_gradient():
-    """-sum p_sink D over batch rows and queries: with row maxima and sums far from 0 and 1."""
+def test_sink_gradients_match_formula():
+    """-sum p_sink D over batch rows and queries, with row maxima and sums far from 0 and 1."""
     arrays = draw(6, batch=3, queries=11, keys=19)
     arrays["query"] = 3 * arrays["query"]
     arrays["sinks"] = jnp.array([-2.0, 0.5, 3.0, 7.0])
@@ -82,8 +82,8 @@ def test_sinks_have_their_gradient():
 @pytest.mark.slow
 @pytest.mark.long_except("1-1")
 @pytest.mark.parametrize(("batch", "rows"), [(2, 1), (2, 2), (1, 1)])
-def test_a_bias_that_is_not_mapped_has_a_gradient_for_each_mapped_call(batch, rows):
-    """Where the bias is one for all batch rows, and where each has its own."""
+def test_unmapped_bias_has_gradient_per_mapped_call(batch, rows):
+    """With a bias shared by all batch rows, and with one per row."""
     arrays = draw(2, batch=batch)
     bias = jnp.asarray(np.random.default_rng(3).normal(size=(rows, 4, 1, 17)), jnp.float32)
     queries = jnp.stack([arrays["query"], 2 * arrays["query"], -arrays["query"]])
@@ -106,14 +106,14 @@ def test_a_bias_that_is_not_mapped_has_a_gradient_for_each_mapped_call(batch, ro
 @pytest.mark.slow
 @pytest.mark.long_except("matrix")
 @pytest.mark.parametrize("mapped", ["key", "valid", "matrix"])
-def test_calls_of_one_row_that_differ_in_one_argument_are_a_loop(mapped):
-    """And their gradient, where all else is the same for them."""
+def test_vmap_over_one_argument_matches_loop(mapped):
+    """Includes the gradient; all other arguments are shared."""
     random, arrays = np.random.default_rng(8), draw(8, batch=1)
-    given = {n: arrays[n] for n in ("query", "key", "value")}
-    given |= dict(valid=random.random((1, 17)) < 0.8, matrix=random.random((13, 17)) < 0.8)
-    given[mapped] = np.stack([
-        random.normal(size=given[mapped].shape).astype(np.float32)
-        if mapped == "key" else random.random(given[mapped].shape) < 0.6 for _ in range(3)
+    inputs = {n: arrays[n] for n in ("query", "key", "value")}
+    inputs |= dict(valid=random.random((1, 17)) < 0.8, matrix=random.random((13, 17)) < 0.8)
+    inputs[mapped] = np.stack([
+        random.normal(size=inputs[mapped].shape).astype(np.float32)
+        if mapped == "key" else random.random(inputs[mapped].shape) < 0.6 for _ in range(3)
     ])  # fmt: skip
 
     def loss(query, key, value, valid, matrix):
@@ -121,12 +121,12 @@ def test_calls_of_one_row_that_differ_in_one_argument_are_a_loop(mapped):
         out = dot_product_attention(query, key, value, mask=mask, implementation="pallas")
         return (out * arrays["out_cotangent"]).sum(), out
 
-    axes = [0 if name == mapped else None for name in given]
+    axes = [0 if name == mapped else None for name in inputs]
     step = jax.grad(loss, (0, 1, 2), has_aux=True)
     with using(Plain()):
-        slopes, out = jax.vmap(step, axes)(*given.values())
+        slopes, out = jax.vmap(step, axes)(*inputs.values())
     for i in range(3):
-        one = {n: np.asarray(x[i] if n == mapped else x) for n, x in given.items()}
+        one = {n: np.asarray(x[i] if n == mapped else x) for n, x in inputs.items()}
         seen = np.tri(13, 17, dtype=bool) & one["valid"] & one["matrix"]
         expected = reference(
             arrays | {"key": one["key"], "lse_cotangent": np.zeros((1, 13, 4))}, seen[None, None]
@@ -138,31 +138,31 @@ def test_calls_of_one_row_that_differ_in_one_argument_are_a_loop(mapped):
 
 @pytest.mark.slow_except("key")
 @pytest.mark.parametrize("mapped", ["key", "valid"])
-def test_a_kernel_of_one_row_has_as_many_rows_as_calls(mapped):
-    """Unlike dense arrays, its grid takes no axis of 1 for an axis of many."""
+def test_vmap_of_single_row_gives_kernel_row_per_call(mapped):
+    """Unlike dense arrays, the grid of a kernel does not broadcast axes of size 1."""
     random, arrays = np.random.default_rng(9), draw(9, batch=1, queries=9, keys=17)
-    given = {n: np.asarray(arrays[n]) for n in ("query", "key", "value")}
-    given["valid"] = random.random((1, 17)) < 0.8
-    one = given[mapped]
-    given[mapped] = np.stack([one, one[:, ::-1], np.roll(one, 3, axis=1)])
-    axes = [0 if name == mapped else None for name in given]
+    inputs = {n: np.asarray(arrays[n]) for n in ("query", "key", "value")}
+    inputs["valid"] = random.random((1, 17)) < 0.8
+    one = inputs[mapped]
+    inputs[mapped] = np.stack([one, one[:, ::-1], np.roll(one, 3, axis=1)])
+    axes = [0 if name == mapped else None for name in inputs]
 
     def attend(query, key, value, valid):
         mask = Padding(valid) & Causal()
         return dot_product_attention(query, key, value, mask=mask, implementation="pallas")
 
     with using(Target("tpu", interpret=True)):
-        out = np.asarray(jax.jit(jax.vmap(attend, axes))(*given.values()))
+        out = np.asarray(jax.jit(jax.vmap(attend, axes))(*inputs.values()))
     silent = {"lse_cotangent": np.zeros((1, 9, 4))}
     for i in range(3):
-        call = {n: x[i] if n == mapped else x for n, x in given.items()}
+        call = {n: x[i] if n == mapped else x for n, x in inputs.items()}
         seen = np.tri(9, 17, dtype=bool) & call["valid"]
         expected = reference(arrays | {"key": call["key"]} | silent, seen[None, None])
         assert_near(out[i], expected["out"], FORWARD_F32)
 
 
 @pytest.mark.slow
-def test_calls_of_one_row_share_a_matrix_that_is_not_mapped():
+def test_vmap_of_single_row_shares_unmapped_matrix():
     arrays, matrix = draw(4, batch=1), jnp.asarray(np.random.default_rng(4).random((13, 17)) < 0.6)
     queries = jnp.stack([arrays["query"] * s for s in (1.0, 0.5, 2.0, -1.0, 3.0)])
 
@@ -189,12 +189,12 @@ def test_calls_of_one_row_share_a_matrix_that_is_not_mapped():
         pytest.param([], marks=pytest.mark.long, id="all"),
     ],
 )
-def test_a_mesh_computes_the_same_and_gathers_nothing(cases):
+def test_mesh_matches_one_device_without_gather(cases):
     results = on_devices(8, "-m", "tests.multi_device.kernels_on_eight", *cases, optimise=False)
     assert len(results) >= (len(cases) or 3)
     for case, result in results.items():
         assert result["error"] < 2 * GRADIENT_F32, (case, result)
-        if case.startswith("three"):  # the only split that has to move something
+        if case.startswith("three"):  # the only split that must move data
             continue
         assert result["moves"] == [], (case, result)
         assert result["query"] == ["data", None, "model"], (case, result)
@@ -205,9 +205,9 @@ def test_a_mesh_computes_the_same_and_gathers_nothing(cases):
 @pytest.mark.parametrize(
     ("where", "checked"), [(Plain(), True), (Target("tpu", True), False)], ids=["plain", "tpu"]
 )
-def test_a_device_of_a_users_own_shard_map_runs_its_part(where, checked):
-    """Also gradients of what is the same on all devices, which are summed over them. The
-    interpreter of Pallas does not tell what varies over a mesh."""
+def test_kernels_run_per_device_in_custom_shard_map(where, checked):
+    """Includes gradients of replicated arrays, which are summed over the devices. The Pallas
+    interpreter does not report which values vary over a mesh."""
     arrays = draw(1, batch=2)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
@@ -229,12 +229,12 @@ def test_a_device_of_a_users_own_shard_map_runs_its_part(where, checked):
 
 
 @pytest.mark.slow
-def test_slopes_have_a_gradient_only_where_somebody_asks(monkeypatch):
+def test_slope_gradient_is_computed_only_on_request(monkeypatch):
     """In a kernel it costs a sum over every tile."""
-    arrays, asked = draw(0, queries=16, keys=16), []
+    arrays, requested = draw(0, queries=16, keys=16), []
 
     def spied(problem, *rest):
-        asked.append(not problem.fixed_slopes)
+        requested.append(not problem.fixed_slopes)
         return plain_kernels.backward_dq(problem, *rest)
 
     backend = plain_kernels.BACKEND
@@ -258,20 +258,20 @@ def test_slopes_have_a_gradient_only_where_somebody_asks(monkeypatch):
     wrappers = (loss, jax.jit(loss), jax.checkpoint(loss), scanned)
     for wrapped in wrappers:
         jax.eval_shape(jax.grad(wrapped), query, slopes)
-    assert set(asked) == {False}
-    asked.clear()
+    assert set(requested) == {False}
+    requested.clear()
     for wrapped in wrappers:
         jax.eval_shape(jax.grad(wrapped, (0, 1)), query, slopes)
-    assert set(asked) == {True}
+    assert set(requested) == {True}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["hopper", "tpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_of_a_bias_nothing_is_made_but_its_gradient(backend, dtype):
-    """In the caller's program: no copy in the same dtype, no other values for rows that broke.
+def test_bias_creates_no_other_arrays_than_gradient(backend, dtype):
+    """The surrounding program makes no copy in the same dtype, and no replacements of NaN rows.
 
-    Hopper turns it for the kernel that walks over queries; what starts at zero is added to."""
+    Hopper transposes it for the kernel with queries as columns; zeros are accumulators."""
     T = 1024
     queries = jax.ShapeDtypeStruct((1, T, 2, 64), jnp.bfloat16)
     bias = jax.ShapeDtypeStruct((1, 2, T, T), dtype)
@@ -299,10 +299,10 @@ def test_of_a_bias_nothing_is_made_but_its_gradient(backend, dtype):
     with using(Target(backend)):
         read(jax.make_jaxpr(gradients)(queries, bias, queries).jaxpr)
     rounded = {("convert_element_type", dtype)} - {("convert_element_type", "float32")}
-    if dtype == "float16":  # of neither the inputs nor the scores: no kernel reads it
+    if dtype == "float16":  # matches neither inputs nor scores, so kernels do not read it
         rounded, dtype = rounded | {("convert_element_type", "float32")}, "float32"
     there = {
-        "hopper": {("transpose", dtype), ("reduce_sum", "float32")},  # over no axis
+        "hopper": {("transpose", dtype), ("reduce_sum", "float32")},  # over an empty set of axes
         "tpu": {("broadcast_in_dim", "float32")},
     }
     assert found == there[backend] | rounded

@@ -1,4 +1,4 @@
-"""The Hopper kernels in the interpreter, which looks for races, against NumPy in float64."""
+"""The Hopper kernels in the interpreter, which detects races, against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch):
-    """Run so few programs that each has several items, and reuses every slot."""
+    """Run so few programs that each of them has several items and reuses every slot."""
     monkeypatch.setattr(programs, "PROGRAMS", 2)
 
 
@@ -68,7 +68,7 @@ CASES = {
 )
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_forward_and_gradients_match_the_dense_oracle(case):
+def test_forward_and_gradients_match_dense_oracle(case):
     operands, do = draw(case)
     expected, saved = oracle(case, operands, do)
     saved = saved._replace(do=do)
@@ -87,7 +87,7 @@ def test_forward_and_gradients_match_the_dense_oracle(case):
 @pytest.mark.parametrize(
     "options", [{}, {"softcap": 2.5, "dropout_rate": 0.3}], ids=["plain", "softcap and dropout"]
 )
-def test_one_warpgroup_takes_the_weights_of_wide_heads_from_the_other(options):
+def test_wide_heads_share_weights_between_warpgroups(options):
     case = Case(H=256, Hv=32, T=128, S=128, scale=0.07, **options)
     assert hopper.blocks("dkdv", case.H, case.Hv).k == 64
     operands, do = draw(case)
@@ -99,8 +99,8 @@ def test_one_warpgroup_takes_the_weights_of_wide_heads_from_the_other(options):
 
 @pytest.mark.slow_except("256")
 @pytest.mark.parametrize("H", [128, 256])
-def test_the_weights_of_a_tile_are_computed_once(H):
-    """Traced, not run: in one place for full tiles and one for partial ones."""
+def test_tile_weights_are_computed_once(H):
+    """Traced, not run: one place for full tiles and one for partial tiles."""
     case = Case(T=128, S=128, H=H, Hv=H)
     operands, do = draw(case)
     vector = jnp.zeros((1, 2, 128), jnp.float32)
@@ -116,9 +116,9 @@ def test_the_weights_of_a_tile_are_computed_once(H):
 
 @pytest.mark.slow
 @needs_interpreter
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products that overflow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, for products that overflow
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_what_overflows_where_a_mask_hides_it_stays_there(rate):
+def test_overflow_of_hidden_pairs_has_no_effect(rate):
     case = Case(T=128, S=128, N=1, visible=without_a_key, dropout_rate=rate)
     operands, do = draw(case)
     expected, saved = oracle(case, operands, do)
@@ -131,11 +131,11 @@ def test_what_overflows_where_a_mask_hides_it_stays_there(rate):
 
 @pytest.mark.slow
 @needs_interpreter
-def test_a_tanh_of_eleven_bits_costs_no_more_than_bfloat16_does(monkeypatch):
-    """The most that the instruction may err, up or down by the bits of its argument.
+def test_hardware_tanh_error_is_below_bfloat16_rounding(monkeypatch):
+    """With the maximum error of the instruction, its sign chosen by the bits of the argument.
 
-    In the root of the mean square: which single number is off the most, and by how much, hangs on
-    the last bits of the processor's sums.
+    Compares root mean squares, because the largest single error depends on the last bits of the
+    processor's sums.
     """
 
     def coarse(x):
@@ -163,7 +163,7 @@ def test_a_tanh_of_eleven_bits_costs_no_more_than_bfloat16_does(monkeypatch):
     [("bfloat16", 20.0, True), ("bfloat16", 64.0, True), ("bfloat16", 65.0, False),
      ("float16", 20.0, False)],
 )  # fmt: skip
-def test_tanh_is_the_hardwares_where_inputs_err_by_more(dtype, softcap, hardware, monkeypatch):
+def test_hardware_tanh_is_used_only_if_input_error_is_larger(dtype, softcap, hardware, monkeypatch):
     monkeypatch.setattr(scores, "_hardware_tanh", lambda x: jnp.full_like(x, 2))
     raw = np.linspace(-1000, 1000, 701, dtype=np.float32)
     tanh = jax.jit(lambda x: scores._softcap_tanh(0.125, softcap, x, jnp.dtype(dtype)))(raw)
@@ -173,7 +173,7 @@ def test_tanh_is_the_hardwares_where_inputs_err_by_more(dtype, softcap, hardware
 
 @pytest.mark.long
 @needs_interpreter
-def test_vectors_that_are_not_copied_with_a_tile_are_read(monkeypatch):
+def test_uncopied_vectors_are_read_from_memory(monkeypatch):
     monkeypatch.setattr(scores, "COPIED", 1)
     case = Case(visible=window_in_document, slopes=True)
     operands, do = draw(case)
@@ -187,7 +187,7 @@ def test_vectors_that_are_not_copied_with_a_tile_are_read(monkeypatch):
 @pytest.mark.long_except("one")
 @needs_interpreter
 @pytest.mark.parametrize("plan", [Blocks(64, 64, 2), Blocks(192, 64, 3)], ids=["one", "three"])
-def test_one_or_three_warpgroups_multiply_without_turns(plan):
+def test_one_or_three_warpgroups_match_oracle(plan):
     case = Case(T=384, S=130, visible=window_in_document)
     operands, do = draw(case)
     expected = oracle(case, operands, do)[0]
@@ -198,13 +198,13 @@ def test_one_or_three_warpgroups_multiply_without_turns(plan):
 
 @pytest.mark.slow
 @needs_interpreter
-def test_one_tile_in_flight_and_a_slack_that_would_overflow_are_refused():
+def test_single_stage_and_overflowing_slack_are_rejected():
     case = Case(T=128, S=128)
     operands, _ = draw(case)
-    with pytest.raises(ValueError, match="stages is 1: the forward kernel needs at least 2"):
+    with pytest.raises(ValueError, match="stages=1 must be at least 2 in the forward kernel"):
         run_forward(case, operands, Blocks(128, 128, 1))
     for slack in (-1.0, 16.0, float("nan")):
-        with pytest.raises(ValueError, match=f"slack is {slack}: must be from 0 to 15"):
+        with pytest.raises(ValueError, match=f"slack={slack} must be from 0 to 15"):
             run_forward(case, operands, Blocks(128, 128, slack=slack))
 
 
@@ -212,7 +212,7 @@ def test_one_tile_in_flight_and_a_slack_that_would_overflow_are_refused():
 @pytest.mark.long_except("shape0")
 @needs_interpreter
 @pytest.mark.parametrize("shape", [(2, 2, 167, 211), (1, 2, 1, 211), (1, 1, 167, 1), (2, 1, 1, 1)])
-def test_gradient_of_a_bias_has_its_shape_and_sums(shape):
+def test_bias_gradient_has_shape_of_bias_and_matches_oracle(shape):
     case = Case(B=2, bias=shape, softcap=3.0, sinks=True)
     operands, do = draw(case)
     expected, saved = oracle(case, operands, do)
@@ -227,8 +227,8 @@ def test_gradient_of_a_bias_has_its_shape_and_sums(shape):
 
 @pytest.mark.slow
 @needs_interpreter
-def test_a_row_that_sees_nothing_is_zero_and_passes_nothing_on():
-    case = Case(T=256, S=128, sinks=True)  # the first 128 queries stand before every key
+def test_fully_masked_row_has_zero_output_and_gradient():
+    case = Case(T=256, S=128, sinks=True)  # the first 128 queries precede every key
     operands, do = draw(case)
     expected, saved = oracle(case, operands, do)
     fully_masked = np.isneginf(expected["row_max"])
@@ -243,7 +243,7 @@ def test_a_row_that_sees_nothing_is_zero_and_passes_nothing_on():
 
 
 LAZY = Blocks(128, 64, 2, slack=8.0)
-RISING = {  # by how much, in base 2, from one tile of keys to the next
+RISING = {  # increase, in base 2, from one tile of keys to the next
     "within the slack": (Case(S=331), [5, 5, 5, 5, 5]),
     "at once, float16, cap and sinks": (
         Case(S=331, N=4, K=2, dtype="float16", softcap=40.0, sinks=True), [0, 3, 30, -30, 2]
@@ -258,7 +258,7 @@ RISING = {  # by how much, in base 2, from one tile of keys to the next
 @pytest.mark.long_except("within the slack")
 @needs_interpreter
 @pytest.mark.parametrize(("case", "steps"), RISING.values(), ids=RISING)
-def test_a_maximum_that_is_kept_while_the_slack_lasts_changes_no_result(case, steps):
+def test_slack_does_not_change_results(case, steps):
     operands, do = draw(case)
     levels = np.cumsum([0, *steps]).repeat(LAZY.k)[: case.S] * np.log(2) / case.scale / 32
     levels = jnp.asarray(np.pad(levels, (0, operands.key.shape[1] - case.S)), case.dtype)
@@ -280,7 +280,7 @@ def test_a_maximum_that_is_kept_while_the_slack_lasts_changes_no_result(case, st
 
 @pytest.mark.slow
 @needs_interpreter
-def test_the_first_score_is_the_maximum_however_low_and_however_much_slack():
+def test_first_score_becomes_maximum_at_any_slack():
     case = Case(T=256, S=256, bias=(1, 1, 1, 256))
     operands, do = draw(case)
     low = operands.bias.at[..., :64].set(-1.8e38).at[..., 64:128].set(-np.inf)
@@ -296,7 +296,7 @@ def test_the_first_score_is_the_maximum_however_low_and_however_much_slack():
 
 @pytest.mark.long
 @needs_interpreter
-def test_a_rounded_sum_of_maximum_and_slack_lets_no_weight_overflow_in_float16():
+def test_rounded_slack_does_not_overflow_float16_weights():
     case = Case(T=128, S=128, N=1, visible=None, scale=np.log(2), dtype="float16")
     operands, do = draw(case)
     query = jnp.zeros_like(operands.query).at[..., 0].set(2**13).at[..., 1].set(4)
@@ -309,7 +309,7 @@ def test_a_rounded_sum_of_maximum_and_slack_lets_no_weight_overflow_in_float16()
 
 @pytest.mark.slow
 @needs_interpreter
-def test_very_low_scores_that_are_visible_count():
+def test_very_low_visible_scores_count():
     case = Case(S=167, bias=(1, 1, 167, 1))
     operands, do = draw(case)
     operands = operands._replace(bias=operands.bias - 1e5)
@@ -321,7 +321,7 @@ def test_very_low_scores_that_are_visible_count():
 
 @pytest.mark.slow
 @needs_interpreter
-def test_the_number_of_programs_changes_no_bit(monkeypatch):
+def test_results_do_not_depend_on_number_of_programs(monkeypatch):
     case = Case()
     operands, do = draw(case)
     saved = oracle(case, operands, do)[1]._replace(do=do)
@@ -341,22 +341,22 @@ def causal_lists(rows):
 
 
 def in_order(items, lists, group=1):
-    """All items as flat indices of [batch, heads, rows], in their order."""
+    """Return all items as flat indices of [batch, heads, rows], in order."""
     prepared = jax.jit(lambda: schedule.prepare(lists).rows), jax.jit(jax.vmap(items.turn))
     rows, (b, head, turn) = jax.device_get((prepared[0](), prepared[1](np.arange(items.number))))
     found = rows[b % rows.shape[0], head * group % rows.shape[1], turn]
     return np.ravel_multi_index((b, head, found), items)
 
 
-def test_heavy_items_come_first_and_those_of_one_level_by_head():
-    order = in_order(schedule.Items(1, 2, 16), causal_lists(16)).tolist()  # two rows a level
+def test_items_are_sorted_by_level_then_head():
+    order = in_order(schedule.Items(1, 2, 16), causal_lists(16)).tolist()  # two rows per level
     assert order[:8] == [15, 14, 31, 30, 13, 12, 29, 28]
     assert sorted(order) == list(range(32))
 
 
 @pytest.mark.slow_except("8")
 @pytest.mark.parametrize("rows", [1, 7, 8, 19])
-def test_every_item_comes_once_in_the_order_of_its_own_list(rows):
+def test_every_item_occurs_once_in_list_order(rows):
     rng = np.random.default_rng(rows)
     seen = rng.integers(0, 9, (3, 4, rows)).astype(np.int32)
     lists = TileLists(np.zeros((3, 4, rows, 9), np.int32), seen, seen)
@@ -370,7 +370,7 @@ def test_every_item_comes_once_in_the_order_of_its_own_list(rows):
 
 @pytest.mark.slow_except("132")
 @pytest.mark.parametrize("items", [7, 132, 3 * 132 + 5])
-def test_items_are_dealt_back_and_forth_and_each_once(items):
+def test_items_are_dealt_back_and_forth_exactly_once(items):
     number = min(items, 132)
     one = np.eye(items, dtype=np.int32)
 
@@ -384,7 +384,7 @@ def test_items_are_dealt_back_and_forth_and_each_once(items):
     assert (found == wanted).all()
 
 
-def test_programs_share_causal_work_evenly(monkeypatch):
+def test_causal_work_is_balanced_over_programs(monkeypatch):
     monkeypatch.setattr(programs, "PROGRAMS", 132)
     weight = np.tile(np.arange(1, 65), 16)  # 16 heads of 8192 queries
     shares = np.zeros(132)
@@ -394,7 +394,7 @@ def test_programs_share_causal_work_evenly(monkeypatch):
     assert shares.max() <= 1.05 * shares.mean()
 
 
-def test_what_cannot_be_done_is_named():
+def test_unsupported_calls_give_reason():
     def reason(dtype="bfloat16", H=64, Hv=64):
         shapes = [jax.ShapeDtypeStruct((1, 128, 2, h), dtype) for h in (H, H, Hv)]
         return hopper.refuse(Target("hopper"), False, *shapes)
@@ -405,10 +405,10 @@ def test_what_cannot_be_done_is_named():
         "head dims 72 (query, key) and 64 (value): must be multiples of 16 from 32 to 256"
     )
     assert "64 (query, key) and 272" in reason(Hv=272) and "16 (query" in reason(H=16)
-    assert reason(H=256, Hv=208) == "H + Hv is 256 + 208: where they differ, must be at most 448"
+    assert reason(H=256, Hv=208) == "H + Hv is 256 + 208: if they differ, must be at most 448"
 
 
-def test_heads_are_as_wide_as_a_multiple_of_16():
+def test_head_dims_are_multiples_of_16():
     for H in range(32, 257, 16):
         widths = H, H, 448 - max(H, 192)
         shapes = [jax.ShapeDtypeStruct((1, 128, 2, h), "bfloat16") for h in widths]
@@ -420,7 +420,7 @@ def test_heads_are_as_wide_as_a_multiple_of_16():
     ("version", "broken"),
     [(12070, False), (12080, True), (12090, True), (13000, False), (13050, False), (None, False)],
 )
-def test_a_compiler_that_breaks_causal_kernels_is_refused(version, broken, monkeypatch):
+def test_cuda_that_breaks_causal_kernels_is_rejected(version, broken, monkeypatch):
     monkeypatch.setattr(nvidia, "cuda_version", lambda: version)
     shapes = [jax.ShapeDtypeStruct((1, 128, 2, 64), "bfloat16")] * 3
     reason = hopper.refuse(Target("hopper"), False, *shapes)
@@ -434,7 +434,7 @@ def test_a_compiler_that_breaks_causal_kernels_is_refused(version, broken, monke
 
 @pytest.mark.slow_except("dkdv", "dq", "forward")
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkdv", "bias"])
-def test_every_head_dim_has_tiles_that_divide_128(kind):
+def test_tiles_of_every_head_dim_divide_128(kind):
     for H in hopper.HEAD_DIMS:
         for Hv in hopper.HEAD_DIMS:
             plan = hopper.blocks(kind, H, Hv)
@@ -461,7 +461,7 @@ each_nvidia = pytest.mark.parametrize(
 @pytest.mark.slow_except("ampere-*")
 @pytest.mark.parametrize("options", [{}, {"bias": (1, 4, 256, 1)}], ids=["plain", "bias"])
 @each_nvidia
-def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(name, options, where):
+def test_gradients_vary_like_inputs_in_shard_map(name, options, where):
     """Traced, not run: `shard_map` compares types."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
@@ -486,7 +486,7 @@ def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(name, option
 
 @pytest.mark.slow
 @each_nvidia
-def test_the_kernels_trace_where_python_integers_have_64_bits(name, where):
+def test_kernels_trace_with_x64_enabled(name, where):
     query, key = (jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16) for n in (4, 2))
 
     def loss(query, key, value):

@@ -1,4 +1,4 @@
-"""The kernels for few queries of NVIDIA GPUs in the interpreter, against NumPy in float64."""
+"""The decode kernels for NVIDIA GPUs in the interpreter, against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from transformer_jax.kernels.nvidia import schedule
 
 pytestmark = [
     pytest.mark.usefixtures("quick_compilation"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, on infinities
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, for infinities
 ]
 
 S = 331
@@ -38,7 +38,7 @@ S = 331
 
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch):
-    """Run so few programs that each has several items, and reuses every slot."""
+    """Run so few programs that each of them has several items and reuses every slot."""
     monkeypatch.setattr(programs, "PROGRAMS", 2)
     monkeypatch.setattr(chips, "AMPERE_PROCESSORS", 1)
 
@@ -94,7 +94,7 @@ def skip_widths_of_hopper(module, case):
 @needs_interpreter
 @pytest.mark.parametrize(("case", "lengths"), CASES.values(), ids=CASES)
 @each_backend
-def test_decode_matches_the_dense_oracle(module, case, lengths):
+def test_decode_matches_dense_oracle(module, case, lengths):
     skip_widths_of_hopper(module, case)
     operands = draw_few(case, lengths=lengths)
     expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
@@ -110,12 +110,12 @@ def test_decode_matches_the_dense_oracle(module, case, lengths):
 @needs_interpreter
 @pytest.mark.parametrize("S", [S, 328, 13])
 @each_backend
-def test_keys_may_end_within_a_tile(module, S):
+def test_keys_may_end_within_tile(module, S):
     case = Case(B=2, T=2, S=S, N=4, K=2, sinks=True, bias=(1, 4, 2, S), visible=within_length)
     operands = draw_few(case, lengths=[S, 7])
     expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
-    given = operands._replace(key=operands.key[:, :S], value=operands.value[:, :S])
-    got = run_decode(case, given, module=module)
+    trimmed = operands._replace(key=operands.key[:, :S], value=operands.value[:, :S])
+    got = run_decode(case, trimmed, module=module)
     for name in ("out", "row_max", "log_sum"):
         assert_near(got[name], expected[name], NEAR if name == "out" else EXACT, name)
 
@@ -124,7 +124,7 @@ def test_keys_may_end_within_a_tile(module, S):
 @pytest.mark.long_except("hopper")
 @needs_interpreter
 @each_backend
-def test_rows_that_see_nothing_are_zero(module):
+def test_fully_masked_rows_are_zero(module):
     case = Case(B=2, T=2, S=S, N=4, K=2, visible=within_length, sinks=True)
     got = run_decode(case, draw_few(case, lengths=[0, 5]), module=module)
     assert not np.asarray(got["out"], np.float32)[0].any()
@@ -136,7 +136,7 @@ def test_rows_that_see_nothing_are_zero(module):
 @pytest.mark.long_except("hopper")
 @needs_interpreter
 @each_backend
-def test_products_that_overflow_where_nothing_is_spoilt_count_as_before(module):
+def test_capped_overflowing_products_match_oracle(module):
     case = Case(T=1, S=200, N=2, K=1, softcap=3.0, visible=causal)
     operands = draw_few(case)
     query = operands.query.at[..., 0].set(3e38)
@@ -152,8 +152,8 @@ def test_products_that_overflow_where_nothing_is_spoilt_count_as_before(module):
 @needs_interpreter
 @pytest.mark.parametrize("S", [384, 424, 427], ids=["whole tiles", "part of one", "padded"])
 @each_backend
-def test_tiles_that_no_list_names_are_not_read(module, S):
-    """No mask hides the NaN that stands in all other keys and values."""
+def test_unlisted_tiles_are_not_read(module, S):
+    """No mask hides the NaN in all other keys and values."""
     case = Case(B=2, T=1, S=384, N=4, K=2, visible=None)
     operands = draw_few(case)
     long = [jnp.zeros((2, S, *x.shape[2:]), x.dtype) for x in (operands.key, operands.value)]
@@ -193,14 +193,14 @@ INT8 = {
 @needs_interpreter
 @pytest.mark.parametrize(("case", "lengths"), INT8.values(), ids=INT8)
 @each_backend
-def test_int8_has_the_bits_of_what_is_dequantised(module, case, lengths):
+def test_int8_is_bit_identical_to_dequantised_cache(module, case, lengths):
     skip_widths_of_hopper(module, case)
     operands = draw_few(case, lengths=lengths)
     (key, k_scale), (value, v_scale) = quantise(operands.key), quantise(operands.value)
-    held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
+    quantized = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
     dtype = operands.query.dtype
     wide = [dequantise(x, scale, dtype) for x, scale in ((key, k_scale), (value, v_scale))]
-    got = run_decode(case, held, module=module)
+    got = run_decode(case, quantized, module=module)
     wide = operands._replace(key=wide[0], value=wide[1])
     expected = run_decode(case, wide, module=module)
     assert np.abs(np.asarray(got["out"], np.float32)).max() > 0.05
@@ -208,11 +208,11 @@ def test_int8_has_the_bits_of_what_is_dequantised(module, case, lengths):
         np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (x, expected[name])))
 
 
-# How the work is divided
+# Division of the work
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8, 31, 64, 100, 300, 528, 1000])
-def test_parts_fill_the_programs_and_hold_a_tile_each(heads):
+def test_parts_fill_programs_and_have_at_least_one_tile(heads):
     parts = schedule.key_parts(heads, 4096, 132)
     turns = -(-heads * parts // 132)
     assert heads * parts >= 0.9 * turns * 132
@@ -221,17 +221,17 @@ def test_parts_fill_the_programs_and_hold_a_tile_each(heads):
 
 @pytest.mark.parametrize("H", hopper.HEAD_DIMS)
 @pytest.mark.parametrize("Hv", hopper.HEAD_DIMS)
-def test_every_head_dim_has_two_tiles_in_flight(H, Hv):
+def test_every_head_dim_has_at_least_two_stages(H, Hv):
     plan = hopper.blocks("decode", H, Hv)
     assert plan.stages >= 2 and 128 % plan.k == 0
 
 
 @pytest.mark.slow
 @needs_interpreter
-def test_int8_needs_a_stage_for_its_tiles():
+def test_int8_requires_two_stages():
     case = INT8["no mask, float16"][0]
     operands = draw_few(case)
     (key, k_scale), (value, v_scale) = quantise(operands.key), quantise(operands.value)
-    held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
-    with pytest.raises(ValueError, match="stages is 1: int8 needs at least 2"):
-        run_decode(case, held, stages=1)
+    quantized = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
+    with pytest.raises(ValueError, match="stages=1 must be at least 2 for int8"):
+        run_decode(case, quantized, stages=1)

@@ -1,4 +1,4 @@
-"""The order in which the producer of the Hopper kernels copies: its own code, run by Python."""
+"""The copy order of the producer of the Hopper kernels, whose code runs in Python here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class Part:
-    """Stand for a part of memory or of barriers; of a list, which has values, `[...]` reads it."""
+    """Fake part of memory or of barriers; `[...]` reads the values of a list."""
 
     def __init__(self, whole, index):
         self.whole, self.index = whole, index if isinstance(index, tuple) else (index,)
@@ -25,7 +25,7 @@ class Part:
 
 
 class Memory:
-    """Stand for a reference, whose `at` gives parts."""
+    """Fake reference, whose `at` returns parts."""
 
     def __init__(self, name, shape, values=None):
         self.name, self.shape, self.values = name, shape, values
@@ -39,7 +39,7 @@ class Memory:
 
 
 def record(monkeypatch):
-    """Return the list of what the producer will do, in order."""
+    """Return the list that records the producer's actions, in order."""
     events = []
 
     def copy(source, slot, full):
@@ -72,7 +72,7 @@ def record(monkeypatch):
 
 
 def tile_lists(lists):
-    """Return lists of tiles in stand-ins for memory, in the order given."""
+    """Return tile lists in fake memory, in the same order."""
     rows, columns = len(lists), max(map(len, lists))
 
     def of_rows(values):
@@ -85,7 +85,7 @@ def tile_lists(lists):
 
 
 def copies(monkeypatch, lists, stages, backward):
-    """Return, in order, the slots that a program waits for and the tiles that it copies."""
+    """Return the slots that a program waits for and the tiles that it copies, in order."""
     events, tiles = record(monkeypatch), tile_lists(lists)
     query, key, value = (Memory(x, (1, 64 * len(lists), 1, 64)) for x in ("Q", "K", "V"))
     barriers = {f"{x}_{y}": Memory(x, ()) for x in "qkv" for y in ("full", "empty")}
@@ -98,7 +98,7 @@ def copies(monkeypatch, lists, stages, backward):
 
 
 @pytest.mark.slow
-def test_first_keys_of_an_item_do_not_wait_for_the_queries_slot(monkeypatch):
+def test_first_keys_of_item_do_not_wait_for_query_slot(monkeypatch):
     found = copies(monkeypatch, [(0, 2), (1,), (), (2,)], 2, backward=False)
     assert found == [
         *("K0", "Q0", "K2", "V0", "V2"),
@@ -110,15 +110,15 @@ def test_first_keys_of_an_item_do_not_wait_for_the_queries_slot(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
-def test_backward_copies_no_keys_before_values_that_free_their_slot(stages, monkeypatch):
+def test_backward_copies_keys_after_values_that_free_their_slot(stages, monkeypatch):
     found = copies(monkeypatch, [(0, 2), (1,)], stages, backward=True)
     found = [event for event in found if "free" not in event]
     assert found == ["K0", "Q0", "dO0", "V0", "K2", "V2", "K1", "Q1", "dO1", "V1"]
 
 
 @pytest.mark.slow
-def test_tiles_are_finished_in_order_and_before_the_next_keys_are_waited_for(monkeypatch):
-    """Two query heads read a key head, and one item has fewer tiles than there are slots."""
+def test_tiles_finish_in_order_before_wait_for_next_keys(monkeypatch):
+    """Two query heads read a key head, and one item has fewer tiles than slots."""
     lists, stages = [(0, 2), (1,), (), (2,)], 3
     events, tiles = record(monkeypatch), tile_lists(lists)
     query, do = (Memory(x, (1, 64 * len(lists), 2, 64)) for x in ("Q", ""))

@@ -1,7 +1,7 @@
-"""The backward pass on Hopper as one kernel, in the interpreter, against NumPy in float64.
+"""The single-pass backward kernel of Hopper in the interpreter, against NumPy in float64.
 
-The instruction that adds to device memory is not interpreted: a read, a sum and a write stand for
-it, in one program. tests/kernels/test_attached.py runs the instruction itself.
+The interpreter replaces the instruction that adds to device memory by a read, a sum and a write, in
+a single program. tests/kernels/test_attached.py runs the instruction itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ needs_jax_11 = pytest.mark.skipif(not hopper.HAS_JAX_11, reason="jax 0.11")
 
 
 def run(case, blocks=None):
-    """(results, what they should be): dq, dk, dv, and the slopes' gradient by key."""
+    """Return (results, expected results): dq, dk, dv, and the slopes' gradient by key."""
     operands, do = draw(case)
     expected, saved = oracle(case, operands, do)
     blocks = blocks or hopper.blocks("single_pass", case.H, case.Hv)
@@ -95,7 +95,7 @@ CASES = {
 )
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gradients_match_the_dense_oracle(case):
+def test_gradients_match_dense_oracle(case):
     results, expected = run(case)
     assert ("slopes" in results) == case.slopes and {"dq", "dk", "dv"} <= results.keys()
     for name, value in results.items():
@@ -106,7 +106,7 @@ def test_gradients_match_the_dense_oracle(case):
 @pytest.mark.long
 @needs_interpreter
 @pytest.mark.parametrize("blocks", [Blocks(128, 128, 2), Blocks(64, 128, 3)], ids=str)
-def test_tiles_of_other_sizes_give_the_same(blocks):
+def test_other_tile_sizes_match_oracle(blocks):
     results, expected = run(Case(visible=causal), blocks)
     for name, value in results.items():
         assert_near(value, expected[name], NEAR, name)
@@ -116,7 +116,7 @@ def test_tiles_of_other_sizes_give_the_same(blocks):
 @needs_jax_11
 @pytest.mark.parametrize("q", [64, 128])
 @pytest.mark.parametrize("H", hopper.HEAD_DIMS)
-def test_two_warpgroups_sum_every_number_of_a_tile_once(H, q):
+def test_two_warpgroups_cover_dq_tile_exactly_once(H, q):
     blocks, times = Blocks(q, 128), np.zeros((q, H), int)
     side = swizzle(blocks, H) // 2
     for share in dq_shares(blocks, H):
@@ -128,7 +128,7 @@ def test_two_warpgroups_sum_every_number_of_a_tile_once(H, q):
     assert (times == 1).all()
 
 
-# What is chosen and refused
+# Selection and rejection
 
 
 def structs(H=64, Hv=64, dtype="bfloat16"):
@@ -137,41 +137,41 @@ def structs(H=64, Hv=64, dtype="bfloat16"):
 
 @pytest.mark.slow
 @needs_jax_11
-def test_heads_that_are_too_wide_together_are_refused_by_name():
+def test_too_wide_head_dims_are_rejected_with_reason():
     with using(Target("hopper")):
         assert explain_attention(*structs(128, 128))["pallas_unordered"] is None
-        said = explain_attention(*structs(192, 128))
-        assert said["pallas"] is None
-        assert said["pallas_unordered"] == (
-            "hopper: the single-pass backward with H + Hv 192 + 128: must be at most 256"
+        reasons = explain_attention(*structs(192, 128))
+        assert reasons["pallas"] is None
+        assert reasons["pallas_unordered"] == (
+            "hopper: H + Hv is 192 + 128: must be at most 256 in the single-pass backward"
         )
         inputs = [jnp.zeros(x.shape, x.dtype) for x in structs(192, 128)]
         with pytest.raises(NotImplementedError, match=r"pallas_unordered: hopper: .* 192 \+ 128"):
             dot_product_attention(*inputs, implementation="pallas_unordered")
 
 
-def test_jax_without_the_instruction_is_refused_by_name(monkeypatch):
+def test_jax_without_tma_reduction_is_rejected_with_reason(monkeypatch):
     monkeypatch.setattr(hopper, "HAS_JAX_11", False)
     with using(Target("hopper")):
-        said = explain_attention(*structs())
-    assert "needs jax 0.11" in str(said["pallas_unordered"]) and said["pallas"] is None
+        reasons = explain_attention(*structs())
+    assert "needs jax 0.11" in str(reasons["pallas_unordered"]) and reasons["pallas"] is None
 
 
-def test_a_tpu_refuses_it_by_name():
+def test_tpu_rejects_unordered_with_reason():
     with using(Target("tpu")):
-        said = explain_attention(*structs())
-    assert said["pallas"] is None
-    assert "tpu: 'pallas_unordered' needs a Hopper GPU" in str(said["pallas_unordered"])
+        reasons = explain_attention(*structs())
+    assert reasons["pallas"] is None
+    assert "tpu: 'pallas_unordered' needs a Hopper GPU" in str(reasons["pallas_unordered"])
 
 
 @pytest.mark.slow
-def test_none_takes_pallas_where_it_was_measured_and_the_single_pass_nowhere(monkeypatch):
+def test_none_selects_pallas_only_if_measured_and_never_single_pass(monkeypatch):
     inputs = structs()
     queries = inputs[0].shape[1]
     for backend, fewest, taken in (
         ("hopper", queries, True),
-        ("hopper", queries + 1, False),  # of few queries nothing was measured
-        ("ampere", queries, False),  # the same chip, by other kernels
+        ("hopper", queries + 1, False),  # few queries were not measured
+        ("ampere", queries, False),  # the same chip with other kernels
     ):
         monkeypatch.setattr(attention, "FASTEST", {(backend, "a chip"): fewest})
         with using(Target("hopper", chip="a chip")):
@@ -184,8 +184,8 @@ def test_none_takes_pallas_where_it_was_measured_and_the_single_pass_nowhere(mon
 @pytest.mark.slow
 @pytest.mark.long_except("vmap")
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "vmap"])
-def test_a_backend_without_tiles_gives_the_gradients_of_pallas(mapped):
-    """Of slopes too, which come by key and not by query."""
+def test_dense_backend_matches_gradients_of_pallas(mapped):
+    """Includes slopes, whose rows are by key, not by query."""
     arrays = draw_arrays(3)
     inputs = arrays["query"], arrays["key"], arrays["value"], jnp.linspace(0.1, 0.5, 4)
 

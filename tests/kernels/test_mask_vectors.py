@@ -1,4 +1,4 @@
-"""A mask as the kernels see it: integers per query, integers per key, and a comparison."""
+"""The form of a mask for kernels: integers per query, integers per key, and a comparison."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def masks_of_vectors(rng: np.random.Generator) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", masks_of_vectors(np.random.default_rng(0)))
 @pytest.mark.parametrize("ragged", [False, True], ids=["", "ragged"])
-def test_vectors_say_what_the_mask_says(name, ragged, rng):
+def test_mask_vectors_match_mask(name, ragged, rng):
     mask = masks_of_vectors(rng)[name]
     q, k = jnp.arange(13)[None], jnp.arange(19)[None]
     if ragged:
@@ -74,8 +74,8 @@ def test_vectors_say_what_the_mask_says(name, ragged, rng):
     )
 
 
-def test_equal_masks_compare_equal_as_vectors():
-    """A compiled program is used again for masks of equal structure, whatever their values."""
+def test_equal_masks_have_equal_vectors():
+    """Masks of equal structure share a compiled program, whatever their values are."""
 
     def visible(n, ids):
         mask = Causal() & Window(n) & Segments(jnp.asarray(ids)[None])
@@ -87,7 +87,7 @@ def test_equal_masks_compare_equal_as_vectors():
 
 
 @pytest.mark.slow
-def test_what_no_kernel_evaluates_is_said():
+def test_unsupported_masks_give_reason():
     table = jnp.ones((4, 4), bool)
     eight = functools.reduce(operator.or_, [~Dense(table)] * 8)
     assert refuse_mask(Causal() & eight) is None
@@ -100,12 +100,12 @@ def test_what_no_kernel_evaluates_is_said():
 
 
 @pytest.mark.slow
-def test_ids_of_64_bits_are_compared_whole():
+def test_64_bit_ids_are_compared_in_full():
     with jax.enable_x64():
         ids = jnp.asarray(np.array([[1, 1, 1 + 2**32, 1 + 2**32, -(2**40)]]))
         at = jnp.arange(5, dtype=jnp.int32)
 
-        @jax.jit  # traced, nobody knows that they do not fit
+        @jax.jit  # traced values are not known to exceed 32 bits
         def seen(ids):
             vectors = MaskVectors.of(Segments(ids), at[None], at[None], True)
             return vectors.visible([x[:, :, None] for x in vectors.q],

@@ -1,4 +1,4 @@
-"""The kernels of a CPU beside float64: masks as programs, sizes around tiles, threads."""
+"""The CPU kernels against float64: masks as programs, sizes around tiles, threads."""
 
 import itertools
 import operator
@@ -68,7 +68,7 @@ def run(program, q, k):
         lambda q, k: jnp.asarray(True),
     ],
 )
-def test_a_program_says_what_the_comparison_says(visible):
+def test_program_matches_comparison(visible):
     program = program_of(visible, 2, 2)
     for q in itertools.product(range(-1, 4), range(3)):
         for k in itertools.product(range(-1, 4), range(3)):
@@ -76,8 +76,8 @@ def test_a_program_says_what_the_comparison_says(visible):
             assert bool(run(program, q, k)) == bool(wanted), (q, k)
 
 
-def test_what_is_no_program_is_refused_by_name():
-    with pytest.raises(Refused, match=r"masks of integers of 32 bits, .* is of float32"):
+def test_unsupported_operations_are_rejected_with_reason():
+    with pytest.raises(Refused, match=r"masks of 32-bit integers, but .* uses float32"):
         program_of(lambda q, k: q[0].astype(jnp.float32) < 0.5, 1, 1)
     with pytest.raises(Refused, match="takes no mask that computes population_count"):
         program_of(lambda q, k: jax.lax.population_count(q[0]) < 2, 1, 1)
@@ -95,7 +95,7 @@ def drawn(rng, T, S, N, K, H, Hv, B=2, dtype=np.float32):
 
 
 def double(q, k, v, seen, bias=0.0, softcap=None):
-    """Attention of float64 arrays, and the gradient of its sum times a fixed pattern."""
+    """Return attention of float64 arrays, and the gradient of its sum times a fixed pattern."""
     q, k, v = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
 
@@ -117,7 +117,7 @@ def pattern(out):
 
 
 def masks(rng, T, S):
-    """Masks of every kind with what they show, bool[B or 1, N or 1, T, S]."""
+    """Return masks of every kind with their visible pairs, bool[B or 1, N or 1, T, S]."""
     q, k = np.arange(T)[:, None], np.arange(S)
     ids = np.sort(rng.integers(0, 3, (2, max(T, S))), axis=1).astype(np.int32)
     lengths = rng.integers(1, S + 1, 2)
@@ -147,7 +147,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.long_except("(1, 300, 4, 2, 64, 64)")
 @pytest.mark.parametrize("sizes", CASES, ids=str)
-def test_every_mask_at_sizes_around_tiles_is_within_rounding_of_float64(sizes, rng):
+def test_every_mask_around_tile_sizes_matches_float64(sizes, rng):
     T, S = sizes[:2]
     arrays = drawn(rng, *sizes)
     for name, (mask, seen) in masks(rng, T, S).items():
@@ -160,13 +160,13 @@ def test_every_mask_at_sizes_around_tiles_is_within_rounding_of_float64(sizes, r
             wanted, gradients = jax.tree.map(np.asarray, double(*arrays, seen))
         assert_near(attend(*arrays), wanted, FORWARD_F32, name)
         found = jax.grad(lambda *x, f=attend: pattern(f(*x)).sum(), (0, 1, 2))(*arrays)
-        # together: those of a query that sees one key are zero but for rounding
+        # compared together: gradients of a query that sees one key are zero up to rounding
         one, own = (np.concatenate([np.ravel(x) for x in tree]) for tree in (found, gradients))
         assert_near(one, own, GRADIENT_F32, name)
 
 
-def test_results_do_not_depend_on_who_computes_a_tile(rng):
-    """Ten calls, of which threads take the tiles as they come, have the same bits."""
+def test_results_do_not_depend_on_threads(rng):
+    """Ten calls, whose tiles are distributed dynamically over threads, are bit-identical."""
     arrays = drawn(rng, 300, 300, 4, 2, 16, 16)
     call = jax.jit(
         jax.value_and_grad(
@@ -180,7 +180,7 @@ def test_results_do_not_depend_on_who_computes_a_tile(rng):
 
 
 @pytest.mark.slow
-def test_capped_scores_with_slopes_are_those_of_float64(rng):
+def test_capped_scores_with_slopes_match_float64(rng):
     arrays = drawn(rng, 60, 70, 4, 2, 16, 8)
     bias = ALiBi.heads(4) if hasattr(ALiBi, "heads") else ALiBi(np.array([0.5, 0.25, 0.1, 0.0]))
     away = np.abs(np.arange(60)[:, None] - np.arange(70))
@@ -226,7 +226,7 @@ def same_as_oracle(arrays, seen, dtype="float32", bias=None, **rest):
     return check
 
 
-# inputs are rounded already: one rounding, of the output
+# inputs are already rounded, so only the output is rounded
 FEW_TOLERANCES = {"float32": FORWARD_F32, "bfloat16": 2**-8, "float16": 2**-11}
 
 
@@ -238,8 +238,8 @@ FEW_TOLERANCES = {"float32": FORWARD_F32, "bfloat16": 2**-8, "float16": 2**-11}
 )
 @pytest.mark.parametrize("dtype", FEW_TOLERANCES)
 @pytest.mark.parametrize("sizes", FEW, ids=str)
-def test_few_queries_over_a_cache_are_within_rounding_of_float64(sizes, dtype, instructions, rng):
-    """Rows of a cache are filled to different lengths, one not at all."""
+def test_few_queries_over_cache_match_float64(sizes, dtype, instructions, rng):
+    """Rows of a cache are filled to different lengths; one is empty."""
     B, T, S, N, *_ = sizes
     arrays = few_arrays(rng, sizes, dtype)
     filled = np.array([S // 2 + 1, 0][:B])
@@ -254,7 +254,7 @@ def test_few_queries_over_a_cache_are_within_rounding_of_float64(sizes, dtype, i
 
 
 @pytest.mark.slow_except("neon")
-def test_few_queries_take_every_option(instructions, rng):
+def test_few_queries_support_every_option(instructions, rng):
     sizes = B, T, S, N, *_ = 2, 3, 133, 10, 5, 40, 36
     arrays = few_arrays(rng, sizes, jnp.float32)
     bias = jnp.asarray(rng.normal(size=(1, N, T, S)), jnp.float32)
@@ -290,8 +290,8 @@ def test_few_queries_drop_the_same_weights_as_xla(instructions, rng):
 @pytest.mark.slow_except("avx2-40--inf", "neon-40-nan", "neon-8--inf", "neon-8-inf")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("H", [8, 40])
-def test_few_queries_are_nan_where_they_see_what_is_not_finite(bad, H, instructions, rng):
-    """A key of head 0 and a value of head 1 are bad; a query sees some of them, or none."""
+def test_few_queries_are_nan_if_they_see_nonfinite_values(bad, H, instructions, rng):
+    """A key of head 0 and a value of head 1 are bad; each query sees some or none of them."""
     B, T, S, N, K = 1, 3, 100, 4, 2
     q, k, v = few_arrays(rng, (B, T, S, N, K, H, H), jnp.float32)
     k, v = k.at[0, 50, 0, 3].set(bad), v.at[0, 51, 1, H - 1].set(bad)
@@ -311,8 +311,8 @@ def test_few_queries_are_nan_where_they_see_what_is_not_finite(bad, H, instructi
 
 
 @pytest.mark.slow
-def test_few_queries_do_not_read_the_unfilled_part_of_a_cache(rng):
-    """Hold that empty slots change no bit, and that no program sorts tiles."""
+def test_few_queries_do_not_read_unfilled_cache(rng):
+    """Empty slots change no bit, and no program sorts tiles."""
     sizes = 1, 1, 640, 4, 2, 64, 64
     q, k, v = few_arrays(rng, sizes, jnp.float32)
     k_positions = jnp.where(jnp.arange(640) < 100, jnp.arange(640), -1)
@@ -331,29 +331,31 @@ def test_few_queries_do_not_read_the_unfilled_part_of_a_cache(rng):
 
 
 @pytest.mark.slow
-def test_a_library_of_other_sources_is_refused_and_said(tmp_path):
-    """Give a copy of the folder one more comment; the library is that of the files as they are."""
+def test_library_from_different_sources_is_rejected_with_warning(tmp_path):
+    """A copy of the sources gets another comment; the library is that of the original files."""
     copy = tmp_path / "cpu"
     shutil.copytree(Path(cpu.__file__).parent, copy)
     code = (
         "from transformer_jax.kernels import cpu\n"
         f"cpu.__file__ = {str(copy / '__init__.py')!r}\nprint(cpu.library())"
     )
-    said = []
+    outputs = []
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        said.append((done.stdout, done.stderr))
+        outputs.append((done.stdout, done.stderr))
         with open(copy / "source" / "mask.h", "a") as file:
             file.write("// another\n")
-    assert said[0][0].startswith("<CDLL") and not said[0][1]
-    assert said[1][0] == "was compiled from other sources than these: install the package again\n"
-    assert "UserWarning: kernels/cpu/_native.so was compiled from other sources" in said[1][1]
+    assert outputs[0][0].startswith("<CDLL") and not outputs[0][1]
+    assert outputs[1][0] == "was compiled from different sources: install the package again\n"
+    assert (
+        "UserWarning: kernels/cpu/_native.so was compiled from different sources" in outputs[1][1]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.long_except("sse9")
 @pytest.mark.parametrize("name", ["sse9", "plain"])
-def test_the_environment_names_the_instruction_set(name):
+def test_environment_selects_instruction_set(name):
     code = (
         "import jax.numpy as jnp\nfrom transformer_jax import explain_attention\n"
         "from transformer_jax.kernels import cpu\n"
@@ -372,7 +374,7 @@ def test_the_environment_names_the_instruction_set(name):
 
 
 @pytest.mark.slow
-def test_without_the_library_the_reason_is_said():
+def test_missing_library_gives_reason():
     code = (
         "import jax.numpy as jnp\nfrom transformer_jax import explain_attention\n"
         "x = jnp.zeros((1, 2, 1, 4))\nprint(explain_attention(x, x, x)['native'])"

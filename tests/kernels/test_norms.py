@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of few rows on a CPU, beside float64."""
+"""LayerNorm and RMSNorm of few rows on a CPU, against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def draw(rng, *shape):
 
 @pytest.mark.slow_except("neon-*")
 @pytest.mark.parametrize("shape", [(1, 1, 128), (2, 3, 131), (16, 777), (1, 129)])
-def test_norms_are_within_rounding_of_float64(rng, shape, instructions):
+def test_norms_match_float64(rng, shape, instructions):
     x, scale, bias = draw(rng, *shape), draw(rng, shape[-1]), draw(rng, shape[-1])
     for one, other in ((scale, bias), (scale, None), (None, bias), (None, None)):
         assert_near(layer_norm(x, one, other), exact(x, one, other, True), 4 * FORWARD_F32)
@@ -43,7 +43,7 @@ def test_norms_are_within_rounding_of_float64(rng, shape, instructions):
 
 
 @pytest.mark.slow
-def test_few_long_rows_are_the_kernel_s_and_a_gradient_is_xla_s(rng):
+def test_kernel_runs_few_long_rows_and_xla_their_gradient(rng):
     def program(function, *shape):
         return jax.jit(function).lower(jnp.ones(shape), jnp.ones(shape[-1])).as_text()
 
@@ -59,8 +59,8 @@ def test_few_long_rows_are_the_kernel_s_and_a_gradient_is_xla_s(rng):
 
 
 @pytest.mark.slow
-def test_the_gradient_of_few_rows_is_within_rounding_of_float64(rng):
-    """Of normalised y and h = g scale, dx = (h - mean h - y mean(h y)) / sqrt(var + eps)."""
+def test_gradient_of_few_rows_matches_float64(rng):
+    """For normalised y and h = g scale, dx = (h - mean h - y mean(h y)) / sqrt(var + eps)."""
     x, scale, bias, g = draw(rng, 3, 150), draw(rng, 150), draw(rng, 150), draw(rng, 3, 150)
     dx, dscale, dbias = jax.vjp(lambda *args: layer_norm(*args), x, scale, bias)[1](g)
     wide_x, wide_g = np.asarray(x, np.float64), np.asarray(g, np.float64)
@@ -74,7 +74,7 @@ def test_the_gradient_of_few_rows_is_within_rounding_of_float64(rng):
 
 @pytest.mark.slow_except("avx512-inf", "neon-*", "plain-inf")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_stays_in_its_row(rng, bad, instructions):
+def test_nonfinite_values_affect_only_their_row(rng, bad, instructions):
     x = draw(rng, 3, 150).at[1, 7].set(bad)
     found = layer_norm(x, None, None)
     assert jnp.isnan(found[1]).all()
@@ -82,7 +82,7 @@ def test_what_is_not_finite_stays_in_its_row(rng, bad, instructions):
 
 
 @pytest.mark.slow
-def test_parameters_of_another_shape_and_a_traced_eps_are_xla_s(rng):
+def test_other_parameter_shapes_and_traced_eps_use_xla(rng):
     x, scale = draw(rng, 2, 256), draw(rng, 128)
     with pytest.raises(ValueError, match=r"scale has shape \(128,\): must be \(256,\)"):
         layer_norm(x, scale, None)
@@ -93,7 +93,7 @@ def test_parameters_of_another_shape_and_a_traced_eps_are_xla_s(rng):
 
 
 @pytest.mark.slow
-def test_results_under_shard_map_differ_between_devices_as_what_is_normalised(rng):
+def test_results_vary_like_inputs_under_shard_map(rng):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, whole = jax.P("data"), jax.P()
     x, scale, kernel = draw(rng, 2, 256), draw(rng, 256), draw(rng, 256, 128)

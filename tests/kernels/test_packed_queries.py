@@ -1,7 +1,7 @@
 """Few queries of several heads, packed as rows of one tile.
 
-The whole suite runs around kernels in dense arrays; Hopper's and Ampere's kernels get a few calls
-in their interpreter. Everything is held against NumPy in float64.
+The whole suite runs with kernels in dense arrays; Hopper's and Ampere's kernels get a few calls in
+their interpreter. The oracle is NumPy in float64.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class TestPacking(AttentionSuite):
 
 
 def attend_and_pull(arrays, **settings):
-    """Return the results of a call and the gradients of all its arrays, as `reference` does."""
+    """Return the results of a call and the gradients of all its arrays, like `reference`."""
     inputs = {name: x for name, x in arrays.items() if not name.endswith("_cotangent")}
     settings = dict(implementation="pallas", return_lse=True) | settings
 
     def attend(inputs):
-        given = {name: inputs.get(name) for name in ("bias", "sinks")}
+        optional = {name: inputs.get(name) for name in ("bias", "sinks")}
         return dot_product_attention(
-            inputs["query"], inputs["key"], inputs["value"], **given, **settings
+            inputs["query"], inputs["key"], inputs["value"], **optional, **settings
         )
 
     (out, lse), pull = jax.vjp(attend, inputs)
@@ -82,12 +82,12 @@ def attend_and_pull(arrays, **settings):
     return {"out": out, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}
 
 
-# How many tiles there are
+# Number of tiles
 
 
 def tiles_of(monkeypatch, target, module, arrays, **settings):
-    """Trace a call and its gradient; return of each kernel how many tiles of queries it has."""
-    jax.clear_caches()  # a program that is known is not traced again
+    """Trace a call and its gradient; return the number of query tiles of each kernel."""
+    jax.clear_caches()  # a cached program is not traced again
     found = {}
     kernels = {}
     for name, kernel in module.BACKEND.kernels.items():
@@ -115,10 +115,10 @@ def drawn(T, group, K=2, keys=200, **sizes):
 @pytest.mark.parametrize(
     ("T", "group", "rows"), [(1, 2, 1), (5, 8, 1), (16, 8, 1), (31, 4, 1), (64, 2, 1), (64, 8, 4)]
 )
-def test_the_queries_of_a_group_fill_tiles_together_on_hopper(T, group, rows, monkeypatch):
-    """The forward kernel and that of dq have `rows` tiles of 128 queries for each key head.
+def test_grouped_queries_are_packed_on_hopper(T, group, rows, monkeypatch):
+    """The forward and dq kernels have `rows` tiles of 128 queries for each key head.
 
-    That of dk and dv has tiles of 64. Not packed, each query head has tiles of its own.
+    The dk/dv kernel has tiles of 64. Without packing, each query head has its own tiles.
     """
     arrays = drawn(T, group)
     call = monkeypatch, Target("hopper"), hopper, arrays
@@ -134,7 +134,7 @@ def test_the_queries_of_a_group_fill_tiles_together_on_hopper(T, group, rows, mo
 
 @pytest.mark.slow
 @needs_mma
-def test_the_queries_of_a_group_fill_tiles_together_on_ampere(monkeypatch):
+def test_grouped_queries_are_packed_on_ampere(monkeypatch):
     arrays = drawn(16, 8) | {"bias": jnp.zeros((1, 16, 16, 200), jnp.bfloat16)}
     call = monkeypatch, Target("ampere"), ampere, arrays
     assert tiles_of(*call) == {k: 3 * 2 * 2 for k in ("forward", "dq", "dkdv", "bias")}
@@ -144,7 +144,7 @@ def test_the_queries_of_a_group_fill_tiles_together_on_ampere(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hopper.HAS_JAX_11, reason="the single-pass backward needs jax 0.11")
-def test_the_single_pass_backward_gets_packed_queries_too(monkeypatch):
+def test_single_pass_backward_gets_packed_queries(monkeypatch):
     call = monkeypatch, Target("hopper"), hopper, drawn(16, 8)
     tiles = tiles_of(*call, implementation="pallas_unordered")
     assert tiles == {"forward": 3 * 2, "single_pass": 3 * 2 * 2}
@@ -162,9 +162,7 @@ APART = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "settings"), APART.values(), ids=APART)
-def test_queries_stay_apart_where_packing_gains_little_or_a_head_has_its_own(
-    sizes, settings, monkeypatch
-):
+def test_queries_are_not_packed_without_gain_or_with_per_head_inputs(sizes, settings, monkeypatch):
     arrays = drawn(**sizes) | {name: x for name, x in settings.items() if name == "bias"}
     settings = {name: x for name, x in settings.items() if name != "bias"}
     found = tiles_of(monkeypatch, Target("hopper"), hopper, arrays, **settings)
@@ -174,7 +172,7 @@ def test_queries_stay_apart_where_packing_gains_little_or_a_head_has_its_own(
 
 @pytest.fixture
 def packs(monkeypatch):
-    """List of each plan that is made whether queries are packed."""
+    """Record for each plan whether queries are packed."""
     found, make = [], fused.mask_operands
     record = lambda call: found.append(call.plan.packs) or make(call)  # noqa: E731
     monkeypatch.setattr(fused, "mask_operands", record)
@@ -182,8 +180,8 @@ def packs(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_planned_mask_is_that_of_packed_calls(packs):
-    """If it were not, each layer would make its own lists of tiles."""
+def test_planned_mask_serves_packed_calls(packs):
+    """Otherwise each layer would make its own tile lists."""
     arrays = drawn(29, 2, dtype="float32")
     inputs = [arrays[name] for name in ("query", "key", "value")]
     mask = Causal() & Segments(jnp.arange(200)[None] // 90)
@@ -198,16 +196,16 @@ def test_a_planned_mask_is_that_of_packed_calls(packs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkdv"])
-def test_packed_rows_visit_the_tiles_that_some_query_sees_and_no_other(kind):
-    """Each head has a mask of its own: a tile counts if one head of the group sees it."""
+def test_packed_rows_visit_exactly_tiles_that_any_query_sees(kind):
+    """Each head has its own mask: a tile counts if any head of the group sees it."""
     rng = np.random.default_rng(3)
     few = rng.random((3, 4, 1, 200)) < 0.03
     seen = np.broadcast_to(few, (3, 4, 24, 200)) & (rng.random((3, 4, 24, 200)) < 0.5)
     inputs = [drawn(24, 2)[name] for name in ("query", "key", "value")]
     with using(Packing()):
-        made = plan_mask(*inputs, mask=Dense(jnp.asarray(seen)), implementation="pallas")
+        planned = plan_mask(*inputs, mask=Dense(jnp.asarray(seen)), implementation="pallas")
     blocks, by_key = LARGE[kind], kind == "dkdv"
-    lists = PackedQueries(24, 2, blocks.q).lists(made.shared.lists[kind], by_key)
+    lists = PackedQueries(24, 2, blocks.q).lists(planned.shared.lists[kind], by_key)
     visits = np.asarray(visited(lists, (1, 1), not by_key)[0])
     by_head = np.pad(seen.any(axis=2), ((0, 0), (0, 0), (0, 224 - 200)))
     tiles = by_head.reshape(3, 2, 2, 224 // blocks.k, blocks.k).any(axis=(2, 4))
@@ -217,8 +215,8 @@ def test_packed_rows_visit_the_tiles_that_some_query_sees_and_no_other(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [-20.3, -1000.3, 1000.3])
-def test_sinks_far_from_every_score_keep_lse_to_a_rounding(level):
-    """A sink far above the scores is the lse, which must be no difference of large numbers."""
+def test_lse_is_exact_for_sinks_far_from_scores(level):
+    """The lse of a sink far above the scores is the sink, and must not be a difference."""
     arrays = draw(5, queries=5, keys=31, heads=6, kv_heads=2)
     arrays["query"] = jnp.zeros_like(arrays["query"]).at[..., 0].set(1)
     arrays["key"] = arrays["key"].at[..., 0].set(level)
@@ -255,7 +253,7 @@ class Call:
         return arrays
 
     def masked(self) -> tuple[Any, np.ndarray, dict[str, Any]]:
-        """Return the mask, the same as an array, and positions."""
+        """Return the mask, the same mask as an array, and positions."""
         q = np.arange(self.S - self.T, self.S)[None, :, None]
         k = np.arange(self.S)[None, None]
         positions = dict(q_positions=jnp.asarray(q[0, :, 0], jnp.int32))
@@ -295,7 +293,7 @@ CALLS = {
 
 @pytest.fixture
 def two_programs(monkeypatch):
-    """Run so few programs that each has several items, and reuses every slot."""
+    """Run so few programs that each of them has several items and reuses every slot."""
     monkeypatch.setattr(programs, "PROGRAMS", 2)
 
 
@@ -306,7 +304,7 @@ def two_programs(monkeypatch):
 @pytest.mark.usefixtures("two_programs")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("target", BACKENDS)
-def test_packed_queries_and_all_their_gradients_match_the_oracle(target, call, packs):
+def test_packed_queries_and_gradients_match_oracle(target, call, packs):
     arrays, (mask, seen, positions) = call.arrays(32), call.masked()
     with using(target):
         found = jax.jit(lambda x: attend_and_pull(x, mask=mask, softcap=call.softcap, **positions))(
@@ -331,8 +329,8 @@ def test_packed_queries_and_all_their_gradients_match_the_oracle(target, call, p
 @pytest.mark.usefixtures("two_programs")
 @needs_interpreter
 @pytest.mark.parametrize("name", ["value", "key"])
-def test_of_packed_heads_exactly_the_queries_that_see_nan_are_lost_on_hopper(name):
-    """Both heads of the second key head are lost from query 3 on, in spite of their sinks."""
+def test_nan_affects_exactly_packed_queries_that_see_it_on_hopper(name):
+    """Both heads of the second key head are NaN from query 3 on, despite their sinks."""
     arrays = Call(T=5, group=2, K=2, sinks=True).arrays(32)
     mask, seen, positions = Call(T=5, group=2).masked()
     bad = arrays | {name: arrays[name].at[1, 150 - 2, 1, 3].set(jnp.nan)}
@@ -357,7 +355,7 @@ def test_of_packed_heads_exactly_the_queries_that_see_nan_are_lost_on_hopper(nam
 
 @pytest.mark.long
 @needs_interpreter
-def test_packed_queries_match_the_oracle_with_the_single_pass_backward(packs):
+def test_packed_queries_with_single_pass_backward_match_oracle(packs):
     call = Call(T=16, group=8, mask="window in documents", bias=(2, 8, 16, 150), sinks=True)
     arrays, (mask, seen, positions) = call.arrays(32), call.masked()
     settings = dict(mask=mask, implementation="pallas_unordered", **positions)

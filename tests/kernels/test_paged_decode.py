@@ -1,4 +1,4 @@
-"""The kernels for few queries over the pages of a pool, which they read through a block table."""
+"""The decode kernels over the pages of a pool, read through a block table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from transformer_jax.kernels.nvidia import schedule
 
 pytestmark = [
     pytest.mark.usefixtures("quick_compilation"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, on infinities
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, for infinities
 ]
 
 S = 768
@@ -45,7 +45,7 @@ FIELDS = "key", "value", "k_scale", "v_scale"
 
 
 def paged(case, operands, page):
-    """Operands whose keys lie in pages; those that no row names are NaN."""
+    """Return operands with keys in pages; unused pages are NaN."""
     seen = seen_by(case, operands)[..., : case.S]
     seen = np.broadcast_to(seen, (case.B, 1, case.T, case.S))
     fields = [field for field in FIELDS if getattr(operands, field) is not None]
@@ -65,7 +65,7 @@ def run_tpu(case, operands, mask, k=128):
 
 
 def with_prefix(operands, length):
-    """Operands of which all rows begin alike."""
+    """Return operands whose rows share a prefix."""
     alike = [x.at[:, :length].set(x[:1, :length]) for x in (operands.key, operands.value)]
     return operands._replace(key=alike[0], value=alike[1])
 
@@ -95,13 +95,13 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.long_except("float32, two tiles a page")
 @pytest.mark.parametrize(("case", "lengths", "page"), CASES.values(), ids=CASES)
-def test_pages_match_the_dense_oracle(case, lengths, page):
-    """Rows begin alike, and share the pages of what they begin with."""
+def test_pages_match_dense_oracle(case, lengths, page):
+    """Rows have a common prefix, and share its pages."""
     operands = with_prefix(draw_few(case, lengths=lengths), 128)
     expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
-    given = paged(case, operands, page)
-    assert given.page == page and given.keys == S
-    got = run_tpu(case, given, seen_by(case, operands))
+    pool = paged(case, operands, page)
+    assert pool.page == page and pool.keys == S
+    got = run_tpu(case, pool, seen_by(case, operands))
     assert np.abs(expected["out"]).max() > 0.05
     near = EXACT if case.dtype == "float32" else NEAR
     for name in ("out", "row_max", "log_sum"):
@@ -109,14 +109,14 @@ def test_pages_match_the_dense_oracle(case, lengths, page):
 
 
 @pytest.mark.slow
-def test_rows_share_a_page_and_name_pages_in_any_order():
-    """The cases above do what this one is to show: they share pages, named out of order."""
+def test_cases_share_pages_in_any_order():
+    """The cases above cover shared pages in any order."""
     case, lengths, page = CASES["lengths of rows, groups of four"]
     lengths = [S, 128, 300]
-    given = paged(case, with_prefix(draw_few(case, lengths=lengths), 128), page)
-    table = np.asarray(given.pages)
+    pool = paged(case, with_prefix(draw_few(case, lengths=lengths), 128), page)
+    table = np.asarray(pool.pages)
     assert table[0, 0] == table[1, 0] == table[2, 0] and (np.diff(table[0]) < 0).any()
-    assert np.isnan(np.asarray(given.key, np.float32)).any()
+    assert np.isnan(np.asarray(pool.key, np.float32)).any()
 
 
 each_backend = pytest.mark.parametrize("module", [hopper, ampere], ids=["hopper", "ampere"])
@@ -125,7 +125,7 @@ needs_mma = pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma i
 
 @pytest.fixture
 def few_programs(monkeypatch):
-    """Run so few programs that each reuses its slots."""
+    """Run so few programs that each of them reuses its slots."""
     monkeypatch.setattr(programs, "PROGRAMS", 2)
     monkeypatch.setattr(chips, "AMPERE_PROCESSORS", 1)
 
@@ -158,8 +158,8 @@ GPU_CASES = {
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("case", "lengths", "page"), GPU_CASES.values(), ids=GPU_CASES)
 @each_backend
-def test_pages_match_the_dense_oracle_on_a_gpu(module, case, lengths, page):
-    """The interpreter searches for races, too."""
+def test_pages_match_dense_oracle_on_gpu(module, case, lengths, page):
+    """The interpreter also detects races."""
     operands = with_prefix(draw_few(case, lengths=lengths), 128)
     expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
     got = run_gpu(module, case, operands, page)
@@ -169,7 +169,7 @@ def test_pages_match_the_dense_oracle_on_a_gpu(module, case, lengths, page):
 
 
 def run_gpu(module, case, operands, page=None):
-    """A row's last tile may end after its last page, where the vectors go on."""
+    """The last tile of a row may end after its last page, where the vectors continue."""
     plan = dataclasses.replace(module.blocks("decode", case.H, case.Hv), stages=2)
     lists = lists_of(seen_by(case, operands), case.T, plan.k)
     if page is not None:
@@ -183,7 +183,7 @@ def run_gpu(module, case, operands, page=None):
     ("backend", "tile", "consumers"),
     [("hopper", 128, 2), pytest.param("ampere", 64, 1, marks=needs_mma)],
 )
-def test_a_row_of_pages_is_divided_into_as_many_parts_as_one_without(backend, tile, consumers):
+def test_paged_row_has_same_number_of_parts_as_contiguous_row(backend, tile, consumers):
     """Traced: pages of 64 are read in place, those of 96 are gathered."""
     B, S, N, K, H = 2, 1152, 8, 2, 64
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
@@ -208,12 +208,12 @@ def test_a_row_of_pages_is_divided_into_as_many_parts_as_one_without(backend, ti
 @needs_interpreter
 @pytest.mark.usefixtures("few_programs")
 @each_backend
-def test_int8_pages_have_the_bits_of_the_rows_they_hold_on_a_gpu(module):
+def test_int8_pages_are_bit_identical_to_contiguous_rows_on_gpu(module):
     case = Case(B=2, T=2, S=384, N=4, K=2, H=32, Hv=96, visible=within_length)
     operands = draw_few(case, lengths=[384, 130])
     (key, k_scale), (value, v_scale) = (kv.quantise(x) for x in (operands.key, operands.value))
-    held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
-    expected, got = (run_gpu(module, case, held, page) for page in (None, 192))
+    quantized = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
+    expected, got = (run_gpu(module, case, quantized, page) for page in (None, 192))
     for name, x in got.items():
         np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (x, expected[name])))
 
@@ -221,13 +221,13 @@ def test_int8_pages_have_the_bits_of_the_rows_they_hold_on_a_gpu(module):
 @pytest.mark.slow
 @pytest.mark.long_except("slots first")
 @pytest.mark.parametrize("heads", [4, 3], ids=["slots first", "heads first"])
-def test_int8_pages_have_the_bits_of_the_rows_they_hold(heads):
+def test_int8_pages_are_bit_identical_to_contiguous_rows(heads):
     case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=96, visible=within_length)
     operands = draw_few(case, lengths=[S, 130])
     (key, k_scale), (value, v_scale) = (kv.quantise(x) for x in (operands.key, operands.value))
-    held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
+    quantized = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
     mask = seen_by(case, operands)
-    expected, got = (run_tpu(case, x, mask) for x in (held, paged(case, held, 384)))
+    expected, got = (run_tpu(case, x, mask) for x in (quantized, paged(case, quantized, 384)))
     for name, x in got.items():
         np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (x, expected[name])))
 
@@ -235,7 +235,7 @@ def test_int8_pages_have_the_bits_of_the_rows_they_hold(heads):
 @pytest.mark.slow
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
-def test_it_lowers_for_a_tpu_and_traces_for_gpus(dtype, x64):
+def test_paged_decode_lowers_for_tpu_and_traces_for_gpus(dtype, x64):
     def attend(query, key, value, scale, table):
         scales = dict(key_scale=scale, value_scale=scale) if dtype == jnp.int8 else {}
         settings = dict(mask=Causal(), block_table=table, implementation="pallas") | scales
@@ -258,19 +258,19 @@ def test_it_lowers_for_a_tpu_and_traces_for_gpus(dtype, x64):
 
 
 @pytest.mark.slow
-def test_a_page_that_is_no_multiple_of_the_tile_is_refused():
+def test_page_that_is_not_multiple_of_tile_is_rejected():
     case = CASES["lengths of rows, groups of four"][0]
     operands = draw_few(case)
-    with pytest.raises(ValueError, match="page is 384: must be a multiple of the tile, 256 keys"):
+    with pytest.raises(ValueError, match="page=384 must be a multiple of the tile, 256 keys"):
         run_tpu(case, paged(case, operands, 384), seen_by(case, operands), k=256)
 
 
-# Compiled for chips that are not there
+# Compiled for chips that are not attached
 
 
 READABLE = pytest.mark.skipif(
     not hopper.HAS_JAX_11,
-    reason="jaxlib 0.10 cannot read back what libtpu makes of a loop beside asynchronous copies",
+    reason="jaxlib 0.10 cannot read libtpu's output for a loop with asynchronous copies",
 )
 
 
@@ -289,12 +289,12 @@ READABLE = pytest.mark.skipif(
         pytest.param("tpu7x:2x2x1", 8, 128, jnp.bfloat16, marks=READABLE),
     ],
 )
-def test_a_step_over_pages_copies_no_key_and_no_value(topology, K, page, dtype):
-    """Nothing is as large as a pool but two writes and a loop in place, of pages to be copied."""
+def test_step_over_pages_does_not_copy_pool(topology, K, page, dtype):
+    """Only two writes and an in-place loop that copies pages have the size of a pool."""
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
     from jax.experimental import topologies
 
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it locks a file otherwise
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # otherwise it locks a file
     device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
     with using(Target("tpu", chip="TPU")):
         step, numbers = decode_step.lowered_over_pages(
@@ -315,8 +315,8 @@ def test_a_step_over_pages_copies_no_key_and_no_value(topology, K, page, dtype):
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize("page", [64, 256])
-def test_a_step_over_pages_copies_no_key_and_no_value_on_hopper(page, dtype, monkeypatch):
-    """The loop is that of `update`, over shared pages that are copied."""
+def test_step_over_pages_does_not_copy_pool_on_hopper(page, dtype, monkeypatch):
+    """The loop belongs to `update`, which copies shared pages."""
     reason = "jax[cuda13] compiles for GPUs that are not attached"
     pytest.importorskip("jax_cuda13_plugin", reason=reason)
     from benchmarks import compile_gpu
@@ -329,13 +329,13 @@ def test_a_step_over_pages_copies_no_key_and_no_value_on_hopper(page, dtype, mon
     large = [kind for kind, _ in large_results(step.as_text(), numbers)]
     assert sorted(large) == ["fusion", "fusion", "while"]
     memory = step.memory_analysis()
-    assert memory.temp_size_in_bytes < 8e6  # of pools of 537 MB
+    assert memory.temp_size_in_bytes < 8e6  # the pools have 537 MB
     assert memory.alias_size_in_bytes >= 2 * numbers * jnp.dtype(dtype).itemsize
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("H", [128, 256])
-def test_the_kernel_over_pages_spills_no_register_on_hopper(H):
+def test_paged_kernel_spills_no_registers_on_hopper(H):
     reason = "jax[cuda13] compiles for GPUs that are not attached"
     pytest.importorskip("jax_cuda13_plugin", reason=reason)
     from benchmarks import compile_gpu

@@ -1,4 +1,4 @@
-"""Compare the parts of kernels that are plain functions of arrays with definitions in NumPy."""
+"""Parts of kernels that are plain functions of arrays, against definitions in NumPy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformer_jax.kernels.sharding import HEADS, KEYS, POOLS, QUERIES, ROWS, 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PLAIN = SimpleNamespace(**vars(np) | {"bfloat16": jnp.bfloat16})
-"""What the functions below read of `jax.numpy`, in NumPy: nothing is compiled."""
+"""NumPy versions of the `jax.numpy` functions used below, so that nothing is compiled."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def in_numpy(monkeypatch):
         monkeypatch.setattr(module, "jnp", PLAIN)
 
 
-# Which devices compute what
+# Distribution over devices
 
 MESH = AbstractMesh((2, 2, 3), ("x", "y", "z"))
 
@@ -48,7 +48,7 @@ MESH = AbstractMesh((2, 2, 3), ("x", "y", "z"))
     ((None, None, ("x", "y"), None), dict(b=1, n=4, k=1), dict(b="", n="xy", k="")),
     ((None, None, ("x", "y"), None), dict(b=1, n=8, k=6), dict(b="", n="", k="")),
 ])  # fmt: skip
-def test_parts_are_those_of_the_query_where_they_divide(spec, full, axes):
+def test_parts_follow_query_if_sizes_divide(spec, full, axes):
     parts = Parts.of(MESH, [spec, ("y", None, "x", None)], [QUERIES, KEYS], full)
     assert {name: "".join(own) for name, own in parts.axes.items()} == axes
     b, n, k = (tuple(axes[name]) for name in "bnk")
@@ -65,7 +65,7 @@ def test_parts_are_those_of_the_query_where_they_divide(spec, full, axes):
         assert parts.summed((1, N, 5, 7), TILES) == b and parts.summed((B, 1), HEADS) == n
 
 
-def test_a_rule_spreads_query_heads_to_key_heads_where_a_mesh_can_split_them():
+def test_rule_propagates_query_heads_to_key_heads_if_mesh_divides_them():
     def rule(mesh: Any, n: int, k: int) -> Any:
         full = dict(b=4, n=n, k=k)
         shapes = [(4, 5, n, 7), (4, 6, k, 7), (1, n), (9, 8, k, 7)]
@@ -80,7 +80,7 @@ def test_a_rule_spreads_query_heads_to_key_heads_where_a_mesh_can_split_them():
     assert [sharding._mesh_axes(one) for one in (None, "x", ["x", "y"])] == [(), ("x",), ("x", "y")]
 
 
-def test_a_device_reads_one_key_head_and_writes_zeros_in_the_others(monkeypatch):
+def test_device_reads_one_key_head_and_writes_zeros_to_others(monkeypatch):
     parts = Parts.of(MESH, [(None, None, ("y", "z"), None)], [QUERIES], dict(b=1, n=12, k=2))
     monkeypatch.setattr(sharding.lax, "axis_index", lambda axes: {("z",): 1, ("y", "z"): 4}[axes])
     assert parts.first() == (0, 4 * 2)
@@ -102,11 +102,11 @@ def test_a_device_reads_one_key_head_and_writes_zeros_in_the_others(monkeypatch)
     assert [x.shape for x in empty] == [(0, 2), (0, 5)] and mapped == (True, True)
 
 
-# What decode kernels read and leave
+# Inputs and results of decode kernels
 
 
-def test_parts_of_a_decode_kernel_add_up_to_the_softmax(in_numpy):
-    """Two of three parts saw keys; one row saw none, and a sink joins each row that saw some."""
+def test_merged_decode_parts_match_softmax(in_numpy):
+    """Two of three parts saw keys; one row saw none; a sink is added to each row that saw a key."""
     rng = np.random.default_rng(0)
     B, T, N, K, parts, Hv, rows = 2, 3, 4, 2, 3, 5, 64
     row_max = rng.integers(-3, 4, (B, K, parts, rows)).astype(np.float32)
@@ -135,7 +135,7 @@ def test_parts_of_a_decode_kernel_add_up_to_the_softmax(in_numpy):
             np.testing.assert_allclose(found, math.log(l), rtol=1e-5, atol=1e-6)
 
 
-def test_keys_are_padded_for_copies_and_found_in_their_pages(in_numpy):
+def test_keys_are_padded_for_copies_and_located_in_pages(in_numpy):
     k, scale = np.ones((2, 67, 1, 4), np.int8), np.ones((2, 67, 1), np.float32)
     operands = Operands(np.zeros((2, 1, 2, 4)), k, k, k_scale=scale, v_scale=scale)
     found = decode_rows.for_copies(operands, 128)
@@ -164,7 +164,7 @@ def test_keys_are_padded_for_copies_and_found_in_their_pages(in_numpy):
     assert (row, slots.start, slots.size) == (1, 64, 64)
 
 
-def test_the_sum_of_a_bias_has_the_axes_that_it_has():
+def test_bias_sum_has_axes_of_bias():
     lists = TileLists(
         np.array([[[[1, 0, 0], [2, 1, 2]]]]), np.array([[[0, 1]]]), np.array([[[1, 2]]])
     )
@@ -174,14 +174,14 @@ def test_the_sum_of_a_bias_has_the_axes_that_it_has():
         ((2, 3, 64, 96), (2, 3, 64, 96)), ((1, 3, 64, 1), (1, 3, 64, 16)),
         ((2, 1, 1, 96), (2, 1, 32, 96)), ((2, 1, 1, 1), (2, 1, 64, 16)),
     ):  # fmt: skip
-        given = operands._replace(bias=np.zeros(shape))
-        assert bias.sum_shape(given, Blocks(32, 16)) == expected
+        with_bias = operands._replace(bias=np.zeros(shape))
+        assert bias.sum_shape(with_bias, Blocks(32, 16)) == expected
     index = np.arange(24).reshape(2, 3, 4)
     for at in np.ndindex(2, 3, 4):
         assert tuple(bias.digits(index[at], (2, 3, 4))) == at
 
 
-def test_packed_queries_of_a_key_head_are_rows_of_one_tile(in_numpy):
+def test_packed_queries_of_key_head_are_rows_of_one_tile(in_numpy):
     rng, T, N, K = np.random.default_rng(0), 3, 4, 2
     rows = PackedQueries(T, N // K, 8)
     for shape in ((2, 4, 3, 5), (1, 4, 1, 5), (2, 1, 3, 5), (1, 1, 3, 1), (1, 1, 1, 5)):
@@ -198,8 +198,8 @@ def test_packed_queries_of_a_key_head_are_rows_of_one_tile(in_numpy):
                 assert (packed[:, k, own * T + t] == whole[:, head, t]).all()
         if shape[2] == T or n == 1 == shape[2]:
             back = np.asarray(rows.unpacked(packed, TILES, shape))
-            alone = n == 1 and shape[2] > 1  # the two heads of a group add up
-            np.testing.assert_allclose(back, x * (2 if alone else 1), rtol=1e-6)
+            is_shared = n == 1 and shape[2] > 1  # the two heads of a group are summed
+            np.testing.assert_allclose(back, x * (2 if is_shared else 1), rtol=1e-6)
     q = rng.standard_normal((2, T, N, 5)).astype(np.float32)
     assert (np.asarray(rows.unpacked(rows.queries(q), QUERIES)) == q).all()
     row = rng.standard_normal((2, N, T)).astype(np.float32)
@@ -207,8 +207,8 @@ def test_packed_queries_of_a_key_head_are_rows_of_one_tile(in_numpy):
     assert (np.asarray(rows.heads(row, 7.0))[:, :, 6:] == 7).all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy, in a row that sees no key
-def test_a_sink_takes_its_share_of_each_row_that_sees_a_key(in_numpy):
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, for a row that sees no key
+def test_sink_is_added_to_each_row_that_sees_key(in_numpy):
     rng = np.random.default_rng(0)
     m, log_sum = rng.standard_normal((2, 2, 4, 3)).astype(np.float32)
     out = rng.standard_normal((2, 3, 4, 5)).astype(np.float32)
@@ -231,7 +231,7 @@ def test_a_sink_takes_its_share_of_each_row_that_sees_a_key(in_numpy):
 
 
 class Ref:
-    """An array in place of memory on a GPU."""
+    """An array instead of GPU memory."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array, self.shape = array, array.shape
@@ -249,7 +249,7 @@ class Ref:
 
 @pytest.fixture
 def on_arrays(monkeypatch, in_numpy):
-    """Let registers be arrays of NumPy."""
+    """Replace registers by NumPy arrays."""
 
     def load_along(ref, shape, axis):
         array = ref.array if isinstance(ref, Ref) else ref
@@ -289,14 +289,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow_except("*-0", "*s-1", "bias-1")
 @pytest.mark.parametrize("q_axis", [ROW, COLUMN])
-@pytest.mark.parametrize("given", OPTIONS.values(), ids=OPTIONS)
-def test_weights_and_slopes_of_a_tile_are_those_of_float64(given, q_axis, on_arrays):
-    """A tile of 5 rows and 7 columns, from query 2 and key 3 on of head 1 of row 1."""
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_tile_weights_and_slopes_match_float64(options, q_axis, on_arrays):
+    """A tile of 5 rows and 7 columns: from query 2 and key 3 on, head 1, batch row 1."""
     rng, b, n, q0, k0 = np.random.default_rng(0), 1, 1, 2, 3
     rows, columns = 5, 7
     T, S = (rows, columns) if q_axis == ROW else (columns, rows)
     of: dict[str, Any] = (
-        dict(scale=0.25, softcap=None, rate=0.0, visible=None, dtype="float32") | given
+        dict(scale=0.25, softcap=None, rate=0.0, visible=None, dtype="float32") | options
     )
     problem = Problem(of["scale"], of["softcap"], of["rate"], of["visible"])
     query = np.zeros((2, 9, 3, 4), jnp.dtype(of["dtype"]))
@@ -360,18 +360,18 @@ def test_weights_and_slopes_of_a_tile_are_those_of_float64(given, q_axis, on_arr
     np.testing.assert_allclose(turned(np.asarray(du)), expected * slope, **close)
 
 
-@pytest.mark.filterwarnings("ignore:divide by zero")  # of NumPy, in a row that sees no key
-def test_sums_over_all_keys_are_divided_and_a_sink_joins(on_arrays):
+@pytest.mark.filterwarnings("ignore:divide by zero")  # NumPy, for a row that sees no key
+def test_final_sums_are_normalised_with_sink(on_arrays):
     rng = np.random.default_rng(0)
     acc, m = rng.standard_normal((5, 7)).astype(np.float32), np.arange(5, dtype=np.float32) - 2
     total = np.array([1, 0, 2, 3, 4], np.float32)
     operands = Operands(np.zeros((1, 1, 1, 1), np.float32), None, None)
     sinks = rng.standard_normal((1, 3)).astype(np.float32)
-    for given in (operands, operands._replace(sinks=Ref(sinks))):
+    for call in (operands, operands._replace(sinks=Ref(sinks))):
         out, row_max, left, live = scores.divided(
-            Problem(1.0, dropout_rate=0.25), given, 0, 2, acc, m, total
+            Problem(1.0, dropout_rate=0.25), call, 0, 2, acc, m, total
         )
-        added = 0 if given.sinks is None else np.exp(np.float64(sinks[0, 2]))
+        added = 0 if call.sinks is None else np.exp(np.float64(sinks[0, 2]))
         whole = total * 2.0**m + added
         np.testing.assert_allclose(
             np.asarray(left)[total > 0] * 2.0 ** np.asarray(row_max)[total > 0],
@@ -389,7 +389,7 @@ def test_sums_over_all_keys_are_divided_and_a_sink_joins(on_arrays):
 @pytest.mark.parametrize(
     "options", [dict(softcap=3.0, sinks=True), dict(slopes=True, dropout_rate=0.3, H=128)], ids=str
 )
-def test_gradients_of_hopper_trace_to_the_shapes_of_their_inputs(options):
+def test_hopper_gradients_have_shapes_of_inputs(options):
     case = Case(T=167, S=211, bias=(1, 2, 167, 211), **options)
     operands, do = draw(case)
     vector, count = jnp.zeros((1, 2, 256), jnp.float32), jnp.ones((1, 1, 4), jnp.int32)
@@ -405,6 +405,6 @@ def test_gradients_of_hopper_trace_to_the_shapes_of_their_inputs(options):
         return [(x.shape, x.dtype) for x in found]
 
     assert shapes(hopper.backward_bias, "bias") == [((1, 2, 256, 256), jnp.float32)]
-    if HAS_JAX_11:  # whose vmap knows references
+    if HAS_JAX_11:  # its vmap supports references
         expected = [(x.shape, jnp.bfloat16) for x in operands[:3]]
         assert shapes(hopper.backward_single_pass, "single_pass")[:3] == expected

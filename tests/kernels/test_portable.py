@@ -1,4 +1,4 @@
-"""The kernels of a CPU in plain JAX: the same results; exports, other platforms, derivatives."""
+"""The CPU kernels in plain JAX: results, exports, other platforms, derivatives."""
 
 from dataclasses import dataclass, replace
 
@@ -77,8 +77,8 @@ def loss(name, options):
 @pytest.mark.long_except("capped")
 @compiled
 @pytest.mark.parametrize("options", OPTIONS)
-def test_an_exported_gradient_is_the_one_that_is_not_exported(options):
-    """Without a name: a program that was exported here calls no library, and runs anywhere."""
+def test_exported_gradient_matches_original(options):
+    """By default, an exported program does not call the library, and runs anywhere."""
     arrays, options = inputs(), OPTIONS[options]
     chosen = explain_attention(*arrays, mask=Causal(), **options).chosen
     assert chosen == "native"
@@ -96,8 +96,8 @@ def test_an_exported_gradient_is_the_one_that_is_not_exported(options):
 @pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_a_program_for_another_platform_calls_no_library(platform):
-    """Lowered by hand for a device that is not there, without a target."""
+def test_program_for_other_platform_does_not_call_library(platform):
+    """Lowered explicitly for a device that is not attached, without a target."""
     step = jax.jit(jax.grad(loss("native", {})))
     text = step.trace(*inputs()).lower(lowering_platforms=(platform,)).as_text()
     assert "transformer_jax_attention" not in text
@@ -106,7 +106,7 @@ def test_a_program_for_another_platform_calls_no_library(platform):
 @pytest.mark.slow_except("target0")
 @compiled
 @pytest.mark.parametrize("target", [Target("tpu", chip="TPU v5e"), Target("hopper")])
-def test_a_target_that_is_no_cpu_never_gets_the_kernels_of_one(target):
+def test_non_cpu_target_does_not_use_cpu_kernels(target):
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
     with using(target):
         explained = explain_attention(x, x, x)
@@ -117,8 +117,8 @@ def test_a_target_that_is_no_cpu_never_gets_the_kernels_of_one(target):
 @pytest.mark.long_except("capped")
 @compiled
 @pytest.mark.parametrize("options", OPTIONS)
-def test_second_derivatives_are_those_of_the_reference(options):
-    """Forward over reverse, reverse over reverse, and under `vmap`, which `jax.hessian` has."""
+def test_second_derivatives_match_reference(options):
+    """Forward over reverse, reverse over reverse, and `vmap`, which `jax.hessian` uses."""
     arrays, options = inputs(5, 5), OPTIONS[options]
     found, wanted = (
         [
@@ -134,7 +134,7 @@ def test_second_derivatives_are_those_of_the_reference(options):
 
 @pytest.mark.slow
 @compiled
-def test_vmap_of_an_exported_program_is_a_loop():
+def test_vmap_of_exported_program_matches_loop():
     arrays = [jnp.stack([x, 2 * x, x[::-1]]) for x in inputs(20, 20)]
     mapped = jax.jit(jax.vmap(lambda *x: dot_product_attention(*x, implementation="native")))
     found = jax.export.export(mapped)(*arrays).call(*arrays)

@@ -1,4 +1,4 @@
-"""Products of few rows with weights in 32, 16 and 8 bits on a CPU, beside float64."""
+"""Products of few rows with weights in 32, 16 and 8 bits on a CPU, against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,16 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 NATIVE = not isinstance(cpu.library(), str)
 needs_kernels = pytest.mark.skipif(not NATIVE, reason=f"no kernels: {cpu.library()}")
 SIZES = [(1, 1), (3, 7), (31, 64), (67, 131), (257, 769), (1031, 300)]
-"""Inputs and outputs: below a vector, around 32 and 64, and of several items."""
+"""Inputs and outputs: smaller than a vector, around 32 and 64, and with several items."""
 
 
 def weights_of(rng, dtype, *shape):
-    """Draw weights; return them as they are held and as exact numbers."""
+    """Draw weights; return them as stored and in float64."""
     if dtype == "int8":
-        held = rng.integers(-127, 128, shape).astype(np.int8)
+        stored = rng.integers(-127, 128, shape).astype(np.int8)
     else:
-        held = rng.normal(size=shape).astype(jnp.dtype(dtype))
-    return jax.device_put(held), held.astype(np.float64)
+        stored = rng.normal(size=shape).astype(jnp.dtype(dtype))
+    return jax.device_put(stored), stored.astype(np.float64)
 
 
 @pytest.mark.slow_except("neon-bfloat16-*", "neon-float32-False", "neon-int8-True")
@@ -40,7 +40,7 @@ def weights_of(rng, dtype, *shape):
 @needs_kernels
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", products.DTYPES)
-def test_a_product_is_within_rounding_of_float64(rng, dtype, turned, instructions):
+def test_product_matches_float64(rng, dtype, turned, instructions):
     check_products(rng, dtype, turned)
 
 
@@ -48,16 +48,16 @@ def test_a_product_is_within_rounding_of_float64(rng, dtype, turned, instruction
 @pytest.mark.long_except("bfloat16-*", "int8-*")
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", products.DTYPES)
-def test_a_product_of_xla_is_within_rounding_of_float64(rng, dtype, turned, monkeypatch):
+def test_product_of_xla_matches_float64(rng, dtype, turned, monkeypatch):
     monkeypatch.setattr(products, "library", lambda: "is left out")
     check_products(rng, dtype, turned)
 
 
 def check_products(rng, dtype, turned):
-    """Compare with float64; int8 weights may round a row of x to 2^-24 of its largest number."""
+    """Compare with float64; with int8 weights, x may be rounded to 2^-24 of a row's maximum."""
     for inputs, outputs in SIZES:
         shape = (outputs, inputs) if turned else (inputs, outputs)
-        held, exact = weights_of(rng, dtype, *shape)
+        stored, exact = weights_of(rng, dtype, *shape)
         scale, bias = rng.lognormal(size=outputs), rng.normal(size=outputs)
         for rows in (1, 2, 3, 7, 8, 16):
             x = rng.normal(size=(rows, inputs)).astype(np.float32)
@@ -66,7 +66,7 @@ def check_products(rng, dtype, turned):
             size = np.abs(x).astype(np.float64) @ weights
             if dtype == "int8":
                 size += 2**-24 / FORWARD_F32 * np.abs(x).max(1)[:, None] * weights.sum(0)
-            arrays = jnp.array(x), held
+            arrays = jnp.array(x), stored
             found = products.product(*arrays, turned=turned)
             assert (np.abs(found - wanted) <= FORWARD_F32 * size + 1e-30).all()
             more = dict(scale=jnp.array(scale, jnp.float32), bias=jnp.array(bias, jnp.float32))
@@ -76,7 +76,7 @@ def check_products(rng, dtype, turned):
 
 
 @needs_kernels
-def test_few_rows_are_multiplied_by_the_kernel_and_many_are_not(rng):
+def test_kernel_multiplies_few_rows_only(rng):
     kernel = rng.normal(size=(256, 96)).astype(np.float32)
 
     def program(rows, weights=kernel, dtype=jnp.float32):
@@ -93,7 +93,7 @@ def test_few_rows_are_multiplied_by_the_kernel_and_many_are_not(rng):
 
 
 @needs_kernels
-def test_an_exported_product_has_no_call_of_the_kernel_and_the_same_numbers(rng):
+def test_exported_product_matches_without_kernel_call(rng):
     kernel = rng.normal(size=(256, 96)).astype(jnp.bfloat16)
     x = rng.normal(size=(2, 256)).astype(np.float32)
     function = jax.jit(lambda x: project(x, kernel))
@@ -103,7 +103,7 @@ def test_an_exported_product_has_no_call_of_the_kernel_and_the_same_numbers(rng)
 
 
 @pytest.mark.slow
-def test_a_product_of_few_rows_has_derivatives_and_maps_over_rows(rng):
+def test_product_of_few_rows_supports_derivatives_and_vmap(rng):
     kernel = jnp.array(rng.normal(size=(256, 96)), jnp.float32)
     x, g = (jnp.array(rng.normal(size=(3, n)), jnp.float32) for n in (256, 96))
     exact = [np.asarray(a, np.float64) for a in (x, kernel, g)]
@@ -121,7 +121,7 @@ def test_a_product_of_few_rows_has_derivatives_and_maps_over_rows(rng):
 
 
 @needs_kernels
-def test_sums_do_not_depend_on_who_computes_a_part(rng):
+def test_sums_do_not_depend_on_threads(rng):
     kernel = jax.device_put(rng.normal(size=(3072, 768)).astype(np.float32))
     x = jax.device_put(rng.normal(size=(1, 3072)).astype(np.float32))
     first = products.product(x, kernel)
@@ -131,13 +131,13 @@ def test_sums_do_not_depend_on_who_computes_a_part(rng):
 
 @needs_kernels
 @pytest.mark.parametrize("turned", [False, True])
-def test_one_large_number_takes_no_more_than_a_24th_bit_of_it(rng, turned, instructions):
-    """A number 10,000 times the others, a row of zeros, and rows near both ends of float32."""
-    held, exact = weights_of(rng, "int8", *((70, 200) if turned else (200, 70)))
+def test_error_is_relative_to_largest_input(rng, turned, instructions):
+    """An outlier of 10,000, a row of zeros, and rows near both ends of the float32 range."""
+    stored, exact = weights_of(rng, "int8", *((70, 200) if turned else (200, 70)))
     exact = exact.T if turned else exact
     x = rng.normal(size=(4, 200)).astype(np.float32)
     x[0, 17], x[1], x[2], x[3] = 1e4, 0, x[2] * np.float32(1e-33), x[3] * np.float32(1e33)
-    found = np.asarray(products.product(jax.device_put(x), held, turned=turned), np.float64)
+    found = np.asarray(products.product(jax.device_put(x), stored, turned=turned), np.float64)
     limit = FORWARD_F32 * (np.abs(x).astype(np.float64) @ np.abs(exact))
     limit += 2**-24 * np.abs(x).max(1)[:, None].astype(np.float64) * np.abs(exact).sum(0)
     assert (np.abs(found - x.astype(np.float64) @ exact) <= limit).all()
@@ -147,24 +147,24 @@ def test_one_large_number_takes_no_more_than_a_24th_bit_of_it(rng, turned, instr
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", products.DTYPES)
-def test_what_is_not_finite_stays_so_and_in_its_row(rng, dtype, turned, bad, instructions):
-    held, exact = weights_of(rng, dtype, *((70, 200) if turned else (200, 70)))
+def test_nonfinite_inputs_affect_only_their_row(rng, dtype, turned, bad, instructions):
+    stored, exact = weights_of(rng, dtype, *((70, 200) if turned else (200, 70)))
     exact = exact.T if turned else exact
     x = rng.normal(size=(3, 200)).astype(np.float32)
     clean = x.astype(np.float64) @ exact
     x[1, 33] = bad
     with np.errstate(invalid="ignore"):
         wanted = x.astype(np.float64) @ exact
-    found = np.asarray(products.product(jax.device_put(x), held, turned=turned))
+    found = np.asarray(products.product(jax.device_put(x), stored, turned=turned))
     np.testing.assert_array_equal(found[1], wanted[1])
     assert_near(found[[0, 2]], clean[[0, 2]], 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
-def test_sizes_that_do_not_fit_are_refused(rng, turned):
+def test_mismatched_sizes_are_rejected(rng, turned):
     weights = jnp.ones((96, 256) if turned else (256, 96))
-    with pytest.raises(ValueError, match="x has 255 inputs: must be 256, as the weights"):
+    with pytest.raises(ValueError, match="x has 255 inputs: must have 256, like the weights"):
         products.product(jnp.ones((2, 255)), weights, turned=turned)
     with pytest.raises(ValueError, match=r"scale has shape \[1, 96\]: must be \[96\]"):
         products.product(jnp.ones((2, 256)), weights, scale=jnp.ones((1, 96)), turned=turned)

@@ -1,4 +1,4 @@
-"""A mask's program: what each operation gives, and bounds of it, against integers of Python."""
+"""Operations of mask programs and their bounds, against Python integers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def wrapped(n: int) -> int:
 
 def quotient(x: int, y: int) -> int:
     if y == 0:
-        return -1  # as XLA has it
+        return -1  # like XLA
     return wrapped(abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1))
 
 
@@ -52,41 +52,41 @@ def program(name: str) -> Program:
 @pytest.mark.slow_except("*-100")
 @pytest.mark.parametrize("cases", [100, 300])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_bounds_hold_what_may_come_of_any_integers(name, cases):
-    """At the ends of 32 bits too, where results wrap; and they are exact of single integers."""
+def test_bounds_contain_all_results(name, cases):
+    """Includes results that wrap at the ends of 32 bits; bounds of single integers are exact."""
     rng = np.random.default_rng(list(OPERATIONS).index(name))
     tight = 0
     ranges = [sorted(rng.choice(ENDS, 2).tolist()) for _ in range(3 * cases)]
     ranges[::3] = [[n, n] for n, _ in ranges[::3]]
     for case in range(cases):
-        given = ranges[3 * case : 3 * case + 3]
+        ends_of = ranges[3 * case : 3 * case + 3]
         if case % 3:
-            given = [given[i] for i in rng.permutation(3)]
-        given = given[: 2 + (name == "select_n")]
-        arrays = [tuple(np.full((1, 1, 1, 1), n, np.int32) for n in ends) for ends in given]
+            ends_of = [ends_of[i] for i in rng.permutation(3)]
+        ends_of = ends_of[: 2 + (name == "select_n")]
+        arrays = [tuple(np.full((1, 1, 1, 1), n, np.int32) for n in ends) for ends in ends_of]
         low, high = program(name).bounds(lambda operand: arrays[operand[1]])  # noqa: B023
         assert low.dtype == high.dtype == np.int32
-        inside = [{*ends, *rng.integers(ends[0], ends[1] + 1, 3).tolist()} for ends in given]
+        inside = [{*ends, *rng.integers(ends[0], ends[1] + 1, 3).tolist()} for ends in ends_of]
         inside = [at | {n for n in (-1, 0, 1) if min(at) <= n <= max(at)} for at in inside]
         for values in itertools.product(*inside):
             found = MEANING[name](*values)
-            assert low.item() <= found <= high.item(), (given, values)
+            assert low.item() <= found <= high.item(), (ends_of, values)
         tight += low.item() > LOW or high.item() < HIGH
     assert tight > (30 if cases == 300 else 0)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_kernels_in_jax_compute_what_each_operation_means(name):
+def test_jax_operations_match_python_integers(name):
     few = np.array([n for n in ENDS if name != "select_n" or abs(n) < 9], np.int32)
     values = list(itertools.product(few, repeat=2 + (name == "select_n")))
     columns = [np.array(column) for column in zip(*values, strict=True)]
-    made = combined("eq", program(name), Program((), ("q", 0)))
+    program_of_both = combined("eq", program(name), Program((), ("q", 0)))
     results = np.array([MEANING[name](*map(int, value)) for value in values], np.int32)
-    assert np.asarray(made([results], columns)).all()
+    assert np.asarray(program_of_both([results], columns)).all()
 
 
 @pytest.mark.slow
-def test_what_is_true_of_every_pair_needs_no_step_and_equal_steps_are_one():
+def test_true_operands_and_equal_steps_are_simplified():
     seen = combined("le", Program((), ("k", 0)), Program((), ("q", 0)))
     assert seen & number(1) == number(1) & seen == seen | number(0)
     assert seen | number(1) == number(1)

@@ -1,4 +1,4 @@
-"""Where the kernels run, with which tiles, and what they refuse by name."""
+"""Selection of targets and tiles, and the calls that kernels reject."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from transformer_jax.kernels.chips import blocks, processors_of
 from transformer_jax.kernels.contract import Blocks
 
 
-def test_without_an_accelerator_the_kernels_say_what_they_need():
+def test_missing_accelerator_gives_reason():
     arrays = draw(0)
     inputs = arrays["query"], arrays["key"], arrays["value"]
     assert explain_attention(*inputs)["pallas"] == str(target())
@@ -39,14 +39,14 @@ def test_without_an_accelerator_the_kernels_say_what_they_need():
         dot_product_attention(*inputs, implementation="pallas")
 
 
-def test_a_target_holds_inside_its_context_only():
+def test_target_applies_only_inside_context():
     with using(Target("tpu", True)):
         assert target() == Target("tpu", True)
     assert isinstance(target(), str)
 
 
 @pytest.mark.slow
-def test_kernels_of_hopper_have_names_that_a_profiler_prints():
+def test_hopper_kernels_have_names_for_profilers():
     x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
 
     def loss(query, key, value):
@@ -60,15 +60,15 @@ def test_kernels_of_hopper_have_names_that_a_profiler_prints():
 
 
 def attached(monkeypatch, **facts):
-    """The target where the device is said to be a GPU, of Hopper if nothing else is said."""
+    """Return the target for a fake GPU, by default of Hopper."""
     device = SimpleNamespace(**{"compute_capability": "9.0"} | facts)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device])
     return kernels._attached.__wrapped__()
 
 
-def test_an_attached_device_says_how_many_multiprocessors_it_has(monkeypatch):
-    part = attached(monkeypatch, device_kind="NVIDIA H200", core_count=60)  # of a divided one
+def test_attached_device_reports_multiprocessors(monkeypatch):
+    part = attached(monkeypatch, device_kind="NVIDIA H200", core_count=60)  # part of a divided GPU
     assert part == Target("hopper", chip="NVIDIA H200", processors=60)
     assert processors_of(part) == 60
     silent = attached(monkeypatch, device_kind="NVIDIA H100 PCIe")
@@ -76,7 +76,7 @@ def test_an_attached_device_says_how_many_multiprocessors_it_has(monkeypatch):
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "10.0", "10.3", "11.0", "12.0"])
-def test_other_gpus_that_have_mma_run_the_kernels_of_ampere(capability, monkeypatch):
+def test_other_gpus_with_mma_use_ampere_kernels(capability, monkeypatch):
     says = dict(device_kind="NVIDIA GPU", compute_capability=capability)
     assert attached(monkeypatch, **says) == Target("ampere", chip="NVIDIA GPU")
     found = attached(monkeypatch, **says, core_count=82)
@@ -84,10 +84,11 @@ def test_other_gpus_that_have_mma_run_the_kernels_of_ampere(capability, monkeypa
 
 
 @pytest.mark.parametrize("capability", ["7.5", "gfx942", None])
-def test_gpus_without_mma_of_bfloat16_are_refused(capability, monkeypatch):
-    said = attached(monkeypatch, device_kind="a GPU", compute_capability=capability)
+def test_gpus_without_bfloat16_mma_are_rejected(capability, monkeypatch):
+    reason = attached(monkeypatch, device_kind="a GPU", compute_capability=capability)
     assert (
-        said == f"needs an NVIDIA GPU of compute capability 8 or later, the device has {capability}"
+        reason
+        == f"needs an NVIDIA GPU of compute capability 8 or later, the device has {capability}"
     )
 
 
@@ -104,7 +105,7 @@ def test_gpus_without_mma_of_bfloat16_are_refused(capability, monkeypatch):
     ],
     ids=lambda x: x.chip if isinstance(x, Target) else str(x),
 )
-def test_each_multiprocessor_runs_one_program(where, programs):
+def test_kernel_has_one_program_per_multiprocessor(where, programs):
     x = jax.ShapeDtypeStruct((2, 4096, 8, 64), jnp.bfloat16)
 
     def loss(query, key, value):
@@ -132,7 +133,7 @@ PARITY = jax.device_put(np.arange(17, dtype=np.int32) % 2)
     ],
     ids=["predicate", "bias"],
 )
-def test_what_no_kernel_takes_is_refused_by_name(options, reason):
+def test_unsupported_options_are_rejected_with_reason(options, reason):
     arrays = draw(0)
     inputs = arrays["query"], arrays["key"], arrays["value"]
     with using(Plain()):
@@ -143,8 +144,8 @@ def test_what_no_kernel_takes_is_refused_by_name(options, reason):
 
 
 @pytest.mark.parametrize("scale", [jnp.float32(0.5), jnp.ones(4)], ids=["one", "by head"])
-def test_a_scale_that_is_an_array_is_float32_or_twice_as_wide(scale, monkeypatch):
-    monkeypatch.setattr(ampere, "HAS_MMA", True)  # whatever jax is installed here
+def test_array_scale_is_float32_or_wider(scale, monkeypatch):
+    monkeypatch.setattr(ampere, "HAS_MMA", True)  # for any installed version of jax
     low, far = (jax.ShapeDtypeStruct((1, 256, 4, H), jnp.bfloat16) for H in (64, 256))
     with using(Target("tpu")):
         assert explain_attention(low, low, low, scale=scale)["pallas"] is None
@@ -161,7 +162,7 @@ def test_a_scale_that_is_an_array_is_float32_or_twice_as_wide(scale, monkeypatch
 
 @dataclass(frozen=True)
 class Narrow(Plain):
-    """A backend that multiplies 16 bits alone."""
+    """A backend that multiplies only 16-bit inputs."""
 
     @property
     def backend(self):
@@ -181,20 +182,20 @@ NARROW = [
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(("where", "dtype"), NARROW)
-def test_a_scale_by_head_is_not_rounded_where_kernels_multiply_16_bits(where, dtype):
+def test_per_head_scale_is_not_rounded_by_16_bit_kernels(where, dtype):
     if isinstance(where, str):
         where = Target(where, plgpu.InterpretGPUParams())
     arrays = draw(31, dim=32, value_dim=32, dtype=dtype)
     names, scale = ("query", "key", "value"), np.float32([0.3, 1.7, -0.2, 0.0])
 
-    def attend(*given):
+    def attend(*arrays):
         return dot_product_attention(
-            *given[1:], scale=given[0], return_lse=True, implementation="pallas"
+            *arrays[1:], scale=arrays[0], return_lse=True, implementation="pallas"
         )
 
     @jax.jit
-    def run(*given):
-        (out, lse), pull = jax.vjp(attend, *given)
+    def run(*arrays):
+        (out, lse), pull = jax.vjp(attend, *arrays)
         return out, lse, *pull((arrays["out_cotangent"], jnp.zeros_like(lse)))
 
     with using(where):
@@ -203,7 +204,7 @@ def test_a_scale_by_head_is_not_rounded_where_kernels_multiply_16_bits(where, dt
     raw, host["lse_cotangent"] = host["query"], 0 * host["lse_cotangent"]
     host["query"] = raw * scale[:, None]
     expected = reference(host, scale=1.0)
-    assert_near(lse, expected["lse"], 2.0**-16)  # a query of 8 bits would give 2^-9
+    assert_near(lse, expected["lse"], 2.0**-16)  # a query rounded to 8 bits would give 2^-9
     assert_near(out, expected["out"], FORWARD_BF16)
     by_hand = (expected["dquery"] * raw).sum(axis=(0, 1, 3))
     expected["dquery"] = expected["dquery"] * scale[:, None]
@@ -212,14 +213,14 @@ def test_a_scale_by_head_is_not_rounded_where_kernels_multiply_16_bits(where, dt
     assert np.abs(dscale - by_hand).max() < GRADIENT_BF16 * np.abs(by_hand).max()
 
 
-def test_short_sequences_take_shorter_tiles_and_keep_the_rest():
+def test_short_sequences_use_shorter_tiles():
     tiles = Blocks(512, 1024, 3, slack=8.0)
     where = Target("tpu", blocks=(("forward", tiles),))
     assert blocks(where, "forward", 64, 64, 2, 2000, 2000) == tiles
     assert blocks(where, "forward", 64, 64, 2, 200, 1000) == replace(tiles, q=256)
 
 
-def test_lists_that_do_not_fit_are_refused_beforehand():
+def test_too_long_lists_are_rejected_in_advance():
     shape = jax.ShapeDtypeStruct((1, 2**18, 1, 64), jnp.float32)
     with using(Target("tpu")):
         assert "lists of 1 x 512 x 512 tiles" in str(
@@ -234,7 +235,7 @@ def test_lists_that_do_not_fit_are_refused_beforehand():
 
 
 @pytest.mark.slow
-def test_a_list_of_few_queries_that_is_too_long_leaves_them_to_the_other_kernel():
+def test_too_long_decode_list_falls_back_to_forward_kernel():
     def decoded(batch, queries=1):
         cache = jax.ShapeDtypeStruct((batch, 2**15, 8, 128), jnp.bfloat16)
         query = jax.ShapeDtypeStruct((batch, queries, 32, 128), jnp.bfloat16)
@@ -252,7 +253,7 @@ def test_a_list_of_few_queries_that_is_too_long_leaves_them_to_the_other_kernel(
 
 
 @pytest.mark.slow
-def test_lists_are_counted_of_the_backward_kernel_that_is_taken():
+def test_list_size_is_checked_for_selected_backward_kernel():
     shape = jax.ShapeDtypeStruct((16, 2**14, 1, 64), jnp.float32)
     mask = Segments(jax.ShapeDtypeStruct((16, 2**14), jnp.int32))
 
@@ -262,13 +263,13 @@ def test_lists_are_counted_of_the_backward_kernel_that_is_taken():
 
     small = Blocks(128, 128)
     assert reason() is None
-    assert reason(dq=small, dkdv=small) is None  # kernels for where the sums do not fit
+    assert reason(dq=small, dkdv=small) is None  # the kernels to use if the sums do not fit
     assert "lists of 16 x 128 x 128 tiles" in str(reason(single_pass_rows=small))
 
 
 @pytest.mark.slow
-def test_a_target_that_is_none_is_refused_by_name():
+def test_unknown_target_is_rejected_with_name():
     for name in ("gpu", "blackwell"):
-        said = f"name is '{name}': must be 'tpu', 'hopper', 'ampere' or 'cpu'"
-        with pytest.raises(ValueError, match=said):
+        message = f"name='{name}' must be 'tpu', 'hopper', 'ampere' or 'cpu'"
+        with pytest.raises(ValueError, match=message):
             _ = Target(name).backend

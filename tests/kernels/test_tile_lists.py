@@ -1,4 +1,4 @@
-"""The lists of tiles that the kernels visit: exactly those in which the mask shows something."""
+"""Tile lists of the kernels: exactly the tiles with a visible pair."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ PATTERNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("sides", [(128, 128), (64, 256)], ids=str)
-def test_lists_name_every_tile_that_sees_something_and_no_other(name, sides):
-    """Packed documents, a window and a triangle visit as many tiles as counting pairs finds."""
+def test_lists_contain_exactly_visible_tiles(name, sides):
+    """The number of tiles of packed documents, a window and a triangle matches counted pairs."""
     mask, sees = PATTERNS[name]
     at, blocks = jnp.arange(4096)[None], Blocks(*sides)
     grid = 4096 // sides[0], 4096 // sides[1]
@@ -55,7 +55,7 @@ def test_lists_name_every_tile_that_sees_something_and_no_other(name, sides):
     assert int(lists.seen.sum()) == some.sum() and 0 < some.sum() < grid[0] * grid[1]
 
 
-def test_after_the_last_tile_a_list_repeats_it():
+def test_list_repeats_last_tile():
     classes = jnp.array([[[[2, 0, 1, 2], [0, 0, 0, 0], [1, 0, 0, 0]]]], jnp.int8)
     lists = BlockPlan(classes, 1, 1).key_tiles()
     assert lists.order[0, 0].tolist() == [[0, 3, 2, 2], [0, 0, 0, 0], [0, 0, 0, 0]]

@@ -1,4 +1,4 @@
-"""The TPU kernels against formulas in float64, in Pallas' interpreters; and compiled, not run."""
+"""The TPU kernels against float64 formulas in Pallas interpreters, and compiled without a TPU."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def segments(q, k):
 
 
 def sparse(q, k):
-    """Most queries see nothing, and whole tiles of them."""
+    """Most queries see nothing, including whole tiles of queries."""
     return causal(q, k) & (q[0] % 3 > 0) & (q[0] > 41)
 
 
 @dataclass(frozen=True)
 class Case:
-    """T and S are odd lengths, padded to tiles of `blocks`."""
+    """Sizes and options of a call; T and S are odd lengths, padded to tiles of `blocks`."""
 
     mask: Any = causal
     B: int = 2
@@ -68,13 +68,13 @@ class Case:
     Hv: int = 8
     dtype: Any = jnp.float32
     blocks: Blocks = Blocks(16, 24)  # noqa: RUF009
-    bias: tuple[bool, ...] | None = None  # which axes it has
+    bias: tuple[bool, ...] | None = None  # which of its axes are larger than 1
     slopes: bool = False
     sinks: bool = False
     softcap: float | None = None
     rate: float = 0.0
     per_head: bool = False
-    """Lists and slopes for each batch row and head, and not shared."""
+    """Whether each batch row and head has its own lists and slopes."""
 
     def padded(self) -> tuple[int, int]:
         return (
@@ -87,7 +87,7 @@ class Case:
 
 
 def draw(case: Case) -> tuple[Operands, np.ndarray, np.ndarray, np.ndarray]:
-    """(operands, bool[B, N, T, S] who sees whom, cotangents of out and of the log_sum-sum-exp)"""
+    """Return operands, visible pairs bool[B, N, T, S], and cotangents of out and of lse."""
     rng = np.random.default_rng(7)
     (T, S), B, N = case.padded(), case.B, case.N
     positions = np.arange(T)[None] + case.S - case.T
@@ -105,7 +105,7 @@ def draw(case: Case) -> tuple[Operands, np.ndarray, np.ndarray, np.ndarray]:
     def normal(*shape, dtype=case.dtype):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    def rows(x, end):  # zeros after the end
+    def rows(x, end):  # zeros past the end
         return x.at[:, end:].set(0)
 
     bias = None
@@ -131,7 +131,7 @@ def draw(case: Case) -> tuple[Operands, np.ndarray, np.ndarray, np.ndarray]:
 def run(
     case: Case, interpret: Any = True, *, bias_only: bool = False
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What the kernels give, backward from the exact residuals, and what they should give."""
+    """Return the kernels' results, with exact residuals for the backward pass, and the expected."""
     operands, sees, do, dlse = draw(case)
     scores = dict(scale=case.H**-0.5, softcap=case.softcap, rate=case.rate)
     reference = formulas(operands, sees, do, dlse=dlse, **scores)
@@ -211,7 +211,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.long_except("everything")
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_match_the_formulas(name):
+def test_kernels_match_formulas(name):
     check(CASES[name])
 
 
@@ -219,13 +219,13 @@ SMALL = Case(everything, B=3, N=2, K=1, T=11, S=19)
 
 
 @pytest.mark.slow
-def test_softcap_changes_the_gradient_of_query_and_key_but_not_of_each_rows_bias():
-    """dq and dk have a factor 1 - tanh^2, and a bias, added after it, has none."""
+def test_softcap_scales_query_and_key_gradients_but_not_bias_gradient():
+    """dq and dk have a factor 1 - tanh^2; a bias is added later and has none."""
     check(replace(SMALL, softcap=0.7, bias=(True, False, True, True)))
 
 
 @pytest.mark.slow
-def test_each_batch_row_has_its_own_bias_of_keys_and_its_gradient():
+def test_key_bias_per_batch_row_has_its_gradient():
     case = replace(SMALL, bias=(True, False, False, True))
     results, reference = run(case, bias_only=True)
     assert results["dbias"].shape == reference["dbias"].shape == (3, 1, 1, 24)
@@ -239,14 +239,14 @@ def test_each_batch_row_has_its_own_bias_of_keys_and_its_gradient():
     [(0, 0, 1, 1), (1, 0, 1, 1), (0, 1, 0, 1), (1, 1, 1, 0)],
     ids=str,
 )
-def test_bias_gradient_is_summed_over_the_axes_a_bias_lacks(axes):
+def test_bias_gradient_is_summed_over_missing_axes(axes):
     case = Case(segments, per_head=axes == (0, 0, 1, 1), bias=tuple(map(bool, axes)))
     results, reference = run(case, bias_only=True)
     assert_near(results["dbias"], reference["dbias"], GRADIENT_F32)
 
 
 @pytest.mark.slow
-def test_bias_gradient_is_zero_in_tiles_that_nobody_visits():
+def test_bias_gradient_is_zero_in_unvisited_tiles():
     case = Case(window, bias=(False, True, True, True))
     results, _ = run(case, bias_only=True)
     dbias, unseen = np.asarray(results["dbias"]), ~draw(case)[1][0, 0]
@@ -256,7 +256,7 @@ def test_bias_gradient_is_zero_in_tiles_that_nobody_visits():
 @pytest.mark.slow
 @pytest.mark.long_except("segments")
 @pytest.mark.parametrize("name", ["segments", "rows that see nothing"])
-def test_no_race_no_read_out_of_bounds_and_none_of_unwritten_memory(name):
+def test_no_race_and_no_invalid_read(name):
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     small = dict(B=1, N=2, K=1, T=27, S=43, bias=(False, False, True, True))
     check(replace(CASES[name], **small), params)
@@ -266,21 +266,21 @@ def test_no_race_no_read_out_of_bounds_and_none_of_unwritten_memory(name):
 
 
 def forward_of(case):
-    """(operands, bool[B, N, T, S] who sees whom, the forward kernel as a function of operands)"""
+    """Return operands, visible pairs bool[B, N, T, S], and the forward kernel as a function."""
     operands, sees, *_ = draw(case)
     lists = lists_of(sees, case.blocks.q, case.blocks.k)
     return operands, sees, lambda x: tpu.forward(case.problem(), x, lists, case.blocks)
 
 
 @pytest.mark.slow
-def test_two_runs_give_the_same_bits():
+def test_two_runs_are_bit_identical():
     operands, _, forward = forward_of(Case(window, B=1, N=2))
     assert_same_bits(jax.jit(forward)(operands)[0], jax.jit(forward)(operands)[0])
 
 
 @pytest.mark.slow
-def test_the_single_pass_is_taken_where_its_sums_fit():
-    """16 MiB: dk and dv of 16,384 keys of 128, or of fewer wide ones."""
+def test_single_pass_is_selected_if_sums_fit():
+    """16 MiB: dk and dv of 16,384 keys of width 128, or of fewer wider keys."""
     struct = lambda S: jax.ShapeDtypeStruct((1, S, 2, 128), jnp.bfloat16)  # noqa: E731
 
     def attend(q, k, v):
@@ -308,8 +308,8 @@ def test_scores_far_below_zero_count():
 
 
 @pytest.mark.slow
-def test_a_bias_of_the_lowest_number_is_no_mask():
-    """Scores are in base 2 where only a scale makes them: times log2(e) such a bias were -inf."""
+def test_lowest_finite_bias_is_not_mask():
+    """Scores are in base 2 only without a bias: times log2(e), such a bias would be -inf."""
     operands, sees, forward = forward_of(Case(window, B=1, N=2, bias=(False, False, True, True)))
     lowest = jnp.full_like(operands.bias, np.finfo(np.float32).min)
     out, row_max, *_ = jax.jit(forward)(operands._replace(bias=lowest))
@@ -321,7 +321,7 @@ def test_a_bias_of_the_lowest_number_is_no_mask():
 
 
 @pytest.mark.slow
-def test_what_cannot_run_is_refused_with_the_reason():
+def test_unsupported_calls_are_rejected_with_reason():
     struct = lambda size, dtype: jax.ShapeDtypeStruct((1, 8, 2, size), dtype)  # noqa: E731
     where = Target("tpu")
     half, odd = struct(64, jnp.float16), struct(20, jnp.float32)
@@ -344,7 +344,7 @@ def test_what_cannot_run_is_refused_with_the_reason():
 def chips(topology: str) -> list[Any]:
     from jax.experimental import topologies
 
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it locks a file otherwise
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # otherwise it locks a file
     return topologies.get_topology_desc(topology, platform="tpu").devices
 
 
@@ -353,7 +353,7 @@ def chip(topology: str) -> jax.sharding.Sharding:
 
 
 def compiled(case: Case, kernel: str, topology: str) -> Any:
-    """A kernel at its own tile sizes; T and S are lengths of whole tiles."""
+    """Compile a kernel with its default tile sizes; T and S are lengths of whole tiles."""
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
     struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=chip(topology))  # noqa: E731
     kind = kernel.removeprefix("backward_")
@@ -410,7 +410,7 @@ def compiled(case: Case, kernel: str, topology: str) -> Any:
         ("backward_bias", "tpu7x:2x2x1", jnp.bfloat16),
     ],
 )
-def test_every_option_compiles_for_a_tpu(kernel, topology, dtype):
+def test_every_option_compiles_for_tpu(kernel, topology, dtype):
     case = CASES["every option, tiles in parts"]
     case = replace(case, T=2048, S=4096, H=192, Hv=128, dtype=dtype)
     assert compiled(case, kernel, topology).memory_analysis().temp_size_in_bytes < 2**24
@@ -420,7 +420,7 @@ def test_every_option_compiles_for_a_tpu(kernel, topology, dtype):
 @pytest.mark.long_except("backward_dkdv")
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize("kernel", ["forward", "backward_dkdv"])
-def test_memory_is_linear_in_the_length(kernel):
+def test_memory_is_linear_in_length(kernel):
     case = Case(segments, B=1, N=8, K=8, H=128, Hv=128, dtype=jnp.bfloat16)
     small, large = (
         compiled(replace(case, T=S, S=S), kernel, "v5e:2x2").memory_analysis().temp_size_in_bytes
@@ -432,10 +432,10 @@ def test_memory_is_linear_in_the_length(kernel):
 @pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize("S", [2**15, 2**16])
-def test_of_arrays_in_the_order_of_the_kernels_nothing_is_kept_but_rows(S):
-    """Output and gradients, grouped heads: 1.02 of inputs and results, and no loop.
+def test_arrays_in_kernel_layout_need_no_copies(S):
+    """Output and gradients with grouped heads: memory of 1.02 of inputs and results, and no loop.
 
-    [B, N, T, H] in memory is the order in which XLA makes arrays for the kernels.
+    XLA makes arrays for the kernels in the order [B, N, T, H].
     """
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
     order = Format(Layout((0, 2, 1, 3)), chip("v5e:2x2"))
@@ -460,9 +460,9 @@ def test_of_arrays_in_the_order_of_the_kernels_nothing_is_kept_but_rows(S):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("usual_compilation")
-def test_a_program_around_the_kernels_moves_none_of_their_arrays():
-    """Projections in, projection out, and all gradients: no copy or transpose of q, k, v, o or of
-    their gradients, and nothing of S x S."""
+def test_surrounding_program_does_not_copy_kernel_arrays():
+    """Projections of inputs and output, and all gradients: no copy or transpose of q, k, v, o or
+    their gradients, and no array of size S x S."""
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
     S, D, N, K, H = 2048, 384, 6, 3, 128
 
@@ -489,8 +489,8 @@ def test_a_program_around_the_kernels_moves_none_of_their_arrays():
 @pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize("topology", ["v6e:2x2", "v5e:2x2", "v5p:2x2x1"])
-def test_a_matrix_compiles_for_a_tpu(topology):
-    """And is read as bytes, of which there are a few copies: nothing of S x S is wider."""
+def test_dense_mask_compiles_for_tpu(topology):
+    """It is read as bytes: there are a few copies, but no wider array of size S x S."""
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
     S, place = 2048, chip(topology)
 
@@ -516,7 +516,7 @@ def test_a_matrix_compiles_for_a_tpu(topology):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
-def test_four_chips_run_their_parts_of_a_shard_map():
+def test_shard_map_compiles_for_four_chips():
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
     mesh = jax.sharding.Mesh(np.array(chips("v5e:2x2")).reshape(2, 2), ("data", "model"))
     split, rows = (jax.sharding.PartitionSpec(*s) for s in (("data", None, "model"), ("data",)))
@@ -547,7 +547,7 @@ def test_four_chips_run_their_parts_of_a_shard_map():
     "test_masked_keys_and_values_have_no_influence[future-3.3e+38]",
 )
 class TestTpu(AttentionSuite):
-    """The kernels under `dot_product_attention`, in the plain interpreter."""
+    """The kernels called by `dot_product_attention`, in the plain interpreter."""
 
     implementation = "pallas"
     target = Target("tpu", True)

@@ -1,4 +1,4 @@
-"""The TPU kernel for few queries, against NumPy in float64 in the interpreter; and compiled."""
+"""The TPU decode kernel against NumPy in float64 in the interpreter, and compiled without a TPU."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ from transformer_jax.kernels.tpu.visits import flatten
 
 pytestmark = [
     pytest.mark.usefixtures("quick_compilation"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, on infinities
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, for infinities
 ]
 
-kernel = importlib.import_module("transformer_jax.kernels.tpu.decode")  # which a function hides
+kernel = importlib.import_module(
+    "transformer_jax.kernels.tpu.decode"
+)  # hidden by the function of the same name
 S, TILES, WHERE = 331, Blocks(64, 128), Target("tpu", True)
 
 
@@ -53,7 +55,7 @@ def run(case, operands, tiles=TILES, mask=None):
 
 
 def ends_in_a_tile(operands, length=S):
-    """Keys and values that are not padded: the interpreter fills the rest of a tile with NaN."""
+    """Return operands without padding: the interpreter fills the rest of a tile with NaN."""
     return operands._replace(key=operands.key[:, :length], value=operands.value[:, :length])
 
 
@@ -84,7 +86,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.long_except("cap, sinks and a bias of each head and query")
 @pytest.mark.parametrize(("case", "lengths"), CASES.values(), ids=CASES)
-def test_decode_matches_the_dense_oracle(case, lengths):
+def test_decode_matches_dense_oracle(case, lengths):
     operands = draw_few(case, lengths=lengths)
     expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
     if case.visible is not None:
@@ -99,7 +101,7 @@ def test_decode_matches_the_dense_oracle(case, lengths):
 
 @pytest.mark.long
 @pytest.mark.parametrize("heads", [16, 6], ids=["slots first", "heads first"])
-def test_tiles_of_some_of_the_key_heads_match_the_oracle(heads, monkeypatch):
+def test_tiles_with_some_key_heads_match_oracle(heads, monkeypatch):
     case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=32, bias=(1, 2 * heads, 1, S))
     operands = draw_few(case)
     expected, _ = oracle(case, operands, jnp.zeros((2, 2, 2 * heads, 32)))
@@ -111,7 +113,7 @@ def test_tiles_of_some_of_the_key_heads_match_the_oracle(heads, monkeypatch):
 
 
 @pytest.mark.slow
-def test_rows_that_see_nothing_are_zero():
+def test_fully_masked_rows_are_zero():
     case = Case(B=2, T=2, S=S, N=4, K=2, visible=within_length, sinks=True)
     got = run(case, draw_few(case, lengths=[0, 5]))
     assert not np.asarray(got["out"], np.float32)[0].any()
@@ -120,7 +122,7 @@ def test_rows_that_see_nothing_are_zero():
 
 
 @pytest.mark.slow
-def test_products_that_overflow_where_nothing_is_spoilt_count_as_before():
+def test_capped_overflowing_products_match_oracle():
     case = Case(T=1, S=200, N=2, K=1, softcap=3.0, visible=causal)
     operands = draw_few(case)
     query = operands.query.at[..., 0].set(3e38)
@@ -133,8 +135,8 @@ def test_products_that_overflow_where_nothing_is_spoilt_count_as_before():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [2, 3], ids=["slots first", "heads first"])
-def test_tiles_that_no_list_names_are_not_read(heads):
-    """No mask hides the NaN that stands in all other keys and values."""
+def test_unlisted_tiles_are_not_read(heads):
+    """No mask hides the NaN in all other keys and values."""
     case = Case(B=2, T=1, S=384, N=2 * heads, K=heads, visible=None)
     operands = draw_few(case)
     tiles = np.array([[1, 0, 1], [0, 1, 0]], bool)
@@ -160,8 +162,8 @@ def test_tiles_that_no_list_names_are_not_read(heads):
 @pytest.mark.slow
 @pytest.mark.long_except("heads first")
 @pytest.mark.parametrize("heads", [4, 3], ids=["slots first", "heads first"])
-def test_int8_matches_the_oracle_of_what_is_dequantised(heads):
-    """Keys, values and scales end within a tile, after which the interpreter reads NaN."""
+def test_int8_matches_dequantised_oracle(heads):
+    """Keys, values and scales end within a tile; the interpreter reads NaN past the end."""
     case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=96, visible=within_length)
     operands = draw_few(case, lengths=[S, 130])
     (key, k_scale), (value, v_scale) = (kv.quantise(x) for x in (operands.key, operands.value))
@@ -169,9 +171,11 @@ def test_int8_matches_the_oracle_of_what_is_dequantised(heads):
     expected, _ = oracle(
         case, operands._replace(key=wide[0], value=wide[1]), jnp.zeros((2, 2, 2 * heads, 96))
     )
-    held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
+    quantized = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
     mask = seen_by(case, operands)
-    got = run(case, held._replace(**{n: getattr(held, n)[:, :S] for n in KEYS}), mask=mask)
+    got = run(
+        case, quantized._replace(**{n: getattr(quantized, n)[:, :S] for n in KEYS}), mask=mask
+    )
     out = np.asarray(got["out"], np.float32)
     assert np.abs(expected["out"]).max() > 0.05
     assert_near(out, expected["out"], NEAR, "out")
@@ -188,7 +192,7 @@ arrays_of = functools.partial(few_queries.arrays_of, 32)
 
 @pytest.mark.slow_except("1-options3-forward")
 @pytest.mark.parametrize(("T", "options", "kernel"), few_queries.KERNELS)
-def test_few_queries_without_dropout_take_the_decode_kernel(T, options, kernel):
+def test_few_queries_without_dropout_use_decode_kernel(T, options, kernel):
     attend, inputs = program(arrays_of(T), mask=Causal(), **options)
     with using(WHERE):
         text = str(jax.make_jaxpr(attend)(*inputs))
@@ -196,7 +200,7 @@ def test_few_queries_without_dropout_take_the_decode_kernel(T, options, kernel):
     assert [name for name in ("decode", "forward") if f"attention_{name}" in text] == [kernel]
 
 
-def test_a_gradient_takes_the_forward_kernel():
+def test_gradient_uses_forward_kernel():
     attend, inputs = program(arrays_of(), mask=Causal(), return_lse=False)
     gradient = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum())
     with using(WHERE):
@@ -205,7 +209,7 @@ def test_a_gradient_takes_the_forward_kernel():
 
 
 @pytest.mark.slow
-def test_each_head_has_its_own_mask_and_tiles():
+def test_heads_with_different_masks_match_oracle():
     arrays = arrays_of(3, keys=300)
     halves = np.arange(300) // 128 == np.arange(8)[None, :, None, None] % 2
     seen = np.broadcast_to(halves.repeat(3, 2), (2, 8, 3, 300))
@@ -217,7 +221,7 @@ def test_each_head_has_its_own_mask_and_tiles():
     assert_near(lse, expected["lse"], EXACT, "lse")
 
 
-def test_under_vmap_the_mapped_axis_joins_the_batch():
+def test_vmap_folds_mapped_axis_into_batch():
     attend, (query, key, value) = program(arrays_of(), mask=Causal())
     with using(WHERE):
         mapped = jax.vmap(attend, (0, None, 0))
@@ -231,7 +235,7 @@ def test_under_vmap_the_mapped_axis_joins_the_batch():
 @pytest.mark.slow
 @pytest.mark.long_except("5")
 @pytest.mark.parametrize("sinks", [0, 5])
-def test_a_token_reads_a_ring_in_any_order_of_positions(sinks):
+def test_token_reads_ring_buffer_in_any_order(sinks):
     with using(dataclasses.replace(WHERE, blocks=(("decode", TILES),))):
         found, expected = few_queries.token_over_a_ring(32, 320, 200, sinks)
     assert_near(found["out"], expected["out"], NEAR, "out")
@@ -239,11 +243,11 @@ def test_a_token_reads_a_ring_in_any_order_of_positions(sinks):
 
 
 def copies(lengths, capacity, k=512):
-    """Return the tiles that the pipeline copies, one whenever its place differs from the last."""
+    """Return the tiles that the pipeline copies: those whose index differs from the last one."""
     at = jnp.arange(capacity)[None]
-    held = jnp.where(at < jnp.asarray(lengths)[:, None], at, -1)  # positions in a cache
+    positions = jnp.where(at < jnp.asarray(lengths)[:, None], at, -1)  # in a cache
     queries = jnp.asarray(lengths)[:, None]
-    plan = Causal().block_plan(queries, held, block_q=1, block_k=k)
+    plan = Causal().block_plan(queries, positions, block_q=1, block_k=k)
     lists = kernel.of_all_heads(plan.of_first_queries(1).key_tiles(), len(lengths))
     visits = flatten(lists)
     steps = np.asarray(visits.numbers)[0, 0, : int(visits.longest)]
@@ -254,29 +258,29 @@ def copies(lengths, capacity, k=512):
 
 
 @pytest.mark.slow
-def test_tiles_to_copy_are_as_many_at_any_capacity():
+def test_number_of_tiles_copied_does_not_depend_on_capacity():
     lengths = [1, 512, 2800, 0]
     found = [copies(lengths, capacity) for capacity in (4096, 32768, 4000)]
     assert found[0] == found[1] == found[2]
     tiles, steps = found[0]
-    assert steps == len(tiles) == 1 + 1 + 6 + 1  # a row without keys has one, and is written as 0
+    assert steps == len(tiles) == 1 + 1 + 6 + 1  # a row without keys has one step, which writes 0
     assert tiles[2:8] == [(2, j, 0, 0) for j in (0, 1, 2, 3, 4, 5)]
 
 
 @pytest.mark.slow
-def test_bytes_to_copy_are_those_of_the_filled_cache():
+def test_bytes_copied_equal_filled_cache():
     lengths = np.random.default_rng(3).integers(6000, 30000, 8)
     tiles, _ = copies(lengths, 32768)
     assert lengths.sum() <= 512 * len(tiles) <= 1.1 * lengths.sum()
 
 
 @pytest.mark.slow
-def test_the_grid_has_a_step_for_each_listed_tile(monkeypatch):
+def test_grid_has_step_per_listed_tile(monkeypatch):
     grids, pallas_call = [], kernel.pl.pallas_call
 
-    def recorded(*given, grid_spec, **more):
+    def recorded(*args, grid_spec, **more):
         grids.append(grid_spec.grid)
-        return pallas_call(*given, grid_spec=grid_spec, **more)
+        return pallas_call(*args, grid_spec=grid_spec, **more)
 
     monkeypatch.setattr(kernel.pl, "pallas_call", recorded)
     case = Case(B=3, T=1, S=384, N=2, K=1, H=32, Hv=32, visible=within_length)
@@ -289,7 +293,7 @@ def test_the_grid_has_a_step_for_each_listed_tile(monkeypatch):
 @pytest.mark.slow_except("bfloat16-")
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
-def test_it_lowers_for_a_tpu(dtype, x64):
+def test_decode_lowers_for_tpu(dtype, x64):
     def attend(query, key, value, scale):
         scales = dict(key_scale=scale, value_scale=scale) if dtype == jnp.int8 else {}
         settings = dict(mask=Causal(), implementation="pallas") | scales
@@ -304,15 +308,15 @@ def test_it_lowers_for_a_tpu(dtype, x64):
     assert "attention_decode" in text
 
 
-# Compiled for TPUs that are not there
+# Compiled for TPUs that are not attached
 
 
 def compiled_step(topology, K, capacity, dtype=jnp.bfloat16, window=None, B=8, H=128):
-    """One token a row is written into a cache, and attends to what the row has filled."""
+    """Compile a step that writes one token per row into a cache, and attends to the filled part."""
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
     from jax.experimental import topologies
 
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it locks a file otherwise
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # otherwise it locks a file
     device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
     place = jax.sharding.SingleDeviceSharding(device)
     struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)  # noqa: E731
@@ -353,13 +357,13 @@ def compiled_step(topology, K, capacity, dtype=jnp.bfloat16, window=None, B=8, H
         ("tpu7x:2x2x1", 8, 32768, jnp.bfloat16, None),
     ],
 )
-def test_a_step_of_decoding_copies_no_key_and_no_value(topology, K, capacity, dtype, window):
-    """Nothing is as large as keys or values but the two writes of a token, in place."""
+def test_decode_step_does_not_copy_cache(topology, K, capacity, dtype, window):
+    """Only the two in-place writes of a token have the size of keys or values."""
     step = compiled_step(topology, K, capacity, dtype, window)
     text, numbers = step.as_text(), 8 * capacity * K * 128
     assert "attention_decode" in text and " while(" not in text
     assert large_results(text, numbers) == [("fusion", True)] * 2
     memory = step.memory_analysis()
-    scales = 8 * capacity * 128 * 4 * (dtype == jnp.int8)  # a token's: written in another order
+    scales = 8 * capacity * 128 * 4 * (dtype == jnp.int8)  # of a token, written in another order
     assert memory.temp_size_in_bytes < scales + 0.05 * numbers
     assert memory.alias_size_in_bytes >= 2 * numbers * jnp.dtype(dtype).itemsize

@@ -1,4 +1,4 @@
-"""TPU kernels become programs of a TPU without one, under each JAX; and tiles of other sizes."""
+"""TPU kernels lower for a TPU without having one, with every supported JAX; other tile sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from transformer_jax.kernels.contract import Blocks
 @pytest.mark.slow
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("S", [1024, 32768], ids=["one backward kernel", "two"])
-def test_output_and_gradients_lower_for_a_tpu(S, x64):
+def test_output_and_gradients_lower_for_tpu(S, x64):
     def loss(*inputs):
         settings = dict(mask=Causal(), implementation="pallas")
         return dot_product_attention(*inputs, **settings).astype(jnp.float32).sum()
@@ -29,18 +29,18 @@ def test_output_and_gradients_lower_for_a_tpu(S, x64):
 @pytest.mark.slow
 @pytest.mark.long_except("single_pass_rows")
 @pytest.mark.parametrize("kind", ["single_pass_rows", "dq"])
-def test_a_backward_tile_may_have_hidden_keys_that_no_forward_tile_had(kind, monkeypatch):
+def test_backward_tile_handles_hidden_keys_absent_from_forward_tiles(kind, monkeypatch):
     if kind == "dq":
         monkeypatch.setattr("transformer_jax.kernels.tpu.sums_fit", lambda *sizes: False)
     wide = ((kind, Blocks(128, 256)), ("dkdv", Blocks(128, 128)))
     where = Target("tpu", True, blocks=(("forward", Blocks(128, 128)), *wide))
     key = jax.random.key(0)
     q, k, v = (jax.random.normal(x, (1, 256, 1, 8)) for x in jax.random.split(key, 3))
-    held = jnp.where(jnp.arange(256) < 128, jnp.arange(256), -1)
+    positions = jnp.where(jnp.arange(256) < 128, jnp.arange(256), -1)
 
     def gradients(k, v):
         def loss(q, k, v):
-            settings = dict(k_positions=held, mask=Causal(), implementation="pallas")
+            settings = dict(k_positions=positions, mask=Causal(), implementation="pallas")
             return (dot_product_attention(q, k, v, **settings) ** 2).sum()
 
         with using(where):

@@ -1,4 +1,4 @@
-"""The lists of visits that a TPU's grid goes along: each tile of the lists once, in their order."""
+"""Lists of visits for a TPU's grid: each listed tile once, in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def expected(classes: np.ndarray, group: int) -> list[list[tuple[int, int, int, int]]]:
-    """(row, head, column, class) of every visit of every list, by loops."""
+    """Return (row, head, column, class) of every visit of every list, computed by loops."""
     B, N, rows, _ = classes.shape
     heads = group if N > 1 else 1
     found = []
@@ -38,16 +38,16 @@ def expected(classes: np.ndarray, group: int) -> list[list[tuple[int, int, int, 
 @pytest.mark.slow_except("1-1-3-compare")
 @pytest.mark.parametrize("search", ["compare", "halve", "known"])
 @pytest.mark.parametrize("B, N, group", [(1, 1, 3), (2, 1, 1), (1, 3, 1), (2, 6, 3)])
-def test_every_listed_tile_is_visited_once_and_in_order(B, N, group, search, monkeypatch):
+def test_every_listed_tile_is_visited_once_in_order(B, N, group, search, monkeypatch):
     monkeypatch.setattr(visits, "COMPARISONS", 0 if search == "halve" else 2**20)
     classes = np.random.default_rng(5).integers(0, 3, (B, N, 5, 7)).astype(np.int8)
     classes[:, :, 1] = 0  # a row that sees nothing
-    classes[-1, -1, 3:] = 0  # and a list that ends earlier than others
+    classes[-1, -1, 3:] = 0  # a list that ends earlier than the others
     wanted = expected(classes, group)
     lists = jax.jit(tile_lists)(classes)
     if search == "known":
         lists = visits.prepare(lists)
-    flat = []  # its packing is no array
+    flat = []  # the packing is not an array
 
     @jax.jit
     def numbers_of(lists):
@@ -64,7 +64,7 @@ def test_every_listed_tile_is_visited_once_and_in_order(B, N, group, search, mon
 
 
 @pytest.mark.slow
-def test_a_causal_mask_takes_as_many_steps_as_it_has_tiles():
+def test_causal_mask_takes_one_step_per_tile():
     at = jnp.arange(8192)[None]
     blocks = tpu.blocks("forward", 128, 128, 2)
     assert blocks == Blocks(512, 1024)
@@ -75,8 +75,8 @@ def test_a_causal_mask_takes_as_many_steps_as_it_has_tiles():
 
 
 @pytest.mark.slow
-def test_tiles_and_visits_of_a_mask_without_arrays_are_known_before_the_program():
-    """Or the compiler lists them, for up to half a minute: by query and by key."""
+def test_plan_of_mask_without_arrays_is_constant():
+    """Otherwise the compiler computes them, for up to half a minute: by query and by key."""
     shape = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.float32)
 
     def classes_and_searches(mask: Mask) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Run by test_meshes.py with eight devices: what blockwise attention computes on a mesh, in parts.
+"""Script of test_meshes.py with eight devices: blockwise attention on a mesh.
 
 Prints JSON: for each case the largest error against "xla" on one device, relative to each array's
 largest value, and the arrays of more than one axis that the optimised program gathers.
@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "positions": dict(mask="causal", positions=True, dropout_rate=0.3),
     "a mask of heads": dict(mask="dense", scale=True),
     "a mask that reads": dict(mask="reads", bias="of a user"),
-    "what is not finite": dict(mask="packed", nonfinite=True, kv_heads=2),
+    "nonfinite": dict(mask="packed", nonfinite=True, kv_heads=2),
     "three rows": dict(batch=3, mask="padded"),
     "six heads": dict(heads=6, kv_heads=6, mask="packed"),
     "three key heads": dict(heads=12, kv_heads=3),
@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Steep:
-    """A bias of a user's, of which nothing is known: every row and head has its own slope."""
+    """A custom bias that the library knows nothing about: each row and head has its own slope."""
 
     slopes: jax.Array  # [B, N]
 
@@ -73,7 +73,7 @@ class Steep:
 
 
 def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
-    """Arrays, how they lie on the mesh, and the function of them that is differentiated."""
+    """Return arrays, their sharding, and the function that returns their gradients."""
     options = dict(batch=4, heads=8, kv_heads=8, dtype="float32") | CASES[case]
     B, N = options["batch"], options["heads"]
     sizes = {name: options[name] for name in ("batch", "heads", "kv_heads", "dtype")}
@@ -126,15 +126,15 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
         places = dict(q_positions=at, k_positions=jnp.where(valid, at, -1))
 
         def loss(inputs):
-            given = inputs.get("bias")
+            bias = inputs.get("bias")
             if bias == "slopes":
-                given = ALiBi(given)
+                bias = ALiBi(bias)
             elif bias == "buckets":
-                given = RelativeBias(given, bidirectional=True, max_distance=50)
+                bias = RelativeBias(bias, bidirectional=True, max_distance=50)
             elif bias == "of a user":
-                given = Steep(given)
+                bias = Steep(bias)
             out, lse = dot_product_attention(
-                inputs["query"], inputs["key"], inputs["value"], mask=mask, bias=given,
+                inputs["query"], inputs["key"], inputs["value"], mask=mask, bias=bias,
                 sinks=inputs["sinks"], scale=inputs["scale"] if options.get("scale") else None,
                 softcap=options.get("softcap"), return_lse=True, implementation=implementation,
                 dropout_rate=options.get("dropout_rate", 0.0), dropout_key=jax.random.key(1),
@@ -177,8 +177,8 @@ def run(case: str, kind: str) -> dict[str, Any]:
 
 
 def projected() -> dict[str, Any]:
-    """Heads of a product whose columns lie on eight devices: the compiler splits four heads over a
-    part of the mesh's axis, and two key heads over a smaller one."""
+    """Heads of a product with columns on eight devices: the compiler splits four heads over a part
+    of the mesh axis, and two key heads over a smaller part."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 150, 32)), jnp.float32)
     weights = [jnp.asarray(rng.normal(size=(32, n * 8)) / 6, jnp.float32) for n in (4, 2, 2)]
@@ -203,7 +203,7 @@ CUT = {
 
 
 def cut(which: str) -> dict[str, Any]:
-    """Lengths, heads and rows that are cut at the end, which a compiler leaves split unevenly."""
+    """Lengths, heads and rows that are cut at the end, so that the compiler's split is uneven."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     whole = draw(3, batch=4, queries=152, keys=152, heads=8, kv_heads=8)["query"]
 
@@ -234,7 +234,7 @@ def ordered() -> dict[str, Any]:
 
 
 def unasked() -> dict[str, Any]:
-    """Where jax's older partitioner would not ask for the rule, it splits the tiles itself."""
+    """With the older partitioner of jax, which ignores the rule, the compiler splits the tiles."""
     jax.config.update("jax_use_shardy_partitioner", False)
     try:
         return run("packed", "automatic") | dict(gathered=[])
@@ -243,7 +243,7 @@ def unasked() -> dict[str, Any]:
 
 
 def precise() -> dict[str, Any]:
-    """How products are computed under `jax.default_matmul_precision`, which belongs to a thread."""
+    """Precision of products under `jax.default_matmul_precision`, which is thread-local."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     query = draw(3, batch=4, queries=37, keys=37, heads=8, kv_heads=8, dtype="bfloat16")["query"]
     placed = jax.device_put(query, NamedSharding(mesh, WHOLE))
@@ -259,7 +259,7 @@ def precise() -> dict[str, Any]:
 
 
 def exported() -> dict[str, Any]:
-    """As a program apart, on explicit axes that are those of the context too."""
+    """An exported program, on explicit axes that are also the axes of the context."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     query = draw(3, batch=4, queries=37, keys=37, heads=8, kv_heads=8)["query"]
     placed = jax.device_put(query, NamedSharding(mesh, WHOLE))

@@ -1,4 +1,4 @@
-"""Fine-tune with adapters, and by preferences, over meshes of four devices; print losses."""
+"""Script of test_meshes.py: fine-tuning with adapters and by preferences on four devices."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ WAYS = {
 
 
 def main() -> None:
-    """Train every way over every mesh, from one base."""
+    """Train with every method on every mesh from one base, and print the losses."""
     folder = Path(tempfile.mkdtemp())
     (folder / "text.txt").write_text("".join(f"{a} {b}\n" for a in LINES for b in LINES) * 4)
     pairs = [

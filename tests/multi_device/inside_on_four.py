@@ -1,6 +1,6 @@
-"""Run by test_meshes.py with four devices: the tools of `inside` over a mesh, and on one device.
+"""Script of test_meshes.py with four devices: the tools of `inside` on a mesh and on one device.
 
-Prints JSON: for each tool its largest difference, relative to its largest value.
+Prints JSON: the largest difference of each tool, relative to its largest value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compute fused attention on a mesh of 2 x 4 devices: a script of tests/kernels/test_gradient.py.
+"""Script of tests/kernels/test_gradient.py: fused attention on a mesh of 2 x 4 devices.
 
 Prints JSON: for each case the largest relative error against one device, and the collectives.
 """
@@ -41,8 +41,8 @@ def run(case: str, manual: bool = False) -> dict:
     if "bias" in CASES[case]:
         arrays["bias"] = jnp.asarray(rng.normal(size=CASES[case]["bias"]), jnp.float32)
     if "matrix" in CASES[case]:
-        own = np.eye(33, 37, dtype=bool)  # or the lse of a row would be -inf
-        arrays["matrix"] = jnp.asarray((rng.random(CASES[case]["matrix"]) < 0.7) | own)
+        diagonal = np.eye(33, 37, dtype=bool)  # otherwise the lse of a row would be -inf
+        arrays["matrix"] = jnp.asarray((rng.random(CASES[case]["matrix"]) < 0.7) | diagonal)
     arrays["sinks"] = jnp.linspace(-1, 1, heads)
     arrays["ids"] = jnp.asarray(np.sort(rng.integers(0, 3, (4, 37)), 1), jnp.int32)
     fixed = "ids", "matrix", "out_cotangent", "lse_cotangent"

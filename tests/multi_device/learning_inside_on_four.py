@@ -1,7 +1,7 @@
-"""Run by test_meshes.py with four devices: what `inside` learns of captured values, over meshes.
+"""Script of test_meshes.py with four devices: probes, lenses and dictionaries trained on meshes.
 
-Prints JSON: for each probe and lens its largest difference from that of one device, relative to its
-largest value; and for each dictionary, on one device and over a mesh, losses, norms and scores.
+Prints JSON: for each probe and lens the largest difference from one device, relative to its largest
+value; for each dictionary, on one device and on a mesh, losses, norms and scores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STREAMS = "block_0/residual", "block_1/residual"
 
 
 def learnt(config: tj.ModelConfig, params: Any, tokens: jax.Array) -> dict[str, Any]:
-    """Capture streams and fit what reads them, classes and numbers."""
+    """Capture streams and fit probes and lenses, for classes and for numbers."""
     model, key = tj.build(config), jax.random.key(1)
     apply = jax.jit(lambda p, t: model.apply({"params": p}, t, capture=STREAMS)[2])
     captured = apply(params, tokens)
@@ -82,17 +82,17 @@ WAYS: dict[str, tuple[MeshConfig, dict[str, Any]]] = {
         dict(place="block_1/feed_forward/input", target="block_1/feed_forward/output", l1=0.1),
     ),
 }
-"""A mesh and the fields of each task."""
+"""Mesh and config fields of each task."""
 
 
 def dictionaries(folder: Path) -> dict[str, dict[str, Any]]:
-    """Train each dictionary on one device and over a mesh, of one model."""
+    """Train each dictionary on one device and on a mesh, for the same model."""
     (folder / "text.txt").write_text("the cat sat on the mat. the dog sat on the log. " * 30)
-    given: dict[str, Any] = dict(
+    settings: dict[str, Any] = dict(
         data=str(folder / "text.txt"), batch_size=4, context=8, sample_tokens=0, log_every=1,
     )  # fmt: skip
     base = str(folder / "model")
-    fit(tj.TrainConfig(model=CONFIG, out=base, steps=2, mesh=MeshConfig(data=4), **given))
+    fit(tj.TrainConfig(model=CONFIG, out=base, steps=2, mesh=MeshConfig(data=4), **settings))
     found: dict[str, dict[str, Any]] = {}
     for way, (split, fields) in WAYS.items():
         task = inside.DictionaryTask(of=base, features=37, **fields)
@@ -100,7 +100,7 @@ def dictionaries(folder: Path) -> dict[str, dict[str, Any]]:
             out = folder / f"{way} {name}"
             config = tj.TrainConfig(
                 model=tj.load(base).config, out=str(out), steps=4, accumulation=2, mesh=mesh,
-                optimizer=AdamW(weight_decay=0.0), learning_rate=1e-2, eval_every=4, **given,
+                optimizer=AdamW(weight_decay=0.0), learning_rate=1e-2, eval_every=4, **settings,
             )  # fmt: skip
             result = fit(config, task=task)
             lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())

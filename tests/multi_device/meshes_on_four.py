@@ -1,7 +1,7 @@
-"""Run by test_meshes.py with four devices: what a mesh of 2 x 2 computes, and how it is split.
+"""Script of test_meshes.py with four devices: results and shardings on a mesh of 2 x 2.
 
 Prints JSON: for each case the largest error against one device, relative to each array's largest
-value, and what the case tells beside.
+value, and further facts of the case.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ LAYOUTS = "whole", "split like the batch", "split by heads and widths"
 
 
 def explicit() -> Any:
-    """jax's default."""
+    """Return a mesh with explicit axes, the default of jax."""
     mesh = jax.make_mesh((2, 2), ("data", "model"))
     assert mesh.axis_types == (AxisType.Explicit,) * 2
     return mesh
@@ -88,7 +88,7 @@ def largest_error(actual: Any, expected: Any) -> float:
 
 
 def attention(implementation: str) -> dict[str, Any]:
-    """Output, lse and gradients with heads and rows split; and which arrays move, not vectors."""
+    """Output, lse and gradients with heads and rows split, and arrays (not vectors) that move."""
     arrays = draw(3, batch=4, queries=150, keys=150, heads=4, kv_heads=2)
     arrays["bias"] = jnp.linspace(-1, 1, 4 * 150).reshape(1, 4, 1, 150)
     arrays["sinks"] = jnp.linspace(-1, 1, 4)
@@ -133,10 +133,10 @@ def weights() -> dict[str, Any]:
 
 
 def int8(implementation: str) -> dict[str, Any]:
-    """Keys and values of int8 with their scales, rows and heads split."""
+    """Keys and values in int8 with their scales, rows and heads split."""
     arrays = draw(3, batch=4, queries=9, keys=9, heads=4, kv_heads=2)
     (key, k_scale), (value, v_scale) = (quantise(arrays[name]) for name in ("key", "value"))
-    mesh, given = explicit(), (arrays["query"], key, value, k_scale, v_scale)
+    mesh, inputs = explicit(), (arrays["query"], key, value, k_scale, v_scale)
 
     def attend(query, key, value, k_scale, v_scale):
         return dot_product_attention(
@@ -144,8 +144,8 @@ def int8(implementation: str) -> dict[str, Any]:
             implementation=implementation,
         )  # fmt: skip
 
-    placed = [jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))) for x in given]
-    found, expected = jax.jit(attend)(*placed), jax.jit(attend)(*given)
+    placed = [jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))) for x in inputs]
+    found, expected = jax.jit(attend)(*placed), jax.jit(attend)(*inputs)
     return dict(error=largest_error(found, expected), specs=[list(found.sharding.spec)])
 
 
@@ -163,7 +163,7 @@ def ordered() -> dict[str, Any]:
 
 
 def place_params(params: Any, layout: str, mesh: Any) -> Any:
-    """As a user may split them; what does not divide stays whole."""
+    """Shard parameters as a user may do; axes that do not divide stay whole."""
 
     def place(path, x):
         names, axes = [part.key for part in path], [None] * x.ndim
@@ -182,7 +182,7 @@ def place_params(params: Any, layout: str, mesh: Any) -> Any:
 
 
 def training(name: str, layout: str, context: bool) -> dict[str, Any]:
-    """The loss and its gradients, which are split as the parameters are."""
+    """The loss and its gradients, which have the sharding of the parameters."""
     config = MODELS[name]
     model, params = build(config), init_params(config, jax.random.key(0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 24, (4, 9)))
@@ -210,10 +210,7 @@ def training(name: str, layout: str, context: bool) -> dict[str, Any]:
 
 
 def experts_of_devices(scan: bool, length: int, **sizes: int) -> dict[str, Any]:
-    """The losses of training of padded rows, their gradients, and hidden layers.
-
-    The experts are on other devices.
-    """
+    """Losses and gradients of padded rows, and hidden layers, with experts on other devices."""
     config = replace(
         MODELS["experts"], scan_layers=scan, max_len=length, implementation="xla",
         experts=Experts(count=4, top_k=2, d_ff=8, balance_loss=0.1),
@@ -238,7 +235,7 @@ def experts_of_devices(scan: bool, length: int, **sizes: int) -> dict[str, Any]:
     shapes = jax.eval_shape(lambda: params)
     placed = jax.tree.map(jax.device_put, params, placement.shardings(shapes))
     rows = placement.rows(batch, 0)
-    # rows that no axis splits; a scan carries what parameters split
+    # no axis splits the rows, but the carry of a scan is split like parameters
     whole = rows.tokens if scan else placement.whole(some)
     actual = jax.jit(results)(placed, rows, whole)
     pairs = zip(jax.tree.leaves(actual[0][1]), jax.tree.leaves(placed), strict=True)
@@ -247,10 +244,10 @@ def experts_of_devices(scan: bool, length: int, **sizes: int) -> dict[str, Any]:
 
 
 def decoding(name: str, layout: str, context: bool) -> dict[str, Any]:
-    """Tokens of everything that decodes, with rows of the state split."""
+    """Tokens of every decoding method, with the rows of the state split."""
     config = MODELS[name]
     params = init_params(config, jax.random.key(0))
-    params = jax.tree.map(lambda x: 3 * x, params)  # or all tokens are alike
+    params = jax.tree.map(lambda x: 3 * x, params)  # otherwise all tokens are the same
     prompt = np.random.default_rng(0).integers(0, 24, (4, 5))
     step = make_step(build(config))
     again = (PresencePenalty(0.5),)
@@ -284,14 +281,14 @@ def decoding(name: str, layout: str, context: bool) -> dict[str, Any]:
     return dict(error=largest_error(actual, expected), different=different)
 
 
-def inside(what: str) -> dict[str, Any]:
-    """In a user's `shard_map`, which checks what varies: gradients are summed over devices."""
-    config = MODELS["t5"] if what == "model" else SMALL
+def inside(part: str) -> dict[str, Any]:
+    """In a custom `shard_map` that checks varying axes: gradients are summed over devices."""
+    config = MODELS["t5"] if part == "model" else SMALL
     model, params = build(config), init_params(config, jax.random.key(0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 24, (4, 9)))
 
     def loss(params, tokens):
-        if what == "model":
+        if part == "model":
             logits = model.apply({"params": params}, tokens[:, :-1])[0]
             return cross_entropy(logits, tokens[:, 1:])[0]
         table = params["embed"]["tokens"]
@@ -304,7 +301,7 @@ def inside(what: str) -> dict[str, Any]:
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     split = partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")))
-    if what == "tokens":
+    if part == "tokens":
         mapped, function = split(tokens_of, out_specs=P("data")), tokens_of
     else:
         mean = split(lambda *x: jax.lax.pmean(loss(*x), "data"), out_specs=P())
@@ -334,7 +331,7 @@ CASES: dict[str, Any] = {
         for layout in (LAYOUTS[0], LAYOUTS[2])
         for context in (False, True)
     },
-    **{f"inside, {what}": partial(inside, what) for what in ("model", "loss", "tokens")},
+    **{f"inside, {part}": partial(inside, part) for part in ("model", "loss", "tokens")},
     "experts of devices, few rows": partial(experts_of_devices, False, 2, expert=4),
     "experts of devices": partial(experts_of_devices, True, 64, expert=2, data=2),
     "experts of devices, fsdp": partial(experts_of_devices, False, 64, expert=2, fsdp=2),

@@ -1,7 +1,7 @@
-"""Run by test_block_table.py with four devices: attention to pages on a mesh.
+"""Script of test_block_table.py with four devices: attention to pages on a mesh.
 
-Prints JSON: for each case the largest error against "xla" on one device, and how many arrays the
-optimised program gathers.
+Prints JSON: for each case the largest error against "xla" on one device, and the number of arrays
+that the optimised program gathers.
 """
 
 from __future__ import annotations

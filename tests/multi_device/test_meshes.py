@@ -1,4 +1,4 @@
-"""Meshes: with explicit axes, which are jax's default, and inside a `shard_map` of the user's."""
+"""Meshes with explicit axes (the default of jax), and inside a custom `shard_map`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ ROWS_HEADS = ["data", None, "model"]
         pytest.param([], marks=[pytest.mark.long, pytest.mark.timeout(1800)], id="all"),
     ],
 )
-def test_four_devices_compute_what_one_does(cases):
-    """Where rows, heads or parameters are split by type, and inside a `shard_map`."""
+def test_four_devices_match_one_device(cases):
+    """With rows, heads or parameters split by type, and inside a `shard_map`."""
     results = on_devices(4, "-m", "tests.multi_device.meshes_on_four", *cases, optimise=False)
     assert len(results) == len(cases) or len(results) > 50
     for case, result in results.items():
@@ -53,15 +53,15 @@ def test_four_devices_compute_what_one_does(cases):
 @pytest.mark.slow
 @pytest.mark.long_except("scanned")
 @pytest.mark.parametrize("kind", ["looped", "scanned"])
-def test_tools_that_look_inside_are_over_a_mesh_what_they_are_on_one_device(kind):
+def test_interpretability_tools_on_mesh_match_one_device(kind):
     found = on_devices(4, "-m", "tests.multi_device.inside_on_four", kind, optimise=False)
     assert len(found) == 10
     assert max(found.values()) <= GRADIENT_F32 * 10, found
 
 
 @pytest.mark.slow
-def test_what_is_learnt_of_captured_values_over_a_mesh_is_what_one_device_learns():
-    """Probes, the tuned lens, and dictionaries, which the trainer trains."""
+def test_probes_and_dictionaries_trained_on_mesh_match_one_device():
+    """Probes, the tuned lens, and dictionaries, trained by the trainer."""
     results = on_devices(4, "-m", "tests.multi_device.learning_inside_on_four", optimise=False)
     assert len(results["fitted"]) == 8
     assert max(results["fitted"].values()) <= GRADIENT_F32 * 10, results["fitted"]
@@ -75,7 +75,7 @@ def test_what_is_learnt_of_captured_values_over_a_mesh_is_what_one_device_learns
 
 
 SUGGESTED = "key heads on one of two axes, automatic"
-"""There the compiler would split them by a part of the other axis too."""
+"""The compiler would also split them by a part of the other axis."""
 
 
 @pytest.mark.long
@@ -97,8 +97,8 @@ SUGGESTED = "key heads on one of two axes, automatic"
         pytest.param([], marks=[pytest.mark.long, pytest.mark.timeout(1800)], id="all"),
     ],
 )
-def test_tiles_of_rows_and_heads_are_of_one_device_and_nothing_is_gathered(cases):
-    """Blockwise attention on 2 x 4 devices, output, lse and gradients: the library splits it."""
+def test_blockwise_tiles_stay_on_device_without_gather(cases):
+    """Blockwise attention on 2 x 4 devices: output, lse and gradients, split by the library."""
     results = on_devices(8, "-m", "tests.multi_device.blockwise_on_eight", *cases, optimise=False)
     assert len(results) == len(cases) or len(results) > 30
     for case, result in results.items():
@@ -106,7 +106,7 @@ def test_tiles_of_rows_and_heads_are_of_one_device_and_nothing_is_gathered(cases
         assert result["error"] <= (2**-7 if rounded else 2 * GRADIENT_F32), (case, result)
         gathers = case.startswith("three key heads") or case == SUGGESTED
         assert bool(result["gathered"]) == gathers, (case, result)
-        assert not result.get("rounded"), (case, result)  # before they are added up
+        assert not result.get("rounded"), (case, result)  # before they are summed
 
 
 @pytest.mark.parametrize(
@@ -116,25 +116,27 @@ def test_tiles_of_rows_and_heads_are_of_one_device_and_nothing_is_gathered(cases
         pytest.param([], marks=[pytest.mark.long, pytest.mark.timeout(1800)], id="all"),
     ],
 )
-def test_a_run_over_any_mesh_has_the_losses_of_one_device(cases):
-    """Also one that goes on over another mesh. Random bits are the same, bit for bit."""
+def test_training_on_any_mesh_matches_losses_of_one_device(cases):
+    """Includes a run that resumes on another mesh. Random bits are identical."""
     results = on_devices(8, "-m", "tests.multi_device.training_on_eight", *cases, optimise=False)
     work = results.pop("work")
     one, _ = work["one"]
     assert all(one <= other <= 1.1 * one for other, _ in work.values()), "work is repeated"
     gathered = {layout: share for layout, (_, share) in work.items()}
     assert gathered["one"] == gathered["data"] == 0
-    # of every parameter the part that the device's tensor axis leaves it, once
+    # each device gathers every parameter's part of its tensor axis, once
     for layout, share in {"fsdp": 1, "fsdp, tensor": 1 / 4, "all": 1 / 2}.items():
         assert 0.8 * share < gathered[layout] < 1.1 * share, (layout, gathered)
     random = results.pop("random")
     assert len(random["dropout"]) == 5 and len({*random["dropout"]}) == 1
-    assert random["apart"] <= 1e-6  # the same bits, made into normal numbers by other programs
+    assert (
+        random["apart"] <= 1e-6
+    )  # the same bits, converted to normal numbers by different programs
     assert len(results) == len(cases) - 2 or len(results) > 20
     for case, result in results.items():
         layout, _, change = case.partition("; ")
         wanted = results[f"one; {change}" if change else "one"]
-        # rounded at random: a number near a threshold may fall on the other side
+        # stochastic rounding: a number near a threshold may fall on the other side
         tolerance = 1e-4 if "bfloat16" in case else 1e-5
         assert len(result["losses"]) == 6 and min(result["losses"]) > 1
         assert_near(result["losses"], wanted["losses"], tolerance, case)
@@ -154,8 +156,8 @@ def test_a_run_over_any_mesh_has_the_losses_of_one_device(cases):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_fine_tuning_over_any_mesh_has_the_losses_of_one_device():
-    """With adapters, whose dropout has the same bits, and by preferences between answers."""
+def test_fine_tuning_on_any_mesh_matches_losses_of_one_device():
+    """With adapters, whose dropout has identical bits, and by preferences."""
     results = on_devices(4, "-m", "tests.multi_device.finetuning_on_four", optimise=False)
     assert len(results) == 12
     for case, losses in results.items():
@@ -164,7 +166,7 @@ def test_fine_tuning_over_any_mesh_has_the_losses_of_one_device():
         assert_near(losses, wanted, 1e-5, case)
 
 
-def test_an_axis_that_its_devices_do_not_divide_is_whole():
+def test_axis_not_divisible_by_devices_is_not_split():
     sizes = {"data": 2, "fsdp": 4, "tensor": 2, "expert": 2}
     path = ("decoder", "blocks", "attention", "key", "kernel")
     assert parameter_spec(path, (3, 32, 2, 8), sizes) == P(None, "fsdp", "tensor", None)
@@ -175,7 +177,7 @@ def test_an_axis_that_its_devices_do_not_divide_is_whole():
     assert parameter_spec(experts, (3, 8, 12, 32), sizes) == P(None, "expert", "tensor", "fsdp")
     assert parameter_spec(experts, (3, 7, 12, 32), sizes) == P(None, None, "tensor", "fsdp")
     assert parameter_spec(experts, (3, 12, 32), sizes) == P(None, "tensor", "fsdp")
-    # the row sums of Adafactor stand at the path of their parameter
+    # the row sums of Adafactor have the path of their parameter
     assert parameter_spec(("v_row", "block_0", "up", "kernel"), (32,), sizes) == P()
     sums = ("v_row", "block_0", "feed_forward", "up", "kernel")  # of experts
     assert parameter_spec(sums, (8, 32), sizes) == P()

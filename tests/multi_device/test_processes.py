@@ -1,4 +1,4 @@
-"""Two processes that train together, on loopback: the same numbers, one folder, one end."""
+"""Training with two processes on loopback: the same numbers, one folder, a common end."""
 
 import json
 import os
@@ -66,12 +66,12 @@ def measured(folder: Path) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_processes_train_as_one_does_and_one_goes_on(text, tmp_path):
+def test_two_processes_match_one_and_one_resumes(text, tmp_path):
     data = ["--data", str(text), "--steps", "8"]
     (first, second) = ended(together(*data, "--out", str(tmp_path / "two")))
     assert first[0] == 0, first[2]
     assert second[0] == 0, second[2]
-    gloo = re.compile(r"\[Gloo\]|.*peer ranks")  # its threads write into each other's lines
+    gloo = re.compile(r"\[Gloo\]|.*peer ranks")  # its threads mix their output lines
     own = [line for line in second[1].splitlines() if line.strip() and not gloo.match(line)]
     assert "held-out loss" in first[1] and not own
     (alone,) = ended([started(4, *data, "--out", str(tmp_path / "one"))])
@@ -89,7 +89,7 @@ def test_two_processes_train_as_one_does_and_one_goes_on(text, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_signal_to_one_process_ends_both_and_an_error_of_the_first_is_both_s(text, tmp_path):
+def test_signal_or_error_in_one_process_ends_both(text, tmp_path):
     out = tmp_path / "run"
     processes = together("--data", str(text), "--steps", "100000", "--out", str(out))
     deadline = time.monotonic() + 200
@@ -108,7 +108,7 @@ def test_a_signal_to_one_process_ends_both_and_an_error_of_the_first_is_both_s(t
         assert status == 2 and "the folder holds a run" in error, error
 
 
-def test_how_processes_find_each_other_is_said_whole():
+def test_incomplete_distributed_config_is_rejected():
     found = parse([]).start
     assert (found.distributed, found.coordinator) == (False, None)
     found = parse("--coordinator h:1 --processes 4 --process 3".split()).start

@@ -1,7 +1,7 @@
-"""Run by test_meshes.py with eight devices: training over every layout of them, and on one.
+"""Script of test_meshes.py with eight devices: training on every layout, and on one device.
 
-Prints JSON: for each case the losses of the steps, the held-out loss, a sample, and how parameters
-are split; for the case "random", what each layout draws.
+Prints JSON: for each case the losses of the steps, the held-out loss, a sample, and the sharding of
+parameters; for the case "random", the random numbers of each layout.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def main(names: list[str]) -> None:
 
 
 def work(mesh: MeshConfig | None) -> tuple[float, float]:
-    """Return the operations of a step on all devices, and what one gathers, of all parameters."""
+    """Return a step's operations on all devices, and the share of parameters one device gathers."""
     model = replace(
         MODEL, num_kv_heads=4, d_model=128, d_ff=512, dropout=0.0, attention_dropout=0.0
     )
@@ -129,7 +129,7 @@ def work(mesh: MeshConfig | None) -> tuple[float, float]:
 
 
 def drawn(mesh: MeshConfig | None) -> tuple[Any, str]:
-    """Return the parameters that a run starts with, and a digest of what dropout leaves."""
+    """Return the initial parameters of a run, and a digest of the weights that dropout keeps."""
     placement = make_placement(mesh)
     fresh = partial(init_params, MODEL)
     shardings = placement.shardings(jax.eval_shape(fresh, jax.random.key(3)))
@@ -141,7 +141,7 @@ def drawn(mesh: MeshConfig | None) -> tuple[Any, str]:
 
 
 def random_numbers() -> dict[str, Any]:
-    """Return how far fresh parameters are from those of one device, and digests of dropout."""
+    """Return the distance of initial parameters from those of one device, and dropout digests."""
     found = {layout: drawn(mesh) for layout, mesh in LAYOUTS.items()}
     first = found["one"][0]
     apart = [

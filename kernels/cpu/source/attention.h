@@ -1,8 +1,8 @@
-// The kernels of attention on a CPU: forward, backward, and the gradient of an array bias.
+// Attention kernels for CPUs: forward, backward, and the gradient of an array bias.
 //
-// A call is cut into items, which threads take one by one; each computes one tile of queries of one
-// head (forward) or one key head (backward), in one fixed order, so that results do not depend on
-// the threads. First, keys and values are laid out as panels, once for all tiles of queries.
+// A call is divided into items, which threads take one by one. Each item computes one tile of queries
+// of one head (forward) or one key head (backward), in a fixed order, so that results do not depend
+// on the threads. First, keys and values are packed into panels, once for all tiles of queries.
 #pragma once
 
 namespace NAMESPACE {
@@ -13,7 +13,7 @@ static inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// What a tile's scores are made of besides q . k, for rows of one head.
+// The terms of a tile's scores other than q . k, for rows of one head.
 class Scores {
  public:
   Scores(const Call& call, int64_t width)
@@ -37,14 +37,14 @@ class Scores {
 
   bool has_bias() const { return call_.bias || call_.slopes; }
 
-  // -|q - k| of a query and the W keys from j on.
+  // -|q - k| for a query and the W keys from j on.
   vf nearness(int64_t i, int64_t j) const {
     const int64_t lead = call_.lead_q == 1 ? 0 : b_;
     const vi away = call_.q_vectors[lead * call_.T + i] - load(keys_.data() + j);
     return __builtin_convertvector(away < 0 ? away : -away, vf);
   }
 
-  // The bias of a row, f32[count], with zeros after its end.
+  // The bias of a row, f32[count], with zeros past its end.
   const float* bias(int64_t i) {
     if (call_.slopes) {
       for (int64_t j = 0; j < (int64_t)bias_.size(); j += W)
@@ -59,12 +59,12 @@ class Scores {
     return read_bias((const float16*)call_.bias + start);
   }
 
-  // Which keys of the tile a row sees, and their beginning and end.
+  // The keys of the tile that a row sees, and their beginning and end.
   const int32_t* visible(int64_t i, int64_t* begin, int64_t* end) {
     return mask_.row(i, begin, end);
   }
 
-  // What dropout multiplies the weights of W keys with.
+  // The dropout factors of the weights of W keys.
   vf kept(int64_t i, int64_t j) const {
     const uint32_t a = mix(word_a_ ^ (uint32_t)i), b = mix(word_b_ + a);
     const vu key = (vu)(lane() + (int32_t)(j0_ + j));
@@ -107,7 +107,7 @@ static const T* rows_of(const void* array, const Call& call, int64_t length, int
   return (const T*)array + (b * length * heads + head) * width;
 }
 
-// Keys and values of one head, as panels, and which of them are not finite.
+// Keys and values of one head, as panels, and flags of those that are not finite.
 struct Packed {
   int64_t columns;  // S, in whole panels
   float *keys_turned, *values, *keys, *values_turned;
@@ -124,7 +124,7 @@ struct Sizes {
   size_t forward() const { return columns * value_panels; }
 };
 
-// Lay out `count` keys and values from j0 on; `turned` is a panel of columns [H][PANEL].
+// Pack `count` keys and values from j0 on; `turned` is a panel of columns [H][PANEL].
 template <class T>
 static void pack_keys(const Call& call, const Sizes& sizes, Packed& to, int64_t b, int64_t k,
                       bool backward, float* row) {
@@ -160,7 +160,7 @@ static void pack_keys(const Call& call, const Sizes& sizes, Packed& to, int64_t 
   }
 }
 
-// Copy rows of queries, or of their cotangents, as float32; say which are not finite.
+// Copy rows of queries, or of their cotangents, as float32, and flag those that are not finite.
 template <class T>
 static void copy_queries(const void* array, const Call& call, int64_t width, int64_t b, int64_t n,
                          int64_t i0, int64_t count, float* to, uint8_t* broken) {
@@ -175,7 +175,7 @@ static void copy_queries(const void* array, const Call& call, int64_t width, int
   }
 }
 
-// The tiles of a row of the lists: `full` whole ones first, then the partial ones.
+// The tiles of a row of the lists: first the `full` ones, then the partial ones.
 struct Tiles {
   const int32_t* order;
   int64_t full, seen;
@@ -184,7 +184,7 @@ struct Tiles {
     const int64_t at = lead * call.tile_rows + row;
     order = call.order + at * call.tile_columns;
     seen = call.seen[at];
-    full = call.num_operations ? call.full[at] : seen;  // without a mask all are, the last one too
+    full = call.num_operations ? call.full[at] : seen;  // without a mask all tiles are full, including the last
   }
 };
 
@@ -192,8 +192,8 @@ struct Range {
   int64_t begin, end;
 };
 
-// Turn products into scores in place, of the keys begin .. end, in whole registers.
-// Returns the tanh of capped scores in `slopes`, where that is given.
+// Convert products to scores in place, for keys begin .. end, in whole registers.
+// If `slopes` is not null, it receives the tanh of capped scores.
 static inline void cap_and_bias(const Call& call, float* row, Range keys, const float* bias,
                                 float* tanhs) {
   if (call.softcap > 0) {
@@ -208,7 +208,7 @@ static inline void cap_and_bias(const Call& call, float* row, Range keys, const 
     for (int64_t j = keys.begin; j < keys.end; j += W) store(row + j, load(row + j) + load(bias + j));
 }
 
-// Write the results of a row from its sum of p v, its maximum and the sum of p; a sink joins them.
+// Write the results of a row from its sum of p v, its maximum and the sum of p, with the sink.
 template <class T>
 static void finish_row(const Call& call, int64_t b, int64_t n, int64_t i, float* row, float m,
                        float l, bool lost) {
@@ -254,7 +254,7 @@ static void forward_tile(const Call& call, const Sizes& sizes, const Packed& pac
   for (int64_t t = 0; t < tiles.seen; t++) {
     const int64_t j0 = tiles.order[t] * BK, count = std::min(BK, call.S - j0);
     if (count <= 0) continue;
-    // a full tile may end after the last key, where nothing is to be seen
+    // a full tile may end after the last key; nothing past that key is visible
     const bool partial = t >= tiles.full, ends = count % PANEL != 0;
     bias.take_tile(b, n, j0, count, partial);
     for (int64_t r = 0; r < rows; r += ROWS) {

@@ -3,16 +3,16 @@
 //     p_ij = exp(s_ij - m_i - log l_i)       ds_ij = p_ij (f_ij do_i . v_j - D_i)
 //     dv_j = sum_i p_ij f_ij do_i            dq_i = sum_j ds_ij k_j, dk_j = sum_i ds_ij q_i
 //
-// An item is a key head and a stretch of tiles of keys, which visits them in order and, for each,
-// the tiles of queries of every query head that reads it. dk and dv are complete after a tile. dq
-// is summed in float32 by each stretch on its own, and then over the stretches, in order.
+// An item is a key head and a stretch of tiles of keys. It visits the tiles in order and, for each of
+// them, the tiles of queries of every query head that reads it. dk and dv are complete after a tile.
+// Each stretch sums its dq in float32; these are then summed over the stretches, in order.
 
-// Queries of one head and their cotangents: as rows, and as panels of rows for products onto keys.
+// Queries of one head and their cotangents, as rows, and as panels of rows for products onto keys.
 struct PackedQueries {
   float *query, *query_panels, *cotangent, *cotangent_panels;
 };
 
-// p and ds of one tile, of which a thread holds one at a time.
+// p and ds of one tile; a thread works on one tile at a time.
 class BackwardTile {
  public:
   BackwardTile(const Call& call)
@@ -29,9 +29,9 @@ class BackwardTile {
   const int64_t width;
   float *p, *ds;
 
-  // Compute p, times what dropout keeps, and ds of rows i0 .. i0 + rows and keys j0 .. j0 + count;
-  // zeros where not visible. `slopes`, f32[count], gets the sums of -ds |q - k|. `before_cap`
-  // leaves out the softcap's derivative, as a bias needs ds.
+  // Compute p after dropout and ds for rows i0 .. i0 + rows and keys j0 .. j0 + count, zeros for
+  // hidden pairs. `slopes`, f32[count], receives the sums of -ds |q - k|. `before_cap` omits the
+  // derivative of the softcap, because the gradient of a bias is ds.
   void compute(const Packed& packed, const float* query, const float* cotangent, int64_t b,
                int64_t n, int64_t i0, int64_t rows, int64_t j0, int64_t count, bool partial,
                float* slopes, bool before_cap) {
@@ -76,7 +76,7 @@ class BackwardTile {
     }
   }
 
-  // Add ds k to dq [rows, H], where `to` is of rows of `stride`, and keys are panels.
+  // Add ds k to dq [rows, H]; rows of `to` have a `stride`, and keys are panels.
   void add_queries(const Packed& packed, int64_t rows, int64_t j0, int64_t count, int64_t columns,
                    float* to, int64_t stride) const {
     for (int64_t h = 0; h < stride; h += PANEL)
@@ -90,7 +90,8 @@ class BackwardTile {
       }
   }
 
-  // Add what `weights`, p or ds, turned, make of panels of queries, to rows of keys [count, width].
+  // Add the product of `weights` (p or ds, transposed) and panels of queries to rows of keys
+  // [count, width].
   void add_keys(const float* weights, const float* panels, int64_t panel_stride, int64_t count,
                 float* to, int64_t stride) const {
     for (int64_t h = 0; h < stride; h += PANEL)
@@ -147,11 +148,11 @@ class BackwardTile {
   Scratch memory_;
   Scores scores_;
   std::vector<int32_t> visible_;
-  std::vector<int64_t> first_, last_;  // of each panel of keys: the rows that see any of it
-  std::vector<Range> groups_;          // of each group of rows: the panels of keys that it sees
+  std::vector<int64_t> first_, last_;  // for each panel of keys: the rows that see any of its keys
+  std::vector<Range> groups_;          // for each group of rows: the panels of keys that it sees
 };
 
-// The queries of all heads and their cotangents: as rows, and as panels of rows.
+// Queries of all heads and their cotangents, as rows, and as panels of rows.
 template <class T>
 struct Queries {
   Queries(const Call& call, const Parallel& parallel, bool with_panels)
@@ -183,7 +184,7 @@ struct Queries {
   Scratch memory_;
 };
 
-// The keys and values of all heads, as the backward pass multiplies with them.
+// Keys and values of all heads, in the layout for the products of the backward pass.
 template <class T>
 struct Keys {
   Keys(const Call& call, const Sizes& sizes, const Parallel& parallel)
@@ -231,7 +232,7 @@ static void backward_of(const Call& call, const Parallel& parallel) {
     BackwardTile tile(call);
     Scratch memory(BK * (wide + wide_v) + BK + PANEL);
     float *dk = memory.data, *dv = dk + BK * wide, *slopes = dv + BK * wide_v;
-    // every stretch has tiles from all parts of the sequence: causal ones differ in work
+    // every stretch has tiles from all parts of the sequence, because causal tiles differ in work
     for (int64_t column = stretch; column < key_tiles; column += stretches) {
       const int64_t j0 = column * BK, count = std::min(BK, call.S - j0);
       std::fill(dk, slopes, 0.0f);
@@ -272,7 +273,7 @@ static void backward_of(const Call& call, const Parallel& parallel) {
   });
 }
 
-// The gradient of an array bias, f32 of its shape; an item is what one part of it is summed over.
+// The gradient of an array bias, in float32 and in its shape; an item sums one part of it.
 template <class T>
 static void bias_of(const Call& call, const Parallel& parallel) {
   const Sizes sizes(call);

@@ -1,11 +1,11 @@
-// Products of few rows with weights of 8 bits in integers, where the processor has VNNI: four
-// weights by four digits a lane, in one instruction.
+// Integer products of few rows with int8 weights, for processors with VNNI: one instruction multiplies
+// four weights by four digits per lane.
 //
-// A row of x is cut into three digits of 8 bits: x = u (65536 a + 256 b + c) with a, b, c in
-// -128..127 and u = max |x| / MOST, so that what is left out is at most 2^-24 of the row's
-// largest number. Sums of digits by weights are exact: they become float32 after 16 inputs, or
-// after a row. The instruction wants one side without a sign: weights enter as w + 128, and sums
-// begin at minus 128 times the sum of the digits.
+// A row of x is split into three digits of 8 bits: x = u (65536 a + 256 b + c) with a, b, c in
+// -128..127 and u = max |x| / MOST, so that the rounding error is at most 2^-24 of the row's
+// largest number. Sums of digits times weights are exact: they become float32 after 16 inputs, or
+// after a row. One operand of the instruction is unsigned: weights enter as w + 128, and sums start
+// at minus 128 times the sum of the digits.
 #pragma once
 
 namespace NAMESPACE {
@@ -17,17 +17,17 @@ static bool has_vnni() {
   return has;
 }
 
-constexpr int64_t GROUP = 16;  // inputs whose products are added up in integers
+constexpr int64_t GROUP = 16;  // inputs whose products are summed in integers
 constexpr int64_t LOAD = 64;   // bytes of a register
-constexpr float MOST = 8355584;  // 127 * 65793, less what a rounding may add
+constexpr float MOST = 8355584;  // 127 * 65793, minus the possible rounding error
 
-// Rows of x as digits, and where sums begin.
+// Rows of x as digits, and the initial values of sums.
 struct Digits {
-  int64_t rows, inputs;  // inputs: up to a multiple of LOAD
+  int64_t rows, inputs;  // inputs: rounded up to a multiple of LOAD
   Scratch memory;
   float* units;     // [rows]
   int32_t* groups;  // [rows][inputs / GROUP][4]: -128 times the sums of each digit; the 4th is unused
-  int32_t* lanes;   // [rows][3][W]: the same of all inputs that a lane of a register has
+  int32_t* lanes;   // [rows][3][W]: the same for all inputs in a lane of a register
   int8_t* digits;   // [rows][3][inputs]
 
   Digits(const float* x, int64_t rows, int64_t width)
@@ -76,7 +76,7 @@ struct Digits {
   }
 };
 
-// Whether every row can be cut: its largest number and the inverse of it are far from the ends.
+// Whether every row can be split: its largest number and its inverse are well within float32.
 static bool can_be_cut(const float* x, int64_t rows, int64_t width) {
   for (int64_t m = 0; m < rows; m++) {
     vf most{};
@@ -84,7 +84,7 @@ static bool can_be_cut(const float* x, int64_t rows, int64_t width) {
     for (int64_t k = 0; k < width; k += W) {
       const __mmask16 there = width - k >= W ? 0xffff : (1u << (width - k)) - 1;
       const vf size = (vf)((vi)_mm512_maskz_loadu_ps(there, x + m * width + k) & INT32_MAX);
-      wrong |= ~(size <= 1e30f);  // what is not a number, too
+      wrong |= ~(size <= 1e30f);  // also true for NaN
       most = larger(most, size);
     }
     const float size = largest(most);
@@ -153,8 +153,8 @@ VNNI static inline void add_group(const Digits& x, int64_t k, int64_t count, con
   }
 }
 
-// y[rows][R] = x[rows][inputs] (w[R][inputs])^T. Rows of w are read one after the other, as the
-// processor foresees it.
+// y[rows][R] = x[rows][inputs] (w[R][inputs])^T. Rows of w are read in sequence, which the
+// hardware prefetches.
 template <int R>
 VNNI static inline void dot_bytes(const Digits& x, int64_t inputs, const int8_t* w, float* y,
                                   int64_t ldy) {

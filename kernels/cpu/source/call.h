@@ -1,4 +1,4 @@
-// What a call of attention is, for every instruction set: arrays, sizes and the mask's program.
+// Arguments of an attention call for all instruction sets: arrays, sizes and the mask's program.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -18,7 +18,7 @@ struct bfloat16 {
   uint16_t bits;
 };
 
-// float16 is the compiler's where it has one: g++ from 12 on for x86-64, any for aarch64.
+// Use the compiler's float16 if there is one: g++ 12 or later on x86-64, any version on aarch64.
 #if defined(__aarch64__)
 typedef __fp16 float16;
 #elif defined(__FLT16_MANT_DIG__) && !defined(FLOAT16_IN_SOFTWARE)
@@ -33,8 +33,8 @@ struct float16 {
 
 enum class Dtype { float32, bfloat16, float16 };
 
-// A call's arrays; a pointer is null where there is no such array. Leading axes that may be 1 are
-// told by their lengths.
+// Arrays of a call; a pointer is null if the array is absent. Leading axes that may be 1 have an
+// explicit length.
 struct Call {
   int64_t B, T, S, N, K, H, Hv;
   int64_t threads;
@@ -47,13 +47,13 @@ struct Call {
   int64_t num_q, num_k, lead_q, lead_k;
   const int8_t* pairs;  // [pairs_b][pairs_n][T][S]
   int64_t pairs_b, pairs_n;
-  const int32_t* program;  // of (operation, x, y, z) each
+  const int32_t* program;  // (operation, x, y, z) for each operation
   int64_t num_operations;
   const int32_t* constants;
   int64_t num_constants;
 
   const void* bias;
-  bool bias_is_wide;  // float32, else of `dtype`
+  bool bias_is_wide;  // float32, otherwise `dtype`
   int64_t bias_shape[4];
   const float* slopes;  // [lead][N]
   int64_t slopes_b;
@@ -61,7 +61,7 @@ struct Call {
   int64_t sinks_b;
   const uint32_t* dropout;  // [2][B][N]
   uint32_t threshold;
-  float kept;  // what a kept weight is multiplied by
+  float kept;  // the factor of kept weights
 
   // tiles: [lead][lead][rows][columns]
   int64_t block_q, block_k;
@@ -70,7 +70,7 @@ struct Call {
 
   // forward
   void* out;
-  bool out_is_wide;  // float32, else of `dtype`
+  bool out_is_wide;  // float32, otherwise `dtype`
   float *row_max, *log_sum;  // [B][N][T]
 
   // backward
@@ -78,12 +78,12 @@ struct Call {
   const float *saved_max, *saved_sum, *D;  // [B][N][T]
   void *dq, *dk, *dv;
   float *slope_rows;  // [B][N][S], or null
-  float* dbias;       // of the bias's shape
+  float* dbias;       // in the bias's shape
 };
 
 enum class Weights { float32, bfloat16, int8 };
 
-// y = x W, or x W^T, times a scale per output, plus a bias; a null pointer is none.
+// y = x W, or x W^T, times a scale per output, plus a bias; null pointers mean none.
 struct Product {
   int64_t rows, inputs, outputs;
   const float* x;  // [rows][inputs]
@@ -94,22 +94,22 @@ struct Product {
   float* y;  // [rows][outputs]
 };
 
-// y = (x - mean) / sqrt(mean (x - mean)^2 + eps), times a scale, plus a bias; null pointers are none.
+// y = (x - mean) / sqrt(mean (x - mean)^2 + eps), times a scale, plus a bias; null means none.
 struct Norm {
   int64_t rows, width;
   const float* x;  // [rows][width]
-  bool centred;    // else the mean is taken to be 0
+  bool centred;    // otherwise the mean is 0
   float eps;
   const float *scale, *bias;  // [width]
   float* y;                   // [rows][width]
 };
 
-// Runs `work(item)` for all items, on several threads; every item once.
+// Runs `work(item)` exactly once for every item, on several threads.
 using Parallel = std::function<void(int64_t items, const std::function<void(int64_t)>& work)>;
 
 struct Kernels {
   void (*forward)(const Call&, const Parallel&);
-  void (*few_queries)(const Call&, const Parallel&);  // forward, without lists of tiles
+  void (*few_queries)(const Call&, const Parallel&);  // forward, without tile lists
   void (*backward)(const Call&, const Parallel&);
   void (*backward_bias)(const Call&, const Parallel&);
   void (*product)(const Product&, const Parallel&);
@@ -117,7 +117,7 @@ struct Kernels {
 };
 extern const Kernels KERNELS_WIDE, KERNELS_AVX2, KERNELS_PLAIN;
 
-// Memory of a call, kept for the next one.
+// Scratch memory of a call, kept for later calls.
 struct Scratch {
   explicit Scratch(size_t floats);
   ~Scratch();

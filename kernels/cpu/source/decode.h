@@ -1,33 +1,33 @@
 // Few queries over many keys, as in decoding; included by attention.h, inside its namespace.
 //
-// Such a call takes as long as its keys and values take to be read. So they are read once, as they
-// lie, [S][K][H] in their own dtype, and widened in registers. An item is a batch row, some key
-// heads that lie side by side, and a chunk of keys; its rows are the queries of each head. It
-// leaves m_i, l_i and sum_j p_ij v_j of every row, and these are merged in the order of chunks:
-// how a call is cut does not depend on the threads.
+// The time of such a call is that of reading its keys and values. So they are read once, in place,
+// [S][K][H] in their own dtype, and converted in registers. An item is a batch row, some adjacent key
+// heads, and a chunk of keys; its rows are the queries of each head. It stores m_i, l_i and
+// sum_j p_ij v_j of every row, and these are merged in the order of chunks. The division of a call
+// does not depend on the threads.
 //
-// An item visits blocks of keys. One or two rows to a head are multiplied in the order of memory,
-// over all heads, which is how a processor fetches fastest. More rows take registers head by head;
-// their block is touched in order first.
+// An item visits blocks of keys. One or two rows per head are multiplied in the order of memory, over
+// all heads, which is the fastest order for the prefetcher. More rows need the registers head by head;
+// their block is first touched in order.
 //
-// The mask's program runs over all keys, without lists of tiles: it reads a number where a key has
-// K (H + Hv). Blocks that no query sees are not read.
+// The mask's program runs over all keys, without tile lists: it reads one number per key, compared
+// with K (H + Hv) numbers of the key itself. Blocks that no query sees are not read.
 //
-// Nonfinite keys and values show themselves in scores and sums. An item that has such ones starts
-// over on copies of its blocks, with zeros for rows that are not finite, and notes who sees them.
+// Nonfinite keys and values are detected in scores and sums. An item with such keys starts over on
+// copies of its blocks, with zeros for rows that are not finite, and records which queries see them.
 
-constexpr int64_t ROW_BYTES = 4096;        // of a key, in an item's heads
-constexpr int64_t BLOCK_BYTES = 96 << 10;  // of the keys whose scores are made at a time
+constexpr int64_t ROW_BYTES = 4096;        // per key, for an item's heads
+constexpr int64_t BLOCK_BYTES = 96 << 10;  // of the keys whose scores are computed at a time
 constexpr int64_t ITEM_BYTES = 512 << 10;  // of an item's keys and values
-constexpr int64_t LEAST = 32;              // keys of a block: whole registers
+constexpr int64_t LEAST = 32;              // minimum keys per block: whole registers
 
-// How a call is cut.
+// The division of a call.
 struct FewSizes {
-  int64_t rows;                  // queries of a key head
-  int64_t heads, groups;         // key heads of an item, and how many such there are
-  int64_t block, chunk, chunks;  // keys of a block, and of an item, which is whole blocks
-  int64_t parts, value_parts;    // registers of a row
-  int64_t record;                // floats that an item leaves of a row
+  int64_t rows;                  // queries per key head
+  int64_t heads, groups;         // key heads per item, and number of such groups
+  int64_t block, chunk, chunks;  // keys per block and per item (whole blocks), and number of chunks
+  int64_t parts, value_parts;    // registers per row
+  int64_t record;                // floats that an item stores per row
   template <class T>
   static FewSizes of(const Call& call) {
     FewSizes s;
@@ -45,21 +45,21 @@ struct FewSizes {
   }
 };
 
-// Where register `part` of a row begins: the last one ends with the row, and so may begin before
-// the end of the one before it.
+// Start of register `part` of a row: the last register ends with the row, so it may overlap the
+// previous one.
 static inline int64_t part_at(int64_t part, int64_t width) {
   return std::min<int64_t>(part * W, width - W);
 }
 
-// Read rows in the order of memory, which the processor then fetches ahead of need: head by head,
-// it would foresee nothing.
+// Read rows in the order of memory, so that the hardware prefetches them; it would not prefetch head
+// by head.
 static inline void touch(const void* rows, int64_t count, int64_t bytes, int64_t step) {
   for (int64_t i = 0; i < count; i++)
     for (int64_t at = 0; at < bytes; at += 64)
       (void)*((const volatile char*)rows + i * step + at);
 }
 
-// The sums of W registers, as one.
+// The sums of W registers, in one register.
 template <int D>
 __attribute__((always_inline)) static inline vf sums_of(vf* x) {
   if constexpr (D > 0) {
@@ -140,7 +140,7 @@ static inline void add_values(const float* p, int64_t p_step, const T* values, i
     add_parts<R, 1>(p, p_step, values, step, count, width, part, to, record);
 }
 
-// One item: what it needs beside the call, and what it leaves.
+// One item: its inputs other than the call, and its results.
 template <class T>
 class FewQueries {
  public:
@@ -163,7 +163,7 @@ class FewQueries {
   }
 
  private:
-  // Evaluate the mask: 0 or 1 for each query, or each query of each head, and each key.
+  // Evaluate the mask: 0 or 1 for each query (or each query of each head) and each key.
   void find_visible() {
     const int64_t first_head = k_ * (call_.N / call_.K);
     visible_.resize(masked_heads_ * call_.T * sizes_.chunk);
@@ -180,7 +180,7 @@ class FewQueries {
     }
   }
 
-  // What query i of a head sees of the block at j; null where there is no mask.
+  // The keys of the block at j that query i of a head sees; null without a mask.
   const int32_t* visible(int64_t n, int64_t i, int64_t j) const {
     if (visible_.empty()) return nullptr;
     const int64_t head = masked_heads_ == 1 ? 0 : n - k_ * (call_.N / call_.K);
@@ -201,7 +201,7 @@ class FewQueries {
     return seen;
   }
 
-  // Visit the blocks; return false where something is not finite, unless COPIES says where.
+  // Visit the blocks; return false if a value is not finite, unless COPIES handles it.
   template <bool COPIES>
   bool visit() {
     lost_.assign(heads_ * sizes_.rows, 0);
@@ -271,7 +271,7 @@ class FewQueries {
     return finite;
   }
 
-  // The block with R rows to a head: keys and values are read in the order of memory.
+  // A block with R rows per head: keys and values are read in the order of memory.
   template <int R, class X>
   bool in_order(int64_t j, int count, const X* keys, int64_t step, int64_t width, const X* values,
                 int64_t value_step, int64_t value_width) {
@@ -354,7 +354,7 @@ class FewQueries {
     return finite;
   }
 
-  // Turn a row's products into p, and make its sum ready for them.
+  // Convert a row's products to p, and rescale its sum.
   bool weights(int64_t k, int64_t row, int64_t j, int count, float* p, float* record) {
     const int64_t i = row % call_.T, n = k * (call_.N / call_.K) + row / call_.T;
     float *most = record + sizes_.record - W, *total = most + 1;
@@ -416,17 +416,17 @@ class FewQueries {
   const FewSizes& sizes_;
   const float* queries_;  // [heads][rows][parts][W]
   const int64_t b_, k_, j0_, keys_, heads_, masked_heads_;
-  float* records_;  // [heads][rows][record]: sum of p v, m, l, whether it met what is not finite
+  float* records_;  // [heads][rows][record]: sum of p v, m, l, nonfinite flag
   Scores scores_;
-  std::vector<float> p_, sums_;  // of a block
+  std::vector<float> p_, sums_;  // for a block
   std::vector<int32_t> visible_;
   std::vector<float> copies_;
   std::vector<uint8_t> lost_;
   std::vector<uint8_t> broken_;
 };
 
-// Lay the queries out in registers [B][K][rows][parts][W]. A last register that overlaps the one
-// before it has zeros there. Rows that are not finite are zeros and marked.
+// Pack the queries into registers [B][K][rows][parts][W]. A last register that overlaps the previous
+// one has zeros there. Rows that are not finite become zeros and are marked.
 template <class T>
 static void copy_few(const Call& call, const FewSizes& sizes, float* to, uint8_t* broken) {
   const int64_t H = call.H, last = (sizes.parts - 1) * W;

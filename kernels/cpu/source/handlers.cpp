@@ -1,5 +1,5 @@
-// What XLA calls: read a call's buffers and attributes, choose the instruction set, run on XLA's
-// own threads.
+// Entry points for XLA: read a call's buffers and attributes, choose the instruction set, run on XLA's
+// threads.
 #include "call.h"
 #include "threads.h"
 #include "xla/ffi/api/ffi.h"
@@ -12,7 +12,7 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// The instruction sets that this library has and the processor knows, the widest first.
+// The instruction sets that this library contains and the processor supports, the widest first.
 struct Instructions {
   const char* name;
   const Kernels* kernels;
@@ -33,7 +33,7 @@ std::vector<Instructions> known_instructions() {
   return known;
 }
 std::atomic<const Instructions*>& chosen() {
-  // never destroyed: threads of XLA may still compute while the process ends
+  // never destroyed: XLA's threads may still compute while the process exits
   static const auto& known = *new std::vector<Instructions>(known_instructions());
   static std::atomic<const Instructions*> chosen{known.data()};
   return chosen;
@@ -198,10 +198,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(row_norm, normalised,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("eps")
                                   .Attr<bool>("centred"));
-// The hash of the sources that setup.py gave.
+// The hash of the sources, from setup.py.
 extern "C" const char* attention_sources() { return SOURCES; }
 extern "C" const char* attention_instructions() { return chosen().load()->name; }
-// Take other instructions; return whether the processor knows them.
+// Select another instruction set; return whether the processor supports it.
 extern "C" bool attention_use(const char* name) {
   static const auto& known = *new std::vector<Instructions>(known_instructions());
   for (const Instructions& one : known)

@@ -1,8 +1,8 @@
-// Evaluate a mask's program: integers per query and per key, and operations on them.
+// Interpreter of a mask's program: integers per query and per key, and operations on them.
 //
-// Registers are numbered: the vectors of the queries, those of the keys, the integer of the pair if
-// there is one, constants, then the result of each operation. The last one says who sees whom, as 0
-// or 1. A register has one integer for a row of a tile, or one for each of its keys.
+// Registers are numbered: the query vectors, the key vectors, the integer of the pair if there is one,
+// constants, then the result of each operation. The last register is the mask, 0 or 1. A register has
+// one integer for a row of a tile, or one for each of its keys.
 #pragma once
 
 namespace NAMESPACE {
@@ -35,7 +35,7 @@ static inline auto applied(int32_t operation, X x, Y y) -> decltype(x + y) {
   }
 }
 
-// 32 bits wrap around, as XLA's do.
+// 32-bit integers wrap around, as in XLA.
 static inline int32_t applied_once(int32_t operation, int32_t x, int32_t y) {
   switch (operation) {
     case ADD: return (int32_t)((uint32_t)x + (uint32_t)y);
@@ -61,7 +61,7 @@ class Mask {
     for (int64_t c = 0; c < call.num_constants; c++) registers_[first + c].row = call.constants[c];
   }
 
-  // Take the keys j0 .. j0 + count of a batch row; what is only of keys is computed here.
+  // Select the keys j0 .. j0 + count of a batch row; evaluate operations that depend only on keys.
   void take_keys(int64_t b, int64_t n, int64_t j0, int64_t count) {
     b_ = b, n_ = n, j0_ = j0, count_ = count;
     active_ = (count + PANEL - 1) / PANEL * PANEL;
@@ -80,7 +80,7 @@ class Mask {
     evaluate(false);
   }
 
-  // Evaluate a query's row: 0 or 1 for each key, and where the visible keys begin and end.
+  // Evaluate a query's row: 0 or 1 for each key, and the range of visible keys.
   const int32_t* row(int64_t i, int64_t* begin, int64_t* end) {
     for (int64_t v = 0; v < call_.num_q; v++) {
       const int64_t lead = call_.lead_q == 1 ? 0 : b_;
@@ -119,7 +119,7 @@ class Mask {
 
   int32_t* own(int64_t r) { return numbers_.data() + r * width_; }
 
-  // Run the operations that depend on the query, or those that do not.
+  // Run the operations that depend on the query, or the others.
   void evaluate(bool of_row) {
     const int64_t first = registers_.size() - call_.num_operations;
     for (int64_t o = 0; o < call_.num_operations; o++) {

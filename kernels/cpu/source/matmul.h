@@ -1,10 +1,10 @@
-// Products of small matrices: one micro-kernel, and how its right operand is laid out.
+// Products of small matrices: the micro-kernel, and the layout of its right operand.
 #pragma once
 
 namespace NAMESPACE {
 
-// A tile of the micro-kernel: ROWS x ACROSS registers of sums, of 32 with AVX-512 and NEON, of 16
-// else. On aarch64 all of b and a column of a are loaded first: with 6 rows g++ 12 spills.
+// A tile of the micro-kernel: ROWS x ACROSS registers of sums, out of 32 with AVX-512 and NEON, out of
+// 16 otherwise. On aarch64 all of b and a column of a are loaded first: with 6 rows g++ 12 spills.
 #if defined(__aarch64__)
 constexpr int ROWS = 5, ACROSS = 4;
 #else
@@ -12,8 +12,8 @@ constexpr int ROWS = LANES == 16 ? 12 : 6, ACROSS = 2;
 #endif
 constexpr int PANEL = ACROSS * W;
 
-// C[M, PANEL] = A[M, depth] B[depth, PANEL], added to C factor where KEEPS. A(i, k) lies at
-// A[i * lda + k], or at A[k * lda + i] where TURNED; B is a panel: rows of PANEL numbers.
+// C[M, PANEL] = A[M, depth] B[depth, PANEL], added to C factor if KEEPS. A(i, k) is at A[i * lda + k],
+// or at A[k * lda + i] if TURNED; B is a panel: rows of PANEL numbers.
 template <int M, bool TURNED, bool KEEPS>
 static inline void multiply_rows(const float* A, int64_t lda, const float* B, int depth, float* C,
                                  int64_t ldc) {
@@ -38,7 +38,7 @@ static inline void multiply_rows(const float* A, int64_t lda, const float* B, in
     for (int j = 0; j < ACROSS; j++) store(C + i * ldc + j * W, c[i][j]);
 }
 
-// The same of `rows` <= ROWS rows.
+// The same for `rows` <= ROWS rows.
 template <bool TURNED, bool KEEPS, int M = ROWS>
 static inline void multiply(int rows, const float* A, int64_t lda, const float* B, int depth,
                             float* C, int64_t ldc) {
@@ -46,7 +46,7 @@ static inline void multiply(int rows, const float* A, int64_t lda, const float* 
   if constexpr (M > 1) multiply<TURNED, KEEPS, M - 1>(rows, A, lda, B, depth, C, ldc);
 }
 
-// Numbers of a dtype as float32, and back: one of them, and as many as a register has.
+// Conversions from a dtype to float32 and back, of one number and of a register.
 static inline float widened(float x) { return x; }
 static inline float widened(bfloat16 x) {
   const uint32_t bits = (uint32_t)x.bits << 16;
@@ -72,7 +72,7 @@ static inline void narrowed(float x, float16* to) {  // to the nearest, ties to 
   std::memcpy(&bits, &x, 4);
   const uint32_t sign = bits >> 16 & 0x8000;
   bits &= 0x7fffffff;
-  if (bits >= 0x47800000) {  // 2^16 and more, and what is not finite
+  if (bits >= 0x47800000) {  // 2^16 and more, inf and NaN
     bits = bits > 0x7f800000 ? 0x7e00 : 0x7c00;
   } else if (bits < 0x38800000) {  // subnormal: the addition rounds to multiples of 2^-24
     float shifted;
@@ -104,7 +104,7 @@ static inline void store(bfloat16* p, vf x) {
   const vu bits = (vu)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   *reinterpret_cast<vh*>(p) = __builtin_convertvector(x != x ? all(0x7fc0) : (vi)rounded, vh);
 }
-#if LANES == 16  // g++ 12 converts vectors of _Float16 number by number
+#if LANES == 16  // g++ 12 converts vectors of _Float16 element by element
 static inline vf load(const float16* p) {
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 }
@@ -129,7 +129,7 @@ static inline void store(float16* p, vf x) {
 }
 #endif
 
-// Copy a row of `count` numbers as float32 times a scale; return whether all of them are finite.
+// Copy a row of `count` numbers as float32 times a scale; return whether all are finite.
 template <class T>
 static inline bool copy_row(const T* from, int count, float scale, float* to) {
   vf zeros = vf{};
@@ -148,7 +148,7 @@ static inline bool copy_row(const T* from, int count, float scale, float* to) {
   return zero == 0;
 }
 
-// Copy a row of float32 times a scale as numbers of a dtype.
+// Copy a row of float32 times a scale, converted to a dtype.
 template <class T>
 static inline void write_row(const float* from, int count, float scale, T* to) {
   int i = 0;
@@ -156,7 +156,7 @@ static inline void write_row(const float* from, int count, float scale, T* to) {
   for (; i < count; i++) narrowed(from[i] * scale, to + i);
 }
 
-// Lay rows [count, width] out as panels [width / PANEL][count][PANEL], zeros after the width.
+// Pack rows [count, width] into panels [width / PANEL][count][PANEL], with zeros past the width.
 static inline void pack_rows(const float* from, int64_t stride, int count, int width, float* to,
                              int64_t panel_stride) {
   for (int h = 0; h < width; h += PANEL) {
@@ -175,7 +175,7 @@ static inline void pack_rows(const float* from, int64_t stride, int count, int w
   }
 }
 
-// Lay `count` <= PANEL rows [count, width] out as a panel of columns [width][PANEL].
+// Pack `count` <= PANEL rows [count, width] into a panel of columns [width][PANEL].
 static inline void pack_columns(const float* from, int64_t stride, int count, int width,
                                 float* to) {
   int h = 0;

@@ -1,4 +1,4 @@
-// Memory that calls have used, for the next ones: fresh pages cost more than a small call.
+// Reuse of memory between calls, because fresh pages cost more than a small call.
 #include "call.h"
 
 #include <mutex>
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Never destroyed: threads of XLA may still compute while the process ends.
+// Never destroyed: XLA's threads may still compute while the process exits.
 struct Kept {
   std::mutex lock;
   std::vector<std::pair<size_t, float*>> blocks;

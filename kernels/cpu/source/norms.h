@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm of few rows: one call, where XLA makes six.
+// LayerNorm and RMSNorm of few rows in one call, instead of six operations in XLA.
 #pragma once
 
 namespace NAMESPACE {

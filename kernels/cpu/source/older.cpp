@@ -1,5 +1,5 @@
-// What g++ takes from newer versions of libstdc++ and glibc, defined here: the library then runs where
-// they are as old as jaxlib allows. setup.py links what is left of float16; see threads.h too.
+// Definitions that g++ would take from newer versions of libstdc++ and glibc, so that the library runs
+// with versions as old as jaxlib allows. setup.py links the rest of float16; see also threads.h.
 #include <new>
 #include <sstream>
 
@@ -10,7 +10,7 @@ namespace std {
 void __throw_bad_array_new_length() { throw bad_array_new_length(); }  // of libstdc++ 11
 }  // namespace std
 
-// Whether there is one thread, of glibc 2.32: never, in a process of XLA.
+// Whether there is only one thread (glibc 2.32): never in a process with XLA.
 extern "C" char __libc_single_threaded;
 char __libc_single_threaded = 0;
 #endif

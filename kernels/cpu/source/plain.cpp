@@ -1,4 +1,4 @@
-// Any processor but x86-64 with AVX2: the vectors are of SSE there, and of NEON on aarch64.
+// Any processor except x86-64 with AVX2: SSE vectors on older x86-64, NEON on aarch64.
 #include "call.h"
 #define LANES 4
 #define NAMESPACE plain

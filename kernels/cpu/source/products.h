@@ -1,13 +1,13 @@
-// Products of few rows with a matrix of weights, which is read once, in the layout in which it lies.
+// Products of few rows with a weight matrix, which is read once, in its own layout.
 //
-// y = x W and y = x W^T. The work is cut by sizes alone, and what two items add to one result is
-// added in one order: results do not depend on the threads.
+// y = x W and y = x W^T. The division of the work depends only on sizes, and the sums of items are
+// added in a fixed order, so results do not depend on the threads.
 #pragma once
 
 namespace NAMESPACE {
 
-// W weights as float32, and one. GCC 12 takes apart what it widens from a vector of bytes: hence the
-// instructions by name.
+// Convert W weights, or one, to float32. GCC 12 splits conversions of byte vectors, hence the explicit
+// instructions.
 static inline vf weights_at(const float* p) { return load(p); }
 #if LANES == 16
 static inline vf weights_at(const bfloat16* p) {
@@ -35,14 +35,14 @@ static inline vf weights_at(const int8_t* p) {
   return __builtin_convertvector(whole, vf);
 }
 #endif
-// Numbers k .. k + W of a row; zeros after its end.
+// Numbers k .. k + W of a row; zeros past its end.
 static inline vf numbers(const float* x, int64_t k, int64_t width) {
   if (k + W <= width) return load(x + k);
   float rest[W] = {};
   std::copy(x + k, x + width, rest);
   return load(rest);
 }
-// Write them, to the row's end.
+// Write them, up to the row's end.
 static inline void put(float* y, int64_t k, int64_t width, vf x) {
   if (k + W <= width) return store(y + k, x);
   float rest[W];
@@ -54,20 +54,20 @@ static inline float weight_at(const float* p) { return *p; }
 static inline float weight_at(const bfloat16* p) { return widened(*p); }
 static inline float weight_at(const int8_t* p) { return *p; }
 
-constexpr int LINE = 64;  // bytes of a cache's line
-constexpr int DEPTH = 8;  // rows of W that are read side by side
-constexpr int TOGETHER = 4;  // rows of W^T that are read side by side
+constexpr int LINE = 64;  // bytes of a cache line
+constexpr int DEPTH = 8;  // rows of W that are read together
+constexpr int TOGETHER = 4;  // rows of W^T that are read together
 
-// Fetch a part of a row of weights into the second cache. The processor foresees too little where
-// several rows are read side by side.
+// Prefetch a part of a row of weights into the L2 cache. The hardware prefetches too little if several
+// rows are read together.
 template <int BYTES>
 static inline void fetch(const void* p) {
 #pragma GCC unroll 4
   for (int at = 0; at < BYTES; at += LINE) __builtin_prefetch((const char*)p + at, 0, 2);
 }
 
-// Add x[M][R] W[R][width] to y[M][width], U registers of outputs at a time: each number of x is
-// then read for U products. The R rows below are fetched meanwhile.
+// Add x[M][R] W[R][width] to y[M][width], U registers of outputs at a time, so that each number of x
+// is read for U products. The next R rows are prefetched at the same time.
 template <class T, int M, int R, int U>
 static inline int64_t add_columns(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t j,
                                   int64_t width, float* y, int64_t ldy) {
@@ -119,8 +119,8 @@ static inline void add_rows_of(int64_t rows, const float* x, int64_t ldx, const 
   }
 }
 
-// Add x[M][depth] (w[R][depth])^T to y[M][R], U registers of a row at a time: each number of x is
-// then read for R products. Rows `from` to `to` of the next R rows of weights are fetched meanwhile.
+// Add x[M][depth] (w[R][depth])^T to y[M][R], U registers of a row at a time, so that each number of x
+// is read for R products. Rows `from` to `to` of the next R rows of weights are prefetched.
 template <class T, int M, int R, int U>
 static void dot_tile(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t depth,
                      int64_t from, int64_t to, float* y, int64_t ldy) {
@@ -160,7 +160,7 @@ static void dot_tile(const float* x, int64_t ldx, const T* w, int64_t ldw, int64
     }
 }
 
-// The same of so many rows of x, in `tiles` tiles, which share out what is fetched.
+// The same for several rows of x, in `tiles` tiles, which divide the prefetching.
 template <class T, int R, int M>
 static void dot_rows(int64_t rows, const float* x, int64_t ldx, const T* w, int64_t ldw,
                      int64_t depth, float* y, int64_t ldy, int64_t tile, int64_t tiles) {
@@ -182,16 +182,16 @@ static void dot_rows(int64_t rows, const float* x, int64_t ldx, const T* w, int6
 
 namespace NAMESPACE {
 
-constexpr int64_t ITEM = 128 << 10;   // bytes of weights that are worth an item
-constexpr int64_t MOST_ITEMS = 32;    // of one row of x
-constexpr int64_t MOST_ITEMS_OF_ROWS = 8;  // of several, whose sums take longer to add up
-constexpr int64_t KEPT = 12 << 10;    // bytes of x that stay in a core's first cache
-constexpr int64_t SUMS = 24 << 10;    // bytes of sums that do
-constexpr int64_t NARROWEST = 256;    // outputs of an item
+constexpr int64_t ITEM = 128 << 10;   // minimum bytes of weights per item
+constexpr int64_t MOST_ITEMS = 32;    // for one row of x
+constexpr int64_t MOST_ITEMS_OF_ROWS = 8;  // for several rows, whose sums take longer to add
+constexpr int64_t KEPT = 12 << 10;    // bytes of x that stay in the L1 cache
+constexpr int64_t SUMS = 24 << 10;    // bytes of sums that stay in the L1 cache
+constexpr int64_t NARROWEST = 256;    // minimum outputs per item
 
 static inline int64_t parts_of(int64_t n, int64_t part) { return (n + part - 1) / part; }
 
-// How a product adds up rows of weights: in float32; or in integers, where x is cut into digits.
+// Accumulation of rows of weights: in float32, or in integers with x split into digits.
 template <class T>
 struct Sums {
   static constexpr int64_t STEP = DEPTH;
@@ -201,13 +201,13 @@ struct Sums {
   // Add x[rows][k..end] W[k..end][o..o + count] to `to`.
   void add(int64_t k, int64_t end, int64_t o, int64_t count, float* to, int64_t ldy) const {
     const T* w = (const T*)p.weights + o;
-    for (; p.rows > 1 && k + DEPTH <= end; k += DEPTH)  // one row: the processor foresees it all
+    for (; p.rows > 1 && k + DEPTH <= end; k += DEPTH)  // a single row is fully prefetched by the hardware
       add_rows_of<T, DEPTH>(p.rows, p.x + k, p.inputs, w + k * p.outputs, p.outputs, count, to, ldy);
     for (; k < end; k++)
       add_rows_of<T, 1>(p.rows, p.x + k, p.inputs, w + k * p.outputs, p.outputs, count, to, ldy);
   }
-  // Write the sums of outputs begin .. end of a turned product. Of several rows of x, a part of the
-  // inputs that stays in the first cache.
+  // Write the sums of outputs begin .. end of a transposed product. For several rows of x, the inputs
+  // are processed in parts that stay in the L1 cache.
   void dot(int64_t begin, int64_t end) const {
     constexpr int M = LANES == 16 ? 4 : 2;
     const int64_t parts = p.rows == 1 ? 1 : std::max<int64_t>(1, parts_of(4 * p.rows * p.inputs, KEPT));
@@ -256,8 +256,8 @@ struct SumsOfBytes {
 };
 #endif
 
-// Write outputs o .. o + count of row m: the sums of all parts in order, scale and bias. Sums of a part
-// lie `size` after those of the one before, and go on to a multiple of W.
+// Write outputs o .. o + count of row m: the sums of all parts in order, scale and bias. The sums of
+// consecutive parts are `size` apart, and padded to a multiple of W.
 static void add_up(const Product& p, float* sums, int64_t parts, int64_t size, int64_t m, int64_t o,
                    int64_t count) {
   for (int64_t part = 1; part < parts; part++)
@@ -270,14 +270,14 @@ static void add_up(const Product& p, float* sums, int64_t parts, int64_t size, i
   }
 }
 
-// y = scale x W + bias: items are some inputs by some outputs, in the order of memory.
+// y = scale x W + bias: an item is a block of inputs by outputs, in the order of memory.
 template <class S>
 static void product_of(const S& how, int64_t itemsize, const Parallel& parallel) {
   const Product& p = how.p;
   const int64_t rows = p.rows, inputs = p.inputs, outputs = p.outputs;
   const int64_t most = rows == 1 ? MOST_ITEMS : MOST_ITEMS_OF_ROWS;
   const int64_t wanted = std::max<int64_t>(1, std::min(most, inputs * outputs * itemsize / ITEM));
-  // sums of parts are written and read: they must be few beside the weights
+  // sums of parts are written and read, so they must be few compared with the weights
   const int64_t most_parts = std::max<int64_t>(1, inputs * itemsize / (rows * 32));
   int64_t columns = parts_of(4 * rows * outputs, SUMS);
   int64_t parts = std::min(most_parts, parts_of(wanted, columns));
@@ -286,9 +286,9 @@ static void product_of(const S& how, int64_t itemsize, const Parallel& parallel)
   columns = parts_of(outputs, width);
   const int64_t depth = round_up(parts_of(inputs, parts), S::STEP);
   parts = parts_of(inputs, depth);
-  const int64_t line = width + W;  // rows of sums a power of two apart would share a cache's few places
+  const int64_t line = width + W;  // rows at power-of-two distances would conflict in the cache
   Scratch sums(columns * parts * rows * line);
-  std::vector<std::atomic<int64_t>> left(columns);  // parts that are not done
+  std::vector<std::atomic<int64_t>> left(columns);  // unfinished parts
   for (auto& one : left) one = parts;
   parallel(columns * parts, [&](int64_t item) {
     const int64_t part = item % parts, column = item / parts, o = column * width;
@@ -303,7 +303,7 @@ static void product_of(const S& how, int64_t itemsize, const Parallel& parallel)
   });
 }
 
-// y = scale x W^T + bias, W [outputs][inputs]: items are some outputs.
+// y = scale x W^T + bias, W [outputs][inputs]: an item is a range of outputs.
 template <class S>
 static void turned_product_of(const S& how, int64_t itemsize, const Parallel& parallel) {
   const Product& p = how.p;
@@ -332,7 +332,7 @@ static void product(const Product& p, const Parallel& parallel) {
     case Weights::int8: break;
   }
 #if LANES == 16
-  // sums of a whole row, of a turned product, stay below 2^31
+  // the sums of a whole row of a transposed product stay below 2^31
   if (has_vnni() && p.inputs < 1 << 20 && can_be_cut(p.x, p.rows, p.inputs))
     return product_as(SumsOfBytes(p), 1, parallel);
 #endif

@@ -1,4 +1,4 @@
-// Spread the items of a call over the threads of a pool: XLA's, or that of a test.
+// Distribution of the items of a call over the threads of a pool: XLA's, or that of a test.
 #pragma once
 #include <pthread.h>
 
@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-// Wait a moment, as a processor likes it.
+// Pause briefly, with the processor's spin-wait hint.
 inline void pause_briefly() {
 #if defined(__x86_64__)
   _mm_pause();
@@ -23,7 +23,7 @@ inline void pause_briefly() {
 #endif
 }
 
-// Whether `is_true` becomes true while this thread looks on: for so many microseconds.
+// Whether `is_true` becomes true while this thread polls, for some microseconds.
 template <class Condition>
 bool becomes(const Condition& is_true, int microseconds) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(microseconds);
@@ -34,17 +34,17 @@ bool becomes(const Condition& is_true, int microseconds) {
   return false;
 }
 
-// Items of one call, held by the call and by each thread that was asked to help. Threads that come
-// late find none, and touch nothing else. A short call has a stretch of items for each thread, which
-// reads its memory from end to end, and then helps with the others'; other calls have one stretch, of
-// which each thread takes the next item.
+// Items of one call, owned by the call and by each helper thread. Late threads find no items, and
+// touch nothing else. A short call has a stretch of items for each thread, which reads its memory in
+// order and then helps with the other stretches. Other calls have one stretch, from which each thread
+// takes the next item.
 struct Items {
   struct alignas(64) Stretch {
     std::atomic<int64_t> next{0};
     int64_t end = 0;
   };
   const int64_t count;
-  const std::function<void(int64_t)>* const work;  // is there until all are done
+  const std::function<void(int64_t)>* const work;  // valid until all items are done
   std::vector<Stretch> stretches;
   std::atomic<int64_t> joined{0}, done{0}, holders{1};
   std::atomic<bool> out_of_memory{false};
@@ -67,7 +67,7 @@ struct Items {
   void finish(int64_t item) {
     try {
       (*work)(item);
-    } catch (const std::bad_alloc&) {  // a thread of XLA's must not see it
+    } catch (const std::bad_alloc&) {  // must not reach a thread of XLA
       out_of_memory = true;
     }
     if (++done == count) {
@@ -78,7 +78,7 @@ struct Items {
   void wait() {
     if (becomes([this] { return done == count; }, 20)) return;
     std::lock_guard<std::mutex> hold(lock);
-    while (done != count)  // its own `wait` would ask for libstdc++ 12
+    while (done != count)  // `std::atomic::wait` would require libstdc++ 12
       pthread_cond_wait(finished.native_handle(), lock.native_handle());
   }
   void let_go() {
@@ -86,14 +86,13 @@ struct Items {
   }
 };
 
-// Threads that were asked to help in a short call, and look out for the next one until none comes
-// for a moment: to wake a thread takes longer than most products of a token. Each has a place, where
-// it is given items.
+// Helper threads of a short call, which then poll for the next call for a short time: waking a thread
+// takes longer than most products of a token. Each has a slot for the items of its next call.
 class Lookout {
  public:
   static constexpr int MICROSECONDS = 60;
 
-  // Ask a thread that looks out; return whether there was one. It lets the items go.
+  // Give the items to a polling thread; return whether there was one. The thread releases the items.
   static bool ask(Items* items) {
     for (auto& place : places()) {
       Items* there = waiting();
@@ -102,7 +101,7 @@ class Lookout {
     }
     return false;
   }
-  // Help in calls until none comes for a moment.
+  // Help in calls until none comes for a short time.
   static void stay() {
     for (auto& place : places()) {
       Items* there = nullptr;
@@ -133,7 +132,7 @@ class Lookout {
 };
 
 // Runs items on the pool's threads and on this one, which never waits for a thread that has not
-// begun: it may itself be one of the pool. After a short call threads look out for the next.
+// started, because it may itself belong to the pool. After a short call, threads poll for the next.
 template <class Pool>
 void run(Pool& pool, int64_t count, const std::function<void(int64_t)>& work, bool is_short) {
   const int64_t threads = std::min<int64_t>(pool.num_threads(), count);
@@ -151,7 +150,7 @@ void run(Pool& pool, int64_t count, const std::function<void(int64_t)>& work, bo
         items->let_go();
         if (is_short) Lookout::stay();
       });
-    } catch (const std::bad_alloc&) {  // those who were asked compute: they must not outlive the call
+    } catch (const std::bad_alloc&) {  // helpers are already computing and must not outlive the call
       items->let_go();
       break;
     }

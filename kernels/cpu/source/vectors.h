@@ -1,12 +1,12 @@
-// One vector type, as wide as the registers of the instruction set that a file is compiled for.
+// The vector type, as wide as the registers of the instruction set that a file is compiled for.
 //
-// LANES and NAMESPACE are defined before this file is included, after all headers of the standard
-// library: code compiled for one instruction set must not be merged with that for another.
+// LANES and NAMESPACE must be defined before this file is included, after all headers of the standard
+// library: code for one instruction set must not be merged with code for another.
 #pragma once
 
 namespace NAMESPACE {
 
-constexpr int W = LANES;  // numbers of a register
+constexpr int W = LANES;  // numbers per register
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
@@ -27,7 +27,7 @@ static inline vi lane() {
   return x;
 }
 
-// x with lane i of it D lanes on, around the end.
+// x rotated by D lanes.
 template <int D>
 static inline vf turned_by(vf x) {
   vi from;
@@ -58,9 +58,9 @@ static inline bool any(vi x) {
   return found != 0;
 }
 
-// 2^y for -127 <= y < 128, without the constant 1 of the power's polynomial where `less_one`.
-// 2^y = 2^n 2^f with n the nearest integer: n + 1.5 * 2^23 holds n in its low bits, which are
-// shifted into the exponent of a polynomial in f, minimax in relative error: 1.1e-7.
+// 2^y for -127 <= y < 128; `less_one` omits the constant 1 of the polynomial.
+// 2^y = 2^n 2^f with n the nearest integer: n + 1.5 * 2^23 has n in its low bits, which are shifted
+// into the exponent of a polynomial in f, minimax in relative error: 1.1e-7.
 static inline vf exp2(vf y) {
   const vf shifted = y + 12582912.0f;
   const vf f = y - (shifted - 12582912.0f);
@@ -78,7 +78,7 @@ constexpr float LOG2E = 1.4426950408889634f;
 // e^x for x < 88, and 0 at -inf.
 static inline vf exp(vf x) { return exp2(larger(x * LOG2E, all(-127.0f))); }
 
-// tanh x = e / (e + 2) with e = e^2x - 1, of |x|; near 0 by its odd polynomial.
+// tanh x = e / (e + 2) with e = e^2x - 1, for |x|; near 0 an odd polynomial.
 static inline vf tanh(vf x) {
   const vf size = (vf)((vi)x & 0x7fffffff);
   const vf e = exp2((size < 15.0f ? size : all(15.0f)) * (2 * LOG2E)) - 1.0f;
@@ -106,7 +106,7 @@ static inline uint32_t mix(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// Of two rows, change the places of the blocks of D numbers that are in the wrong one.
+// Swap the blocks of D numbers between two rows that belong to the other row.
 template <int D, int... J>
 static inline void exchange_blocks(vf* first, vf* second, std::integer_sequence<int, J...>) {
   const vf x = *first, y = *second;
@@ -119,7 +119,7 @@ static inline void exchange_blocks(vf* first, vf* second, std::integer_sequence<
 #endif
 }
 
-// Transpose W rows of W numbers: in each step, blocks of D numbers change places.
+// Transpose W rows of W numbers: each step swaps blocks of D numbers.
 template <int D>
 static inline void exchange(vf* rows) {
   if constexpr (D > 0) {
