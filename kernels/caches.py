@@ -12,7 +12,13 @@ def dequantise(
     scale: jax.Array,  # f32[...]
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:  # [..., H]
-    """Return scale * q, computed in f32 and cast to `dtype`."""
+    """Return scale * q, computed in f32.
+
+    Args:
+        q: i8[..., H].
+        scale: f32[...].
+        dtype: dtype of the result.
+    """
     return (q.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
