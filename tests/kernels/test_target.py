@@ -125,7 +125,7 @@ PARITY = jax.device_put(np.arange(17, dtype=np.int32) % 2)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (dict(mask=Predicate(lambda q, k: PARITY[q ^ k] > 0)), "look-up of a query and a key"),
+        (dict(mask=Predicate(lambda q, k: PARITY[q ^ k] > 0)), "look-up from a query and a key"),
         (
             dict(bias=RelativeBias(jnp.ones((8, 4)), max_distance=16, bidirectional=True)),
             "Relative",

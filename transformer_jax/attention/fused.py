@@ -178,7 +178,7 @@ class Pallas(Implementation):
             padded_T = T if packs else -(-T // block_q) * block_q
             padded_S = -(-S // block_k) * block_k
         return KernelPlan(
-            target=replace(where, blocks=tuple(blocks.items())),
+            where=replace(where, blocks=tuple(blocks.items())),
             lengths=(T, S),
             positioned=(call.q_positions is not None, call.k_positions is not None),
             padded=(padded_T, padded_S),
