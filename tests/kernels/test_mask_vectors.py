@@ -93,9 +93,9 @@ def test_unsupported_masks_give_reason():
     assert refuse_mask(Causal() & eight) is None
     assert refuse_mask(~eight & Dense(table)) == "takes at most 8 Dense masks, not 9"
     assert refuse_mask(Predicate(lambda q, k: table[0, q] & table[k, 1])) is None
-    assert "of a query and a key together" in str(refuse_mask(Predicate(lambda q, k: table[q, k])))
+    assert "from a query and a key" in str(refuse_mask(Predicate(lambda q, k: table[q, k])))
     assert "must be bool" in str(refuse_mask(Predicate(lambda q, k: q - k)))
-    assert "32 bits" in str(refuse_mask(Predicate(lambda q, k: jnp.sin(q - k) < 0)))
+    assert "32-bit integers" in str(refuse_mask(Predicate(lambda q, k: jnp.sin(q - k) < 0)))
     assert refuse_mask(Causal() | ~Window(3) | Segments(np.zeros((1, 4), np.int32))) is None
 
 
