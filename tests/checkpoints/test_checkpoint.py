@@ -1,4 +1,4 @@
-"""Checkpoints: every bit comes back, every damage is seen, a crash leaves whole ones only."""
+"""Checkpoints: exact restore, detection of damage, and atomic saves."""
 
 import errno
 import hashlib
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.fixture
 def tree(rng) -> dict:
-    """One leaf of every kind, NaN, infinities and negative zero among their bits."""
+    """One leaf of every kind, including NaN, infinities and negative zero."""
     odd = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.0], np.float32)
     return {
         "params": {
@@ -74,7 +74,7 @@ def bits(tree) -> list:
     ]
 
 
-def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path, tree):
+def test_every_kind_of_leaf_is_restored_exactly(tmp_path, tree):
     path = save(tmp_path, 7, tree, {"val_loss": 1.5, "note": "é"})
     again = restore(path, tree)
     assert jax.tree.structure(again) == jax.tree.structure(tree)
@@ -84,29 +84,29 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path, tree):
     assert read_manifest(path).metadata == {"val_loss": 1.5, "note": "é"}
 
 
-def test_a_folder_may_be_relative_to_the_current_one(tmp_path, tree, monkeypatch):
+def test_folder_may_be_a_relative_path(tmp_path, tree, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = checkpoint.save(Path("run"), 5, tree)
     assert not path.is_absolute()
     chex.assert_trees_all_equal(checkpoint.restore(path, tree), tree)
 
 
-def test_a_folder_may_be_named_by_a_text(tmp_path, tree):
-    path = save(str(tmp_path / "own"), 7, tree)
-    assert path == step_path(str(tmp_path / "own"), 7) == tmp_path / "own" / "step-00000007"
+def test_folder_may_be_a_string(tmp_path, tree):
+    path = save(str(tmp_path / "run"), 7, tree)
+    assert path == step_path(str(tmp_path / "run"), 7) == tmp_path / "run" / "step-00000007"
     assert bits(restore(str(path), tree)) == bits(tree)
-    assert saved_steps(str(tmp_path / "own")) == [7] and verify(str(path)).path == path
+    assert saved_steps(str(tmp_path / "run")) == [7] and verify(str(path)).path == path
 
 
-def test_orbax_alone_reads_what_was_saved(tmp_path, tree):
+def test_plain_orbax_reads_the_arrays(tmp_path, tree):
     found = arrays_of(save(tmp_path, 7, tree))
     assert (
         found["params:params.block_0.odd"].tobytes() == tree["params"]["block_0"]["odd"].tobytes()
     )
-    assert len(found) == 20  # all but the one without numbers
+    assert len(found) == 20  # all but the empty one
 
 
-def test_jax_arrays_come_back_bit_for_bit_and_can_be_donated(tmp_path, rng):
+def test_jax_arrays_are_restored_exactly_and_can_be_donated(tmp_path, rng):
     tree = {
         "params": {"w": jnp.asarray(rng.standard_normal((17, 64)), jnp.float32)},
         "b": jnp.asarray(rng.standard_normal(5), jnp.bfloat16),
@@ -122,8 +122,8 @@ def test_jax_arrays_come_back_bit_for_bit_and_can_be_donated(tmp_path, rng):
     assert old.is_deleted()
 
 
-def test_what_is_saved_are_the_values_at_the_call(tmp_path, monkeypatch):
-    """Though the caller overwrites or donates them before they are written."""
+def test_save_stores_values_at_time_of_call(tmp_path, monkeypatch):
+    """Even if the caller overwrites or donates them before they are written."""
     begin, write = threading.Event(), Saver._write
 
     def late(self, *arguments):
@@ -132,7 +132,7 @@ def test_what_is_saved_are_the_values_at_the_call(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Saver, "_write", late)
     tree = {"host": np.arange(7.0), "device": jnp.arange(5.0)}
-    wanted = bits(tree)
+    expected = bits(tree)
     with Saver(tmp_path) as saver:
         path = saver.save(3, tree)
         tree["host"][:] = -1
@@ -140,12 +140,12 @@ def test_what_is_saved_are_the_values_at_the_call(tmp_path, monkeypatch):
         begin.set()
     assert tree["device"].is_deleted()
     like = {"host": np.zeros(7), "device": jax.ShapeDtypeStruct((5,), jnp.float32)}
-    assert bits(restore(path, like)) == wanted
+    assert bits(restore(path, like)) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
-def test_keys_come_back_and_draw_the_same(tmp_path, implementation):
+def test_prng_keys_are_restored(tmp_path, implementation):
     tree = {
         "one": jax.random.key(5, impl=implementation),
         "many": {"keys": jax.random.split(jax.random.key(6, impl=implementation), (2, 3))},
@@ -157,7 +157,7 @@ def test_keys_come_back_and_draw_the_same(tmp_path, implementation):
     assert drawn.tolist() == jax.random.normal(tree["one"], (7,)).tolist()
 
 
-def test_a_key_of_another_kind_is_refused(tmp_path):
+def test_key_of_different_implementation_is_refused(tmp_path):
     path = save(tmp_path, 3, {"key": jax.random.key(5, impl="rbg")})
     with pytest.raises(CheckpointError, match="key is key<rbg>"):
         restore(path, jax.eval_shape(lambda: {"key": jax.random.key(5)}))
@@ -165,7 +165,7 @@ def test_a_key_of_another_kind_is_refused(tmp_path):
         restore(path, {"key": np.zeros(4, np.uint32)})
 
 
-def test_one_group_is_read_without_the_others(tmp_path, tree):
+def test_one_group_is_restored_without_the_others(tmp_path, tree):
     path = save(tmp_path, 7, tree)
     shutil.rmtree(path / "opt_state")
     again = restore(path, {"params": tree["params"]})
@@ -174,7 +174,7 @@ def test_one_group_is_read_without_the_others(tmp_path, tree):
         restore(path, tree)
 
 
-def test_what_does_not_fit_is_listed(tmp_path):
+def test_mismatched_leaves_are_listed(tmp_path):
     path = save(tmp_path, 7, {"params": {"a": np.zeros(3, np.float32), "b": np.zeros(2)}})
     like = {"params": {"a": np.zeros((3, 1), np.float32), "c": np.zeros(2)}}
     with pytest.raises(CheckpointError) as caught:
@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_listed(tmp_path):
         restore(path, {"params": {"a": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}})
 
 
-def test_a_dtype_the_session_cannot_hold_is_refused(tmp_path):
+def test_float64_without_x64_is_refused(tmp_path):
     path = save(tmp_path, 7, {"a": np.zeros(3)})
     with pytest.raises(CheckpointError, match="float64 needs jax_enable_x64"):
         restore(path, {"a": jax.ShapeDtypeStruct((3,), np.float64)})
@@ -194,7 +194,7 @@ def test_a_dtype_the_session_cannot_hold_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "tree", [{"a/b": np.zeros(1)}, {"..": np.zeros(1)}, {"": np.zeros(1)}, {"a b": np.zeros(1)}]
 )
-def test_names_that_could_leave_the_folder_are_refused(tmp_path, tree):
+def test_unsafe_leaf_names_are_refused(tmp_path, tree):
     if "a/b" in tree:
         tree["a"] = {"b": np.zeros(1)}
     with pytest.raises(ValueError, match="leaf"):
@@ -209,7 +209,7 @@ def test_objects_cannot_be_saved(tmp_path):
 
 
 def damaged_files(path: Path) -> tuple[Path, ...]:
-    """Arrays, what orbax says about arrays, and the manifest."""
+    """Return a file of arrays, two of orbax's metadata, and the manifest."""
     return (
         largest_file(path, "params"),
         path / "opt_state" / "manifest.ocdbt",
@@ -219,7 +219,7 @@ def damaged_files(path: Path) -> tuple[Path, ...]:
 
 
 def mutations(path: Path, other: Path, rng: np.random.Generator):
-    """Sixty ways to damage a checkpoint; each is a name and a function that does it."""
+    """Yield 60 ways to damage a checkpoint: a name and a function."""
 
     def flip(file, _):
         content = bytearray(file.read_bytes())
@@ -261,7 +261,7 @@ def mutations(path: Path, other: Path, rng: np.random.Generator):
 
 
 @pytest.mark.slow
-def test_sixty_kinds_of_damage_are_all_seen(tmp_path, tree, rng):
+def test_sixty_kinds_of_damage_are_detected(tmp_path, tree, rng):
     more = {"opt_state": [*tree["opt_state"], 1.0], "more": 1}
     other = save(tmp_path / "other", 8, zeros(tree | more))
     pristine = save(tmp_path / "pristine", 7, tree)
@@ -283,15 +283,15 @@ def test_sixty_kinds_of_damage_are_all_seen(tmp_path, tree, rng):
     assert seen == 60
 
 
-def test_a_whole_checkpoint_in_the_wrong_place_is_seen(tmp_path, tree):
+def test_checkpoint_with_wrong_step_in_its_name_is_refused(tmp_path, tree):
     path = save(tmp_path, 7, tree)
     path.rename(tmp_path / "step-00000009")
-    with pytest.raises(CheckpointError, match="is of step 7, not of step-00000009"):
+    with pytest.raises(CheckpointError, match="contains step 7, but the folder is step-00000009"):
         verify(tmp_path / "step-00000009")
 
 
 @pytest.mark.slow
-def test_a_file_too_many_is_seen(tmp_path, tree):
+def test_extra_file_is_detected(tmp_path, tree):
     for where in (".", "params", "params/d"):
         path = save(tmp_path, 7, tree)
         verify(path)
@@ -301,7 +301,7 @@ def test_a_file_too_many_is_seen(tmp_path, tree):
 
 
 def sealed(content: dict) -> str:
-    """A manifest whose checksum is right: what an attacker would write."""
+    """Return a manifest with a correct checksum, as an attacker would write it."""
     content = {k: v for k, v in content.items() if k != "sha256"}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps(content | {"sha256": digest}, sort_keys=True, indent=1) + "\n"
@@ -329,7 +329,7 @@ HOSTILE = {
 
 @pytest.mark.slow_except("a format that is a list", "a negative shape", "a path out")
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_manifest_is_refused_before_anything_is_allocated(tmp_path, tree, what):
+def test_hostile_manifest_is_refused_before_allocation(tmp_path, tree, what):
     path = save(tmp_path, 7, tree)
     content = json.loads((path / "manifest.json").read_text())
     HOSTILE[what](content)
@@ -341,20 +341,20 @@ def test_a_hostile_manifest_is_refused_before_anything_is_allocated(tmp_path, tr
 
 
 @pytest.mark.parametrize("written", [1, 3])
-def test_a_checkpoint_of_another_format_is_refused_by_its_format(tmp_path, tree, written):
+def test_checkpoint_of_different_format_is_refused(tmp_path, tree, written):
     path = save(tmp_path, 7, tree)
     content = json.loads((path / "manifest.json").read_text())
     content["format"] = written
-    content["files"] = {"params.bin": {"bytes": 4, "sha256": ""}}  # as format 1 named them
+    content["files"] = {"params.bin": {"bytes": 4, "sha256": ""}}  # the file names of format 1
     (path / "manifest.json").write_text(sealed(content))
     for read in (verify, lambda path: restore(path, tree)):
         with pytest.raises(CheckpointError) as caught:
             read(path)
-        said = f"{path}/manifest.json: format {written}: this version reads format 2 alone"
-        assert str(caught.value) == said
+        message = f"{path}/manifest.json: format {written}: this version reads only format 2"
+        assert str(caught.value) == message
 
 
-def test_the_oracle_of_a_hostile_manifest_is_right(tmp_path, tree):
+def test_manifest_writer_of_tests_is_correct(tmp_path, tree):
     path = save(tmp_path, 7, tree)
     text = (path / "manifest.json").read_text()
     assert sealed(json.loads(text)) == text
@@ -362,14 +362,14 @@ def test_the_oracle_of_a_hostile_manifest_is_right(tmp_path, tree):
 
 @pytest.mark.slow_except("\\xff", "null", "{}")
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "null", "3", "{}", '{"a": 1', "\xff"])
-def test_a_manifest_that_is_none_is_refused(tmp_path, tree, text):
+def test_invalid_manifest_is_refused(tmp_path, tree, text):
     path = save(tmp_path, 7, tree)
     (path / "manifest.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
         verify(path)
 
 
-def test_a_manifest_too_long_is_not_read(tmp_path, tree):
+def test_oversized_manifest_is_not_read(tmp_path, tree):
     path = save(tmp_path, 7, tree)
     os.truncate(path / "manifest.json", 2**33)
     with pytest.raises(CheckpointError, match="at most 67108864 are read"):
@@ -383,7 +383,7 @@ def digest(path: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "layers=[1,2]"])
-def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(tmp_path, tree, name):
+def test_full_disk_keeps_only_the_last_checkpoint(tmp_path, tree, name):
     folder = tmp_path / name
     path = save(folder, 7, tree)
     before = digest(path)
@@ -403,14 +403,14 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(tmp_path, tree,
     verify(path)
 
 
-def test_a_folder_that_became_read_only_keeps_what_it_has(tmp_path, tree, monkeypatch):
+def test_read_only_folder_keeps_its_checkpoints(tmp_path, tree, monkeypatch):
     path = save(tmp_path, 7, tree)
     before, make = digest(path), Path.mkdir
 
-    def refuse(self, *given, **named):
+    def refuse(self, *args, **kwargs):
         if ".tmp" in str(self):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
-        make(self, *given, **named)
+        make(self, *args, **kwargs)
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "mkdir", refuse)
@@ -418,16 +418,18 @@ def test_a_folder_that_became_read_only_keeps_what_it_has(tmp_path, tree, monkey
             save(tmp_path, 8, tree)
     assert digest(path) == before
     verify(path)
-    save(tmp_path, 8, tree)  # once it can be written again
+    save(tmp_path, 8, tree)  # the folder is writable again
     assert checkpoint.saved_steps(tmp_path) == [7, 8]
 
 
-def test_an_array_that_stands_in_two_places_comes_back_in_both(tmp_path, rng):
+def test_shared_array_is_restored_as_two_arrays(tmp_path, rng):
     shared = jnp.array(rng.normal(size=(3, 4)), jnp.float32)
     tree = {"params": {"embed": shared, "head": shared}}
     found = checkpoint.restore(save(tmp_path, 1, tree), tree)
     chex.assert_trees_all_equal(found, tree)
-    jax.jit(lambda x: x + 1, donate_argnums=0)(found["params"]["embed"])  # each is its own
+    jax.jit(lambda x: x + 1, donate_argnums=0)(
+        found["params"]["embed"]
+    )  # the two do not share a buffer
     np.testing.assert_array_equal(found["params"]["head"], shared)
 
 
@@ -437,8 +439,8 @@ SLOW = [pytest.param(part, marks=pytest.mark.long) for part in range(1, 8)]
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("part", [0, *SLOW])
-def test_a_process_that_ends_anywhere_in_a_save_leaves_whole_checkpoints(tmp_path, part):
-    """A call that changes the disk is the last one, or an fsync: 8 of 64 moments in each part."""
+def test_process_killed_during_save_leaves_complete_checkpoints(tmp_path, part):
+    """Each part kills the process at 8 of 64 calls that change the disk or are an fsync."""
     older = {"params": {"a": np.arange(5.0)}, "step": 3}
     newer = zeros(older)
     save(tmp_path / "start", 7, older)
@@ -453,7 +455,7 @@ def test_a_process_that_ends_anywhere_in_a_save_leaves_whole_checkpoints(tmp_pat
         work(tmp_path / "all")
     calls = 10**6 - left()
     assert calls > 40
-    ends = 0
+    kills = 0
     for fatal in sorted({(8 * k + part) * calls // 64 for k in range(8)}):
         folder = tmp_path / f"run{fatal}"
         shutil.copytree(tmp_path / "start", folder)
@@ -464,12 +466,12 @@ def test_a_process_that_ends_anywhere_in_a_save_leaves_whole_checkpoints(tmp_pat
             assert bits(found) in (bits(older), bits(newer)), f"killed in call {fatal}"
         remove_partial(folder)
         assert not list(folder.glob("*.tmp"))
-        ends += 1
-    assert ends == 8
+        kills += 1
+    assert kills == 8
     assert saved_steps(tmp_path / "all") == [8]
 
 
-def test_everything_is_synced_before_the_rename(tmp_path, tree, monkeypatch):
+def test_all_files_are_synced_before_the_rename(tmp_path, tree, monkeypatch):
     done = []
     fsync, rename = os.fsync, Path.rename
 
@@ -489,7 +491,7 @@ def test_everything_is_synced_before_the_rename(tmp_path, tree, monkeypatch):
     assert done.index("manifest.json") > done.index("_METADATA")
 
 
-def test_a_save_over_a_damaged_checkpoint_replaces_it(tmp_path, tree):
+def test_save_replaces_damaged_checkpoint(tmp_path, tree):
     path = save(tmp_path, 7, tree)
     largest_file(path, "params").write_bytes(b"")
     save(tmp_path, 7, tree)
@@ -497,7 +499,7 @@ def test_a_save_over_a_damaged_checkpoint_replaces_it(tmp_path, tree):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_damaged_checkpoint_is_never_the_best(tmp_path):
+def test_damaged_checkpoint_is_never_the_best(tmp_path):
     for step, loss in enumerate([2.0, 1.0], 1):
         save(tmp_path, step, {"a": np.zeros(1)}, {"val_loss": loss})
     (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
@@ -505,7 +507,7 @@ def test_a_damaged_checkpoint_is_never_the_best(tmp_path):
     assert best_step(tmp_path / "nothing") is None
 
 
-def test_a_small_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_small_file_is_replaced_atomically(tmp_path, monkeypatch):
     file = tmp_path / "config.json"
     write_file(file, "old")
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError("full")))
@@ -523,7 +525,7 @@ ODD_NAMES = [
 
 @pytest.mark.slow_except("-dash", "a(*b?c", "a:b", "~")
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_folder_of_any_name_holds_checkpoints_that_are_read(tmp_path, name):
+def test_folder_may_have_any_name(tmp_path, name):
     tree = {"params": {"w": np.arange(7.0)}, "step": 3}
     folder = tmp_path / name / "inner"
     found = restore(save(folder, 3, tree), tree)
@@ -536,9 +538,7 @@ def test_a_folder_of_any_name_holds_checkpoints_that_are_read(tmp_path, name):
 
 @pytest.mark.slow_except("plain")
 @pytest.mark.parametrize("name", ["plain", "layers=[1,2]"])
-def test_a_save_that_does_not_read_as_it_was_written_keeps_the_older_ones(
-    tmp_path, monkeypatch, name
-):
+def test_save_that_reads_back_differently_keeps_older_checkpoints(tmp_path, monkeypatch, name):
     older = {"params": {"w": np.arange(311.0)}, "state": {"k": np.arange(5)}}
     newer = {"params": {"w": np.arange(311.0) + 1.5}, "state": {"k": np.arange(5)}}
     finish = orbax_arrays.finish
@@ -561,8 +561,8 @@ def test_a_save_that_does_not_read_as_it_was_written_keeps_the_older_ones(
         with pytest.raises(CheckpointError) as caught:
             saver.wait()
         assert str(caught.value) == (
-            f"{path}: params/w does not read as it was written: "
-            "this save is given up, older ones stay"
+            f"{path}: params/w reads back differently: "
+            "this save is discarded, older checkpoints are kept"
         )
         assert [entry.name for entry in folder.iterdir()] == ["step-00000001"]
         chex.assert_trees_all_equal(restore(step_path(folder, 1), older), older)
@@ -574,7 +574,7 @@ def test_a_save_that_does_not_read_as_it_was_written_keeps_the_older_ones(
 
 @pytest.mark.slow_except("EINVAL", "ENOTSUP")
 @pytest.mark.parametrize("code", ["EINVAL", "ENOTSUP", "ENOSYS", "EOPNOTSUPP"])
-def test_a_file_system_that_cannot_sync_folders_keeps_checkpoints(tmp_path, monkeypatch, code):
+def test_checkpoints_need_no_sync_of_folders(tmp_path, monkeypatch, code):
     fsync = os.fsync
 
     def synced(handle):
@@ -588,13 +588,13 @@ def test_a_file_system_that_cannot_sync_folders_keeps_checkpoints(tmp_path, monk
     write_file(tmp_path / "small", "text")
     assert (tmp_path / "small").read_text() == "text"
     monkeypatch.setattr(os, "fsync", lambda handle: fsync(10**6))
-    with pytest.raises(OSError, match="small"):  # an error of the disk is one
+    with pytest.raises(OSError, match="small"):  # other errors of fsync are raised
         write_file(tmp_path / "small", "other")
     assert (tmp_path / "small").read_text() == "text"
 
 
 @pytest.mark.slow
-def test_a_save_goes_where_its_folder_was_though_the_process_has_moved(tmp_path, monkeypatch):
+def test_save_ignores_later_change_of_working_directory(tmp_path, monkeypatch):
     tree = {"params": {"w": np.arange(7.0)}}
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The files of a run's folder, read and written without a run."""
+"""The files of a run folder, read and written without training."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ PAIRS = TrainConfig(
 )
 
 
-def test_measurements_are_json_without_nan_and_damaged_lines_are_counted(tmp_path):
+def test_metrics_are_valid_json_and_damaged_lines_are_counted(tmp_path):
     folder = RunFolder(tmp_path)
     assert folder.read_metrics() == [] and folder.cut_metrics(3) == 0
     for step, loss in ((1, 0.5), (2, math.inf), (3, None), (4, 7)):
         folder.append_metrics({"step": step, "loss": loss, "more": [math.nan, {"a": (1, 2.5)}]})
     more = [None, {"a": [1, 2.5]}]
-    wanted = [
+    expected = [
         {"step": n, "loss": x, "more": more} for n, x in ((1, 0.5), (2, None), (3, None), (4, 7))
     ]
-    assert [json.loads(line) for line in folder.metrics_file.read_text().splitlines()] == wanted
+    assert [json.loads(line) for line in folder.metrics_file.read_text().splitlines()] == expected
     damaged = ['{"step": 2', "[1]", '{"step": 1.0}', '{"step": true}', '{"loss": 1}',
                '{"step": 3, "loss": "x"}', '{"step": 3, "val_loss": [1]}', '{"step": 2, "x": NaN}',
                '{"step": 9}']  # fmt: skip
     with open(folder.metrics_file, "a") as stream:
         stream.write("\n".join(damaged) + "\n" + '{"step": 2, "unfin')
     good = [{"step": 2, "x": None}, {"step": 9}]
-    assert folder.read_metrics() == wanted + good
-    assert folder.cut_metrics(3) == 7  # not the unfinished one
-    assert folder.read_metrics() == [*wanted[:3], good[0]]
+    assert folder.read_metrics() == expected + good
+    assert folder.cut_metrics(3) == 7  # the unfinished line does not count
+    assert folder.read_metrics() == [*expected[:3], good[0]]
     assert folder.cut_metrics(3) == 0
     assert json_text({"a": [1.5]}, indent=1) == '{\n "a": [\n  1.5\n ]\n}'
 
 
-def test_a_config_names_its_files_wherever_the_process_is(tmp_path, monkeypatch):
+def test_config_paths_survive_change_of_directory_and_move(tmp_path, monkeypatch):
     first, second = tmp_path / "one", tmp_path / "two"
     first.mkdir()
     monkeypatch.chdir(first)
@@ -75,7 +75,7 @@ def test_a_config_names_its_files_wherever_the_process_is(tmp_path, monkeypatch)
     folder.write_config(config)
     monkeypatch.chdir("/")
     assert folder.read_config() == whole
-    os.rename(first, second)  # the run has moved with its files
+    os.rename(first, second)  # the run is moved together with its files
     moved = RunFolder(second / "runs/x").read_config()
     assert moved.data == f"{second}/d,{second}/t" and moved.task.targets == f"{second}/t"
     assert moved.out == f"{first}/runs/x" and moved.task.val_targets == "no/such"
@@ -87,7 +87,7 @@ def test_a_config_names_its_files_wherever_the_process_is(tmp_path, monkeypatch)
     assert with_absolute_paths(config_from_json(text)).data == "python-docs"
 
 
-def test_differences_name_each_field_that_may_not_change():
+def test_differences_list_fields_that_may_not_change():
     model = replace(PAIRS.model, d_model=192, dropout=0.5)
     new = replace(
         PAIRS, steps=7, batch_size=3, model=model, optimizer=Lion(), data="other",
@@ -104,7 +104,7 @@ def test_differences_name_each_field_that_may_not_change():
     assert differences(one, two) == ["optimizer.momentum: 0.0 -> 0.5"]
 
 
-def test_a_config_of_a_file_is_refused_by_its_key(tmp_path):
+def test_invalid_config_names_its_key(tmp_path):
     folder = RunFolder(tmp_path)
     with pytest.raises(ConfigError, match=f"^{tmp_path}: no run here .config.json is missing.$"):
         folder.read_config()
@@ -124,7 +124,7 @@ def test_a_config_of_a_file_is_refused_by_its_key(tmp_path):
     assert config_from_json(json.dumps(content)) == PAIRS
 
 
-def test_tokenizers_are_known_by_their_hash(tmp_path):
+def test_tokenizers_are_checked_by_hash(tmp_path):
     folder = RunFolder(tmp_path)
     one, two = CharTokenizer("ab\ud800"), ByteTokenizer()
     folder.write_tokenizer(one)
@@ -144,7 +144,7 @@ def test_tokenizers_are_known_by_their_hash(tmp_path):
         folder.read_tokenizer()
 
 
-def test_checkpoints_are_found_pruned_and_set_aside_by_their_steps(tmp_path):
+def test_checkpoints_are_found_pruned_and_set_aside_by_step(tmp_path):
     assert (
         checkpoint.saved_steps(tmp_path / "none") == [] and checkpoint.best_step(tmp_path) is None
     )
@@ -154,7 +154,7 @@ def test_checkpoints_are_found_pruned_and_set_aside_by_their_steps(tmp_path):
         (tmp_path / name).mkdir()
     assert checkpoint.saved_steps(tmp_path) == [3, 7, 12, 10**8]
     assert checkpoint.step_path(tmp_path, 12).name == "step-00000012"
-    assert checkpoint.best_step(tmp_path) == 7  # the first of two
+    assert checkpoint.best_step(tmp_path) == 7  # a tie goes to the first
     checkpoint.set_metadata(checkpoint.step_path(tmp_path, 3), val_loss=0.125, more="x")
     found = checkpoint.verify(checkpoint.step_path(tmp_path, 3))
     assert found.metadata == {"val_loss": 0.125, "n": 3, "more": "x"} and found.step == 3

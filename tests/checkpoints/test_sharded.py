@@ -1,4 +1,4 @@
-"""Checkpoints of several devices and processes, restored onto other numbers of them."""
+"""Checkpoints of several devices and processes, restored on other numbers of them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ print(json.dumps(len(jax.tree.leaves(same_params))))
 
 
 @pytest.mark.slow
-def test_what_eight_devices_saved_one_and_two_restore_and_back(tmp_path):
+def test_checkpoint_is_restored_on_other_device_counts(tmp_path):
     assert on_devices(8, "-c", PROGRAM, str(tmp_path), "save", "8") == 3
     for count in (1, 2):
         assert on_devices(count, "-c", PROGRAM, str(tmp_path), "restore", str(count)) == 3
@@ -86,7 +86,7 @@ def test_what_eight_devices_saved_one_and_two_restore_and_back(tmp_path):
 
 
 @pytest.mark.long
-def test_what_two_processes_saved_one_restores(tmp_path):
+def test_one_process_restores_checkpoint_of_two(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -111,21 +111,21 @@ def test_what_two_processes_saved_one_restores(tmp_path):
     assert on_devices(1, "-c", PROGRAM, str(tmp_path), "restore", "1") == 3
 
 
-def test_a_state_that_is_donated_next_is_saved_as_it_was(tmp_path):
+def test_save_is_exact_although_state_is_donated_next(tmp_path):
     step = jax.jit(lambda tree: jax.tree.map(lambda x: -x - 1, tree), donate_argnums=0)
     tree = {"params": {f"w{n}": jnp.full((257, 129), n, jnp.float32) for n in range(9)}}
-    wanted = jax.tree.map(np.array, tree)
+    expected = jax.tree.map(np.array, tree)
     with Saver(tmp_path) as saver:
         path = saver.save(3, tree)
         for _ in range(5):
             before, tree = tree, step(tree)
             assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
     verify(path)
-    found = restore(path, wanted)
-    assert jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), found, wanted))
+    found = restore(path, expected)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), found, expected))
 
 
-def test_an_error_of_the_background_is_raised_by_the_next_call_and_only_once(tmp_path):
+def test_background_error_is_raised_once_by_next_call(tmp_path):
     def refuse(step, arrays):
         if step == 2:
             raise RuntimeError(f"step {step}: {sorted(arrays)}")

@@ -173,7 +173,7 @@ def test_no_chunk_begins_between_the_characters_of_a_line_end(tmp_path, monkeypa
 @pytest.mark.parametrize("content", ["", "\n\n \n"])
 def test_a_file_without_a_document_is_refused(content, tmp_path):
     (tmp_path / "text.txt").write_text(content)
-    with pytest.raises(DataError, match=r"text.txt': has no document$"):
+    with pytest.raises(DataError, match=r"text.txt': contains no documents$"):
         prepare(config(str(tmp_path / "text.txt")), tmp_path / "out")
 
 
@@ -187,10 +187,10 @@ def test_parquet(tmp_path):
     parquet.write_table(table, file, row_group_size=7)
     corpus = prepare(config(file, documents=None), tmp_path / "out")
     assert documents(corpus, "train") == [t for t in texts if part_of(t, 0.1) == "train"]
-    with pytest.raises(DataError, match=r"a.parquet: has no column 'body' \(there are text, n\)"):
+    with pytest.raises(DataError, match=r"a.parquet: has no column 'body' \(columns: text, n\)"):
         prepare(config(file, documents=None, field="body"), tmp_path / "other")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 nothing")
-    with pytest.raises(DataError, match=r"a.parquet: not a whole Parquet file \("):
+    with pytest.raises(DataError, match=r"a.parquet: not a valid Parquet file \("):
         prepare(config(file, documents=None), tmp_path / "damaged")
 
 
@@ -208,11 +208,15 @@ def test_parquet_without_its_library_is_one_line(tmp_path, monkeypatch):
         ("a.txt", b"good\nbad \xff\n", r"a.txt: byte 9 is 0xff: not UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl: line at byte 14: not JSON"),
         ("a.jsonl", b'{"text": "a", "text": "b"}\n', r"line at byte 0: 'text' appears twice"),
-        ("a.jsonl", b'{"text": 7}\n', r"a.jsonl: line at byte 0: text is a int: must be a text"),
+        (
+            "a.jsonl",
+            b'{"text": 7}\n',
+            r"a.jsonl: line at byte 0: text has type int: must be a string",
+        ),
         ("a.jsonl", b'{"body": "a"}\n', r"a.jsonl: line at byte 0: text is missing"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"line at byte 0: character 0 is U\+D800"),
-        ("a.txt", b" \n\n", r"a.txt': has no document"),
-        ("a.txt", b"one", r"val_fraction is 0.1: of 1 documents"),
+        ("a.txt", b" \n\n", r"a.txt': contains no documents"),
+        ("a.txt", b"one", r"val_fraction is 0.1: 0 of 1 documents"),
     ],
 )
 def test_what_cannot_be_read_is_named(name, content, said, tmp_path):
@@ -238,12 +242,14 @@ def test_documents_that_are_all_in_one_part_are_counted_with_a_fraction_that_div
     with pytest.raises(DataError) as caught:
         prepare(given, tmp_path / "out")
     held = len(lines) if fraction > 0.5 else 0
-    said = f"of {len(lines)} documents ({kinds} distinct) {held} are held out: both parts need one"
-    assert said in str(caught.value)
+    assert (
+        f"{held} of {len(lines)} documents ({kinds} distinct) are held out, but both parts need at"
+        in str(caught.value)
+    )
     if kinds == 1:
         assert str(caught.value).endswith("(add a different document)")
         return
-    share = float(re.search(r"--val-fraction (\S+) divides", str(caught.value))[1])
+    share = float(re.search(r"--val-fraction (\S+)\)", str(caught.value))[1])
     corpus = prepare(dataclasses.replace(given, val_fraction=share), tmp_path / "out")
     assert (
         0
@@ -320,7 +326,7 @@ def test_a_process_that_is_killed_leaves_what_the_same_command_goes_on_with(text
     process.stdout.close()
     assert json.loads((out / "progress.json").read_text())["chunks"] > 0
     assert is_prepared(out) and not (out / MANIFEST).exists()
-    with pytest.raises(DataError, match="has not ended"):
+    with pytest.raises(DataError, match="preparation is unfinished"):
         open_corpus(out)
     deadline = time.monotonic() + 10  # its processes end with it
     while any(map(alive, children)) and time.monotonic() < deadline:
@@ -372,18 +378,18 @@ def test_a_changed_file_and_other_settings_are_refused(text, tmp_path, monkeypat
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(module._Work, "encode", killed)
+        patch.setattr(module._Preparation, "encode", killed)
         prepare(config(text), out)
     with pytest.raises(ConfigError, match=r"other settings: val_fraction: 0.1 -> 0.2"):
         prepare(config(text, val_fraction=0.2), out)
     with open(text, "a") as stream:
         stream.write("one more\n")
-    with pytest.raises(DataError, match=r"text.txt: has changed since .*out was begun: sha256"):
+    with pytest.raises(DataError, match=r"text.txt: has changed since .*out was started: sha256"):
         prepare(config(text), out)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(text, tmp_path, monkeypatch):
-    real = module._Work.encode
+    real = module._Preparation.encode
 
     def encode(work):
         with open(text, "r+b") as stream:
@@ -391,8 +397,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(text, tmp_path, monkeyp
         os.utime(text, ns=(1, 1))
         real(work)
 
-    monkeypatch.setattr(module._Work, "encode", encode)
-    with pytest.raises(DataError, match=r"text.txt: has changed while it was read"):
+    monkeypatch.setattr(module._Preparation, "encode", encode)
+    with pytest.raises(DataError, match=r"text.txt: changed while it was being read"):
         prepare(config(text), tmp_path / "out")
 
 
@@ -415,7 +421,7 @@ def test_damage_is_found_and_named(name, damage, text, tmp_path):
     (out / name).write_bytes(content)
     if damage == "gone":
         (out / name).unlink()
-    said = f"{name}|preparation has not ended"
+    said = f"{name}|preparation is unfinished"
     if damage in ("shorter", "longer") and name != MANIFEST:  # told without reading the file
         said = rf"{name}: has \d+ bytes, \d+ were written: it is damaged"
     with pytest.raises(DataError, match=said):
@@ -426,7 +432,7 @@ def test_an_id_that_the_vocabulary_has_not_is_named(text, tmp_path):
     corpus = prepare(config(text), tmp_path / "out")
     corpus.check(257)
     with pytest.raises(
-        DataError, match=r".bin: has token 256: must be below the vocabulary of 256"
+        DataError, match=r".bin: contains token 256: must be below the vocabulary size 256"
     ):
         corpus.check(256)
     file = corpus.path / "train-00000.bin"
@@ -436,7 +442,9 @@ def test_an_id_that_the_vocabulary_has_not_is_named(text, tmp_path):
     manifest = json.loads((corpus.path / MANIFEST).read_text())
     manifest["files"][file.name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     (corpus.path / MANIFEST).write_text(sealed(manifest))
-    with pytest.raises(DataError, match=r"train-00000.bin: has token 300: must be below the voc"):
+    with pytest.raises(
+        DataError, match=r"train-00000.bin: contains token 300: must be below the voc"
+    ):
         open_corpus(corpus.path).check()
 
 
@@ -448,7 +456,7 @@ def test_a_tokenizer_of_wrong_ids_is_refused(text, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "encode_text", lambda tokenizer, text: Wrong().encode(text))
         with pytest.raises(
-            DataError, match=r"gave token 1\d+: must be below the vocabulary of 257"
+            DataError, match=r"returned token 1\d+: must be below the vocabulary size 257"
         ):
             prepare(config(text), tmp_path / "out")
 
@@ -469,7 +477,7 @@ def test_which_data_are_prepared_folders(text, tmp_path, monkeypatch):
     assert prepared_folders("one") == ("one",)
     assert prepared_folders("one,two") == ("one", "two")
     assert prepared_folders(text) == prepared_folders("none,neither") == ()
-    with pytest.raises(DataError, match="'three' is no prepared folder"):
+    with pytest.raises(DataError, match="'three' is not a prepared folder"):
         prepared_folders("one,three")
 
 
@@ -519,8 +527,12 @@ def test_folders_and_files_of_any_name(tmp_path, name):
     ("content", "changes", "rule"),
     [
         (b"a\n\xff\n" + b"more\n" * 97, dict(text_errors="replace"), "byte 2 is 0xff"),
-        ("\n".join(map(str, range(23))).encode(), dict(val_fraction=0.5), "both parts need one"),
-        (b" \n\n", None, "has no document"),
+        (
+            "\n".join(map(str, range(23))).encode(),
+            dict(val_fraction=0.5),
+            "both parts need at least one",
+        ),
+        (b" \n\n", None, "contains no documents"),
         (b"\x1f\x8b", None, "gzip"),
     ],
 )

@@ -170,7 +170,7 @@ def test_a_message_is_answered_through_the_chat_template(capsys, published):
     assert written(capsys, "--model", published, *chat) == f"{answer}\n"
     model = load(published)
     assert model.chat("be", 5) == answer == "".join(model.chat("be", 5, stream=True))
-    with pytest.raises(ValueError, match="holds '<s>', which is a token of its own"):
+    with pytest.raises(ValueError, match="contains '<s>', which is a reserved token"):
         model.chat("a<s>")
 
 
@@ -208,7 +208,7 @@ def test_a_text_of_a_form_is_written(capsys, published, tmp_path):
          "tokens is 99: 60 fit after the prompt", 2),
         (f"--model {{model}} --chat --prompt {'a' * 60}", "no new token fits after them", 2),
         ("--model {model} --max-len 0", "max_len is 0: must be a positive integer", 2),
-        ("--model {model} --chat --prompt a<s>", "holds '<s>', which is a token of its own", 2),
+        ("--model {model} --chat --prompt a<s>", "contains '<s>', which is a reserved token", 2),
     ],
 )  # fmt: skip
 def test_a_bad_wish_is_one_line(capsys, published, tmp_path, argv, message, status):

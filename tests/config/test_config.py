@@ -375,7 +375,7 @@ def test_config_of_other_version_names_unknown_field(tmp_path, field):
         RunFolder(tmp_path).read_config()
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"{tmp_path}/config.json: {path}{field}: unknown key")
-    assert line.endswith("(configs of other versions are not read)")
+    assert line.endswith("(configs of other versions cannot be read)")
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_registered_kind_has_flags_and_checked_fields():
 
 def test_run_of_unregistered_kind_says_to_register_it():
     text = config_to_json(TrainConfig()).replace('"decoder"', '"average"')
-    with pytest.raises(ConfigError, match=r"model.kind is 'average'.*register a kind of your own"):
+    with pytest.raises(ConfigError, match=r"model.kind is 'average'.*register a custom kind"):
         config_from_json(text)
 
 

@@ -171,7 +171,7 @@ def gone(text: str) -> Any:
                     "tests.config.test_own:Added", "os:getcwd"
                 )
             ),
-            r"positions\.kind is 'os:getcwd': must be a class for model.positions of your own",
+            r"positions\.kind is 'os:getcwd': must be a custom class for model.positions",
         ),
         (
             lambda: save(replace(CONFIG, activation=cubed)),

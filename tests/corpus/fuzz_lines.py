@@ -1,9 +1,9 @@
-"""Write one random text in many encodings, line ends and names, and read it by every reader.
+"""Write random texts with many encodings, line ends and file names, and compare all readers.
 
     python -m tests.corpus.fuzz_lines --minutes 1 --seed 0
 
-What the lines and documents are is what Python's own text files say (`lines`, `documents` below). A
-file that is no UTF-8 must be refused by each reader, in one line that names it.
+Python's text files define the expected lines and documents (`lines`, `documents` below). Each
+reader must refuse a file that is not UTF-8, with a one-line message that names it.
 """
 
 import argparse
@@ -54,13 +54,13 @@ SUFFIXES = "", ".txt", ".TXT", ".jsonl", ".JSONL", ".Jsonl", ".gz", ".zst", ".GZ
 
 
 def lines(content):
-    """Return the lines of a file, as Python reads it."""
+    """Return the lines of a file as Python reads them."""
     with io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline=None) as file:
         return [line.removesuffix("\n") for line in file]
 
 
 def documents(content, kind):
-    """Return the documents of a file: its lines in groups, without blank lines around them."""
+    """Return the documents of a file: groups of lines, without surrounding blank lines."""
     groups = [[]]
     for line in lines(content):
         if line.strip() or kind == "files":
@@ -72,7 +72,7 @@ def documents(content, kind):
 
 
 class Case:
-    """Hold a random text, how it is written, and a folder to write it in."""
+    """A random text, its encoding, and a folder for its files."""
 
     def __init__(self, seed, folder):
         self.random, self.folder = random.Random(seed), Path(folder)
@@ -81,7 +81,7 @@ class Case:
         self.suffix, self.marked = pick(SUFFIXES), self.random.random() < 0.3
         self.blank = pick([0, 0, 0.3])
         self.texts = [self.text() for _ in range(self.random.randrange(1, 30))]
-        if "\0" in "".join(self.texts)[:4]:  # U+0000 and a letter, twice: a beginning of UTF-16
+        if "\0" in "".join(self.texts)[:4]:  # U+0000 and a letter, twice, would look like UTF-16
             self.texts[0] = f"word {self.texts[0]}"
         self.last = pick(["", "\n"])
         self.valid = self.encoding in ("utf-8", "utf-8-sig") and self.packing is None
@@ -92,15 +92,18 @@ class Case:
         return "".join(self.random.choices(PIECES, k=self.random.randrange(1, 9)))
 
     def write(self, name, texts):
-        """Write the lines as this case does, and return the file."""
+        """Write the lines in the encoding of this case, and return the file."""
         ends = [self.random.choice(["\n", "\r\n", "\r"]) if self.end == "mixed" else self.end
                 for _ in texts]  # fmt: skip
         if not self.last:
             ends[-1] = ""
         whole = "".join(text + end for text, end in zip(texts, ends, strict=True))
-        if self.encoding in ("utf-16-le", "utf-16-be"):  # known by two letters at the beginning
+        if self.encoding in (
+            "utf-16-le",
+            "utf-16-be",
+        ):  # detected by two ASCII letters at the start
             whole = f"ab{whole}"
-        if self.encoding == "cut":  # a letter of two bytes, of which one is there
+        if self.encoding == "cut":  # a letter of two bytes, cut after the first
             content = (whole + "é").encode()[:-1] + b"z\n"
         else:
             content = whole.encode(self.encoding)
@@ -109,26 +112,15 @@ class Case:
         return file
 
 
-def refused(case, file, read):
-    """Return what is wrong where a file that is no text, or has too little, is not refused."""
+def compare(case, name, file, read, expected):
+    """Return an error message if a reader does not return `expected`; None expects a refusal."""
+    refuses = not case.valid or expected is None
     try:
         found = read()
+        wrong = f"reads {found!r:.200}, not {expected!r}" if refuses or found != expected else None
     except (DataError, ConfigError) as error:
-        said = str(error)
-        return None if str(file) in said and "\n" not in said else f"says {said!r}"
-    return f"reads {found!r:.200}"
-
-
-def compared(case, name, file, read, wanted):
-    """Return a line where a reader gives something else than `wanted`; None wants a refusal."""
-    if not case.valid or wanted is None:
-        wrong = refused(case, file, read)
-    else:
-        try:
-            found = read()
-            wrong = None if found == wanted else f"reads {found!r}, not {wanted!r}"
-        except (DataError, ConfigError) as error:
-            wrong = f"refuses: {error}"
+        one_line = str(file) in str(error) and "\n" not in str(error)
+        wrong = None if refuses and one_line else f"refuses: {str(error)!r}"
     return None if wrong is None else f"{name} of {file.name}: {wrong}"
 
 
@@ -139,84 +131,88 @@ def config(task, file, **changes):
 
 
 def check(seed, folder):
-    """Yield (reader, what is wrong or None) of one text."""
+    """Yield the name of each reader and an error message or None, for one text."""
     case = Case(seed, folder)
     file = case.write("text", case.texts)
     content = file.read_bytes()
-    known = lines(content) if case.valid else []
-    full = [line for line in known if line.strip()]
+    plain = lines(content) if case.valid else []
+    full = [line for line in plain if line.strip()]
 
     for kind in ("lines", "paragraphs", "files"):
-        wanted = documents(content, kind) if case.valid else None
+        expected = documents(content, kind) if case.valid else None
         task = LanguageTask(documents=kind, packed=False)
-        yield f"train {kind}", compared(
+        yield f"train {kind}", compare(
             case, f"train {kind}", file, lambda task=task: _trained(config(task, file)),
-            sorted(wanted) if wanted else None,
+            sorted(expected) if expected else None,
         )  # fmt: skip
-        yield f"prepare {kind}", _prepared(case, kind, file, wanted)
+        yield f"prepare {kind}", _prepared(case, kind, file, expected)
 
-    marked = content.removeprefix(b"\xef\xbb\xbf")
+    body = content.removeprefix(b"\xef\xbb\xbf")
     for name in ("char", "byte"):
         if name == "byte" and not case.valid:
-            continue  # which reads any file
-        wanted = marked.decode() if case.valid else None
-        if case.valid and len(wanted if name == "char" else marked) < 3:
-            wanted = None  # shorter than a window
+            continue  # the byte tokenizer reads any file
+        expected = body.decode() if case.valid else None
+        if case.valid and len(expected if name == "char" else body) < 3:
+            expected = None  # too short for a window
         task = config(LanguageTask(), file, tokenizer=name, context=2)
         yield (
             f"windows {name}",
-            compared(
-                case, f"windows {name}", file, lambda task=task: _whole(load_dataset(task)), wanted
+            compare(
+                case,
+                f"windows {name}",
+                file,
+                lambda task=task: _whole(load_dataset(task)),
+                expected,
             ),
         )
 
     yield (
         "prompts",
-        compared(case, "prompts", file, lambda: generate._prompts(str(file)), full or None),
+        compare(case, "prompts", file, lambda: generate._prompts(str(file)), full or None),
     )
-    yield "prompts, each", compared(
+    yield "prompts, each", compare(
         case, "prompts, each", file, lambda: generate._prompts(str(file), every_line=True),
-        full if full and full == known else None,
+        full if full and full == plain else None,
     )  # fmt: skip
 
-    whole = full == known and full
+    whole = full == plain and full
     task = config(Seq2SeqTask(), file)
-    yield "parallel", compared(
+    yield "parallel", compare(
         case, "parallel", file,
         lambda: [(p.source, p.target, p.where)
                  for p in read_pairs(task, "data", str(file), str(file))[0]],
-        [(t, t, f"{file}, line {n}") for n, t in enumerate(known, 1)] if whole else None,
+        [(t, t, f"{file}, line {n}") for n, t in enumerate(plain, 1)] if whole else None,
     )  # fmt: skip
-    told = [text.replace("\t", " ") for text in case.texts]
-    told = [text if text.strip() else "x" for text in told]
+    texts = [text.replace("\t", " ") for text in case.texts]
+    texts = [text if text.strip() else "x" for text in texts]
     for name, task in (("pairs", Seq2SeqTask()), ("labels", ClassifyTask())):
-        pairs = case.write(name, [f"l{n % 3}\t{text}" for n, text in enumerate(told)])
-        wanted = [line.split("\t") for line in lines(pairs.read_bytes())] if case.valid else None
+        pairs = case.write(name, [f"l{n % 3}\t{text}" for n, text in enumerate(texts)])
+        expected = [line.split("\t") for line in lines(pairs.read_bytes())] if case.valid else None
         task = config(task, pairs)
-        yield name, compared(
+        yield name, compare(
             case, name, pairs,
             lambda pairs=pairs, task=task: [
                 [p.source, p.target] for p in read_pairs(task, "data", str(pairs), None)[0]
             ],
-            wanted,
+            expected,
         )  # fmt: skip
 
     objects = [
         [json.dumps({"text": t}, ensure_ascii=False)] + [""] * (case.random.random() < case.blank)
         for t in case.texts
     ]
-    said = case.write("objects", [line for group in objects for line in group])
+    chats = case.write("objects", [line for group in objects for line in group])
     for name, task in (("chat", ChatTask()), ("preference", PreferenceTask())):
-        yield name, compared(
-            case, name, said,
+        yield name, compare(
+            case, name, chats,
             lambda task=task: [v for _, v in read_objects(
-                config(task, said, **_from(task)), "objects", lambda where, value: value["text"]
+                config(task, chats, **_from(task)), "objects", lambda where, value: value["text"]
             )[0]],
             case.texts,
         )  # fmt: skip
-    yield "prepare jsonl", _prepared(case, "jsonl", said, [t for t in case.texts if t.strip()])
+    yield "prepare jsonl", _prepared(case, "jsonl", chats, [t for t in case.texts if t.strip()])
 
-    words = dict.fromkeys(["[UNK]", *(line for line in known if line)])
+    words = dict.fromkeys(["[UNK]", *(line for line in plain if line)])
     if case.valid:
         yield "vocab.txt", _vocabulary(case, list(words))
 
@@ -241,14 +237,16 @@ def _whole(data):
     return data.tokenizer.to_bytes(int(i) for i in data.val).decode()
 
 
-def _prepared(case, kind, file, wanted):
-    """Compare what the command prepare writes, in small chunks."""
+def _prepared(case, kind, file, expected):
+    """Compare the output of the prepare command with small chunks."""
     out = case.folder / f"{kind} {case.random.random()}"
     reading.BLOCK = case.random.choice([1, 2, 3, 7, 64, 2**20])
 
     def read():
-        given = PrepareConfig(data=(str(file),), documents=kind, tokenizer="byte", val_fraction=0.5)
-        corpus = prepare(given, out, chunk_bytes=case.random.choice([1, 5, 17, 10**6]))
+        settings = PrepareConfig(
+            data=(str(file),), documents=kind, tokenizer="byte", val_fraction=0.5
+        )
+        corpus = prepare(settings, out, chunk_bytes=case.random.choice([1, 5, 17, 10**6]))
         found = {}
         for name in ("train", "val"):
             part = getattr(corpus, name)
@@ -260,17 +258,19 @@ def _prepared(case, kind, file, wanted):
         return found
 
     parts = None
-    if wanted:
-        parts = {name: [t for t in wanted if part_of(t, 0.5) == name] for name in ("train", "val")}
-        if not all(parts.values()):  # "both parts need one" names no file
+    if expected:
+        parts = {
+            name: [t for t in expected if part_of(t, 0.5) == name] for name in ("train", "val")
+        }
+        if not all(parts.values()):  # the error about empty parts names no file
             return None
-    if case.valid and parts is None:  # "has no document" names it as data
+    if case.valid and parts is None:  # the error about missing documents names the data
         return None
-    return compared(case, f"prepare {kind}", file, read, parts)
+    return compare(case, f"prepare {kind}", file, read, parts)
 
 
 def _vocabulary(case, words):
-    """Compare the ids of a vocabulary of lines with the lines of its file."""
+    """Compare the ids of a vocabulary file with its lines."""
     folder = case.folder / "vocabulary"
     folder.mkdir()
     plain = case.suffix
@@ -285,35 +285,35 @@ def _vocabulary(case, words):
         found = json.loads(tokenizer.definition)["model"]["vocab"]
         return sorted(found, key=found.get)
 
-    return compared(case, "vocab.txt", folder / "vocab.txt", read, words)
+    return compare(case, "vocab.txt", folder / "vocab.txt", read, words)
 
 
 def fuzz(seeds, until=float("inf")):
-    """Return how many texts were written, how often each reader was asked, and what is wrong."""
-    count, asked, failed = 0, {}, []
+    """Return the number of texts, the number of calls of each reader, and the error messages."""
+    count, calls, failed = 0, {}, []
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
             for name, wrong in check(seed, folder):
-                asked[name] = asked.get(name, 0) + 1
+                calls[name] = calls.get(name, 0) + 1
                 if wrong:
                     failed.append(f"seed {seed}: {wrong}")
         count += 1
         if time.monotonic() > until or len(failed) > 20:
             break
-    return count, asked, failed
+    return count, calls, failed
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1)
     parser.add_argument("--seed", type=int, default=None)
-    given = parser.parse_args()
-    first = time.time_ns() % 10**9 if given.seed is None else given.seed
+    args = parser.parse_args()
+    first = time.time_ns() % 10**9 if args.seed is None else args.seed
     print(f"first seed {first}", flush=True)
-    until = time.monotonic() + 60 * given.minutes
-    count, asked, failed = fuzz(range(first, first + 10**9), until)
-    print(f"{count} texts, {sum(asked.values())} readings, {len(failed)} wrong")
-    print(", ".join(f"{name} {times}" for name, times in sorted(asked.items())))
+    until = time.monotonic() + 60 * args.minutes
+    count, calls, failed = fuzz(range(first, first + 10**9), until)
+    print(f"{count} texts, {sum(calls.values())} readings, {len(failed)} wrong")
+    print(", ".join(f"{name} {times}" for name, times in sorted(calls.items())))
     print("\n".join(failed[:20]))
     sys.exit(bool(failed))
 

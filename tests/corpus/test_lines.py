@@ -1,4 +1,4 @@
-"""Lines and documents, the same for every reader; `tests.corpus.fuzz_lines` draws more texts."""
+"""Lines and documents are the same for every reader; `tests.corpus.fuzz_lines` draws more texts."""
 
 import gzip
 
@@ -11,13 +11,13 @@ from transformer_jax.tokenizers.utf8 import DataError
 
 
 @pytest.mark.slow
-def test_every_reader_has_the_lines_and_documents_of_the_plain_file():
-    count, asked, failed = fuzz(range(3, 26))
+def test_all_readers_agree_on_lines_and_documents():
+    count, calls, failed = fuzz(range(3, 26))
     assert not failed, "\n".join(failed)
-    assert count == 23 and len(asked) == 17 and min(asked.values()) > 9
+    assert count == 23 and len(calls) == 17 and min(calls.values()) > 9
 
 
-def test_lines_end_where_python_says_and_paragraphs_at_blank_lines():
+def test_lines_match_python_and_paragraphs_end_at_blank_lines():
     text = " \n\na\u2028b\r\nc\x0c\rd\x85\n\u2029\t\ne\n\n"
     assert split_lines(text) == [" ", "", "a\u2028b", "c\x0c", "d\x85", "\u2029\t", "e", ""]
     assert split_documents(text, "lines") == ["a\u2028b", "c\x0c", "d\x85", "e"]
@@ -42,7 +42,7 @@ def test_lines_end_where_python_says_and_paragraphs_at_blank_lines():
         (b"PAR1\x15\x04", "Parquet"),
     ],
 )
-def test_what_is_no_text_is_named_whatever_its_name_and_never_replaced(content, kind, errors):
+def test_binary_formats_are_named_and_never_replaced(content, kind, errors):
     with pytest.raises(DataError, match=f"^file: byte 0 is 0x..: not UTF-8 but {kind}"):
         read_text(content, "file", errors)
 
@@ -60,11 +60,11 @@ def test_what_is_no_text_is_named_whatever_its_name_and_never_replaced(content, 
         "\u0442\u0435" * 9,
     ],
 )
-def test_text_with_control_characters_is_text(text):
+def test_control_characters_are_accepted_as_text(text):
     assert read_text(text.encode(), "file") == text
 
 
-def test_a_mark_is_dropped_at_the_beginning_of_a_file_alone():
+def test_byte_order_mark_is_dropped_only_at_start_of_file():
     marked = "\ufeffa\ufeff".encode()
     assert read_text(marked, "file") == "a\ufeff"
     assert read_text(marked, "file", at=7) == "\ufeffa\ufeff"
@@ -72,13 +72,13 @@ def test_a_mark_is_dropped_at_the_beginning_of_a_file_alone():
         read_text(b"abc\xff", "file", at=7)
 
 
-def test_a_setting_is_named_only_where_there_is_one():
-    with pytest.raises(DataError, match=r"`text_errors='replace'` marks it$"):
+def test_text_errors_is_suggested_only_if_available():
+    with pytest.raises(DataError, match=r"`text_errors='replace'` substitutes U\+FFFD$"):
         read_text(b"abc\xff", "file", "strict")
     with pytest.raises(DataError, match=r"not UTF-8 \(invalid start byte\)$"):
         read_text(b"abc\xff", "file")
 
 
-def test_names_of_formats_may_have_capitals():
+def test_file_suffixes_are_case_insensitive():
     config = PrepareConfig(data=("a.JSONL", "b.Parquet", "c.NDJson", "d.TXT"), field="body")
     assert [*map(config.format_of, config.data)] == ["jsonl", "parquet", "jsonl", "paragraphs"]

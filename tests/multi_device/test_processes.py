@@ -105,7 +105,7 @@ def test_signal_or_error_in_one_process_ends_both(text, tmp_path):
     assert len(steps) <= 3 and all(name.startswith("step-") for name in steps)
     refused = ended(together("--data", str(text), "--steps", "4", "--out", str(out)))
     for status, _, error in refused:
-        assert status == 2 and "the folder holds a run" in error, error
+        assert status == 2 and "the folder contains a run" in error, error
 
 
 def test_incomplete_distributed_config_is_rejected():

@@ -1,9 +1,9 @@
-"""Draw folders of published tokenizers, and compare what is read of them with `transformers`.
+"""Compare random folders of published tokenizers with `transformers`.
 
     python -m tests.tokenizers.fuzz_folders --minutes 1 --seed 0
 
-A case is a family, the files that its folder has, and what they say: the class, roles, options.
-Ids and roles are equal, or the folder is refused by name.
+A case consists of a family, the files in its folder, and their content: class, roles and options.
+Ids and roles must be equal, unless the folder is refused with an error that names it.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from transformer_jax.tokenizers.classes import CLASSES
 from transformer_jax.tokenizers.utf8 import DataError
 
 NEEDS_SENTENCEPIECE = {"marian", "m2m_100"}
-"""Families whose class needs a package, so that transformers has another one without it."""
-MADE_OF_FILES = {"Bert", "MPNet", "GPT2", "Roberta"}
+"""Families whose class needs a package; without it, transformers uses a different class."""
+BUILT_FROM_FILES = {"Bert", "MPNet", "GPT2", "Roberta"}
 ENDS = dict(add_bos_token=(True, False), add_eos_token=(True, False))
 LETTERS = [*"abcthe THE12.,'", "\u00e9", "e\u0301", "\u4e2d", "\n", "  ", "the ", "``"]
 
 
 def some(rng, options):
-    """Draw some of the options, each with one of its values."""
+    """Draw a random subset of the options, with random values."""
     return {n: v[rng.integers(len(v))] for n, v in options.items() if rng.integers(2)}
 
 
@@ -52,20 +52,20 @@ def draw(rng):
         free = sorted({"bos", "eos", "pad", "mask"} - framing)
         role = free[rng.integers(len(free))]
         roles[role] = [None, *tokens][rng.integers(len(tokens) + 1)]
-    decoder = not mapped and bool(rng.integers(2))  # with it transformers leaves the map unread
+    decoder = not mapped and bool(rng.integers(2))  # with it, transformers ignores the map
     ends = some(rng, ENDS) if rng.integers(3) == 0 else {}
     return published_folders.Layout(
         model_type, kind, named, some(rng, published_folders.OPTIONS.get(kind, {})) | ends,
         some(rng, published_folders.OPTIONS.get(kind, {})), roles, mapped,
         decoder=decoder,
-        whole=kind not in MADE_OF_FILES or bool(rng.integers(3)),
+        whole=kind not in BUILT_FROM_FILES or bool(rng.integers(3)),
         framed=bool(rng.integers(4)), listed=bool(rng.integers(4)),
         model_names_it=rng.integers(3) == 0,
     )  # fmt: skip
 
 
 def case(seed, texts=9):
-    """Check one folder; AssertionError shows what differs. Return the family and what was said."""
+    """Check one folder and return its family and outcome. AssertionError shows the differences."""
     rng = np.random.default_rng(seed)
     layout = draw(rng)
     drawn = tuple("".join(rng.choice(LETTERS, rng.integers(0, 17))) for _ in range(texts))
@@ -85,21 +85,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    end, seed, failed, seen = time.perf_counter() + given.minutes * 60, given.seed, [], Counter()
+    end, seed, failed, equal = time.perf_counter() + args.minutes * 60, args.seed, [], Counter()
     refused = Counter()
     while time.perf_counter() < end:
         try:
             family, outcome = case(seed)
-            seen[family] += outcome == "equal"
+            equal[family] += outcome == "equal"
             refused[outcome] += outcome != "equal"
-        except Exception as error:  # also of transformers: it reads what is published
+        except Exception as error:  # also errors of transformers, which must read published folders
             failed.append(f"seed {seed}: {type(error).__name__}: {error}")
             print(failed[-1], flush=True)
         seed += 1
-    print(f"{seed - given.seed} folders from seed {given.seed} on: {len(failed)} wrong")
-    print("equal:", ", ".join(f"{name} {count}" for name, count in sorted(seen.items())))
+    print(f"{seed - args.seed} folders from seed {args.seed} on: {len(failed)} wrong")
+    print("equal:", ", ".join(f"{name} {count}" for name, count in sorted(equal.items())))
     for why, count in refused.most_common():
         if count:
             print(count, why)

@@ -1,4 +1,4 @@
-"""Chat templates: the texts published models read, and what a hostile template gets."""
+"""Chat templates: the layouts of published models, and hostile templates."""
 
 import json
 import sys
@@ -21,8 +21,8 @@ TALK = [
     {"role": "user", "content": "Bye"},
 ]
 
-# The layouts that published models were trained on, each written in few lines: a template, and
-# what it makes of [SYSTEM, *TALK] with the generation prompt.
+# Layouts that published models were trained on: a short template, and its expected output for
+# [SYSTEM, *TALK] with the generation prompt.
 LAYOUTS = {
     "ChatML": (
         """{% for message in messages %}
@@ -142,7 +142,7 @@ SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"]
 
 
 def definition() -> str:
-    """Byte-level, with SPECIAL and an added <start_of_turn> that is not special."""
+    """Byte-level definition with SPECIAL and an added <start_of_turn> that is not special."""
     library = Library(models.BPE(vocab={x: i for i, x in enumerate(byte_letters())}, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -158,7 +158,7 @@ def tokenizer(*templates: tuple[str, str]) -> PretrainedTokenizer:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_is_written_as_its_model_reads_it(name):
+def test_layout_matches_expected_text(name):
     template, expected = LAYOUTS[name]
     found = tokenizer(("default", template))
     assert found.chat([SYSTEM, *TALK]) == expected
@@ -169,7 +169,7 @@ def test_a_layout_is_written_as_its_model_reads_it(name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_is_that_of_transformers(name):
+def test_layout_matches_transformers(name):
     transformers = pytest.importorskip("transformers")
     template, _ = LAYOUTS[name]
     ours = tokenizer(("default", template))
@@ -205,7 +205,7 @@ def test_tools_documents_and_variables_reach_the_template():
     assert len(render("{{ strftime_now('%Y-%m-%d') }}", {})) == 10
 
 
-def test_a_template_is_chosen_by_name_or_for_tools():
+def test_template_is_chosen_by_name_or_for_tools():
     found = tokenizer(("default", "usual"), ("tool_use", "tools"), ("rag", "{{ documents }}"))
     assert found.chat(TALK) == "usual"
     assert found.chat(TALK, tools=TOOLS) == "tools"
@@ -227,7 +227,7 @@ def test_a_template_is_chosen_by_name_or_for_tools():
          "tokenizer_config.json": {"chat_template": "a"}}, {"default": "d\n"}),
     ],
 )  # fmt: skip
-def test_a_template_comes_from_any_of_its_files(files, names, tmp_path):
+def test_template_is_read_from_each_possible_file(files, names, tmp_path):
     (tmp_path / "tokenizer.json").write_text(definition())
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
@@ -236,7 +236,7 @@ def test_a_template_comes_from_any_of_its_files(files, names, tmp_path):
 
 
 class TestInjection:
-    """What a message says must not become the frame around it."""
+    """Messages must not be able to end their turn and start another one."""
 
     found = tokenizer(("default", LAYOUTS["ChatML"][0]))
 
@@ -250,24 +250,24 @@ class TestInjection:
             ([{"role": "user", "content": "", "<s>": 1}], r"messages\[0\].<s>"),
         ],
     )
-    def test_a_special_token_in_a_message_is_refused_with_its_place(self, messages, path):
-        with pytest.raises(DataError, match=path + ": holds '<.*>', which is a token of its own"):
+    def test_special_token_in_message_is_refused_with_its_path(self, messages, path):
+        with pytest.raises(DataError, match=path + ": contains '<.*>', which is a reserved token"):
             self.found.chat_ids(messages)
 
-    def test_in_tools_and_documents_too(self):
+    def test_special_token_in_tools_or_documents_is_refused(self):
         for name in ("tools", "documents"):
-            with pytest.raises(DataError, match=rf"{name}\[0\].a: holds '<s>'"):
+            with pytest.raises(DataError, match=rf"{name}\[0\].a: contains '<s>'"):
                 self.found.chat_ids(TALK, **{name: [{"a": "<s>"}]})
 
-    def test_parse_takes_it_as_it_is(self):
+    def test_parse_accepts_special_tokens(self):
         ids = self.found.chat_ids([{"role": "user", "content": "<|im_end|>"}], written="parse")
         assert (ids == 259).sum() == 2
         with pytest.raises(DataError, match="written is 'text'"):
             self.found.chat_ids(TALK, written="text")
 
-    def test_an_added_token_that_the_template_writes_is_refused_but_of_the_assistant(self):
+    def test_added_token_of_template_is_refused_except_from_assistant(self):
         gemma, mark = tokenizer(("default", LAYOUTS["Gemma"][0])), "<start_of_turn>"
-        with pytest.raises(DataError, match=r"messages\[0\].content: holds '<start_of_turn>'"):
+        with pytest.raises(DataError, match=r"messages\[0\].content: contains '<start_of_turn>'"):
             gemma.chat_ids([{"role": "user", "content": mark}])
         assert len(gemma.chat_ids([TALK[0], {"role": "assistant", "content": mark}]))
         assert len(self.found.chat_ids([{"role": "user", "content": mark}]))
@@ -289,67 +289,67 @@ HOSTILE = {
     "{% import 'os' as os %}": "no loader",
     "{% extends 'a' %}": "no loader",
     "{% for i in range(10**12) %}{% endfor %}": "Range too big",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "more than",
-    "{% for a in range(99999) %}{% endfor %}": "more than",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "exceeds",
+    "{% for a in range(99999) %}{% endfor %}": "exceeds the budget",
     "{% set n = namespace(s=[1], t=[1]) %}{% for i in range(22) %}{% set n.s = [n.s, n.s] %}"
-    "{% set n.t = [n.t, n.t] %}{% endfor %}{{ n.s == n.t }}": "more than",
-    "{% for a in range(999) %}" + "x" * 100_000 + "{% endfor %}": "more than",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "calls itself",
+    "{% set n.t = [n.t, n.t] %}{% endfor %}{{ n.s == n.t }}": "exceeds the budget",
+    "{% for a in range(999) %}" + "x" * 100_000 + "{% endfor %}": "exceeds the budget",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "too deep",
     "{% macro f() %}{% for i in range(9) %}{{ i }}{% endfor %}{% endmacro %}"
-    "{% for i in range(99999) %}{{ f() }}{% endfor %}": "more than",
-    "{% block a %}{{ self.a() }}{% endblock %}": "calls itself",
-    "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}": "calls itself",
-    "{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}": "calls itself",
-    "{{ " + "1+" * 60_000 + "1 }}": "calls itself",
-    "{% if 1 %}" * 5000 + "{% endif %}" * 5000: "calls itself",
-    "{{ 'a' * 10**10 }}": "more than",
-    "{{ 10**10 * 'a' }}": "more than",
-    "{{ [0] * 10**10 }}": "more than",
+    "{% for i in range(99999) %}{{ f() }}{% endfor %}": "exceeds the budget",
+    "{% block a %}{{ self.a() }}{% endblock %}": "too deep",
+    "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}": "too deep",
+    "{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}": "too deep",
+    "{{ " + "1+" * 60_000 + "1 }}": "too deep",
+    "{% if 1 %}" * 5000 + "{% endif %}" * 5000: "too deep",
+    "{{ 'a' * 10**10 }}": "exceeds the budget",
+    "{{ 10**10 * 'a' }}": "exceeds the budget",
+    "{{ [0] * 10**10 }}": "exceeds the budget",
     "{{ 9**99999999999 }}": "4096 bits",
     "{% set ns = namespace(n=3) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}"
     "{% endfor %}": "4096 bits",
-    "{{ (5).to_bytes(10**10, 'big') }}": "no int.to_bytes",
-    "{{ 'a'.center(10**10) }}": "no str.center",
-    "{{ 'a'.translate({97: 'b' * 9999}) }}": "no str.translate",
-    "{{ ('a'|attr('zfill'))(10**10) }}": "no str.zfill",
+    "{{ (5).to_bytes(10**10, 'big') }}": "int.to_bytes is not allowed",
+    "{{ 'a'.center(10**10) }}": "str.center is not allowed",
+    "{{ 'a'.translate({97: 'b' * 9999}) }}": "str.translate is not allowed",
+    "{{ ('a'|attr('zfill'))(10**10) }}": "str.zfill is not allowed",
     "{{ 'a'|center(10**10) }}": "No filter named 'center'",
     "{{ 5|round(-10**9) }}": "No filter named 'round'",
-    "{{ 'a'|indent(10**10, true) }}": "more than",
+    "{{ 'a'|indent(10**10, true) }}": "exceeds the budget",
     "{{ [1]|tojson(indent=10**10) }}": "at most 16",
     "{{ '%10000000000d' % 1 }}": "very large width",
     "{{ '%*d' % (10**10, 1) }}": "very large width",
     "{{ '{:10000000000}'.format(1) }}": "very large width",
     "{{ '{:{}}'.format(1, 10**10) }}": "very large width",
     "{{ strftime_now('%1000000000d') }}": "very large width",
-    "{{ 'aaaa'.replace('a', 'a' * 99999).replace('a', 'a' * 99999) }}": "more than",
-    "{{ ('a' * 9999)|replace('a', 'a' * 9999) }}": "more than",
-    "{{ range(99999)|join('a' * 9999) }}": "more than",
-    "{{ ('a' * 9999).join(range(9999)|map('string')) }}": "more than",
-    "{{ {}.fromkeys(range(9), 1) }}": "no type.fromkeys",
+    "{{ 'aaaa'.replace('a', 'a' * 99999).replace('a', 'a' * 99999) }}": "exceeds the budget",
+    "{{ ('a' * 9999)|replace('a', 'a' * 9999) }}": "exceeds the budget",
+    "{{ range(99999)|join('a' * 9999) }}": "exceeds the budget",
+    "{{ ('a' * 9999).join(range(9999)|map('string')) }}": "exceeds the budget",
+    "{{ {}.fromkeys(range(9), 1) }}": "type.fromkeys is not allowed",
     "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}"
-    "{% endfor %}": "more than",
+    "{% endfor %}": "exceeds the budget",
     "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}"
-    "{% endfor %}": "more than",
+    "{% endfor %}": "exceeds the budget",
     "{% set n = namespace(s='ab') %}{% for i in range(99) %}"
-    "{% set x %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = x %}{% endfor %}": "more than",
+    "{% set x %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = x %}{% endfor %}": "exceeds the budget",
     "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = [n.s, n.s] %}"
-    "{% endfor %}{{ n.s }}": "more than",
+    "{% endfor %}{{ n.s }}": "exceeds the budget",
     "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = dict(a=n.s, b=n.s) %}"
-    "{% endfor %}{{ n.s|tojson }}": "more than",
+    "{% endfor %}{{ n.s|tojson }}": "exceeds the budget",
     "{% set n = namespace(l=[]) %}{% set x = 'a' * 999999 %}{% for i in range(999) %}"
-    "{% set n.l = [n.l, x[i:]] %}{% endfor %}": "more than",
+    "{% set n.l = [n.l, x[i:]] %}{% endfor %}": "exceeds the budget",
     "{% set x = namespace() %}{% for i in range(9999) %}{% set x.y = 'a' * 9999 == 'b' %}"
-    "{% endfor %}": "more than",
+    "{% endfor %}": "exceeds the budget",
     "{% for": "line 1: unexpected",
     "{{ raise_exception('no  system\nrole, please') }}": "^chat template: no system role, please$",
     "{{ nothing() }}": "'nothing' is undefined",
     "{{ 1 // 0 }}": "division",
-    "x" * (TEMPLATE_LIMIT + 1): f"has {TEMPLATE_LIMIT + 1} characters, at most",
+    "x" * (TEMPLATE_LIMIT + 1): f"has {TEMPLATE_LIMIT + 1} characters: must be at most",
 }
 
 
 @pytest.mark.parametrize("template", HOSTILE, ids=lambda t: t[:40])
-def test_a_hostile_template_is_refused_soon(template):
+def test_hostile_template_is_refused_quickly(template):
     start = time.process_time()
     with pytest.raises(DataError, match=HOSTILE[template]) as caught:
         tokenizer(("default", template)).chat(TALK)
@@ -358,9 +358,9 @@ def test_a_hostile_template_is_refused_soon(template):
 
 
 @pytest.mark.slow
-def test_hostile_templates_take_little_memory():
+def test_hostile_templates_use_little_memory():
     for template, message in HOSTILE.items():
-        if "calls itself" not in message and "99999) %}" not in template and "[1])" not in template:
+        if "too deep" not in message and "99999) %}" not in template and "[1])" not in template:
             tracemalloc.start()
             with pytest.raises(DataError):
                 render(template, {"messages": TALK})
@@ -369,7 +369,7 @@ def test_hostile_templates_take_little_memory():
             assert peak < 2**26, template
 
 
-def test_a_long_talk_has_the_budget_it_needs():
+def test_budget_suffices_for_long_conversation():
     talk = [{"role": "user", "content": "x" * 4099}, {"role": "assistant", "content": "y"}] * 499
     assert sum(len(m["content"]) for m in talk) > BUDGET / 4
     template, _ = LAYOUTS["Llama 3"]
@@ -382,19 +382,22 @@ def test_a_long_talk_has_the_budget_it_needs():
     [
         ([], "at least one object"),
         (["hi"], "at least one object"),
-        ([{"role": "user", "content": object()}], r"messages\[0\].content is of type object"),
-        ([{"role": "user", "content": "", 3: "x"}], r"messages\[0\] has the key 3: must be text"),
-        ([{"role": "user", "content": b"x"}], r"messages\[0\].content is of type bytes"),
+        ([{"role": "user", "content": object()}], r"messages\[0\].content has type object"),
+        (
+            [{"role": "user", "content": "", 3: "x"}],
+            r"messages\[0\] has the key 3: must be a string",
+        ),
+        ([{"role": "user", "content": b"x"}], r"messages\[0\].content has type bytes"),
     ],
 )
-def test_only_plain_messages_reach_a_template(messages, message):
+def test_messages_must_be_plain_data(messages, message):
     with pytest.raises(DataError, match=message):
         tokenizer(("default", "{{ messages }}")).chat(messages)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_message_without_content_is_named_by_its_place(name):
-    """Also where the template would write nothing for it, and say nothing."""
+def test_message_without_content_is_named_by_its_index(name):
+    """Even if the template would write nothing for it, without an error."""
     found = tokenizer(("default", LAYOUTS[name][0]))
     for wrong in ({"role": "user"}, {"role": "user", "contents": "hi"}):
         for call in (found.chat, found.chat_ids):
@@ -402,8 +405,8 @@ def test_a_message_without_content_is_named_by_its_place(name):
                 call([*TALK[:2], wrong])
 
 
-def test_a_template_decides_what_a_message_of_null_or_of_calls_means():
-    """Where it fails, the message that may have caused it is named."""
+def test_template_handles_null_content_and_tool_calls():
+    """If the template fails, the error names the message that may be the cause."""
     template = "{% for m in messages %}{{ m.content or m.tool_calls | length }}{% endfor %}"
     calls = {"role": "assistant", "tool_calls": [{"name": "f"}]}
     assert tokenizer(("default", template)).chat([TALK[2], calls]) == "Bye1"
@@ -412,15 +415,15 @@ def test_a_template_decides_what_a_message_of_null_or_of_calls_means():
         tokenizer(("default", "{{ 'a' + messages[1].content }}")).chat([TALK[2], null])
 
 
-def test_messages_inside_of_themselves_end():
+def test_cyclic_messages_are_refused():
     message: dict = {"role": "user"}
     message["content"] = [message]
     with pytest.raises(DataError, match="nested more than 64 deep"):
         tokenizer(("default", "")).chat([message])
 
 
-def test_without_jinja_one_line_says_what_to_install(monkeypatch):
+def test_missing_jinja_names_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.delitem(sys.modules, "transformer_jax.tokenizers.chat_template", raising=False)
-    with pytest.raises(DataError, match=r"needs jinja2.*pip install jinja2$"):
+    with pytest.raises(DataError, match=r"need jinja2.*pip install jinja2$"):
         tokenizer(("default", "")).chat(TALK)

@@ -1,4 +1,4 @@
-"""Tokenizers that the metadata of a GGUF file describes: their ids, and what is refused."""
+"""Tokenizers built from the metadata of a GGUF file: ids and invalid metadata."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""These patterns are those in tokenizer.json of Llama 3, Qwen 2, Phi 4 mini and Mistral NeMo."""
+"""Patterns from the tokenizer.json of Llama 3, Qwen 2, Phi 4 mini and Mistral NeMo."""
 CORPUS = [
     "The cat's on the mat; it'll sit there 2024 times, WON'T it?\n\nYes: they've said so.",
     "Ünïcödé na\u00efve caf\u00e9 数学 и русский текст 1234567 \t tabs   and spaces\r\n",
@@ -43,7 +43,7 @@ CORPUS = [
 
 
 def published(pre: str) -> Tokenizer:
-    """Train a tokenizer of the kind that the model of this name has."""
+    """Train a tokenizer with the pipeline of the model of this name."""
     whole = pre in ("llama-bpe", "tekken")
     library = Tokenizer(models.BPE(ignore_merges=whole))
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -65,7 +65,7 @@ def published(pre: str) -> Tokenizer:
         special_tokens=["<|endoftext|>", "<|im_end|>"], show_progress=False,
     )  # fmt: skip
     library.train_from_iterator(CORPUS, trainer)
-    content = json.loads(library.to_str())  # and a word that no merges lead to
+    content = json.loads(library.to_str())  # add a word that no merges produce
     content["model"]["vocab"]["zqzq"] = len(content["model"]["vocab"])
     library = Tokenizer.from_str(json.dumps(content))
     library.add_tokens([AddedToken("<tool>", normalized=False)])
@@ -76,11 +76,13 @@ def byte_level(pre: str) -> tuple[Tokenizer, dict[str, object]]:
     library = published(pre)
     metadata = byte_level_keys(library, pre, bos="<|endoftext|>", eos="<|im_end|>")
     kinds = "tokenizer.ggml.token_type"
-    return library, metadata | {kinds: np.array(metadata[kinds], np.int32)}  # as it is read
+    return library, metadata | {
+        kinds: np.array(metadata[kinds], np.int32)
+    }  # as the reader returns it
 
 
 def random_texts(seed: int, count: int) -> list[str]:
-    """Draw texts of words, digits, blanks, marks, letters of many kinds, and special tokens."""
+    """Draw texts of words, digits, spaces, punctuation, many scripts and special tokens."""
     rng = np.random.default_rng(seed)
     parts = [
         *" \n\t\r'.,;/([{#-", "  ", "   \n", "'s", "'LL", "'t", "cat", "The", "WON", "mat", "é",
@@ -91,21 +93,25 @@ def random_texts(seed: int, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "gpt-4o", "tekken"])
-def test_ids_are_those_of_the_published_tokenizer(pre):
+def test_ids_match_published_tokenizer(pre):
     library, metadata = byte_level(pre)
-    own = tokenizer_of_metadata(metadata, "m.gguf")
+    tokenizer = tokenizer_of_metadata(metadata, "m.gguf")
     texts = [*CORPUS[:3], *random_texts(0, 150)]
     for text in texts:
-        want = library.encode(text, add_special_tokens=False).ids
-        assert own.encode(text).tolist() == want, text
-        assert own.decode(want) == library.decode(want, skip_special_tokens=False), text
+        expected = library.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text).tolist() == expected, text
+        assert tokenizer.decode(expected) == library.decode(expected, skip_special_tokens=False), (
+            text
+        )
     first = [0] if pre in ("llama-bpe", "tekken") else []
-    assert own.encode("cat", special_tokens=True).tolist()[: len(first)] == first
-    assert len(own.encode("cat", special_tokens=True)) == len(own.encode("cat")) + len(first)
+    assert tokenizer.encode("cat", special_tokens=True).tolist()[: len(first)] == first
+    assert len(tokenizer.encode("cat", special_tokens=True)) == len(tokenizer.encode("cat")) + len(
+        first
+    )
 
 
 def pieces() -> dict[str, object]:
-    """SentencePiece's tokens: control, bytes, letters, and words whose scores were drawn."""
+    """Metadata of a SentencePiece model: control tokens, bytes, letters, words of random scores."""
     rng = np.random.default_rng(3)
     letters = [*"abcdet", "▁"]
     words = {"".join(rng.choice(letters, n)) for n in rng.integers(2, 6, 200)} | {"the", "▁the"}
@@ -127,7 +133,7 @@ def pieces() -> dict[str, object]:
 
 
 def merged(text: str, scores: dict[str, float]) -> list[str]:
-    """SentencePiece's rule: merge the neighbours that form the best token, the first of several."""
+    """SentencePiece's rule: merge the neighbors with the best joint token; ties go to the first."""
     parts = list(text)
     while True:
         best = None
@@ -161,78 +167,78 @@ def by_hand(text: str, metadata: dict[str, object], prefix: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["phi3", "Phi 3 Mini 4k Instruct", "Phi 3.5 Mini", None])
-def test_special_tokens_of_phi3_strip_a_space_whatever_the_model_is_called(name):
-    """In Phi-3's tokenizer.json all but <unk>, <s> and <|endoftext|> have `rstrip`."""
+def test_phi3_special_tokens_strip_space_for_any_model_name(name):
+    """In Phi-3's tokenizer.json, special tokens except <unk>, <s>, <|endoftext|> have `rstrip`."""
     metadata = pieces() | {"general.architecture": "phi3"}
     metadata |= {} if name is None else {"general.name": name}
-    own = tokenizer_of_metadata(metadata, "m.gguf")
-    turn, space = own.encode("<turn>")[0], own.encode(" ")
-    assert own.encode("<turn> \n<turn>").tolist() == [turn, turn]
-    assert own.encode("<s> <turn>").tolist() == [1, *space, turn]
+    tokenizer = tokenizer_of_metadata(metadata, "m.gguf")
+    turn, space = tokenizer.encode("<turn>")[0], tokenizer.encode(" ")
+    assert tokenizer.encode("<turn> \n<turn>").tolist() == [turn, turn]
+    assert tokenizer.encode("<s> <turn>").tolist() == [1, *space, turn]
     other = tokenizer_of_metadata(metadata | {"general.architecture": "llama"}, "m.gguf")
     assert other.encode("<turn> <turn>").tolist() == [turn, *space, turn]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", [True, False])
-def test_pieces_are_merged_by_their_scores(prefix):
+def test_pieces_are_merged_by_score(prefix):
     metadata = pieces() | {"tokenizer.ggml.add_space_prefix": prefix}
-    own = tokenizer_of_metadata(metadata, "m.gguf")
+    tokenizer = tokenizer_of_metadata(metadata, "m.gguf")
     rng = np.random.default_rng(0)
     parts = [*"aabbcdet ", "the", " the", "ab", "é", "🙂", "<turn>", "aa bb", "\n"]
     for _ in range(300):
         text = "".join(rng.choice(parts, rng.integers(1, 25)))
-        ids = own.encode(text).tolist()
+        ids = tokenizer.encode(text).tolist()
         assert ids == by_hand(text, metadata, prefix), text
         if "<turn>" not in text and "aa bb" not in text:
-            assert own.decode(ids) == text
-    assert own.encode("a", special_tokens=True).tolist()[0] == 1  # add_bos is true unless said
-    assert own.stop_ids == (2,)
+            assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("a", special_tokens=True).tolist()[0] == 1  # add_bos defaults to true
+    assert tokenizer.stop_ids == (2,)
 
 
-def test_roles_templates_and_ends_are_those_of_the_keys():
+def test_roles_templates_and_stop_ids_are_read_from_keys():
     _, metadata = byte_level("smollm")
     metadata |= {
         "tokenizer.chat_template": "usual", "tokenizer.chat_template.tool_use": "for tools",
         "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True,
         "tokenizer.ggml.padding_token_id": 0, "tokenizer.ggml.fim_pre_token_id": 7,
     }  # fmt: skip
-    own = tokenizer_of_metadata(metadata, "m.gguf")
-    assert own.special_ids == {"bos": 0, "eos": 1, "pad": 0}
-    assert dict(own.chat_templates) == {"default": "usual", "tool_use": "for tools"}
-    assert own.frame == ((0,), (1,))
-    assert own.stop_ids == (0, 1)  # both names are known to end a text
+    tokenizer = tokenizer_of_metadata(metadata, "m.gguf")
+    assert tokenizer.special_ids == {"bos": 0, "eos": 1, "pad": 0}
+    assert dict(tokenizer.chat_templates) == {"default": "usual", "tool_use": "for tools"}
+    assert tokenizer.frame == ((0,), (1,))
+    assert tokenizer.stop_ids == (0, 1)  # both are end tokens by name
     with_eot = tokenizer_of_metadata(metadata | {"tokenizer.ggml.eot_token_id": 260}, "m.gguf")
     assert with_eot.stop_ids == (0, 1, 260)
 
 
-def test_words_that_are_not_used_have_no_text():
+def test_unused_tokens_have_no_text():
     _, metadata = byte_level("smollm")
     count = len(metadata["tokenizer.ggml.tokens"])
     padded = metadata | {
         "tokenizer.ggml.tokens": [*metadata["tokenizer.ggml.tokens"], "[PAD]", "[PAD]"],
         "tokenizer.ggml.token_type": np.append(metadata["tokenizer.ggml.token_type"], [5, 5]),
     }
-    own = tokenizer_of_metadata(padded, "m.gguf")
-    assert own.vocab_size == count
-    assert count not in own.encode("[PAD]").tolist()
+    tokenizer = tokenizer_of_metadata(padded, "m.gguf")
+    assert tokenizer.vocab_size == count
+    assert count not in tokenizer.encode("[PAD]").tolist()
 
 
 WRONG = {
     "model": ("bert", "tokenizer.ggml.model is 'bert': must be 'gpt2' or 'llama'"),
     "pre": ("qwen9", "tokenizer.ggml.pre is 'qwen9': must be one of gpt-2"),
-    "tokens": (None, "tokenizer.ggml.tokens is missing: must be a list of texts"),
+    "tokens": (None, "tokenizer.ggml.tokens is missing: must be a list of strings"),
     "token_type": (np.ones(3, np.int32), r"token_type of 3: must be a list of \d+ numbers"),
-    "merges": (["a b", "zz qq"], "entry 1, 'zz qq', is not of two known tokens"),
+    "merges": (["a b", "zz qq"], "entry 1, 'zz qq', must be two known tokens"),
     "bos_token_id": (9999, r"bos_token_id is 9999: must be an id of the \d+ tokens"),
     "add_bos_token": (2, "add_bos_token is 2: must be true or false"),
     "add_space_prefix": (True, "add_space_prefix is True: must be false for 'gpt2'"),
-    "normalizer": ("x", "'tokenizer.ggml.normalizer': no such key is known"),
+    "normalizer": ("x", "'tokenizer.ggml.normalizer': unknown key"),
 }
 
 
 LISTS = {
-    "model": ([1, 2], "model of 2: must be a text"),
+    "model": ([1, 2], "model of 2: must be a string"),
     "pre": (["qwen2"], "tokenizer.ggml.pre of 1: must be one of gpt-2"),
     "add_bos_token": (np.array([True, False]), "add_bos_token of 2: must be true or false"),
     "eos_token_id": (np.array([1, 2]), r"eos_token_id of 2: must be an id of the \d+ tokens"),
@@ -240,7 +246,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize(("name", "wrong"), [*WRONG.items(), *LISTS.items()])
-def test_a_wrong_key_is_named(name, wrong):
+def test_invalid_key_is_named(name, wrong):
     _, metadata = byte_level("smollm")
     value, rule = wrong
     metadata[f"tokenizer.ggml.{name}"] = value
@@ -251,7 +257,7 @@ def test_a_wrong_key_is_named(name, wrong):
     assert str(error.value).startswith("m.gguf: ") and "\n" not in str(error.value)
 
 
-def test_two_tokens_of_one_text_and_pieces_without_scores_are_refused():
+def test_duplicate_tokens_missing_scores_and_invalid_template_are_refused():
     _, metadata = byte_level("smollm")
     metadata["tokenizer.ggml.tokens"][9] = metadata["tokenizer.ggml.tokens"][8]
     with pytest.raises(DataError, match="has ids 8 and 9"):
@@ -261,5 +267,5 @@ def test_two_tokens_of_one_text_and_pieces_without_scores_are_refused():
     with pytest.raises(DataError, match="scores is missing: must be a list"):
         tokenizer_of_metadata(metadata, "m.gguf")
     metadata = pieces() | {"tokenizer.chat_template": 3}
-    with pytest.raises(DataError, match=r"chat_template' is 3: must be a text"):
+    with pytest.raises(DataError, match=r"chat_template' is 3: must be a string"):
         tokenizer_of_metadata(metadata, "m.gguf")

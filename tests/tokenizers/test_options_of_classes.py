@@ -1,10 +1,10 @@
-"""The options of a published tokenizer's class change the library's JSON as transformers does."""
+"""Options of tokenizer classes change the library's JSON as in transformers."""
 
 from __future__ import annotations
 
 import pytest
 
-from transformer_jax.tokenizers.classes import class_name, overruled
+from transformer_jax.tokenizers.classes import apply_options, class_name
 
 LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 META = {
@@ -15,7 +15,7 @@ BERT = {"type": "BertNormalizer", "lowercase": False, "strip_accents": None, "cl
 OTHER, STRIP = {"type": "NFC"}, {"type": "Strip", "strip_left": True}
 
 
-def several(key, *steps):
+def sequence(key, *steps):
     return {"type": "Sequence", key: list(steps)}
 
 
@@ -25,61 +25,61 @@ def names(*kinds):
 
 QUOTES = [{"type": "Replace", "n": n} for n in range(2)]
 ALBERT = dict(keep_accents=False, do_lower_case=True)
-BEFORE_ALBERT = several(
+BEFORE_ALBERT = sequence(
     "normalizers", *QUOTES, *names("NFKD", "Lowercase", "StripAccents", "Other")
 )
 
 
 @pytest.mark.parametrize(
-    ("place", "part", "options", "wanted"),
+    ("place", "part", "options", "expected"),
     [
         ("pre_tokenizer", LEVEL, dict(add_prefix_space=True), LEVEL | {"add_prefix_space": True}),
         ("pre_tokenizer", LEVEL, dict(), LEVEL),
-        ("pre_tokenizer", several("pretokenizers", OTHER, LEVEL), dict(add_prefix_space=True),
-         several("pretokenizers", OTHER, LEVEL | {"add_prefix_space": True})),
+        ("pre_tokenizer", sequence("pretokenizers", OTHER, LEVEL), dict(add_prefix_space=True),
+         sequence("pretokenizers", OTHER, LEVEL | {"add_prefix_space": True})),
         ("pre_tokenizer", META, dict(add_prefix_space=True),
          {"type": "Metaspace", "replacement": "x", "prepend_scheme": "always"}),
         ("decoder", META, dict(add_prefix_space=False),
          {"type": "Metaspace", "replacement": "x", "prepend_scheme": "never"}),
         ("decoder", META, dict(do_lower_case=True), META),
-        ("normalizer", several("normalizers", {"type": "Prepend"}, OTHER),
-         dict(add_prefix_space=False), several("normalizers", OTHER)),
-        ("normalizer", several("normalizers", {"type": "Prepend"}, OTHER),
-         dict(add_prefix_space=True), several("normalizers", {"type": "Prepend"}, OTHER)),
+        ("normalizer", sequence("normalizers", {"type": "Prepend"}, OTHER),
+         dict(add_prefix_space=False), sequence("normalizers", OTHER)),
+        ("normalizer", sequence("normalizers", {"type": "Prepend"}, OTHER),
+         dict(add_prefix_space=True), sequence("normalizers", {"type": "Prepend"}, OTHER)),
         ("normalizer", {"type": "Prepend"}, dict(add_prefix_space=False), None),
-        ("decoder", several("decoders", OTHER, {"type": "Strip", "content": " "}),
-         dict(add_prefix_space=False), several("decoders", OTHER)),
-        ("normalizer", several("normalizers", STRIP), dict(add_prefix_space=False),
-         several("normalizers", STRIP)),
+        ("decoder", sequence("decoders", OTHER, {"type": "Strip", "content": " "}),
+         dict(add_prefix_space=False), sequence("decoders", OTHER)),
+        ("normalizer", sequence("normalizers", STRIP), dict(add_prefix_space=False),
+         sequence("normalizers", STRIP)),
         ("normalizer", BERT,
          dict(tokenize_chinese_chars=True, strip_accents=False, do_lower_case=True),
          BERT | dict(lowercase=True, strip_accents=False, handle_chinese_chars=True)),
         ("normalizer", BERT, dict(do_lower_case=True), BERT),
         ("normalizer", BEFORE_ALBERT, ALBERT,
-         several("normalizers", *QUOTES, *names("NFKD", "StripAccents", "Lowercase", "Other"))),
+         sequence("normalizers", *QUOTES, *names("NFKD", "StripAccents", "Lowercase", "Other"))),
         ("normalizer", BEFORE_ALBERT, ALBERT | dict(keep_accents=True),
-         several("normalizers", *QUOTES, *names("Lowercase", "Other"))),
+         sequence("normalizers", *QUOTES, *names("Lowercase", "Other"))),
         ("normalizer", BEFORE_ALBERT, ALBERT | dict(do_lower_case=False),
-         several("normalizers", *QUOTES, *names("NFKD", "StripAccents", "Other"))),
-        ("normalizer", several("normalizers", QUOTES[0], OTHER, QUOTES[1]), ALBERT,
-         several("normalizers", QUOTES[0], *names("NFKD", "StripAccents", "Lowercase"), OTHER,
+         sequence("normalizers", *QUOTES, *names("NFKD", "StripAccents", "Other"))),
+        ("normalizer", sequence("normalizers", QUOTES[0], OTHER, QUOTES[1]), ALBERT,
+         sequence("normalizers", QUOTES[0], *names("NFKD", "StripAccents", "Lowercase"), OTHER,
                  QUOTES[1])),
         ("normalizer", BEFORE_ALBERT, dict(do_lower_case=True), BEFORE_ALBERT),
         ("normalizer", None, ALBERT, None),
     ],
 )  # fmt: skip
-def test_options_change_their_own_parts_alone(place, part, options, wanted):
+def test_options_change_only_their_own_parts(place, part, options, expected):
     definition = {"normalizer": None, "pre_tokenizer": None, "decoder": None, "model": {"a": 1}}
-    found = overruled(definition | {place: part}, options)
-    assert found == definition | {place: wanted}
+    found = apply_options(definition | {place: part}, options)
+    assert found == definition | {place: expected}
 
 
-def test_the_class_is_what_the_folder_names_unless_its_model_stands():
+def test_class_is_read_from_folder_unless_model_type_overrides_it():
     fast = {"tokenizer_class": "GPT2TokenizerFast"}
     assert class_name(fast, {}) == ("GPT2", "tokenizer_class is 'GPT2TokenizerFast'")
     assert class_name({}, {"tokenizer_class": "T5Tokenizer"})[0] == "T5"
     assert class_name(fast, {"tokenizer_class": "T5Tokenizer"})[0] == "GPT2"
-    name, said = class_name(fast, {"model_type": "qwen2"})
-    assert name != "GPT2" and said == "model_type is 'qwen2'"
+    name, source = class_name(fast, {"model_type": "qwen2"})
+    assert name != "GPT2" and source == "model_type is 'qwen2'"
     assert class_name({}, {}) == ("", "") == class_name({"tokenizer_class": 3}, {"model_type": []})
     assert class_name({}, {"model_type": "gpt2"})[1] == "model_type is 'gpt2'"

@@ -1,4 +1,4 @@
-"""The pieces of a text as they are shown: ids, texts, marks, and the merges of a BPE."""
+"""The tokens of a text for display: ids, strings, labels, and the merges of a BPE."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BPE = trained.BPETokenizer.train(TEXT, 283)
 
 
 def sentence_piece() -> PretrainedTokenizer:
-    """A BPE as Llama's: spaces are letters, and an unknown letter is its bytes."""
+    """Return a BPE like Llama's: spaces are letters, and unknown letters become bytes."""
     from tokenizers import Tokenizer, models, normalizers
 
     letters = [*"\u2581unhapyes", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -44,13 +44,13 @@ def sentence_piece() -> PretrainedTokenizer:
     ],
     ids=["trained", "special", "published", "sentence piece"],
 )
-def test_each_merge_joins_the_neighbours_that_were_learnt_first(tokenizer, text):
-    own = getattr(tokenizer, "base", tokenizer)
+def test_each_step_applies_the_first_learned_merge(tokenizer, text):
+    base = getattr(tokenizer, "base", tokenizer)
     merges = [
         tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
-        for merge in json.loads(own.definition)["model"]["merges"]
+        for merge in json.loads(base.definition)["model"]["merges"]
     ]
-    spell = own._library.id_to_token
+    spell = base._library.id_to_token
     words = merge_steps(tokenizer, text)
     assert [i for word in words for i in word[-1]] == tokenizer.encode(text).tolist()
     assert max(map(len, words)) > 3
@@ -61,17 +61,17 @@ def test_each_merge_joins_the_neighbours_that_were_learnt_first(tokenizer, text)
                 merges.index(pair) if pair in merges else len(merges)
                 for pair in itertools.pairwise(row)
             ]
-            at = int(np.argmin(ranks))  # the first one of those that are least
+            at = int(np.argmin(ranks))  # argmin returns the first minimum
             assert ranks[at] < len(merges)
             joined = [*row[:at], row[at] + row[at + 1], *row[at + 2 :]]
             assert [spell(i) for i in after] == joined
         last = [spell(i) for i in word[-1]]
         assert not any(pair in merges for pair in itertools.pairwise(last))
-        if own is BPE:
-            assert all(len(own.to_bytes([i])) == 1 for i in word[0])
+        if base is BPE:
+            assert all(len(base.to_bytes([i])) == 1 for i in word[0])
 
 
-def test_a_word_of_the_vocabulary_may_need_no_merge():
+def test_word_in_vocabulary_may_need_no_merge():
     content = json.loads(BPE.definition)
     content["model"]["ignore_merges"] = True
     (word,) = merge_steps(PretrainedTokenizer(json.dumps(content)), " happy")
@@ -83,7 +83,7 @@ def test_a_word_of_the_vocabulary_may_need_no_merge():
     [trained.CharTokenizer.train(TEXT), trained.ByteTokenizer(), trained.WordTokenizer.train(TEXT)],
     ids=lambda one: repr(one)[:4],
 )
-def test_what_has_no_merges_shows_none(tokenizer):
+def test_tokenizers_without_merges_have_no_merge_steps(tokenizer):
     assert merge_steps(tokenizer, "happy") == []
     found = pieces(tokenizer, "happy un")
     assert [i for i, _ in found] == tokenizer.encode("happy un").tolist()
@@ -91,14 +91,14 @@ def test_what_has_no_merges_shows_none(tokenizer):
     assert whole([text for _, text in found]) == "happy un"
 
 
-def test_pieces_have_what_stands_around_a_text_and_what_is_part_of_a_letter():
+def test_pieces_include_added_tokens_and_partial_characters():
     assert pieces(trained.ByteTokenizer(), "é") == [(0xC3, "\\xc3"), (0xA9, "\\xa9")]
     assert pieces(trained.WordTokenizer(("to",)), "to zz\nto") == [
         (2, "to"), (0, "<unk>"), (1, "\n"), (2, "to"),
     ]  # fmt: skip
     content = json.loads(BPE.definition)
-    beside = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    content["added_tokens"] = [dict(id=BPE.vocab_size, content="<s>", **beside)]
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    content["added_tokens"] = [dict(id=BPE.vocab_size, content="<s>", **flags)]
     content["decoder"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     content["post_processor"] = {
         "type": "TemplateProcessing",
@@ -110,7 +110,7 @@ def test_pieces_have_what_stands_around_a_text_and_what_is_part_of_a_letter():
     found = pieces(PretrainedTokenizer(json.dumps(content), (("bos", "<s>"),)), "un<s>")
     assert found[0] == (BPE.vocab_size, "<s>")
     assert "".join(text for _, text in found[1:]) == "un<s>"
-    assert BPE.vocab_size not in [i for i, _ in found[1:]]  # what is spelled out is text
+    assert BPE.vocab_size not in [i for i, _ in found[1:]]  # the spelled-out <s> is ordinary text
 
 
 @pytest.mark.parametrize(
@@ -118,5 +118,5 @@ def test_pieces_have_what_stands_around_a_text_and_what_is_part_of_a_letter():
     [(" am", "␣am"), ("\n", "\\n"), ("", "''"), ("\xa0", "\\xa0"), ("\u0301", "\\u0301"),
      ("e\u0301", "e\u0301"), ("\ud800", "\\ud800"), ("\u200b", "\\u200b"), ("мир", "мир")],
 )  # fmt: skip
-def test_a_label_can_be_seen(text, label):
+def test_labels_are_visible(text, label):
     assert marked(text) == label

@@ -1,4 +1,4 @@
-"""Published tokenizers: small ones written out here, GPT-2's own where its files are at hand.
+"""Published tokenizers: small ones defined here, and GPT-2's own if its files are available.
 
 TRANSFORMER_JAX_GPT2 names a folder with GPT-2's encoder.json and vocab.bpe.
 """
@@ -41,7 +41,7 @@ def gpt2_vocabulary() -> dict[str, int]:
 
 
 def write(folder: Path, **files) -> Path:
-    """`tokenizer_json={...}` is the file tokenizer.json."""
+    """Write files to a folder; `tokenizer_json={...}` becomes the file tokenizer.json."""
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         stem, _, end = name.rpartition("_")
@@ -65,7 +65,7 @@ def published() -> PretrainedTokenizer:
 
 
 def strings(count: int, seed: int = 7) -> list[str]:
-    """Of every script, of control characters, emoji, unassigned code points, and surrogates."""
+    """Draw strings of all scripts, control characters, emoji, unassigned points, surrogates."""
     rng = random.Random(seed)
     ranges = [
         (0, 128), (32, 127), (32, 127), (0x80, 0x250), (0x300, 0x370), (0x5D0, 0x700),
@@ -84,7 +84,7 @@ def strings(count: int, seed: int = 7) -> list[str]:
     return out
 
 
-def check_comes_back(tokenizer, texts):
+def check_round_trip(tokenizer, texts):
     surrogates = 0
     for text in texts:
         try:
@@ -101,8 +101,8 @@ def check_comes_back(tokenizer, texts):
     assert 0 < surrogates < len(texts) / 4
 
 
-def plain_bpe(text: str) -> list[str]:
-    """GPT-2's algorithm as its paper has it, for ASCII: cut, then merge the first pair there is."""
+def reference_bpe(text: str) -> list[str]:
+    """GPT-2's algorithm from its paper, for ASCII: split, then merge the pair of lowest rank."""
     out: list[str] = []
     ranks = {tuple(merge.split(" ")): n for n, merge in enumerate(MERGES)}
     cut = r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
@@ -120,35 +120,37 @@ def plain_bpe(text: str) -> list[str]:
 
 
 class TestGPT2:
-    def test_any_text_comes_back_byte_for_byte(self, gpt2):
-        check_comes_back(gpt2, strings(2000))
+    def test_round_trip_preserves_every_byte(self, gpt2):
+        check_round_trip(gpt2, strings(2000))
 
-    def test_ids_are_those_of_the_plain_algorithm(self, gpt2):
+    def test_ids_match_reference_algorithm(self, gpt2):
         vocabulary, rng = gpt2_vocabulary(), random.Random(3)
         for _ in range(300):
             text = "".join(rng.choice("helo wrdt  \n's1!") for _ in range(rng.randrange(60)))
-            assert gpt2.encode(text).tolist() == [vocabulary[t] for t in plain_bpe(text)]
+            assert gpt2.encode(text).tolist() == [vocabulary[t] for t in reference_bpe(text)]
         assert len(gpt2.encode("hello world, the hello")) == 8
 
-    def test_the_end_of_text_has_every_role_it_has_there(self, gpt2):
+    def test_end_of_text_has_the_roles_bos_eos_and_unk(self, gpt2):
         assert gpt2.vocab_size == 256 + len(MERGES) + 1
         assert gpt2.special_ids == {"bos": 268, "eos": 268, "unk": 268}
         assert gpt2.stop_ids == (268,)
 
-    def test_a_special_token_in_a_text(self, gpt2):
+    def test_special_token_in_text_is_parsed_read_as_text_or_refused(self, gpt2):
         text = f"a{END}b"
         assert gpt2.encode(text).tolist() == [97, 268, 98]
         verbatim = gpt2.encode(text, written="text")
         assert 268 not in verbatim
         assert gpt2.to_bytes(verbatim) == gpt2.to_bytes(gpt2.encode(text)) == text.encode()
-        with pytest.raises(DataError, match=r"the text: holds '<\|endoftext\|>', which is a token"):
+        with pytest.raises(
+            DataError, match=r"the text: contains '<\|endoftext\|>', which is a reserved token"
+        ):
             gpt2.encode(text, written="refuse")
         assert gpt2.encode("a<b", written="refuse").tolist() == [97, 60, 98]
         with pytest.raises(DataError, match="written is 'ignore'"):
             gpt2.encode(text, written="ignore")
         assert gpt2.decode([97, 268, 98], skip_special_tokens=True) == "ab"
 
-    def test_it_completes_a_text_as_others_do(self, gpt2):
+    def test_pieces_stream_whole_characters(self, gpt2):
         text = "é\U0001f469 hello"
         assert "".join(pieces(gpt2, gpt2.encode(text).tolist())) == text
         assert "".join(pieces(gpt2, gpt2.encode(text).tolist(), "hel")) == "é\U0001f469 "
@@ -160,7 +162,7 @@ class TestGPT2:
                 with pytest.raises(DataError, match=f"id is {i}: must be at least 0 and below 269"):
                     use([97, i])
 
-    def test_a_run_folder_keeps_it(self, gpt2, tmp_path):
+    def test_run_folder_round_trip(self, gpt2, tmp_path):
         folder = RunFolder(tmp_path / "run")
         folder.path.mkdir()
         full = replace(gpt2, add_special_tokens=True, chat_templates=(("default", "{{ 1 }}"),))
@@ -185,10 +187,10 @@ class TestGPT2:
 
 
 class TestGPT2sOwn:
-    def test_any_text_comes_back_byte_for_byte(self, published):
-        check_comes_back(published, strings(2000))
+    def test_round_trip_preserves_every_byte(self, published):
+        check_round_trip(published, strings(2000))
 
-    def test_a_megabyte_without_a_space_comes_back(self, published):
+    def test_megabyte_without_spaces_round_trips(self, published):
         text = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=10**6))
         assert published.to_bytes(published.encode(text)) == text.encode()
 
@@ -197,7 +199,7 @@ class TestGPT2sOwn:
         assert published.encode("Hello world").tolist() == [15496, 995]
         assert published.encode(" Hello world").tolist() == [18435, 995]
 
-    def test_ids_are_those_of_transformers(self, published):
+    def test_ids_match_transformers(self, published):
         transformers = pytest.importorskip("transformers")
         folder = Path(os.environ["TRANSFORMER_JAX_GPT2"])
         rules = [tuple(m.split(" ")) for m in (folder / "vocab.bpe").read_text().split("\n")[1:-1]]
@@ -217,7 +219,7 @@ class TestGPT2sOwn:
 
 
 def llama(byte_fallback=True, **model) -> dict:
-    """Llama 2's layout: a mark for spaces, one in front, and bytes for what it does not know."""
+    """Llama 2's layout: a mark for each space, one added at the start, and byte fallback."""
     words = ["▁", "h", "e", "l", "o", "▁h", "▁he", "ll", "▁hell", "▁hello", "w", "▁w", "é"]
     merges = ["▁ h", "▁h e", "l l", "▁he ll", "▁hell o", "▁ w"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
@@ -249,7 +251,7 @@ def llama(byte_fallback=True, **model) -> dict:
 
 
 def t5() -> dict:
-    """T5's layout: a Unigram over marked words, and </s> after."""
+    """T5's layout: a Unigram model over marked words, and </s> at the end."""
     scores = {"<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0, "▁": -2.0, "▁the": -3.0, "▁do": -3.1}
     scores |= {letter: -5.0 for letter in "abcdefghijklmnopqrstuvwxyz,.!"}
     library = Library(models.Unigram(list(scores.items()), unk_id=2, byte_fallback=False))
@@ -271,7 +273,7 @@ class TestSentencePiece:
         files = dict(tokenizer_json=llama(), tokenizer_config_json=config)
         return load_tokenizer_folder(write(tmp_path / "llama", **files))
 
-    def test_any_text_comes_back(self, tokenizer):
+    def test_text_round_trips(self, tokenizer):
         for text in strings(300):
             if not any(0xD800 <= ord(c) < 0xE000 or c == "▁" for c in text):
                 ids = tokenizer.encode(text)
@@ -279,7 +281,7 @@ class TestSentencePiece:
                 if text:
                     assert tokenizer.to_bytes(ids) == b" " + text.encode()
 
-    def test_bytes_of_a_character_come_one_at_a_time(self, tokenizer):
+    def test_byte_tokens_of_a_character_are_separate(self, tokenizer):
         ids = tokenizer.encode("hello\U0001f469")
         assert [tokenizer.to_bytes([i]) for i in ids] == [
             b" hello", b"\xf0", b"\x9f", b"\x91", b"\xa9",
@@ -290,11 +292,11 @@ class TestSentencePiece:
         assert tokenizer.special_ids == {"bos": 1, "eos": 2, "unk": 0}
         plain = tokenizer.encode("hello").tolist()
         assert tokenizer.encode("hello", special_tokens=True).tolist() == [1, *plain]
-        asking = replace(tokenizer, add_special_tokens=True)
-        assert read_prompt(asking, "hello").tolist() == [1, *plain]
-        assert asking.encode("hello", special_tokens=False).tolist() == plain
+        adding = replace(tokenizer, add_special_tokens=True)
+        assert read_prompt(adding, "hello").tolist() == [1, *plain]
+        assert adding.encode("hello", special_tokens=False).tolist() == plain
 
-    def test_the_ends_of_tokenizer_json_stand_whatever_the_config_would_add(self, tmp_path):
+    def test_tokenizer_json_overrides_add_bos_and_eos_of_config(self, tmp_path):
         for bos, eos in ((True, True), (False, None), (None, True), (None, False)):
             config = dict(bos_token="<s>", eos_token="</s>", add_bos_token=bos, add_eos_token=eos)
             files = dict(tokenizer_json=llama(), tokenizer_config_json=config)
@@ -302,7 +304,7 @@ class TestSentencePiece:
             ids = tokenizer.encode("hello", special_tokens=True).tolist()
             assert [i for i in ids if i < 3] == [1]
 
-    def test_without_it_add_bos_token_and_add_eos_token_say_what_is_added(self, tmp_path):
+    def test_config_sets_bos_and_eos_without_tokenizer_json(self, tmp_path):
         for bos, eos, expected in ((True, True, "12"), (False, None, ""), (None, True, "2")):
             config = dict(bos_token=MERGES[0].replace(" ", ""), eos_token=END)
             config |= dict(add_bos_token=bos, add_eos_token=eos)
@@ -321,10 +323,10 @@ class TestSentencePiece:
         assert ids[-1] == 1 and tokenizer.stop_ids == (1,)
         assert tokenizer.decode(ids[:-1]) == "the do, abc"
         assert tokenizer.to_bytes(ids[:2]) == b" the do"
-        unknown = tokenizer.encode("a\u4e00", written="refuse")  # unknown is not injected
+        unknown = tokenizer.encode("a\u4e00", written="refuse")  # <unk> is not a reserved token
         assert unknown[-1] == 2
 
-    def test_whole_texts_are_those_of_the_library(self, tmp_path):
+    def test_decode_matches_library(self, tmp_path):
         rng = random.Random(5)
         for n, content in enumerate((llama(), t5())):
             tokenizer = load_tokenizer_folder(write(tmp_path / str(n), tokenizer_json=content))
@@ -340,7 +342,7 @@ class TestWordPiece:
     def tokenizer(self, tmp_path):
         return load_tokenizer_folder(write(tmp_path / "bert", vocab_txt="\n".join(BERT) + "\n"))
 
-    def test_words_are_lowered_cut_and_put_together(self, tokenizer):
+    def test_words_are_lowercased_split_and_rejoined(self, tokenizer):
         ids = tokenizer.encode("The Cats, résumé unwanted. ☃", special_tokens=True)
         expected = ["[CLS]", "the", "cat", "##s", ",", "resume", "un", "##want", "##ed", ".",
                     "[UNK]", "[SEP]"]  # fmt: skip
@@ -354,13 +356,13 @@ class TestWordPiece:
         tokenizer = load_tokenizer_folder(write(tmp_path / "cased", **files))
         assert tokenizer.encode("Cat cat Dog").tolist() == [len(BERT), 6, 1]
 
-    def test_whole_texts_are_those_of_the_library(self, tokenizer):
+    def test_decode_matches_library(self, tokenizer):
         library, rng = Library.from_str(tokenizer.definition), random.Random(2)
         for n in range(300):
             ids, skip = rng.choices(range(len(BERT)), k=7), dict(skip_special_tokens=n % 2 == 0)
             assert tokenizer.decode(ids, **skip) == library.decode(ids, **skip)
 
-    def test_ids_are_those_of_transformers(self, tokenizer, tmp_path):
+    def test_ids_match_transformers(self, tokenizer, tmp_path):
         transformers = pytest.importorskip("transformers")
         other = transformers.BertTokenizer(vocab={word: i for i, word in enumerate(BERT)})
         for text in ("The Cats, résumé unwanted. ☃", "un[MASK]wanted", "don't. 中not"):
@@ -385,53 +387,55 @@ class TestFolder:
             special_tokens_map_json=dict(bos_token="<s>", eos_token="<unk>", pad_token="[P]"),
             generation_config_json=dict(eos_token_id=[2, 5]),
         )
-        tokenizer = load_tokenizer_folder(folder)  # an older folder: its map comes first
+        tokenizer = load_tokenizer_folder(folder)  # an older folder, in which the map has priority
         assert tokenizer.special_ids == {"bos": 1, "eos": 0, "pad": 272}
         newer = dict(eos_token="</s>", added_tokens_decoder={"1": dict(content="<s>")})
         tokenizer = load_tokenizer_folder(write(folder, tokenizer_config_json=newer))
         assert tokenizer.special_ids == {"bos": 1, "eos": 2, "pad": 272}
         assert tokenizer.stop_ids == (2, 5)
         assert tokenizer.decode([272, 1], skip_special_tokens=True) == ""
-        assert len(tokenizer.encode("hello hello hello")) > 1  # nothing is truncated
+        assert (
+            len(tokenizer.encode("hello hello hello")) > 1
+        )  # the truncation of the file is ignored
 
-    def test_what_the_class_takes_from_the_config_overrules_tokenizer_json(self, tmp_path, gpt2):
-        """BERT's normaliser, the space in front of a byte-level text; other classes take none."""
+    def test_class_options_in_config_override_tokenizer_json(self, tmp_path, gpt2):
+        """BERT's normalizer and the space before byte-level text; other classes ignore them."""
         bert = load_tokenizer_folder(write(tmp_path / "b", vocab_txt="\n".join(BERT) + "\n"))
-        for said, kind, ids in (
+        for options, kind, ids in (
             (dict(do_lower_case=False), "BertTokenizer", [1]),
             (dict(strip_accents=False), "BertTokenizerFast", [1]),
             (dict(do_lower_case=True), "BertTokenizer", [17]),
             (dict(do_lower_case=False), "PreTrainedTokenizerFast", [17]),
         ):
-            config = said | dict(tokenizer_class=kind)
+            config = options | dict(tokenizer_class=kind)
             files = dict(tokenizer_json=bert.definition, tokenizer_config_json=config)
             found = load_tokenizer_folder(write(tmp_path / "bert", **files))
-            assert found.encode("Résumé").tolist() == ids, (said, kind)
-        for said, kind, spaced in (
+            assert found.encode("Résumé").tolist() == ids, (options, kind)
+        for options, kind, spaced in (
             (dict(add_prefix_space=True), "GPT2TokenizerFast", True),
             (dict(add_prefix_space=False), "GPT2Tokenizer", False),
             (dict(add_prefix_space=True), "PreTrainedTokenizerFast", False),
         ):
-            config = said | dict(tokenizer_class=kind)
+            config = options | dict(tokenizer_class=kind)
             files = dict(tokenizer_json=gpt2.definition, tokenizer_config_json=config)
             found = load_tokenizer_folder(write(tmp_path / "gpt", **files))
-            want = gpt2.encode(" hello" if spaced else "hello").tolist()
-            assert found.encode("hello").tolist() == want, (said, kind)
+            expected = gpt2.encode(" hello" if spaced else "hello").tolist()
+            assert found.encode("hello").tolist() == expected, (options, kind)
         definition = json.loads(gpt2.definition)
         two = [dict(type="Digits", individual_digits=True), definition["pre_tokenizer"]]
         definition["pre_tokenizer"] = dict(type="Sequence", pretokenizers=two)
-        said = dict(add_prefix_space=True, tokenizer_class="Qwen2Tokenizer")
-        files = dict(tokenizer_json=definition, tokenizer_config_json=said)
+        options = dict(add_prefix_space=True, tokenizer_class="Qwen2Tokenizer")
+        files = dict(tokenizer_json=definition, tokenizer_config_json=options)
         found = load_tokenizer_folder(write(tmp_path / "qwen", **files))
         assert found.encode("hello").tolist() == gpt2.encode(" hello").tolist()
 
-    def test_a_wish_to_split_special_tokens_is_refused_by_name(self, tmp_path):
+    def test_split_special_tokens_is_refused(self, tmp_path):
         files = gpt2_files() | dict(tokenizer_config_json=dict(split_special_tokens=True))
         with pytest.raises(DataError, match=r"split_special_tokens is true: must be false: encode"):
             load_tokenizer_folder(write(tmp_path / "x", **files))
 
-    def test_templates_call_more_tokens_by_their_names(self, tmp_path):
-        """A run's folder keeps the names; a token that is no special one stays so."""
+    def test_templates_can_use_named_tokens(self, tmp_path):
+        """Run folders keep the names, and the flags of the token do not change."""
         tool = dict(id=269, content="<tool>") | dict.fromkeys(
             ("single_word", "lstrip", "rstrip", "normalized", "special"), False
         )
@@ -442,21 +446,23 @@ class TestFolder:
         )  # fmt: skip
         folder = write(tmp_path / "x", **gpt2_files(), tokenizer_config_json=config)
         tokenizer = load_tokenizer_folder(folder)
-        said = f"<tool>|<tool>|{END}|"
-        assert tokenizer.chat([dict(role="user", content="a")]) == said
+        expected = f"<tool>|<tool>|{END}|"
+        assert tokenizer.chat([dict(role="user", content="a")]) == expected
         assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
         assert tokenizer.decode([97, 269, 98], skip_special_tokens=True) == "a<tool>b"
-        with pytest.raises(DataError, match="continue_final_message: transformers takes it"):
+        with pytest.raises(
+            DataError, match="continue_final_message: is an argument of transformers"
+        ):
             tokenizer.chat([dict(role="user", content="a")], continue_final_message=True)
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T{{ tools|length }}")
         more = load_tokenizer_folder(folder)
         assert more.chat([dict(role="user", content="a")], tools=[{}]) == "T1"
-        assert more.chat([dict(role="user", content="a")]) == said
+        assert more.chat([dict(role="user", content="a")]) == expected
         (folder / "chat_template.jinja").write_text("")
         assert load_tokenizer_folder(folder).chat([dict(role="user", content="a")]) == ""
 
-    def test_tokens_that_were_added_beside_the_vocabulary(self, tmp_path):
+    def test_tokens_of_added_tokens_json(self, tmp_path):
         folder = write(
             tmp_path / "added",
             vocab_json=gpt2_vocabulary(),
@@ -467,10 +473,10 @@ class TestFolder:
         tokenizer = load_tokenizer_folder(folder)
         assert tokenizer.vocab_size == 271
         assert tokenizer.special_ids["pad"] == 269
-        said = r"the prompt (begins|ends) with the padding token 269"
+        message = r"the prompt (begins|ends) with the padding token 269"
         for text in ("[PAD][PAD]a", "a[PAD]"):
             ids = tokenizer.encode(text)
-            with pytest.raises(DataError, match=said):
+            with pytest.raises(DataError, match=message):
                 check_unpadded(tokenizer, ids, "the prompt")
             check_unpadded(replace(tokenizer, stop_ids=(269,)), ids, "the prompt")
             for around in ((269,), ()), ((), (269,)):
@@ -482,15 +488,15 @@ class TestFolder:
         assert tokenizer.to_bytes([97, 270, 269]) == b"a<tool>[PAD]"
         assert tokenizer.encode("<tool>[PAD]", written="text")[0] == 270  # added, not special
 
-    def test_an_added_token_stands_for_its_own_text(self, tmp_path):
-        """U+00E9 is how byte-level files spell the byte 0xE9."""
+    def test_added_token_decodes_to_its_own_text(self, tmp_path):
+        """Byte-level files use U+00E9 for the byte 0xE9."""
         files = dict(vocab_json=gpt2_vocabulary(), merges_txt="\n".join(MERGES))
         folder = write(tmp_path / "e", **files, added_tokens_json={"<é ▁>": 269, "éé": 270})
         tokenizer = load_tokenizer_folder(folder)
         assert tokenizer.encode("<é ▁>éé").tolist() == [269, 270]
         assert tokenizer.to_bytes([269, 270]) == "<é ▁>éé".encode()
 
-    def test_an_id_without_a_token_is_an_empty_piece(self, tmp_path):
+    def test_id_without_token_decodes_to_nothing(self, tmp_path):
         content = llama()
         content["model"]["vocab"]["zz"] = 300
         tokenizer = load_tokenizer_folder(write(tmp_path / "hole", tokenizer_json=content))
@@ -498,17 +504,17 @@ class TestFolder:
         assert tokenizer.to_bytes([280, 300, 299]) == b"zz"
         assert tokenizer.decode([280, 300]) == "zz"
 
-    def test_a_byte_that_has_no_token_is_named(self, tmp_path):
+    def test_byte_without_token_is_named(self, tmp_path):
         library = Library(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = decoders.ByteLevel()
         folder = write(tmp_path / "few", tokenizer_json=library.to_str())
         tokenizer = load_tokenizer_folder(folder)
         assert tokenizer.encode("abba").tolist() == [0, 1, 1, 0]
-        with pytest.raises(DataError, match="the byte 0x63, for which there is no token"):
+        with pytest.raises(DataError, match="the byte 0x63, which has no token"):
             tokenizer.encode("abc")
 
-    def test_roberta_s_text_stands_between_its_ends(self, tmp_path):
+    def test_roberta_adds_bos_and_eos(self, tmp_path):
         vocabulary = {t: i for i, t in enumerate(["<s>", "</s>", "<unk>", *gpt2_vocabulary()])}
         config = dict(tokenizer_class="RobertaTokenizerFast")
         files = dict(vocab_json=vocabulary, merges_txt="\n".join(MERGES))
@@ -518,7 +524,7 @@ class TestFolder:
         assert tokenizer.encode("a", special_tokens=True).tolist() == [0, 100, 1]
         assert tokenizer.special_ids["cls"] == 0
 
-    def test_a_link_into_the_cache_it_lies_in_is_followed(self, tmp_path):
+    def test_link_within_its_hub_cache_is_followed(self, tmp_path):
         cache = tmp_path / "models--a--b"
         blobs, folder = cache / "blobs", cache / "snapshots" / "abc"
         folder.mkdir(parents=True)
@@ -551,7 +557,7 @@ BEYOND = dict(id=999, content="<x>", single_word=False, lstrip=False, rstrip=Fal
               normalized=False, special=True)  # fmt: skip
 DOUBLE = dict(type="Replace", pattern={"String": "a"}, content="aa")
 HOSTILE = {
-    "nothing": ({}, r"no tokenizer here"),
+    "nothing": ({}, r"no tokenizer found"),
     "not JSON": (dict(tokenizer_json="{"), r"tokenizer.json: not JSON"),
     "not UTF-8": (dict(tokenizer_json=b"\xff{}"), r"tokenizer.json: not JSON \('utf-8' codec"),
     "nested": (dict(tokenizer_json='{"a":' + "[" * 100_000), "tokenizer.json: nested deeper"),
@@ -561,28 +567,28 @@ HOSTILE = {
     "NaN": (dict(tokenizer_json='{"a": NaN}'), "tokenizer.json: 'NaN' is not a finite number"),
     "an added id beyond": (dict(tokenizer_json=llama()
         | dict(added_tokens=[*llama()["added_tokens"], BEYOND])),
-        r"tokenizer.json: added_tokens: '<x>' has id 999: its place in the vocabulary is 272"),
+        r"tokenizer.json: added_tokens: '<x>' has id 999: must be 272"),
     "a huge id": (dict(tokenizer_json=with_vocabulary(zz=2**31)), r"'zz' has id 2147483648"),
     "a negative id": (dict(tokenizer_json=with_vocabulary(zz=-1)), r"tokenizer.json: "),
     "an id that is text": (dict(tokenizer_json=with_vocabulary(zz="1")), r"tokenizer.json: "),
-    "an id twice": (dict(tokenizer_json=with_vocabulary(zz=5)), r"id 5 is that of \['<0x02>'"),
+    "an id twice": (dict(tokenizer_json=with_vocabulary(zz=5)), r"id 5 is used by \['<0x02>'"),
     "unknown merges": (dict(tokenizer_json=with_model(merges=[["q", "x"]])), r"json: .*`q` out of"),
     "an unknown model": (dict(tokenizer_json=with_model(type="Pickle")), r"tokenizer.json: "),
     "dropout": (dict(tokenizer_json=with_model(dropout=0.1)), r"model.dropout is 0.1"),
     "no unknown": (dict(tokenizer_json=with_model(unk_token=None, byte_fallback=False)),
-        r"model: would leave out what it does not know"),
+        r"model: would drop unknown characters"),
     "an unknown unknown": (dict(tokenizer_json=with_model(unk_token="?")), r"unk_token is '\?'"),
     "an unknown decoder": (dict(tokenizer_json=llama()
         | dict(decoder=dict(type="CTC", pad_token="a", word_delimiter_token="b", cleanup=True))),
         r"decoder .*CTC"),
-    "growing text": (dict(tokenizer_json=normalizing(*[DOUBLE] * 30)), r"normalizer: replaces"),
+    "growing text": (dict(tokenizer_json=normalizing(*[DOUBLE] * 30)), r"normalizer: lengthens"),
     "auto_map": (dict(tokenizer_json=llama(), tokenizer_config_json=dict(auto_map=["x.Y", None])),
         r"tokenizer_config.json: auto_map is \['x.Y', None\]: it names Python code"),
     "an unknown role": (dict(tokenizer_json=llama(), tokenizer_config_json=dict(pad_token="[PAD]")),
         r"tokenizer.json: pad_token is '\[PAD\]': not in the vocabulary"),
     "a role that is a number": (dict(tokenizer_json=llama(),
         tokenizer_config_json=dict(pad_token=3)),
-        r"tokenizer_config.json: pad_token is 3: must be text"),
+        r"tokenizer_config.json: pad_token is 3: must be a string"),
     "specials that are a number": (dict(tokenizer_json=llama(),
         tokenizer_config_json=dict(additional_special_tokens=3)),
         r"tokenizer_config.json: additional_special_tokens is 3: must be a list"),
@@ -590,21 +596,21 @@ HOSTILE = {
         tokenizer_config_json=dict(pad_token="\ud800")),
         r"tokenizer.json: pad_token: .*surrogates not allowed"),
     "BERT: an unknown without text": (dict(vocab_txt="[UNK]", tokenizer_config_json=dict(
-        unk_token=[1])), r"vocab.txt: must have \[1\], the unk_token"),
+        unk_token=[1])), r"vocab.txt: must contain the unk_token \[1\]"),
     "a sequence of nothing": (dict(tokenizer_json=llama() | dict(decoder=dict(type="Sequence",
         decoders=[None]))), r"tokenizer.json: "),
     "added under two ids": (dict(tokenizer_json=llama(),
         tokenizer_config_json=dict(added_tokens_decoder={"7": {"content": "<s>"}})),
-        r"'<s>' has id 7: but id 1 is there"),
+        r"'<s>' has id 7: it already has id 1"),
     "two under one id": (dict(tokenizer_json=llama(), added_tokens_json={"<x>": 1}),
-        r"'<x>' has id 1: but '<s>' is"),
+        r"'<x>' has id 1: '<s>' has this id"),
     "an end beyond": (dict(tokenizer_json=llama(), generation_config_json=dict(eos_token_id=[2,
-        272])), r"generation_config.json: eos_token_id is 272: must be a number below 272"),
+        272])), r"generation_config.json: eos_token_id is 272: must be an id below 272"),
     "a template that is a number": (dict(tokenizer_json=llama(),
         tokenizer_config_json=dict(chat_template=3)),
-        r"tokenizer_config.json: chat_template: must be text"),
+        r"tokenizer_config.json: chat_template: must be a string"),
     "GPT-2: an id twice": (gpt2_files(zz=5), r"vocab.json: 'zz' and .* have id 5"),
-    "GPT-2: a hole": (gpt2_files(zz=300), r"vocab.json: no token has id 269, but 'zz' 300"),
+    "GPT-2: a hole": (gpt2_files(zz=300), r"vocab.json: no token has id 269, but 'zz' has 300"),
     "GPT-2: an id that is text": (gpt2_files(zz="300"), r"vocab.json: 'zz' has id '300'"),
     "GPT-2: a negative id": (gpt2_files(zz=-3), r"vocab.json: 'zz' has id -3: must be at least 0"),
     "GPT-2: a merge of unknowns": (gpt2_files("h e\nhe zz"), r"merges.txt: line 2 names 'zz'"),
@@ -613,15 +619,15 @@ HOSTILE = {
     "GPT-2: no byte": (dict(vocab_json={"a": 0}, merges_txt=""), r"vocab.json: byte 0x21 has no"),
     "GPT-2: another class": (gpt2_files() | dict(
         tokenizer_config_json=dict(tokenizer_class="CLIPTokenizer")),
-        r"tokenizer_class is 'CLIPTokenizer': it does not say what vocab.json means"),
+        r"tokenizer_class is 'CLIPTokenizer': it does not define how to read vocab.json"),
     "BERT: a word twice": (dict(vocab_txt="[UNK]\na\nb\na"),
-        r"vocab.txt: line 4 is that of line 2"),
-    "BERT: no unknown": (dict(vocab_txt="a\nb"), r"vocab.txt: must have '\[UNK\]'"),
+        r"vocab.txt: line 4 repeats line 2"),
+    "BERT: no unknown": (dict(vocab_txt="a\nb"), r"vocab.txt: must contain the unk_token '\[UNK"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_folder_is_refused_with_its_reason(name, tmp_path):
+def test_hostile_folder_is_refused_with_its_reason(name, tmp_path):
     files, message = HOSTILE[name]
     folder = write(tmp_path / "hostile", **files)
     start = time.process_time()
@@ -636,7 +642,7 @@ ODD = [None, 0, -1, 2**40, 1.5, True, "", "x", [], ["x"], [["a", "b"]], {}, {"a"
 
 
 def places(content, path=()):
-    """Every path into JSON, but few of a long vocabulary's."""
+    """Yield each path into JSON, without the entries of long vocabularies."""
     for key, value in content.items() if isinstance(content, dict) else enumerate(content):
         yield (*path, key)
         if isinstance(value, dict | list) and len(value) < 40:
@@ -644,7 +650,7 @@ def places(content, path=()):
 
 
 @pytest.mark.slow
-def test_a_folder_with_anything_anywhere_is_read_or_refused(tmp_path, capfd):
+def test_corrupted_folder_is_read_or_refused(tmp_path, capfd):
     rng, outcomes = random.Random(23), {"read": 0, "refused": 0}
     config = dict(eos_token="</s>", add_bos_token=True, additional_special_tokens=["<unk>"],
                   chat_template=[{"name": "default", "template": "a"}])  # fmt: skip
@@ -667,7 +673,7 @@ def test_a_folder_with_anything_anywhere_is_read_or_refused(tmp_path, capfd):
             assert "\n" not in str(error)
             outcomes["refused"] += 1
     assert min(outcomes.values()) > 20
-    capfd.readouterr()  # the library writes of its panics
+    capfd.readouterr()  # the library prints its panics
 
 
 def test_files_outside_the_folder_are_not_opened(tmp_path):
@@ -685,7 +691,7 @@ def test_files_outside_the_folder_are_not_opened(tmp_path):
         load_tokenizer_folder(tmp_path / "none")
 
 
-def test_a_file_of_two_gigabytes_is_not_read(tmp_path):
+def test_oversized_file_is_not_read(tmp_path):
     with open(tmp_path / "tokenizer.json", "wb") as file:
         file.truncate(2**31)
     tracemalloc.start()
@@ -695,7 +701,7 @@ def test_a_file_of_two_gigabytes_is_not_read(tmp_path):
     tracemalloc.stop()
 
 
-def test_a_pattern_that_never_ends_is_an_error_of_its_text(tmp_path, capfd):
+def test_catastrophic_pattern_is_an_error(tmp_path, capfd):
     splitting = dict(type="Split", pattern={"Regex": "(a+)+$"}, behavior="Isolated", invert=False)
     folder = write(tmp_path / "x", tokenizer_json=llama() | dict(pre_tokenizer=splitting))
     tokenizer = load_tokenizer_folder(folder)
@@ -703,7 +709,7 @@ def test_a_pattern_that_never_ends_is_an_error_of_its_text(tmp_path, capfd):
     with pytest.raises(DataError, match=r"text: .*retry-limit"):
         tokenizer.encode("a" * 50 + "b")
     assert time.process_time() - start < 5
-    assert "panicked" in capfd.readouterr().err  # the library says so itself
+    assert "panicked" in capfd.readouterr().err  # printed by the library
 
 
 @pytest.mark.parametrize(
@@ -714,7 +720,7 @@ def test_a_pattern_that_never_ends_is_an_error_of_its_text(tmp_path, capfd):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_run_folder_s_file_that_was_changed_is_refused(gpt2, changes):
+def test_changed_tokenizer_of_run_folder_is_refused(gpt2, changes):
     with pytest.raises(DataError):
         tokenizer_from_json(json.dumps(json.loads(gpt2.to_json()) | changes))
 
@@ -728,7 +734,7 @@ ANGLES = dict(bos="<s>", eos="</s>", unk="<unk>", sep="</s>", pad="<pad>", cls="
 
 
 class TestClass:
-    """A folder means a class by its `model_type`; ids and roles were read from transformers 5."""
+    """Classes implied by `model_type`; expected ids and roles are from transformers 5."""
 
     def roberta(self, folder: Path, **files) -> PretrainedTokenizer:
         tokens = ["<s>", "<pad>", "</s>", "<unk>", *(LETTERS[b] for b in range(256)), "<mask>"]
@@ -736,7 +742,7 @@ class TestClass:
         return load_tokenizer_folder(write(folder, merges_txt="#version: 0.2\n", **files))
 
     @pytest.mark.parametrize("model_type", ["roberta", "bart"])
-    def test_vocabulary_of_bytes_is_wrapped_for_roberta_and_bart(self, model_type, tmp_path):
+    def test_roberta_and_bart_add_tokens_around_byte_level_text(self, model_type, tmp_path):
         found = self.roberta(tmp_path / "m", config_json=dict(model_type=model_type))
         assert found.encode("ab", special_tokens=True).tolist() == [0, 101, 102, 2]
         assert found.encode("<mask>").tolist() == [260]
@@ -752,7 +758,7 @@ class TestClass:
         )
         assert gpt2.encode("ab", special_tokens=True).tolist() == [101, 102] and not gpt2.roles
 
-    def test_words_of_mpnet_stand_between_its_own_tokens(self, tmp_path):
+    def test_mpnet_adds_its_own_tokens(self, tmp_path):
         words = ["<s>", "<pad>", "</s>", "[UNK]", "<mask>", "the", "cat"]
         files = dict(vocab_txt="\n".join(words) + "\n", config_json=dict(model_type="mpnet"))
         found = load_tokenizer_folder(write(tmp_path / "m", **files))
@@ -760,7 +766,7 @@ class TestClass:
         assert dict(found.roles) == {**ANGLES, "unk": "[UNK]", "mask": "<mask>"}
 
     @pytest.mark.parametrize("model_type", ["bert", "distilbert", "electra", "nomic_bert"])
-    def test_tokenizer_json_of_bert_needs_no_roles_and_obeys_its_case(self, model_type, tmp_path):
+    def test_bert_tokenizer_json_gets_default_roles_and_case(self, model_type, tmp_path):
         bert = load_tokenizer_folder(write(tmp_path / "b", vocab_txt="\n".join(BERT) + "\n"))
         definition = json.loads(bert.definition)
         definition["normalizer"]["lowercase"] = False
@@ -778,14 +784,14 @@ class TestClass:
         assert found.special_ids == {"unk": 1, "sep": 3, "pad": 1, "cls": 2}
 
     @pytest.mark.parametrize("mask", ["[MASK]", "<mask>"])
-    def test_added_token_of_that_name_is_the_mask_where_no_class_says_one(self, mask, tmp_path):
+    def test_added_mask_token_is_found_by_name_without_class(self, mask, tmp_path):
         definition = llama()
         definition["model"]["vocab"][mask] = 272
         definition["added_tokens"] += listed((272, mask))
         files = dict(tokenizer_json=definition, config_json=dict(model_type="modernbert"))
         assert load_tokenizer_folder(write(tmp_path / "m", **files)).special_ids == {"mask": 272}
 
-    def test_class_that_a_folder_names_counts_unless_its_model_type_overrules_it(self, tmp_path):
+    def test_named_class_counts_unless_model_type_overrides_it(self, tmp_path):
         cases = (
             ("llama", "LlamaTokenizerFast", {"bos": 1, "eos": 2, "unk": 0}),
             ("llama", None, {}),
@@ -799,15 +805,20 @@ class TestClass:
             found = load_tokenizer_folder(write(tmp_path / "m", **files))
             assert found.special_ids == roles, (model_type, name)
 
-    def test_vocabulary_that_the_model_type_does_not_explain_is_refused(self, tmp_path):
+    def test_vocabulary_file_unknown_to_model_type_is_refused(self, tmp_path):
         for model_type in ("llama", "t5", "bert", "qwen2"):
-            with pytest.raises(DataError, match=f"model_type is '{model_type}': it does not say"):
+            with pytest.raises(
+                DataError, match=f"model_type is '{model_type}': it does not define"
+            ):
                 self.roberta(tmp_path / "m", config_json=dict(model_type=model_type))
 
-    def test_targets_of_an_mbart_without_roles_end_with_their_own_language(self, tmp_path):
+    def test_mbart_targets_without_roles_end_with_target_language(self, tmp_path):
         definition = t5()
         size = len(definition["model"]["vocab"])
-        definition["model"]["vocab"] += [["en_XX", 0.0], ["ro_RO", 0.0]]  # special by their class
+        definition["model"]["vocab"] += [
+            ["en_XX", 0.0],
+            ["ro_RO", 0.0],
+        ]  # special tokens of the class
         files = dict(tokenizer_json=definition, config_json=dict(model_type="mbart"))
         found = load_tokenizer_folder(write(tmp_path / "m", **files))
         assert found.encode("", special_tokens=True).tolist() == [1, size]
@@ -815,7 +826,7 @@ class TestClass:
         found = replace(found, target_ids=(("decoder_start_token_id", size + 1),))
         assert target_of(found).labels == ((), (1, size + 1))
 
-    def test_language_stands_where_nllb_puts_it_and_not_where_its_file_does(self, tmp_path):
+    def test_nllb_language_position_overrides_its_file(self, tmp_path):
         definition = t5()
         tokens = ["eng_Latn", "fra_Latn"]
         size = len(definition["model"]["vocab"])
@@ -844,6 +855,6 @@ class TestClass:
             assert labels == (
                 ((), (1, size)) if options.get("legacy_behaviour") else ((size,), (1,))
             )
-        with pytest.raises(DataError, match="src_lang is 'xx': must be the token of a language"):
+        with pytest.raises(DataError, match="src_lang is 'xx': must be a language token"):
             wrong = dict(tokenizer_config_json=config | dict(src_lang="xx"))
             load_tokenizer_folder(write(tmp_path / "m", tokenizer_json=definition, **wrong))

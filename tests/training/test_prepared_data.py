@@ -428,7 +428,7 @@ def test_damaged_folder_is_rejected_before_anything_is_written(folders, tmp_path
         fit(config(tmp_path, "out"))
     (out / "manifest.json").unlink()
     (out / "prepare.json").write_text("{}")
-    with pytest.raises(DataError, match="its preparation has not ended"):
+    with pytest.raises(DataError, match="preparation is unfinished"):
         fit(config(tmp_path, "out"))
     assert not (tmp_path / "run").exists()
 
@@ -438,7 +438,7 @@ def test_shard_truncated_during_run_stops_it_with_one_line(folders, tmp_path):
     task = load_task(config(tmp_path, "out"))
     task.inputs(0)
     os.truncate(tmp_path / "out" / "train-00000.bin", 50)
-    with pytest.raises(DataError, match=r"train-00000.bin: ends before byte \d+: was cut short"):
+    with pytest.raises(DataError, match=r"train-00000.bin: ends before byte \d+: was truncated"):
         for step in range(1, 300):  # steps that were read ahead are intact
             task.inputs(step)
 
@@ -453,7 +453,7 @@ def test_settings_incompatible_with_prepared_folder_raise(folders, tmp_path):
         (ConfigError, "task is 'masked'", {"task": MaskedTask(), "model": encoder}),
         (ConfigError, "tokenizer is 'bpe'", {"tokenizer": "bpe"}),
         (DataError, "val_data is .*txt': must be a prep", {"val_data": f"{tmp_path}/other.txt"}),
-        (DataError, "'nowhere' is no prepared folder", {"data": f"{folders / 'web'},nowhere"}),
+        (DataError, "'nowhere' is not a prepared folder", {"data": f"{folders / 'web'},nowhere"}),
         (ConfigError, "vocab_size is 100", {"vocab": 100}),
         (DataError, r"books: train has \d+ tokens, a window of context 3000 needs 3001",
          {"data": str(folders / "books"), "model": replace(MODEL, max_len=3000)}),

@@ -165,7 +165,7 @@ def test_tokenizer_without_language_tokens_is_rejected():
     folder = Folder(dict(decoder_start_token_id=EOS))
     for around in ("<s> $A </s>", "en_XX $A ro_RO", None):
         tokenizer = with_targets(tokenizer_of(around, languages=LANGUAGES), folder, model)
-        with pytest.raises(DataError, match="does not put the token of one around a text"):
+        with pytest.raises(DataError, match="does not add a language token"):
             with_languages(tokenizer, "en_XX", "ro_RO")
 
 

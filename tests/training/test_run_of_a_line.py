@@ -247,7 +247,7 @@ def test_run_resumes_from_last_intact_checkpoint(config):
     }  # fmt: skip
     before, after = oracle(2)[0][5]["val_loss"], lines[5]["val_loss"]
     fault, reevaluated, cut, _, described, *_ = recorder.lines
-    assert fault.endswith("the manifest says 113; trying the previous checkpoint")
+    assert fault.endswith("the manifest specifies 113; trying the previous checkpoint")
     loss_line = f"held-out loss {after:.4f}, was {before:.4f}"
     assert reevaluated == f"step 6: eval_batches changed from None to 1: {loss_line}"
     assert cut == f"{config.out}/metrics.jsonl: dropped damaged lines: 1"

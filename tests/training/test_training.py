@@ -667,7 +667,7 @@ def test_run_does_not_resume_with_changed_settings(started, text, tmp_path):
 @pytest.mark.slow
 def test_run_is_not_overwritten(started):
     before = contents(started.out)
-    with pytest.raises(ConfigError, match="holds a run"):
+    with pytest.raises(ConfigError, match="contains a run"):
         fit(started)
     assert contents(started.out) == before
 
@@ -949,7 +949,7 @@ def test_absent_config_keys_are_defaults():
         ('{"model": {"num_heads": 0}}', "model.num_heads is 0: must be positive"),
         ('{"model": {"num_layers": true}}', "model.num_layers is True: must be of type int"),
         ('{"model": {"d_model": 1e9}}', "model.d_model is 1000000000.0: must be of type int"),
-        ('{"learning_rate": NaN}', "NaN: is no number"),
+        ('{"learning_rate": NaN}', "NaN: is not a number"),
         ('{"learning_rate": 1e999}', "learning_rate is inf: must be a finite number"),
         ('{"steps": 1, "steps": 2}', "'steps' appears twice"),
         ('{"steps": ' + "9" * 5000 + "}", "not JSON"),

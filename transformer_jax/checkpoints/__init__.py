@@ -1,7 +1,7 @@
-"""Write and read training checkpoints and run folders, whole or not at all.
+"""Training checkpoints and run folders, written atomically.
 
-`checkpoint` is the container of arrays with its checksums, `run_folder` the folder that
-`train.py` writes. Published checkpoints of other libraries are in `pretrained`.
+`checkpoint` stores arrays with checksums, and `run_folder` is the folder that `train.py` writes.
+`pretrained` reads published checkpoints of other libraries.
 """
 
 from transformer_jax.checkpoints.checkpoint import CheckpointError

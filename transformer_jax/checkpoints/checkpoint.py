@@ -1,16 +1,16 @@
-"""Save and restore checkpoints: arrays by orbax and a manifest, whole or not at all.
+"""Atomic checkpoints: arrays written by orbax, and a manifest.
 
     step-00000500/
-        params/         the leaves under `params`, as orbax writes them
+        params/         the leaves under `params`, in orbax format
         opt_state/
         state/          the leaves at the top level
         manifest.json   names, dtypes, shapes; size and sha256 of each file, and its own sha256
 
-A save copies the values to the host and returns; a thread writes them. The folder is written as
-`step-00000500.tmp`: each process writes its shards, reads them back and compares them with what it
-was given, then process 0 writes the manifest; all is synced to the disk, and then renamed. So a
-`step-N` is complete, and a process that was killed leaves a `.tmp`. Nothing in the folder can run
-code, and every file is compared with its hash before use.
+A save copies the values to the host and returns; a thread writes them to `step-00000500.tmp`. Each
+process writes its shards, reads them back and compares them with the original values. Process 0
+then writes the manifest, syncs the folder to disk and renames it. A `step-N` is therefore always
+complete, and a killed process leaves only a `.tmp`. Nothing in the folder can run code, and the
+hash of each file is checked before use.
 """
 
 from __future__ import annotations
@@ -51,30 +51,31 @@ from transformer_jax.pytree import Array, PyTree
 from transformer_jax.untrusted_files import Json, JsonObject
 
 READ_BACK_BYTES = 2**28
-"""Bytes that are read back at once of what was saved."""
+"""Bytes that are read back at once to verify a save."""
 
 Check: TypeAlias = Callable[[int, Mapping[str, np.ndarray]], None]
-"""Raises where the arrays of a step, by their names, must not be saved. Of a sharded array it is
-given each shard of this process."""
+"""Function of a step and its arrays by name that raises if they must not be saved. A sharded array
+is passed as the shards of this process."""
 
 
 class Saver:
-    """Save checkpoints into a folder while the caller goes on; as a context, wait for the last.
+    """Background writer of checkpoints; as a context manager, it waits for the last save.
 
-    One save is written at a time: the next waits for it. An error of writing is raised by the next
-    `save`, by `wait` or at the end of the context, and leaves the other checkpoints as they were.
-    With several processes each of them calls the same methods, and the folder is one they share.
+    Saves are written one at a time: the next `save` waits for the previous one. The next `save`,
+    `wait` or the end of the context raises an error of writing; other checkpoints are not affected.
+    With several processes, all call the same methods and share the folder.
     """
 
     def __init__(
         self, folder: str | Path, keep: int | None = None, check: Check | None = None
     ) -> None:
-        """Save into `folder`; after each save `prune` to `keep`, if given.
+        """Save into `folder`, and after each save `prune` to `keep` checkpoints unless it is None.
 
-        `check` is asked about the arrays before they are written.
+        `check` is called with the arrays before they are written.
         """
-        self._named, self._keep, self._check = Path(folder), keep, check
-        self._folder = self._named.absolute()  # wherever the process goes while the thread writes
+        self._path, self._keep, self._check = Path(folder), keep, check
+        # absolute, because the working directory may change while the thread writes
+        self._folder = self._path.absolute()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -85,18 +86,18 @@ class Saver:
         try:
             self.wait()
         except Exception:
-            if kind is None:  # else the error of the context is the one to know
+            if kind is None:  # otherwise the exception of the context is more important
                 raise
 
     def save(self, step: int, tree: PyTree, metadata: JsonObject | None = None) -> Path:
-        """Begin to write `tree` as `folder/step-N` and return that path.
+        """Start writing `tree` to `folder/step-N`, and return this path.
 
-        Leaves are arrays (PRNG keys too) or Python numbers; saved are their values at the call,
-        though the caller donates them next. An older `step-N` is replaced.
+        Leaves are arrays, including PRNG keys, or Python numbers. Their values at the time of the
+        call are saved, even if the caller donates the arrays next. An older `step-N` is replaced.
         """
         self.wait()
         leaves, keys, arrays = list[Leaf](), dict[str, str](), dict[str, Array]()
-        for name, value in _named(tree).items():
+        for name, value in _named_leaves(tree).items():
             if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
                 keys[name] = str(jax.random.key_impl(value))
                 value = jax.random.key_data(value)
@@ -105,7 +106,7 @@ class Saver:
                 raise ValueError(f"{name}: dtype {array.dtype} cannot be saved")
             leaves.append(Leaf(name, str(array.dtype), array.shape))
             arrays[name] = array
-        # no copy to the host begins before every leaf is known to be one that can be saved
+        # start copying to the host only after all leaves have been checked
         for name, array in arrays.items():
             if isinstance(array, jax.Array):
                 arrays[name] = orbax_arrays.staged(array)
@@ -116,7 +117,7 @@ class Saver:
             "leaves": [[leaf.name, leaf.dtype, list(leaf.shape)] for leaf in leaves],
             "keys": keys,
         }
-        # what is not JSON is refused now, and metadata that the caller changes later is not written
+        # reject invalid JSON now, and copy metadata that the caller may change later
         content = json.loads(json.dumps(content, allow_nan=False))
         final = step_path(self._folder, step)
         groups: dict[str, dict[str, Array]] = {}
@@ -128,10 +129,10 @@ class Saver:
             target=self._write, args=(final, content, groups), name="save checkpoint"
         )
         self._thread.start()
-        return step_path(self._named, step)
+        return step_path(self._path, step)
 
     def wait(self) -> None:
-        """Return when the last save is on the disk; raise its error."""
+        """Wait until the last save is on disk, and raise its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -147,33 +148,33 @@ class Saver:
     ) -> None:
         partial = final.with_name(final.name + ".tmp")
         first = jax.process_index() == 0
-        meeting = f"{final}:{next(_meetings)}"
+        barrier = f"{final}:{next(_save_numbers)}"
         try:
-            with _together(f"{meeting}:made"):
+            with _synchronized(f"{barrier}:created"):
                 if first:
                     shutil.rmtree(partial, ignore_errors=True)
                     for group in (".", *groups):
                         (partial / group).mkdir(parents=True, exist_ok=True)
-            with _together(f"{meeting}:written"):
+            with _synchronized(f"{barrier}:written"):
                 for group, staged in groups.items():
                     arrays = {name: _on_host(array) for name, array in staged.items()}
                     if self._check is not None:
                         self._check(content["step"], _shards(arrays))
                     orbax_arrays.write(partial / group, arrays)
-            with _together(f"{meeting}:joined"):
+            with _synchronized(f"{barrier}:joined"):
                 if first:
                     for group in groups:
                         orbax_arrays.finish(partial / group)
-            # what was written is read back before any older checkpoint is removed
-            with _together(f"{meeting}:read"):
+            # verify the new checkpoint before removing an older one
+            with _synchronized(f"{barrier}:read"):
                 for group, staged in groups.items():
                     _read_back(partial / group, staged, final)
-            with _together(f"{meeting}:committed"):
+            with _synchronized(f"{barrier}:committed"):
                 if first:
                     names = sorted(name for name, is_folder in contents(partial) if not is_folder)
                     files = {name: digest_of(partial / name) for name in names}
                     write_synced(partial / MANIFEST, sealed(content | {"files": files}))
-                    # a crash after the rename must find all of the folder on the disk
+                    # sync all of the folder before the rename, in case of a crash
                     for name, is_folder in contents(partial):
                         if is_folder:
                             sync(partial / name)
@@ -191,27 +192,27 @@ class Saver:
 
 
 def save(folder: str | Path, step: int, tree: PyTree, metadata: JsonObject | None = None) -> Path:
-    """Write `tree` as `folder/step-N` and return that path once it is there; see `Saver.save`.
+    """Write `tree` to `folder/step-N`, wait, and return this path; see `Saver.save`.
 
-    N has eight digits: `step_path(folder, step)`. An error leaves the folder as it was.
+    N has eight digits: `step_path(folder, step)`. If an error occurs, the folder is unchanged.
     """
     with Saver(folder) as saver:
         return saver.save(step, tree, metadata)
 
 
 def restore(path: str | Path, like: PyTree, *, verified: bool = False) -> PyTree:
-    """Return the tree that was saved, bit for bit, in the structure of `like`.
+    """Restore a saved tree, bit for bit, in the structure of `like`.
 
-    `path` is what `save` returned: that of one step. Leaves of `like` are arrays, numbers or
-    `jax.ShapeDtypeStruct`. Each leaf comes back as the same kind: NumPy array, Python number, or
-    JAX array with the sharding of the `ShapeDtypeStruct`, if it has one, whatever it was saved
-    from. With only some of the top-level entries, `{"params": ...}`, the files of the others are
-    not read. Where `verify` has just been asked, `verified`, the hashes are not compared again, and
-    each process reads what its devices hold. CheckpointError names the file that is damaged, or the
-    leaves that are missing, unexpected or of another shape.
+    `path` is the path of one step, which `save` returned. Leaves of `like` are arrays, numbers or
+    `jax.ShapeDtypeStruct`, and determine the types of the result, regardless of the types that were
+    saved: NumPy array, Python number, or JAX array with the sharding of the `ShapeDtypeStruct`, if
+    any. If `like` has only some of the top-level entries, such as `{"params": ...}`, only their
+    files are read. With `verified`, hashes are not compared again, because `verify` was just
+    called, and each process reads only the shards of its devices. CheckpointError names the damaged
+    file, or the leaves that are missing, unexpected or of a different shape.
     """
     manifest = read_manifest(path)
-    wanted = _named(like)
+    wanted = _named_leaves(like)
     groups = {Leaf(name, "", ()).group for name in wanted}
     _compare(manifest, wanted, groups)
     if not verified:
@@ -220,42 +221,43 @@ def restore(path: str | Path, like: PyTree, *, verified: bool = False) -> PyTree
     arrays: dict[str, Array] = {}
     for group in sorted(groups):
         leaves = [leaf for leaf in manifest.leaves if leaf.group == group]
-        asked: dict[str, jax.ShapeDtypeStruct] = {}
+        requests: dict[str, jax.ShapeDtypeStruct] = {}
         for leaf in leaves:
-            given = wanted[leaf.name]
-            sharding = given.sharding if isinstance(given, jax.ShapeDtypeStruct) else None
-            if 0 in leaf.shape:  # of which there is no file
+            value = wanted[leaf.name]
+            sharding = value.sharding if isinstance(value, jax.ShapeDtypeStruct) else None
+            if 0 in leaf.shape:  # empty arrays have no file
                 arrays[leaf.name] = np.zeros(leaf.shape, leaf.numpy_dtype)
-            elif sharding is None or leaf.name in manifest.keys:
-                asked[leaf.name] = jax.ShapeDtypeStruct(leaf.shape, leaf.numpy_dtype)
-            else:
+                continue
+            if leaf.name in manifest.keys:
+                sharding = None  # keys are wrapped and placed after reading their data
+            if sharding is not None:
                 _check_width(leaf.numpy_dtype)
-                asked[leaf.name] = jax.ShapeDtypeStruct(
-                    leaf.shape, leaf.numpy_dtype, sharding=sharding
-                )
-        if asked:
+            requests[leaf.name] = jax.ShapeDtypeStruct(
+                leaf.shape, leaf.numpy_dtype, sharding=sharding
+            )
+        if requests:
             try:
-                arrays |= orbax_arrays.read(manifest.path / group, asked)
+                arrays |= orbax_arrays.read(manifest.path / group, requests)
             except (ValueError, KeyError, OSError) as error:
                 why = str(error).splitlines()[0] if str(error) else repr(error)
                 raise CheckpointError(f"{manifest.path / group}: cannot be read ({why})") from None
-        # a forged manifest may have the hashes of the files, and other shapes
+        # a forged manifest may have the correct hashes but wrong shapes
         for leaf in leaves:
             array = arrays[leaf.name]
             if array.shape != leaf.shape or array.dtype != leaf.numpy_dtype:
-                there = f"{array.dtype}{list(array.shape)}"
                 raise CheckpointError(
-                    f"{manifest.path / group}: {leaf.name} is {there}, the manifest says "
-                    f"{leaf.dtype}{list(leaf.shape)}"
+                    f"{manifest.path / group}: {leaf.name} is {array.dtype}{list(array.shape)}, "
+                    f"the manifest specifies {leaf.dtype}{list(leaf.shape)}"
                 )
     values = {
-        name: _as(value, arrays[name], manifest.keys.get(name)) for name, value in wanted.items()
+        name: _convert(value, arrays[name], manifest.keys.get(name))
+        for name, value in wanted.items()
     }
     return jax.tree.unflatten(jax.tree.structure(like), list(values.values()))
 
 
 def saved_steps(folder: str | Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a folder, ascending."""
+    """Return the steps of the complete checkpoints in a folder, in ascending order."""
     if not Path(folder).is_dir():
         return []
     names = (re.fullmatch(r"step-(\d{8,})", entry.name) for entry in os.scandir(folder))
@@ -268,9 +270,9 @@ def step_path(folder: str | Path, step: int) -> Path:
 
 
 def set_metadata(path: str | Path, **changes: Json) -> None:
-    """Write other values of a checkpoint's metadata; its arrays stay as they are."""
+    """Change values in the metadata of a checkpoint; its arrays are not changed."""
     manifest = Path(path) / MANIFEST
-    read_manifest(path)  # CheckpointError where it is damaged
+    read_manifest(path)  # raises CheckpointError if it is damaged
     content = json.loads(manifest.read_text())
     del content["sha256"]
     content["metadata"] |= changes
@@ -278,10 +280,10 @@ def set_metadata(path: str | Path, **changes: Json) -> None:
 
 
 def best_step(folder: str | Path) -> int | None:
-    """Return the step whose metadata has the lowest `val_loss`, the first of equals."""
+    """Return the step with the lowest `val_loss` in its metadata; ties go to the first step."""
     losses = []
     for step in saved_steps(folder):
-        with contextlib.suppress(CheckpointError):  # a damaged one cannot be the best
+        with contextlib.suppress(CheckpointError):  # skip damaged checkpoints
             loss = read_manifest(step_path(folder, step)).metadata.get("val_loss")
             if isinstance(loss, float):
                 losses.append((loss, step))
@@ -289,7 +291,7 @@ def best_step(folder: str | Path) -> int | None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all checkpoints but the best and the last `keep`."""
+    """Remove all checkpoints except the best one and the last `keep`."""
     steps, best = saved_steps(folder), best_step(folder)
     for step in steps[:-keep]:
         if step != best:
@@ -307,32 +309,32 @@ def set_aside(folder: Path, step: int) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what a killed process left half-written or half-removed."""
+    """Remove the partial checkpoints that a killed process left."""
     for path in folder.glob("step-*.tmp"):
         shutil.rmtree(path)
 
 
-def _named(tree: PyTree) -> dict[str, PyTree]:
-    """Return the leaves by their slash-separated names, in the order of the tree."""
+def _named_leaves(tree: PyTree) -> dict[str, PyTree]:
+    """Return the leaves by slash-separated name, in tree order."""
     found: dict[str, PyTree] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         check_name(name)
         if name in found:
-            raise ValueError(f"leaf {name!r}: two have this name")
+            raise ValueError(f"leaf {name!r}: two leaves have this name")
         found[name] = leaf
     return found
 
 
 def _on_host(array: Array) -> Array:
-    """Return a staged array as NumPy's, unless several devices share it."""
+    """Convert a staged array to NumPy, unless it is sharded."""
     if isinstance(array, jax.Array) and array.is_fully_replicated:
         return np.asarray(array)
     return array
 
 
 def _shards(arrays: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """Return the arrays of a process, and of those it shares its shards."""
+    """Return the arrays of a process; a sharded array as its addressable shards."""
     parts: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
         if isinstance(array, jax.Array):
@@ -344,9 +346,9 @@ def _shards(arrays: Mapping[str, Array]) -> dict[str, np.ndarray]:
 
 
 def _read_back(folder: Path, staged: Mapping[str, Array], final: Path) -> None:
-    """Raise CheckpointError where what was written does not read as what was given, bit for bit.
+    """Raise CheckpointError if the written arrays do not read back bit for bit.
 
-    Each process reads its own shards, and the first what is no one's.
+    Each process reads its own shards; process 0 also reads the arrays that are not sharded.
     """
     arrays = {name: _on_host(array) for name, array in staged.items()}
     if jax.process_index() != 0:
@@ -365,10 +367,10 @@ def _read_back(folder: Path, staged: Mapping[str, Array], final: Path) -> None:
             for name, array in part.items()
         }
         found = _shards(orbax_arrays.read(folder, like))
-        for name, given in _shards(part).items():
-            same = found[name].dtype == given.dtype and found[name].shape == given.shape
-            if not same or not np.array_equal(_bits(found[name]), _bits(given)):
-                rule = "does not read as it was written: this save is given up, older ones stay"
+        for name, original in _shards(part).items():
+            same = found[name].dtype == original.dtype and found[name].shape == original.shape
+            if not same or not np.array_equal(_bits(found[name]), _bits(original)):
+                rule = "reads back differently: this save is discarded, older checkpoints are kept"
                 raise CheckpointError(f"{final}: {name} {rule}")
 
 
@@ -376,12 +378,12 @@ def _bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-_meetings = itertools.count()
+_save_numbers = itertools.count()
 
 
 @contextlib.contextmanager
-def _together(name: str) -> Iterator[None]:
-    """Leave the context with all processes, or with an error in all."""
+def _synchronized(name: str) -> Iterator[None]:
+    """Wait for all processes at the end of the context; an error in one is raised in all."""
     try:
         yield
     except BaseException as error:
@@ -392,17 +394,17 @@ def _together(name: str) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; it is renamed first, so that no `step-N` ever lacks files."""
-    gone = path.with_name(path.name + ".old.tmp")
-    shutil.rmtree(gone, ignore_errors=True)
-    path.rename(gone)
-    shutil.rmtree(gone)
+    """Remove a checkpoint, after renaming it so that a `step-N` never lacks files."""
+    renamed = path.with_name(path.name + ".old.tmp")
+    shutil.rmtree(renamed, ignore_errors=True)
+    path.rename(renamed)
+    shutil.rmtree(renamed)
 
 
 def _compare(manifest: Manifest, wanted: Mapping[str, PyTree], groups: set[str]) -> None:
-    """Raise CheckpointError that lists what is missing, unexpected or of another shape."""
+    """Raise CheckpointError if leaves are missing, unexpected or of a different shape."""
 
-    def spelled(value: PyTree) -> str:
+    def describe(value: PyTree) -> str:
         return f"{value.dtype}{list(value.shape)}"
 
     saved = {leaf.name: leaf for leaf in manifest.leaves if leaf.group in groups}
@@ -411,19 +413,19 @@ def _compare(manifest: Manifest, wanted: Mapping[str, PyTree], groups: set[str])
     for name, value in wanted.items():
         if name in saved:
             leaf, key = saved[name], manifest.keys.get(name)
-            there = f"{leaf.dtype}{list(leaf.shape)}"
+            actual = f"{leaf.dtype}{list(leaf.shape)}"
             if key is not None:
                 try:
                     zeros = jnp.zeros(leaf.shape, leaf.dtype)
-                    there = spelled(jax.eval_shape(lambda zeros=zeros, key=key: _key(zeros, key)))
+                    actual = describe(jax.eval_shape(lambda zeros=zeros, key=key: _key(zeros, key)))
                 except (ValueError, TypeError):
-                    there = f"key of an unknown kind {key!r}"
-            here = spelled(value if hasattr(value, "dtype") else np.asarray(value))
-            if here != there:
-                wrong.append(f"{name} is {there}, not {here}")
+                    actual = f"key of an unknown kind {key!r}"
+            expected = describe(value if hasattr(value, "dtype") else np.asarray(value))
+            if actual != expected:
+                wrong.append(f"{name} is {actual}, not {expected}")
     if wrong:
-        shown = "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
-        raise CheckpointError(f"{manifest.path}: {shown}")
+        more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise CheckpointError(f"{manifest.path}: {'; '.join(wrong[:8])}{more}")
 
 
 def _key(data: Array, implementation: str) -> jax.Array:
@@ -435,8 +437,8 @@ def _check_width(dtype: np.dtype) -> None:
         raise CheckpointError(f"dtype {dtype} needs jax_enable_x64")
 
 
-def _as(like: PyTree, array: Array, key: str | None) -> PyTree:
-    """Return an array that was read as the kind of leaf that `like` is."""
+def _convert(like: PyTree, array: Array, key: str | None) -> PyTree:
+    """Convert a restored array to the type of `like`."""
     sharding = like.sharding if isinstance(like, jax.ShapeDtypeStruct) else None
     if key is not None:
         value = _key(array, key)
@@ -450,4 +452,4 @@ def _as(like: PyTree, array: Array, key: str | None) -> PyTree:
     _check_width(array.dtype)
     if sharding is not None:
         return jax.device_put(array, sharding)
-    return jnp.array(array)  # a copy: a buffer that NumPy owns could not be donated
+    return jnp.array(array)  # a copy, because a buffer owned by NumPy cannot be donated

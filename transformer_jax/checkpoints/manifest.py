@@ -1,4 +1,4 @@
-"""Say what a checkpoint holds, and whether it is whole: its manifest and its files' hashes."""
+"""Manifest of a checkpoint: its content and the hashes of its files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from transformer_jax.values import value_class
 
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 64 * 2**20
-"""Largest manifest that is read, in bytes."""
+"""Maximum size of a manifest, in bytes."""
 
 FORMAT = 2
 DTYPES = {
@@ -32,12 +32,12 @@ DTYPES = {
 
 
 class CheckpointError(ValueError):
-    """Report a checkpoint that is damaged, or that does not fit what it is restored into."""
+    """A checkpoint is damaged, or does not match the tree it is restored into."""
 
 
 @value_class
 class Leaf:
-    """Describe one array of a checkpoint."""
+    """Description of one array of a checkpoint."""
 
     name: str
     dtype: str
@@ -49,49 +49,49 @@ class Leaf:
 
     @property
     def group(self) -> str:
-        """Return the folder that holds it."""
+        """Return the folder that contains the array."""
         group, _, rest = self.name.partition("/")
         return group if rest else "state"
 
 
 @value_class
 class Manifest:
-    """Hold a checkpoint's list of its contents, whose own checksum was right."""
+    """Contents of a checkpoint, after its own checksum has been verified."""
 
     path: Path
     step: int
     metadata: JsonObject
     files: Mapping[str, FileDigest]
-    """The size and digest of each file, by its path in the checkpoint's folder."""
+    """Size and hash of each file, by its path in the checkpoint folder."""
     leaves: tuple[Leaf, ...]
-    """Every leaf, in the order of the tree."""
+    """All leaves, in tree order."""
     keys: Mapping[str, str]
-    """Names of PRNG keys to their implementation; their leaves are uint32 key data."""
+    """Implementation of each PRNG key, by name; the leaf contains its uint32 key data."""
 
 
 _FILES = Untrusted(CheckpointError)
 
 
 def verify(path: str | Path) -> Manifest:
-    """Check every file of a checkpoint against its manifest."""
+    """Check each file of a checkpoint against its manifest."""
     manifest = read_manifest(path)
     check_files(manifest)
     return manifest
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """Read and check the manifest of a checkpoint; its files are not read."""
+    """Read and check the manifest of a checkpoint, without reading the other files."""
     path = Path(path)
     file = path / MANIFEST
     text = _read(file, None).decode("utf-8", "replace")
     try:
         content = json.loads(text)
         del content["sha256"]
-        # the text and not the content: another order of keys has another text
+        # compare texts instead of contents, which would ignore the order of keys
         if text != sealed(content):
             raise ValueError("its checksum is wrong")
         if content["format"] != FORMAT:
-            rule = f"this version reads format {FORMAT} alone"
+            rule = f"this version reads only format {FORMAT}"
             raise CheckpointError(f"{file}: format {content['format']!r:.20}: {rule}")
         leaves = tuple(Leaf(n, d, tuple(s)) for n, d, s in content["leaves"])
         manifest = Manifest(
@@ -105,49 +105,51 @@ def read_manifest(path: str | Path) -> Manifest:
         for leaf in leaves:
             check_name(leaf.name)
             if not all(type(n) is int and n >= 0 for n in leaf.shape):
-                raise ValueError(f"shape of {leaf.name}")
+                raise ValueError(f"shape of {leaf.name} is invalid")
             if leaf.dtype not in DTYPES:
-                raise ValueError(f"dtype of {leaf.name}")
+                raise ValueError(f"dtype of {leaf.name} is unknown")
         for entry in manifest.files.values():
             int(entry["bytes"])
         groups, folders = {leaf.group for leaf in leaves if 0 not in leaf.shape}, set[str]()
         for name in manifest.files:
             parts = name.split("/")
-            # a name with a dot in front, or with none of these letters, could lie elsewhere
+            # a leading dot or other characters could lead to a path outside the folder
             if len(parts) < 2 or any(not re.fullmatch(r"\w[\w.-]*", p, re.ASCII) for p in parts):
-                raise ValueError(f"file {name!r}")
+                raise ValueError(f"file name {name!r} is invalid")
             folders.add(parts[0])
         if groups != folders:
-            raise ValueError("its files are not those of its leaves")
+            raise ValueError("its files do not match its leaves")
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: damaged ({error!r})") from None
     if path.name != f"step-{manifest.step!s:0>8}":
-        raise CheckpointError(f"{file}: is of step {manifest.step}, not of {path.name}")
+        raise CheckpointError(
+            f"{file}: contains step {manifest.step}, but the folder is {path.name}"
+        )
     return manifest
 
 
 def check_files(manifest: Manifest, group: str | None = None) -> None:
-    """Compare the files of a checkpoint, or of one group of its leaves, with the manifest."""
+    """Check the files of a checkpoint, or of one group of its leaves, against the manifest."""
 
-    def asked(names: Iterator[str]) -> list[str]:
+    def in_group(names: Iterable[str]) -> list[str]:
         return sorted(n for n in names if group is None or n.startswith(f"{group}/"))
 
     try:
         found = {name for name, is_folder in contents(manifest.path) if not is_folder}
     except OSError as error:
         raise CheckpointError(f"{manifest.path}: cannot be read ({error.strerror})") from None
-    for name in asked(iter(found - set(manifest.files) - {MANIFEST})):
+    for name in in_group(found - set(manifest.files) - {MANIFEST}):
         raise CheckpointError(f"{manifest.path / name}: not part of this checkpoint")
-    for name in asked(iter(manifest.files)):
+    for name in in_group(manifest.files):
         file, entry = manifest.path / name, manifest.files[name]
         if hashlib.sha256(_read(file, entry["bytes"])).hexdigest() != entry["sha256"]:
             raise CheckpointError(f"{file}: sha256 mismatch")
 
 
 def contents(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield all that is below a folder, its path from there, and whether it is a folder."""
+    """Yield the relative path of each entry below a folder, and whether it is a folder."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         is_folder = entry.is_dir(follow_symlinks=False)
         yield entry.name, is_folder
@@ -157,7 +159,7 @@ def contents(folder: Path) -> Iterator[tuple[str, bool]]:
 
 
 def digest_of(path: Path) -> FileDigest:
-    """Return the size and the hash of a file that is on the disk now."""
+    """Sync a file to disk and return its size and hash."""
     sync(path)
     with open(path, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256")
@@ -165,14 +167,14 @@ def digest_of(path: Path) -> FileDigest:
 
 
 def sealed(content: JsonObject) -> str:
-    """Return the manifest's text with the checksum of its other content."""
+    """Return the text of a manifest, including a checksum of its other content."""
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     return json.dumps(content | {"sha256": sha256}, sort_keys=True, indent=1) + "\n"
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a name of a leaf that could be no file's."""
+    """Raise ValueError for a leaf name that is not safe as a file name."""
     if not re.fullmatch(r"\w+(/\w+)*", name, re.ASCII):
         raise ValueError(f"leaf {name!r}: must be words separated by /")
 
@@ -180,10 +182,9 @@ def check_name(name: str) -> None:
 def _read(file: Path, size: int | None) -> bytes:
     """Read a regular file of `size` bytes; None allows up to MANIFEST_LIMIT."""
     with _FILES.opened(file) as stream:
-        there = os.fstat(stream.fileno()).st_size
-        if size is None and there > MANIFEST_LIMIT:
-            rule = f"at most {MANIFEST_LIMIT} are read"
-            raise CheckpointError(f"{file}: has {there} bytes, {rule}")
-        if size is not None and there != size:
-            raise CheckpointError(f"{file}: has {there} bytes, the manifest says {size}")
-        return stream.read(there)
+        actual = os.fstat(stream.fileno()).st_size
+        if size is None and actual > MANIFEST_LIMIT:
+            raise CheckpointError(f"{file}: has {actual} bytes: at most {MANIFEST_LIMIT} are read")
+        if size is not None and actual != size:
+            raise CheckpointError(f"{file}: has {actual} bytes, the manifest specifies {size}")
+        return stream.read(actual)

@@ -1,6 +1,6 @@
-"""Write and read named arrays with orbax, each process its shards, and let processes agree.
+"""Named arrays in orbax format, with one writer per process, and a barrier between processes.
 
-Orbax is imported on the first use: what neither saves nor restores does not pay for it.
+Orbax is imported on first use, so that programs that neither save nor restore do not pay for it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from orbax.checkpoint import PyTreeCheckpointHandler
 
 TIMEOUT = 600
-"""Seconds that a process waits for the others to write their shards."""
+"""Seconds to wait for other processes."""
 
 LATE_REPORTS = 0.2
-"""Seconds after an error in which TensorStore's other threads report theirs."""
+"""Seconds to wait after an error for the reports of TensorStore's other threads."""
 
 
 def staged(array: jax.Array) -> jax.Array:
-    """Begin to copy an array to the host's memory: later donation of it changes nothing.
+    """Start copying an array to host memory; the array may be donated afterward.
 
-    Each device copies its shard; of a replicated array one copy is made.
+    Each device copies its shard; a replicated array is copied once.
     """
     if array.is_fully_replicated:
         array = array.addressable_shards[0].data
@@ -43,70 +43,70 @@ def staged(array: jax.Array) -> jax.Array:
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> None:
-    """Write this process's part of the arrays into an empty folder; `finish` makes it readable.
+    """Write the shards of this process into an empty folder; `finish` then makes it readable.
 
-    NumPy arrays are written by process 0. OSError names the file that could not be written.
+    Process 0 writes the NumPy arrays. OSError names the file that could not be written.
     """
     from orbax.checkpoint import args
 
     tree = {_key(name): array for name, array in arrays.items()}
-    with _quiet(), _plainly_named(folder) as path:
+    with _quiet(), _safe_path(folder) as path:
         saving = _handler().async_save(path, args=args.PyTreeSave(tree))
         for future in asyncio.run(saving) or ():
             future.result()
 
 
 def finish(folder: Path) -> None:
-    """Join what the processes have written; process 0 calls it once all have."""
-    with _quiet(), _plainly_named(folder) as path:
+    """Merge the data of all processes; call it in process 0 after all have written."""
+    with _quiet(), _safe_path(folder) as path:
         _handler().finalize(path)
 
 
 def read(
     folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, np.ndarray | jax.Array]:
-    """Read the arrays `wanted`: NumPy arrays, or JAX arrays where a sharding is given.
+    """Read arrays: a JAX array if the request has a sharding, else a NumPy array.
 
-    Of a sharded array each process reads what its devices hold. ValueError where the folder does
-    not have them.
+    Each process reads only the shards of its devices. Raises ValueError if the folder lacks an
+    array.
     """
     from orbax.checkpoint import ArrayRestoreArgs, RestoreArgs, args
 
     tree = {_key(name): like for name, like in wanted.items()}
-    how = {
+    restore_args = {
         name: RestoreArgs(restore_type=np.ndarray)
         if like.sharding is None
         else ArrayRestoreArgs(sharding=like.sharding, global_shape=like.shape, dtype=like.dtype)
         for name, like in tree.items()
     }
-    request = args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
-    with _quiet(), _plainly_named(folder) as path:
+    request = args.PyTreeRestore(item=tree, restore_args=restore_args, partial_restore=True)
+    with _quiet(), _safe_path(folder) as path:
         found = _handler().restore(path, args=request)
     return {name: found[_key(name)] for name in wanted}
 
 
 def agree(name: str, error: BaseException | None = None) -> None:
-    """Wait until all processes are here, and raise in each of them if one has an error.
+    """Wait for all processes, and raise an error in each of them if one has an error.
 
-    `name` is one that no other meeting has.
+    `name` must be unique to this call.
     """
     if jax.process_count() > 1:
-        from jax._src.distributed import global_state  # JAX has no public barrier of threads
+        from jax._src.distributed import global_state  # JAX has no public barrier for threads
 
         client = global_state.client
-        assert client is not None  # there are several processes
+        assert client is not None  # because there are several processes
         if error is not None:
-            told = f"{type(error).__name__}: {error}"
-            client.key_value_set(f"{name}/{jax.process_index()}", told)
-        client.wait_at_barrier(f"{name}:met", TIMEOUT * 1000)
-        for key, told in [] if error is not None else client.key_value_dir_get(f"{name}/"):
-            raise OSError(f"process {key.rpartition('/')[2]}: {told}")
+            message = f"{type(error).__name__}: {error}"
+            client.key_value_set(f"{name}/{jax.process_index()}", message)
+        client.wait_at_barrier(f"{name}:barrier", TIMEOUT * 1000)
+        for key, message in [] if error is not None else client.key_value_dir_get(f"{name}/"):
+            raise OSError(f"process {key.rpartition('/')[2]}: {message}")
     if error is not None:
         raise error
 
 
 def _key(name: str) -> str:
-    return name.replace("/", ".")  # a slash would become a folder
+    return name.replace("/", ".")  # orbax would create a folder for a slash
 
 
 @cache
@@ -118,38 +118,38 @@ def _handler() -> PyTreeCheckpointHandler:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what orbax prints of an error: the error itself is raised and says it.
+    """Suppress orbax's output about an error, which is also raised.
 
-    It logs the traceback of each thread, and ends its event loops at the first error, to which
-    TensorStore then reports the other writes: "Event loop is closed", from no thread of Python's.
+    Orbax logs the traceback of each thread, and closes its event loops at the first error.
+    TensorStore then reports "Event loop is closed" for the other writes, outside Python's threads.
     """
 
-    def wanted(record: logging.LogRecord) -> bool:
+    def keep(record: logging.LogRecord) -> bool:
         return f"{os.sep}orbax{os.sep}" not in record.pathname
 
-    def shown(unraisable: sys.UnraisableHookArgs) -> None:
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
-            before(unraisable)
+            previous(unraisable)
 
-    log, before = logging.getLogger("absl"), sys.unraisablehook
-    log.addFilter(wanted)
-    sys.unraisablehook = shown
+    log, previous = logging.getLogger("absl"), sys.unraisablehook
+    log.addFilter(keep)
+    sys.unraisablehook = hook
     try:
         yield
     except BaseException:
         time.sleep(LATE_REPORTS)
         raise
     finally:
-        sys.unraisablehook = before
-        log.removeFilter(wanted)
+        sys.unraisablehook = previous
+        log.removeFilter(keep)
 
 
 @contextlib.contextmanager
-def _plainly_named(folder: Path) -> Iterator[epath.Path]:
-    """Name a folder as orbax reads names: where it would not, by a link.
+def _safe_path(folder: Path) -> Iterator[epath.Path]:
+    """Yield a path that orbax can read: the folder itself, or a symbolic link to it.
 
-    It takes brackets for a pattern and a colon for a URL, and TensorStore wants UTF-8. What the
-    latter reports of the system in words is raised as OSError with its file.
+    Orbax treats brackets as a pattern and a colon as a URL, and TensorStore requires UTF-8. System
+    errors that TensorStore reports as text are raised as OSError with the file name.
     """
     from etils import epath
 
@@ -162,10 +162,10 @@ def _plainly_named(folder: Path) -> Iterator[epath.Path]:
         try:
             yield epath.Path(path)
         except ValueError as error:
-            said = str(error).replace(str(path), str(folder))
-            code = re.search(r"os_error_code='(\d+)'", said)
+            message = str(error).replace(str(path), str(folder))
+            code = re.search(r"os_error_code='(\d+)'", message)
             if code is None:
-                raise ValueError(said) from None
-            files = re.findall(r'"(/[^"]*)"', said)
+                raise ValueError(message) from None
+            files = re.findall(r'"(/[^"]*)"', message)
             number = int(code[1])
             raise OSError(number, os.strerror(number), files[-1] if files else None) from None

@@ -1,13 +1,13 @@
-"""Read and write the folder of a training run: what is needed to continue, use and inspect it.
+"""Folder of a training run: the files needed to continue, use and inspect it.
 
 config.json     the resolved TrainConfig
-tokenizer.json  and source_tokenizer.json where sources have one of their own
-metrics.jsonl   one object a line
-loss.png        both curves
+tokenizer.json  and source_tokenizer.json if sources have a different one
+metrics.jsonl   one JSON object per line
+loss.png        training and held-out loss
 checkpoints/    step-N folders, see checkpoint.py
-sample.txt      what the trained model makes of its task
-scores.json     what the held-out examples came to at the end
-lock            the number of the process that is writing here; gone when it ends
+sample.txt      sample output of the trained model
+scores.json     final scores on held-out examples
+lock            id of the process that is writing; removed when it ends
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from transformer_jax.untrusted_files import Json, JsonObject, Untrusted
 C = TypeVar("C", bound=Dataclass)
 
 CONFIG_LIMIT = 2**23
-"""Largest config.json that is read, in bytes."""
+"""Maximum size of config.json, in bytes."""
 
 SOURCES = "-", "python-docs", "shakespeare"
-"""Names of texts that are no file's."""
+"""Names of texts that are not files."""
 
 MAY_CHANGE = frozenset(
     {
@@ -53,20 +53,20 @@ MAY_CHANGE = frozenset(
         "dump_batch",
     }
 )  # fmt: skip
-"""Fields a resumed run may set anew. `data` may move; its content is compared by hash, and what is
-counted of it follows."""
+"""Fields that a resumed run may change. `data` may move, but its content must have the same hash;
+quantities that are counted in it follow."""
 
 
 class RunError(RuntimeError):
-    """Report a run that cannot go on: its folder is in use, or its numbers are not finite."""
+    """A run cannot continue: its folder is in use, or its numbers are not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Locate the parts of a run.
+    """Paths and files of a run.
 
     Attributes:
-        path: the folder.
+        path: the folder of the run.
     """
 
     path: Path
@@ -88,7 +88,7 @@ class RunFolder:
         return self.path / "tokenizer.json"
 
     def read_config(self) -> TrainConfig:
-        """Read the run's config; ConfigError names the key that is wrong."""
+        """Read the config of the run. ConfigError names the invalid key."""
         if not self.config_file.is_file():
             raise ConfigError(f"{self.path}: no run here (config.json is missing)")
         if self.config_file.stat().st_size > CONFIG_LIMIT:
@@ -98,25 +98,25 @@ class RunFolder:
         except ConfigError as error:
             raise ConfigError(f"{self.config_file}: {error}") from None
 
-        def found(name: str) -> str:
+        def locate(name: str) -> str:
             if os.path.exists(name) or os.path.isabs(name) != os.path.isabs(config.out):
                 return name
-            # what has moved together with the run lies where it lay, as seen from the run's folder
+            # if the file was moved together with the run, its relative path is unchanged
             moved = os.path.abspath(self.path / os.path.relpath(name, config.out))
             return moved if os.path.exists(moved) else name
 
-        return _with_paths(config, found)
+        return _map_paths(config, locate)
 
     @property
     def source_tokenizer_file(self) -> Path:
         return self.path / "source_tokenizer.json"
 
     def read_tokenizer(self, sha256: str | None = None) -> Tokenizer:
-        """Read the run's tokenizer, whose file must have this hash if one is given."""
+        """Read the tokenizer of the run, and check the hash of the file unless it is None."""
         return _read_tokenizer(self.tokenizer_file, sha256)
 
     def read_source_tokenizer(self, sha256: str | None = None) -> Tokenizer | None:
-        """Read the tokenizer of the run's sources; None where they share the run's."""
+        """Read the tokenizer for sources; None if it is the same as that of the run."""
         file = self.source_tokenizer_file
         return _read_tokenizer(file, sha256) if file.exists() or sha256 is not None else None
 
@@ -124,7 +124,7 @@ class RunFolder:
         write_file(self.tokenizer_file, tokenizer.to_json())
 
     def write_source_tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """Write the tokenizer of the run's sources, where they have one of their own."""
+        """Write the tokenizer for sources, unless it is None."""
         if tokenizer is not None:
             write_file(self.source_tokenizer_file, tokenizer.to_json())
 
@@ -132,17 +132,17 @@ class RunFolder:
         write_file(self.config_file, config_to_json(with_absolute_paths(config)))
 
     def read_metrics(self) -> list[JsonObject]:
-        """Read the lines of metrics.jsonl; damaged ones and an unfinished last one are left out."""
+        """Read the lines of metrics.jsonl, except damaged ones and an unfinished last line."""
         return [line for line in self._metrics() if line is not None]
 
     def cut_metrics(self, step: int) -> int:
-        """Remove the lines after `step`, and damaged lines; return how many were damaged.
+        """Remove damaged lines and the lines after `step`; return the number of damaged lines.
 
-        A run that went on after its last checkpoint and was killed leaves such lines.
+        A run that was killed after its last checkpoint leaves such lines.
         """
         lines = self._metrics()
         kept = [line for line in lines if line is not None and line["step"] <= step]
-        # the file is replaced as a whole: a crash leaves the old lines or the new ones
+        # replaced atomically: a crash leaves either the old or the new lines
         write_file(self.metrics_file, "".join(json_text(line) + "\n" for line in kept))
         return lines.count(None)
 
@@ -151,20 +151,20 @@ class RunFolder:
             log.write(json_text(line) + "\n")
 
     def _metrics(self) -> list[JsonObject | None]:
-        """Read the finished lines of metrics.jsonl, None for a damaged one."""
+        """Read the finished lines of metrics.jsonl; a damaged line becomes None."""
         if not self.metrics_file.is_file():
             return []
         found: list[JsonObject | None] = []
-        # what follows the last newline was being written when the process ended
+        # text after the last newline is a line that was never finished
         for text in self.metrics_file.read_text(errors="replace").split("\n")[:-1]:
             try:
-                line = json.loads(text, parse_constant=lambda _: None)  # NaN is no JSON
+                line = json.loads(text, parse_constant=lambda _: None)  # NaN is not valid JSON
             except (ValueError, RecursionError):
                 line = None
             if isinstance(line, dict) and type(line.get("step")) is int:
                 losses = line.get("loss"), line.get("val_loss")
-                is_whole = all(type(loss) in (int, float, type(None)) for loss in losses)
-                found.append(line if is_whole else None)
+                valid = all(type(loss) in (int, float, type(None)) for loss in losses)
+                found.append(line if valid else None)
             else:
                 found.append(None)
         return found
@@ -184,7 +184,7 @@ def _read_tokenizer(file: Path, sha256: str | None) -> Tokenizer:
 
 
 def json_text(content: JsonObject, indent: int | None = None) -> str:
-    """Return JSON of measurements: null stands for NaN and inf, for which JSON has no number."""
+    """Return measurements as JSON; NaN and infinities become null."""
 
     def plain(value: Json) -> Json:
         if isinstance(value, dict):
@@ -197,51 +197,51 @@ def json_text(content: JsonObject, indent: int | None = None) -> str:
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return a config that names the same files and folders wherever the process is.
+    """Return a config with absolute paths, independent of the working directory.
 
-    A name of nothing that is there, such as a repository's or a text's of its own, stays.
+    Names that are not existing paths, such as repositories or built-in texts, are not changed.
     """
 
     def absolute(name: str) -> str:
         return os.path.abspath(name) if os.path.exists(name) else name
 
-    return replace(_with_paths(config, absolute), out=os.path.abspath(config.out))
+    return replace(_map_paths(config, absolute), out=os.path.abspath(config.out))
 
 
-def _with_paths(config: TrainConfig, change: Callable[[str], str]) -> TrainConfig:
-    """Return a config with each name of a file or folder that it reads changed."""
+def _map_paths(config: TrainConfig, function: Callable[[str], str]) -> TrainConfig:
+    """Apply a function to each path that a config reads."""
 
-    def changed(config: C, *names: str) -> C:
-        given: dict[str, str] = {}
+    def map_fields(config: C, *names: str) -> C:
+        changes: dict[str, str] = {}
         for name in names:
             value = getattr(config, name, None)
             if value and value not in SOURCES:
-                whole = given[name] = change(value)
-                # prepared folders have commas between them, and so may the name of one file
+                whole = changes[name] = function(value)
+                # commas separate prepared folders, but may also be part of a file name
                 if "," in value and not os.path.exists(whole):
-                    given[name] = ",".join(map(change, value.split(",")))
-        return replace(config, **given)
+                    changes[name] = ",".join(map(function, value.split(",")))
+        return replace(config, **changes)
 
-    task = changed(config.task, "targets", "val_targets")
-    return changed(replace(config, task=task), "data", "val_data", "init_from")
+    task = map_fields(config.task, "targets", "val_targets")
+    return map_fields(replace(config, task=task), "data", "val_data", "init_from")
 
 
 def config_to_json(config: TrainConfig) -> str:
-    """Return the text of config.json."""
-    return json.dumps(_plain(config), indent=1) + "\n"
+    """Return the content of config.json."""
+    return json.dumps(_to_json(config), indent=1) + "\n"
 
 
-def _plain(config: FieldValue) -> JsonObject:
-    """Return the fields of a config as JSON holds them; one of several classes has a `kind`."""
+def _to_json(config: FieldValue) -> JsonObject:
+    """Return the fields of a config as JSON; a field with several classes has a `kind`."""
     cls: type = type(config)
     hints, content = field_hints(cls), {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            own = hasattr(value, "own_kind_of")
-            named = name_of(field.name, type(value)) if own else kind_name(type(value))
-            kind = {"kind": named} if get_args(hints[field.name]) else {}
-            value = kind | _plain(value)
+            custom = hasattr(value, "own_kind_of")
+            name = name_of(field.name, type(value)) if custom else kind_name(type(value))
+            kind = {"kind": name} if get_args(hints[field.name]) else {}
+            value = kind | _to_json(value)
         elif is_function(value):
             value = name_of(field.name, value)
         content[field.name] = value
@@ -249,13 +249,13 @@ def _plain(config: FieldValue) -> JsonObject:
 
 
 def config_from_json(text: str | bytes) -> TrainConfig:
-    """Return the config that `config_to_json` wrote; keys may be absent, but not unknown.
+    """Return the config that `config_to_json` wrote; keys may be missing, but not unknown.
 
-    ConfigError names the key that is wrong: files of other versions are not translated.
+    ConfigError names the invalid key. Files of other versions are not converted.
     """
 
     def constant(name: str) -> None:
-        raise ConfigError(f"{name}: is no number")
+        raise ConfigError(f"{name}: is not a number")
 
     content = Untrusted(ConfigError).parse(text, "the config", parse_constant=constant)
     return _build(TrainConfig, content, "")
@@ -270,62 +270,63 @@ def _build(cls: type[C], content: Json, path: str) -> C:
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1)
             hint = f", did you mean {path}{near[0]}?" if near else ""
-            rule = "configs of other versions are not read"
+            rule = "configs of other versions cannot be read"
             raise ConfigError(f"{path}{key}: unknown key{hint} ({rule})")
-        given = tuple(value) if isinstance(value, list) else value
-        arguments[key] = _field(hints[key], given, f"{path}{key}")
+        value = tuple(value) if isinstance(value, list) else value
+        arguments[key] = _build_field(hints[key], value, f"{path}{key}")
     try:
         return cls(**arguments)
     except ConfigError as error:
         raise ConfigError(f"{path}{error}") from None
 
 
-def _field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
-    """Return the value of a field: itself, or the config that it describes."""
+def _build_field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
+    """Return the value of a field: the JSON value, or the config that it describes."""
     if dataclasses.is_dataclass(hint):
         return _build(cast(type, hint), value, f"{path}.")
-    kinds, options = _kinds(hint), [one for one in get_args(hint) if isinstance(one, type)]
-    may_be_own = any(hasattr(one, "own_kind_of") for one in options)
-    if not (kinds or may_be_own) or value is None or isinstance(value, str):  # short for positions
+    options = [cls for cls in get_args(hint) if isinstance(cls, type)]
+    kinds = {  # config classes by the `kind` in a file
+        name: cast(type, cls)
+        for cls in options
+        if dataclasses.is_dataclass(cls)
+        for name in names_in_files(cls)
+    }
+    custom = any(hasattr(cls, "own_kind_of") for cls in options)
+    # positions may be a string, their short form
+    if not (kinds or custom) or value is None or isinstance(value, str):
         return value
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is {value!r}: must be an object")
     content = dict(value)
-    own = [cls for cls in kinds.values() if "kind" in cls.__dataclass_fields__]
-    kind = content.pop("kind", own[0].kind if own else None)
-    if isinstance(kind, str) and ":" in kind:  # of a class of the user's
+    with_kind = [cls for cls in kinds.values() if "kind" in cls.__dataclass_fields__]
+    kind = content.pop("kind", with_kind[0].kind if with_kind else None)
+    if isinstance(kind, str) and ":" in kind:  # "module:class", a custom class
         cls = found_again(f"{path}.kind", kind)
         base = getattr(cls, "own_kind_of", None)
-        fits = base and any(issubclass(one, base) for one in options)
+        fits = base and any(issubclass(option, base) for option in options)
         if not (fits and isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-            raise ConfigError(f"{path}.kind is {kind!r}: must be a class for {path} of your own")
+            raise ConfigError(f"{path}.kind is {kind!r}: must be a custom class for {path}")
         return _build(cast(type, cls), content, f"{path}.")
     if not isinstance(kind, str) or kind not in kinds:
         rule = f"must be one of {', '.join(kinds)}"
-        if path in ("model", "task"):  # kinds register only in the process that reads the file
-            rule += "; register a kind of your own before you read its run"
+        if path in ("model", "task"):  # kinds are registered per process
+            rule += "; register a custom kind before you read its run"
         raise ConfigError(f"{path}.kind is {kind!r}: {rule}")
-    if kinds[kind] in own:
+    if kinds[kind] in with_kind:
         content["kind"] = kind
     return _build(kinds[kind], content, f"{path}.")
-
-
-def _kinds(hint: Hint) -> dict[str, FieldValue]:
-    """Return the config classes of a union by the `kind` that they have in a file."""
-    options = [cls for cls in get_args(hint) if dataclasses.is_dataclass(cls)]
-    return {name: cls for cls in options for name in names_in_files(cast(type, cls))}
 
 
 def differences(
     old: TrainConfig, new: TrainConfig, may_change: Collection[str] = MAY_CHANGE
 ) -> list[str]:
-    """Return "key: old -> new" for every changed field that a resumed run may not change."""
+    """Return "key: old -> new" for each changed field that a resumed run may not change."""
     found = _differences(with_absolute_paths(old), with_absolute_paths(new), "")
     return [line for key, line in found if not {key, key.partition(".")[0]} & set(may_change)]
 
 
 def _differences(old: FieldValue, new: FieldValue, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the path of every field that differs, with its line."""
+    """Yield the path of each field that differs, with "key: old -> new"."""
     for field in dataclasses.fields(old):
         key, one, two = path + field.name, getattr(old, field.name), getattr(new, field.name)
         if dataclasses.is_dataclass(one) and type(one) is type(two):
@@ -335,23 +336,23 @@ def _differences(old: FieldValue, new: FieldValue, path: str) -> Iterator[tuple[
 
 
 def locked(path: Path) -> AbstractContextManager[None]:
-    """Hold `path/lock`; RunError if another process does."""
+    """Lock `path/lock`. Raises RunError if another process has locked it."""
     return durable_files.locked(
         path, lambda owner: RunError(f"{path}: process {owner} is training here")
     )
 
 
 def check_unused(path: Path) -> None:
-    """Raise ConfigError if a new run would write into a folder that has files already."""
+    """Raise ConfigError if the folder of a new run already contains files."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"out is {str(path)!r}: not a folder")
     if (path / "lock").exists():
-        with locked(path):  # RunError names a live run; the lock of a dead one goes
+        with locked(path):  # raises RunError for a live run; removes a stale lock
             pass
     if path.is_dir() and any(path.iterdir()):
-        what = "holds a run" if (path / "config.json").exists() else "is not empty"
+        state = "contains a run" if (path / "config.json").exists() else "is not empty"
         rule = "`resume=True` continues it, `out=FOLDER` starts another"
-        raise ConfigError(f"out is {str(path)!r}: the folder {what} ({rule})")
+        raise ConfigError(f"out is {str(path)!r}: the folder {state} ({rule})")
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:
@@ -360,7 +361,7 @@ def tokenizer_sha256(tokenizer: Tokenizer) -> str:
 
 
 def plot_losses(folder: RunFolder) -> None:
-    """Draw loss.png from metrics.jsonl: the loss, the smoothed loss, and the held-out loss."""
+    """Plot metrics.jsonl as loss.png: training loss, smoothed training loss, and held-out loss."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -379,9 +380,10 @@ def plot_losses(folder: RunFolder) -> None:
     if held_out:
         steps, losses = zip(*held_out, strict=True)
         axes.plot(steps, losses, color=orange, linewidth=1.8, marker="o", ms=4, label="held out")
-        # losses over other numbers of batches cannot be compared
-        alike = [m for m in evaluated if m.get("eval_batches") == evaluated[-1].get("eval_batches")]
-        best, step = min((m["val_loss"], m["step"]) for m in alike)
+        # only losses over equal numbers of batches are comparable
+        batches = evaluated[-1].get("eval_batches")
+        comparable = [m for m in evaluated if m.get("eval_batches") == batches]
+        best, step = min((m["val_loss"], m["step"]) for m in comparable)
         axes.annotate(
             f"{best:.3f}", (step, best), xytext=(0, 8), textcoords="offset points",
             ha="center", color=orange, fontweight="bold",
@@ -399,13 +401,13 @@ def plot_losses(folder: RunFolder) -> None:
         axes.legend(frameon=False, labelcolor=ink)
     file = folder.path / "loss.png"
     with warnings.catch_warnings(), naming(file), open(file, "wb") as stream:
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in another script
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # for a folder name in another script
         figure.savefig(stream, format="png")
 
 
 def smooth(values: tuple[float, ...]) -> list[float]:
-    """Return means over a centred window of 1/25 of the curve, narrower at its ends."""
+    """Return moving averages over a centered window of 1/25 of the curve, narrower at the ends."""
     sums = [0.0, *itertools.accumulate(values)]
     last, widest = len(values) - 1, len(values) // 50
-    reach = [min(i, last - i, widest) for i in range(len(values))]
-    return [(sums[i + r + 1] - sums[i - r]) / (2 * r + 1) for i, r in enumerate(reach)]
+    radii = [min(i, last - i, widest) for i in range(len(values))]
+    return [(sums[i + r + 1] - sums[i - r]) / (2 * r + 1) for i, r in enumerate(radii)]

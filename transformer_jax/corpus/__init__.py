@@ -1,8 +1,8 @@
-"""Turn files of any size into folders of tokens, and read those.
+"""Prepared folders: the tokens of files of any size.
 
-`documents` cuts files into chunks and reads their documents, `prepare` writes a folder in several
-processes, `folder` says what it holds and reads it. Batches are made of it in `training`; text that
-fits into memory needs none of this.
+`documents` divides files into chunks and reads their documents, `prepare` writes a folder with
+several processes, and `folder` reads it. `training` makes batches. Text that fits into memory does
+not need a prepared folder.
 """
 
 from transformer_jax.corpus.folder import Corpus, Part, is_prepared, open_corpus

@@ -1,12 +1,13 @@
-"""Read documents out of files, a chunk at a time.
+"""Documents of files, read in chunks.
 
-A chunk is some documents of a file, one after the other; several processes read one each. Where
-chunks begin follows from the files alone, whoever reads them.
+A chunk is a contiguous range of documents of one file, so that several processes can each read one.
+The boundaries of chunks depend only on the file and the chunk size.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -22,55 +23,55 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 BLOCK = 2**20
-"""Bytes that are read at once."""
+"""Bytes per read."""
 
 _LINE_END = re.compile(rb"\r\n?+|\n")
 _BLANK_LINES = re.compile(rb"(?:\r\n?+|\n)(?:[ \t\f\v]*+(?:\r\n?+|\n))+")
 
 
 class Input(NamedTuple):
-    """Say what a file was when it was first read."""
+    """Size and hash of an input file when it was first read."""
 
     path: str
     bytes: int
     sha256: str
     changed: int
-    """When it last changed, in nanoseconds."""
+    """Modification time, in nanoseconds."""
 
 
 class Chunk(NamedTuple):
-    """Name some documents of a file: its bytes, or the row groups of a Parquet file."""
+    """Range of documents of a file: bytes, or the row groups of a Parquet file."""
 
     path: str
     format: DocumentFormat
     start: int
     end: int
     bytes: int
-    """How much of the file it is, for the progress."""
+    """Size, for the progress."""
     of: Input
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Read the documents of chunks."""
+    """Reader of the documents in chunks."""
 
     field: str
-    """The field or column of a document, in JSON lines and Parquet."""
+    """Field or column that contains the document, for JSON lines and Parquet."""
     text_errors: str
-    """strict: a DataError for invalid UTF-8; replace: U+FFFD in its place."""
+    """strict: DataError for invalid UTF-8; replace: substitute U+FFFD."""
 
     def documents(self, chunk: Chunk) -> Iterator[str]:
-        """Yield the documents that are not empty; DataError names the file and the place."""
+        """Yield the nonempty documents. DataError names the file and the position."""
         if chunk.format == "parquet":
             file = open_parquet(chunk.path)
             if self.field not in file.schema_arrow.names:
                 names = ", ".join(file.schema_arrow.names)
-                raise DataError(f"{chunk.path}: has no column {self.field!r} (there are {names})")
+                raise DataError(f"{chunk.path}: has no column {self.field!r} (columns: {names})")
             for group in range(chunk.start, chunk.end):
                 try:
                     values = file.read_row_group(group, columns=[self.field]).column(0).to_pylist()
-                except Exception as error:  # the library raises its own, and OSError
-                    raise _damaged(chunk.path, error) from None
+                except Exception as error:  # pyarrow's own exceptions, and OSError
+                    raise _invalid(chunk.path, error) from None
                 for row, value in enumerate(values):
                     yield from self._text(value, f"{chunk.path}: row {row} of row group {group}")
             return
@@ -84,7 +85,7 @@ class Reader:
             text = read_text(content, chunk.path, self.text_errors, chunk.start)
             yield from split_documents(text, chunk.format)
             return
-        # `str.splitlines` would cut at U+2028 too, which a JSON string may contain
+        # `str.splitlines` would also split at U+2028, which a JSON string may contain
         for match in re.finditer(rb"[^\r\n]+", content):
             at = chunk.start + match.start()
             line = read_text(match[0], chunk.path, self.text_errors, at)
@@ -97,10 +98,10 @@ class Reader:
             yield from self._text(found.get(self.field), where)
 
     def _text(self, value: object, where: str) -> Iterator[str]:
-        """Yield a document if it is not empty; DataError where it is no text."""
+        """Yield a document if it is not empty. Raises DataError if it is not a string."""
         if not isinstance(value, str):
-            found = "is missing" if value is None else f"is a {type(value).__name__}"
-            raise DataError(f"{where}: {self.field} {found}: must be a text")
+            found = "is missing" if value is None else f"has type {type(value).__name__}"
+            raise DataError(f"{where}: {self.field} {found}: must be a string")
         if self.text_errors == "replace":
             value = value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         try:
@@ -112,7 +113,7 @@ class Reader:
 
 
 def read_input(path: str) -> Input:
-    """Read a file once for its size and hash; DataError where it cannot be read."""
+    """Read a file for its size and hash. Raises DataError if it cannot be read."""
     found, size = hashlib.sha256(), 0
     try:
         with open(path, "rb") as stream:
@@ -126,59 +127,57 @@ def read_input(path: str) -> Input:
     return Input(path, size, found.hexdigest(), changed)
 
 
-def cut_file(given: Input, format: DocumentFormat, size: int) -> list[Chunk]:
-    """Return the chunks of a file, of about `size` bytes; a document is never cut."""
+def cut_file(file: Input, format: DocumentFormat, size: int) -> list[Chunk]:
+    """Divide a file into chunks of about `size` bytes, without cutting a document."""
     if format == "parquet":
-        groups = open_parquet(given.path).num_row_groups
-        each = given.bytes // max(groups, 1)
-        return [Chunk(given.path, format, i, i + 1, each, given) for i in range(groups)]
+        groups = open_parquet(file.path).num_row_groups
+        each = file.bytes // max(groups, 1)
+        return [Chunk(file.path, format, i, i + 1, each, file) for i in range(groups)]
     cuts = [0]
     if format != "files":
         boundary = _BLANK_LINES if format == "paragraphs" else _LINE_END
-        with open(given.path, "rb") as stream:
-            while cuts[-1] + size < given.bytes:
-                cuts.append(_next_boundary(stream, cuts[-1] + size, boundary, given.bytes))
-    ends = [*cuts[1:], given.bytes]
-    pairs = zip(cuts, ends, strict=True)
-    return [Chunk(given.path, format, a, b, b - a, given) for a, b in pairs if b > a]
+        with open(file.path, "rb") as stream:
+            while cuts[-1] + size < file.bytes:
+                cuts.append(_next_boundary(stream, cuts[-1] + size, boundary, file.bytes))
+    pairs = itertools.pairwise([*cuts, file.bytes])
+    return [Chunk(file.path, format, a, b, b - a, file) for a, b in pairs if b > a]
 
 
 def _next_boundary(stream: BinaryIO, start: int, boundary: re.Pattern[bytes], end: int) -> int:
-    """Return where the first document after byte `start` begins; `end` where there is none."""
+    """Return the start of the first document after byte `start`, or `end` if there is none."""
     stream.seek(start)
     seen = b""
     while block := stream.read(BLOCK):
         seen += block
         found = boundary.search(seen)
-        if found and found.end() < len(seen):  # what follows a \r may be its \n
+        if found and found.end() < len(seen):  # the next block may begin with the \n of a \r\n
             return start + found.end()
-        tail = len(seen.rstrip())  # only what ends the block may go on in the next one
+        tail = len(seen.rstrip())  # only trailing whitespace can be the start of a boundary
         start, seen = start + tail, seen[tail:]
     return end
 
 
 def open_parquet(path: str) -> ParquetFile:
-    """Open a Parquet file; DataError without pyarrow, or where the file is none."""
+    """Open a Parquet file. Raises DataError without pyarrow, or if the file is invalid."""
     try:
         import pyarrow.parquet
     except ImportError:
-        rule = "reading Parquet needs pyarrow: pip install pyarrow"
-        raise DataError(f"{path}: {rule}") from None
+        raise DataError(f"{path}: Parquet needs pyarrow: run pip install pyarrow") from None
     try:
         return pyarrow.parquet.ParquetFile(path)
     except Exception as error:  # the library raises its own, and OSError
-        raise _damaged(path, error) from None
+        raise _invalid(path, error) from None
 
 
-def _damaged(path: str, error: Exception) -> DataError:
-    return DataError(f"{path}: not a whole Parquet file ({' '.join(str(error).split())[:200]})")
+def _invalid(path: str, error: Exception) -> DataError:
+    return DataError(f"{path}: not a valid Parquet file ({' '.join(str(error).split())[:200]})")
 
 
-def check_unchanged(given: Input) -> None:
-    """Raise DataError where a file has changed since it was first read."""
+def check_unchanged(file: Input) -> None:
+    """Raise DataError if a file has changed since it was first read."""
     try:
-        found = os.stat(given.path)
+        found = os.stat(file.path)
     except OSError as error:
-        raise DataError(f"{given.path}: cannot be read ({error.strerror})") from None
-    if (found.st_size, found.st_mtime_ns) != (given.bytes, given.changed):
-        raise DataError(f"{given.path}: has changed while it was read")
+        raise DataError(f"{file.path}: cannot be read ({error.strerror})") from None
+    if (found.st_size, found.st_mtime_ns) != (file.bytes, file.changed):
+        raise DataError(f"{file.path}: changed while it was being read")

@@ -1,14 +1,14 @@
-"""Write a prepared folder: read documents in several processes, and append their tokens in order.
+"""Preparation of a folder: several processes read documents, one appends their tokens in order.
 
-What is written follows from the files and the settings alone, not from the number of processes, nor
-from where it was interrupted. While it is written the folder holds besides:
+The result depends only on the files and the settings, not on the number of processes or on
+interruptions. During preparation the folder also contains:
 
-    prepare.json    the settings, and the size and sha256 of every file that is read
-    progress.json   how many chunks are in the files of tokens, and how long those then are
-    lock            held by the process that is writing
+    prepare.json    the settings, and the size and sha256 of each input file
+    progress.json   the number of chunks already written, and the resulting lengths of the files
+    lock            locked by the process that is writing
 
-What is in the files beyond `progress.json` is cut off when the command is given again. The manifest
-is written last, and only a folder with a manifest is read.
+When you run the command again, data after the lengths in `progress.json` are discarded. The
+manifest is written last, and a folder without a manifest is not read.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.untrusted_files import JsonObject
 
 CHUNK_BYTES = 2**22
-"""About how much of a file a process reads at once."""
+"""Approximate size of a chunk."""
 
 RECORD_SECONDS = 2.0
-"""How much work an interruption costs at most, with what the processes were reading."""
+"""Maximum work lost in an interruption, in addition to the chunks being read."""
 
 PROGRESS = "progress.json"
 
@@ -88,11 +88,11 @@ Found = TypeVar("Found")
 
 
 class Progress(NamedTuple):
-    """Say how far a preparation is."""
+    """Progress of a preparation."""
 
     phase: str
     done: int
-    """Bytes of the files."""
+    """Bytes of the input files."""
     total: int
     documents: int
 
@@ -109,31 +109,32 @@ def prepare(
     report: Report = lambda progress: None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Corpus:
-    """Write a folder of tokens, or go on with it where it was interrupted, and return it opened.
+    """Write a folder of tokens, or continue an interrupted preparation, and return it opened.
 
     Args:
-        config: the files, their form and the tokenizer.
-        out: the folder.
-        tokenizer: given where `config.tokenizer` names none that is made here.
-        workers: with more than one, each is a process of its own, and the calling program's main
-            module must be one that can be imported.
-        report: is told how far it is.
-        chunk_bytes: of a file, how many bytes a worker takes at a time.
+        config: the files, their format and the tokenizer.
+        out: the folder to write.
+        tokenizer: required if `config.tokenizer` is not one that is trained here.
+        workers: the number of processes. With more than one, the main module of the calling program
+            must be importable.
+        report: called with the progress.
+        chunk_bytes: the approximate size of the chunks that files are divided into.
 
     Raises:
-        ConfigError: if the tokenizer is missing or of no use, or `out` cannot be made.
+        ConfigError: if the tokenizer is missing or superfluous, or `out` cannot be created.
         DataError: if a file cannot be used.
     """
     if (tokenizer is None) != (config.tokenizer in TRAINED):
-        raise ConfigError(f"tokenizer is {config.tokenizer!r}: must be given where it is not made")
+        rule = "pass `tokenizer` if and only if it is not trained here"
+        raise ConfigError(f"tokenizer is {config.tokenizer!r}: {rule}")
     if workers < 1:
         fail("workers", workers, "must be at least 1")
     check_new_folder("out", str(out))
     folder = Path(out)
     sizes = [os.path.getsize(path) if os.path.exists(path) else 0 for path in config.data]
     workers = min(workers, -(-sum(sizes) // chunk_bytes) or 1)
-    with _locked_folder(folder), _Workers(workers) as pool:
-        inputs = list(_counted("reading", pool.map(read_input, config.data), sizes, report))
+    with _locked_folder(folder), _WorkerPool(workers) as pool:
+        inputs = list(_reporting("reading", pool.map(read_input, config.data), sizes, report))
         plan = _plan(config, inputs, tokenizer, chunk_bytes)
         _claim(folder, plan)
         if not (folder / MANIFEST).exists():
@@ -141,13 +142,15 @@ def prepare(
                 formats = [config.format_of(path) for path in config.data]
                 pairs = zip(inputs, formats, strict=True)
                 chunks = [c for i, format in pairs for c in cut_file(i, format, chunk_bytes)]
-                work = _Work(folder, config, chunks, pool, report)
+                work = _Preparation(folder, config, chunks, pool, report)
                 work.write_tokenizer(tokenizer)
                 work.encode()
                 work.finish(plan)
-            except _UnfinishedDataError:
+            except _ResumableError:
                 raise
-            except DataError:  # these files and settings make no folder: it would be in the way
+            except (
+                DataError
+            ):  # these files and settings can never succeed, so remove what was written
                 for file in folder.iterdir():
                     if file.name != "lock":
                         file.unlink()
@@ -157,28 +160,28 @@ def prepare(
     return open_corpus(folder)
 
 
-class _UnfinishedDataError(DataError):
-    """Report what the same command may go on after."""
+class _ResumableError(DataError):
+    """Failure that the same command can recover from."""
 
 
-class _Encoded(NamedTuple):
-    """Hold the tokens of a chunk's documents in one part, each document with its end."""
+class _EncodedChunk(NamedTuple):
+    """Tokens of the documents of a chunk in one part, each followed by its end token."""
 
     tokens: np.ndarray  # dtype[n]
-    ends: np.ndarray  # i64[documents]: where their last tokens stand
+    ends: np.ndarray  # i64[documents]: positions of the end tokens
     characters: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Encoder:
-    """Turn chunks into tokens, by the tokenizer of a folder."""
+    """Function that encodes chunks with the tokenizer of a folder."""
 
     folder: Path
     reader: Reader
     val_fraction: float
 
-    def __call__(self, chunk: Chunk) -> dict[str, _Encoded]:
-        tokenizer = _tokenizer_in(self.folder)
+    def __call__(self, chunk: Chunk) -> dict[str, _EncodedChunk]:
+        tokenizer = _read_tokenizer(self.folder)
         first, end, dtype = frame(tokenizer).first, end_id(tokenizer), token_dtype(tokenizer)
         found: dict[str, list[np.ndarray]] = {part: [] for part in PARTS}
         characters = dict.fromkeys(PARTS, 0)
@@ -186,14 +189,14 @@ class _Encoder:
             try:
                 ids = encode_text(tokenizer, text)
             except DataError as error:
-                where = f"{chunk.path}: document {number} from byte {chunk.start} on"
+                where = f"{chunk.path}: document {number} after byte {chunk.start}"
                 raise DataError(f"{where}: {error}") from None
             if len(ids) == 0:
                 continue
             if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
                 wrong = ids[(ids < 0) | (ids >= tokenizer.vocab_size)][0]
-                rule = f"must be below the vocabulary of {tokenizer.vocab_size}"
-                raise DataError(f"{chunk.path}: the tokenizer gave token {wrong}: {rule}")
+                rule = f"must be below the vocabulary size {tokenizer.vocab_size}"
+                raise DataError(f"{chunk.path}: the tokenizer returned token {wrong}: {rule}")
             part = part_of(text, self.val_fraction)
             found[part].append(np.concatenate([first, ids, [end]]).astype(dtype))
             characters[part] += len(text)
@@ -202,12 +205,12 @@ class _Encoder:
         for part in PARTS:
             ends = np.cumsum([len(ids) for ids in found[part]], dtype=np.int64) - 1
             tokens = np.concatenate(found[part]) if found[part] else np.zeros(0, dtype)
-            joined[part] = _Encoded(tokens, ends, characters[part])
+            joined[part] = _EncodedChunk(tokens, ends, characters[part])
         return joined
 
 
 def part_of(text: str, val_fraction: float) -> str:
-    """Return "val" for a share of all texts, by their hash: the same text is never in both."""
+    """Return the part of a text by its hash, so that equal texts are never in both parts."""
     return "val" if _hash(text) < val_fraction * 2**64 else "train"
 
 
@@ -220,132 +223,132 @@ def _hashes(reader: Reader, chunk: Chunk) -> list[int]:
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Return what a file of tokens holds: uint16 where every id fits, else uint32."""
+    """Return the dtype of token files: uint16 if every id fits, else uint32."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
 @lru_cache(maxsize=1)
-def _tokenizer_in(folder: Path) -> Tokenizer:
+def _read_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer_from_json((folder / TOKENIZER).read_text("utf-8", "surrogatepass"))
 
 
 def _letters(reader: Reader, chunk: Chunk) -> frozenset[str]:
-    """Return the characters of a chunk."""
+    """Return the set of characters of a chunk."""
     return frozenset("".join({letter for text in reader.documents(chunk) for letter in text}))
 
 
 def _training_text(reader: Reader, val_fraction: float, chunk: Chunk) -> str:
-    """Return the documents of a chunk that are not held out, a line or more each."""
+    """Return the training documents of a chunk, each followed by a newline."""
     texts = (text for text in reader.documents(chunk) if part_of(text, val_fraction) == "train")
     return "".join(f"{text}\n" for text in texts)
 
 
-class _Work:
-    """Hold what the steps of one preparation share."""
+class _Preparation:
+    """Steps of one preparation."""
 
     def __init__(
         self,
         folder: Path,
         config: PrepareConfig,
         chunks: list[Chunk],
-        pool: _Workers,
+        pool: _WorkerPool,
         report: Report,
     ) -> None:
         self.folder, self.config, self.chunks = folder, config, chunks
         self.pool, self.report = pool, report
         self.reader = Reader(config.field, config.text_errors)
 
-    def write_tokenizer(self, given: Tokenizer | None) -> None:
-        """Write the tokenizer, made of the files unless it is given; leave one that is there."""
+    def write_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """Write the tokenizer unless the file exists; None trains one on the input files."""
         if (self.folder / TOKENIZER).exists():
             return
-        tokenizer = with_special_tokens(given or self._made(), ["eos"])
+        tokenizer = with_special_tokens(tokenizer or self._create_tokenizer(), ["eos"])
         write_whole(self.folder / TOKENIZER, tokenizer.to_json().encode("utf-8", "surrogatepass"))
 
-    def _made(self) -> Tokenizer:
-        """Return the tokenizer that the config names."""
+    def _create_tokenizer(self) -> Tokenizer:
+        """Create the tokenizer that the config specifies."""
         config = self.config
         if config.tokenizer == "byte":
             return ByteTokenizer()
         if config.tokenizer == "char":
             letters = self.pool.map(partial(_letters, self.reader), self.chunks)
-            counted = _counted("characters", letters, _sizes(self.chunks), self.report)
-            found = frozenset[str]().union(*counted)
+            reported = _reporting("characters", letters, _sizes(self.chunks), self.report)
+            found = frozenset[str]().union(*reported)
             if not found:
                 raise _empty(config)
             return CharTokenizer("".join(sorted(found)))
         total, size = sum(_sizes(self.chunks)), config.sample_mb * 10**6
-        every = len(self.chunks)
-        count = every if total <= size else max(1, every * size // total)
-        chosen = [self.chunks[i * every // count] for i in range(count)]  # from all over the files
+        n = len(self.chunks)
+        count = n if total <= size else max(1, n * size // total)
+        sample = [self.chunks[i * n // count] for i in range(count)]  # evenly spaced
         read = partial(_training_text, self.reader, config.val_fraction)
-        texts = self.pool.map(read, chosen)
-        text = "".join(_counted("sample", texts, _sizes(chosen), self.report))
+        texts = self.pool.map(read, sample)
+        text = "".join(_reporting("sample", texts, _sizes(sample), self.report))
         if not text:
-            raise self._undivided()
+            raise self._split_error()
         self.report(Progress("tokenizer", 0, 0, 0))
         if config.tokenizer == "word":
             return WordTokenizer.train(text, config.word_count)
         return BPETokenizer.train(text, config.bpe_vocab_size)
 
-    def _undivided(self) -> DataError:
-        """Return an error for documents that are all in one part, with a fraction that helps."""
+    def _split_error(self) -> DataError:
+        """Return an error for documents that are all in one part; it suggests a fraction."""
         lists = self.pool.map(partial(_hashes, self.reader), self.chunks)
-        hashes = [own for part in lists for own in part]
+        hashes = [value for part in lists for value in part]
         if not hashes:
             return _empty(self.config)
-        kinds, limit = sorted({*hashes}), self.config.val_fraction * 2**64
-        held = sum(own < limit for own in hashes)
-        rule = f"of {len(hashes)} documents ({len(kinds)} distinct) {held} are held out"
+        distinct, limit = sorted({*hashes}), self.config.val_fraction * 2**64
+        held_out = sum(value < limit for value in hashes)
+        count = f"{held_out} of {len(hashes)} documents ({len(distinct)} distinct) are held out"
         remedy = "add a different document"
-        if len(kinds) > 1:  # any fraction between two neighbours divides them
-            low, high = kinds[-2:] if held else kinds[:2]
-            tries = (math.ceil(low / 2**64 * 10**n) / 10**n for n in range(1, 21))
-            enough = next((share for share in tries if low < share * 2**64 <= high), None)
-            remedy = f"--val-fraction {enough} divides them" if enough else remedy
-        found = f"val_fraction is {self.config.val_fraction}: {rule}"
-        return DataError(f"{found}: both parts need one ({remedy})")
+        if len(distinct) > 1:  # any fraction between two neighboring hashes separates them
+            low, high = distinct[-2:] if held_out else distinct[:2]
+            fractions = (math.ceil(low / 2**64 * 10**n) / 10**n for n in range(1, 21))
+            fraction = next((x for x in fractions if low < x * 2**64 <= high), None)
+            remedy = f"try --val-fraction {fraction}" if fraction else remedy
+        found = f"val_fraction is {self.config.val_fraction}: {count}"
+        return DataError(f"{found}, but both parts need at least one ({remedy})")
 
     def encode(self) -> None:
-        """Append the tokens of all chunks that are not yet written."""
+        """Append the tokens of the remaining chunks."""
         recorded = _read_json(self.folder / PROGRESS) or {"chunks": 0}
-        _tokenizer_in.cache_clear()
-        tokenizer = _tokenizer_in(self.folder)
+        _read_tokenizer.cache_clear()
+        tokenizer = _read_tokenizer(self.folder)
         capacity = self.config.shard_mb * 10**6 // token_dtype(tokenizer).itemsize
-        parts = {part: _Appended(self.folder, part, tokenizer, capacity) for part in PARTS}
+        parts = {part: _PartWriter(self.folder, part, tokenizer, capacity) for part in PARTS}
         with contextlib.ExitStack() as stack:
-            for part, appended in parts.items():
-                stack.enter_context(contextlib.closing(appended))
-                appended.go_on(recorded.get(part))
+            for part, writer in parts.items():
+                stack.enter_context(contextlib.closing(writer))
+                writer.resume(recorded.get(part))
             first = done = recorded["chunks"]
             encoder = _Encoder(self.folder, self.reader, self.config.val_fraction)
             last, total = time.monotonic(), sum(_sizes(self.chunks))
             read = sum(_sizes(self.chunks[:first]))
             for encoded in self.pool.map(encoder, self.chunks[first:]):
-                for part, appended in parts.items():
-                    appended.append(encoded[part])
+                for part, writer in parts.items():
+                    writer.append(encoded[part])
                 read, done = read + self.chunks[done].bytes, done + 1
-                documents = sum(appended.documents for appended in parts.values())
+                documents = sum(writer.documents for writer in parts.values())
                 self.report(Progress("encoding", read, total, documents))
                 if time.monotonic() - last >= RECORD_SECONDS or done == len(self.chunks):
-                    said = {part: appended.synced() for part, appended in parts.items()}
-                    content = json.dumps({"chunks": done} | said)
+                    counts = {part: writer.sync() for part, writer in parts.items()}
+                    content = json.dumps({"chunks": done} | counts)
                     write_whole(self.folder / PROGRESS, content.encode())
                     last = time.monotonic()
 
     def finish(self, plan: JsonObject) -> None:
-        """Write the manifest; DataError where a part has no document."""
+        """Write the manifest. Raises DataError if a part has no documents."""
         recorded = _read_json(self.folder / PROGRESS) or {}
-        said = {part: recorded.get(part, {"documents": 0}) for part in PARTS}
-        counts = [said[part]["documents"] for part in PARTS]
+        parts = {part: recorded.get(part, {"documents": 0}) for part in PARTS}
+        counts = [parts[part]["documents"] for part in PARTS]
         if 0 in counts:
-            raise self._undivided()
-        tokenizer = _tokenizer_in(self.folder)
+            raise self._split_error()
+        tokenizer = _read_tokenizer(self.folder)
         dtype = token_dtype(tokenizer)
         capacity = self.config.shard_mb * 10**6 // dtype.itemsize
         names = [TOKENIZER]
         for part in PARTS:
-            shards = -(-said[part]["tokens"] // capacity)
+            shards = -(-parts[part]["tokens"] // capacity)
             names += [shard_file(part, i) for i in range(shards)] + [index_file(part)]
         self.report(Progress("hashing", 0, 0, sum(counts)))
         found = self.pool.map(scan_file, [self.folder / name for name in names])
@@ -355,15 +358,15 @@ class _Work:
             "vocab_size": tokenizer.vocab_size,
             "end_id": end_id(tokenizer),
             "shard_tokens": capacity,
-            "parts": said,
+            "parts": parts,
             **plan,
             "files": dict(zip(names, found, strict=True)),
         }
         write_whole(self.folder / MANIFEST, sealed(manifest).encode())
 
 
-class _Appended:
-    """Append tokens to the files of a part."""
+class _PartWriter:
+    """Writer that appends tokens to the files of a part."""
 
     def __init__(self, folder: Path, part: str, tokenizer: Tokenizer, capacity: int) -> None:
         self.folder, self.part, self.capacity = folder, part, capacity
@@ -372,22 +375,24 @@ class _Appended:
         self._shard: tuple[int, BinaryIO] | None = None
         self._index: BinaryIO | None = None
 
-    def go_on(self, recorded: dict[str, int] | None) -> None:
-        """Cut off what was written after the record; begin where there is none."""
-        kept = recorded or {"tokens": 0, "documents": 0, "characters": 0}
-        self.tokens, self.documents = kept["tokens"], kept["documents"]
-        self.characters = kept["characters"]
+    def resume(self, recorded: dict[str, int] | None) -> None:
+        """Truncate the files to their recorded lengths; None starts from the beginning."""
+        counts = recorded or {"tokens": 0, "documents": 0, "characters": 0}
+        self.tokens, self.documents = counts["tokens"], counts["documents"]
+        self.characters = counts["characters"]
         shards = sorted(self.folder.glob(f"{self.part}-[0-9]*.bin"))
         for number in range(-(-self.tokens // self.capacity)):
             tokens = min(self.capacity, self.tokens - number * self.capacity)
-            self._cut(self.folder / shard_file(self.part, number), tokens * self.dtype.itemsize)
+            self._truncate(
+                self.folder / shard_file(self.part, number), tokens * self.dtype.itemsize
+            )
         for file in shards[-(-self.tokens // self.capacity) :]:
             file.unlink()
         index = self.folder / index_file(self.part)
         if recorded is None:
             index.unlink(missing_ok=True)
         else:
-            self._cut(index, 8 * (self.documents + 1))
+            self._truncate(index, 8 * (self.documents + 1))
         with _writing(index):
             self._index = open(index, "ab")
         if recorded is None:
@@ -395,16 +400,16 @@ class _Appended:
             with _writing(index):
                 self._index.write(np.zeros(1, "<i8").tobytes())
 
-    def _cut(self, file: Path, size: int) -> None:
-        """Cut a file to the size that was recorded; DataError where it is shorter."""
-        there = file.stat().st_size if file.exists() else 0
-        if there < size:
-            rule = f"has {there} bytes, {size} were written: remove the folder and begin anew"
+    def _truncate(self, file: Path, size: int) -> None:
+        """Truncate a file to its recorded size. Raises DataError if it is shorter."""
+        current = file.stat().st_size if file.exists() else 0
+        if current < size:
+            rule = f"has {current} bytes, {size} were written: remove the folder and start again"
             raise DataError(f"{file}: {rule}")
-        if there > size:
+        if current > size:
             os.truncate(file, size)
 
-    def append(self, encoded: _Encoded) -> None:
+    def append(self, encoded: _EncodedChunk) -> None:
         """Append the documents of a chunk."""
         ends = encoded.ends + self.tokens
         self._write_tokens(encoded.tokens)
@@ -422,7 +427,7 @@ class _Appended:
             file = self.folder / shard_file(self.part, number)
             with _writing(file):
                 if self._shard is None or self._shard[0] != number:
-                    if self._shard is not None:  # it is whole, and leaves for the disk
+                    if self._shard is not None:  # the previous shard is complete
                         _sync(self._shard[1])
                         self._shard[1].close()
                     self._shard = number, open(file, "ab")
@@ -430,8 +435,8 @@ class _Appended:
             self.tokens += len(part)
             done += len(part)
 
-    def synced(self) -> dict[str, int]:
-        """Bring all to the disk and return what there is, for the record."""
+    def sync(self) -> dict[str, int]:
+        """Sync the files to disk and return the counts to record."""
         if self._shard is not None:
             with _writing(self.folder / shard_file(self.part, self._shard[0])):
                 _sync(self._shard[1])
@@ -443,7 +448,7 @@ class _Appended:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Close the files; what a full disk did not take is not recorded either."""
+        """Close the files. Errors are ignored: data lost on a full disk are not recorded."""
         for stream in (self._shard and self._shard[1], self._index):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -455,14 +460,14 @@ def _sync(stream: BinaryIO) -> None:
     sync(Path(stream.name))
 
 
-class _Workers:
-    """Call functions in processes of their own, and hand on what they return in order."""
+class _WorkerPool:
+    """Pool of worker processes that returns results in order."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> _Workers:
+    def __enter__(self) -> _WorkerPool:
         if self.count > 1:
             self._pool = ProcessPoolExecutor(
                 self.count, mp_context=get_context("spawn"), initializer=_start_worker
@@ -474,7 +479,7 @@ class _Workers:
             self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
     def map(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterator[Found]:
-        """Yield `function(item)` of every item, a few of which are computed ahead."""
+        """Yield `function(item)` for each item, computing a few items ahead."""
         if self._pool is None:
             yield from map(function, items)
             return
@@ -487,15 +492,15 @@ class _Workers:
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
-            rule = "has died (was there too little memory?); the same command goes on from here"
-            raise _UnfinishedDataError(f"workers is {self.count}: one {rule}") from None
+            rule = "a worker died (out of memory?); run the same command again to continue"
+            raise _ResumableError(f"workers is {self.count}: {rule}") from None
 
 
 def _start_worker() -> None:
-    """Leave Ctrl-C to the parent, and end with it, however it ends."""
-    # Ctrl-C reaches all processes of a terminal; the parent's answer ends the workers
+    """Ignore Ctrl-C in a worker, and end the worker when its parent ends for any reason."""
+    # Ctrl-C reaches all processes of a terminal; the parent then ends the workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # each worker would start as many threads as there are cores
+    # otherwise each worker would start one thread per core
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = parent_process()
     assert parent is not None
@@ -507,15 +512,15 @@ def _start_worker() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _counted(
+def _reporting(
     phase: str, found: Iterable[Found], sizes: Sequence[int], report: Report
 ) -> Iterator[Found]:
-    """Hand on what is found, one thing for each of `sizes`, and report the bytes so far."""
+    """Yield the results, one for each of `sizes`, and report the bytes so far."""
     done = 0
-    for size, one in zip(sizes, found, strict=True):
+    for size, result in zip(sizes, found, strict=True):
         done += size
         report(Progress(phase, done, sum(sizes), 0))
-        yield one
+        yield result
 
 
 def _sizes(chunks: Sequence[Chunk]) -> list[int]:
@@ -525,39 +530,39 @@ def _sizes(chunks: Sequence[Chunk]) -> list[int]:
 def _plan(
     config: PrepareConfig, inputs: list[Input], tokenizer: Tokenizer | None, chunk_bytes: int
 ) -> JsonObject:
-    """Return what the folder follows from, as JSON holds it."""
+    """Return the JSON that determines the content of the folder: settings and inputs."""
     settings = dataclasses.asdict(config) | {"chunk_bytes": chunk_bytes}
     if tokenizer is not None:
         text = tokenizer.to_json().encode("utf-8", "surrogatepass")
         settings["tokenizer"] = f"sha256 {hashlib.sha256(text).hexdigest()}"
         if frame(tokenizer).first:
-            settings["begins"] = True  # folders of before have nothing there
+            settings["begins"] = True  # absent in folders of older versions
     read = [{"path": i.path, "bytes": i.bytes, "sha256": i.sha256} for i in inputs]
     return json.loads(json.dumps({"settings": settings, "inputs": read}))
 
 
 def _claim(folder: Path, plan: JsonObject) -> None:
-    """Write the plan, or compare it with that of a folder that was begun."""
+    """Write the plan, or compare it with the plan of a folder that was started before."""
     stored = _read_json(folder / MANIFEST) or _read_json(folder / PLAN)
     if stored is None:
         if {entry.name for entry in folder.iterdir()} - {"lock", f"{PLAN}.tmp"}:
-            rule = "must not exist, be empty, or have been begun by the same command"
+            rule = "must not exist, be empty, or have been started by the same command"
             raise ConfigError(f"out is {str(folder)!r}: {rule}")
         write_whole(folder / PLAN, json.dumps(plan, indent=1).encode())
         return
     old, new = stored.get("settings", {}), plan["settings"]
-    wrong = [f"{key}: {old.get(key)!r} -> {new[key]!r}" for key in new if old.get(key) != new[key]]
-    if wrong:
-        rule = "was begun with other settings: " + "; ".join(wrong)
+    changed = [f"{k}: {old.get(k)!r} -> {new[k]!r}" for k in new if old.get(k) != new[k]]
+    if changed:
+        rule = "was started with other settings: " + "; ".join(changed)
         raise ConfigError(f"out is {str(folder)!r}: {rule}")
     for before, now in zip(stored["inputs"], plan["inputs"], strict=True):
         if before != now:
-            rule = f"has changed since {folder} was begun: sha256 {before['sha256'][:16]}"
+            rule = f"has changed since {folder} was started: sha256 {before['sha256'][:16]}"
             raise DataError(f"{now['path']}: {rule} -> {now['sha256'][:16]}")
 
 
 def _read_json(file: Path) -> JsonObject | None:
-    """Return the object in a file that this module wrote; None where there is none."""
+    """Read a JSON object that this module wrote; None if the file does not exist."""
     try:
         found = json.loads(file.read_bytes())
     except FileNotFoundError:
@@ -570,33 +575,33 @@ def _read_json(file: Path) -> JsonObject | None:
 
 
 def _empty(config: PrepareConfig) -> DataError:
-    return DataError(f"data is {','.join(config.data)!r}: has no document")
+    return DataError(f"data is {','.join(config.data)!r}: contains no documents")
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file atomically."""
     with _writing(file):
         write_file(file, content)
 
 
 @contextlib.contextmanager
 def _writing(file: Path) -> Iterator[None]:
-    """Turn the error of a disk, full or not, into a DataError that names the file."""
+    """Convert an OSError, such as a full disk, to a DataError that names the file."""
     try:
         yield
     except OSError as error:
-        rule = f"cannot be written ({error.strerror}); the same command goes on from here"
-        raise _UnfinishedDataError(f"{file}: {rule}") from None
+        rule = f"cannot be written ({error.strerror}); run the same command again to continue"
+        raise _ResumableError(f"{file}: {rule}") from None
 
 
 @contextlib.contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
-    """Make a folder and hold its lock; DataError where another process holds it."""
+    """Create a folder and lock it. Raises DataError if another process has locked it."""
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
         with locked(folder, lambda owner: DataError(f"{folder}: process {owner} is preparing it")):
             yield
     finally:
-        with contextlib.suppress(OSError):  # which has files, as soon as anything was begun
+        with contextlib.suppress(OSError):  # fails on purpose unless the folder is empty
             folder.rmdir()

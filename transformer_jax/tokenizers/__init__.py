@@ -1,8 +1,8 @@
-"""Turn text into token ids and back.
+"""Tokenizers: text to token ids and back.
 
-`trained` holds the tokenizers that `train.py` makes, `special` ids that stand for no text,
-`pretrained` and `hf_files` those of published
-models, `chat_template` renders conversations. Batches of tokens are made in `training.data`.
+`trained` has the tokenizers that `train.py` creates, `special` adds ids without text, `pretrained`
+and `hf_files` load published tokenizers, and `chat_template` renders conversations. `training.data`
+makes batches of tokens.
 """
 
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder

@@ -1,11 +1,11 @@
-"""Render chat templates: Jinja of unknown origin, in a sandbox that counts what it does.
+"""Chat templates: untrusted Jinja, rendered in a sandbox with a fixed budget.
 
-The environment is Hugging Face's: immutable and sandboxed, `trim_blocks`, `lstrip_blocks`, `break`
-and `continue`, `raise_exception`, `strftime_now`, and a `tojson` that does not escape HTML. A
-template sees plain data and a list of allowed filters and methods. Every turn of a loop, call,
-operation and written character is paid for from one budget before it is made, so a template ends or
-fails at the same place on every machine. The time inside one comparison or filter cannot be
-counted; it is bounded by the size of its arguments, and by a deadline for the whole.
+The environment is the same as Hugging Face's: immutable and sandboxed, `trim_blocks`,
+`lstrip_blocks`, `break` and `continue`, `raise_exception`, `strftime_now`, and a `tojson` that does
+not escape HTML. Templates see only plain data and an allowlist of filters and methods. Each loop
+iteration, call, operation and output character is charged to one budget before it happens, so a
+template finishes or fails at the same point on every machine. The time inside one comparison or
+filter cannot be metered; the size of its arguments and a deadline for the whole rendering bound it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from jinja2.visitor import NodeTransformer
 from transformer_jax.tokenizers.utf8 import DataError
 
 TEMPLATE_LIMIT = 2**17
-"""Most characters of a template."""
+"""Maximum length of a template, in characters."""
 BUDGET = 2**22
-"""Units that one rendering may spend, plus 64 for every character and value it is given."""
+"""Units that one rendering may spend, plus 64 for each character and 1,024 for each input value."""
 SECONDS = 10.0
-"""Most time of one rendering."""
+"""Time limit of one rendering."""
 
-_STEP = 64  # units of a turn, a call or an operation; a character is one
-_VALUE = 16  # units of a value, alone or in a list
-_DEPTH = 64  # deepest nesting of the data
-_BITS = 4096  # longest number
+_STEP = 64  # units for an iteration, a call or an operation; a character costs one
+_VALUE = 16  # units for a value, including each value in a list
+_DEPTH = 64  # maximum nesting of the data
+_BITS = 4096  # maximum size of an integer
 _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (str, frozenset({
         "capitalize", "casefold", "count", "endswith", "find", "index", "isalnum",
@@ -62,36 +62,37 @@ _FILTERS = frozenset({
 
 
 Value: TypeAlias = Any
-"""Whatever an expression of a template comes to, a function of ours or a value of JSON."""
+"""Any value of a template expression: JSON data, or a function of the sandbox."""
 
 
 def render(template: str, variables: Mapping[str, Value], now: datetime | None = None) -> str:
-    """Return the text of a template; DataError says why it failed, or what it raised itself.
+    """Render a template. Raises DataError if it fails or calls `raise_exception`.
 
-    `now` is what `strftime_now` writes; None: the time of the call.
+    `now` is the time that `strftime_now` formats; None is the time of the call.
     """
     if len(template) > TEMPLATE_LIMIT:
-        rule = f"at most {TEMPLATE_LIMIT} are read"
-        raise DataError(f"chat template: has {len(template)} characters, {rule}")
+        raise DataError(
+            f"chat template: has {len(template)} characters: must be at most {TEMPLATE_LIMIT}"
+        )
     plain = {name: _plain(value, name) for name, value in variables.items()}
     meter = _Meter(BUDGET)
-    # A long conversation may spend more: the budget grows with what is given.
+    # A long conversation may spend more: the budget grows with the input.
     meter.left += _STEP * meter.weight(plain, limit=2**31)
     try:
         sandbox = _Sandbox(meter, now)
-        code = _compiled(template)
+        code = _compile(template)
         loaded = jinja2.Template.from_code(sandbox, code, sandbox.make_globals(None))
         return "".join(loaded.generate(plain))
     except jinja2.TemplateSyntaxError as error:
         raise DataError(f"chat template: line {error.lineno}: {_line(error.message)}") from None
     except RecursionError:
-        raise DataError("chat template: calls itself, or is nested, too deep") from None
-    except Exception as error:  # it may fail as any program may
+        raise DataError("chat template: recursion or nesting is too deep") from None
+    except Exception as error:  # a template can raise any exception
         raise DataError(f"chat template: {_line(error) or type(error).__name__}") from None
 
 
 def literals(template: str) -> str:
-    """Return the literal text and strings of a template, separated by null characters."""
+    """Return the literal text and string constants of a template, separated by null characters."""
     try:
         tree = _Sandbox(_Meter(BUDGET)).parse(template[:TEMPLATE_LIMIT])
     except (jinja2.TemplateError, RecursionError):
@@ -102,13 +103,13 @@ def literals(template: str) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(template: str) -> CodeType:
+def _compile(template: str) -> CodeType:
     sandbox = _Sandbox(_Meter(BUDGET))
-    return sandbox.compile(_Metered().visit(sandbox.parse(template)))
+    return sandbox.compile(_MeterCalls().visit(sandbox.parse(template)))
 
 
 class _Meter:
-    """Count what a rendering may still do."""
+    """The remaining budget of one rendering."""
 
     def __init__(self, units: int) -> None:
         self.left = units
@@ -117,17 +118,17 @@ class _Meter:
     def spend(self, units: int) -> None:
         self.left -= units
         if self.left < 0 or time.monotonic() > self.end:
-            raise jinja2.TemplateRuntimeError("does or writes more than a chat can need")
+            raise jinja2.TemplateRuntimeError("exceeds the budget for computation and output")
 
     def pay(self, value: Value) -> Value:
-        """Spend the weight of a value and return the value."""
+        """Charge for a value and return it."""
         self.spend(self.weight(value, limit=self.left))
         return value
 
     def weight(self, value: Value, limit: int) -> int:
-        """Return the units of a value as if it were printed, or any number above `limit`."""
+        """Return the cost of printing a value, or any number above `limit`."""
         total, stack = 0, [value]
-        # A list may hold one list a million times: counting ends at the limit, not at the end.
+        # A list may contain the same list a million times, so counting stops at the limit.
         while stack and total <= limit:
             value = stack.pop()
             total += _VALUE
@@ -146,10 +147,10 @@ class _Meter:
 
 
 class _Names(Namespace):
-    """Restrict Jinja's namespace to names without a leading underscore."""
+    """Jinja's namespace, restricted to names without a leading underscore."""
 
     def __init__(*args: Value, **kwargs: Value) -> None:
-        # A template may give a keyword of the name `self`.
+        # A template may pass a keyword argument named `self`.
         self, args = args[0], args[1:]
         attributes = dict(*args, **kwargs)
         for name in attributes:
@@ -170,7 +171,7 @@ def _check_name(name: object) -> None:
 
 
 class _Generation(Extension):
-    """Accept `{% generation %}`, which marks what an assistant wrote, and render its body."""
+    """`{% generation %}`, which marks the assistant's text; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -180,37 +181,39 @@ class _Generation(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-class _Metered(NodeTransformer):
-    """Turn every loop, literal, slice and concatenation into a call of the sandbox."""
+class _MeterCalls(NodeTransformer):
+    """Replace each loop, literal, slice and concatenation with a call to the sandbox."""
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        return nodes.Const(node.data, lineno=node.lineno)  # an expression: it is finalized
+        return nodes.Const(
+            node.data, lineno=node.lineno
+        )  # an expression, so that `finalize` meters it
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = _call("counted", node.iter)
+        node.iter = _call("metered", node.iter)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _call("joined", *node.nodes)
+        return _call("concatenate", *node.nodes)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
             return node
         ends = (node.arg.start, node.arg.stop, node.arg.step)
-        return _call("sliced", node.node, *(end or nodes.Const(None) for end in ends))
+        return _call("slice", node.node, *(end or nodes.Const(None) for end in ends))
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
         self.generic_visit(node)
-        return _call("built", node)
+        return _call("identity", node)
 
     visit_Dict = visit_List
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
-        return _call("built", node) if node.ctx == "load" else node
+        return _call("identity", node) if node.ctx == "load" else node
 
 
 def _call(name: str, *arguments: Value) -> nodes.Call:
@@ -219,14 +222,14 @@ def _call(name: str, *arguments: Value) -> nodes.Call:
     return nodes.Call(function, list(arguments), [], None, None, lineno=line)
 
 
-@jinja2.pass_context  # which also keeps the compiler from folding it away
-def _written(context: Context, value: Value) -> Value:
+@jinja2.pass_context  # also prevents constant folding by the compiler
+def _pay_output(context: Context, value: Value) -> Value:
     sandbox: Value = context.environment
     return sandbox.meter.pay(value)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Render one template, and meter everything that it does."""
+    """Environment that renders one template and meters all of its work."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
@@ -234,70 +237,69 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # what is constant is computed where it is counted
-            finalize=_written,
+            optimized=False,  # constant folding would bypass the meter
+            finalize=_pay_output,
             extensions=[_Generation, loopcontrols],
             cache_size=0,
         )
         self.meter = meter
-        kept = {name: f for name, f in self.filters.items() if name in _FILTERS}
-        kept["tojson"] = _tojson
-        self.filters = {name: self._paid(name, function) for name, function in kept.items()}
+        filters = {name: f for name, f in self.filters.items() if name in _FILTERS}
+        filters["tojson"] = _tojson
+        self.filters = {name: self._metered(name, f) for name, f in filters.items()}
         names = {name: self.globals[name] for name in ("range", "cycler", "joiner")}
         self.globals = names | {
-            # a function, and not the class, whose methods a template could reach
+            # a function, because a template could access the methods of the class
             "dict": lambda *args, **kwargs: dict(*args, **kwargs),
             "namespace": _Names,
-            "raise_exception": _raise,
+            "raise_exception": _raise_exception,
             "strftime_now": _clock(now),
         }
 
-    def counted(self, iterable: Iterable[Value]) -> Iterator[Value]:
+    def metered(self, iterable: Iterable[Value]) -> Iterator[Value]:
         for item in iterable:
             self.meter.spend(_STEP)
             yield item
 
-    def built(self, value: Value) -> Value:
+    def identity(self, value: Value) -> Value:
         return value
 
-    def joined(self, *parts: Value) -> str:
+    def concatenate(self, *parts: Value) -> str:
         return "".join(str(self.meter.pay(part)) for part in parts)
 
-    def sliced(self, value: Value, start: Value, stop: Value, step: Value) -> Value:
+    def slice(self, value: Value, start: Value, stop: Value, step: Value) -> Value:
         return value[start:stop:step]
 
     def call(self, context: Value, function: Value, /, *args: Value, **kwargs: Value) -> Value:
         self.meter.spend(_STEP)
         owner = getattr(function, "__self__", None)
-        # Of a plain value a template may call some methods; Jinja's own objects guard theirs.
+        # Plain values allow only some methods; Jinja's own objects guard theirs.
         if owner is not None and not isinstance(owner, _Sandbox | LoopContext | Cycler):
             name = getattr(function, "__name__", "?")
             allowed = next((names for kind, names in _METHODS if isinstance(owner, kind)), ())
             if name not in allowed:
-                raise jinja2.sandbox.SecurityError(
-                    f"no {type(owner).__name__}.{name} in a template"
-                )
+                kind = type(owner).__name__
+                raise jinja2.sandbox.SecurityError(f"{kind}.{name} is not allowed in a template")
             if isinstance(owner, str):
                 self.meter.spend(len(owner))
                 if name == "join" and args:
-                    args = (self._list_to_join(args[0], owner), *args[1:])
+                    args = (self._pay_join(args[0], owner), *args[1:])
                 elif name == "replace":
-                    self._replace(owner, *args[:2])
+                    self._pay_replace(owner, *args[:2])
         return self.meter.pay(super().call(context, function, *args, **kwargs))
 
     def wrap_str_format(self, value: Value) -> Callable[..., str] | None:
-        """Return Jinja's guarded `str.format`, which is then paid for in advance."""
+        """Return Jinja's guarded `str.format`, charged in advance."""
         guarded = super().wrap_str_format(value)
         if guarded is None:
             return None
 
-        def paid(*args: Value, **kwargs: Value) -> str:
+        def metered(*args: Value, **kwargs: Value) -> str:
             text = value.__self__
             _check_format(r"\d{4}|\{[^{}]*\{", text)
             self.meter.spend(text.count("{") * self.meter.weight([args, kwargs], self.meter.left))
             return guarded(*args, **kwargs)
 
-        return paid
+        return metered
 
     def call_binop(self, context: Context, operator: str, left: Value, right: Value) -> Value:
         self.meter.spend(_STEP)
@@ -315,21 +317,21 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             self.meter.spend(left.count("%") * self.meter.weight(right, self.meter.left))
         return self.meter.pay(super().call_binop(context, operator, left, right))
 
-    def _paid(self, name: str, function: Callable[..., Value]) -> Callable[..., Value]:
-        """Return a filter that pays for its result, in advance if it may be longer."""
+    def _metered(self, name: str, function: Callable[..., Value]) -> Callable[..., Value]:
+        """Wrap a filter to charge for its result, in advance if the result may be longer."""
         passes = hasattr(function, "jinja_pass_arg")
 
-        @functools.wraps(function)  # with the mark of what Jinja passes first
-        def paid(*args: Value, **kwargs: Value) -> Value:
+        @functools.wraps(function)  # copies `jinja_pass_arg`, which Jinja reads
+        def metered(*args: Value, **kwargs: Value) -> Value:
             self.meter.spend(_STEP)
             first, rest = args[: passes + 1], args[passes + 1 :]
             value = first[-1] if len(first) > passes else None
             if name == "join":
                 separator = rest[0] if rest else kwargs.get("d", "")
-                first = (*first[:-1], self._list_to_join(value, separator))
+                first = (*first[:-1], self._pay_join(value, separator))
             elif name == "replace":
                 new = rest[1] if len(rest) > 1 else kwargs.get("new", "")
-                self._replace(str(value), rest[0] if rest else kwargs.get("old", ""), new)
+                self._pay_replace(str(value), rest[0] if rest else kwargs.get("old", ""), new)
             elif name == "indent":
                 width = rest[0] if rest else kwargs.get("width", 4)
                 wide = width if isinstance(width, int) else len(str(width))
@@ -340,21 +342,21 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 self.meter.spend(len(value))
             return self.meter.pay(function(*first, *rest, **kwargs))
 
-        return paid
+        return metered
 
-    def _list_to_join(self, items: Value, separator: Value) -> list[Value]:
-        # An iterator can be read once: its items are counted, then joined.
-        found = list(self.counted(items))
+    def _pay_join(self, items: Value, separator: Value) -> list[Value]:
+        # An iterator can be read only once, so this returns the items as a list.
+        found = list(self.metered(items))
         self.meter.spend(len(found) * len(str(separator)))
         return self.meter.pay(found)
 
-    def _replace(self, text: str, old: Value = "", new: Value = "") -> None:
+    def _pay_replace(self, text: str, old: Value = "", new: Value = "") -> None:
         self.meter.spend(text.count(str(old)) * len(str(new)))
 
 
 def _check_format(pattern: str, text: str) -> None:
     if re.search(pattern, text):
-        raise jinja2.sandbox.SecurityError("a format with a computed or a very large width")
+        raise jinja2.sandbox.SecurityError("a format must not have a computed or very large width")
 
 
 def _tojson(
@@ -371,17 +373,16 @@ def _tojson(
     )
 
 
-def _raise(message: object) -> None:
+def _raise_exception(message: object) -> None:
     raise jinja2.TemplateError(str(message))
 
 
 def _clock(now: datetime | None) -> Callable[[str], str]:
-    """Return the `strftime_now` of a time, or of the present one."""
+    """Return the function `strftime_now` for a time; None is the current time."""
 
     def strftime_now(format: str) -> str:
         if len(format) > 100:
-            rule = "strftime_now has a format of more than 100 characters"
-            raise jinja2.TemplateRuntimeError(rule)
+            raise jinja2.TemplateRuntimeError("strftime_now: format exceeds 100 characters")
         _check_format(r"%[^a-zA-Z%]*\d", format)
         return (now or datetime.now()).strftime(format)
 
@@ -389,7 +390,7 @@ def _clock(now: datetime | None) -> Callable[[str], str]:
 
 
 def _plain(value: Value, path: str, depth: int = 0) -> Value:
-    """Copy a value that has only JSON's types, so that a template has nothing to call."""
+    """Copy JSON data. Raises DataError for other types, whose methods a template could call."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth > _DEPTH:
@@ -397,13 +398,15 @@ def _plain(value: Value, path: str, depth: int = 0) -> Value:
     if isinstance(value, Mapping):
         for key in value:
             if type(key) is not str:
-                raise DataError(f"{path} has the key {_line(repr(key))}: must be text")
+                raise DataError(f"{path} has the key {_line(repr(key))}: must be a string")
         items = value.items()
         return {key: _plain(item, f"{path}.{_line(key)}", depth + 1) for key, item in items}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
-    kinds = "text, numbers, lists and objects of them"
-    raise DataError(f"{path} is of type {type(value).__name__}: must be {kinds}")
+    kind = type(value).__name__
+    raise DataError(
+        f"{path} has type {kind}: must be a string, number, boolean, list, dict or None"
+    )
 
 
 def _line(message: object) -> str:

@@ -1,7 +1,7 @@
-"""Tokenizer classes of published models: what a folder does not say because its class does.
+"""Tokenizer classes of published models: defaults that are in code instead of in the folder.
 
-A class gives tokens their roles, obeys some keys of tokenizer_config.json, and puts tokens around a
-text. These are the classes of transformers 5, by name without "Tokenizer" and "Fast".
+A class assigns roles to tokens, applies some keys of tokenizer_config.json, and adds tokens around
+a text. These are the classes of transformers 5, by name without "Tokenizer" and "Fast".
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Literal, TypeAlias
 from transformer_jax.untrusted_files import Json, JsonObject, shown
 
 Frame: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
-"""Roles of the tokens before a text and after it; "lang" is the language of `src_lang`."""
+"""Roles of the tokens before and after a text; "lang" is the language of `src_lang`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerClass:
-    """What a class adds to the files of a folder."""
+    """Defaults that a class adds to the files of a folder."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
-    """The token of each role, unless the folder names another one."""
+    """Token of each role, unless the folder specifies another one."""
     options: Mapping[str, Json] = field(default_factory=dict)
-    """Keys of tokenizer_config.json that the class obeys beside a tokenizer.json, and their
-    defaults; `add_prefix_space` of None leaves the file as it is."""
+    """Keys of tokenizer_config.json that override tokenizer.json, with their defaults;
+    `add_prefix_space` of None leaves the file unchanged."""
     frame: Frame | None = None
-    """What the class puts around a text; None is what the file puts there, or else what
-    `add_bos_token` and `add_eos_token` say."""
+    """Tokens that the class adds around a text; None follows the file, or `add_bos_token` and
+    `add_eos_token`."""
     special: str | None = None
-    """Pattern of more special tokens, among those that the vocabulary has."""
+    """Pattern of additional special tokens in the vocabulary."""
     mask_strips: bool = False
-    """Whether a mask token that no file lists takes the space before it."""
+    """Whether a mask token that no file lists absorbs the space before it."""
     built_from: Literal["bytes", "words"] | None = None
-    """The files that the class makes a tokenizer of: vocab.json and merges.txt, or vocab.txt."""
+    """Files to build it from: vocab.json and merges.txt ("bytes"), or vocab.txt ("words")."""
 
 
 _BERT = dict(unk="[UNK]", sep="[SEP]", pad="[PAD]", cls="[CLS]", mask="[MASK]")
@@ -54,7 +54,7 @@ _LLAMA = TokenizerClass(
 )
 
 FILE = TokenizerClass()
-"""The class that takes all from the files: PreTrainedTokenizerFast, TokenizersBackend."""
+"""A class without defaults: PreTrainedTokenizerFast, TokenizersBackend."""
 
 CLASSES: Mapping[str, TokenizerClass] = {
     **dict.fromkeys(("Bert", "DistilBert", "Electra"), _WORDS),
@@ -114,7 +114,7 @@ CLASSES: Mapping[str, TokenizerClass] = {
         roles=dict(bos="<bos>", eos="<eos>", unk="<unk>", pad="<pad>", mask="<mask>")
     ),
 }  # fmt: skip
-"""Each class that is more than its files."""
+"""The classes that add defaults to their files."""
 
 OF_MODEL_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("gpt2", "gptj", "phi", "starcoder2", "opt"), "GPT2"),
@@ -139,28 +139,28 @@ OF_MODEL_TYPE: Mapping[str, str] = {
     ),
     **dict.fromkeys(("llama", "smollm3", "bloom", "falcon", "gpt_oss"), ""),
 }
-"""The class that each `model_type` means; "" is `FILE`, unless the folder names another class."""
+"""Class of each `model_type`; "" is `FILE`, unless the folder names another class."""
 
-_OVERRULES = frozenset({"qwen2"})
-"""Models whose class stands whatever the folder names, as for all with "TokenizersBackend"."""
+_IGNORE_NAMED = frozenset({"qwen2"})
+"""Models that ignore the class named in the folder, as do all with "TokenizersBackend"."""
 
 
 def class_name(config: JsonObject, model: JsonObject) -> tuple[str, str]:
-    """Return the name of a folder's class, and the key and value that say it; "" if none does.
+    """Return the name of a folder's class, and the key and value that name it; or "" and "".
 
-    `config` is tokenizer_config.json, and `model` config.json.
+    `config` is the content of tokenizer_config.json, and `model` that of config.json.
     """
     kind = model.get("model_type")
-    usual = OF_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
-    given = config.get("tokenizer_class") or model.get("tokenizer_class")
-    if isinstance(given, str) and kind not in _OVERRULES and usual != "TokenizersBackend":
-        name = given.removesuffix("Fast").removesuffix("Tokenizer")
-        return name, f"tokenizer_class is {shown(given)}"
-    return ("", "") if usual is None else (usual, f"model_type is {shown(kind)}")
+    default = OF_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
+    named = config.get("tokenizer_class") or model.get("tokenizer_class")
+    if isinstance(named, str) and kind not in _IGNORE_NAMED and default != "TokenizersBackend":
+        name = named.removesuffix("Fast").removesuffix("Tokenizer")
+        return name, f"tokenizer_class is {shown(named)}"
+    return ("", "") if default is None else (default, f"model_type is {shown(kind)}")
 
 
-def overruled(definition: JsonObject, options: Mapping[str, Json]) -> JsonObject:
-    """Return the library's JSON, changed as the options of a class say."""
+def apply_options(definition: JsonObject, options: Mapping[str, Json]) -> JsonObject:
+    """Return the library's JSON with the options of a class applied."""
     space = options.get("add_prefix_space")
     lower, cased = options.get("do_lower_case"), ("NFKD", "StripAccents", "Lowercase")
 
@@ -172,8 +172,8 @@ def overruled(definition: JsonObject, options: Mapping[str, Json]) -> JsonObject
             return part
         for below in ("pretokenizers", "decoders", "normalizers"):
             if isinstance(inner := part.get(below), list):
-                told = [(step, steps(step)) for step in inner]
-                part = part | {below: [new for old, new in told if new is not None or old is None]}
+                pairs = [(step, steps(step)) for step in inner]
+                part = part | {below: [new for old, new in pairs if new is not None or old is None]}
         parts = part.get("normalizers")
         match kind(part):
             case "BertNormalizer" if "tokenize_chinese_chars" in options:
@@ -182,12 +182,12 @@ def overruled(definition: JsonObject, options: Mapping[str, Json]) -> JsonObject
                     handle_chinese_chars=options["tokenize_chinese_chars"],
                 )  # fmt: skip
             case "Sequence" if "keep_accents" in options and isinstance(parts, list):
-                kept = [step for step in parts if kind(step) not in cased]
+                rest = [step for step in parts if kind(step) not in cased]
                 names = [] if options["keep_accents"] else ["NFKD", "StripAccents"]
                 names += ["Lowercase"] if lower else []
-                wanted: list[Json] = [{"type": name} for name in names]
-                quotes = sum(kind(step) == "Replace" for step in kept[:2])
-                return part | {"normalizers": kept[:quotes] + wanted + kept[quotes:]}
+                added: list[Json] = [{"type": name} for name in names]
+                quotes = sum(kind(step) == "Replace" for step in rest[:2])
+                return part | {"normalizers": rest[:quotes] + added + rest[quotes:]}
             case "ByteLevel" if space is not None:
                 return part | {"add_prefix_space": space}
             case "Metaspace" if space is not None:

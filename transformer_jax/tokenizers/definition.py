@@ -1,4 +1,4 @@
-"""Check the definition of a published tokenizer: its content comes from a file of somebody else."""
+"""Checks of the definition of a published tokenizer, which comes from an untrusted file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 MAX_IDS = 2**22
-"""Ids are below this number; the largest published vocabularies have 2**18."""
+"""Upper bound of ids; the largest published vocabularies have 2**18."""
 
 MAX_GROWTH = 1000
-"""How many times longer normalising may make a text."""
+"""Maximum ratio of the length of a normalized text to its original length."""
 
 
 def read_definition(text: str) -> JsonObject:
-    """Return the object that a text of JSON holds; DataError where it holds none."""
+    """Parse a JSON object. Raises DataError if the text is not one."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -31,7 +31,7 @@ def read_definition(text: str) -> JsonObject:
 
 
 def check_model(content: JsonObject) -> None:
-    """Raise DataError for a model with random splits, odd ids, or bytes that it would leave out."""
+    """Raise DataError for a model with dropout or invalid ids, or one that would drop bytes."""
     model = content.get("model")
     if not isinstance(model, dict):
         raise DataError("model: must be an object")
@@ -47,18 +47,18 @@ def check_model(content: JsonObject) -> None:
                 rule = f"must be at least 0 and below {MAX_IDS}"
                 raise DataError(f"vocabulary: {shown(token)} has id {shown(i)}: {rule}")
         merges = model.get("merges")
-        # A byte without its token would be left out of a text, and nobody told.
+        # The library drops bytes without a token silently.
         fallback = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
         if isinstance(merges, list) and not model.get("unk_token"):
             if not (model.get("byte_fallback") and fallback) and "ByteLevel" not in step_kinds(
                 content
             ):
-                rule = "must be byte-level, or fall back to bytes, or have an unk_token"
-                raise DataError(f"model: would leave out what it does not know: {rule}")
+                rule = "must be byte-level, use byte_fallback, or have an unk_token"
+                raise DataError(f"model: would drop unknown characters: {rule}")
 
 
 def step_kinds(content: JsonObject) -> set[str]:
-    """Return the types of the steps before the model."""
+    """Return the types of the normalization and pre-tokenization steps."""
     parts = [content.get("pre_tokenizer"), content.get("normalizer")]
     found = set()
     while parts:
@@ -71,7 +71,7 @@ def step_kinds(content: JsonObject) -> set[str]:
 
 
 def check_growth(normalizer: Json) -> None:
-    """Raise DataError if replacements in a row could make a text a thousand times longer."""
+    """Raise DataError if replacements could lengthen a text more than `MAX_GROWTH`-fold."""
     growth, parts = 1.0, [normalizer]
     while parts:
         part = parts.pop()
@@ -83,26 +83,25 @@ def check_growth(normalizer: Json) -> None:
         if isinstance(content, str):
             pattern = part.get("pattern")
             old = str(pattern.get("String") or "") if isinstance(pattern, dict) else ""
-            # Thirty replacements of a letter by two make a text 2^30 times as long.
+            # Thirty replacements of one letter by two lengthen a text 2^30-fold.
             growth *= max(1.0, len(content) / max(1, len(old)))
         if growth > MAX_GROWTH:
-            rule = f"replaces text by more than {MAX_GROWTH} times as much"
-            raise DataError(f"normalizer: {rule}")
+            raise DataError(f"normalizer: lengthens text more than {MAX_GROWTH}-fold")
 
 
 def check_added(content: JsonObject, added: Mapping[int, AddedToken]) -> None:
-    """Check that the file numbers added tokens as the library does."""
+    """Check that the library assigns each added token its id in the file."""
     tokens = content.get("added_tokens") or []
     for token in tokens:
         i, text = token["id"], token["content"]
         if i not in added or added[i].content != text:
-            have = [n for n, other in added.items() if other.content == text]
-            rule = f"its place in the vocabulary is {have[0] if have else 'taken'}"
+            ids = [n for n, other in added.items() if other.content == text]
+            rule = f"must be {ids[0]}" if ids else "another token has it"
             raise DataError(f"added_tokens: {shown(text)} has id {i}: {rule}")
 
 
 def strings(value: object, path: str) -> Iterable[tuple[str, str]]:
-    """Yield every text in a value, names of fields too, with its path."""
+    """Yield each string in a value, including field names, with its path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping):

@@ -1,13 +1,14 @@
-"""Make a tokenizer of the metadata of a GGUF file.
+"""Tokenizers built from the metadata of a GGUF file.
 
     tokenizer.ggml.model         "gpt2", byte-level BPE; or "llama", SentencePiece's BPE by score
-    tokenizer.ggml.pre           how "gpt2" splits a text before BPE, by the name of a model
-    tokenizer.ggml.tokens        every token; with .token_type and .scores or .merges
+    tokenizer.ggml.pre           how "gpt2" splits text before BPE: the name of a model
+    tokenizer.ggml.tokens        all tokens; with .token_type and .scores or .merges
     tokenizer.ggml.*_token_id    roles: bos, eos, ...
     tokenizer.chat_template      Jinja
 
-The file has no tokenizer.json. Here it is written anew as the published tokenizers have it; ids are
-theirs, which llama.cpp's own reading misses for rare texts (it does not compose Unicode for Qwen).
+The file has no tokenizer.json, so this module reconstructs the published one. The ids equal those
+of the published tokenizer; llama.cpp's differ for rare texts (it does not compose Unicode for
+Qwen).
 """
 
 from __future__ import annotations
@@ -44,12 +45,11 @@ _SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "tekken": _TEKKEN,
 }
-"""The expression by which a text is split; None is GPT-2's own, and with "\\p{N}" that comes after
-each digit was set apart."""
+"""Pattern that splits a text; None is GPT-2's, and "\\p{N}" isolates each digit before GPT-2's."""
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
-"""Which look a word up before they merge, and begin every text with bos unless told otherwise."""
+"""Tokenizers that look up whole words before merging, and add bos by default."""
 _COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
-"""Which compose Unicode (NFC)."""
+"""Tokenizers that compose Unicode (NFC)."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 
@@ -57,15 +57,14 @@ _ROLES = {
     "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding",
     "mask": "mask",
 }  # fmt: skip
-"""Roles, and what the keys call them."""
+"""Name of each role in the keys; "seperator" is the format's spelling."""
 _END_TOKENS = frozenset(
     """
     <|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <|end_of_text|> </s> <eos>
     <EOT> _<EOT> <end_of_utterance>
     """.split()
 )
-"""Special tokens that end a text by what they are called, as llama.cpp has it; few files name more
-than one."""
+"""Names of special tokens that end a text, as in llama.cpp; few files list more than one."""
 _IGNORED = ("add_sep_token", "token_type_count")
 _FILLED = (
     "prefix",
@@ -73,26 +72,26 @@ _FILLED = (
     "middle",
     *(f"fim_{n}" for n in ("pre", "suf", "mid", "pad", "rep", "sep")),
 )
-"""Roles of tokens that mark a gap in a text; nothing here asks for them."""
+"""Roles of tokens that mark a gap in a text; unused here."""
 
 
 def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> PretrainedTokenizer:
-    """Return the tokenizer that the keys of a GGUF file, `where`, describe.
+    """Return the tokenizer that the metadata of a GGUF file, `where`, describes.
 
-    DataError names a key that is missing, wrong or not known.
+    DataError names a key that is missing, invalid or unknown.
     """
     keys = _Keys(metadata, where, "tokenizer.ggml.")
     model, pre, tokens = keys.take("model"), keys.take("pre"), keys.take("tokens")
     if not isinstance(model, str):
-        keys.fail("model", model, "must be a text")
+        keys.fail("model", model, "must be a string")
     if not isinstance(tokens, list) or not tokens:
-        keys.fail("tokens", tokens, "must be a list of texts")
+        keys.fail("tokens", tokens, "must be a list of strings")
     kinds = keys.numbers("token_type", len(tokens), np.full(len(tokens), _NORMAL))
     ids: dict[str, int] = {}
     for i, token in enumerate(tokens):
-        if kinds[i] == _UNUSED:  # no text has it; the table of embeddings is only as long
+        if kinds[i] == _UNUSED:  # pads the vocabulary to the length of the embedding table
             continue
-        # llama.cpp gives an empty token this name, too.
+        # llama.cpp uses the same name for an empty token.
         token = tokens[i] = token or f"[EMPTY_{i}]"
         if ids.setdefault(token, i) != i:
             keys.fail("tokens", tokens, f"{shown(token)} has ids {ids[token]} and {i}")
@@ -103,11 +102,13 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
             definition, adds_bos = _sentence_piece(keys, ids, kinds), True
         case _:
             keys.fail("model", model, "must be 'gpt2' or 'llama'")
-    held = {role: keys.id(name, len(tokens)) for role, name in _ROLES.items()}
-    roles = {role: tokens[i] for role, i in held.items() if i is not None and tokens[i] in ids}
+    role_ids = {role: keys.id(name, len(tokens)) for role, name in _ROLES.items()}
+    roles = {role: tokens[i] for role, i in role_ids.items() if i is not None and tokens[i] in ids}
     special = {ids[token] for role, token in roles.items() if role != "unk"}
     special |= {i for i in ids.values() if kinds[i] in (_CONTROL, _UNKNOWN)}
-    phi3 = metadata.get("general.architecture") == "phi3"  # whose tokens strip a space after them
+    phi3 = (
+        metadata.get("general.architecture") == "phi3"
+    )  # its special tokens strip the space after them
     definition["added_tokens"] = [
         dict(
             id=i, content=token, single_word=False, lstrip=False,
@@ -118,27 +119,27 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
         if i in special or kinds[i] == _USER
     ]  # fmt: skip
     first, last = (
-        (roles[role],) if keys.flag(f"add_{role}_token", usual) and role in roles else ()
-        for role, usual in (("bos", adds_bos), ("eos", False))
+        (roles[role],) if keys.flag(f"add_{role}_token", default) and role in roles else ()
+        for role, default in (("bos", adds_bos), ("eos", False))
     )
     if first or last:
         definition["post_processor"] = around(ids, first, last)
     named = [keys.id(name, len(tokens)) for name in ("eos", "eot", "eom")]
     stop = {i for i in named if i is not None}
-    # Files name few ends by keys: llama.cpp, too, knows the others by what they are called.
+    # Few end tokens have keys; like llama.cpp, recognize the others by name.
     stop |= {i for token, i in ids.items() if token in _END_TOKENS and i in special}
     templates = {}
     for key, value in metadata.items():
         name = key.removeprefix("tokenizer.chat_template")
         if name != key and (not name or name.startswith(".")):
             if not isinstance(value, str):
-                raise DataError(f"{where}: {shown(key)} is {shown(value)}: must be a text")
+                raise DataError(f"{where}: {shown(key)} is {shown(value)}: must be a string")
             templates[name.removeprefix(".") or "default"] = value
     for name in _FILLED:
         keys.id(name, len(tokens))
     for name in keys.unread():
         if name not in _IGNORED:
-            raise DataError(f"{where}: {shown(keys.prefix + name)}: no such key is known")
+            raise DataError(f"{where}: {shown(keys.prefix + name)}: unknown key")
     try:
         return PretrainedTokenizer(
             canonical(definition),
@@ -151,21 +152,22 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
 
 
 def _byte_level(keys: _Keys, pre: Any, ids: Mapping[str, int]) -> JsonObject:
-    """Return the definition of GPT-2's kind: bytes as letters, merged in the order of a list."""
+    """Return the definition of a byte-level BPE with merges in the order of a list."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     if not isinstance(pre, str) or pre not in _SPLITS:
-        rule = f"must be one of {', '.join(_SPLITS)}"
-        keys.fail("pre", pre, f"{rule}: it says how a text is split")
+        keys.fail(
+            "pre", pre, f"must be one of {', '.join(_SPLITS)}, which define how text is split"
+        )
     merges, lines = list[tuple[str, str]](), keys.take("merges")
     if not isinstance(lines, list):
-        keys.fail("merges", lines, "must be a list of texts")
+        keys.fail("merges", lines, "must be a list of strings")
     for n, line in enumerate(lines):
-        # A token may begin with a space, so the space between the two is not the first letter.
+        # A token may begin with a space, so the separator is never the first character.
         one, _, two = line[1:].partition(" ")
         one = line[:1] + one
         if not all(token in ids for token in (one, two, one + two)):
-            keys.fail("merges", lines, f"entry {n}, {shown(line)}, is not of two known tokens")
+            keys.fail("merges", lines, f"entry {n}, {shown(line)}, must be two known tokens")
         merges.append((one, two))
     library = Tokenizer(
         models.BPE(vocab=dict(ids), merges=merges, ignore_merges=pre in _WHOLE_WORDS)
@@ -190,9 +192,9 @@ def _byte_level(keys: _Keys, pre: Any, ids: Mapping[str, int]) -> JsonObject:
 def _sentence_piece(keys: _Keys, ids: Mapping[str, int], kinds: np.ndarray) -> JsonObject:
     """Return the definition of SentencePiece's BPE.
 
-    Of neighbours that form a token, those whose token has the highest score are merged first. The
-    library merges pairs in the order of a list, which is made as transformers' converter makes it:
-    by score, then by the length of the left and of the right part.
+    SentencePiece first merges the neighbors whose joint token has the highest score. The library
+    merges pairs in the order of a list, sorted here as in transformers' converter: by score, then
+    by the length of the left part and of the right part.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -226,7 +228,7 @@ def _sentence_piece(keys: _Keys, ids: Mapping[str, int], kinds: np.ndarray) -> J
 
 
 class _Keys(ObjectKeys):
-    """Keys of a tokenizer."""
+    """Metadata keys of a tokenizer."""
 
     error = DataError
 
@@ -235,24 +237,24 @@ class _Keys(ObjectKeys):
             raise DataError(f"{self.where}: {self.prefix}{name} of {len(value)}: {rule}")
         super().fail(name, MISSING if value is None else value, rule)
 
-    def flag(self, name: str, usual: bool) -> bool:
+    def flag(self, name: str, default: bool) -> bool:
         value = self.take(name)
         if isinstance(value, np.ndarray | list) or value not in (None, True, False):
             self.fail(name, value, "must be true or false")
-        return usual if value is None else bool(value)
+        return default if value is None else bool(value)
 
-    def id(self, name: str, count: int, usual: int | None = None) -> int | None:
+    def id(self, name: str, count: int, default: int | None = None) -> int | None:
         value = self.take(f"{name}_token_id")
         if value is None:
-            return usual
+            return default
         if type(value) is not int or not 0 <= value < count:
             self.fail(f"{name}_token_id", value, f"must be an id of the {count} tokens")
         return value
 
-    def numbers(self, name: str, count: int, usual: np.ndarray | None) -> np.ndarray:
+    def numbers(self, name: str, count: int, default: np.ndarray | None) -> np.ndarray:
         value = self.take(name)
-        if value is None and usual is not None:
-            return usual
+        if value is None and default is not None:
+            return default
         if not isinstance(value, np.ndarray) or len(value) != count:
             self.fail(name, value, f"must be a list of {count} numbers, one for each token")
         if not np.isfinite(value).all():

@@ -1,18 +1,19 @@
-"""Read a tokenizer from the folder of a published model.
+"""Tokenizers of published models, read from their folders.
 
-tokenizer.json             the `tokenizers` library's own; or else
+tokenizer.json             the format of the `tokenizers` library; or else
 vocab.json, merges.txt     GPT-2's byte-level BPE (encoder.json, vocab.bpe); or else
 vocab.txt                  BERT's WordPiece
 tokenizer_config.json      roles of special tokens, added tokens, chat templates
-special_tokens_map.json    roles that tokenizer_config.json does not name
-added_tokens.json          ids of tokens that were added
-generation_config.json     the tokens that end a text; or else
-config.json                those that the model names; or else the <eos> of the roles;
-                           and `model_type`, which means a class of tokenizers (`classes`)
-chat_template.jinja        instead of the config's (chat_template.json: if it has none)
-additional_chat_templates  NAME.jinja, in addition to either
+special_tokens_map.json    roles that are missing in tokenizer_config.json
+added_tokens.json          ids of added tokens
+generation_config.json     tokens that end a text; or else
+config.json                the model's end tokens; or else the token with the role eos;
+                           also `model_type`, which implies a tokenizer class (`classes`)
+chat_template.jinja        overrides the template of the config (chat_template.json: if it has none)
+additional_chat_templates  NAME.jinja, more templates
 
-Only these names are opened, and none that leads out of the folder. Nothing in them is executed.
+Only files with these names are opened, and no links that leave the folder. Nothing in them is
+executed.
 """
 
 from __future__ import annotations
@@ -26,13 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax.config.keywords import known_keywords
-from transformer_jax.tokenizers.classes import (
-    CLASSES,
-    FILE,
-    TokenizerClass,
-    class_name,
-    overruled,
-)
+from transformer_jax.tokenizers import classes
 from transformer_jax.tokenizers.definition import read_definition, step_kinds
 from transformer_jax.tokenizers.plain_text import split_lines
 from transformer_jax.tokenizers.pretrained import ROLES, PretrainedTokenizer, canonical
@@ -45,15 +40,15 @@ LIMITS = {
     "special_tokens_map.json": 2**20, "added_tokens.json": 2**20, "generation_config.json": 2**20,
     "config.json": 2**23, "chat_template.jinja": 2**20, "chat_template.json": 2**20,
 }  # fmt: skip
-"""Largest file that is read, in bytes."""
+"""Maximum size of each file, in bytes."""
 VALUES = 2**22
-"""Most values in a JSON; a vocabulary of half a million tokens has two million."""
+"""Maximum number of values in a JSON file; 500,000 tokens take about two million."""
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _FILES = Untrusted(DataError)
 
 _BARE = {"vocab.json": "GPT2", "encoder.json": "GPT2", "vocab.txt": "Bert"}
-"""What a vocabulary means where neither a class nor a model is named."""
+"""Class implied by a vocabulary file if the folder names neither a class nor a model type."""
 
 
 @known_keywords
@@ -61,10 +56,10 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
     """Load the tokenizer of a model's folder.
 
     Args:
-        path: of the folder, with tokenizer.json, vocab.json and merges.txt, or vocab.txt.
+        path: a folder with tokenizer.json, vocab.json and merges.txt, or vocab.txt.
 
     Raises:
-        DataError: if a file is missing or wrong, by its name.
+        DataError: if a file is missing or invalid; the message names it.
     """
     check_path("path", path)
     folder = Path(path)
@@ -72,42 +67,42 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
         raise DataError(f"{folder}: no such folder")
     config = _json(folder, "tokenizer_config.json") or {}
     if (code := config.get("auto_map")) is not None:
-        rule = "it names Python code, which is never run; remove the key if the rest says it all"
+        rule = "it names Python code, which is never run; remove the key if the rest suffices"
         raise DataError(f"{folder / 'tokenizer_config.json'}: auto_map is {shown(code)}: {rule}")
     if (split := config.get("split_special_tokens", False)) is not False:
         rule = "must be false: encode(text, written='text') reads special tokens as text"
-        said = f"split_special_tokens is {json.dumps(split):.80}"
-        raise DataError(f"{folder / 'tokenizer_config.json'}: {said}: {rule}")
+        found = f"split_special_tokens is {json.dumps(split):.80}"
+        raise DataError(f"{folder / 'tokenizer_config.json'}: {found}: {rule}")
     model = _json(folder, "config.json") or {}
     name, definition, kind = _definition(folder, config, model)
     options = _options(folder, config, kind)
-    definition = overruled(definition, options)
-    sources = dict(_usual_templates(folder, config))
+    definition = classes.apply_options(definition, options)
+    sources = dict(_main_templates(folder, config))
     for file in more_templates(folder):
         sources[Path(file).stem] = _read(folder, file, LIMITS["chat_template.jinja"]) or ""
     templates = tuple(sources.items())
     generation = _json(folder, "generation_config.json") or {}
     try:
-        added, vocabulary = _listed(folder, config, definition), _vocabulary(definition)
+        added, vocabulary = _read_added(folder, config, definition), _vocabulary(definition)
         roles, extra, named, flags = _roles(folder, config, kind, added, vocabulary)
-        definition["added_tokens"] = _added(added, vocabulary, roles, extra, flags)
+        definition["added_tokens"] = _complete_added(added, vocabulary, roles, extra, flags)
         ids = vocabulary | {token["content"]: token["id"] for token in definition["added_tokens"]}
-        # Beside a tokenizer.json these keys say nothing, as in transformers 5.
+        # As in transformers 5, tokenizer.json overrides these keys.
         if name != "tokenizer.json":
             ends = {role: config.get(f"add_{role}_token") for role in ("bos", "eos")}
             for role, adds in ends.items():
                 if adds not in (None, True, False):
-                    said = f"add_{role}_token of tokenizer_config.json is {shown(adds)}"
-                    raise DataError(f"{said}: true or false")
+                    found = f"add_{role}_token of tokenizer_config.json is {shown(adds)}"
+                    raise DataError(f"{found}: must be true or false")
             if set(ends.values()) != {None}:
-                put = {r: (roles[r],) if ends[r] and roles.get(r) in ids else () for r in ends}
-                definition["post_processor"] = around(ids, put["bos"], put["eos"])
+                tokens = {r: (roles[r],) if ends[r] and roles.get(r) in ids else () for r in ends}
+                definition["post_processor"] = around(ids, tokens["bos"], tokens["eos"])
         stop = generation.get("eos_token_id")
-        if stop is None:  # those that the model names, without ids that the tokenizer has not
+        if stop is None:  # the model's end tokens, except ids outside the vocabulary
             last = max((i for i in ids.values() if isinstance(i, int)), default=-1)
-            given = model.get("eos_token_id")
-            given = given if isinstance(given, list) else [given]
-            stop = [i for i in given if type(i) is int and 0 <= i <= last] or None
+            model_stop = model.get("eos_token_id")
+            model_stop = model_stop if isinstance(model_stop, list) else [model_stop]
+            stop = [i for i in model_stop if type(i) is int and 0 <= i <= last] or None
         if stop is None:
             stop = ids.get(roles.get("eos", ""))
         tokenizer = PretrainedTokenizer(
@@ -117,11 +112,11 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
             templates,
             named_tokens=tuple(named.items()),
         )
-        wanted = _frame(kind, options, roles, ids, "src_lang" in config)
-        # A file that puts the same tokens around a text keeps its own template.
-        if wanted is None or tokenizer.frame == tuple(tuple(ids[t] for t in w) for w in wanted):
+        frame = _frame(kind, options, roles, ids, "src_lang" in config)
+        # A file that already adds the same tokens keeps its post-processor.
+        if frame is None or tokenizer.frame == tuple(tuple(ids[t] for t in w) for w in frame):
             return tokenizer
-        framed = read_definition(tokenizer.definition) | {"post_processor": around(ids, *wanted)}
+        framed = read_definition(tokenizer.definition) | {"post_processor": around(ids, *frame)}
         return replace(tokenizer, definition=canonical(framed))
     except DataError as error:
         if str(error).startswith(str(folder)):
@@ -132,69 +127,69 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
 
 def _definition(
     folder: Path, config: JsonObject, model: JsonObject
-) -> tuple[str, JsonObject, TokenizerClass]:
-    """Return the file with the vocabulary, the library's JSON, and the tokenizer's class."""
-    name, said = class_name(config, model)
-    kind = CLASSES.get(name, FILE)
+) -> tuple[str, JsonObject, classes.TokenizerClass]:
+    """Return the name of the vocabulary file, the library's JSON, and the tokenizer's class."""
+    name, source = classes.class_name(config, model)
+    kind = classes.CLASSES.get(name, classes.FILE)
     found = _json(folder, "tokenizer.json")
     if found is not None:
         if name == "Llama" and "ByteLevel" in step_kinds(found):
-            kind = FILE  # Llama 3 names the class of Llama 2
+            kind = classes.FILE  # Llama 3 names the class of Llama 2
         return "tokenizer.json", found, kind
 
-    def meant(file: str) -> TokenizerClass:
-        """Return the class if it says what a vocabulary means."""
-        usual = CLASSES[_BARE[file]]
-        if said and kind.built_from != usual.built_from:
-            rule = f"it does not say what {file} means, and there is no tokenizer.json"
-            raise DataError(f"{folder}: {said}: {rule}")
-        return kind if said else usual
+    def class_for(file: str) -> classes.TokenizerClass:
+        """Return the class, after checking that it can be built from the file."""
+        default = classes.CLASSES[_BARE[file]]
+        if source and kind.built_from != default.built_from:
+            rule = f"it does not define how to read {file}, and there is no tokenizer.json"
+            raise DataError(f"{folder}: {source}: {rule}")
+        return kind if source else default
 
     for vocabulary, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
         content, rules = _json(folder, vocabulary), _read(folder, merges)
         if content is not None and rules is not None:
-            kind = meant(vocabulary)
+            kind = class_for(vocabulary)
             return vocabulary, _byte_level_bpe(folder, vocabulary, content, merges, rules), kind
     words = _read(folder, "vocab.txt")
     if words is not None:
-        kind = meant("vocab.txt")
+        kind = class_for("vocab.txt")
         return "vocab.txt", _word_piece(folder, words, config, kind), kind
     rule = "must have tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
-    raise DataError(f"{folder}: no tokenizer here: {rule}")
+    raise DataError(f"{folder}: no tokenizer found: {rule}")
 
 
-def _options(folder: Path, config: JsonObject, kind: TokenizerClass) -> dict[str, Json]:
-    """Return the value of each option that the class obeys; null stands for the default."""
+def _options(folder: Path, config: JsonObject, kind: classes.TokenizerClass) -> dict[str, Json]:
+    """Return the value of each option that the class supports; null selects the default."""
     found = dict[str, Json]()
-    for name, usual in kind.options.items():
+    for name, default in kind.options.items():
         value = config.get(name)
-        text = name == "src_lang"
-        if value is not None and not isinstance(value, str if text else bool):
-            rule = "must be text" if text else "must be true or false"
+        is_text = name == "src_lang"
+        if value is not None and not isinstance(value, str if is_text else bool):
+            rule = "must be a string" if is_text else "must be true or false"
             where = folder / "tokenizer_config.json"
             raise DataError(f"{where}: {name} is {shown(value)}: {rule}")
-        found[name] = usual if value is None else value
+        found[name] = default if value is None else value
     return found
 
 
 def _frame(
-    kind: TokenizerClass,
+    kind: classes.TokenizerClass,
     options: Mapping[str, Json],
     roles: Mapping[str, str],
     ids: Mapping[str, int],
-    language_given: bool,
+    requires_language: bool,
 ) -> tuple[list[str], list[str]] | None:
-    """Return the tokens that the class puts before a text and after it; None if it puts none."""
+    """Return the tokens that the class adds before and after a text; None if it adds none."""
     if kind.frame is None:
         return None
     frame, tokens = kind.frame, {**kind.roles, **roles}
-    if options.get("legacy_behaviour"):  # of NLLB, whose tokenizer.json is from before
-        frame = CLASSES["MBart"].frame or frame
+    if options.get("legacy_behaviour"):  # NLLB's old order, which its tokenizer.json still has
+        frame = classes.CLASSES["MBart"].frame or frame
     if isinstance(language := options.get("src_lang"), str):
-        known = [name for name in (language, f"__{language}__") if name in ids]
-        if not known and language_given:
-            raise DataError(f"src_lang is {shown(language)}: must be the token of a language")
-        tokens |= {"lang": known[0]} if known else {}
+        names = [name for name in (language, f"__{language}__") if name in ids]
+        if not names and requires_language:
+            raise DataError(f"src_lang is {shown(language)}: must be a language token")
+        tokens |= {"lang": names[0]} if names else {}
     if any(tokens.get(role) not in ids for part in frame for role in part):
         return None
     first, last = ([tokens[role] for role in part] for part in frame)
@@ -211,19 +206,21 @@ def _byte_level_bpe(
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers
 
-    path, holders = folder / file, dict[int, str]()
-    for token, i in vocabulary.items():  # every id from 0 on, each once
+    path, tokens = folder / file, dict[int, str]()
+    for token, i in vocabulary.items():  # ids must be 0, 1, 2, ..., each used once
         if type(i) is not int or i < 0:
             raise DataError(f"{path}: {shown(token)} has id {shown(i)}: must be at least 0")
-        if holders.setdefault(i, token) != token:
-            raise DataError(f"{path}: {shown(token)} and {shown(holders[i])} have id {i}")
+        if tokens.setdefault(i, token) != token:
+            raise DataError(f"{path}: {shown(token)} and {shown(tokens[i])} have id {i}")
     if not vocabulary:
         raise DataError(f"{path}: it is empty")
-    if (largest := max(holders)) >= len(holders):
-        hole = next(i for i in range(len(holders)) if i not in holders)
-        raise DataError(f"{path}: no token has id {hole}, but {shown(holders[largest])} {largest}")
+    if (largest := max(tokens)) >= len(tokens):
+        gap = next(i for i in range(len(tokens)) if i not in tokens)
+        raise DataError(
+            f"{path}: no token has id {gap}, but {shown(tokens[largest])} has {largest}"
+        )
     if missing := [letter for letter in byte_letters() if letter not in vocabulary]:
-        raise DataError(f"{folder / file}: byte 0x{byte_letters()[missing[0]]:02x} has no token")
+        raise DataError(f"{path}: byte 0x{byte_letters()[missing[0]]:02x} has no token")
     pairs = []
     for number, line in enumerate(split_lines(merges), 1):
         if not line or (number == 1 and line.startswith("#version")):
@@ -231,19 +228,21 @@ def _byte_level_bpe(
         parts = line.split(" ")
         where = f"{folder / merges_file}: line {number}"
         if len(parts) != 2:
-            raise DataError(f"{where} is {shown(line)}: must be two tokens and a space")
+            raise DataError(f"{where} is {shown(line)}: must be two tokens separated by a space")
         for token in (*parts, "".join(parts)):
             if token not in vocabulary:
                 raise DataError(f"{where} names {shown(token)}: not in {file}")
         pairs.append((parts[0], parts[1]))
-    library = Library(_made(folder / file, models.BPE, vocab=vocabulary, merges=pairs))
+    library = Library(_create(path, models.BPE, vocab=vocabulary, merges=pairs))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     definition: JsonObject = json.loads(library.to_str())
     return definition
 
 
-def _word_piece(folder: Path, words: str, config: JsonObject, kind: TokenizerClass) -> JsonObject:
+def _word_piece(
+    folder: Path, words: str, config: JsonObject, kind: classes.TokenizerClass
+) -> JsonObject:
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -251,12 +250,12 @@ def _word_piece(folder: Path, words: str, config: JsonObject, kind: TokenizerCla
     for i, word in enumerate(split_lines(words)):
         if vocabulary.setdefault(word, i) != i:
             first = vocabulary[word] + 1
-            raise DataError(f"{folder / 'vocab.txt'}: line {i + 1} is that of line {first} again")
+            raise DataError(f"{folder / 'vocab.txt'}: line {i + 1} repeats line {first}")
     unknown = _token(config.get("unk_token")) or kind.roles["unk"]
     if not isinstance(unknown, str) or unknown not in vocabulary:
-        raise DataError(f"{folder / 'vocab.txt'}: must have {shown(unknown)}, the unk_token")
+        raise DataError(f"{folder / 'vocab.txt'}: must contain the unk_token {shown(unknown)}")
     library = Library(
-        _made(folder / "vocab.txt", models.WordPiece, vocab=vocabulary, unk_token=unknown)
+        _create(folder / "vocab.txt", models.WordPiece, vocab=vocabulary, unk_token=unknown)
     )
     library.normalizer = normalizers.BertNormalizer()
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -268,26 +267,30 @@ def _word_piece(folder: Path, words: str, config: JsonObject, kind: TokenizerCla
 def _roles(
     folder: Path,
     config: JsonObject,
-    kind: TokenizerClass,
+    kind: classes.TokenizerClass,
     added: Mapping[str, JsonObject],
     vocabulary: Mapping[str, int],
 ) -> tuple[dict[str, str], list[str], dict[str, str], dict[str, JsonObject]]:
-    """Return each role's token, more special tokens, names that templates have, and tokens' flags.
+    """Return the token of each role, more special tokens, tokens named in templates, and flags.
 
-    special_tokens_map.json comes first if the config has no `added_tokens_decoder`, since such
-    folders are older. A role that is null has no token; one that is not there has its class's.
+    special_tokens_map.json has priority if the config has no `added_tokens_decoder`, because such
+    folders are older. A role that is null has no token; a missing one has the default of its class.
     """
     extra: list[str] = []
     named: dict[str, str] = {}
-    beside = _json(folder, "special_tokens_map.json") or {}
-    usual = {
+    token_map = _json(folder, "special_tokens_map.json") or {}
+    defaults = {
         f"{role}_token": token
         for role, token in kind.roles.items()
         if token in added or token in vocabulary
     }
-    # Classes that name no mask, such as ModernBERT's: a token of that name is one.
+    # Some classes define no mask, such as ModernBERT's: find the token by its usual names.
     mask = next((token for token in ("[MASK]", "<mask>") if token in added), None)
-    files = [("tokenizer_config.json", config), ("", usual), ("special_tokens_map.json", beside)]
+    files = [
+        ("tokenizer_config.json", config),
+        ("", defaults),
+        ("special_tokens_map.json", token_map),
+    ]
     if config.get("added_tokens_decoder") is None:
         files = [files[2], files[0], files[1]]
     files.append(("", {} if mask is None else {"mask_token": mask}))
@@ -304,7 +307,9 @@ def _roles(
             value = content[f"{role}_token"]
             token = _token(value)
             if token is not None and not isinstance(token, str):
-                raise DataError(f"{folder / file}: {role}_token is {shown(value)}: must be text")
+                raise DataError(
+                    f"{folder / file}: {role}_token is {shown(value)}: must be a string"
+                )
             found[role] = token or ""
             flags.setdefault(found[role], _flags(value, folder / file))
         for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -318,7 +323,9 @@ def _roles(
             for item in items:
                 token = _token(item)
                 if not isinstance(token, str) or not token:
-                    raise DataError(f"{folder / file}: {key} has {shown(item)}: must be text")
+                    raise DataError(
+                        f"{folder / file}: {key} contains {shown(item)}: must be a string"
+                    )
                 extra.append(token)
                 flags.setdefault(token, _flags(item, folder / file))
     if kind.mask_strips:
@@ -331,10 +338,10 @@ def _roles(
     return {role: found[role] for role in ROLES if found.get(role)}, extra, named, flags
 
 
-def _listed(folder: Path, config: JsonObject, definition: JsonObject) -> dict[str, JsonObject]:
-    """Return the added tokens of the definition and of the other files, with the flags they have.
+def _read_added(folder: Path, config: JsonObject, definition: JsonObject) -> dict[str, JsonObject]:
+    """Return the added tokens of the definition and the other files, with the flags given there.
 
-    A token of added_tokens.json has none.
+    Tokens of added_tokens.json have no flags.
     """
     listed = definition.get("added_tokens") or []
     decoder = config.get("added_tokens_decoder") or {}
@@ -346,35 +353,36 @@ def _listed(folder: Path, config: JsonObject, definition: JsonObject) -> dict[st
     for token in listed:
         tokens.append(("added_tokens", token, token.get("id") if isinstance(token, dict) else None))
     for key, token in decoder.items():
-        # "²" is a digit too, and int() does not read it.
+        # "²" is a digit too, but int() rejects it.
         number = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
         tokens.append(("added_tokens_decoder of tokenizer_config.json", token, number))
-    beside = _json(folder, "added_tokens.json") or {}
-    tokens += [("added_tokens.json", token, i) for token, i in beside.items()]
+    more = _json(folder, "added_tokens.json") or {}
+    tokens += [("added_tokens.json", token, i) for token, i in more.items()]
     found: dict[str, JsonObject] = {}
     taken: dict[int, str] = {}
     for where, token, i in tokens:
         text = _token(token)
         if not isinstance(text, str) or not text or type(i) is not int or i < 0:
-            raise DataError(f"{where}: {shown(token)} with id {shown(i)}: no token with its id")
-        known = found.get(text)
-        if taken.setdefault(i, text) != text or (known and known["id"] != i):
-            other = f"id {known['id']}" if known else shown(taken[i])
-            raise DataError(f"{where}: {shown(text)} has id {i}: but {other} is there already")
-        found[text] = {"id": i, "content": text} | (known or {}) | _flags(token, where)
+            rule = "must be a token with a nonnegative id"
+            raise DataError(f"{where}: {shown(token)} with id {shown(i)}: {rule}")
+        first = found.get(text)
+        if taken.setdefault(i, text) != text or (first and first["id"] != i):
+            rule = f"it already has id {first['id']}" if first else f"{shown(taken[i])} has this id"
+            raise DataError(f"{where}: {shown(text)} has id {i}: {rule}")
+        found[text] = {"id": i, "content": text} | (first or {}) | _flags(token, where)
     return found
 
 
 def _flags(token: Json, where: str | Path) -> JsonObject:
-    """Return the flags that a file gives a token: how it is found in a text."""
-    said = {flag: token[flag] for flag in _FLAGS if isinstance(token, dict) and flag in token}
-    if not all(isinstance(value, bool) for value in said.values()):
+    """Return the matching flags of a token that a file specifies."""
+    flags = {flag: token[flag] for flag in _FLAGS if isinstance(token, dict) and flag in token}
+    if not all(isinstance(value, bool) for value in flags.values()):
         raise DataError(f"{where}: {shown(token)}: {', '.join(_FLAGS)} must be true or false")
-    return said
+    return flags
 
 
 def _vocabulary(definition: JsonObject) -> dict[str, int]:
-    """Return the ids of the model's own tokens."""
+    """Return the ids of the vocabulary of the model, without added tokens."""
     model = definition.get("model")
     found = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(found, list):
@@ -383,16 +391,16 @@ def _vocabulary(definition: JsonObject) -> dict[str, int]:
     return found if isinstance(found, dict) else {}
 
 
-def _added(
+def _complete_added(
     added: Mapping[str, JsonObject],
     vocabulary: Mapping[str, int],
     roles: Mapping[str, str],
     extra: Sequence[str],
     flags: Mapping[str, JsonObject],
 ) -> list[JsonObject]:
-    """Return the added tokens with all their flags, and all special ones among them.
+    """Return the added tokens with complete flags, including each special token.
 
-    `flags` are those of tokens that are not added.
+    `flags` are the flags of tokens that are not in `added`.
     """
     special = {*roles.values(), *extra}
     found: dict[str, JsonObject] = {}
@@ -402,25 +410,25 @@ def _added(
             if text in extra:
                 rule = "not in the vocabulary"
                 raise DataError(f"additional_special_tokens has {shown(text)}: {rule}")
-            continue  # a role's: refused where the roles are checked
+            continue  # the token of a role, which `PretrainedTokenizer` rejects
         new = {"id": vocabulary.get(text), "content": text} | flags.get(text, {})
-        given = added.get(text, new | {"special": True})
-        if taken.setdefault(given["id"], text) != text or type(given["id"]) is not int:
-            other = shown(taken[given["id"]])
-            raise DataError(f"vocabulary: {shown(text)} has id {given['id']}: but {other} has it")
-        is_special = given.get("special", text in special)
+        token = added.get(text, new | {"special": True})
+        if taken.setdefault(token["id"], text) != text or type(token["id"]) is not int:
+            other = shown(taken[token["id"]])
+            raise DataError(f"vocabulary: {shown(text)} has id {token['id']}: {other} has this id")
+        is_special = token.get("special", text in special)
         base = dict.fromkeys(_FLAGS, False) | {"normalized": not is_special}
-        found[text] = base | given | {"special": is_special or text in roles.values()}
+        found[text] = base | token | {"special": is_special or text in roles.values()}
     return sorted(found.values(), key=lambda token: token["id"])
 
 
 def _token(value: Json) -> Json:
-    """Return the text of a token, which files write alone or in an object with flags."""
+    """Return the text of a token: a string, or an object with its text and flags."""
     return value.get("content") if isinstance(value, dict) else value
 
 
 def around(ids: Mapping[str, int], first: Sequence[str], last: Sequence[str]) -> JsonObject:
-    """Return the library's template that puts a text between the tokens `first` and `last`."""
+    """Return the library's post-processor that adds the tokens `first` and `last` around a text."""
 
     def text(name: str, kind: int) -> list[JsonObject]:
         before, after = (
@@ -446,12 +454,12 @@ def more_templates(folder: Path) -> list[str]:
     return sorted(f"{below.name}/{path.name}" for path in below.glob("*.jinja"))
 
 
-def _usual_templates(folder: Path, config: JsonObject) -> tuple[tuple[str, str], ...]:
+def _main_templates(folder: Path, config: JsonObject) -> tuple[tuple[str, str], ...]:
     where = folder / "tokenizer_config.json"
     file = _read(folder, "chat_template.jinja")
     value: Json = config.get("chat_template") if file is None else file
-    if value is None and (beside := _json(folder, "chat_template.json")) is not None:
-        where, value = folder / "chat_template.json", beside.get("chat_template")
+    if value is None and (content := _json(folder, "chat_template.json")) is not None:
+        where, value = folder / "chat_template.json", content.get("chat_template")
     match value:
         case None:
             return ()
@@ -465,11 +473,11 @@ def _usual_templates(folder: Path, config: JsonObject) -> tuple[tuple[str, str],
                         found[name] = template
             if len(found) == len(value):
                 return tuple(found.items())
-    rule = "must be text, or a list of objects with a name of its own and a template"
+    rule = "must be a string, or a list of objects with a unique name and a template"
     raise DataError(f"{where}: chat_template: {rule}")
 
 
-def _made(path: Path, model: Callable[..., Any], **arguments: Any) -> Any:
+def _create(path: Path, model: Callable[..., Any], **arguments: Any) -> Any:
     try:
         return model(**arguments)
     except Exception as error:  # the Rust library raises plain Exception
@@ -477,14 +485,14 @@ def _made(path: Path, model: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def _json(folder: Path, name: str) -> JsonObject | None:
-    """Read the object in a file, which has no key twice; None if there is no such file."""
+    """Read a JSON object, with duplicate keys rejected; None if the file does not exist."""
     if not _FILES.there(folder, name):
         return None
     return _FILES.json_object(_FILES.inside(folder, name), LIMITS[name], VALUES)
 
 
 def _read(folder: Path, name: str, limit: int | None = None) -> str | None:
-    """Read a file's text; None if there is no such file."""
+    """Read a text file; None if it does not exist."""
     if not _FILES.there(folder, name):
         return None
     content = _FILES.content(_FILES.inside(folder, name), limit or LIMITS[name])

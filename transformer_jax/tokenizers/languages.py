@@ -1,7 +1,7 @@
-"""Say from which language into which a published translator writes.
+"""Source and target languages of published translators.
 
-mBART, M2M-100 and NLLB have a token of each language. One stands around every text, and targets
-begin with theirs.
+mBART, M2M-100 and NLLB have a token for each language. The tokenizer adds the token of the source
+language to each text, and targets begin with the token of the target language.
 """
 
 from __future__ import annotations
@@ -18,37 +18,40 @@ START, FORCED_BOS, _ = TARGET_IDS
 
 
 def with_languages(tokenizer: PretrainedTokenizer, source: str, target: str) -> PretrainedTokenizer:
-    """Return a translator's tokenizer that reads one language and has targets of another.
+    """Return a tokenizer for translation from one language to another.
 
-    Where targets start with a language (mBART), they start with `target`; where they start with
+    If targets start with a language token (mBART), they start with `target`; if they start with
     another token (mBART-50, M2M-100, NLLB), `target` is forced after it.
 
     Args:
-        tokenizer: of an encoder-decoder, with `target_ids`.
-        source: the token of a language, such as "en_XX", "__en__" or "eng_Latn".
-        target: another.
+        tokenizer: the tokenizer of an encoder-decoder, with `target_ids`.
+        source: a language token, such as "en_XX", "__en__" or "eng_Latn".
+        target: another language token.
 
     Raises:
-        DataError: if the tokenizer puts no language around a text, or has no such token.
+        DataError: if the tokenizer adds no language token to a text, or does not have these tokens.
     """
-    known = tokenizer.languages
-    names = {i: name for name, i in known.items()}
+    languages = tokenizer.languages
+    names = {i: name for name, i in languages.items()}
     texts = dict(tokenizer.roles)
     roles = {i: texts[role] for role, i in tokenizer.special_ids.items()}
     first, last = tokenizer.frame
-    put, ids = {*first, *last}, dict(tokenizer.target_ids)
-    if len(names.keys() & put) != 1 or not put <= names.keys() | roles.keys() or START not in ids:
-        raise DataError("languages: this tokenizer does not put the token of one around a text")
+    frame, ids = {*first, *last}, dict(tokenizer.target_ids)
+    if (
+        len(names.keys() & frame) != 1
+        or not frame <= names.keys() | roles.keys()
+        or START not in ids
+    ):
+        raise DataError("languages: this tokenizer does not add a language token to each text")
     for side, name in (("source", source), ("target", target)):
-        if name not in known:
-            have = ", ".join(known)
-            raise DataError(f"{side} is {name!r}: must be one of {have:.300}")
-    ids[START if ids[START] in names else FORCED_BOS] = known[target]
+        if name not in languages:
+            raise DataError(f"{side} is {name!r}: must be one of {', '.join(languages):.300}")
+    ids[START if ids[START] in names else FORCED_BOS] = languages[target]
 
-    def tokens(given: Iterable[int]) -> list[str]:
-        return [source if i in names else roles[i] for i in given]
+    def tokens(frame_ids: Iterable[int]) -> list[str]:
+        return [source if i in names else roles[i] for i in frame_ids]
 
-    all_ids = {**known, **{token: i for i, token in roles.items()}}
+    all_ids = {**languages, **{token: i for i, token in roles.items()}}
     template = around(all_ids, tokens(first), tokens(last))
     definition = json.loads(tokenizer.definition) | {"post_processor": template}
     return replace(

@@ -1,9 +1,9 @@
-r"""Read text from bytes, and cut it into lines and documents: the same for all that read files.
+r"""Text, lines and documents of a file: the same rules for all readers.
 
-A file is UTF-8; a byte-order mark at its beginning is no part of the text. A line ends at \n, \r\n
-or \r, as in Python's text files, and nowhere else: U+2028, U+0085, a form feed are characters like
-others. A blank line has nothing but white space (`str.isspace`). Documents are the lines that are
-not blank; or paragraphs, the lines between blank ones; or whole files; with \n between their lines.
+A file is UTF-8; a byte-order mark at its beginning is not part of the text. A line ends at \n, \r\n
+or \r, as in Python's text files, and nowhere else: U+2028, U+0085 and form feeds are ordinary
+characters. A blank line contains only whitespace (`str.isspace`). Documents are nonblank lines,
+paragraphs (the lines between blank lines) or whole files, with \n between their lines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformer_jax.tokenizers.utf8 import DataError
 MARK = b"\xef\xbb\xbf"
 """The byte-order mark, U+FEFF, in UTF-8."""
 
-_UTF_16 = "UTF-16: iconv -f UTF-16 -t UTF-8 makes text of it"
+_UTF_16 = "UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
 _COMPRESSED = ": decompress it first"
 _KINDS = (
     (rb"\xff\xfe|\xfe\xff|\0[^\0]\0[^\0]|[^\0]\0[^\0]\0", _UTF_16),
@@ -25,27 +25,27 @@ _KINDS = (
     (rb"BZh[1-9]1AY&SY", f"bzip2{_COMPRESSED}"),
     (rb"\xfd7zXZ\0", f"xz{_COMPRESSED}"),
     (rb"PK\x03\x04", "a zip archive: unpack it first"),
-    (rb"PAR1\x15", "Parquet: python -m transformer_jax prepare --documents parquet reads it"),
+    (rb"PAR1\x15", "Parquet: use python -m transformer_jax prepare --documents parquet"),
 )
-"""How files begin that are no text, whatever their names end in."""
+"""First bytes of files that are not UTF-8 text, regardless of their suffix."""
 _NO_CONTROL = re.compile(rb"[^\x00-\x1f]")
 _WHITE = re.compile(rb"[\t-\r]")
 
 
 def read_text(content: bytes, where: str, errors: str | None = None, at: int = 0) -> str:
-    """Return the text of a file, or of a part that begins at byte `at`, as UTF-8.
+    """Decode a file, or a part of it that begins at byte `at`, as UTF-8.
 
-    `errors` is the setting `text_errors`: strict, or replace, which puts U+FFFD for what is no
-    UTF-8; None is strict where there is no such setting. DataError names the first byte that is no
-    UTF-8, or the kind of a file that is no text.
+    `errors` is the setting `text_errors`: strict, or replace, which substitutes U+FFFD for invalid
+    bytes; None is strict for callers without this setting. DataError names the first invalid byte,
+    or the format of a file that is not text.
     """
     if at == 0:
-        for begins, kind in _KINDS:
-            if re.match(begins, content, re.DOTALL):
+        for start, kind in _KINDS:
+            if re.match(start, content, re.DOTALL):
                 raise DataError(f"{where}: byte 0 is 0x{content[0]:02x}: not UTF-8 but {kind}")
-        # UTF-16 without a mark: three in four of every second byte are the same few control
-        # characters, the high bytes of ASCII and of an alphabet or two. A text in UTF-8 that has so
-        # many control characters has more kinds of them, or only white ones.
+        # UTF-16 without a byte-order mark: at least three in four of the bytes at even (or odd)
+        # positions are the same few control characters, the high bytes of one or two alphabets. A
+        # UTF-8 text with as many control characters has more kinds of them, or only whitespace.
         for high in (content[:4096:2], content[1:4096:2]):
             controls = _NO_CONTROL.sub(b"", high)
             many = 10 <= len(high) <= 4 / 3 * len(controls)
@@ -54,7 +54,7 @@ def read_text(content: bytes, where: str, errors: str | None = None, at: int = 0
     try:
         text = content.decode("utf-8", errors or "strict")
     except UnicodeDecodeError as error:
-        hint = "; `text_errors='replace'` marks it" if errors else ""
+        hint = "; `text_errors='replace'` substitutes U+FFFD" if errors else ""
         raise DataError(
             f"{where}: byte {at + error.start} is 0x{content[error.start]:02x}: not UTF-8 "
             f"({error.reason}){hint}"
@@ -63,14 +63,14 @@ def read_text(content: bytes, where: str, errors: str | None = None, at: int = 0
 
 
 def split_lines(text: str) -> list[str]:
-    """Return the lines of a text without their ends; the last one needs none."""
-    found = _ended(text).split("\n")
+    """Split a text into lines without their line ends; the last line may lack one."""
+    found = _unify_line_ends(text).split("\n")
     return found if found[-1] else found[:-1]
 
 
 def split_documents(text: str, kind: Literal["lines", "paragraphs", "files"]) -> list[str]:
-    """Return the documents of the text of a file that are not blank."""
-    text = _ended(text)
+    """Return the nonblank documents in the text of a file."""
+    text = _unify_line_ends(text)
     if kind == "lines":
         parts = text.split("\n")
     else:
@@ -78,6 +78,6 @@ def split_documents(text: str, kind: Literal["lines", "paragraphs", "files"]) ->
     return [part.strip("\n") for part in parts if part.strip()]
 
 
-def _ended(text: str) -> str:
-    """Return a text whose lines all end at a line feed."""
+def _unify_line_ends(text: str) -> str:
+    r"""Replace all line ends by \n."""
     return text.replace("\r\n", "\n").replace("\r", "\n")

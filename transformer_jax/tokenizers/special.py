@@ -1,4 +1,4 @@
-"""Give a tokenizer ids that stand for no text: the end of a target, a mask, a class."""
+"""Special tokens: ids without text, such as the end of a target, a mask or a class."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ STAND_INS = {
     "bos": ("bos", "cls", "eos"), "eos": ("eos", "sep"), "sep": ("sep", "eos", "bos"),
     "cls": ("cls", "bos", "eos"), "mask": ("mask",),
 }  # fmt: skip
-"""Roles of a published tokenizer that may serve for one that it has not, the first there is."""
+"""Roles that can replace a missing role of a published tokenizer, in order of preference."""
 
 
 @value_class
 class SpecialTokens:
-    """Add ids after those of another tokenizer, each with a name and no text.
+    """Tokenizer with additional ids at the end, each with a name but no text.
 
     Attributes:
-        base: the other tokenizer.
-        names: of the ids, distinct, at least one.
+        base: the tokenizer for text.
+        names: the names of the additional ids, distinct, at least one.
     """
 
     base: Tokenizer
@@ -35,9 +35,11 @@ class SpecialTokens:
 
     def __post_init__(self) -> None:
         if not self.names or len(set(self.names)) != len(self.names):
-            raise DataError(f"names of special tokens are {self.names!r}: must be distinct")
+            raise DataError(
+                f"names of special tokens are {self.names!r}: must be distinct, at least one"
+            )
         if isinstance(self.base, SpecialTokens):
-            raise DataError("base of special tokens has special tokens: must be a plain tokenizer")
+            raise DataError("base is a SpecialTokens: must be a plain tokenizer")
 
     @property
     def vocab_size(self) -> int:
@@ -49,17 +51,17 @@ class SpecialTokens:
         return {name: self.base.vocab_size + i for i, name in enumerate(self.names)}
 
     def encode(self, text: str) -> np.ndarray:  # i32[n]
-        """Return the ids of a text, in which no special token can be written."""
+        """Return the ids of a text; special tokens cannot be spelled out in it."""
         return encode_text(self.base, text)
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of the ids that stand for text."""
+        """Return the bytes of ids, without special tokens."""
         return self.base.to_bytes(i for i in ids if i < self.base.vocab_size)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the ids that stand for text as a whole text; DataError names an unknown one."""
-        known = known_ids(ids, self.vocab_size)
-        return self.base.decode(i for i in known if i < self.base.vocab_size)
+        """Decode a whole text without special tokens. DataError names an id without a token."""
+        checked = known_ids(ids, self.vocab_size)
+        return self.base.decode(i for i in checked if i < self.base.vocab_size)
 
     def to_json(self) -> str:
         base = json.loads(self.base.to_json())
@@ -68,9 +70,9 @@ class SpecialTokens:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, *, begins: bool = True) -> np.ndarray:  # i32[n]
-    """Return the ids of a text alone: none is added, and a special token spelled out is text.
+    """Return only the ids of a text: no tokens are added, and spelled-out special tokens are text.
 
-    With `begins=False` it goes on with what stands before it: no space is put between the two.
+    With `begins=False`, the text continues another one, so no space is added before it.
     """
     tokenizer = plain(tokenizer)
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -81,130 +83,128 @@ def encode_text(tokenizer: Tokenizer, text: str, *, begins: bool = True) -> np.n
 def encode_answer(
     encode: Callable[..., np.ndarray], prompt: str, whole: str
 ) -> tuple[np.ndarray, np.ndarray]:  # i32[n], i32[m]
-    """Return the ids of a prompt, and those of what `whole`, which begins with it, has after it.
+    """Return the ids of a prompt, and those of the rest of `whole`, which begins with the prompt.
 
-    They are those of the whole where these begin with the prompt's. Where a token would stretch
-    over the border, both are encoded apart, since a prompt that is to be answered ends there too.
-    `encode(text, begins=...)` returns ids.
+    If a token would cross the boundary, both are encoded separately, because at inference the
+    prompt ends there, too. `encode(text, begins=...)` returns ids.
     """
-    before, ids = encode(prompt), encode(whole)
-    # The usual case: no token stretches over the border.
-    if np.array_equal(ids[: len(before)], before):
-        return before, ids[len(before) :]
-    return before, encode(whole[len(prompt) :], begins=False)
+    prompt_ids, ids = encode(prompt), encode(whole)
+    if np.array_equal(ids[: len(prompt_ids)], prompt_ids):  # no token crosses the boundary
+        return prompt_ids, ids[len(prompt_ids) :]
+    return prompt_ids, encode(whole[len(prompt) :], begins=False)
 
 
 def check_unpadded(tokenizer: object, ids: np.ndarray, what: str) -> None:
-    """Raise DataError if the ids that a caller passes begin or end with a padding token.
+    """Raise DataError if ids begin or end with a padding token.
 
-    A padding token with another role, such as the end of a text, is accepted.
+    A padding token that also has another role, such as the end of a text, is accepted.
     """
-    own = tokenizer.base if isinstance(tokenizer, SpecialTokens) else tokenizer
-    if not isinstance(own, PretrainedTokenizer) or not len(ids):
+    base = tokenizer.base if isinstance(tokenizer, SpecialTokens) else tokenizer
+    if not isinstance(base, PretrainedTokenizer) or not len(ids):
         return
-    roles = dict(own.special_ids)
+    roles = dict(base.special_ids)
     pad = roles.pop("pad", None)
-    if pad in (*roles.values(), *own.stop_ids, *own.frame[0], *own.frame[1]):
+    if pad in (*roles.values(), *base.stop_ids, *base.frame[0], *base.frame[1]):
         return
-    for at, where in ((0, "begins"), (-1, "ends")):
+    for at, verb in ((0, "begins"), (-1, "ends")):
         if ids[at] == pad:
-            rule = "which would be read as a token: leave padding out"
-            raise DataError(f"{what} {where} with the padding token {pad}, {rule}")
+            rule = "which would be read as a token: remove the padding"
+            raise DataError(f"{what} {verb} with the padding token {pad}, {rule}")
 
 
 def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that end a text that a model writes."""
-    base, own = plain(tokenizer), special_ids(tokenizer)
+    """Return the tokens that end generation."""
+    base, roles = plain(tokenizer), special_ids(tokenizer)
     stop = base.stop_ids if isinstance(base, PretrainedTokenizer) else ()
-    if "eos" in own and (base is not tokenizer or not stop):
-        return tuple(dict.fromkeys([own["eos"], *stop]))
+    if "eos" in roles and (base is not tokenizer or not stop):
+        return tuple(dict.fromkeys([roles["eos"], *stop]))
     return stop
 
 
-def with_end(tokenizer: Tokenizer, learnt: int) -> Tokenizer:
-    """Return the tokenizer, of whose texts a token is one of the ends."""
-    if not isinstance(tokenizer, PretrainedTokenizer) or learnt in tokenizer.stop_ids:
+def with_end(tokenizer: Tokenizer, end: int) -> Tokenizer:
+    """Return a tokenizer that also stops generation at the token `end`."""
+    if not isinstance(tokenizer, PretrainedTokenizer) or end in tokenizer.stop_ids:
         return tokenizer
-    return replace(tokenizer, stop_ids=(*tokenizer.stop_ids, learnt))
+    return replace(tokenizer, stop_ids=(*tokenizer.stop_ids, end))
 
 
 @short_repr
 class Frame(NamedTuple):
-    """Hold the ids that stand before a text and after it."""
+    """Ids that are added before and after a text."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
 
     def around(self, ids: np.ndarray) -> np.ndarray:  # i32[n] -> i32[m]
-        """Return the ids between those of the frame."""
+        """Return the ids with the frame around them."""
         return np.concatenate([self.first, ids, self.last]).astype(np.int32)
 
 
 def frame(tokenizer: Tokenizer) -> Frame:
-    """Return what a published tokenizer puts around a text; of another one, nothing."""
-    own = plain(tokenizer)
-    return Frame(*own.frame) if isinstance(own, PretrainedTokenizer) else Frame((), ())
+    """Return the ids that a published tokenizer adds around a text; empty for others."""
+    base = plain(tokenizer)
+    return Frame(*base.frame) if isinstance(base, PretrainedTokenizer) else Frame((), ())
 
 
 @short_repr
 class Target(NamedTuple):
-    """Say how the targets of an encoder-decoder begin and end."""
+    """Tokens around the targets of an encoder-decoder."""
 
     start: int
-    """What the decoder reads before the first label."""
+    """First input of the decoder, before the first label."""
     labels: Frame
-    """The labels before those of the text and after them."""
+    """Labels before and after those of the text."""
     stop: tuple[int, ...]
-    """What ends a target that is written."""
+    """Tokens that end a generated target."""
     forced_bos: int | None = None
-    """The first token of every target that is written."""
+    """First token of every generated target."""
     forced_eos: int | None = None
-    """The last token of one that has not ended by itself."""
+    """Last token of a generated target that reaches the maximum length."""
     banned: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that are never written."""
+    """Sequences of tokens that are never generated."""
 
 
 def target_of(tokenizer: Tokenizer) -> Target:
-    """Return how targets begin and end: as in a published model's config, or <bos> and <eos>.
+    """Return the tokens around targets: those of a published model's config, or <bos> and <eos>.
 
-    KeyError where the tokenizer has no such token.
+    Raises KeyError if the tokenizer lacks one of them.
     """
-    own, ids = plain(tokenizer), special_ids(tokenizer)
-    if not isinstance(own, PretrainedTokenizer) or not own.target_ids:
+    base, ids = plain(tokenizer), special_ids(tokenizer)
+    if not isinstance(base, PretrainedTokenizer) or not base.target_ids:
         return Target(ids["bos"], Frame((), (ids["eos"],)), (ids["eos"],))
-    given, (first, last), stop = dict(own.target_ids), frame(own), own.stop_ids
-    # mBART begins a target with its language, mBART-50 and NLLB force it after another token.
-    start, forced_bos = given["decoder_start_token_id"], given.get("forced_bos_token_id")
-    named = set(own.languages.values())
+    config, (first, last), stop = dict(base.target_ids), frame(base), base.stop_ids
+    # mBART starts a target with its language; mBART-50 and NLLB force it after another token.
+    start, forced_bos = config["decoder_start_token_id"], config.get("forced_bos_token_id")
+    named = set(base.languages.values())
     language = next((i for i in (forced_bos, start) if i in named), None)
-    if language is not None:  # around a target stands its own language, and not the source's
+    if language is not None:  # labels have the target's language instead of the source's
         first, last = (tuple(language if i in named else i for i in ids) for ids in (first, last))
     end = [i for i in last if i != language][-1:]
     if "eos" in ids and (not end or end[0] not in {*stop, ids["eos"]}):
         last, end = (*last, ids["eos"]), [ids["eos"]]
     return Target(
         start, Frame(first, last), tuple(sorted({*stop, *end})), forced_bos,
-        given.get("forced_eos_token_id"), own.banned,
+        config.get("forced_eos_token_id"), base.banned,
     )  # fmt: skip
 
 
 def source_frame(tokenizer: Tokenizer) -> Frame:
-    """Return what stands around a source: as in a published encoder-decoder, or nothing."""
-    own = plain(tokenizer)
-    published = isinstance(own, PretrainedTokenizer) and bool(own.target_ids)
-    return frame(own) if published else Frame((), ())
+    """Return the ids around a source of a published encoder-decoder; empty for others."""
+    base = plain(tokenizer)
+    published = isinstance(base, PretrainedTokenizer) and bool(base.target_ids)
+    return frame(base) if published else Frame((), ())
 
 
 def encoder_frame(tokenizer: Tokenizer) -> Frame:
-    """Return what stands around a text that an encoder classifies: its tokenizer's, or <cls>."""
+    """Return the ids around a text for an encoder: its tokenizer's frame, or <cls> at the start."""
     found = frame(tokenizer)
     return found if found.first else Frame((special_ids(tokenizer)["cls"],), found.last)
 
 
 def with_special_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
-    """Return the tokenizer with those of the named tokens, "mask", that it lacks at its end."""
-    own = special_ids(tokenizer)
-    missing = tuple(name for name in names if name not in own)
+    """Return the tokenizer with the missing ones of these special tokens appended."""
+    present = special_ids(tokenizer)
+    missing = tuple(name for name in names if name not in present)
     if not missing:
         return tokenizer
     if isinstance(tokenizer, SpecialTokens):
@@ -215,31 +215,31 @@ def with_special_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Map the names of a tokenizer's special tokens to their ids.
 
-    A published tokenizer's roles may stand in for one another, as `STAND_INS` says; where none is
-    an <eos>, the first token that ends a text of its model is.
+    In a published tokenizer, other roles replace missing ones (`STAND_INS`); without <eos> and
+    <sep>, the first token that ends generation is <eos>.
     """
     if isinstance(tokenizer, PretrainedTokenizer):
-        own, stop = dict(tokenizer.special_ids), tokenizer.stop_ids
-        if stop and not own.keys() & {"eos", "sep"}:
-            own["eos"] = stop[0]
-        found = {role: [r for r in others if r in own] for role, others in STAND_INS.items()}
-        return {role: own[roles[0]] for role, roles in found.items() if roles}
+        ids, stop = dict(tokenizer.special_ids), tokenizer.stop_ids
+        if stop and not ids.keys() & {"eos", "sep"}:
+            ids["eos"] = stop[0]
+        found = {role: [r for r in others if r in ids] for role, others in STAND_INS.items()}
+        return {role: ids[roles[0]] for role, roles in found.items() if roles}
     if isinstance(tokenizer, SpecialTokens):
         return {**special_ids(tokenizer.base), **tokenizer.special_ids}
     return {}
 
 
 def plain(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer under the special tokens, or the tokenizer itself."""
+    """Return the base of a `SpecialTokens`, or the tokenizer itself."""
     return tokenizer.base if isinstance(tokenizer, SpecialTokens) else tokenizer
 
 
 def unknown_words(
     tokenizer: Tokenizer, texts: Iterable[str], masks: Iterable[str] = ()
 ) -> str | None:
-    """Return a line on the words of texts, but for masks, that a tokenizer of words does not know.
+    """Return a warning about words, except masks, that are unknown to a `WordTokenizer`.
 
-    None where there are none, and of every other tokenizer.
+    None if there are none, and for other tokenizers.
     """
     words, text = plain(tokenizer), " ".join(texts)
     for mask in masks:
@@ -252,7 +252,7 @@ def unknown_words(
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-    """Return the tokenizer that `to_json` wrote; DataError if the text is anything else."""
+    """Return the tokenizer that `to_json` wrote. Raises DataError for any other text."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -260,6 +260,6 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     match content:
         case {"kind": "special", "names": list(names), "base": dict(base), **rest} if not rest:
             if not all(isinstance(name, str) for name in names):
-                raise DataError(f"names of special tokens are {names!r:.80}: must be texts")
+                raise DataError(f"names of special tokens are {names!r:.80}: must be strings")
             return SpecialTokens(tokenizer_of(base), tuple(names))
     return tokenizer_of(content)

@@ -1,4 +1,4 @@
-"""Spell tokens as text, as the decoders of the `tokenizers` library do, one token at a time."""
+"""Decoding one token at a time, with the same result as the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.untrusted_files import Json, shown
 
 Step: TypeAlias = Callable[[str, bool, bool], str]
-"""Spells (token, is it the first, is it the last) anew."""
+"""Function that maps (token, whether it is the first, whether it is the last) to its new text."""
 
 _CLEANED = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
     (" 'm", "'m"), (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
-"""Replacements by which BERT's decoder cleans a text up: what it finds, what it writes."""
+"""Replacements of BERT's decoder when it cleans up spaces: (old, new)."""
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """Spell tokens as text, as a decoder of the `tokenizers` library does."""
+    """A decoder of the `tokenizers` library, applied token by token."""
 
     byte_level: bool = False
     byte_fallback: bool = False
     steps: tuple[Step, ...] = ()
-    """Applied one after the other."""
+    """Functions applied in order."""
     ends: tuple[tuple[str, int, int], ...] = ()
-    """(character, how many are removed at the start of a whole text, and at its end)."""
+    """(character, maximum number removed at the start of a whole text, and at its end)."""
     marks_spaces: bool = True
-    """Whether a token says itself whether a space stands before it."""
+    """Whether each token shows by itself if a space precedes it."""
 
     def piece(self, token: str, first: bool, last: bool) -> bytes:
         """Return the bytes of a token."""
@@ -43,7 +43,7 @@ class Spelling:
         return token.encode()
 
     def strip(self, text: str) -> str:
-        """Return a whole text without what the decoder removes at its ends."""
+        """Remove the characters that the decoder strips at both ends of a whole text."""
         for character, start, stop in self.ends:
             while start and text.startswith(character):
                 text, start = text[len(character) :], start - 1
@@ -53,7 +53,7 @@ class Spelling:
 
 
 def read_decoder(decoder: Json) -> Spelling:
-    """Read a decoder of GPT-2's, SentencePiece's or BERT's kind; DataError names any other."""
+    """Read a decoder like GPT-2's, SentencePiece's or BERT's. DataError names any other."""
     if decoder is None:
         return Spelling(steps=(_new_word,), marks_spaces=False)
     if not isinstance(decoder, dict):
@@ -66,7 +66,7 @@ def read_decoder(decoder: Json) -> Spelling:
     if "ByteLevel" in kinds:
         if all(kind in ("ByteLevel", "Fuse") for kind in kinds):
             return Spelling(byte_level=True)
-        raise DataError(f"decoder is a sequence of {', '.join(map(str, kinds))}: not known")
+        raise DataError(f"decoder is a sequence of {', '.join(map(str, kinds))}: not supported")
     steps, ends = list[Step](), list[tuple[str, int, int]]()
     for n, part in enumerate(parts):
         match part:
@@ -81,15 +81,15 @@ def read_decoder(decoder: Json) -> Spelling:
             ):
                 steps.append(partial(_replace, old, new, new))
             case {"type": "Metaspace", "replacement": str(mark), **rest}:
-                usual = "always" if rest.get("add_prefix_space", True) else "never"
-                prepends = (rest.get("prepend_scheme") or usual) != "never"
+                default = "always" if rest.get("add_prefix_space", True) else "never"
+                prepends = (rest.get("prepend_scheme") or default) != "never"
                 steps.append(partial(_metaspace, mark, prepends))
             case {"type": "WordPiece", "prefix": str(prefix), "cleanup": bool(cleanup)}:
                 steps.append(partial(_word_piece, prefix, cleanup))
             case {"type": "BPEDecoder", "suffix": str(suffix)} if suffix:
                 steps.append(partial(_replace, suffix, " ", ""))
             case _:
-                raise DataError(f"decoder {shown(part)}: not known")
+                raise DataError(f"decoder {shown(part)}: not supported")
     return Spelling(
         byte_fallback="ByteFallback" in kinds,
         steps=tuple(steps),
@@ -103,17 +103,17 @@ def _new_word(token: str, first: bool, last: bool) -> str:
 
 
 def _replace(old: str, new: str, at_end: str, token: str, first: bool, last: bool) -> str:
-    """Replace one text by another; the last token may have its own replacement."""
+    """Replace a string; the last token may have a different replacement."""
     return token.replace(old, at_end if last else new)
 
 
 def _metaspace(mark: str, prepends: bool, token: str, first: bool, last: bool) -> str:
-    """Spell SentencePiece's words, in which a mark stands for a space."""
+    """Decode a SentencePiece token: replace its mark by a space."""
     return token.replace(mark, "" if first and prepends else " ")
 
 
 def _word_piece(prefix: str, cleanup: bool, token: str, first: bool, last: bool) -> str:
-    """Spell BERT's words: a space before each new word, none before punctuation."""
+    """Decode a BERT token: add a space before each new word, but not before punctuation."""
     if not first:
         token = token.removeprefix(prefix) if token.startswith(prefix) else " " + token
     for old, new in _CLEANED if cleanup else ():

@@ -1,4 +1,4 @@
-"""Split text into characters, bytes or learned pieces: the tokenizers that `train.py` makes."""
+"""Tokenizers that `train.py` creates: characters, bytes, BPE and words."""
 
 from __future__ import annotations
 
@@ -17,33 +17,30 @@ from transformer_jax.tokenizers.utf8 import byte_letters, utf8
 from transformer_jax.untrusted_files import Json, JsonObject
 from transformer_jax.values import tokens_repr
 
-# A BPE merges within these pieces; they are GPT-2's, but bounded, so that time is linear.
+# BPE merges within these pieces: GPT-2's, but of bounded length, so that time is linear.
 _PIECE = r" ?\p{L}{1,32}| ?\p{N}{1,8}| ?[^\s\p{L}\p{N}]{1,16}|\s{1,16}(?!\S)"
 
 
 class Tokenizer(Protocol):
-    """Turn text into ids and back."""
+    """Interface of all tokenizers."""
 
     @property
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Return ids i32[n]; DataError names what has no id."""
+        """Return ids i32[n]. DataError names a character without an id."""
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the UTF-8 of the ids; a character may be split between calls."""
+        """Return the UTF-8 bytes of ids; a character may be split between calls."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the ids as a whole text; bytes that are no UTF-8 become U+FFFD.
-
-        DataError names an id that has no token.
-        """
+        """Decode a whole text; invalid UTF-8 becomes U+FFFD. DataError names an unknown id."""
 
     def to_json(self) -> str: ...
 
 
 class HasBytes(Protocol):
-    """Give the bytes of ids, of which there are so many."""
+    """The part of a `Tokenizer` that `WholeText` needs."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -51,46 +48,43 @@ class HasBytes(Protocol):
 
 
 class WholeText:
-    """Give a tokenizer `decode`, by its `to_bytes`."""
+    """Mixin that implements `decode` with `to_bytes`."""
 
     def decode(self: HasBytes, ids: Iterable[int]) -> str:
-        """Return the ids as a whole text; bytes that are no UTF-8 become U+FFFD.
-
-        DataError names an id that has no token.
-        """
+        """Decode a whole text; invalid UTF-8 becomes U+FFFD. DataError names an unknown id."""
         return self.to_bytes(known_ids(ids, self.vocab_size)).decode("utf-8", "replace")
 
 
 def known_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
-    """Return ids as integers; DataError names one that a tokenizer of that size has not."""
+    """Return ids as a list of integers. DataError names an id outside the vocabulary."""
     if not isinstance(ids, Iterable):
-        raise DataError(f"ids is {ids!r:.80}: must be integers of one text")
+        raise DataError(f"ids is {ids!r:.80}: must be a sequence of integers")
     found = np.asarray(ids if hasattr(ids, "dtype") else list(ids))
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise DataError(f"ids are {found.dtype}{list(found.shape)}: must be integers of one text")
+        raise DataError(f"ids are {found.dtype}{list(found.shape)}: must be a sequence of integers")
     for i in found:
         if not 0 <= i < vocab_size:
-            raise DataError(f"id {i} has no token: the tokenizer has {vocab_size}")
+            raise DataError(f"id {i} has no token: must be at least 0 and below {vocab_size}")
     return [int(i) for i in found]
 
 
 @dataclass(frozen=True)
 class CharTokenizer(WholeText):
-    """Give each character an id, in the order of their code points.
+    """Tokenizer with one id per character, in the order of code points.
 
     Attributes:
-        characters: distinct, in order, at least one.
+        characters: distinct and sorted, at least one.
     """
 
     characters: str
 
     def __post_init__(self) -> None:
         if not self.characters or sorted(set(self.characters)) != list(self.characters):
-            raise DataError("characters of a tokenizer: must be distinct, in order, at least one")
+            raise DataError("characters of a tokenizer: must be distinct and sorted, at least one")
 
     @classmethod
     def train(cls, text: str) -> CharTokenizer:
-        """Make a tokenizer of every character of the text."""
+        """Create a tokenizer for all characters of a text."""
         return cls("".join(map(chr, np.unique(_code_points(text)))))
 
     def __repr__(self) -> str:
@@ -102,7 +96,7 @@ class CharTokenizer(WholeText):
 
     def encode(self, text: str) -> np.ndarray:
         points, known = _code_points(text), _code_points(self.characters)
-        # A character that is not known gets the place of another one, which is compared below.
+        # An unknown character gets the id of another one, which the comparison below detects.
         ids = np.minimum(np.searchsorted(known, points), len(known) - 1).astype(np.int32)
         wrong = np.flatnonzero(known[ids] != points)
         if len(wrong):
@@ -122,7 +116,7 @@ class CharTokenizer(WholeText):
 
 @dataclass(frozen=True)
 class ByteTokenizer(WholeText):
-    """Give each byte of UTF-8 an id: any text, any file."""
+    """Tokenizer with one id per byte of UTF-8, for any text or file."""
 
     def __repr__(self) -> str:
         return tokens_repr(self)
@@ -143,9 +137,9 @@ class ByteTokenizer(WholeText):
 
 @dataclass(frozen=True)
 class BPETokenizer(WholeText):
-    """Merge bytes into learned pieces: BPE (Sennrich et al. 2016; Radford et al. 2019).
+    """Byte-level BPE tokenizer (Sennrich et al. 2016; Radford et al. 2019).
 
-    Every byte is a token, so any text has ids and comes back from them exactly.
+    Every byte is a token, so any text is encoded and decoded without loss.
 
     Attributes:
         definition: the JSON of the `tokenizers` library.
@@ -163,11 +157,11 @@ class BPETokenizer(WholeText):
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> BPETokenizer:
-        """Learn tokens: the 256 bytes and the most frequent merges.
+        """Train a tokenizer with the 256 bytes and the most frequent merges.
 
         Args:
-            text: to learn from.
-            vocab_size: the most tokens.
+            text: the training text.
+            vocab_size: the maximum number of tokens.
         """
         from tokenizers import Regex, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Library
@@ -220,19 +214,19 @@ class BPETokenizer(WholeText):
 
 @dataclass(frozen=True)
 class WordTokenizer(WholeText):
-    """Give each word an id, by what stands between spaces; the rest of the words share one.
+    """Tokenizer with one id per word between spaces; all unknown words share an id.
 
-    Id 0 is a word that is not known, id 1 the end of a line. A text comes back with one space
-    between words, so it is not for text that has to come back as it was.
+    Id 0 is an unknown word, and id 1 the end of a line. Decoding puts one space between words, so
+    it does not restore the original spaces.
 
     Attributes:
-        words: distinct and without spaces; they have the ids from 2 on.
+        words: distinct and without spaces, with ids from 2 on.
     """
 
     words: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        # A word with a space would never be found in a text that is split at spaces.
+        # A text is split at spaces, so a word with a space would never match.
         if len(set(self.words)) != len(self.words) or not all(
             w == "".join(w.split()) and w for w in self.words
         ):
@@ -240,11 +234,11 @@ class WordTokenizer(WholeText):
 
     @classmethod
     def train(cls, text: str, count: int = 1) -> WordTokenizer:
-        """Make a tokenizer of the words of a text, the frequent first.
+        """Create a tokenizer for the words of a text, the most frequent first.
 
         Args:
-            text: to read.
-            count: how often a word must occur to be known.
+            text: the training text.
+            count: the minimum number of occurrences of a word.
         """
         found = Counter(text.split())
         known = [word for word, times in found.items() if times >= count]
@@ -270,18 +264,18 @@ class WordTokenizer(WholeText):
         return np.array(ids, np.int32)
 
     def unknown(self, text: str) -> list[str]:
-        """Return the words of a text that are not known, each once."""
+        """Return the distinct unknown words of a text."""
         return [word for word in dict.fromkeys(text.split()) if word not in self._ids]
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the words, each with a space before it."""
+        """Return the UTF-8 bytes of words, each with a space before it."""
         spelled = (
             "\n" if i == 1 else " " + ("<unk>" if i == 0 else self.words[i - 2]) for i in ids
         )
         return "".join(spelled).encode("utf-8", "surrogatepass")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the words with one space between them; DataError names an id without a word."""
+        """Return the words with one space between them. DataError names an id without a word."""
         return super().decode(ids).removeprefix(" ")
 
     def to_json(self) -> str:
@@ -289,7 +283,7 @@ class WordTokenizer(WholeText):
 
 
 def tokenizer_of(content: Json) -> Tokenizer:
-    """Return the tokenizer that an object of a file describes; DataError if it is none."""
+    """Return the tokenizer that a JSON object describes. Raises DataError if it is invalid."""
     match content:
         case {"kind": "char", "characters": str(characters), **rest} if not rest:
             return CharTokenizer(characters)
@@ -300,12 +294,12 @@ def tokenizer_of(content: Json) -> Tokenizer:
         case {"kind": "word", "words": list(words), **rest} if not rest:
             texts = tuple(word for word in words if isinstance(word, str))
             if len(texts) < len(words):
-                raise DataError("words of a tokenizer: must be texts")
+                raise DataError("words of a tokenizer: must be strings")
             return WordTokenizer(texts)
         case dict() if content.get("kind") == "pretrained":
             return pretrained_from_json(content)
     kinds = "'char', 'byte', 'bpe', 'word', 'special' or 'pretrained'"
-    raise DataError(f"tokenizer: must have kind {kinds}, and what belongs to it")
+    raise DataError(f"tokenizer: must have kind {kinds}, and only the fields of that kind")
 
 
 def _dump(content: JsonObject) -> str:
@@ -323,7 +317,7 @@ def _code_points(text: str) -> np.ndarray:
 
 
 def _lines(text: str, size: int = 1 << 16) -> list[str]:
-    """Split a text into parts of about `size` characters, after a newline if there is one."""
+    """Split a text into parts of at most `size` characters, after a newline if possible."""
     parts, start = [], 0
     while start < len(text):
         end = start + size
