@@ -211,9 +211,9 @@ def _differentiate(
     # linear in the tangents, so their changes pass through the same operation
     if any(i >= len(primals) for i in nonzero):
         parts.append(bind(*primals, *map(ad.instantiate_zeros, changes[-moved:])))
-    of_primals = {i: x for i, x in nonzero.items() if i < len(primals)}
-    if of_primals:
-        parts.append(_along(lambda xs: compute(*xs), arrays, of_primals))
+    changed = {i: x for i, x in nonzero.items() if i < len(primals)}
+    if changed:
+        parts.append(_along(lambda xs: compute(*xs), arrays, changed))
     return bind(*arrays), jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *map(list, parts))
 
 
