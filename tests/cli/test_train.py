@@ -464,11 +464,11 @@ def test_a_command_is_named_by_the_first_word(capsys, argv, status, out, err):
 
 def test_words_that_the_tokenizer_does_not_know_are_named(capsys):
     words = SpecialTokens(WordTokenizer.train("a dog saw a cat"), ("mask",))
-    command.say_unknown("generate", words, ["a cow saw", "a [MASK] cow or _"], MASKS)
+    command.report_unknown("generate", words, ["a cow saw", "a [MASK] cow or _"], MASKS)
     rule = "not among the words of the training text, read as <unk>"
     assert capsys.readouterr() == ("", f"generate: unknown words: 2 ('cow', 'or'): {rule}\n")
-    command.say_unknown("generate", words, ["a dog"])
-    command.say_unknown("generate", ByteTokenizer(), ["a cow"])
+    command.report_unknown("generate", words, ["a dog"])
+    command.report_unknown("generate", ByteTokenizer(), ["a cow"])
     assert capsys.readouterr() == ("", "")
 
 

@@ -1,5 +1,5 @@
-"""Run the commands of `python -m transformer_jax` and the flags of `train.py`.
+"""The commands of `python -m transformer_jax` and the flags of `train.py`.
 
-A command parses its flags, calls the library and prints; an error is one line. Nothing here
-computes: whatever a command does can be called from Python in the folders below.
+A command parses its flags, calls the library and prints the result; an error is one line. Every
+command has an equivalent in Python, because no computation happens in this folder.
 """

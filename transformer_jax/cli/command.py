@@ -1,4 +1,4 @@
-"""Run a command of this package: read its options, end with a status, print an error in a line."""
+"""Runner of commands: reads options, prints errors in one line and returns an exit status."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from transformer_jax.cli.flags import ConfigFlags, Parser, spelled
-from transformer_jax.cli.process import one_line, print_anything
+from transformer_jax.cli.process import escape_unprintable, one_line
 from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Options = TypeVar("Options")
 
 PICTURES = ".png", ".svg", ".pdf"
-"""How the file of a picture may end."""
+"""File name extensions of pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,26 +29,27 @@ class ModelOptions:
     """Options of a command that loads a model."""
 
     model: str
-    """The folder of a run or of a published model, or its id on the Hugging Face hub."""
+    """Folder of a run or of a published model, or the model's ID on the Hugging Face hub."""
     checkpoint: Literal["best", "last"] | None = None
-    """Of a run: that of the lowest held-out loss, or the last; default: best, if there is one."""
+    """For a run: the checkpoint with the lowest held-out loss, or the last one; default: best, if
+    there is one."""
     init_from: str | None = None
-    """Of a run with lora: where the model is now that it began from, if that has moved."""
+    """For a LoRA run: new location of the base model, if it has moved."""
 
     def load(self, **more: Any) -> LanguageModel:
-        """Load the model; say so if it is a run's last one because none was evaluated."""
+        """Load the model; print a note if it is the last checkpoint because none was evaluated."""
         from transformer_jax.text import language_model
 
         model = language_model.load(
             self.model, checkpoint=self.checkpoint, init_from=self.init_from, **more
         )
         if self.checkpoint is None and model.model.which == "last":
-            why = f"no step was evaluated yet: this is the last one saved, step {model.model.step}"
-            print(f"{type(self).__name__.lower()}: {why}", file=sys.stderr)
+            note = f"no checkpoint was evaluated yet: using the last one, step {model.model.step}"
+            print(f"{type(self).__name__.lower()}: {note}", file=sys.stderr)
         return model
 
     def load_float32(self) -> LanguageModel:
-        """Load the model, a published one in float32, so that its numbers are exact."""
+        """Load the model, in float32 if it is a published one."""
         from transformer_jax.loading import is_run
 
         return self.load(dtype=None if is_run(self.model) else "float32")
@@ -56,42 +57,42 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TypedModelOptions(ModelOptions):
-    """Options of a command that loads a model in other types than its own."""
+    """Options of a command that loads a model and may convert its weights."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of a published model: the type that its parameters get; default: their own."""
+    """For a published model: dtype of its parameters; default: as stored."""
     weights: Literal["bf16", "int8", "int4"] | None = None
     """Store the weights in this type; int8 takes a quarter of float32's memory."""
 
 
 def check_picture(out: Path, endings: Sequence[str] = PICTURES) -> None:
-    """Raise ConfigError unless the file's ending is a picture's and its folder exists."""
+    """Raise ConfigError unless the file has a picture's extension and its folder exists."""
     if out.suffix.lower() not in endings:
         raise ConfigError(f"out is {str(out)!r}: must end in {' or '.join(endings)}")
     if not out.parent.is_dir() or out.is_dir():
-        raise ConfigError(f"out is {str(out)!r}: must be a file in a folder that exists")
+        raise ConfigError(f"out is {str(out)!r}: must be a file in an existing folder")
 
 
 def refuse_unread(
     options: object, reads: Mapping[str, Collection[str]], chosen: str, needs: str = "needs"
 ) -> None:
-    """Raise ConfigError for an option that was given and is read only with another choice.
+    """Raise ConfigError for an option that was passed but is read only with another choice.
 
-    `reads` are the choices, each with the options that it reads.
+    `reads` maps each choice to the options that it reads.
     """
     for name in dict.fromkeys(name for names in reads.values() for name in names):
         value = getattr(options, name)
         if value is not None and name not in reads[chosen]:
-            those = " or ".join(one for one, names in reads.items() if name in names)
-            raise ConfigError(f"{name} is {value!r}: {needs} {those}")
+            choices = " or ".join(one for one, names in reads.items() if name in names)
+            raise ConfigError(f"{name} is {value!r}: {needs} {choices}")
 
 
-def say_unknown(
+def report_unknown(
     name: str, tokenizer: Tokenizer, texts: Sequence[str], masks: Sequence[str] = ()
 ) -> None:
-    """Say in a line which words of the texts, but for masks, have no token of their own.
+    """Print one line with the words of the texts, except masks, that have no token.
 
-    What a model would warn of is said by then.
+    The line replaces the warning of the model, which `run` filters out.
     """
     from transformer_jax.tokenizers.special import unknown_words
 
@@ -108,8 +109,8 @@ def read_tokenizer(path: str) -> Tokenizer:
     file = Path(path, "tokenizer.json")
     if file.is_file():
         text = file.read_text("utf-8", "surrogatepass")
-        # A published tokenizer.json has no such key in front.
-        if text.startswith('{\n "kind"'):  # as `to_json` writes it
+        # `to_json` writes this key first; a published tokenizer.json does not start with it.
+        if text.startswith('{\n "kind"'):
             return tokenizer_from_json(text)
     return published_tokenizer(open_weights(path))
 
@@ -122,34 +123,35 @@ def run(
     name: str | None = None,
     about: str | None = None,
 ) -> int:
-    """Read the options of a command, let it work, and return the exit status.
+    """Read the options of a command, call `work` and return the exit status.
 
-    The command is called as the class of its options, or `name`; its help begins with `about`, or
-    with the docstring of the options' module. `work` gets the options, and the texts of the fields
-    of `more` flags. The status is what it returns, or 0; 1: something cannot be
-    read; 2: usage; 130: interrupted.
+    The name of the command is the name of the options class, or `name`. Its help begins with
+    `about`, or with the docstring of the module of the options. `work` receives the options and,
+    for each of the `more` flags, the texts of their fields. The exit status is the return value of
+    `work`, or 0; 1: something cannot be read; 2: usage; 130: interrupted.
     """
-    # A terminal may have no character for what a model writes.
-    print_anything()
+    # A terminal may lack characters that a model writes.
+    escape_unprintable()
     name = name or options.__name__.lower()
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        own = ConfigFlags(options, whole=name, none=False)
+        flags_of_options = ConfigFlags(options, whole=name, none=False)
         about = about or sys.modules[options.__module__].__doc__
         parser = Parser(f"python -m transformer_jax {name}", about)
-        parser.add_argument("-h", "--help", action="help", help="print this and exit")
+        parser.add_argument("-h", "--help", action="help", help="print this help and exit")
         parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        own.add_to(parser, None, (name,) if {"-h", "--help"} & {*argv} else ())
-        names = own.names | {"--help": "--help", "--debug": "--debug"}
+        flags_of_options.add_to(parser, None, (name,) if {"-h", "--help"} & {*argv} else ())
+        names = flags_of_options.names | {"--help": "--help", "--debug": "--debug"}
         for flags in more:
             flags.add_to(parser, None, ())
             names = flags.names | names
         arguments = parser.parse_args(spelled(argv, names))
         with warnings.catch_warnings():
-            # Python would print the line of this package's code with each warning.
-            warnings.filterwarnings("ignore", "unknown words: ", UserWarning)  # `say_unknown` does
-            return work(own.options(arguments), *(flags.given(arguments) for flags in more)) or 0
-    except BrokenPipeError:  # the reader had enough
+            # `report_unknown` prints them without the line of source code that Python adds.
+            warnings.filterwarnings("ignore", "unknown words: ", UserWarning)
+            texts = (flags.texts(arguments) for flags in more)
+            return work(flags_of_options.options(arguments), *texts) or 0
+    except BrokenPipeError:  # the reader closed the pipe, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

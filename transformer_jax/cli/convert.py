@@ -1,9 +1,9 @@
-"""Write a folder of config.json, safetensors and a tokenizer as Hugging Face's libraries read it.
+"""Write a model as a Hugging Face folder: config.json, safetensors and a tokenizer.
 
-python -m transformer_jax convert --model RUN --to FOLDER            what train.py trained
-python -m transformer_jax convert --model RUN --to FOLDER --adapter  its adapters alone, as PEFT's
-python -m transformer_jax convert --model FOLDER_OR_ID --to FOLDER   a published model, saved anew
-python -m transformer_jax convert --model FILE.gguf --to FOLDER      llama.cpp's file, as a folder
+python -m transformer_jax convert --model RUN --to FOLDER            a run of train.py
+python -m transformer_jax convert --model RUN --to FOLDER --adapter  only its adapters, for PEFT
+python -m transformer_jax convert --model FOLDER_OR_ID --to FOLDER   a published model
+python -m transformer_jax convert --model FILE.gguf --to FOLDER      a llama.cpp file
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.model import as_transformer
 
 TASK_TYPES = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
-"""What PEFT calls the tasks of kinds of models; it has no name for an encoder's hidden tokens."""
+"""PEFT's task types; there is none for masked language models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +28,15 @@ class Convert(ModelOptions):
     """Options of the command."""
 
     to: str
-    """Where to write; new, or empty."""
+    """Output folder; must be new or empty."""
     family: str | None = None
-    """Of a run: its model_type; default: the first that fits."""
+    """For a run: the model_type to write; default: the first that fits."""
     adapter: bool = False
-    """Of a run with lora: the adapters alone, as a folder of PEFT."""
+    """For a LoRA run: write only the adapters, as a PEFT folder."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The type that parameters get; default: their own."""
+    """Dtype of the parameters; default: as stored."""
     shard_gb: float | None = None
-    """Largest file, in 10^9 bytes; default: 5."""
+    """Maximum file size, in 10^9 bytes; default: 5."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,17 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def convert(options: Convert) -> list[str]:
-    """Convert, and return the lines that say what was written."""
+    """Convert the model and return lines that describe the files."""
     from transformer_jax.loading import is_run
     from transformer_jax.pretrained.safetensors_folder import SHARD_BYTES
 
-    # Checked before anything large is loaded.
-    of_run = is_run(options.model)
+    # Check the options before loading anything large.
+    from_run = is_run(options.model)
     for name in ("family", "checkpoint", "init_from", "adapter"):
-        if not of_run and (value := getattr(options, name)) not in (None, False):
-            raise ConfigError(
-                f"{name} is {value!r}: {options.model!r} is no run, which alone has one"
-            )
+        if not from_run and (value := getattr(options, name)) not in (None, False):
+            rule = f"allowed only for a run, and {options.model!r} is not one"
+            raise ConfigError(f"{name} is {value!r}: {rule}")
     for name in ("dtype", "shard_gb"):
         if options.adapter and getattr(options, name) is not None:
             raise ConfigError(f"{name} with adapter: an adapter is one file, in float32")
@@ -66,9 +65,9 @@ def convert(options: Convert) -> list[str]:
         shard_bytes = max(int(gigabytes * 10**9), 1)
     check_new_folder("to", options.to)
     target = Path(options.to)
-    # `lexists`: a link that leads nowhere would be written through.
+    # `lexists` also finds a dangling link, which would be written through.
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"to is {str(target)!r}: exists already: must be new or empty")
+        raise ConfigError(f"to is {str(target)!r}: already exists; must be new or empty")
     if options.adapter:
         import jax
 
@@ -92,18 +91,18 @@ def convert(options: Convert) -> list[str]:
         )  # fmt: skip
         count = sum(leaf.size for leaf in jax.tree.leaves(adapters))
         return [
-            f"{target}: adapters of {count:,} parameters, rank {written.rank}, of a {family}; "
+            f"{target}: adapters of {count:,} parameters, rank {written.rank}, for a {family}; "
             f"base model: {training.init_from}"
         ]
-    if of_run:
-        given: dict[str, Any] = dict(
+    if from_run:
+        settings: dict[str, Any] = dict(
             family=options.family, dtype=options.dtype, shard_bytes=shard_bytes
         )
-        return options.load().save(target, **given)
+        return options.load().save(target, **settings)
     from transformer_jax.pretrained.load import load_pretrained
     from transformer_jax.pretrained.weights import open_weights
     from transformer_jax.text.save import save_published
 
-    folder = open_weights(options.model)  # `load` needs a tokenizer, which a folder may not have
+    folder = open_weights(options.model)  # `load` needs a tokenizer, which the folder may lack
     config, params = load_pretrained(folder.path, dtype=options.dtype)
     return save_published(target, folder, config, params, shard_bytes)

@@ -1,4 +1,4 @@
-"""Export a decoder as programs that jax runs without this package, with a script that does so.
+"""Export a decoder as programs that JAX runs without this package, with a script that runs them.
 
 python -m transformer_jax export --model FOLDER_OR_ID_OR_RUN --to FOLDER
 python FOLDER/decode.py "Once upon a time"
@@ -19,14 +19,14 @@ class Export(TypedModelOptions):
     """Options of the command."""
 
     context: int | None = None
-    """Most tokens of a prompt and its answer but the last, which is never read; default: the
-    model's, at most 2048."""
+    """Maximum number of tokens of a prompt and its answer, not counting the last token, which is
+    never read; default: the model's maximum, up to 2048."""
     to: str
-    """Where to write; new, or an earlier export."""
+    """Output folder; must be new or an earlier export."""
     batch: int | None = None
     """Rows of a batch; default: any number."""
     platforms: str = "cpu,cuda,tpu"
-    """Of cpu, cuda, rocm and tpu."""
+    """Comma-separated list of cpu, cuda, rocm and tpu."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(options: Export) -> list[str]:
-    """Export, and return what was written, line by line."""
+    """Export the model and return lines that describe the result."""
     check_new_folder("to", options.to)
     from transformer_jax.text.export import check_is_decoder, export_decoder
     from transformer_jax.text.save import tokenizer_files
@@ -44,19 +44,19 @@ def export(options: Export) -> list[str]:
     found = options.load(dtype=options.dtype, weights=options.weights).model
     check_is_decoder(found.config)
     if found.processors:
-        rule = "decode.py takes the likeliest of all; export_decoder exports the programs alone"
-        raise ConfigError(f"the model was published with tokens that it never writes: {rule}")
+        rule = "decode.py could not exclude them; use export_decoder to export only the programs"
+        raise ConfigError(f"the generation config of the model excludes tokens: {rule}")
     files, lines = dict[str, bytes](), list[str]()
     try:
         definition = tokenizer_files(found.tokenizer, found.config.vocab_size)[0]
         files["tokenizer.json"] = definition["tokenizer.json"]
         prompt = "a text"
     except ConfigError as error:
-        lines, prompt = [f"no tokenizer.json, decode.py takes token ids: {error}"], "1,2,3"
+        lines, prompt = [f"no tokenizer.json, decode.py takes token IDs: {error}"], "1,2,3"
     first = frame(found.tokenizer).first if found.begin_id is None else (found.begin_id,)
     export_decoder(
         options.to, found.config, found.params, context=options.context,
         batch=options.batch, platforms=options.platforms.split(","), first=first,
         stop=found.stop_ids, files=files,
     )  # fmt: skip
-    return [*lines, f"{options.to}: written; python {options.to}/decode.py {prompt!r} decodes"]
+    return [*lines, f"{options.to}: written; to decode: python {options.to}/decode.py {prompt!r}"]

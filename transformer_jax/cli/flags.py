@@ -1,11 +1,11 @@
-"""Read flags into dataclasses: the fields of a run's config, and the options of every command.
+"""Flags of dataclasses: the fields of a run's config and the options of every command.
 
-A field is a flag named by its path: `--model.d-model 64`, `--model.positions.base 5e5`. An end of
-the path that no other field's path has is enough: `--d-model`, `--positions.base`. A field that
-contains one of several configs takes the name of its kind, and the fields of that kind follow, as
-flags or in the same word: `--positions rope --positions.base 5e5`, `--positions rope,base=5e5`,
-`--mesh data=2,fsdp=4`. An end that the fields of an optional config share with another field is
-that field's: `--dropout` is the model's, not that of `--lora`.
+The flag of a field is its path: `--model.d-model 64`, `--model.positions.base 5e5`. A unique suffix
+of the path is enough: `--d-model`, `--positions.base`. A field that contains one of several configs
+takes the name of its kind; the fields of that kind follow, as flags or in the same word:
+`--positions rope --positions.base 5e5`, `--positions rope,base=5e5`, `--mesh data=2,fsdp=4`. If a
+field of an optional config shares a suffix with another field, the suffix means the other field:
+`--dropout` is the model's, not that of `--lora`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Path: TypeAlias = tuple[str, ...]
 """The names of the fields that lead from a config to a field within it."""
 
 Text: TypeAlias = str | list[str]
-"""What follows a flag: a word, or several if its field takes `WORDS`."""
+"""The value of a flag: a word, or several words if the field takes `WORDS`."""
 
 Config = TypeVar("Config")
 
 WORDS = {"words": True}
-"""Metadata of a tuple whose items are words, `--stop A B` or `--stop A --stop B`: an item may
-contain a comma, at which other tuples are split."""
+"""Metadata of a tuple whose items are words, `--stop A B` or `--stop A --stop B`. Items may contain
+commas; other tuples are split at commas."""
 
 POSITIONAL = {"positional": True, **WORDS}
-"""Metadata of a tuple whose items stand without a flag."""
+"""Metadata of a tuple of positional arguments."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,43 +59,42 @@ def spelled(
     argv: Sequence[str],
     names: Mapping[str, str],  # every spelling of a flag, dashes included: the flag it means
 ) -> list[str]:
-    """Return `argv` with every flag under its own name, whichever way it was spelled.
+    """Return `argv` with the full name of every flag.
 
-    An `_` in a flag is read as `-`. A word with a space before any `=` is a value, however it
-    starts. Raises ConfigError for an unknown flag, with the nearest known one.
+    An `_` in a flag is read as `-`. A word with a space before any `=` is a value, even if it
+    starts with dashes. Raises ConfigError for an unknown flag, with the nearest known one.
     """
     words = []
     for word in argv:
         name = word.partition("=")[0]
         if name.startswith("--") and " " not in name:
-            # Fields have underscores in Python, and flags have dashes in a shell.
-            known = name.replace("_", "-")
-            if known not in names:
-                meant = {flag for flag in names.values() if flag.endswith(f".{known[2:]}")}
-                if len(meant) > 1:
-                    raise ConfigError(f"{name}: must be {' or '.join(sorted(meant))}")
-                raise ConfigError(f"{name}: no such flag{nearest_flag(known, names)}")
-            word = names[known] + word[len(name) :]
+            spelling = name.replace("_", "-")
+            if spelling not in names:
+                matches = {flag for flag in names.values() if flag.endswith(f".{spelling[2:]}")}
+                if len(matches) > 1:
+                    raise ConfigError(f"{name}: must be {' or '.join(sorted(matches))}")
+                raise ConfigError(f"{name}: no such flag{nearest_flag(spelling, names)}")
+            word = names[spelling] + word[len(name) :]
         words.append(word)
     return words
 
 
 @dataclass(frozen=True)
 class Field:
-    """Field of a config that a flag sets."""
+    """Config field that a flag sets."""
 
     path: Path
     owner: type
-    """The config class it belongs to; several kinds of a union may share a path."""
+    """The config class that defines the field; several kinds of a union may share a path."""
     hint: Hint
     default: FieldValue
     metadata: Mapping[str, Any]
 
     def help(self, defaults: object, named: bool, kinds: str) -> str:
-        """Return a line: the string below the field, and its default in brackets.
+        """Return a help line: the docstring of the field and its default in brackets.
 
-        The kind that it belongs to comes first if it is `named`; `kinds` are the fields of the
-        configs that it may contain.
+        If `named`, the line starts with the kind that owns the field. `kinds` lists the fields of
+        the configs that the field may contain.
         """
         shown = self.default
         with contextlib.suppress(AttributeError):
@@ -105,8 +104,8 @@ class Field:
         shown = _kind_name(type(shown)) if is_dataclass(shown) else shown
         words: list[str | None] = [f"{_kind_name(self.owner)}:"] if named else []
         words += [self.metadata.get("help") or field_docs(self.owner).get(self.path[-1]), kinds]
-        if known := self.metadata.get("known"):
-            words += [", ".join(known() if callable(known) else known)]
+        if choices := self.metadata.get("known"):
+            words += [", ".join(choices() if callable(choices) else choices)]
         if isinstance(shown, tuple) and self.metadata.get("words"):
             shown = " ".join(map(str, shown)) or None
         typed = shown is not None or NoneType in _options(self.hint)
@@ -115,56 +114,56 @@ class Field:
 
 
 class ConfigFlags:
-    """Flags of a dataclass and of every dataclass within it."""
+    """Flags of a dataclass and of the dataclasses within it."""
 
     def __init__(
         self, config: type, without: Collection[Path] = (), *, whole: str = "run", none: bool = True
     ) -> None:
-        """Collect the fields; those `without` a flag are set by the command itself.
+        """Collect the fields, except those in `without`, which the command sets itself.
 
-        `whole` is the title of the dataclass's own fields. `none`: the word None is that value;
-        False for the options of a command, where leaving the flag out is None and a text may be
-        "none".
+        `whole` is the help title of the fields of `config` itself. With `none`, the word None sets
+        None. Options of a command pass False: there, None means that the flag is absent, and a
+        string may be "none".
         """
         self.config, self._whole, self._without, self._none = config, whole, without, none
         self.collect()
 
     def collect(self) -> None:
-        """Collect the fields again, with those of kinds that have registered since."""
+        """Collect the fields again, including those of kinds registered in the meantime."""
         self.fields: dict[Path, list[Field]] = {}
         for field in _walk(self.config, (), self._none):
             if field.path not in self._without:
                 self.fields.setdefault(field.path, []).append(field)
-        # A path into an optional config, as lora.dropout, gives way to one that is not.
+        # A path into an optional config, such as lora.dropout, yields its suffixes to other paths.
         optional = {
-            path for path, alike in self.fields.items()
-            if len(_kinds(alike[0].hint)) == 1
+            path for path, same_path in self.fields.items()
+            if len(_kinds(same_path[0].hint)) == 1
         }  # fmt: skip
-        own = {p for p in self.fields if not any(p[:i] in optional for i in range(1, len(p)))}
-        every = Counter(path[start:] for path in self.fields for start in range(len(path)))
-        first = Counter(path[start:] for path in own for start in range(len(path)))
+        first = {p for p in self.fields if not any(p[:i] in optional for i in range(1, len(p)))}
+        counts = Counter(path[start:] for path in self.fields for start in range(len(path)))
+        counts_first = Counter(path[start:] for path in first for start in range(len(path)))
         self.names: dict[str, str] = {
             flag_of(path[start:]): flag_of(path)
             for path in self.fields
             for start in range(1, len(path))
-            if (first if path in own else every)[path[start:]] == 1
+            if (counts_first if path in first else counts)[path[start:]] == 1
         }
-        """Every spelling of a flag, and the flag it means."""
+        """Every spelling of a flag, with its full name."""
         self.names |= {flag_of(path): flag_of(path) for path in self.fields}
 
     def groups(self) -> dict[str, Path]:
-        """Return the configs that have flags, by their names in the help."""
+        """Return the paths of the configs that have flags, by their titles in the help."""
         within = sorted(dict.fromkeys(path[:-1] for path in self.fields), key=len)
         return {".".join(path) or self._whole: path for path in within}
 
     def add_to(
         self, parser: argparse.ArgumentParser, defaults: object, shown: Collection[str] | None
     ) -> None:
-        """Add a flag for every field, in a group for each config.
+        """Add a flag for every field, in one argument group for each config.
 
-        The help has the groups `shown`, None all of them, with `defaults`; the flag of a config
-        whose group is not shown names its fields. Texts of other groups are not made: to read them
-        from the source takes a third of a second.
+        The help contains the groups in `shown` (None: all groups), with values from `defaults`. The
+        flag of a config whose group is not shown lists its fields. Help texts of other groups are
+        not generated, because reading them from the source takes a third of a second.
         """
         groups = self.groups()
         shown = groups if shown is None else shown
@@ -176,112 +175,113 @@ class ConfigFlags:
                 first = ((inspect.getdoc(owner) or "").partition("\n")[0] for owner in owners)
                 about = "\n".join(filter(None, first))
             group = parser.add_argument_group(name, about)
-            for path, alike in inside.items():
+            for path, same_path in inside.items():
+                hint, metadata = same_path[0].hint, same_path[0].metadata
                 options: dict[str, Any] = {"dest": ".".join(path)}
                 if name in shown:
                     kinds = ""
-                    if ".".join(path) not in shown:  # then its fields have no lines of their own
+                    if ".".join(path) not in shown:  # its fields have no lines of their own
                         names = {
                             _kind_name(kind): [one.name for one in fields(kind)]
-                            for kind in _kinds(alike[0].hint)
+                            for kind in _kinds(hint)
                         }
                         listed = [
                             f"{kind} ({', '.join(one)})" for kind, one in names.items() if one
                         ]
                         kinds = f"Fields: {', '.join(listed)}." if listed else ""
-                    lines = (field.help(defaults, len(owners) > 1, kinds) for field in alike)
+                    lines = (field.help(defaults, len(owners) > 1, kinds) for field in same_path)
                     text = " ".join(lines).replace("%", "%%")
-                spellings = dict.fromkeys(_spell(field.hint) for field in alike)
-                if bool in _options(alike[0].hint):
+                spellings = dict.fromkeys(_spell(field.hint) for field in same_path)
+                if bool in _options(hint):
                     options |= {"nargs": "?", "const": "True"}
-                if alike[0].metadata.get("words"):
+                if metadata.get("words"):
                     options |= {"nargs": "+", "action": "extend"}
-                    spellings = {_spell(get_args(alike[0].hint)[0]): None}
-                if alike[0].metadata.get("positional"):
+                    spellings = {_spell(get_args(hint)[0]): None}
+                if metadata.get("positional"):
                     group.add_argument(options.pop("dest"), help=text, **options)
                     continue
                 metavar = "|".join(spellings)
                 group.add_argument(flag_of(path), metavar=metavar, help=text, **options)
 
-    def given(self, arguments: argparse.Namespace) -> dict[Path, Text]:
-        """Return the text of every flag that was given."""
+    def texts(self, arguments: argparse.Namespace) -> dict[Path, Text]:
+        """Return the text of every flag that was passed."""
         found = vars(arguments)
         return {path: found[".".join(path)] for path in self.fields if ".".join(path) in found}
 
     def options(self, arguments: argparse.Namespace) -> Any:
-        """Return the dataclass, whose fields are plain values, with what was given.
+        """Return the options dataclass, all fields of which are plain values.
 
-        ConfigError for a wrong text, and for a field without a default that was not given.
+        ConfigError for an invalid text and for a missing required flag.
         """
-        given = self.given(arguments)
+        texts = self.texts(arguments)
         for path, (field,) in self.fields.items():
-            if field.default is MISSING and path not in given:
-                raise ConfigError(f"{flag_of(path)} {_spell(field.hint)} is needed")
+            if field.default is MISSING and path not in texts:
+                raise ConfigError(f"{flag_of(path)} {_spell(field.hint)} is required")
         return self.config(**{
-            path[0]: _read(path[0], self.fields[path][0].hint, text) for path, text in given.items()
+            path[0]: _read(path[0], self.fields[path][0].hint, text) for path, text in texts.items()
         })  # fmt: skip
 
-    def read(self, given: Mapping[Path, Text], base: FieldValue) -> dict[Path, FieldValue]:
-        """Return what the flags change in `base`: values by path, a class for a kind of config.
+    def read(self, texts: Mapping[Path, Text], base: FieldValue) -> dict[Path, FieldValue]:
+        """Return the changes of the flags to `base`: values by path, a class for a kind of config.
 
-        ConfigError names the field, its text and what it may be.
+        ConfigError names the field, its text and the rule.
         """
         changes: dict[Path, FieldValue] = {}
-        given = self._spread(given)
-        # `--positions.base` may come before `--positions rope`.
-        for path in sorted(given, key=len):  # a kind is known before its fields are read
-            holder = _at(base, changes, path[:-1])
-            own = [field for field in self.fields[path] if field.owner is type(holder)]
-            if not own:
+        texts = self._split_words(texts)
+        # Kinds first: `--positions.base` may precede `--positions rope`.
+        for path in sorted(texts, key=len):
+            owner = _at(base, changes, path[:-1])
+            matches = [field for field in self.fields[path] if field.owner is type(owner)]
+            if not matches:
                 kinds = " or ".join(architecture_names(field.owner) for field in self.fields[path])
-                rule = f"needs {flag_of(path[:-1])} {kinds}, it is {architecture_names(holder)}"
-                raise ConfigError(f"{'.'.join(path)} is {given[path]!r}: {rule}")
-            changes[path] = _read(".".join(path), own[0].hint, given[path])
+                rule = f"needs {flag_of(path[:-1])} {kinds}, not {architecture_names(owner)}"
+                raise ConfigError(f"{'.'.join(path)} is {texts[path]!r}: {rule}")
+            changes[path] = _read(".".join(path), matches[0].hint, texts[path])
         return changes
 
-    def _spread(self, given: Mapping[Path, Text]) -> dict[Path, Text]:
-        """Return the flags with `--positions rope,base=5e5` as a kind and its fields.
+    def _split_words(self, texts: Mapping[Path, Text]) -> dict[Path, Text]:
+        """Split a word such as `rope,base=5e5` into a kind and its fields.
 
-        Fields without a kind are those of the only kind, or of the kind that is there.
+        Fields without a kind belong to the only kind, or to the kind of the base config.
         """
-        found = dict(given)
-        for path, text in given.items():
+        found = dict(texts)
+        for path, text in texts.items():
             name, hint = ".".join(path), self.fields[path][0].hint
             kinds = _kinds(hint)
             if not kinds or isinstance(text, list):
                 continue
-            chosen, comma, items = text.partition(",")
-            if "=" in chosen:
-                chosen, comma, items = "", ",", text
+            kind_text, comma, items = text.partition(",")
+            if "=" in kind_text:
+                kind_text, comma, items = "", ",", text
             if len(kinds) == 1:
-                known, only = [field.name for field in fields(kinds[0])], _kind_name(kinds[0])
-                if comma and not chosen:
-                    chosen = only
+                keys, only = [field.name for field in fields(kinds[0])], _kind_name(kinds[0])
+                if comma and not kind_text:
+                    kind_text = only
                 names = "none", only
-                if not chosen or not any(one.startswith(chosen.lower()) for one in names):
-                    rule = f"must be KEY=VALUE,... of {', '.join(known)}, or None"
+                if not kind_text or not any(one.startswith(kind_text.lower()) for one in names):
+                    rule = f"must be KEY=VALUE,... with keys {', '.join(keys)}, or None"
                     raise ConfigError(f"{name} is {text!r}: {rule}")
             if not comma:
                 continue
-            known = [end[-1] for end in self.fields if end[:-1] == path]
+            keys = [end[-1] for end in self.fields if end[:-1] == path]
             del found[path]
-            if chosen:
-                kind = _read(name, hint, chosen)
-                known = [field.name for field in fields(kind)] if kind is not None else []
-                found[path] = chosen
+            if kind_text:
+                kind = _read(name, hint, kind_text)
+                keys = [field.name for field in fields(kind)] if kind is not None else []
+                found[path] = kind_text
             for key, value in _items(name, items):
                 field = key.replace("-", "_")
-                if field not in known:
-                    rule = f"must be one of {', '.join(known)}{nearest(field, known)}"
+                if field not in keys:
+                    rule = f"must be one of {', '.join(keys)}{nearest(field, keys)}"
                     raise ConfigError(f"{name} has {key!r}: {rule}")
-                if (*path, field) in given:
-                    raise ConfigError(f"{name}.{field} is given twice")
+                if (*path, field) in texts:
+                    raise ConfigError(f"{name}.{field} is passed twice")
                 found[*path, field] = value
         return found
 
 
 def _items(name: str, text: str) -> Iterator[tuple[str, str]]:
-    """Yield the fields of `key=value,key=value`; a comma within a value needs no key after it."""
+    """Yield the pairs of `key=value,key=value`; a value may contain commas."""
     found: list[list[str]] = []
     for item in text.split(","):
         key, equals, value = item.partition("=")
@@ -292,46 +292,47 @@ def _items(name: str, text: str) -> Iterator[tuple[str, str]]:
         else:
             raise ConfigError(f"{name} is {text!r}: must be KEY=VALUE,...")
     if twice := [key for key, count in Counter(key for key, _ in found).items() if count > 1]:
-        raise ConfigError(f"{name} is {text!r}: {twice[0]} is there twice")
+        raise ConfigError(f"{name} is {text!r}: {twice[0]} occurs twice")
     yield from ((key, value) for key, value in found)
 
 
 def changed(config: Config, changes: Mapping[Path, FieldValue], path: Path = ()) -> Config:
-    """Return `config`, which stands at `path`, with the changes to it; validated as one.
+    """Apply changes to the config at `path`, and validate the result once.
 
-    A class among the changes is a kind of config: its defaults, unless it is there already.
+    A class among the changes selects a kind of config, with its defaults unless `config` already
+    has that kind.
     """
-    own: dict[str, FieldValue] = {}
+    updates: dict[str, FieldValue] = {}
     for field in fields(config):  # type: ignore[arg-type]
         here = (*path, field.name)
         if any(change[: len(here)] == here for change in changes):
-            value = _chosen(getattr(config, field.name), changes, here)
-            own[field.name] = changed(value, changes, here) if is_dataclass(value) else value
+            value = _changed_value(getattr(config, field.name), changes, here)
+            updates[field.name] = changed(value, changes, here) if is_dataclass(value) else value
     try:
-        return replace(config, **own)  # type: ignore[type-var]
+        return replace(config, **updates)  # type: ignore[type-var]
     except ConfigError as error:
         raise ConfigError(".".join((*path, str(error)))) from None
 
 
 def value_at(config: object, path: Path) -> object:
-    """Return the value of a field within a config."""
+    """Return the value of a nested field."""
     return _at(config, {}, path)
 
 
 def _at(base: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -> FieldValue:
-    """Return the value at a path once the kinds among the changes are chosen."""
+    """Return the value at a path after the changes of kinds."""
     value = base
     for end, name in enumerate(path, start=1):
-        value = _chosen(getattr(value, name), changes, path[:end])
+        value = _changed_value(getattr(value, name), changes, path[:end])
     return value
 
 
-def _chosen(value: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -> FieldValue:
-    """Return the change at a path, else `value`; of a chosen kind, a config of that kind."""
+def _changed_value(value: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -> FieldValue:
+    """Return the change at a path, or `value`; a class becomes a config with its defaults."""
     change = changes.get(path, value)
     if not isinstance(change, type):
         return change
-    # A kind that is there already keeps its fields: `--positions rope` on a rope changes nothing.
+    # A config of the same kind keeps its fields: `--positions rope` on a rope changes nothing.
     return value if type(value) is change else change()
 
 
@@ -344,7 +345,7 @@ def _walk(config: type, path: Path, none: bool) -> Iterator[Field]:
             yield from _walk(hint, here, none)  # type: ignore[arg-type]
             continue
         options = _options(hint)
-        if OwnBlock in options:  # which only Python can make
+        if OwnBlock in options:  # a block can be set only in Python
             continue
         if not none and options[0] is NoneType:
             hint = options[1]
@@ -357,7 +358,7 @@ def _walk(config: type, path: Path, none: bool) -> Iterator[Field]:
 
 
 def flag_of(path: Path) -> str:
-    """Return the whole name of a field's flag."""
+    """Return the full name of a field's flag."""
     return "--" + ".".join(path).replace("_", "-")
 
 
@@ -371,21 +372,20 @@ def _kind_name(kind: type) -> str:
 
 
 def _read(name: str, hint: Hint, text: Text) -> FieldValue:
-    """Return a flag's text as the type of its field; ConfigError says what was expected.
+    """Convert a flag's text to the type of its field; ConfigError states the expected values.
 
-    A beginning of a kind's name is enough if no other kind begins with it.
+    A unique prefix of a kind's name is enough. Values of a Literal must match exactly.
     """
     if isinstance(text, list):
         return tuple(_read(name, get_args(hint)[0], word) for word in text)
     options = _options(hint)
-    # A beginning is enough only for kinds: values of a Literal are checked exactly.
-    begun = [kind for kind in _kinds(hint) if text and _kind_name(kind).startswith(text.lower())]
+    matches = [kind for kind in _kinds(hint) if text and _kind_name(kind).startswith(text.lower())]
     for option in options:
         if option is NoneType:
             if text.lower() == "none":
                 return None
         elif is_dataclass(option):
-            if text.lower() == _kind_name(option) or begun == [option]:  # type: ignore[arg-type]
+            if text.lower() == _kind_name(option) or matches == [option]:  # type: ignore[arg-type]
                 return option
         elif option is bool:
             if text.lower() in ("true", "false"):
@@ -394,11 +394,11 @@ def _read(name: str, hint: Hint, text: Text) -> FieldValue:
             if text in get_args(option):
                 return text
         elif get_origin(option) is tuple:
-            # A text without a comma is a tuple's only item if no other option can be meant.
-            named = [one for one in options if get_origin(one) is Literal]
+            # A text without a comma is a tuple of one item, unless another option may match it.
+            literals = [one for one in options if get_origin(one) is Literal]
             others = [one for one in options if one not in (NoneType, option)]
-            alone = others == named and not any(text in get_args(one) for one in named)
-            if "," in text or (text and alone):
+            single = others == literals and not any(text in get_args(one) for one in literals)
+            if "," in text or (text and single):
                 return tuple(_read(name, get_args(option)[0], item) for item in text.split(","))
         else:
             with contextlib.suppress(ValueError):
@@ -408,13 +408,13 @@ def _read(name: str, hint: Hint, text: Text) -> FieldValue:
 
 
 def _options(hint: Hint) -> tuple[Hint, ...]:
-    """Return the types of a union, None first; of anything else, itself."""
+    """Return the types of a union, None first; another type is returned alone."""
     options = (hint,) if get_origin(hint) in (None, Literal, tuple) else get_args(hint)
     return tuple(sorted(options, key=lambda option: option is not NoneType))
 
 
 def _spell(hint: Hint) -> str:
-    """Return the values that a flag of this type takes, for a person to read."""
+    """Return the values that a flag of this type accepts, for messages and help."""
     if len(_options(hint)) > 1:
         return "|".join(_spell(option) for option in _options(hint))
     if get_origin(hint) is Literal:

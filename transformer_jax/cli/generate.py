@@ -1,4 +1,4 @@
-"""Continue a text with a trained run or a published model, from the command line.
+"""Generate text with a trained run or a published model.
 
 python -m transformer_jax generate --model RUN --prompt TEXT
 python -m transformer_jax generate --model RUN --prompts FILE --slots 8
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from transformer_jax.cli.command import TypedModelOptions, run, say_unknown
+from transformer_jax.cli.command import TypedModelOptions, report_unknown, run
 from transformer_jax.cli.flags import WORDS
 from transformer_jax.config import ConfigError
 from transformer_jax.config.fields import FieldValue
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ANSWERED = "masks", "labels", "targets", "chat"
-"""Kinds of models that need a text, and answer every line of a file."""
+"""Kinds of models that need a prompt and answer every line of a file."""
 
 FORMS = "schema", "regex", "grammar"
-"""Options that describe the form of a text."""
+"""Options that constrain the output."""
 
-DRAWN = "temperature", "top_k", "top_p", "min_p", "typical_p", "seed"
-"""Options that describe how a token is drawn."""
+SAMPLING = "temperature", "top_k", "top_p", "min_p", "typical_p", "seed"
+"""Options of sampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,61 +41,61 @@ class Generate(TypedModelOptions):
     """Options of the command."""
 
     prompt: str | None = None
-    """The text to continue, or an encoder-decoder's source; default: a new line."""
+    """The text to continue, or the source of an encoder-decoder; default: a newline."""
     languages: str | None = None
-    """FROM,TO: what a translator reads and what it writes: eng_Latn,fra_Latn."""
+    """FROM,TO: source and target language of a translation model, such as eng_Latn,fra_Latn."""
     chat: bool = False
-    """The prompt is a message: answer it."""
+    """Treat the prompt as a chat message and answer it."""
     num_tokens: int | None = None
-    """How many tokens; default: 400, or what fits."""
+    """Maximum number of new tokens; default: 400, or as many as fit."""
     temperature: float | None = None
-    """Below 1 sharpens the distribution, 0 takes the likeliest token; default: 0.8."""
+    """Values below 1 sharpen the distribution, 0 picks the likeliest token; default: 0.8."""
     top_k: int | None = None
-    """Draw among the K likeliest tokens."""
+    """Sample from the K likeliest tokens."""
     top_p: float | None = None
-    """Draw among the likeliest tokens that have mass P."""
+    """Sample from the likeliest tokens with total probability P."""
     min_p: float | None = None
-    """Draw among those at least P times the likeliest."""
+    """Sample from tokens at least P times as likely as the likeliest."""
     typical_p: float | None = None
-    """Draw among the most typical with mass P."""
+    """Sample from the most typical tokens with total probability P."""
     repetition_penalty: float | None = None
-    """Above 1: what was said is unlikely."""
+    """Values above 1 make tokens of the text so far less likely."""
     presence_penalty: float | None = None
-    """Subtract A from the logit of each token written."""
+    """Subtract A from the logit of each token generated so far."""
     frequency_penalty: float | None = None
-    """Subtract A times the count of the token."""
+    """Subtract A times the count of the token from its logit."""
     no_repeat_ngram: int | None = None
-    """Never the same N tokens twice."""
+    """Never generate the same N tokens twice."""
     ban: str | None = None
     """Never generate the tokens of this text."""
     force: str | None = None
     """Begin with this text."""
     stop: tuple[str, ...] = field(default=(), metadata=WORDS)
-    """End before these texts."""
+    """Stop before any of these texts."""
     schema: str | None = None
-    """File of a JSON schema: write JSON of it."""
+    """File with a JSON schema that the output must satisfy."""
     regex: str | None = None
-    """Write a text that matches this regular expression."""
+    """Regular expression that the output must match."""
     grammar: str | None = None
-    """File of a grammar, in Lark's syntax: write a text of it."""
+    """File with a grammar, in Lark's syntax, that the output must match."""
     samples: int | None = None
-    """N texts drawn after one prompt; of --beams, the best N; of a [MASK], its N likeliest."""
+    """Number of texts to sample; with --beams, the best N; for a [MASK], its N likeliest tokens."""
     beams: int | None = None
-    """Search with N beams; shows the best, or --samples of them."""
+    """Use beam search with N beams; prints the best, or --samples of them."""
     length_penalty: float | None = None
-    """Of a beam search: log p is divided by length^A; default: 0, of a run on pairs 1."""
+    """For beam search: divide log p by length^A; default: 0, or 1 for a run on pairs."""
     lookup: int | None = None
-    """Propose N tokens at a time from the text so far."""
+    """Propose N tokens at a time from the text so far (prompt lookup)."""
     prompts: str | None = None
-    """Continue every line of a file, or of - standard input."""
+    """Continue every line of a file; - reads standard input."""
     slots: int | None = None
-    """--prompts that run at a time; default: 8."""
+    """Number of --prompts that run at the same time; default: 8."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
-    """Type of keys and values; default: the model's; int8 takes a quarter of float32."""
+    """Dtype of the key/value cache; default: the model's; int8 takes a quarter of float32."""
     max_len: int | None = None
-    """Of a published model: another longest text than its own."""
+    """For a published model: override its maximum length."""
     seed: int | None = None
-    """All randomness follows from it; default: 0."""
+    """Seed of all randomness; default: 0."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,56 +104,56 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(options: Generate) -> None:
-    """Write as the options say."""
+    """Generate text and print it."""
     if options.seed is not None and not 0 <= options.seed < 2**32:
         raise ConfigError(f"seed is {options.seed}: must be at least 0 and below 2**32")
-    # the functions below check the rest: these are options of other functions than those they meet
-    # Each way of writing is a method of its own, and they do not combine.
+    # These methods do not combine. GenerateOptions, below, checks the options of each method.
     excluded = {"lookup": ("prompts", "beams", "samples", *FORMS), "beams": FORMS}
     excluded["prompts"] = ("prompt",) if options.beams else ("prompt", "samples")
-    for way, names in excluded.items():
-        for name in names if getattr(options, way) is not None else ():
+    for method, names in excluded.items():
+        for name in names if getattr(options, method) is not None else ():
             if getattr(options, name) is not None:
-                raise ConfigError(f"{name} and {way}: give one of them")
+                raise ConfigError(f"{name} and {method}: pass only one of them")
     if options.prompts is None and options.slots is not None:
         raise ConfigError(f"slots is {options.slots}: needs prompts")
-    drawn = [name for name in DRAWN if getattr(options, name) is not None]
-    # A search would ignore them silently.
-    if options.beams is not None and (drawn or options.stop):
-        raise ConfigError(f"{[*drawn, 'stop'][0]} with beams: a beam search takes none")
+    sampled = [name for name in SAMPLING if getattr(options, name) is not None]
+    # Beam search would ignore them silently.
+    if options.beams is not None and (sampled or options.stop):
+        raise ConfigError(f"{[*sampled, 'stop'][0]} with beams: not supported by beam search")
     from transformer_jax.text.options import GENERATES, SEARCHES, GenerateOptions
 
-    kept = {"num_tokens", "beams", "length_penalty", "slots", "cache_dtype"}
-    given = {name: x for name in kept if (x := getattr(options, name)) is not None}
-    given |= {"stop": options.stop, **_form(options), **_sampling(options)}
+    shared = {"num_tokens", "beams", "length_penalty", "slots", "cache_dtype"}
+    settings = {name: x for name in shared if (x := getattr(options, name)) is not None}
+    settings |= {"stop": options.stop, **_form(options), **_sampling(options)}
     if options.samples is not None:
-        given["samples" if options.beams is None else "results"] = options.samples
+        settings["samples" if options.beams is None else "results"] = options.samples
     try:
-        # The option of the command has another name than that of the method.
-        GenerateOptions(**given)  # before a large model is read
+        GenerateOptions(**settings)  # fail before a large model is loaded
     except ValueError as error:
+        # The command calls the number of results --samples.
         raise ConfigError(str(error).replace("results", "samples")) from None
     model = options.load(dtype=options.dtype, max_len=options.max_len, weights=options.weights)
-    chats, count = options.chat or model.kind == "chat", given.pop("num_tokens", None)
+    chats, count = options.chat or model.kind == "chat", settings.pop("num_tokens", None)
     if options.languages is not None:
         pair = options.languages.split(",")
         if len(pair) != 2:
-            rule = "must be two, such as eng_Latn,fra_Latn"
+            rule = "must be two languages, such as eng_Latn,fra_Latn"
             raise ConfigError(f"languages is {options.languages!r}: {rule}")
         model = model.with_languages(*pair)
-    named = model.name if model.task is None else f"a run of task {model.task.kind!r}"
+    subject = model.name if model.task is None else f"a run of task {model.task.kind!r}"
     usual = "prompt", "prompts", "checkpoint"
     kinds = {"masks": (*usual, "samples"), "labels": usual, "signals": ("prompts", "checkpoint")}
-    known = kinds.get(model.kind, ())
+    supported = kinds.get(model.kind, ())
     loads = "model", "init_from", "dtype", "weights", "max_len"
-    for name in (one.name for one in fields(options)) if known else ():
+    for name in (one.name for one in fields(options)) if supported else ():
         value = getattr(options, name)
-        if name not in (*loads, *known) and value not in (None, False, ()):
-            raise ConfigError(f"{name} is {value!r}: {named} reads {', '.join(known)}")
+        if name not in (*loads, *supported) and value not in (None, False, ()):
+            rule = f"{subject} reads only {', '.join(supported)}"
+            raise ConfigError(f"{name} is {value!r}: {rule}")
     if model.kind == "signals":
-        task: Any = model.task  # that `ReadsNumbers`
+        task: Any = model.task  # a `ReadsNumbers`
         if options.prompts is None:
-            raise ConfigError(f"prompts is None: {named} reads numbers: give a .npz file")
+            raise ConfigError(f"prompts is None: {subject} reads numbers: pass a .npz file")
         file = options.prompts
         print("\n".join(task.answer_file(model.run, model.tokenizers, model.params, file)))
         return
@@ -161,49 +161,49 @@ def generate(options: Generate) -> None:
     if options.prompts is not None:
         texts = _prompts(options.prompts, every_line=model.kind in ANSWERED)
     elif not options.prompt and model.kind in ANSWERED:
-        raise ConfigError(f"prompt is '': {named} needs one, or prompts")
-    say_unknown("generate", model.tokenizers.of_source, texts, model.masks)
-    given["processors"] = _processors(options, model)
-    # A run on pairs writes as its task judges it; a published translator draws or searches.
-    of_pairs = model.kind == "targets" and model.task is not None
-    if of_pairs and not (drawn or options.samples):  # its task takes the likeliest, or searches
-        given = {name: value for name, value in given.items() if name not in ("sampler", "key")}
+        raise ConfigError(f"prompt is '': {subject} needs prompt or prompts")
+    report_unknown("generate", model.tokenizers.of_source, texts, model.masks)
+    settings["processors"] = _processors(options, model)
+    # A run on pairs decodes as in its evaluation; a published translator samples or searches.
+    run_on_pairs = model.kind == "targets" and model.task is not None
+    if run_on_pairs and not (sampled or options.samples):
+        settings = {n: value for n, value in settings.items() if n not in ("sampler", "key")}
     reads = model.kind in ("text", "chat")
     ids = [model.read_messages(text) if chats else model.read(text) for text in texts * reads]
     before = texts if model.kind == "text" and not chats else [""] * len(texts)
     ranked = options.beams and (options.samples or options.length_penalty is not None)
     if options.beams is not None and options.prompts is not None and model.kind != "targets":
-        raise ConfigError("prompts and beams: give one of them")
+        raise ConfigError("prompts and beams: pass only one of them")
     if options.lookup is not None:
-        chosen = {n: x for n, x in given.items() if n not in ("samples", "slots")}
-        read = ids[0] if chats else texts[0]
-        text, out = model.look_up(read, count, options.lookup, **chosen)
+        chosen = {n: x for n, x in settings.items() if n not in ("samples", "slots")}
+        prompt = ids[0] if chats else texts[0]
+        text, out = model.look_up(prompt, count, options.lookup, **chosen)
         print(f"{before[0]}{text.removeprefix(' ') if chats else text}")
         print(
-            # On stderr, so that the text alone can be piped.
+            # On stderr, so that only the text is piped.
             f"{int(out.accepted.sum())} of {int(out.proposed.sum())} proposed tokens accepted, "
             f"{int(out.calls)} calls of the model for {int(out.lengths.sum())} tokens",
             file=sys.stderr,
         )
-    elif options.beams is not None and model.kind != "masks" and (ranked or not of_pairs):
-        chosen = {name: value for name, value in given.items() if name in SEARCHES}
+    elif options.beams is not None and model.kind != "masks" and (ranked or not run_on_pairs):
+        chosen = {name: value for name, value in settings.items() if name in SEARCHES}
         for n, text in enumerate(texts):
             most = model.fitting(count, [ids[n]]) if reads else count
             for score, found in model.search(ids[n] if chats else text, most, **chosen):
                 found = found.removeprefix(" ") if chats else found
                 print(f"--- score {score:.4f}\n{before[n]}{found}", flush=True)
-    elif model.kind in ("masks", "labels") or (of_pairs and not options.samples):
+    elif model.kind in ("masks", "labels") or (run_on_pairs and not options.samples):
         if model.kind == "labels":
             lines = [f"{label} {probability:.3f}" for label, probability in model.classify(texts)]
         elif model.kind == "masks":
             lines = model.generate(texts)
         else:
-            chosen = {name: value for name, value in given.items() if name in GENERATES}
-            if isinstance(model.task, Seq2SeqTask | PrefixTask) and not drawn:
+            chosen = {name: value for name, value in settings.items() if name in GENERATES}
+            if isinstance(model.task, Seq2SeqTask | PrefixTask) and not sampled:
                 chosen.setdefault("beams", model.task.beams)
             lines = model.generate(texts, count, **chosen)
         for line in lines:
-            if options.prompts:  # an answer is one line to every reader of lines
+            if options.prompts:  # escape line breaks: each answer is one line
                 line = "".join(ascii(c)[1:-1] if c.splitlines() == [""] else c for c in line)
             print(line, flush=True)
         if model.kind == "masks" and options.prompts is None:
@@ -216,21 +216,21 @@ def generate(options: Generate) -> None:
         if reads and (options.prompts is not None or options.samples is not None):
             count = model.fitting(count, ids)
         if options.prompts is None and options.samples is None:
-            pieces = write(texts[0], count, stream=True, **given)
+            pieces = write(texts[0], count, stream=True, **settings)
             sys.stdout.write(before[0])
             for piece in pieces:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
             sys.stdout.write("\n")
             return
-        whole = write(texts if options.prompts is not None else texts[0], count, **given)
-        before = before if options.prompts is not None else before * len(whole)
-        for number, (start, text) in enumerate(zip(before, whole, strict=True)):
+        outputs = write(texts if options.prompts is not None else texts[0], count, **settings)
+        before = before if options.prompts is not None else before * len(outputs)
+        for number, (start, text) in enumerate(zip(before, outputs, strict=True)):
             print(f"--- {number + 1}\n{start}{text}", flush=True)
 
 
 def _form(options: Generate) -> dict[str, Any]:
-    """Return the form that a text is to have, read from its file."""
+    """Return the constraint on the output, read from its file."""
     from transformer_jax.decoding.structured import check_installed
     from transformer_jax.tokenizers.utf8 import DataError
     from transformer_jax.training.data import Source
@@ -239,25 +239,21 @@ def _form(options: Generate) -> dict[str, Any]:
     found: dict[str, Any] = {}
     names = [name for name in FORMS if getattr(options, name) is not None]
     if len(names) > 1:  # before their files are read
-        raise ConfigError(f"{names[0]} and {names[1]}: give one of them")
+        raise ConfigError(f"{names[0]} and {names[1]}: pass only one of them")
     for name in names:
         check_installed(name)
-        given = found[name] = getattr(options, name)
-        if name != "regex":
-            content = Path(given).read_bytes()
-            text = name == "grammar"
-            found[name] = (
-                Source(given, content).text()
-                if text
-                else Untrusted(DataError).json(content, given, decimals=True)
-            )
+        value = found[name] = getattr(options, name)
+        if name == "grammar":
+            found[name] = Source(value, Path(value).read_bytes()).text()
+        elif name == "schema":
+            found[name] = Untrusted(DataError).json(Path(value).read_bytes(), value, decimals=True)
     return found
 
 
 def _prompts(path: str, every_line: bool = False) -> list[str]:
-    """Return every line of a file that is not blank; `-` is standard input.
+    """Return the lines of a file that are not blank; `-` is standard input.
 
-    With `every_line`, a blank one is a ConfigError: an answer a line is written.
+    With `every_line`, a blank line raises ConfigError, because each line gets one answer.
     """
     from transformer_jax.tokenizers.plain_text import split_lines
     from transformer_jax.training.data import Source
@@ -270,16 +266,14 @@ def _prompts(path: str, every_line: bool = False) -> list[str]:
     prompts = [line for line in found if line.strip()]
     if every_line and len(prompts) < len(found):
         number = next(n for n, line in enumerate(found, start=1) if not line.strip())
-        raise ConfigError(
-            f"prompts is {path!r}: line {number} is empty, and every line is answered"
-        )
+        raise ConfigError(f"prompts is {path!r}: line {number} is empty: every line must have text")
     if not prompts:
-        raise ConfigError(f"prompts is {path!r}: it has no line with text")
+        raise ConfigError(f"prompts is {path!r}: must have at least one line with text")
     return prompts
 
 
 def _processors(options: Generate, model: LanguageModel) -> tuple[HistoryProcessor, ...]:
-    """Return what the options change of the logits before a token is drawn."""
+    """Return the logit processors of the options."""
     from transformer_jax.decoding import logit_processors as kinds
 
     out: list[HistoryProcessor] = []
@@ -290,21 +284,21 @@ def _processors(options: Generate, model: LanguageModel) -> tuple[HistoryProcess
     for name, kind in numbered.items():
         value = getattr(options, name)
         if value is not None:
-            out.append(_valued(name, value, kind))
+            out.append(_make(name, value, kind))
     listed: dict[str, Callable[..., HistoryProcessor]] = dict(ban=kinds.Ban, force=kinds.Force)
     for name, of_ids in listed.items():
         text = getattr(options, name)
         if text is not None:
             ids = model.tokenizer.encode(text).tolist() if text else []
-            if ids and max(ids) >= (known := model.config.vocab_size):
-                rule = f"has id {max(ids)}: the model has {known} tokens"
+            if ids and max(ids) >= (size := model.config.vocab_size):
+                rule = f"has token ID {max(ids)}, and the model has {size} tokens"
                 raise ConfigError(f"{name} is {text!r}: {rule}")
-            out.append(_valued(name, text, lambda _, of_ids=of_ids, ids=ids: of_ids(*ids)))  # type: ignore[misc]
+            out.append(_make(name, text, lambda _, of_ids=of_ids, ids=ids: of_ids(*ids)))  # type: ignore[misc]
     return tuple(out)
 
 
-def _valued(name: str, value: FieldValue, kind: Callable[[FieldValue], T]) -> T:
-    """Return a value made of a flag's; ConfigError names the flag."""
+def _make(name: str, value: FieldValue, kind: Callable[[FieldValue], T]) -> T:
+    """Return `kind(value)`; a ValueError becomes a ConfigError that names the flag."""
     try:
         return kind(value)
     except ValueError as error:
@@ -313,7 +307,7 @@ def _valued(name: str, value: FieldValue, kind: Callable[[FieldValue], T]) -> T:
 
 
 def _sampling(options: Generate) -> dict[str, Any]:
-    """Return how the options draw a token: a sampler and its key, or neither for a search."""
+    """Return the sampler and its key, or nothing for a beam search."""
     if options.beams is not None:
         return {}
     import jax
@@ -323,9 +317,9 @@ def _sampling(options: Generate) -> dict[str, Any]:
     kinds: dict[str, Callable[[FieldValue], Processor]] = dict(
         temperature=Temperature, top_k=TopK, top_p=TopP, min_p=MinP, typical_p=Typical
     )
-    given = {name: getattr(options, name) for name in kinds}
-    if given["temperature"] is None:
-        given["temperature"] = 0.8
-    named = {name: value for name, value in given.items() if value is not None}
-    sampler = Sample(*(_valued(name, value, kinds[name]) for name, value in named.items()))
+    values = {name: getattr(options, name) for name in kinds}
+    if values["temperature"] is None:
+        values["temperature"] = 0.8
+    parts = (_make(n, value, kinds[n]) for n, value in values.items() if value is not None)
+    sampler = Sample(*parts)
     return {"sampler": sampler, "key": jax.random.key(options.seed or 0)}

@@ -1,4 +1,4 @@
-"""List the words whose vectors (input embedding) have the largest cosine with a word's.
+"""List the words whose input embeddings have the largest cosine with that of a word.
 
 python -m transformer_jax nearest --model RUN --word king
 python -m transformer_jax nearest --model FOLDER_OR_ID --word king --minus man --plus woman
@@ -18,13 +18,13 @@ class Nearest(ModelOptions):
     """Options of the command."""
 
     word: str
-    """A word that is one token of the model's tokenizer."""
+    """A word that is a single token."""
     minus: tuple[str, ...] = field(default=(), metadata=WORDS)
     """Words whose vectors are subtracted."""
     plus: tuple[str, ...] = field(default=(), metadata=WORDS)
     """Words whose vectors are added."""
     count: int = 10
-    """How many words."""
+    """Number of words to list."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def nearest(options: Nearest) -> None:
-    """Print the words, each after its cosine."""
+    """Print the words, preceded by their cosines."""
     from transformer_jax.tokenizers.pieces import marked
 
     model = options.load_float32()

@@ -1,11 +1,11 @@
-"""Compare runs: a table of what each came to, and a picture of their curves.
+"""Compare runs: a table of results and a picture of the learning curves.
 
     python -m transformer_jax plot runs/*
     python -m transformer_jax plot runs/small runs/large --x tokens --out compared.png
 
-The table says what the config of each run has that the others' have not. `--x` is step, tokens or
-hours; hours are those of training steps, evaluations and checkpoints left out. Everything is read
-from config.json and metrics.jsonl, also while a run goes on.
+The table lists the config fields in which the runs differ. `--x` is step, tokens or hours; hours
+count training steps, not evaluations and checkpoints. All data come from config.json and
+metrics.jsonl, so a run may still be in progress.
 """
 
 from __future__ import annotations
@@ -40,43 +40,42 @@ UNNAMED = {
     "out", "seed", "log_every", "eval_every", "checkpoint_every", "keep", "sample_tokens", "log",
     "profile", "dump_batch",
 }  # fmt: skip
-"""Fields that do not say what a run is; the seed is told where nothing else differs."""
+"""Fields that do not describe a run; the seed is listed if nothing else differs."""
 
 
 @value_class
 class Curves:
-    """Hold what a run measured, each at a place on the axis."""
+    """Metrics of a run."""
 
     name: str
     label: str
     lines: tuple[JsonObject, ...]
     tokens_per_step: int
     damaged: int
-    """Lines of metrics.jsonl that could not be read."""
+    """Number of lines of metrics.jsonl that could not be read."""
     counted: bool = False
-    """Whether it is an n-gram, which is counted over the whole training part in one step."""
-
+    """Whether the model is an n-gram, which counts the whole training part in one step."""
     of_pairs: bool = False
-    """Whether the loss is of pairs of answers, which have no perplexity."""
+    """Whether the loss is over pairs of answers, which have no perplexity."""
 
     def perplexity(self, loss: float) -> str:
-        """Return exp(loss) of a token, as it is shown."""
+        """Format exp(loss) for the table."""
         return "-" if self.of_pairs or not loss < 700 else f"{math.exp(loss):.4g}"
 
     def points(self, field: str, axis: Axis) -> list[tuple[float, float]]:
-        """Return the values of a field over the axis; lines without it are left out."""
+        """Return the values of a field over the axis, without lines that lack the field."""
         found = []
         seconds, last = 0.0, 0
         for line in self.lines:
-            # Hours of training steps: evaluation and pauses between resumed parts do not count.
+            # Only training steps count, not evaluations and pauses before a resume.
             rate = line.get("tokens_per_second")
             if rate:
                 seconds += (line["step"] - last) * self.tokens_per_step / rate
             last = line["step"]
             value = line.get(field)
             if isinstance(value, int | float) and math.isfinite(value):
-                where = {"step": line["step"], "tokens": line["step"] * self.tokens_per_step}
-                found.append((float(where.get(axis, seconds / 3600)), float(value)))
+                at = {"step": line["step"], "tokens": line["step"] * self.tokens_per_step}
+                found.append((float(at.get(axis, seconds / 3600)), float(value)))
         return found
 
 
@@ -87,9 +86,9 @@ class Plot:
     runs: tuple[Path, ...] = field(metadata=POSITIONAL)
     """Folders of runs."""
     x: Axis = "step"
-    """What the losses are drawn over."""
+    """The horizontal axis."""
     out: Path = Path("runs.png")
-    """The picture, .png, .svg or .pdf."""
+    """The picture: .png, .svg or .pdf."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,24 +103,24 @@ def plot(options: Plot) -> None:
     print(table(curves))
     for one in curves:
         if one.damaged:
-            print(f"{one.name}: damaged lines of metrics.jsonl left out: {one.damaged}")
+            print(f"{one.name}: skipped {one.damaged} damaged lines of metrics.jsonl")
     draw(curves, options.x, options.out)
     print(f"drawn: {options.out}")
 
 
 def read_runs(paths: Sequence[Path]) -> list[Curves]:
-    """Read runs; ConfigError for a folder without one, or with nothing measured."""
+    """Read runs; ConfigError for a folder without a run or without metrics."""
     from transformer_jax.checkpoints.run_folder import RunFolder
 
     configs = {path: RunFolder(path).read_config() for path in paths}
-    labels = named(list(configs.values()))
+    labels = labels_of(list(configs.values()))
     found = []
     for (path, config), label in zip(configs.items(), labels, strict=True):
         folder = RunFolder(path)
         lines = folder.read_metrics()
         if not lines:
-            raise ConfigError(f"{path}: nothing is measured yet (metrics.jsonl has no line)")
-        # A run that was killed may leave half a line.
+            raise ConfigError(f"{path}: no metrics yet (metrics.jsonl has no valid line)")
+        # A killed run may leave an incomplete line.
         written = folder.metrics_file.read_text(errors="replace").count("\n")
         tokens = config.accumulation * config.batch_size * config.sequence_len
         lines.sort(key=lambda line: line["step"])
@@ -130,28 +129,28 @@ def read_runs(paths: Sequence[Path]) -> list[Curves]:
     return found
 
 
-def named(configs: Sequence[TrainConfig]) -> list[str]:
-    """Return what each config has that not all have, as `d_model 64, learning_rate 0.001`."""
+def labels_of(configs: Sequence[TrainConfig]) -> list[str]:
+    """Return the differences between configs, such as `d_model 64, learning_rate 0.001`."""
     flat = [dict(_flat(config, "")) for config in configs]
     paths = list(dict.fromkeys(path for one in flat for path in one))
     differing = [path for path in paths if len({one.get(path) for one in flat}) > 1]
-    # If the kind of a config differs, its fields do as well, and the kind says enough.
+    # If the kind of a config differs, so do its fields: list only the kind.
     whole = {path for path in differing if path.rpartition(".")[0] not in differing}
-    telling = [path for path in differing if path.split(".")[0] not in UNNAMED and path in whole]
-    telling = telling or [path for path in differing if path == "seed"]
+    listed = [path for path in differing if path.split(".")[0] not in UNNAMED and path in whole]
+    listed = listed or [path for path in differing if path == "seed"]
     labels = [
-        ", ".join(f"{path.split('.')[-1]} {_shown(one[path])}" for path in telling if path in one)
+        ", ".join(f"{path.split('.')[-1]} {_format(one[path])}" for path in listed if path in one)
         for one in flat
     ]
-    for label in {*labels} if len({*labels}) > 1 else ():  # alike so far: what they differ in
-        same = [place for place, own in enumerate(labels) if own == label]
-        for place, more in zip(same, named([configs[place] for place in same]), strict=True):
-            labels[place] = ", ".join(filter(None, (label, more)))
+    for label in {*labels} if len({*labels}) > 1 else ():  # compare runs with equal labels further
+        same = [i for i, other in enumerate(labels) if other == label]
+        for i, more in zip(same, labels_of([configs[i] for i in same]), strict=True):
+            labels[i] = ", ".join(filter(None, (label, more)))
     return labels
 
 
 def _flat(config: FieldValue, path: str) -> Iterator[tuple[str, FieldValue]]:
-    """Yield the fields of a config and of those within it, by path, with the kind of each."""
+    """Yield the paths and values of all nested fields, with the kind as the value of a config."""
     for one in dataclasses.fields(config):
         value, here = getattr(config, one.name), path + one.name
         if dataclasses.is_dataclass(value):
@@ -161,12 +160,12 @@ def _flat(config: FieldValue, path: str) -> Iterator[tuple[str, FieldValue]]:
             yield here, value
 
 
-def _shown(value: FieldValue) -> str:
+def _format(value: FieldValue) -> str:
     return f"{value:g}" if type(value) is float else str(value)
 
 
 def table(curves: Sequence[Curves]) -> str:
-    """Return a line a run: what it is, how far it is, its losses and its speed."""
+    """Return a table with one line for each run: its progress, losses, speed and label."""
     header = ["run", "step", "tokens", "training", "held out", "best, at step", "perplexity"]
     header += ["tokens/s", "what"]
     rows = []
@@ -197,7 +196,7 @@ def table(curves: Sequence[Curves]) -> str:
 
 
 def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
-    """Draw losses, and below them learning rate and speed, each run in a colour of its own."""
+    """Draw the losses and, below them, learning rate and speed, with one color for each run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -212,7 +211,7 @@ def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
     for number, one in enumerate(curves):
         colour = COLOURS[number % len(COLOURS)]
         training, held_out = one.points("loss", axis), one.points("val_loss", axis)
-        if one.counted and held_out:  # it has no curve, and no place on the axis
+        if one.counted and held_out:  # an n-gram has no curve: draw a horizontal line
             panels["loss"].axhline(held_out[-1][1], color=colour, linewidth=1.8, linestyle="--")
         elif training:
             x, y = zip(*training, strict=True)
@@ -232,7 +231,7 @@ def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
     unit = {"step": "step", "tokens": "tokens", "hours": "hours of training steps"}[axis]
     panels["loss"].set_ylabel("loss (nats per label)", color=INK)
     panels["loss"].set_title(
-        "held out (dots; n-grams dashed), training (faint); in brackets exp(loss), the perplexity",
+        "held out (dots; n-grams dashed), training (faint); perplexity exp(loss) in parentheses",
         loc="left", color=INK, fontsize=10,
     )  # fmt: skip
     panels["rate"].set_title("learning rate", loc="left", color=INK, fontsize=9)
@@ -249,10 +248,10 @@ def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
 
 
 def _zoom(panel: Axes, curves: Sequence[Curves], axis: Axis) -> None:
-    """Leave out the first fall of the losses, in the first tenth of the longest run."""
+    """Set the limits of the losses, ignoring the first tenth of the longest run."""
     every = [one.points(name, axis) for one in curves for name in ("loss", "val_loss")]
     longest = max((points[-1][0] for points in every if points), default=0.0)
-    # The first steps fall from ln V and would leave no room for what differs.
+    # The loss first falls from ln V, which would leave no room for the differences.
     later = [value for points in every for x, value in points if x >= longest / 10]
     later += [value for one in curves if one.counted for _, value in one.points("val_loss", axis)]
     if later:
@@ -262,16 +261,15 @@ def _zoom(panel: Axes, curves: Sequence[Curves], axis: Axis) -> None:
 
 
 def _label_ends(panel: Axes, ends: Sequence[tuple[float, float, str, str, str]]) -> None:
-    """Write each run's name, loss and perplexity after its curve, far enough from the others."""
-    known = [end for end in ends if math.isfinite(end[1])]
+    """Write the name, loss and perplexity of each run after its curve, without overlaps."""
+    finite = sorted((end for end in ends if math.isfinite(end[1])), key=lambda end: end[1])
     low, high = panel.get_ylim()
     room = (high - low) / 22
     place = -math.inf
-    known.sort(key=lambda end: end[1])
-    cut = [name if len(name) <= 24 else f"{name[:23]}…" for _, _, name, *_ in known]
+    cut = [name if len(name) <= 24 else f"{name[:23]}…" for _, _, name, *_ in finite]
     names, fonts = spelled(cut)
-    for (x, y, _, perplexity, colour), name in zip(known, names, strict=True):
-        # Curves may end close to each other: a label moves up until it has room.
+    for (x, y, _, perplexity, colour), name in zip(finite, names, strict=True):
+        # If curves end close to each other, a label moves up until it has room.
         place = max(y, place + room)
         panel.annotate(
             f" {name}  {y:.3f} ({perplexity})", (x, y),

@@ -1,4 +1,4 @@
-"""Turn files of text into a folder of tokens that train.py reads piece by piece.
+"""Convert text files to a folder of tokens that train.py reads in pieces.
 
 python -m transformer_jax prepare --data a.txt b.txt --out FOLDER
 python -m transformer_jax prepare --data web-*.jsonl --field text --out web --bpe-vocab-size 32768
@@ -30,15 +30,14 @@ class Prepare(PrepareConfig):
     """Options of the command."""
 
     data: tuple[str, ...] = field(metadata=WORDS)
-    """The files, in the order in which their documents follow each other: text, JSON lines or
-    Parquet."""
+    """Input files in order: text, JSON lines or Parquet."""
     tokenizer: str = "bpe"
-    """byte, char, word or bpe; or the folder of a run, of a published model, or one that is
-    prepared, to take its tokenizer."""
+    """byte, char, word or bpe; or the folder of a run, a published model or a prepared corpus,
+    whose tokenizer is used."""
     out: str
-    """Where to write, or to continue."""
+    """Output folder, new or to continue."""
     workers: int | None = None
-    """Processes; default: one a processor."""
+    """Number of processes; default: one per processor."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,17 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_folder(options: Prepare) -> None:
-    """Prepare the files as the options say, and print what was written."""
-    # The folder records its config: without `out` and `workers`, which may change as it continues.
-    own = {one.name: getattr(options, one.name) for one in fields(PrepareConfig)}
-    config = PrepareConfig(**own)
+    """Prepare the files and print a summary."""
+    # The folder records this config, without `out` and `workers`, which may change on continuation.
+    names = [one.name for one in fields(PrepareConfig)]
+    config = PrepareConfig(**{name: getattr(options, name) for name in names})
     workers = _processors() if options.workers is None else options.workers
     from transformer_jax.corpus.prepare import prepare
 
     tokenizer, name = None, config.tokenizer
     if name not in TRAINED:
         if not Path(name).exists() and name.count("/") != 1:
-            rule = f"must be {', '.join(TRAINED)}, or a folder with tokenizer.json"
+            rule = f"must be {', '.join(TRAINED)} or a folder with tokenizer.json"
             raise ConfigError(f"tokenizer is {name!r}: {rule}")
         tokenizer = read_tokenizer(name)
     with ProgressLine() as line:
@@ -66,18 +65,18 @@ def write_folder(options: Prepare) -> None:
         )
     train, val = corpus.train, corpus.val
     print(
-        f"{corpus.path}: {train.tokens:,} tokens of {train.documents:,} documents, "
-        f"{val.tokens:,} of {val.documents:,} held out; vocabulary of "
-        f"{corpus.tokenizer.vocab_size:,}, {8 * train.dtype.itemsize} bits a token"
+        f"{corpus.path}: {train.tokens:,} tokens in {train.documents:,} documents, "
+        f"{val.tokens:,} in {val.documents:,} held out; vocabulary of "
+        f"{corpus.tokenizer.vocab_size:,}, {8 * train.dtype.itemsize} bits per token"
     )
     print(f"python train.py --data {shell_path(str(corpus.path))} --out FOLDER")
 
 
 class ProgressLine:
-    """Show on standard error how far a preparation is: over and over, or now and then in a file."""
+    """Progress on standard error: one updated line in a terminal, occasional lines in a file."""
 
     def __init__(self) -> None:
-        self._alone = sys.stderr.isatty()
+        self._terminal = sys.stderr.isatty()
         self._next, self._phase = 0.0, ""
         self._began, self._before = 0.0, 0
         self._shown = False
@@ -86,24 +85,22 @@ class ProgressLine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._shown and self._alone:
+        if self._shown and self._terminal:
             print(file=sys.stderr)
 
     def show(self, progress: Progress) -> None:
-        """Show a line, if the last one is old enough."""
+        """Print a line if the last one is old enough."""
         now = time.monotonic()
         if progress.phase != self._phase:
             self._phase, self._next = progress.phase, 0.0
             self._began, self._before = now, progress.done
-        # The last line of a phase is always shown, however soon it follows.
-        whole = progress.total > 0 and progress.done == progress.total
-        if now < self._next and not whole:
+        # The last line of a phase is always shown.
+        complete = progress.total > 0 and progress.done == progress.total
+        if now < self._next and not complete:
             return
-        self._next = now + (0.2 if self._alone else 10.0)
-        print(
-            f"\r\x1b[K{self._line(progress, now)}" if self._alone else self._line(progress, now),
-            end="" if self._alone else "\n", file=sys.stderr, flush=True,
-        )  # fmt: skip
+        self._next = now + (0.2 if self._terminal else 10.0)
+        start, end = ("\r\x1b[K", "") if self._terminal else ("", "\n")
+        print(f"{start}{self._line(progress, now)}", end=end, file=sys.stderr, flush=True)
         self._shown = True
 
     def _line(self, progress: Progress, now: float) -> str:
@@ -116,11 +113,11 @@ class ProgressLine:
         seconds, read = now - self._began, progress.done - self._before
         if seconds > 1.0 and read:
             left = (progress.total - progress.done) / (read / seconds)
-            line += f", {read / seconds / 1e6:,.1f} MB a second, {left:,.0f} seconds left"
+            line += f", {read / seconds / 1e6:,.1f} MB/s, {left:,.0f} seconds left"
         return line
 
 
 def _processors() -> int:
-    """Return how many processors this process may use."""
-    # A container may have fewer processors than the machine, which `cpu_count` counts.
+    """Return the number of processors that this process may use."""
+    # `cpu_count` counts those of the machine; a container may have fewer.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1

@@ -1,4 +1,4 @@
-"""Set up the process of a command: its memory, its signals, and how it prints an error."""
+"""Process set-up of a command: memory, signals, output streams and error messages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from types import FrameType
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory, so that a step's buffers come back without page faults.
+    """Tell glibc to keep freed memory, so that a step reuses its buffers without page faults.
 
-    XLA allocates a step's temporaries anew every time, on a thread of its own; glibc maps large
-    ones and unmaps them again, which takes a quarter of a small step on a CPU. Elsewhere than on
-    Linux with glibc this does nothing, and it changes no number.
+    XLA allocates the temporaries of each step on its own thread, and glibc maps and unmaps large
+    blocks every time, which takes a quarter of a small step on a CPU. Results do not change. On
+    systems without glibc this does nothing.
     """
     with contextlib.suppress(OSError, AttributeError):
         glibc = ctypes.CDLL("libc.so.6")
@@ -26,10 +26,10 @@ def keep_freed_memory() -> None:
         glibc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
-def print_anything() -> None:
-    """Let the standard streams write what their encoding has no character for as an escape."""
+def escape_unprintable() -> None:
+    """Make the standard streams write characters outside their encoding as escapes."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # closed, or replaced by something else
+        with contextlib.suppress(AttributeError):  # the stream is closed or replaced
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
@@ -40,11 +40,11 @@ def interrupts() -> Iterator[list[int]]:
 
     def receive(number: int, frame: FrameType | None) -> None:
         if received:
-            # Not `sys.exit`: the first signal's cleanup may be what hangs.
+            # Not `sys.exit`: the cleanup after the first signal may be what hangs.
             os._exit(128 + number)
         received.append(number)
-        # `print` may be in the middle of a line when a signal comes, and is not reentrant.
-        os.write(2, b"\nstopping after this step; once more stops at once\n")
+        # Not `print`, which is not reentrant: the signal may interrupt another `print`.
+        os.write(2, b"\nstopping after this step; a second signal stops immediately\n")
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -55,9 +55,9 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return what an error says, in one line; of an OSError, the file and the reason.
+    """Return the message of an error in one line; for an OSError, the file and the reason.
 
-    An error of the program itself, such as a KeyError, begins with its type.
+    The message of a programming error, such as a KeyError, begins with its type.
     """
     kind = type(error).__name__
 
@@ -65,12 +65,11 @@ def one_line(error: BaseException) -> str:
         name, value = found[1].replace("_", "-"), found[2].strip("'")
         return f"--{name}" if name == "resume" else f"--{name} {value}"
 
-    # A setting in backquotes, `text_errors='replace'`, is a flag here.
-    said = re.sub(r"`([a-z_]+)=([^`]*)`", flag, " ".join(str(error).split()))
+    # A setting in backquotes, such as `text_errors='replace'`, becomes a flag.
+    message = re.sub(r"`([a-z_]+)=([^`]*)`", flag, " ".join(str(error).split()))
     if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}"
-    # The text of a KeyError is only the key.
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    # The message of a KeyError is only the key.
     if isinstance(error, LookupError | TypeError | AttributeError | ArithmeticError):
-        return f"{kind}: {said} (--debug shows where)"
-    return said or kind
+        return f"{kind}: {message} (--debug shows the traceback)"
+    return message or kind

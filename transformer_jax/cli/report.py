@@ -1,4 +1,4 @@
-"""Say what a training run came to, and what to type next."""
+"""Closing report of a training run: its results and the commands to type next."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 
 def summary(result: Result) -> str:
-    """Return the sample, the held-out loss in the unit of the text, and where everything is."""
+    """Return the sample, the held-out loss in the unit of the text, and the list of files."""
     lines = ["", result.sample.strip("\n"), ""] if result.sample else []
     nats = result.val_loss_per_character
     nats = result.val_loss if nats is None else nats
     if nats is None:
         lines.append("held-out loss: not finite")
     elif result.perplexity is None:
-        lines.append(f"held-out loss: {nats:.4f} nats per pair; 0.6931 prefers neither answer")
+        lines.append(f"held-out loss: {nats:.4f} nats per pair (0.6931: no preference)")
         if result.accuracy is not None:
-            lines.append(f"of {result.accuracy:.1%} of the pairs the chosen answer is preferred")
+            lines.append(f"the chosen answer is preferred in {result.accuracy:.1%} of the pairs")
     else:
-        # Both units: papers on characters have bits, and training logs have nats.
+        # Both units: papers on characters use bits, and training logs use nats.
         bits = nats / math.log(2)
         lines.append(f"held-out loss: {nats:.4f} nats per {result.unit} = {bits:.4f} bits")
         if result.accuracy is not None:
-            right = f"{result.accuracy:.1%} of the labels are the likeliest"
-            lines.append(f"perplexity {result.perplexity:.2f} per token, {right}")
+            accuracy = f"accuracy {result.accuracy:.1%}"
+            lines.append(f"perplexity {result.perplexity:.2f} per token, {accuracy}")
     if result.scores:
         lines.append(", ".join(f"{name} {value:.4g}" for name, value in result.scores.items()))
     if result.rejected:
-        lines.append(f"{result.rejected} steps were skipped: their loss was not finite")
+        lines.append(f"{result.rejected} steps were skipped because their loss was not finite")
     compared = isinstance(result.config.task, Seq2SeqTask | PrefixTask)
     if compared and (hint := missing_metrics(result.scores)) is not None:
         lines.append(hint)
@@ -56,54 +56,64 @@ def summary(result: Result) -> str:
 
 
 def missing_metrics(scores: Mapping[str, float]) -> str | None:
-    """Return what to install, where texts were compared without BLEU and chrF for want of it."""
+    """Return a hint if texts were compared without BLEU and chrF, which need sacrebleu."""
     if "exact_match" not in scores or "chrf" in scores:
         return None
     return "BLEU and chrF need sacrebleu: pip install sacrebleu"
 
 
 def how_to_resume(config: TrainConfig, command: str, more: str = "") -> str:
-    """Return the `command` that goes on with a run, for a shell.
+    """Return the shell command that resumes a run.
 
-    What came from standard input is not in the run folder, and has to be given again: as TEXT.
+    Data from standard input are not in the run folder and must be passed again, as TEXT.
     """
     text = " < TEXT" if config.data == "-" else ""
     return f"{command} --out {shell_path(config.out)} --resume{more}{text}"
 
 
 def shell_path(path: str) -> str:
-    """Return a path as a shell and a flag read it."""
+    """Quote a path for the shell."""
     # A path that begins with a dash would be read as a flag.
     return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
-def what_text(config: TrainConfig) -> str:
-    """Return what the TEXT of `how_to_resume` is, for the line before it."""
-    return " (TEXT: a file of what came from standard input)" if config.data == "-" else ""
+def explain_text(config: TrainConfig) -> str:
+    """Return an explanation of TEXT in `how_to_resume`, for the line before it."""
+    return " (TEXT: a file with the data from standard input)" if config.data == "-" else ""
+
+
+def registration_note(config: TrainConfig) -> str | None:
+    """Return a note that the printed commands need custom kinds registered; None without any."""
+    kinds = (type(config.model), type(config.task))
+    custom = [k for k in kinds if k.__module__.partition(".")[0] != "transformer_jax"]
+    if not custom:
+        return None
+    names = " and ".join(f"{kind.__qualname__} (module {kind.__module__})" for kind in custom)
+    return f"These commands work only in a script that registers {names}."
 
 
 def how_to_write(result: Result) -> str:
-    """Return the command that writes with the model, and a prompt that its tokenizer can read."""
+    """Return the command that generates text, with a prompt that the tokenizer can read."""
     prompt = suggested_prompt(result)
     ending = f" --prompt {shlex.quote(prompt)}" if prompt else ""
     return f"python -m transformer_jax generate --model {shell_path(result.config.out)}{ending}"
 
 
 def suggested_prompt(result: Result) -> str:
-    """Return the prompt of the first example, or words of the sample; "" if there are none."""
+    """Return the prompt of the first example or words of the sample; "" if there are none."""
     from transformer_jax.checkpoints.run_folder import RunFolder
 
     lines = result.sample.split("\n")
-    match result.config.task:  # each shows the prompt of its first example elsewhere
+    match result.config.task:  # the format of a sample depends on the task
         case MaskedTask():
             return lines[1] if len(lines) > 1 else ""
         case ClassifyTask() | ChatTask() | PreferenceTask():
             return lines[0].partition(": ")[2]
-        # Samples of the other tasks are lines of `source -> target`.
+        # The samples of the other tasks are lines of `source -> target`.
         case task if not isinstance(task, LanguageTask):
             return lines[0].partition(" -> ")[0]
     tokenizer = RunFolder(Path(result.config.out)).read_tokenizer()
-    # Plain words only: the line is pasted into a shell.
+    # Plain words only, because the line is pasted into a shell.
     words = [word for word in result.sample.split() if word.isascii() and word.isalpha()]
     for start in (" ".join(words[:3]), *words[:1], "The"):
         with contextlib.suppress(ValueError):

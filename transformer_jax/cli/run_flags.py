@@ -1,4 +1,4 @@
-"""Read the flags of train.py: every field of TrainConfig, and where the run starts."""
+"""Flags of train.py: the fields of TrainConfig and the start of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from transformer_jax.config.tasks import LanguageTask, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts, and with whom; no field of a config."""
+    """Start of a run and its processes; these are not fields of a config."""
 
     preset: str | None = field(default=None, metadata={"known": PRESETS})
     """Model and recipe to start from:"""
@@ -37,37 +37,38 @@ class Start:
     resume: bool = False
     """Continue the run in --out."""
     distributed: bool = False
-    """Train with the other processes of this job: of Slurm, of GKE, of a TPU slice."""
+    """Train with the other processes of this Slurm job, GKE job or TPU slice."""
     coordinator: str | None = None
-    """HOST:PORT: without such a job, where the first process listens."""
+    """HOST:PORT of the first process, for processes outside such a job."""
     processes: int | None = None
-    """How many processes there are."""
+    """Total number of processes."""
     process: int | None = None
-    """Which of them this is, from 0 on."""
+    """Index of this process, from 0."""
 
     def __post_init__(self) -> None:
-        own = {name: getattr(self, name) for name in ("coordinator", "processes", "process")}
-        if all(value is None for value in own.values()):
+        group = {name: getattr(self, name) for name in ("coordinator", "processes", "process")}
+        if all(value is None for value in group.values()):
             return
         if self.distributed:
-            raise ConfigError("distributed and coordinator: give one of them")
-        for name, value in own.items():
+            raise ConfigError("distributed and coordinator: pass only one of them")
+        for name, value in group.items():
             if value is None:
-                raise ConfigError(f"{name} is None: coordinator, processes and process go together")
+                rule = "pass all of coordinator, processes and process, or none"
+                raise ConfigError(f"{name} is None: {rule}")
         for name in ("processes", "process"):
-            if own[name] < 0:
-                raise ConfigError(f"{name} is {own[name]}: must not be negative")
-        if not own["process"] < own["processes"]:
+            if group[name] < 0:
+                raise ConfigError(f"{name} is {group[name]}: must not be negative")
+        if not group["process"] < group["processes"]:
             rule = f"must be below processes {self.processes}"
             raise ConfigError(f"process is {self.process}: {rule}")
 
     def join(self) -> bool:
-        """Wait for the other processes, if there are any; before JAX is used for anything else."""
+        """Connect to the other processes, if any; call it before any other use of JAX."""
         if not self.distributed and self.coordinator is None:
             return False
         import jax
 
-        # With --distributed the cluster says it: Slurm, GKE or a TPU's.
+        # With --distributed, JAX gets the addresses from the cluster (Slurm, GKE, TPU).
         jax.distributed.initialize(self.coordinator, self.processes, self.process)
         return True
 
@@ -77,15 +78,15 @@ START = ConfigFlags(Start, whole="start", none=False)
 
 
 @dataclass(frozen=True)
-class _Bare:
-    """A task without a model that would have to fit it."""
+class _TaskOnly:
+    """Config with only a task, so that no model has to fit it."""
 
     task: Task
 
 
 @dataclass(frozen=True)
 class RunFlags:
-    """The flags that were typed: where the run starts, and the text of every field."""
+    """Parsed flags: the start of the run and the texts of fields."""
 
     start: Start
     fields: Mapping[Path, Text]
@@ -93,41 +94,39 @@ class RunFlags:
     @property
     def init_from(self) -> str | None:
         name: Path = ("init_from",)
-        given = {name: self.fields[name]} if name in self.fields else {}
-        return FLAGS.read(given, TrainConfig()).get(name)
+        texts = {name: self.fields[name]} if name in self.fields else {}
+        return FLAGS.read(texts, TrainConfig()).get(name)
 
     @property
     def task(self) -> Task:
-        """Return the task that was asked for, with the fields that were given."""
-        given = {path: text for path, text in self.fields.items() if path[0] == "task"}
-        return changed(_Bare(LanguageTask()), FLAGS.read(given, TrainConfig())).task
+        """Return the requested task, with its fields."""
+        texts = {path: text for path, text in self.fields.items() if path[0] == "task"}
+        return changed(_TaskOnly(LanguageTask()), FLAGS.read(texts, TrainConfig())).task
 
     def check_start(self) -> None:
-        """Raise ConfigError for more than one start, or a folder where a kind is named."""
+        """Raise ConfigError for more than one start, or for a folder instead of a kind of model."""
         for name in ("preset", "model"):
             if getattr(self.start, name) is None:
                 continue
             if self.start.resume:
-                raise ConfigError(f"{name} and resume: a run goes on with its own config")
+                raise ConfigError(f"{name} and resume: a resumed run keeps its own config")
             if self.init_from is not None:
-                raise ConfigError(f"{name} and init_from: the model is that of init_from")
+                raise ConfigError(f"{name} and init_from: the model comes from init_from")
         kind = self.start.model
         if kind is not None and kind not in names_of(AnyModelConfig) and Folder(kind).is_dir():
             rule = f"must be a kind of model; `init_from={kind}` starts from a run or a model"
             raise ConfigError(f"model is {kind!r}: {rule}")
 
     def base(self) -> TrainConfig:
-        """Return the run that the flags begin with: of a preset, or of a kind of model."""
+        """Return the config that the flags change: that of a preset or of a kind of model."""
         name, task = self.start.preset, self.task
         if name is None:
             return task_recipe(task, self.start.model or "transformer")
         if self.start.model is not None:
-            raise ConfigError("preset and model: give one of them")
+            raise ConfigError("preset and model: pass only one of them")
         kind = preset(name).kind
         if kind not in task.shapes:
-            fitting = (
-                own for own, other in kinds_of(Task).items() if learns(other(), preset(name))
-            )
+            fitting = (n for n, other in kinds_of(Task).items() if learns(other(), preset(name)))
             rule = f"learns --task {' or '.join(fitting)}, not {task.kind}"
             article = "a" if kind == "decoder" else "an"
             raise ConfigError(f"preset is {name!r}: {article} {kind} {rule}")
@@ -137,22 +136,22 @@ class RunFlags:
 def parse(
     argv: Sequence[str], description: str | None = None, command: str = "python train.py"
 ) -> RunFlags:
-    """Return the flags that were typed; with --help, print what there is and exit.
+    """Parse the flags; with --help, print the help and exit.
 
-    Raises ConfigError for a flag, or a group of the help, that there is not.
+    Raises ConfigError for an unknown flag or an unknown group of the help.
     """
-    FLAGS.collect()  # also the kinds that the caller has registered
+    FLAGS.collect()  # again, to include kinds that the caller has registered
     names = FLAGS.names | START.names | {"--help": "--help", "--debug": "--debug"}
     arguments = _parser(command, None).parse_args(spelled(argv, names))
-    flags = RunFlags(START.options(arguments), FLAGS.given(arguments))
-    if (wanted := getattr(arguments, "help", None)) is not None:
+    flags = RunFlags(START.options(arguments), FLAGS.texts(arguments))
+    if (group := getattr(arguments, "help", None)) is not None:
         flags.check_start()
         base, groups = flags.base(), list(FLAGS.groups())
-        if wanted not in ("all", *groups):
-            rule = f"must be all or one of {', '.join(groups)}{nearest(wanted, groups)}"
-            raise ConfigError(f"help is {wanted!r}: {rule}")
-        # The flags of `run` and `model` name the fields of every other group.
-        shown = ("run", "model") if wanted == "all" else (wanted,)
+        if group not in ("all", *groups):
+            rule = f"must be all or one of {', '.join(groups)}{nearest(group, groups)}"
+            raise ConfigError(f"help is {group!r}: {rule}")
+        # The flags of `run` and `model` list the fields of every other group.
+        shown = ("run", "model") if group == "all" else (group,)
         _parser(command, description, base, shown).print_help()
         raise SystemExit(0)
     return flags
@@ -164,19 +163,19 @@ def _parser(
     defaults: TrainConfig | None = None,
     shown: Collection[str] = (),
 ) -> Parser:
-    """Return a parser whose help has these groups of flags, with the defaults of a run."""
+    """Return a parser whose help contains the groups `shown`, with the defaults of a run."""
     others = textwrap.fill(", ".join(name for name in FLAGS.groups() if name not in shown), 79)
     whole = "run" in shown
     parser = Parser(
         command,
         description if whole else None,
-        "An end of a flag that no other flag has is enough: --d-model, --positions.base.\n"
-        "The fields of a group stand in one word too: --positions rope,base=5e5.\n\n"
-        "--help GROUP prints the flags of a group, --help all those of run and model:\n"
+        "A unique suffix of a flag is enough: --d-model, --positions.base.\n"
+        "The fields of a group may also be one word: --positions rope,base=5e5.\n\n"
+        "--help all prints the flags of run and model, --help GROUP those of a group:\n"
         f"{others}",
     )
     about = {
-        "help": "the flags of a group, of run if none is given, or all",
+        "help": "print the flags of a group (default: run), or of run and model (all)",
         "debug": "show the traceback of an error",
     }
     about = {name: text if whole else argparse.SUPPRESS for name, text in about.items()}
@@ -188,7 +187,7 @@ def _parser(
 
 
 def configure(flags: RunFlags) -> tuple[TrainConfig, int | None]:
-    """Return the config that the flags ask for, and the vocabulary size where that is given.
+    """Return the config that the flags describe, and the vocabulary size if it was passed.
 
     A run starts from its own config, from a published model or from a preset.
     """
@@ -199,8 +198,8 @@ def configure(flags: RunFlags) -> tuple[TrainConfig, int | None]:
         out = flags.fields.get(("out",), TrainConfig.out)
         base = RunFolder(Folder(str(out))).read_config()
         base = dataclasses.replace(base, out=str(out))  # the folder may have moved
-        given = FLAGS.read(flags.fields, base)
-        return changed(base, given), given.get(("model", "vocab_size"), base.model.vocab_size)
+        changes = FLAGS.read(flags.fields, base)
+        return changed(base, changes), changes.get(("model", "vocab_size"), base.model.vocab_size)
     if flags.init_from is None:
         base = flags.base()
     else:
@@ -212,17 +211,17 @@ def configure(flags: RunFlags) -> tuple[TrainConfig, int | None]:
         for path, value in FLAGS.read(flags.fields, base).items():
             if path[0] != "model" or path[1] in OVERRIDABLE_FIELDS:
                 continue
-            own = value_at(model, path[1:])
+            original = value_at(model, path[1:])
             if isinstance(value, type):  # a kind of config
-                value, own = value.__name__.lower(), type(own).__name__.lower()
-            if value != own:
-                rule = f"{flags.init_from} has {own!r}"
+                value, original = value.__name__.lower(), type(original).__name__.lower()
+            if value != original:
+                rule = f"{flags.init_from} has {original!r}"
                 raise ConfigError(f"{'.'.join(path)} is {value!r}: {rule}")
         if getattr(model, "dtype", None) == "float16":
-            # whose gradients vanish where nothing scales the loss
+            # float16 gradients vanish without loss scaling
             base = dataclasses.replace(base, model=dataclasses.replace(model, dtype="float32"))
-    given = FLAGS.read(flags.fields, base)
-    # --dropout 0 means none at all: a preset's dropout of attention is a field of its own.
-    if given.get(("model", "dropout")) == 0 and hasattr(base.model, "attention_dropout"):
-        given.setdefault(("model", "attention_dropout"), 0.0)
-    return changed(base, given), given.get(("model", "vocab_size"))
+    changes = FLAGS.read(flags.fields, base)
+    # --dropout 0 turns off all dropout, including the attention dropout of a preset.
+    if changes.get(("model", "dropout")) == 0 and hasattr(base.model, "attention_dropout"):
+        changes.setdefault(("model", "attention_dropout"), 0.0)
+    return changed(base, changes), changes.get(("model", "vocab_size"))

@@ -25,24 +25,24 @@ class Serve(TypedModelOptions):
     """Options of the command."""
 
     context: int | None = None
-    """Most tokens of a prompt and its answer but the last, which is never read; default: the
-    model's, at most 2048."""
+    """Maximum number of tokens of a prompt and its answer, not counting the last token, which is
+    never read; default: the model's maximum, up to 2048."""
     name: str | None = None
-    """What requests call the model; default: the folder's name."""
+    """Name of the model in requests; default: the folder's name."""
     host: str = "127.0.0.1"
-    """The address to listen at; the default is this machine alone."""
+    """Address to listen on; the default accepts only local connections."""
     port: int = 8000
-    """0 takes a free one."""
+    """Port; 0 picks a free one."""
     slots: int = 8
-    """Texts side by side."""
+    """Number of texts generated at the same time."""
     queue: int = 64
-    """Requests that may wait."""
+    """Maximum number of waiting requests."""
     steps: int | None = None
-    """Most tokens between two looks at the queue; default: 4."""
+    """Maximum number of tokens between two checks of the queue; default: 4."""
     timeout: float = 600.0
     """Seconds from a request's arrival to the end of its answer."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
-    """Type of keys and values; default: the model's; int8 takes a quarter of float32."""
+    """Dtype of the key/value cache; default: the model's; int8 takes a quarter of float32."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(options: Serve) -> None:
-    """Serve the model until a signal comes."""
+    """Serve the model until a signal arrives."""
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"port is {options.port}: must be from 0 to {2**16 - 1}")
     from transformer_jax.server.app import check_installed, make_app
@@ -73,20 +73,20 @@ def serve(options: Serve) -> None:
         path = Path(options.model)
         name = path.resolve().name if path.exists() else options.model
     app = make_app(engine, name, timeout=options.timeout)
-    # The port is taken before the model is compiled: one that is in use fails at once.
+    # Bind the port before compiling, so that a port in use fails immediately.
     with socket.create_server((options.host, options.port)) as listening:
         print(f"serve: compiling for {engine.slots} slots of {engine.context} tokens", flush=True)
         engine.start()
         host, port = listening.getsockname()[:2]
-        print(f"serve: {name} at http://{host}:{port}/v1 (Ctrl-C ends it)", flush=True)
-        # Open streams would keep the process from ending after Ctrl-C.
+        print(f"serve: {name} at http://{host}:{port}/v1 (press Ctrl-C to stop)", flush=True)
+        # The timeout lets the process end after Ctrl-C despite open streams.
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
         uvicorn.Server(settings).run(sockets=[listening])
     print("serve: stopped", file=sys.stderr)
 
 
 def _embedder(options: Serve) -> Embedder | None:
-    """Return what makes vectors if the model is a folder of sentence-transformers, else None."""
+    """Return an embedder if the model is a sentence-transformers folder, else None."""
     from transformer_jax.loading import is_run, published_tokenizer
     from transformer_jax.pretrained.sentences import load_sentence_encoder
     from transformer_jax.pretrained.weights import open_weights
@@ -99,6 +99,6 @@ def _embedder(options: Serve) -> Embedder | None:
         return None
     for name in ("checkpoint", "init_from", "context", "steps", "cache_dtype", "weights"):
         if (value := getattr(options, name)) is not None:
-            raise ConfigError(f"{name} is {value!r}: a sentence encoder has none")
+            raise ConfigError(f"{name} is {value!r}: not supported by a sentence encoder")
     encoder = load_sentence_encoder(folder.path, dtype=options.dtype)
     return Embedder(encoder, published_tokenizer(folder), slots=options.slots, queue=options.queue)

@@ -1,4 +1,4 @@
-"""Show the pieces of a text that a model reads, with their ids; of a BPE, how they were merged.
+"""Show how a text is tokenized: pieces, IDs and, for BPE, the merges.
 
 python -m transformer_jax tokens --model RUN --prompt TEXT
 python -m transformer_jax tokens --model FOLDER_OR_ID --prompt TEXT
@@ -23,15 +23,16 @@ class Tokens:
     """Options of the command."""
 
     model: str | None = None
-    """The folder of a run or of a published model, or its id on the Hugging Face hub."""
+    """Folder of a run or of a published model, or the model's ID on the Hugging Face hub."""
     data: str | None = None
-    """A text instead, from which a tokenizer is made."""
+    """Instead of --model: a text file to train a tokenizer on."""
     tokenizer: Literal["char", "byte", "word", "bpe"] | None = None
-    """Of --data: its kind; default: char."""
+    """With --data: kind of tokenizer; default: char."""
     bpe_vocab_size: int | None = None
-    """Of --tokenizer bpe: the 256 bytes and N - 256 merges; default: that of train.py."""
+    """With --tokenizer bpe: vocabulary size, 256 bytes and N - 256 merges; default: as in
+    train.py."""
     prompt: str
-    """The text to cut."""
+    """The text to tokenize."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,16 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tokens(options: Tokens) -> None:
-    """Print the pieces of the text, and how they were merged."""
+    """Print the pieces of the text and their merges."""
     text = options.prompt
     if not text:
-        raise ConfigError(f"prompt is {text!r}: the text to cut is needed")
+        raise ConfigError(f"prompt is {text!r}: must not be empty")
     from transformer_jax.tokenizers.pieces import marked, merge_steps, pieces, token_texts
     from transformer_jax.tokenizers.special import plain
     from transformer_jax.tokenizers.trained import WordTokenizer
 
     if (options.model is None) == (options.data is None):
-        raise ConfigError("model and data: give one of them")
+        raise ConfigError("model and data: pass exactly one of them")
     kind, size = options.tokenizer, options.bpe_vocab_size
     if options.data is not None:
         from transformer_jax.config import TrainConfig
@@ -57,7 +58,7 @@ def tokens(options: Tokens) -> None:
 
         kind = kind or "char"
         if size is not None and kind != "bpe":
-            raise ConfigError(f"bpe_vocab_size is {size}: needs tokenizer bpe, it is {kind}")
+            raise ConfigError(f"bpe_vocab_size is {size}: needs tokenizer bpe, not {kind}")
         whole = "".join(source.text() for source in read(options.data))
         sizes: dict[str, Any] = {} if size is None else {"bpe_vocab_size": size}
         tokenizer = train_tokenizer(TrainConfig(tokenizer=kind, **sizes), whole, whole)
@@ -68,11 +69,12 @@ def tokens(options: Tokens) -> None:
         from transformer_jax.checkpoints.run_folder import RunFolder
 
         assert options.model is not None
-        own = RunFolder(Path(options.model)).read_source_tokenizer()  # of a translator's run
-        tokenizer = own or read_tokenizer(options.model)
+        # The run of a translation model has a separate tokenizer for sources.
+        source = RunFolder(Path(options.model)).read_source_tokenizer()
+        tokenizer = source or read_tokenizer(options.model)
     found = pieces(tokenizer, text)
-    print(f"{plain(tokenizer)!r}: the text is {len(found)}")
-    # Unknown words share token 0: what they were is known only from the text.
+    print(f"{plain(tokenizer)!r}: {len(found)} tokens in the text")
+    # Unknown words share token 0, so their spelling is taken from the text.
     words = iter(text.split()) if isinstance(plain(tokenizer), WordTokenizer) else None
     width = len(str(max((i for i, _ in found), default=0)))
     for i, piece in found:
@@ -82,7 +84,7 @@ def tokens(options: Tokens) -> None:
             line += f"  {marked(word)}: not among the words of the training text" * (i == 0)
         print(line)
     steps = [ids for ids in merge_steps(tokenizer, text) if len(ids) > 1]
-    # A word that occurs often is merged in the same way each time.
+    # A repeated word is merged the same way each time, so print it once.
     for n, merged in enumerate({tuple(ids[-1]): ids for ids in steps}.values()):
         print("\nmerges:" if not n else "")
         for ids in merged:

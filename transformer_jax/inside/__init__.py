@@ -1,13 +1,13 @@
-"""Look for what a transformer has learnt: tools over `capture=` and `edit=` of `model.apply`.
+"""Interpretability tools built on the `capture=` and `edit=` arguments of `model.apply`.
 
-`lens` reads logits out of the stream and takes them apart, `tuned_lens` does so through trained
-translators, `edits` makes edits that ablate and steer, and `steering` vectors for them, `patching`
-puts values of one prompt into the pass over another, `paths` does so along some paths alone,
-`heads` scores and follows the weights of attention, `circuits` has the singular values of what a
-head reads and writes, `probes` fits linear maps that read a property out of values, `gradients`
-attributes an output to the tokens that were read, `dictionaries` writes values as sums of few
-directions, which `dictionary_task` trains, and `hooks` knows the names that TransformerLens has for
-places.
+- `lens`: logits and logit attribution from the residual stream; `tuned_lens`: the same through
+  trained translators.
+- `edits`: ablation and steering; `steering`: steering vectors.
+- `patching`: activation patching and attribution patching; `paths`: path patching.
+- `heads`: head scores, attention rollout and entropy; `circuits`: singular values of QK and OV.
+- `probes`: linear probes; `gradients`: integrated gradients.
+- `dictionaries`: sparse autoencoders and transcoders; `dictionary_task` trains them.
+- `hooks`: TransformerLens hook names.
 
     from transformer_jax import inside
 

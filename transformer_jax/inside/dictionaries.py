@@ -1,13 +1,13 @@
-"""Write captured values as sums of few directions: sparse autoencoders and transcoders.
+"""Sparse autoencoders and transcoders: captured values as sums of a few directions.
 
-With values x and targets y that are centred and divided by their size,
+With values x and targets y, centered and scaled to unit variance,
 
     f = act(x W_e + b_e)      y' = f W_d + b_d      F features, more than D
 
-an autoencoder rebuilds what it reads, a transcoder the value of another place, such as the output
-of the branch whose input it reads. `act` keeps the K largest of each token, all that are equal to
-the last of them too, and puts 0 for the others (TopK); or it is a ReLU, and the loss has an L1 term
-that keeps f sparse.
+An autoencoder reconstructs its input. A transcoder reconstructs the value of another place, such as
+the output of the branch whose input it reads. `act` keeps the K largest features of each token,
+including ties with the smallest of them, and sets the others to 0 (TopK). Alternatively it is a
+ReLU, and an L1 term in the loss keeps f sparse.
 
 Sources: Bricken et al. 2023, "Towards monosemanticity"; Gao et al. 2024 (arXiv:2406.04093),
 "Scaling and evaluating sparse autoencoders"; Dunefsky et al. 2024 (arXiv:2406.11944), "Transcoders
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.inside.models import Transformer, check_model, known_places, run
+from transformer_jax.inside.models import Transformer, check_model, resolve_places, run
 from transformer_jax.models.ops import lookup
 from transformer_jax.models.places import Edit
 from transformer_jax.models.transformer import Decoder
@@ -32,27 +32,27 @@ from transformer_jax.values import short_repr, value_class
 ARRAYS = (
     "encoder", "encoder_bias", "decoder", "bias", "centre", "size", "target_centre", "target_size"
 )  # fmt: skip
-"""The arrays of a dictionary; the last four are of the values, and no step changes them."""
+"""The arrays of a dictionary; the last four describe the values and are not trained."""
 
 
 @value_class(kw_only=True, arrays=ARRAYS, static=("place", "target", "active"))
 class Dictionary:
-    """Hold a sparse autoencoder, or a transcoder, of the value of a place.
+    """Sparse autoencoder or transcoder of the value of a place.
 
-    A value with heads is read as one vector of all of them.
+    The heads of a value are concatenated into one vector.
 
     Attributes:
         encoder: W_e, f32[D, F].
         encoder_bias: b_e, f32[F].
         decoder: W_d, f32[F, D']: the direction of each feature.
         bias: b_d, f32[D'].
-        centre: f32[D], what is taken from a value before it is read.
-        size: f32[], what it is then divided by.
-        target_centre: f32[D'], the same of what is rebuilt.
-        target_size: f32[].
-        place: whose value is read.
-        target: whose value is rebuilt; `place` of an autoencoder.
-        active: features of a token that are kept, K; None is a ReLU.
+        centre: f32[D], subtracted from an input value.
+        size: f32[], the scale that the result is divided by.
+        target_centre: f32[D'], the same for the target.
+        target_size: f32[], the same for the target.
+        place: the place of the input value.
+        target: the place of the reconstructed value; equal to `place` for an autoencoder.
+        active: K, the number of features to keep for each token; None is a ReLU.
     """
 
     encoder: jax.Array
@@ -68,26 +68,26 @@ class Dictionary:
     active: int | None
 
     def encode(self, values: jax.Array) -> jax.Array:  # [..., D] -> f32[..., F]
-        """Return the features of values, at least 0 and most of them 0."""
-        x = (values.astype(jnp.float32) - _for(self.centre, values)) / self.size
-        f = jax.nn.relu(x @ self.encoder + _for(self.encoder_bias, values))
+        """Return the features of values: nonnegative, and mostly 0."""
+        x = (values.astype(jnp.float32) - _expand(self.centre, values)) / self.size
+        f = jax.nn.relu(x @ self.encoder + _expand(self.encoder_bias, values))
         if self.active is None:
             return f
-        # a threshold, and no scatter of indices: features that equal the last one stay too
+        # a threshold instead of a scatter, so ties with the K-th feature are kept
         least = jax.lax.top_k(f, self.active)[0][..., -1:]
         return jnp.where(f < least, 0, f)  # NaN stays NaN
 
     def decode(self, features: jax.Array) -> jax.Array:  # [..., F] -> f32[..., D']
-        """Return the values that features stand for."""
-        y = features @ self.decoder + _for(self.bias, features)
-        return y * self.target_size + _for(self.target_centre, features)
+        """Return the values that the features represent."""
+        y = features @ self.decoder + _expand(self.bias, features)
+        return y * self.target_size + _expand(self.target_centre, features)
 
     def edit(self) -> dict[str, Edit]:
-        """Return an edit that puts what is rebuilt in the place of the target.
+        """Return an edit that replaces the target by its reconstruction.
 
         Raises:
-            ValueError: if it is a transcoder between two blocks, which an edit of one value at a
-                time cannot join.
+            ValueError: for a transcoder between two branches or blocks, because an edit sees only
+                one value at a time.
         """
         if self.place == self.target:
 
@@ -96,21 +96,21 @@ class Dictionary:
 
             return {self.place: rebuild}
         if self.place.rpartition("/")[0] != self.target.rpartition("/")[0]:
-            rule = "must be of one branch, whose values are at hand together"
+            rule = "must be in the same branch, so that both values are available together"
             raise ValueError(f"edit of {self.place} and {self.target}: {rule}")
-        read: list[jax.Array] = []  # by the edit of the place, which comes first
+        inputs: list[jax.Array] = []  # the edit of the place runs before that of the target
 
         def keep(value: jax.Array) -> jax.Array:
-            read.append(value)
+            inputs.append(value)
             return value
 
         def put(value: jax.Array) -> jax.Array:
-            return _like(self.decode(self.encode(_flat(read.pop()))), value)
+            return _like(self.decode(self.encode(_flat(inputs.pop()))), value)
 
         return {self.place: keep, self.target: put}
 
 
-def _for(vector: jax.Array, values: jax.Array) -> jax.Array:
+def _expand(vector: jax.Array, values: jax.Array) -> jax.Array:
     return vector.reshape((1,) * (values.ndim - 1) + vector.shape)
 
 
@@ -124,14 +124,14 @@ def _like(flat: jax.Array, value: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T
 
 @short_repr
 class FeatureExamples(NamedTuple):
-    """Hold where features are largest, the largest first."""
+    """Tokens with the largest values of each feature, in descending order."""
 
     values: jax.Array
-    """f32[n, count]: the features there."""
+    """f32[n, count]: values of the features."""
     rows: jax.Array
-    """i32[n, count]: of the tokens."""
+    """i32[n, count]: row of each token."""
     positions: jax.Array
-    """i32[n, count]: of the token in its row."""
+    """i32[n, count]: position of each token in its row."""
 
 
 def feature_examples(
@@ -145,38 +145,39 @@ def feature_examples(
     batch_size: int = 8,
     **arguments: Any,
 ) -> FeatureExamples:
-    """Return the tokens at which some features are largest.
+    """Return the tokens at which each feature is largest.
 
-    `tokens[row, : position + 1]` is then the context, up to the token itself.
+    `tokens[row, : position + 1]` is the context up to and including the token.
 
     Args:
-        model: the one that the dictionary is of.
+        model: the model that the dictionary was trained on.
         params: its parameters.
-        dictionary: of `load_dictionary`.
-        tokens: i32[B, T], in which is looked.
-        features: i32[n], which.
-        count: how many tokens of each, at most B T.
+        dictionary: a trained dictionary, such as `load_dictionary` returns.
+        tokens: i32[B, T], the rows to search.
+        features: i32[n], indices of features.
+        count: number of tokens for each feature, at most B T.
         batch_size: rows that run together.
-        **arguments: others of `model.apply` that have no axis of rows.
+        **arguments: other arguments of `model.apply` that have no row axis.
 
     Returns:
-        Values, rows and positions, [n, count] each; a value of 0 says that there are no more.
+        Values, rows and positions, [n, count] each. A value of 0 means that the feature is active
+        at fewer tokens.
 
     Raises:
-        ValueError: if there is no such feature, or `count` is out of its range. Of a traced feature
-            that is none the values are NaN.
+        ValueError: if there is no such feature, or `count` is out of range. A traced feature that
+            is out of range has values of NaN.
     """
     check_model("feature_examples", model, arguments, "capture")
     B, T = tokens.shape
     features, F = jnp.asarray(features), dictionary.encoder.shape[1]
-    known = features.ndim == 1 and not isinstance(features, jax.core.Tracer)
-    if features.ndim != 1 or (known and bool(((features < 0) | (features >= F)).any())):
-        raise ValueError(f"features is {features!r:.60}: must be some of 0..{F - 1}")
+    concrete = features.ndim == 1 and not isinstance(features, jax.core.Tracer)
+    if features.ndim != 1 or (concrete and bool(((features < 0) | (features >= F)).any())):
+        raise ValueError(f"features is {features!r:.60}: must be a list of indices in 0..{F - 1}")
     if not 1 <= count <= B * T:
         raise ValueError(f"count is {count}: must be in 1..{B * T}")
     name = dictionary.place
 
-    def looked(
+    def search(
         params: Params, dictionary: Dictionary, tokens: jax.Array, features: jax.Array
     ) -> FeatureExamples:
         def of_row(row: jax.Array) -> jax.Array:  # [T] -> f32[T, n]
@@ -187,29 +188,29 @@ def feature_examples(
         values, at = jax.lax.top_k(found.reshape(B * T, -1).T, count)
         return FeatureExamples(values, at // T, at % T)
 
-    return jax.jit(looked)(params, dictionary, jnp.asarray(tokens), features)
+    return jax.jit(search)(params, dictionary, jnp.asarray(tokens), features)
 
 
 @short_repr
 class DictionaryScores(NamedTuple):
-    """Hold how well a dictionary stands for a value, over some tokens."""
+    """Quality of a dictionary's reconstruction on a set of tokens."""
 
     variance_explained: jax.Array
     """f32[]: 1 - sum |y - y'|^2 / sum |y - mean(y)|^2."""
     l0: jax.Array
-    """f32[]: features of a token that are not 0, on average."""
+    """f32[]: average number of nonzero features for each token."""
     dead: jax.Array
     """f32[]: share of the features that are 0 at every token."""
     loss: jax.Array
-    """f32[]: of the model as it is, nats a token."""
+    """f32[]: loss of the unedited model, nats per token."""
     loss_rebuilt: jax.Array
-    """f32[]: with what is rebuilt in the place of the value."""
+    """f32[]: loss with the value replaced by its reconstruction."""
     loss_without: jax.Array
-    """f32[]: with 0 in its place."""
+    """f32[]: loss with the value replaced by 0."""
 
     @property
     def loss_recovered(self) -> jax.Array:
-        """Return (without - rebuilt) / (without - loss): 1 where nothing is lost."""
+        """Return (without - rebuilt) / (without - loss): 1 for a perfect reconstruction."""
         return (self.loss_without - self.loss_rebuilt) / (self.loss_without - self.loss)
 
 
@@ -221,24 +222,25 @@ def dictionary_scores(
     *,
     batch_size: int = 8,
 ) -> DictionaryScores:
-    """Return what a dictionary explains, how sparse it is, and what the model loses with it.
+    """Return the variance explained, the sparsity and the model's losses with a dictionary.
 
     The loss is the mean cross-entropy of the tokens from the second on (Bricken et al. 2023).
 
     Args:
-        model: the decoder that the dictionary is of.
+        model: the decoder that the dictionary was trained on.
         params: its parameters.
-        dictionary: of `load_dictionary`.
+        dictionary: a trained dictionary, such as `load_dictionary` returns.
         tokens: i32[B, T], held-out rows.
         batch_size: rows that run together.
 
     Raises:
-        ValueError: if the model is no decoder, or rows have less than two tokens.
+        ValueError: if the model is not a decoder, or rows have fewer than two tokens.
     """
     if not isinstance(model, Decoder) or tokens.shape[1] < 2:
-        what = f"a {type(model).__name__} on rows of {tokens.shape[1]}"
-        raise ValueError(f"dictionary_scores of {what}: must be a decoder on two tokens or more")
-    names = known_places(model, (dictionary.place, dictionary.target))
+        got = f"{type(model).__name__} and rows of length {tokens.shape[1]}"
+        rule = "must be a Decoder and rows of at least 2 tokens"
+        raise ValueError(f"dictionary_scores with {got}: {rule}")
+    names = resolve_places(model, (dictionary.place, dictionary.target))
 
     def scored(params: Params, dictionary: Dictionary, tokens: jax.Array) -> DictionaryScores:
         def loss(
@@ -249,22 +251,22 @@ def dictionary_scores(
             return -jnp.take_along_axis(log_p, row[1:, None], axis=1).mean(), captured
 
         def of_row(row: jax.Array) -> tuple[jax.Array, ...]:
-            own, captured = loss(row, {}, names)
+            unedited, captured = loss(row, {}, names)
             x, y = (_flat(captured[n]) for n in (dictionary.place, dictionary.target))
             f, y = dictionary.encode(x), y.astype(jnp.float32)
-            missed = ((y - dictionary.decode(f)) ** 2).sum()
+            error = ((y - dictionary.decode(f)) ** 2).sum()
             rebuilt = loss(row, dictionary.edit())[0]
-            losses = own, rebuilt, loss(row, {dictionary.target: jnp.zeros_like})[0]
-            sums = missed, y[0].sum(axis=0), (y**2).sum()
+            losses = unedited, rebuilt, loss(row, {dictionary.target: jnp.zeros_like})[0]
+            sums = error, y[0].sum(axis=0), (y**2).sum()
             return *sums, (f > 0).sum(), (f[0] > 0).any(axis=0), *losses
 
         found = jax.lax.map(of_row, tokens, batch_size=min(batch_size, len(tokens)))
-        missed, summed, squares, active, used, *losses = found
+        errors, summed, squares, active, used, *losses = found
         n = tokens.size
-        # sum |y - mean|^2 in one pass over the rows, which are not kept
+        # sum |y - mean|^2 in one pass, so that the rows need not be kept
         spread = squares.sum() - (summed.sum(axis=0) ** 2).sum() / n
         return DictionaryScores(
-            1 - missed.sum() / spread, active.sum() / n, 1 - used.any(axis=0).mean(),
+            1 - errors.sum() / spread, active.sum() / n, 1 - used.any(axis=0).mean(),
             *(part.mean() for part in losses),
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""Train a dictionary of a model's values by the trainer: `fit(config, task=DictionaryTask(...))`.
+"""Training of dictionaries of a model's values: `fit(config, task=DictionaryTask(...))`.
 
-The model stays as it is. A step reads windows of the text, captures the values of a place in them
-and takes a step of the dictionary; checkpoints, resuming and evaluation are those of every run.
+The model is frozen. A step reads windows of the text, captures the values of a place and updates
+the dictionary. Checkpoints, resuming and evaluation work as in every other run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformer_jax.config.fields import Positive, Size, fail
 from transformer_jax.config.model import as_transformer
 from transformer_jax.config.tasks import LanguageTask, OwnTask
 from transformer_jax.inside.dictionaries import ARRAYS, Dictionary, dictionary_scores
-from transformer_jax.inside.models import known_places
+from transformer_jax.inside.models import resolve_places
 from transformer_jax.loading import TextModel, is_run, load_run, load_text_model
 from transformer_jax.models.factory import build
 from transformer_jax.models.transformer import Decoder
@@ -33,50 +33,50 @@ from transformer_jax.training.tasks.language import LanguageWindows
 from transformer_jax.training.tasks.task import Learner, Report, Tokenizers, TrainingTask
 
 SIZED_BY = 16
-"""Windows whose values say where they are centred and how large they are."""
+"""Windows from which the center and the scale of the values are estimated."""
 
 JUDGED = 32
-"""Held-out windows by which a dictionary is judged at the end of its run."""
+"""Held-out windows that the final evaluation of a dictionary uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DictionaryTask(OwnTask):
-    """Learn to write the values of a place as sums of few directions."""
+    """Learn to represent the values of a place as sums of a few directions."""
 
     of: str
-    """The model whose values they are: the folder of a run, or of a published model."""
+    """The model that is studied: the folder of a run or of a published model."""
     place: str
     """The name of the place, such as block_3/residual."""
     target: str | None = None
-    """The place whose value is rebuilt, of a transcoder; None is `place`."""
+    """The place to reconstruct, for a transcoder; None is `place`."""
     features: Size
-    """How many directions (F)."""
+    """Number of directions (F)."""
     active: Size | None = None
-    """How many features of a token are kept: TopK. None needs l1."""
+    """Number of features to keep for each token (TopK); required unless l1 is set."""
     l1: Positive | None = None
-    """Multiplier of sum_i f_i |W_d,i| beside the squared error. None needs active."""
+    """Weight of sum_i f_i |W_d,i| next to the squared error; required unless active is set."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.active is None) == (self.l1 is None):
-            fail("active", self.active, f"one of active and l1 is given, l1 is {self.l1}")
+            fail("active", self.active, f"set exactly one of active and l1 (l1 is {self.l1})")
         if self.active is not None and self.active > self.features:
             fail("active", self.active, f"must be at most features {self.features}")
 
     @property
     def loaded_by(self) -> str:
-        """Return what loads its runs: they hold a dictionary."""
+        """Return the name of the function that loads its runs."""
         return "transformer_jax.inside.load_dictionary"
 
     def load(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
     ) -> TrainingTask:
-        """Return the windows of the text, with the model to read them.
+        """Return the windows of the text and the model that reads them.
 
         Args:
-            config: of the run.
-            tokenizers: those of the run if it goes on; else None.
-            vocab_size: not read: the model has its own vocabulary.
+            config: the config of the run.
+            tokenizers: those of the run if it is resumed; else None.
+            vocab_size: ignored, because the model has its own vocabulary.
         """
         model = load_run(self.of) if is_run(self.of) else load_text_model(self.of)
         return DictionaryWindows(config, self, model)
@@ -91,28 +91,28 @@ def dictionary_learner(
     l1: float | None = None,
     sizes: tuple[jax.Array, ...] | None = None,
 ) -> Learner:
-    """Return what a dictionary starts from and the loss it learns by, for a task of one's own.
+    """Return the initialization and the loss of a dictionary, for use in a custom task.
 
-    loss = (|y - y'|^2 + l1 sum_i f_i |W_d,i|) / D', the mean over tokens, y of unit variance: of an
-    autoencoder without the L1 term about 1 less the share of variance explained. W_d begins as
-    random unit vectors, and W_e of an autoencoder as their transpose (Gao et al. 2024, A.1). A
-    batch has the values as `tokens` [..., D] and the targets as `labels` [..., D'], and counts
-    where it is `valid`.
+    loss = (|y - y'|^2 + l1 sum_i f_i |W_d,i|) / D', averaged over tokens, with y of unit variance.
+    For an autoencoder without the L1 term this is about 1 minus the variance explained. W_d starts
+    as random unit vectors, and W_e of an autoencoder as their transpose (Gao et al. 2024, A.1). A
+    batch contains the values as `tokens` [..., D] and the targets as `labels` [..., D']; only
+    `valid` entries count.
 
     Args:
-        width: D, of the values.
-        target_width: D', of the targets.
-        features: F.
+        width: D, width of the values.
+        target_width: D', width of the targets.
+        features: F, number of features.
         active: K of TopK; None is a ReLU.
-        l1: multiplier of the L1 term; None has none.
-        sizes: centre [D] and size [] of the values, centre [D'] and size [] of the targets; None is
-            0 and 1.
+        l1: weight of the L1 term; None omits it.
+        sizes: center [D] and scale [] of the values, center [D'] and scale [] of the targets; None
+            is 0 and 1.
     """
     if sizes is None:
         one = jnp.ones(())
         sizes = jnp.zeros(width), one, jnp.zeros(target_width), one
 
-    def fresh(key: jax.Array) -> Params:
+    def init(key: jax.Array) -> Params:
         keys = jax.random.split(key)
         widths = target_width, width
         rows = [jax.random.normal(k, (features, n)) for k, n in zip(keys, widths, strict=True)]
@@ -122,46 +122,39 @@ def dictionary_learner(
         return dict(zip(ARRAYS, arrays, strict=True))
 
     def parts(params: Params, batch: Batch) -> tuple[jax.Array, ...]:
-        """Return sums over tokens: of the loss, the tokens, the squared error and the squares."""
-        own = _dictionary(
-            {**params, **{name: jax.lax.stop_gradient(params[name]) for name in ARRAYS[4:]}},
-            active=active,
-        )
+        """Return sums over valid tokens: loss, count, squared error and squared target."""
+        constants = {name: jax.lax.stop_gradient(params[name]) for name in ARRAYS[4:]}
+        dictionary = Dictionary(**{**params, **constants}, place="", target="", active=active)
         x, y = (jnp.asarray(part).astype(jnp.float32) for part in (batch.tokens, batch.labels))
         lead = y.shape[:-1]
         counts = jnp.ones(lead) if batch.valid is None else jnp.asarray(batch.valid, jnp.float32)
-        f = own.encode(x)
-        centre = own.target_centre.reshape((1,) * len(lead) + (-1,))
-        y, made = ((part - centre) / own.target_size for part in (y, own.decode(f)))
-        missed = ((y - made) ** 2).sum(axis=-1) / target_width
-        total = missed
+        f = dictionary.encode(x)
+        centre = dictionary.target_centre.reshape((1,) * len(lead) + (-1,))
+        y, rebuilt = (
+            (part - centre) / dictionary.target_size for part in (y, dictionary.decode(f))
+        )
+        error = ((y - rebuilt) ** 2).sum(axis=-1) / target_width
+        total = error
         if l1 is not None:
-            lengths = jnp.linalg.norm(own.decoder, axis=1)
-            total = missed + l1 * (f @ lengths) / target_width
+            lengths = jnp.linalg.norm(dictionary.decoder, axis=1)
+            total = error + l1 * (f @ lengths) / target_width
         squares = (y**2).sum(axis=-1) / target_width
-        sums = [(part * counts).sum() for part in (total, jnp.ones(lead), missed, squares)]
-        return tuple(sums)
+        return tuple((part * counts).sum() for part in (total, jnp.ones(lead), error, squares))
 
     def loss(params: Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         total, weight, *_ = parts(params, batch)
         return total / jnp.maximum(weight, 1), weight
 
     def scores(params: Params, batch: Batch) -> jax.Array:  # f32[3]
-        total, weight, missed, squares = parts(params, batch)
-        return jnp.stack([total, weight, weight * (1 - missed / jnp.maximum(squares, 1e-30))])
+        total, weight, error, squares = parts(params, batch)
+        return jnp.stack([total, weight, weight * (1 - error / jnp.maximum(squares, 1e-30))])
 
-    return Learner(fresh, loss, scores)
-
-
-def _dictionary(
-    params: Params, *, place: str = "", target: str = "", active: int | None
-) -> Dictionary:
-    return Dictionary(**params, place=place, target=target, active=active)
+    return Learner(init, loss, scores)
 
 
 @dataclass(frozen=True)
-class _Captured:
-    """Return the values of places in windows of a text."""
+class _CaptureWindows:
+    """Function from window starts to a batch of the values of two places."""
 
     config: ModelConfig
     place: str
@@ -194,32 +187,32 @@ class DictionaryWindows(TrainingTask):
     """Train a dictionary on windows of one long text."""
 
     def __init__(self, config: TrainConfig, task: DictionaryTask, model: TextModel) -> None:
-        own = model.config
-        if not isinstance(own, ModelConfig) or own.kind != "decoder":
-            raise ConfigError(f"of is {task.of!r}: must be a decoder of the transformers")
-        if config.model != own:
-            rule = "must be the config of that model, as transformer_jax.load(...).config is"
-            raise ConfigError(f"of is {task.of!r}: model is another: {rule}")
+        studied = model.config
+        if not isinstance(studied, ModelConfig) or studied.kind != "decoder":
+            raise ConfigError(f"of is {task.of!r}: must be a transformer decoder")
+        if config.model != studied:
+            rule = "must equal the config of that model, transformer_jax.load(...).config"
+            raise ConfigError(f"of is {task.of!r}: model differs: {rule}")
         for field in ("init_from", "lora", "frozen"):
             if getattr(config, field) is not None:
-                rule = "a dictionary begins at random, beside a model that stays as it is"
+                rule = "must be None: a dictionary starts at random, and the model is frozen"
                 raise ConfigError(f"{field} is {getattr(config, field)!r}: {rule}")
         decay = getattr(config.optimizer, "weight_decay", 0.0)
         if decay:
-            rule = "must be 0 for a dictionary, whose features it would shrink"
+            rule = "must be 0 for a dictionary, because it would shrink the features"
             raise ConfigError(f"optimizer.weight_decay is {decay}: {rule}")
         target = task.place if task.target is None else task.target
-        if any(len(known_places(build(own), name)) != 1 for name in (task.place, target)):
+        if any(len(resolve_places(build(studied), name)) != 1 for name in (task.place, target)):
             raise ConfigError(f"place is {task.place!r}, target {target!r}: must be one place each")
         text = LanguageWindows(
-            replace(config, task=LanguageTask()), Tokenizers(model.tokenizer), own.vocab_size
+            replace(config, task=LanguageTask()), Tokenizers(model.tokenizer), studied.vocab_size
         )
         self.task, self.read, self.text = task, model, text
         self.config, self.tokenizers = replace(config, model=text.config.model), text.tokenizers
         self.tokens_per_step = text.tokens_per_step
         self.sha256 = sha256_of([text.data.sha256.encode(), model.params])
         self.target = target
-        self.prepare = _Captured(own, task.place, target, config.sequence_len)
+        self.prepare = _CaptureWindows(studied, task.place, target, config.sequence_len)
         self.resident = (model.params, text.data.train)  # type: ignore[assignment]
         self.held_out = (model.params, text.data.val)  # type: ignore[assignment]
         starts = np.linspace(0, len(text.data.train) - config.sequence_len - 1, SIZED_BY)
@@ -234,62 +227,62 @@ class DictionaryWindows(TrainingTask):
         )  # fmt: skip
 
     def inputs(self, step: int) -> np.ndarray:  # i32[A, B]
-        """Return where the windows of a step start."""
+        """Return the starts of the windows of a step."""
         return self.text.inputs(step)
 
     def evaluation(self) -> Iterator[np.ndarray]:  # i32[B] each
-        """Yield where held-out windows start."""
+        """Yield the starts of held-out windows."""
         return self.text.evaluation()
 
     def described(self) -> str:
-        """Return what is learnt, and of what."""
+        """Describe the dictionary and its model in one line."""
         task = self.task
         kind = "" if task.target is None else f" from {task.target}"
         return f"dictionary: {task.features:,} features of {task.place}{kind} of {task.of}"
 
     def sample(self, params: Params) -> str:
-        """Return how well the dictionary does, as text."""
+        """Return the scores of the dictionary as text."""
         return "\n".join(f"{name} {value:.4f}" for name, value in self.judge(params).items())
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return `dictionary_scores` of the first held-out windows."""
+        """Return `dictionary_scores` for the first held-out windows."""
         text = self.text.data.val
         length = self.config.sequence_len
         count = min(JUDGED, len(text) // length)
         tokens = text[: count * length].reshape(count, length).astype(np.int32)
         place, active = self.task.place, self.task.active
-        own = _dictionary(params, place=place, target=self.target, active=active)
-        config = as_transformer(self.read.config)
-        model = build(config)
-        assert isinstance(model, Decoder)  # as __init__ has checked
-        found = dictionary_scores(model, self.read.params, own, tokens)
+        dictionary = Dictionary(**params, place=place, target=self.target, active=active)
+        model = build(as_transformer(self.read.config))
+        assert isinstance(model, Decoder)  # __init__ has checked it
+        found = dictionary_scores(model, self.read.params, dictionary, tokens)
         names = "variance_explained", "l0", "dead", "loss_recovered"
         return {name: float(getattr(found, name)) for name in names}
 
 
 def load_dictionary(run: str | Path, step: int | None = None) -> Dictionary:
-    """Load the dictionary of a run of `DictionaryTask`.
+    """Load the dictionary of a `DictionaryTask` run.
 
     Args:
-        run: its folder.
-        step: of the checkpoint; None is the last.
+        run: the folder of the run.
+        step: the step of the checkpoint; None is the last.
 
     Raises:
-        ConfigError: if the run is of another task, or has no such checkpoint.
+        ConfigError: if the run has another task, or has no such checkpoint.
         CheckpointError: if a file is damaged.
     """
     folder = RunFolder(Path(run))
     config = folder.read_config()
     task = config.task
     if not isinstance(task, DictionaryTask):
-        raise ConfigError(f"run is {str(run)!r}: it is of task {task.kind!r}, and no dictionary")
+        rule = f"must be a run of task 'dictionary', not of {task.kind!r}"
+        raise ConfigError(f"run is {str(run)!r}: {rule}")
     steps = checkpoint.saved_steps(folder.checkpoints)
     if not steps or step not in (None, *steps):
-        raise ConfigError(f"step is {step}: run {str(run)!r} has checkpoints of {steps}")
+        raise ConfigError(f"step is {step}: run {str(run)!r} has checkpoints of steps {steps}")
     saved = checkpoint.step_path(folder.checkpoints, steps[-1] if step is None else step)
     leaves = checkpoint.read_manifest(saved).leaves
-    named = {leaf.name.removeprefix("params/"): leaf.shape for leaf in leaves}
-    like = {name: jax.ShapeDtypeStruct(named[name], jnp.float32) for name in ARRAYS}
-    found = checkpoint.restore(saved, {"params": like})["params"]
+    shapes = {leaf.name.removeprefix("params/"): leaf.shape for leaf in leaves}
+    like = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in ARRAYS}
+    params = checkpoint.restore(saved, {"params": like})["params"]
     target = task.place if task.target is None else task.target
-    return _dictionary(found, place=task.place, target=target, active=task.active)
+    return Dictionary(**params, place=task.place, target=target, active=task.active)

@@ -1,4 +1,4 @@
-"""Attribute an output to the tokens that were read, by gradients along a path.
+"""Integrated gradients: attribution of an output to the input tokens.
 
 Source: Sundararajan et al. 2017 (arXiv:1703.01365).
 """
@@ -28,28 +28,29 @@ def integrated_gradients(
     steps: int = 64,
     **arguments: Any,
 ) -> jax.Array:  # f32[B, T]
-    """Return what each token adds to an output, compared with a baseline's token in its place.
+    """Return the contribution of each token to an output, relative to a baseline token.
 
-    a_t = <x_t - x'_t, integral from 0 to 1 of d metric / d x_t at x' + s (x - x') ds>, x and x' the
-    embeddings of tokens and baseline (Sundararajan et al. 2017), by Gauss and Legendre's rule in
-    `steps` points. Completeness: the sum is metric(tokens) - metric(baseline).
+    a_t = <x_t - x'_t, integral from 0 to 1 of d metric / d x_t at x' + s (x - x') ds>, with x and
+    x' the embeddings of tokens and baseline (Sundararajan et al. 2017), by Gauss-Legendre
+    quadrature with `steps` points. Completeness: the sum is metric(tokens) - metric(baseline).
 
     Args:
-        model: a decoder, an encoder with logits, or an encoder-decoder, whose source stays.
+        model: a decoder, an encoder with logits, or an encoder-decoder (its source is fixed).
         params: its parameters, looped or scanned.
         tokens: i32[B, T].
-        baseline: i32[], [T] or [B, T]: tokens that say nothing, such as padding or a mask. It is no
-            embedding of zeros: norms have no usable slope there.
+        baseline: i32[], [T] or [B, T]: uninformative tokens, such as padding or a mask. An
+            embedding of zeros is not supported, because norms have no usable gradient there.
         metric: a differentiable function of logits f32[B, T, V] to f32[].
-        steps: points of the rule, one forward and backward pass each.
-        **arguments: others of `model.apply` for both, such as `positions`, `source` or `edit`.
+        steps: number of quadrature points, each with one forward and backward pass.
+        **arguments: other arguments of `model.apply` for both, such as `positions`, `source` or
+            `edit`.
 
     Returns:
         f32[B, T].
 
     Raises:
         ValueError: if the model has no logits, `steps` is not positive, a token is outside the
-            vocabulary, or `edit` has `embedding`.
+            vocabulary, or `edit` contains `embedding`.
     """
     check_model("integrated_gradients", model, arguments, "capture")
     if steps < 1:
@@ -59,9 +60,9 @@ def integrated_gradients(
     start = jnp.asarray(baseline)
     start = jnp.broadcast_to(start.reshape((1,) * (2 - start.ndim) + start.shape), np.shape(tokens))
     check_tokens(start, model.config.vocab_size)
-    nodes, shares = np.polynomial.legendre.leggauss(steps)  # on -1..1, the shares sum to 2
+    nodes, weights = np.polynomial.legendre.leggauss(steps)  # on -1..1: the weights sum to 2
 
-    def attributed(params: Params, tokens: jax.Array, start: jax.Array) -> jax.Array:
+    def attribute(params: Params, tokens: jax.Array, start: jax.Array) -> jax.Array:
         apply = partial(run, model, params, arguments)
         x0, x1 = (apply(x, capture=("embedding",))[1]["embedding"] for x in (start, tokens))
 
@@ -69,13 +70,13 @@ def integrated_gradients(
             return metric(apply(tokens, edit=edit | {"embedding": lambda _: x})[0])
 
         def point(summed: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            s, share = at
-            slope = jax.grad(output)((x0 + s * (x1 - x0)).astype(x1.dtype))
-            return summed + share * slope.astype(jnp.float32), None
+            s, weight = at
+            gradient = jax.grad(output)((x0 + s * (x1 - x0)).astype(x1.dtype))
+            return summed + weight * gradient.astype(jnp.float32), None
 
-        points = jnp.asarray((nodes + 1) / 2, x1.dtype), jnp.asarray(shares / 2, jnp.float32)
-        # one point after the other: a batch of all would hold as many backward passes at once
-        slopes = jax.lax.scan(point, jnp.zeros(x1.shape, jnp.float32), points)[0]
-        return ((x1 - x0).astype(jnp.float32) * slopes).sum(axis=-1)
+        points = jnp.asarray((nodes + 1) / 2, x1.dtype), jnp.asarray(weights / 2, jnp.float32)
+        # a scan instead of a batch, so that memory is needed for only one backward pass
+        gradients = jax.lax.scan(point, jnp.zeros(x1.shape, jnp.float32), points)[0]
+        return ((x1 - x0).astype(jnp.float32) * gradients).sum(axis=-1)
 
-    return jax.jit(attributed)(params, tokens, start)
+    return jax.jit(attribute)(params, tokens, start)

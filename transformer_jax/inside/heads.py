@@ -1,7 +1,7 @@
-"""Score heads by what they attend to, and follow the weights of attention through the layers.
+"""Head scores, attention rollout and attention entropy.
 
-`attention_weights(model, params, tokens)["attention"]` are the weights of all layers and heads,
-f32[B, L, N, T, S].
+The functions take attention weights. `attention_weights(model, params, tokens)["attention"]`
+returns those of all layers and heads, f32[B, L, N, T, S].
 
 Sources: Elhage et al. 2021 and Olsson et al. 2022 (arXiv:2209.11895), "In-context learning and
 induction heads"; Wang et al. 2023 (arXiv:2211.00593), appendix H; Abnar & Zuidema 2020
@@ -21,16 +21,16 @@ from transformer_jax.values import short_repr
 def repeated_tokens(
     key: jax.Array, vocab_size: int, *, rows: int = 4, period: int = 25
 ) -> jax.Array:  # i32[rows, 2 * period]
-    """Return rows of random tokens that are repeated once, in which nothing but that can be copied.
+    """Return rows of random tokens, each followed by one repetition of the same tokens.
 
-    The tokens of a row are drawn without replacement where the vocabulary has as many, so that each
-    of them has one earlier occurrence (Olsson et al. 2022).
+    The tokens of a row are drawn without replacement, so each repeated token has exactly one
+    earlier occurrence, and only repetition makes it predictable (Olsson et al. 2022).
 
     Args:
         key: a single key.
         vocab_size: tokens are drawn from 0..vocab_size - 1.
-        rows: how many rows.
-        period: how many tokens are repeated.
+        rows: number of rows.
+        period: number of tokens before the repetition.
 
     Returns:
         i32[rows, 2 * period].
@@ -39,8 +39,8 @@ def repeated_tokens(
         ValueError: if `period` is above `vocab_size`, or a number is not positive.
     """
     if rows < 1 or not 1 <= period <= vocab_size:
-        rule = f"must be in 1..{vocab_size}, the vocabulary, in a positive number of rows"
-        raise ValueError(f"period is {period} in {rows} rows: {rule}")
+        rule = f"period must be in 1..{vocab_size} (vocab_size), and rows must be positive"
+        raise ValueError(f"period is {period}, rows is {rows}: {rule}")
     keys = jax.random.split(key, rows)
     draw = lambda key: jax.random.choice(key, vocab_size, (period,), replace=False)  # noqa: E731
     once = jax.vmap(draw)(keys).astype(jnp.int32)
@@ -49,57 +49,58 @@ def repeated_tokens(
 
 @short_repr
 class HeadScores(NamedTuple):
-    """Hold how much each head attends, on average, to three kinds of tokens: from 0 to 1."""
+    """Average attention of each head to three kinds of tokens, from 0 to 1."""
 
     previous_token: jax.Array
-    """f32[L, N]: to the token before."""
+    """f32[L, N]: to the previous token."""
     duplicate_token: jax.Array
-    """f32[L, N]: to the earlier occurrence of the token itself."""
+    """f32[L, N]: to the earlier occurrence of the same token."""
     induction: jax.Array
-    """f32[L, N]: to the token after the earlier occurrence, which the head would copy."""
+    """f32[L, N]: to the token after the earlier occurrence, which an induction head copies."""
 
 
 def head_scores(weights: jax.Array, period: int) -> HeadScores:
-    """Return the scores of heads on tokens that are repeated after `period` tokens.
+    """Return the scores of heads on tokens that repeat after `period` tokens.
 
     previous = mean_t A[t, t - 1] over t >= 1, duplicate = mean_t A[t, t - P] and induction = mean_t
     A[t, t - P + 1] over t >= P, and over the rows (Olsson et al. 2022, prefix matching).
 
     Args:
-        weights: f32[B, ..., T, T], of `repeated_tokens`: [B, L, N, T, T] of `attention_weights`.
-        period: P, after how many tokens a token is repeated.
+        weights: f32[B, ..., T, T], attention weights on `repeated_tokens`, such as the
+            [B, L, N, T, T] of `attention_weights`.
+        period: P, the distance between a token and its repetition.
 
     Returns:
-        f32[...] each, [L, N] of a model's.
+        f32[...] each; [L, N] for the weights of a model.
 
     Raises:
-        ValueError: if the weights are not square, or P is not in 2..T - 1: with P 1 the token
-            before is the earlier occurrence.
+        ValueError: if the weights are not square, or P is not in 2..T - 1. With P = 1 the previous
+            token would also be the earlier occurrence.
     """
     T = _check_weights(weights)
     if not 2 <= period < T:
-        raise ValueError(f"period is {period}: must be in 2..{T - 1}, and tokens repeat within {T}")
+        raise ValueError(f"period is {period}: must be in 2..{T - 1} for {T} tokens")
 
     def score(offset: int, first: int) -> jax.Array:
-        """Return the mean weight of the token `offset` tokens before, over queries from `first`."""
-        along = jnp.diagonal(weights, -offset, axis1=-2, axis2=-1)  # of queries t >= offset
-        return along[..., first - offset :].mean(axis=(0, -1))
+        """Return the mean weight from queries t >= `first` to the token t - `offset`."""
+        diagonal = jnp.diagonal(weights, -offset, axis1=-2, axis2=-1)  # queries t >= offset
+        return diagonal[..., first - offset :].mean(axis=(0, -1))
 
     return HeadScores(score(1, 1), score(period, period), score(period - 1, period))
 
 
 def attention_rollout(weights: jax.Array) -> jax.Array:  # f32[B, L, T, T]
-    """Return how much of each token of the input is in each token after each layer.
+    """Return the share of each input token in each token after each layer: attention rollout.
 
-    R_l = (A_l + 1) / 2 R_(l - 1), R_0 = 1, where A_l is the mean of the heads, and the rows of (A_l
-    + 1) / 2 are divided by their sum (Abnar & Zuidema 2020, 3): what attention mixes, the residual
-    stream counted as half.
+    R_l = (A_l + I) / 2 R_(l - 1), R_0 = I, with A_l the mean over heads and the rows of (A_l + I) /
+    2 normalized to sum to 1 (Abnar & Zuidema 2020, section 3). The residual stream counts as half.
 
     Args:
         weights: f32[B, L, N, T, T], as `attention_weights` returns them.
 
     Returns:
-        f32[B, L, T, T], of which each row sums to 1; the last layer's are the rollout of the model.
+        f32[B, L, T, T] with rows that sum to 1. The entry of the last layer is the rollout of the
+        model.
 
     Raises:
         ValueError: if the weights are not [B, L, N, T, T].
@@ -108,7 +109,7 @@ def attention_rollout(weights: jax.Array) -> jax.Array:  # f32[B, L, T, T]
     if weights.ndim != 5:
         raise ValueError(f"weights have shape {list(weights.shape)}: must be [B, L, N, T, T]")
     mixed = weights.astype(jnp.float32).mean(axis=2) + jnp.eye(T)[None, None]
-    # rows of weights with sinks sum to less than 1
+    # attention sinks make rows sum to less than 1
     mixed = mixed / mixed.sum(axis=-1, keepdims=True)
 
     def follow(rolled: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -122,8 +123,8 @@ def attention_rollout(weights: jax.Array) -> jax.Array:  # f32[B, L, T, T]
 def attention_entropy(weights: jax.Array) -> jax.Array:  # f32[..., T]
     """Return the entropy of each row of weights, -sum_s A[t, s] ln A[t, s], in nats.
 
-    It is 0 where a head attends to one token, and ln n where to n tokens alike. A weight of 0 adds
-    0, and its slope is 0.
+    The entropy is 0 if a head attends to one token, and ln n if it attends to n tokens equally. A
+    weight of 0 contributes 0 and has a gradient of 0.
 
     Args:
         weights: f32[..., T, S].
@@ -132,15 +133,15 @@ def attention_entropy(weights: jax.Array) -> jax.Array:  # f32[..., T]
         f32[..., T].
     """
     positive = weights > 0
-    # 1 ln 1 = 0: where a weight is 0, its logarithm would make the gradient NaN
+    # zero weights are replaced by 1 (1 ln 1 = 0), because ln 0 would make the gradient NaN
     safe = jnp.where(positive, weights, 1).astype(jnp.float32)
     return -(safe * jnp.log(safe)).sum(axis=-1)
 
 
 def _check_weights(weights: jax.Array) -> int:
-    """Return T of weights [B, ..., T, T]; ValueError for those of other shapes."""
+    """Return T for weights [B, ..., T, T]; ValueError for other shapes."""
     shape = list(getattr(weights, "shape", ()))
     if len(shape) < 3 or shape[-1] != shape[-2]:
-        rule = "must be [B, ..., T, T], of a prompt that is read at once, without a cache"
+        rule = "must be [B, ..., T, T], from a prompt that is read at once, without a cache"
         raise ValueError(f"weights have shape {shape}: {rule}")
     return int(shape[-1])

@@ -1,7 +1,7 @@
-"""Read logits out of the stream of a transformer, and take a logit apart.
+"""Logit lens and direct logit attribution.
 
-In a pre-norm model the last stream x is a sum of what the parts give, and a logit is linear in it
-but for the norm, whose divisor is held at its value:
+In a pre-norm model the last stream x is the sum of the outputs of its parts. A logit is linear in x
+if the divisor of the final norm is treated as a constant:
 
     x = embedding + sum_l (sum_n heads_ln W_ln + b_l) + sum_l feed_forward_l
     logit_v = <n(x), E_v> + c_v
@@ -37,21 +37,21 @@ def logit_lens(
 ) -> jax.Array:  # f32[B, L + 1, T, V]
     """Return the logits that the model would give if it ended after each block.
 
-    logits_l = n(x_l) E^T + c, n the model's final norm, x_0 the embedding and x_l what block l - 1
-    hands on (nostalgebraist 2020). The last are the logits of the model. A post-norm model has no
-    final norm: its streams are normalised.
+    logits_l = n(x_l) E^T + c, with n the model's final norm, x_0 the embedding and x_l the output
+    of block l - 1 (nostalgebraist 2020). The last entry is the model's own logits. A post-norm
+    model has no final norm, because its streams are already normalized.
 
     Args:
-        model: a decoder, an encoder with logits, or an encoder-decoder, whose decoder is read.
+        model: a decoder, an encoder with logits, or an encoder-decoder (its decoder is used).
         params: its parameters, looped or scanned.
         tokens: i32[B, T].
-        **arguments: others of `model.apply`, such as `positions`, `source` or `edit`.
+        **arguments: other arguments of `model.apply`, such as `positions`, `source` or `edit`.
 
     Returns:
-        f32[B, L + 1, T, V], of the embedding first.
+        f32[B, L + 1, T, V], starting with the embedding.
 
     Raises:
-        ValueError: if the model has no logits, or `edit` has `final_norm` or `logits`.
+        ValueError: if the model has no logits, or `edit` contains `final_norm` or `logits`.
     """
     check_model("logit_lens", model, arguments, "capture")
     refuse_edits("logit_lens", model, arguments.get("edit", {}), "final_norm", "logits")
@@ -64,7 +64,7 @@ def streams_of(
     arguments: Mapping[str, Any],
     tokens: jax.Array,  # i32[B, T]
 ) -> jax.Array:  # [B, L + 1, T, D]
-    """Return the embedding and what each block hands on."""
+    """Return the embedding and the output of each block."""
     names = ("embedding", *(f"block_{i}/residual" for i in range(model.config.decoder_layers)))
     captured = run(model, params, arguments, tokens, capture=names)[1]
     return jnp.stack([captured[name] for name in names], axis=1)
@@ -75,9 +75,9 @@ def read_out(
     params: Params,
     streams: jax.Array,  # [B, L, T, D]
 ) -> jax.Array:  # f32[B, L, T, V]
-    """Return the logits of streams as the model has them of its last one."""
+    """Apply the model's final norm and output layer to each stream."""
 
-    def of_rows(model: Transformer, x: jax.Array) -> jax.Array:  # [B, n, D] -> f32[B, n, V]
+    def output(model: Transformer, x: jax.Array) -> jax.Array:  # [B, n, D] -> f32[B, n, V]
         stack = model.encoder if isinstance(model, Encoder) else model.decoder
         x = x if model.config.norm_order == "post" else stack.norm(x)
         if isinstance(model, Encoder) and model.config.masked_token_head:
@@ -85,51 +85,50 @@ def read_out(
         return model.embed.logits(x)
 
     B, L, T, D = streams.shape
-    logits = model.apply({"params": params}, streams.reshape(B, L * T, D), method=of_rows)
+    logits = model.apply({"params": params}, streams.reshape(B, L * T, D), method=output)
     assert isinstance(logits, jax.Array)
     return logits.reshape(B, L, T, -1)
 
 
 @short_repr
 class LogitAttribution(NamedTuple):
-    """Hold what each part of a model adds to a logit, or to a difference of two, at each token.
+    """Contributions of the parts of a model to a logit, or to a difference of two logits.
 
-    All parts together are the logit: `total`.
+    The contributions sum to the logit (`total`).
     """
 
     embedding: jax.Array
-    """f32[B, T]: of what the first block reads."""
+    """f32[B, T]: the input of the first block."""
     heads: jax.Array
-    """f32[B, L, N, T]: of each head of self-attention, without the bias of its output matrix."""
+    """f32[B, L, N, T]: each self-attention head, without the bias of the output matrix."""
     feed_forward: jax.Array | None
-    """f32[B, L, T]: of each feed-forward branch, its last bias included; None: there is none."""
+    """f32[B, L, T]: each feed-forward branch, including its last bias; None if there is none."""
     bias: jax.Array
-    """f32[B, T]: of the biases of attention's output matrices, of the final norm's, and of the
-    logits'."""
+    """f32[B, T]: the biases of attention's output matrices, of the final norm and of the logits."""
     cross_heads: jax.Array | None = None
-    """f32[B, L, N, T]: of each head of attention to a source, in an encoder-decoder."""
+    """f32[B, L, N, T]: each cross-attention head of an encoder-decoder."""
 
     def total(self) -> jax.Array:  # f32[B, T]
-        """Return the sum of all parts, which is the logit, or the difference."""
+        """Return the sum of all contributions: the logit, or the difference."""
         heads = self.heads.sum((1, 2))
         heads = heads if self.feed_forward is None else heads + self.feed_forward.sum(1)
         heads = heads if self.cross_heads is None else heads + self.cross_heads.sum((1, 2))
         return self.embedding + heads + self.bias
 
 
-def no_sum(config: ModelConfig) -> str | None:
-    """Return why a logit is not the sum of what parts add, or None where it is."""
+def why_not_additive(config: ModelConfig) -> str | None:
+    """Return why a logit is not a sum of contributions of parts, or None if it is."""
     if config.norm_order != "pre" and not config.is_parallel:
-        rule = "the last stream is the sum of what parts give in pre-norm and parallel models alone"
+        rule = "only in pre-norm and parallel models is the last stream a sum of its parts"
         return f"norm_order is {config.norm_order!r}: {rule}"
     if config.logit_softcap is not None:
-        rule = "a capped logit is no sum; replace(config, logit_softcap=None) has those before"
+        rule = "a capped logit is not a sum; uncap it with replace(config, logit_softcap=None)"
         return f"logit_softcap is {config.logit_softcap}: {rule}"
     if config.residual_scale is not None:
-        rule = "the stream gains so many times what a part gives"
+        rule = "must be None, because it multiplies the output of each part"
         return f"residual_scale is {config.residual_scale}: {rule}"
     if config.masked_token_head:
-        rule = "its activation is after the last stream, and so logits are no sum"
+        rule = "must be False, because the head applies an activation to the last stream"
         return f"masked_token_head is True: {rule}"
     return None
 
@@ -142,36 +141,35 @@ def logit_attribution(
     other: jax.Array | int | None = None,  # i32[], or broadcast to [B, T]
     **arguments: Any,
 ) -> LogitAttribution:
-    """Return what each part adds to the logit of a token: direct logit attribution.
+    """Return the contribution of each part to the logit of a token: direct logit attribution.
 
-    A part c of the last stream x adds <(c - mean(c)) / sqrt(var(x) + eps) * scale, E_target -
-    E_other>, times `logit_scale`; of an RMSNorm <c / sqrt(mean(x^2) + eps) * scale, ...>. The
-    norm's divisor is that of the whole stream (Elhage et al. 2021; Wang et al. 2023, 3.1).
+    A part c of the last stream x contributes <(c - mean(c)) / sqrt(var(x) + eps) * scale, E_target
+    - E_other>, times `logit_scale`; with an RMSNorm, <c / sqrt(mean(x^2) + eps) * scale, ...>. The
+    divisor is that of the whole stream (Elhage et al. 2021; Wang et al. 2023, section 3.1).
 
     Args:
-        model: a pre-norm or parallel model whose logits are linear in what the final norm gives.
+        model: a pre-norm or parallel model whose logits are linear in the output of the final norm.
         params: its parameters, looped or scanned.
         tokens: i32[B, T].
-        target: i32[], [T] or [B, T]: the token whose logit is taken apart, at each position.
+        target: i32[], [T] or [B, T]: the token whose logit is decomposed, at each position.
         other: the token whose logit is subtracted; None subtracts nothing.
-        **arguments: others of `model.apply`, such as `positions`, `source` or `edit`.
+        **arguments: other arguments of `model.apply`, such as `positions`, `source` or `edit`.
 
     Returns:
-        The parts, which sum to the logit.
+        The contributions, which sum to the logit.
 
     Raises:
-        ValueError: if the model is neither pre-norm nor parallel, has a `logit_softcap` or a
-            `masked_token_head`, or a token is outside the vocabulary.
+        ValueError: if the model is neither pre-norm nor parallel, has a `logit_softcap`, a
+            `residual_scale` or a `masked_token_head`, or a token is outside the vocabulary.
     """
     check_model("logit_attribution", model, arguments, "capture")
     cfg = model.config
-    if (why := no_sum(cfg)) is not None:
+    if (why := why_not_additive(cfg)) is not None:
         raise ValueError(f"logit_attribution: {why}")
-    edited = "residual", "residual_mid"
     depth, side = cfg.decoder_layers, "encoder" if cfg.kind == "encoder" else "decoder"
     refuse_edits(
         "logit_attribution", model, arguments.get("edit", {}), "final_norm", "logits",
-        *(f"block_{i}/{name}" for i in range(depth) for name in edited),
+        *(f"block_{i}/{name}" for i in range(depth) for name in ("residual", "residual_mid")),
         *(f"block_{i}/{b}/output" for i in range(depth) for b in ("attention", "cross_attention")),
     )  # fmt: skip
 
@@ -191,9 +189,9 @@ def logit_attribution(
         check_tokens(one, cfg.vocab_size)
 
     def difference(rows: Any) -> jax.Array:
-        """Return what stands in a table for the target less what stands for the other token."""
-        looked = rows.look_up if isinstance(rows, QuantizedTable) else lambda i: ops.lookup(rows, i)
-        first, *rest = (looked(one).astype(jnp.float32) for one in ids)
+        """Return the row of the target minus the row of the other token, if there is one."""
+        row = rows.look_up if isinstance(rows, QuantizedTable) else lambda i: ops.lookup(rows, i)
+        first, *rest = (row(one).astype(jnp.float32) for one in ids)
         return first - rest[0] if rest else first
 
     d = difference(table) * (1.0 if cfg.logit_scale is None else cfg.logit_scale)  # [B, T, D]
@@ -203,13 +201,13 @@ def logit_attribution(
     if "bias" in norm:
         bias = bias + d @ norm["bias"].astype(jnp.float32)
     if cfg.norm is not None:
-        # the norm is x -> (x - mean) / divisor * scale: its transpose turns d into a direction
+        # the norm is x -> (x - mean) / divisor * scale; its transpose maps d to a stream direction
         x = found[f"block_{depth - 1}/residual"]
         scale = norm["scale"].astype(jnp.float32) + (1.0 if cfg.norm_unit_offset else 0.0)
         d = d * scale[None, None]
         if cfg.norm == "layernorm":
             x, d = (y - y.mean(axis=-1, keepdims=True) for y in (x, d))
-        # the divisor is held at its value, or a logit would not be linear in the parts
+        # the divisor is a constant, otherwise a logit would not be linear in the parts
         d = d * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + cfg.norm_eps)
 
     def along(part: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T]
@@ -219,13 +217,13 @@ def logit_attribution(
     for i in range(depth):
         for branch in branches:
             if cfg.scan_layers:
-                of_all = params[side]["blocks"][branch]["out"]
-                out = jax.tree.map(lambda leaf, i=i: leaf[i], of_all)
+                stacked = params[side]["blocks"][branch]["out"]
+                out = jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
             else:
                 out = params[side]["block_0" if cfg.share_layers else f"block_{i}"][branch]["out"]
             heads = found[f"block_{i}/{branch}/heads"]  # [B, T, N, Hv]
             matrix = lambda h, out=out: product(h, out["kernel"], None, 2, None, "out")  # noqa: E731
-            # <h W, d> = <h, d W^T>: one product for all heads
+            # <h W, d> = <h, d W^T>: one product for all heads; the transpose serves adapters too
             back = jax.vjp(matrix, heads)[1](d)[0]
             attributed[branch].append((heads * back).sum(axis=-1).swapaxes(1, 2))
             if "bias" in out:

@@ -1,4 +1,4 @@
-"""Say which models can be looked into here, and run them with what a tool does not set itself."""
+"""Checks and the forward pass shared by the interpretability tools."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from transformer_jax.models.transformer import Decoder, Encoder
 from transformer_jax.pytree import Params
 
 Transformer: TypeAlias = Decoder | Encoder | EncoderDecoder
-"""The models with blocks and logits."""
+"""Models with blocks and logits."""
 
 
 def check_model(
     tool: str, model: Transformer, arguments: Mapping[str, Any], sets: str = ""
 ) -> None:
-    """Raise ValueError unless a model has blocks and logits, and no argument is the tool's own.
+    """Raise ValueError unless the model has blocks and logits and the arguments are allowed.
 
-    `key` would turn dropout on, and `sets` names more arguments that the tool sets.
+    `sets` names arguments that the tool sets itself. `key` is not allowed, because it would turn
+    dropout on.
     """
     if not isinstance(model, Decoder | Encoder | EncoderDecoder):
-        rule = "must be a Decoder, Encoder or EncoderDecoder, as build(config) makes"
+        rule = "must be a Decoder, Encoder or EncoderDecoder, as build(config) returns"
         raise ValueError(f"{tool} of a {type(model).__name__}: {rule}")
     if not model.config.has_logits:
         name = "embedding_dim" if model.config.inputs is None else "inputs"
-        given = getattr(model.config, name)
-        raise ValueError(f"{tool}: {name} is {given!r}: such an encoder has no logits")
+        value = getattr(model.config, name)
+        raise ValueError(f"{tool}: {name} is {value!r}: such an encoder has no logits")
     for name in ("key", "method", "cache", "at", *sets.split()):
         if name in arguments:
             raise ValueError(f"{tool} takes no {name}: it reads whole prompts, without dropout")
 
 
-def known_places(model: Transformer, names: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the places of names that may hold `*`; ValueError for one that is none."""
+def resolve_places(model: Transformer, names: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the places that match names, which may contain `*`; ValueError if none matches."""
     return Places.of(model.config, (names,) if isinstance(names, str) else names, {}).capture
 
 
 def refuse_edits(tool: str, model: Transformer, edit: Mapping[str, Edit], *names: str) -> None:
-    """Raise ValueError where an edit is of a place that the tool computes by itself."""
+    """Raise ValueError if `edit` contains a place that the tool computes itself."""
     for name, _ in Places.of(model, (), edit).edit:
         if name in names:
-            raise ValueError(f"{tool} with an edit of {name}: it computes {name} by itself")
+            raise ValueError(f"{tool} with an edit of {name}: the tool computes {name} itself")
 
 
 def run(
@@ -54,9 +55,9 @@ def run(
     tokens: jax.Array,  # i32[B, T]
     *,
     capture: Iterable[str] = (),
-    **asked: Any,
+    **more: Any,
 ) -> tuple[jax.Array, Captured]:
-    """Return the logits of a model, f32[B, T, V], and what is captured."""
-    given = {**arguments, **asked, "capture": tuple(capture)}
-    found: Any = model.apply({"params": params}, tokens, **given)
-    return found[0], found[2] if given["capture"] else {}
+    """Return the logits of a model, f32[B, T, V], and the captured values."""
+    places = tuple(capture)
+    out: Any = model.apply({"params": params}, tokens, **{**arguments, **more, "capture": places})
+    return out[0], out[2] if places else {}

@@ -1,10 +1,11 @@
-"""Put values of one prompt into the pass over another along chosen paths alone.
+"""Path patching: the effect of a value along selected paths.
 
-A sender writes to the stream, and receivers read it. What `patch` puts in changes all that comes
-after it; here it changes what the receivers read directly, and nothing on the way to them:
+A sender writes to the stream, and receivers read it. A value that `patch` inserts changes
+everything after it. Here it changes only the direct input of the receivers, because the branches
+between them are frozen:
 
-    held       f_j      the branches, at their values of the corrupted prompt
-    received   r_s      receivers(corrupted | f held, sender s := that of clean)
+    frozen     f_j      the branches, at their values on the corrupted prompt
+    received   r_s      receivers(corrupted | f frozen, sender s := its clean value)
     table[s] = metric(logits(corrupted | receivers := r_s))
 
 Sources: Wang et al. 2022 (arXiv:2211.00593), section 3.1 and appendix B; Goldowsky-Dill et al. 2023
@@ -20,13 +21,13 @@ from typing import Any
 import jax
 
 from transformer_jax.inside.edits import Indices, resample
-from transformer_jax.inside.models import Transformer, known_places, run
+from transformer_jax.inside.models import Transformer, resolve_places, run
 from transformer_jax.inside.patching import Axis, Metric, check_prompts, map_entries
 from transformer_jax.models.places import Edit
 from transformer_jax.pytree import Params
 
 _WRITES = "embedding", "heads", "output", "residual", "residual_mid"
-"""The last parts of places whose value the stream gains, or is."""
+"""The last parts of places whose value is added to the stream, or is the stream."""
 
 
 def path_patching(
@@ -43,84 +44,86 @@ def path_patching(
     batch_size: int = 64,
     **arguments: Any,
 ) -> jax.Array:  # [P, ...]
-    """Return the metric of a corrupted prompt, with one clean value at a time on chosen paths.
+    """Return the metric of a corrupted prompt with one clean value at a time on selected paths.
 
-    table[s] = metric(logits(corrupted | receivers := r_s)), where r_s is what the receivers are
-    when sender s is that of the clean prompt and all heads and feed-forward branches are held at
-    their values of the corrupted one (Wang et al. 2022; Goldowsky-Dill et al. 2023). With the
-    receiver "logits" that is the direct effect: what a sender adds to the last stream, and nothing
-    that another branch makes of it. All entries are one compiled program.
+    table[s] = metric(logits(corrupted | receivers := r_s)), with r_s the values of the receivers
+    when sender s has its clean value and all heads and feed-forward branches are frozen at their
+    corrupted values (Wang et al. 2022; Goldowsky-Dill et al. 2023). The receiver "logits" measures
+    the direct effect: the contribution of a sender to the last stream, without the branches that
+    read it. One compiled program computes all entries.
 
     Args:
         model: a decoder, an encoder with logits, or an encoder-decoder.
         params: its parameters, looped or scanned.
-        clean: i32[B, T]: the prompt whose values are put in.
+        clean: i32[B, T]: the prompt that provides the values.
         corrupted: i32[B, T]: the prompt that is read.
-        senders: places that write to the stream, which may hold `*`: "block_*/attention/heads", an
+        senders: places that write to the stream; may contain `*`: "block_*/attention/heads", an
             "output", "embedding", a "residual".
         receivers: places that read the stream, such as "logits", "block_3/attention/query" or
-            "block_3/feed_forward/input"; or a dict of places to the heads of each that receive,
-            None all.
+            "block_3/feed_forward/input"; or a dict from places to the heads that receive, with
+            None for all heads.
         metric: a function of logits f32[B, T, V] to an array, such as f32[] or f32[B].
-        recomputed: places of branches that are not held, but computed of what reaches them:
-            "block_*/feed_forward/output", as Wang et al. do, lets paths go through these.
-        each: what is put in one by one, as of `patch`; () is the whole value of a place.
-        batch_size: entries that run together: so many passes over the prompt are in memory.
-        **arguments: others of `model.apply` for both prompts, such as `positions` or `source`.
+        recomputed: places of branches that are computed instead of frozen, so that paths may pass
+            through them: "block_*/feed_forward/output", as in Wang et al.
+        each: axes to patch separately, as in `patch`; with (), the whole value of a place.
+        batch_size: entries that run together. Each needs the memory of one forward pass.
+        **arguments: other arguments of `model.apply` for both prompts, such as `positions` or
+            `source`.
 
     Returns:
-        [P, N], [P, T], [P, T, N] or [P], with the axes of the metric after them; P senders in the
-        order of the names.
+        [P, N], [P, T], [P, T, N] or [P], followed by the axes of the metric; P senders in the order
+        of the names.
 
     Raises:
-        ValueError: if the prompts differ in shape, a name is no place, a sender writes nothing to
-            the stream, a receiver does not read it, or a place has no such axis.
+        ValueError: if the prompts differ in shape, a name matches no place, a sender does not write
+            to the stream, a receiver does not read it, or a place lacks an axis of `each`.
     """
     tool = "path_patching"
     names = check_prompts(tool, model, clean, corrupted, senders, each, arguments)
     for name in names:
         if name.rpartition("/")[2] not in _WRITES:
-            raise ValueError(f"senders has {name}: must be one of {', '.join(_WRITES)}")
+            raise ValueError(f"senders has {name}: must end in one of {', '.join(_WRITES)}")
     branches = ["attention", *(["feed_forward"] if model.config.ff_dim else [])]
     if model.config.kind == "encoder-decoder":
         branches.append("cross_attention")
     ends = {branch: "output" if branch == "feed_forward" else "heads" for branch in branches}
-    free = known_places(model, recomputed)
-    held = known_places(model, [f"block_*/{branch}/{end}" for branch, end in ends.items()])
+    free = resolve_places(model, recomputed)
+    frozen = resolve_places(model, [f"block_*/{branch}/{end}" for branch, end in ends.items()])
     for name in free:
-        if name not in held:
-            rule = "must be the heads of attention, or the output of a feed-forward branch"
+        if name not in frozen:
+            rule = "must be the heads of attention or the output of a feed-forward branch"
             raise ValueError(f"recomputed has {name}: {rule}")
-    held = tuple(name for name in held if name not in free)
-    asked = receivers if isinstance(receivers, Mapping) else dict.fromkeys(
+    frozen = tuple(name for name in frozen if name not in free)
+    patterns = receivers if isinstance(receivers, Mapping) else dict.fromkeys(
         [receivers] if isinstance(receivers, str) else receivers
     )  # fmt: skip
-    reached = {name: heads for one, heads in asked.items() for name in known_places(model, one)}
+    reached = {n: heads for one, heads in patterns.items() for n in resolve_places(model, one)}
     if not reached:
-        raise ValueError("receivers is empty: 'logits' has the direct effect")
+        raise ValueError("receivers is empty: pass 'logits' for the direct effect")
     for name in reached:
-        if name in held or name.startswith("encoder/") or name.endswith("attention/output"):
-            rule = "must read the stream, as a branch's input, query, key and value, or logits do"
+        if name in frozen or name.startswith("encoder/") or name.endswith("attention/output"):
+            rule = "must read the stream: the input, query, key or value of a branch, or logits"
             raise ValueError(f"receivers has {name}: {rule}")
 
     def table(params: Params, clean: jax.Array, corrupted: jax.Array) -> jax.Array:
         apply = partial(run, model, params, arguments)
         values = apply(clean, capture=names)[1]
-        own = apply(corrupted, capture=held)[1]
+        constants = apply(corrupted, capture=frozen)[1]
 
-        def keep(name: str) -> Edit:
-            return lambda value: own[name]
+        def freeze(name: str) -> Edit:
+            return lambda value: constants[name]
 
         def entry(edit: dict[str, Edit]) -> jax.Array:
-            kept = {name: keep(name) for name in held}
+            freezing = {name: freeze(name) for name in frozen}
+            # the sender is frozen too, except at the head or token that the edit patches
             joined: dict[str, Edit] = {
-                name: lambda value, name=name: edit[name](kept[name](value))
-                for name in kept.keys() & edit.keys()
+                name: lambda value, name=name: edit[name](freezing[name](value))
+                for name in freezing.keys() & edit.keys()
             }
-            found = apply(corrupted, edit=kept | edit | joined, capture=tuple(reached))[1]
+            received = apply(corrupted, edit=freezing | edit | joined, capture=tuple(reached))[1]
             put: dict[str, Edit] = {}
             for name, heads in reached.items():
-                put |= resample({name: found[name]}, heads=heads)
+                put |= resample({name: received[name]}, heads=heads)
             return metric(apply(corrupted, edit=put)[0])
 
         return map_entries(entry, values, each, batch_size)

@@ -1,4 +1,4 @@
-"""Make a vector that steers: the mean difference of a value between two kinds of texts.
+"""Steering vectors: the mean difference of a value between two kinds of texts.
 
     vector = steering_vector(model, params, kind, unkind, "block_5/residual")
     edit = add("block_5/residual", 2 * vector)
@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import as_int32
-from transformer_jax.inside.models import Transformer, check_model, known_places, run
+from transformer_jax.inside.models import Transformer, check_model, resolve_places, run
 from transformer_jax.models.arguments import check_tokens
 from transformer_jax.pytree import Params
 
 Rows: TypeAlias = jax.Array | np.ndarray | Sequence[Sequence[int] | np.ndarray]
-"""Rows of ids: i32[n, T], or n of unlike length."""
+"""Rows of token IDs: i32[n, T], or n rows of different lengths."""
 
 
 def steering_vector(
@@ -36,48 +36,50 @@ def steering_vector(
     over: Literal["last", "all"] = "last",
     **arguments: Any,
 ) -> jax.Array:  # f32[D], or the last axes of the value
-    """Return the mean of a value over some texts less its mean over others.
+    """Return the mean of a value over positive texts minus its mean over negative texts.
 
-    vector = mean_i x_i(positive) - mean_i x_i(negative), x_i the value at the last token of text i,
-    or its mean over the tokens of the text: contrastive activation addition (Panickssery et al.
-    2023). `add` puts a multiple of it into the model.
+    vector = mean_i x_i(positive) - mean_i x_i(negative), with x_i the value at the last token of
+    text i or its mean over the tokens of the text: contrastive activation addition (Panickssery et
+    al. 2023). Steer the model with `add` and a multiple of the vector.
 
     Args:
         model: a decoder, an encoder with logits, or an encoder-decoder.
         params: its parameters, looped or scanned.
-        positive: i32[n, T], or a list of n rows of ids of unlike length, of texts to steer to.
-        negative: as many rows or not, of texts to steer away from.
-        place: one name of `transformer_jax.places`, of a value of each token: a residual, heads, an
-            output.
+        positive: texts to steer toward: i32[n, T], or a list of n rows of token IDs of different
+            lengths.
+        negative: texts to steer away from; the number of rows may differ.
+        place: one name of `transformer_jax.places` whose value has an entry for each token: a
+            residual, heads, an output.
         over: "last" reads the value at the last token of each text, "all" the mean over its tokens.
-        **arguments: others of `model.apply` for both that have no axis of rows, such as `edit`.
+        **arguments: other arguments of `model.apply` for both that have no row axis, such as
+            `edit`.
 
     Returns:
-        f32[D] of a stream, f32[N, H] of heads.
+        f32[D] for a stream, f32[N, H] for heads.
 
     Raises:
-        ValueError: if there is no such place, or it is of no single token, a text has no token, or
-            one is outside the vocabulary.
+        ValueError: if there is no such place, its value has no entry for each token, a text is
+            empty, or a token is outside the vocabulary.
     """
     check_model("steering_vector", model, arguments, "capture positions")
-    names = known_places(model, place)
+    names = resolve_places(model, place)
     if len(names) != 1 or names[0].endswith(("/weights", "/key_positions")):
-        rule = "must be the name of one value of each token, such as 'block_1/residual'"
+        rule = "must be one place with a value for each token, such as 'block_1/residual'"
         raise ValueError(f"place is {place!r}: {rule}")
     if over not in ("last", "all"):
         raise ValueError(f"over is {over!r}: must be 'last' or 'all'")
 
     def mean_of(name: str, rows: Rows) -> jax.Array:
-        tokens, counts = _padded(name, rows)
+        tokens, counts = _pad(name, rows)
         check_tokens(tokens, model.config.vocab_size)
 
         def average(params: Params, tokens: jax.Array, counts: jax.Array) -> jax.Array:
             index = jnp.arange(tokens.shape[1])[None]
-            known = index < counts[:, None]
-            given = {**arguments, "positions": jnp.where(known, index, -1)}
-            value = run(model, params, given, tokens, capture=names)[1][names[0]]
-            used = index == counts[:, None] - 1 if over == "last" else known
-            # each text has the same share, however long it is
+            valid = index < counts[:, None]
+            positions = {"positions": jnp.where(valid, index, -1)}
+            value = run(model, params, arguments | positions, tokens, capture=names)[1][names[0]]
+            used = index == counts[:, None] - 1 if over == "last" else valid
+            # each text has the same weight, regardless of its length
             share = used / used.sum(axis=1, keepdims=True) / len(tokens)
             return jnp.einsum("BT,BT...->...", share, value.astype(jnp.float32))
 
@@ -86,13 +88,13 @@ def steering_vector(
     return mean_of("positive", positive) - mean_of("negative", negative)
 
 
-def _padded(name: str, rows: Rows) -> tuple[jax.Array, jax.Array]:  # i32[n, T], i32[n]
-    """Return rows with zeros after the shorter ones, and how long they are."""
+def _pad(name: str, rows: Rows) -> tuple[jax.Array, jax.Array]:  # i32[n, T], i32[n]
+    """Return rows padded with zeros at the end, and their lengths."""
     if isinstance(rows, jax.Array | np.ndarray) and rows.ndim == 2 and rows.size:
         return jnp.asarray(rows), jnp.full(len(rows), rows.shape[1])
     found = [np.asarray(row) for row in rows]
     if not found or not all(x.ndim == 1 and x.size and x.dtype.kind in "iu" for x in found):
-        rule = "must be rows of ids, each of at least one token"
+        rule = "must be rows of token IDs, each with at least one token"
         raise ValueError(f"{name} is {rows!r:.60}: {rule}")
     lengths = [len(row) for row in found]
     padded = np.zeros((len(found), max(lengths)), np.int64)

@@ -1,7 +1,7 @@
-"""Read logits out of every stream through a translator of each, which is trained: the tuned lens.
+"""Tuned lens: logits from every stream, through a trained translator for each.
 
-The logit lens reads a stream as if it were the last one; where the basis changes from layer to
-layer it is wrong on average. A translator maps a stream to what the last one would be:
+The logit lens treats each stream as if it were the last one, which is biased if the basis changes
+from layer to layer. A translator maps a stream to an estimate of the last one:
 
     logits_l = n(x_l + x_l A_l + b_l) E^T + c
 
@@ -27,7 +27,7 @@ from transformer_jax.values import short_repr
 
 @short_repr
 class Translators(NamedTuple):
-    """Hold an affine map of each stream but the last, the embedding's first: x + x A + b."""
+    """Affine maps x + x A + b of all streams except the last, starting with the embedding."""
 
     kernel: jax.Array
     """f32[L, D, D]."""
@@ -36,12 +36,12 @@ class Translators(NamedTuple):
 
     @classmethod
     def identity(cls, model: Transformer) -> Translators:
-        """Return maps that change nothing: with them the tuned lens is the logit lens."""
+        """Return identity maps, with which the tuned lens is the logit lens."""
         L, D = model.config.decoder_layers, model.config.d_model
         return cls(jnp.zeros((L, D, D)), jnp.zeros((L, D)))
 
     def __call__(self, streams: jax.Array) -> jax.Array:  # [B, L, T, D] -> [B, L, T, D]
-        """Return streams that are translated, each by its own map."""
+        """Translate each stream by its own map."""
         x = streams.astype(jnp.float32)
         moved = jnp.einsum("BLTD,LDE->BLTE", x, self.kernel) + self.bias[None, :, None]
         return (x + moved).astype(streams.dtype)
@@ -54,23 +54,24 @@ def tuned_lens(
     tokens: jax.Array,  # i32[B, T]
     **arguments: Any,
 ) -> jax.Array:  # f32[B, L + 1, T, V]
-    """Return the logits that are read out of every stream after its translator.
+    """Return the logits of every stream after its translator.
 
-    logits_l = n(x_l + x_l A_l + b_l) E^T + c (Belrose et al. 2023). The last are the model's.
+    logits_l = n(x_l + x_l A_l + b_l) E^T + c (Belrose et al. 2023). The last entry is the model's
+    own logits.
 
     Args:
-        model: a decoder, an encoder with logits, or an encoder-decoder, whose decoder is read.
+        model: a decoder, an encoder with logits, or an encoder-decoder (its decoder is used).
         params: its parameters, looped or scanned.
-        translators: of `fit_tuned_lens`.
+        translators: trained translators, as `fit_tuned_lens` returns them.
         tokens: i32[B, T].
-        **arguments: others of `model.apply`, such as `positions`, `source` or `edit`.
+        **arguments: other arguments of `model.apply`, such as `positions`, `source` or `edit`.
 
     Returns:
-        f32[B, L + 1, T, V], of the embedding first.
+        f32[B, L + 1, T, V], starting with the embedding.
 
     Raises:
-        ValueError: if the model has no logits, translators are of another size, or `edit` has
-            `final_norm` or `logits`.
+        ValueError: if the model has no logits, the translators have another size, or `edit`
+            contains `final_norm` or `logits`.
     """
     check_model("tuned_lens", model, arguments, "capture")
     refuse_edits("tuned_lens", model, arguments.get("edit", {}), "final_norm", "logits")
@@ -87,23 +88,23 @@ def lens_divergence(
     tokens: jax.Array,  # i32[B, T]
     **arguments: Any,
 ) -> jax.Array:  # f32[L]
-    """Return how far the lens of each stream is from the model, on average over the tokens.
+    """Return the divergence between the lens of each stream and the model, averaged over tokens.
 
-    KL(p || q_l) = sum_v p_v (ln p_v - ln q_lv), in nats, p of the model's logits and q_l of those
-    that are read out of stream l.
+    KL(p || q_l) = sum_v p_v (ln p_v - ln q_lv), in nats, with p the model's distribution and q_l
+    that of the lens of stream l.
 
     Args:
-        model: as of `tuned_lens`.
+        model: as in `tuned_lens`.
         params: its parameters.
-        translators: `Translators.identity(model)` are those of the logit lens.
+        translators: pass `Translators.identity(model)` for the logit lens.
         tokens: i32[B, T].
-        **arguments: others of `model.apply`.
+        **arguments: other arguments of `model.apply`.
 
     Returns:
-        f32[L], of the embedding first.
+        f32[L], starting with the embedding.
 
     Raises:
-        ValueError: as `tuned_lens` does.
+        ValueError: under the same conditions as `tuned_lens`.
     """
     check_model("lens_divergence", model, arguments, "capture")
     refuse_edits("lens_divergence", model, arguments.get("edit", {}), "final_norm", "logits")
@@ -111,14 +112,14 @@ def lens_divergence(
     streams = streams_of(model, params, arguments, tokens)
     log_p = jax.nn.log_softmax(read_out(model, params, streams[:, -1:]))
 
-    @jax.checkpoint  # of one stream at a time: logits of all are wide
-    def of_layer(one: tuple[jax.Array, Translators]) -> jax.Array:
-        stream, own = one
-        translated = jax.tree.map(lambda leaf: leaf[None], own)(stream[:, None])
+    @jax.checkpoint  # one stream at a time, because logits [B, T, V] are large
+    def divergence(layer: tuple[jax.Array, Translators]) -> jax.Array:
+        stream, translator = layer
+        translated = jax.tree.map(lambda leaf: leaf[None], translator)(stream[:, None])
         log_q = jax.nn.log_softmax(read_out(model, params, translated))
         return (jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean()
 
-    return jax.lax.map(of_layer, (streams[:, :-1].swapaxes(0, 1), translators))
+    return jax.lax.map(divergence, (streams[:, :-1].swapaxes(0, 1), translators))
 
 
 def fit_tuned_lens(
@@ -131,33 +132,33 @@ def fit_tuned_lens(
     batch_size: int = 8,
     learning_rate: float = 1e-3,
     start: Translators | None = None,
-) -> tuple[Translators, jax.Array]:  # of the last step, f32[steps, L]
-    """Train translators so that the lens of each stream says what the model does.
+) -> tuple[Translators, jax.Array]:  # (trained, f32[steps, L])
+    """Train translators so that the lens of each stream agrees with the model.
 
-    sum_l KL(p || q_l) is made small by Adam, whose rate falls linearly to 0; the model stays as it
-    is (Belrose et al. 2023, 3). All steps are one compiled program.
+    Adam, with a rate that decays linearly to 0, minimizes sum_l KL(p || q_l); the model is frozen
+    (Belrose et al. 2023, section 3). One compiled program runs all steps.
 
     Args:
         model: a decoder, or an encoder with logits.
         params: its parameters, looped or scanned.
-        tokens: i32[n, T], rows of such texts as the lens is for, all of one length.
-        key: a single key, which draws the rows of each step.
-        steps: of Adam.
+        tokens: i32[n, T], training rows of equal length.
+        key: a single key that draws the rows of each step.
+        steps: number of Adam steps.
         batch_size: rows of a step.
-        learning_rate: of the first step.
-        start: where to begin; None is the logit lens.
+        learning_rate: the rate of the first step.
+        start: initial translators; None is the logit lens.
 
     Returns:
-        The translators, and before each step `lens_divergence` of its rows.
+        The translators, and the `lens_divergence` of the rows of each step before its update.
 
     Raises:
         ValueError: if the model has no logits or reads a source, or a number is not positive.
     """
-    import optax  # not before it is asked for: it takes a while
+    import optax  # imported here, because the import is slow
 
     check_model("fit_tuned_lens", model, {})
     if model.config.kind == "encoder-decoder":
-        raise ValueError("fit_tuned_lens of an encoder-decoder: it would need a source of each row")
+        raise ValueError("fit_tuned_lens of an encoder-decoder: each row would need a source")
     for name, number in dict(
         steps=steps, batch_size=batch_size, learning_rate=learning_rate
     ).items():
@@ -168,30 +169,30 @@ def fit_tuned_lens(
     _check(model, start)
     optimizer = optax.adam(optax.linear_schedule(learning_rate, 0.0, steps))
 
-    def fitted(
+    def fit(
         params: Params, tokens: jax.Array, start: Translators, key: jax.Array
     ) -> tuple[Translators, jax.Array]:
-        def loss(own: Translators, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-            apart = lens_divergence(model, params, own, rows)
-            return apart.sum(), apart
+        def loss(translators: Translators, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+            divergences = lens_divergence(model, params, translators, rows)
+            return divergences.sum(), divergences
 
         def step(carry: PyTree, key: jax.Array) -> tuple[PyTree, jax.Array]:
-            own, state = carry
+            translators, state = carry
             rows = tokens[jax.random.randint(key, (batch_size,), 0, len(tokens))]
-            slope, apart = jax.grad(loss, has_aux=True)(own, rows)
-            moved, state = optimizer.update(slope, state)
-            return (optax.apply_updates(own, moved), state), apart
+            grad, divergences = jax.grad(loss, has_aux=True)(translators, rows)
+            update, state = optimizer.update(grad, state)
+            return (optax.apply_updates(translators, update), state), divergences
 
-        begin = start, optimizer.init(start)
-        (own, _), apart = jax.lax.scan(step, begin, jax.random.split(key, steps))
-        return own, apart
+        carry = start, optimizer.init(start)
+        (translators, _), divergences = jax.lax.scan(step, carry, jax.random.split(key, steps))
+        return translators, divergences
 
-    given = params, jnp.asarray(tokens), start, key
-    return jax.jit(lambda *given: by_compiler(fitted, given, PartitionSpec()))(*given)
+    arrays = params, jnp.asarray(tokens), start, key
+    return jax.jit(lambda *arrays: by_compiler(fit, arrays, PartitionSpec()))(*arrays)
 
 
 def _check(model: Transformer, translators: Translators) -> None:
     L, D = model.config.decoder_layers, model.config.d_model
-    given = list(translators.kernel.shape)
-    if given != [L, D, D]:
-        raise ValueError(f"translators have kernels {given}: must be {[L, D, D]}")
+    shape = list(translators.kernel.shape)
+    if shape != [L, D, D]:
+        raise ValueError(f"translators have kernels of shape {shape}: must be {[L, D, D]}")

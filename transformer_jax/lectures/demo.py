@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from transformer_jax.cli.command import run
-from transformer_jax.cli.process import print_anything
+from transformer_jax.cli.process import escape_unprintable
 from transformer_jax.config import ConfigError
 from transformer_jax.config.fields import nearest
 from transformer_jax.lectures.demos import demonstrations
@@ -25,7 +25,7 @@ from transformer_jax.lectures.demos import demonstrations
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration named by the first argument and return the exit status."""
-    print_anything()
+    escape_unprintable()
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     summaries = demonstrations()
     if name in ("-h", "--help"):

@@ -24,7 +24,7 @@ from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.keywords import known_keywords
-from transformer_jax.inside.lens import no_sum
+from transformer_jax.inside.lens import why_not_additive
 from transformer_jax.models.quantized import QuantizedTable
 from transformer_jax.pytree import Array
 from transformer_jax.text import inspect_programs as programs
@@ -552,7 +552,7 @@ class Inspect:
             named |= {name: float(named[name]) for name in ("embedding", "bias")}
         return Attribution(
             texts[:-1], *answers, float(value), texts[-1], float(base), shares, **named,
-            reason=no_sum(config),
+            reason=why_not_additive(config),
         )  # fmt: skip
 
     @known_keywords

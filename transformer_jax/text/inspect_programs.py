@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from transformer_jax import inside
 from transformer_jax.config import ModelConfig
-from transformer_jax.inside.lens import no_sum
+from transformer_jax.inside.lens import why_not_additive
 from transformer_jax.models.editing import Edit
 from transformer_jax.models.places import places
 from transformer_jax.programs import program
@@ -165,7 +165,7 @@ def attributed(
     shares = inside.integrated_gradients(model, params, tokens, start, metric, **rest)[0]
     value, base = (metric(model.apply({"params": params}, x, **rest)[0]) for x in (tokens, start))
     # With a norm after each branch, or a softcap, the logits are not a sum of parts.
-    if no_sum(model.config) is not None:
+    if why_not_additive(model.config) is not None:
         return (value, base, shares), None
     parts = inside.logit_attribution(model, params, tokens, *ids, **rest)
     return (value, base, shares), jax.tree.map(lambda x: x[..., at], parts)
