@@ -1,4 +1,4 @@
-"""Every command refuses a flag's value that is none of its choices in one line."""
+"""The runner of commands: help, errors, signals and exit statuses."""
 
 import dataclasses
 import importlib
@@ -27,7 +27,7 @@ from transformer_jax.lectures import demo
         (["generate", "--model", "x", "--checkpoint", "bset"], "nearest: best"),
     ],
 )
-def test_a_wrong_choice_names_the_one_it_resembles(argv, hint, capsys):
+def test_wrong_choice_suggests_nearest(argv, hint, capsys):
     assert main(argv) == 2
     said = capsys.readouterr().err
     assert said.endswith(f"{hint}\n") and said.count("\n") == 1
@@ -39,12 +39,12 @@ REQUIRED = {
     ("nearest", "word"), ("plan", "target"), ("plot", "runs"), ("prepare", "data"),
     ("prepare", "out"), ("tokens", "prompt"), *((name, "model") for name in MODEL),
 }  # fmt: skip
-"""The flags without which a command has nothing to do."""
+"""Required flags of the commands."""
 
 
-def test_help_says_what_every_flag_of_every_command_takes(capsys):
+def test_help_describes_every_flag_of_every_command(capsys):
     needed = set()
-    for name in {*COMMANDS} - {"train", "demo"}:  # whose flags are fields, and a demonstration's
+    for name in {*COMMANDS} - {"train", "demo"}:  # their flags come from configs and demos
         folder = "lectures" if name in LECTURES else "cli"
         module = importlib.import_module(f"transformer_jax.{folder}.{name}")
         with pytest.raises(SystemExit) as ended:
@@ -55,7 +55,7 @@ def test_help_says_what_every_flag_of_every_command_takes(capsys):
         for path, (field,) in ConfigFlags(own, none=False).fields.items():
             line = field.help(None, False, "")
             assert len(line) > 5 and line[0] != "[", (name, path)
-            # Lines are wrapped, also at the hyphen of a name.
+            # Lines are wrapped, even at the hyphen of a name.
             assert "".join(line.split()) in "".join(text.split()), (name, path)
             if field.default is dataclasses.MISSING:
                 needed.add((name, path[0]))
@@ -66,16 +66,16 @@ def test_help_says_what_every_flag_of_every_command_takes(capsys):
 
 @pytest.mark.parametrize(("name", "meant"), [("attention", "inspect --what attention"),
                                              ("inside", "inspect")])  # fmt: skip
-def test_a_command_that_moved_is_refused_with_its_new_name(name, meant, capsys):
+def test_renamed_command_is_rejected_with_new_name(name, meant, capsys):
     assert main([name, "--model", "x"]) == 2
     assert capsys.readouterr().err.endswith(f", meant: {meant}\n")
 
 
-def test_an_error_is_one_line_with_the_file_the_reason_and_settings_as_flags():
+def test_error_is_one_line_with_settings_as_flags():
     for error, line in (
         (ValueError("a\n  b"), "a b"), (ValueError(""), "ValueError"),
-        (KeyError("x"), "KeyError: 'x' (--debug shows where)"),
-        (ZeroDivisionError("y"), "ZeroDivisionError: y (--debug shows where)"),
+        (KeyError("x"), "KeyError: 'x' (--debug shows the traceback)"),
+        (ZeroDivisionError("y"), "ZeroDivisionError: y (--debug shows the traceback)"),
         (OSError(2, "No such file", "f"), "f: No such file"), (OSError(5, "broken"), "broken"),
         (OSError("plain"), "plain"),
         (ValueError("use `text_errors='replace'` or `resume=True`"),
@@ -84,7 +84,7 @@ def test_an_error_is_one_line_with_the_file_the_reason_and_settings_as_flags():
         assert process.one_line(error) == line
 
 
-def test_the_first_signal_is_kept_and_the_second_ends_the_process(monkeypatch, capfd):
+def test_first_signal_is_recorded_and_second_ends_process(monkeypatch, capfd):
     ended, before = [], signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(process.os, "_exit", ended.append)
     with process.interrupts() as received:
@@ -93,8 +93,8 @@ def test_the_first_signal_is_kept_and_the_second_ends_the_process(monkeypatch, c
         os.kill(os.getpid(), signal.SIGINT)
         assert ended == [128 + signal.SIGINT]
     assert signal.getsignal(signal.SIGTERM) is before
-    line = "\nstopping after this step; once more stops at once\n"
-    assert capfd.readouterr().err == line * 2  # again, since the end is only recorded here
+    line = "\nstopping after this step; a second signal stops immediately\n"
+    assert capfd.readouterr().err == line * 2  # twice, because `_exit` is replaced by a recorder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Name:
     it: str = ""
 
 
-def test_a_command_ends_with_the_status_of_its_error(capsys):
+def test_exit_status_depends_on_error(capsys):
     def fail(error):
         def work(options):
             raise error
@@ -125,7 +125,7 @@ def test_a_command_ends_with_the_status_of_its_error(capsys):
         command.run(Name, ["--debug"], lambda options: {}["x"])
 
 
-def test_the_first_process_is_found_by_its_address(monkeypatch):
+def test_process_flags_initialize_jax_distributed(monkeypatch):
     joined = []
     monkeypatch.setattr("jax.distributed.initialize", lambda *given: joined.append(given))
     for argv, wanted in (
@@ -136,8 +136,8 @@ def test_the_first_process_is_found_by_its_address(monkeypatch):
         assert joined.pop() == wanted
     assert not parse([]).start.join() and not joined
     for argv, message in (
-        ("--distributed --process 1", "distributed and coordinator: give one of them"),
-        ("--process 1", "coordinator is None: coordinator, processes and process go together"),
+        ("--distributed --process 1", "distributed and coordinator: pass only one of them"),
+        ("--process 1", "coordinator is None: pass all of coordinator, processes and process, or none"),
         ("--coordinator h --processes x --process 1", "processes is 'x': must be INTEGER"),
         ("--coordinator h --processes 2 --process 2", "process is 2: must be below processes 2"),
     ):
@@ -145,7 +145,7 @@ def test_the_first_process_is_found_by_its_address(monkeypatch):
             parse(argv.split())
 
 
-def test_the_flags_of_a_demonstration_are_its_settings(monkeypatch, tmp_path, capsys):
+def test_demo_flags_set_its_options(monkeypatch, tmp_path, capsys):
     seen = []
     own = SimpleNamespace(
         __doc__="About it.", demonstrate=seen.append, OPTIONS={"tokens": (7, 3), "seed": (1, 1)}

@@ -1,4 +1,4 @@
-"""Commands call a model as their flags say and print what it returns; the model is a recorder."""
+"""Commands pass their flags to a model and print its results; the model is a recorder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ANSWERS = {
 
 
 class Recorder:
-    """A model whose methods return ANSWERS; a list of texts gets a list."""
+    """Model whose methods return ANSWERS, or lists of them for lists of texts."""
 
     def __init__(self, kind="text", task=None, **changes):
         tokenizer = with_special_tokens(CharTokenizer(" !abcdefghijklmnopqrstuvwxyz"), ["eos"])
@@ -51,7 +51,7 @@ class Recorder:
         self.run, self.answers = "a run", ANSWERS | changes
 
     inspect = property(lambda self: self)
-    fitting = language_model.LanguageModel.fitting  # of `room`
+    fitting = language_model.LanguageModel.fitting  # calls `room`
     save = language_model.LanguageModel.save
     module = SimpleNamespace(edits=())
 
@@ -85,7 +85,7 @@ class Recorder:
 
 @pytest.fixture
 def said(monkeypatch, capsys):
-    """Run a command on a model; return its output and what the model was asked."""
+    """Run a command on a model; return its output and the calls of the model."""
 
     def run(main, model, *argv, status=0):
         loaded = []
@@ -107,7 +107,7 @@ def said(monkeypatch, capsys):
 PLAIN = dict(processors=(), sampler=Sample(Temperature(0.8)), key=0, stop=())
 
 
-def test_texts_are_written_as_the_flags_say(said, tmp_path):
+def test_generate_passes_flags_to_model(said, tmp_path):
     run = lambda model, *argv: said(generate.main, model, "--model", "m", *argv)  # noqa: E731
     out, asked = run(Recorder(), "--prompt", "ab")
     assert (out, asked) == ("ab!x!x\n", [("generate", ("ab", None), {"stream": True} | PLAIN)])
@@ -134,7 +134,7 @@ def test_texts_are_written_as_the_flags_say(said, tmp_path):
     file.write_text("ab\n\nc\n")
     out, asked = run(Recorder(), "--prompts", file, "--slots", "3")
     assert out == "--- 1\nab!x\n--- 2\nc!x\n"
-    assert asked == [("generate", (["ab", "c"], 9), {"slots": 3} | PLAIN)]  # what fits
+    assert asked == [("generate", (["ab", "c"], 9), {"slots": 3} | PLAIN)]  # as many as fit
     out, asked = run(Recorder(), "--prompts", file, "--num-tokens", "2")
     assert asked == [("generate", (["ab", "c"], 2), PLAIN)]
     for kind, more in (("text", ("--chat",)), ("chat", ())):
@@ -155,7 +155,7 @@ def test_texts_are_written_as_the_flags_say(said, tmp_path):
     assert str(named["schema"]["maximum"]) == "1.50"
 
 
-def test_beams_answers_and_masks_are_printed(said, tmp_path):
+def test_generate_prints_beams_answers_and_masks(said, tmp_path):
     run = lambda model, *argv: said(generate.main, model, "--model", "m", *argv)  # noqa: E731
     search = dict(beams=3, results=2, length_penalty=0.5, processors=())
     out, asked = run(
@@ -200,7 +200,7 @@ def test_beams_answers_and_masks_are_printed(said, tmp_path):
     assert run(masks, "--prompt", "_")[1][1] == ("candidates", ("_",), {"count": 5})
 
 
-def test_signals_and_looked_up_texts_are_printed(said, monkeypatch, tmp_path):
+def test_generate_prints_signals_and_prompt_lookup(said, monkeypatch, tmp_path):
     from transformer_jax.lectures import tasks
 
     task, model = DigitsTask(), Recorder("signals", DigitsTask())
@@ -227,21 +227,21 @@ def test_signals_and_looked_up_texts_are_printed(said, monkeypatch, tmp_path):
     assert said(generate.main, model, *argv, "--chat")[0] == "ab\n"
 
 
-def test_answer_to_each_line_of_a_file_is_one_line(said, tmp_path):
+def test_each_answer_is_one_line(said, tmp_path):
     (tmp_path / "lines").write_text("x [MASK]\ny [MASK]\n")
     model = Recorder("masks", generate="a\nb\r\x0b\x85\u2028c é")
     out, _ = said(generate.main, model, "--model", "m", "--prompts", tmp_path / "lines")
     assert out.splitlines() == [r"a\nb\r\x0b\x85\u2028c é"] * 2
 
 
-def test_a_run_is_loaded_and_held_as_the_flags_say(said):
+def test_loading_flags_are_passed_on(said):
     model = Recorder()
     model.model.which, model.model.step = "last", 3
     argv = "--model", "r", "--init-from", "b", "--weights", "int8", "--prompt", "a"
     assert said(generate.main, model, *argv)[0] == "a!x!x\n"
     given = dict(checkpoint=None, init_from="b", weights="int8", dtype=None, max_len=None)
     assert said.loaded == [("r", given)]
-    line = "no step was evaluated yet: this is the last one saved, step 3\n"
+    line = "no checkpoint was evaluated yet: using the last one, step 3\n"
     assert said.errors == "generate: " + line
     said(generate.main, model, *argv[:2], "--checkpoint", "last", "--prompt", "a")
     assert said.errors == "" and said.loaded[0][1]["checkpoint"] == "last"
@@ -254,7 +254,7 @@ def test_a_run_is_loaded_and_held_as_the_flags_say(said):
 NATS = Score(tokens=("a", "b", "c", "d"), token_nats=np.array([0.5, 1.0, 1.5, 1.0]), num_bytes=8)
 
 
-def test_a_model_is_judged_as_the_flags_say(said, monkeypatch, tmp_path):
+def test_evaluate_passes_flags_to_model(said, monkeypatch, tmp_path):
     run = lambda model, *argv: said(evaluate.main, model, "--model", "m", *argv)  # noqa: E731
     model = Recorder(score=NATS)
     out, asked = run(model, "--prompt", "ab", "--json")
@@ -317,7 +317,7 @@ def test_a_model_is_judged_as_the_flags_say(said, monkeypatch, tmp_path):
     }
 
 
-def test_what_is_inside_is_asked_drawn_and_printed(said, tmp_path):
+def test_inspect_passes_flags_draws_and_prints(said, tmp_path):
     drawn = []
 
     def picture(**given):
@@ -369,7 +369,7 @@ def test_what_is_inside_is_asked_drawn_and_printed(said, tmp_path):
     assert asked == [("nearest", ("king",), dict(minus=("man",), plus=("a", "b"), count=2))]
 
 
-def test_a_decoder_is_exported_with_its_tokenizer(said, monkeypatch):
+def test_export_includes_tokenizer(said, monkeypatch):
     from transformer_jax.text import export as exporting
 
     made, model = [], Recorder()
@@ -381,7 +381,7 @@ def test_a_decoder_is_exported_with_its_tokenizer(said, monkeypatch):
     argv = *argv, "--platforms", "cpu,tpu"
     loading = "--dtype", "bfloat16", "--weights", "int8", "--checkpoint", "last"
     out, _ = said(export.main, model, *argv, *loading)
-    assert out == "new folder: written; python new folder/decode.py 'a text' decodes\n"
+    assert out == "new folder: written; to decode: python new folder/decode.py 'a text'\n"
     assert said.loaded == [
         ("m", dict(checkpoint="last", init_from=None, dtype="bfloat16", weights="int8"))
     ]
@@ -396,67 +396,67 @@ def test_a_decoder_is_exported_with_its_tokenizer(said, monkeypatch):
     assert made[-1][1]["batch"] is made[-1][1]["context"] is None
     model.model.processors = (tj.Ban(1),)
     said(export.main, model, "--model", "m", "--to", "f", status=2)
-    assert said.errors.startswith("export: the model was published with tokens that it never")
+    assert said.errors.startswith("export: the generation config of the model excludes tokens")
     model.model.processors, model.model.tokenizer = (), CharTokenizer("\ud800")
     out, _ = said(export.main, model, "--model", "m", "--to", "f")
     one, two = out.splitlines()
     assert one.endswith(
-        "takes token ids: the run's characters include a lone surrogate, which has no UTF-8"
+        "takes token IDs: the run's characters include a lone surrogate, which has no UTF-8"
     )
-    assert two == "f: written; python f/decode.py '1,2,3' decodes" and made[-1][1]["files"] == {}
+    assert two == "f: written; to decode: python f/decode.py '1,2,3'" and made[-1][1]["files"] == {}
 
 
 REFUSED = [
-    (generate, "text", "", "--model TEXT is needed"),
+    (generate, "text", "", "--model TEXT is required"),
     (generate, "text", "--run r", "--run: no such flag, meant: --model"),
     (generate, "text", "--model r --tokens 3", "--tokens: no such flag, meant: --num-tokens"),
     (generate, "text", "--model m --seed -1", "seed is -1: must be at least 0 and below 2**32"),
     (generate, "text", "--model m --seed 4294967296", "seed is 4294967296: must be at least 0 and"),
     (generate, "text", "--model m --num-tokens 0", "num_tokens is 0: must be an integer of at lea"),
-    (generate, "text", "--model m --beams 2 --lookup 2", "beams and lookup: give one of them"),
-    (generate, "text", "--model m --prompts p --samples 2", "samples and prompts: give one of the"),
-    (generate, "text", "--model m --lookup 3 --samples 2", "samples and lookup: give one of them"),
+    (generate, "text", "--model m --beams 2 --lookup 2", "beams and lookup: pass only one of them"),
+    (generate, "text", "--model m --prompts p --samples 2", "samples and prompts: pass only one of"),
+    (generate, "text", "--model m --lookup 3 --samples 2", "samples and lookup: pass only one of them"),
     (generate, "text", "--model m --beams 0", "beams is 0: must be an integer of at least 1"),
     (generate, "text", "--model m --slots 0", "slots is 0: needs prompts"),
     (generate, "text", "--model m --beams 2 --samples 3", "samples is 3: must be at most beams, 2"),
     (generate, "text", "--model m --length-penalty 1", "length_penalty is 1.0: needs beams"),
     (generate, "text", "--model m --slots 2", "slots is 2: needs prompts"),
-    (generate, "text", "--model m --beams 2 --top-k 3", "top_k with beams: a beam search takes no"),
-    (generate, "text", "--model m --beams 2 --seed 0", "seed with beams: a beam search takes none"),
-    (generate, "text", "--model m --prompts p --prompt a", "prompt and prompts: give one of them"),
-    (generate, "text", "--model m --regex a --grammar g", "regex and grammar: give one of them"),
-    (generate, "text", "--model m --regex a --lookup 3", "regex and lookup: give one of them"),
-    (generate, "text", "--model m --languages a", "languages is 'a': must be two, such as eng_Lat"),
+    (generate, "text", "--model m --beams 2 --top-k 3", "top_k with beams: not supported by beam"),
+    (generate, "text", "--model m --beams 2 --seed 0", "seed with beams: not supported by beam search"),
+    (generate, "text", "--model m --prompts p --prompt a", "prompt and prompts: pass only one of them"),
+    (generate, "text", "--model m --regex a --grammar g", "regex and grammar: pass only one of them"),
+    (generate, "text", "--model m --regex a --lookup 3", "regex and lookup: pass only one of them"),
+    (generate, "text", "--model m --languages a", "languages is 'a': must be two languages, such"),
     (generate, "text", "--model m --prompt a --beams 2 --num-tokens 10",
      "num_tokens is 10: 9 fit after the prompt (max_len 20)"),
     (generate, "text", "--model m --prompt a --temperature -1", "temperature is -1.0: must be"),
-    (generate, "chat", "--model m", "prompt is '': the model needs one, or prompts"),
+    (generate, "chat", "--model m", "prompt is '': the model needs prompt or prompts"),
     (generate, "labels", "--model m --prompt a --num-tokens 3",
-     "num_tokens is 3: the model reads prompt, prompts, checkpoint"),
+     "num_tokens is 3: the model reads only prompt, prompts, checkpoint"),
     (generate, "masks", "--model m --prompt a --top-k 3",
-     "top_k is 3: the model reads prompt, prompts, checkpoint, samples"),
+     "top_k is 3: the model reads only prompt, prompts, checkpoint, samples"),
     (generate, "signals", "--model m", "prompts is None: a run of task 'digits' reads numbers"),
-    (evaluate, "text", "--model m", "data, prompt, text and choices: give one of them, to say wha"),
-    (evaluate, "text", "--model m --data d --prompt p", "data, prompt, text and choices: give one"),
+    (evaluate, "text", "--model m", "data, prompt, text and choices: pass exactly one of them"),
+    (evaluate, "text", "--model m --data d --prompt p", "data, prompt, text and choices: pass exa"),
     (evaluate, "text", "--model m --data d --window 3", "window is 3: needs text"),
     (evaluate, "text", "--model m --prompt p --batch-size 3", "batch_size is 3: needs text or cho"),
     (evaluate, "text", "--model m --text x --choices y",
-     "data, prompt, text and choices: give one"),
+     "data, prompt, text and choices: pass exa"),
     (evaluate, "text", "--model m --prompt p --window 3", "window is 3: needs text"),
     (evaluate, "text", "--model m --choices a --stride 3", "stride is 3: needs text"),
     (evaluate, "text", "--model m --data x --target a", "target is 'a': needs prompt"),
     (evaluate, "text", "--model m --prompt a --beams 2", "beams is 2: needs data"),
-    (evaluate, "text", "--model m --prompt p --heads 0", "heads is [0]: needs zero, the place tha"),
-    (evaluate, "chat", "--model m --prompt p", "target is None: it says labels: the answer to sco"),
-    (evaluate, "targets", "--model m --prompt p", "target is None: it says labels: the target to"),
+    (evaluate, "text", "--model m --prompt p --heads 0", "heads is [0]: needs zero, the place wit"),
+    (evaluate, "chat", "--model m --prompt p", "target is None: it says labels: pass the answer to"),
+    (evaluate, "targets", "--model m --prompt p", "target is None: it says labels: pass the targ"),
     (evaluate, "labels", "--model m --prompt p --target t", "target is 't': it says labels"),
-    (inspect, "text", "--model m --prompt=", "prompt is '': the text to look at is needed"),
+    (inspect, "text", "--model m --prompt=", "prompt is '': must not be empty"),
     (inspect, "text", "--model m --prompt a --other b", "other is 'b': needs what to be patch"),
     (inspect, "text", "--model m --prompt a --answer b",
      "answer is 'b': needs what to be patch or heads or attribution"),
-    (inspect, "text", "--model m --prompt a --what patch", "other is None: the prompt to patch is"),
+    (inspect, "text", "--model m --prompt a --what patch", "other is None: must be the prompt to p"),
     (inspect, "text", "--model m --prompt a --target b",
-     "target is 'b': it says labels, and has n"),
+     "target is 'b': it says labels, without t"),
     (inspect, "text", "--model m --prompt a --out a.gif", "out is 'a.gif': must end in .png or"),
     (inspect, "text", "--model m --prompt a --out no/a.png", "out is 'no/a.png': must be a file"),
     (inspect, "text", "--model m --prompt a --what attention --out a.html",
@@ -466,26 +466,26 @@ REFUSED = [
     (inspect, "text", "--model m --prompt a --head 0", "head is 0: needs what to be attention"),
     (inspect, "text", "--model m --prompt a --baseline b",
      "baseline is 'b': needs what to be attribution"),
-    (inspect, "text", "--prompt a", "--model TEXT is needed"),
-    (inspect, "text", "--model m", "--prompt TEXT is needed"),
-    (nearest, "text", "--model m", "--word TEXT is needed"),
-    (convert, "text", "--to t", "--model TEXT is needed"),
-    (convert, "text", "--to t --model m --adapter", "adapter is True: 'm' is no run, which alone"),
+    (inspect, "text", "--prompt a", "--model TEXT is required"),
+    (inspect, "text", "--model m", "--prompt TEXT is required"),
+    (nearest, "text", "--model m", "--word TEXT is required"),
+    (convert, "text", "--to t", "--model TEXT is required"),
+    (convert, "text", "--to t --model m --adapter", "adapter is True: allowed only for a run, and"),
     (convert, "text", "--to t --model m --family bert",
-     "family is 'bert': 'm' is no run, which al"),
+     "family is 'bert': allowed only for a run,"),
     (convert, "text", "--to t --model RUN --adapter --shard-gb 1",
      "shard_gb with adapter: an adapter"),
     (convert, "text", "--to t --model r --shard-gb 0",
      "shard_gb is 0.0: must be above 0 and below"),
     (convert, "text", "--to t --model r --shard-gb 1e6",
      "shard_gb is 1000000.0: must be above 0 an"),
-    (convert, "text", "--to . --model m", "to is '.': exists already: must be new or empty"),
+    (convert, "text", "--to . --model m", "to is '.': already exists; must be new or empty"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("module", "kind", "argv", "message"), REFUSED)
-def test_what_contradicts_itself_is_refused_in_a_line(said, tmp_path, module, kind, argv, message):
-    (tmp_path / "checkpoints").mkdir()  # of a run
+def test_contradictory_flags_are_rejected_in_one_line(said, tmp_path, module, kind, argv, message):
+    (tmp_path / "checkpoints").mkdir()  # makes the folder a run
     argv = argv.replace("RUN", str(tmp_path))
     task = {"pairs": Seq2SeqTask(), "signals": DigitsTask()}.get(kind)
     model = Recorder({"pairs": "targets"}.get(kind, kind), task)
@@ -494,26 +494,29 @@ def test_what_contradicts_itself_is_refused_in_a_line(said, tmp_path, module, ki
     assert line.startswith(f"{module.__name__.rpartition('.')[2]}: {message}")
 
 
-def test_a_file_of_prompts_has_a_line_for_each(said, tmp_path, monkeypatch):
+def test_prompts_file_needs_text_in_each_line(said, tmp_path, monkeypatch):
     file = tmp_path / "lines"
     file.write_text("a\n \nb\n")
     argv = "--model", "m", "--prompts", file
     said(generate.main, Recorder("labels"), *argv, status=2)
-    rule = "line 2 is empty, and every line is answered"
+    rule = "line 2 is empty: every line must have text"
     assert said.errors == f"generate: prompts is {str(file)!r}: {rule}\n"
     file.write_text(" \n\n")
     said(generate.main, Recorder(), *argv, status=2)
-    assert said.errors == f"generate: prompts is {str(file)!r}: it has no line with text\n"
+    assert (
+        said.errors
+        == f"generate: prompts is {str(file)!r}: must have at least one line with text\n"
+    )
     file.write_text("a\n")
     said(generate.main, Recorder(), *argv, "--beams", 2, status=2)
-    assert said.errors == "generate: prompts and beams: give one of them\n"
+    assert said.errors == "generate: prompts and beams: pass only one of them\n"
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"x\ny\n")))
     out, _ = said(generate.main, Recorder(), *argv[:3], "-")
     assert out == "--- 1\nx!x\n--- 2\ny!x\n"
 
 
-def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
-    """What `save_pretrained` and `save_lora` are given; that they write it has its own tests."""
+def test_convert_passes_run_to_writers(said, monkeypatch, tmp_path):
+    """Check the arguments of `save_pretrained` and `save_lora`, which have their own tests."""
     from transformer_jax import loading
     from transformer_jax.pretrained import peft
 
@@ -575,7 +578,7 @@ def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
     )
     argv = *of_run, "--to", str(target), "--adapter", "--checkpoint", "last", "--init-from", "i"
     out, _ = said(convert.main, Recorder(), *argv)
-    wanted = f"{target}: adapters of 16 parameters, rank 4, of a gpt2; base model: base\n"
+    wanted = f"{target}: adapters of 16 parameters, rank 4, for a gpt2; base model: base\n"
     assert out == wanted and asked == [((of_run[1], "last"), {"init_from": "i"})]
     (folder, shapes, *rest, names), named = saved[-1]
     assert folder == target and rest == [adapters, lora] and "transformer.wte.weight" in names
@@ -583,7 +586,7 @@ def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
     assert named == dict(base_model="base", task_type="CAUSAL_LM", fan_in_fan_out=True)
 
 
-def test_missing_biases_are_written_as_zeros():
+def test_missing_biases_are_saved_as_zeros():
     config = tj.ModelConfig(vocab_size=7, d_model=4, num_heads=1, num_layers=1, max_len=3, d_ff=5)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     flat = {path: np.ones(leaf.shape, np.float16) for path, leaf in flatten_dict(shapes).items()}

@@ -1,4 +1,4 @@
-"""Five commands read a run that was trained once: generate, evaluate, plan, export and convert."""
+"""generate, evaluate, plan, export and convert on a run that is trained once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_is_generated_is_what_the_loaded_model_writes(run, capsys):
     assert capsys.readouterr().out.rstrip("\n") == ("the cat" + wanted).rstrip("\n")
 
 
-def test_a_text_is_judged_by_the_probabilities_of_its_characters(run, capsys):
+def test_evaluate_sums_log_probabilities(run, capsys):
     assert run_command(["evaluate", "--model", run, "--prompt", "a cat sat", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     model = tj.load(run)

@@ -1,4 +1,4 @@
-"""Flags of configs: named by their path, short where nothing else ends so, and read as one."""
+"""Flags of configs: full paths, unique suffixes and words with fields."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Clipped:
     """Add a vector of each distance."""
 
     reach: int = 128
-    """Where distances are clipped."""
+    """Largest distance."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Turned:
-    """Turn queries and keys."""
+    """Rotate queries and keys."""
 
     base: float = 1e4
     """Wavelength base."""
     stretch: float | None = None
     """Factor."""
     reach: float = 0.5
-    """Share that turns."""
+    """Share that rotates."""
 
     def __post_init__(self) -> None:
         if self.base <= 1:
@@ -61,12 +61,12 @@ class Adapter:
     base: float = 2.0
     """Another base."""
     targets: tuple[str, ...] = ("all",)
-    """What it adapts."""
+    """Adapted kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Near:
-    """Look at what is near."""
+    """Look nearby."""
 
     distance: int = 3
     """Steps."""
@@ -84,13 +84,13 @@ class Inner:
     width: int = 8
     """Width."""
     seed: int = 1
-    """A seed of its own."""
+    """Seed of the model."""
     order: Table | Clipped | Turned | None = Table()
     """How order enters."""
     mode: Literal["fast", "exact"] = "fast"
     """Way."""
     adapter: Adapter | None = None
-    """None adapts nothing."""
+    """None: no adapter."""
     before: Near | Far = Near()
     """How far it looks back."""
     after: Near | Far = Near()
@@ -112,14 +112,14 @@ class Outer:
 
 UNION = ConfigFlags(Outer)
 WORD = ("inner", "adapter")
-"""What may stand in one word, because it has one kind."""
+"""Path of an optional config of one kind, which may be a single word."""
 
 
 def parsed(argv: str, base: Outer | None = None) -> Outer:
     base = base or Outer()
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
     UNION.add_to(parser, base, None)
-    given = UNION.given(parser.parse_args(spelled(argv.split(), UNION.names)))
+    given = UNION.texts(parser.parse_args(spelled(argv.split(), UNION.names)))
     return changed(base, UNION.read(given, base))
 
 
@@ -145,11 +145,11 @@ def parsed(argv: str, base: Outer | None = None) -> Outer:
         ("--adapter adapter,rank=4", Inner(adapter=Adapter(4))),
     ],
 )
-def test_the_kind_of_a_field_is_named_and_its_fields_follow(argv, inner):
+def test_kind_and_its_fields_are_flags(argv, inner):
     assert parsed(argv) == Outer(inner=inner)
 
 
-def test_fields_of_a_kind_that_is_there_change_it_and_a_kind_named_again_changes_nothing():
+def test_fields_change_existing_kind_and_same_kind_keeps_it():
     base = Outer(inner=Inner(order=Turned(base=500.0, stretch=3.0)))
     assert parsed("--order turned", base) == base
     assert parsed("--order.base 700", base).inner.order == Turned(700.0, 3.0)
@@ -164,53 +164,53 @@ def test_fields_of_a_kind_that_is_there_change_it_and_a_kind_named_again_changes
         ("--adapter 4,rank=4", "inner.adapter is '4,rank=4': must be KEY=VALUE,..."),
         ("--order turned,offset=4",
          "inner.order has 'offset': must be one of base, stretch, reach"),
-        ("--order clipped,reach=1 --reach 2", "inner.order.reach is given twice"),
+        ("--order clipped,reach=1 --reach 2", "inner.order.reach is passed twice"),
         ("--order none,reach=1", "inner.order has 'reach': must be one of "),
         ("--order truned,base=2", "inner.order is 'truned': must be None|table|clipped|turned, ne"),
-        ("--adapter rank=4,rank=5", "inner.adapter is 'rank=4,rank=5': rank is there twice"),
-        ("--adapter rank=4 --rank 5", "inner.adapter.rank is given twice"),
+        ("--adapter rank=4,rank=5", "inner.adapter is 'rank=4,rank=5': rank occurs twice"),
+        ("--adapter rank=4 --rank 5", "inner.adapter.rank is passed twice"),
         ("--adapter rank=x", "inner.adapter.rank is 'x': must be INTEGER"),
-        ("--order base=5", "inner.order.base is '5': needs --inner.order turned, it is table"),
+        ("--order base=5", "inner.order.base is '5': needs --inner.order turned, not table"),
         ("--order truned", "inner.order is 'truned': must be None|table|clipped|turned, nearest: "),
         ("--order t", "inner.order is 't': must be None|table|clipped|turned"),
-        ("--order.base 5", "inner.order.base is '5': needs --inner.order turned, it is table"),
-        ("--reach 5", "inner.order.reach is '5': needs --inner.order clipped or turned, it is tab"),
-        ("--order none --offset 5", "order.offset is '5': needs --inner.order table, it is None"),
+        ("--order.base 5", "inner.order.base is '5': needs --inner.order turned, not table"),
+        ("--reach 5", "inner.order.reach is '5': needs --inner.order clipped or turned, not table"),
+        ("--order none --offset 5", "order.offset is '5': needs --inner.order table, not None"),
         ("--order clipped --reach .5", "inner.order.reach is '.5': must be INTEGER"),
         ("--order turned --order.base 1", "inner.order.base is 1.0: must be above 1"),
         ("--order turned --order.base 9 --stretch 2", "inner.order.stretch is 2.0: needs base 100"),
         ("--order turned --width 3", "inner.width is 3: must be even to turn"),
-        ("--base 5", "inner.order.base is '5': needs --inner.order turned, it is table"),
+        ("--base 5", "inner.order.base is '5': needs --inner.order turned, not table"),
         ("--distance 5", "--distance: must be --inner.after.distance or --inner.before.distance"),
         ("--mode exakt", "inner.mode is 'exakt': must be fast|exact, nearest: exact"),
         ("--inner.order.bsae 5", "--inner.order.bsae: no such flag, nearest: --inner.order.base"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_names_field_text_and_rule(argv, message):
+def test_wrong_value_names_field_text_and_rule(argv, message):
     with pytest.raises(ConfigError) as caught:
         parsed(argv)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_whole_path_goes_before_an_end_of_another():
+def test_full_path_takes_precedence_over_suffix():
     assert parsed("--seed 3") == Outer(seed=3)
     assert UNION.names["--seed"] == "--seed" and UNION.names["--inner.seed"] == "--inner.seed"
 
 
-def test_the_help_names_kinds_and_shows_the_defaults_of_the_preset():
+def test_help_lists_kinds_and_defaults_of_preset():
     parser = argparse.ArgumentParser()
     UNION.add_to(parser, Outer(inner=Inner(order=Turned(base=77.0))), None)
     text = " ".join(parser.format_help().split())
     assert "--inner.order None|table|clipped|turned How order enters. [turned]" in text
     assert "turned: Wavelength base. [77.0]" in text and "table: Rows before the first. [0]" in text
-    assert "clipped: Where distances are clipped. [128] turned: Share that turns. [0.5]" in text
+    assert "clipped: Largest distance. [128] turned: Share that rotates. [0.5]" in text
 
 
 @pytest.mark.parametrize("flags", [FLAGS, UNION], ids=["train", "unions"])
-def test_no_two_fields_share_a_spelling(flags):
-    """A spelling is a whole path, or the end of one path alone; every field has its whole path.
+def test_spellings_are_unique(flags):
+    """A spelling is a full path or a unique suffix, and every field has its full path.
 
-    Of paths that share an end, one may be outside of what stands in one word: that has it.
+    A shared suffix belongs to the only path outside of optional configs, if there is one.
     """
     paths = {f"--{'.'.join(path)}".replace("_", "-"): path for path in flags.fields}
     assert len(paths) == len(flags.fields) > 5
@@ -225,7 +225,7 @@ def test_no_two_fields_share_a_spelling(flags):
     assert not START.names.keys() & flags.names.keys()
 
 
-def test_a_width_of_0_leaves_the_feed_forward_out():
+def test_d_ff_0_removes_feed_forward():
     base = train_preset(None)
     given = {path: "0" for path in FLAGS.fields if path[-1] == "d_ff" and len(path) == 2}
     config = changed(base, FLAGS.read(given, base))
@@ -235,13 +235,13 @@ def test_a_width_of_0_leaves_the_feed_forward_out():
 
 
 def _fitting(name):
-    """Return a task that a preset's model can learn."""
+    """Return a task that the model of a preset can learn."""
     kind = "decoder" if name is None else preset(name).kind
     return next(task() for task in TASKS.values() if kind in task().shapes)
 
 
 def test_every_field_of_a_run_is_read_back_as_it_is_shown():
-    """Typing the default that a flag shows changes no field of any preset."""
+    """Passing the displayed default of a flag changes no field of any preset."""
     recipes = [train_preset(name, task=_fitting(name)) for name in (None, *PRESETS)]
     for base in (*recipes, *(task_recipe(task()) for task in TASKS.values())):
         given = {}
@@ -251,14 +251,14 @@ def test_every_field_of_a_run_is_read_back_as_it_is_shown():
                 value = getattr(value, part, dataclasses.MISSING)
             if dataclasses.is_dataclass(value):
                 value = kind_name(type(value))
-            if value is not dataclasses.MISSING:  # else a field of another kind than is there
+            if value is not dataclasses.MISSING:  # otherwise a field of another kind
                 given[path] = ",".join(map(str, value)) if type(value) is tuple else str(value)
         assert len(given) > 60
         assert changed(base, FLAGS.read(given, base)) == base
 
 
-def test_an_end_that_one_path_has_is_a_spelling_of_it():
-    """Fields of adapters and of a mesh, which stand in one word, give way to the others."""
+def test_unique_suffix_is_a_spelling():
+    """Fields of adapters and of a mesh yield their suffixes to other fields."""
     names, paths = FLAGS.names, [*FLAGS.fields]
     for short, long in (
         ("d-model", "model.d-model"), ("dropout", "model.dropout"), ("lora.rank", "lora.rank"),
@@ -307,7 +307,7 @@ def options(argv: str) -> Command:
     return COMMAND.options(parser.parse_args(spelled(argv.split(" "), COMMAND.names)))
 
 
-def test_options_of_a_command_are_words_switches_and_plain_values():
+def test_command_options_are_parsed():
     a, b = pathlib.Path("a"), pathlib.Path("b")
     assert options("a b --word none") == Command(runs=(a, b), word="none")
     assert options("a --word x --chat --kind two") == Command(
@@ -322,7 +322,7 @@ def test_options_of_a_command_are_words_switches_and_plain_values():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("a", "--word TEXT is needed"),
+        ("a", "--word TEXT is required"),
         ("--word x", "the following arguments are required: runs"),
         ("a --word x --kind tow", "kind is 'tow': must be one|two, nearest: two"),
         ("a --word x --heads 1 b", "heads is 'b': must be INTEGER"),
@@ -332,12 +332,12 @@ def test_options_of_a_command_are_words_switches_and_plain_values():
         ("a --wrod x", "--wrod: no such flag, nearest: --word"),
     ],
 )
-def test_wrong_options_of_a_command_are_refused_as_fields_are(argv, message):
+def test_wrong_command_options_are_rejected(argv, message):
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         options(argv)
 
 
-def test_the_help_of_a_command_has_choices_and_the_defaults_that_can_be_typed():
+def test_command_help_shows_choices_and_defaults():
     parser = Parser("command", None)
     COMMAND.add_to(parser, None, None)
     text = " ".join(parser.format_help().split())

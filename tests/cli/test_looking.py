@@ -1,4 +1,4 @@
-"""The commands that show what a model does: what they print, draw and refuse, each in a line."""
+"""Commands that inspect a model: output, pictures and error messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS = {"plain": plain, "pairs": pairs, "masks": masked, "classes": classes, "
 
 @pytest.fixture
 def said(monkeypatch, capsys):
-    """Run a command whose --model names one of MODELS; return its status, stdout and stderr."""
+    """Run a command with --model from MODELS; return its status, stdout and stderr."""
     monkeypatch.setattr(language_model, "load", lambda name, **_: MODELS[name]())
     monkeypatch.setattr("transformer_jax.__main__.keep_programs", lambda: None)
 
@@ -39,7 +39,7 @@ def said(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_picture_of_a_translation_is_drawn(said, tmp_path):
+def test_attention_of_translation_is_drawn(said, tmp_path):
     target = pairs().generate("bad")
     out = tmp_path / "map.svg"
     status, printed, _ = said(
@@ -54,7 +54,7 @@ def test_a_picture_of_a_translation_is_drawn(said, tmp_path):
     assert said(*given, "--out", f"{tmp_path}/map.png")[0] == 0
 
 
-def test_pieces_and_merges_are_shown(said, tmp_path):
+def test_tokens_prints_pieces_and_merges(said, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("sing sing singing " * 9)
     status, printed, _ = said(
@@ -75,12 +75,12 @@ def test_pieces_and_merges_are_shown(said, tmp_path):
     folder.write_tokenizer(WordTokenizer(("to", "be")))
     shown = said("tokens", "--model", str(folder.path), "--prompt", "to zz\nbe")[1].splitlines()
     assert shown == [
-        "WordTokenizer(4 tokens): the text is 4", "2  to",
+        "WordTokenizer(4 tokens): 4 tokens in the text", "2  to",
         "0  <unk>  zz: not among the words of the training text", "1  \\n", "3  be",
     ]  # fmt: skip
 
 
-def test_neighbours_are_listed_with_their_cosines(said):
+def test_nearest_lists_words_with_cosines(said):
     status, printed, _ = said("nearest", "--model", "plain", "--word", "c", "--count", "3")
     wanted = plain().inspect.nearest("c", count=3)
     assert status == 0
@@ -92,7 +92,7 @@ def test_neighbours_are_listed_with_their_cosines(said):
     assert printed.startswith(f"{first[1]:7.4f}  {first[0]}\n")
 
 
-def test_a_run_has_its_own_dtype_and_a_published_model_is_read_in_float32(monkeypatch, tmp_path):
+def test_load_float32_affects_only_published_models(monkeypatch, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.setattr(language_model, "load_run", lambda *_, **__: plain().model)
     assert command.ModelOptions(model=str(tmp_path)).load_float32().config == CONFIG
@@ -106,8 +106,8 @@ def test_a_run_has_its_own_dtype_and_a_published_model_is_read_in_float32(monkey
     assert asked == [dict(dtype="float32", max_len=None)]
 
 
-def test_what_only_a_run_has_is_refused_of_a_published_model(tmp_path, capsys):
-    (tmp_path / "lock").touch()  # a run that saved nothing is refused for that
+def test_run_options_are_rejected_for_published_models(tmp_path, capsys):
+    (tmp_path / "lock").touch()  # marks a run without checkpoints
     for argv, message in (
         (("--model", str(tmp_path)), f"{tmp_path}: no run here"),
         (("--model", "x", "--checkpoint", "best"),
@@ -119,12 +119,12 @@ def test_what_only_a_run_has_is_refused_of_a_published_model(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_masks_show_their_candidates_and_pairs_their_best(said, tmp_path):
+def test_masks_print_candidates_and_pairs_print_best(said, tmp_path):
     found = masked().candidates("b_d", count=2)[0]
     printed = said("generate", "--model", "masks", "--prompt", "b_d", "--samples", "2")[1]
     listed = "  ".join(f"{text} {p:.3f}" for text, p in found)
     assert printed == f"{masked().generate('b_d')}\n  {listed}\n"
-    (tmp_path / "lines").write_text("b_d\nf_\n")  # a line in, a line out
+    (tmp_path / "lines").write_text("b_d\nf_\n")  # one output line per input line
     printed = said("generate", "--model", "masks", "--prompts", str(tmp_path / "lines"))[1]
     assert printed.splitlines() == masked().generate(["b_d", "f_"])
     best = pairs().search("bad", 4, beams=3, results=2)
@@ -135,7 +135,7 @@ def test_masks_show_their_candidates_and_pairs_their_best(said, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sentence_has_its_perplexity_or_its_class(said):
+def test_evaluate_prompt_prints_perplexity_or_class(said):
     printed = said("evaluate", "--model", "plain", "--prompt", "badcab", "--json")[1]
     found, score = json.loads(printed), plain().score("badcab")
     assert found["perplexity"] == pytest.approx(score.perplexity)
@@ -153,7 +153,7 @@ def test_a_sentence_has_its_perplexity_or_its_class(said):
 
 
 @pytest.mark.slow
-def test_a_file_is_read_in_windows_and_questions_are_judged(said, tmp_path):
+def test_evaluate_reads_windows_and_questions(said, tmp_path):
     text, questions = tmp_path / "text.txt", tmp_path / "questions.jsonl"
     text.write_text("badcabfeed" * 3)
     given = "evaluate", "--model", "plain", "--text", str(text), "--window", "7", "--stride", "3"
@@ -183,7 +183,7 @@ def test_a_file_is_read_in_windows_and_questions_are_judged(said, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_is_judged_without_heads_and_what_is_no_place_or_head_is_one_line(said, tmp_path):
+def test_evaluate_with_zeroed_heads_and_invalid_places(said, tmp_path):
     data, questions = tmp_path / "data.txt", tmp_path / "questions.jsonl"
     data.write_text("badcabfeedface" * 3)
     questions.write_text(json.dumps({"context": "bad", "choices": ["c", "feed"], "answer": 1}))
@@ -219,18 +219,18 @@ def test_a_model_is_judged_without_heads_and_what_is_no_place_or_head_is_one_lin
 @pytest.mark.parametrize(
     ("argv", "rule"),
     [
-        ("plot plain --out no/a.png", "out is 'no/a.png': must be a file in a folder that exists"),
+        ("plot plain --out no/a.png", "out is 'no/a.png': must be a file in an existing folder"),
         ("plot plain --out a", "out is 'a': must end in .png or .svg or .pdf"),
         ("inspect --model plain --prompt a --target b", "target is 'b': 'here' continues text"),
         ("inspect --model classes --prompt a", "lens: a run of task 'classify' predicts the class of"),
-        ("tokens --prompt a", "model and data: give one of them"),
-        ("tokens --model x", "--prompt TEXT is needed"),
+        ("tokens --prompt a", "model and data: pass exactly one of them"),
+        ("tokens --model x", "--prompt TEXT is required"),
         ("tokens --model x --tokenizer bpe --prompt a", "tokenizer is 'bpe': needs data"),
         ("tokens --data x --prompt a", "data is 'x': no such file or folder"),
         ("tokens --data x --bpe-vocab-size 300 --prompt a",
-         "bpe_vocab_size is 300: needs tokenizer bpe, it is char"),
+         "bpe_vocab_size is 300: needs tokenizer bpe, not char"),
         ("tokens --data x --tokenizer word --bpe-vocab-size 300 --prompt a",
-         "bpe_vocab_size is 300: needs tokenizer bpe, it is word"),
+         "bpe_vocab_size is 300: needs tokenizer bpe, not word"),
         ("nearest --model plain --word a --count 0",
          "count is 0: must be an integer of at least 1"),
         ("nearest --model plain --word bad",
@@ -241,14 +241,14 @@ def test_a_model_is_judged_without_heads_and_what_is_no_place_or_head_is_one_lin
         ("evaluate --model masks --prompt a", "score: a masked model has no probability of a text"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_one_line(said, argv, rule):
+def test_invalid_flags_are_rejected_in_one_line(said, argv, rule):
     status, printed, error = said(*argv.split())
     assert status == 2 and not printed
     assert error.startswith(f"{argv.split()[0]}: {rule}") and error.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_what_is_inside_is_printed_and_drawn(said, tmp_path):
+def test_inspect_prints_summary_and_draws(said, tmp_path):
     given = "inspect", "--model", "plain", "--prompt", "bad"
     page, seen = tmp_path / "lens.html", plain().inspect.lens("bad")
     status, printed, _ = said(*given, "--out", str(page))
@@ -268,7 +268,7 @@ def test_what_is_inside_is_printed_and_drawn(said, tmp_path):
 
 
 @pytest.mark.slow
-def test_unknown_words_of_every_prompt_are_said(said, tmp_path, monkeypatch):
+def test_unknown_words_of_every_prompt_are_reported(said, tmp_path, monkeypatch):
     words = WordTokenizer(("to", "be", "or"))
     own = model_of(replace(CONFIG, vocab_size=5), words)
     monkeypatch.setitem(MODELS, "words", lambda: own)

@@ -1,4 +1,4 @@
-"""The command that compares runs: its table, its picture, and what it says of damaged folders."""
+"""The command plot: table, picture and damaged folders."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from tests.cli.test_train import run_command
 from transformer_jax.checkpoints.run_folder import RunFolder, smooth
 from transformer_jax.cli import plot
-from transformer_jax.cli.plot import COLOURS, draw, named, read_runs, table
+from transformer_jax.cli.plot import COLOURS, draw, labels_of, read_runs, table
 from transformer_jax.config import (
     AdamW,
     Lion,
@@ -24,7 +24,7 @@ BASE = TrainConfig(model=ModelConfig(d_model=32, num_heads=4, max_len=16), batch
 
 
 def write_run(path, config, steps, floor, rate=1000.0):
-    """Write a run whose loss falls to a floor, evaluated every fifth step."""
+    """Write a run with a loss that decays to `floor`, evaluated every fifth step."""
     path.mkdir()
     folder = RunFolder(path)
     folder.write_config(replace(config, out=str(path)))
@@ -48,9 +48,9 @@ def runs(tmp_path):
     ]
 
 
-def test_runs_are_named_by_what_differs():
+def test_labels_list_differences():
     others = [BASE, replace(BASE, optimizer=Lion(), seed=3), replace(BASE, learning_rate=1e-4)]
-    assert named(others) == [
+    assert labels_of(others) == [
         "learning_rate 0.001, optimizer adamw",
         "learning_rate 0.001, optimizer lion",
         "learning_rate 0.0001, optimizer adamw",
@@ -58,15 +58,15 @@ def test_runs_are_named_by_what_differs():
     cells = [RecurrentConfig(cell=cell) for cell in ("rnn", "lstm", "gru")]
     wide = RecurrentConfig(cell="gru", d_hidden=97)
     of_each = [BASE, *(replace(BASE, model=model) for model in (*cells, wide))]
-    assert named(of_each) == [
+    assert labels_of(of_each) == [
         "model transformer", "model rnn", "model lstm", "model gru, d_hidden 128",
         "model gru, d_hidden 97",
     ]  # fmt: skip
-    assert named([BASE, replace(BASE, seed=3)]) == ["seed 0", "seed 3"]
-    assert named([replace(BASE, optimizer=AdamW(beta1=0.5))]) == [""]
+    assert labels_of([BASE, replace(BASE, seed=3)]) == ["seed 0", "seed 3"]
+    assert labels_of([replace(BASE, optimizer=AdamW(beta1=0.5))]) == [""]
 
 
-def test_the_table_says_what_each_run_came_to(runs):
+def test_table_lists_results_of_runs(runs):
     first, small, wide = table(read_runs(runs)).splitlines()
     assert first.split()[:4] == ["run", "step", "tokens", "training"]
     # 4 rows of 16 tokens; the wide run has two micro-batches
@@ -78,8 +78,8 @@ def test_the_table_says_what_each_run_came_to(runs):
     assert wide.endswith("500  d_model 64, accumulation 2")
 
 
-def test_an_ngram_is_a_line_without_a_place_on_the_axis(runs, tmp_path, monkeypatch):
-    """It is counted in one step: its loss is drawn as a line, also below all the others."""
+def test_ngram_is_a_horizontal_line(runs, tmp_path, monkeypatch):
+    """An n-gram trains in one step, so its loss is a line, which may lie below all curves."""
     counted = replace(BASE, model=NgramConfig(order=3), steps=1, warmup_steps=0)
     path = write_run(tmp_path / "counted", counted, 0, 0.0)
     RunFolder(path).append_metrics({"step": 1, "loss": 0.5, "val_loss": 0.625})
@@ -107,8 +107,8 @@ def test_points_stand_at_steps_tokens_or_hours(runs, axis, last):
     assert len(small.points("val_loss", axis)) == 6
 
 
-def test_the_table_is_laid_out_in_columns(runs, tmp_path, capsys, monkeypatch):
-    """Two runs of few numbers each, the second with none but its step."""
+def test_table_is_aligned(runs, tmp_path, capsys, monkeypatch):
+    """Two short runs; the second has only a step."""
     one, two = (tmp_path / name for name in ("first", "b"))
     for path, seed in ((one, 0), (two, 3)):
         path.mkdir()
@@ -131,7 +131,7 @@ def test_the_table_is_laid_out_in_columns(runs, tmp_path, capsys, monkeypatch):
         "run     step  tokens  training  held out  best, at step  perplexity  tokens/s  what",
         "first      8     512    2.0000    1.5000      1.2500, 2        3.49        20  seed 0",
         "b      1,200  76,800         -         -              -           -         -  seed 3",
-        "first: damaged lines of metrics.jsonl left out: 1", f"drawn: {out}",
+        "first: skipped 1 damaged lines of metrics.jsonl", f"drawn: {out}",
     ]  # fmt: skip
     ((curves, axis, file),) = drawn
     assert (axis, file) == ("hours", out)
@@ -145,7 +145,7 @@ def test_the_table_is_laid_out_in_columns(runs, tmp_path, capsys, monkeypatch):
     assert curves[0].perplexity(0.5) == "1.649"
 
 
-def test_each_run_is_drawn_in_its_colour_with_its_name_at_the_end(runs, tmp_path, monkeypatch):
+def test_each_curve_has_its_color_and_label(runs, tmp_path, monkeypatch):
     curves = read_runs(runs)
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, out: drawn.append((figure, out)))
@@ -178,28 +178,28 @@ def test_each_run_is_drawn_in_its_colour_with_its_name_at_the_end(runs, tmp_path
 
 
 @pytest.mark.slow
-def test_the_command_draws_and_counts_damaged_lines(runs, tmp_path, capsys):
+def test_plot_draws_and_counts_damaged_lines(runs, tmp_path, capsys):
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": "x"}\nnot json\n' + json.dumps({"step": 31, "loss": None}) + "\n")
     out = tmp_path / "compared.png"
     assert run_command(["plot", *map(str, runs), "--x", "tokens", "--out", str(out)]) == 0
     told = capsys.readouterr().out
-    assert "small: damaged lines of metrics.jsonl left out: 2" in told
+    assert "small: skipped 2 damaged lines of metrics.jsonl" in told
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.slow
-def test_a_run_in_any_script_is_named_as_far_as_there_are_fonts(runs, tmp_path):
+def test_names_in_any_script_are_drawn(runs, tmp_path):
     named = [replace(curves, name="学习 \U00012000") for curves in read_runs(runs)]
-    draw(named, "step", tmp_path / "a.png")  # a missing letter is a warning, which is an error here
+    draw(named, "step", tmp_path / "a.png")  # a missing glyph is a warning, which fails the test
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
-def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
+def test_folder_without_run_is_one_line(tmp_path, capsys):
     assert run_command(["plot", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"plot: {tmp_path}: no run here (config.json is missing)\n"
     empty = tmp_path / "empty"
     empty.mkdir()
     RunFolder(empty).write_config(BASE)
     assert run_command(["plot", str(empty)]) == 2
-    assert "nothing is measured yet" in capsys.readouterr().err
+    assert "no metrics yet" in capsys.readouterr().err

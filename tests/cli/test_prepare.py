@@ -1,4 +1,4 @@
-"""The command prepare: what it writes, of which files, and how it goes on once it was killed."""
+"""The command prepare: inputs, output files, errors and resuming after a kill."""
 
 import dataclasses
 import errno
@@ -52,7 +52,7 @@ def contents(folder):
 
 
 def documents(corpus, name):
-    """Read the documents of a part by NumPy alone, and hold its layout against the description."""
+    """Read the documents of a part with NumPy and check the documented layout."""
     part = getattr(corpus, name)
     files = sorted(corpus.path.glob(f"{name}-[0-9]*.bin"))
     stream = np.concatenate([np.fromfile(file, part.dtype) for file in files])
@@ -75,7 +75,7 @@ def test_documents_come_back_in_order_each_in_one_part(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_several_processes_and_small_chunks_write_the_same_bytes(text, tmp_path):
+def test_workers_and_chunk_size_do_not_change_bytes(text, tmp_path):
     sizes = {"bpe_vocab_size": 300, "tokenizer": "bpe"}
     one = prepare(config(text, **sizes), tmp_path / "one", chunk_bytes=500)
     two = prepare(config(text, **sizes), tmp_path / "two", chunk_bytes=500, workers=2)
@@ -103,7 +103,7 @@ def test_files_of_tokens_end_at_the_largest_size(tmp_path):
 
 @pytest.mark.long_except("1000")
 @pytest.mark.parametrize("size", [70_000, 1000])
-def test_ids_take_16_bits_where_all_fit(size, tmp_path):
+def test_ids_use_16_bits_if_they_fit(size, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("".join(f"{chr(0x1000 + i)}\n" for i in range(size) if i + 0x1000 != 0xFFFF
                             and not 0xD800 <= i + 0x1000 < 0xE000))  # fmt: skip
@@ -194,7 +194,7 @@ def test_parquet(tmp_path):
         prepare(config(file, documents=None), tmp_path / "damaged")
 
 
-def test_parquet_without_its_library_is_one_line(tmp_path, monkeypatch):
+def test_parquet_without_pyarrow_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     file = tmp_path / "a.parquet"
     file.write_bytes(b"PAR1")
@@ -219,7 +219,7 @@ def test_parquet_without_its_library_is_one_line(tmp_path, monkeypatch):
         ("a.txt", b"one", r"val_fraction is 0.1: 0 of 1 documents"),
     ],
 )
-def test_what_cannot_be_read_is_named(name, content, said, tmp_path):
+def test_unreadable_file_is_named(name, content, said, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=said):
         prepare(config(str(tmp_path / name), documents=None), tmp_path / "out")
@@ -263,7 +263,7 @@ class Killed(BaseException):
     pass
 
 
-def test_killed_at_any_write_to_the_disk_it_goes_on_to_the_same_bytes(text, tmp_path, monkeypatch):
+def test_resuming_after_kill_at_any_write_gives_same_bytes(text, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "RECORD_SECONDS", 0.0)
     given = config(text, tokenizer="bpe", bpe_vocab_size=280)
     want = contents(prepare(given, tmp_path / "whole", chunk_bytes=2500).path)
@@ -301,7 +301,7 @@ def report(progress):
     print(progress.phase, progress.done, flush=True)
     time.sleep(0.02)
 if __name__ == "__main__":
-    if len(sys.argv) > 4:  # no file may be longer
+    if len(sys.argv) > 4:  # maximum file size
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]),) * 2)
     data = (sys.argv[1],)
     config = PrepareConfig(data=data, documents="lines", tokenizer="byte", val_fraction=0.1)
@@ -311,7 +311,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_leaves_what_the_same_command_goes_on_with(text, tmp_path):
+def test_killed_process_can_be_resumed(text, tmp_path):
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), text, str(out), "2"]
@@ -328,7 +328,7 @@ def test_a_process_that_is_killed_leaves_what_the_same_command_goes_on_with(text
     assert is_prepared(out) and not (out / MANIFEST).exists()
     with pytest.raises(DataError, match="preparation is unfinished"):
         open_corpus(out)
-    deadline = time.monotonic() + 10  # its processes end with it
+    deadline = time.monotonic() + 10  # its worker processes end with it
     while any(map(alive, children)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(children) >= 2 and not any(map(alive, children))
@@ -337,19 +337,19 @@ def test_a_process_that_is_killed_leaves_what_the_same_command_goes_on_with(text
         config(text), out, chunk_bytes=300,
         report=lambda p: read.append(p.done) if p.phase == "encoding" else None,
     )  # fmt: skip
-    assert read[0] > 300  # what was recorded is not read again
+    assert read[0] > 300  # recorded chunks are not read again
     assert contents(corpus.path) == contents(
         prepare(config(text), tmp_path / "w", chunk_bytes=300).path
     )
 
 
 def children_of(pid):
-    """Return the numbers of a process's children."""
+    """Return the process IDs of the children of a process."""
     return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def alive(pid):
-    """Say whether a process still runs: one that has ended may wait to be collected."""
+    """Whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -357,7 +357,7 @@ def alive(pid):
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_line_and_the_command_goes_on_once_there_is_room(text, tmp_path):
+def test_full_disk_is_one_line_and_can_be_resumed(text, tmp_path):
     out, script = tmp_path / "out", tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), text, str(out), "1", "8000"]
@@ -371,7 +371,7 @@ def test_a_full_disk_is_one_line_and_the_command_goes_on_once_there_is_room(text
     )
 
 
-def test_a_changed_file_and_other_settings_are_refused(text, tmp_path, monkeypatch):
+def test_changed_file_and_settings_are_rejected(text, tmp_path, monkeypatch):
     out = tmp_path / "out"
 
     def killed(*arguments):
@@ -388,7 +388,7 @@ def test_a_changed_file_and_other_settings_are_refused(text, tmp_path, monkeypat
         prepare(config(text), out)
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(text, tmp_path, monkeypatch):
+def test_file_that_changes_during_reading_is_rejected(text, tmp_path, monkeypatch):
     real = module._Preparation.encode
 
     def encode(work):
@@ -402,7 +402,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(text, tmp_path, monkeyp
         prepare(config(text), tmp_path / "out")
 
 
-def test_two_preparations_of_one_folder(text, tmp_path):
+def test_concurrent_preparations_are_rejected(text, tmp_path):
     with module._locked_folder(tmp_path / "out"):
         with pytest.raises(DataError, match=r"process \d+ is preparing it"):
             prepare(config(text), tmp_path / "out")
@@ -411,7 +411,7 @@ def test_two_preparations_of_one_folder(text, tmp_path):
 @pytest.mark.parametrize("name", ["train-00000.bin", "val-00000.bin", "train-index.bin",
                                   "tokenizer.json", MANIFEST])  # fmt: skip
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "longer", "gone"])
-def test_damage_is_found_and_named(name, damage, text, tmp_path):
+def test_damage_is_detected(name, damage, text, tmp_path):
     out = prepare(config(text), tmp_path / "out").path
     content = bytearray((out / name).read_bytes())
     if damage == "flipped":
@@ -422,13 +422,13 @@ def test_damage_is_found_and_named(name, damage, text, tmp_path):
     if damage == "gone":
         (out / name).unlink()
     said = f"{name}|preparation is unfinished"
-    if damage in ("shorter", "longer") and name != MANIFEST:  # told without reading the file
+    if damage in ("shorter", "longer") and name != MANIFEST:  # detected without reading the file
         said = rf"{name}: has \d+ bytes, \d+ were written: it is damaged"
     with pytest.raises(DataError, match=said):
         open_corpus(out).check()
 
 
-def test_an_id_that_the_vocabulary_has_not_is_named(text, tmp_path):
+def test_id_outside_vocabulary_is_named(text, tmp_path):
     corpus = prepare(config(text), tmp_path / "out")
     corpus.check(257)
     with pytest.raises(
@@ -448,7 +448,7 @@ def test_an_id_that_the_vocabulary_has_not_is_named(text, tmp_path):
         open_corpus(corpus.path).check()
 
 
-def test_a_tokenizer_of_wrong_ids_is_refused(text, tmp_path):
+def test_tokenizer_with_wrong_ids_is_rejected(text, tmp_path):
     class Wrong(ByteTokenizer):
         def encode(self, text):
             return super().encode(text) + 1000
@@ -461,7 +461,7 @@ def test_a_tokenizer_of_wrong_ids_is_refused(text, tmp_path):
             prepare(config(text), tmp_path / "out")
 
 
-def test_a_shard_cut_short_while_it_is_read_is_an_error_and_not_the_end(text, tmp_path):
+def test_shard_truncated_during_reading_is_an_error(text, tmp_path):
     corpus = prepare(config(text), tmp_path / "out")
     into = np.zeros(11, corpus.train.dtype)
     corpus.train.read(500, into)
@@ -470,7 +470,7 @@ def test_a_shard_cut_short_while_it_is_read_is_an_error_and_not_the_end(text, tm
         corpus.train.read(500, into)
 
 
-def test_which_data_are_prepared_folders(text, tmp_path, monkeypatch):
+def test_prepared_folders_are_recognized(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):
         prepare(config(text), name)
@@ -489,7 +489,7 @@ def test_command(text, tmp_path, capsys):
     ]  # fmt: skip
     assert main([*flags, "--out", out, "--tokenizer", "byte"]) == 0
     said = capsys.readouterr()
-    assert "tokens of 1" in said.out and "vocabulary of 257, 16 bits a token" in said.out
+    assert "tokens in 1" in said.out and "vocabulary of 257, 16 bits per token" in said.out
     assert "prepare: encoding 100%" in said.err
     assert contents(tmp_path / "out") == contents(prepare(config(text), tmp_path / "same").path)
     assert main([*flags, "--out", str(tmp_path / "b"), "--tokenizer", out]) == 0
@@ -514,7 +514,7 @@ def test_command(text, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["layers=[1,2]", "a*?{b}% #\nn\u0303", "~", "-x"])
-def test_folders_and_files_of_any_name(tmp_path, name):
+def test_unusual_file_names(tmp_path, name):
     file = tmp_path / f"{name}.TXT"
     file.write_text("\n".join(LINES))
     out = tmp_path / name
@@ -536,18 +536,18 @@ def test_folders_and_files_of_any_name(tmp_path, name):
         (b"\x1f\x8b", None, "gzip"),
     ],
 )
-def test_what_can_make_no_folder_leaves_none_in_the_way(tmp_path, content, changes, rule):
+def test_failed_preparation_leaves_no_folder(tmp_path, content, changes, rule):
     file, out = tmp_path / "text.txt", tmp_path / "out"
     file.write_bytes(content)
     with pytest.raises(DataError, match=rule):
         prepare(config(str(file), val_fraction=0.001), out, chunk_bytes=5)
     assert not out.exists()
-    if changes is None:  # the file is mended, and not the command
+    if changes is None:  # repair the file instead of the command
         file.write_text("\n".join(LINES))
     prepare(config(str(file), **dict(val_fraction=0.3) | (changes or {})), out, chunk_bytes=5)
 
 
-def test_a_file_system_without_locks_is_named_and_no_folder_is_left(tmp_path, text, monkeypatch):
+def test_file_system_without_locks_leaves_no_folder(tmp_path, text, monkeypatch):
     def refuse(handle, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -563,14 +563,14 @@ def test_the_line_of_progress_tells_the_rate_and_what_is_left():
     line = ProgressLine()
     line._began, line._before = 100.0, 2_000_000
     done = Progress("reading", 6_000_000, 10_000_000, 1_234)
-    told = "prepare: reading 60% of 10.0 MB, 1,234 documents, 2.0 MB a second, 2 seconds left"
+    told = "prepare: reading 60% of 10.0 MB, 1,234 documents, 2.0 MB/s, 2 seconds left"
     assert line._line(done, 102.0) == told
 
 
-def test_progress_is_one_line_on_a_terminal_and_a_few_in_a_file(monkeypatch):
-    rate = ", 3 documents, 0.2 MB a second, 3 seconds left"
+def test_progress_is_one_line_on_terminal_and_few_lines_in_file(monkeypatch):
+    rate = ", 3 documents, 0.2 MB/s, 3 seconds left"
     told = ["a 10% of 1.0 MB", f"a 40% of 1.0 MB{rate}"]
-    whole = ["a 100% of 1.0 MB, 0.6 MB a second, 0 seconds left", "b"]
+    whole = ["a 100% of 1.0 MB, 0.6 MB/s, 0 seconds left", "b"]
     for alone, wanted in (
         (True, "".join(f"\r\x1b[Kprepare: {line}" for line in told + whole) + "\n"),
         (False, "".join(f"prepare: {line}\n" for line in told[:1] + whole)),
@@ -593,7 +593,7 @@ def test_progress_is_one_line_on_a_terminal_and_a_few_in_a_file(monkeypatch):
     assert stream.getvalue() == ""
 
 
-def test_every_flag_is_a_field(monkeypatch, capsys):
+def test_prepare_flags_set_config_fields(monkeypatch, capsys):
     given = []
     part = SimpleNamespace(tokens=1234, documents=5, dtype=np.dtype("<u4"))
     corpus = SimpleNamespace(
@@ -612,7 +612,7 @@ def test_every_flag_is_a_field(monkeypatch, capsys):
     ), "o")  # fmt: skip
     assert named["tokenizer"] is None and named["workers"] == 3 and callable(named["report"])
     assert capsys.readouterr().out.splitlines() == [
-        "-a b: 1,234 tokens of 5 documents, 1,234 of 5 held out; vocabulary of 70,000, 32 bits a "
+        "-a b: 1,234 tokens in 5 documents, 1,234 in 5 held out; vocabulary of 70,000, 32 bits per "
         "token",
         "python train.py --data './-a b' --out FOLDER",
     ]
@@ -623,7 +623,7 @@ def test_every_flag_is_a_field(monkeypatch, capsys):
     assert named["workers"] == len(os.sched_getaffinity(0))
 
 
-def test_a_document_of_one_token_is_one_and_token_0_is_a_token(tmp_path):
+def test_single_token_documents_and_token_0(tmp_path):
     written = ["a", "\0", *map(str, range(40))]
     (tmp_path / "text.txt").write_text("\n".join(written))
     corpus = prepare(config(str(tmp_path / "text.txt")), tmp_path / "out")

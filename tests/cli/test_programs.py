@@ -1,4 +1,4 @@
-"""Check where commands keep compiled programs, and that nothing depends on their being there."""
+"""The cache of compiled programs: its folder, and results with and without it."""
 
 import json
 import os
@@ -30,7 +30,7 @@ print(json.dumps(counts | {"value": float(value), "slope": float(jnp.abs(slope).
 
 
 def process(home: Path, implementation: str, **environment: str):
-    """Run the script as a command of a user with this cache folder; its result, and its stderr."""
+    """Run the script with a cache folder; return its result and stderr."""
     kept = {name: value for name, value in os.environ.items() if name != programs.SWITCH}
     found = subprocess.run(
         [sys.executable, "-c", SCRIPT, implementation],
@@ -42,7 +42,7 @@ def process(home: Path, implementation: str, **environment: str):
 
 @pytest.fixture
 def restored():
-    """Put back what a command says to JAX."""
+    """Restore the JAX settings that a command changes."""
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
     before = {name: getattr(jax.config, name) for name in names}
     show = programs.warnings.showwarning
@@ -55,8 +55,8 @@ def restored():
 @pytest.mark.slow
 @pytest.mark.long_except("native")
 @pytest.mark.parametrize("implementation", ["native", "xla"])
-def test_a_second_process_compiles_nothing_and_a_broken_folder_stops_none(implementation, tmp_path):
-    """Check with programs that call our library, which the second process loads anew."""
+def test_second_process_compiles_nothing_and_broken_cache_is_ignored(implementation, tmp_path):
+    """Includes programs that call our native library, which the second process loads again."""
     if implementation == "native" and isinstance(cpu.library(), str):
         pytest.skip(str(cpu.library()))
     first, said = process(tmp_path, implementation)
@@ -72,15 +72,15 @@ def test_a_second_process_compiles_nothing_and_a_broken_folder_stops_none(implem
         assert (found["value"], found["slope"]) == (first["value"], first["slope"])
 
 
-def test_a_folder_that_cannot_be_used_is_one_line(tmp_path, restored, capsys):
+def test_unusable_cache_folder_is_one_line(tmp_path, restored, capsys):
     (tmp_path / "transformer_jax").write_text("a file where the folder should be")
     programs.keep_programs({"XDG_CACHE_HOME": str(tmp_path)})
     said = capsys.readouterr().err
-    assert said.startswith("compiled programs are not kept: ") and said.count("\n") == 1
+    assert said.startswith("no cache of compiled programs: ") and said.count("\n") == 1
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_the_variable_switches_it_off_and_a_folder_of_the_users_stays(tmp_path, restored):
+def test_variable_disables_cache_and_user_folder_is_kept(tmp_path, restored):
     given = {"XDG_CACHE_HOME": str(tmp_path)}
     programs.keep_programs(given | {programs.SWITCH: "0"})
     assert jax.config.jax_compilation_cache_dir is None and not list(tmp_path.iterdir())
@@ -92,7 +92,7 @@ def test_the_variable_switches_it_off_and_a_folder_of_the_users_stays(tmp_path, 
     assert jax.config.jax_compilation_cache_dir == str(programs.cache_folder(given))
 
 
-def test_each_processor_and_jaxlib_has_its_own_folder(tmp_path, monkeypatch):
+def test_cache_folder_depends_on_processor_and_jaxlib(tmp_path, monkeypatch):
     given = {"XDG_CACHE_HOME": str(tmp_path)}
     one = programs.cache_folder(given)
     assert one == programs.cache_folder(given) and one.is_relative_to(tmp_path)
@@ -108,13 +108,13 @@ def test_each_processor_and_jaxlib_has_its_own_folder(tmp_path, monkeypatch):
     assert programs.cache_folder(given) != one and "0.0.7" in programs.cache_folder(given).name
 
 
-def test_a_relative_folder_is_ignored_and_the_home_is_used():
-    """Check the rule of the XDG base directory specification."""
+def test_relative_xdg_folder_is_ignored():
+    """Rule of the XDG base directory specification."""
     for given in ({"XDG_CACHE_HOME": "relative"}, {"XDG_CACHE_HOME": ""}, {}):
         assert programs.cache_folder(given).is_relative_to(Path.home() / ".cache")
 
 
-def test_programs_unused_for_longest_go_first(tmp_path, restored, monkeypatch):
+def test_least_recently_used_programs_are_removed_first(tmp_path, restored, monkeypatch):
     given = {"XDG_CACHE_HOME": str(tmp_path)}
     folder = programs.cache_folder(given)
     folder.mkdir(parents=True)

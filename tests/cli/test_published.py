@@ -1,4 +1,4 @@
-"""Commands on published models: write with one, fine-tune it, and convert both ways."""
+"""Commands on published models: generate, fine-tune and convert."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ def special(text: str, i: int) -> dict:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> Path:
-    """A small Llama that reads bytes, <s> in front; its likeliest texts are not of one letter."""
+    """A small byte-level Llama with <s>; its greedy texts have more than one letter."""
     folder = tmp_path_factory.mktemp("published") / "llama"
     params = parameters(CONFIG, 7)
     files = tokenizer_files(ByteTokenizer(), CONFIG.vocab_size)[0]
@@ -80,7 +80,7 @@ def published(tmp_path_factory) -> Path:
 
 
 def greedy(folder: Path, ids: list[int], count: int) -> list[int]:
-    """The likeliest tokens, each of a full pass over all before it."""
+    """Greedy tokens, each from a full pass over the previous ones."""
     config, params = load_pretrained(folder)
     apply = jax.jit(lambda tokens: build(config).apply({"params": params}, tokens)[0])
     seen = list(ids)
@@ -109,7 +109,7 @@ def with_stop(folder: Path, to: Path, *ids: int) -> Path:
 
 
 @pytest.mark.slow
-def test_a_published_decoder_continues_a_text_after_its_bos(capsys, published, tmp_path):
+def test_published_decoder_continues_text_after_bos(capsys, published, tmp_path):
     expected = greedy(published, [BOS, *b"to be"], 9)
     assert len(set(expected)) > 3 and max(expected) < BOS
     assert expected != greedy(published, [*b"to be"], 9), "nothing would tell <s>"
@@ -139,7 +139,7 @@ def test_a_published_decoder_continues_a_text_after_its_bos(capsys, published, t
         ([[3, 4], [EOS]], (BanSequences((3, 4)),)),
     ],
 )  # fmt: skip
-def test_words_that_a_folder_bans_are_not_written(published, tmp_path, words, meant):
+def test_bad_words_of_folder_are_not_generated(published, tmp_path, words, meant):
     shutil.copytree(published, tmp_path / "model")
     beside = tmp_path / "model" / "generation_config.json"
     beside.write_text(json.dumps({"bad_words_ids": words, "eos_token_id": [EOS]}))
@@ -149,7 +149,7 @@ def test_words_that_a_folder_bans_are_not_written(published, tmp_path, words, me
     banned = next(p for p in load_text_model(tmp_path / "model").processors if type(p) is Ban)
     assert {11, 5} <= {*banned.tokens} and len({*banned.tokens}) == len(banned.tokens)
     beside.write_text(json.dumps({"begin_suppress_tokens": [3]}))
-    with pytest.raises(ConfigError, match=r"begin_suppress_tokens is \[3\]: tokens that are excl"):
+    with pytest.raises(ConfigError, match=r"begin_suppress_tokens is \[3\]: bans of a single step"):
         load_text_model(tmp_path / "model")
     for wrong, rule in (
         ([[]], "lists of ids"),
@@ -162,7 +162,7 @@ def test_words_that_a_folder_bans_are_not_written(published, tmp_path, words, me
 
 
 @pytest.mark.slow
-def test_a_message_is_answered_through_the_chat_template(capsys, published):
+def test_chat_uses_template(capsys, published):
     expected = greedy(published, [*b"[be]"], 5)
     assert expected != greedy(published, [BOS, *b"[be]"], 5)
     chat = ["--chat", "--prompt", "be", "--num-tokens", 5, "--temperature", 0]
@@ -175,8 +175,8 @@ def test_a_message_is_answered_through_the_chat_template(capsys, published):
 
 
 @pytest.mark.slow
-def test_a_text_of_a_form_is_written(capsys, published, tmp_path):
-    """Drawn, several, answered, and of each line of a file."""
+def test_output_satisfies_schema_regex_or_grammar(capsys, published, tmp_path):
+    """One text, several samples, a chat answer, and each line of a file."""
     pytest.importorskip("llguidance")
     (tmp_path / "schema").write_text(
         '{"type": "array", "items": {"enum": [1, "é"]}, "maxItems": 2}'
@@ -199,8 +199,8 @@ def test_a_text_of_a_form_is_written(capsys, published, tmp_path):
         ("--model {run} --dtype float16", "dtype is 'float16': a run has its own", 2),
         ("--model {run} --max-len 9", "max_len is 9: a run has its own", 2),
         ("--model x --checkpoint best", "checkpoint is 'best': 'x' is not a run; only a", 2),
-        ("--model /nonexistent", "'/nonexistent': no such folder", 1),
-        ("--model x --regex a --schema b", "schema and regex: give one of them", 2),
+        ("--model /nonexistent", "'/nonexistent': must be an existing folder", 1),
+        ("--model x --regex a --schema b", "schema and regex: pass only one of them", 2),
         ("--model x --grammar /nonexistent", "/nonexistent", 1),
         ("--model {model} --prompt a --regex (", "regex: unclosed group", 2),
         ("--model {bare} --prompt a", "no usable tokenizer: ", 1),
@@ -211,7 +211,7 @@ def test_a_text_of_a_form_is_written(capsys, published, tmp_path):
         ("--model {model} --chat --prompt a<s>", "contains '<s>', which is a reserved token", 2),
     ],
 )  # fmt: skip
-def test_a_bad_wish_is_one_line(capsys, published, tmp_path, argv, message, status):
+def test_bad_option_is_one_line(capsys, published, tmp_path, argv, message, status):
     bare = tmp_path / "bare"
     if "{bare}" in argv:
         shutil.copytree(published, bare)
@@ -225,7 +225,7 @@ def test_a_bad_wish_is_one_line(capsys, published, tmp_path, argv, message, stat
 
 
 @pytest.mark.parametrize("error", [KeyError("wte.weight"), RuntimeError("Out of\nmemory")])
-def test_an_error_of_any_type_is_one_line(capsys, published, monkeypatch, error):
+def test_error_of_any_type_is_one_line(capsys, published, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
@@ -233,7 +233,9 @@ def test_an_error_of_any_type_is_one_line(capsys, published, monkeypatch, error)
     assert generate(["--model", str(published), "--prompt", "a"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1) and " ".join(str(error).split()) in err
-    assert ("KeyError: 'wte.weight' (--debug shows where)" in err) == isinstance(error, KeyError)
+    assert ("KeyError: 'wte.weight' (--debug shows the traceback)" in err) == isinstance(
+        error, KeyError
+    )
 
 
 @pytest.fixture(scope="module")
@@ -258,8 +260,8 @@ def tuned(published, text, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_fine_tuned_run_begins_with_the_published_parameters(published, text, tuned):
-    """Its first loss is that of the published model on the same windows."""
+def test_fine_tuning_starts_from_published_parameters(published, text, tuned):
+    """The first loss equals that of the published model on the same windows."""
     from transformer_jax.checkpoints.run_folder import RunFolder
     from transformer_jax.training.data import load_dataset, random_starts
 
@@ -279,9 +281,7 @@ def test_a_fine_tuned_run_begins_with_the_published_parameters(published, text, 
 
 
 @pytest.mark.slow
-def test_a_fine_tuned_run_resumes_bitwise_without_the_published_folder(
-    published, text, tuned, tmp_path
-):
+def test_fine_tuned_run_resumes_bitwise_without_published_folder(published, text, tuned, tmp_path):
     folder = Path(shutil.copytree(published, tmp_path / "gone"))
     config, _ = configure(parse(flags(folder, text, tmp_path / "run"), None))
     stops = iter([False, True])
@@ -303,7 +303,7 @@ def test_a_fine_tuned_run_resumes_bitwise_without_the_published_folder(
         ("--context 62", "context is 62: exceeds the model's max_len 61"),
     ],
 )
-def test_what_contradicts_the_published_model_is_refused(
+def test_fields_that_contradict_published_model_are_rejected(
     capsys, published, text, tmp_path, more, message
 ):
     assert train.main(flags(published, text, tmp_path / "run", *more.split())) == 2
@@ -313,7 +313,7 @@ def test_what_contradicts_the_published_model_is_refused(
 
 @pytest.fixture(scope="module")
 def dropping(published, tmp_path_factory) -> Path:
-    """The same model, whose config.json has dropout."""
+    """The same model with dropout in config.json."""
     folder = tmp_path_factory.mktemp("dropping") / "llama"
     shutil.copytree(published, folder)
     file = folder / "config.json"
@@ -329,12 +329,12 @@ def dropping(published, tmp_path_factory) -> Path:
         ("--task preference --attention-dropout 0.25", (0.0, 0.25)),
     ],
 )  # fmt: skip
-def test_dropout_is_that_of_the_model_the_task_and_the_flags(dropping, text, tmp_path, more, rates):
+def test_dropout_comes_from_model_task_and_flags(dropping, text, tmp_path, more, rates):
     config, _ = configure(parse(flags(dropping, text, tmp_path, *more.split()), None))
     assert (config.model.dropout, config.model.attention_dropout) == rates
 
 
-def test_dropout_0_leaves_no_dropout_of_a_preset():
+def test_dropout_0_turns_off_dropout_of_preset():
     config, _ = configure(parse("--preset gpt2 --data x --dropout 0".split(), None))
     assert config.model.attention_dropout == config.model.dropout == 0
 
@@ -354,7 +354,7 @@ def test_preferences_begin_at_log_2_whatever_dropout_the_folder_has(dropping, tm
     assert abs(first[0] - np.log(2)) < 1e-6 < 1e-4 < abs(first[1] - np.log(2))
 
 
-def test_how_it_is_run_may_change(published, text, tmp_path):
+def test_execution_options_may_differ_from_published_model(published, text, tmp_path):
     more = "--dropout 0.1 --remat dots --scan-layers True --dtype bfloat16"
     config, _ = configure(parse(flags(published, text, tmp_path, *more.split()), None))
     model = config.model
@@ -367,7 +367,7 @@ def test_how_it_is_run_may_change(published, text, tmp_path):
     assert fine_tuning(CONFIG, "x").tokenizer == "pretrained"
 
 
-def test_a_text_with_tokens_the_model_has_not_is_refused(capsys, published, tmp_path):
+def test_text_with_ids_outside_vocabulary_is_rejected(capsys, published, tmp_path):
     folder = Path(shutil.copytree(published, tmp_path / "more"))
     definition = json.loads((folder / "tokenizer.json").read_text())
     definition["added_tokens"].append(special("<new>", 258))
@@ -380,7 +380,7 @@ def test_a_text_with_tokens_the_model_has_not_is_refused(capsys, published, tmp_
 
 
 @pytest.mark.slow
-def test_a_converted_run_writes_what_the_run_writes(capsys, published, tuned, tmp_path):
+def test_converted_run_generates_same_text(capsys, published, tuned, tmp_path):
     base = ["--prompt", "to be", "--num-tokens", 9, "--temperature", 0]
     from_run = written(capsys, "--model", tuned, "--checkpoint", "last", *base)
     to = tmp_path / "made"
@@ -396,16 +396,16 @@ def test_a_converted_run_writes_what_the_run_writes(capsys, published, tuned, tm
     content = json.loads((to / "config.json").read_text())
     assert [content[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [BOS, EOS, None]
     assert convert(argv) == 2
-    assert "exists already: must be new or empty" in capsys.readouterr().err
+    assert "already exists; must be new or empty" in capsys.readouterr().err
     argv[-1] = str(tmp_path / "gemma")
     assert convert([*argv, "--family", "gemma"]) == 2
     assert "a gemma has" in capsys.readouterr().err and not (tmp_path / "gemma").exists()
 
 
-def test_a_published_model_is_saved_anew(capsys, published, tmp_path):
+def test_published_model_can_be_converted(capsys, published, tmp_path):
     published = Path(shutil.copytree(published, tmp_path / "newer"))
     content = json.loads((published / "config.json").read_text())
-    content["dtype"] = content.pop("torch_dtype")  # as newer folders have it
+    content["dtype"] = content.pop("torch_dtype")  # as in newer folders
     (published / "config.json").write_text(json.dumps(content))
     to = tmp_path / "small"
     argv = ["--model", str(published), "--to", str(to), "--dtype", "bfloat16"]
@@ -436,7 +436,7 @@ def test_a_published_model_is_saved_anew(capsys, published, tmp_path):
 
 @pytest.mark.slow_except("tokenizer0")
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer.train("héllo wörld\n")])
-def test_a_run_tokenizer_is_written_as_one_that_others_read(tokenizer, tmp_path):
+def test_saved_tokenizer_of_run_is_readable(tokenizer, tmp_path):
     from tokenizers import Tokenizer
 
     files, note = tokenizer_files(tokenizer, tokenizer.vocab_size)
@@ -454,8 +454,8 @@ def test_a_run_tokenizer_is_written_as_one_that_others_read(tokenizer, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_character_that_a_run_never_met_has_no_row_of_a_wider_model(tmp_path):
-    """A model of 100 tokens trained on 10 characters: id 10 is a row, and means nothing."""
+def test_unseen_character_is_rejected_in_wider_vocabulary(tmp_path):
+    """A model with 100 tokens trained on 10 characters: row 10 exists but has no character."""
     tokenizer = CharTokenizer.train("héllo wörld\n")
     files, note = tokenizer_files(tokenizer, 100)
     assert "any other character gets id 100, which the model does not have" in note
@@ -473,7 +473,7 @@ def test_qwen2_is_written_with_qwen_s_tokenizer_alone(tmp_path):
     definition = tokenizer_files(ByteTokenizer(), 256)[0]["tokenizer.json"]
     check_tokenizer("llama", definition)
     config = dataclasses.replace(CONFIG, qkv_bias=True)
-    with pytest.raises(ConfigError, match="transformers reads a qwen2 with Qwen 2's way"):
+    with pytest.raises(ConfigError, match="transformers always splits text like Qwen 2"):
         files = {"tokenizer.json": definition}
         save_pretrained(tmp_path / "x", config, parameters(config, 7), family="qwen2", files=files)
     content = json.loads(definition) | dict(normalizer=dict(type="NFC"))
@@ -487,7 +487,7 @@ def test_qwen2_is_written_with_qwen_s_tokenizer_alone(tmp_path):
 
 
 def stand_in(monkeypatch, load_run):
-    """Let every path be that of a run, whose model `load_run` returns."""
+    """Make every path a run whose model is `load_run()`."""
 
     def loaded(*given, **named):
         model = load_run(*given, **named)
@@ -499,8 +499,8 @@ def stand_in(monkeypatch, load_run):
 
 
 @pytest.mark.slow
-def test_qkv_biases_are_written_for_a_tokenizer_that_is_not_qwen_s(capsys, monkeypatch, tmp_path):
-    """As a llama: transformers reads a qwen2 with Qwen 2's way to split texts, whatever is said."""
+def test_qkv_biases_are_saved_for_other_tokenizers(capsys, monkeypatch, tmp_path):
+    """Saved as a llama, because transformers always uses Qwen 2's text splitting for a qwen2."""
     config = dataclasses.replace(CONFIG, qkv_bias=True, vocab_size=256)
     run = TextModel(config, parameters(config, 7), ByteTokenizer())
     runs = {
@@ -518,7 +518,7 @@ def test_qkv_biases_are_written_for_a_tokenizer_that_is_not_qwen_s(capsys, monke
     )
     np.testing.assert_array_equal(one, two)
     assert convert([*argv[:3], str(tmp_path / "x"), "--family", "qwen2"]) == 2
-    assert "transformers reads a qwen2 with Qwen 2's way" in capsys.readouterr().err
+    assert "transformers always splits text like Qwen 2" in capsys.readouterr().err
     assert convert(["--model", "windows", "--to", str(tmp_path / "windows")]) == 0
     assert "as a smollm3" in capsys.readouterr().out  # a llama has no windows
 
@@ -537,7 +537,7 @@ def test_names_of_tokens_in_templates_are_written(published, tmp_path):
     assert again.chat(chat) == tokenizer.chat(chat) == "<s>hi"
 
 
-def test_untied_encoder_decoder_with_one_input_table_is_not_written(tmp_path):
+def test_untied_encoder_decoder_with_shared_input_is_rejected(tmp_path):
     """Transformers has one table for each side if the output is untied."""
     config = ModelConfig(
         kind="encoder-decoder", vocab_size=13, d_model=14, num_heads=2, num_layers=1, max_len=11,
@@ -552,7 +552,7 @@ def test_untied_encoder_decoder_with_one_input_table_is_not_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_without_biases_is_written_with_zeros(capsys, monkeypatch, key, tmp_path):
+def test_run_without_biases_is_saved_with_zeros(capsys, monkeypatch, key, tmp_path):
     config = ModelConfig(
         vocab_size=13, d_model=14, num_heads=2, num_layers=1, max_len=11, use_bias=False
     )
@@ -564,7 +564,7 @@ def test_a_run_without_biases_is_written_with_zeros(capsys, monkeypatch, key, tm
     found, params = load_pretrained(tmp_path / "made")
     assert found.use_bias
     content = json.loads((tmp_path / "made" / "config.json").read_text())
-    assert content["eos_token_id"] is None  # a gpt2's is 50256 unless it is said
+    assert content["eos_token_id"] is None  # the default of a gpt2 is 50256
     tokens = np.arange(11, dtype=np.int32)[None]
     one, two = (
         build(c).apply({"params": p}, tokens)[0] for c, p in ((found, params), (config, run.params))
@@ -575,7 +575,7 @@ def test_a_run_without_biases_is_written_with_zeros(capsys, monkeypatch, key, tm
 
 
 @pytest.mark.slow
-def test_an_encoder_decoder_writes_from_a_source(key):
+def test_encoder_decoder_generates_from_source(key):
     config = ModelConfig(
         kind="encoder-decoder", vocab_size=13, d_model=14, num_heads=2, num_layers=1, d_ff=17,
         max_len=19, positions="learned",

@@ -1,4 +1,4 @@
-"""The command `serve`: what it refuses before it listens. Its page runs it: docs/serve.md."""
+"""The command `serve`: errors before it listens. The examples of docs/serve.md test the rest."""
 
 import pytest
 
@@ -8,11 +8,11 @@ from transformer_jax.cli.serve import main
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        ([], "--model TEXT is needed"),
+        ([], "--model TEXT is required"),
         (["--model", "x", "--port", "65536"], "port is 65536: must be from 0 to 65535"),
     ],
 )
-def test_a_wrong_flag_is_refused_in_one_line(argv, why, capsys):
+def test_wrong_flag_is_one_line(argv, why, capsys):
     assert main(argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("serve: ") and why in line

@@ -1,4 +1,4 @@
-"""The two commands: what they say, how they end, and that a kill at any moment loses nothing."""
+"""Training and generating from the command line: messages, exit statuses, signals and kills."""
 
 import dataclasses
 import io
@@ -70,12 +70,12 @@ def flags(tmp_path) -> list[str]:
 
 
 def configured(argv: list[str]) -> tuple[tj.TrainConfig, int | None]:
-    """The config of these flags, and the vocabulary size they ask for."""
+    """Return the config of these flags, and their vocabulary size."""
     return configure(parse(argv, None))
 
 
 def refused(capsys, argv: list[str]) -> tuple[int, str]:
-    """Exit status and the one line on stderr of a command that does not start."""
+    """Return the exit status and the only line on stderr of a command that does not start."""
     status = train.main(argv)
     out, err = capsys.readouterr()
     assert out == ""
@@ -102,7 +102,7 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         ("--d-model 30 --num-heads 4", "num_heads is 4: must divide d_model 30"),
         ("--tokenizer letter", "tokenizer is 'letter': must be char|byte|bpe|word"),
         ("--positions learned --scaling linear",
-         "scaling is 'linear': needs --model.positions rope, it is learned"),
+         "scaling is 'linear': needs --model.positions rope, not learned"),
         ("--positions rope --scaling linaer",
          "scaling is 'linaer': must be None|linear|ntk|dynamic|llama3|yarn|lo"),
         ("--preset gtp2", "preset is 'gtp2': must be one of tiny, "),
@@ -123,7 +123,7 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         ("--resume --out /nonexistent", "/nonexistent: no run here"),
         ("--resume --preset tiny", "preset and resume"),
         ("--resume --model gru", "model and resume"),
-        ("--preset tiny --model gru", "preset and model: give one of them"),
+        ("--preset tiny --model gru", "preset and model: pass only one of them"),
         ("--model .",
          "model is '.': must be a kind of model; --init-from . starts from a run or a"),
         (
@@ -131,10 +131,10 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
             "model is 'lstn': must be one of transformer, lstm, gru, rnn, convolution, window, "
             "ngram",
         ),
-        ("--model lstm --num-heads 3", "num_heads is '3': needs --model transformer, it is lstm"),
+        ("--model lstm --num-heads 3", "num_heads is '3': needs --model transformer, not lstm"),
         ("--model window --task masked", "model is 'window': task 'masked' needs another"),
         ("--task maskd", "task is 'maskd': must be language|masked|seq2seq|"),
-        ("--task masked --documents lines", "documents is 'lines': needs --task language, it is"),
+        ("--task masked --documents lines", "documents is 'lines': needs --task language, not"),
         ("--task seq2seq",
          "data is 'python-docs': must be a file, which task 'seq2seq' reads line"),
         ("--task reverse --data x", "data is 'x': is not used: task 'reverse' makes its own"),
@@ -172,7 +172,7 @@ def test_debug_shows_the_traceback(flags):
 
 
 @pytest.mark.slow
-def test_bad_flags_leave_a_process_with_one_line_and_no_traceback():
+def test_bad_flag_in_subprocess_prints_no_traceback():
     out = subprocess.run(
         [sys.executable, "train.py", "--learnig-rate", "1"], cwd=ROOT, capture_output=True,
         text=True,
@@ -181,7 +181,7 @@ def test_bad_flags_leave_a_process_with_one_line_and_no_traceback():
     assert out.stderr == "train.py: --learnig-rate: no such flag, nearest: --learning-rate\n"
 
 
-def test_every_field_is_a_flag_and_means_what_it_says():
+def test_every_field_is_a_flag():
     def flat(cls, *skipped):
         return {f.name for f in dataclasses.fields(cls)} - {*skipped}
 
@@ -192,9 +192,7 @@ def test_every_field_is_a_flag_and_means_what_it_says():
         tj.WindowConfig,
         tj.NgramConfig,
     )
-    expected = flat(tj.TrainConfig, "model").union(*map(flat, models)) - {
-        "block"
-    }  # in Python alone
+    expected = flat(tj.TrainConfig, "model").union(*map(flat, models)) - {"block"}  # only in Python
     inputs = tj.Patches, tj.Frames, tj.Vectors
     expected = expected.union(*map(flat, (*KINDS.values(), *TASKS.values(), *inputs)))
     expected = expected.union(
@@ -224,7 +222,7 @@ def test_every_field_is_a_flag_and_means_what_it_says():
     assert vocab_size is None
 
 
-def test_adapters_are_one_word_and_leave_the_short_flags_to_others():
+def test_lora_word_leaves_short_flags_to_model():
     first = configured(["--dropout", "0.25", "--positions", "rope", "--base", "500"])[0].model
     assert (first.dropout, first.positions.base) == (0.25, 500.0)
     given = {("lora",): "rank=4,targets=query,value,dropout=0.5,base=int8"}
@@ -239,7 +237,7 @@ def test_adapters_are_one_word_and_leave_the_short_flags_to_others():
         FLAGS.read({("lora",): "rnak=4"}, tj.TrainConfig())
 
 
-def test_factors_of_pairs_are_flags_and_survive_a_run_folder(tmp_path):
+def test_rope_factors_survive_run_folder(tmp_path):
     argv = (
         "--positions rope --head-dim 4 --scaling longrope --original-len 16 --length 32 "
         "--short-factors 1,1.25 --long_factors=2.5,3e0 --window 3,none --window-base 31 "
@@ -253,7 +251,7 @@ def test_factors_of_pairs_are_flags_and_survive_a_run_folder(tmp_path):
     assert rope.pattern == (True, False)
     folder = RunFolder(tmp_path)
     folder.write_config(config)
-    config = dataclasses.replace(config, out=os.path.abspath(config.out))  # as the file names it
+    config = dataclasses.replace(config, out=os.path.abspath(config.out))  # as in the file
     assert folder.read_config() == config and hash(folder.read_config()) == hash(config)
 
 
@@ -268,7 +266,7 @@ def test_fields_of_tables_and_norms_are_flags():
     assert configured(argv.split())[0].model.positions.truncate is False
 
 
-def test_a_preset_is_the_start_and_flags_change_it():
+def test_flags_change_preset():
     assert configured([]) == (tj.train_preset(None), None)
     config, vocab_size = configured("--data x.txt --preset=shakespeare-cpu --vocab-size 99".split())
     assert (config.model.d_model, config.model.max_len, config.data) == (128, 64, "x.txt")
@@ -287,7 +285,7 @@ def test_help_explains_every_flag(capsys):
         text = re.search(rf"^  {flag} (.*?)(?=^  --|\Z|\n\n)", out, re.MULTILINE | re.DOTALL)
         assert text, flag
         assert "[" in text[1], f"{flag} shows no default"
-        if own != path:  # a field of what stands in one word
+        if own != path:  # a field of a config in one word
             assert re.search(rf"\b{path[-1]}\b", text[1]), path
     assert "Number of optimizer steps. [5000]" in " ".join(out.split())
     assert "--preset" in out and "--resume" in out and "--debug" in out
@@ -295,7 +293,7 @@ def test_help_explains_every_flag(capsys):
 
 
 @pytest.mark.parametrize(("group", "others"), [(None, "model"), ("model", "run")])
-def test_help_prints_a_group_and_names_the_others(capsys, group, others):
+def test_help_prints_group_and_lists_others(capsys, group, others):
     with pytest.raises(SystemExit):
         train.main(["--help", *filter(None, [group])])
     out = capsys.readouterr().out
@@ -306,16 +304,13 @@ def test_help_prints_a_group_and_names_the_others(capsys, group, others):
     assert len(printed) - len(flags) == (8 if group is None else 0)  # --preset and others
     assert ("Tasks: language" in out) == (group is None)
     named = (
-        out.partition("--help all those of run and model:\n")[2]
-        .replace("\n", " ")
-        .strip()
-        .split(", ")
+        out.partition("--help GROUP those of a group:\n")[2].replace("\n", " ").strip().split(", ")
     )
     assert others in named and "optimizer" in named and (group or "run") not in named
 
 
 @pytest.mark.slow
-def test_a_run_says_what_to_type_next_and_those_commands_work(capsys, flags, tmp_path):
+def test_printed_commands_work(capsys, flags, tmp_path):
     assert train.main(flags) == 0
     out = capsys.readouterr().out
     assert re.search(r"held-out loss: \d\.\d+ nats per character = \d\.\d+ bits", out)
@@ -349,15 +344,15 @@ def piped(monkeypatch, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_text_from_standard_input_is_asked_for_again(capsys, flags, tmp_path, monkeypatch):
-    """The line that is printed goes on, in a shell in which TEXT is the same text."""
+def test_resume_needs_standard_input_again(capsys, flags, tmp_path, monkeypatch):
+    """The printed command resumes if TEXT is the same text."""
     flags[flags.index("--data") + 1] = "-"
     flags += ["--sample-tokens", "0", "--steps", "50", "--eval-every", "50"]
     monkeypatch.setattr(progress, "progress_for_output", lambda: Signals(2, signal.SIGINT))
     piped(monkeypatch, TEXT)
     assert train.main(flags) == 130
     out = capsys.readouterr().out
-    assert "to go on (TEXT: a file of what came from standard input):" in out
+    assert "to continue (TEXT: a file with the data from standard input):" in out
     *command, sign, name = shlex.split(out.splitlines()[-1])
     assert (command[:2], sign, name) == (["python", "train.py"], "<", "TEXT")
     piped(monkeypatch, "")
@@ -367,10 +362,13 @@ def test_a_text_from_standard_input_is_asked_for_again(capsys, flags, tmp_path, 
     piped(monkeypatch, TEXT)
     monkeypatch.setattr(progress, "progress_for_output", progress.Silent)
     assert train.main([*command[2:], "--steps", "5"]) == 0
-    assert "train on (TEXT: a file of what came from standard input):" in capsys.readouterr().out
+    assert (
+        "continue training (TEXT: a file with the data from standard input):"
+        in capsys.readouterr().out
+    )
 
 
-def test_only_a_prompt_that_the_tokenizer_can_read_is_suggested(tmp_path):
+def test_suggested_prompt_can_be_tokenized(tmp_path):
     def start(characters: str, sample: str) -> str:
         RunFolder(tmp_path).write_tokenizer(CharTokenizer.train(characters))
         config = SimpleNamespace(out=tmp_path, task=LanguageTask())
@@ -383,7 +381,7 @@ def test_only_a_prompt_that_the_tokenizer_can_read_is_suggested(tmp_path):
     assert start("日本語です。", "日本語") == ""
 
 
-def test_a_reader_that_has_had_enough_does_not_end_the_run(flags, tmp_path, monkeypatch):
+def test_closed_stdout_does_not_stop_run(flags, tmp_path, monkeypatch):
     def fit(config, progress, **kwargs):
         for line in "one", "two":
             progress.say(line)
@@ -406,8 +404,8 @@ def test_a_reader_that_has_had_enough_does_not_end_the_run(flags, tmp_path, monk
     ("inherited", "status", "printed"),
     [("default_int_handler", -signal.SIGINT, ""), ("SIG_IGN", 0, "on\n")],
 )
-def test_an_interrupt_during_the_imports_shows_no_traceback(inherited, status, printed, tmp_path):
-    """And where it was ignored before, as in a shell's background job, it stays so."""
+def test_interrupt_during_imports_prints_no_traceback(inherited, status, printed, tmp_path):
+    """An ignored SIGINT, as in a shell's background job, stays ignored."""
     (tmp_path / "transformer_jax.py").write_text(
         "import os, signal, sys\nos.kill(os.getpid(), signal.SIGINT)\nprint('on')\nsys.exit()\n"
     )
@@ -442,15 +440,15 @@ def test_an_interrupt_during_the_imports_shows_no_traceback(inherited, status, p
             "train: model.positions is 'rotary': must be "
             "None|learned|sinusoidal|rope|shaw|t5buckets|alibi, nearest: rope\n",
         ),
-        ("convert --to x", 2, "", "convert: --model TEXT is needed\n"),
+        ("convert --to x", 2, "", "convert: --model TEXT is required\n"),
         ("generate --modle x", 2, "", "generate: --modle: no such flag, nearest: --model\n"),
         ("generate --help", 0, "usage: python -m transformer_jax generate [--FLAG VALUE ...]", ""),
         ("plan --target cpu --model x --preset gpt2", 2, "",
-         "plan: model and preset: a model is planned with its own config\n"),
-        ("plan --target cpu --model x --out y", 2, "", "plan: model and out: a model is planned"),
+         "plan: model and preset: pass only one of them\n"),
+        ("plan --target cpu --model x --out y", 2, "", "plan: model and out: pass only one of them"),
     ],
 )  # fmt: skip
-def test_a_command_is_named_by_the_first_word(capsys, argv, status, out, err):
+def test_first_word_selects_command(capsys, argv, status, out, err):
     try:
         found = run_command(argv.split())
     except SystemExit as ended:
@@ -462,7 +460,7 @@ def test_a_command_is_named_by_the_first_word(capsys, argv, status, out, err):
     assert status == 0 or "usage" in err or printed.err.count("\n") == 1
 
 
-def test_words_that_the_tokenizer_does_not_know_are_named(capsys):
+def test_unknown_words_are_reported(capsys):
     words = SpecialTokens(WordTokenizer.train("a dog saw a cat"), ("mask",))
     command.report_unknown("generate", words, ["a cow saw", "a [MASK] cow or _"], MASKS)
     rule = "not among the words of the training text, read as <unk>"
@@ -472,7 +470,7 @@ def test_words_that_the_tokenizer_does_not_know_are_named(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_is_not_available_here_is_one_line(capsys):
+def test_not_implemented_error_is_one_line(capsys):
     Write = dataclasses.make_dataclass("Write", ())
 
     def work(options):
@@ -483,7 +481,7 @@ def test_what_is_not_available_here_is_one_line(capsys):
 
 
 class Signals(progress.Silent):
-    """Sends a signal to this process when a step is shown."""
+    """Progress that sends signals to this process at a step."""
 
     def __init__(self, step: int, *numbers: int) -> None:
         self.at, self.numbers = step, numbers
@@ -496,32 +494,30 @@ class Signals(progress.Silent):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_the_step_and_ends(capsys, flags, tmp_path, monkeypatch, number, status):
+def test_signal_saves_step_and_stops(capsys, flags, tmp_path, monkeypatch, number, status):
     flags += ["--steps", "50", "--eval-every", "50"]
     before = signal.getsignal(number)
     monkeypatch.setattr(progress, "progress_for_output", lambda: Signals(3, number))
     assert train.main(flags) == status
     assert signal.getsignal(number) is before
     (step,) = saved_steps(tmp_path / "run" / "checkpoints")
-    assert step in (4, 5)  # a step's numbers are shown while the next one runs
+    assert step in (4, 5)  # the metrics of a step are shown while the next one runs
     checkpoint.verify(checkpoint.step_path(tmp_path / "run" / "checkpoints", step))
     out = capsys.readouterr().out
-    assert f"stopped at step {step}; to go on:" in out
+    assert f"stopped at step {step}; to continue:" in out
     assert "--resume" in out
     assert not (tmp_path / "run" / "lock").exists()
 
 
 @pytest.mark.slow
-def test_a_run_stopped_before_its_first_evaluation_is_written_with(
-    capsys, flags, tmp_path, monkeypatch
-):
-    """There is no best checkpoint: the last one is taken, and a line says so."""
+def test_run_without_evaluation_uses_last_checkpoint(capsys, flags, tmp_path, monkeypatch):
+    """Without a best checkpoint, the last one is used, with a note."""
     monkeypatch.setattr(progress, "progress_for_output", lambda: Signals(1, signal.SIGTERM))
     assert train.main([*flags, "--eval-every", "8"]) == 143
     run, out = str(tmp_path / "run"), str(tmp_path / "made")
     (step,) = saved_steps(tmp_path / "run" / "checkpoints")
     capsys.readouterr()
-    said = f"no step was evaluated yet: this is the last one saved, step {step}\n"
+    said = f"no checkpoint was evaluated yet: using the last one, step {step}\n"
     arguments = ["--model", run, "--prompt", "to", "--num-tokens", "3"]
     assert generate.main(arguments) == 0
     printed = capsys.readouterr()
@@ -535,8 +531,8 @@ def test_a_run_stopped_before_its_first_evaluation_is_written_with(
 
 
 @pytest.mark.slow
-def test_a_run_first_says_what_it_trains(capsys, flags, tmp_path):
-    """In two lines, before any step; a resumed run says where it goes on."""
+def test_run_first_describes_model_and_data(capsys, flags, tmp_path):
+    """Two lines before the first step; a resumed run adds its step."""
     assert train.main([*flags, "--sample-tokens", "0"]) == 0
     model, text, *_ = capsys.readouterr().out.splitlines()
     tokens = int(len(TEXT) * 0.9)
@@ -550,7 +546,7 @@ def test_a_run_first_says_what_it_trains(capsys, flags, tmp_path):
 
 
 def fit_parameters(run: Path) -> int:
-    """Numbers in the parameters that a run saved."""
+    """Return the number of parameters that a run saved."""
     arrays = arrays_of(run / "checkpoints" / "step-00000008")
     return sum(array.size for name, array in arrays.items() if name.startswith("params:"))
 
@@ -568,12 +564,12 @@ def test_a_loss_per_byte_is_called_so():
 
     assert said("byte")[0] == "held-out loss: 1.5000 nats per byte = 2.1640 bits"
     assert said("char")[0] == "held-out loss: 2.0000 nats per character = 2.8854 bits"
-    wanted = "perplexity 4.48 per token, 25.0% of the labels are the likeliest", "exact_match 0.5"
+    wanted = "perplexity 4.48 per token, accuracy 25.0%", "exact_match 0.5"
     assert tuple(said("char")[1:]) == wanted
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once(flags, tmp_path, monkeypatch):
+def test_second_signal_stops_immediately(flags, tmp_path, monkeypatch):
     class Ended(BaseException):
         pass
 
@@ -592,7 +588,7 @@ def test_a_second_signal_ends_at_once(flags, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_fails_on_the_way_is_one_line_and_status_1(capsys, flags, tmp_path):
+def test_runtime_error_is_one_line_and_status_1(capsys, flags, tmp_path):
     blocked = list(flags)
     blocked[blocked.index("--out") + 1] = str(tmp_path / "text.txt" / "run")
     status, line = refused(capsys, blocked)
@@ -608,13 +604,13 @@ def test_what_fails_on_the_way_is_one_line_and_status_1(capsys, flags, tmp_path)
 @pytest.mark.slow
 @pytest.mark.long_except("2")
 @pytest.mark.parametrize("kills", [2, 5])
-def test_a_kill_at_any_moment_loses_no_more_than_a_save_interval(flags, tmp_path, rng, kills):
-    """One run, killed more than once and finished, equals the run that nobody killed."""
+def test_kill_loses_at_most_one_save_interval(flags, tmp_path, rng, kills):
+    """A run that is killed several times equals an uninterrupted run."""
     kill_and_finish(flags, tmp_path, rng, kills)
 
 
 def kill_and_finish(flags, tmp_path, rng, kills) -> int:
-    """Kill a run so often, finish it and check it; return how many kills met a save."""
+    """Kill a run `kills` times, finish and check it; return the number of kills during a save."""
     last = 110 + 20 * kills
     flags = [*flags, "--steps", f"{last}", "--eval-every", f"{last}", "--checkpoint-every", "1"]
     flags += ["--keep", "3", "--sample-tokens", "0", "--dropout", "0.1"]
@@ -655,7 +651,7 @@ def kill_and_finish(flags, tmp_path, rng, kills) -> int:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> str:
-    """A run of two evaluations, of which the first is the better one."""
+    """A run with two evaluations; the first is the better one."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text(TEXT)
     config, _ = configured(SMALL.split())
@@ -669,7 +665,7 @@ def trained(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory) -> str:
-    """A run whose numbers were never trained: what is asked of it is refused."""
+    """A run with untrained parameters, for options that are rejected."""
     config, tokenizer = configured(SMALL.split())[0], CharTokenizer.train(TEXT)
     model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
     folder = RunFolder(tmp_path_factory.mktemp("begun") / "run")
@@ -687,7 +683,7 @@ def written(capsys, *argv: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_text_is_continued_the_same_for_the_same_seed(capsys, trained):
+def test_same_seed_gives_same_text(capsys, trained):
     arguments = ["--model", trained, "--prompt", "to be", "--num-tokens", "6"]
     first = written(capsys, *arguments)
     assert first.startswith("to be") and len(first) == 12
@@ -699,18 +695,18 @@ def test_a_text_is_continued_the_same_for_the_same_seed(capsys, trained):
 
 
 @pytest.mark.parametrize("main", [train.main, plan.main, generate.main, evaluate.main])
-def test_a_terminal_without_a_character_shows_an_escape(monkeypatch, main):
+def test_unencodable_characters_are_escaped(monkeypatch, main):
     for name in ("stdout", "stderr"):
         stream = io.TextIOWrapper(io.BytesIO(), "ascii", errors="strict")
         monkeypatch.setattr(sys, name, stream)
     flags = {plan.main: "--target", generate.main: "--prompt"}
     assert main([flags.get(main, "--data"), "n\u00e9\u05d0"]) == 2
-    print("n\u00e9\u05d0", end="")  # as a command prints what it has read
+    print("n\u00e9\u05d0", end="")  # as a command prints its input
     sys.stdout.flush()
     assert sys.stdout.buffer.getvalue() == rb"n\xe9\u05d0"
 
 
-def test_a_prompt_ends_where_a_line_does_and_nowhere_else(tmp_path):
+def test_prompts_are_split_only_at_line_ends(tmp_path):
     file = tmp_path / "prompts"
     file.write_bytes("\ufeffa\u2028b\x0bc\r\n\n\x85d\re\n".encode())
     assert generate._prompts(str(file)) == ["a\u2028b\x0bc", "\x85d", "e"]
@@ -720,12 +716,12 @@ def test_a_prompt_ends_where_a_line_does_and_nowhere_else(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_way_of_decoding_writes_texts(capsys, trained, tmp_path):
+def test_every_decoding_method_works(capsys, trained, tmp_path):
     base = ["--model", trained, "--num-tokens", "9", "--prompt", "to"]
     greedy = written(capsys, *base, "--temperature", "0")
     assert written(capsys, *base, "--temperature", "0", "--lookup", "3") == greedy
     assert written(capsys, *base, "--temperature", "0", "--cache-dtype", "int8") == greedy
-    for kind in ("bf16", "int8", "int4"):  # other numbers, so perhaps other letters
+    for kind in ("bf16", "int8", "int4"):  # rounded weights may give other letters
         held = written(capsys, *base, "--temperature", "0", "--weights", kind)
         assert len(held) == len(greedy)
     two = written(capsys, *base, "--temperature", "0", "--samples", "2")
@@ -750,7 +746,7 @@ def test_every_way_of_decoding_writes_texts(capsys, trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_prompt_may_look_like_a_flag_and_a_flag_be_spelled_as_in_python(capsys, trained):
+def test_prompt_may_look_like_flag_and_flags_may_have_underscores(capsys, trained):
     names = {name: name for name in ("--prompt", "--top-k")}
     dashes = spelled(["--prompt", "-- to be", "--top_k=3", "-x"], names)
     assert dashes == ["--prompt", "-- to be", "--top-k=3", "-x"]
@@ -758,7 +754,7 @@ def test_a_prompt_may_look_like_a_flag_and_a_flag_be_spelled_as_in_python(capsys
 
 
 @pytest.mark.slow
-def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_path, monkeypatch):
+def test_best_and_last_checkpoint_are_distinguished(capsys, trained, tmp_path, monkeypatch):
     asked = []
     real = checkpoint.restore
     monkeypatch.setattr(
@@ -804,14 +800,14 @@ def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_pa
         ("--weights int3", "weights is 'int3': must be bf16|int8|int4", 2),
     ],
 )  # fmt: skip
-def test_a_bad_wish_is_one_line(capsys, begun, argv, message, status):
+def test_bad_option_is_one_line(capsys, begun, argv, message, status):
     found = generate.main(["--model", begun, *argv.split()])
     out, err = capsys.readouterr()
     assert (found, out, err.count("\n")) == (status, "", 1), err
     assert message in err
 
 
-def test_a_damaged_checkpoint_is_not_written_with(capsys, begun, tmp_path):
+def test_damaged_checkpoint_is_rejected(capsys, begun, tmp_path):
     shutil.copytree(begun, tmp_path / "copy")
     for path in (tmp_path / "copy").glob("checkpoints/step-*"):
         file = largest_file(path, "params")
@@ -823,8 +819,8 @@ def test_a_damaged_checkpoint_is_not_written_with(capsys, begun, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_text_may_outgrow_the_model(key):
-    """Each token is the likeliest of a full pass over what the model still sees."""
+def test_text_may_exceed_max_len(key):
+    """Each token is the argmax of a full pass over the tokens that the model still sees."""
     config = tj.ModelConfig(vocab_size=29, d_model=14, num_heads=2, num_layers=1, max_len=11)
     params = jax.tree.map(lambda leaf: 7 * leaf, init_params(config, key))
     tokenizer = CharTokenizer("".join(chr(ord("A") + i) for i in range(29)))
@@ -848,14 +844,14 @@ def test_a_text_may_outgrow_the_model(key):
 
 
 @pytest.mark.slow
-def test_ids_beyond_the_tokenizer_are_never_drawn(key):
+def test_ids_outside_tokenizer_are_never_sampled(key):
     logits = jax.random.normal(key, (3, 17)).at[:, 11:].add(50.0)
     kept = FirstIds(11)(logits)
     assert np.isneginf(np.asarray(kept)[:, 11:]).all()
     np.testing.assert_array_equal(kept[:, :11], logits[:, :11])
 
 
-def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
+def test_progress_is_plain_lines_without_terminal(capsys):
     assert isinstance(progress.progress_for_output(), progress.Lines)
     lines = progress.Lines()
     lines.start(0, 40)

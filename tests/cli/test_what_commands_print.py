@@ -1,4 +1,4 @@
-"""Plans, comparisons, reports and servers, printed whole from numbers that are given."""
+"""Complete output of plans, comparisons, reports and servers for fixed numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +24,7 @@ from transformer_jax.config.tasks import (
     PreferenceTask,
     PrefixTask,
     Seq2SeqTask,
+    Task,
 )
 from transformer_jax.lectures import compare
 from transformer_jax.training.planning import plan as planning
@@ -37,7 +38,7 @@ CHIP = Chip("a chip", flops=1e12, memory=4 * GIB, bandwidth=8 * GIB, network=1e9
 
 
 def planned(hardware, total=3.0, **changes) -> Plan:
-    """Return a plan of `total` GiB: 1 of parameters, 0.5 of optimizer, 0.25 of inputs, the rest."""
+    """Return a plan of `total` GiB: parameters 1, optimizer 0.5, inputs 0.25, work the rest."""
     memory = StepMemory(*(round(x * GIB) for x in (1, 0.5, 0.25, total - 1.75)))
     given = dict(mesh=configs.MeshConfig(fsdp=2), cache=0, tokens=500, flops=3e12, compiled=True)
     return Plan(hardware=hardware, memory=memory, **given | changes)
@@ -45,7 +46,7 @@ def planned(hardware, total=3.0, **changes) -> Plan:
 
 @pytest.fixture
 def planner(monkeypatch, capsys):
-    """Run the command on hardware, with a plan for each batch size."""
+    """Run the command on given hardware with prepared plans."""
     small = "--model transformer --d-model 8 --num-heads 1 --num-layers 1 --max-len 6 --d-ff 8"
     default = f"{small} --batch-size 4 --accumulation 3 --vocab-size 11"
 
@@ -61,46 +62,48 @@ def planner(monkeypatch, capsys):
     return run
 
 
-def test_a_plan_prints_memory_and_the_least_time(planner):
+def test_plan_prints_memory_and_minimum_time(planner):
     chips = Hardware("tpu-x", CHIP, 2)
     title, batch, *lines = planner(chips, "--quick")
     # tokens, four matrices of attention, two of the feed-forward network, and three norms
     count = 11 * 8 + 4 * 8**2 + 2 * 8 * 8 + 3 * 8
     assert title.startswith(f"decoder of {count} parameters, vocabulary of 11, computing in ")
     assert (
-        title.endswith(", for tpu-x") and batch == "training on 12 x 6 tokens a step, over fsdp=2"
+        title.endswith(", for tpu-x") and batch == "training on 12 x 6 tokens per step, over fsdp=2"
     )
     # 2 (1 + 0.5) GiB of state, read and written, and twice 1.25 of work, at 8 GiB/s
     assert lines == [
         "memory of a chip (a chip), GiB",
         "  parameters                     1.000", "  optimizer                      0.500",
         "  inputs                         0.250", "  gradients and activations      1.250",
-        "  all                            3.000 of 4.000: fits",
-        "operations of a token           6.000 GFLOP",
-        "least time of a step        compute 1.5 s, memory 688 ms, network not known "
+        "  total                          3.000 of 4.000: fits",
+        "operations per token            6.000 GFLOP",
+        "minimum time of a step      compute 1.5 s, memory 688 ms, network unknown "
         "(this jaxlib cannot read the program)",
-        "so at most                  333 tokens/s on 2 chips",
+        "maximum throughput          333 tokens/s on 2 chips",
     ]  # fmt: skip
     lines = planner(chips, "--quick", total=5.0, status=1)
-    assert "  all                            5.000 of 4.000: does not fit" in lines
+    assert "  total                          5.000 of 4.000: does not fit" in lines
     lines = planner(replace(chips, count=1), "--quick", compiled=False, status=1)
     assert lines[-3:] == [
         "  gradients                      1.250",
-        "  all                            3.000 and more: not compiled of 4.000: does not fit",
-        "operations of a token           6.000 GFLOP",
+        "  total                          3.000 or more (not compiled) of 4.000: does not fit",
+        "operations per token            6.000 GFLOP",
     ]
     _, batch, *lines = planner(chips, "--decode", cache=GIB // 2, total=2.0)
-    assert batch == "writing a token of 4 rows in 6 positions, over fsdp=2"
+    assert batch == "decoding one token for 4 rows of 6 positions, over fsdp=2"
     assert lines[3:6] == [
         "  cache                          0.500", "  inputs                         0.250",
         "  activations                    0.250",
     ]  # fmt: skip
     machine = Hardware("cpu", None, 1)
     *_, last = planner(machine, "--quick", total=1.75)
-    assert last == "least time of a step        not known: no peak of this machine is published"
+    assert (
+        last == "minimum time of a step      unknown: the peak rates of this machine are not known"
+    )
 
 
-def test_a_plan_advises_the_largest_batch_and_the_mildest_remedy(planner, monkeypatch):
+def test_plan_suggests_largest_batch_and_mildest_remedy(planner, monkeypatch):
     chips = Hardware("tpu-x", CHIP, 2)
     asked = []
 
@@ -120,12 +123,12 @@ def test_a_plan_advises_the_largest_batch_and_the_mildest_remedy(planner, monkey
     assert two == "fits with                   --a --b (3.250 GiB)"
     monkeypatch.setattr(planning, "largest_batch", lambda *given: None)
     *_, one, two = planner(chips, total=5.0, compiled=False, status=1)
-    assert one == "no remat, batch or optimizer makes it fit on this target"
-    assert two == "state and gradients alone   fit when split by --mesh fsdp=8"
+    assert one == "no remat, batch size or optimizer makes it fit on this target"
+    assert two == "state and gradients only    fit if sharded with --mesh fsdp=8"
 
 
-def test_the_largest_batch_is_found_within_a_sixteenth(monkeypatch):
-    """Memory grows in a line with the rows, or along a bent one, so that it is searched."""
+def test_largest_batch_is_found_within_a_sixteenth(monkeypatch):
+    """Memory grows linearly with the rows, or quadratically, which needs a search."""
     config = configs.TrainConfig(batch_size=4)
     chip = Hardware("x", CHIP, 1)
     for bend, most in ((0.0, 60), (0.002, 28)):
@@ -146,7 +149,7 @@ def test_the_largest_batch_is_found_within_a_sixteenth(monkeypatch):
     assert planning.largest_batch(config, chip, planned(chip, 13)) is None  # not even the smallest
 
 
-def test_remedies_add_up_and_the_least_chips_are_a_power_of_two(monkeypatch):
+def test_remedies_accumulate_and_least_chips_is_power_of_two(monkeypatch):
     chip, seen = Hardware("x", CHIP, 2), []
 
     def at(config, hardware, compiled):
@@ -182,7 +185,7 @@ def test_remedies_add_up_and_the_least_chips_are_a_power_of_two(monkeypatch):
     assert planning.least_chips(config, chip) is None
 
 
-def test_a_comparison_is_a_table_a_record_and_a_picture(monkeypatch, tmp_path, capsys):
+def test_compare_writes_table_record_and_picture(monkeypatch, tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("abcdefghij" * 40)
     model = configs.RecurrentConfig(vocab_size=10, d_embed=3, d_hidden=5, cell="gru")
@@ -279,12 +282,12 @@ def result(task, **changes):
     return SimpleNamespace(**given | changes)
 
 
-def test_a_report_says_what_a_run_came_to():
+def test_report_summarizes_run():
     files = "in runs/x: loss.png, metrics.jsonl, sample.txt, scores.json, checkpoints"
     bits = 1.5 / math.log(2)
     told = [
         "", "one\ntwo", "", f"held-out loss: 1.5000 nats per token = {bits:.4f} bits",
-        "perplexity 4.48 per token, 25.6% of the labels are the likeliest",
+        "perplexity 4.48 per token, accuracy 25.6%",
     ]  # fmt: skip
     assert report.summary(result(LanguageTask())).split("\n") == "\n".join([*told, files]).split(
         "\n"
@@ -294,9 +297,9 @@ def test_a_report_says_what_a_run_came_to():
         config=SimpleNamespace(task=PreferenceTask(), out="runs/x", sample_tokens=0),
     )  # fmt: skip
     assert report.summary(given).split("\n") == [
-        "held-out loss: 1.5000 nats per pair; 0.6931 prefers neither answer",
-        "of 25.6% of the pairs the chosen answer is preferred", "a 0.1235, b 2",
-        "2 steps were skipped: their loss was not finite", files.replace("sample.txt, ", ""),
+        "held-out loss: 1.5000 nats per pair (0.6931: no preference)",
+        "the chosen answer is preferred in 25.6% of the pairs", "a 0.1235, b 2",
+        "2 steps were skipped because their loss was not finite", files.replace("sample.txt, ", ""),
     ]  # fmt: skip
     lost = result(Seq2SeqTask(), val_loss=None, scores={"exact_match": 0.5}, sample="")
     assert report.summary(lost).split("\n") == [
@@ -322,7 +325,40 @@ def test_a_report_says_what_a_run_came_to():
     )
 
 
-def test_training_ends_with_what_to_type_next(monkeypatch, capsys):
+@dataclass(frozen=True, kw_only=True)
+class EchoConfig(configs.AnyModelConfig):
+    """A custom kind of model."""
+
+    vocab_size: int = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountTask(Task):
+    """A custom kind of task."""
+
+
+@pytest.mark.usefixtures("registering")
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        ("--model echo", f"EchoConfig (module {__name__})"),
+        ("--task count", f"CountTask (module {__name__})"),
+        ("--model echo --task count",
+         f"EchoConfig (module {__name__}) and CountTask (module {__name__})"),
+    ],
+)  # fmt: skip
+def test_report_names_module_of_custom_kinds(monkeypatch, capsys, argv, names):
+    configs.register(configs.AnyModelConfig, echo=EchoConfig)
+    configs.register(Task, count=CountTask)
+    fake_training(monkeypatch)
+    assert train.main([*argv.split(), "--out", "o", "--steps", "2"], "python train.py") == 0
+    *_, command, note = capsys.readouterr().out.splitlines()
+    assert command == "  python train.py --out o --resume --steps 4"
+    assert note == f"These commands work only in a script that registers {names}."
+
+
+def fake_training(monkeypatch):
+    """Replace `fit` by a recorder; with seed 3 the run is interrupted. Return its calls."""
     calls = []
 
     def fit(config, **named):
@@ -336,13 +372,18 @@ def test_training_ends_with_what_to_type_next(monkeypatch, capsys):
     monkeypatch.setattr("transformer_jax.training.loop.fit", fit)
     monkeypatch.setattr(train, "keep_programs", lambda: None)
     monkeypatch.setattr(train, "how_to_write", lambda result: "WRITE")
+    return calls
+
+
+def test_training_ends_with_next_commands(monkeypatch, capsys):
+    calls = fake_training(monkeypatch)
     for argv, status, told in (
         ("--data f --steps 2 --out o", 0, [
-            "Write with the model, or train on:", "  WRITE",
+            "To generate text, or to continue training:", "  WRITE",
             "  python train.py --out o --resume --steps 4"]),
-        ("--task digits --out o --steps 1", 0, ["Train on:"]),
+        ("--task digits --out o --steps 1", 0, ["To continue training:"]),
         ("--data - --out o --seed 3", 143, [
-            "stopped at step 7; to go on (TEXT: a file of what came from standard input):",
+            "stopped at step 7; to continue (TEXT: a file with the data from standard input):",
             "  python train.py --out o --resume < TEXT"]),
     ):  # fmt: skip
         assert train.main(argv.split(), "python train.py") == status
@@ -358,7 +399,7 @@ def test_training_ends_with_what_to_type_next(monkeypatch, capsys):
         assert capsys.readouterr().out == ""
 
 
-def test_a_server_listens_as_the_flags_say(monkeypatch, capsys, tmp_path):
+def test_serve_passes_flags_to_server(monkeypatch, capsys, tmp_path):
     import uvicorn
 
     from transformer_jax.server import app, engine
@@ -388,7 +429,7 @@ def test_a_server_listens_as_the_flags_say(monkeypatch, capsys, tmp_path):
     assert serve.main(["--model", str(folder), "--port", str(port), *flags]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "serve: compiling for 3 slots of 17 tokens",
-        f"serve: a model at http://127.0.0.1:{port}/v1 (Ctrl-C ends it)",
+        f"serve: a model at http://127.0.0.1:{port}/v1 (press Ctrl-C to stop)",
     ]
     given = dict(slots=3, context=17, queue=5, steps=6, cache_dtype="int8")
     assert made == [(f"loaded {folder}", given)]

@@ -1,11 +1,11 @@
-"""Draw edits and ways to run a model, and hold each against one pass over the whole sequence.
+"""Fuzz test of edits: random edits and ways to run a model, compared with one full pass.
 
     python -m tests.inside.fuzz_edits --minutes 1 --seed 0
 
-A case is a model, an edit, a batch of prompts of 1 to 40 tokens, and a way to read them and go on:
-its log-probabilities are those of `model.apply(..., edit=...)` on each sequence alone, or it is
-refused by name. An edit of each token by itself is never refused, and one that takes all tokens
-together is not where a prompt is read in one call.
+A case is a model, an edit, a batch of prompts of 1 to 40 tokens and a way to read and continue
+them. Its log-probabilities must equal those of `model.apply(..., edit=...)` on each sequence alone,
+or the edit must be rejected. An edit of single tokens is never rejected, and an edit that needs all
+tokens is not rejected if the prompt is read in one call.
 """
 
 import argparse
@@ -45,7 +45,7 @@ ENTRIES = (
     "attention", "stream", "speculate", "draft", "serve", "beams", "step",
 )  # fmt: skip
 AT_ONCE = ("apply", "left", "prefill", "generate")
-"""Ways that read each prompt in one call, and nothing after it."""
+"""Methods that read each prompt in one call and do not continue it."""
 REFUSED = re.compile("edit of .*(needs all|combines rows|sees padding)|at is .*must be in|reaches")
 
 
@@ -55,7 +55,7 @@ def model_of(kind):
 
 
 def edits(kind, rng, length, rows):
-    """Return edits by name, each with whether it is of every token by itself."""
+    """Return edits by name, each with a flag: whether it changes every token independently."""
     config = CONFIGS[kind]
     names = [x for x in tj.places(config) if not x.endswith(("positions", "weights", "router"))]
     place = names[rng.integers(len(names))]
@@ -93,7 +93,7 @@ def edits(kind, rng, length, rows):
 
 
 def run(kind, entry, edit, prompt, lengths, chunk):
-    """Return each row's sequence, i32[n], and log p of its tokens from `first[row]` on."""
+    """Return the sequence of each row, i32[n], and log p of its tokens from `first[row]` on."""
     model, params = model_of(kind)
     rows, config = len(prompt), CONFIGS[kind]
     state = init_decode_state(config, params, rows, MOST)
@@ -165,7 +165,7 @@ def run(kind, entry, edit, prompt, lengths, chunk):
 
 
 def wanted(kind, edit, sequence, together=None):
-    """Return log-probabilities [n, V] of what follows each token, in one pass."""
+    """Return the log-probabilities [n, V] of the next token, computed in one pass."""
     model, params = model_of(kind)
     tokens = sequence[None] if together is None else together
     apply = jax.jit(functools.partial(model.apply, edit=edit))
@@ -173,7 +173,7 @@ def wanted(kind, edit, sequence, together=None):
 
 
 def case(seed, at, kind=None, entry=None, which=None):
-    """Run one case; return its name and what failed, or None."""
+    """Run one case; return its name and its failure, or None."""
     rng = np.random.default_rng([seed, at])
     kind = kind or [*CONFIGS][rng.integers(len(CONFIGS))]
     entry = entry or ENTRIES[rng.integers(len(ENTRIES))]
@@ -181,7 +181,7 @@ def case(seed, at, kind=None, entry=None, which=None):
         entry = "capture"
     if entry == "draft" and kind not in ("learned", "scanned"):
         entry = "speculate"
-    if kind == "window" and entry in ("speculate", "draft"):  # a ring takes no tokens back
+    if kind == "window" and entry in ("speculate", "draft"):  # a ring buffer cannot rewind
         entry = "serve"
     rows = int(rng.integers(1, 4))
     lengths = rng.integers(1, 41, rows)
@@ -211,15 +211,17 @@ def case(seed, at, kind=None, entry=None, which=None):
     if which == "missing":
         if entry not in ("prefill", "chunks", "step"):
             return told, "not refused"
-        edit = {}  # a later call may read its token, which the sequence does not have yet
+        edit = {}  # a later call may read a token that the sequence does not have yet
     for row, (sequence, value) in enumerate(zip(sequences, values, strict=True)):
         first, read = int(lengths[row]), sequence
         if np.ndim(value) == 1 or value is None or np.ndim(value) == 0:
             read = sequence[:-1]
         together = None
-        if which in ("rows", "both") and rows > 1 and entry != "step":  # reads each row alone
+        if (
+            which in ("rows", "both") and rows > 1 and entry != "step"
+        ):  # a step reads each row alone
             if ragged:
-                continue  # alone, a row has another mean
+                continue  # a single row has another mean
             together = np.stack([s[: len(read)] for s in sequences])
         right = wanted(kind, edit, read, together)[row if together is not None else 0]
         if np.ndim(value) == 2:
@@ -227,7 +229,7 @@ def case(seed, at, kind=None, entry=None, which=None):
             found = value
         else:
             after, right = sequence[first:], right[first - 1 :]
-            if value is None:  # tokens alone
+            if value is None:  # only tokens
                 found, right = right.max(axis=1), right[np.arange(len(after)), after]
             elif np.ndim(value) == 0:
                 found, right = value, right[np.arange(len(after)), after].sum()
@@ -240,7 +242,7 @@ def case(seed, at, kind=None, entry=None, which=None):
 
 
 def fuzz(seed, cases=None, minutes=None, **fixed):
-    """Run cases until there are so many, or so long; return a count of them and what failed."""
+    """Run `cases` cases, or for `minutes`; return the number of cases and the failures."""
     ran, failed, start, at = collections.Counter(), [], time.perf_counter(), 0
     while at < (cases or 10**9) and time.perf_counter() - start < 60 * (minutes or 10**9):
         name, wrong = case(seed, at, **fixed)

@@ -1,4 +1,4 @@
-"""Singular values of circuits against NumPy's of the explicit products."""
+"""Circuits against NumPy's singular value decomposition of the explicit products."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ NEAR = 20 * FORWARD_F32
 
 
 def products(shape, circuit, *, fold=False, branch="attention", params=None):
-    """Return M f64[L, N, D, D] of every head, one product after the other."""
+    """Return M, f64[L, N, D, D], of every head from explicit products."""
     config, found = SHAPES[shape], np.zeros((L, N, D, D))
     params = params_of(shape) if params is None else params
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
@@ -54,9 +54,7 @@ def products(shape, circuit, *, fold=False, branch="attention", params=None):
         ("bert", "ov", False, "attention"), ("gptj", "ov", True, "attention"),
     ],
 )  # fmt: skip
-def test_values_and_directions_are_those_of_the_explicit_products(
-    shape, circuit, fold, branch, scanned
-):
+def test_singular_values_match_explicit_products(shape, circuit, fold, branch, scanned):
     model, params = model_of(shape, scanned=scanned)
     of = jax.jit(lambda own: circuits(model, own, circuit, fold_norm=fold, branch=branch))
     found = of(params)
@@ -72,7 +70,7 @@ def test_values_and_directions_are_those_of_the_explicit_products(
 
 
 @pytest.mark.slow
-def test_the_largest_come_first_and_a_map_over_parameters_has_their_own():
+def test_count_keeps_largest_values_and_vmap_over_parameters_works():
     model, params = model_of("llama")
     whole, top = (circuits(model, params, "ov", count=count) for count in (None, 2))
     assert (np.diff(whole.values) <= 0).all()
@@ -84,7 +82,7 @@ def test_the_largest_come_first_and_a_map_over_parameters_has_their_own():
 
 
 @pytest.mark.slow
-def test_adapters_are_part_of_a_circuit():
+def test_circuits_include_adapters():
     config = SHAPES["llama"]
     model, params = build(config), init_params(config, jax.random.key(3))
     lora = LoraConfig(rank=2, targets="all-linear")
@@ -112,12 +110,17 @@ def test_adapters_are_part_of_a_circuit():
         ("llama", {}, dict(circuit="vo"), "circuit is 'vo': must be 'qk' or 'ov'"),
         ("llama", {}, dict(count=7), r"count is 7: must be in 1..6"),
         ("llama", {}, dict(branch="cross_attention"), "branch is 'cross_attention': must be 'att"),
-        ("llama", dict(qk_norm=True), dict(circuit="qk"), "qk_norm divides queries and keys"),
-        ("post", {}, dict(fold_norm=True), "fold_norm: attention reads the stream without a norm"),
-        ("t5", {}, dict(fold_norm=True, branch="cross_attention"), "it reads two streams"),
+        (
+            "llama",
+            dict(qk_norm=True),
+            dict(circuit="qk"),
+            "not linear in the stream, because qk_norm",
+        ),
+        ("post", {}, dict(fold_norm=True), "fold_norm: attention has no norm before it"),
+        ("t5", {}, dict(fold_norm=True, branch="cross_attention"), "the branch reads two streams"),
     ],
 )
-def test_what_is_no_circuit_is_refused_by_name(shape, changes, arguments, message):
+def test_invalid_circuits_are_rejected(shape, changes, arguments, message):
     model = build(dataclasses.replace(SHAPES[shape], **changes))
     with pytest.raises(ValueError, match=message):
         circuits(model, {}, **dict(circuit="ov") | arguments)

@@ -1,4 +1,4 @@
-"""Dictionaries: found where they are known, run by the trainer, and their formulas in NumPy."""
+"""Dictionaries: recovery of known directions, training runs, and formulas in NumPy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 NEAR = 10 * FORWARD_F32
 WIDTH, TRUE, FEATURES = 16, 31, 62
 FOUND = 0.9
-"""Mean over true directions of the largest cosine: random dictionaries reach 0.58 here."""
+"""Required mean, over true directions, of the largest cosine; a random dictionary reaches 0.58."""
 
 
 def directions() -> np.ndarray:  # [TRUE, WIDTH]
@@ -41,7 +41,7 @@ def directions() -> np.ndarray:  # [TRUE, WIDTH]
 
 
 def superposed(seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return sums of two of more directions than there are dimensions."""
+    """Return sums of two random directions; there are more directions than dimensions."""
     rng = np.random.default_rng(seed)
     chosen = rng.permuted(np.broadcast_to(np.arange(TRUE), (*shape, TRUE)), axis=-1)[..., :2]
     sizes = rng.uniform(0.5, 1.5, (*shape, 2, 1))
@@ -50,7 +50,7 @@ def superposed(seed: int, shape: tuple[int, ...]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Superposed(OwnTask):
-    """Learn the directions of made values."""
+    """Learn the directions of synthetic values."""
 
     active: int | None = None
     l1: float | None = None
@@ -89,7 +89,7 @@ def largest_cosine(decoder) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [dict(active=2), dict(l1=0.3)])
-def test_directions_of_superposed_features_are_found(kind, tmp_path):
+def test_training_recovers_superposed_directions(kind, tmp_path):
     config = tj.TrainConfig(
         model=tj.ModelConfig(d_model=8, num_layers=1, num_heads=1), out=str(tmp_path / "run"),
         steps=800, batch_size=256, learning_rate=1e-2, optimizer=AdamW(weight_decay=0.0),
@@ -115,7 +115,7 @@ def random_dictionary(place, target=None, *, active=3, features=23, width=D, tar
 
 
 def rebuilt(own: Dictionary, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return features and what is rebuilt of them, in float64."""
+    """Return features and reconstructions, in float64."""
     a = {f.name: getattr(own, f.name) for f in dataclasses.fields(own)}
     x = (np.asarray(x, np.float64) - a["centre"]) / a["size"]
     f = np.maximum(x @ a["encoder"] + a["encoder_bias"], 0)
@@ -125,7 +125,7 @@ def rebuilt(own: Dictionary, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("active", [3, None])
-def test_features_values_and_loss_are_those_of_the_formulas(active):
+def test_features_reconstructions_and_loss_match_formulas(active):
     own = random_dictionary("block_0/residual", active=active)
     rng = np.random.default_rng(13)
     x, y = (rng.standard_normal((B, T, D)).astype(np.float32) for _ in range(2))
@@ -213,7 +213,7 @@ def base_run(path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_of_a_dictionary_goes_on_bit_for_bit_and_is_loaded(tmp_path):
+def test_dictionary_run_resumes_bitwise_and_loads(tmp_path):
     base = base_run(tmp_path)
     m = tj.load(base)
     task = DictionaryTask(of=base, place="block_0/residual", features=37, active=4)
@@ -249,9 +249,9 @@ def test_a_run_of_a_dictionary_goes_on_bit_for_bit_and_is_loaded(tmp_path):
         ConfigError, match=r"it contains no text model, load it with .*\.inside\.load_dict"
     ):
         tj.load(tmp_path / "whole")
-    with pytest.raises(ConfigError, match=r"it is of task 'language', and no dictionary"):
+    with pytest.raises(ConfigError, match=r"must be a run of task 'dictionary', not of 'language'"):
         load_dictionary(base)
-    with pytest.raises(ConfigError, match=r"step is 5: run .* has checkpoints of"):
+    with pytest.raises(ConfigError, match=r"step is 5: run .* has checkpoints of steps"):
         load_dictionary(tmp_path / "whole", 5)
     for changes, message in [
         (dict(optimizer=AdamW()), "optimizer.weight_decay is 0.1: must be 0 for a dictionary"),
@@ -263,43 +263,43 @@ def test_a_run_of_a_dictionary_goes_on_bit_for_bit_and_is_loaded(tmp_path):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unnamed(Superposed):
-    """Say nothing of what loads its runs."""
+    """Task with a learner but without `loaded_by`."""
 
     loaded_by = None
 
 
-def test_a_task_with_a_learner_says_what_loads_its_runs(tmp_path):
+def test_task_with_learner_must_name_its_loader(tmp_path):
     config = tj.TrainConfig(model=tj.ModelConfig(d_model=8), out=str(tmp_path / "run"))
-    with pytest.raises(ConfigError, match="loaded_by is None: a task with a learner says what"):
+    with pytest.raises(ConfigError, match="loaded_by is None: must be set"):
         fit(config, task=Unnamed(active=2))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(), "one of active and l1 is given, l1 is None"),
-        (dict(active=3, l1=0.1), "active is 3: one of active and l1 is given, l1 is 0.1"),
+        (dict(), "set exactly one of active and l1 .l1 is None"),
+        (dict(active=3, l1=0.1), "active is 3: set exactly one of active and l1 .l1 is 0.1"),
         (dict(active=8), "active is 8: must be at most features 7"),
         (dict(l1=-1.0), "l1 is -1.0: must be positive"),
     ],
 )
-def test_what_is_no_dictionary_is_refused_by_name(fields, message):
+def test_invalid_dictionary_tasks_are_rejected(fields, message):
     with pytest.raises(ConfigError, match=message):
         DictionaryTask(of="run", place="block_0/residual", features=7, **fields)
 
 
 @pytest.mark.slow
-def test_places_that_no_edit_joins_and_features_that_are_not_there_are_refused():
+def test_edits_across_branches_and_missing_features_are_rejected():
     model, params = model_of("gpt2")
     own = random_dictionary("block_0/residual", "block_1/residual")
     with pytest.raises(ValueError, match=r"edit of block_0/residual and block_1/residual: must be"):
         own.edit()
-    with pytest.raises(ValueError, match=r"features is .*: must be some of 0..22"):
+    with pytest.raises(ValueError, match=r"features is .*: must be a list of indices in 0..22"):
         feature_examples(model, params, own, draw(), np.array([23]))
     traced = jax.jit(lambda n: feature_examples(model, params, own, draw(), n, count=2).values)
     assert np.isfinite(traced(np.array([3]))).all()
     assert np.isnan(traced(np.array([3, 23, -1]))[1:]).all()
     with pytest.raises(ValueError, match=r"count is 15: must be in 1..14"):
         feature_examples(model, params, own, draw(), np.array([3]), count=15)
-    with pytest.raises(ValueError, match=r"dictionary_scores of a Encoder on rows of 7"):
+    with pytest.raises(ValueError, match=r"dictionary_scores with Encoder and rows of length 7"):
         dictionary_scores(*model_of("bert"), own, draw())

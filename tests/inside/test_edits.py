@@ -1,4 +1,4 @@
-"""Edits that ablate and steer are what they say: weights of 0, means, another run, a sum."""
+"""Edits against modified weights, means, values of another run, and sums."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ def run(shape, scanned=False, params=None, tokens=None, **asked):
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
-def test_a_head_without_its_rows_of_the_output_matrix_is_the_ablated_head(shape, scanned):
+def test_zeroed_head_matches_zeroed_output_rows(shape, scanned):
     found = run(shape, scanned, edit=zero("block_1/attention/heads", heads=(0, 2)))[0]
     params = jax.tree.map(np.copy, params_of(shape))
     params["decoder"]["block_1"]["attention"]["out"]["kernel"][[0, 2]] = 0
@@ -42,7 +42,7 @@ def test_a_head_without_its_rows_of_the_output_matrix_is_the_ablated_head(shape,
 
 
 @pytest.mark.slow
-def test_a_feed_forward_without_its_last_matrix_is_the_ablated_one():
+def test_zeroed_feed_forward_matches_zeroed_last_matrix():
     found = run("gpt2", edit=zero("block_*/feed_forward/output"))[0]
     params = jax.tree.map(np.copy, params_of("gpt2"))
     for i in range(2):
@@ -53,7 +53,7 @@ def test_a_feed_forward_without_its_last_matrix_is_the_ablated_one():
 
 @pytest.mark.slow_except("both")
 @pytest.mark.parametrize("over", ["tokens", "rows", "both"])
-def test_a_mean_is_that_of_the_call(over):
+def test_mean_is_taken_over_tokens_of_call(over):
     name = "block_0/attention/heads"
     model, params = model_of("gpt2")
     edit = mean(name, over, heads=2, at=(1, 3))
@@ -74,7 +74,7 @@ def test_a_mean_is_that_of_the_call(over):
 @pytest.mark.parametrize("over", ["tokens", "rows", "both"])
 @pytest.mark.parametrize("place", ["block_0/residual", "block_0/attention/heads", "*/weights"])
 def test_an_edit_of_a_value_is_that_of_numpy(place, over):
-    """Take weights [B, N, T, S] too, whose axes of tokens and heads are other ones."""
+    """Includes attention weights [B, N, T, S], with other axes for tokens and heads."""
     shapes = {"block_0/residual": (B, T, D), "*/weights": (B, 3, T, 11)}
     value = np.random.default_rng(7).standard_normal(shapes.get(place, (B, T, 3, 5)))
     tokens = 2 if place == "*/weights" else 1
@@ -91,8 +91,8 @@ def test_an_edit_of_a_value_is_that_of_numpy(place, over):
 
 
 @pytest.mark.slow
-def test_every_place_put_in_from_another_run_gives_that_run():
-    """Put in every place; then one token, which changes no other before tokens are mixed."""
+def test_resampling_every_place_reproduces_other_run():
+    """Resample every place; then one token, which changes no other token before attention."""
     model, _ = model_of("llama")
     asked = tuple(x for x in places(model.config) if not x.endswith("key_positions"))
     other = run("llama", tokens=draw(3), capture=asked)
@@ -109,7 +109,7 @@ def test_every_place_put_in_from_another_run_gives_that_run():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
-def test_a_vector_steers_what_is_generated_as_it_steers_the_full_pass(scanned):
+def test_steered_generation_matches_full_pass(scanned):
     model, params = model_of("gpt2", scanned=scanned)
     vector = np.random.default_rng(3).standard_normal(D).astype(np.float32)
     edit = add("block_0/residual", 5 * vector)
@@ -129,7 +129,7 @@ def test_a_vector_steers_what_is_generated_as_it_steers_the_full_pass(scanned):
 
 
 @pytest.mark.slow
-def test_edits_take_traced_indices_and_vectors_with_slopes():
+def test_edits_accept_traced_indices_and_differentiable_vectors():
     def loss(vector, at):
         edit = add("block_0/residual", vector, at=at) | zero("block_1/attention/heads", heads=at)
         return (run("gpt2", edit=edit)[0] ** 2).mean()
@@ -143,7 +143,7 @@ def test_edits_take_traced_indices_and_vectors_with_slopes():
 
 
 @pytest.mark.parametrize("name", ["heads", "at"])
-def test_a_traced_index_that_is_none_makes_the_value_nan(name):
+def test_traced_index_out_of_range_makes_value_nan(name):
     value = np.ones((B, T, 4, 3), np.float32)
 
     @jax.jit
@@ -162,7 +162,7 @@ def test_a_traced_index_counts_from_the_first_token_of_the_sequence():
     token, call = np.ones((B, 1, D), np.float32), Call(whole=False, starts=None, padded=None)
 
     @jax.jit
-    def later(at, positions):  # of a token that is read by itself
+    def later(at, positions):  # a token that is read alone
         return zero("block_0/residual", at=at)["block_0/residual"](token, positions, call)
 
     for at, positions in ((5, [[5], [6]]), (0, [[0], [-1]]), (9, [[2], [3]])):
@@ -173,7 +173,7 @@ def test_a_traced_index_counts_from_the_first_token_of_the_sequence():
 @pytest.mark.slow_except("None")
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_a_traced_token_that_no_row_reaches_makes_its_row_nan(chunk):
-    """Rows of 5 and 3 tokens, and 4 more: token 8 is made in none, token 7 read in one."""
+    """Rows of 5 and 3 tokens plus 4 new ones: no row reads token 8, one row reads token 7."""
     model, params = model_of("gpt2")
     vector, lengths = np.arange(D, dtype=np.float32), np.array([5, 3])
 
@@ -197,7 +197,7 @@ def test_a_traced_token_that_no_row_reaches_makes_its_row_nan(chunk):
 
 @pytest.mark.slow
 def test_keys_and_values_of_a_source_are_numbered_by_its_own_tokens():
-    """Token 5 of a source of 7 is one, though the target has 3; and all of it is seen at once."""
+    """Token 5 exists in a source of 7 although the target has 3 tokens."""
     config = ModelConfig(
         kind="encoder-decoder", vocab_size=13, d_model=D, num_layers=1, num_heads=2, max_len=11
     )
@@ -218,7 +218,7 @@ def test_keys_and_values_of_a_source_are_numbered_by_its_own_tokens():
 
 @pytest.mark.slow
 def test_one_row_of_a_padded_batch_is_edited_alone():
-    """As where it asks for positions."""
+    """The edit selects the row through `positions`."""
     model, params = model_of("gpt2")
     vector, lengths = np.arange(D, dtype=np.float32), np.array([5, 3])
 
@@ -247,11 +247,11 @@ def test_one_row_of_a_padded_batch_is_edited_alone():
         (resample({"embedding": np.ones((B, T, D))}), "<resample, float32[2,7,14]>"),
     ],
 )
-def test_an_edit_is_shown_by_what_it_does(edit, shown):
+def test_repr_of_edits(edit, shown):
     assert shown in repr(edit)
 
 
-def test_the_hidden_layers_of_experts_have_no_heads():
+def test_expert_hidden_layers_have_no_heads():
     edit = zero("block_0/feed_forward/hidden", heads=1)["block_0/feed_forward/hidden"]
     with pytest.raises(ValueError, match="heads is 1: block_0/feed_forward/hidden has no heads"):
         edit(np.ones((B, T, 2, 5), np.float32))
@@ -264,18 +264,18 @@ def test_the_hidden_layers_of_experts_have_no_heads():
         (lambda: zero("block_0/attention/heads", heads=4), r"heads is 4: must be in 0..3"),
         (lambda: zero("block_0/residual", at=(1, 7)), r"at is \(1, 7\): must be in 0..6"),
         (lambda: zero("block_0/residual", at=-1), r"at is -1: must be in 0..6"),
-        (lambda: zero("block_0/residual", at=0.5), "at is 0.5: must be an index, or some"),
-        (lambda: zero("block_0/*", at=1), r"the last part of the name must hold no \*"),
+        (lambda: zero("block_0/residual", at=0.5), "at is 0.5: must be an index or a list"),
+        (lambda: zero("block_0/*", at=1), r"the last part of the name must not contain \*"),
         (lambda: mean("logits", "heads"), "over is 'heads': must be 'tokens', 'rows' or 'both'"),
-        (lambda: add("embedding", np.ones(3)), r"vector has shape \[3\]: must be the last axes"),
+        (lambda: add("embedding", np.ones(3)), r"vector has shape \[3\]: must match the last axes"),
         (lambda: add("embedding", 1.0), r"vector has shape \[\]"),
         (
             lambda: resample({"embedding": np.ones((B, 3, D))}),
-            r"captured\['embedding'\] has shape \[2, 3, 14\]: must be \[2, 7, 14\], or that of one",
+            r"captured\['embedding'\] has shape \[2, 3, 14\]: must be \[2, 7, 14\], or the same with one",
         ),
     ],
 )
-def test_what_does_not_fit_a_value_is_refused_by_name(edit, message):
+def test_edits_with_wrong_shape_are_rejected(edit, message):
     model, params = model_of("gpt2")
     with pytest.raises(ValueError, match=message):
         made = edit()

@@ -1,4 +1,4 @@
-"""Edits in every way to run a model; `python -m tests.inside.fuzz_edits` runs for minutes."""
+"""Edits with every method of running a model (`tests.inside.fuzz_edits` runs more cases)."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_an_edit_is_that_of_one_pass_over_the_sequence_or_refused_by_name(entry,
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_edits_of_random_batches_are_those_of_one_pass(kind):
+def test_edits_of_random_batches_match_single_pass(kind):
     ran, failed = fuzz(7, cases=20, kind=kind)
     assert not failed, "\n".join(failed)
     assert ran.total() == 20

@@ -1,4 +1,4 @@
-"""Scores of heads, rollout and entropy from their definitions; and integrated gradients."""
+"""Head scores, rollout and entropy against their definitions, and integrated gradients."""
 
 import math
 from functools import partial
@@ -25,12 +25,12 @@ NEAR = 5 * FORWARD_F32
 
 
 def random_weights(*shape: int, seed: int = 3) -> np.ndarray:
-    """Return causal weights, of which each row sums to 1."""
+    """Return causal attention weights with rows that sum to 1."""
     x = np.tril(np.random.default_rng(seed).random(shape))
     return (x / x.sum(-1, keepdims=True)).astype(np.float32)
 
 
-def test_scores_are_the_means_of_the_formulas():
+def test_head_scores_match_formulas():
     P, length = 5, 13
     weights = random_weights(2, 3, 4, length, length)
     found = jax.jit(partial(head_scores, period=P))(weights)
@@ -75,7 +75,7 @@ def test_a_rollout_multiplies_the_layers_and_its_rows_sum_to_1():
     assert_near(found.sum(-1), np.ones((2, 3, 7)), NEAR)
 
 
-def test_entropy_is_ln_n_of_n_equal_weights_and_0_of_one_with_slopes():
+def test_entropy_of_uniform_weights_is_ln_n_with_finite_gradients():
     rows = np.array([[1, 0, 0, 0, 0], [0.5, 0.5, 0, 0, 0], [0.2] * 5], np.float32)
     entropy = jax.jit(attention_entropy)
     assert_near(entropy(rows), [0, math.log(2), math.log(5)], NEAR)
@@ -88,7 +88,7 @@ def test_entropy_is_ln_n_of_n_equal_weights_and_0_of_one_with_slopes():
 
 
 @pytest.mark.slow
-def test_a_models_weights_have_scores_of_each_layer_and_head():
+def test_scores_of_model_weights_have_layer_and_head_axes():
     model, params = model_of("llama", scanned=True)
     tokens = repeated_tokens(jax.random.key(3), VOCAB, rows=2, period=3)
     weights = attention_weights(model, params, tokens)["attention"]
@@ -105,10 +105,10 @@ def test_a_models_weights_have_scores_of_each_layer_and_head():
         (lambda: head_scores(np.ones((2, 5, 5)), 5), "period is 5: must be in 2..4"),
         (lambda: head_scores(np.ones((2, 5, 5)), 1), "period is 1: must be in 2..4"),
         (lambda: attention_rollout(np.ones((2, 5, 5))), r"must be \[B, L, N, T, T\]"),
-        (lambda: repeated_tokens(jax.random.key(3), 7, period=11), "period is 11 in 4 rows"),
+        (lambda: repeated_tokens(jax.random.key(3), 7, period=11), "period is 11, rows is 4"),
     ],
 )
-def test_what_are_no_weights_is_refused_by_name(call, message):
+def test_invalid_weights_are_rejected(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -124,9 +124,9 @@ def metric(logits):
 @pytest.mark.parametrize(
     ("shape", "scanned"), [("gpt2", False), ("llama", True), ("t5", False), ("encoder", True)]
 )
-def test_integrated_gradients_sum_to_the_difference_of_the_outputs(shape, scanned):
+def test_integrated_gradients_are_complete(shape, scanned):
     model, params = model_of(shape, scanned=scanned)
-    params = jax.tree.map(lambda x: x / 2, params)  # smooth enough for 64 points
+    params = jax.tree.map(lambda x: x / 2, params)  # makes the path smooth enough for 64 points
     run = jax.jit(partial(model.apply, {"params": params}, **more(shape)))
     found = integrated_gradients(model, params, draw(), 2, metric, **more(shape))
     assert found.shape == (B, T)
@@ -135,7 +135,7 @@ def test_integrated_gradients_sum_to_the_difference_of_the_outputs(shape, scanne
 
 
 def test_integrated_gradients_of_a_square_are_its_difference():
-    """Without branches and norm a logit z_t is linear in token t: z_t^2 is attributed to it."""
+    """Without branches and norm, logit z_t is linear in token t, which gets all of z_t^2."""
     model, params = model_of("no norm")
     silent = {
         f"block_*/{branch}/output": jnp.zeros_like for branch in ("attention", "feed_forward")
@@ -150,8 +150,8 @@ def test_integrated_gradients_of_a_square_are_its_difference():
 
 
 @pytest.mark.slow
-def test_integrated_gradients_are_those_of_the_path_in_float64():
-    """Take central differences of the oracle, with token vectors along the path."""
+def test_integrated_gradients_match_float64_path_integral():
+    """Compare with central differences of the oracle along the path."""
     model, params = model_of("llama")
     tokens = np.arange(3, 3 + T, dtype=np.int32)[None]  # each token once
     found = integrated_gradients(model, params, tokens, 2, metric, steps=5)
@@ -182,7 +182,7 @@ def test_integrated_gradients_are_those_of_the_path_in_float64():
         (dict(capture=("logits",)), "takes no capture"),
     ],
 )
-def test_what_has_no_path_is_refused_by_name(arguments, message):
+def test_invalid_gradient_arguments_are_rejected(arguments, message):
     model, params = model_of("gpt2")
     given = dict(tokens=draw(), baseline=2, metric=metric)
     with pytest.raises(ValueError, match=message):

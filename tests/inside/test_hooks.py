@@ -1,4 +1,4 @@
-"""Hooks of TransformerLens: the values at their places are what the hooks are defined to see."""
+"""TransformerLens hooks: the values of their places match the definitions of the hooks."""
 
 import jax
 import numpy as np
@@ -55,12 +55,12 @@ def test_places_of_hooks_have_the_values_that_hooks_see(shape):
 @pytest.mark.parametrize(
     ("shape", "hook", "rule"),
     [
-        ("llama", "blocks.1.attn.hook_q", "has no place: attention/query is it after rotation"),
-        ("gpt2", "blocks.2.hook_resid_pre", "must be of a block in 0..1"),
+        ("llama", "blocks.1.attn.hook_q", "has no place: the value after rotation and norm is `attention/query`"),
+        ("gpt2", "blocks.2.hook_resid_pre", "the block must be in 0..1"),
         ("gpt2", "blocks.0.attn.hook_qq", "is unknown, nearest: blocks.0.attn.hook_q"),
         ("gpt2", "hook_resid_pre", "is unknown"),
         ("encoder", "blocks.0.hook_resid_pre", "kind is 'encoder' and norm_order 'pre': must be"),
-        ("neox", "blocks.0.hook_resid_mid", "norm_order is 'parallel', so no branch reads it"),
+        ("neox", "blocks.0.hook_resid_mid", "with norm_order 'parallel' no branch reads it"),
         *(
             ("attention alone", f"blocks.0.{name}", "has no place: d_ff is 0, so there is no feed")
             for name in ("hook_resid_mid", "hook_mlp_out", "mlp.hook_post", "ln2.hook_scale")
@@ -70,12 +70,12 @@ def test_places_of_hooks_have_the_values_that_hooks_see(shape):
         ("gpt2", "hook_embed", "has no place: "),
     ],
 )  # fmt: skip
-def test_hooks_without_a_place_say_how_they_are_computed(shape, hook, rule):
+def test_hooks_without_place_explain_their_value(shape, hook, rule):
     with pytest.raises(ValueError, match=rule):
         place_of_hook(SHAPES[shape], hook)
 
 
-def test_a_place_of_a_hook_is_a_place():
+def test_places_of_hooks_exist():
     for name in IN_BLOCK:
         assert place_of_hook(SHAPES["gpt2"], f"blocks.1.{name}") in places(SHAPES["gpt2"])
     assert place_of_hook(SHAPES["gpt2"], "blocks.0.hook_resid_pre") == "embedding"

@@ -1,4 +1,4 @@
-"""Logits of every stream, and what each part adds to a logit, from the formulas in float64."""
+"""Logit lens and logit attribution against the formulas in float64."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ def double(tree):
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "bert", "sandwich", "t5"])
-def test_the_lens_reads_every_stream_as_the_model_reads_the_last(shape, scanned):
+def test_lens_applies_final_norm_and_output_to_every_stream(shape, scanned):
     model, params = model_of(shape, scanned=scanned)
     lens = jax.jit(partial(logit_lens, model))(params, draw(), **more(shape))
     assert lens.shape == (B, L + 1, T, VOCAB)
@@ -54,7 +54,7 @@ def test_the_lens_of_the_embedding_is_its_norm_times_the_table():
 
 
 @pytest.mark.slow
-def test_the_lens_of_an_edited_model_is_that_of_its_streams():
+def test_lens_of_edited_model_reads_edited_streams():
     model, params = model_of("gpt2")
     edit = {"block_0/residual": lambda x: 2 * x}
     lens = jax.jit(lambda params: logit_lens(model, params, draw(), edit=edit))(params)
@@ -63,7 +63,7 @@ def test_the_lens_of_an_edited_model_is_that_of_its_streams():
 
 
 def attributed_by_definition(shape: str, tokens: np.ndarray, target: int, other: int):
-    """Return each part's share in float64: what is left of a logit when all others are 0."""
+    """Return each contribution in float64: the logit when all other parts are 0."""
     config, params = SHAPES[shape], double(params_of(shape))
     model, plain = model_of(shape)
     names = ("embedding", "block_*/attention/heads", "block_*/feed_forward/output", "*/residual")
@@ -96,7 +96,7 @@ def attributed_by_definition(shape: str, tokens: np.ndarray, target: int, other:
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "gemma", "neox"])
-def test_each_part_has_the_share_of_the_formula(shape, scanned):
+def test_attributions_match_formula(shape, scanned):
     model, params = model_of(shape, scanned=scanned)
     found = jax.jit(partial(logit_attribution, model))(params, draw(), 3, 19)
     wanted = attributed_by_definition(shape, draw(), 3, 19)
@@ -141,22 +141,22 @@ def test_the_parts_sum_to_the_logit_and_to_the_difference(shape):
         ("gpt2", dict(key=jax.random.key(3)), "takes no key"),
     ],
 )  # fmt: skip
-def test_what_is_no_sum_is_refused_by_name(shape, arguments, message):
+def test_attribution_of_non_additive_models_is_rejected(shape, arguments, message):
     model, params = model_of(shape)
 
-    def ask(own):
+    def attribute(own):
         return logit_attribution(model, own, draw(), **{"target": 3, **arguments})
 
     with pytest.raises(ValueError, match=message):
-        ask(params) if "target" in arguments else jax.eval_shape(ask, params)
+        attribute(params) if "target" in arguments else jax.eval_shape(ask, params)
 
 
-def test_a_capped_logit_and_models_without_logits_are_refused_by_name():
+def test_capped_logits_and_models_without_logits_are_rejected():
     scaled = build(ModelConfig(vocab_size=VOCAB, num_layers=1, residual_scale=0.5))
-    with pytest.raises(ValueError, match=r"residual_scale is 0.5: the stream gains so many times"):
+    with pytest.raises(ValueError, match=r"residual_scale is 0.5: must be None"):
         logit_attribution(scaled, {}, draw(), 3)
     capped = build(ModelConfig(vocab_size=VOCAB, num_layers=1, logit_softcap=5.0))
-    with pytest.raises(ValueError, match=r"logit_softcap is 5.0: a capped logit is no sum"):
+    with pytest.raises(ValueError, match=r"logit_softcap is 5.0: a capped logit is not a sum"):
         logit_attribution(capped, {}, draw(), 3)
     with pytest.raises(ValueError, match="logit_lens of a RecurrentLM: must be a Decoder, Enc"):
         logit_lens(build(RecurrentConfig(vocab_size=VOCAB)), {}, draw())

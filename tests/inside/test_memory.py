@@ -1,4 +1,4 @@
-"""Measure what memory a capture takes: none where nothing is captured, else that of its layer."""
+"""Memory of captures: nothing without a capture, otherwise the captured layer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import transformer_jax as tj
 
 T, D, L = 2039, 64, 12
 RESIDUAL = T * D * 4
-"""Bytes of one captured residual."""
+"""Size of one captured residual in bytes."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-def test_one_captured_layer_of_a_long_prompt_holds_only_its_own_memory(scan):
-    """Sum what is returned and what is held on the way, by the compiled programs."""
+def test_capturing_one_layer_needs_memory_of_one_layer(scan):
+    """Compare the output and temporary sizes of the compiled programs."""
     config = tj.ModelConfig(
         vocab_size=31, d_model=D, num_layers=L, num_heads=2, d_ff=D, max_len=T, positions=None,
         scan_layers=scan,
@@ -34,12 +34,12 @@ def test_one_captured_layer_of_a_long_prompt_holds_only_its_own_memory(scan):
 
         return jax.jit(run).lower(params, tokens).compile()
 
-    def held(capture: tuple[str, ...] | None) -> float:
-        """Return residuals that the program holds and returns."""
+    def residuals(capture: tuple[str, ...] | None) -> float:
+        """Return the memory of a program, as a number of residuals."""
         found = compiled(capture).memory_analysis()
         return (found.temp_size_in_bytes + found.output_size_in_bytes) / RESIDUAL
 
-    unasked, none = held(None), held(())
+    unasked, none = residuals(None), residuals(())
     assert none == unasked
-    assert none <= held(("block_5/residual",)) < none + 1.05
-    assert held(("block_*/residual",)) > none + L / 2
+    assert none <= residuals(("block_5/residual",)) < none + 1.05
+    assert residuals(("block_*/residual",)) > none + L / 2

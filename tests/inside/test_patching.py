@@ -1,7 +1,7 @@
-"""Patching against a model in float64 that begins at the patched stream, and against the other run.
+"""Patching against a float64 model that starts at the patched stream, and against the clean run.
 
-The rest of a model after block l is a model of its own, whose token vectors are the rows of the
-stream: the oracle runs it on a stream of which one row is another prompt's.
+The blocks after block l form a model with the stream as its token vectors. The oracle runs it on a
+stream with one row of another prompt.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ CLEAN, CORRUPTED = draw(3), draw(4)
 
 
 def metric(logits):
-    """Return the difference of two logits at the last token, over the rows."""
+    """Return the logit difference at the last token, summed over rows."""
     return (logits[:, -1, 3] - logits[:, -1, 19]).sum()
 
 
 def rest_of(shape: str, layer: int, streams: np.ndarray) -> float:  # [B, T, D]
-    """Return the metric of what comes after stream `layer` (0 is the embedding), in float64."""
+    """Return the metric of the model after stream `layer` (0 is the embedding), in float64."""
     config = dataclasses.replace(SHAPES[shape], num_layers=L - layer, positions="rope")
     params, total = params_of(shape), 0.0
     blocks = {f"block_{i - layer}": params["decoder"][f"block_{i}"] for i in range(layer, L)}
@@ -40,7 +40,7 @@ def rest_of(shape: str, layer: int, streams: np.ndarray) -> float:  # [B, T, D]
 
 @cache
 def streams_of(prompt: str) -> list[np.ndarray]:  # of each layer [B, T, D]
-    """Return the streams before each block of Llama's shape, in float64."""
+    """Return the streams before each block of the Llama shape, in float64."""
     hidden: list[np.ndarray] = []
     tokens = {"clean": CLEAN, "corrupted": CORRUPTED}[prompt]
     oracle.forward(SHAPES["llama"], params_of("llama"), tokens, hidden=hidden)
@@ -49,18 +49,18 @@ def streams_of(prompt: str) -> list[np.ndarray]:  # of each layer [B, T, D]
 
 @cache
 def logits_of(scanned: bool) -> list[np.ndarray]:
-    """Return those of GPT-2's shape for the clean prompts and for the others."""
+    """Return the logits of the GPT-2 shape for the clean and the corrupted prompts."""
     model, params = model_of("gpt2", scanned=scanned)
     apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0])
     return [np.asarray(apply(x), np.float64) for x in (CLEAN, CORRUPTED)]
 
 
-STREAMS = ("embedding", "block_0/residual")  # what stands before block 0, and before block 1
+STREAMS = ("embedding", "block_0/residual")  # the inputs of block 0 and block 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
-def test_a_table_is_the_rest_of_the_model_after_a_stream_with_one_row_of_the_other_prompt(scanned):
+def test_patch_matches_float64_model_from_patched_stream(scanned):
     model, params = model_of("llama", scanned=scanned)
     found = patch(model, params, CLEAN, CORRUPTED, STREAMS, metric)
     wanted = np.zeros((L, T))
@@ -76,10 +76,10 @@ def test_a_table_is_the_rest_of_the_model_after_a_stream_with_one_row_of_the_oth
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["gpt2", "t5", "bert"])
-def test_a_table_of_heads_is_one_edit_after_the_other(shape, scanned):
-    """Compute each entry with one edit of one head of one block at one token.
+def test_patch_of_heads_matches_single_edits(shape, scanned):
+    """Compute each entry with an edit of one head of one block at one token.
 
-    The metric is two logits of each row: in their difference the digits that f32 has cancel.
+    The metric returns two logits of each row; their difference would cancel digits of float32.
     """
     both = lambda logits: logits[:, -1, [3, 19]]  # noqa: E731
     model, params = model_of(shape, scanned=scanned)
@@ -105,7 +105,7 @@ def test_a_table_of_heads_is_one_edit_after_the_other(shape, scanned):
 
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("scanned", [False, True])
-def test_all_put_in_gives_the_other_run_and_a_prompt_into_itself_changes_nothing(scanned):
+def test_patching_everything_gives_clean_run_and_same_prompt_changes_nothing(scanned):
     model, params = model_of("gpt2", scanned=scanned)
     clean, corrupted = (metric(x) for x in logits_of(scanned))
     places = ("embedding", "block_*/residual", "final_norm", "logits")
@@ -115,7 +115,7 @@ def test_all_put_in_gives_the_other_run_and_a_prompt_into_itself_changes_nothing
 
 
 @pytest.mark.slow
-def test_rows_of_a_metric_and_a_map_over_prompts_have_their_own_tables_by_one_program():
+def test_metric_per_row_and_vmap_over_prompts_compile_once():
     model, params = model_of("gpt2", scanned=True)
     traced = []
 
@@ -143,8 +143,8 @@ def test_rows_of_a_metric_and_a_map_over_prompts_have_their_own_tables_by_one_pr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
-def test_attribution_is_the_slope_of_patching(scanned):
-    """Central differences in float64 of the rest of the model, along clean - corrupted."""
+def test_attribution_patching_is_derivative_of_patching(scanned):
+    """Central differences in float64 along clean - corrupted."""
     model, params = model_of("llama", scanned=scanned)
     found = attribution_patching(model, params, CLEAN, CORRUPTED, STREAMS, metric)
     wanted, step = np.zeros((L, T)), 1e-5
@@ -159,7 +159,7 @@ def test_attribution_is_the_slope_of_patching(scanned):
 
 
 def test_one_token_of_the_logits_put_in_is_that_token_of_the_other_run():
-    """A metric that is linear in the logits of every token, each with a weight of its own."""
+    """The metric is linear in the logits, with a different weight for each token."""
     model, params = model_of("gpt2", scanned=True)
     clean, corrupted = (x[..., 3] for x in logits_of(True))
     weights = np.arange(1.0, T + 1)[None]
@@ -174,8 +174,8 @@ def test_one_token_of_the_logits_put_in_is_that_token_of_the_other_run():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["gpt2", "t5"])
-def test_attribution_and_patching_agree_to_first_order(shape):
-    """Compare both tables for prompts whose embeddings are near; their axes are the same."""
+def test_attribution_patching_agrees_with_patch_to_first_order(shape):
+    """Compare both tables for prompts with similar embeddings."""
     model, params = model_of(shape)
     near = jax.tree.map(np.copy, params)
     table, change = near["embed"]["tokens"], np.random.default_rng(3).standard_normal((13, D))
@@ -199,19 +199,19 @@ def test_attribution_and_patching_agree_to_first_order(shape):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(clean=CLEAN[:, :3]), r"clean has shape \[2, 3\]: must be that of corrupted, \[2, 7"),
+        (dict(clean=CLEAN[:, :3]), r"clean has shape \[2, 3\]: must be the shape of corrupted, \[2, 7"),
         (dict(places="block_*/heads"), r"no place is named 'block_\*/heads'"),
         (dict(places=()), "places is empty"),
-        (dict(each="token"), "each is 'token': must be of 'token' and 'head'"),
-        (dict(each=("layer",)), r"each is \('layer',\): must be of"),
+        (dict(each="token"), "each is 'token': must contain 'token' or 'head'"),
+        (dict(each=("layer",)), r"each is \('layer',\): must contain"),
         (dict(each=("head",)), r"each is \('head',\): block_0/residual has no heads"),
         (dict(places=("block_0/attention/key", "block_0/attention/query"), each=("head",)),
-         "block_0/attention/query has 4 heads, the places before it 2"),
+         "block_0/attention/query has 4 heads, earlier places have 2"),
         (dict(edit={}), "takes no edit"),
         (dict(key=jax.random.key(3)), "takes no key"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_patched_is_refused_by_name(arguments, message):
+def test_invalid_patches_are_rejected(arguments, message):
     model, params = model_of("llama")
     given = dict(clean=CLEAN, corrupted=CORRUPTED, places="block_*/residual", metric=metric)
     for tool in (patch, attribution_patching):
@@ -220,7 +220,7 @@ def test_what_cannot_be_patched_is_refused_by_name(arguments, message):
 
 
 @pytest.mark.slow
-def test_places_of_an_encoder_of_the_source_are_refused():
+def test_encoder_places_are_rejected():
     model, params = model_of("t5")
     with pytest.raises(
         ValueError, match="encoder/embedding: both prompts are those of the decoder"

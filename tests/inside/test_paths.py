@@ -1,4 +1,4 @@
-"""Path patching against a two-layer attention-only model in float64, and by its sum rule."""
+"""Path patching against a two-layer attention-only model in float64, and its sum rule."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def metric(logits):
 
 
 class AttentionOnly:
-    """GPT-2's shape without feed-forward branches: NumPy in float64, from the formulas."""
+    """GPT-2 shape without feed-forward branches, in NumPy float64."""
 
     def __init__(self):
         params = jax.tree.map(lambda x: np.asarray(x, np.float64), params_of("gpt2"))
@@ -52,7 +52,7 @@ class AttentionOnly:
         return np.einsum("btnh,nhd->btd", heads, own["kernel"]) + own["bias"]
 
     def streams(self, tokens):
-        """Return the streams before and after each block, and what the heads of each give."""
+        """Return the streams before and after each block, and the outputs of its heads."""
         x = [self.embed["tokens"][tokens] + self.embed["positions"][:T]]
         heads = []
         for i in range(L):
@@ -79,7 +79,7 @@ def without_feed_forward(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["looped", "scanned", "d_ff 0"])
-def test_a_head_reaches_the_logits_directly_or_through_chosen_queries_of_an_attention_only_model(
+def test_path_patching_matches_attention_only_model(
     kind,
 ):
     model, params = without_feed_forward(kind)
@@ -97,7 +97,7 @@ def test_a_head_reaches_the_logits_directly_or_through_chosen_queries_of_an_atte
             moved = oracle.out(i, sent) - oracle.out(i, heads[i])
             want_direct[i, n] = oracle.metric(x[2] + moved)
             query = oracle.read("query", 1, x[1])
-            if i == 0:  # block 1 writes nothing that its own queries read
+            if i == 0:  # the output of block 1 does not reach its own queries
                 query[:, :, [1, 3]] = oracle.read("query", 1, x[1] + moved)[:, :, [1, 3]]
             want_through[i, n] = oracle.metric(x[1] + oracle.out(1, oracle.heads(1, x[1], query)))
     assert_near(direct, want_direct, NEAR)
@@ -110,7 +110,7 @@ def test_a_head_reaches_the_logits_directly_or_through_chosen_queries_of_an_atte
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
-def test_direct_effects_sum_to_the_difference_of_the_prompts_where_no_norm_stands_between(scanned):
+def test_direct_effects_sum_to_difference_without_norm(scanned):
     model, params = model_of("no norm", scanned=scanned)
     base, wanted = (metric(model.apply({"params": params}, x)[0]) for x in (CORRUPTED, CLEAN))
     given = model, params, CLEAN, CORRUPTED
@@ -134,11 +134,11 @@ def test_direct_effects_sum_to_the_difference_of_the_prompts_where_no_norm_stand
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "scanned"), [("llama", True), ("t5", False), ("bert", False)])
-def test_all_that_reads_the_stream_as_receivers_gives_what_patching_gives(shape, scanned):
-    """A sender in the last block has no path but the direct one and its own feed-forward."""
+def test_path_patching_to_all_receivers_matches_patch(shape, scanned):
+    """A sender in the last block has only the direct path and the one through its feed-forward."""
     model, params = model_of(shape, scanned=scanned)
     last = "block_1/attention/heads"
-    if shape == "t5":  # its cross-attention stands between
+    if shape == "t5":  # cross-attention lies between
         last = "block_1/cross_attention/heads"
     given, rest = (model, params, CLEAN, CORRUPTED, last), dict(more(shape))
     wanted = patch(*given, metric, each=("head",), **rest)
@@ -155,7 +155,7 @@ def test_all_that_reads_the_stream_as_receivers_gives_what_patching_gives(shape,
 
 
 def test_the_direct_effect_of_the_embedding_is_its_share_of_the_logits():
-    """Without a norm at the end a logit is linear in the stream; each token has its own weight."""
+    """Without a final norm, a logit is linear in the stream; each token has a different weight."""
     model, params = model_of("no norm")
     apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0])
     weights, table = np.arange(1.0, T + 1)[None], np.asarray(params["embed"]["tokens"], np.float64)
@@ -169,7 +169,7 @@ def test_the_direct_effect_of_the_embedding_is_its_share_of_the_logits():
 
 
 @pytest.mark.slow
-def test_rows_of_a_metric_and_a_map_over_prompts_have_their_own_tables():
+def test_metric_per_row_and_vmap_over_prompts():
     model, params = model_of("gpt2")
 
     def of(clean, corrupted):
@@ -190,10 +190,10 @@ def test_rows_of_a_metric_and_a_map_over_prompts_have_their_own_tables():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(senders="block_0/attention/query"), "senders has block_0/attention/query: must be"),
+        (dict(senders="block_0/attention/query"), "senders has block_0/attention/query: must end"),
         (dict(receivers="block_1/attention/heads"), "receivers has block_1/attention/heads"),
         (dict(receivers="block_1/attention/output"), "receivers has block_1/attention/output"),
-        (dict(receivers=()), "receivers is empty: 'logits' has the direct effect"),
+        (dict(receivers=()), "receivers is empty: pass 'logits' for the direct effect"),
         (dict(recomputed="block_0/attention/key"), "recomputed has block_0/attention/key: must"),
         pytest.param(
             dict(receivers={"block_1/attention/query": 4}), r"heads is 4: must be in 0..3",
@@ -203,7 +203,7 @@ def test_rows_of_a_metric_and_a_map_over_prompts_have_their_own_tables():
         (dict(edit={}), "path_patching takes no edit"),
     ],
 )  # fmt: skip
-def test_what_is_no_path_is_refused_by_name(arguments, message):
+def test_invalid_paths_are_rejected(arguments, message):
     model, params = model_of("llama")
     given = dict(clean=CLEAN, corrupted=CORRUPTED, senders=HEADS, receivers="logits", metric=metric)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Probes against scipy's minimum in float64 and the normal equations, and what they find."""
+"""Probes against SciPy's minimum in float64 and the normal equations."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ from transformer_jax.inside import probe
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROWS, T, D, C = 24, 5, 7, 3
 MINIMUM = 1e-3
-"""Allowed error of weights that minimise a loss in float32, which is flat at its minimum."""
+"""Tolerance of weights that minimize a float32 loss, which is flat near its minimum."""
 
 
 def drawn(seed=3, spread=1.0):
-    """Return values [B, T, D] of unlike sizes, and classes that follow from them with noise."""
+    """Return values [B, T, D] of different scales, and noisy classes computed from them."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((ROWS, T, D)) * [5, 1, 1, 0.3, 1, 1, 2] + 3
     logits = (values - 3) @ rng.standard_normal((D, C)) + spread * rng.standard_normal((ROWS, T, C))
@@ -23,7 +23,7 @@ def drawn(seed=3, spread=1.0):
 
 
 def minimum(x, y, penalty):
-    """Return W and b of the smallest loss, by scipy in float64."""
+    """Return the W and b that minimize the loss, by SciPy in float64."""
     import scipy.optimize
     import scipy.special
 
@@ -43,7 +43,7 @@ def minimum(x, y, penalty):
 
 
 @pytest.mark.slow
-def test_a_probe_of_classes_is_the_minimum_of_its_loss_and_is_scored_on_the_last_rows():
+def test_class_probe_minimizes_loss_and_is_scored_on_last_rows():
     values, labels = drawn()
     labels[2, 1:] = -1  # padding
     labels[-1, 0] = -1
@@ -85,7 +85,7 @@ def test_a_probe_of_numbers_is_that_of_the_normal_equations(several):
 
 
 @pytest.mark.slow
-def test_a_map_over_layers_has_the_probe_of_each_and_noise_scores_as_the_baseline_does():
+def test_vmap_over_layers_matches_single_probes_and_noise_scores_baseline():
     values, labels = drawn(spread=0.1)
     noise = np.random.default_rng(7).standard_normal(values.shape).astype(np.float32)
     mapped = jax.vmap(lambda x: probe(x, labels))(np.stack([values, noise]))
@@ -97,18 +97,18 @@ def test_a_map_over_layers_has_the_probe_of_each_and_noise_scores_as_the_baselin
 
 
 @pytest.mark.slow
-def test_shuffled_rows_are_held_out_whole():
-    """Rows are all of one class each, and the last of one class alone."""
+def test_shuffling_keeps_rows_whole():
+    """Each row has a single class, and the last rows share a class that no other row has."""
     values = jnp.repeat(jnp.eye(4)[jnp.arange(20) // 5][:, None], 3, axis=1)
     labels = jnp.repeat((jnp.arange(20) // 5)[:, None], 3, axis=1)
     in_order, shuffled = (probe(values, labels, key=k, num_classes=4) for k in
                           (None, jax.random.key(3)))  # fmt: skip
-    assert in_order.score == 0 and in_order.baseline == 0  # class 3 was not seen
+    assert in_order.score == 0 and in_order.baseline == 0  # class 3 is not in the training rows
     assert shuffled.score == 1
 
 
 @pytest.mark.slow
-def test_a_traced_label_that_is_no_class_and_values_that_are_not_finite_have_no_score():
+def test_invalid_traced_labels_and_nonfinite_values_score_nan():
     values, labels = drawn()
     of = jax.jit(lambda x, y: probe(x, y, num_classes=C, steps=2))
     assert np.isfinite(of(values, labels).score)
@@ -123,15 +123,15 @@ def test_a_traced_label_that_is_no_class_and_values_that_are_not_finite_have_no_
         (dict(labels=np.zeros((ROWS, 2), np.int32)), r"labels has shape \[24, 2\]: must be \[24"),
         (dict(labels=np.zeros((ROWS, T, 2), np.int32)), r"labels has shape \[24, 5, 2\]: must be"),
         (dict(penalty=0.0), "penalty is 0.0: must be positive"),
-        (dict(held_out=0.0), "held_out is 0.0: of 24 rows it must leave one on either side"),
-        (dict(held_out=1.0), "held_out is 1.0: of 24 rows"),
+        (dict(held_out=0.0), "held_out is 0.0: must leave at least one of 24 rows for training"),
+        (dict(held_out=1.0), "held_out is 1.0: must leave at least one of 24 rows"),
         (dict(labels=np.zeros((ROWS, T), np.int32)), "num_classes is 1: must be at least 2"),
-        (dict(num_classes=2), "labels hold 2: must be below num_classes, 2"),
+        (dict(num_classes=2), "labels contain 2: must be below num_classes, 2"),
     ],
 )
-def test_what_cannot_be_probed_is_refused_by_name(arguments, message):
+def test_invalid_probe_arguments_are_rejected(arguments, message):
     values, labels = drawn()
     with pytest.raises(ValueError, match=message):
         probe(**dict(values=values, labels=labels) | arguments)
-    with pytest.raises(ValueError, match="num_classes is None: must be given"):
+    with pytest.raises(ValueError, match="num_classes is None: must be an integer"):
         jax.eval_shape(probe, values, labels)

@@ -1,4 +1,4 @@
-"""The lens and the shares of a published model, against transformers' own streams."""
+"""Lens and attribution of published models against the hidden states of transformers."""
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ def llama():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_a_published_model_is_looked_into_as_transformers_streams_say(make, tmp_path):
+def test_published_model_matches_transformers_streams(make, tmp_path):
     folder = saved(randomised(make(), 3), tmp_path)
     theirs = reopened(folder, transformers.AutoModelForCausalLM)
     config, params = load_pretrained(folder)[:2]
@@ -46,7 +46,7 @@ def test_a_published_model_is_looked_into_as_transformers_streams_say(make, tmp_
     difference = (found.logits[..., 3] - found.logits[..., 19]).numpy()
     np.testing.assert_allclose(parts.total(), difference, atol=LOGITS)
     assert parts.heads.shape == (2, 2, heads, 7)
-    with torch.no_grad():  # head 2 of the second block gives nothing
+    with torch.no_grad():  # remove head 2 of the second block
         width = 16 // heads
         cut = slice(2 * width, 3 * width)
         if make is gpt2:

@@ -1,4 +1,4 @@
-"""A steering vector against means taken by hand, and what it refuses."""
+"""Steering vectors against explicit means, and rejected arguments."""
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ def test_a_vector_of_the_embedding_is_that_of_the_tables(over):
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["llama", "bert"])
-def test_rows_of_unlike_length_count_up_to_their_ends(shape, scanned):
+def test_padding_of_shorter_rows_is_ignored(shape, scanned):
     model, params = model_of(shape, scanned=scanned)
     place = "block_1/attention/heads"
     long, short = draw(3), draw(4, rows=3)[:, :4]
@@ -46,7 +46,7 @@ def test_rows_of_unlike_length_count_up_to_their_ends(shape, scanned):
 
 
 @pytest.mark.slow
-def test_an_array_is_its_rows_under_jit_and_with_an_edit_before():
+def test_array_matches_list_of_rows_under_jit_and_with_edit():
     model, params = model_of("gpt2", scanned=True)
     edit = {"block_0/residual": lambda x: 2 * x}
     given, place = (draw(3), draw(4)), "block_1/residual"
@@ -60,19 +60,19 @@ def test_an_array_is_its_rows_under_jit_and_with_an_edit_before():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(place="block_*/residual"), r"place is 'block_\*/residual': must be the name of one"),
-        (dict(place="block_0/attention/weights"), "place is .*: must be the name of one value"),
+        (dict(place="block_*/residual"), r"place is 'block_\*/residual': must be one place"),
+        (dict(place="block_0/attention/weights"), "place is .*: must be one place with a value"),
         (dict(over="first"), "over is 'first': must be 'last' or 'all'"),
-        (dict(positive=[]), r"positive is \[\]: must be rows of ids, each of at least one token"),
+        (dict(positive=[]), r"positive is \[\]: must be rows of token IDs, each with at least one"),
         (dict(negative=[[3], []]), r"negative is \[\[3\], \[\]\]: must be rows"),
-        (dict(positive="bad"), "positive is 'bad': must be rows of ids"),
-        (dict(positive=[[3.5]]), r"positive is \[\[3.5\]\]: must be rows of ids"),
-        (dict(positive=[3, 4]), r"positive is \[3, 4\]: must be rows of ids"),
-        (dict(negative=[[2**40]]), "negative holds 1099511627776"),
+        (dict(positive="bad"), "positive is 'bad': must be rows of token IDs"),
+        (dict(positive=[[3.5]]), r"positive is \[\[3.5\]\]: must be rows of token IDs"),
+        (dict(positive=[3, 4]), r"positive is \[3, 4\]: must be rows of token IDs"),
+        (dict(negative=[[2**40]]), "negative contains 1099511627776"),
         (dict(positions=None), "steering_vector takes no positions"),
     ],
 )
-def test_what_gives_no_vector_is_refused_by_name(arguments, message):
+def test_invalid_steering_arguments_are_rejected(arguments, message):
     model, params = model_of("llama")
     given = dict(positive=draw(3), negative=draw(4), place="block_0/residual") | arguments
     with pytest.raises(ValueError, match=message):

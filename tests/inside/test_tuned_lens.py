@@ -1,4 +1,4 @@
-"""The tuned lens against NumPy in float64, and what its training comes to on other tokens."""
+"""Tuned lens against NumPy in float64, and its training on unseen tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def random_translators():
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["llama", "t5", "bert"])
-def test_the_identity_is_the_logit_lens_to_the_bit(shape, scanned):
+def test_identity_translators_give_logit_lens_bitwise(shape, scanned):
     model, params = model_of(shape, scanned=scanned)
     given = draw(), more(shape)
 
@@ -64,7 +64,7 @@ def test_logits_and_divergence_are_those_of_translated_streams():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "scanned"), [("gpt2", True), ("llama", False), ("bert", False)])
-def test_training_brings_the_lens_of_every_stream_nearer_on_tokens_it_has_not_seen(shape, scanned):
+def test_training_reduces_divergence_on_unseen_tokens(shape, scanned):
     model, params = model_of(shape, scanned=scanned)
     train, unseen = draw(3, rows=64), draw(4, rows=32)
     fit = lambda p, x: fit_tuned_lens(  # noqa: E731
@@ -82,7 +82,7 @@ def test_training_brings_the_lens_of_every_stream_nearer_on_tokens_it_has_not_se
 
 
 @pytest.mark.slow
-def test_a_map_over_translators_has_the_lens_of_each():
+def test_vmap_over_translators():
     model, params = model_of("gpt2")
     own = random_translators()
     two = jax.tree.map(lambda a, b: jnp.stack([a, b]), own, Translators.identity(model))
@@ -92,11 +92,11 @@ def test_a_map_over_translators_has_the_lens_of_each():
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_refused_by_name():
+def test_wrong_translators_and_arguments_are_rejected():
     model, params = model_of("gpt2")
     own = Translators(np.zeros((L + 1, D, D)), np.zeros((L + 1, D)))
     with pytest.raises(
-        ValueError, match=r"translators have kernels \[3, 14, 14\]: must be \[2, 14"
+        ValueError, match=r"translators have kernels of shape \[3, 14, 14\]: must be \[2, 14"
     ):
         tuned_lens(model, params, own, draw())
     own = Translators.identity(model)

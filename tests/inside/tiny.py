@@ -1,4 +1,4 @@
-"""Make tiny models of the shapes of GPT-2 and Llama, whose biases and norms are none of 0 and 1."""
+"""Tiny models shaped like GPT-2 and Llama, with no bias of 0 and no norm scale of 1."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SHAPES = {
 
 @cache
 def params_of(shape: str) -> Any:
-    """Draw parameters by NumPy, of which no program is compiled."""
+    """Draw parameters with NumPy, without compiling a program."""
     config, rng = SHAPES[shape], np.random.default_rng(5)
 
     def leaf(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -84,6 +84,6 @@ def draw(seed: int = 17, rows: int = B) -> np.ndarray:
 
 
 def more(shape: str) -> dict[str, np.ndarray]:
-    """Return the other arguments of the model."""
+    """Return the additional arguments of the model."""
     source = np.random.default_rng(5).integers(0, VOCAB, (B, 5), dtype=np.int32)
     return {"source": source} if SHAPES[shape].kind == "encoder-decoder" else {}

@@ -264,7 +264,7 @@ def test_run_on_images_refuses_text(tmp_path, capsys):
     assert set(scores) == {"exact_match", "letter_error_rate"}
     for message, command, options in (
         (
-            "prompt is 'a': a run of task 'digits' reads prompts, checkpoint",
+            "prompt is 'a': a run of task 'digits' reads only prompts, checkpoint",
             "generate",
             "--prompt a",
         ),

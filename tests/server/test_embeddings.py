@@ -208,4 +208,4 @@ def test_command_serves_sentence_transformers_folder(folder, monkeypatch, capsys
 
     assert len(embed(TestClient(served[0])).json()["data"][0]["embedding"]) == 6
     assert serve.main([*command, "--context", "5"]) == 2
-    assert capsys.readouterr().err == "serve: context is 5: a sentence encoder has none\n"
+    assert capsys.readouterr().err == "serve: context is 5: not supported by a sentence encoder\n"

@@ -28,7 +28,13 @@ from collections.abc import Sequence
 
 from transformer_jax.cli.process import escape_unprintable, interrupts, keep_freed_memory, one_line
 from transformer_jax.cli.programs import keep_programs
-from transformer_jax.cli.report import explain_text, how_to_resume, how_to_write, summary
+from transformer_jax.cli.report import (
+    explain_text,
+    how_to_resume,
+    how_to_write,
+    registration_note,
+    summary,
+)
 from transformer_jax.cli.run_flags import configure, parse
 from transformer_jax.config import ConfigError
 
@@ -96,4 +102,6 @@ def _train(argv: Sequence[str], command: str) -> int:
         # A counted model, such as an n-gram, cannot be trained further.
         if config.steps > 1:
             show(f"  {how_to_resume(config, command, f' --steps {2 * config.steps}')}")
+    if (note := registration_note(config)) is not None:
+        show(note)
     return status
