@@ -128,6 +128,8 @@ def registering(monkeypatch):
     monkeypatch.undo()
     kinds.kinds_of.cache_clear()
     kinds.field_hints.cache_clear()
+    if "transformer_jax.cli.run_flags" in sys.modules:  # its flags include registered kinds
+        sys.modules["transformer_jax.cli.run_flags"].FLAGS.collect()
 
 
 @pytest.fixture

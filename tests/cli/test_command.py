@@ -29,8 +29,8 @@ from transformer_jax.lectures import demo
 )
 def test_wrong_choice_suggests_nearest(argv, hint, capsys):
     assert main(argv) == 2
-    said = capsys.readouterr().err
-    assert said.endswith(f"{hint}\n") and said.count("\n") == 1
+    error_line = capsys.readouterr().err
+    assert error_line.endswith(f"{hint}\n") and error_line.count("\n") == 1
 
 
 MODEL = {"generate", "serve", "evaluate", "inspect", "nearest", "convert", "export"}
@@ -127,7 +127,7 @@ def test_exit_status_depends_on_error(capsys):
 
 def test_process_flags_initialize_jax_distributed(monkeypatch):
     joined = []
-    monkeypatch.setattr("jax.distributed.initialize", lambda *given: joined.append(given))
+    monkeypatch.setattr("jax.distributed.initialize", lambda *args: joined.append(args))
     for argv, wanted in (
         ("--distributed", (None, None, None)),
         ("--coordinator h:1 --processes 3 --process 2", ("h:1", 3, 2)),
@@ -137,7 +137,10 @@ def test_process_flags_initialize_jax_distributed(monkeypatch):
     assert not parse([]).start.join() and not joined
     for argv, message in (
         ("--distributed --process 1", "distributed and coordinator: pass only one of them"),
-        ("--process 1", "coordinator is None: pass all of coordinator, processes and process, or none"),
+        (
+            "--process 1",
+            "coordinator is None: pass all of coordinator, processes and process, or none",
+        ),
         ("--coordinator h --processes x --process 1", "processes is 'x': must be INTEGER"),
         ("--coordinator h --processes 2 --process 2", "process is 2: must be below processes 2"),
     ):

@@ -183,8 +183,8 @@ def test_plot_draws_and_counts_damaged_lines(runs, tmp_path, capsys):
         file.write('{"step": "x"}\nnot json\n' + json.dumps({"step": 31, "loss": None}) + "\n")
     out = tmp_path / "compared.png"
     assert run_command(["plot", *map(str, runs), "--x", "tokens", "--out", str(out)]) == 0
-    told = capsys.readouterr().out
-    assert "small: skipped 2 damaged lines of metrics.jsonl" in told
+    printed = capsys.readouterr().out
+    assert "small: skipped 2 damaged lines of metrics.jsonl" in printed
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 

@@ -203,7 +203,7 @@ def test_parquet_without_pyarrow_is_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.txt", b"good\nbad \xff\n", r"a.txt: byte 9 is 0xff: not UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl: line at byte 14: not JSON"),
@@ -219,9 +219,9 @@ def test_parquet_without_pyarrow_is_one_line(tmp_path, monkeypatch):
         ("a.txt", b"one", r"val_fraction is 0.1: 0 of 1 documents"),
     ],
 )
-def test_unreadable_file_is_named(name, content, said, tmp_path):
+def test_unreadable_file_is_named(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         prepare(config(str(tmp_path / name), documents=None), tmp_path / "out")
     assert not (tmp_path / "out" / MANIFEST).exists()
 
@@ -241,11 +241,9 @@ def test_documents_that_are_all_in_one_part_are_counted_with_a_fraction_that_div
     given = PrepareConfig(data=(str(file),), val_fraction=fraction, **usual)
     with pytest.raises(DataError) as caught:
         prepare(given, tmp_path / "out")
-    held = len(lines) if fraction > 0.5 else 0
-    assert (
-        f"{held} of {len(lines)} documents ({kinds} distinct) are held out, but both parts need at"
-        in str(caught.value)
-    )
+    held_out = len(lines) if fraction > 0.5 else 0
+    message = f"{held_out} of {len(lines)} documents ({kinds} distinct) are held out, but both"
+    assert message in str(caught.value)
     if kinds == 1:
         assert str(caught.value).endswith("(add a different document)")
         return
@@ -421,10 +419,10 @@ def test_damage_is_detected(name, damage, text, tmp_path):
     (out / name).write_bytes(content)
     if damage == "gone":
         (out / name).unlink()
-    said = f"{name}|preparation is unfinished"
+    message = f"{name}|preparation is unfinished"
     if damage in ("shorter", "longer") and name != MANIFEST:  # detected without reading the file
-        said = rf"{name}: has \d+ bytes, \d+ were written: it is damaged"
-    with pytest.raises(DataError, match=said):
+        message = rf"{name}: has \d+ bytes, \d+ were written: it is damaged"
+    with pytest.raises(DataError, match=message):
         open_corpus(out).check()
 
 
@@ -488,9 +486,9 @@ def test_command(text, tmp_path, capsys):
         "1",
     ]  # fmt: skip
     assert main([*flags, "--out", out, "--tokenizer", "byte"]) == 0
-    said = capsys.readouterr()
-    assert "tokens in 1" in said.out and "vocabulary of 257, 16 bits per token" in said.out
-    assert "prepare: encoding 100%" in said.err
+    message = capsys.readouterr()
+    assert "tokens in 1" in message.out and "vocabulary of 257, 16 bits per token" in message.out
+    assert "prepare: encoding 100%" in message.err
     assert contents(tmp_path / "out") == contents(prepare(config(text), tmp_path / "same").path)
     assert main([*flags, "--out", str(tmp_path / "b"), "--tokenizer", out]) == 0
     assert open_corpus(tmp_path / "b").tokenizer == open_corpus(out).tokenizer
@@ -563,17 +561,17 @@ def test_the_line_of_progress_tells_the_rate_and_what_is_left():
     line = ProgressLine()
     line._began, line._before = 100.0, 2_000_000
     done = Progress("reading", 6_000_000, 10_000_000, 1_234)
-    told = "prepare: reading 60% of 10.0 MB, 1,234 documents, 2.0 MB/s, 2 seconds left"
-    assert line._line(done, 102.0) == told
+    expected = "prepare: reading 60% of 10.0 MB, 1,234 documents, 2.0 MB/s, 2 seconds left"
+    assert line._line(done, 102.0) == expected
 
 
 def test_progress_is_one_line_on_terminal_and_few_lines_in_file(monkeypatch):
     rate = ", 3 documents, 0.2 MB/s, 3 seconds left"
-    told = ["a 10% of 1.0 MB", f"a 40% of 1.0 MB{rate}"]
+    expected = ["a 10% of 1.0 MB", f"a 40% of 1.0 MB{rate}"]
     whole = ["a 100% of 1.0 MB, 0.6 MB/s, 0 seconds left", "b"]
     for alone, wanted in (
-        (True, "".join(f"\r\x1b[Kprepare: {line}" for line in told + whole) + "\n"),
-        (False, "".join(f"prepare: {line}\n" for line in told[:1] + whole)),
+        (True, "".join(f"\r\x1b[Kprepare: {line}" for line in expected + whole) + "\n"),
+        (False, "".join(f"prepare: {line}\n" for line in expected[:1] + whole)),
     ):
         stream = io.StringIO()
         stream.isatty = lambda alone=alone: alone

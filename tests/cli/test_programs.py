@@ -59,15 +59,15 @@ def test_second_process_compiles_nothing_and_broken_cache_is_ignored(implementat
     """Includes programs that call our native library, which the second process loads again."""
     if implementation == "native" and isinstance(cpu.library(), str):
         pytest.skip(str(cpu.library()))
-    first, said = process(tmp_path, implementation)
-    assert not said and first["cache_misses"] > 0 and first["cache_hits"] == 0
-    second, said = process(tmp_path, implementation)
-    assert not said and second["cache_misses"] == 0
+    first, errors = process(tmp_path, implementation)
+    assert not errors and first["cache_misses"] > 0 and first["cache_hits"] == 0
+    second, errors = process(tmp_path, implementation)
+    assert not errors and second["cache_misses"] == 0
     assert second["cache_hits"] == first["cache_misses"]
     for file in programs.cache_folder({"XDG_CACHE_HOME": str(tmp_path)}).glob("*-cache"):
         file.write_bytes(file.read_bytes()[:-9])
-    third, said = process(tmp_path, implementation)
-    assert len(said.splitlines()) == 1 and "Error reading" in said and third["cache_hits"] == 0
+    third, errors = process(tmp_path, implementation)
+    assert len(errors.splitlines()) == 1 and "Error reading" in errors and third["cache_hits"] == 0
     for found in (second, third):
         assert (found["value"], found["slope"]) == (first["value"], first["slope"])
 
@@ -75,8 +75,8 @@ def test_second_process_compiles_nothing_and_broken_cache_is_ignored(implementat
 def test_unusable_cache_folder_is_one_line(tmp_path, restored, capsys):
     (tmp_path / "transformer_jax").write_text("a file where the folder should be")
     programs.keep_programs({"XDG_CACHE_HOME": str(tmp_path)})
-    said = capsys.readouterr().err
-    assert said.startswith("no cache of compiled programs: ") and said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("no cache of compiled programs: ") and errors.count("\n") == 1
     assert jax.config.jax_compilation_cache_dir is None
 
 

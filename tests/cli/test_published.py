@@ -349,8 +349,8 @@ def test_preferences_begin_at_log_2_whatever_dropout_the_folder_has(dropping, tm
         out = tmp_path / f"run{number}"
         assert train.main([*flags(dropping, data, out, *more, *rate), "--steps", "1"]) == 0
         first.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
-        said = "attention_dropout is 0.5: the reference model has none"
-        assert (said in "".join(capsys.readouterr())) == bool(rate)
+        note = "attention_dropout is 0.5: the reference model has none"
+        assert (note in "".join(capsys.readouterr())) == bool(rate)
     assert abs(first[0] - np.log(2)) < 1e-6 < 1e-4 < abs(first[1] - np.log(2))
 
 
@@ -559,8 +559,8 @@ def test_run_without_biases_is_saved_with_zeros(capsys, monkeypatch, key, tmp_pa
     run = TextModel(config, init_params(config, key), CharTokenizer("abcdefghijklm"))
     stand_in(monkeypatch, lambda path, *_, **__: run)
     assert convert(["--model", "any", "--to", str(tmp_path / "made")]) == 0
-    said = capsys.readouterr().out
-    assert "a gpt2 has biases: they are written as zeros" in said and "13 characters" in said
+    printed = capsys.readouterr().out
+    assert "a gpt2 has biases: they are written as zeros" in printed and "13 characters" in printed
     found, params = load_pretrained(tmp_path / "made")
     assert found.use_bias
     content = json.loads((tmp_path / "made" / "config.json").read_text())

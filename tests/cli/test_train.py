@@ -445,7 +445,7 @@ def test_interrupt_during_imports_prints_no_traceback(inherited, status, printed
         ("generate --help", 0, "usage: python -m transformer_jax generate [--FLAG VALUE ...]", ""),
         ("plan --target cpu --model x --preset gpt2", 2, "",
          "plan: model and preset: pass only one of them\n"),
-        ("plan --target cpu --model x --out y", 2, "", "plan: model and out: pass only one of them"),
+        ("plan --target cpu --model x --out y", 2, "", "plan: model and out: pass only one of"),
     ],
 )  # fmt: skip
 def test_first_word_selects_command(capsys, argv, status, out, err):
@@ -517,17 +517,17 @@ def test_run_without_evaluation_uses_last_checkpoint(capsys, flags, tmp_path, mo
     run, out = str(tmp_path / "run"), str(tmp_path / "made")
     (step,) = saved_steps(tmp_path / "run" / "checkpoints")
     capsys.readouterr()
-    said = f"no checkpoint was evaluated yet: using the last one, step {step}\n"
+    note = f"no checkpoint was evaluated yet: using the last one, step {step}\n"
     arguments = ["--model", run, "--prompt", "to", "--num-tokens", "3"]
     assert generate.main(arguments) == 0
     printed = capsys.readouterr()
-    assert (len(printed.out), printed.err) == (len("to") + 3 + 1, f"generate: {said}")
+    assert (len(printed.out), printed.err) == (len("to") + 3 + 1, f"generate: {note}")
     assert generate.main([*arguments, "--checkpoint", "last"]) == 0
     assert capsys.readouterr() == (printed.out, "")
     assert generate.main([*arguments, "--checkpoint", "best"]) == 2
     assert "none was evaluated yet; use 'last'" in capsys.readouterr().err
     assert run_command(["convert", "--model", run, "--to", out]) == 0
-    assert capsys.readouterr().err == f"convert: {said}"
+    assert capsys.readouterr().err == f"convert: {note}"
 
 
 @pytest.mark.slow
@@ -552,7 +552,7 @@ def fit_parameters(run: Path) -> int:
 
 
 def test_a_loss_per_byte_is_called_so():
-    def said(tokenizer: str) -> str:
+    def report_lines(tokenizer: str) -> str:
         config = dataclasses.replace(tj.train_preset(None), tokenizer=tokenizer)
         task = SimpleNamespace(config=config, data=SimpleNamespace(val=range(8), val_characters=6))
         loss, unit = LanguageWindows.per_character(task, 1.5)
@@ -562,10 +562,10 @@ def test_a_loss_per_byte_is_called_so():
         )  # fmt: skip
         return summary(result).splitlines()[:3]
 
-    assert said("byte")[0] == "held-out loss: 1.5000 nats per byte = 2.1640 bits"
-    assert said("char")[0] == "held-out loss: 2.0000 nats per character = 2.8854 bits"
+    assert report_lines("byte")[0] == "held-out loss: 1.5000 nats per byte = 2.1640 bits"
+    assert report_lines("char")[0] == "held-out loss: 2.0000 nats per character = 2.8854 bits"
     wanted = "perplexity 4.48 per token, accuracy 25.0%", "exact_match 0.5"
-    assert tuple(said("char")[1:]) == wanted
+    assert tuple(report_lines("char")[1:]) == wanted
 
 
 @pytest.mark.slow
@@ -722,8 +722,8 @@ def test_every_decoding_method_works(capsys, trained, tmp_path):
     assert written(capsys, *base, "--temperature", "0", "--lookup", "3") == greedy
     assert written(capsys, *base, "--temperature", "0", "--cache-dtype", "int8") == greedy
     for kind in ("bf16", "int8", "int4"):  # rounded weights may give other letters
-        held = written(capsys, *base, "--temperature", "0", "--weights", kind)
-        assert len(held) == len(greedy)
+        generated = written(capsys, *base, "--temperature", "0", "--weights", kind)
+        assert len(generated) == len(greedy)
     two = written(capsys, *base, "--temperature", "0", "--samples", "2")
     assert two == f"--- 1\n{greedy}--- 2\n{greedy}"
     (tmp_path / "prompts").write_text("to\n\nor\nto\n")
@@ -755,17 +755,17 @@ def test_prompt_may_look_like_flag_and_flags_may_have_underscores(capsys, traine
 
 @pytest.mark.slow
 def test_best_and_last_checkpoint_are_distinguished(capsys, trained, tmp_path, monkeypatch):
-    asked = []
+    restored = []
     real = checkpoint.restore
     monkeypatch.setattr(
-        checkpoint, "restore", lambda p, like: asked.append(p.name) or real(p, like)
+        checkpoint, "restore", lambda p, like: restored.append(p.name) or real(p, like)
     )
     folder = Path(trained) / "checkpoints"
     monkeypatch.setattr(checkpoint, "best_step", lambda folder: 2)
     for which in ("best", "last"):
         written(capsys, "--model", trained, "--num-tokens", "1", "--checkpoint", which)
     assert saved_steps(folder) == [2, 4]
-    assert asked == ["step-00000002", "step-00000004"]
+    assert restored == ["step-00000002", "step-00000004"]
 
 
 @pytest.mark.slow_except(

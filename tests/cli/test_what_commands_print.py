@@ -105,17 +105,17 @@ def test_plan_prints_memory_and_minimum_time(planner):
 
 def test_plan_suggests_largest_batch_and_mildest_remedy(planner, monkeypatch):
     chips = Hardware("tpu-x", CHIP, 2)
-    asked = []
+    sizes_tried = []
 
     def largest(config, hardware, found):
-        asked.append((config.batch_size, hardware, found.total))
+        sizes_tried.append((config.batch_size, hardware, found.total))
         return 24, planned(hardware, 3.5)
 
     monkeypatch.setattr(planning, "largest_batch", largest)
     monkeypatch.setattr(planning, "remedies", lambda *given: [("--a", 1), ("--a --b", 2)])
     monkeypatch.setattr(planning, "least_chips", lambda *given: 8)
     assert planner(chips)[-1] == "largest --batch-size        24 (3.500 GiB)"
-    assert asked == [(4, chips, 3 * GIB)]
+    assert sizes_tried == [(4, chips, 3 * GIB)]
     sizes = iter([5.0, 4.5, 3.25])
     plans = lambda hardware: planned(hardware, next(sizes))  # noqa: E731
     *_, one, two = planner(chips, plans=plans, status=1)
@@ -132,18 +132,18 @@ def test_largest_batch_is_found_within_a_sixteenth(monkeypatch):
     config = configs.TrainConfig(batch_size=4)
     chip = Hardware("x", CHIP, 1)
     for bend, most in ((0.0, 60), (0.002, 28)):
-        asked = []
+        sizes_tried = []
         total = lambda size, bend=bend: 1.75 + 0.0375 * size + bend * size**2  # noqa: E731
 
-        def at(config, hardware, *, asked=asked, total=total, **named):
-            asked.append(config.batch_size)
+        def at(config, hardware, *, sizes_tried=sizes_tried, total=total, **named):
+            sizes_tried.append(config.batch_size)
             return planned(hardware, total(config.batch_size), mesh=configs.MeshConfig(fsdp=4))
 
         monkeypatch.setattr(planning, "plan_training", at)
         first = at(config, chip)
         size, found = planning.largest_batch(config, chip, first)
         assert size % 4 == 0 and found.total == round(total(size) * GIB) // 1
-        assert total(size) <= 4 and most * 15 / 16 - 4 <= size <= most and len({*asked}) <= 8
+        assert total(size) <= 4 and most * 15 / 16 - 4 <= size <= most and len({*sizes_tried}) <= 8
     assert planning.largest_batch(config, chip, replace(first, compiled=False)) is None
     monkeypatch.setattr(planning, "plan_training", lambda c, h, **n: planned(h, 9 + c.batch_size))
     assert planning.largest_batch(config, chip, planned(chip, 13)) is None  # not even the smallest
@@ -285,13 +285,13 @@ def result(task, **changes):
 def test_report_summarizes_run():
     files = "in runs/x: loss.png, metrics.jsonl, sample.txt, scores.json, checkpoints"
     bits = 1.5 / math.log(2)
-    told = [
+    expected = [
         "", "one\ntwo", "", f"held-out loss: 1.5000 nats per token = {bits:.4f} bits",
         "perplexity 4.48 per token, accuracy 25.6%",
     ]  # fmt: skip
-    assert report.summary(result(LanguageTask())).split("\n") == "\n".join([*told, files]).split(
-        "\n"
-    )
+    assert report.summary(result(LanguageTask())).split("\n") == "\n".join(
+        [*expected, files]
+    ).split("\n")
     given = result(
         PreferenceTask(), perplexity=None, sample="", rejected=2, scores={"a": 0.12345, "b": 2.0},
         config=SimpleNamespace(task=PreferenceTask(), out="runs/x", sample_tokens=0),
@@ -377,7 +377,7 @@ def fake_training(monkeypatch):
 
 def test_training_ends_with_next_commands(monkeypatch, capsys):
     calls = fake_training(monkeypatch)
-    for argv, status, told in (
+    for argv, status, expected in (
         ("--data f --steps 2 --out o", 0, [
             "To generate text, or to continue training:", "  WRITE",
             "  python train.py --out o --resume --steps 4"]),
@@ -388,8 +388,8 @@ def test_training_ends_with_next_commands(monkeypatch, capsys):
     ):  # fmt: skip
         assert train.main(argv.split(), "python train.py") == status
         printed = capsys.readouterr().out.splitlines()
-        assert printed[-len(told) :] == told and (
-            status or printed[-len(told) - 1].startswith("in o")
+        assert printed[-len(expected) :] == expected and (
+            status or printed[-len(expected) - 1].startswith("in o")
         )
         _, named = calls.pop()
         assert (named["resume"], named["vocab_size"], named["stop"]()) == (False, None, False)

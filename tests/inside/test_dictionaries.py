@@ -114,34 +114,34 @@ def random_dictionary(place, target=None, *, active=3, features=23, width=D, tar
     )  # fmt: skip
 
 
-def rebuilt(own: Dictionary, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def rebuilt(dictionary: Dictionary, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return features and reconstructions, in float64."""
-    a = {f.name: getattr(own, f.name) for f in dataclasses.fields(own)}
+    a = {f.name: getattr(dictionary, f.name) for f in dataclasses.fields(dictionary)}
     x = (np.asarray(x, np.float64) - a["centre"]) / a["size"]
     f = np.maximum(x @ a["encoder"] + a["encoder_bias"], 0)
-    if own.active is not None:
-        f = np.where(f >= np.sort(f, axis=-1)[..., -own.active, None], f, 0)
+    if dictionary.active is not None:
+        f = np.where(f >= np.sort(f, axis=-1)[..., -dictionary.active, None], f, 0)
     return f, (f @ a["decoder"] + a["bias"]) * a["target_size"] + a["target_centre"]
 
 
 @pytest.mark.parametrize("active", [3, None])
 def test_features_reconstructions_and_loss_match_formulas(active):
-    own = random_dictionary("block_0/residual", active=active)
+    dictionary = random_dictionary("block_0/residual", active=active)
     rng = np.random.default_rng(13)
     x, y = (rng.standard_normal((B, T, D)).astype(np.float32) for _ in range(2))
-    f, made = rebuilt(own, x)
-    encoded = jax.jit(own.encode)(x)
+    f, made = rebuilt(dictionary, x)
+    encoded = jax.jit(dictionary.encode)(x)
     assert_near(encoded, f, NEAR)
-    assert_near(jax.jit(own.decode)(encoded), made, NEAR)
+    assert_near(jax.jit(dictionary.decode)(encoded), made, NEAR)
     l1 = None if active else 0.3
     learner = dictionary_learner(D, D, 23, active=active, l1=l1)
     names = "encoder encoder_bias decoder bias centre size target_centre target_size".split()
-    params = {name: getattr(own, name) for name in names}
+    params = {name: getattr(dictionary, name) for name in names}
     valid = rng.random((B, T)) < 0.7
     mean, weight = learner.loss(params, Batch(x, y, valid=valid), None)
-    each = (((y - made) / own.target_size) ** 2).sum(-1)
+    each = (((y - made) / dictionary.target_size) ** 2).sum(-1)
     if l1 is not None:
-        each = each + l1 * f @ np.linalg.norm(np.float64(own.decoder), axis=1)
+        each = each + l1 * f @ np.linalg.norm(np.float64(dictionary.decoder), axis=1)
     assert weight == valid.sum()
     np.testing.assert_allclose(mean, (each / D)[valid].mean(), rtol=1e-4)
     slopes = jax.jit(jax.grad(lambda p: learner.loss(p, Batch(x, y), None)[0]))(params)
@@ -162,12 +162,12 @@ def test_features_reconstructions_and_loss_match_formulas(active):
 def test_scores_and_examples_are_those_of_captured_values(place, target, scanned):
     model, params = model_of("gpt2", scanned=scanned)
     width = 24 if place.endswith("heads") else D
-    own = random_dictionary(place, target, width=width, target_width=width, features=29)
+    dictionary = random_dictionary(place, target, width=width, target_width=width, features=29)
     tokens, target = draw(3, rows=5), target or place
     run = jax.jit(lambda x: model.apply({"params": params}, x, capture=(place, target)))
     logits, _, captured = run(tokens)
     x, y = (np.asarray(captured[name], np.float64).reshape(5, T, -1) for name in (place, target))
-    f, made = rebuilt(own, x)
+    f, made = rebuilt(dictionary, x)
 
     def nats(logits):
         log_p = np.asarray(logits, np.float64)[:, :-1]
@@ -178,7 +178,7 @@ def test_scores_and_examples_are_those_of_captured_values(place, target, scanned
         put = value.reshape(captured[target].shape).astype(np.float32)
         return nats(model.apply({"params": params}, tokens, edit={target: lambda _: put})[0])
 
-    found = dictionary_scores(model, params, own, tokens, batch_size=2)
+    found = dictionary_scores(model, params, dictionary, tokens, batch_size=2)
     spread = ((y - y.mean((0, 1))) ** 2).sum()
     wanted = [
         1 - ((y - made) ** 2).sum() / spread, (f > 0).sum() / 35,
@@ -188,12 +188,12 @@ def test_scores_and_examples_are_those_of_captured_values(place, target, scanned
     recovered = (wanted[5] - wanted[4]) / (wanted[5] - wanted[3])
     np.testing.assert_allclose(found.loss_recovered, recovered, rtol=5e-3)
     features = np.array([17, 2, 8])
-    looked = feature_examples(model, params, own, tokens, features, count=4, batch_size=2)
+    looked = feature_examples(model, params, dictionary, tokens, features, count=4, batch_size=2)
     for values, rows, at, i in zip(*looked, features, strict=True):
         largest = -np.sort(-f[..., i].ravel())[:4]
         assert_near(values, largest, NEAR)
         assert_near(f[rows, at, i], largest, NEAR)
-    usual = jax.eval_shape(lambda: feature_examples(model, params, own, tokens, features))
+    usual = jax.eval_shape(lambda: feature_examples(model, params, dictionary, tokens, features))
     assert usual.values.shape == usual.rows.shape == usual.positions.shape == (3, 10)
 
 
@@ -226,8 +226,8 @@ def test_dictionary_run_resumes_bitwise_and_loads(tmp_path):
         )  # fmt: skip
 
     whole = fit(config("whole"), task=task)
-    asked = iter([False] * 3 + [True] * 9)
-    cut = fit(config("cut"), task=task, stop=lambda: next(asked))
+    stops = iter([False] * 3 + [True] * 9)
+    cut = fit(config("cut"), task=task, stop=lambda: next(stops))
     assert cut.interrupted and cut.step == 4
     again = fit(config("cut"), task=task, resume=True)
     for name, leaf in whole.state.params.items():
@@ -236,15 +236,19 @@ def test_dictionary_run_resumes_bitwise_and_loads(tmp_path):
     assert np.abs(start["decoder"] - whole.state.params["decoder"]).max() > 0
     for fixed in ("centre", "size", "target_centre", "target_size"):
         np.testing.assert_array_equal(start[fixed], whole.state.params[fixed])
-    own = load_dictionary(tmp_path / "cut")
-    np.testing.assert_array_equal(own.encoder, whole.state.params["encoder"])
-    assert (own.place, own.target, own.active) == ("block_0/residual", "block_0/residual", 4)
+    dictionary = load_dictionary(tmp_path / "cut")
+    np.testing.assert_array_equal(dictionary.encoder, whole.state.params["encoder"])
+    assert (dictionary.place, dictionary.target, dictionary.active) == (
+        "block_0/residual",
+        "block_0/residual",
+        4,
+    )
     assert whole.scores["l0"] <= 4 and set(whole.scores) == {
         "variance_explained", "l0", "dead", "loss_recovered"
     }  # fmt: skip
     assert whole.scores["variance_explained"] == pytest.approx(whole.accuracy, abs=0.2)
     assert "variance_explained" in (tmp_path / "whole" / "sample.txt").read_text()
-    assert isinstance(m.edited(own.edit()).generate("the", 5), str)
+    assert isinstance(m.edited(dictionary.edit()).generate("the", 5), str)
     with pytest.raises(
         ConfigError, match=r"it contains no text model, load it with .*\.inside\.load_dict"
     ):
@@ -291,15 +295,17 @@ def test_invalid_dictionary_tasks_are_rejected(fields, message):
 @pytest.mark.slow
 def test_edits_across_branches_and_missing_features_are_rejected():
     model, params = model_of("gpt2")
-    own = random_dictionary("block_0/residual", "block_1/residual")
+    dictionary = random_dictionary("block_0/residual", "block_1/residual")
     with pytest.raises(ValueError, match=r"edit of block_0/residual and block_1/residual: must be"):
-        own.edit()
+        dictionary.edit()
     with pytest.raises(ValueError, match=r"features is .*: must be a list of indices in 0..22"):
-        feature_examples(model, params, own, draw(), np.array([23]))
-    traced = jax.jit(lambda n: feature_examples(model, params, own, draw(), n, count=2).values)
+        feature_examples(model, params, dictionary, draw(), np.array([23]))
+    traced = jax.jit(
+        lambda n: feature_examples(model, params, dictionary, draw(), n, count=2).values
+    )
     assert np.isfinite(traced(np.array([3]))).all()
     assert np.isnan(traced(np.array([3, 23, -1]))[1:]).all()
     with pytest.raises(ValueError, match=r"count is 15: must be in 1..14"):
-        feature_examples(model, params, own, draw(), np.array([3]), count=15)
+        feature_examples(model, params, dictionary, draw(), np.array([3]), count=15)
     with pytest.raises(ValueError, match=r"dictionary_scores with Encoder and rows of length 7"):
-        dictionary_scores(*model_of("bert"), own, draw())
+        dictionary_scores(*model_of("bert"), dictionary, draw())

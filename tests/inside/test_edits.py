@@ -22,11 +22,11 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 NEAR = 5 * FORWARD_F32
 
 
-def run(shape, scanned=False, params=None, tokens=None, **asked):
+def run(shape, scanned=False, params=None, tokens=None, **requested):
     model, own = model_of(shape, scanned=scanned)
     params = own if params is None else params
     tokens = draw() if tokens is None else tokens
-    return jax.jit(partial(model.apply, **asked))({"params": params}, tokens)
+    return jax.jit(partial(model.apply, **requested))({"params": params}, tokens)
 
 
 @pytest.mark.slow
@@ -94,12 +94,12 @@ def test_an_edit_of_a_value_is_that_of_numpy(place, over):
 def test_resampling_every_place_reproduces_other_run():
     """Resample every place; then one token, which changes no other token before attention."""
     model, _ = model_of("llama")
-    asked = tuple(x for x in places(model.config) if not x.endswith("key_positions"))
-    other = run("llama", tokens=draw(3), capture=asked)
+    requested = tuple(x for x in places(model.config) if not x.endswith("key_positions"))
+    other = run("llama", tokens=draw(3), capture=requested)
     assert_near(run("llama", edit=resample(other[2]))[0], other[0], NEAR)
-    found = run("llama", edit=resample(other[2], at=2), capture=asked)[2]
+    found = run("llama", edit=resample(other[2], at=2), capture=requested)[2]
     own = run("llama", capture=("embedding",))[2]["embedding"]
-    for name in asked:
+    for name in requested:
         axis = 2 if name.endswith("/weights") else 1
         edited, wanted = (np.moveaxis(np.asarray(x[name]), axis, 0) for x in (found, other[2]))
         np.testing.assert_array_equal(edited[2], wanted[2], name)
@@ -271,7 +271,7 @@ def test_expert_hidden_layers_have_no_heads():
         (lambda: add("embedding", 1.0), r"vector has shape \[\]"),
         (
             lambda: resample({"embedding": np.ones((B, 3, D))}),
-            r"captured\['embedding'\] has shape \[2, 3, 14\]: must be \[2, 7, 14\], or the same with one",
+            r"captured\['embedding'\] has shape \[2, 3, 14\]: must be \[2, 7, 14\], or the sa",
         ),
     ],
 )

@@ -55,7 +55,7 @@ def test_places_of_hooks_have_the_values_that_hooks_see(shape):
 @pytest.mark.parametrize(
     ("shape", "hook", "rule"),
     [
-        ("llama", "blocks.1.attn.hook_q", "has no place: the value after rotation and norm is `attention/query`"),
+        ("llama", "blocks.1.attn.hook_q", "the value after rotation and norm is `attention/query`"),
         ("gpt2", "blocks.2.hook_resid_pre", "the block must be in 0..1"),
         ("gpt2", "blocks.0.attn.hook_qq", "is unknown, nearest: blocks.0.attn.hook_q"),
         ("gpt2", "hook_resid_pre", "is unknown"),

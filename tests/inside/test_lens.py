@@ -148,7 +148,7 @@ def test_attribution_of_non_additive_models_is_rejected(shape, arguments, messag
         return logit_attribution(model, own, draw(), **{"target": 3, **arguments})
 
     with pytest.raises(ValueError, match=message):
-        attribute(params) if "target" in arguments else jax.eval_shape(ask, params)
+        attribute(params) if "target" in arguments else jax.eval_shape(attribute, params)
 
 
 def test_capped_logits_and_models_without_logits_are_rejected():

@@ -199,7 +199,7 @@ def test_attribution_patching_agrees_with_patch_to_first_order(shape):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(clean=CLEAN[:, :3]), r"clean has shape \[2, 3\]: must be the shape of corrupted, \[2, 7"),
+        (dict(clean=CLEAN[:, :3]), r"clean has shape \[2, 3\]: must be the shape of corr"),
         (dict(places="block_*/heads"), r"no place is named 'block_\*/heads'"),
         (dict(places=()), "places is empty"),
         (dict(each="token"), "each is 'token': must contain 'token' or 'head'"),

@@ -146,8 +146,8 @@ def test_path_patching_to_all_receivers_matches_patch(shape, scanned):
         *given, "logits", metric, recomputed="block_*/feed_forward/output", **rest
     )
     assert_near(found, wanted, NEAR)
-    held = path_patching(*given, "logits", metric, **rest)
-    assert np.abs(held - wanted).max() > 1e-3
+    frozen = path_patching(*given, "logits", metric, **rest)
+    assert np.abs(frozen - wanted).max() > 1e-3
     received = path_patching(*given, "block_1/feed_forward/input", metric, **rest)
     assert np.abs(received - wanted).max() > 1e-3
     base = metric(model.apply({"params": params}, CORRUPTED, **rest)[0])
