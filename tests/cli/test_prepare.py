@@ -494,7 +494,7 @@ def test_command(text, tmp_path, capsys):
     assert open_corpus(tmp_path / "b").tokenizer == open_corpus(out).tokenizer
     capsys.readouterr()
     wrong = {
-        "tokenizer is 'nowhere': must be byte, char, word, bpe, or a folder": [
+        "tokenizer is 'nowhere': must be byte, char, word, bpe or a folder": [
             "--tokenizer",
             "nowhere",
         ],
