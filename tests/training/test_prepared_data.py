@@ -448,7 +448,7 @@ def test_settings_incompatible_with_prepared_folder_raise(folders, tmp_path):
     both = f"{folders / 'web'},{tmp_path / 'other'}"
     encoder = replace(MODEL, kind="encoder")
     cases = [
-        (DataError, r"other: tokenizer must be that of .*web", {"data": both}),
+        (DataError, r"other: tokenizer differs from that of .*web", {"data": both}),
         (ConfigError, "documents is 'lines'", {"task": LanguageTask(documents="lines")}),
         (ConfigError, "task is 'masked'", {"task": MaskedTask(), "model": encoder}),
         (ConfigError, "tokenizer is 'bpe'", {"tokenizer": "bpe"}),

@@ -272,8 +272,8 @@ def _build(cls: type[C], content: Json, path: str) -> C:
             hint = f", did you mean {path}{near[0]}?" if near else ""
             rule = "configs of other versions cannot be read"
             raise ConfigError(f"{path}{key}: unknown key{hint} ({rule})")
-        value = tuple(value) if isinstance(value, list) else value
-        arguments[key] = _build_field(hints[key], value, f"{path}{key}")
+        field = tuple(value) if isinstance(value, list) else value
+        arguments[key] = _build_field(hints[key], field, f"{path}{key}")
     try:
         return cls(**arguments)
     except ConfigError as error:
@@ -285,8 +285,8 @@ def _build_field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
     if dataclasses.is_dataclass(hint):
         return _build(cast(type, hint), value, f"{path}.")
     options = [cls for cls in get_args(hint) if isinstance(cls, type)]
-    kinds = {  # config classes by the `kind` in a file
-        name: cast(type, cls)
+    kinds: dict[str, FieldValue] = {  # config classes by the `kind` in a file
+        name: cls
         for cls in options
         if dataclasses.is_dataclass(cls)
         for name in names_in_files(cls)
