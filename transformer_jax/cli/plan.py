@@ -106,8 +106,8 @@ def plan(options: PlanOptions, texts: Mapping[Path, Text]) -> bool:
         found = plan_decoding(
             model, hardware, batch_size=config.batch_size, length=length, mesh=config.mesh
         )
-        rows = f"{config.batch_size:,} rows of {length:,} positions"
-        print(f"decoding one token for {rows}, over {found.mesh}")
+        batch = f"{config.batch_size:,} rows of {length:,} positions"
+        print(f"decoding one token for {batch}, over {found.mesh}")
         _print(found)
         return found.fits
     found = plan_training(config, hardware)
