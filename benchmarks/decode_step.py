@@ -31,7 +31,7 @@ def lowered(
 
     def step(cache: Any, query: jax.Array, new: jax.Array) -> tuple[Any, jax.Array]:
         at = cache.length[:, None]
-        cache, seen = kv_cache.extend_held(cache, new, new, at, window)
+        cache, seen = kv_cache.extend_quantized(cache, new, new, at, window)
         mask = Causal() if window is None else Causal() & Window(window)
         settings: dict[str, Any] = dict(q_positions=at, k_positions=seen.positions)
         settings |= dict(key_scale=seen.k_scale, value_scale=seen.v_scale)

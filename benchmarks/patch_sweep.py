@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import transformer_jax as tj
-from transformer_jax.inside import patch
+from transformer_jax.interpret import patch
 
 
 def main() -> None:

@@ -160,17 +160,17 @@ def _work(case: ServeCase) -> tuple[Any, Any, list[np.ndarray], np.ndarray]:
 
 def measure(case: ServeCase, options: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     """Timings, latencies and ratios of one case."""
-    lengths, at_once = case.lengths(), np.zeros(case.requests)
+    lengths, eagerly = case.lengths(), np.zeros(case.requests)
 
     def ours(arrivals: np.ndarray, pause: bool = False) -> Answers:
         return continuous(case, arrivals, clock, options.steps, pause)
 
-    first = ours(at_once), static(case, at_once, clock)
+    first = ours(eagerly), static(case, eagerly, clock)
     for mine, its, length in zip(*(answers.tokens for answers in first), lengths, strict=True):
         if len(mine) != length or not np.array_equal(mine, its):
             raise AssertionError(f"the contenders differ: {mine} and {its}")
     start = clock()
-    ours(at_once)
+    ours(eagerly)
     arrivals = case.arrivals(clock() - start)
     latencies: dict[str, list[float]] = {CONTINUOUS: [], PAUSING: [], STATIC: []}
 
@@ -221,7 +221,7 @@ def measure(case: ServeCase, options: argparse.Namespace, clock: Clock) -> dict[
 
 
 def _report(found: dict[str, Any]) -> str:
-    ratios, expected, at_once = found["speedup"], found["expected_speedup"], found["all_at_once"]
+    ratios, expected, eagerly = found["speedup"], found["expected_speedup"], found["all_at_once"]
     rows = []
     for name, taken in found["timings"].items():
         low, high = taken["quartiles_s"]
@@ -232,10 +232,10 @@ def _report(found: dict[str, Any]) -> str:
                 f"{1e3 * low:.0f}-{1e3 * high:.0f}",
                 f"{found['tokens_per_s'][name]:,.0f}",
                 f"{1e3 * found['mean_latency_s'][name]:.0f}",
-                f"{found['steps'][name]}" if at_once else "",
-                f"{found['slots_in_use'][name]:.2f}" if at_once else "",
+                f"{found['steps'][name]}" if eagerly else "",
+                f"{found['slots_in_use'][name]:.2f}" if eagerly else "",
                 "{1:.2f} ({0:.2f}-{2:.2f})".format(*ratios[name]) if name in ratios else "",
-                f"{expected[name]:.2f}" if name in ratios and at_once else "",
+                f"{expected[name]:.2f}" if name in ratios and eagerly else "",
             )
         )
     header = (

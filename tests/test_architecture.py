@@ -185,10 +185,12 @@ def test_package_docstring_lists_public_names():
 def test_modules_are_imported_on_attribute_access():
     code = """
 import sys, transformer_jax as tj
-loaded = [f"transformer_jax.{name}" in sys.modules for name in ("inside", "pretrained", "server")]
+names = "interpret", "pretrained", "server"
+loaded = [f"transformer_jax.{name}" in sys.modules for name in names]
 from transformer_jax import attention
-assert tj.masks is attention.masks and tj.inside.zero and tj.pretrained.load and tj.server
-print(any(loaded), {"inside", "masks"} <= set(dir(tj)), bool(tj.decoding.Slots and tj.training.fit))
+assert tj.masks is attention.masks and tj.interpret.zero and tj.pretrained.load and tj.server
+listed = {"interpret", "masks"} <= set(dir(tj))
+print(any(loaded), listed, bool(tj.decoding.Slots and tj.training.fit))
 """
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/"

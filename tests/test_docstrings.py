@@ -20,7 +20,7 @@ from transformer_jax import (
     config,
     corpus,
     decoding,
-    inside,
+    interpret,
     models,
     pretrained,
     tokenizers,
@@ -30,7 +30,7 @@ from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.training import tasks
 
 FOLDERS = (
-    attention, cache, checkpoints, config, corpus, decoding, inside, models, pretrained,
+    attention, cache, checkpoints, config, corpus, decoding, interpret, models, pretrained,
     tokenizers, training, tasks, tj,
 )  # fmt: skip
 PUBLIC = {name: getattr(folder, name) for folder in FOLDERS for name in folder.__all__}

@@ -24,13 +24,13 @@ CONFIG = ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2)
 def test_model_with_parameters_in_another_dtype_computes_in_it():
     params = {"a": np.float32([1.5, 2**-20]), "count": np.int32([3])}
     model = TextModel(CONFIG, params, CharTokenizer("abc"), (9,))
-    found = loading.with_parameters_in(model, "bfloat16")
+    found = loading.with_param_dtype(model, "bfloat16")
     assert found.config == replace(CONFIG, dtype="bfloat16") and found.stop_ids == (9,)
     assert found.params["a"].dtype == jnp.bfloat16 and found.params["count"].dtype == jnp.int32
     recurrent = replace(model, config=RecurrentConfig(vocab_size=11, d_embed=3, d_hidden=3))
     for call, message in (
-        (lambda: loading.with_parameters_in(recurrent, "bfloat16"), "dtype is 'bfloat16'"),
-        (lambda: loading.with_weights_held(recurrent, "int8"), "weights is 'int8'"),
+        (lambda: loading.with_param_dtype(recurrent, "bfloat16"), "dtype is 'bfloat16'"),
+        (lambda: loading.with_quantized_weights(recurrent, "int8"), "weights is 'int8'"),
     ):
         with pytest.raises(ValueError, match=f"{message}: a RecurrentConfig supports only float32"):
             call()
@@ -39,7 +39,7 @@ def test_model_with_parameters_in_another_dtype_computes_in_it():
 def test_quantized_weights_include_embeddings(monkeypatch):
     calls: list[Any] = []
     monkeypatch.setattr(loading, "quantize", lambda *args, **options: calls.append((args, options)))
-    loading.with_weights_held(TextModel(CONFIG, {"a": 1}, CharTokenizer("abc")), "int4")
+    loading.with_quantized_weights(TextModel(CONFIG, {"a": 1}, CharTokenizer("abc")), "int4")
     assert calls == [(({"a": 1}, "int4"), {"embeddings": True})]
 
 

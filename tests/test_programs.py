@@ -24,7 +24,7 @@ from transformer_jax.decoding.step import count_vocab
 from transformer_jax.kernels import cpu
 from transformer_jax.models import block
 from transformer_jax.programs import brings_code, disturbed, program
-from transformer_jax.training.compiled import known_programs
+from transformer_jax.training.compiled import cached_programs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -429,7 +429,7 @@ def test_host_callbacks_are_current():
 @pytest.mark.slow
 def test_runs_with_different_jax_settings_have_different_programs():
     of = TrainConfig(model=CONFIG, context=5), lambda batches: batches
-    plain, again = (known_programs(*of, trace_context()) for _ in range(2))
+    plain, again = (cached_programs(*of, trace_context()) for _ in range(2))
     with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
-        other = known_programs(*of, trace_context())
+        other = cached_programs(*of, trace_context())
     assert plain is again and other is not plain

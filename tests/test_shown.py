@@ -20,9 +20,9 @@ import transformer_jax as tj
 from transformer_jax import training
 from transformer_jax.checkpoints.run_folder import check_unused
 from transformer_jax.cli.process import one_line
-from transformer_jax.config.block import OwnBlock
-from transformer_jax.config.positions import OwnPositions
-from transformer_jax.config.tasks import OwnTask
+from transformer_jax.config.block import CustomBlock
+from transformer_jax.config.positions import CustomPositions
+from transformer_jax.config.tasks import CustomTask
 from transformer_jax.corpus import Part
 from transformer_jax.decoding.proposers import Proposer
 from transformer_jax.decoding.step import Step
@@ -198,7 +198,7 @@ def is_shown(kind: object) -> bool:
 def public_classes() -> list[type]:
     packages = [m for m in modules() if hasattr(m, "__path__") and m.__name__.count(".") < 2]
     found = [getattr(m, name) for m in packages for name in getattr(m, "__all__", ())]
-    without = {tj.Mask, OwnBlock, OwnPositions, OwnTask, Proposer, Step}  # base classes
+    without = {tj.Mask, CustomBlock, CustomPositions, CustomTask, Proposer, Step}  # base classes
     return sorted({k for k in found if is_shown(k)} - without, key=lambda k: k.__name__)
 
 

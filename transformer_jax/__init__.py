@@ -31,9 +31,9 @@ Public names; import the rest from its module, such as `models.lora`:
     Files          load_pretrained, save_pretrained, load_tokenizer_folder, load_sentence_encoder,
                    load_lora, save_lora, export_decoder
 
-The modules `decoding`, `inside`, `masks`, `pretrained`, `server`, `tokenizers` and `training`
-contain more, as in `tj.inside.zero`. Some of these modules, `fit`, and the functions that read and
-write runs and published models are imported on first use.
+The modules `decoding`, `interpret`, `masks`, `pretrained`, `server`, `tokenizers` and `training`
+contain more, as in `tj.interpret.zero`. Some of these modules, `fit`, and the functions that read
+and write runs and published models are imported on first use.
 """
 
 import dataclasses
@@ -278,7 +278,7 @@ _LATER = {
 """Names that are imported on first use, with their modules."""
 
 _MODULES = {
-    "inside": "inside",
+    "interpret": "interpret",
     "masks": "attention.masks",
     "pretrained": "pretrained",
     "server": "server",

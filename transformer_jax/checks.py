@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from transformer_jax.tracing import at_once, known_value, traced
+from transformer_jax.tracing import concrete_value, eagerly, traced
 
 Integers = TypeVar("Integers", bound=jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 INT32 = np.iinfo(np.int32)
@@ -51,7 +51,7 @@ def as_int32(name: str, values: Any) -> Any:
     if not isinstance(values, jax.Array):
         return values.astype(np.int32)
     info = jnp.iinfo(values.dtype)
-    with at_once(values):
+    with eagerly(values):
         values = jnp.clip(values, max(int(info.min), INT32.min), min(int(info.max), INT32.max))
         return values.astype(jnp.int32)
 
@@ -61,7 +61,7 @@ def check_int32(name: str, values: jax.Array | np.ndarray) -> None:
     # every int8 or uint16 fits
     if np.can_cast(values.dtype, np.int32):
         return
-    known = known_value(values)
+    known = concrete_value(values)
     if known is None:
         return
     beyond = known[(known < INT32.min) | (known > INT32.max)]

@@ -18,10 +18,10 @@ from transformer_jax.config import ConfigError, DType, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.model import as_transformer
 from transformer_jax.config.optimizers import ScheduleFree
-from transformer_jax.config.tasks import LanguageTask, OwnTask
+from transformer_jax.config.tasks import CustomTask, LanguageTask
 from transformer_jax.decoding.logit_processors import HistoryProcessor, never
 from transformer_jax.models.factory import init_params, merged
-from transformer_jax.models.lora import merged_parts, trained_part
+from transformer_jax.models.lora import merge_parts, split_trained
 from transformer_jax.models.quantized import Kind, quantize
 from transformer_jax.models.stack import stack_layers, unstack_layers
 from transformer_jax.pretrained.gguf import GgufModel
@@ -79,7 +79,7 @@ def load_run(
     """
     folder = RunFolder(Path(path))
     config = _with_base(folder.read_config(), init_from)
-    if isinstance(config.task, OwnTask) and config.task.loaded_by is not None:
+    if isinstance(config.task, CustomTask) and config.task.loaded_by is not None:
         rule = f"load it with {config.task.loaded_by}(RUN)"
         raise ConfigError(f"run is {str(path)!r}: it contains no text model, {rule}")
     which, step = _chosen_step(folder, which)
@@ -89,7 +89,7 @@ def load_run(
     with naming_run(path, config.init_from):
         params = _restore_trained(config, saved)
         if config.lora is not None:  # added to the base model before its quantization
-            params = merged_parts(_adapted_base(config, metadata), params, config.lora)
+            params = merge_parts(_adapted_base(config, metadata), params, config.lora)
     source = metadata.get("source_tokenizer_sha256")
     stop, begin = end_ids(tokenizer), None
     if isinstance(config.task, LanguageTask) and config.task.documents is not None:
@@ -166,7 +166,7 @@ def _restore_trained(config: TrainConfig, saved: Path) -> Params:
         key, lora = jax.random.key(0), config.lora
         params: Params = init_params(config.model, key)
         if lora is not None:
-            params = trained_part(params, lora, key, config.trained_whole)
+            params = split_trained(params, lora, key, config.trained_whole)
         return cast_floats(params, dtype)
 
     found = checkpoint.restore(saved, {name: jax.eval_shape(fresh)})[name]
@@ -271,7 +271,7 @@ def with_targets(
     )
 
 
-def with_parameters_in(model: TextModel, dtype: DType) -> TextModel:
+def with_param_dtype(model: TextModel, dtype: DType) -> TextModel:
     """Return the model with parameters and computation in another dtype.
 
     ValueError, with the name of the parameter, if the dtype cannot represent a weight.
@@ -286,7 +286,7 @@ def with_parameters_in(model: TextModel, dtype: DType) -> TextModel:
     )
 
 
-def with_weights_held(model: TextModel, kind: Kind) -> TextModel:
+def with_quantized_weights(model: TextModel, kind: Kind) -> TextModel:
     """Return the model with weights in fewer bits; its compute dtype does not change.
 
     "int8" and "int4" `quantize` the kernels, and store embeddings and the output matrix in 8 bits.

@@ -1,7 +1,7 @@
 """Traced and known values, and computation with known values inside a trace.
 
-A check of values calls `known_value` and continues in NumPy, because inside a trace every operation
-of `jax.numpy` returns a traced value, even for known arrays.
+A check of values calls `concrete_value` and continues in NumPy, because inside a trace every
+operation of `jax.numpy` returns a traced value, even for known arrays.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ def traced(*arrays: object) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
-def known_value(x: ArrayLike | jax.ShapeDtypeStruct) -> np.ndarray | None:
+def concrete_value(x: ArrayLike | jax.ShapeDtypeStruct) -> np.ndarray | None:
     """Return an array as a NumPy array; None if it is traced or not fully addressable."""
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
         return None
     return np.asarray(x) if getattr(x, "is_fully_addressable", True) else None
 
 
-def known_sizes(*sizes: object) -> bool:
+def are_concrete(*sizes: object) -> bool:
     """Whether all sizes are numbers rather than symbolic sizes of `jax.export`."""
     return all(isinstance(n, int | np.integer) for n in sizes)
 
 
-def at_once(*trees: object) -> contextlib.AbstractContextManager[None]:
+def eagerly(*trees: object) -> contextlib.AbstractContextManager[None]:
     """Return a context that computes known values eagerly, even inside a trace.
 
     It does nothing if a leaf of `trees` is traced, or inside a `shard_map`, which has no mesh to

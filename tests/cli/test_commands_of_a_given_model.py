@@ -295,7 +295,7 @@ def test_evaluate_passes_flags_to_model(invoke, monkeypatch, tmp_path):
     place = "block_0/attention/heads"
     _, requests = run(model, "--prompt", "a", "--zero", place, "--heads", 0, 2)
     (name, (edit,), _), score = requests
-    assert name == "edited" and edit.keys() == tj.inside.zero(place, heads=[0, 2]).keys()
+    assert name == "edited" and edit.keys() == tj.interpret.zero(place, heads=[0, 2]).keys()
     assert score == ("score", ("a",), {})
     evaluated = []
 

@@ -16,7 +16,7 @@ from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.cli import command
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import Seq2SeqTask
-from transformer_jax.inside import zero
+from transformer_jax.interpret import zero
 from transformer_jax.text import language_model
 from transformer_jax.tokenizers.trained import BPETokenizer, WordTokenizer
 

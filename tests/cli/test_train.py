@@ -38,7 +38,7 @@ from transformer_jax.cli.run_flags import FLAGS, configure, parse
 from transformer_jax.config import MeshConfig, Optimizer
 from transformer_jax.config.positions import KINDS
 from transformer_jax.config.tasks import TASKS, LanguageTask
-from transformer_jax.decoding.completion import FirstIds, TextGenerator
+from transformer_jax.decoding.completion import ExcludePadding, TextGenerator
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.text.language_model import load
@@ -846,7 +846,7 @@ def test_text_may_exceed_max_len(key):
 @pytest.mark.slow
 def test_ids_outside_tokenizer_are_never_sampled(key):
     logits = jax.random.normal(key, (3, 17)).at[:, 11:].add(50.0)
-    kept = FirstIds(11)(logits)
+    kept = ExcludePadding(11)(logits)
     assert np.isneginf(np.asarray(kept)[:, 11:]).all()
     np.testing.assert_array_equal(kept[:, :11], logits[:, :11])
 

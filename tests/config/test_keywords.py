@@ -15,7 +15,7 @@ import pytest
 
 import transformer_jax as tj
 from tests.support.drawn import drawn
-from transformer_jax import config, decoding, inside, models
+from transformer_jax import config, decoding, interpret, models
 from transformer_jax.attention.masks import Everything
 from transformer_jax.cli.flags import spelled
 from transformer_jax.config import AnyModelConfig, ConfigError, keywords, optimizers, tasks
@@ -124,7 +124,7 @@ MEANT = {
     "streamer": (generate, r"stream\("),
     "output_attentions": (generate, r"capture=\('block_\*/attention/weights',\)"),
     "attention": (generate, r"capture=\('block_\*/attention/weights',\)"),
-    "head_mask": (model, r"edit=inside.scale\('block_\*/attention/heads', mask\)"),
+    "head_mask": (model, r"edit=interpret.scale\('block_\*/attention/heads', mask\)"),
     "bad_words_ids": (generate, r"processors=\[BanSequences\("),
     # the rest
     "torch_dtype": (partial(tj.load_pretrained, "a"), "dtype"),
@@ -289,7 +289,7 @@ def test_transformerlens_hook_suggests_place(hook, place, params):
     with pytest.raises(ValueError, match=f"TransformerLens hook is '{place}'"):
         call(edit={hook: lambda x: x})
     if "*" not in hook:
-        assert inside.place_of_hook(CONFIG, hook) == place
+        assert interpret.place_of_hook(CONFIG, hook) == place
 
 
 def test_params_without_collection_raise_clear_error(params):
@@ -332,5 +332,5 @@ def test_suggested_names_exist():
         first, *more = re.findall(r"[A-Za-z_]\w+(?=\()|^\w+", text)
         assert first in known or hasattr(tj, first) or hasattr(models, first), text
         for name in more:
-            there = any(hasattr(x, name) for x in (tj, tj.Decoder, decoding, inside, optimizers))
+            there = any(hasattr(x, name) for x in (tj, tj.Decoder, decoding, interpret, optimizers))
             assert name in known or there, text

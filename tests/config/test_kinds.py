@@ -16,7 +16,7 @@ from transformer_jax.checkpoints.run_folder import config_from_json, config_to_j
 from transformer_jax.cli import run_flags
 from transformer_jax.config import AnyModelConfig, ConfigError, TrainConfig, kinds, register
 from transformer_jax.config.presets import task_recipe
-from transformer_jax.config.tasks import OwnTask, ReverseTask, Task
+from transformer_jax.config.tasks import CustomTask, ReverseTask, Task
 from transformer_jax.decoding.step import AppliedStep
 from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.tokenizers.trained import CharTokenizer
@@ -157,7 +157,7 @@ def test_registered_kind_has_recipe_and_round_trips():
         (AnyModelConfig, "mean", AverageConfig, "mean is .*AverageConfig: must be named average"),
         (AnyModelConfig, "mean", "means", "mean is 'means': must be \"module:Class\""),
         (int, "mean", int, "base is <class 'int'>: must be AnyModelConfig or Task"),
-        (OwnTask, "mine", AlphabetTask, "base is .*OwnTask.*: must be AnyModelConfig or Task"),
+        (CustomTask, "mine", AlphabetTask, "base is .*CustomTask.*: must be AnyModelConfig or"),
     ],
 )  # fmt: skip
 def test_invalid_kinds_are_not_registered(base, name, kind, rule):

@@ -14,8 +14,8 @@ import pytest
 import transformer_jax as tj
 from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json
 from transformer_jax.config import ConfigError
-from transformer_jax.config.positions import OwnPositions
-from transformer_jax.config.tasks import OwnTask
+from transformer_jax.config.positions import CustomPositions
+from transformer_jax.config.tasks import CustomTask
 from transformer_jax.models.factory import build
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.training import fit
@@ -36,7 +36,7 @@ def cubed(x):
 
 
 @dataclass(frozen=True)
-class Turned(OwnPositions):
+class Turned(CustomPositions):
     """Rotate the first two dimensions of a head by an angle per position, like `Rope`."""
 
     base: float = 10.0
@@ -49,7 +49,7 @@ class Turned(OwnPositions):
 
 
 @dataclass(frozen=True)
-class Added(OwnPositions):
+class Added(CustomPositions):
     """Add sines of the position at several frequencies, like `Sinusoidal`."""
 
     def embed(self, positions, d_model):
@@ -57,7 +57,7 @@ class Added(OwnPositions):
 
 
 @dataclass(frozen=True)
-class Sloped(OwnPositions):
+class Sloped(CustomPositions):
     """Subtract the distance, like ALiBi."""
 
     def bias(self, num_heads):
@@ -71,7 +71,7 @@ def applied(config, params, tokens):
 TOKENS = np.arange(13)[None] % 11
 
 
-class Bare(OwnPositions):
+class Bare(CustomPositions):
     def embed(self, positions, d_model):
         return None
 
@@ -189,7 +189,7 @@ def test_invalid_custom_value_is_rejected_in_one_line(call, message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counting(OwnTask):
+class Counting(CustomTask):
     """Learn the next letter of the alphabet."""
 
     letters: str = "abcdefg"
@@ -234,7 +234,7 @@ def test_run_of_custom_task_is_trained_resumed_and_loaded(tmp_path):
 
 def test_invalid_custom_task_is_rejected(tmp_path):
     @dataclass(frozen=True, kw_only=True)
-    class Broken(OwnTask):
+    class Broken(CustomTask):
         def load(self, config, tokenizers, vocab_size):
             return 3
 

@@ -25,7 +25,7 @@ from transformer_jax.decoding import beams, speculative
 from transformer_jax.decoding.logit_processors import apply_processors
 from transformer_jax.decoding.proposers import Proposal
 from transformer_jax.decoding.samplers import RowSampling, Typical
-from transformer_jax.inside.dictionaries import Dictionary
+from transformer_jax.interpret.dictionaries import Dictionary
 from transformer_jax.models.experts import route
 from transformer_jax.models.quantized import _rounded
 from transformer_jax.pretrained.sentences import pool_sentences

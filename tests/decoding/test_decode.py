@@ -368,7 +368,7 @@ def test_overridden_call_reads_the_prompt(rope):
             return 2 * logits, state
 
     for kind in (Negative, Mixed, Both):  # classes that change the logits
-        assert not kind(step.model).offers("look")
+        assert not kind(step.model).implements("look")
     want = prefill(step, params, prompts(), empty(), LENGTHS)[0]
     for kind, factor in (
         (Negative, -1),

@@ -321,8 +321,8 @@ def test_tile_weights_and_slopes_match_float64(options, q_axis, on_arrays):
     words = rng.integers(0, 2**32, (2, 2, 3), dtype=np.uint32)
     if of["rate"]:
         operands = operands._replace(dropout=words)
-    own_rows, own_columns = (q_at, k_at) if q_axis == ROW else (k_at, q_at)
-    where = TilePosition(b, n, q0, k0, (own_rows,), (Ref(own_columns),))
+    rows_of_process, own_columns = (q_at, k_at) if q_axis == ROW else (k_at, q_at)
+    where = TilePosition(b, n, q0, k0, (rows_of_process,), (Ref(own_columns),))
 
     raw = rng.standard_normal((rows, columns)).astype(np.float32) * 3
     base = rng.standard_normal((rows, columns)).astype(np.float32)

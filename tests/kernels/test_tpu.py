@@ -147,9 +147,9 @@ def run(
         results = dict(out=out, row_max=row_max, log_sum=log_sum, dq=dq, dk=dk, dv=dv)
         if slope_rows is not None:
             results["slope_rows"] = slope_rows
-        at_once = tpu.backward_single_pass_rows(problem, operands, lists, blocks, saved)
-        names = ("dq", "dk", "dv", "slope_rows")[: len(at_once)]
-        results |= {f"{name}, single pass": x for name, x in zip(names, at_once, strict=True)}
+        eagerly = tpu.backward_single_pass_rows(problem, operands, lists, blocks, saved)
+        names = ("dq", "dk", "dv", "slope_rows")[: len(eagerly)]
+        results |= {f"{name}, single pass": x for name, x in zip(names, eagerly, strict=True)}
         if operands.bias is not None and operands.bias.shape[2] > 1:
             results["dbias"] = tpu.backward_bias(problem, operands, lists, blocks, saved)
         return results

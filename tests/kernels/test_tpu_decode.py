@@ -327,7 +327,7 @@ def compiled_step(topology, K, capacity, dtype=jnp.bfloat16, window=None, B=8, H
 
     def step(cache, query, new):
         at = cache.length[:, None]
-        cache, seen = kv.extend_held(cache, new, new, at, window)
+        cache, seen = kv.extend_quantized(cache, new, new, at, window)
         mask = Causal() if window is None else Causal() & Window(window)
         settings = dict(q_positions=at, k_positions=seen.positions, implementation="pallas")
         settings |= dict(key_scale=seen.k_scale, value_scale=seen.v_scale)

@@ -12,8 +12,8 @@ import pytest
 import transformer_jax as tj
 from tests.text.models import plain, run_of
 from transformer_jax.config import ConfigError
-from transformer_jax.config.tasks import DigitsTask, LanguageTask, OwnTask, TonesTask
-from transformer_jax.inside import zero
+from transformer_jax.config.tasks import CustomTask, DigitsTask, LanguageTask, TonesTask
+from transformer_jax.interpret import zero
 from transformer_jax.lectures.continuous import answer_signals
 from transformer_jax.lectures.signals import make_signals
 from transformer_jax.text.language_model import LanguageModel
@@ -108,7 +108,7 @@ def test_captured_streams_of_signals_include_edits(tmp_path, task):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lines(LanguageTask, OwnTask):
+class Lines(LanguageTask, CustomTask):
     """A custom task."""
 
 

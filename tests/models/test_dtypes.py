@@ -16,9 +16,9 @@ from transformer_jax.checkpoints.run_folder import RunFolder, json_text
 from transformer_jax.cli import evaluate
 from transformer_jax.cli.convert import main as convert
 from transformer_jax.config import ConfigError, LoraConfig, ModelConfig
-from transformer_jax.loading import TextModel, with_parameters_in
+from transformer_jax.loading import TextModel, with_param_dtype
 from transformer_jax.models.factory import init_params
-from transformer_jax.models.lora import frozen_part, init_lora, merge_lora
+from transformer_jax.models.lora import init_lora, merge_lora, split_frozen
 from transformer_jax.models.quantized import quantize
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.save import save_pretrained
@@ -98,7 +98,7 @@ def merged_in_half(dtype):
 
 CONVERSIONS = {
     "a run's parameters": (
-        lambda: with_parameters_in(
+        lambda: with_param_dtype(
             TextModel(CONFIG, with_weight(HALF), ByteTokenizer()), "float16"
         ), "float16",
     ),
@@ -111,7 +111,7 @@ CONVERSIONS = {
     ),
     "quantize": (lambda: quantize(with_weight(NEARLY), "bf16"), "bfloat16"),
     "a frozen base": (
-        lambda: frozen_part(with_weight(NEARLY), replace(LORA, base="bfloat16")), "bfloat16",
+        lambda: split_frozen(with_weight(NEARLY), replace(LORA, base="bfloat16")), "bfloat16",
     ),
     "merged adapters": (lambda: merged_in_half(jnp.float32), "float16"),
     "merged adapters of float16": (lambda: merged_in_half(jnp.float16), "float16"),

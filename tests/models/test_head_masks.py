@@ -1,4 +1,4 @@
-"""Tests of `inside.scale` as a head mask: outputs and gradients (head importance)."""
+"""Tests of `interpret.scale` as a head mask: outputs and gradients (head importance)."""
 
 import dataclasses
 from functools import partial
@@ -12,7 +12,7 @@ from tests.models.test_transformer import MODEL_F32, shapes
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import assert_near
 from transformer_jax.config import ModelConfig, Shaw, T5Buckets
-from transformer_jax.inside import scale
+from transformer_jax.interpret import scale
 from transformer_jax.models.factory import build, init_cache
 from transformer_jax.models.stack import stack_layers
 

@@ -12,7 +12,7 @@ import pytest
 import transformer_jax as tj
 from tests.support.drawn import drawn
 from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json
-from transformer_jax.config import ConfigError, OwnBlock
+from transformer_jax.config import ConfigError, CustomBlock
 from transformer_jax.models.stack import stack_layers
 from transformer_jax.training import fit
 
@@ -29,7 +29,7 @@ def norm(x):
 
 
 @dataclass(frozen=True)
-class Gated(OwnBlock):
+class Gated(CustomBlock):
     """Built-in block with a gate on the output of attention."""
 
     place: str = "attention/output"
@@ -42,7 +42,7 @@ class Gated(OwnBlock):
 
 
 @dataclass(frozen=True)
-class Plain(OwnBlock):
+class Plain(CustomBlock):
     """Custom implementation of a pre-norm block with RMSNorm and no biases."""
 
     fault: str = ""
@@ -143,7 +143,7 @@ def as_text(block):
     return config_to_json(tj.TrainConfig(model=replace(CONFIG, block=block)))
 
 
-class Bare(OwnBlock):
+class Bare(CustomBlock):
     """Invalid: not a dataclass."""
 
 

@@ -20,7 +20,7 @@ from tests.support.tolerances import assert_near, assert_same_bits, largest_erro
 from transformer_jax.attention.masks import Causal, Prefix
 from transformer_jax.config import Learned, ModelConfig, Rope, Shaw, Sinusoidal, T5Buckets
 from transformer_jax.config import positions as position_kinds
-from transformer_jax.inside import logit_lens
+from transformer_jax.interpret import logit_lens
 from transformer_jax.models.arguments import check_cache_room, positions_and_masks
 from transformer_jax.models.factory import (
     build,

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import transformer_jax as tj
-from transformer_jax import inside
+from transformer_jax import interpret
 
 CONFIG = tj.ModelConfig(
     vocab_size=24, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, max_len=13, init_std=0.3,
@@ -30,21 +30,21 @@ def metric(logits: jax.Array) -> jax.Array:
 
 
 def tool(name: str, model: Any, params: Any, clean: Any, corrupted: Any) -> Any:
-    prompts, own = (model, params, clean, corrupted), inside.Translators.identity(model)
+    prompts, own = (model, params, clean, corrupted), interpret.Translators.identity(model)
     query = "block_1/attention/query"
     found = {
-        "logit_lens": lambda: inside.logit_lens(model, params, clean),
-        "lens_divergence": lambda: inside.lens_divergence(model, params, own, clean),
-        "logit_attribution": lambda: inside.logit_attribution(model, params, clean, 3, 19).heads,
-        "patch": lambda: inside.patch(*prompts, STREAMS, metric),
-        "patch by head": lambda: inside.patch(*prompts, HEADS, metric, each=("head",)),
-        "path_patching": lambda: inside.path_patching(*prompts, HEADS, query, metric),
-        "attribution_patching": lambda: inside.attribution_patching(*prompts, HEADS, metric),
-        "integrated_gradients": lambda: inside.integrated_gradients(
+        "logit_lens": lambda: interpret.logit_lens(model, params, clean),
+        "lens_divergence": lambda: interpret.lens_divergence(model, params, own, clean),
+        "logit_attribution": lambda: interpret.logit_attribution(model, params, clean, 3, 19).heads,
+        "patch": lambda: interpret.patch(*prompts, STREAMS, metric),
+        "patch by head": lambda: interpret.patch(*prompts, HEADS, metric, each=("head",)),
+        "path_patching": lambda: interpret.path_patching(*prompts, HEADS, query, metric),
+        "attribution_patching": lambda: interpret.attribution_patching(*prompts, HEADS, metric),
+        "integrated_gradients": lambda: interpret.integrated_gradients(
             model, params, clean, 0, metric, steps=3
         ),
-        "circuits": lambda: inside.circuits(model, params, "ov").values,
-        "steering_vector": lambda: inside.steering_vector(*prompts, "block_0/residual"),
+        "circuits": lambda: interpret.circuits(model, params, "ov").values,
+        "steering_vector": lambda: interpret.steering_vector(*prompts, "block_0/residual"),
     }
     return found[name]()
 

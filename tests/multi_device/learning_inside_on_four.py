@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import transformer_jax as tj
-from transformer_jax import inside
+from transformer_jax import interpret
 from transformer_jax.config import MeshConfig
 from transformer_jax.config.optimizers import AdamW
 from transformer_jax.training import fit
@@ -40,12 +40,12 @@ def learnt(config: tj.ModelConfig, params: Any, tokens: jax.Array) -> dict[str, 
     assert captured[STREAMS[0]].sharding.is_fully_replicated == tokens.sharding.is_fully_replicated
     streams = jnp.stack([captured[name] for name in STREAMS])
     classes, numbers = tokens % 3, tokens.astype(jnp.float32)
-    probe = partial(inside.probe, num_classes=3, steps=40, key=key)
+    probe = partial(interpret.probe, num_classes=3, steps=40, key=key)
     return {
         "captured": streams,
         "probes of classes": jax.vmap(lambda x: probe(x, classes)[:3])(streams),
-        "probe of numbers": inside.probe(streams[1], numbers)[:3],
-        "lens": inside.fit_tuned_lens(
+        "probe of numbers": interpret.probe(streams[1], numbers)[:3],
+        "lens": interpret.fit_tuned_lens(
             model, params, tokens, key=key, steps=5, batch_size=8, learning_rate=0.1
         ),
     }
@@ -95,7 +95,7 @@ def dictionaries(folder: Path) -> dict[str, dict[str, Any]]:
     fit(tj.TrainConfig(model=CONFIG, out=base, steps=2, mesh=MeshConfig(data=4), **settings))
     found: dict[str, dict[str, Any]] = {}
     for way, (split, fields) in WAYS.items():
-        task = inside.DictionaryTask(of=base, features=37, **fields)
+        task = interpret.DictionaryTask(of=base, features=37, **fields)
         for name, mesh in (("one", None), ("mesh", split)):
             out = folder / f"{way} {name}"
             config = tj.TrainConfig(
@@ -104,7 +104,7 @@ def dictionaries(folder: Path) -> dict[str, dict[str, Any]]:
             )  # fmt: skip
             result = fit(config, task=task)
             lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-            own = inside.load_dictionary(out)
+            own = interpret.load_dictionary(out)
             norms = [float(jnp.linalg.norm(x)) for x in (own.encoder, own.decoder, own.centre)]
             found[f"{way}; {name}"] = dict(
                 losses=[*(line["loss"] for line in lines), result.val_loss],

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tests.support.drawn import drawn
 from tests.support.model_folders import assert_loads
 from transformer_jax.config import ConfigError, Experts, Learned, LoraConfig, Rope
-from transformer_jax.inside import logit_lens
+from transformer_jax.interpret import logit_lens
 from transformer_jax.models.factory import build
 from transformer_jax.models.flops import forward_flops
 from transformer_jax.models.lora import init_lora

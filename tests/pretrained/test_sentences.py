@@ -133,14 +133,14 @@ def test_long_text_is_truncated_before_closing_special_tokens(encoder):
     assert len(Words().encode(" ".join(words[:21]), special_tokens=True)) == encoder.max_len
     other = encoder.encode_texts([" ".join(words[:20])], Words())
     assert np.abs(other - long).max() > 1e-4
-    end = dataclasses.replace(encoder, keeps_end=True)
+    end = dataclasses.replace(encoder, truncate_left=True)
     last = encoder.encode_texts([" ".join(words[-21:])], Words())
     np.testing.assert_array_equal(end.encode_texts([" ".join(words)], Words()), last)
 
 
 def test_text_without_room_keeps_only_special_tokens(encoder):
-    for keeps_end in False, True:
-        small = dataclasses.replace(encoder, max_len=2, keeps_end=keeps_end)
+    for truncate_left in False, True:
+        small = dataclasses.replace(encoder, max_len=2, truncate_left=truncate_left)
         assert small._ids("3 4 5", Words()).tolist() == [1, 2]
 
 
@@ -218,13 +218,13 @@ def test_limits_are_read_from_each_sentence_config(name, folder):
     if name != "xlnet":  # the last name in the search order
         lay(folder, {"sentence_xlnet_config.json": {"max_seq_length": 9}})
     found = tj.load_sentence_encoder(folder)
-    assert (found.max_len, found.lower_case, found.keeps_end) == (8, True, False)
+    assert (found.max_len, found.lower_case, found.truncate_left) == (8, True, False)
 
 
 def test_truncation_side_comes_from_tokenizer_config(folder):
     for side in "left", "right":
         lay(folder, {"tokenizer_config.json": {"truncation_side": side}})
-        assert tj.load_sentence_encoder(folder).keeps_end == (side == "left")
+        assert tj.load_sentence_encoder(folder).truncate_left == (side == "left")
 
 
 def test_newer_sentence_transformers_keys_are_read(folder):

@@ -87,7 +87,7 @@ def run_case(case: Case, config: TrainConfig, looped_params: Any = None) -> tupl
         numbers["losses"].append(float(metrics.loss))
         numbers["gradient norms"].append(float(metrics.grad_norm))
         numbers.setdefault("labels", []).append(float(metrics.weight))
-    used = by_name(state.used_params)
+    used = by_name(state.eval_params)
     if case.evaluated:
         numbers["held-out loss"] = [evaluate_run(job, state).loss]
     return RunNumbers(by_name(tree), numbers, {} if case.rounded else used), tree
@@ -136,7 +136,7 @@ def with_random_gradients(job: Run, state: TrainState, tree: Any) -> RunNumbers:
             batch = jax.tree.map(lambda g, p: jax.device_put(g, p.sharding), batch, fresh.params)
         batch = jax.tree.map(lambda leaf: leaf[None], batch)
         fresh, _ = step(fresh, batch)
-    return RunNumbers(looped, numbers, by_name(fresh.used_params))
+    return RunNumbers(looped, numbers, by_name(fresh.eval_params))
 
 
 def compare(found: RunNumbers, wanted: RunNumbers) -> None:

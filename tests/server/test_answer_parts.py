@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.models import running, tiny
 from transformer_jax.decoding.continuous_batching import Completion
-from transformer_jax.decoding.generation import NO_TOKEN, Likeliest
+from transformer_jax.decoding.generation import NO_TOKEN, TopTokens
 from transformer_jax.server import engine as engines
 from transformer_jax.server.engine import LEAST_LOG_PROB
 from transformer_jax.server.protocol import Part, TextRequest, Token
@@ -22,7 +22,7 @@ TOP = np.tile([32, 97, 259], (9, 1)), np.tile([-0.5, -1.5, -2.5], (9, 1))
 def new(tokens, end=None, log_probs=None, **more):
     ids = [ord(one) if isinstance(one, str) else one for one in tokens]
     log_probs = -np.arange(1.0, 1 + len(ids)) if log_probs is None else log_probs
-    likeliest = Likeliest(TOP[0][: len(ids)], TOP[1][: len(ids)])
+    likeliest = TopTokens(TOP[0][: len(ids)], TOP[1][: len(ids)])
     return Completion(0, np.array(ids), np.array(log_probs), end, likeliest=likeliest, **more)
 
 

@@ -24,7 +24,7 @@ from tests.text.models import (
     run_of,
 )
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
-from transformer_jax.inside import add, mean, resample, steering_vector, zero
+from transformer_jax.interpret import add, mean, resample, steering_vector, zero
 from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.training import batch
 

@@ -266,7 +266,9 @@ def test_export_command_writes_script_that_reads_text(tmp_path, capsys):
     out = str(tmp_path / "out")
     capsys.readouterr()
     assert command(["export", "--model", str(tmp_path / "run"), "--to", out]) == 0
-    assert capsys.readouterr().out == f"{out}: written; to decode: python {out}/decode.py 'a text'\n"
+    assert (
+        capsys.readouterr().out == f"{out}: written; to decode: python {out}/decode.py 'a text'\n"
+    )
     done = subprocess.run(
         [sys.executable, "-I", f"{out}/decode.py", "one pot", "two ", "--num-tokens", "24"],
         capture_output=True, text=True, timeout=250, env=quick_environment(),

@@ -24,7 +24,7 @@ from tests.text.models import (
     prefix,
 )
 from transformer_jax.config import ConfigError
-from transformer_jax.inside import HeadScores
+from transformer_jax.interpret import HeadScores
 from transformer_jax.models.factory import build
 from transformer_jax.text.inspect import Attribution, Heads, Lens, Patching
 from transformer_jax.tokenizers.special import special_ids

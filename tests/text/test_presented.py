@@ -19,7 +19,7 @@ import pytest
 
 from tests.server.models import tiny
 from tests.text.models import CONFIG, LETTERS
-from transformer_jax import RecurrentConfig, build, init_params, inside
+from transformer_jax import RecurrentConfig, build, init_params, interpret
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import LanguageTask, PrefixTask, Seq2SeqTask, TonesTask
 from transformer_jax.decoding import completion
@@ -140,14 +140,14 @@ def test_heads_show_change_of_answer_without_them(monkeypatch):
     monkeypatch.setattr(programs, "weights", weights)
     repeated = np.tile(np.arange(8), (inspecting.ROWS, 2))
     monkeypatch.setattr(
-        inspecting.inside, "repeated_tokens",
+        inspecting.interpret, "repeated_tokens",
         lambda key, kinds, rows, period: repeated if (kinds, rows, period) == (11, 4, 8) else None,
     )  # fmt: skip
 
     def head_scores(weights, period):
-        return inside.HeadScores(*(np.full((2, 2), x) for x in (0.1, 0.2, period)))
+        return interpret.HeadScores(*(np.full((2, 2), x) for x in (0.1, 0.2, period)))
 
-    monkeypatch.setattr(inspecting.inside, "head_scores", head_scores)
+    monkeypatch.setattr(inspecting.interpret, "head_scores", head_scores)
     found = letters().inspect.heads("bad", answer="c", other_answer="e")
     np.testing.assert_allclose(found.entropy, (math.log(2) + math.log(3)) / 3, rtol=1e-6)
     assert found.summary() == (
@@ -176,7 +176,7 @@ def test_attribution_shows_largest_contributions(monkeypatch):
     def attributed(config, params, tokens, inputs, ids, baseline, at):
         assert (tokens.tolist(), ids.tolist(), int(baseline), at) == ([[1, 0, 3]], [5], 10, 2)
         parts = np.array([7.5]), heads[None], np.array([[10, 20]]), np.array([-0.25])
-        return (2.0, 1.5, shares), inside.LogitAttribution(*parts)
+        return (2.0, 1.5, shares), interpret.LogitAttribution(*parts)
 
     monkeypatch.setattr(programs, "attributed", attributed)
     monkeypatch.setattr(programs, "logits", likeliest("df"))

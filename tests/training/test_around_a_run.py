@@ -144,7 +144,7 @@ def test_mesh_of_one_device_places_rows_and_parameters():
     assert placement.described() == "1 x cpu"
     x = np.arange(12, dtype=np.float32).reshape(2, 3, 2)
     rows = ("expert", "data", "fsdp")
-    for found in (placement.rows({"x": x}, 1)["x"], placement.own_rows({"x": x}, 1)["x"]):
+    for found in (placement.rows({"x": x}, 1)["x"], placement.rows_of_process({"x": x}, 1)["x"]):
         np.testing.assert_array_equal(found, x)
         assert found.sharding.spec == P(None, rows)
     assert placement.rows(x, 0).sharding.spec == P(rows)
@@ -155,7 +155,7 @@ def test_mesh_of_one_device_places_rows_and_parameters():
     alone = make_placement(None)
     assert alone.shardings(shapes) is None and alone.state(shapes) is shapes
     assert alone.described() == "cpu"
-    np.testing.assert_array_equal(alone.own_rows(x, 1), x)
+    np.testing.assert_array_equal(alone.rows_of_process(x, 1), x)
     mesh = SimpleNamespace(shape={"data": 2, "fsdp": 1, "tensor": 4}, size=8)
     assert Placement(mesh).described() == "8 x cpu: data=2, tensor=4"
     with pytest.raises(ConfigError, match="mesh is 'data=2': needs 2 devices, there is one"):
@@ -373,7 +373,7 @@ def test_adapters_start_next_to_frozen_base(monkeypatch):
     kept = base.params["decoder"]["block_0"]["attention"]
     np.testing.assert_array_equal(kept["query"]["kernel"], block["query"]["kernel"])
     assert "classifier" not in base.params
-    both = base.rejoined(trained)
+    both = base.join_parts(trained)
     np.testing.assert_array_equal(both["classifier"]["kernel"], params["classifier"]["kernel"])
     adapted = both["decoder"]["block_0"]["attention"]["query"]["kernel"]
     np.testing.assert_array_equal(adapted.base, block["query"]["kernel"])

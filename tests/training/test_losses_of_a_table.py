@@ -79,8 +79,8 @@ def test_losses_and_scores_match_formula_full_and_chunked(rng, monkeypatch):
     scores = nats[counts].sum(), counts.sum(), right.sum()
     assert 0 < right.sum() < counts.sum()
     mean = losses[counts].mean()
-    for chunk, shards, at_once in ((14, 1, 2**26), (None, 3, 0), (5, 1, 2**26)):
-        monkeypatch.setattr(batches, "LOGITS_AT_ONCE", at_once)
+    for chunk, shards, eagerly in ((14, 1, 2**26), (None, 3, 0), (5, 1, 2**26)):
+        monkeypatch.setattr(batches, "LOGITS_AT_ONCE", eagerly)
         monkeypatch.setattr(batches, "TOKENS_OF_CHUNK", 4)
         loss = batch_loss(CONFIG, SMOOTHING, z_loss=Z, chunk=chunk, row_shards=shards)
         assert_near(jax.jit(loss)(params, batch, None), (mean, counts.sum()), 1e-5)

@@ -400,4 +400,4 @@ def test_average_follows_formula_and_skips_rejected_steps(rng):
             average = 0.75 * average + 0.25 * np.asarray(state.params["w"], np.float64)
     assert int(state.rejected) == 1
     assert_near(state.average["w"], average, 1e-6)
-    assert state.used_params is state.average
+    assert state.eval_params is state.average

@@ -24,7 +24,7 @@ from transformer_jax.config import (
 from transformer_jax.models import flops
 from transformer_jax.models.factory import build, cache_bytes, init_params, num_params
 from transformer_jax.models.flops import forward_flops, training_flops
-from transformer_jax.models.lora import frozen_part, rejoined, trained_part
+from transformer_jax.models.lora import join_parts, split_frozen, split_trained
 from transformer_jax.training.optimizers import is_frozen
 from transformer_jax.training.phases import flops_utilisation
 from transformer_jax.training.planning import hardware, memory
@@ -183,11 +183,11 @@ def test_flops_of_frozen_parameters_match_traced_products(monkeypatch, kind, cas
     read = dict(source=source) if kind == "pairs" else {}
     lora, names = options.get("lora"), options.get("frozen", ())
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-    base = None if lora is None else jax.eval_shape(lambda p: frozen_part(p, lora), params)
+    base = None if lora is None else jax.eval_shape(lambda p: split_frozen(p, lora), params)
 
     def loss(trained, base):
         if lora is not None:
-            trained = rejoined(base, trained, lora)
+            trained = join_parts(base, trained, lora)
         elif names:
             marked = is_frozen(names, trained)
             trained = jax.tree.map(
@@ -198,7 +198,7 @@ def test_flops_of_frozen_parameters_match_traced_products(monkeypatch, kind, cas
 
     trained = params
     if lora is not None:
-        trained = jax.eval_shape(lambda p: trained_part(p, lora, jax.random.key(0)), params)
+        trained = jax.eval_shape(lambda p: split_trained(p, lora, jax.random.key(0)), params)
     jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(trained, base).jaxpr
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     length = 5 if kind == "pairs" else 0

@@ -15,7 +15,7 @@ import transformer_jax as tj
 from transformer_jax.checkpoints import checkpoint
 from transformer_jax.config import ConfigError
 from transformer_jax.config.optimizers import SGD
-from transformer_jax.config.tasks import OwnTask
+from transformer_jax.config.tasks import CustomTask
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.training import loop
 from transformer_jax.training.batch import Batch
@@ -41,7 +41,7 @@ def micro_batches(step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Line(OwnTask):
+class Line(CustomTask):
     """Task of fitting a line to points."""
 
     @property

@@ -69,7 +69,7 @@ from transformer_jax.training.optimizers import (
 )
 from transformer_jax.training.planning.memory import StepMemory, check_step
 from transformer_jax.training.progress import Silent
-from transformer_jax.training.report import MOST_REJECTED
+from transformer_jax.training.report import MAX_REJECTED
 from transformer_jax.training.step import (
     init_state,
     make_eval_step,
@@ -121,9 +121,9 @@ def traced_once(monkeypatch):
 
     monkeypatch.setattr(compiled, "batch_loss", once(compiled.batch_loss))
     monkeypatch.setattr(compiled, "batch_scores", once(compiled.batch_scores))
-    compiled.known_programs.cache_clear()
+    compiled.cached_programs.cache_clear()
     yield
-    compiled.known_programs.cache_clear()
+    compiled.cached_programs.cache_clear()
 
 
 def after(steps: int):
@@ -362,10 +362,10 @@ def test_ten_non_finite_steps_in_a_row_stop_run(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rejected", [MOST_REJECTED - 1, MOST_REJECTED])
+@pytest.mark.parametrize("rejected", [MAX_REJECTED - 1, MAX_REJECTED])
 def test_tenth_rejected_step_stops_run_and_ninth_does_not(config, monkeypatch, rejected):
     """A number of steps, from step 3 on, are rejected."""
-    assert MOST_REJECTED == 10
+    assert MAX_REJECTED == 10
     programs_of = run.programs_of
 
     def rejecting(task):
@@ -381,7 +381,7 @@ def test_tenth_rejected_step_stops_run_and_ninth_does_not(config, monkeypatch, r
         return moe, replace(programs, train_step=step)
 
     monkeypatch.setattr(run, "programs_of", rejecting)
-    if rejected < MOST_REJECTED:
+    if rejected < MAX_REJECTED:
         assert fit(config).step == 20
         return
     with pytest.raises(RunError, match=r"^step 12: .* was not finite 10 times in a row"):

@@ -217,13 +217,13 @@ def test_profile_contains_only_its_steps(config, monkeypatch):
 
 def test_loss_above_median_is_spike(tmp_path):
     found = Spikes(2.0, tmp_path)
-    assert not any(found.stands_out(loss, 1.0) for loss in [9.0, *[1.0] * 8])
-    assert not found.stands_out(5.0, 1.0)  # nine losses are too few to judge
-    assert not found.stands_out(1.9, 1.0)
-    assert found.stands_out(2.1, 1.0)
-    assert found.stands_out(float("nan"), 1.0) and found.stands_out(1.0, float("inf"))
+    assert not any(found.is_spike(loss, 1.0) for loss in [9.0, *[1.0] * 8])
+    assert not found.is_spike(5.0, 1.0)  # nine losses are too few to judge
+    assert not found.is_spike(1.9, 1.0)
+    assert found.is_spike(2.1, 1.0)
+    assert found.is_spike(float("nan"), 1.0) and found.is_spike(1.0, float("inf"))
     for _ in range(200):  # spikes do not enter the median
-        assert found.stands_out(2.1, 1.0)
+        assert found.is_spike(2.1, 1.0)
 
 
 @pytest.mark.slow

@@ -364,7 +364,7 @@ def test_sources_are_batched_by_length(monkeypatch):
         written.tokens = (lengths % 4)[:, None, None]
         return written
 
-    edited_step = answers.PrefixStep(answers.make_step(edited).told(apart=True).model)
+    edited_step = answers.PrefixStep(answers.make_step(edited).with_facts(apart=True).model)
     monkeypatch.setattr(answers, "beam_search", write)
     monkeypatch.setattr(answers, "BATCH", 4)
     sizes = [5, 1, 9, 3, 7, 2]

@@ -43,7 +43,7 @@ from transformer_jax.kernels import cpu, platform, target
 from transformer_jax.kernels.chips import FASTEST
 from transformer_jax.programs import depends_on_names, program
 from transformer_jax.sharding import by_compiler, split
-from transformer_jax.tracing import known_sizes
+from transformer_jax.tracing import are_concrete
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -402,7 +402,7 @@ def _candidates(
         return names
     B, T, N, S = call.sizes
     # symbolic sizes of `jax.export`: tiles need numbers
-    if not known_sizes(B, T, S):
+    if not are_concrete(B, T, S):
         return ["xla"]
     where = target()
     fewest = None if isinstance(where, str) else FASTEST.get((where.name, where.chip))
@@ -424,7 +424,7 @@ def _candidates(
 def _plan(name: str, call: AttentionCall) -> Plan | str:
     """Return how an implementation runs a call, or the reason why it does not."""
     B, T, _, S = call.sizes
-    if name != "xla" and not known_sizes(B, T, S):
+    if name != "xla" and not are_concrete(B, T, S):
         return f"needs fixed sizes, but B, T, S are {B}, {T}, {S}: use 'xla' or None"
     return IMPLEMENTATIONS[name].plan(call)
 

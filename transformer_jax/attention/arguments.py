@@ -114,7 +114,7 @@ class AttentionCall:
     ) -> tuple[jax.Array, jax.Array]:  # i32[B or 1, T], i32[B or 1, S]
         """Return the positions of queries and keys, by default their indices.
 
-        Known positions stay known inside a trace, and so does a plan of them under `at_once`.
+        Known positions stay known inside a trace, and so does a plan of them under `eagerly`.
         """
         T, S = self.query.shape[1] if T is None else T, self.sizes[3] if S is None else S
         q, k = (

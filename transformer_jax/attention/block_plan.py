@@ -16,7 +16,7 @@ import numpy as np
 from transformer_jax.checks import INT32
 from transformer_jax.kernels.contract import FULL, PARTIAL, SKIPPED, TileLists, tile_lists
 from transformer_jax.pytree import AnyArray, Array
-from transformer_jax.tracing import at_once, traced
+from transformer_jax.tracing import eagerly, traced
 from transformer_jax.values import value_class
 
 __all__ = ["FULL", "PARTIAL", "SKIPPED", "BlockPlan", "TileLists", "Tiles", "pad", "tile_lists"]
@@ -51,7 +51,7 @@ class BlockPlan:
 
     def of_first_queries(self, group: int) -> BlockPlan:
         """Return the plan of the first query tile, shared by the query heads of each key head."""
-        lib, first = library_of(self.classes), self.classes[:, :, :1]
+        lib, first = numpy_or_jax(self.classes), self.classes[:, :, :1]
         if first.shape[1] > 1:
             heads = first.reshape(first.shape[0], -1, group, *first.shape[2:])
             low, high = (f(axis=2, keepdims=True) for f in (heads.min, heads.max))
@@ -73,7 +73,7 @@ def lists_of(classes: Array) -> TileLists:
     """Return the `tile_lists` of classes; for known classes, as constants without compilation."""
     if traced(classes):
         return tile_lists(classes)
-    with at_once(classes):
+    with eagerly(classes):
         return jax.device_put(tile_lists(np.asarray(classes)))
 
 
@@ -98,7 +98,7 @@ class Tiles:
         # ignore empty slots: their position, -1, would keep a tile of later keys
         where = np.ones((1, 1, 1), bool) if side == "q" else (self.k >= 0)[:, None]
         axis, block = (-1, self.block_q) if side == "q" else (-2, self.block_k)
-        lib, (least, most) = library_of(values, where), (INT32.min, INT32.max)
+        lib, (least, most) = numpy_or_jax(values, where), (INT32.min, INT32.max)
         low = _cut(lib.where(where, values, np.int32(most)), block, most).min(axis=-1)
         high = _cut(lib.where(where, values, np.int32(least)), block, least).max(axis=-1)
         return lib.expand_dims(low, axis), lib.expand_dims(high, axis)
@@ -108,7 +108,7 @@ class Tiles:
         empty = (self.k < 0)[:, None, None, :]
 
         def reduce(visible: Array, every: bool) -> Array:
-            fold = library_of(visible).all if every else library_of(visible).any
+            fold = numpy_or_jax(visible).all if every else numpy_or_jax(visible).any
             by_keys = fold(_cut(visible, self.block_k, every), axis=-1)  # [B, N, T, nK]
             by_queries = _cut(by_keys.swapaxes(-1, -2), self.block_q, every)
             return fold(by_queries, axis=-1).swapaxes(-1, -2)
@@ -118,7 +118,7 @@ class Tiles:
     def classes(self, some: Array, every: Array) -> Array:  # i8[.., nQ, nK]
         """Return the classes, counting empty slots and the tail after S as not visible."""
         # because of the tail, the last tile is never full if S ends inside it
-        lib, real = library_of(some, every, self.k), _cut(self.k >= 0, self.block_k, False)
+        lib, real = numpy_or_jax(some, every, self.k), _cut(self.k >= 0, self.block_k, False)
         some = some & lib.any(real, axis=-1)[:, None, None, :]
         every = every & lib.all(real, axis=-1)[:, None, None, :]
         result = lib.where(some, lib.where(every, FULL, PARTIAL), SKIPPED).astype(np.int8)
@@ -127,7 +127,7 @@ class Tiles:
         return lib.broadcast_to(result, (rows, result.shape[1], *grid))
 
 
-def library_of(*arrays: Array) -> ModuleType:
+def numpy_or_jax(*arrays: Array) -> ModuleType:
     """Return NumPy if all arrays are NumPy arrays, else `jax.numpy`."""
     return np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
 
@@ -136,7 +136,7 @@ def _cut(x: AnyArray, block: int, fill: float) -> AnyArray:
     """Cut [..., length] into [..., tiles, block], padding the last tile with `fill`."""
     tiles = -(-x.shape[-1] // block)
     x = pad(x, x.ndim - 1, tiles * block, fill)
-    return library_of(x).reshape(x, (*x.shape[:-1], tiles, block))
+    return numpy_or_jax(x).reshape(x, (*x.shape[:-1], tiles, block))
 
 
 def pad(x: AnyArray, axis: int, length: int, fill: float) -> AnyArray:
@@ -145,4 +145,4 @@ def pad(x: AnyArray, axis: int, length: int, fill: float) -> AnyArray:
         return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, length - x.shape[axis])
-    return library_of(x).pad(x, widths, constant_values=fill)
+    return numpy_or_jax(x).pad(x, widths, constant_values=fill)

@@ -33,7 +33,7 @@ from transformer_jax.kernels.contract import Blocks, Kind, Operands, Problem, Ve
 from transformer_jax.kernels.gradient import BY_KEY, ListsByKernel, fused_attention
 from transformer_jax.kernels.program import Program
 from transformer_jax.sharding import vary
-from transformer_jax.tracing import at_once
+from transformer_jax.tracing import eagerly
 from transformer_jax.values import value_class
 
 
@@ -284,7 +284,7 @@ def mask_operands(call: AttentionCall) -> MaskOperands:
     padded_T, padded_S = plan.padded
     blocks: dict[Kind, Blocks] = dict(plan.where.blocks)
     mask = Everything() if call.mask is None else call.mask
-    with at_once(mask, call.q_positions, call.k_positions):
+    with eagerly(mask, call.q_positions, call.k_positions):
         at = call.positions()
         indices = call.q_positions is None and call.k_positions is None
         vectors = MaskVectors.of(mask, *at, indices)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transformer_jax.attention.block_plan import BlockPlan, Tiles, library_of
+from transformer_jax.attention.block_plan import BlockPlan, Tiles, numpy_or_jax
 from transformer_jax.attention.mask_vectors import MATRICES, MaskVectors
 from transformer_jax.checks import as_int32, check_count
 from transformer_jax.kernels.contract import Index, Refused
@@ -23,7 +23,7 @@ from transformer_jax.kernels.program import Program
 from transformer_jax.kernels.sharding import AxisNames
 from transformer_jax.pytree import AnyArray, Array
 from transformer_jax.sharding import no_mesh
-from transformer_jax.tracing import at_once, known_value
+from transformer_jax.tracing import concrete_value, eagerly
 from transformer_jax.values import value_class
 
 Pair = tuple[Index, Index]
@@ -227,7 +227,7 @@ class Mask:
         """
         for name, size in (("block_q", block_q), ("block_k", block_k)):
             check_count(name, size, 1)
-        with at_once(self, q_positions, k_positions):
+        with eagerly(self, q_positions, k_positions):
             tiles = Tiles(*self._positions(q_positions, k_positions), block_q, block_k)
             return BlockPlan(tiles.classes(*self.some_and_every(tiles)), block_q, block_k)
 
@@ -237,7 +237,7 @@ class Mask:
         for name, positions in (("q_positions", q_positions), ("k_positions", k_positions)):
             at = as_int32(name, positions)
             # NumPy arrays compile nothing, and inside a trace only they stay known
-            known = known_value(at)
+            known = concrete_value(at)
             at = jnp.asarray(at) if known is None else known
             if at.ndim not in (1, 2) or not jnp.issubdtype(at.dtype, jnp.integer):
                 rule = "must be integers [length] or [B, length]"
@@ -527,7 +527,7 @@ def nodes(mask: Mask) -> Iterator[Mask]:
 def four_axes(sees: AnyArray) -> AnyArray:
     """Return the result of `sees` with all four axes, [B or 1, N or 1, T or 1, S or 1]."""
     shape = (1,) * (4 - sees.ndim) + sees.shape
-    return sees if sees.ndim == 4 else library_of(sees).reshape(sees, shape)
+    return sees if sees.ndim == 4 else numpy_or_jax(sees).reshape(sees, shape)
 
 
 def _slice(x: AnyArray, axis: int, first: Index, full: int, size: int) -> AnyArray | jax.Array:

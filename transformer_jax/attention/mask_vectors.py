@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from transformer_jax.attention.block_plan import BlockPlan, Tiles, library_of
+from transformer_jax.attention.block_plan import BlockPlan, Tiles, numpy_or_jax
 from transformer_jax.kernels.contract import Refused
 from transformer_jax.kernels.program import (
     SHAPES,
@@ -39,7 +39,7 @@ from transformer_jax.kernels.program import (
 )
 from transformer_jax.pytree import Array
 from transformer_jax.sharding import no_mesh
-from transformer_jax.tracing import at_once, known_value, traced
+from transformer_jax.tracing import concrete_value, eagerly, traced
 from transformer_jax.values import short_repr
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class _Sides(ValueReader):
         if side and not (alike and name in _ELEMENTWISE):
             compute = jax.vmap(compute, [0 if x.side else None for x in known])
         are_known = not traced(*arrays)
-        with at_once(arrays):
+        with eagerly(arrays):
             results = compute(*arrays)
         on_host = are_known and not traced(*results)  # NumPy has no arrays of PRNG keys
         return [
@@ -252,7 +252,7 @@ class _Sides(ValueReader):
         inner = (1,) * (4 - len(inner)) + inner
         if len(inner) != 4 or inner[2:] != (1, 1):
             raise Refused("takes only elementwise masks")
-        lib = library_of(array)
+        lib = numpy_or_jax(array)
         rows = lib.broadcast_to(
             array.reshape(-1 if value.side else 1, *inner[:2]), (length, *inner[:2])
         )
@@ -293,7 +293,7 @@ def _fit(value: _Side, shape: tuple[int, ...]) -> Array:
     first, inner = array.shape[:side], array.shape[side:]
     if inner == shape:
         return array
-    lib = library_of(array)
+    lib = numpy_or_jax(array)
     return lib.broadcast_to(array.reshape((*first, *(1,) * len(shape))), (*first, *shape))
 
 
@@ -312,11 +312,11 @@ def _reshaped(value: _Side, equation: JaxprEqn) -> Array:
     between = [1] * len(after)
     for axis, size in zip(equation.params["broadcast_dimensions"], before, strict=True):
         between[axis] = size
-    lib = library_of(array)
+    lib = numpy_or_jax(array)
     return lib.broadcast_to(array.reshape((*first, *between)), (*first, *after))
 
 
 def _known_first(x: Array) -> Array:
     """Return an array as a NumPy array if it is known, so that nothing is compiled."""
-    known = known_value(x)
+    known = concrete_value(x)
     return x if known is None else known

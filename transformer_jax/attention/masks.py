@@ -45,7 +45,7 @@ from transformer_jax.kernels.program import Program
 from transformer_jax.kernels.sharding import TILES, AxisNames
 from transformer_jax.pytree import Array
 from transformer_jax.sharding import no_mesh
-from transformer_jax.tracing import known_sizes
+from transformer_jax.tracing import are_concrete
 from transformer_jax.values import value_class
 
 __all__ = [
@@ -487,7 +487,7 @@ def _check_length(
 ) -> None:
     """Raise ValueError if an array has fewer entries than there are queries or keys."""
     length = array.shape[axis]
-    if count is None or not known_sizes(length, count) or length >= count:
+    if count is None or not are_concrete(length, count) or length >= count:
         return
     axis_name, positions = {"queries": ("T", "q_positions"), "keys": ("S", "k_positions")}[what]
     raise ValueError(

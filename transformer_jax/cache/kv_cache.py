@@ -212,14 +212,14 @@ def extend(
         window: the number of keys that a query sees; None is all keys in the cache.
 
     Returns:
-        The new cache, and keys [B, S', K, H], values and positions [B, S'], as in `extend_held`, in
-        the dtype of `k`.
+        The new cache, and keys [B, S', K, H], values and positions [B, S'], as in
+        `extend_quantized`, in the dtype of `k`.
     """
-    new, seen = extend_held(cache, k, v, positions, window)
+    new, seen = extend_quantized(cache, k, v, positions, window)
     return new, *read(seen, k.dtype), seen.positions
 
 
-def extend_held(
+def extend_quantized(
     cache: KVCache,
     k: jax.Array,  # [B, T, K, H]
     v: jax.Array,  # [B, T, K, Hv]

@@ -13,7 +13,7 @@ from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache as paged
 from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.config import ModelConfig
-from transformer_jax.tracing import at_once, known_value
+from transformer_jax.tracing import concrete_value, eagerly
 from transformer_jax.values import value_class
 
 Layers = tuple[kv.KVCache, ...] | tuple[paged.PagedCache, ...] | kv.KVCache
@@ -128,7 +128,7 @@ def check_pages(
     for layer in layers:
         if not isinstance(layer, paged.PagedCache):
             return
-        with at_once(layer, length):
+        with eagerly(layer, length):
             needed = int(paged.count_needed(layer, jnp.asarray(length)))
             free = int(layer.free_pages)
         if needed > free:
@@ -146,7 +146,7 @@ def refuse_pages(state: object, what: str) -> None:
         raise ValueError(f"{what} does not support a PagedCache: {rule}")
 
 
-def room_of(config: ModelConfig, cache: ModelCache) -> int | None:
+def max_positions(config: ModelConfig, cache: ModelCache) -> int | None:
     """Return the number of positions that fit a model's cache; None if it never fills."""
     return cache.capacity if cache.exhausted is not None else cache_limit(config, cache.capacity)
 
@@ -252,7 +252,7 @@ def refuse_past_capacity(positions: jax.Array, limit: int) -> tuple[jax.Array, j
 
     A known position past the cache is a ValueError.
     """
-    known = known_value(positions)
+    known = concrete_value(positions)
     if known is not None and known.size:
         last = known.max()
         if last >= limit:
@@ -272,7 +272,7 @@ def refuse_past_int32(
     # the only limit of a ring: later positions would wrap to negative ones, which are padding, and
     # the tokens would be dropped silently
     last = np.iinfo(np.int32).max
-    known = known_value(positions)
+    known = concrete_value(positions)
     if known is not None and (known >= last).any():
         row = int(np.argmax((known >= last).any(axis=1)))
         raise ValueError(f"row {row} reaches position {last}: rebase the cache before it does")

@@ -25,7 +25,7 @@ from transformer_jax.cache import kv_cache as kv
 from transformer_jax.checks import as_int32, check_count, check_not_consumed
 from transformer_jax.kernels.caches import rows_of_pages
 from transformer_jax.pytree import Tree
-from transformer_jax.tracing import known_value, traced
+from transformer_jax.tracing import concrete_value, traced
 from transformer_jax.values import value_class
 
 
@@ -285,7 +285,7 @@ def share(
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
         raise ValueError(f"rows are {rows.dtype}{list(rows.shape)}: must be integers [R]")
     count = len(cache.block_table)
-    known = known_value(rows)
+    known = concrete_value(rows)
     if known is not None and not ((known >= 0) & (known < count)).all():
         raise ValueError(f"rows are {known.tolist()}: must be in 0..{count - 1}")
     rows = jnp.clip(rows, 0, count - 1)

@@ -29,9 +29,9 @@ from typing import TypeVar, cast, get_args
 from transformer_jax import durable_files
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import ConfigError, TrainConfig
+from transformer_jax.config.custom import find_by_name, name_of
 from transformer_jax.config.fields import Dataclass, FieldValue, Hint, is_function
 from transformer_jax.config.kinds import field_hints, kind_name, names_in_files
-from transformer_jax.config.own import found_again, name_of
 from transformer_jax.durable_files import naming, write_file
 from transformer_jax.tokenizers.special import tokenizer_from_json
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -301,7 +301,7 @@ def _build_field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
     with_kind = [cls for cls in kinds.values() if "kind" in cls.__dataclass_fields__]
     kind = content.pop("kind", with_kind[0].kind if with_kind else None)
     if isinstance(kind, str) and ":" in kind:  # "module:class", a custom class
-        cls = found_again(f"{path}.kind", kind)
+        cls = find_by_name(f"{path}.kind", kind)
         base = getattr(cls, "own_kind_of", None)
         fits = base and any(issubclass(option, base) for option in options)
         if not (fits and isinstance(cls, type) and dataclasses.is_dataclass(cls)):

@@ -153,7 +153,7 @@ def _load(options: Evaluate) -> LanguageModel:
     model = options.load_float32()
     if options.zero is None:
         return model
-    from transformer_jax.inside import zero
+    from transformer_jax.interpret import zero
 
     return model.edited(zero(options.zero, heads=options.heads and list(options.heads)))
 

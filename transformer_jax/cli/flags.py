@@ -19,7 +19,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, get_args, get_origin
 
-from transformer_jax.config import ConfigError, OwnBlock
+from transformer_jax.config import ConfigError, CustomBlock
 from transformer_jax.config.architectures import architecture_names
 from transformer_jax.config.fields import FieldValue, Hint, nearest
 from transformer_jax.config.keywords import field_docs, nearest_flag
@@ -345,7 +345,7 @@ def _walk(config: type, path: Path, none: bool) -> Iterator[Field]:
             yield from _walk(hint, here, none)  # type: ignore[arg-type]
             continue
         options = _options(hint)
-        if OwnBlock in options:  # a block can be set only in Python
+        if CustomBlock in options:  # a block can be set only in Python
             continue
         if not none and options[0] is NoneType:
             hint = options[1]

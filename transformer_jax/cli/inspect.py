@@ -27,7 +27,7 @@ from transformer_jax.cli.command import (
 from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
-    from transformer_jax.text.tables import Pictured
+    from transformer_jax.text.tables import TableResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def inspect(options: Inspect) -> None:
         weights.plot(part=options.part, layer=options.layer, head=options.head).savefig(out)
     else:
         settings = {name: getattr(options, name) for name in READS[what] if name != "other"}
-        result: Pictured = getattr(model.inspect, what)(*texts, **settings)
+        result: TableResult = getattr(model.inspect, what)(*texts, **settings)
         if out.suffix.lower() == ".html":
             out.write_text(result.html(), encoding="utf-8")
         else:

@@ -5,7 +5,7 @@ standard library and creates no arrays or modules; `models` builds the model of 
 """
 
 from transformer_jax.config.architectures import AnyModelConfig
-from transformer_jax.config.block import OwnBlock
+from transformer_jax.config.block import CustomBlock
 from transformer_jax.config.experts import Experts
 from transformer_jax.config.fields import ConfigError
 from transformer_jax.config.inputs import Frames, Inputs, Patches, Vectors
@@ -33,8 +33,8 @@ from transformer_jax.config.optimizers import (
 )
 from transformer_jax.config.positions import (
     Alibi,
+    CustomPositions,
     Learned,
-    OwnPositions,
     Positions,
     Rope,
     RopeScaling,
@@ -70,6 +70,8 @@ __all__ = [
     "ConfigError",
     "ContextUse",
     "ConvolutionConfig",
+    "CustomBlock",
+    "CustomPositions",
     "DType",
     "Experts",
     "Frames",
@@ -85,8 +87,6 @@ __all__ = [
     "Norm",
     "NormOrder",
     "Optimizer",
-    "OwnBlock",
-    "OwnPositions",
     "Patches",
     "Pooler",
     "Positions",

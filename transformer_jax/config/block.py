@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from transformer_jax.config.custom import check_custom
 from transformer_jax.config.fields import fail
-from transformer_jax.config.own import check_own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from transformer_jax.config.model import ModelConfig
 
 
-class OwnBlock:
+class CustomBlock:
     """Base class of a custom block: a frozen dataclass that overrides `edit` or `run`.
 
     `init` draws its parameters, stored under the name "own" in each block of the model. `edit`
     changes values inside the library's block; `run` replaces the block.
     """
 
-    own_kind_of: type  # this class, set below
+    custom_kind_of: type  # this class, set below
 
     def init(self, config: ModelConfig, key: Any) -> Mapping[str, Any]:
         """Return the parameters of one block: a dict of float32 arrays, which may be nested.
@@ -65,7 +65,7 @@ class OwnBlock:
     @property
     def is_whole(self) -> bool:
         """Whether it replaces the library's block."""
-        return type(self).run is not OwnBlock.run
+        return type(self).run is not CustomBlock.run
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise ConfigError if the value cannot be part of a config or does not fit the model.
@@ -73,8 +73,8 @@ class OwnBlock:
         Args:
             model: the config that contains this block.
         """
-        check_own("block", self)
-        if self.is_whole and type(self).edit is not OwnBlock.edit:
+        check_custom("block", self)
+        if self.is_whole and type(self).edit is not CustomBlock.edit:
             fail("block", self, "must override edit or run, not both")
         if model.kind == "encoder-decoder":
             fail("block", self, "needs kind 'decoder' or 'encoder'")
@@ -83,4 +83,4 @@ class OwnBlock:
             fail(name, getattr(model, name), "is not read by a custom block with `run`")
 
 
-OwnBlock.own_kind_of = OwnBlock
+CustomBlock.custom_kind_of = CustomBlock

@@ -109,10 +109,10 @@ _OTHER_NAMES = {
     "segments": "segment_ids document_ids",
     "types": "token_type_ids",
     "attention_weights(model, params, tokens)": "output_attentions attend attend_source",
-    "edit=inside.scale('block_*/attention/heads', mask)": "head_mask decoder_head_mask",
-    "edit=inside.scale('block_*/cross_attention/heads', mask)": "cross_head_mask "
+    "edit=interpret.scale('block_*/attention/heads', mask)": "head_mask decoder_head_mask",
+    "edit=interpret.scale('block_*/cross_attention/heads', mask)": "cross_head_mask "
     "cross_attn_head_mask",
-    "edit=inside.scale('encoder/block_*/attention/heads', mask)": "encoder_head_mask",
+    "edit=interpret.scale('encoder/block_*/attention/heads', mask)": "encoder_head_mask",
     "edit={'embedding': ...}": "inputs_embeds input_embeddings",
     "edit={'block_0/residual': ...}": "fwd_hooks hooks",
     "capture": "names_filter stop_at_layer return_cache_object",

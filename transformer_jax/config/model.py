@@ -12,7 +12,8 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from transformer_jax.config.architectures import Ability, AnyModelConfig, Shape
-from transformer_jax.config.block import OwnBlock
+from transformer_jax.config.block import CustomBlock
+from transformer_jax.config.custom import find_by_name
 from transformer_jax.config.experts import Experts
 from transformer_jax.config.fields import (
     Count,
@@ -28,7 +29,6 @@ from transformer_jax.config.fields import (
 from transformer_jax.config.inputs import Frames, Patches, Vectors
 from transformer_jax.config.keywords import config_class
 from transformer_jax.config.kinds import register
-from transformer_jax.config.own import found_again
 from transformer_jax.config.positions import Learned, Positions, positions_of
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
@@ -83,9 +83,9 @@ class ModelConfig(AnyModelConfig):
     that blocks contain only attention."""
     experts: Experts | None = None
     """Mixture of experts that replaces each feed-forward. None uses a single feed-forward."""
-    block: OwnBlock | None = None
-    """Custom block: an instance of your subclass of OwnBlock that edits or replaces the block. Only
-    available in Python."""
+    block: CustomBlock | None = None
+    """Custom block: an instance of your subclass of CustomBlock that edits or replaces the block.
+    Only available in Python."""
     max_len: Size = 256
     """Maximum sequence length, and the size of a learned position table."""
 
@@ -215,7 +215,7 @@ class ModelConfig(AnyModelConfig):
         if isinstance(self.positions, str):
             object.__setattr__(self, "positions", positions_of(self.positions))
         if isinstance(self.activation, str) and ":" in self.activation:  # read from a file
-            found = found_again("activation", self.activation)
+            found = find_by_name("activation", self.activation)
             if not is_function(found):
                 fail("activation", self.activation, "must be a function of an array")
             object.__setattr__(self, "activation", found)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from transformer_jax.config.custom import check_custom
 from transformer_jax.config.fields import Count, Positive, Size, check_types, fail, nearest, unread
 from transformer_jax.config.keywords import config_class
 from transformer_jax.config.kinds import kind_name
-from transformer_jax.config.own import check_own
 
 if TYPE_CHECKING:
     from transformer_jax.config.model import ModelConfig
@@ -279,7 +279,7 @@ def distance_buckets(positions: Positions | None) -> T5Buckets | None:
     return positions if isinstance(positions, T5Buckets) else None
 
 
-class OwnPositions(_Positions):
+class CustomPositions(_Positions):
     """Base class of custom positions: a frozen dataclass with one or more of these methods.
 
     The methods are traced in the model. `positions` start from 0 at the first token of a text, are
@@ -287,12 +287,12 @@ class OwnPositions(_Positions):
     from its end. Keys are cached after they are rotated.
     """
 
-    own_kind_of = _Positions
+    custom_kind_of = _Positions
 
     @property
     def absolute(self) -> bool:  # type: ignore[override]
         """Whether vectors are added to the embeddings, which limits texts to `max_len`."""
-        return type(self).embed is not OwnPositions.embed
+        return type(self).embed is not CustomPositions.embed
 
     def embed(
         self,
@@ -334,11 +334,11 @@ class OwnPositions(_Positions):
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise ConfigError if the value cannot be part of a config."""
-        check_own("positions", self)
+        check_custom("positions", self)
 
 
 if TYPE_CHECKING:
-    Positions = Learned | Sinusoidal | Rope | Shaw | T5Buckets | Alibi | OwnPositions
+    Positions = Learned | Sinusoidal | Rope | Shaw | T5Buckets | Alibi | CustomPositions
 else:  # the kinds that files and flags can name
     Positions = Learned | Sinusoidal | Rope | Shaw | T5Buckets | Alibi
 """Positional encodings, added to the embeddings (`absolute`) or used in attention."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from transformer_jax.config.architectures import AnyModelConfig, Shape
+from transformer_jax.config.custom import check_custom
 from transformer_jax.config.fields import (
     Count,
     FieldValue,
@@ -23,7 +24,6 @@ from transformer_jax.config.fields import (
 from transformer_jax.config.keywords import config_class
 from transformer_jax.config.kinds import has_kinds, kind_name, kinds_of, later, register
 from transformer_jax.config.model import ModelConfig, transformer_with
-from transformer_jax.config.own import check_own
 from transformer_jax.config.positions import Learned, Rope
 
 Documents = Literal["lines", "paragraphs", "files", "prepared"]
@@ -94,13 +94,13 @@ class Task:
         return model
 
 
-class OwnTask(Task):
+class CustomTask(Task):
     """Base class of custom tasks: a frozen dataclass with a `load` that returns its examples.
 
     `shapes`, `check_model` and `fit_model` define the models that it accepts, by default decoders.
     """
 
-    own_kind_of = Task
+    custom_kind_of = Task
 
     @property
     def loaded_by(self) -> str | None:
@@ -112,7 +112,7 @@ class OwnTask(Task):
 
     def check_model(self, model: AnyModelConfig) -> None:
         """Raise ConfigError if the model does not fit this task, or no config can contain it."""
-        check_own("task", self)
+        check_custom("task", self)
         super().check_model(model)
 
 

@@ -108,7 +108,7 @@ def check_arguments(
         check_count("chunk", chunk, 1)
     # Do not split a string into letters: the error below quotes it.
     capture = capture if isinstance(capture, str) else tuple(capture)
-    if capture and not step.offers("look"):
+    if capture and not step.implements("look"):
         raise ValueError(f"capture is {capture!r}: {name} has no `look` method")
     if capture:
         step.check_look(cast(tuple[str, ...], capture))
@@ -153,7 +153,7 @@ def check_with_step(
     total = lengths + numpy.maximum(limits, 1) - 1
     if not traced(prompt, total):
         step.check(np.asarray(prompt), state, total)
-    too_short = step.lacking(state, total) if isinstance(step, AppliedStep) else None
+    too_short = step.too_short(state, total) if isinstance(step, AppliedStep) else None
     return prompt if too_short is None else jnp.where(too_short[:, None], -1, prompt)
 
 
@@ -178,8 +178,8 @@ def fill_prompts(
     """
     concrete, width = not traced(lengths), bucket(prompt.shape[1])
     if concrete and len(set(np.asarray(lengths).tolist())) > 1:
-        step = step.told(padded=True)
-    if step.reads_exactly:
+        step = step.with_facts(padded=True)
+    if step.needs_unpadded:
         # An edit would see the padding and act on it, so each length gets its own program.
         width = int(np.max(lengths, initial=1)) if concrete else prompt.shape[1]
     numpy: ModuleType = jnp if traced(prompt) else np

@@ -321,7 +321,7 @@ def _search(
             search, state, history = carry
             last = jnp.take(search.tokens, search.n - 1, axis=2, mode="clip")
             valid = jnp.repeat(search.extended, M)[:, None]
-            beams = step.told(part=True, apart=True)
+            beams = step.with_facts(part=True, apart=True)
             logits, new = beams(params, last.reshape(-1, 1), state, valid=valid)
             search, history, parents = _extend_beams(
                 options, scoring, search, logits[:, 0], history

@@ -47,7 +47,7 @@ TextOrIds = str | np.ndarray
 
 
 @dataclass(frozen=True)
-class FirstIds:
+class ExcludePadding:
     """A processor that excludes ids from `count` on, the padding of a vocabulary."""
 
     count: int
@@ -229,7 +229,7 @@ class TextGenerator:
             )
             for n, ids in zip(range(len(read)) if numbers is None else numbers, read, strict=True)
         ]  # fmt: skip
-        longest = longest_text(self.config)
+        longest = max_text_tokens(self.config)
         # A recurrent model has no limit, but the history of the processors needs a fixed size.
         if self.config.max_len is None:
             longest = bucket(max((len(ids) for ids in read), default=1) + num_tokens)
@@ -254,11 +254,11 @@ class TextGenerator:
     def _step(self) -> Any:
         # `make_step` refuses models that generate no tokens.
         model: Any = build(self.config).clone(edits=self.edits)
-        return make_step(model).told(apart=True)
+        return make_step(model).with_facts(apart=True)
 
     def _empty(self, capacity: int | None = None) -> Any:
         """Return the state of one row before any token."""
-        capacity = longest_text(self.config) if capacity is None else capacity
+        capacity = max_text_tokens(self.config) if capacity is None else capacity
         return init_decode_state(self.config, None, 1, capacity, dtype=self.cache_dtype)
 
     def _read(self, prompt: TextOrIds) -> np.ndarray:  # i32[P]
@@ -280,14 +280,14 @@ class TextGenerator:
         matcher: Matcher | None,
     ) -> Iterator[int]:
         """Yield tokens one by one; if the text exceeds max_len, re-read its last half."""
-        length, whole_step = longest_text(self.config), self._step()
+        length, whole_step = max_text_tokens(self.config), self._step()
         part, generated, prompt_length, first = 0, 0, len(history), 0
         while num_tokens > 0:
             # Re-reading more would fill the cache again soon; re-reading less would lose context.
             read = history if len(history) <= length else history[-max(1, length // 2) :]
             dropped = len(history) - len(read)
             first += dropped
-            step = whole_step.told(part=True, first=first) if first else whole_step
+            step = whole_step.with_facts(part=True, first=first) if first else whole_step
             count = min(num_tokens, length - len(read) + 1)
             prompt_length = max(0, prompt_length - dropped)
             # Counts such as MinLength include generated tokens that were dropped.
@@ -336,7 +336,7 @@ class TextGenerator:
 
         Sample n continues the prompt with `keys[n]` under the constraint `matchers[n]`.
         """
-        capacity = longest_text(self.config)
+        capacity = max_text_tokens(self.config)
         if self.config.max_len is None:
             capacity = bucket(len(prompt) + num_tokens - 1)
         parts = serve_requests(
@@ -377,7 +377,7 @@ def scored_texts(found: Beams, text_of: Callable[[list[int]], str]) -> list[tupl
     ]
 
 
-def longest_text(config: AnyModelConfig) -> int:
+def max_text_tokens(config: AnyModelConfig) -> int:
     """Return the maximum number of tokens that a model reads: max_len, or 2^30 if unlimited."""
     return 2**30 if config.max_len is None else config.max_len
 
@@ -390,7 +390,7 @@ def shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:
 
 def room(config: AnyModelConfig, tokenizer: Tokenizer, prompt: TextOrIds) -> int:
     """Return how many tokens fit after a prompt before the model must re-read text."""
-    return longest_text(config) + 1 - len(read_prompt(tokenizer, prompt))
+    return max_text_tokens(config) + 1 - len(read_prompt(tokenizer, prompt))
 
 
 def first_key(key: jax.Array) -> jax.Array:
@@ -402,7 +402,7 @@ def first_key(key: jax.Array) -> jax.Array:
 class WithoutHistory:
     """Adapter that calls a processor of logits with (history, logits)."""
 
-    processor: FirstIds
+    processor: ExcludePadding
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         return self.processor(logits)
@@ -434,7 +434,7 @@ def read_prompt(
     return ids if len(ids) else np.zeros(1, np.int32)
 
 
-def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[FirstIds, ...]:
+def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[ExcludePadding, ...]:
     """Return a processor that excludes the padding ids of the vocabulary, if there are any.
 
     ValueError if the tokenizer has more tokens than the model.
@@ -445,7 +445,7 @@ def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[FirstIds, .
         rule = f"the model has {config.vocab_size}"
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens: {rule}")
     padded = tokenizer.vocab_size < config.vocab_size
-    return (FirstIds(tokenizer.vocab_size),) if padded else ()
+    return (ExcludePadding(tokenizer.vocab_size),) if padded else ()
 
 
 @dataclass(frozen=True)

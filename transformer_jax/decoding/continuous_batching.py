@@ -26,7 +26,7 @@ from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import Prompts
 from transformer_jax.decoding.batch_rows import State, gather_rows
 from transformer_jax.decoding.constraints import Constraint, allowed_tokens
-from transformer_jax.decoding.generation import NO_TOKEN, Likeliest, StepOutput
+from transformer_jax.decoding.generation import NO_TOKEN, StepOutput, TopTokens
 from transformer_jax.decoding.logit_processors import HistoryProcessor
 from transformer_jax.decoding.samplers import RowSampling, Sampler, as_threefry
 from transformer_jax.decoding.slots import (
@@ -95,7 +95,7 @@ class Completion:
     log_probs: np.ndarray  # f32[n]
     end: End | None
     error: str | None = None
-    likeliest: Likeliest | None = None
+    likeliest: TopTokens | None = None
     shared: int = 0
 
 

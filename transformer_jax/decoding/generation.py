@@ -80,7 +80,7 @@ def prefill(
     tokens, counts = check_prompt(prompt, lengths)
     check_with_step(step, tokens, counts, 1, state)
     if not traced(counts) and (counts < tokens.shape[1]).any():
-        step = step.told(padded=True)
+        step = step.with_facts(padded=True)
     return read_prompts(step, params, jnp.asarray(tokens), jnp.asarray(counts), state, chunk)
 
 
@@ -98,11 +98,11 @@ def read_prompts(
     rows, columns = prompt.shape
     # A step without `read` computes the logits of all tokens; a chunk bounds their memory.
     whole = chunk is None  # then the length may be a symbolic dimension of an export
-    if chunk is None or (step.reads_exactly and chunk > columns):
+    if chunk is None or (step.needs_unpadded and chunk > columns):
         chunk = columns
     padded = 0 if whole else -columns % chunk
     prompt = jnp.pad(prompt, ((0, 0), (0, padded)))
-    step = step if whole or columns + padded == chunk else step.told(part=True)
+    step = step if whole or columns + padded == chunk else step.with_facts(part=True)
 
     def read_chunk(
         state: State, start: jax.Array | int
@@ -187,11 +187,11 @@ class StepOutput(NamedTuple):
     token: jax.Array  # i32[B]; -1 if the row had ended
     log_prob: jax.Array  # f32[B]; 0 if the row had ended
     seen: PyTree
-    """Captured values or `Likeliest`, if requested."""
+    """Captured values or `TopTokens`, if requested."""
 
 
 @short_repr
-class Likeliest(NamedTuple):
+class TopTokens(NamedTuple):
     """The likeliest tokens of every row, best first."""
 
     tokens: jax.Array  # i32[B, K]
@@ -216,7 +216,9 @@ def start_decoding(
     if not options.capture:
         logits, state = read_prompts(step, params, tokens, lengths, state, options.chunk)
         return _choose_tokens(options, replace(decode_state, state=state), logits, None, allowed)
-    step = step.told(part=True)  # the last token, where values are captured, is read separately
+    step = step.with_facts(
+        part=True
+    )  # the last token, where values are captured, is read separately
     _, state = read_prompts(step, params, tokens, lengths - 1, state, options.chunk)
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
     logits, state, seen = step.look(params, last, state, options.capture)
@@ -232,7 +234,7 @@ def decode_step(
 ) -> tuple[DecodeState[State], StepOutput]:
     """Read the newest token of every active row and choose the next one from `allowed`."""
     # An edit that needs the whole sequence can now refuse: a step reads a single token.
-    step = step.told(part=True)
+    step = step.with_facts(part=True)
     token, valid = decode_state.token, None
     if options.ends:
         # Ended rows read nothing. Their last token may be -1, whose embedding is NaN.
@@ -277,7 +279,7 @@ def _choose_tokens(
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     if options.top:
         likeliest = jax.lax.top_k(log_probs, min(options.top, log_probs.shape[-1]))
-        seen = Likeliest(likeliest[1], likeliest[0])
+        seen = TopTokens(likeliest[1], likeliest[0])
     # Index -1 would select the last token of the vocabulary, so token -1 gets NaN instead.
     log_prob = jnp.take_along_axis(log_probs, jnp.clip(token, 0)[:, None], axis=1)[:, 0]
     log_prob = jnp.where(token < 0, jnp.nan, log_prob)

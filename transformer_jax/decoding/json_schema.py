@@ -69,7 +69,7 @@ _MOST_REMAINDERS, _MOST_STATES = 2**16 - 1, 2**14
 number of digits of a bound. With bounds, it failed at 40,000 states."""
 
 
-def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
+def check_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a schema as plain JSON without annotations.
 
     Args:

@@ -260,7 +260,7 @@ class Draft(Proposer, Generic[State]):
         """
         sampler: Any = turn.sampler if self.sampler is None else self.sampler
         history, (before, pending) = turn.history, proposer_state
-        step = as_step(self.step).told(part=True)
+        step = as_step(self.step).with_facts(part=True)
 
         def read(
             state: State, tokens: jax.Array, valid: jax.Array, j: jax.Array | int
@@ -308,7 +308,7 @@ class Draft(Proposer, Generic[State]):
         target, read = gained + (pending & (gained > 0)), valid.sum(axis=1, dtype=jnp.int32)
         # The draft has not read its own last proposal, which may have been kept.
         kept = jnp.minimum(target, read)
-        step = as_step(self.step).told(part=True)
+        step = as_step(self.step).with_facts(part=True)
         state = keep_read(step, self.params, before, after, tokens, valid, kept)
         return _DraftState(state, jnp.where(gained > 0, target > read, pending))
 
@@ -324,7 +324,7 @@ class Draft(Proposer, Generic[State]):
         )
         valid = proposer_state.pending[:, None]
         token = jnp.where(valid, token, 0)
-        step = as_step(self.step).told(part=True)
+        step = as_step(self.step).with_facts(part=True)
         return step(self.params, token, proposer_state.state, valid=valid)[1]
 
 
@@ -338,7 +338,7 @@ def keep_read(
     count: jax.Array,  # i32[B]
 ) -> State:
     """Return the state after the first `count[b]` of the valid tokens."""
-    if step.offers("rewind"):
+    if step.implements("rewind"):
         return step.rewind(after, before, count)
     # A step without `rewind` re-reads the kept tokens from the state before them.
     kept = valid & (jnp.cumsum(valid, axis=1) <= count[:, None])

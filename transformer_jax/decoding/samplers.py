@@ -29,7 +29,7 @@ import numpy as np
 
 from transformer_jax.checks import check_count, check_key, has_finite_maximum, largest
 from transformer_jax.models import ops
-from transformer_jax.tracing import known_value
+from transformer_jax.tracing import concrete_value
 from transformer_jax.values import value_class
 
 _THREEFRY = "threefry2x32"
@@ -419,7 +419,7 @@ def _as_float32(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"logits have shape {x.shape}: must be [..., V] with V at least 1")
     # Constants are checked even inside a `jit`; x itself is traced there.
-    concrete = known_value(logits)
+    concrete = concrete_value(logits)
     if concrete is not None:
         top = concrete.max(axis=-1)
         if not np.isfinite(top).all():

@@ -88,7 +88,7 @@ def init_slots(
         ValueError: if an argument is wrong.
     """
     # Rows belong to different requests, so edits that combine rows are refused.
-    step = as_step(step, params, state).told(apart=True)
+    step = as_step(step, params, state).with_facts(apart=True)
     check_count("slots", slots, 1)
     check_count("capacity", capacity, 1)
     if sampler is not None:
@@ -166,7 +166,7 @@ def admit(
 
     Returns:
         The slots, and the first tokens with their log-probabilities, [R]. With `top`, `seen` is a
-        `Likeliest` of [R, top].
+        `TopTokens` of [R, top].
 
     Raises:
         ValueError: if an argument is wrong, a slot is occupied, or the slots were already consumed.
@@ -213,7 +213,7 @@ def admit_rows(
         state: State,
     ) -> tuple[Slots[State], StepOutput]:
         # If there are several prompts, some may be shorter, which edits need to know.
-        step = slots.step if len(prompts.lengths) == 1 else slots.step.told(padded=True)
+        step = slots.step if len(prompts.lengths) == 1 else slots.step.with_facts(padded=True)
         new, output = start_decoding(options, step, params, prompts, state, room)
         decode_state = write_rows(slots.decode_state, rows, _end_nonfinite(new, output))
         return replace(slots, decode_state=decode_state), output
@@ -246,7 +246,7 @@ def advance_slots(
 
     Returns:
         The slots, and the tokens with their log-probabilities, [steps, B]. With `top`, `seen` is a
-        `Likeliest` of [steps, B, top].
+        `TopTokens` of [steps, B, top].
 
     Raises:
         ValueError: if the slots were already consumed, `steps` is not an integer of at least 1, or
@@ -412,7 +412,7 @@ def check_prompts(
             raise ValueError(f"{name} is {actual}: must be float32[{rows}]")
     columns = tokens.shape[1]
     # An edit that reads every token would see the padding.
-    width = columns if slots.step.reads_exactly else arguments.bucket(columns)
+    width = columns if slots.step.needs_unpadded else arguments.bucket(columns)
     width = min(width, slots.capacity)
     numpy: ModuleType = jnp if traced(tokens) else np
     tokens = numpy.pad(tokens, ((0, 0), (0, max(0, width - columns))))[:, :width]

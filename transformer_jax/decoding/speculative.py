@@ -199,7 +199,7 @@ def _speculate(
 ) -> Speculation[State]:
     """Read the prompts, then take turns until every row has ended."""
     num_tokens, num_draft, vocab = sizes
-    later = step.told(part=True)
+    later = step.with_facts(part=True)
 
     def run(
         params: Params, proposer: proposers.Proposer, prompts: Prompts, state: State
@@ -296,7 +296,7 @@ def _speculate(
             proposed=written.proposed,
             accepted=written.accepted,
             # Without `rewind`, the kept tokens are read a second time.
-            calls=written.turns if step.offers("rewind") else 2 * written.turns,
+            calls=written.turns if step.implements("rewind") else 2 * written.turns,
         )
 
     rows: Any = split_rows(state)  # in place of arrays

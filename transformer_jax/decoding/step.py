@@ -19,7 +19,7 @@ import numpy as np
 from flax import linen as nn
 
 from transformer_jax.cache.kv_cache import KVCache, next_positions
-from transformer_jax.cache.model_cache import ModelCache, check_pages, rewind_cache, room_of
+from transformer_jax.cache.model_cache import ModelCache, check_pages, max_positions, rewind_cache
 from transformer_jax.checks import check_not_consumed
 from transformer_jax.config import Learned
 from transformer_jax.config.keywords import known_keywords
@@ -109,7 +109,7 @@ class Step(Generic[State]):
             total: i32[B], number of tokens that each row reads, including new ones.
         """
 
-    def told(
+    def with_facts(
         self, *, part: bool = False, apart: bool = False, padded: bool = False, first: int = 0
     ) -> Self:
         """Return the step for calls with these properties, which edits of the model may need.
@@ -123,11 +123,11 @@ class Step(Generic[State]):
         return self
 
     @property
-    def reads_exactly(self) -> bool:
+    def needs_unpadded(self) -> bool:
         """Whether prompts must not be padded; False by default."""
         return False
 
-    def offers(self, name: str) -> bool:
+    def implements(self, name: str) -> bool:
         """Whether a subclass implements the method `name`, such as "rewind" or "look"."""
         # Look at the class, because a dataclass field of the instance may have the same name.
         return getattr(type(self), name) is not getattr(Step, name)
@@ -223,14 +223,14 @@ class AppliedStep(Step[State]):
         """
         return dict(state=state, valid=valid)
 
-    def told(self, **properties: Any) -> Self:
+    def with_facts(self, **properties: Any) -> Self:
         """Return the step whose edits have the properties of its calls."""
         # An unedited model returns itself, so its compiled programs are reused.
-        model = self.model.told(**properties)
+        model = self.model.with_facts(**properties)
         return self if model is self.model else replace(self, model=model)
 
     @property
-    def reads_exactly(self) -> bool:
+    def needs_unpadded(self) -> bool:
         """Whether prompts must not be padded, because a custom edit would see the padding."""
         # The edits in `inside` declare their needs and skip padding; other functions may read it.
         # The encoder has already read its source, so its edits do not matter.
@@ -239,9 +239,9 @@ class AppliedStep(Step[State]):
 
     def check(self, prompt: np.ndarray, state: State, total: np.ndarray) -> None:
         """Raise ValueError if an edit names a token past the end of a row."""
-        self.lacking(state, total)
+        self.too_short(state, total)
 
-    def lacking(self, state: State, total: jax.Array | np.ndarray) -> jax.Array | None:  # bool[B]
+    def too_short(self, state: State, total: jax.Array | np.ndarray) -> jax.Array | None:  # bool[B]
         """Return the mask of rows that end before a token that an edit names.
 
         ValueError if such a row is known from concrete values; None if nothing needs a mask.
@@ -348,8 +348,8 @@ class ModelStep(AppliedStep[ModelCache]):
         rows = state.length.shape[0]
         if len(prompt) != rows:
             raise ValueError(f"prompt has {len(prompt)} rows, the cache has {rows}")
-        self.lacking(state, total)
-        limit = room_of(config, state)
+        self.too_short(state, total)
+        limit = max_positions(config, state)
         # A ring has no limit, but a table of learned positions does.
         if isinstance(config.positions, Learned):
             limit = config.max_len if limit is None else min(limit, config.max_len)
@@ -379,7 +379,7 @@ class ModelStep(AppliedStep[ModelCache]):
         if state.exhausted is not None:
             return  # pages keep every position
         config, layers = self.model.config, cast(Any, state.layers)
-        limit = room_of(config, state)
+        limit = max_positions(config, state)
         # Layers may differ: some with a window may be rings, while others keep everything.
         for i, window in enumerate(config.windows):
             layer: KVCache = layers if state.is_scanned else layers[i]

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from transformer_jax.config import ConfigError
-from transformer_jax.decoding.json_schema import checked_schema
+from transformer_jax.decoding.json_schema import check_schema
 from transformer_jax.decoding.posix_classes import with_unicode_classes
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import plain, special_ids
@@ -116,7 +116,7 @@ class Grammar:
     def _definition(self, content: Any) -> dict[str, Any]:
         """Return llguidance's definition of the grammar, named `text`."""
         if self.form == "schema":
-            schema = checked_schema(content, self.name)
+            schema = check_schema(content, self.name)
             options = {"whitespace_pattern": _BLANKS, **schema.get("x-guidance", {})}
             return {"name": "text", "json_schema": {**schema, "x-guidance": options}}
         if self.form == "grammar":
@@ -127,7 +127,7 @@ class Grammar:
                     continue
                 except (ArithmeticError, RecursionError) as error:
                     raise ValueError(f"{self.name}: %json: {brief(error)}") from None
-                checked_schema(schema, f"{self.name}: %json")
+                check_schema(schema, f"{self.name}: %json")
             return {"name": "text", "lark_grammar": content}
         from llguidance import LLMatcher
 

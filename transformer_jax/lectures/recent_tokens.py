@@ -108,7 +108,7 @@ def slide_window(
     if places.edit:
         at, length = None, None if state is None else state.length
         positions = sequence_positions(tokens, length, valid, segments)
-    places = places.told(positions, whole=whole, packed=segments is not None)
+    places = places.with_facts(positions, whole=whole, packed=segments is not None)
     visit = places.visit(positions=positions)
     if state is None:
         state = init_recent_tokens(config, tokens.shape[0])

@@ -745,7 +745,7 @@ class RecurrentTagger(CheckedModule):
         """
         check_segments(tokens, segments, None)
         positions, packed = sequence_positions(tokens, None, valid, segments), segments is not None
-        places = Places.of(self, capture, edit).told(positions, packed=packed)
+        places = Places.of(self, capture, edit).with_facts(positions, packed=packed)
         visit = places.visit(positions=positions)
         read_key, top_key = split_key(key, 2)
         states, valid = self._read(tokens, valid, segments, read_key, visit)
@@ -783,7 +783,7 @@ class RecurrentTagger(CheckedModule):
             raise ValueError("num_classes is None: this model has no classification head")
         read_key, top_key = split_key(key, 2)
         positions = sequence_positions(tokens, None, valid)
-        visit = Places.of(self).told(positions).visit(positions=positions)
+        visit = Places.of(self).with_facts(positions).visit(positions=positions)
         states, valid = self._read(tokens, valid, None, read_key, visit)
         return self._classes(states, valid, top_key)
 
@@ -866,7 +866,7 @@ class RecurrentSeq2Seq(CheckedModule):
         check_tokens(source, vocab_size)
         is_token = check_valid("source", source, valid)
         positions = sequence_positions(source, None, valid) if places.edit else None
-        places = places.told(positions)
+        places = places.with_facts(positions)
         states, carry, captured = self.encoder(source, is_token, key, places, positions)
         state = RecurrentState(carry, jnp.zeros((source.shape[0],), jnp.int32))
         if self.config.attention is not None:
@@ -953,7 +953,7 @@ def read_tokens(
     if places.edit:
         positions = sequence_positions(tokens, None if whole else state.length, valid, segments)
         packed, count = segments is not None, tokens.shape[1]
-        places = places.told(positions, whole=whole, packed=packed, count=count)
+        places = places.with_facts(positions, whole=whole, packed=packed, count=count)
     valid = check_valid("tokens", tokens, valid)
     embed_key, cells_key, top_key = split_key(key, 3)
     visit = places.visit(positions=positions)

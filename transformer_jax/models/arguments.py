@@ -27,9 +27,9 @@ from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache.model_cache import (
     ModelCache,
     check_cache,
+    max_positions,
     refuse_past_capacity,
     refuse_past_int32,
-    room_of,
 )
 from transformer_jax.checks import check_array, check_positions
 from transformer_jax.config import Learned, ModelConfig
@@ -38,7 +38,7 @@ from transformer_jax.models.editing import Edit, EditSpec
 from transformer_jax.models.module import Module
 from transformer_jax.models.packing import documents_of
 from transformer_jax.models.places import Edits, Visit, named_edits
-from transformer_jax.tracing import at_once, known_sizes, known_value
+from transformer_jax.tracing import are_concrete, concrete_value, eagerly
 from transformer_jax.values import shape_text
 
 
@@ -78,7 +78,7 @@ class CheckedModule(Module, kw_only=True):
         return self._with((*self.edits, *named_edits(self, edit)))
 
     @nn.nowrap
-    def told(self, **known: Any) -> Self:
+    def with_facts(self, **known: Any) -> Self:
         """Return a copy whose edits know the facts about its calls that `EditSpec.of` takes."""
         if not self.edits:  # a different model object would cause recompilation
             return self
@@ -214,7 +214,7 @@ def positions_and_masks(
     positions = check_positions(shape, positions)
     # with segments each document starts at 0, so a row may be longer than the position table
     if isinstance(config.positions, Learned) and positions is None and segments is None:
-        if known_sizes(shape[1]) and shape[1] > config.max_len:
+        if are_concrete(shape[1]) and shape[1] > config.max_len:
             raise ValueError(f"{shape[1]} tokens are more than max_len {config.max_len}")
     if mask is not None and positions is None:
         check_mask(mask, shape[0], config.num_heads, shape[1], shape[1])
@@ -284,7 +284,7 @@ def check_cache_room(
     positions = check_positions(tokens.shape, positions)
     if positions is None:
         positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
-    limit = room_of(config, cache)
+    limit = max_positions(config, cache)
     if limit is None:
         return refuse_past_int32(positions)
     return refuse_past_capacity(positions, limit)
@@ -304,12 +304,12 @@ def refuse_unread(
     if not _looks_ahead(mask):
         return tokens
     # inside a trace, jnp turns even known arrays into tracers, and nothing could be raised
-    with at_once(mask, cache.length, positions):
+    with eagerly(mask, cache.length, positions):
         end = jnp.maximum(cache.length, positions.max(axis=1) + 1)  # [B]
         unread = end[:, None] + jnp.arange(cache.capacity)[None]
         sees = mask.allows(positions, unread) & (positions >= 0)[:, None, :, None]
         ahead = jnp.broadcast_to(sees.any(axis=(1, 2, 3)), end.shape)
-    known = known_value(ahead)
+    known = concrete_value(ahead)
     if known is not None and known.any():
         row = int(known.argmax())
         raise ValueError(

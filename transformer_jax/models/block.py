@@ -21,7 +21,7 @@ from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache
 from transformer_jax.cache.paged_cache import PagedCache
-from transformer_jax.config import ModelConfig, OwnPositions, Rope, Shaw
+from transformer_jax.config import CustomPositions, ModelConfig, Rope, Shaw
 from transformer_jax.config.fields import nearest
 from transformer_jax.kernels.dropout import exact_rate, head_words, keep
 from transformer_jax.models import positions as pos
@@ -149,7 +149,7 @@ class Attention(Module):
         # cross-attention has no notion of distance
         order = None if self.cross else cfg.positions
         self.rope = order.in_layer(self.window, self.number) if isinstance(order, Rope) else None
-        self.custom = order if isinstance(order, OwnPositions) else None
+        self.custom = order if isinstance(order, CustomPositions) else None
         self.shaw = order if isinstance(order, Shaw) else None
         if self.shaw is not None:
             # one vector per distance from -max to max; larger distances are clipped
@@ -287,7 +287,9 @@ class Attention(Module):
             else:
                 seen = paged_cache.gather_pages(cache)
         else:
-            cache, seen = kv.extend_held(cache, heads.k, heads.v, heads.q_positions, self.window)
+            cache, seen = kv.extend_quantized(
+                cache, heads.k, heads.v, heads.q_positions, self.window
+            )
             k_positions = seen.positions
         if seen.k_scale is not None and as_stored:
             k, v, scales = seen.k, seen.v, (seen.k_scale, seen.v_scale)
@@ -382,8 +384,8 @@ class Attention(Module):
 
 @short_repr
 @dataclass
-class OwnCall:
-    """Helper methods and state that `OwnBlock.run` receives for one call of the block.
+class CustomCall:
+    """Helper methods and state that `CustomBlock.run` receives for one call of the block.
 
     Attributes:
         layer: index of the block; traced in a scanned stack.
@@ -530,7 +532,7 @@ class Block(Module):
         # always five, so that a branch draws the same numbers whichever other branches exist
         keys = split_key(key, 5)
         if cfg.block is not None and cfg.block.is_whole:
-            call = OwnCall(self.attention, inputs, cache, visit, keys, layer, x)
+            call = CustomCall(self.attention, inputs, cache, visit, keys, layer, x)
             y = cfg.block.run(self.own, x, call)
             if not call.attended:
                 raise ValueError(f"{cfg.block!r}: run must call attend once")

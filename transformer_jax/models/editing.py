@@ -19,7 +19,7 @@ import numpy as np
 
 from transformer_jax.kernels.contract import Index
 from transformer_jax.models.token_wise import is_wise
-from transformer_jax.tracing import known_value
+from transformer_jax.tracing import concrete_value
 
 Edit: TypeAlias = Callable[..., jax.Array]
 """A function of a value, and of `positions` i32[B, T] if it has a parameter with this name."""
@@ -54,7 +54,7 @@ class Call:
         """Return the facts that follow from the positions of a call's tokens."""
         if positions is None or positions.ndim == 1:
             return cls(whole)
-        known = known_value(positions)
+        known = concrete_value(positions)
         if known is None or packed:
             return cls(whole, whole or None, None, None, packed)
         valid, largest = known >= 0, np.iinfo(np.int32).max
@@ -158,7 +158,7 @@ def apply_edit(
     independent = "change each token independently, or take `positions` (negative is padding)"
     if "tokens" in needs:
         reason = "needs all tokens of a sequence, but this call reads only some of them"
-        remedy = "use `inside.resample` with captured values or their mean"
+        remedy = "use `interpret.resample` with captured values or their mean"
         remedy = f"{remedy if declared else independent}; or call `model.apply` on whole sequences"
         if spec.part or call.starts is False or single:
             raise error(reason, remedy)

@@ -28,7 +28,7 @@ from transformer_jax.models.module import Module
 from transformer_jax.models.places import Visit
 from transformer_jax.models.quantized import QuantizedKernel
 from transformer_jax.sharding import Axis, axis_names, by_compiler, split, vary
-from transformer_jax.tracing import known_sizes
+from transformer_jax.tracing import are_concrete
 
 LARGEST_BLOCK = 256
 """Maximum rows per product with an expert; larger blocks are not faster on a CPU."""
@@ -146,7 +146,7 @@ def by_expert(
         chosen = chosen - first
         elsewhere = (chosen < 0) | (chosen >= count)
         chosen = jnp.where(elsewhere, count, chosen)
-    block = block_size(size, total) if known_sizes(size) else 1  # in an export with any batch size
+    block = block_size(size, total) if are_concrete(size) else 1  # in an export with any batch size
     if block == 1:
         slots, of_block = jnp.arange(size), chosen
     else:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.errors import ScopeParamShapeError
 
-from transformer_jax.config import Learned, ModelConfig, OwnPositions, Sinusoidal
+from transformer_jax.config import CustomPositions, Learned, ModelConfig, Sinusoidal
 from transformer_jax.models import ops
 from transformer_jax.models import positions as pos
 from transformer_jax.models.adapters import AdaptedKernel, product
@@ -283,7 +283,7 @@ class Embed(Module):
         elif isinstance(cfg.positions, Sinusoidal):
             width = cfg.embedding_width
             added = pos.sinusoidal_of(cfg.positions, token_positions, width).astype(F32)
-        elif isinstance(cfg.positions, OwnPositions):
+        elif isinstance(cfg.positions, CustomPositions):
             added = cfg.positions.embed(pos.in_rows(token_positions), cfg.embedding_width)
         if added is not None:
             x = x + (added if added.ndim == 3 else added[None])

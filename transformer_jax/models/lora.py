@@ -215,7 +215,7 @@ def unmerge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params
     return merge_lora(params, negated, config)
 
 
-def trained_part(
+def split_trained(
     params: Params, config: LoraConfig, key: jax.Array, whole: Iterable[str] = ()
 ) -> Params:
     """Return the trainable parameters: {"lora": adapters, "whole": {name: array}}.
@@ -238,7 +238,7 @@ def trained_part(
     return {"lora": adapters, "whole": found}
 
 
-def frozen_part(params: Params, config: LoraConfig, whole: Iterable[str] = ()) -> Params:
+def split_frozen(params: Params, config: LoraConfig, whole: Iterable[str] = ()) -> Params:
     """Return the frozen parameters, stored in the format `config.base`."""
     prefixes = tuple(f"{prefix.strip('/')}/" for prefix in (*config.trained, *whole))
     flat = flatten_dict(params, sep="/")
@@ -256,12 +256,12 @@ def frozen_part(params: Params, config: LoraConfig, whole: Iterable[str] = ()) -
     )
 
 
-def rejoined(frozen: Params, trained: Params, config: LoraConfig) -> Params:
+def join_parts(frozen: Params, trained: Params, config: LoraConfig) -> Params:
     """Combine both parts into a model's parameters, with adapters next to their kernels."""
     return with_adapters(_filled(frozen, trained), trained["lora"], config)
 
 
-def merged_parts(frozen: Params, trained: Params, config: LoraConfig) -> Params:
+def merge_parts(frozen: Params, trained: Params, config: LoraConfig) -> Params:
     """Combine both parts into a model's plain parameters, with adapters merged into kernels."""
     return merge_lora(_filled(frozen, trained), trained["lora"], config)
 

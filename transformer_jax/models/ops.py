@@ -18,7 +18,7 @@ from transformer_jax.checks import check_array
 from transformer_jax.kernels import platform
 from transformer_jax.kernels.cpu import norms, products
 from transformer_jax.sharding import by_compiler, explicit_mesh, gathered, split
-from transformer_jax.tracing import known_sizes
+from transformer_jax.tracing import are_concrete
 
 F32 = jnp.float32
 
@@ -126,7 +126,7 @@ def project(
     if products.takes(rows, x.dtype, kernel):
         y = products.product(x, kernel, bias=None if bias is None else bias.reshape(width))
         return y.astype(x.dtype).reshape(*lead, *outputs)
-    if on_cpu and known_sizes(rows) and rows >= inputs > width:
+    if on_cpu and are_concrete(rows) and rows >= inputs > width:
         # Multiply by W^T, with a barrier so that XLA keeps the transpose: the gradient of W is then
         # g^T x, which has the narrow matrix first and takes two thirds of the time of x^T g.
         transposed = jax.lax.optimization_barrier(kernel.T)
@@ -159,7 +159,7 @@ def logits(
     if products.takes(rows, x.dtype, table):
         y = products.product(flat, table, bias=bias, turned=True)
         return y.reshape(*x.shape[:2], len(table))
-    if known_sizes(rows) and 1 < rows <= 16 and platform() == "cpu":
+    if are_concrete(rows) and 1 < rows <= 16 and platform() == "cpu":
         # (E x^T)^T, with a barrier so that XLA keeps this order: it reads the large matrix E
         # contiguously and is up to 1.5 times as fast (benchmarks/NOTES.md)
         y = jnp.einsum("VD,XD->VX", table, flat, preferred_element_type=F32)

@@ -12,7 +12,7 @@ import numpy as np
 
 from transformer_jax.cache.kv_cache import next_positions
 from transformer_jax.pytree import Array
-from transformer_jax.tracing import known_value
+from transformer_jax.tracing import concrete_value
 
 
 def check_valid(
@@ -48,7 +48,7 @@ def documents_of(segments: jax.Array) -> jax.Array:  # i32[B, T]
 
     Raise ValueError if a known id returns after another one; traced runs are renumbered instead.
     """
-    known = known_value(segments)
+    known = concrete_value(segments)
     if known is None:
         return number_documents(segments)
     for row, ids in enumerate(known):

@@ -231,7 +231,7 @@ class Places:
             self.prefix + prefix,
         )
 
-    def told(
+    def with_facts(
         self,
         positions: jax.Array | None,  # i32[B, T] or [T]
         *,
@@ -424,7 +424,7 @@ def _expand(name: str, known: list[str]) -> list[str]:
             place = f"block_{hook[1]}/{IN_BLOCK.get(hook[2])}"
             if hook[2] == "hook_resid_pre" and hook[1] != "*":
                 place = "embedding" if hook[1] == "0" else f"block_{int(hook[1]) - 1}/residual"
-            rule = "inside.place_of_hook(config, ...) translates the hooks of TransformerLens"
+            rule = "interpret.place_of_hook(config, ...) translates the hooks of TransformerLens"
             if hook[2] not in ("attn.hook_q", "attn.hook_k") and place.replace("*", "0") in known:
                 rule = f"this TransformerLens hook is {place!r}"
             raise ValueError(f"no place is named {name!r}: {rule}")

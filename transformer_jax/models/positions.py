@@ -22,7 +22,7 @@ from transformer_jax.checks import as_int32, as_number, check_array, check_count
 from transformer_jax.config import Rope, Sinusoidal
 from transformer_jax.models.ops import lookup
 from transformer_jax.sharding import by_compiler, split, vary
-from transformer_jax.tracing import known_value
+from transformer_jax.tracing import concrete_value
 
 
 def in_rows(positions: jax.Array) -> jax.Array:  # i32[T] or i32[B, T] -> i32[B, T]
@@ -93,7 +93,7 @@ def learned(
         ValueError: if a known position is L or greater.
     """
     positions = jnp.asarray(as_int32("positions", positions))
-    known = known_value(positions)
+    known = concrete_value(positions)
     if known is not None and known.size:
         largest = known.max()
         if largest >= table.shape[0] - offset:

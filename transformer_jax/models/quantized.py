@@ -22,7 +22,7 @@ from transformer_jax.config.keywords import known_keywords
 from transformer_jax.kernels.cpu import products
 from transformer_jax.models import ops
 from transformer_jax.pytree import Parameter, Params, PyTree, cast_floats, kernel_axes
-from transformer_jax.tracing import known_value
+from transformer_jax.tracing import concrete_value
 from transformer_jax.values import value_class
 
 Kind = Literal["bf16", "int8", "int4"]
@@ -181,7 +181,7 @@ def _walk(tree: Params, path: str, kind: Kind, embeddings: bool) -> Params:
 def _checked(path: str, weights: Parameter) -> jax.Array:
     if not isinstance(weights, jax.Array | np.ndarray):
         raise ConfigError(f"{path} is a {type(weights).__name__}: must be an array")
-    known = known_value(weights)
+    known = concrete_value(weights)
     if known is not None and not np.isfinite(known).all():
         raise ConfigError(f"{path} is not finite: cannot be quantised")
     return jnp.asarray(weights)

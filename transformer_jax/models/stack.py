@@ -15,7 +15,7 @@ from transformer_jax.attention import biases
 from transformer_jax.attention.api import plan_mask
 from transformer_jax.attention.masks import Mask
 from transformer_jax.cache.model_cache import Layers, ModelCache
-from transformer_jax.config import Alibi, ModelConfig, OwnPositions, Shaw
+from transformer_jax.config import Alibi, CustomPositions, ModelConfig, Shaw
 from transformer_jax.config.positions import distance_buckets
 from transformer_jax.models.block import Block, BlockInputs, PositionBias
 from transformer_jax.models.experts import ROUTED
@@ -107,7 +107,7 @@ class Stack(Module):
         bias: PositionBias | None = None
         if isinstance(cfg.positions, Alibi):
             bias = biases.ALiBi(biases.alibi_slopes(cfg.num_heads))
-        elif isinstance(cfg.positions, OwnPositions):
+        elif isinstance(cfg.positions, CustomPositions):
             bias = cfg.positions.bias(cfg.num_heads)
         elif (distances := distance_buckets(cfg.positions)) is not None:
             bias = biases.RelativeBias(

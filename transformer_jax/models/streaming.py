@@ -36,7 +36,7 @@ from transformer_jax.cache.model_cache import (
     refuse_past_int32,
 )
 from transformer_jax.checks import as_int32, check_count, check_not_consumed
-from transformer_jax.config import Learned, ModelConfig, OwnPositions, Rope, Sinusoidal
+from transformer_jax.config import CustomPositions, Learned, ModelConfig, Rope, Sinusoidal
 from transformer_jax.models import positions as pos
 from transformer_jax.models.arguments import CheckedModule, check_cache_room, positions_and_masks
 from transformer_jax.models.block import BlockInputs
@@ -45,7 +45,7 @@ from transformer_jax.models.layers import Linear, Norm, refuse_rngs
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 from transformer_jax.models.stack import Stack
 from transformer_jax.pytree import Array
-from transformer_jax.tracing import known_value
+from transformer_jax.tracing import concrete_value
 
 
 def receptive_field(config: ModelConfig) -> int:
@@ -198,7 +198,7 @@ class StreamingEncoder(CheckedModule):
         if self.chunk is not None and positions is not None:
             # A call that starts inside a chunk would miss frames of this chunk that are in another
             # call: known positions raise an error, and traced ones result in NaN.
-            known = known_value(positions)
+            known = concrete_value(positions)
             numpy: ModuleType = jnp if known is None else np
             p: Array = positions if known is None else known
             last = np.iinfo(np.int32).max
@@ -225,7 +225,7 @@ class StreamingEncoder(CheckedModule):
         if cfg.embedding_norm:
             x = self.input_norm(x)
         x = dropout(x, cfg.dropout, input_key)
-        places = Places.of(self, capture, edit).told(token_positions, whole=cache is None)
+        places = Places.of(self, capture, edit).with_facts(token_positions, whole=cache is None)
         inputs = BlockInputs(positions=positions, token_positions=token_positions, places=places)
         visit = places.visit(positions=token_positions)
         x, cache = self.encoder(x, inputs, masks, visit, cache=cache, key=stack_key)
@@ -391,7 +391,7 @@ def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> M
         raise ValueError(f"capacity is {limit}: {rule}")
     if cache.cross is not None:
         raise ValueError("cache.cross is not None: only the cache of a decoder can be rebased")
-    if isinstance(config.positions, OwnPositions):
+    if isinstance(config.positions, CustomPositions):
         rule = "custom positions do not define how to move cached keys"
         raise ValueError(f"positions is {config.positions!r}: {rule}")
     order = config.positions

@@ -41,7 +41,7 @@ from transformer_jax.models.layers import (
 )
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places, Visit
 from transformer_jax.models.stack import Stack
-from transformer_jax.tracing import known_value
+from transformer_jax.tracing import concrete_value
 
 if TYPE_CHECKING:
     from transformer_jax.models.encoder_decoder import EncoderDecoder
@@ -390,7 +390,7 @@ def run_encoder(
         # from here on, positions of the vectors that the convolutions made of frames
         positions = input_positions(cfg.inputs, positions)
     token_positions, masks = positions_and_masks(cfg, x.shape[:2], positions, segments, mask)
-    places = places.told(token_positions, packed=segments is not None)
+    places = places.with_facts(token_positions, packed=segments is not None)
     inputs = BlockInputs(positions=positions, token_positions=token_positions, places=places)
     embed_key, stack_key = split_key(key, 2)
     x = model.embed(x, token_positions, types, embed_key)
@@ -429,7 +429,7 @@ def run_decoder(
         follows = positions is None
         positions, overflow = check_cache_room(cfg, cache, tokens, positions, is_cross)
         if mask is not None:
-            length = known_value(cache.length) if follows else None
+            length = concrete_value(cache.length) if follows else None
             if length is not None:  # the mask is evaluated at the positions that follow the cache
                 end = int(length.max(initial=0)) + tokens.shape[1]
                 check_mask(mask, tokens.shape[0], cfg.num_heads, end, end)
@@ -445,7 +445,7 @@ def run_decoder(
     # `places` and its `visit` carry out `capture` and `edit`; without those, they do nothing.
     # `positions` place tokens in masks and caches. `token_positions` serve embeddings and rotation:
     # they start at 0 in each document of a packed row.
-    places = places.told(token_positions, whole=cache is None, packed=segments is not None)
+    places = places.with_facts(token_positions, whole=cache is None, packed=segments is not None)
     inputs = BlockInputs(
         positions=positions, token_positions=token_positions, places=places, memory=memory,
         memory_positions=memory_positions,

@@ -129,7 +129,7 @@ class SentenceEncoder:
     lower_case: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     prompt: str = ""
-    keeps_end: bool = False
+    truncate_left: bool = False
 
     def encode(
         self,
@@ -213,7 +213,7 @@ class SentenceEncoder:
         for front in range(len(whole) - len(plain) + 1):
             after = front + len(plain)
             if room >= 0 and np.array_equal(whole[front:after], plain):
-                kept = plain[len(plain) - room :] if self.keeps_end else plain[:room]
+                kept = plain[len(plain) - room :] if self.truncate_left else plain[:room]
                 return np.concatenate([whole[:front], kept, whole[after:]])
         rule = "its special tokens must surround the text and leave room for it"
         raise ValueError(f"tokenizer cannot truncate a text to max_len {self.max_len}: {rule}")
@@ -290,9 +290,9 @@ def load_sentence_encoder(
     max_len, lower_case = _limits(folder, config)
     settings = _object(folder, "tokenizer_config.json")
     sides = {"right": False, "left": True}
-    keeps_end = settings is not None and settings.choice("truncation_side", sides, "right")
+    truncate_left = settings is not None and settings.choice("truncation_side", sides, "right")
     return SentenceEncoder(
-        config, params, on[0], normalise, max_len, lower_case, prompts, prompt, keeps_end
+        config, params, on[0], normalise, max_len, lower_case, prompts, prompt, truncate_left
     )
 
 

@@ -24,7 +24,12 @@ import numpy as np
 from transformer_jax.cache.kv_cache import check_cache_dtype
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError
-from transformer_jax.decoding.completion import WithoutHistory, first_key, known_ids, longest_text
+from transformer_jax.decoding.completion import (
+    WithoutHistory,
+    first_key,
+    known_ids,
+    max_text_tokens,
+)
 from transformer_jax.decoding.continuous_batching import Batcher, Completion, Request
 from transformer_jax.decoding.samplers import RowSampling, Sample
 from transformer_jax.decoding.slots import init_slots
@@ -109,7 +114,7 @@ class Engine:
             check_count(name, count, 1)
         if model.kind not in ("text", "chat"):
             raise ConfigError(f"serve: {model.instead()}")
-        longest = longest_text(model.config)
+        longest = max_text_tokens(model.config)
         if context is None:
             context = min(longest, CONTEXT)
         check_count("context", context, 1)

@@ -19,7 +19,7 @@ from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.model import as_transformer
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import gather_rows
-from transformer_jax.decoding.completion import longest_text, shortened
+from transformer_jax.decoding.completion import max_text_tokens, shortened
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.factory import build, init_decode_state
@@ -118,7 +118,7 @@ def score_requests(
     Raises:
         DataError: if a continuation is longer than the model can read.
     """
-    most = longest_text(model.config) if longest is None else longest
+    most = max_text_tokens(model.config) if longest is None else longest
     cut = [_cut(request, most) for request in requests]
     by_context: dict[tuple[int, ...], list[int]] = {}
     for n, request in enumerate(cut):
@@ -144,7 +144,7 @@ def score_requests(
         rows = min(batch_size, _power(len(single)))
         # An edit that names a token counts from the beginning, which may have been cut off.
         first = len(requests[part[0]]) - len(cut[part[0]])
-        module = built.told(part=True, first=first) if first else built
+        module = built.with_facts(part=True, first=first) if first else built
         scores = _score_rows(model, [cut[n] for n in part], rows, module)
         found |= dict(zip(part, scores, strict=True))
         report(len(part))
@@ -177,7 +177,7 @@ def _score_rows(
     model: Reader, part: Sequence[ScoringRequest], rows: int, built: CheckedModule
 ) -> list[Continuation]:
     """Score each request in its own row."""
-    longest, size = longest_text(model.config), max(map(len, part))
+    longest, size = max_text_tokens(model.config), max(map(len, part))
     length = size if built.edits else min(longest, bucket(size))  # an edit sees no padding
     width = min(length, bucket(max(len(request.continuation) for request in part)))
     tokens = np.zeros((rows, length), np.int32)
@@ -198,7 +198,7 @@ def _score_shared(
 ) -> list[Continuation]:
     """Score requests with at most `count` different contexts; read each context once."""
     contexts = [*dict.fromkeys(request.context for request in part)]
-    longest = longest_text(model.config)
+    longest = max_text_tokens(model.config)
     width = bucket(max(len(request.continuation) for request in part))
     length = min(longest, bucket(max(map(len, contexts))))
     prompts, lengths = np.zeros((count, length), np.int32), np.ones(count, np.int32)

@@ -71,7 +71,7 @@ def evaluate(
         model, data, targets=targets, examples=examples, beams=beams, context=context, named=task
     )
     built = model.edited_module
-    if built is not None and built.edits and isinstance(config.task, tasks.OwnTask):
+    if built is not None and built.edits and isinstance(config.task, tasks.CustomTask):
         rule = "a custom task calls its model itself; apply the edit in the task"
         raise ConfigError(f"edit of {built.edits[0][0]}: {rule}")
     if config.task.reads_numbers:

@@ -21,7 +21,7 @@ from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.keywords import known_keywords
-from transformer_jax.decoding.completion import longest_text
+from transformer_jax.decoding.completion import max_text_tokens
 from transformer_jax.decoding.generation import prefill
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_decode_state
@@ -180,7 +180,7 @@ def check_is_decoder(config: AnyModelConfig) -> None:
 
 def check_context(config: AnyModelConfig, context: int | None) -> int:
     """Return the context, or its default if it is None; ValueError if it is too long."""
-    longest = longest_text(config)
+    longest = max_text_tokens(config)
     if context is None:
         return min(longest, CONTEXT)
     check_count("context", context, 1)

@@ -1,4 +1,4 @@
-"""Tools that inspect a model as it reads text: `transformer_jax.inside` with a tokenizer.
+"""Tools that inspect a model as it reads text: `transformer_jax.interpret` with a tokenizer.
 
 `Inspect` has the methods. Their results contain arrays and draw themselves: `plot()` returns a
 figure, `html()` a page. Most of them measure the answer of the model to a text:
@@ -19,18 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax import inside
+from transformer_jax import interpret
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.keywords import known_keywords
-from transformer_jax.inside.lens import why_not_additive
+from transformer_jax.interpret.lens import why_not_additive
 from transformer_jax.models.quantized import QuantizedTable
 from transformer_jax.pytree import Array
 from transformer_jax.text import inspect_programs as programs
 from transformer_jax.text.attention_picture import Maps, draw_maps
 from transformer_jax.text.reading import Reader, WholeText, read_whole, token_id
-from transformer_jax.text.tables import Pictured, Table
+from transformer_jax.text.tables import Table, TableResult
 from transformer_jax.tokenizers.pieces import marked, token_texts
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import plain, special_ids
@@ -52,7 +52,7 @@ PERIOD, ROWS = 25, 4
 
 
 @value_class
-class Lens(Pictured):
+class Lens(TableResult):
     """Likeliest tokens after each block of a model (nostalgebraist 2020).
 
     Attributes:
@@ -93,7 +93,7 @@ class Lens(Pictured):
 
 
 @value_class
-class Patching(Pictured):
+class Patching(TableResult):
     """Result of activation patching: the effect of each activation of one prompt, put into another.
 
     A share is (z(patched) - z(other)) / (z(text) - z(other)): 0 keeps the answer to the other
@@ -139,7 +139,7 @@ class Patching(Pictured):
 
 
 @value_class
-class Heads(Pictured):
+class Heads(TableResult):
     """Effect of each head on an answer, and scores that classify the head.
 
     Attributes:
@@ -160,7 +160,7 @@ class Heads(Pictured):
     value: float
     without: np.ndarray  # f32[L, N]
     entropy: np.ndarray  # f32[L, N]
-    scores: inside.HeadScores
+    scores: interpret.HeadScores
     cross_without: np.ndarray | None = None  # f32[L, N]
 
     def tables(self) -> list[Table]:
@@ -185,7 +185,7 @@ class Heads(Pictured):
 
 
 @value_class
-class Attribution(Pictured):
+class Attribution(TableResult):
     """Contribution of each token, and of each part of the model, to an answer.
 
     Attributes:
@@ -488,13 +488,13 @@ class Inspect:
         )
         size = _vocabulary(model)
         period = min(PERIOD, config.max_len // 2, size)
-        repeated = inside.repeated_tokens(jax.random.key(0), size, rows=ROWS, period=period)
+        repeated = interpret.repeated_tokens(jax.random.key(0), size, rows=ROWS, period=period)
         rows: Inputs = {n: np.repeat(x, ROWS, 0) for n, x in inputs.items() if n == "source"}
         weights = programs.weights(model.module, model.params, np.asarray(repeated), rows)
-        entropy = inside.attention_entropy(
+        entropy = interpret.attention_entropy(
             programs.weights(model.module, model.params, prompt.ids[None], inputs)[0]
         ).mean(axis=-1)
-        scores = jax.tree.map(np.asarray, inside.head_scores(weights, period))
+        scores = jax.tree.map(np.asarray, interpret.head_scores(weights, period))
         without, *cross_without = map(np.asarray, changes)
         return Heads(
             token_texts(model.tokenizer, prompt.ids), *answers, float(value), without,

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer_jax import inside
+from transformer_jax import interpret
 from transformer_jax.config import ModelConfig
-from transformer_jax.inside.lens import why_not_additive
+from transformer_jax.interpret.lens import why_not_additive
 from transformer_jax.models.editing import Edit
 from transformer_jax.models.places import places
 from transformer_jax.programs import program
@@ -56,7 +56,7 @@ def lens(
     model: Any, params: Params, tokens: Array, inputs: dict[str, Array], count: int, size: int
 ) -> tuple[jax.Array, jax.Array]:  # f32[L + 1, T, count], i32[L + 1, T, count]
     """Return probabilities and ids of the likeliest tokens below id `size` after each block."""
-    logits = inside.logit_lens(model, params, jnp.asarray(tokens), **call_arguments(inputs))[0]
+    logits = interpret.logit_lens(model, params, jnp.asarray(tokens), **call_arguments(inputs))[0]
     p = jax.nn.softmax(logits, axis=-1)
     best, ids = jax.lax.top_k(p[..., :size], count)
     return best, ids
@@ -90,7 +90,7 @@ def patched(
     config, metric, rest = model.config, _metric(ids, at), call_arguments(inputs)
     clean, corrupted = jnp.asarray(clean), jnp.asarray(corrupted)
     put = partial(
-        inside.patch, model, params, clean, corrupted, metric=metric,
+        interpret.patch, model, params, clean, corrupted, metric=metric,
         batch_size=_batch_size(config, clean), **rest,
     )  # fmt: skip
     names = streams(config)
@@ -116,7 +116,7 @@ def without(
     def silenced(branch: str, head: jax.Array) -> jax.Array:
         # The mask covers all layers, so the head's number can be traced and one program serves all.
         mask = (jnp.arange(size[0] * size[1]) != head).astype(jnp.float32).reshape(size)
-        return value(inside.scale(f"block_*/{branch}/heads", mask)) - whole
+        return value(interpret.scale(f"block_*/{branch}/heads", mask)) - whole
 
     heads = jnp.arange(size[0] * size[1])
     batch_size = min(_batch_size(config, tokens), len(heads))
@@ -154,7 +154,7 @@ def attention_weights(
 def attributed(
     model: Any, params: Params, tokens: Array, inputs: dict[str, Array], ids: Array,
     baseline: Array, at: int,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], inside.LogitAttribution | None]:  # fmt: skip
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], interpret.LogitAttribution | None]:  # fmt: skip
     """Return (z, z of the baseline, shares of the tokens) and the contributions of the parts.
 
     The second is None if z is not a sum of parts.
@@ -162,10 +162,10 @@ def attributed(
     metric, rest = _metric(ids, at), call_arguments(inputs)
     tokens = jnp.asarray(tokens)
     start = jnp.full(tokens.shape, baseline)
-    shares = inside.integrated_gradients(model, params, tokens, start, metric, **rest)[0]
+    shares = interpret.integrated_gradients(model, params, tokens, start, metric, **rest)[0]
     value, base = (metric(model.apply({"params": params}, x, **rest)[0]) for x in (tokens, start))
     # With a norm after each branch, or a softcap, the logits are not a sum of parts.
     if why_not_additive(model.config) is not None:
         return (value, base, shares), None
-    parts = inside.logit_attribution(model, params, tokens, *ids, **rest)
+    parts = interpret.logit_attribution(model, params, tokens, *ids, **rest)
     return (value, base, shares), jax.tree.map(lambda x: x[..., at], parts)

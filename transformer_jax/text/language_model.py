@@ -22,7 +22,7 @@ from transformer_jax.config import ConfigError, DType
 from transformer_jax.config.keywords import known_keywords, refuse_keywords
 from transformer_jax.config.model import as_transformer
 from transformer_jax.decoding.arguments import bucket
-from transformer_jax.decoding.completion import TextGenerator, longest_text
+from transformer_jax.decoding.completion import TextGenerator, max_text_tokens
 from transformer_jax.decoding.speculative import Speculation
 from transformer_jax.decoding.structured import Grammar
 from transformer_jax.decoding.writer import cut_at_stop
@@ -31,8 +31,8 @@ from transformer_jax.loading import (
     is_run,
     load_run,
     load_text_model,
-    with_parameters_in,
-    with_weights_held,
+    with_param_dtype,
+    with_quantized_weights,
 )
 from transformer_jax.models.places import Edit
 from transformer_jax.models.quantized import Kind as WeightKind
@@ -51,7 +51,7 @@ from transformer_jax.text.inspect import Inspect
 from transformer_jax.text.options import GenerateOptions, Options
 from transformer_jax.text.reading import NUM_TOKENS, Conversation, Reader
 from transformer_jax.text.save import save_published, save_run
-from transformer_jax.text.scores import Score, Scored, Windows, is_pair, score_text
+from transformer_jax.text.scores import Score, ScoreInput, Windows, is_pair, score_text
 from transformer_jax.tokenizers.languages import with_languages
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.special import check_unpadded
@@ -112,7 +112,7 @@ def load(
                 raise ConfigError(f"{name} is {str(option)!r}: {rule}")
         model = load_text_model(path_or_id, dtype=dtype, max_len=max_len)
     if weights is not None:
-        model = with_weights_held(model, weights)
+        model = with_quantized_weights(model, weights)
     return LanguageModel(model, str(path_or_id))
 
 
@@ -145,7 +145,7 @@ class LanguageModel(Reader):
 
         Args:
             edit: functions by the names of places in the model (`transformer_jax.places`), such as
-                the edits of `transformer_jax.inside`. They run after the model's existing edits.
+                the edits of `transformer_jax.interpret`. They run after the model's existing edits.
 
         Raises:
             ValueError: if a name is not a place, or a value is not a function.
@@ -322,7 +322,7 @@ class LanguageModel(Reader):
         for prompt in ids:
             # `generate` drops the beginning of a long text, but half a conversation would change
             # its meaning.
-            if len(prompt) > (length := longest_text(self.config)):
+            if len(prompt) > (length := max_text_tokens(self.config)):
                 rule = f"no new token fits after them (max_len {length})"
                 raise DataError(f"messages have {len(prompt)} tokens: {rule}")
         found = self._continue(ids, is_list, settings)
@@ -374,7 +374,7 @@ class LanguageModel(Reader):
         if not isinstance(prompt, str):
             check_unpadded(self.tokenizer, ids, "the prompt")
         if (left := self.room(ids)) < 1:
-            rule = f"no new token fits after it (max_len {longest_text(self.config)})"
+            rule = f"no new token fits after it (max_len {max_text_tokens(self.config)})"
             raise DataError(f"the prompt has {len(ids)} tokens: {rule}")
         count = min(NUM_TOKENS, left) if num_tokens is None else num_tokens
         return self._generator(settings).sized([ids], count).search(ids, count, **chosen)
@@ -425,7 +425,7 @@ class LanguageModel(Reader):
         """
         left = min(map(self.room, prompts))
         if left < 1 or (num_tokens or 1) > left:
-            fits = f"{max(left, 0)} fit after the prompt (max_len {longest_text(self.config)})"
+            fits = f"{max(left, 0)} fit after the prompt (max_len {max_text_tokens(self.config)})"
             raise ConfigError(f"num_tokens is {num_tokens or 1}: {fits}")
         return num_tokens or min(left, NUM_TOKENS)
 
@@ -498,7 +498,7 @@ class LanguageModel(Reader):
 
     @overload
     def score(
-        self, text: Scored, *, window: int | None = None, stride: int | None = None,
+        self, text: ScoreInput, *, window: int | None = None, stride: int | None = None,
         batch_size: int = 8,
     ) -> Score: ...  # fmt: skip
     @overload
@@ -509,7 +509,7 @@ class LanguageModel(Reader):
     @known_keywords
     def score(
         self,
-        text: Scored | list[str] | list[tuple[str, str]],
+        text: ScoreInput | list[str] | list[tuple[str, str]],
         *,
         window: int | None = None,
         stride: int | None = None,
@@ -707,7 +707,7 @@ class LanguageModel(Reader):
         if self.task is None and family is not None:
             rule = f"{self.name!r} is not a run; only a run has one"
             raise ConfigError(f"family is {family!r:.80}: {rule}")
-        model = self.model if dtype is None else with_parameters_in(self.model, dtype)
+        model = self.model if dtype is None else with_param_dtype(self.model, dtype)
         if self.task is not None:
             return save_run(Path(path), model, family, shard_bytes)
         config, folder = as_transformer(model.config), open_weights(self.name)

@@ -25,7 +25,7 @@ import numpy as np
 from transformer_jax.checks import INT32, check_count
 from transformer_jax.config import ConfigError, DType
 from transformer_jax.config.keywords import refuse_keywords
-from transformer_jax.decoding.completion import known_ids, longest_text, shortened
+from transformer_jax.decoding.completion import known_ids, max_text_tokens, shortened
 from transformer_jax.decoding.continuous_batching import Batcher, Request
 from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP
 from transformer_jax.decoding.slots import init_slots
@@ -194,7 +194,7 @@ class TransformerJaxLM(_Base):
         rows = int(batch_size) if str(batch_size).isdecimal() else batch_size
         check_count("batch_size", rows, 1)  # type: ignore[arg-type]
         check_count("max_gen_toks", max_gen_toks, 1)
-        most = longest_text(pretrained.config)
+        most = max_text_tokens(pretrained.config)
         if max_length is not None:
             check_count("max_length", max_length, 2, most)
         self.model, self.rows, self.seed = pretrained, int(rows), seed

@@ -14,7 +14,7 @@ import numpy as np
 from transformer_jax.config import ConfigError
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.decoding.arguments import bucket
-from transformer_jax.decoding.completion import longest_text
+from transformer_jax.decoding.completion import max_text_tokens
 from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.text.reading import Reader, checked_messages
 from transformer_jax.tokenizers.pieces import token_texts
@@ -29,7 +29,7 @@ from transformer_jax.training.tasks.pairs import Pair, pair_example
 from transformer_jax.training.tasks.task import located
 from transformer_jax.training.tasks.turns import Turn, message_turn, text_turn, tokenizer_of_talks
 
-Scored: TypeAlias = str | tuple[str, str] | Sequence[Message]
+ScoreInput: TypeAlias = str | tuple[str, str] | Sequence[Message]
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +87,7 @@ class Windows(NamedTuple):
     batch_size: int
 
 
-def score_text(model: Reader, text: Scored, read: Windows) -> Score:
+def score_text(model: Reader, text: ScoreInput, read: Windows) -> Score:
     """Score a text, a pair or messages; `LanguageModel.score` documents them."""
     if model.kind == "targets":
         for name, value in (("window", read.size), ("stride", read.stride)):
@@ -121,7 +121,7 @@ def score_text(model: Reader, text: Scored, read: Windows) -> Score:
     return _score_ids(model, ids, len(turn.prompt) or 1, size, read)
 
 
-def _turn(model: Reader, text: Scored) -> tuple[Turn, str]:
+def _turn(model: Reader, text: ScoreInput) -> tuple[Turn, str]:
     """Return the turn of a pair or of messages, and its answer, which is scored."""
     if is_pair(text):
         if isinstance(model.task, PreferenceTask) and model.kind == "text":
@@ -164,7 +164,7 @@ def _score_ids(
     size: int,  # bytes of the scored text
     read: Windows,
 ) -> Score:
-    most = longest_text(model.config)
+    most = max_text_tokens(model.config)
     longest = most if read.size is None else read.size
     if longest > most:
         raise ValueError(f"window is {longest}: must be at most max_len {most}")
@@ -183,7 +183,7 @@ def _score_ids(
         for before, row in zip(read_after, [*rows][::-1], strict=False):
             module = model.module
             if len(read_after) > 1:
-                module = module.told(part=True, first=before * stride)
+                module = module.with_facts(part=True, first=before * stride)
             nats = _nats(model, row, module) + nats
     while part := [*islice(rows, read.batch_size)]:
         # The last batch is padded to the size of the first, so that one program serves all.
@@ -232,6 +232,6 @@ def windows(
             return
 
 
-def is_pair(text: Scored) -> TypeGuard[tuple[str, str]]:
+def is_pair(text: ScoreInput) -> TypeGuard[tuple[str, str]]:
     """Whether this is a tuple of two strings."""
     return isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)

@@ -49,7 +49,7 @@ class Table:
         return np.clip(values / most, -1, 1) if most > 0 else np.zeros(values.shape)
 
 
-class Pictured:
+class TableResult:
     """Base class of results that are drawn as tables."""
 
     def tables(self) -> list[Table]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformer_jax.training.evaluation import evaluate
     from transformer_jax.training.loop import Result, fit
     from transformer_jax.training.optimizers import learning_rate_schedule, make_optimizer
-    from transformer_jax.training.report import MOST_REJECTED
+    from transformer_jax.training.report import MAX_REJECTED
     from transformer_jax.training.step import (
         TrainState,
         init_state,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "MOST_REJECTED",
+    "MAX_REJECTED",
     "Batch",
     "Result",
     "RunError",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 _LATER = {
-    "MOST_REJECTED": "report",
+    "MAX_REJECTED": "report",
     "load_task": "tasks",
     "Result": "loop",
     "Batch": "batch",

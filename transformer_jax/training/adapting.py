@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 
 from transformer_jax.config import ConfigError, LoraConfig, TrainConfig
 from transformer_jax.models.factory import init_params
-from transformer_jax.models.lora import frozen_part, rejoined, trained_part
+from transformer_jax.models.lora import join_parts, split_frozen, split_trained
 from transformer_jax.pytree import sha256_of
 from transformer_jax.training.batch import Batch, Loss, Params
 from transformer_jax.training.initial import StartModel, start_params
@@ -35,7 +35,7 @@ def adapted_loss(loss: Loss, lora: LoraConfig, *, relative: bool = False) -> Los
         trained: Params, batch: Batch, key: jax.Array | None, base: Params
     ) -> tuple[jax.Array, jax.Array]:
         reference = (base,) if relative else ()
-        return loss(rejoined(base, trained, lora), batch, key, *reference)
+        return loss(join_parts(base, trained, lora), batch, key, *reference)
 
     return adapted
 
@@ -44,7 +44,7 @@ def fresh_trained(config: TrainConfig, params: Params, key: jax.Array) -> Params
     """Return the trainable parameters at the start of a run with adapters."""
     assert config.lora is not None
     adapter_key = jax.random.fold_in(key, _ADAPTERS)
-    return trained_part(params, config.lora, adapter_key, config.trained_whole)
+    return split_trained(params, config.lora, adapter_key, config.trained_whole)
 
 
 def fresh_adapters(
@@ -78,7 +78,7 @@ class FrozenBase:
 
     def part(self, params: Params) -> Params:
         """Return the frozen ones of all parameters."""
-        return frozen_part(params, self.lora, self.config.trained_whole)
+        return split_frozen(params, self.lora, self.config.trained_whole)
 
     def trained(self, loaded: Params, params: Params, key: jax.Array) -> Params:
         """Return the trainable parameters at the start of the run.
@@ -118,6 +118,6 @@ class FrozenBase:
         self.params = frozen if shardings is None else jax.device_put(frozen, shardings)
         return trained, changes
 
-    def rejoined(self, trained: Params) -> Params:
+    def join_parts(self, trained: Params) -> Params:
         """Return the parameters of the model, with the adapters next to their kernels."""
-        return rejoined(self.params, trained, self.lora)
+        return join_parts(self.params, trained, self.lora)

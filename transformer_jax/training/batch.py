@@ -63,7 +63,7 @@ class Batch:
         return found
 
 
-def as_given(batch: Batch) -> Batch:
+def identity(batch: Batch) -> Batch:
     """Return the batch unchanged: for most tasks, a step's inputs are already batches."""
     return batch
 
@@ -104,7 +104,7 @@ def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
             elif valid is not None:
                 kwargs[side + "valid"] = valid
         several = len(batch.tokens) > 1  # some rows may only fill the batch
-        module = model.told(apart=several, padded=several and batch.valid is not None)
+        module = model.with_facts(apart=several, padded=several and batch.valid is not None)
         name = method or ("classify" if batch.labels.ndim == 1 else "__call__")
         experts = None if routed is None else config.experts
         if experts is not None:

@@ -21,7 +21,7 @@ from transformer_jax.models.module import Watched
 from transformer_jax.programs import brings_code, disturbed
 from transformer_jax.pytree import PyTree
 from transformer_jax.training.adapting import adapted_loss, fresh_adapters
-from transformer_jax.training.batch import as_given, batch_loss, batch_scores
+from transformer_jax.training.batch import batch_loss, batch_scores, identity
 from transformer_jax.training.optimizers import (
     learning_rate_schedule,
     make_optimizer,
@@ -98,12 +98,12 @@ def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
     numerics = replace(config, **defaults)
     if task.learner is None and not disturbed() and not brings_code((numerics, task.prepare)):
         settings = trace_context(), Watched.replaced
-        return config, known_programs(numerics, task.prepare, settings)
+        return config, cached_programs(numerics, task.prepare, settings)
     return config, make_programs(numerics, task.prepare, task.learner)
 
 
 @lru_cache(maxsize=8)
-def known_programs(config: TrainConfig, prepare: Prepare, settings: Hashable) -> Programs:
+def cached_programs(config: TrainConfig, prepare: Prepare, settings: Hashable) -> Programs:
     """Return the programs of a config from a cache.
 
     `settings` are global settings that tracing depends on, such as `jax_enable_x64`.
@@ -112,7 +112,7 @@ def known_programs(config: TrainConfig, prepare: Prepare, settings: Hashable) ->
 
 
 def make_programs(
-    config: TrainConfig, prepare: Prepare = as_given, learner: Learner | None = None
+    config: TrainConfig, prepare: Prepare = identity, learner: Learner | None = None
 ) -> Programs:
     """Return the programs of a config, not yet compiled.
 

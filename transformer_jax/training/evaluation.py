@@ -64,7 +64,7 @@ def evaluate_run(run: Run, state: TrainState) -> Scores:
     """Return the mean loss and accuracy over the held-out part of a run's task."""
     place = run.placement.rows
     if run.task.place is not None:  # each process reads only its own rows
-        place = run.placement.own_rows
+        place = run.placement.rows_of_process
     batches = (place(batch, axis=0) for batch in run.task.evaluation())
     relative = isinstance(run.config.task, PreferenceTask)
     kwargs = {"frozen": run.frozen} if relative else {}
@@ -72,7 +72,7 @@ def evaluate_run(run: Run, state: TrainState) -> Scores:
     def step(*arguments: PyTree) -> jax.Array:
         return run.placement.settled(run.programs.eval_step(*arguments, **kwargs))
 
-    return evaluate(step, run.used_params(state), run.held_out, batches)
+    return evaluate(step, run.eval_params(state), run.held_out, batches)
 
 
 def reevaluate_checkpoints(run: Run, last: int, before: TrainConfig, progress: Progress) -> None:
@@ -105,7 +105,7 @@ def decode_held_out(
     """Decode held-out examples; return a sample and the scores, which the first process saves."""
     sample, judged = "", dict[str, float]()
     # all processes take part in the gathering; only the first decodes
-    params = gathered_here(run.used_params(state))
+    params = gathered_here(run.eval_params(state))
     if is_first():
         if run.config.sample_tokens:
             sample = run.task.sample(params)

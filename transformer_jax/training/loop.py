@@ -30,7 +30,7 @@ from transformer_jax.checkpoints.run_folder import (
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.keywords import known_keywords
-from transformer_jax.config.tasks import OwnTask, PreferenceTask
+from transformer_jax.config.tasks import CustomTask, PreferenceTask
 from transformer_jax.training.evaluation import (
     decode_held_out,
     evaluate_run,
@@ -86,7 +86,7 @@ class Result:
     def perplexity(self) -> float | None:
         """Return exp(val_loss) per token; None if the loss is not per token, or not finite."""
         task = self.config.task
-        custom = isinstance(task, OwnTask) and task.loaded_by is not None
+        custom = isinstance(task, CustomTask) and task.loaded_by is not None
         if self.val_loss is None or custom or isinstance(task, PreferenceTask):
             return None
         # exp(710) is infinite in float64
@@ -101,7 +101,7 @@ def fit(
     vocab_size: int | None = None,
     progress: Progress | None = None,
     stop: Callable[[], bool] = lambda: False,
-    task: OwnTask | None = None,
+    task: CustomTask | None = None,
 ) -> Result:
     """Train as configured, and write the run to its folder.
 

@@ -23,7 +23,7 @@ from transformer_jax.config.keywords import known_keywords
 from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.pytree import PyTree
 from transformer_jax.sharding import by_compiler, vary
-from transformer_jax.tracing import known_sizes
+from transformer_jax.tracing import are_concrete
 
 
 @known_keywords
@@ -396,12 +396,12 @@ def _loss_of_products(
 def _rows(chunk_size: int, length: int) -> int:
     """Return the number of positions per chunk; all if an export leaves the length open."""
     # a Python int: -size would wrap around for NumPy's uint8
-    return int(min(chunk_size, max(length, 1))) if known_sizes(length) else length
+    return int(min(chunk_size, max(length, 1))) if are_concrete(length) else length
 
 
 def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Cut [B, T, ...] into [chunks, B, size, ...], with zeros after the end."""
-    if not known_sizes(size):
+    if not are_concrete(size):
         return tuple(x[None] for x in arrays)
 
     def split(x: jax.Array) -> jax.Array:
@@ -413,6 +413,6 @@ def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _join(x: jax.Array, length: int) -> jax.Array:  # [chunks, B, size, ...] -> [B, T, ...]
-    if not known_sizes(length):
+    if not are_concrete(length):
         return x[0]
     return rearrange(x, "n B T ... -> B (n T) ...")[:, :length]

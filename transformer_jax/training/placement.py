@@ -120,7 +120,7 @@ class Placement:
             return jax.device_put(batch)
         return self._put(batch, PartitionSpec(*(None,) * axis, ROWS))
 
-    def own_rows(self, batch: T, axis: int) -> T:
+    def rows_of_process(self, batch: T, axis: int) -> T:
         """Put a batch on the devices as `rows` does, from this process's 1/P of its rows only."""
         if self.mesh is None:
             return jax.device_put(batch)

@@ -137,6 +137,6 @@ class Reference(FrozenBase):
         """Return all parameters."""
         return params
 
-    def rejoined(self, trained: Params) -> Params:
+    def join_parts(self, trained: Params) -> Params:
         """Return the trained parameters, which are the whole model."""
         return trained

@@ -209,7 +209,7 @@ class RowReader:
         return Batch(tokens, labels, segments)
 
 
-def own_rows(batch_size: int, process: tuple[int, int]) -> slice:
+def rows_of_process(batch_size: int, process: tuple[int, int]) -> slice:
     """Return the rows of a batch that belong to process p of P: p B / P to (p + 1) B / P.
 
     Raises ConfigError unless P divides B.
@@ -233,7 +233,7 @@ def step_batches(
 
     Raises ConfigError unless P divides B.
     """
-    process_rows = own_rows(batch_size, process)
+    process_rows = rows_of_process(batch_size, process)
 
     def chosen(pairs: np.ndarray) -> np.ndarray:
         rows = pairs.reshape(accumulation, batch_size, 2)

@@ -24,7 +24,7 @@ from transformer_jax.training.step import Metrics
 from transformer_jax.training.tasks.task import Inputs
 from transformer_jax.training.trackers import Trackers
 
-MOST_REJECTED = 10
+MAX_REJECTED = 10
 """Number of consecutive steps with a non-finite loss or gradient that stops a run."""
 
 
@@ -80,15 +80,15 @@ class Report:
             seconds = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
             rate = self.run.task.tokens_per_step / max(seconds, 1e-9)
         loss, norm = float(metrics.loss), float(metrics.grad_norm)
-        if self.spikes is not None and self.spikes.stands_out(loss, norm):
+        if self.spikes is not None and self.spikes.is_spike(loss, norm):
             task = self.run.task
             batch = gathered_here(task.prepare(*self.run.resident, inputs))
             if is_first() and not self.spikes.is_full():
                 file = self.spikes.save(step, batch, loss, norm, task.tokenizers.tokenizer)
                 self.progress.say(f"step {step}: loss {loss:.4f} stands out: batch saved in {file}")
-        if metrics.rejected_in_a_row >= MOST_REJECTED:
+        if metrics.rejected_in_a_row >= MAX_REJECTED:
             raise RunError(
-                f"step {step}: loss or gradient was not finite {MOST_REJECTED} times in a row "
+                f"step {step}: loss or gradient was not finite {MAX_REJECTED} times in a row "
                 f"(loss {loss}, gradient norm {norm})"
             )
         self.progress.step(step, loss, rate)

@@ -56,7 +56,7 @@ class Run:
         # before compiling: a model that cannot fit may take minutes to compile
         check_state(self.template, self.frozen)
         if task.place is not None:
-            task.place = partial(self.placement.own_rows, axis=1)
+            task.place = partial(self.placement.rows_of_process, axis=1)
         self.resident = self.placement.whole(task.resident)
         self.held_out = self.placement.whole(task.held_out)
         self.saver = checkpoint.Saver(folder.checkpoints, self.config.keep, _check_finite)
@@ -121,10 +121,10 @@ class Run:
         found = self.programs.train_step(state, *self.resident, inputs, frozen=self.frozen)
         return self.placement.settled(found)
 
-    def used_params(self, state: TrainState) -> Params:
+    def eval_params(self, state: TrainState) -> Params:
         """Return the parameters of the whole model, including adapters."""
-        trained = state.used_params
-        return trained if self.base is None else self.base.rejoined(trained)
+        trained = state.eval_params
+        return trained if self.base is None else self.base.join_parts(trained)
 
     def described(self, done: int) -> list[str]:
         """Describe the model and its device on one line, and the data on another."""
@@ -142,7 +142,7 @@ class Run:
         """Write a checkpoint in the background."""
         # gradients are taken at `params`, but the parameters to use are an average
         if isinstance(self.config.optimizer, ScheduleFree):
-            state = replace(state, average=state.used_params)
+            state = replace(state, average=state.eval_params)
         metadata = {
             "val_loss": val_loss,
             "eval_batches": self.config.eval_batches,

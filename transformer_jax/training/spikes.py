@@ -38,7 +38,7 @@ class Spikes:
         self.factor, self.folder = factor, folder / "spikes"
         self._recent: deque[float] = deque(maxlen=RECENT)
 
-    def stands_out(self, loss: float, grad_norm: float) -> bool:
+    def is_spike(self, loss: float, grad_norm: float) -> bool:
         """Whether a step is a spike; if not, its loss enters the median."""
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         enough = len(self._recent) >= LEAST

@@ -18,7 +18,7 @@ from transformer_jax.models.factory import init_params
 from transformer_jax.programs import program
 from transformer_jax.pytree import PyTree, cast_floats, check_ranges
 from transformer_jax.sharding import by_compiler, split
-from transformer_jax.training.batch import Batch, Loss, Params, as_given
+from transformer_jax.training.batch import Batch, Loss, Params, identity
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.optimizers import averaged_params, round_stochastically
 from transformer_jax.values import value_class
@@ -50,7 +50,7 @@ class TrainState:
     average: Params | None = None
 
     @property
-    def used_params(self) -> Params:
+    def eval_params(self) -> Params:
         """Return the parameters to evaluate and use: an average, if there is one."""
         if self.average is not None:
             return self.average
@@ -168,7 +168,7 @@ def windows(
 def make_train_step(
     loss: Loss,
     optimizer: optax.GradientTransformation,
-    prepare: Prepare = as_given,
+    prepare: Prepare = identity,
     *,
     ema_decay: float | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
@@ -267,7 +267,7 @@ def make_train_step(
 
 
 def make_eval_step(
-    scores: Callable[..., jax.Array], prepare: Prepare = as_given
+    scores: Callable[..., jax.Array], prepare: Prepare = identity
 ) -> Callable[..., jax.Array]:
     """Return the jitted `step(params, *inputs, frozen=()) -> scores(params, batch, *frozen)`.
 

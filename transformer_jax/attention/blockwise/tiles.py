@@ -21,7 +21,7 @@ from transformer_jax.attention.block_plan import PARTIAL, TileLists, lists_of, p
 from transformer_jax.attention.masks import Everything
 from transformer_jax.kernels.contract import Index
 from transformer_jax.kernels.dropout import keep
-from transformer_jax.tracing import at_once
+from transformer_jax.tracing import eagerly
 
 # Sizes
 
@@ -96,7 +96,7 @@ def _divisors(n: int, most: int) -> list[int]:
 def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
     """List the key tiles of each head group and query tile, full first: order [.., nQ, nK]."""
     positions = (call.q_positions, sizes.T), (call.k_positions, sizes.S)
-    with at_once(call.mask, call.q_positions, call.k_positions):
+    with eagerly(call.mask, call.q_positions, call.k_positions):
         # NumPy indices compile nothing for the plan of a mask without arrays; compiling took two
         # seconds of the first call
         places = [np.arange(n, dtype=np.int32) if x is None else x for x, n in positions]

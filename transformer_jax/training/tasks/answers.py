@@ -38,7 +38,7 @@ from transformer_jax.tokenizers.trained import WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Params
 from transformer_jax.training.rows import stack_rows
-from transformer_jax.training.tasks.task import Report, Tokenizers, check_known, known_sources
+from transformer_jax.training.tasks.task import Report, Tokenizers, check_token_ids, known_sources
 from transformer_jax.training.tasks.turns import source_ids
 from transformer_jax.values import value_class
 
@@ -106,7 +106,7 @@ class Targets:
         if not len(ids):
             rule = "a source must have at least one token"
             raise DataError(f"prompt is {text!r}: {rule}")
-        check_known(known_sources(config), tokenizer, f"prompt is {text!r:.40}", ids)
+        check_token_ids(known_sources(config), tokenizer, f"prompt is {text!r:.40}", ids)
         if len(ids) > config.sequence_len and config.model.max_len is not None:
             raise DataError(
                 f"prompt is {text!r:.40}: has {len(ids)} tokens, but the model was trained on at "
@@ -229,7 +229,7 @@ class Targets:
             # an edit of the encoder must not see padding that all rows share
             tokens = tokens[:, : lengths.max()]
             valid = None if valid is None else valid[:, : lengths.max()]
-        step: Any = make_step(module).told(apart=True)  # some rows may be padding
+        step: Any = make_step(module).with_facts(apart=True)  # some rows may be padding
         processors: list[HistoryProcessor] = []
         if self.published:  # a published vocabulary may be padded
             processors += map(WithoutHistory, known_ids(model, tokenizer))
@@ -242,7 +242,7 @@ class Targets:
                 processors.append(ForceLast(count, target.forced_eos))
             prompt = np.full((len(rows), 1), target.start, np.int32)
             padded = len(set(lengths.tolist())) > 1
-            reader = module.told(apart=len(rows) > 1, padded=padded)
+            reader = module.with_facts(apart=len(rows) > 1, padded=padded)
             state = _read_sources(
                 reader, self.params, len(rows), count, tokens, valid, self.cache_dtype
             )

@@ -28,8 +28,8 @@ from transformer_jax.training.tasks.pairs import read_lines
 from transformer_jax.training.tasks.task import (
     RowsTask,
     Tokenizers,
-    check_known,
     check_lengths,
+    check_token_ids,
     sha256_of,
     split_held_out,
     with_vocabulary,
@@ -108,7 +108,7 @@ def answer_messages(
     """Sample an answer to messages or to a text; answers with another `number` differ."""
     tokenizer = tokenizers.tokenizer
     prompt = prompt_ids(tokenizer, messages)
-    check_known(config.model.vocab_size, tokenizer, what.rpartition(" ")[0], prompt)
+    check_token_ids(config.model.vocab_size, tokenizer, what.rpartition(" ")[0], prompt)
     longest = config.model.max_len
     if longest is not None and len(prompt) >= longest:
         rule = f"must be less than max_len {longest}"
@@ -137,7 +137,7 @@ def _examples(
             labels[: len(before)] = before
         rows.append((np.append(prompt, answer), np.append(labels, answer)))
     for whole, _ in rows:
-        check_known(config.model.vocab_size, tokenizer, where, whole)
+        check_token_ids(config.model.vocab_size, tokenizer, where, whole)
         check_lengths(config, {where: len(whole) - 1})
     return [Batch(whole[:-1], labels[1:]) for whole, labels in rows]
 

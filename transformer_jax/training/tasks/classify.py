@@ -35,8 +35,8 @@ from transformer_jax.training.tasks.task import (
     Report,
     RowsTask,
     Tokenizers,
-    check_known,
     check_lengths,
+    check_token_ids,
     encode_line,
     sha256_of,
     split_held_out,
@@ -137,13 +137,13 @@ def class_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Ba
     number = labels_of(config).index(pair.source)
     if not names:
         tokens = encoder_frame(tokenizers.tokenizer).around(text)
-        check_known(config.model.vocab_size, tokenizers.tokenizer, pair.where, tokens)
+        check_token_ids(config.model.vocab_size, tokenizers.tokenizer, pair.where, tokens)
         check_lengths(config, {pair.where: len(tokens)})
         return Batch(tokens, np.array(number, np.int32))
     ids = special_ids(tokenizers.tokenizer)
     check_lengths(config, {pair.where: len(text) + 1})
     tokens = np.append(text, ids["cls"]).astype(np.int32)
-    check_known(config.model.vocab_size, tokenizers.tokenizer, pair.where, tokens)
+    check_token_ids(config.model.vocab_size, tokenizers.tokenizer, pair.where, tokens)
     labels = np.full(len(tokens), IGNORE, np.int32)
     labels[-1] = ids[names[number]]
     return Batch(tokens, labels)

@@ -35,7 +35,7 @@ from transformer_jax.training.tasks.task import (
     Tokenizers,
     TrainingTask,
     check_has,
-    check_known,
+    check_token_ids,
     with_vocabulary,
 )
 
@@ -145,7 +145,7 @@ class Masking:
         self.kinds = min(base.vocab_size, config.model.vocab_size)
         self.frame, self.special = frame(tokenizer), np.zeros(0, np.int32)
         added = np.array([self.mask, *self.frame.first, *self.frame.last])
-        check_known(config.model.vocab_size, tokenizer, "tokenizer", added)
+        check_token_ids(config.model.vocab_size, tokenizer, "tokenizer", added)
         if isinstance(base, PretrainedTokenizer):
             roles = {i for role, i in base.special_ids.items() if role != "unk"}
             self.special = np.array(sorted(roles), np.int32)
@@ -262,7 +262,7 @@ def _read(
     if len(tokens) > config.sequence_len:
         rule = f"must be at most {config.sequence_len}"
         raise DataError(f"prompt has {len(tokens)} tokens: {rule}")
-    check_known(config.model.vocab_size, tokenizer, f"prompt is {text!r:.40}", tokens)
+    check_token_ids(config.model.vocab_size, tokenizer, f"prompt is {text!r:.40}", tokens)
     model = build(config.model) if model is None else model
     logits = np.asarray(_logits(model, params, tokens[None]))[0]
     if not has_finite_maximum(jnp.asarray(logits[masks])).all():  # others may be -inf

@@ -34,8 +34,8 @@ from transformer_jax.training.tasks.task import (
     Report,
     RowsTask,
     Tokenizers,
-    check_known,
     check_lengths,
+    check_token_ids,
     encode_line,
     known_sources,
     located,
@@ -120,9 +120,11 @@ def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Bat
         kind = target_of(tokenizers.tokenizer)
         source = source_frame(tokenizers.of_source).around(source)
         labels = kind.labels.around(target)
-        check_known(known_sources(config), tokenizers.of_source, f"{pair.where}: source", source)
+        check_token_ids(
+            known_sources(config), tokenizers.of_source, f"{pair.where}: source", source
+        )
         size = config.model.vocab_size
-        check_known(size, tokenizers.tokenizer, f"{pair.where}: target", labels)
+        check_token_ids(size, tokenizers.tokenizer, f"{pair.where}: target", labels)
         check_lengths(
             config, {f"{pair.where}: source": len(source), f"{pair.where}: target": len(labels)}
         )
@@ -130,7 +132,7 @@ def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Bat
     source = source_ids(tokenizers.tokenizer, pair.source)
     target = located(pair.where, target_ids, tokenizers.tokenizer, pair.target)
     whole = np.append(source, target)
-    check_known(config.model.vocab_size, tokenizers.tokenizer, pair.where, whole)
+    check_token_ids(config.model.vocab_size, tokenizers.tokenizer, pair.where, whole)
     check_lengths(config, {f"{pair.where}: source and target": len(whole) - 1})
     labels = whole[1:].copy()
     labels[: len(source) - 1] = IGNORE

@@ -27,8 +27,8 @@ from transformer_jax.training.tasks.chat import SHOWN, answer_messages, check_me
 from transformer_jax.training.tasks.task import (
     RowsTask,
     Tokenizers,
-    check_known,
     check_lengths,
+    check_token_ids,
     located,
     sha256_of,
     with_vocabulary,
@@ -152,7 +152,7 @@ def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> R
             ids = np.concatenate(turn)
             if not len(turn.prompt):
                 raise DataError(f"{pair.where}: prompt has no tokens: must have at least one")
-            check_known(config.model.vocab_size, tokenizer, where, ids)
+            check_token_ids(config.model.vocab_size, tokenizer, where, ids)
             check_lengths(config, {f"{pair.where}, {name}": len(ids) - 1})
             found.append((ids, len(turn.prompt)))
         both.append(found)

@@ -28,8 +28,8 @@ from transformer_jax.training.prepared import (
     Prefetcher,
     RowReader,
     WindowRows,
-    own_rows,
     row_order,
+    rows_of_process,
     step_batches,
 )
 from transformer_jax.training.tasks.language import write_sample
@@ -148,7 +148,7 @@ class PreparedText(TrainingTask):
         process = _this_process()
         if process_index is not None and process_count is not None:
             process = process_index, process_count
-        here, read = own_rows(size, process), RowReader(self.val_rows)
+        here, read = rows_of_process(size, process), RowReader(self.val_rows)
         for batch in batches[:, here]:
             folder = np.searchsorted(first, batch, "right") - 1  # -1 for an empty row
             yield read(np.stack([folder, batch - first[folder]], axis=-1))

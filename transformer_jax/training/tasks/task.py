@@ -23,7 +23,7 @@ from transformer_jax.tokenizers.pretrained import ROLES, PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, special_ids
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import Batch, Loss, Params, as_given
+from transformer_jax.training.batch import Batch, Loss, Params, identity
 from transformer_jax.training.rows import Rows
 from transformer_jax.untrusted_files import shown
 from transformer_jax.values import short_repr, value_class
@@ -78,7 +78,7 @@ class TrainingTask:
     """Hash of all data that was read."""
     tokens_per_step: int
     """Tokens of the longest step, including padding; for pairs, only those of the targets."""
-    prepare: Callable[..., Batch] = staticmethod(as_given)
+    prepare: Callable[..., Batch] = staticmethod(identity)
     resident: tuple[np.ndarray, ...] = ()
     """Arrays of the training part that stay on the device."""
     held_out: tuple[np.ndarray, ...] = ()
@@ -286,7 +286,7 @@ def known_sources(config: TrainConfig) -> int:
     return config.model.source_vocab_size or config.model.vocab_size
 
 
-def check_known(vocab_size: int, tokenizer: Tokenizer, where: str, *parts: np.ndarray) -> None:
+def check_token_ids(vocab_size: int, tokenizer: Tokenizer, where: str, *parts: np.ndarray) -> None:
     """Raise DataError for the first id that is not below `vocab_size`, that of the model."""
     for ids in parts:
         if len(ids) and ids.max() >= vocab_size:

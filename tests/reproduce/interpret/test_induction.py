@@ -1,0 +1,49 @@
+"""The experiment on induction heads repeats rows as it says, and its heads are those that copy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reproduce.interpret import induction
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def test_rows_repeat_after_a_period_of_their_own(key):
+    rows = np.asarray(jax.jit(induction.repeated_rows, static_argnums=1)(key, 101))
+    periods = [
+        next(p for p in range(1, 49) if (row[p:] == row[: len(row) - p]).all()) for row in rows
+    ]
+    assert min(periods) == 12 and max(periods) == 24 and len(set(periods)) == 13
+
+
+def test_halfway_is_the_first_step_after_which_a_value_stays_near_its_last():
+    steps = np.arange(10, 70, 10)
+    assert induction.halfway(np.array([4.0, 4, 1, 4, 0, 0]), steps) == 50
+    assert induction.halfway(np.array([0.0, 0, 0.6, 0.9, 1, 1]), steps) == 30
+
+
+@pytest.mark.slow
+def test_command_trains_both_depths_and_draws(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(induction, "CHUNK", 2)
+    monkeypatch.setattr(induction, "ROWS", 4)
+    flags = "--seeds 1 --steps 4 --width 8 --format svg --out"
+    found = induction.main([*flags.split(), str(tmp_path)])
+    for name, layers in (("two", 2), ("one", 1)):
+        (run,) = found[name]
+        assert run.scores.shape == (2, layers, 4) and run.steps.tolist() == [2, 4]
+        assert run.loss[0] == pytest.approx(np.log(induction.VOCAB), rel=0.3)
+        still = run.params["decoder"]["block_0"]["feed_forward"]["up"]["kernel"]
+        first = induction.tj.init_params(run.model.config, jax.random.fold_in(jax.random.key(0), 0))
+        assert jnp.array_equal(still, first["decoder"]["block_0"]["feed_forward"]["up"]["kernel"])
+    said = capsys.readouterr().out
+    assert f"{found['two'][0].loss[-1]:.3g}" in said and (tmp_path / "induction.svg").exists()
+
+
+@pytest.mark.slow
+def test_a_head_that_attends_after_the_earlier_occurrence_carries_the_loss():
+    run = induction.fit(0, 2, 800, 64)
+    assert run.loss[-1] < 1 and run.scores[-1, 1].max() > 0.7
+    without, others = induction.ablated(run)
+    assert without > 3 and others < 1.5

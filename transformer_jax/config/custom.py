@@ -1,0 +1,58 @@
+"""Custom values in configs: functions and instances of classes defined outside this package.
+
+Files store such a value by name, "module:name". Reading a file only looks the name up in modules
+that are already imported, so it runs no code.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformer_jax.config.fields import ConfigError, fail
+
+
+def check_custom(field: str, value: object) -> None:
+    """Raise ConfigError unless the value is a frozen dataclass with hashable fields.
+
+    Compiled programs are looked up by config, so values may be equal only if all their content is.
+    """
+    name = type(value).__name__
+    # `vars`: a subclass without the decorator would compare only the fields of its base
+    if "__dataclass_fields__" not in vars(type(value)):
+        rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {name}"
+        raise ConfigError(f"{field} is of class {name}: {rule}")
+    try:
+        hash(value)
+    except TypeError as error:
+        rule = f"must be hashable, so all of its fields must be ({error})"
+        fail(field, value, rule)
+
+
+def name_of(field: str, value: object) -> str:
+    """Return the "module:name" of a function or class, preferring a public module.
+
+    ConfigError if the value cannot be found by that name, such as a lambda or a local function.
+    """
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    top = str(module).partition(".")[0]
+    # a file should store `jax.nn:mish` and not the private module that defines it
+    public = [
+        m
+        for m in sorted(sys.modules, key=lambda m: (m.count("."), m))
+        if m.partition(".")[0] == top and "._" not in m
+    ]
+    for candidate in (*public, str(module)):
+        if name and getattr(sys.modules.get(candidate), name, None) is value:
+            return f"{candidate}:{name}"
+    fail(field, value, "must be defined in a module under its name, so that a file can store it")
+
+
+def find_by_name(field: str, name: str) -> Any:
+    """Return the value named "module:name"; ConfigError if no imported module has it."""
+    module, _, attribute = name.partition(":")
+    value = getattr(sys.modules.get(module), attribute, None)
+    if value is None:
+        rule = "has no such name" if module in sys.modules else "is not imported: import it first"
+        fail(field, name, f"{module} {rule}")
+    return value

@@ -1,0 +1,131 @@
+"""Path patching: the effect of a value along selected paths.
+
+A sender writes to the stream, and receivers read it. A value that `patch` inserts changes
+everything after it. Here it changes only the direct input of the receivers, because the branches
+between them are frozen:
+
+    frozen     f_j      the branches, at their values on the corrupted prompt
+    received   r_s      receivers(corrupted | f frozen, sender s := its clean value)
+    table[s] = metric(logits(corrupted | receivers := r_s))
+
+Sources: Wang et al. 2022 (arXiv:2211.00593), section 3.1 and appendix B; Goldowsky-Dill et al. 2023
+(arXiv:2304.05969), "Localizing model behavior with path patching".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from transformer_jax.interpret.edits import Indices, resample
+from transformer_jax.interpret.models import Transformer, resolve_places, run
+from transformer_jax.interpret.patching import Axis, Metric, check_prompts, map_entries
+from transformer_jax.models.places import Edit
+from transformer_jax.pytree import Params
+
+_WRITES = "embedding", "heads", "output", "residual", "residual_mid"
+"""The last parts of places whose value is added to the stream, or is the stream."""
+
+
+def path_patching(
+    model: Transformer,
+    params: Params,
+    clean: jax.Array,  # i32[B, T]
+    corrupted: jax.Array,  # i32[B, T]
+    senders: str | Iterable[str],
+    receivers: str | Iterable[str] | Mapping[str, Indices | None],
+    metric: Metric,
+    *,
+    recomputed: str | Iterable[str] = (),
+    each: Sequence[Axis] = ("head",),
+    batch_size: int = 64,
+    **arguments: Any,
+) -> jax.Array:  # [P, ...]
+    """Return the metric of a corrupted prompt with one clean value at a time on selected paths.
+
+    table[s] = metric(logits(corrupted | receivers := r_s)), with r_s the values of the receivers
+    when sender s has its clean value and all heads and feed-forward branches are frozen at their
+    corrupted values (Wang et al. 2022; Goldowsky-Dill et al. 2023). The receiver "logits" measures
+    the direct effect: the contribution of a sender to the last stream, without the branches that
+    read it. One compiled program computes all entries.
+
+    Args:
+        model: a decoder, an encoder with logits, or an encoder-decoder.
+        params: its parameters, looped or scanned.
+        clean: i32[B, T]: the prompt that provides the values.
+        corrupted: i32[B, T]: the prompt that is read.
+        senders: places that write to the stream; may contain `*`: "block_*/attention/heads", an
+            "output", "embedding", a "residual".
+        receivers: places that read the stream, such as "logits", "block_3/attention/query" or
+            "block_3/feed_forward/input"; or a dict from places to the heads that receive, with
+            None for all heads.
+        metric: a function of logits f32[B, T, V] to an array, such as f32[] or f32[B].
+        recomputed: places of branches that are computed instead of frozen, so that paths may pass
+            through them: "block_*/feed_forward/output", as in Wang et al.
+        each: axes to patch separately, as in `patch`; with (), the whole value of a place.
+        batch_size: entries that run together. Each needs the memory of one forward pass.
+        **arguments: other arguments of `model.apply` for both prompts, such as `positions` or
+            `source`.
+
+    Returns:
+        [P, N], [P, T], [P, T, N] or [P], followed by the axes of the metric; P senders in the order
+        of the names.
+
+    Raises:
+        ValueError: if the prompts differ in shape, a name matches no place, a sender does not write
+            to the stream, a receiver does not read it, or a place lacks an axis of `each`.
+    """
+    tool = "path_patching"
+    names = check_prompts(tool, model, clean, corrupted, senders, each, arguments)
+    for name in names:
+        if name.rpartition("/")[2] not in _WRITES:
+            raise ValueError(f"senders has {name}: must end in one of {', '.join(_WRITES)}")
+    branches = ["attention", *(["feed_forward"] if model.config.ff_dim else [])]
+    if model.config.kind == "encoder-decoder":
+        branches.append("cross_attention")
+    ends = {branch: "output" if branch == "feed_forward" else "heads" for branch in branches}
+    free = resolve_places(model, recomputed)
+    frozen = resolve_places(model, [f"block_*/{branch}/{end}" for branch, end in ends.items()])
+    for name in free:
+        if name not in frozen:
+            rule = "must be the heads of attention or the output of a feed-forward branch"
+            raise ValueError(f"recomputed has {name}: {rule}")
+    frozen = tuple(name for name in frozen if name not in free)
+    patterns = receivers if isinstance(receivers, Mapping) else dict.fromkeys(
+        [receivers] if isinstance(receivers, str) else receivers
+    )  # fmt: skip
+    reached = {n: heads for one, heads in patterns.items() for n in resolve_places(model, one)}
+    if not reached:
+        raise ValueError("receivers is empty: pass 'logits' for the direct effect")
+    for name in reached:
+        if name in frozen or name.startswith("encoder/") or name.endswith("attention/output"):
+            rule = "must read the stream: the input, query, key or value of a branch, or logits"
+            raise ValueError(f"receivers has {name}: {rule}")
+
+    def table(params: Params, clean: jax.Array, corrupted: jax.Array) -> jax.Array:
+        apply = partial(run, model, params, arguments)
+        values = apply(clean, capture=names)[1]
+        constants = apply(corrupted, capture=frozen)[1]
+
+        def freeze(name: str) -> Edit:
+            return lambda value: constants[name]
+
+        def entry(edit: dict[str, Edit]) -> jax.Array:
+            freezing = {name: freeze(name) for name in frozen}
+            # the sender is frozen too, except at the head or token that the edit patches
+            joined: dict[str, Edit] = {
+                name: lambda value, name=name: edit[name](freezing[name](value))
+                for name in freezing.keys() & edit.keys()
+            }
+            received = apply(corrupted, edit=freezing | edit | joined, capture=tuple(reached))[1]
+            put: dict[str, Edit] = {}
+            for name, heads in reached.items():
+                put |= resample({name: received[name]}, heads=heads)
+            return metric(apply(corrupted, edit=put)[0])
+
+        return map_entries(entry, values, each, batch_size)
+
+    return jax.jit(table)(params, clean, corrupted)
