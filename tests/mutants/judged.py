@@ -136,7 +136,7 @@ JUDGED: dict[str, tuple[str, str]] = {
     "f56295bbce60": ("hole", "not closed by default: the portable kernel's gradient of a bias"),
     "f8a86e261fbc": ("equivalent", "the library has no special tokens to add"),
     "f96d53492fcd": ("hole", "not closed by default: slow tests write samples of tuned models"),
-    "facd6c3f0aaf": ("hole", "test_a_folder_of_any_name_holds_checkpoints_that_are_read"),
+    "facd6c3f0aaf": ("hole", "test_folder_may_have_any_name"),
     "fafdab783991": ("hole", "not closed by default: a demonstration"),
     "fbb69693a69f": ("hole", "not closed: which of the wrong tokens an error names"),
     "fc23c1434550": ("speed", "arrays are read back in other parts"),

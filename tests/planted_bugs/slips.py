@@ -56,7 +56,7 @@ SLIPS: tuple[Slip, ...] = (
             "all calls of a vmap share single-row arrays",
             "return x is pairs or B > 1",
             "return True",
-            "kernels/test_gradient.py::test_a_kernel_of_one_row_has_as_many_rows_as_calls",
+            "kernels/test_gradient.py::test_vmap_of_single_row_gives_kernel_row_per_call",
         ),
     ),
     *of(
@@ -65,7 +65,7 @@ SLIPS: tuple[Slip, ...] = (
             "a padded list repeats the wrong tile",
             "xp.minimum(steps, xp.maximum(seen - 1, 0)[..., None])",
             "xp.minimum(steps, seen[..., None])",
-            "kernels/test_tile_lists.py::test_after_the_last_tile_a_list_repeats_it",
+            "kernels/test_tile_lists.py::test_list_repeats_last_tile",
         ),
     ),
     *of(
@@ -74,13 +74,13 @@ SLIPS: tuple[Slip, ...] = (
             "the gradient's tangents omit the known values",
             "        parts.append(_along(lambda xs: compute(*xs), arrays, changed))",
             "        parts += [] if parts else [_along(lambda xs: compute(*xs), arrays, changed)]",
-            "kernels/test_derivatives.py::test_gradients_are_of_the_backward_pass_and_all_else_of_the_plain_code",
+            "kernels/test_derivatives.py::test_gradients_use_backward_pass_and_other_derivatives_plain_code",
         ),
         (
             "the wrong gradients are reported as needed",
             "[i in moved for i in range(count)]",
             "[i not in moved for i in range(count)]",
-            "kernels/test_derivatives.py::test_the_backward_pass_is_told_whose_gradients_are_read",
+            "kernels/test_derivatives.py::test_backward_pass_knows_which_gradients_are_read",
         ),
     ),
     *of(
@@ -99,7 +99,7 @@ SLIPS: tuple[Slip, ...] = (
             "mesh axes are reordered",
             "else tuple(one)\n",
             "else tuple(sorted(one))\n",
-            "multi_device/test_meshes.py::test_four_devices_compute_what_one_does[some]",
+            "multi_device/test_meshes.py::test_four_devices_match_one_device[some]",
         ),
     ),
     *of(
@@ -108,13 +108,13 @@ SLIPS: tuple[Slip, ...] = (
             "an empty row of tiles is neither visited nor written",
             "return xp.maximum(seen, at_least.astype(np.int32)[None, None])",
             "return seen",
-            "kernels/test_visits.py::test_every_listed_tile_is_visited_once_and_in_order",
+            "kernels/test_visits.py::test_every_listed_tile_is_visited_once_in_order",
         ),
         (
             "a visit at the end of a row is assigned to that row",
             'side="right", method=search',
             'side="left", method=search',
-            "kernels/test_visits.py::test_every_listed_tile_is_visited_once_and_in_order",
+            "kernels/test_visits.py::test_every_listed_tile_is_visited_once_in_order",
         ),
     ),
     *of(
@@ -317,14 +317,14 @@ SLIPS: tuple[Slip, ...] = (
             "a save keeps a reference to the caller's array",
             "array = value if isinstance(value, jax.Array) else np.array(value)",
             "array = value if isinstance(value, jax.Array) else np.asarray(value)",
-            "checkpoints/test_checkpoint.py::test_what_is_saved_are_the_values_at_the_call",
+            "checkpoints/test_checkpoint.py::test_save_stores_values_at_time_of_call",
         ),
         (
             "the best checkpoint is deleted with the old ones",
             "        if step != best:\n",
             "        if step:\n",
             "checkpoints/test_run_folder.py::"
-            "test_checkpoints_are_found_pruned_and_set_aside_by_their_steps",
+            "test_checkpoints_are_found_pruned_and_set_aside_by_step",
         ),
     ),
     *of(
