@@ -170,7 +170,7 @@ MADE = {
 
 OF_ARRAYS = {
     "Batch", "Circuits", "Dictionary", "DictionaryScores", "FeatureExamples",
-    "HeadScores", "History", "Likeliest", "LogitAttribution", "Probe", "Proposal", "RecentTokens",
+    "HeadScores", "History", "TopTokens", "LogitAttribution", "Probe", "Proposal", "RecentTokens",
     "RowSampling", "Slots", "SourceMemory", "Speculation", "Translators",
 }  # fmt: skip
 

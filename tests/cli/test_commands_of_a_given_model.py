@@ -539,7 +539,7 @@ def test_convert_passes_run_to_writers(invoke, monkeypatch, tmp_path):
     of_run = "--model", str(tmp_path / "r")
     dtypes = []
     monkeypatch.setattr(
-        language_model, "with_parameters_in", lambda model, dtype: dtypes.append(dtype) or model
+        language_model, "with_param_dtype", lambda model, dtype: dtypes.append(dtype) or model
     )
     written_as = lambda config, family, definition: (family, config)  # noqa: E731
     monkeypatch.setattr(saving, "written_as", written_as)

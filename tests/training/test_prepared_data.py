@@ -314,7 +314,7 @@ from transformer_jax.training.tasks.task import ReadsAhead
 model = ModelConfig(d_model=22, num_heads=2, num_layers=1, max_len=13)
 task = load_task(TrainConfig(model=model, data=sys.argv[3], batch_size=6, accumulation=2))
 assert isinstance(task, ReadsAhead)
-task.place = partial(make_placement(MeshConfig(data=2)).own_rows, axis=1)
+task.place = partial(make_placement(MeshConfig(data=2)).rows_of_process, axis=1)
 for step in (0, 1, 7):
     tokens = task.inputs(step).tokens
     assert tokens.shape == (2, 6, 13) and tokens.addressable_data(0).shape == (2, 3, 13)

@@ -267,7 +267,7 @@ def test_only_spikes_are_saved_up_to_limit(config, monkeypatch):
     fit(dataclasses.replace(config, dump_batch=50.0))
     assert not (loop.Path(config.out) / "spikes").exists()
     monkeypatch.setattr(spikes, "MOST", 2)
-    monkeypatch.setattr(Spikes, "stands_out", lambda *numbers: True)
+    monkeypatch.setattr(Spikes, "is_spike", lambda *numbers: True)
     many = dataclasses.replace(config, dump_batch=2.0, out=config.out + "2")
     fit(many)
     assert len(list((loop.Path(many.out) / "spikes").glob("*.npz"))) == 2

@@ -238,7 +238,7 @@ def _to_json(config: FieldValue) -> JsonObject:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            custom = hasattr(value, "own_kind_of")
+            custom = hasattr(value, "custom_kind_of")
             name = name_of(field.name, type(value)) if custom else kind_name(type(value))
             kind = {"kind": name} if get_args(hints[field.name]) else {}
             value = kind | _to_json(value)
@@ -291,7 +291,7 @@ def _build_field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
         if dataclasses.is_dataclass(cls)
         for name in names_in_files(cls)
     }
-    custom = any(hasattr(cls, "own_kind_of") for cls in options)
+    custom = any(hasattr(cls, "custom_kind_of") for cls in options)
     # positions may be a string, their short form
     if not (kinds or custom) or value is None or isinstance(value, str):
         return value
@@ -302,7 +302,7 @@ def _build_field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
     kind = content.pop("kind", with_kind[0].kind if with_kind else None)
     if isinstance(kind, str) and ":" in kind:  # "module:class", a custom class
         cls = find_by_name(f"{path}.kind", kind)
-        base = getattr(cls, "own_kind_of", None)
+        base = getattr(cls, "custom_kind_of", None)
         fits = base and any(issubclass(option, base) for option in options)
         if not (fits and isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             raise ConfigError(f"{path}.kind is {kind!r}: must be a custom class for {path}")

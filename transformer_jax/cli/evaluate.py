@@ -23,7 +23,7 @@ from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
     from transformer_jax.text.language_model import LanguageModel
-    from transformer_jax.text.scores import Score, Scored
+    from transformer_jax.text.scores import Score, ScoreInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def evaluate(options: Evaluate) -> None:
             label, probability = model.classify(prompt)
             found = {"label": label, "probability": probability}
         else:
-            scored: Scored = prompt if target is None else (prompt, target)
+            scored: ScoreInput = prompt if target is None else (prompt, target)
             if model.kind == "chat":
                 turns = {"user": prompt, "assistant": target}
                 scored = [{"role": role, "content": content} for role, content in turns.items()]

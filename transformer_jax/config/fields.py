@@ -154,7 +154,7 @@ def is_function(value: object) -> bool:
 
 def _fits(value: object, hint: Hint) -> bool:
     # a custom value checks itself; its class is not part of the field's type
-    base = getattr(value, "own_kind_of", None)
+    base = getattr(value, "custom_kind_of", None)
     if base is not None and not isinstance(value, type):
         return isinstance(hint, type) and issubclass(hint, base)
     if get_origin(hint) is Literal:

@@ -118,7 +118,7 @@ class SentenceEncoder:
         lower_case: whether texts are lowercased.
         prompts: prompts to prepend to texts, by purpose: "query", "document".
         prompt: the default prompt.
-        keeps_end: whether an overlong text loses its beginning instead of its end.
+        truncate_left: whether an overlong text loses its beginning instead of its end.
     """
 
     config: ModelConfig

@@ -69,7 +69,7 @@ class Report:
     def read(self, step: int, metrics: Metrics, inputs: Inputs | None) -> StepNumbers:
         """Wait for a step's measurements and show them.
 
-        The batch of a loss spike is saved, up to a limit. Raises RunError after MOST_REJECTED
+        The batch of a loss spike is saved, up to a limit. Raises RunError after MAX_REJECTED
         rejected steps in a row.
         """
         with self.phases.of("step"):
