@@ -525,7 +525,7 @@ def test_command_trains_on_mixture(folders, tmp_path, capsys):
     assert found[1] == pytest.approx(last["val_loss"], rel=1e-6)
     assert run_command(["generate", *run, "--prompt", "web", "--num-tokens", "3"]) == 0
     assert train.main([*flags.split(), "--data", str(folders / "web"), "--out", "x"]) == 2
-    assert "data_weights is (0.7, 0.3): must be one for each" in capsys.readouterr().err
+    assert "data_weights is (0.7, 0.3): must be one weight for each" in capsys.readouterr().err
 
 
 @pytest.mark.slow

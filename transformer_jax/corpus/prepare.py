@@ -146,7 +146,7 @@ def prepare(
                 work.write_tokenizer(tokenizer)
                 work.encode()
                 work.finish(plan)
-            except _ResumableError:
+            except _ResumableDataError:
                 raise
             except (
                 DataError
@@ -160,7 +160,7 @@ def prepare(
     return open_corpus(folder)
 
 
-class _ResumableError(DataError):
+class _ResumableDataError(DataError):
     """Failure that the same command can recover from."""
 
 
@@ -493,7 +493,7 @@ class _WorkerPool:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
             rule = "a worker died (out of memory?); run the same command again to continue"
-            raise _ResumableError(f"workers is {self.count}: {rule}") from None
+            raise _ResumableDataError(f"workers is {self.count}: {rule}") from None
 
 
 def _start_worker() -> None:
@@ -591,7 +591,7 @@ def _writing(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         rule = f"cannot be written ({error.strerror}); run the same command again to continue"
-        raise _ResumableError(f"{file}: {rule}") from None
+        raise _ResumableDataError(f"{file}: {rule}") from None
 
 
 @contextlib.contextmanager
