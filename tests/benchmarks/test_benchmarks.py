@@ -25,7 +25,7 @@ from transformer_jax.models.factory import init_params, num_params
 from transformer_jax.models.quantized import quantize
 
 
-def test_train_flops_are_six_per_weight_and_token_at_a_short_context():
+def test_train_flops_are_six_per_weight_and_token_at_short_context():
     case = specs.TRAIN[1]
     table = case.model.max_len * case.model.d_model
     weights = num_params(case.model) - table
@@ -34,7 +34,7 @@ def test_train_flops_are_six_per_weight_and_token_at_a_short_context():
 
 
 @pytest.mark.slow
-def test_every_parameter_has_a_place_in_the_peers_gpt2():
+def test_every_parameter_maps_to_peer_gpt2():
     config = next(case for case in specs.DECODE if "quick" in case.tags).model
     params = init_params(config, jax.random.key(3))
     state = gpt2_peers.gpt2_state(params, config.num_layers)
@@ -50,7 +50,7 @@ def test_every_parameter_has_a_place_in_the_peers_gpt2():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
-def test_our_decoding_is_timed_until_its_tokens_are_there():
+def test_decoding_call_returns_finished_tokens():
     case = next(case for case in specs.DECODE if "quick" in case.tags)
     case = replace(case, model=replace(case.model, num_layers=1))
     params = init_params(case.model, jax.random.key(3))
@@ -62,7 +62,7 @@ def test_our_decoding_is_timed_until_its_tokens_are_there():
 
 
 @pytest.mark.slow
-def test_a_token_reads_the_weights_as_they_are_held_and_the_table_of_tokens_once():
+def test_token_bytes_count_stored_weights_and_one_embedding_table():
     case = next(case for case in specs.DECODE if "quick" in case.tags)
     params = init_params(case.model, jax.random.key(3))
     state = gpt2_peers.gpt2_state(params, case.model.num_layers)
@@ -76,7 +76,7 @@ def test_a_token_reads_the_weights_as_they_are_held_and_the_table_of_tokens_once
     assert decode.ours(case, quantize(params, "int8")).token_bytes == expected
 
 
-def test_the_limit_is_the_read_that_is_usually_fastest():
+def test_fastest_read_has_smallest_median():
     lucky = timing.Timing((5.0, 1.0, 5.0), first=9.0)
     steady = timing.Timing((4.0, 4.0, 4.0), first=9.0)
     assert timing.fastest([lucky, steady]) == steady
@@ -102,7 +102,7 @@ class Clock:
         return Contender(name, call)
 
 
-def test_contenders_take_turns_and_the_order_reverses():
+def test_contenders_take_turns_in_alternating_order():
     clock = Clock()
     contenders = [clock.contender("a", 1.0), clock.contender("b", 1.0)]
     timing.interleave(contenders, rounds=2, clock=clock)
@@ -110,14 +110,14 @@ def test_contenders_take_turns_and_the_order_reverses():
     assert turns == ["a", "a", "b", "b", "b", "b", "a", "a"]
 
 
-def test_compilation_is_reported_and_not_counted():
+def test_compilation_is_reported_separately():
     clock = Clock()
     taken = timing.interleave([clock.contender("a", 50.0, 2.0)], rounds=5, clock=clock)["a"]
     assert taken.first == 50.0
     assert taken.samples == (2.0,) * 5
 
 
-def test_short_calls_are_repeated_and_long_runs_cut():
+def test_short_calls_are_repeated_and_long_runs_stop_early():
     clock = Clock()
     contenders = [clock.contender("short", 0.25), clock.contender("long", 8.0)]
     taken = timing.interleave(contenders, rounds=100, seconds=68.0, sample_seconds=1.0, clock=clock)
@@ -125,7 +125,7 @@ def test_short_calls_are_repeated_and_long_runs_cut():
     assert clock.calls.count("short") == 2 + 3 * (1 + 4)
 
 
-def test_median_quartiles_and_speedup_are_those_of_the_rounds():
+def test_median_quartiles_and_speedup_are_computed_over_rounds():
     ours = timing.Timing((4.0, 1.0, 2.0, 3.0, 5.0), first=9.0)
     peer = timing.Timing((8.0, 3.0, 2.0, 9.0, 10.0), first=9.0)
     assert ours.median == 3.0
@@ -134,7 +134,7 @@ def test_median_quartiles_and_speedup_are_those_of_the_rounds():
     assert timing.geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
 
 
-def test_a_result_says_where_it_was_measured(tmp_path):
+def test_result_records_its_environment(tmp_path):
     path = tmp_path / "new" / "result.json"
     measured = timing.environment() | {"limits": {"matmul_flops_per_s": 1e9}}
     timing.write(path, "how long?", measured, {"seconds": 1.5})
@@ -149,7 +149,7 @@ def test_a_result_says_where_it_was_measured(tmp_path):
         timing.write(path, "how long?", timing.environment(), {})
 
 
-def test_this_processor_is_the_one_that_the_kernels_are_for():
+def test_processor_supports_compiled_kernels():
     """Also in the environment of a result; the kernels take no set that Linux does not name."""
     found = timing.environment()
     assert found["processor"] == processor.processor()
@@ -164,7 +164,7 @@ def test_this_processor_is_the_one_that_the_kernels_are_for():
     assert sets <= set(found["processor"]["instruction_sets"] or [])
 
 
-def test_steps_of_batches_are_counted_from_their_lengths():
+def test_batching_steps_follow_from_lengths():
     """Slot by slot: [4], [2, 3] of two slots; of batches (4, 2), (3,) the longest rows."""
     assert serve.pausing_steps([4, 2, 3], 2) == 3
     assert serve.static_steps([4, 2, 3], 2) == 3 + 2
@@ -181,7 +181,7 @@ def test_steps_of_batches_are_counted_from_their_lengths():
 @pytest.mark.long
 @pytest.mark.parametrize("busy", [None, 0.9])
 @pytest.mark.usefixtures("quick_compilation")
-def test_continuous_and_static_batching_answer_the_same_requests(busy):
+def test_continuous_and_static_batching_give_equal_answers(busy):
     small = replace(specs.SERVE[0].model, num_layers=1, d_model=32)
     case = replace(specs.SERVE[0], model=small, busy=busy, requests=7)
     arrivals = case.arrivals(0.05)
@@ -196,7 +196,7 @@ def test_continuous_and_static_batching_answer_the_same_requests(busy):
 
 
 @pytest.mark.long
-def test_a_load_is_timed_and_its_memory_counted(tmp_path):
+def test_loading_time_and_peak_memory_are_measured(tmp_path):
     """All of the file arrives in memory, and what it takes beside is seen too."""
     load._write(tmp_path / "model", 0.001)
     size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
@@ -205,7 +205,7 @@ def test_a_load_is_timed_and_its_memory_counted(tmp_path):
     assert taken["seconds"] > 0 and 0.5 * size < taken["peak_bytes"] < 8 * size
 
 
-def test_tiles_are_read_and_written_with_their_slack():
+def test_tile_options_round_trip_with_slack():
     texts = "128:64:2", "64:192:3:8"
     tiles = tune_attention._options(["--candidates", *texts]).candidates
     assert tiles == [Blocks(128, 64, 2), Blocks(64, 192, 3, slack=8.0)]

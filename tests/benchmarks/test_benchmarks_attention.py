@@ -34,7 +34,7 @@ def shrunk(case: specs.AttentionCase) -> specs.AttentionCase:
 @pytest.mark.long_except("edge-causal", "edge-band")
 @pytest.mark.slow_except("edge-causal")
 @pytest.mark.parametrize("name", ["edge-everything", "edge-band", "edge-padding", "edge-causal"])
-def test_a_case_says_its_mask_the_same_way_to_everyone(name):
+def test_mask_of_case_matches_its_dense_mask(name):
     case = shrunk(next(c for c in specs.ATTENTION if c.name == name))
     ours = case.mask().materialize(jnp.arange(case.queries), jnp.arange(case.keys))
     shape = (case.batch, 1, case.queries, case.keys)
@@ -47,7 +47,7 @@ def test_a_case_says_its_mask_the_same_way_to_everyone(name):
     assert case.pairs() == ours.sum()
 
 
-def test_flops_count_the_seen_pairs_of_each_product():
+def test_flops_count_visible_pairs_of_each_product():
     case = shrunk(next(c for c in specs.ATTENTION if c.name == "edge-values"))
     pairs = sum(min(t + 1, case.keys) for t in range(case.queries))
     forward = sum(2 * case.batch * case.heads * pairs * d for d in (case.head_dim, case.value_dim))
@@ -66,7 +66,7 @@ def contender(timings, *, direction="backward", case="a", **absent):
     )  # fmt: skip
 
 
-def test_who_computes_something_else_counts_in_no_mean():
+def test_contender_with_different_results_is_excluded_from_means():
     cells = [contender({"ours": 2.0, "torch": 1.0, "flax": 8.0}) for _ in range(2)]
     cells[1] |= {"case": "b", "direction": "backward"}
     cells[1]["difference"]["torch"] = None
@@ -77,7 +77,7 @@ def test_who_computes_something_else_counts_in_no_mean():
     assert means["best peer"]["worst_case"] == "a"
 
 
-def test_goals_are_of_cells_and_contenders_that_exist(monkeypatch):
+def test_goals_name_existing_cells_and_contenders(monkeypatch):
     """The names are those that run on a GPU."""
     cases = {case.name: case for case in specs.attention_cases("gpu")}
     monkeypatch.setattr(jax, "default_backend", lambda: "cuda")
@@ -96,7 +96,7 @@ def test_goals_are_of_cells_and_contenders_that_exist(monkeypatch):
 @pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
 @pytest.mark.parametrize("name", ["edge-alibi", "edge-bias", "edge-capped"])
 @pytest.mark.usefixtures("quick_compilation")
-def test_contenders_differentiate_the_same_or_say_why_not(name, direction):
+def test_contenders_have_equal_gradients_or_give_reason(name, direction):
     compare_contenders(name, direction)
 
 
@@ -104,7 +104,7 @@ def test_contenders_differentiate_the_same_or_say_why_not(name, direction):
 @pytest.mark.long_except("edge-padding")
 @pytest.mark.parametrize("name", ["edge-documents", "edge-window", "edge-band", "edge-padding"])
 @pytest.mark.usefixtures("quick_compilation")
-def test_contenders_see_the_same(name):
+def test_contenders_compute_equal_outputs(name):
     compare_contenders(name, "forward")
 
 
@@ -162,7 +162,7 @@ def in_float64(case):
     ["edge-alibi", "edge-bias", "edge-capped", "edge-documents", "edge-band", "edge-everything"],
 )
 @pytest.mark.usefixtures("quick_compilation")
-def test_what_contenders_are_held_against_is_what_the_case_asks_for(name):
+def test_baseline_of_contenders_matches_float64(name):
     case, options = small(name), attention._options(["--quick", "--ours", "xla"])
     call = contenders.builders(case, "forward+backward", options)["ours"]()
     for mine, expected in zip(call(), in_float64(case), strict=True):
@@ -173,7 +173,7 @@ def test_what_contenders_are_held_against_is_what_the_case_asks_for(name):
     "name", ["one-query", "causal", "window", "padding", "documents", "alibi", "bias"]
 )
 @pytest.mark.parametrize("direction", ["backward", "forward+backward"])
-def test_torchs_attention_is_asked_for_the_same(name, direction):
+def test_torch_attention_matches_float64(name, direction):
     pytest.importorskip("torch")
     case = small(f"edge-{name}", kv_heads=1)
     call = contenders._torch_call(case, direction, attention._options(["--quick"]))
@@ -185,7 +185,7 @@ def test_torchs_attention_is_asked_for_the_same(name, direction):
     assert len(results) == len(expected) - (direction == "backward")
 
 
-def test_torchs_backward_pass_is_timed_without_the_forward_pass(monkeypatch):
+def test_torch_backward_timing_excludes_forward_pass(monkeypatch):
     torch = pytest.importorskip("torch")
     passes, original = [], torch.nn.functional.scaled_dot_product_attention
 
@@ -205,7 +205,7 @@ def test_torchs_backward_pass_is_timed_without_the_forward_pass(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("quick_compilation")
-def test_a_run_for_the_goals_judges_each_of_them(tmp_path, monkeypatch, capsys):
+def test_goals_run_judges_every_goal(tmp_path, monkeypatch, capsys):
     """On a processor, of cells that are tiny: against the faster of two matmuls."""
     cases = [
         replace(case, batch=1, queries=16, keys=16, heads=4, kv_heads=2, head_dim=8, value_dim=8)
@@ -252,7 +252,7 @@ def test_a_run_for_the_goals_judges_each_of_them(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_backward_pass_is_timed_without_the_forward_pass():
+def test_backward_timing_excludes_forward_pass():
     case = replace(specs.attention_cases("quick")[0], queries=5, keys=5)
     options, passes = attention._options(["--quick"]), []
 
@@ -273,7 +273,7 @@ def test_the_backward_pass_is_timed_without_the_forward_pass():
 
 
 @pytest.mark.slow
-def test_a_choice_is_too_slow_where_the_median_and_three_quarters_of_the_rounds_say_so(capsys):
+def test_choice_is_too_slow_if_median_and_three_quarters_of_rounds_agree(capsys):
     """Use a call of 8 tokens, for which "xla" is chosen."""
     best = [1.0, 1.0, 1.0, 1.0, 1.0]
     rounds = {
@@ -291,7 +291,7 @@ def test_a_choice_is_too_slow_where_the_median_and_three_quarters_of_the_rounds_
     assert "xla was not measured" in capsys.readouterr().out
 
 
-def test_quick_is_little_work():
+def test_quick_run_has_few_cells():
     """Programs to compile are its minutes: each cell of each contender, and those of memory."""
     options = attention._options(["--quick"])
     cells = attention._selected(options, "cpu")
@@ -300,7 +300,7 @@ def test_quick_is_little_work():
     assert options.repeats == 3 and options.seconds <= 3 and len(cells) * options.seconds <= 30
 
 
-def test_a_ratio_is_said_to_be_that_of_rounds():
+def test_ratio_is_labelled_as_median_of_rounds():
     """In rounds 1/4, 2/1 and 4/2, a machine that drifts has medians that say the opposite."""
     found = contender({"ours": 2.0, "flax": 1.0})
     for taken in found["timings"].values():

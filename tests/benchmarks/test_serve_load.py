@@ -66,14 +66,14 @@ def test_answers_are_counted_as_equal_different_or_lost():
     assert len(taken.lost) == 3
 
 
-def test_an_answer_to_another_prompt_is_different():
+def test_answer_to_another_prompt_is_different():
     given = [("ab", "first"), ("cd", "first"), ("ef", "third")]
     assert serve_load.compare(given, WANTED) == (2, [("cd", "first")])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
-def test_a_difference_says_how_close_the_two_likeliest_tokens_were():
+def test_difference_reports_log_probabilities_of_two_likeliest_tokens():
     config = ModelConfig(vocab_size=256, d_model=12, num_layers=1, num_heads=2, max_len=16)
     params = init_params(config, jax.random.key(1))
     model = LanguageModel(TextModel(config, params, ByteTokenizer()), "random")

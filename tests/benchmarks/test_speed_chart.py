@@ -82,7 +82,7 @@ def test_committed_pictures_show_the_committed_figures(name):
     assert shown == [f"{value:.2f}" for value in committed_figures()]
 
 
-def test_versions_and_devices_are_those_of_the_results():
+def test_versions_and_devices_match_results():
     """A label's version is in the result's environment; a Zen generation is an AMD CPU family."""
     families = {speed_chart.ZEN5: ("26",), speed_chart.ZEN4: ("25", "17")}
     families[speed_chart.ZEN3] = ("25", "1")

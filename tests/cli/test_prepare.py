@@ -64,7 +64,7 @@ def documents(corpus, name):
     return [corpus.tokenizer.to_bytes(stream[a + 1 : b]).decode() for a, b in pairs]
 
 
-def test_documents_come_back_in_order_each_in_one_part(text, tmp_path):
+def test_documents_keep_their_order_and_are_in_one_part(text, tmp_path):
     corpus = prepare(config(text), tmp_path / "out")
     found = {name: documents(corpus, name) for name in PARTS}
     for name in PARTS:
@@ -86,7 +86,7 @@ def test_workers_and_chunk_size_do_not_change_bytes(text, tmp_path):
         assert documents(whole, name) == documents(cut, name)
 
 
-def test_files_of_tokens_end_at_the_largest_size(tmp_path):
+def test_token_files_have_at_most_shard_size(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("\n".join(f"{i:01000d}" for i in range(1300)))
     corpus = prepare(config(str(file), shard_mb=1), tmp_path / "out")
@@ -143,7 +143,7 @@ def test_paragraphs_files_and_json_lines(tmp_path):
 
 
 @pytest.mark.parametrize("block", [1, 3, 17])
-def test_chunks_begin_at_the_same_documents_however_the_file_is_read(block, tmp_path, monkeypatch):
+def test_chunk_boundaries_do_not_depend_on_read_size(block, tmp_path, monkeypatch):
     file = tmp_path / "text.txt"
     file.write_text(
         "".join(f"document {i}\nline" + "\n  \t\n\n \n"[: 2 + i % 6] for i in range(97))
@@ -159,7 +159,7 @@ def test_chunks_begin_at_the_same_documents_however_the_file_is_read(block, tmp_
         assert content[chunk.start : chunk.start + 8] == b"document"
 
 
-def test_no_chunk_begins_between_the_characters_of_a_line_end(tmp_path, monkeypatch):
+def test_chunks_do_not_split_line_endings(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_bytes(b"".join(b"line %d\r\n" % i for i in range(97)))
     given = read_input(str(tmp_path / "text.txt"))
     for block in (1, 2, 2**20):
@@ -171,7 +171,7 @@ def test_no_chunk_begins_between_the_characters_of_a_line_end(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("content", ["", "\n\n \n"])
-def test_a_file_without_a_document_is_refused(content, tmp_path):
+def test_file_without_documents_is_rejected(content, tmp_path):
     (tmp_path / "text.txt").write_text(content)
     with pytest.raises(DataError, match=r"text.txt': contains no documents$"):
         prepare(config(str(tmp_path / "text.txt")), tmp_path / "out")
@@ -230,9 +230,7 @@ def test_unreadable_file_is_named(name, content, message, tmp_path):
     ("kinds", "fraction", "tokenizer"),
     [(7, 0.01, "byte"), (2, 0.01, "byte"), (2, 0.9999, "word"), (1, 0.01, "byte"), (1, 0.9, "bpe")],
 )
-def test_documents_that_are_all_in_one_part_are_counted_with_a_fraction_that_divides_them(
-    kinds, fraction, tokenizer, tmp_path
-):
+def test_empty_part_is_rejected_with_suggested_fraction(kinds, fraction, tokenizer, tmp_path):
     file = tmp_path / "a.txt"
     lines = [f"line {number % kinds}" for number in range(60 * kinds)]
     file.write_text("\n".join(lines))
@@ -557,7 +555,7 @@ def test_file_system_without_locks_leaves_no_folder(tmp_path, text, monkeypatch)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_line_of_progress_tells_the_rate_and_what_is_left():
+def test_progress_line_shows_rate_and_remaining_time():
     line = ProgressLine()
     line._began, line._before = 100.0, 2_000_000
     done = Progress("reading", 6_000_000, 10_000_000, 1_234)

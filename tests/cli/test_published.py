@@ -340,7 +340,7 @@ def test_dropout_0_turns_off_dropout_of_preset():
 
 
 @pytest.mark.slow
-def test_preferences_begin_at_log_2_whatever_dropout_the_folder_has(dropping, tmp_path, capsys):
+def test_preference_loss_starts_at_log_2_although_folder_has_dropout(dropping, tmp_path, capsys):
     data = tmp_path / "pairs.jsonl"
     data.write_text('{"prompt": "ab", "chosen": "cde", "rejected": "fg"}\n' * 3)
     more = ["--val-data", str(data), "--task", "preference"]
@@ -466,7 +466,7 @@ def test_unseen_character_is_rejected_in_wider_vocabulary(tmp_path):
     assert loaded.decode(tokenizer.encode("hold")) == "hold"
 
 
-def test_qwen2_is_written_with_qwen_s_tokenizer_alone(tmp_path):
+def test_qwen2_can_be_saved_only_with_qwen_tokenizer(tmp_path):
     from transformer_jax.pretrained.save import check_tokenizer
     from transformer_jax.tokenizers.gguf_metadata import QWEN2_SPLIT
 

@@ -551,7 +551,7 @@ def fit_parameters(run: Path) -> int:
     return sum(array.size for name, array in arrays.items() if name.startswith("params:"))
 
 
-def test_a_loss_per_byte_is_called_so():
+def test_report_names_unit_of_loss():
     def report_lines(tokenizer: str) -> str:
         config = dataclasses.replace(tj.train_preset(None), tokenizer=tokenizer)
         task = SimpleNamespace(config=config, data=SimpleNamespace(val=range(8), val_characters=6))

@@ -376,7 +376,7 @@ LIMITED = [  # vocabulary, longest, beams, results, stop, groups, diversity
 @pytest.mark.slow
 @pytest.mark.long_except("(3, 5, 3, 3, (), 1, 0.0)")
 @pytest.mark.parametrize("case", LIMITED, ids=str)
-def test_limited_rows_match_the_row_alone(case):
+def test_limited_rows_match_separate_rows(case):
     """Ragged prompts with limits match plain Python, and bitwise the row alone."""
     vocab, longest, beams, results, stop, groups, diversity = case
     prompt, lengths = prompts(vocab, columns=5), np.array([5, 1, 2, 4], np.int32)
@@ -458,7 +458,7 @@ def test_row_reads_nothing_after_its_limit():
 
 
 @pytest.mark.slow
-def test_limited_row_needs_no_more_cache_than_alone():
+def test_limited_row_needs_no_more_cache_than_a_separate_row():
     """The cache is full when the row ends; another token would make the row nonfinite."""
     params, prompt, limits = network(ROPE), prompts(VOCAB, rows=3, columns=5), [2, 6, 4]
     step, lengths = make_step(build(ROPE)), [5, 1, 3]

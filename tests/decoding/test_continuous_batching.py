@@ -145,7 +145,7 @@ def arriving(requests):
         pytest.param("gru", SAMPLED, id="gru-sampled", marks=pytest.mark.long),
     ],
 )
-def test_each_request_gets_the_same_tokens_as_alone(kind, options):
+def test_each_request_gets_the_tokens_of_a_separate_call(kind, options):
     """23 requests share 3 slots and arrive at random; with `pause`, also in another order."""
     model, requests = MODELS[kind](), some_requests()
     got = served(model, arriving(requests), options)

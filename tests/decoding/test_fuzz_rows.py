@@ -8,7 +8,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.long
-def test_rows_of_random_batches_match_rows_alone():
+def test_rows_of_random_batches_match_separate_rows():
     ran, failed = fuzz(7, cases=10 * len(ENTRIES))
     assert not failed, "\n".join(failed)
     assert set(ran) == set(ENTRIES)

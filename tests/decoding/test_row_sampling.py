@@ -81,7 +81,7 @@ def test_top_p_and_row_sampling_keep_the_smallest_set(rng, p):
 
 
 @pytest.mark.slow
-def test_row_sampling_gives_the_same_tokens_as_alone():
+def test_row_sampling_gives_the_tokens_of_a_separate_call():
     params = tj.init_params(CONFIG, jax.random.key(0))
     prompt = np.array([[3, 1, 4, 1, 5]] * len(WAYS))
 

@@ -52,7 +52,7 @@ def check_output(code: str, printed: str, expected: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("registering")
 @pytest.mark.parametrize("page", [README, *OWN_STEP], ids=lambda p: p.stem)
-def test_code_prints_what_the_page_says(page, monkeypatch):
+def test_code_prints_output_shown_on_page(page, monkeypatch):
     name = page.stem if page.stem.startswith("howto_") else f"page_{page.stem}"
     module = types.ModuleType(name)  # whose classes are found by name, as a file's are
     monkeypatch.setitem(sys.modules, name, module)
@@ -86,13 +86,13 @@ def copy_with_changes(text: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", CHANGES, ids=lambda p: p.stem)
-def test_lines_that_a_page_changes_are_in_their_files(page, tmp_path):
+def test_lines_changed_by_page_occur_once_in_their_files(page, tmp_path):
     copy_with_changes(page.read_text(), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", CHANGES, ids=lambda p: p.stem)
-def test_code_after_a_change_prints_what_the_page_says(page, tmp_path):
+def test_code_with_changes_prints_output_shown_on_page(page, tmp_path):
     text = page.read_text()
     copy_with_changes(text, tmp_path)
     pairs = blocks(text)
@@ -108,7 +108,7 @@ def test_code_after_a_change_prints_what_the_page_says(page, tmp_path):
         check_output(code, printed, expected)
 
 
-def test_the_navigation_lists_every_page():
+def test_navigation_lists_every_page():
     text = (ROOT / "mkdocs.yml").read_text()
     listed = re.findall(r"[\w/]+\.md$", text[text.index("\nnav:") :], re.M)
     there = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
@@ -117,7 +117,7 @@ def test_the_navigation_lists_every_page():
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_lead_to_files(name):
+def test_links_point_to_existing_files(name):
     links = re.findall(r"""(?:\]\(|href="|src=")([^)"#]+)""", (ROOT / name).read_text())
     local = [link for link in links if not link.startswith("https://")]
     assert local
@@ -125,7 +125,7 @@ def test_links_lead_to_files(name):
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda p: p.stem)
-def test_links_of_the_site_stay_within_it(page):
+def test_site_links_point_to_pages_of_site(page):
     """Check links as mkdocs --strict does, without mkdocs."""
     links = re.findall(r"""(?:\]\(|href="|src=")([^)"#]+)""", page.read_text())
     local = [(page.parent / link).resolve() for link in links if "://" not in link]
@@ -137,7 +137,7 @@ TEXTS = [ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *PAGES]
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda p: f"{p.parent.name}-{p.stem}")
-def test_files_and_commands_that_a_page_names_are_there(page):
+def test_files_and_commands_named_on_page_exist(page):
     text = page.read_text()
     folders = "transformer_jax|kernels|tests|benchmarks|reproduce|docs"
     paths = {path for path in re.findall(rf"\b(?:{folders})/[\w/.*]+\w", text)}
@@ -151,7 +151,7 @@ def test_files_and_commands_that_a_page_names_are_there(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_cells_of_tables_have_at_most_120_characters(page):
+def test_table_cells_have_at_most_120_characters(page):
     outside = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     rows = re.findall(r"^\|.*\|$", outside, re.M)
     cells = [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
@@ -159,7 +159,7 @@ def test_cells_of_tables_have_at_most_120_characters(page):
     assert [cell for cell in shown if len(cell) > 120] == []
 
 
-def test_pages_begin_with_what_they_are_for():
+def test_pages_begin_with_paragraph_of_text():
     """Check that the first paragraph is words, and that what holds for all pages is said once."""
     said = "is printed by the code above it"
     for page in PAGES:
@@ -173,7 +173,7 @@ def test_llms_txt_lists_the_pages():
     assert (ROOT / "docs" / "llms.txt").read_text() == script["llms_txt"]()
 
 
-def test_the_reference_has_a_page_for_every_folder():
+def test_reference_has_page_for_every_folder():
     package = ROOT / "transformer_jax"
     folders = {path.parent.name for path in package.glob("*/__init__.py")} | {"kernels"}
     reference = ROOT / "docs" / "reference"
@@ -187,7 +187,7 @@ def test_the_reference_has_a_page_for_every_folder():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["architecture", "three_questions"])
-def test_functions_that_a_page_names_are_where_it_says(page):
+def test_functions_named_on_page_are_in_stated_file(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     named = re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`\)", text)
     assert len(named) > 30
@@ -232,6 +232,6 @@ def defined(tree: ast.AST) -> set[str]:
         ("tokenizers", 3), ("training", 2),
     ],
 )  # fmt: skip
-def test_a_page_has_output_to_compare(page, least):
+def test_page_shows_minimum_number_of_outputs(page, least):
     pairs = blocks((ROOT / "docs" / f"{page}.md").read_text())
     assert sum(bool(out) for _, out in pairs) >= least

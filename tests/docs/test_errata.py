@@ -31,7 +31,7 @@ def written(number: str, side: str, *values: str) -> None:
         assert value in (says if side == "says" else right), (number, side, value)
 
 
-def test_the_page_has_every_slip_in_order():
+def test_page_lists_every_slip_in_order():
     assert list(ROWS) == [str(i) for i in range(1, 20)]
     for number, (place, says, right) in ROWS.items():
         assert place and says and right and says != right, number
@@ -39,7 +39,7 @@ def test_the_page_has_every_slip_in_order():
     assert set(ROWS) <= set(numbers)  # each is shown by a line that the page runs
 
 
-def test_weights_and_context_of_three_states():
+def test_weights_and_context_of_three_states_are_corrected():
     """2, 3: the slide's .3374 and .4125 do not follow from its own rounded exponentials."""
     h, scores = np.array([[1, 0], [0, 1], [1, 1.0]]), np.array([0.5, 0.2, 0.7])
     exact = softmax(scores)
@@ -65,7 +65,7 @@ def test_division_by_the_reciprocal_root_squares_the_variance():
     assert abs((scores * (1 / 61**0.5)).var() - 1) < 0.03
 
 
-def test_what_a_token_sees_through_windows_of_ten():
+def test_stacked_windows_of_ten_show_nine_more_tokens_per_layer():
     """10: by sets of tokens, not by a mask."""
 
     def sees(token, layers):
@@ -80,7 +80,7 @@ def test_what_a_token_sees_through_windows_of_ten():
     written("10", "right", "1 to 10", "1 to 19", "19 tokens")
 
 
-def test_the_derivative_of_a_saturated_softmax_vanishes():
+def test_derivative_of_saturated_softmax_vanishes():
     """11: the Jacobian diag(p) - p p^T of unscaled scores falls with d, of scaled ones it stays."""
     rng, sizes = np.random.default_rng(0), []
     for d in (16, 256, 4096):
@@ -95,14 +95,14 @@ def test_the_derivative_of_a_saturated_softmax_vanishes():
     assert raw[0] > 2 * raw[1] > 4 * raw[2] and scaled.max() < 1.2 * scaled.min()
 
 
-def test_the_rotary_loss_on_the_page_is_that_of_its_picture():
+def test_rotary_loss_on_page_matches_its_measurement():
     """14: the two figures are in the positions page's measurement."""
     written("14", "right", "0.64", "3.04", "64 to 96")
     positions = PATH.with_name("positions.md").read_text()
     assert "| rotary | 0.644 | 2.456 | 3.040 | 3.014 |" in positions
 
 
-def test_the_example_of_three_words():
+def test_example_of_three_words_is_corrected():
     """16 to 18: V, where V stands, and what a residual connection adds."""
     angles = np.arange(3)[:, None] * np.array([1, 0.01])
     pe = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(3, 4)
@@ -130,7 +130,7 @@ def test_the_example_of_three_words():
     written("18", "right", "-1.5479, .7006, 1.0378, -.1905")
 
 
-def test_the_last_masked_weight():
+def test_last_masked_weight_is_corrected():
     """19: .8668 is .87 in two digits, where the slide has .86."""
     exact = softmax(np.array([4.0, 6, 8]))
     assert exact.round(4).tolist() == [0.0159, 0.1173, 0.8668]

@@ -66,7 +66,7 @@ def near(actual, expected, digits: int = 4) -> None:
 
 
 @pytest.mark.slow_except("xla")
-def test_attention_over_encoder_states(implementation):
+def test_attention_over_encoder_states_matches_slide(implementation):
     settings = dict(scale=1.0, implementation=implementation)
     weights, context = weights_and_out(DECODER_STATE, ENCODER_STATES, ENCODER_STATES, **settings)
     near(weights[0], ENCODER_WEIGHTS, 6)
@@ -75,14 +75,14 @@ def test_attention_over_encoder_states(implementation):
     near(context[0], [0.7499, 0.6626], 3)
 
 
-def test_attention_over_encoder_states_by_its_own_function():
+def test_state_attention_matches_slide():
     arrays = (x[None].astype(np.float32) for x in (DECODER_STATE, ENCODER_STATES))
     context, weights = map(np.asarray, jax.jit(state_attention)(*arrays))
     near(weights[0, 0], ENCODER_WEIGHTS, 6)
     near(context[0, 0], [0.7499, 0.6626], 3)
 
 
-def test_the_neuron_of_three_inputs():
+def test_neuron_with_three_inputs_matches_slide():
     x, w, b = np.array([0.5, 0.6, 0.1]), np.array([0.2, 0.3, 0.9]), 0.5
     # one step of gradient descent towards the target 1, at the rate .1
     loss = lambda w, b, x: -jax.nn.log_sigmoid(w @ x + b)  # noqa: E731
@@ -100,7 +100,7 @@ def test_the_neuron_of_three_inputs():
     near(b - 0.1 * slopes[1], 0.5295)
 
 
-def test_the_table_of_positions_has_ten_decimals_in_float64():
+def test_position_table_matches_ten_decimals_in_float64():
     slide = (
         "0.0000000000 1.0000000000 0.0000000000 1.0000000000",
         "0.8414709848 0.5403023059 0.0099998333 0.9999500004",
@@ -113,7 +113,7 @@ def test_the_table_of_positions_has_ten_decimals_in_float64():
 
 
 @pytest.mark.slow
-def test_the_state_is_updated_by_the_last_state_the_context_and_the_word():
+def test_next_state_depends_on_last_state_context_and_word():
     """s_t = tanh(W [s_{t-1}; c_t] + W_y y + b) of an Elman cell whose input is the context."""
     config = RecurrentConfig(
         vocab_size=7, source_vocab_size=11, d_embed=3, d_hidden=5, cell="rnn", attention="dot",

@@ -21,14 +21,14 @@ def script():
     return runpy.run_path(str(ROOT / "docs" / "notebooks.py"))
 
 
-def test_notebooks_are_what_the_script_makes_of_the_pages(script):
+def test_notebooks_match_script_output(script):
     assert {path.stem for path in NOTEBOOKS} == set(script["NOTEBOOKS"])
     for path in NOTEBOOKS:
         assert path.read_text() == script["notebook"](path.stem), "run docs/notebooks.py"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebooks_install_first_and_hold_what_their_page_says_is_printed(path, script):
+def test_notebooks_install_package_and_store_output_of_their_page(path, script):
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     assert "pip install" in "".join(cells[0]["source"]) and len(cells) > 3
     page = (ROOT / "docs" / f"{script['NOTEBOOKS'][path.stem][0]}.md").read_text()
@@ -39,7 +39,7 @@ def test_notebooks_install_first_and_hold_what_their_page_says_is_printed(path, 
             assert re.search(re.escape(last) + "(  # fmt: skip)?\n```\n\n" + re.escape(lines), page)
 
 
-def test_links_of_notebooks_lead_to_pages():
+def test_notebook_links_point_to_existing_files():
     for path in NOTEBOOKS:
         cells = json.loads(path.read_text())["cells"]
         text = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")

@@ -78,7 +78,7 @@ def from_library(config, **changes):
 
 @pytest.mark.slow_except("gpt2")
 @each_config
-def test_the_parameters_have_the_library_s_names_and_shapes(config, key):
+def test_parameters_have_names_and_shapes_of_library(config, key):
     ours = jax.eval_shape(lambda: one_file.init_params(config, key))
     theirs = jax.eval_shape(lambda: tj.init_params(library_config(config), key))
     shapes, expected = (
@@ -91,13 +91,13 @@ def test_the_parameters_have_the_library_s_names_and_shapes(config, key):
 
 @pytest.mark.slow
 @each_config
-def test_logits_equal_the_library_s(config):
+def test_logits_match_library(config):
     params, tokens, expected = from_library(config)
     assert_near(forward(params, config, tokens)[0], expected, LOGITS_F32)
 
 
 @pytest.mark.slow
-def test_logits_equal_the_library_s_with_biases_of_queries_keys_and_values_alone():
+def test_logits_with_only_qkv_biases_match_library():
     params, tokens, expected = from_library(LLAMA, qkv_bias=True)
     attention = params["decoder"]["block_1"]["attention"]
     assert "bias" in attention["key"] and "bias" not in attention["out"]
@@ -106,7 +106,7 @@ def test_logits_equal_the_library_s_with_biases_of_queries_keys_and_values_alone
 
 @pytest.mark.slow
 @each_config
-def test_a_text_read_in_parts_through_the_cache_has_the_library_s_logits(config):
+def test_logits_with_cache_match_library(config):
     params, tokens, expected = from_library(config)
     cache, parts = one_file.init_cache(config, batch=2, capacity=17), []
     for start, end in ((0, 5), (5, 6), (6, 7), (7, 13)):
@@ -119,7 +119,7 @@ def test_a_text_read_in_parts_through_the_cache_has_the_library_s_logits(config)
 @pytest.mark.slow
 @pytest.mark.long_except("gpt2")
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_greedy_tokens_equal_the_library_s(config, key):
+def test_greedy_tokens_match_library(config, key):
     params, tokens, _ = from_library(config)
     prompt, theirs = tokens[:, :5], library_config(config)
     new = one_file.generate(params, config, prompt, key, num_tokens=11, temperature=0.0)
@@ -130,7 +130,7 @@ def test_greedy_tokens_equal_the_library_s(config, key):
 
 
 @pytest.mark.slow
-def test_gradients_equal_the_library_s():
+def test_gradients_match_library():
     """They flow through the cache that `forward` makes for itself."""
     params, tokens, _ = from_library(LLAMA)
     model = tj.build(library_config(LLAMA))
@@ -148,7 +148,7 @@ def test_gradients_equal_the_library_s():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.7, None), (1.3, 3)])
-def test_tokens_are_drawn_as_often_as_the_library_s_distribution_says(temperature, top_k, key):
+def test_token_frequencies_match_distribution_of_library(temperature, top_k, key):
     logits = jnp.array([0.3, 1.1, -0.7, 0.9, 2.0, -1.3, 0.5])
     processors = [tj.Temperature(temperature), *([] if top_k is None else [tj.TopK(top_k)])]
     p = np.asarray(jax.nn.softmax(tj.Sample(*processors).distribution(logits)), np.float64)
@@ -159,7 +159,7 @@ def test_tokens_are_drawn_as_often_as_the_library_s_distribution_says(temperatur
 
 
 @pytest.mark.slow
-def test_each_token_of_each_row_is_drawn_anew(key):
+def test_each_token_of_each_row_is_drawn_independently(key):
     params, tokens, _ = from_library(GPT2)
     same = jnp.broadcast_to(tokens[:1, :5], (2, 5))
     texts = one_file.generate(params, GPT2, same, key, num_tokens=13, temperature=1e6)
@@ -168,14 +168,14 @@ def test_each_token_of_each_row_is_drawn_anew(key):
 
 
 @pytest.mark.slow
-def test_a_text_longer_than_max_len_is_refused(key):
+def test_text_longer_than_max_len_is_rejected(key):
     params, tokens, _ = from_library(GPT2)
     with pytest.raises(ValueError, match="20 tokens are more than max_len 19"):
         one_file.generate(params, GPT2, tokens, key, num_tokens=7)
 
 
 @pytest.mark.slow
-def test_a_token_without_a_row_or_a_slot_has_logits_of_nan():
+def test_token_without_embedding_or_slot_gives_nan_logits():
     """An unknown token makes the whole text NaN: every query sums over its value, times 0 too."""
     params, tokens, _ = from_library(LLAMA)
     logits, _ = forward(params, LLAMA, tokens.at[0, 7].set(LLAMA.vocab_size))
@@ -185,7 +185,7 @@ def test_a_token_without_a_row_or_a_slot_has_logits_of_nan():
 
 
 @pytest.mark.slow
-def test_rotations_are_as_exact_as_the_page_says():
+def test_rotations_have_accuracy_stated_on_page():
     """At position 8191 with Llama 3's base, against float64; the vectors have length sqrt(2)."""
     i, positions = np.arange(64), jnp.array([8191])
     a = 8191 * 500_000.0 ** (-i / 64)
@@ -197,7 +197,7 @@ def test_rotations_are_as_exact_as_the_page_says():
     assert_near(theirs, expected, FORWARD_F32)
 
 
-def test_the_file_is_short_and_plain():
+def test_file_is_short_and_imports_little():
     text = FILE.read_text()
     lines = text.splitlines()
     assert len(lines) <= 200
@@ -212,28 +212,28 @@ def test_the_file_is_short_and_plain():
 
 
 @pytest.mark.slow
-def test_the_file_runs_as_a_program(capsys):
+def test_file_runs_as_program(capsys):
     runpy.run_path(str(FILE), run_name="__main__")
     written, read = re.findall(r"\[([\d ]+)\]", capsys.readouterr().out)
     assert len(set(written.split())) > 3
     assert written == read
 
 
-def test_the_configs_are_the_library_s_presets():
+def test_default_config_equals_gpt2_preset():
     """Sizes that a preset leaves to its defaults are written out; dropout is training's affair."""
     plain = dict(num_kv_heads=12, d_ff=3072, dropout=0.0, attention_dropout=0.0)
     assert library_config(one_file.Config()) == tj.preset("gpt2", **plain)
 
 
 @pytest.mark.slow
-def test_code_that_the_page_quotes_is_in_the_file():
+def test_code_quoted_on_page_is_in_file():
     quoted = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(quoted) > 2
     assert [text for text in quoted if text not in FILE.read_text()] == []
 
 
 @pytest.mark.slow
-def test_names_of_the_page_s_table_are_in_the_file_and_in_the_library():
+def test_names_in_page_table_exist_in_file_and_library():
     rows = re.findall(r"^\| (`[^|]*) \| ([^|]*\.py[^|]*) \|", PAGE.read_text(), re.M)
     assert len(rows) > 11
     ours, theirs = " ".join(row[0] for row in rows), " ".join(row[1] for row in rows)

@@ -159,7 +159,7 @@ def test_features_reconstructions_and_loss_match_formulas(active):
         ("block_1/feed_forward/input", "block_1/feed_forward/output"),
     ],
 )
-def test_scores_and_examples_are_those_of_captured_values(place, target, scanned):
+def test_scores_and_examples_match_captured_values(place, target, scanned):
     model, params = model_of("gpt2", scanned=scanned)
     width = 24 if place.endswith("heads") else D
     dictionary = random_dictionary(place, target, width=width, target_width=width, features=29)

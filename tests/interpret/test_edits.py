@@ -73,7 +73,7 @@ def test_mean_is_taken_over_tokens_of_call(over):
 
 @pytest.mark.parametrize("over", ["tokens", "rows", "both"])
 @pytest.mark.parametrize("place", ["block_0/residual", "block_0/attention/heads", "*/weights"])
-def test_an_edit_of_a_value_is_that_of_numpy(place, over):
+def test_edit_of_value_matches_numpy(place, over):
     """Includes attention weights [B, N, T, S], with other axes for tokens and heads."""
     shapes = {"block_0/residual": (B, T, D), "*/weights": (B, 3, T, 11)}
     value = np.random.default_rng(7).standard_normal(shapes.get(place, (B, T, 3, 5)))
@@ -158,7 +158,7 @@ def test_traced_index_out_of_range_makes_value_nan(name):
         assert np.isfinite(found).all() and (found == 0).any()
 
 
-def test_a_traced_index_counts_from_the_first_token_of_the_sequence():
+def test_traced_index_counts_from_first_token_of_sequence():
     token, call = np.ones((B, 1, D), np.float32), Call(whole=False, starts=None, padded=None)
 
     @jax.jit
@@ -172,7 +172,7 @@ def test_a_traced_index_counts_from_the_first_token_of_the_sequence():
 
 @pytest.mark.slow_except("None")
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_a_traced_token_that_no_row_reaches_makes_its_row_nan(chunk):
+def test_traced_token_beyond_its_row_makes_row_nan(chunk):
     """Rows of 5 and 3 tokens plus 4 new ones: no row reads token 8, one row reads token 7."""
     model, params = model_of("gpt2")
     vector, lengths = np.arange(D, dtype=np.float32), np.array([5, 3])
@@ -196,7 +196,7 @@ def test_a_traced_token_that_no_row_reaches_makes_its_row_nan(chunk):
 
 
 @pytest.mark.slow
-def test_keys_and_values_of_a_source_are_numbered_by_its_own_tokens():
+def test_source_keys_and_values_are_indexed_by_source_tokens():
     """Token 5 exists in a source of 7 although the target has 3 tokens."""
     config = ModelConfig(
         kind="encoder-decoder", vocab_size=13, d_model=D, num_layers=1, num_heads=2, max_len=11
@@ -217,7 +217,7 @@ def test_keys_and_values_of_a_source_are_numbered_by_its_own_tokens():
 
 
 @pytest.mark.slow
-def test_one_row_of_a_padded_batch_is_edited_alone():
+def test_edit_of_one_row_of_padded_batch_does_not_affect_others():
     """The edit selects the row through `positions`."""
     model, params = model_of("gpt2")
     vector, lengths = np.arange(D, dtype=np.float32), np.array([5, 3])

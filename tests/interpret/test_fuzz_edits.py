@@ -15,7 +15,7 @@ EDITS = ("add", "positions", "mean", "last", "missing")
 )  # fmt: skip
 @pytest.mark.parametrize("which", EDITS)
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_an_edit_is_that_of_one_pass_over_the_sequence_or_refused_by_name(entry, which):
+def test_edit_matches_single_pass_or_is_rejected_by_name(entry, which):
     name, wrong = case(3, ENTRIES.index(entry), kind="learned", entry=entry, which=which)
     assert not wrong, f"{name}: {wrong}"
 

@@ -63,7 +63,7 @@ def test_heads_that_attend_to_one_kind_of_token_have_a_score_of_1():
     np.testing.assert_array_equal(found, np.eye(3, dtype=np.float32))
 
 
-def test_a_rollout_multiplies_the_layers_and_its_rows_sum_to_1():
+def test_rollout_multiplies_layers_and_its_rows_sum_to_1():
     weights = random_weights(2, 3, 5, 7, 7)
     found = np.asarray(jax.jit(attention_rollout)(weights))
     for b in range(2):
@@ -134,7 +134,7 @@ def test_integrated_gradients_are_complete(shape, scanned):
     assert abs(found.sum() - wanted) <= 1e-4 * max(1, np.abs(found).sum())
 
 
-def test_integrated_gradients_of_a_square_are_its_difference():
+def test_integrated_gradients_of_square_equal_its_difference():
     """Without branches and norm, logit z_t is linear in token t, which gets all of z_t^2."""
     model, params = model_of("no norm")
     silent = {

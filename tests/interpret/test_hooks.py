@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.mark.slow_except("gpt2")
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "neox"])
-def test_places_of_hooks_have_the_values_that_hooks_see(shape):
+def test_places_have_values_of_their_hooks(shape):
     config = SHAPES[shape]
     turned = "" if shape == "gpt2" else "rot_"
     names = [n for n in IN_BLOCK if "rot_" not in n and n[-2:] not in ("_q", "_k")]

@@ -43,7 +43,7 @@ def test_lens_applies_final_norm_and_output_to_every_stream(shape, scanned):
             assert_near(lens[row, i], want, NEAR)
 
 
-def test_the_lens_of_the_embedding_is_its_norm_times_the_table():
+def test_lens_of_embedding_is_its_norm_times_output_table():
     model, params = model_of("gpt2")
     found = jax.jit(lambda own: logit_lens(model, own, draw())[:, 0])(params)
     own = double(params)
@@ -109,7 +109,7 @@ def test_attributions_match_formula(shape, scanned):
     "shape",
     ["gpt2", "llama", "gemma", "t5", "encoder", "no norm", "gptj", "attention alone"],
 )
-def test_the_parts_sum_to_the_logit_and_to_the_difference(shape):
+def test_parts_sum_to_logit_and_to_difference(shape):
     model, params = model_of(shape, scanned=shape == "llama")
     target, other = draw(3), draw(4)
 

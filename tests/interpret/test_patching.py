@@ -158,7 +158,7 @@ def test_attribution_patching_is_derivative_of_patching(scanned):
     assert_near(found, wanted, 2 * GRADIENT_F32)
 
 
-def test_one_token_of_the_logits_put_in_is_that_token_of_the_other_run():
+def test_patch_of_one_token_of_logits_gives_that_token_of_other_run():
     """The metric is linear in the logits, with a different weight for each token."""
     model, params = model_of("gpt2", scanned=True)
     clean, corrupted = (x[..., 3] for x in logits_of(True))

@@ -154,7 +154,7 @@ def test_path_patching_to_all_receivers_matches_patch(shape, scanned):
     assert np.abs(received - base).max() > 1e-3
 
 
-def test_the_direct_effect_of_the_embedding_is_its_share_of_the_logits():
+def test_direct_effect_of_embedding_is_its_share_of_logits():
     """Without a final norm, a logit is linear in the stream; each token has a different weight."""
     model, params = model_of("no norm")
     apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0])

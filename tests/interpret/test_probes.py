@@ -64,7 +64,7 @@ def test_class_probe_minimizes_loss_and_is_scored_on_last_rows():
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_probe_of_numbers_is_that_of_the_normal_equations(several):
+def test_number_probe_satisfies_normal_equations(several):
     values, _ = drawn()
     rng = np.random.default_rng(5)
     numbers = values[..., :2] @ rng.standard_normal((2, 2)) + rng.standard_normal((ROWS, T, 2))

@@ -13,7 +13,7 @@ NEAR = 5 * FORWARD_F32
 
 
 @pytest.mark.parametrize("over", ["last", "all"])
-def test_a_vector_of_the_embedding_is_that_of_the_tables(over):
+def test_steering_vector_of_embedding_matches_tables(over):
     model, params = model_of("gpt2")
     positive, negative = [[3, 5, 7, 11], [2, 19]], [[13], [17, 23, 29, 5]]
     found = steering_vector(model, params, positive, negative, "embedding", over=over)

@@ -42,7 +42,7 @@ def test_identity_translators_give_logit_lens_bitwise(shape, scanned):
     np.testing.assert_array_equal(found, plain(params, *given))
 
 
-def test_logits_and_divergence_are_those_of_translated_streams():
+def test_logits_and_divergence_follow_from_translated_streams():
     model, params = model_of("llama", scanned=True)
     own, tokens = random_translators(), draw()
     both = lambda *given: (tuned_lens(model, *given), lens_divergence(model, *given))  # noqa: E731

@@ -499,6 +499,6 @@ def test_kernels_trace_with_x64_enabled(name, where):
 
 
 @pytest.mark.slow
-@pytest.mark.long_except("test_every_mask_matches_the_oracle[composition]")
+@pytest.mark.long_except("test_every_mask_matches_oracle[composition]")
 class TestHopper(InInterpreter):
     implementation = "pallas"

@@ -89,8 +89,8 @@ SLIPS: tuple[Slip, ...] = (
             "dropout drops the same weights in every row and head",
             "return _absorb(a, b, jnp.arange(B * N, dtype=jnp.uint32).reshape(B, N))",
             "return _absorb(a, b, jnp.zeros((B, N), jnp.uint32))",
-            "attention/test_attention.py::TestXla::test_dropout_keeps_its_rate_and_the_expectation "
-            "attention/test_attention.py::TestXla::test_every_option_at_once_matches_the_oracle",
+            "attention/test_attention.py::TestXla::test_dropout_has_its_rate_and_keeps_the_mean "
+            "attention/test_attention.py::TestXla::test_all_options_together_match_oracle",
         ),
     ),
     *of(
@@ -219,7 +219,7 @@ SLIPS: tuple[Slip, ...] = (
             "a sink does not update the row's maximum",
             "row_max = jnp.maximum(row_max, jax.lax.stop_gradient(sink))",
             "row_max = jnp.maximum(row_max, 0 * jax.lax.stop_gradient(sink))",
-            "attention/test_attention.py::TestXla::test_every_option_at_once_matches_the_oracle",
+            "attention/test_attention.py::TestXla::test_all_options_together_match_oracle",
         ),
     ),
     *of(
@@ -351,7 +351,7 @@ SLIPS: tuple[Slip, ...] = (
             "bits are nats times log 2 instead of divided by it",
             "bits = nats / math.log(2)",
             "bits = nats * math.log(2)",
-            "cli/test_train.py::test_a_loss_per_byte_is_called_so",
+            "cli/test_train.py::test_report_names_unit_of_loss",
         ),
     ),
     *of(
@@ -408,7 +408,7 @@ SLIPS: tuple[Slip, ...] = (
             "document offsets count from the last block",
             "start, seen = start + tail, seen[tail:]",
             "seen = seen[tail:]",
-            "cli/test_prepare.py::test_chunks_begin_at_the_same_documents_however_the_file_is_read",
+            "cli/test_prepare.py::test_chunk_boundaries_do_not_depend_on_read_size",
         ),
     ),
     *of(
@@ -417,7 +417,7 @@ SLIPS: tuple[Slip, ...] = (
             "a read continues past the end of a file",
             "into[done : done + self.shard_tokens - at]",
             "into[done : done + self.shard_tokens]",
-            "cli/test_prepare.py::test_files_of_tokens_end_at_the_largest_size",
+            "cli/test_prepare.py::test_token_files_have_at_most_shard_size",
         ),
     ),
     *of(
@@ -432,7 +432,7 @@ SLIPS: tuple[Slip, ...] = (
             "a document ends one token late",
             "dtype=np.int64) - 1\n",
             "dtype=np.int64)\n",
-            "cli/test_prepare.py::test_documents_come_back_in_order_each_in_one_part",
+            "cli/test_prepare.py::test_documents_keep_their_order_and_are_in_one_part",
         ),
     ),
     *of(
@@ -1182,7 +1182,7 @@ SLIPS: tuple[Slip, ...] = (
             "a rollout omits the residual stream",
             "mixed = weights.astype(jnp.float32).mean(axis=2) + jnp.eye(T)[None, None]",
             "mixed = weights.astype(jnp.float32).mean(axis=2)",
-            "interpret/test_heads.py::test_a_rollout_multiplies_the_layers_and_its_rows_sum_to_1",
+            "interpret/test_heads.py::test_rollout_multiplies_layers_and_its_rows_sum_to_1",
         ),
     ),
     *of(
@@ -1191,7 +1191,7 @@ SLIPS: tuple[Slip, ...] = (
             "integration points come only from the first half of the path",
             "(nodes + 1) / 2, x1.dtype",
             "(nodes + 1) / 4, x1.dtype",
-            "interpret/test_heads.py::test_integrated_gradients_of_a_square_are_its_difference",
+            "interpret/test_heads.py::test_integrated_gradients_of_square_equal_its_difference",
         ),
     ),
     *of(
@@ -1200,13 +1200,13 @@ SLIPS: tuple[Slip, ...] = (
             "patching uses the previous token",
             "selected = selected & (jnp.arange(sizes[i]) == index[i]).reshape(shape)",
             "selected = selected & (jnp.arange(sizes[i]) == index[i] - 1).reshape(shape)",
-            "interpret/test_patching.py::test_one_token_of_the_logits_put_in_is_that_token_of_the_other_run",
+            "interpret/test_patching.py::test_patch_of_one_token_of_logits_gives_that_token_of_other_run",
         ),
         (
             "attribution patching has the wrong sign",
             "(value.astype(jnp.float32) - before[name].astype(jnp.float32)) * gradient",
             "(before[name].astype(jnp.float32) - value.astype(jnp.float32)) * gradient",
-            "interpret/test_patching.py::test_one_token_of_the_logits_put_in_is_that_token_of_the_other_run",
+            "interpret/test_patching.py::test_patch_of_one_token_of_logits_gives_that_token_of_other_run",
         ),
     ),
     *of(
@@ -1215,7 +1215,7 @@ SLIPS: tuple[Slip, ...] = (
             "branches on a path stay fixed at the clean prompt",
             "constants = apply(corrupted, capture=frozen)[1]",
             "constants = apply(clean, capture=frozen)[1]",
-            "interpret/test_paths.py::test_the_direct_effect_of_the_embedding_is_its_share_of_the_logits",
+            "interpret/test_paths.py::test_direct_effect_of_embedding_is_its_share_of_logits",
         ),
     ),
     *of(
@@ -1224,13 +1224,13 @@ SLIPS: tuple[Slip, ...] = (
             "a mean over tokens is taken over rows",
             '{"tokens": (tokens,), "rows": (0,), ',
             '{"tokens": (0,), "rows": (tokens,), ',
-            "interpret/test_edits.py::test_an_edit_of_a_value_is_that_of_numpy",
+            "interpret/test_edits.py::test_edit_of_value_matches_numpy",
         ),
         (
             "an edit applies to the next token",
             "(positions[..., None] == at[None, None])",
             "(positions[..., None] == at[None, None] + 1)",
-            "interpret/test_edits.py::test_an_edit_of_a_value_is_that_of_numpy",
+            "interpret/test_edits.py::test_edit_of_value_matches_numpy",
         ),
     ),
     *of(
@@ -1239,19 +1239,19 @@ SLIPS: tuple[Slip, ...] = (
             "the lens skips the final norm",
             'x = x if model.config.norm_order == "post" else stack.norm(x)',
             'x = x if model.config.norm_order != "post" else stack.norm(x)',
-            "interpret/test_lens.py::test_the_lens_of_the_embedding_is_its_norm_times_the_table",
+            "interpret/test_lens.py::test_lens_of_embedding_is_its_norm_times_output_table",
         ),
         (
             "a logit contribution omits the norm's scale",
             "d = d * scale[None, None]",
             "d = d * jnp.ones_like(scale)[None, None]",
-            "interpret/test_lens.py::test_the_parts_sum_to_the_logit_and_to_the_difference[gpt2]",
+            "interpret/test_lens.py::test_parts_sum_to_logit_and_to_difference[gpt2]",
         ),
         (
             "the other token's logit is added instead of subtracted",
             "return first - rest[0] if rest else first",
             "return first + rest[0] if rest else first",
-            "interpret/test_lens.py::test_the_parts_sum_to_the_logit_and_to_the_difference[gpt2]",
+            "interpret/test_lens.py::test_parts_sum_to_logit_and_to_difference[gpt2]",
         ),
     ),
     *of(
@@ -1260,7 +1260,7 @@ SLIPS: tuple[Slip, ...] = (
             "the lens divergence is reversed",
             "(jnp.exp(log_p) * (log_p - log_q))",
             "(jnp.exp(log_q) * (log_q - log_p))",
-            "interpret/test_tuned_lens.py::test_logits_and_divergence_are_those_of_translated_streams",
+            "interpret/test_tuned_lens.py::test_logits_and_divergence_follow_from_translated_streams",
         ),
     ),
     *of(
@@ -1269,7 +1269,7 @@ SLIPS: tuple[Slip, ...] = (
             "the last token of a shorter text is padding",
             "index == counts[:, None] - 1 if",
             "index == tokens.shape[1] - 1 if",
-            "interpret/test_steering.py::test_a_vector_of_the_embedding_is_that_of_the_tables",
+            "interpret/test_steering.py::test_steering_vector_of_embedding_matches_tables",
         ),
     ),
     *of(
@@ -1278,7 +1278,7 @@ SLIPS: tuple[Slip, ...] = (
             "a probe's bias ignores the mean of its inputs",
             "return kernel, (mean - centre @ kernel)[0], mean",
             "return kernel, mean[0], mean",
-            "interpret/test_probes.py::test_a_probe_of_numbers_is_that_of_the_normal_equations[False]",
+            "interpret/test_probes.py::test_number_probe_satisfies_normal_equations[False]",
         ),
     ),
     *of(
@@ -1287,7 +1287,7 @@ SLIPS: tuple[Slip, ...] = (
             "the stream before a block is read after it",
             'f"block_{number - 1}/residual"',
             'f"block_{number}/residual"',
-            "interpret/test_hooks.py::test_places_of_hooks_have_the_values_that_hooks_see[gpt2]",
+            "interpret/test_hooks.py::test_places_have_values_of_their_hooks[gpt2]",
         ),
     ),
     *of(

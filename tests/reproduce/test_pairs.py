@@ -60,7 +60,7 @@ def run(folder, out, name, task, capsys):
 @pytest.mark.long
 @pytest.mark.parametrize("task", ["seq2seq", "prefix"])
 @pytest.mark.parametrize("name", ["multi30k", "g2p"])
-def test_a_run_is_judged_on_the_test_part_and_drawn(folder, small, tmp_path, capsys, name, task):
+def test_run_is_evaluated_on_test_part_and_drawn(folder, small, tmp_path, capsys, name, task):
     figures, said = run(folder, tmp_path, name, task, capsys)
     stem = name if name == "multi30k" else "g2p_xyz"
     out = tmp_path / f"{stem}_{task}"
@@ -77,7 +77,7 @@ def test_a_run_is_judged_on_the_test_part_and_drawn(folder, small, tmp_path, cap
 
 
 @pytest.mark.long
-def test_a_complete_run_is_judged_again_and_words_are_of_the_training_part(
+def test_complete_run_is_evaluated_again_and_vocabulary_comes_from_training_part(
     folder, small, tmp_path, capsys
 ):
     first, _ = run(folder, tmp_path, "multi30k", "seq2seq", capsys)
@@ -93,7 +93,7 @@ def test_a_complete_run_is_judged_again_and_words_are_of_the_training_part(
 
 
 @pytest.mark.slow
-def test_a_recurrent_model_has_the_alignment_of_its_one_attention():
+def test_recurrent_alignment_comes_from_its_only_attention():
     tokenizer = with_special_tokens(WordTokenizer(("ein", "hund", "a", "dog")), ["bos", "eos"])
     config = RecurrentConfig(
         vocab_size=8, source_vocab_size=8, d_embed=3, d_hidden=5, attention="additive"
@@ -107,7 +107,7 @@ def test_a_recurrent_model_has_the_alignment_of_its_one_attention():
     assert np.allclose(weights.sum(axis=1), 1, atol=1e-5) and (weights > 0).all()
 
 
-def test_a_set_that_is_not_there_is_said_in_one_line(tmp_path):
+def test_missing_data_set_gives_one_line_error(tmp_path):
     with pytest.raises(SystemExit, match=r"^pairs: .*xyz_train\.tsv: no such file; --data is"):
         pairs.main(
             ["--set", "g2p", "--data", str(tmp_path), "--language", "xyz", "--out", str(tmp_path)]

@@ -226,8 +226,8 @@ HIDDEN = "padding", "empty slots", "segments", "expired", "future"
 
 
 @pytest.mark.slow_except(
-    "test_every_mask_matches_the_oracle[composition]",
-    "test_every_option_at_once_matches_the_oracle",
+    "test_every_mask_matches_oracle[composition]",
+    "test_all_options_together_match_oracle",
     "test_empty_axes_give_empty_or_zero_results",
     "test_masked_keys_and_values_have_no_influence[future-3.3e+38]",
 )
@@ -329,7 +329,7 @@ class AttentionSuite:
     # Against the oracle in float32.
 
     @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda pair: "x".join(map(str, pair)))
-    def test_any_length_matches_the_oracle(self, lengths):
+    def test_any_length_matches_oracle(self, lengths):
         queries, keys = lengths
         arrays = self.draw(
             queries * 1000 + keys, queries=queries, keys=keys, heads=2, kv_heads=1, dim=self.dim
@@ -342,7 +342,7 @@ class AttentionSuite:
     @pytest.mark.parametrize(
         "heads", [(4, 4, 8, 8), (10, 5, 4, 3), (8, 2, 8, 16), (8, 1, 16, 5), (3, 1, 1, 1)], ids=str
     )
-    def test_heads_of_any_number_and_width_match_the_oracle(self, heads):
+    def test_heads_of_any_number_and_width_match_oracle(self, heads):
         """Everything that a head can have of its own: mask, bias and sink."""
         n, k, dim, value_dim = heads
         rng = np.random.default_rng(n)
@@ -359,7 +359,7 @@ class AttentionSuite:
         """Where rows and heads share tiles: that these do as the name says."""
 
     @pytest.mark.parametrize("name", CROWDS)
-    def test_many_rows_and_heads_each_have_their_own(self, name):
+    def test_each_row_and_head_uses_its_own_options(self, name):
         """Mask, bias, sink and dropout of every row and head, however they are grouped."""
         sizes, rng = CROWDS[name], np.random.default_rng(44)
         arrays = self.draw(45, dim=self.dim, **sizes)
@@ -378,7 +378,7 @@ class AttentionSuite:
         result = self.evaluate(arrays, mask, dropout_key=key, dropout_rate=self.rate)
         self.check(result, reference(arrays, seen, keep=keep))
 
-    def test_slopes_of_many_heads_are_each_their_own(self):
+    def test_each_of_many_heads_uses_its_own_slope(self):
         name, slopes = "groups of heads", alibi_slopes(66)
         arrays = self.draw(48, dim=self.dim, **CROWDS[name] | dict(queries=11, keys=13))
         self.assert_crowded(name, arrays, None)
@@ -399,7 +399,7 @@ class AttentionSuite:
         assert_near(out, np.broadcast_to(expected, out.shape), self.forward_tolerance)
 
     @pytest.mark.parametrize("name", MASKS)
-    def test_every_mask_matches_the_oracle(self, name):
+    def test_every_mask_matches_oracle(self, name):
         arrays, rng = self.draw(5), np.random.default_rng(6)
         cases = {k: rest for k, *rest in every_mask(rng, 2, 4, self.queries, self.span)}
         mask, predicate, heads = cases[name]
@@ -410,7 +410,7 @@ class AttentionSuite:
             assert not seen.any(axis=3).all(), "no row is fully masked"
         self.check(self.evaluate(arrays, mask), reference(arrays, seen))
 
-    def test_masks_go_by_position_in_rings_and_ragged_rows(self):
+    def test_masks_use_positions_in_rings_and_ragged_rows(self):
         span = self.span
         arrays = self.draw(7, batch=3, queries=5)
         ring = (np.arange(span) + 11) % span + 40
@@ -428,7 +428,7 @@ class AttentionSuite:
         self.check(result, reference(arrays, seen))
 
     @pytest.mark.parametrize("softcap", [None, 2.0])
-    def test_scale_softcap_and_sinks_match_the_oracle(self, softcap):
+    def test_scale_softcap_and_sinks_match_oracle(self, softcap):
         arrays = self.draw(9)
         arrays["sinks"] = np.float32([-3.0, 0.5, 2.0, 7.0])
         if softcap:
@@ -438,7 +438,7 @@ class AttentionSuite:
         result = self.evaluate(arrays, mask, scale=0.7, softcap=softcap)
         self.check(result, reference(arrays, seen, scale=0.7, softcap=softcap))
 
-    def test_every_option_at_once_matches_the_oracle(self):
+    def test_all_options_together_match_oracle(self):
         """Scale, softcap, bias, dropout, and sinks near the scores and far from them.
 
         Of one row the first queries see nothing.
@@ -459,14 +459,14 @@ class AttentionSuite:
             )  # fmt: skip
             self.check(result, reference(arrays, seen, scale=0.7, softcap=3.0, keep=keep))
 
-    def test_sinks_far_above_and_below_every_score(self):
+    def test_sinks_far_above_and_below_scores_match_oracle(self):
         """exp(200) overflows, and exp(-200) does if it is divided by."""
         arrays = self.draw(9)
         arrays["sinks"] = np.float32([-200.0, 0.0, 88.0, 200.0])
         mask, seen = self.causal_tail()
         self.check(self.evaluate(arrays, mask, scale=0.7), reference(arrays, seen, scale=0.7))
 
-    def test_a_traced_scale_is_applied_once_and_has_a_gradient(self):
+    def test_traced_scale_is_applied_once_and_has_gradient(self):
         arrays = self.draw(49, queries=13, keys=17)
         arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
 
@@ -482,7 +482,7 @@ class AttentionSuite:
         by_hand = (expected["dquery"] * oracle.double(arrays["query"])).sum() / 0.7
         assert abs(slope - by_hand) < 1e-5 * np.abs(expected["dquery"]).sum()
 
-    def test_a_scale_by_head_is_that_of_its_queries_and_has_a_gradient(self):
+    def test_per_head_scale_multiplies_queries_and_has_gradient(self):
         arrays = self.draw(61)
         arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
         by_head = np.float32([0.2, 1.3, -0.4, 0.7])
@@ -509,7 +509,7 @@ class AttentionSuite:
     # Bias.
 
     @pytest.mark.parametrize("axes", ["BNTS", "_N_S", "B_T_", "TS", ""])
-    def test_array_bias_of_any_broadcast_shape_and_its_gradient(self, axes, dtype="float32"):
+    def test_array_bias_of_any_broadcast_shape_matches_oracle(self, axes, dtype="float32"):
         sizes = {"B": 2, "N": 4, "T": self.queries, "S": self.span, "_": 1}
         shape = tuple(sizes[axis] for axis in axes)
         arrays = self.draw(10)
@@ -519,10 +519,10 @@ class AttentionSuite:
         assert (result["dbias"].shape, result["dbias"].dtype) == (shape, dtype)
         self.check(result, reference(arrays, seen))
 
-    def test_array_bias_in_the_inputs_dtype(self):
-        self.test_array_bias_of_any_broadcast_shape_and_its_gradient("_NTS", self.dtype)
+    def test_array_bias_in_input_dtype_matches_oracle(self):
+        self.test_array_bias_of_any_broadcast_shape_matches_oracle("_NTS", self.dtype)
 
-    def test_alibi_is_the_same_as_its_array(self):
+    def test_alibi_matches_its_array(self):
         slopes, arrays = alibi_slopes(4), self.draw(12)
         q_positions, k_positions = np.arange(self.queries) + 8, np.arange(self.span)
         array = oracle.alibi(np.asarray(slopes), q_positions, k_positions)
@@ -538,7 +538,7 @@ class AttentionSuite:
         by_head = (dscores * distance).sum(axis=(0, 2, 3))
         assert_near(slopes_gradient, by_head, self.gradient_tolerance, "slopes")
 
-    def test_slopes_that_nobody_learns_give_the_same_gradients(self):
+    def test_constant_slopes_do_not_change_other_gradients(self):
         slopes, arrays = alibi_slopes(4), self.draw(13)
         seen = oracle.allowed(oracle.causal(), np.arange(self.queries), np.arange(self.span))
         array = oracle.alibi(np.asarray(slopes), np.arange(self.queries), np.arange(self.span))
@@ -553,7 +553,7 @@ class AttentionSuite:
         for name, x in zip(("dquery", "dkey", "dvalue"), found, strict=True):
             assert_near(x, expected[name], self.gradient_tolerance, name)
 
-    def test_relative_bias_table_gradient_sums_its_buckets(self):
+    def test_relative_bias_table_gradient_sums_over_buckets(self):
         arrays = self.draw(13)
         table = np.random.default_rng(14).normal(size=(8, 4)).astype(np.float32)
         bias = RelativeBias(jnp.asarray(table), True, 19)
@@ -589,7 +589,7 @@ class AttentionSuite:
         out = self.evaluate(arrays, dropout_key=key_of(seed), dropout_rate=self.rate)["out"]
         return np.asarray(out).transpose(0, 2, 1, 3) * span
 
-    def test_dropout_keeps_its_rate_and_the_expectation(self):
+    def test_dropout_has_its_rate_and_keeps_the_mean(self):
         rate, keep = self.rate, self.recovered_keep(1)
         kept = keep > 0
         deviation = math.sqrt(rate * (1 - rate))
@@ -604,12 +604,12 @@ class AttentionSuite:
             same = (flat[1:] == flat[:-1]).mean()
             assert abs(same - rate**2 - (1 - rate) ** 2) < 5 * 0.5 / math.sqrt(keep.size / 2)
 
-    def test_dropout_repeats_for_a_key_and_differs_between_keys(self):
+    def test_dropout_repeats_for_one_key_and_differs_between_keys(self):
         first, again, other = (self.recovered_keep(seed) > 0 for seed in (1, 1, 2))
         assert (first == again).all()
         assert 0.47 < (first == other).mean() < 0.57  # 0.52 by chance
 
-    def test_dropout_of_the_backward_pass_is_that_of_the_forward_pass(self):
+    def test_backward_pass_repeats_dropout_of_forward_pass(self):
         arrays, keep = self.draw(16), self.recovered_keep(3)
         mask, seen = self.causal_tail()
         result = self.evaluate(arrays, mask, dropout_key=key_of(3), dropout_rate=self.rate)
@@ -618,7 +618,7 @@ class AttentionSuite:
 
     # Rows that see nothing, and lengths of zero.
 
-    def test_fully_masked_rows_are_zero_and_touch_no_other_row(self):
+    def test_fully_masked_rows_are_zero_and_do_not_affect_others(self):
         fully_masked = [0, 4, self.queries - 1]
         arrays = self.draw(17)
         mask = np.random.default_rng(17).random((2, 4, self.queries, self.span)) < 0.5
@@ -639,7 +639,7 @@ class AttentionSuite:
         for name in ("dkey", "dvalue"):
             assert_same_bits(result[name], whole[name], name)
 
-    def test_fully_masked_rows_stay_zero_with_every_option_on(self):
+    def test_fully_masked_rows_are_zero_with_all_options(self):
         arrays = self.draw(18)
         arrays["sinks"] = np.float32([0.5, -1.0, 2.0, 30.0])
         arrays["bias"] = jnp.full((1, 4, 1, self.span), 5.0)
@@ -662,7 +662,7 @@ class AttentionSuite:
             for name, value in result.items():
                 assert name == "lse" or not np.asarray(value).any()
 
-    def test_vmap_over_no_rows_is_empty(self):
+    def test_vmap_over_zero_calls_is_empty(self):
         arrays = self.draw(19, queries=5)
         inputs = [jnp.zeros((0, *arrays[name].shape)) for name in ("query", "key", "value")]
         attend = jax.vmap(lambda *x: self.attend(*x, mask=Causal()))
@@ -732,7 +732,7 @@ class AttentionSuite:
     # Extreme scores: inputs whose products are exact, so that float64 is the truth.
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-    def test_scores_of_a_hundred_thousand_are_finite_and_right(self, dtype):
+    def test_scores_of_100_000_give_correct_finite_results(self, dtype):
         span = self.span
         arrays = self.draw(25, batch=1, queries=6, keys=span, heads=2, kv_heads=1, dim=self.dim)
         big, small = (200.0, 300.0) if dtype == "float16" else (100.0, 1000.0)
@@ -759,7 +759,7 @@ class AttentionSuite:
             self.check_low_precision(silent, None, None, scale=1.0)
 
     @pytest.mark.parametrize("level", [-500.0, -90.0, 500.0])
-    def test_rows_of_one_far_level_are_flat(self, level):
+    def test_equal_extreme_scores_have_equal_weights(self, level):
         """Among them an lse below -88.7, where exp(-lse) overflows, in a tile half empty."""
         arrays = self.draw(26, queries=5, keys=192, heads=2, kv_heads=1, dim=self.dim)
         arrays["query"] = jnp.zeros_like(arrays["query"]).at[..., 0].set(level / 4)
@@ -768,7 +768,7 @@ class AttentionSuite:
         result = self.evaluate(arrays, Padding(valid), scale=1.0)
         self.check(result, reference(arrays, valid[:, None, None, :], scale=1.0))
 
-    def test_a_valid_score_far_below_any_sentinel_still_counts(self):
+    def test_score_far_below_any_sentinel_still_counts(self):
         query, key, value = (self.draw(27)[name] for name in ("query", "key", "value"))
 
         def two_rows(q, k):
@@ -790,7 +790,7 @@ class AttentionSuite:
     @pytest.mark.parametrize(
         ("dtype", "options"), [("bfloat16", False), ("bfloat16", True), ("float16", True)]
     )
-    def test_low_precision_is_no_worse_than_a_plain_implementation(self, dtype, options):
+    def test_low_precision_is_as_accurate_as_plain_attention(self, dtype, options):
         arrays = self.draw(28, dim=16, value_dim=16, dtype=dtype)
         scale, softcap = 0.25, 4.0 if options else None
         if options:
@@ -829,7 +829,7 @@ class AttentionSuite:
             assert error <= limit, f"{name}: error {error:.3g}, plain {usual_error:.3g}"
 
     @pytest.mark.parametrize("sharper", [1.0, 16.0])
-    def test_gradients_of_sharp_rows_are_as_exact_as_those_of_jax(self, sharper):
+    def test_gradients_of_sharp_rows_are_as_accurate_as_jax_nn(self, sharper):
         """A row with few large weights cancels, unless D is of an output that is not rounded."""
         arrays = self.draw(62, queries=64, keys=64, dim=64, value_dim=64, dtype="bfloat16")
         arrays["query"] = arrays["query"] * jnp.bfloat16(sharper)
@@ -858,7 +858,7 @@ class AttentionSuite:
 
     @pytest.mark.usefixtures("usual_compilation")
     @pytest.mark.parametrize("options", [False, True], ids=["plain", "every option"])
-    def test_runs_repeat_bit_for_bit(self, options):
+    def test_repeated_runs_are_bit_identical(self, options):
         """Five runs of each of 8 configurations: with two masks, and with and without groups."""
         settings: dict[str, Any] = {}
         if options:
@@ -873,7 +873,7 @@ class AttentionSuite:
                 assert_same_bits(other[name], first[name], name)
 
     @pytest.mark.parametrize("stacked", [("query",), ("key", "value"), ("valid", "bias")], ids=str)
-    def test_vmap_over_any_argument_is_a_loop(self, stacked):
+    def test_vmap_over_any_argument_matches_loop(self, stacked):
         """And the gradient of a vmap: what is shared adds up over the calls."""
         rng = np.random.default_rng(33)
         arrays = self.draw(33, queries=13, keys=17)
@@ -924,7 +924,7 @@ class AttentionSuite:
         for name, total in sums.items():
             assert_near(gradients[name], total, self.gradient_tolerance, name)
 
-    def test_a_matrix_of_tiles_differs_from_head_to_head(self):
+    def test_dense_mask_tiles_may_differ_between_heads(self):
         """Skipped, cut and whole ones: each head of each row has its own."""
         rng = np.random.default_rng(39)
         arrays = self.draw(39, queries=257, keys=271)
@@ -935,7 +935,7 @@ class AttentionSuite:
         result = self.evaluate(arrays, Dense(seen))
         self.check(result, reference(arrays, seen))
 
-    def test_vmap_over_a_matrix_is_a_loop(self):
+    def test_vmap_over_dense_mask_matches_loop(self):
         rng = np.random.default_rng(37)
         arrays = self.draw(37, queries=13, keys=17)
         matrices = rng.random((3, 2, 1, 13, 17)) < 0.6
@@ -966,13 +966,13 @@ class AttentionSuite:
         for found, total in zip(gradients, sums, strict=True):
             assert_near(found, total, self.gradient_tolerance)
 
-    def test_a_softcap_far_above_the_scores_changes_nothing(self):
+    def test_softcap_far_above_scores_has_no_effect(self):
         arrays = self.draw(41, queries=13, keys=17)
         inputs = arrays["query"], arrays["key"], arrays["value"]
         out = self.attend(*inputs, softcap=1e7)
         assert_near(out, reference(arrays)["out"], self.forward_tolerance)
 
-    def test_scan_over_calls_is_a_loop(self):
+    def test_scan_over_calls_matches_loop(self):
         arrays = self.draw(35, queries=13, keys=17)
         queries = jnp.stack([arrays["query"] * s for s in (1.0, 0.5, 2.0)])
 
@@ -986,7 +986,7 @@ class AttentionSuite:
             expected = reference(arrays | {"query": query}, seen)["out"]
             assert_near(out, expected, self.forward_tolerance)
 
-    def test_rematerialised_gradients_are_the_same_with_dropout_on(self):
+    def test_rematerialisation_does_not_change_gradients_with_dropout(self):
         arrays = self.draw(36)
         mask, _ = self.causal_tail()
         arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
@@ -1021,7 +1021,7 @@ class AttentionSuite:
         assert_near(jacobian, expected, self.gradient_tolerance)
 
     @pytest.mark.parametrize("options", ["mask", "all"])
-    def test_derivatives_of_both_modes_and_of_gradients_are_right(self, options):
+    def test_forward_reverse_and_second_derivatives_match_oracle(self, options):
         """Compare with central differences of the oracle's gradient in a random direction."""
         arrays, along = self.draw(39), self.draw(40)
         names = ["query", "key", "value"]
@@ -1080,7 +1080,7 @@ class AttentionSuite:
                 expected = (after[f"d{name}"] - before[f"d{name}"]) / 2e-5
                 assert_near(x, expected, 2 * self.gradient_tolerance, f"{way}, {name}")
 
-    def test_debug_checks_find_no_nan_and_no_infinity(self):
+    def test_debug_checks_find_no_nan_or_infinity(self):
         arrays = self.draw(41)
         mask = Causal() & Padding(jnp.arange(self.span)[None, :] < jnp.array([[self.span], [0]]))
 
@@ -1092,7 +1092,7 @@ class AttentionSuite:
             gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(*inputs)
         assert all(np.isfinite(np.asarray(g)).all() for g in gradients)
 
-    def test_a_scale_that_is_an_array_loses_no_bits(self):
+    def test_array_scale_is_not_rounded(self):
         """Of bfloat16 inputs, to float32; also beside a hidden key whose score overflows."""
         arrays = self.draw(46, dtype="bfloat16")
         mask, seen = self.causal_tail()
@@ -1113,7 +1113,7 @@ class AttentionSuite:
         wanted = (expected["dquery"] * host["query"]).sum() / np.float32(0.3)
         assert_near(slope, wanted, GRADIENT_F32)
 
-    def test_float32_stays_float32_when_x64_is_on(self):
+    def test_results_stay_float32_under_x64(self):
         arrays = self.draw(42)
         arrays["sinks"] = np.float32([-1.0, 0.5, 1.0, 2.0])
         mask, seen = self.causal_tail()
@@ -1137,7 +1137,7 @@ class NonfiniteSuite(AttentionSuite):
     def test_masked_keys_and_values_have_no_influence(self, scenario, bad):
         super().test_masked_keys_and_values_have_no_influence(scenario, bad)
 
-    def test_a_nonfinite_future_leaves_earlier_rows_alone(self):
+    def test_nonfinite_future_does_not_affect_earlier_rows(self):
         arrays = self.draw(21, queries=self.span)
         clean = self.evaluate(arrays, Causal())
         for at in (1, self.span // 2, self.span - 1):
@@ -1148,7 +1148,7 @@ class NonfiniteSuite(AttentionSuite):
             assert np.isnan(np.asarray(result["out"][:, at:])).all(), "NaN did not reach later rows"
 
     @pytest.mark.parametrize("case", ["key", "query", "score"])
-    def test_an_infinity_that_is_seen_makes_its_rows_nan(self, case):
+    def test_visible_infinity_makes_its_rows_nan(self, case):
         """Also where a softcap or an exponential would make it finite, and no mask cuts a tile."""
         arrays = self.draw(50, batch=1, queries=128, keys=128, heads=2, kv_heads=1)
         query, key = arrays["query"], arrays["key"]
@@ -1167,7 +1167,7 @@ class NonfiniteSuite(AttentionSuite):
 
     @pytest.mark.usefixtures("usual_compilation")
     @pytest.mark.parametrize(("queries", "keys"), [(32, 64), (32, 128), (64, 128), (5, 128)])
-    def test_a_nonfinite_key_that_all_see_passes_no_gradient_on(self, queries, keys):
+    def test_nonfinite_key_visible_to_all_propagates_no_gradient(self, queries, keys):
         """At lengths where XLA's maximum on a CPU loses a NaN."""
         arrays = self.draw(51, batch=1, queries=queries, keys=keys)
         arrays["key"] = arrays["key"].at[0, 3, 1].set(math.nan)
@@ -1184,7 +1184,7 @@ class NonfiniteSuite(AttentionSuite):
             assert np.isfinite(gradient).all() and not gradient[:, :, 1].any()
             assert np.abs(gradient[:, :, 0]).min(axis=-1).all()
 
-    def test_a_nonfinite_query_that_sees_nothing_has_no_influence(self):
+    def test_nonfinite_query_that_sees_nothing_has_no_influence(self):
         arrays = self.draw(23)
         mask = np.random.default_rng(23).random((2, 4, self.queries, self.span)) < 0.5
         mask[:, :, [3, 28]] = False
@@ -1196,7 +1196,7 @@ class NonfiniteSuite(AttentionSuite):
             assert_same_bits(np.asarray(result[name])[finite], np.asarray(value)[finite], name)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
-    def test_nonfinite_padding_tokens_leave_real_ones_alone(self, bad):
+    def test_nonfinite_padding_does_not_affect_real_tokens(self, bad):
         """Padded queries do see real keys: their NaN must not come back through a gradient of 0."""
         arrays = self.draw(24, queries=self.span)
         real = np.arange(self.span)[None, :] < np.array([[self.span - 2], [11]])
@@ -1212,14 +1212,14 @@ class NonfiniteSuite(AttentionSuite):
             self.assert_unchanged(np.asarray(result[name])[real], np.asarray(value)[real], name)
 
     @pytest.mark.parametrize("nonfinite", ["key", "value"])
-    def test_a_nonfinite_key_head_breaks_the_query_heads_of_its_group(self, nonfinite):
+    def test_nonfinite_key_head_affects_exactly_its_group(self, nonfinite):
         arrays = self.draw(32, queries=5, keys=7, heads=6, kv_heads=2, dim=self.dim)
         arrays[nonfinite] = arrays[nonfinite].at[:, 2, 1].set(jnp.nan)
         out = np.asarray(self.evaluate(arrays, Causal())["out"])
         assert np.isfinite(out[:, :, :3]).all() and np.isfinite(out[:, :2]).all()
         assert np.isnan(out[:, 2:, 3:]).all()
 
-    def test_a_nan_in_a_bias_makes_the_row_that_sees_it_nan(self):
+    def test_nan_in_bias_makes_rows_that_see_it_nan(self):
         arrays = self.draw(40, queries=13, keys=13)
         bias = np.zeros((1, 1, 13, 13), np.float32)
         bias[..., 7, 2] = bias[..., 3, 9] = np.nan  # a causal mask hides the second
@@ -1230,7 +1230,7 @@ class NonfiniteSuite(AttentionSuite):
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
     @pytest.mark.parametrize("kind", ["array", "slopes"])
-    def test_a_bias_hides_nothing_that_the_mask_shows(self, kind, bad):
+    def test_infinite_bias_does_not_hide_nonfinite_scores(self, kind, bad):
         """-inf is no mask: a score that is not finite stays so, and its row is NaN."""
         arrays = self.draw(42, queries=13, keys=13)
         key, hides = np.array(arrays["key"]), np.zeros((1, 4, 13, 13), np.float32)
@@ -1241,7 +1241,7 @@ class NonfiniteSuite(AttentionSuite):
         assert rows[:, 5:].all() and not rows[:, :5].any()
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
-    def test_a_row_broken_by_its_bias_passes_no_gradient_on(self, bad):
+    def test_row_with_nonfinite_bias_propagates_no_gradient(self, bad):
         arrays = self.draw(41, queries=13, keys=13)
         inputs = arrays["query"], arrays["key"], arrays["value"]
         bias = np.random.default_rng(41).normal(size=(1, 4, 13, 13)).astype(np.float32)
@@ -1262,9 +1262,9 @@ class NonfiniteSuite(AttentionSuite):
 
 
 HOPPER_ROUNDS = {
-    "test_scores_of_a_hundred_thousand_are_finite_and_right[float16]": "the product of a score "
+    "test_scores_of_100_000_give_correct_finite_results[float16]": "the product of a score "
     "with log2(e) is rounded before the maximum is subtracted: 0.4 % of a weight at 6e4",
-    "test_array_bias_of_any_broadcast_shape_and_its_gradient[]": "the sum of all differences, "
+    "test_array_bias_of_any_broadcast_shape_matches_oracle[]": "the sum of all differences, "
     "nearly 0, is the rounding of 280,000 numbers in bfloat16",
 }
 """The tests that Hopper's kernels are known to fail, and why."""

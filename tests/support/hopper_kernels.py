@@ -273,11 +273,11 @@ class InInterpreter(Bfloat16Suite):
     target = Target("hopper", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
 
     known = HOPPER_ROUNDS | {
-        "test_rematerialised_gradients_are_the_same_with_dropout_on": NO_EFFECTS,
-        "test_float32_stays_float32_when_x64_is_on": "the interpreter's threads are outside of the "
+        "test_rematerialisation_does_not_change_gradients_with_dropout": NO_EFFECTS,
+        "test_results_stay_float32_under_x64": "the interpreter's threads are outside of the "
         "context that turns x64 on",
-        "test_vmap_over_any_argument_is_a_loop[('query',)]": NO_EFFECTS,
-        "test_vmap_over_any_argument_is_a_loop[('key', 'value')]": NO_EFFECTS,
-        "test_vmap_over_any_argument_is_a_loop[('valid', 'bias')]": NO_EFFECTS,
-        "test_vmap_over_a_matrix_is_a_loop": NO_EFFECTS,
+        "test_vmap_over_any_argument_matches_loop[('query',)]": NO_EFFECTS,
+        "test_vmap_over_any_argument_matches_loop[('key', 'value')]": NO_EFFECTS,
+        "test_vmap_over_any_argument_matches_loop[('valid', 'bias')]": NO_EFFECTS,
+        "test_vmap_over_dense_mask_matches_loop": NO_EFFECTS,
     }

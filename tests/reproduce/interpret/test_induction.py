@@ -10,7 +10,7 @@ from reproduce.interpret import induction
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def test_rows_repeat_after_a_period_of_their_own(key):
+def test_each_row_repeats_with_its_own_period(key):
     rows = np.asarray(jax.jit(induction.repeated_rows, static_argnums=1)(key, 101))
     periods = [
         next(p for p in range(1, 49) if (row[p:] == row[: len(row) - p]).all()) for row in rows
@@ -18,7 +18,7 @@ def test_rows_repeat_after_a_period_of_their_own(key):
     assert min(periods) == 12 and max(periods) == 24 and len(set(periods)) == 13
 
 
-def test_halfway_is_the_first_step_after_which_a_value_stays_near_its_last():
+def test_halfway_is_first_step_after_which_value_stays_near_its_last():
     steps = np.arange(10, 70, 10)
     assert induction.halfway(np.array([4.0, 4, 1, 4, 0, 0]), steps) == 50
     assert induction.halfway(np.array([0.0, 0, 0.6, 0.9, 1, 1]), steps) == 30
@@ -42,7 +42,7 @@ def test_command_trains_both_depths_and_draws(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_head_that_attends_after_the_earlier_occurrence_carries_the_loss():
+def test_ablating_induction_head_raises_loss():
     run = induction.fit(0, 2, 800, 64)
     assert run.loss[-1] < 1 and run.scores[-1, 1].max() > 0.7
     without, others = induction.ablated(run)

@@ -78,7 +78,7 @@ def scaled(params, kind: str, layer: int, head: int, by: float):
     return changed
 
 
-def test_rows_are_the_pairs_with_what_fills_them_up(model, rows):
+def test_rows_contain_pairs_and_padding(model, rows):
     one, two = (dict(zip(words, range(2, 8), strict=True)) for words in (WORDS, WORDS.values()))
     for n, (source, target) in enumerate(sentences(7)):
         read, wanted = [one[word] for word in source.split()], [two[w] for w in target.split()]
@@ -90,7 +90,7 @@ def test_rows_are_the_pairs_with_what_fills_them_up(model, rows):
         assert rows.tokens[n, : end + 1].tolist() == [8, *wanted] and rows.texts[n] == target
 
 
-def test_a_mask_is_rows_of_zeros_in_the_output_matrices_of_its_kind(model, rows):
+def test_head_mask_equals_zeroed_output_rows(model, rows):
     apply = jax.jit(
         lambda params, masks: tj.build(model.config).apply(
             {"params": params}, rows.tokens, source=rows.source, source_positions=rows.positions,
@@ -110,7 +110,7 @@ def test_a_mask_is_rows_of_zeros_in_the_output_matrices_of_its_kind(model, rows)
 
 
 @pytest.mark.slow
-def test_importance_is_the_mean_slope_of_each_pair_by_differences(model, rows, monkeypatch):
+def test_importance_matches_mean_absolute_central_differences(model, rows, monkeypatch):
     monkeypatch.setattr(pruning, "ROWS", 5)  # in two parts
     found, slopes, own = pruning.importance(model, rows), np.zeros((3, 2, 2)), rows.labels >= 0
     given = dict(source=rows.source, source_positions=rows.positions)
@@ -130,7 +130,7 @@ def test_importance_is_the_mean_slope_of_each_pair_by_differences(model, rows, m
     np.testing.assert_allclose(found, wanted, rtol=1e-2)
 
 
-def test_words_are_those_of_model_1_by_a_plain_loop(model, rows):
+def test_word_probabilities_match_plain_model_1(model, rows):
     """Expectation over the words of a source, for each word of its target; five times."""
     found = pruning.fit_words(rows.source, rows.positions, rows.labels)
     pairs = [
@@ -154,7 +154,7 @@ def test_words_are_those_of_model_1_by_a_plain_loop(model, rows):
         assert value == pytest.approx(p[divmod(int(code), found.size)])
 
 
-def test_links_join_each_word_with_its_translation(model, tmp_path):
+def test_links_join_words_with_their_translations(model, tmp_path):
     rows = read(model, sentences(101), tmp_path)
     words = pruning.fit_words(rows.source, rows.positions, rows.labels)
     found = pruning.links(words, rows, (9,))
@@ -170,7 +170,7 @@ def test_links_join_each_word_with_its_translation(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_head_is_aligned_where_the_row_that_writes_a_word_has_its_largest_weight(model, rows):
+def test_head_is_aligned_if_largest_weight_is_on_linked_word(model, rows):
     linked = np.array([(n, s, t) for n in range(2) for s in (0, 1) for t in (0, 1, 2)])
     found = pruning.aligned(model, rows, linked)
     alone = [LanguageModel(model, "run").inspect.attention(pair).cross for pair in sentences(2)]
@@ -180,7 +180,7 @@ def test_a_head_is_aligned_where_the_row_that_writes_a_word_has_its_largest_weig
 
 
 @pytest.mark.slow
-def test_bleu_is_that_of_the_texts_which_the_model_writes_without_a_head(model, rows):
+def test_bleu_scores_texts_written_without_masked_head(model, rows):
     wanted = [target for _, target in sentences(7)]
     texts = []
     for masked in (False, True):
@@ -197,7 +197,7 @@ def test_bleu_is_that_of_the_texts_which_the_model_writes_without_a_head(model, 
     assert texts[0] != texts[1]
 
 
-def test_share_that_goes_ends_at_the_first_loss():
+def test_removable_share_ends_at_first_drop_in_bleu():
     assert pruning.share_that_goes(np.array([30.0, 29.5, 29.2, 25, 29.9])) == 0.5
     assert pruning.share_that_goes(np.array([30.0, 28, 31, 31, 31])) == 0
     assert pruning.share_that_goes(np.array([30.0, 31, 31, 31, 29.5])) == 1
@@ -219,7 +219,7 @@ def test_command_trains_prunes_and_draws(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "pruning.svg").exists()
 
 
-def test_a_folder_that_is_not_given_is_asked_for(capsys):
+def test_data_folder_is_required(capsys):
     with pytest.raises(SystemExit):
         pruning.main(["--runs", "runs"])
     assert "required: --data" in capsys.readouterr().err

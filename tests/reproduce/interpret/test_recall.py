@@ -13,7 +13,7 @@ draw_rows = jax.jit(recall.draw_rows, static_argnums=1)
 
 
 @pytest.mark.parametrize("fewest", [2, 8])
-def test_rows_ask_for_values_that_they_have(key, fewest):
+def test_queried_keys_occur_in_their_rows(key, fewest):
     drawn = draw_rows(key, 101, fewest)
     rows, places = map(np.asarray, drawn)
     assert rows.shape == (101, 32) and places.shape == (101, 8)
@@ -30,7 +30,7 @@ def test_rows_ask_for_values_that_they_have(key, fewest):
     assert any(row[:16] != row[16:] for row in rows.tolist())
 
 
-def test_attention_is_that_on_the_value_asked_for_and_on_the_own_key():
+def test_attention_is_measured_on_queried_value_and_on_own_key():
     places = np.array([[1, 3, 5, 7, 9, 11, 13, 15], [15, 13, 11, 9, 7, 5, 3, 1]])
     weights = np.full((2, 1, 3, 31, 31), 9.0)  # [B, L, N, T, S]
     for i in range(8):

@@ -8,7 +8,7 @@ from reproduce.interpret import sinks
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def test_shares_are_those_of_late_queries():
+def test_shares_are_measured_over_late_queries():
     """Weights of 0.25 on token 0 and 0.5 on the query's own: a quarter goes to no token."""
     weights = np.zeros((2, 3, 5, 48, 48))
     weights[..., np.arange(48), np.arange(48)] = 0.5
@@ -36,7 +36,7 @@ def test_rows_follow_the_bigrams_and_triggers_copy_back():
 
 
 @pytest.mark.slow
-def test_command_measures_with_and_without_the_learnt_logit(tmp_path, capsys, monkeypatch):
+def test_command_measures_with_and_without_learnt_logit(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sinks, "ROWS", 2)
     flags = "--seeds 1 --steps 2 --layers 1 --width 8 --format svg --out"
     found = sinks.main([*flags.split(), str(tmp_path)])
@@ -52,7 +52,7 @@ def test_command_measures_with_and_without_the_learnt_logit(tmp_path, capsys, mo
 
 
 @pytest.mark.slow
-def test_heads_without_work_attend_to_the_first_token():
+def test_dormant_heads_attend_to_first_token():
     arguments = sinks.read_arguments(None, ["--seeds", "1"], steps=600, layers=1, width=64)
     found = sinks.measure(0, False, arguments)
     assert found.dormant[0] > 3 * found.active[0]

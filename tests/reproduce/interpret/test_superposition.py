@@ -17,7 +17,7 @@ def sizes(**given):
 
 
 @pytest.mark.slow
-def test_linear_model_keeps_the_features_that_matter_most():
+def test_linear_model_keeps_most_important_features():
     """Dense and linear, the rest of the variance is lost: sum over i >= m of I_i / 12."""
     args = jnp.int32(4), jnp.float32(0.0), jnp.asarray(False), sizes()
     params, found = superposition.fit(*args)
@@ -26,7 +26,7 @@ def test_linear_model_keeps_the_features_that_matter_most():
     assert (norms[:2] > 0.9).all() and (norms[2:] < 0.2).all()
 
 
-def test_loss_is_that_of_the_formula(rng):
+def test_loss_matches_formula(rng):
     W, b, x = (rng.normal(size=size) for size in ((2, 5), (5,), (7, 5)))
     importance = 0.7 ** np.arange(5)
     loss = jax.jit(superposition.loss, static_argnums=3)
@@ -45,7 +45,7 @@ def test_draws_are_sparse_and_uniform(key):
     assert x[x > 0].mean() == pytest.approx(0.5, abs=0.02) and x.max() <= 1
 
 
-def test_shares_of_dimensions_sum_to_at_most_their_number(rng):
+def test_dimension_shares_sum_to_at_most_number_of_dimensions(rng):
     assert superposition.dimensionality(rng.normal(size=(11, 3, 7))).sum(axis=-1).max() <= 3 + 1e-9
     angles = 2 * np.pi * np.arange(3) / 3
     triangle = np.stack([np.cos(angles), np.sin(angles)])
@@ -55,7 +55,7 @@ def test_shares_of_dimensions_sum_to_at_most_their_number(rng):
 
 
 @pytest.mark.slow
-def test_command_prints_a_figure_for_each_seed_and_draws(tmp_path, capsys):
+def test_command_prints_figures_for_each_seed_and_draws(tmp_path, capsys):
     flags = "--seeds 2 --features 5 --dimensions 2 --steps 20 --rows 11 --format svg --out"
     found = superposition.main([*flags.split(), str(tmp_path)])
     assert found["W"].shape == (2, 6, 2, 2, 5) and np.isfinite(found["loss"]).all()
@@ -67,7 +67,7 @@ def test_command_prints_a_figure_for_each_seed_and_draws(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_sparse_features_share_dimensions_and_dense_ones_do_not():
+def test_only_sparse_features_share_dimensions():
     found = superposition.main(["--seeds", "1", "--steps", "1500"])
     with_relu, linear = found["represented"][..., 0]
     assert with_relu[0] <= 6 and with_relu[4] >= 10
