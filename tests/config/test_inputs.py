@@ -93,7 +93,7 @@ def test_flags_select_inputs_and_their_fields():
     flags.add_to(parser, base, None)
 
     def read(*words: str) -> Any:
-        return changed(base, flags.read(flags.given(parser.parse_args(words)), base)).inputs
+        return changed(base, flags.read(flags.texts(parser.parse_args(words)), base)).inputs
 
     assert read("--inputs", "frames", "--inputs.width", "40") == Frames(width=40)
     assert read("--inputs", "vectors", "--inputs.width", "3") == Vectors(width=3)

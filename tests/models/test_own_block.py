@@ -162,7 +162,7 @@ class Both(Plain, Gated):
         (lambda: replace(CONFIG, block=Gated(), kind="encoder-decoder"), "needs kind 'decoder'"),
         (lambda: gone(as_text(Gated())), r"model.block.kind is .*test_gone:Gated.*import it first"),
         (lambda: config_from_json(as_text(Gated()).replace(f"{__name__}:Gated", "os:getcwd")),
-         "model.block.kind is 'os:getcwd': must be a class for model.block of your own"),
+         "model.block.kind is 'os:getcwd': must be a custom class for model.block"),
         (lambda: tj.save_pretrained("/nonexistent", replace(CONFIG, block=Plain()), {}),
          r"block is Plain\(fault=''\): no published family supports custom blocks"),
     ],

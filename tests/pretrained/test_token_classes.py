@@ -97,7 +97,9 @@ def test_token_classes_read_hidden_state(of, rng):
 
 
 def test_no_task_trains_token_classes():
-    with pytest.raises(ConfigError, match="classes_of is 'token': no task learns classes of"):
+    with pytest.raises(
+        ConfigError, match="classes_of is 'token': must be 'text': no task trains classes of tokens"
+    ):
         ClassifyTask().check_model(replace(CONFIG, classes_of="token"))
 
 

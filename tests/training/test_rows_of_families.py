@@ -188,7 +188,11 @@ def test_banned_tokens_are_stored_with_tokenizer():
     tokenizer = with_targets(tokenizer_of("$A </s>"), Folder(ids), model)
     assert tokenizer.banned == ((PAD,), (A, B), (C,))
     assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
-    for wrong, rule in (([[]], "banned has"), ([["a"]], "banned has"), ([A], "must have what")):
+    for wrong, rule in (
+        ([[]], "banned contains"),
+        ([["a"]], "banned contains"),
+        ([A], "fields are missing, unknown or"),
+    ):
         content = json.loads(tokenizer.to_json()) | {"banned": wrong}
         with pytest.raises(ValueError, match=rule):
             tokenizer_from_json(json.dumps(content))

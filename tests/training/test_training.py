@@ -782,7 +782,7 @@ def test_run_in_folder_of_any_name_is_read_and_resumes(config, name):
         (b"caf\xe9".decode("utf-8", "surrogateescape"), "must be UTF-8"),
         ("gs://bucket/run", "must be a folder of this machine, not an address"),
         ("a\0b", "must be the name of a folder"),
-        ("/".join(["d" * 97] * 41), "must have at most 3840"),
+        ("/".join(["d" * 97] * 41), "but at most 3840 are allowed"),
     ],
 )
 def test_invalid_folder_name_is_rejected_first(config, name, rule):

@@ -333,7 +333,7 @@ def test_template_date_is_start_of_run(tmp_path, monkeypatch):
     assert written["chat_template"] == DATED
     plain = task_of(tmp_path, folder(tmp_path), ChatTask(packed=False), line)
     assert plain.tokenizers.tokenizer.now is None
-    with pytest.raises(DataError, match="now is 'today': must be a time"):
+    with pytest.raises(DataError, match="now is 'today': must be like '2026-11-26T13:10:00'"):
         dataclasses.replace(coder, now="today")
 
 

@@ -197,7 +197,7 @@ def test_signals_are_judged_by_letters_and_classes(monkeypatch):
 
     task = load_task(small(DigitsTask(examples=9, judged=4), "encoder", val_fraction=0.5))
     right = [DIGITS.index(signal.target) for signal in task.signals]
-    monkeypatch.setattr(continuous, "READ", 3)
+    monkeypatch.setattr(continuous, "CLASSIFY_ROWS", 3)
     rows, sizes = iter([(right[0] + 1) % 10, *right[1:]] * 2), []
 
     def classes(model, params, pictures):
@@ -283,7 +283,7 @@ def decoder(monkeypatch):
 
     keep("init_decode_state", "state")
     keep("_read_sources", "source state")
-    step = SimpleNamespace(told=lambda **kwargs: ("step", kwargs))
+    step = SimpleNamespace(with_facts=lambda **kwargs: ("step", kwargs))
     keep("make_step", step)
     keep("generate", lambda: SimpleNamespace(rows=lambda: [np.array(x) for x in found.written]))
     best = lambda: SimpleNamespace(  # noqa: E731
