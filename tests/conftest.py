@@ -1,4 +1,4 @@
-"""Strict settings for the whole suite: a leak of rank, key or dtype is an error, not a warning."""
+"""Strict settings for all tests: rank promotion and key reuse are errors."""
 
 import gc
 import os
@@ -10,9 +10,9 @@ from functools import partial
 from zlib import crc32
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["TRANSFORMER_JAX_CACHE"] = "0"  # commands of tests compile their own programs
-if sys.version_info >= (3, 12):  # jax 0.12, whose interpreter of Mosaic GPU holds one of XLA's
-    os.environ.setdefault("PJRT_NPROC", "8")  # threads for each warpgroup: two cores are too few
+os.environ["TRANSFORMER_JAX_CACHE"] = "0"  # commands must compile their programs themselves
+if sys.version_info >= (3, 12):  # In jax 0.12, the interpreter of Mosaic GPU blocks one thread
+    os.environ.setdefault("PJRT_NPROC", "8")  # of XLA per warpgroup, so two are too few.
 
 import jax
 import numpy as np
@@ -21,15 +21,17 @@ from jax._src import compiler
 
 pytest.register_assert_rewrite("tests.support")
 
-from tests.support.compilation import known  # noqa: E402
+from tests.support.compilation import supported_options  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
-jax.config.update("jax_traceback_in_locations_limit", 0)  # in a program's text: a tenth of its cost
-jax.config.update("jax_traceback_filtering", "off")  # most of the time of an error that is raised
+jax.config.update("jax_traceback_in_locations_limit", 0)  # 10 % of the cost of a program's text
+jax.config.update("jax_traceback_filtering", "off")  # most of the cost of raising an error
 
 gc.freeze()
-gc.set_threshold(100_000, 20, 20)  # traces are many objects: looking for garbage is a tenth of all
+gc.set_threshold(
+    100_000, 20, 20
+)  # traces create many objects: by default gc takes 10 % of the time
 
 
 @pytest.fixture
@@ -43,14 +45,14 @@ def key() -> jax.Array:
 
 
 @pytest.fixture(autouse=True)
-def torch_begins_anew():
-    """Where a test compares with torch, its models have the same initial values every time."""
+def torch_seed():
+    """Seed torch, so that its models have the same initial values in every run."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(20_261_121)
 
 
 PROGRAMS = 600
-"""Programs that a process keeps, of about 2 MB each: modules share what reads the same."""
+"""Compiled programs that a process keeps, about 2 MB each; modules share equal programs."""
 compiled = 0
 
 
@@ -63,24 +65,27 @@ jax.monitoring.register_event_duration_secs_listener(count_programs)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def many_programs_leave_the_memory():
+def clear_many_programs():
     global compiled
     yield
     if compiled > PROGRAMS:
         compiled = 0
         jax.clear_caches()
         gc.collect()
-    gc.freeze()  # what is left stays, mostly: a collection need not look at it again
+    gc.freeze()  # most of the remaining objects stay, so later collections may skip them
 
 
 usual_options = compiler.get_compile_options
 
 
 def quick_options(quick, *arguments, **settings):
-    """Return the options of a compilation as JAX makes them, with those that take less time."""
+    """Return JAX's compile options, with those for faster compilation if they are enabled."""
     options = usual_options(*arguments, **settings)
     if jax.config.read("jax_disable_most_optimizations"):
-        options.env_option_overrides = [*options.env_option_overrides, *known(quick).items()]
+        options.env_option_overrides = [
+            *options.env_option_overrides,
+            *supported_options(quick).items(),
+        ]
     return options
 
 
@@ -90,8 +95,8 @@ unoptimised_programs = False
 @contextmanager
 def compiling(*, quick):
     global unoptimised_programs
-    known(quick)  # which compiles
-    unoptimised_programs = True  # in JAX's caches, after this module too
+    supported_options(quick)  # compiles programs, so it must run before the settings change
+    unoptimised_programs = True  # remain in JAX's caches after this module
     jax.config.update("jax_disable_most_optimizations", True)
     compiler.get_compile_options = partial(quick_options, quick)
     yield
@@ -101,17 +106,17 @@ def compiling(*, quick):
 
 @pytest.fixture(scope="module")
 def unoptimised_compilation():
-    """Compile without XLA's optimisations: for small arrays and many programs."""
+    """Compile without XLA's optimisations, for many programs with small arrays."""
     with compiling(quick=False):
         yield
 
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-    """Compile without optimisations and with the older loops, where XLA still has them.
+    """Compile without optimisations and with the older loops, if XLA still supports them.
 
-    Two programs that compute the same may then differ in their last bits; where a module's tests
-    say that they do not, it takes `unoptimised_compilation`.
+    Equivalent programs may then differ in their last bits. Modules that compare bits of different
+    programs use `unoptimised_compilation`.
     """
     with compiling(quick=True):
         yield
@@ -119,7 +124,7 @@ def quick_compilation():
 
 @pytest.fixture
 def registering(monkeypatch):
-    """Forget the kinds of models and tasks that a test registers."""
+    """Remove the kinds of models and tasks that a test registers."""
     from transformer_jax.config import kinds
 
     for base, own in list(kinds._KINDS.items()):
@@ -134,7 +139,7 @@ def registering(monkeypatch):
 
 @pytest.fixture
 def usual_compilation():
-    """For what XLA's optimisations may break, in a module that compiles quickly."""
+    """Compile with XLA's optimisations in a module that otherwise compiles quickly."""
     quick = jax.config.read("jax_disable_most_optimizations")
     global unoptimised_programs
     jax.config.update("jax_disable_most_optimizations", False)
@@ -149,7 +154,7 @@ def usual_compilation():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Compile quickly what modules compute where they are imported, in each worker."""
+    """Compile quickly while modules are imported, in each worker."""
     with compiling(quick=True):
         found = yield
     jax.clear_caches()
@@ -157,12 +162,12 @@ def pytest_collection():
 
 
 def pytest_collection_finish():
-    gc.freeze()  # tests and what they import: a collection after each module would look at them
+    gc.freeze()  # so that later collections skip the tests and all imported modules
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--part", type=part, help="of the slow tests one part: 2/3 is the second third"
+        "--part", type=part, help="run only one part of the slow tests: 2/3 is the second third"
     )
 
 
@@ -175,17 +180,17 @@ def part(text):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark as slow or long what `slow_except` and `long_except` do not name; what is long is slow.
+    """Mark tests as slow or long unless `slow_except` or `long_except` names them.
 
-    Both name cases of the test that they stand at, or, at a class, tests, of which
-    `test[case]` is one case; `*` stands for any characters. The nearest of a kind counts, a class's
-    before that of its base. A class's `known` holds the reason of each test that is known to fail.
-    A name that fits nothing is an error.
+    On a test, these markers name its cases. On a class, they name tests, or one case as
+    `test[case]`. `*` matches any characters. The nearest marker counts, that of a class before
+    that of its base. Long tests are also slow. The attribute `known` of a class maps each test
+    that is known to fail to the reason. A name that matches no test is an error.
     """
     unused: dict[tuple[str, str], set[str]] = {}
     for item in items:
         if " at 0x" in item.name:  # workers and parts need the same names in each process
-            raise pytest.UsageError(f"{item.nodeid}: its name has an address in memory")
+            raise pytest.UsageError(f"{item.nodeid}: name contains a memory address")
         own = {item.name, item.originalname}
         if hasattr(item, "callspec"):
             own.add(item.callspec.id)
@@ -221,12 +226,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def part_of(name, parts):
-    """Return which part of the slow tests has a test, from 1 to `parts`: the same in every run."""
+    """Return the part of the slow tests that contains a test, from 1 to `parts`, in every run."""
     return crc32(name.encode()) % parts + 1
 
 
 def nearest(item, kind):
-    """Return where the nearest marker of a kind stands, and the marker, if there is one."""
+    """Return the node ID of the nearest marker of a kind and the marker, or "" and None."""
     for node in reversed(item.listchain()):
         for mark in reversed(node.own_markers):
             if mark.name == kind:
@@ -235,5 +240,5 @@ def nearest(item, kind):
 
 
 def fits(name, own):
-    """Return whether a name of a marker, of which `*` is any characters, is that of a test."""
+    """Whether a name of a marker, in which `*` matches any characters, matches a test."""
     return re.fullmatch(re.escape(name).replace(r"\*", ".*"), own) is not None

@@ -1,4 +1,4 @@
-"""The table of shapes is sane, the clock is fair, and what is written can be read again."""
+"""Benchmarks: shapes, fair timing, and result files."""
 
 import json
 import time
@@ -83,7 +83,7 @@ def test_fastest_read_has_smallest_median():
 
 
 class Clock:
-    """Time that passes only when a contender works."""
+    """Clock that advances only while a contender runs."""
 
     def __init__(self) -> None:
         self.now, self.calls = 0.0, []
@@ -92,7 +92,7 @@ class Clock:
         return self.now
 
     def contender(self, name: str, *seconds: float) -> Contender:
-        """Takes the next of `seconds` each call, then the last one for ever."""
+        """Return a contender whose calls take `seconds` in turn, then always the last of them."""
         left = list(seconds)
 
         def call() -> None:
@@ -106,7 +106,7 @@ def test_contenders_take_turns_in_alternating_order():
     clock = Clock()
     contenders = [clock.contender("a", 1.0), clock.contender("b", 1.0)]
     timing.interleave(contenders, rounds=2, clock=clock)
-    turns = clock.calls[4:]  # after the first and the warm calls
+    turns = clock.calls[4:]  # without the first call and the warm-up call of each
     assert turns == ["a", "a", "b", "b", "b", "b", "a", "a"]
 
 
@@ -150,7 +150,7 @@ def test_result_records_its_environment(tmp_path):
 
 
 def test_processor_supports_compiled_kernels():
-    """Also in the environment of a result; the kernels take no set that Linux does not name."""
+    """Linux reports every instruction set that the kernels use; results store the processor."""
     found = timing.environment()
     assert found["processor"] == processor.processor()
     needed = {
@@ -165,7 +165,7 @@ def test_processor_supports_compiled_kernels():
 
 
 def test_batching_steps_follow_from_lengths():
-    """Slot by slot: [4], [2, 3] of two slots; of batches (4, 2), (3,) the longest rows."""
+    """Two slots run [4] and [2, 3]; the batches (4, 2) and (3,) take their longest rows."""
     assert serve.pausing_steps([4, 2, 3], 2) == 3
     assert serve.static_steps([4, 2, 3], 2) == 3 + 2
     assert [serve.continuous_steps([4, 2, 3], 2, call) for call in (1, 2, 3)] == [3, 4, 5]
@@ -197,7 +197,7 @@ def test_continuous_and_static_batching_give_equal_answers(busy):
 
 @pytest.mark.long
 def test_loading_time_and_peak_memory_are_measured(tmp_path):
-    """All of the file arrives in memory, and what it takes beside is seen too."""
+    """The peak includes the whole file and temporary memory."""
     load._write(tmp_path / "model", 0.001)
     size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
     assert size > 2**23

@@ -1,4 +1,4 @@
-"""A case of attention is the same to everyone, contenders compute the same, goals are judged."""
+"""Attention benchmarks: equal masks and results of all contenders, timing, and goals."""
 
 import importlib.util
 import json
@@ -17,11 +17,11 @@ from tests.support.tolerances import GRADIENT_F32, assert_near
 from transformer_jax.kernels import cpu
 
 NATIVE = set() if isinstance(cpu.library(), str) else {"ours native"}
-"""Who takes part on a CPU where it was compiled."""
+"""Additional contenders if the native kernels are compiled."""
 
 
 def shrunk(case: specs.AttentionCase) -> specs.AttentionCase:
-    """The case with the same mask over a few tokens."""
+    """Return the case with the same mask over few tokens."""
     return replace(
         case,
         queries=case.queries if case.queries == 1 else 31 if case.queries == case.keys else 23,
@@ -57,7 +57,7 @@ def test_flops_count_visible_pairs_of_each_product():
 
 
 def contender(timings, *, direction="backward", case="a", **absent):
-    """What `benchmarks.attention` says of a case in which each took so many seconds."""
+    """Return the record of `benchmarks.attention` for a case with these seconds."""
     summaries = {name: {"median_s": seconds} for name, seconds in timings.items()}
     ratios = {name: seconds / timings["ours"] for name, seconds in timings.items()}
     return dict(
@@ -78,7 +78,7 @@ def test_contender_with_different_results_is_excluded_from_means():
 
 
 def test_goals_name_existing_cells_and_contenders(monkeypatch):
-    """The names are those that run on a GPU."""
+    """Check the names of contenders that run on a GPU."""
     cases = {case.name: case for case in specs.attention_cases("gpu")}
     monkeypatch.setattr(jax, "default_backend", lambda: "cuda")
     options = attention._options(["--goals", "--ours", "pallas"])
@@ -109,7 +109,7 @@ def test_contenders_compute_equal_outputs(name):
 
 
 def compare_contenders(name, direction):
-    """Use as many key heads as flax has; torch and onnxruntime take part where installed."""
+    """Compare contenders without grouped heads; torch and onnxruntime only if installed."""
     options = attention._options(["--quick", "--ours", "xla", "--seconds", "0", "--repeats", "1"])
     case = small(name)
     found = attention.measure(case, direction, options, time.perf_counter)
@@ -134,14 +134,14 @@ def compare_contenders(name, direction):
 
 
 def small(name, **changes):
-    """A case over a few tokens, with as many key heads as query heads."""
+    """Return a case over few tokens, with as many key heads as query heads."""
     case = shrunk(next(c for c in specs.ATTENTION if c.name == name))
     sizes = dict(batch=2, heads=2, kv_heads=2, head_dim=16, value_dim=16)
     return replace(case, **sizes | changes)
 
 
 def in_float64(case):
-    """Output and gradients by the oracle."""
+    """Return output and gradients of the oracle."""
     query, key, value, *more = map(oracle.double, case.inputs())
     settings = dict(mask=case.seen()[:, None], softcap=case.softcap) | case.learned(*more)
     if case.bias == "alibi":
@@ -206,7 +206,7 @@ def test_torch_backward_timing_excludes_forward_pass(monkeypatch):
 @pytest.mark.long
 @pytest.mark.usefixtures("quick_compilation")
 def test_goals_run_judges_every_goal(tmp_path, monkeypatch, capsys):
-    """On a processor, of cells that are tiny: against the faster of two matmuls."""
+    """Run tiny cells on a CPU; the limit is the faster of two matmuls."""
     cases = [
         replace(case, batch=1, queries=16, keys=16, heads=4, kv_heads=2, head_dim=8, value_dim=8)
         for case in specs.attention_cases("gpu")
@@ -274,7 +274,7 @@ def test_backward_timing_excludes_forward_pass():
 
 @pytest.mark.slow
 def test_choice_is_too_slow_if_median_and_three_quarters_of_rounds_agree(capsys):
-    """Use a call of 8 tokens, for which "xla" is chosen."""
+    """For a call with 8 tokens, "xla" is chosen."""
     best = [1.0, 1.0, 1.0, 1.0, 1.0]
     rounds = {
         "slow": [1.04, 1.05, 1.2, 1.04, 0.9],
@@ -292,7 +292,7 @@ def test_choice_is_too_slow_if_median_and_three_quarters_of_rounds_agree(capsys)
 
 
 def test_quick_run_has_few_cells():
-    """Programs to compile are its minutes: each cell of each contender, and those of memory."""
+    """Most of its time is compilation: one program per cell and contender, and for memory."""
     options = attention._options(["--quick"])
     cells = attention._selected(options, "cpu")
     assert {direction for _, direction, _ in cells} == set(attention.DIRECTIONS)
@@ -301,7 +301,7 @@ def test_quick_run_has_few_cells():
 
 
 def test_ratio_is_labelled_as_median_of_rounds():
-    """In rounds 1/4, 2/1 and 4/2, a machine that drifts has medians that say the opposite."""
+    """On a machine that drifts, the ratio of medians can contradict the median of ratios."""
     found = contender({"ours": 2.0, "flax": 1.0})
     for taken in found["timings"].values():
         taken["quartiles_s"] = 1.0, 2.0

@@ -1,4 +1,4 @@
-"""A first run on a GPU names what hangs, crashes and fails, and is rehearsed here."""
+"""First run on a GPU: reports of checks that hang, crash or fail, and its rehearsal."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ FOUR = (
 
 @pytest.fixture
 def four(monkeypatch):
-    """A step of checks that end in every way, on a machine that is not looked at."""
+    """Replace a step by checks that end in every way, without inspecting the machine."""
     known = dict.fromkeys(machine.SHOWN, "known")
     monkeypatch.setattr(__main__, "look", lambda options: known)
     monkeypatch.setitem(__main__.STEPS, "smoke", lambda step: step.run(*FOUR))
@@ -53,7 +53,7 @@ def test_check_that_hangs_crashes_or_fails_is_named_and_others_run(four, tmp_pat
     page = (tmp_path / "rehearsed_summary.txt").read_text()
     assert page.splitlines()[0] == f"{summary.MARK} {rehearsal.SAID}"
     assert all(line.startswith(summary.MARK) for line in page.splitlines())
-    for said in (
+    for line in (
         "smoke: 1 passed, 1 failed, 1 crashed, 1 hung, 1 absent",
         "hung: one that hangs: still ran after 2 s",
         "crashed: one that crashes: ended by SIGSEGV",
@@ -62,7 +62,7 @@ def test_check_that_hangs_crashes_or_fails_is_named_and_others_run(four, tmp_pat
         "1. smoke, one that hangs, hung",
         "3. smoke, one that fails, failed",
     ):
-        assert said in page, said
+        assert line in page, line
     assert "one that passes" not in page
 
 

@@ -1,4 +1,4 @@
-"""Count what clients of the load receive: equal to `generate`, different, or lost."""
+"""Load test of the server: answers equal to `generate`, different or lost."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ WANTED = {"ab": "first", "cd": "second", "ef": "third"}
 
 
 def stream(texts, tokens, *, end=True, reason="length"):
-    """Return the events of one answer, as OpenAI's completions have them."""
+    """Return the events of one answer in the format of OpenAI's completions."""
     events = [{"choices": [{"text": text, "finish_reason": None}]} for text in texts]
     events.append({"choices": [{"text": "", "finish_reason": reason}]})
     events.append({"choices": [], "usage": {"completion_tokens": tokens}})
@@ -39,13 +39,13 @@ ANSWERS = [
 
 
 def test_answers_are_counted_as_equal_different_or_lost():
-    """Answer six requests: one right, two with other texts, three that never come whole."""
-    bodies, asked = iter(ANSWERS), []
+    """Answer six requests: one correctly, two with other texts, three incompletely."""
+    bodies, requests = iter(ANSWERS), []
 
     async def answer(reader, writer):
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         length = int(head.split("Content-Length: ")[1].split("\r\n")[0])
-        asked.append(json.loads(await reader.readexactly(length)))
+        requests.append(json.loads(await reader.readexactly(length)))
         status, body = next(bodies)
         writer.write(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n{body}".encode())
         await writer.drain()
@@ -60,15 +60,15 @@ def test_answers_are_counted_as_equal_different_or_lost():
         return taken
 
     taken = asyncio.run(load())
-    assert all(body["prompt"] == "ab" and body["temperature"] == 0 for body in asked)
+    assert all(body["prompt"] == "ab" and body["temperature"] == 0 for body in requests)
     equal, different = serve_load.compare(taken.answers, WANTED)
     assert (equal, different) == (1, [("ab", "firrst"), ("ab", "fi")])
     assert len(taken.lost) == 3
 
 
 def test_answer_to_another_prompt_is_different():
-    given = [("ab", "first"), ("cd", "first"), ("ef", "third")]
-    assert serve_load.compare(given, WANTED) == (2, [("cd", "first")])
+    answers = [("ab", "first"), ("cd", "first"), ("ef", "third")]
+    assert serve_load.compare(answers, WANTED) == (2, [("cd", "first")])
 
 
 @pytest.mark.slow

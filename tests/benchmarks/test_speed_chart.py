@@ -1,4 +1,4 @@
-"""The README's chart shows the figures of the committed results."""
+"""The chart of the README: equal to the committed results."""
 
 import json
 import re
@@ -17,7 +17,7 @@ def result(name: str) -> dict:
 
 
 def attention_ratio(direction: str) -> float:
-    """Return the geometric mean over the cells, not the mean that the file stores."""
+    """Return the geometric mean over the cells, instead of the mean stored in the file."""
     cells = [c for c in result("attention_native_zen5")["cases"] if c["direction"] == direction]
     assert len(cells) == 10
     return prod(c["speedup_of_ours"]["torch"] for c in cells) ** (1 / len(cells))
@@ -36,7 +36,7 @@ def token_ratio(row: int, peer: str) -> float:
 
 
 def h100_ratio(case: str, direction: str, peer: str) -> float:
-    """Return a ratio of the file of JSON lines, found in its text."""
+    """Return a ratio from the file of JSON lines by text search."""
     text = (RESULTS / "h100" / "goals.jsonl").read_text()
     start = text.index(f'"case": "{case}", "direction": "{direction}", "ours": "pallas"')
     ratios = json.loads(re.search(r'"speedup_of_ours": (\{.*?\})', text[start:])[1])

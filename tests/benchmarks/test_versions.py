@@ -1,4 +1,4 @@
-"""Two versions are compared by what their exported programs compute."""
+"""Comparison of two versions of the library by their exported programs."""
 
 import re
 

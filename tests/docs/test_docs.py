@@ -1,4 +1,4 @@
-"""The documentation's code runs, and prints what the documentation says it prints."""
+"""Documentation: its code, the shown output, links, names and tables."""
 
 import ast
 import contextlib
@@ -24,7 +24,7 @@ PAGES = [README, *(page for folder in ("docs", "docs/lectures")
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
-    """(code, expected output) pairs: a python fence and the indented text that follows it."""
+    """Return pairs (code, expected output): a python fence and the indented text after it."""
     found = re.findall(r"```python\n(.*?)```\n((?:\n(?:    [^\n]*\n)+)?)", text, re.DOTALL)
     return [(code, re.sub(r"^    ", "", out, flags=re.M).strip("\n")) for code, out in found]
 
@@ -38,9 +38,9 @@ def words(text: str) -> list[str]:
 
 
 CHANGES = [page for page in PAGES if "```diff" in page.read_text()]
-"""Pages that show a change of the library: their code runs in a copy that has it."""
+"""Pages that change the library; their code runs in a copy with the changes."""
 RUN = [page for page in PAGES if page not in CHANGES]
-OWN_STEP = [pytest.param(page, marks=pytest.mark.slow) for page in RUN[1:]]  # of .ci/run
+OWN_STEP = [pytest.param(page, marks=pytest.mark.slow) for page in RUN[1:]]  # a step of .ci/run
 
 
 def check_output(code: str, printed: str, expected: str) -> None:
@@ -54,12 +54,12 @@ def check_output(code: str, printed: str, expected: str) -> None:
 @pytest.mark.parametrize("page", [README, *OWN_STEP], ids=lambda p: p.stem)
 def test_code_prints_output_shown_on_page(page, monkeypatch):
     name = page.stem if page.stem.startswith("howto_") else f"page_{page.stem}"
-    module = types.ModuleType(name)  # whose classes are found by name, as a file's are
+    module = types.ModuleType(name)  # classes of a page are imported by name
     monkeypatch.setitem(sys.modules, name, module)
     names: dict = vars(module)
     for code, expected in blocks(page.read_text()):
         if page == README:
-            names = {}  # each of its snippets stands by itself
+            names = {}  # its snippets are independent
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             exec(code, names)
@@ -67,10 +67,9 @@ def test_code_prints_output_shown_on_page(page, monkeypatch):
 
 
 def copy_with_changes(text: str, folder: Path) -> None:
-    """Copy the package into a folder, and apply there each change that a page shows.
+    """Copy the package into a folder, and apply each change of a page.
 
-    A change is a fence of `diff`: after `@@ FILE`, lines to find, which stand there once, and
-    what they become.
+    A change is a `diff` fence: `@@ FILE`, then lines that occur once in the file, with changes.
     """
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "transformer_jax", folder / "transformer_jax", ignore=skip)
@@ -126,7 +125,7 @@ def test_links_point_to_existing_files(name):
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda p: p.stem)
 def test_site_links_point_to_pages_of_site(page):
-    """Check links as mkdocs --strict does, without mkdocs."""
+    """Check links like mkdocs --strict, without mkdocs."""
     links = re.findall(r"""(?:\]\(|href="|src=")([^)"#]+)""", page.read_text())
     local = [(page.parent / link).resolve() for link in links if "://" not in link]
     docs = ROOT / "docs"
@@ -160,12 +159,12 @@ def test_table_cells_have_at_most_120_characters(page):
 
 
 def test_pages_begin_with_paragraph_of_text():
-    """Check that the first paragraph is words, and that what holds for all pages is said once."""
-    said = "is printed by the code above it"
+    """Only the start page explains that indented output is printed by the code above it."""
+    note = "is printed by the code above it"
     for page in PAGES:
         text = re.sub(r"\A---\n.*?\n---\n", "", page.read_text(), flags=re.S).strip()
         assert re.match(r"# .*\n\n[`*\[]*[A-Za-z]", text), page.stem
-        assert (said in text) == (page.name == "index.md"), page.stem
+        assert (note in text) == (page.name == "index.md"), page.stem
 
 
 def test_llms_txt_lists_the_pages():
@@ -205,7 +204,7 @@ def test_functions_named_on_page_are_in_stated_file(page):
 
 
 def defined(tree: ast.AST) -> set[str]:
-    """Return the names that a file defines: functions, methods, classes, assigned names."""
+    """Return the names that a file defines: functions, methods, classes and variables."""
     names = {
         node.name
         for node in ast.walk(tree)

@@ -1,4 +1,4 @@
-"""The lectures' slips, as they say them, and what is right, from NumPy in float64."""
+"""Errors of the lectures and their corrections, computed with NumPy in float64."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ ROWS = {
     for line in PAGE.splitlines()
     if line.startswith("| ") and line.split("|")[1].strip().isdigit()
 }
-"""Map the number of each slip to its place, what the lecture says and what is right."""
+"""Map the number of each slip to its place, the lecture's version and the correction."""
 
 
 def softmax(x):
@@ -25,7 +25,7 @@ def normalised(x):
 
 
 def written(number: str, side: str, *values: str) -> None:
-    """Check that a row of the table has these numbers, as the page writes them, on this side."""
+    """Check that a cell of a row contains these numbers, as the page writes them."""
     _, says, right = ROWS[number]
     for value in values:
         assert value in (says if side == "says" else right), (number, side, value)
@@ -36,11 +36,11 @@ def test_page_lists_every_slip_in_order():
     for number, (place, says, right) in ROWS.items():
         assert place and says and right and says != right, number
     numbers = [line.split()[0] for line in PAGE.splitlines() if line.startswith("    ")]
-    assert set(ROWS) <= set(numbers)  # each is shown by a line that the page runs
+    assert set(ROWS) <= set(numbers)  # code of the page computes each of them
 
 
 def test_weights_and_context_of_three_states_are_corrected():
-    """2, 3: the slide's .3374 and .4125 do not follow from its own rounded exponentials."""
+    """Slips 2, 3: .3374 and .4125 do not follow from the rounded exponentials of the slide."""
     h, scores = np.array([[1, 0], [0, 1], [1, 1.0]]), np.array([0.5, 0.2, 0.7])
     exact = softmax(scores)
     assert exact.round(4).tolist() == [0.3376, 0.2501, 0.4123]
@@ -49,7 +49,7 @@ def test_weights_and_context_of_three_states_are_corrected():
     assert (rounded / rounded.sum()).round(4).tolist() == [0.3376, 0.2501, 0.4123]
     slide = np.array([0.3374, 0.2501, 0.4125])
     assert (np.abs(slide - exact) > 1e-4).tolist() == [True, False, True]
-    assert (slide @ h).round(4).tolist() == [0.7499, 0.6626]  # the slip goes on, nothing else
+    assert (slide @ h).round(4).tolist() == [0.7499, 0.6626]  # only the earlier slip propagates
     assert (exact @ h).round(4).tolist() == [0.7499, 0.6624]
     written("2", "says", ".3374, .2501, .4125")
     written("2", "right", ".3376, .2501, .4123")
@@ -58,7 +58,7 @@ def test_weights_and_context_of_three_states_are_corrected():
 
 
 def test_division_by_the_reciprocal_root_squares_the_variance():
-    """1: divided by 1/sqrt(d) the scores have variance d^2."""
+    """Slip 1: scores divided by 1/sqrt(d) have variance d^2."""
     q, k = np.random.default_rng(0).standard_normal((2, 40_009, 61))
     scores = (q * k).sum(axis=1)
     assert abs((scores / (1 / 61**0.5)).var() / 61**2 - 1) < 0.03
@@ -66,7 +66,7 @@ def test_division_by_the_reciprocal_root_squares_the_variance():
 
 
 def test_stacked_windows_of_ten_show_nine_more_tokens_per_layer():
-    """10: by sets of tokens, not by a mask."""
+    """Slip 10: computed with sets of tokens, not with a mask."""
 
     def sees(token, layers):
         found = {token}
@@ -81,7 +81,7 @@ def test_stacked_windows_of_ten_show_nine_more_tokens_per_layer():
 
 
 def test_derivative_of_saturated_softmax_vanishes():
-    """11: the Jacobian diag(p) - p p^T of unscaled scores falls with d, of scaled ones it stays."""
+    """Slip 11: the Jacobian diag(p) - p p^T shrinks with d only for unscaled scores."""
     rng, sizes = np.random.default_rng(0), []
     for d in (16, 256, 4096):
         q, k = rng.standard_normal((53, d)), rng.standard_normal((61, d))
@@ -96,14 +96,14 @@ def test_derivative_of_saturated_softmax_vanishes():
 
 
 def test_rotary_loss_on_page_matches_its_measurement():
-    """14: the two figures are in the positions page's measurement."""
+    """Slip 14: both figures are in the measurement on the page about positions."""
     written("14", "right", "0.64", "3.04", "64 to 96")
     positions = PATH.with_name("positions.md").read_text()
     assert "| rotary | 0.644 | 2.456 | 3.040 | 3.014 |" in positions
 
 
 def test_example_of_three_words_is_corrected():
-    """16 to 18: V, where V stands, and what a residual connection adds."""
+    """Slips 16 to 18: V, the place of V, and the input of the residual connection."""
     angles = np.arange(3)[:, None] * np.array([1, 0.01])
     pe = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(3, 4)
     x = np.array([[1, 2, 1, 2], [3, 2, 1, 2], [4, 1, 2, 1]]) + pe
@@ -119,7 +119,9 @@ def test_example_of_three_words_is_corrected():
     weights = softmax((x @ w_q) @ (x @ w_k).T / 2)
     slide_result = [10.3917, 21.7934, 25.8034, 16.4823]
     assert (weights @ v)[0].round(4).tolist() == slide_result
-    assert np.abs((weights @ slide_v)[0] - slide_result).max() > 5  # its V does not give it
+    assert (
+        np.abs((weights @ slide_v)[0] - slide_result).max() > 5
+    )  # the V of the slide does not give this result
     written("16", "says", "17, 13, 11, 9")
     written("16", "right", "8, 17, 21, 15")
     assert weights.shape == (3, 3) and softmax(weights @ v).shape == (3, 4)
@@ -131,7 +133,7 @@ def test_example_of_three_words_is_corrected():
 
 
 def test_last_masked_weight_is_corrected():
-    """19: .8668 is .87 in two digits, where the slide has .86."""
+    """Slip 19: .8668 rounds to .87, but the slide has .86."""
     exact = softmax(np.array([4.0, 6, 8]))
     assert exact.round(4).tolist() == [0.0159, 0.1173, 0.8668]
     assert exact.round(2).tolist() == [0.02, 0.12, 0.87]

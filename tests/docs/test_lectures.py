@@ -1,4 +1,4 @@
-"""The worked numbers of the lectures, reproduced by the library under every implementation."""
+"""Worked examples of the lectures, reproduced by every implementation of the library."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def implementation(request) -> str:
 
 
 def one_head(matrix: np.ndarray) -> jax.Array:
-    """[T, H] as [1, T, 1, H]."""
+    """Return [T, H] as [1, T, 1, H]."""
     return jax.device_put(np.asarray(matrix, np.float32)[None, :, None, :])
 
 
 def attend(query, key, value, **settings) -> np.ndarray:
-    """Attention of matrices [T, H], [S, H], [S, Hv]: one row of a batch, one head."""
+    """Return the attention of matrices [T, H], [S, H], [S, Hv]: one batch row, one head."""
     out = dot_product_attention(one_head(query), one_head(key), one_head(value), **settings)
     return np.asarray(out)[0, :, 0]
 
 
 def weights_and_out(query, key, value, **settings) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights [T, S], which values that name their key give, beside the output."""
+    """Return the weights [T, S], read from one-hot values, and the output."""
     out = attend(query, key, np.hstack([np.eye(len(key)), value]), **settings)
     return out[:, : len(key)], out[:, len(key) :]
 
 
 def near(actual, expected, digits: int = 4) -> None:
-    """Equal to `digits` decimals, rounded or cut as they are on the slide."""
+    """Check equality to `digits` decimals, which the slide may round or truncate."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.shape == expected.shape and actual.size > 0
     assert np.isfinite(actual).all()
@@ -84,7 +84,7 @@ def test_state_attention_matches_slide():
 
 def test_neuron_with_three_inputs_matches_slide():
     x, w, b = np.array([0.5, 0.6, 0.1]), np.array([0.2, 0.3, 0.9]), 0.5
-    # one step of gradient descent towards the target 1, at the rate .1
+    # one step of gradient descent toward the target 1, with learning rate .1
     loss = lambda w, b, x: -jax.nn.log_sigmoid(w @ x + b)  # noqa: E731
 
     def step(w, b, x):
@@ -114,7 +114,7 @@ def test_position_table_matches_ten_decimals_in_float64():
 
 @pytest.mark.slow
 def test_next_state_depends_on_last_state_context_and_word():
-    """s_t = tanh(W [s_{t-1}; c_t] + W_y y + b) of an Elman cell whose input is the context."""
+    """s_t = tanh(W [s_{t-1}; c_t] + W_y y + b): an Elman cell with the context as input."""
     config = RecurrentConfig(
         vocab_size=7, source_vocab_size=11, d_embed=3, d_hidden=5, cell="rnn", attention="dot",
         context="input",
@@ -160,7 +160,7 @@ def test_worked_example_projections_and_scores(implementation):
     near(queries[0], [17, 12, 14, 15])
     near(keys[0], [8, 17, 21, 15])
     scores = []
-    for j in range(3):  # over a single key the log-sum-exp is the score itself
+    for j in range(3):  # the log-sum-exp over a single key is its score
         _, lse = dot_product_attention(
             one_head(queries), one_head(keys[j : j + 1]), one_head(keys[j : j + 1]),
             return_lse=True, implementation=implementation,
@@ -216,7 +216,7 @@ def test_cross_attention_of_two_states_over_three(implementation):
 def test_cross_attention_with_equal_scores_is_uniform(implementation):
     encoded = np.array([[1, 2, 3, 4], [4, 3, 2, 1], [2, 2, 2, 5]], np.float32)
     states = np.array([[0, 0, 0, 0], [5, -5, 0, 0]], np.float32)
-    encoded[:, :2] = 1.0  # the second state is orthogonal to what differs between the keys
+    encoded[:, :2] = 1.0  # the second state is orthogonal to the differences of the keys
     weights, out = weights_and_out(states, encoded, encoded, implementation=implementation)
     near(weights, np.full((2, 3), 1 / 3), 6)
     near(out, np.tile(encoded.mean(axis=0), (2, 1)), 5)

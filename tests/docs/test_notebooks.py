@@ -1,4 +1,4 @@
-"""The notebooks are made of the pages, and run."""
+"""Notebooks: generated from the pages, and executable."""
 
 import json
 import re
@@ -17,7 +17,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 @pytest.fixture(scope="module")
 def script():
-    pytest.importorskip("jupytext", reason="makes the notebooks; of the extra test")
+    pytest.importorskip("jupytext", reason="generates the notebooks; in the extra test")
     return runpy.run_path(str(ROOT / "docs" / "notebooks.py"))
 
 
@@ -52,10 +52,10 @@ def test_notebook_links_point_to_existing_files():
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebooks_run(path, monkeypatch):
-    for name, value in quick_environment().items():  # of the kernel's process
+    for name, value in quick_environment().items():  # for the process of the kernel
         monkeypatch.setenv(name, value)
-    nbformat = pytest.importorskip("nbformat", reason="reads notebooks; of the extra test")
-    nbclient = pytest.importorskip("nbclient", reason="runs notebooks; of the extra test")
+    nbformat = pytest.importorskip("nbformat", reason="reads notebooks; in the extra test")
+    nbclient = pytest.importorskip("nbclient", reason="runs notebooks; in the extra test")
     notebook = nbformat.read(path, as_version=4)
     stored = [bool(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
     resources = {"metadata": {"path": str(FOLDER)}}

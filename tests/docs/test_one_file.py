@@ -1,4 +1,4 @@
-"""The decoder of docs/one_file.py is the library's, with the library's parameters."""
+"""The decoder of docs/one_file.py, compared with the library."""
 
 import ast
 import dataclasses
@@ -38,16 +38,16 @@ LLAMA = one_file.Config(
     tie_embeddings=False,
 )  # fmt: skip
 NO_BIAS = dataclasses.replace(GPT2, d_model=12, rope_base=509.0, use_bias=False)
-"""LayerNorm and rotary positions without biases, as the library's small character models."""
+"""LayerNorm and rotary positions without biases, like the library's small character models."""
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "no_bias": NO_BIAS}
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 LOGITS_F32 = 1e-5
-"""Logits in float32 by two implementations, relative to the largest."""
+"""Logits in float32 of two implementations, relative to the largest logit."""
 
 
 def library_config(config, **changes) -> tj.ModelConfig:
-    """Return the library's config of the same model."""
+    """Return the library config of the same model."""
     fields = dataclasses.asdict(config)
     base, glu = fields.pop("rope_base"), fields.pop("swiglu")
     return tj.ModelConfig(
@@ -64,7 +64,7 @@ forward = jax.jit(one_file.forward, static_argnames="config")
 
 @functools.cache
 def from_library(config, **changes):
-    """Return parameters, biases and scales drawn too, tokens [2, 13], and the library's logits."""
+    """Return random parameters (also biases and scales), tokens [2, 13], and library logits."""
     theirs = library_config(config, **changes)
     leaves, tree = jax.tree.flatten(
         jax.eval_shape(lambda: tj.init_params(theirs, jax.random.key(7)))
@@ -131,7 +131,7 @@ def test_greedy_tokens_match_library(config, key):
 
 @pytest.mark.slow
 def test_gradients_match_library():
-    """They flow through the cache that `forward` makes for itself."""
+    """Gradients flow through the cache that `forward` creates."""
     params, tokens, _ = from_library(LLAMA)
     model = tj.build(library_config(LLAMA))
 
@@ -176,7 +176,7 @@ def test_text_longer_than_max_len_is_rejected(key):
 
 @pytest.mark.slow
 def test_token_without_embedding_or_slot_gives_nan_logits():
-    """An unknown token makes the whole text NaN: every query sums over its value, times 0 too."""
+    """An unknown token makes its whole row NaN, because masked values are multiplied by 0."""
     params, tokens, _ = from_library(LLAMA)
     logits, _ = forward(params, LLAMA, tokens.at[0, 7].set(LLAMA.vocab_size))
     assert np.isnan(np.asarray(logits)).any(axis=-1).all(axis=-1).tolist() == [True, False]
@@ -186,7 +186,7 @@ def test_token_without_embedding_or_slot_gives_nan_logits():
 
 @pytest.mark.slow
 def test_rotations_have_accuracy_stated_on_page():
-    """At position 8191 with Llama 3's base, against float64; the vectors have length sqrt(2)."""
+    """Compare vectors of length sqrt(2) at position 8191, base of Llama 3, with float64."""
     i, positions = np.arange(64), jnp.array([8191])
     a = 8191 * 500_000.0 ** (-i / 64)
     expected = np.concatenate([np.cos(a) - np.sin(a), np.cos(a) + np.sin(a)])
@@ -220,7 +220,7 @@ def test_file_runs_as_program(capsys):
 
 
 def test_default_config_equals_gpt2_preset():
-    """Sizes that a preset leaves to its defaults are written out; dropout is training's affair."""
+    """The file has no dropout, and default sizes of the preset are explicit."""
     plain = dict(num_kv_heads=12, d_ff=3072, dropout=0.0, attention_dropout=0.0)
     assert library_config(one_file.Config()) == tj.preset("gpt2", **plain)
 

@@ -1,7 +1,7 @@
-"""Compare the page docs/play with the library: masks, tiles, the ring of a cache, a small decoder.
+"""The page docs/play, compared with the library: masks, tiles, a ring cache, a small decoder.
 
-Its arithmetic runs in node where there is one; the page itself in Chromium where playwright finds
-one. What neither is needed for is checked always.
+The tests of its arithmetic need node, and the tests of the page need playwright and Chromium.
+The other tests always run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAMES = {name: getattr(masks, name) for name in masks.__all__} | {"jnp": jnp}
 
 
 class Elements(HTMLParser):
-    """Collect the elements of a page as (tag, attributes)."""
+    """Elements of a page as (tag, attributes)."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def elements():
 
 @pytest.fixture(scope="module")
 def trained():
-    """Return what model.js holds, and its weights as params."""
+    """Return the content of model.js, and its weights as params."""
     return play.read((FOLDER / "model.js").read_text())
 
 
@@ -108,11 +108,11 @@ def test_script_output_round_trips(tmp_path):
     assert 0 <= share < 0.9 and play.written(params) == out.read_text()
 
 
-# What the page is to show
+# Expected content of the page
 
 
 def random_mask(rng: random.Random, depth: int = 2) -> str:
-    """Return an expression, as somebody may type it, of masks of about T positions."""
+    """Return a mask expression for about T positions, as a user may type it."""
     if depth and rng.random() < 0.75:
         inner = random_mask(rng, depth - 1)
         if rng.random() < 0.25:
@@ -142,11 +142,11 @@ def cases(count: int) -> list[dict]:
 
 
 def check_mask(case: dict, found: dict) -> None:
-    """Compare a matrix and the classes of its tiles with those of the expression that is shown."""
+    """Compare a matrix and its tile classes with those of the displayed expression."""
     mask, places = eval(found["text"], dict(NAMES)), np.arange(T, dtype=np.int32)
     block_q, block_k = case["block"]
 
-    @jax.jit  # a program for all, not one for each operation
+    @jax.jit  # one program, not one per operation
     def both():
         plan = mask.block_plan(places, places, block_q=block_q, block_k=block_k)
         return mask.materialize(places, places)[0, 0], plan.classes[0, 0]
@@ -157,7 +157,7 @@ def check_mask(case: dict, found: dict) -> None:
 
 
 def sentences(count: int) -> list[list[int]]:
-    """Return ids of stories of three lengths: a program for each."""
+    """Return the ids of stories of three lengths, each of which needs one program."""
     ids, _ = play.stories(np.random.default_rng(73), count)
     return [row[: (5, 11, 17)[i % 3]].tolist() for i, row in enumerate(ids)]
 
@@ -169,7 +169,7 @@ def attended(params, ids):
 
 
 def largest_difference(params, ids: list[int], found: dict) -> float:
-    """Return the largest difference of attention weights, probabilities and logits (relative)."""
+    """Return the largest difference of weights, probabilities and (relative) logits."""
     logits, _, captured = attended(params, jnp.array([ids]))
     weights = [captured[f"block_{i}/attention/weights"][0] for i in range(play.CONFIG.num_layers)]
     assert np.array(found["weights"]).shape == np.array(weights).shape
@@ -181,7 +181,7 @@ def largest_difference(params, ids: list[int], found: dict) -> float:
 
 
 def check_ring(found: list[dict]) -> None:
-    """Compare positions of slots, and which are seen, with the library's cache and mask."""
+    """Compare slot positions and visible slots with the library's cache and mask."""
     for case in found:
         window, sinks, capacity, length = (
             case[x] for x in ("window", "sinks", "capacity", "length")
@@ -200,7 +200,7 @@ RINGS = [(3, 0, 3, 11), (5, 2, 7, 17), (2, 1, 5, 13), (7, 3, 10, 5)]
 
 
 def in_node(script: str, given: object) -> object:
-    """Run a script in node, with `page` the arithmetic of the page, and return what it gives."""
+    """Run a script in node and return its result; `page` is the arithmetic of the page."""
     text = f"""const page = require({json.dumps(str(FOLDER / "play.js"))});
 const given = JSON.parse(require("fs").readFileSync(0));
 console.log(JSON.stringify((() => {{ {script} }})()));"""
@@ -282,10 +282,10 @@ def test_attention_and_probabilities_match_library(trained, count):
     ],
 )  # fmt: skip
 def test_invalid_mask_gives_one_line_error(text, line):
-    said = in_node(
+    message = in_node(
         "try { page.parseMask(given); return ''; } catch (e) { return e.message; }", text
     )
-    assert line in said and "\n" not in said
+    assert line in message and "\n" not in message
 
 
 @pytest.mark.slow
@@ -314,7 +314,7 @@ def test_any_text_is_mask_or_rejected_in_one_line():
 
 @pytest.fixture(scope="module")
 def page():
-    """Open the page as a file in Chromium; fail on an error in it and a request that leaves it."""
+    """Open the page as a file in Chromium; fail on page errors and on requests for other files."""
     driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with driver.sync_playwright() as started:
         own = shutil.which("chromium") or shutil.which("google-chrome")
@@ -343,7 +343,7 @@ def test_page_draws_masks_like_library(page):
                     .findIndex((x) => c.classList.contains(x)))};
     }"""
     for case in cases(50):
-        case["block"] = (case["block"][0] // 2 * 2, 4)  # sizes that the page offers
+        case["block"] = (case["block"][0] // 2 * 2, 4)  # the page offers these sizes
         page.locator("#mask-block-q").select_option(str(case["block"][0]))
         page.locator("#mask-block-k").select_option(str(case["block"][1]))
         page.locator("#mask-text").fill(case["text"])
@@ -406,15 +406,15 @@ def test_page_works_with_keyboard_fits_phone_and_reports_errors(page):
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     paper = "getComputedStyle(document.querySelector('#play button')).backgroundColor"
     light = page.evaluate(paper)
-    page.evaluate("document.body.dataset.mdColorScheme = 'slate'")  # the site's own switch
+    page.evaluate("document.body.dataset.mdColorScheme = 'slate'")  # the site's color switch
     assert page.evaluate(paper) != light
     page.evaluate("delete document.body.dataset.mdColorScheme")
     page.locator("#mask-text").fill("Causal() & Window(4)")
     page.locator("#mask-matrix [tabindex='0']").focus()
     for key in ("Home", "ArrowDown", "ArrowDown", "ArrowRight"):
         page.keyboard.press(key)
-    said = page.locator("#mask-cell").inner_text()
-    assert re.match(r"Query \d+, key 1: ", said)
+    description = page.locator("#mask-cell").inner_text()
+    assert re.match(r"Query \d+, key 1: ", description)
     assert page.locator("#mask-matrix [tabindex='0']").count() == 1
     for field, text, line in (
         ("mask", "Windo(3)", "Windo is no mask"),

@@ -1,4 +1,4 @@
-"""The page of reported faults names tests that are there."""
+"""The page of reported faults: complete cases and existing tests."""
 
 import re
 from pathlib import Path

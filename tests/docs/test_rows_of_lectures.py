@@ -1,4 +1,4 @@
-"""The table of what the lectures have is complete, and each of its places is there."""
+"""The table of the lectures' contents: complete rows and existing commands."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ def test_rows_of_lectures_are_numbered_without_gap():
 
 
 def test_every_row_has_link_command_or_reason():
-    """Check that the last cell has a link, a command, or words for a refusal."""
+    """Check the last cell; only row 172 has neither a link nor code."""
     bare = [n for n, row in ROWS if not re.search(r"\]\(|`", row.split("|")[-1]) and n != "172"]
     assert bare == []
 

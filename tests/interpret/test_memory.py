@@ -39,7 +39,7 @@ def test_capturing_one_layer_needs_memory_of_one_layer(scan):
         found = compiled(capture).memory_analysis()
         return (found.temp_size_in_bytes + found.output_size_in_bytes) / RESIDUAL
 
-    unasked, none = residuals(None), residuals(())
-    assert none == unasked
+    without_argument, none = residuals(None), residuals(())
+    assert none == without_argument
     assert none <= residuals(("block_5/residual",)) < none + 1.05
     assert residuals(("block_*/residual",)) > none + L / 2

@@ -177,8 +177,11 @@ def run(case: str, kind: str) -> dict[str, Any]:
 
 
 def projected() -> dict[str, Any]:
-    """Heads of a product with columns on eight devices: the compiler splits four heads over a part
-    of the mesh axis, and two key heads over a smaller part."""
+    """Project to heads, with the columns of the product split over eight devices.
+
+    The compiler splits four heads over a part of the mesh axis, and two key heads over a smaller
+    part.
+    """
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 150, 32)), jnp.float32)
     weights = [jnp.asarray(rng.normal(size=(32, n * 8)) / 6, jnp.float32) for n in (4, 2, 2)]
@@ -233,7 +236,7 @@ def ordered() -> dict[str, Any]:
     return dict(error=largest_error(compiled(placed), attend(query, "xla")), gathered=moved)
 
 
-def unasked() -> dict[str, Any]:
+def older_partitioner() -> dict[str, Any]:
     """With the older partitioner of jax, which ignores the rule, the compiler splits the tiles."""
     jax.config.update("jax_use_shardy_partitioner", False)
     try:
@@ -275,7 +278,7 @@ def exported() -> dict[str, Any]:
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
-    functions = exported, projected, ordered, precise, unasked
+    functions = exported, projected, ordered, precise, older_partitioner
     others = {function.__name__: function for function in functions}
     others |= {f"cut, {which}": partial(cut, which) for which in CUT}
     names = [f"{case}, {kind}" for case in CASES for kind in AXES]

@@ -1,4 +1,4 @@
-"""Script of test_meshes.py with four devices: the tools of `inside` on a mesh and on one device.
+"""Script of test_meshes.py with four devices: the tools of `interpret` on a mesh and on one device.
 
 Prints JSON: the largest difference of each tool, relative to its largest value.
 """

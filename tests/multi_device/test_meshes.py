@@ -90,7 +90,7 @@ SUGGESTED = "key heads on one of two axes, automatic"
                     "key heads on one of two axes, automatic",
                 ),
                 "a mask that reads, explicit",
-                *("exported", "projected", "ordered", "cut, heads", "precise", "unasked"),
+                *("exported", "projected", "ordered", "cut, heads", "precise", "older_partitioner"),
             ],
             id="some",
         ),

@@ -1,11 +1,11 @@
-"""Plant each slip of `slips.py` in a copy of the project, and see which test notices it.
+"""Plant each slip of `slips.py` in a copy of the project, and report which test catches it.
 
-`python -m tests.planted_bugs` runs the tests of each slip with it, of which one must fail, and then
-all that have failed so as the project is: there they must pass. Results are kept, by the texts of
-the slip, its file and its tests, so that a second run does what is left. `--write FILE` writes the
-table.
+`python -m tests.planted_bugs` runs the tests of each slip with the slip in place; one of them must
+fail. Afterward it runs all failed tests without slips; there they must pass. Results are stored
+under a hash of the slip, its file and its tests, so that a second run does only the rest.
+`--write FILE` writes the table.
 
-Each run is a fork of this process, which has imported what the project is built on: that takes
+Each run is a fork of this process, which has already imported JAX and Flax: these imports take
 longer than most of the tests.
 """
 
@@ -36,30 +36,30 @@ PARTS = (
     "pyproject.toml", "README.md", "CONTRIBUTING.md",
 )  # fmt: skip
 LIMIT = 300
-"""Seconds of the tests of one slip: what takes longer was not seen."""
+"""Seconds for the tests of one slip; if they take longer, the slip counts as not caught."""
 
 FAILED = r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$"
-"""Return what pytest says of a test that has failed, and why."""
+"""Pattern of the line in which pytest reports a failed test and the reason."""
 
 IMPORTED = "jax", "jax.experimental.pallas.tpu", "flax.linen", "optax"
-"""What every run has imported at its start; none of it starts a backend of JAX."""
+"""Modules imported before the forks; none of them starts a JAX backend."""
 
 
 def why_not(slip: Slip) -> str | None:
-    """Return why a slip does not apply; None where it does."""
+    """Return why a slip does not apply, or None if it does."""
     found = (ROOT / slip.file).read_text().count(slip.old)
     return None if found == 1 else f"{slip.name}: {slip.file} has the old text {found} times"
 
 
 def key_of(slip: Slip) -> str:
-    """Return a hash of all that a slip's result follows from, but for the rest of the package."""
+    """Return a hash of a slip, its file and its tests, but not of the rest of the package."""
     files = sorted({slip.file, *(test.partition("::")[0] for test in slip.tests)})
     texts = [(ROOT / file).read_text() for file in files]
     return hashlib.sha256(json.dumps([slip, texts]).encode()).hexdigest()
 
 
 def copy_project(target: Path) -> None:
-    """Copy the project, with the link by which the package has `kernels`."""
+    """Copy the project, including the package's link to `kernels`."""
     for part in PARTS:
         source, ignored = ROOT / part, shutil.ignore_patterns("__pycache__")
         if source.is_dir():
@@ -69,7 +69,7 @@ def copy_project(target: Path) -> None:
 
 
 class Run:
-    """Run tests in a copy of the project, in a fork of this process."""
+    """Test run in a copy of the project, in a fork of this process."""
 
     def __init__(
         self, folder: Path, tests: Sequence[str], said: Path, failures: str = "--maxfail=1"
@@ -84,7 +84,7 @@ class Run:
                 os._exit(status)
 
     def _test(self, folder: Path, arguments: Sequence[str]) -> int:
-        """Return pytest's status; what it prints goes into the file."""
+        """Return pytest's status, and redirect its output to the file."""
         out = os.open(self.said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(out, stream)
@@ -103,7 +103,7 @@ class Run:
         return status
 
     def status(self, limit: float | None) -> int | None:
-        """Return pytest's status once it has ended, -1 where that took too long; else None."""
+        """Return pytest's status, -1 after a timeout, or None while it is running."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
@@ -115,12 +115,12 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Return how long it has run."""
+        """Seconds since the start."""
         return time.monotonic() - self.start
 
 
 def result_of(slip: Slip, status: int, said: str, seconds: float) -> dict[str, Any]:
-    """Return what came of a slip: which test failed by it and why, or why none did."""
+    """Return the result of a slip: the failed test and the reason, or why no test failed."""
     failed = re.search(FAILED, said, re.MULTILINE)
     found = {"name": slip.name, "key": key_of(slip), "seconds": round(seconds, 1)}
     if status == 1 and failed is not None and "Timeout" not in (why := failed[2] or ""):
@@ -130,7 +130,7 @@ def result_of(slip: Slip, status: int, said: str, seconds: float) -> dict[str, A
 
 
 def planted(slips: Sequence[Slip], folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """Yield the result of each slip, planted alone in one of the copies, as it comes."""
+    """Yield the result of each slip, planted by itself in one of the copies."""
     free, running = list(folders), list[tuple[Slip, Path, str, Run]]()
     waiting = list(slips)
     while waiting or running:
@@ -151,7 +151,7 @@ def planted(slips: Sequence[Slip], folders: Sequence[Path]) -> Iterator[dict[str
 
 
 def without_slips(folder: Path, lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield results again, once what has seen the slips has run without: where it fails, unseen."""
+    """Run the failed tests without slips; a slip is not caught if its test still fails."""
     run = Run(folder, sorted({line["seen"] for line in lines}), folder / "said", "--maxfail=1000")
     while (status := run.status(None)) is None:
         time.sleep(0.1)
@@ -168,7 +168,7 @@ def without_slips(folder: Path, lines: Sequence[dict[str, Any]]) -> Iterator[dic
 
 
 def table(results: dict[str, dict[str, Any]], earlier: str) -> str:
-    """Return the results as a page; slips without one have what an earlier page says of them."""
+    """Return the results as a page; slips without a result keep the row of the earlier page."""
     known = [(slip, results[slip.name]) for slip in SLIPS if slip.name in results]
     seen = sum(result["seen"] is not None for _, result in known)
     said = dict(re.findall(r"^\| `.+?` \| (.+?) \| (.+?) \|", earlier, re.MULTILINE))
@@ -198,11 +198,11 @@ def table(results: dict[str, dict[str, Any]], earlier: str) -> str:
 
 
 def main() -> int:
-    """Plant the slips that are asked for; 1 where one does not apply or was not seen."""
+    """Plant the selected slips; return 1 if one does not apply or is not caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.planted_bugs")
     parser.add_argument("--only", action="append", metavar="WORDS", help="slips with these words")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--list", action="store_true", help="print the slips alone")
+    parser.add_argument("--list", action="store_true", help="only print the slips")
     parser.add_argument("--results", type=Path, default=ROOT / "build/planted_bugs.jsonl")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table of all results")
     args = parser.parse_args()

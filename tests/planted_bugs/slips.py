@@ -1,7 +1,7 @@
-"""Slips of one place each, as an engineer could make them, and the default tests that see them.
+"""Realistic bugs of one line each, with the default tests that catch them.
 
-Where a change of the code takes a slip's old text away, write the slip anew for the new code, or
-another of its kind.
+If a change of the code removes the old text of a slip, adapt the slip to the new code, or write
+a similar one.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 
 class Slip(NamedTuple):
-    """Hold a slip: `old` stands once in the file, and `new` takes its place."""
+    """Bug that replaces `old`, which occurs once in the file, with `new`."""
 
     name: str
     file: str
     old: str
     new: str
     tests: tuple[str, ...]
-    """Return the arguments of pytest."""
+    """Arguments of pytest."""
 
 
 def of(file: str, *slips: tuple[str, str, str, str]) -> tuple[Slip, ...]:
-    """Return slips of one file: each is its name, the old text, the new one, and its tests."""
+    """Return the slips of one file; each is a tuple of name, old text, new text and tests."""
     return tuple(
         Slip(name, file, old, new, tuple(f"tests/{test}" for test in tests.split()))
         for name, old, new, tests in slips

@@ -1,4 +1,4 @@
-"""Train translators on a few pairs by the command, and check what it reads, prints and draws."""
+"""The command `pairs`: data, output and pictures of translators trained on a few pairs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = {"ein": "a", "Hund": "dog", "Mann": "man", "läuft": "runs", "sieht": "s
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with both sets: 40 pairs to train on, 6 held out, 5 to test."""
+    """Return a folder with both data sets: 40 training, 6 held-out and 5 test pairs."""
     random, path = np.random.default_rng(3), tmp_path_factory.mktemp("sets")
     for part, count in (("train", 40), ("val", 6), ("test", 5)):
         rows = [random.choice(list(WORDS), random.integers(2, 6)) for _ in range(count)]
@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Make the models of the command small."""
+    """Reduce the sizes of the command's models."""
     sizes = dict(d_model=8, num_heads=2, num_layers=2, d_ff=8, max_len=20)
     models = {key: dataclasses.replace(model, **sizes) for key, model in pairs.MODELS.items()}
     monkeypatch.setattr(pairs, "MODELS", models)

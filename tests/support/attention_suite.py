@@ -1,8 +1,8 @@
-"""What every implementation of attention must do, stated once and run for each of them.
+"""Tests that every implementation of attention must pass.
 
-A test module subclasses `AttentionSuite` and names the implementation. Nothing here may be skipped
-for an implementation of the core; a kernel that refuses an option says so in `explain_attention`,
-and with `may_refuse = True` the test is skipped with that reason.
+A test module subclasses `AttentionSuite` and names the implementation. The built-in implementations
+may not skip any test. A kernel that rejects an option gives the reason in `explain_attention`; with
+`may_refuse = True`, the test is skipped with this reason.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def draw(
     value_dim: int = 8,
     dtype: str = "float32",
 ) -> dict[str, jax.Array]:
-    """Unit normals in `dtype` for the inputs and for the cotangents of the results."""
+    """Draw standard normal inputs and cotangents of the results in `dtype`."""
     rng = np.random.default_rng(seed)
     shapes = {
         "query": (batch, queries, heads, dim),
@@ -73,12 +73,12 @@ def draw(
         "lse_cotangent": (batch, queries, heads),
     }
     dtypes = dict.fromkeys(shapes, jnp.dtype(dtype)) | {"lse_cotangent": jnp.dtype("float32")}
-    # cast here and put: on a device, each shape would be another program
+    # Cast on the host: on a device, each shape would need its own program.
     return {k: jax.device_put(rng.normal(size=s).astype(dtypes[k])) for k, s in shapes.items()}
 
 
 def key_of(seed: int) -> jax.Array:
-    """Return `jax.random.key(seed)` without a program that computes it."""
+    """Return `jax.random.key(seed)` without compiling a program."""
     return jax.random.wrap_key_data(np.array([0, seed], np.uint32))
 
 
@@ -109,7 +109,7 @@ def _evaluate(arrays, mask, q_positions, k_positions, dropout_key, target, **sta
 def reference(
     arrays: dict[str, Any], mask: np.ndarray | None = None, **settings: Any
 ) -> dict[str, np.ndarray]:
-    """The same results by the oracle; `bias` and `sinks` come with the arrays."""
+    """Return the results of the oracle; `arrays` may contain `bias` and `sinks`."""
     host = {name: oracle.double(x) for name, x in arrays.items()}
     bias, sinks = host.get("bias"), host.get("sinks")
     inputs = host["query"], host["key"], host["value"]
@@ -128,7 +128,7 @@ def reference(
 
 
 def every_mask(rng: np.random.Generator, batch: int, heads: int, queries: int, keys: int):
-    """Name, mask, predicate and how many heads it tells apart."""
+    """Yield a name, a mask, its predicate and the number of heads with different masks."""
     lengths = rng.integers(0, keys, batch)
     valid = np.arange(keys)[None, :] < lengths[:, None]
     valid[0, :3] = False
@@ -169,7 +169,7 @@ def _sparse(q_positions, k_positions):
     return (q_positions * 3 + k_positions) % 5 == 0
 
 
-# Many heads and rows, 9 and 11 and their like: no power of two divides them into groups.
+# Numbers of rows and heads that powers of two do not divide into groups.
 CROWDS = {
     "rows together, masks of rows": dict(batch=6, heads=18, kv_heads=9, queries=71, keys=139),
     "rows together, masks of heads": dict(batch=6, heads=18, kv_heads=9, queries=71, keys=139),
@@ -179,8 +179,11 @@ CROWDS = {
 
 
 def crowd_mask(name: str, rng: np.random.Generator) -> tuple[Any, np.ndarray]:
-    """The mask of a crowd and the same as an array: tiles that are skipped for one of those who
-    may share a tile are full for another and partial for a third."""
+    """Return the mask of a crowd, and the same mask as an array.
+
+    A tile that is skipped for one of the rows or heads that may share it is full for another one
+    and partial for a third one.
+    """
     sizes = CROWDS[name]
     rows, heads, queries, keys = (sizes[x] for x in ("batch", "heads", "queries", "keys"))
     if name == "rows apart":
@@ -201,7 +204,7 @@ MASKS = [name for name, *_ in every_mask(np.random.default_rng(0), 1, 1, 5, 5)]
 
 
 def plain_attention(query, key, value, mask, bias, sinks, scale, softcap):
-    """Attention as it is usually written, every step in the inputs' own dtype."""
+    """Compute attention in the usual way, with every step in the dtype of the inputs."""
     dtype, group = query.dtype, query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
     scores = jnp.einsum("BTNH,BSNH->BNTS", query, key) * jnp.asarray(scale, dtype)
@@ -218,7 +221,7 @@ def plain_attention(query, key, value, mask, bias, sinks, scale, softcap):
 
 
 def _scattered(q, k):
-    """Five of eight pairs, some row without any key among few."""
+    """Show five of eight pairs; with few keys, some rows see none."""
     return ((q * 5 + k * 3) & 7) < 5
 
 
@@ -232,22 +235,25 @@ HIDDEN = "padding", "empty slots", "segments", "expired", "future"
     "test_masked_keys_and_values_have_no_influence[future-3.3e+38]",
 )
 class AttentionSuite:
-    """Tests share shapes and settings where they can: a compilation costs seconds."""
+    """Tests of one implementation.
+
+    Tests share shapes and settings if possible, because each compilation takes seconds.
+    """
 
     implementation: str
     target: Target | None = None
-    """Where kernels run, if this process has another place for them."""
+    """The target of the kernels, if it is not the device of this process."""
     may_refuse = False
-    """Whether a reason in `explain_attention` skips a test; an error otherwise."""
+    """Whether a test is skipped, not failed, if `explain_attention` gives a reason."""
     forward_tolerance = FORWARD_F32
     gradient_tolerance = GRADIENT_F32
     dim = 8
-    """Head dimension where a test does not care."""
+    """Head dimension, if it does not matter to a test."""
     dtype = "float32"
-    """Of inputs where a test does not care."""
+    """Dtype of the inputs, if it does not matter to a test."""
     queries = 29
     span = 37
-    """Queries and keys where a test does not care: more than one tile of the implementation."""
+    """Numbers of queries and keys, if they do not matter to a test: more than one tile."""
 
     @pytest.fixture(autouse=True)
     def on_target(self):
@@ -255,7 +261,7 @@ class AttentionSuite:
             yield
 
     def assert_unchanged(self, found: Any, clean: Any, name: str) -> None:
-        """Results are what they are without numbers that nothing sees."""
+        """Check that values that no query sees do not change the results."""
         assert_same_bits(found, clean, name)
 
     def draw(self, seed: int, **sizes: Any) -> dict[str, jax.Array]:
@@ -274,7 +280,7 @@ class AttentionSuite:
         scale: float | None = None,
         softcap: float | None = None,
     ) -> dict[str, jax.Array]:
-        """Output, log-sum-exp and the gradient of every input, in one compiled call."""
+        """Return output, log-sum-exp and the gradient of every input from one compiled call."""
         if self.may_refuse:
             reasons = explain_attention(
                 arrays["query"], arrays["key"], arrays["value"], mask=mask,
@@ -301,12 +307,12 @@ class AttentionSuite:
             raise
 
     def check(self, actual: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> None:
-        """Everything within tolerance; rows that see nothing are exactly zero and -inf."""
+        """Check results within tolerance; rows that see nothing must be exactly zero and -inf."""
         assert actual.keys() == expected.keys()
         lse = np.asarray(actual["lse"])
         assert lse.dtype == np.float32
         fully_masked = np.isneginf(expected["lse"])
-        assert (np.isneginf(lse) == fully_masked).all(), "lse is -inf elsewhere than it should be"
+        assert (np.isneginf(lse) == fully_masked).all(), "lse is -inf in the wrong rows"
         for name in ("out", "dquery"):
             rows = np.asarray(actual[name])[fully_masked]
             assert not rows.any(), f"{name} of a fully masked row is not zero"
@@ -321,7 +327,7 @@ class AttentionSuite:
                 assert not np.asarray(actual[name]).any(), f"{name} should be exactly zero"
 
     def causal_tail(self) -> tuple[Any, np.ndarray]:
-        """A causal mask over two rows, one of them padded, and the same as an array."""
+        """Return a causal mask for two rows, one of them padded, and the same mask as an array."""
         valid = np.arange(self.span)[None, :] < np.array([[self.span], [11]])
         seen = np.tri(self.queries, self.span, dtype=bool)[None, None] & valid[:, None, None, :]
         return Causal() & Padding(valid), seen
@@ -343,7 +349,7 @@ class AttentionSuite:
         "heads", [(4, 4, 8, 8), (10, 5, 4, 3), (8, 2, 8, 16), (8, 1, 16, 5), (3, 1, 1, 1)], ids=str
     )
     def test_heads_of_any_number_and_width_match_oracle(self, heads):
-        """Everything that a head can have of its own: mask, bias and sink."""
+        """Each head has its own mask, bias and sink."""
         n, k, dim, value_dim = heads
         rng = np.random.default_rng(n)
         sizes = dict(batch=3, queries=13, keys=17)
@@ -356,11 +362,11 @@ class AttentionSuite:
         self.check(result, reference(arrays, mask))
 
     def assert_crowded(self, name: str, arrays: dict[str, jax.Array], mask: Any) -> None:
-        """Where rows and heads share tiles: that these do as the name says."""
+        """Check that rows and heads share tiles as `name` states, if the implementation can."""
 
     @pytest.mark.parametrize("name", CROWDS)
     def test_each_row_and_head_uses_its_own_options(self, name):
-        """Mask, bias, sink and dropout of every row and head, however they are grouped."""
+        """Mask, bias, sink and dropout are independent of how rows and heads share tiles."""
         sizes, rng = CROWDS[name], np.random.default_rng(44)
         arrays = self.draw(45, dim=self.dim, **sizes)
         n, keys = sizes["heads"], sizes["keys"]
@@ -439,9 +445,9 @@ class AttentionSuite:
         self.check(result, reference(arrays, seen, scale=0.7, softcap=softcap))
 
     def test_all_options_together_match_oracle(self):
-        """Scale, softcap, bias, dropout, and sinks near the scores and far from them.
+        """Use scale, softcap, bias, dropout, and sinks near the scores and far from them.
 
-        Of one row the first queries see nothing.
+        The first queries of one row see nothing.
         """
         arrays, rng, key = self.draw(55), np.random.default_rng(55), key_of(56)
         arrays["bias"] = rng.normal(size=(self.queries, self.span)).astype(np.float32)
@@ -460,7 +466,7 @@ class AttentionSuite:
             self.check(result, reference(arrays, seen, scale=0.7, softcap=3.0, keep=keep))
 
     def test_sinks_far_above_and_below_scores_match_oracle(self):
-        """exp(200) overflows, and exp(-200) does if it is divided by."""
+        """exp(200) overflows, and so does dividing by exp(-200)."""
         arrays = self.draw(9)
         arrays["sinks"] = np.float32([-200.0, 0.0, 88.0, 200.0])
         mask, seen = self.causal_tail()
@@ -478,7 +484,7 @@ class AttentionSuite:
         (_, out), slope = jax.value_and_grad(loss, has_aux=True)(jnp.float32(0.7))
         expected = reference(arrays, scale=0.7)
         assert_near(out, expected["out"], 2 * self.forward_tolerance)
-        # s = scale q.k, so sum(ds q.k) is sum(dq q) / scale
+        # s = scale q.k, so that sum(ds q.k) = sum(dq q) / scale
         by_hand = (expected["dquery"] * oracle.double(arrays["query"])).sum() / 0.7
         assert abs(slope - by_hand) < 1e-5 * np.abs(expected["dquery"]).sum()
 
@@ -496,7 +502,7 @@ class AttentionSuite:
         (_, out), (slope, dquery) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
             jnp.asarray(by_head), arrays["query"]
         )
-        # the same as queries that are multiplied beforehand
+        # equivalent to queries that are multiplied beforehand
         host = {name: oracle.double(x) for name, x in arrays.items()}
         host["query"] = host["query"] * by_head[:, None]
         expected = reference(host, seen, scale=1.0)
@@ -570,7 +576,7 @@ class AttentionSuite:
         self.check(result, expected)
         sums = np.stack([dscores[:, buckets == i].sum(axis=1) for i in range(8)])
         used = (sums != 0).all(axis=1)
-        # no key after the query is 0 away
+        # no key after the query has distance 0
         assert used.tolist() == [True] * 4 + [False] + [True] * 3
         assert_near(gradient, sums, self.gradient_tolerance, "table")
 
@@ -579,8 +585,10 @@ class AttentionSuite:
     rate = 0.4
 
     def recovered_keep(self, seed: int) -> np.ndarray:
-        """The multipliers that dropout applied, [B, N, T, S]: equal weights, values that name
-        their key."""
+        """Return the multipliers that dropout applied, [B, N, T, S].
+
+        All weights are equal, and the value of each key is one-hot.
+        """
         span = self.span
         arrays = self.draw(15, value_dim=span)
         arrays["query"] = np.zeros_like(arrays["query"])
@@ -599,7 +607,7 @@ class AttentionSuite:
             marginal = kept.mean(axis=axes)
             limit = 5 * deviation / math.sqrt(keep.size / marginal.size)
             assert np.abs(marginal - (1 - rate)).max() < limit, "dropout has a pattern"
-        for axis in range(4):  # a neighbour says nothing about its neighbour
+        for axis in range(4):  # neighbours are independent
             flat = np.moveaxis(kept, axis, 0)
             same = (flat[1:] == flat[:-1]).mean()
             assert abs(same - rate**2 - (1 - rate) ** 2) < 5 * 0.5 / math.sqrt(keep.size / 2)
@@ -670,14 +678,14 @@ class AttentionSuite:
         for x, y in zip((attend(*inputs), *gradients), (inputs[0], *inputs), strict=True):
             assert x.shape == y.shape
 
-    # What is masked out has no influence.
+    # Masked inputs have no influence.
 
     @pytest.mark.parametrize("bad", [3.3e38], ids=str)  # finite in bfloat16 too
     @pytest.mark.parametrize("scenario", HIDDEN)
     def test_masked_keys_and_values_have_no_influence(self, scenario, bad):
-        """And what is left is that of the oracle: of a ring, far from 0, with nothing seen.
+        """Replace masked keys and values, and compare the clean results with the oracle.
 
-        All scenarios are one program.
+        All scenarios share one program.
         """
         span, slots = self.span, np.arange(self.span)
         arrays = self.draw(20)
@@ -695,7 +703,7 @@ class AttentionSuite:
             q_positions, k_positions = q_positions + span, k_positions + span // 2
         else:
             q_positions = np.stack([np.arange(self.queries), np.arange(self.queries) + 2])
-            ids[0, 3], valid[0, 3] = 2, False  # the query there sees nothing
+            ids[0, 3], valid[0, 3] = 2, False  # this query sees nothing
         far = q_positions[:, :, None] - k_positions[:, None]
         seen = (k_positions >= 0)[:, None] & (far >= 0) & (far < span + 3)
         of_keys = np.take_along_axis(ids, np.maximum(k_positions, 0), 1)[:, None]
@@ -729,7 +737,7 @@ class AttentionSuite:
             assert np.abs(gradient[:, :at]).max(axis=(2, 3)).min() > 0
             assert not gradient[:, at:].any()
 
-    # Extreme scores: inputs whose products are exact, so that float64 is the truth.
+    # Extreme scores: the products of the inputs are exact, so that float64 is a valid reference.
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_scores_of_100_000_give_correct_finite_results(self, dtype):
@@ -760,7 +768,7 @@ class AttentionSuite:
 
     @pytest.mark.parametrize("level", [-500.0, -90.0, 500.0])
     def test_equal_extreme_scores_have_equal_weights(self, level):
-        """Among them an lse below -88.7, where exp(-lse) overflows, in a tile half empty."""
+        """Includes an lse below -88.7, for which exp(-lse) overflows, in a half-empty tile."""
         arrays = self.draw(26, queries=5, keys=192, heads=2, kv_heads=1, dim=self.dim)
         arrays["query"] = jnp.zeros_like(arrays["query"]).at[..., 0].set(level / 4)
         arrays["key"] = arrays["key"].at[..., 0].set(4.0)
@@ -785,7 +793,7 @@ class AttentionSuite:
         assert expected[:, :2].all() and not expected[:, 2:].any()
         assert_near(out, expected, self.forward_tolerance)
 
-    # Low precision, by the rule of FlashAttention's tests: against what a plain one would lose.
+    # Low precision: relative to the error of plain attention, as in FlashAttention's tests.
 
     @pytest.mark.parametrize(
         ("dtype", "options"), [("bfloat16", False), ("bfloat16", True), ("float16", True)]
@@ -830,7 +838,7 @@ class AttentionSuite:
 
     @pytest.mark.parametrize("sharper", [1.0, 16.0])
     def test_gradients_of_sharp_rows_are_as_accurate_as_jax_nn(self, sharper):
-        """A row with few large weights cancels, unless D is of an output that is not rounded."""
+        """In rows with few large weights dp - D cancels, so D needs the unrounded output."""
         arrays = self.draw(62, queries=64, keys=64, dim=64, value_dim=64, dtype="bfloat16")
         arrays["query"] = arrays["query"] * jnp.bfloat16(sharper)
         arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
@@ -859,7 +867,7 @@ class AttentionSuite:
     @pytest.mark.usefixtures("usual_compilation")
     @pytest.mark.parametrize("options", [False, True], ids=["plain", "every option"])
     def test_repeated_runs_are_bit_identical(self, options):
-        """Five runs of each of 8 configurations: with two masks, and with and without groups."""
+        """Run each of 8 configurations five times: two masks, with and without grouped heads."""
         settings: dict[str, Any] = {}
         if options:
             settings = dict(softcap=2.0, dropout_rate=self.rate, dropout_key=key_of(31))
@@ -874,7 +882,7 @@ class AttentionSuite:
 
     @pytest.mark.parametrize("stacked", [("query",), ("key", "value"), ("valid", "bias")], ids=str)
     def test_vmap_over_any_argument_matches_loop(self, stacked):
-        """And the gradient of a vmap: what is shared adds up over the calls."""
+        """The gradient of an unmapped argument is the sum over the calls."""
         rng = np.random.default_rng(33)
         arrays = self.draw(33, queries=13, keys=17)
         inputs = {name: arrays[name] for name in ("query", "key", "value")}
@@ -925,7 +933,7 @@ class AttentionSuite:
             assert_near(gradients[name], total, self.gradient_tolerance, name)
 
     def test_dense_mask_tiles_may_differ_between_heads(self):
-        """Skipped, cut and whole ones: each head of each row has its own."""
+        """Each head of each row has its own skipped, partial and full tiles."""
         rng = np.random.default_rng(39)
         arrays = self.draw(39, queries=257, keys=271)
         tiles = rng.random((2, 4, 3, 3)) < 0.5
@@ -1037,10 +1045,10 @@ class AttentionSuite:
         inputs, direction = ([x[name] for name in names] for x in (arrays, along))
 
         def loss(*inputs):
-            given = dict(zip(names, inputs, strict=True))
-            qkv = [given.pop(name) for name in names[:3]]
-            out, lse = self.attend(*qkv, mask=mask, return_lse=True, **settings, **given)
-            lse = jnp.where(jnp.isfinite(lse), lse, 0)  # of a row that sees nothing
+            arguments = dict(zip(names, inputs, strict=True))
+            qkv = [arguments.pop(name) for name in names[:3]]
+            out, lse = self.attend(*qkv, mask=mask, return_lse=True, **settings, **arguments)
+            lse = jnp.where(jnp.isfinite(lse), lse, 0)  # -inf in rows that see nothing
             wide = out.astype(jnp.float32) * arrays["out_cotangent"].astype(jnp.float32)
             return wide.sum() + (lse * arrays["lse_cotangent"]).sum()
 
@@ -1063,7 +1071,7 @@ class AttentionSuite:
 
         found = derivatives(tuple(inputs), tuple(direction))
         host = {name: oracle.double(x) for name, x in arrays.items()}
-        unseen = ~seen.any(axis=-1)  # its lse has no slope
+        unseen = ~seen.any(axis=-1)  # rows without gradient of the lse
         host["lse_cotangent"] = np.where(unseen.swapaxes(1, 2), 0, host["lse_cotangent"])
 
         def gradients(step):
@@ -1093,7 +1101,7 @@ class AttentionSuite:
         assert all(np.isfinite(np.asarray(g)).all() for g in gradients)
 
     def test_array_scale_is_not_rounded(self):
-        """Of bfloat16 inputs, to float32; also beside a hidden key whose score overflows."""
+        """A float32 scale of bfloat16 inputs keeps its bits, even if a hidden score overflows."""
         arrays = self.draw(46, dtype="bfloat16")
         mask, seen = self.causal_tail()
         host = {name: oracle.double(x) for name, x in arrays.items()}
@@ -1109,7 +1117,7 @@ class AttentionSuite:
         assert out.dtype == jnp.bfloat16
         assert_near(lse, expected["lse"], FORWARD_F32)
         (slope,) = pull((jnp.zeros_like(out), arrays["lse_cotangent"]))
-        # of a function of scale times query, both slopes are the same
+        # scale and query enter only as a product: scale dscale = sum(query dquery)
         wanted = (expected["dquery"] * host["query"]).sum() / np.float32(0.3)
         assert_near(slope, wanted, GRADIENT_F32)
 
@@ -1122,15 +1130,15 @@ class AttentionSuite:
             result = self.evaluate(
                 arrays, mask, softcap=5.0, dropout_rate=self.rate, dropout_key=key
             )
-        own = {jnp.dtype(self.dtype), jnp.dtype("float32")}  # of lse and sinks
-        assert {x.dtype for x in result.values()} <= own
+        allowed = {jnp.dtype(self.dtype), jnp.dtype("float32")}  # lse and sinks are float32
+        assert {x.dtype for x in result.values()} <= allowed
         shape = 2, 4, self.queries, self.span
         keep = oracle.dropout_keep(np.asarray(jax.random.key_data(key)), self.rate, shape)
         self.check(result, reference(arrays, seen, softcap=5.0, keep=keep))
 
 
 class NonfiniteSuite(AttentionSuite):
-    """Test implementations that keep NaN and inf to the queries that see them."""
+    """Tests of implementations in which NaN and inf affect only the queries that see them."""
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3.3e38], ids=str)
     @pytest.mark.parametrize("scenario", HIDDEN)
@@ -1149,7 +1157,7 @@ class NonfiniteSuite(AttentionSuite):
 
     @pytest.mark.parametrize("case", ["key", "query", "score"])
     def test_visible_infinity_makes_its_rows_nan(self, case):
-        """Also where a softcap or an exponential would make it finite, and no mask cuts a tile."""
+        """Even if a softcap or an exponential would make it finite, and all tiles are full."""
         arrays = self.draw(50, batch=1, queries=128, keys=128, heads=2, kv_heads=1)
         query, key = arrays["query"], arrays["key"]
         if case == "key":
@@ -1168,7 +1176,7 @@ class NonfiniteSuite(AttentionSuite):
     @pytest.mark.usefixtures("usual_compilation")
     @pytest.mark.parametrize(("queries", "keys"), [(32, 64), (32, 128), (64, 128), (5, 128)])
     def test_nonfinite_key_visible_to_all_propagates_no_gradient(self, queries, keys):
-        """At lengths where XLA's maximum on a CPU loses a NaN."""
+        """XLA's maximum on a CPU loses a NaN at these lengths."""
         arrays = self.draw(51, batch=1, queries=queries, keys=keys)
         arrays["key"] = arrays["key"].at[0, 3, 1].set(math.nan)
         positions = jnp.arange(queries, dtype=jnp.int32) + 200
@@ -1197,7 +1205,7 @@ class NonfiniteSuite(AttentionSuite):
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
     def test_nonfinite_padding_does_not_affect_real_tokens(self, bad):
-        """Padded queries do see real keys: their NaN must not come back through a gradient of 0."""
+        """Padded queries see real keys, so their NaN must not pass through a cotangent of 0."""
         arrays = self.draw(24, queries=self.span)
         real = np.arange(self.span)[None, :] < np.array([[self.span - 2], [11]])
         for name in ("out_cotangent", "lse_cotangent"):
@@ -1231,7 +1239,7 @@ class NonfiniteSuite(AttentionSuite):
     @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
     @pytest.mark.parametrize("kind", ["array", "slopes"])
     def test_infinite_bias_does_not_hide_nonfinite_scores(self, kind, bad):
-        """-inf is no mask: a score that is not finite stays so, and its row is NaN."""
+        """A bias of -inf is not a mask: a nonfinite score makes its row NaN."""
         arrays = self.draw(42, queries=13, keys=13)
         key, hides = np.array(arrays["key"]), np.zeros((1, 4, 13, 13), np.float32)
         key[:, 5], hides[..., 5] = bad, -math.inf
@@ -1267,11 +1275,11 @@ HOPPER_ROUNDS = {
     "test_array_bias_of_any_broadcast_shape_matches_oracle[]": "the sum of all differences, "
     "nearly 0, is the rounding of 280,000 numbers in bfloat16",
 }
-"""The tests that Hopper's kernels are known to fail, and why."""
+"""Tests that the Hopper kernels are known to fail, with reasons."""
 
 
 class Bfloat16Suite(AttentionSuite):
-    """The suite for a kernel that multiplies bfloat16, of several tiles."""
+    """Tests of a kernel that multiplies bfloat16, over several tiles."""
 
     may_refuse = True
     queries, span = 139, 251

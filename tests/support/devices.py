@@ -1,4 +1,4 @@
-"""Programs that need several devices, in a process of their own: a CPU cut into so many."""
+"""Programs for several devices, run in a separate process with virtual CPU devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def on_devices(count: int, *command: str, optimise: bool = True) -> Any:
-    """The JSON that Python prints, given a script or `-c` and a program."""
+    """Run Python with a script, or with `-c` and a program, and return the JSON that it prints."""
     devices = f"--xla_force_host_platform_device_count={count}"
     environment = os.environ | {"XLA_FLAGS": devices} if optimise else quick_environment(devices)
     environment["JAX_PLATFORMS"] = "cpu"

@@ -1,4 +1,4 @@
-"""Parameters of models whose numbers do not matter, without a program that draws them."""
+"""Random model parameters for tests that do not need `init_params`, drawn without compiling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def shapes_of(config):
 
 
 def drawn(config, seed=0):
-    """Normal numbers of NumPy in the shapes that `init_params` gives a model's parameters."""
+    """Draw standard normal parameters with NumPy in the shapes of `init_params`."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype)), shapes_of(config)

@@ -1,4 +1,4 @@
-"""Calls of few queries over a cache, for the decode kernels of every backend."""
+"""Calls with few queries over a cache, for the decode kernels of every backend."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ KERNELS = [
     (17, {}, "forward"),
     (1, dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), "forward"),
 ]
-"""Say of T queries of four heads to a key head, and of options, which kernel takes them."""
+"""The kernel that computes T queries with four heads per key head, and options."""
 
 
 def arrays_of(width, T=1, heads=8, kv_heads=2, keys=200, **sizes):
-    """Draw a call in bfloat16 with heads of a width."""
+    """Draw the arrays of a call in bfloat16 with this head dimension."""
     sizes = dict(batch=2, queries=T, keys=keys, heads=heads, kv_heads=kv_heads) | sizes
     return draw(5, **sizes, dim=width, value_dim=width, dtype="bfloat16")
 
 
 def program(arrays, **settings):
-    """Return a call that gives (out, lse), and its inputs."""
+    """Return a function that computes (out, lse), and its inputs."""
 
     def attend(query, key, value):
         settings_ = dict(return_lse=True, implementation="pallas") | settings
@@ -36,9 +36,9 @@ def program(arrays, **settings):
 
 
 def token_over_a_ring(width, capacity, window, sinks):
-    """Let a token a row see a ring; return (out, lse) and those of float64.
+    """Decode one token per row over a ring buffer; return results and the float64 reference.
 
-    The first row has gone round, so its positions are not in order.
+    The first row has wrapped around, so its positions are not in order.
     """
     arrays, lengths = arrays_of(width, keys=701), np.array([700, 90])
     positions = jnp.where(np.arange(701) < lengths[:, None], np.arange(701), -1)

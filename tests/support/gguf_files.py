@@ -1,8 +1,8 @@
-"""Write small GGUF files as llama.cpp's converter writes them from a folder.
+"""Small GGUF files like those that llama.cpp's converter writes from a folder.
 
-The names are those of the package gguf, and what is done to the tensors is written from the
-converter's description: rows of query and key interleaved for ggml's rotation, norms of Gemma with
-1 added, GPT-2's matrices transposed, experts of a layer stacked.
+Tensor names come from the package gguf. The changes to the tensors follow the converter's
+description: rows of query and key are interleaved for ggml's rotation, 1 is added to Gemma's norm
+scales, GPT-2's matrices are transposed, and the experts of a layer are stacked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARCHITECTURES = {
     "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "gpt2": "gpt2",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
 }  # fmt: skip
-"""Each `model_type`, and what llama.cpp calls the architecture."""
+"""Map each `model_type` to the name of its architecture in llama.cpp."""
 
 SIZES = {
     "vocab_size": ("vocab_size",),
@@ -50,11 +50,11 @@ SIZES = {
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
 }
-"""Keys of a file, and the keys of config.json that they come from."""
+"""Map keys of a GGUF file to the keys of config.json that they come from."""
 
 
 def metadata_of(config: Mapping[str, Any]) -> Keys:
-    """Return the keys of an architecture, each under its own name, without its prefix."""
+    """Return the keys of an architecture without its prefix."""
     found: Keys = {}
     for name, origins in SIZES.items():
         for origin in origins:
@@ -64,7 +64,7 @@ def metadata_of(config: Mapping[str, Any]) -> Keys:
 
 
 def converted(folder: Path) -> tuple[str, Keys, dict[str, np.ndarray]]:
-    """Return the architecture, its keys and the tensors that a file of this folder has."""
+    """Return the architecture, its keys and the tensors of the GGUF file of a folder."""
     config = json.loads((folder / "config.json").read_text())
     kind = config["model_type"]
     architecture = ARCHITECTURES[kind]
@@ -100,7 +100,7 @@ def converted(folder: Path) -> tuple[str, Keys, dict[str, np.ndarray]]:
 
 
 def _of_gpt_oss(names: Any, name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
-    """Cut gate and up apart, whose columns take turns, and write rows of outputs."""
+    """Split the interleaved columns of gate and up, and put outputs first."""
     stem, end = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
     if end == "weight" and tensor.ndim == 3:
         tensor = tensor.swapaxes(1, 2)
@@ -129,7 +129,7 @@ def write_file(
     tokenizer: Keys | None = None,
     more: Keys | None = None,
 ) -> Path:
-    """Write a file; `kinds` names the type that a tensor is quantised to, None keeps it."""
+    """Write a file; `kinds` maps a tensor name to its quantised type, or None to keep it."""
     writer = gguf.GGUFWriter(path, architecture)
     prefixed = {f"{architecture}.{name}": value for name, value in keys.items()}
     for name, value in {**prefixed, **(tokenizer or {}), **(more or {})}.items():
@@ -159,7 +159,7 @@ def write_file(
 
 
 def gguf_of(path: Path, folder: Path, **options: Any) -> Path:
-    """Write the file of a folder; other keys of its architecture are in `keys`."""
+    """Write the file of a folder; the option `keys` adds or replaces architecture keys."""
     architecture, keys, tensors = converted(folder)
     keys |= options.pop("keys", {})
     tensors |= options.pop("tensors", {})
@@ -167,22 +167,22 @@ def gguf_of(path: Path, folder: Path, **options: Any) -> Path:
 
 
 def llama_cpp(path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Return what completes ids greedily in llama.cpp, with the log-probabilities of each token.
+    """Return a function for greedy completion in llama.cpp with log-probabilities of each token.
 
-    It computes in F32, in one thread: threads of its own would wait for each other where others run
-    beside.
+    It computes in F32 in one thread, because several threads would wait for each other while other
+    tests run.
     """
     peer = pytest.importorskip("xllamacpp")
-    given = peer.CommonParams()
-    given.model.path, given.n_ctx, given.n_parallel = str(path), 256, 1
-    given.cache_type_k = given.cache_type_v = peer.ggml_type.GGML_TYPE_F32
-    given.flash_attn_type = peer.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = 1
-    server = peer.Server(given)
+    settings = peer.CommonParams()
+    settings.model.path, settings.n_ctx, settings.n_parallel = str(path), 256, 1
+    settings.cache_type_k = settings.cache_type_v = peer.ggml_type.GGML_TYPE_F32
+    settings.flash_attn_type = peer.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
+    server = peer.Server(settings)
 
     def complete(ids: list[int], tokens: int, logprobs: int) -> list[dict[str, Any]]:
-        asked = {"prompt": ids, "max_tokens": tokens, "temperature": 0.0, "logprobs": logprobs}
-        answer = server.handle_completions(asked)
+        request = {"prompt": ids, "max_tokens": tokens, "temperature": 0.0, "logprobs": logprobs}
+        answer = server.handle_completions(request)
         answer = json.loads(answer) if isinstance(answer, str | bytes) else answer
         found = answer["choices"][0]["logprobs"]
         return [] if found is None else found["content"]
@@ -191,7 +191,7 @@ def llama_cpp(path: Path) -> Callable[..., list[dict[str, Any]]]:
 
 
 def byte_level_keys(tokenizer: Any, pre: str, **roles: str) -> Keys:
-    """Return the keys of a byte-level BPE of the library `tokenizers`, with roles of its tokens."""
+    """Return the GGUF keys of a byte-level BPE tokenizer of `tokenizers`, with token roles."""
     content = json.loads(tokenizer.to_str())
     added = {token["content"]: token for token in content["added_tokens"]}
     vocabulary = content["model"]["vocab"] | {t: token["id"] for t, token in added.items()}

@@ -1,4 +1,4 @@
-"""Cases, float64 formulas and runs of the Hopper kernels, for the tests of each."""
+"""Cases, float64 formulas and runs of the Hopper kernels, shared by their tests."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from transformer_jax.kernels.nvidia.schedule import prepare
 from transformer_jax.kernels.program import program_of
 
 program = functools.partial(program_of, num_q=3, num_k=2)
-"""Make a mask's program of a function of three vectors of queries and two of keys."""
+"""Create the program of a mask from a function of three query vectors and two key vectors."""
 
 INTERPRETS = hopper.refuse(
     Target("hopper", True), False, *[jax.ShapeDtypeStruct((1, 1, 1, 64), jnp.bfloat16)] * 3
 )
 needs_interpreter = pytest.mark.skipif(INTERPRETS is not None, reason=str(INTERPRETS))
 
-NEAR = 6e-3  # of the largest value: products of bfloat16 weights, summed in float32
+NEAR = 6e-3  # relative to the largest value: products of bfloat16 weights, summed in float32
 EXACT = 3e-6  # sums in float32
 
 
-# Masks, of vectors (position, document)
+# Masks; the vectors are position and document.
 
 
 @program
@@ -68,7 +68,7 @@ class Case:
     scale: float = 0.125
     softcap: float | None = None
     dropout_rate: float = 0.0
-    bias: tuple[int, ...] | None = None  # with T and S, or 1
+    bias: tuple[int, ...] | None = None  # shape; the last axes are T and S, or 1
     bias_dtype: str = "float32"
     slopes: bool = False
     sinks: bool = False
@@ -85,7 +85,7 @@ def up(size, tile=128):
 
 
 def draw(case, seed=0):
-    """Padded operands and do; queries stand at the end of the keys."""
+    """Draw padded operands and do; the queries are at the last positions of the keys."""
     c, rng = case, np.random.default_rng(seed)
     T, S = up(c.T), up(c.S)
 
@@ -145,7 +145,7 @@ def lists_of(mask, rows, columns):  # bool[B, N or 1, T, S] or its transpose
 
 
 def formulas(operands, mask, do, *, scale, softcap=None, rate=0.0, dlse=0.0):
-    """The contract's formulas on dense float64 arrays [B, N, T, S]; the mask broadcasts to that."""
+    """Evaluate the contract's formulas in float64; the mask broadcasts to [B, N, T, S]."""
     o = operands
     wide = lambda x: np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)  # noqa: E731
     q, do = wide(o.query), wide(do)
@@ -192,7 +192,7 @@ def formulas(operands, mask, do, *, scale, softcap=None, rate=0.0, dlse=0.0):
 
 
 def saved_of(results, do):
-    """What backward kernels read of the forward pass, exact."""
+    """Return the exact residuals that the backward kernels read."""
     row_max = np.where(np.isneginf(results["row_max"]), np.inf, results["row_max"])
     rows = (row_max, results["log_sum"], results["D"])
     return Residuals(do, *(jnp.asarray(x, jnp.float32) for x in rows))
@@ -214,10 +214,10 @@ def run_forward(case, operands, plan=None, kernel=hopper.forward):
 
 
 def draw_few(case, seed=0, lengths=None):
-    """Operands of T queries, not padded; `lengths` are of each row, as vector 2 of its queries."""
+    """Draw operands of T unpadded queries; vector 2 of the queries is the length of their row."""
     operands = draw(case, seed)[0].of_first_queries(case.T)
     c, at = case, np.arange(case.S - case.T, case.S)
-    documents = at // 90 + np.arange(c.B)[:, None]  # those of the keys at these positions
+    documents = at // 90 + np.arange(c.B)[:, None]  # documents of the keys at these positions
     lengths = np.full(c.B, c.S) if lengths is None else np.asarray(lengths)
     vectors = (documents, np.broadcast_to(lengths[:, None], documents.shape))
     vectors = tuple(jnp.asarray(x, jnp.int32) for x in vectors)
@@ -229,7 +229,7 @@ def within_length(q, k):
     return (k[0] >= 0) & (k[0] < q[2])
 
 
-def run_decode(case, operands, stages=2, module=hopper):  # stages, which are reused soon
+def run_decode(case, operands, stages=2, module=hopper):  # few stages, so that they are reused
     plan = dataclasses.replace(module.blocks("decode", case.H, case.Hv), stages=stages)
     lists = lists_of(seen_by(case, operands), case.T, plan.k)
     decode = jax.jit(functools.partial(module.decode, case.problem, blocks=plan))
@@ -261,21 +261,21 @@ def assert_near(got, expected, tolerance, name):
 
 
 NO_EFFECTS = (
-    "the interpreter's callbacks are effects: neither jax.checkpoint nor jax.vmap takes any"
+    "the interpreter's callbacks are effects, which jax.checkpoint and jax.vmap do not support"
 )
 
 
 @pytest.mark.skipif(INTERPRETS is not None, reason=str(INTERPRETS))
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products that overflow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns if products overflow
 class InInterpreter(Bfloat16Suite):
-    """Kernels under `dot_product_attention`, in the interpreter."""
+    """Tests of the kernels in the interpreter, called through `dot_product_attention`."""
 
     target = Target("hopper", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
 
     known = HOPPER_ROUNDS | {
         "test_rematerialisation_does_not_change_gradients_with_dropout": NO_EFFECTS,
-        "test_results_stay_float32_under_x64": "the interpreter's threads are outside of the "
-        "context that turns x64 on",
+        "test_results_stay_float32_under_x64": "the interpreter's threads are outside the context "
+        "that enables x64",
         "test_vmap_over_any_argument_matches_loop[('query',)]": NO_EFFECTS,
         "test_vmap_over_any_argument_matches_loop[('key', 'value')]": NO_EFFECTS,
         "test_vmap_over_any_argument_matches_loop[('valid', 'bias')]": NO_EFFECTS,

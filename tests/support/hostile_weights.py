@@ -1,6 +1,6 @@
-"""Make malicious files of weights, by hand and by mutation, and measure what reading them costs.
+"""Malicious weight files, written by hand or mutated, and the cost of reading them.
 
-As a script: open all of them one after the other, and print the largest cost.
+As a script, the module opens all of them one by one and prints the cost of each.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ SIZES = {"F32": 4, "BF16": 2, "U8": 1, "I64": 8, "BOOL": 1}
 
 
 def raw(header: object, data: bytes = b"", length: int | None = None) -> bytes:
-    """Make a safetensors file with any header, of any stated length."""
+    """Return a safetensors file with any header and any stated header length."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
@@ -33,7 +33,7 @@ def entry(dtype: object = "F32", shape: object = (2,), begin: object = 0, end: o
 
 
 def text(name: str, **parts: str) -> bytes:
-    """Spell an entry of a header that json.dumps would not write."""
+    """Return a header entry that json.dumps cannot write."""
     parts = {"dtype": '"F32"', "shape": "[2]", "data_offsets": "[0,8]"} | parts
     return f'"{name}":{{{",".join(f"{k!s}:{v}" for k, v in _quoted(parts))}}}'.encode()
 
@@ -55,7 +55,7 @@ TOO_LARGE = r"header has \d+ bytes"
 NO = "not a safetensors file"
 
 FILES: dict[str, tuple[bytes, str]] = {
-    # what it holds, and the error's last part
+    # content, and the last part of the error
     "empty": (b"", NO),
     "seven bytes": (b"\0" * 7, NO),
     "length alone": (struct.pack("<Q", 2), NO),
@@ -126,7 +126,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 class Touch:
-    """Make a folder when unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -136,7 +136,7 @@ class Touch:
 
 
 def payloads(canary: Path) -> dict[str, bytes]:
-    """Make files that other loaders run, unpack or evaluate."""
+    """Return files that other loaders execute, unpack or evaluate."""
     code = pickle.dumps(Touch(canary))
     arrays = io.BytesIO()
     np.savez(arrays, a=np.array([Touch(canary)], object))
@@ -159,7 +159,7 @@ def lay(folder: Path, content: bytes, config: bytes = b"{}") -> Path:
 
 
 def mutated(rng: np.random.Generator, content: bytes) -> bytes:
-    """Change one to three things: a bit, a byte, a digit or bracket, a piece left out or twice."""
+    """Apply up to three mutations: a bit, a byte, a digit or bracket, a removed or doubled part."""
     found = bytearray(content)
     for _ in range(rng.integers(1, 4)):
         at, kind = int(rng.integers(len(found))), rng.integers(7)
@@ -195,8 +195,8 @@ def resident() -> int:
 
 
 def measured(call) -> tuple[float, int]:
-    """Measure seconds of CPU time, and how much the resident set grew at its peak."""
-    ctypes.CDLL(None).malloc_trim(0)  # what is free and kept would hide what is taken
+    """Return the seconds of CPU time and the peak growth of the resident set, in bytes."""
+    ctypes.CDLL(None).malloc_trim(0)  # cached free memory would hide new allocations
     Path("/proc/self/clear_refs").write_text("5")
     before, start = resident(), time.process_time()
     call()

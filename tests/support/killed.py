@@ -1,4 +1,4 @@
-"""Simulate the end of a process while it changes the disk."""
+"""Simulated kills of a process while it changes the disk."""
 
 import contextlib
 import os
@@ -13,17 +13,17 @@ CALLS = ("mkdir", "open", "fsync", "rename", "rmdir", "unlink", "chmod")
 
 
 class Killed(BaseException):
-    """End the process: no handler may tidy up after it."""
+    """End of the process; no handler may clean up after it."""
 
 
 @contextlib.contextmanager
 def killed_after(calls: int) -> Iterator[Callable[[], int]]:
-    """Let `calls` calls change the disk, and raise Killed in each later one.
+    """Allow `calls` calls to change the disk, and raise `Killed` in each later one.
 
-    The function says how many are left.
+    The yielded function returns the number of remaining calls.
     """
     left = calls
-    ours = {"MainThread", "save checkpoint"}  # orbax has threads that must end on their own
+    ours = {"MainThread", "save checkpoint"}  # threads of orbax must end by themselves
 
     def dying(real):
         def call(*args, **kwargs):

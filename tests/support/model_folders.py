@@ -1,4 +1,4 @@
-"""Folders of models: what they load as, and copies with other keys or tensors."""
+"""Model folders: comparison with a config and parameters, and changed copies."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transformer_jax.pretrained.load import load_pretrained
 
 
 def changed(folder: Path, target: Path, change: Callable[[Any], Any] = dict, **keys: Any) -> Path:
-    """A copy of a folder whose tensors went through `change`, with other keys in config.json.
+    """Copy a folder, apply `change` to its tensors, and replace keys of config.json.
 
-    A key that is `...` is left out.
+    The value `...` removes a key.
     """
     target.mkdir(exist_ok=True)
     content = json.loads((folder / "config.json").read_text()) | keys
@@ -37,7 +37,7 @@ def assert_same_bits(got: Any, want: Any) -> None:
 
 
 def assert_loads(folder: Path, config: Any, params: Any) -> None:
-    """Compare what a folder means with a config, and its parameters bit for bit."""
+    """Check that a folder loads as this config and, bit for bit, these parameters."""
     found, loaded = load_pretrained(folder)
     assert found == config
     assert_same_bits(loaded, params)

@@ -1,15 +1,15 @@
-"""The models once more, from the papers' formulas: NumPy in float64, no library code.
+"""Reference models from the papers' formulas, in NumPy float64 without library code.
 
-Every configuration of the library is held against this file. It knows the names of the parameters
-and of the config's fields, nothing else; sizes it reads from the parameters. One sequence at a
-time, one head at a time, one pair of positions at a time where that is clearest.
+Tests compare every configuration of the library with this file. It uses only the names of the
+parameters and of the config's fields, and reads sizes from the parameters. It computes one
+sequence, one head and, if that is clearest, one pair of positions at a time.
 
     block     pre: x + f(n(x))      post: n(x + f(x))      sandwich: x + m(f(n(x)))
               output: x + n(f(x))
-              parallel: x + f(n(x)) + g(m(x)), with n = m where the norm is shared
+              parallel: x + f(n(x)) + g(m(x)), with n = m if the norm is shared
     head      softmax over k of  cap(scale * <q, k>) + bias(q, k), and exp(sink) in the denominator
     q, k, v   x W + b, optionally RMS-normalised (q, k), then rotated (q, k)
-    Shaw      scale * <q, a[k - q]> joins the bias, and the output gains sum_k weight * c[k - q]
+    Shaw      adds scale * <q, a[k - q]> to the bias, and sum_k weight * c[k - q] to the output
     norm      scale, or 1 + scale, times the normalised
     logits    (scale x) E^T + b, capped
     pooled    act(P h + p) of the first token
@@ -17,9 +17,9 @@ time, one head at a time, one pair of positions at a time where that is clearest
 
 Sources: Vaswani et al. 2017, Shaw et al. 2018, Devlin et al. 2019, Radford et al. 2019, Zhang and
 Sennrich 2019, Raffel et al. 2020, Shazeer 2019 and 2020, Henry et al. 2020 (QK-norm), Su et al.
-2021, Press et al. 2022, Lewis et al. 2020 (a table and a norm of each side), Gemma Team 2024 (caps,
-sandwich norm, unit offset), Gemma Team 2025 (a base of windows), Xiao et al. 2024 (sinks of both
-kinds).
+2021, Press et al. 2022, Lewis et al. 2020 (separate tables and norms of the two sides), Gemma Team
+2024 (caps, sandwich norm, unit offset), Gemma Team 2025 (rotary base of windows), Xiao et al. 2024
+(both kinds of sinks).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Params = Mapping[str, Any]
-Visible = Callable[[int, int], bool]  # of two indices into the sequence
+Visible = Callable[[int, int], bool]  # arguments: two indices into the sequence
 
 
 class Sequence(NamedTuple):
-    """One row: where its tokens stand for attention and, within a document, for the embedding."""
+    """Positions in one row: for attention and, counted within a document, for the embedding."""
 
-    place: list[int]  # negative is padding
+    place: list[int]  # negative for padding
     token_place: list[int]
     segment: list[int]
 
@@ -56,11 +56,11 @@ def forward(
     record: list[np.ndarray] | None = None,
     hidden: list[np.ndarray] | None = None,
 ) -> np.ndarray:  # [B, T, V]
-    """Logits of any of the three kinds of model; those of padding tokens mean nothing.
+    """Return the logits of any of the three kinds of model; those of padding have no meaning.
 
-    `record` gains the weights [N, T, S] of every attention of the last stack: of row 0, of its
-    first block, to itself and then to the source; and so on. `hidden` gains of row 0 the stream
-    [T, D] before each block of that stack and what the stack gives; and so on.
+    For each row, the weights [N, T, S] of every attention of the last stack are appended to
+    `record`: block by block, self-attention before cross-attention. An array with the stream
+    [T, D] before each block of this stack, and with the stack's output, is appended to `hidden`.
     """
     params = _double(params)
     embed = params["embed"]
@@ -98,7 +98,7 @@ def pool(
     positions: np.ndarray | None = None,
     types: np.ndarray | None = None,
 ) -> np.ndarray:  # [B, D] or [B, T, D]
-    """act(P h + p) of the first token that is not padding, of the mean, or of each token."""
+    """Return act(P h + p) of the first token that is not padding, of the mean, or of each token."""
     params = _double(params)
     rows = []
     for b in range(len(tokens)):
@@ -117,7 +117,7 @@ def pool(
 
 
 def classify(config: Any, params: Params, tokens: np.ndarray, **arguments) -> np.ndarray:  # [B, C]
-    """W x + w of what is pooled."""
+    """Return W x + w of the pooled vectors."""
     pooled = pool(config, params, tokens, **arguments)
     flat = pooled.reshape(-1, pooled.shape[-1])
     return _affine(flat, _double(params)["classifier"]).reshape(*pooled.shape[:-1], -1)
@@ -126,7 +126,7 @@ def classify(config: Any, params: Params, tokens: np.ndarray, **arguments) -> np
 def encode(
     config: Any, params: Params, inputs: np.ndarray, *, positions: np.ndarray | None = None
 ) -> list[np.ndarray]:  # of each row [T', D]
-    """Return the hidden states of an encoder; of padded frames, those of the others' tokens."""
+    """Return the hidden states of an encoder, without those of padded frames."""
     params = _double(params)
     rows = []
     for b in range(len(inputs)):
@@ -136,7 +136,7 @@ def encode(
 
 
 def _read(config, params: Params, x: np.ndarray, positions) -> tuple[np.ndarray, Sequence]:
-    """Return the tokens of a row, or the vectors made of it, and where they stand."""
+    """Return the tokens of a row, or the vectors computed from it, and their positions."""
     kind = type(config.inputs).__name__
     if kind == "NoneType":
         return x, _sequence(len(x), positions, None)
@@ -163,7 +163,7 @@ def _patches(inputs, p: Params, image: np.ndarray) -> np.ndarray:
 
 
 def _convolution(p: Params, x: np.ndarray, stride: int) -> np.ndarray:
-    """Return gelu(sum_k W_k x_(s t + k - (K - 1) / 2) + b) at every t whose middle is a frame."""
+    """Return gelu(sum_k W_k x_(s t + k - (K - 1) / 2) + b) for every t with frame s t in x."""
     kernel, made = p["kernel"], []
     for middle in range(0, len(x), stride):
         y = p["bias"].copy()
@@ -196,7 +196,7 @@ def _embed(config, params: Params, tokens, token_place: list[int], types, side="
     width = x.shape[1]
     for i, place in enumerate(token_place):
         if place < 0:
-            continue  # padding: whatever stands here must reach nobody
+            continue  # values of padding must not affect other tokens
         if kind_of(config.positions) == "Learned":
             x[i] += params[f"{side}positions"][config.positions.offset + place]
         if kind_of(config.positions) == "Sinusoidal":
@@ -401,7 +401,7 @@ def sinusoid(place: int, width: int, base: float) -> np.ndarray:
 
 
 def alibi_slope(n: int, heads: int) -> float:
-    """2^(-8 (n + 1) / N); between powers of two, the paper's filling from the next power."""
+    """Return 2^(-8 (n + 1) / N); other N take the rest from the next power of two, as published."""
     power = 2 ** int(math.log2(heads))
     if n < power:
         return 2 ** (-8 * (n + 1) / power)
@@ -409,7 +409,7 @@ def alibi_slope(n: int, heads: int) -> float:
 
 
 def t5_bucket(ahead: int, buckets: int, longest: int, *, two_sided: bool) -> int:
-    """Half the buckets are exact distances, the rest grow logarithmically up to `longest`."""
+    """Return a bucket: half of them are exact distances, the rest grow logarithmically."""
     offset = 0
     if two_sided:
         buckets //= 2
@@ -468,9 +468,9 @@ def _double(params: Params) -> dict[str, Any]:
 
 
 def randomised(params: Params, rng: np.random.Generator) -> dict[str, Any]:
-    """The same tree with no leaf left at its initial 0 or 1: what is unused shows as a difference.
+    """Return random parameters, so that a leaf that the library ignores changes the result.
 
-    Matrices keep activations at unit variance, so that every branch weighs in the logits.
+    Matrices keep activations at unit variance, so that every branch affects the logits.
     """
     out: dict[str, Any] = {}
     for name, value in params.items():

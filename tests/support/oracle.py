@@ -1,10 +1,10 @@
-"""Attention and its gradients once more, from the formulas: NumPy in float64, no library code.
+"""Reference attention and gradients from the formulas, in NumPy float64 without library code.
 
-Every other way of computing attention in this project is held against this one. Heads are explicit
-loops, a mask is a plain predicate on a pair of positions, and the gradients are derived by hand:
+Tests compare every implementation of attention in this project with this one. Heads are explicit
+loops, a mask is a plain predicate of a pair of positions, and the gradients are derived by hand:
 
     x = scale q k^T          c = softcap tanh(x / softcap)      z = c + bias, only where allowed
-    p = exp(z) / (sum exp(z) + exp(sink))                       lse = log of that denominator
+    p = exp(z) / (sum exp(z) + exp(sink))                       lse = log of the denominator
     out = (p * keep) v       keep = 0 or 1 / (1 - rate), the dropout multipliers
 
     dv = (p * keep)^T dout   dp = (dout v^T) * keep             delta = sum(p * dp)
@@ -34,7 +34,7 @@ class Gradients(NamedTuple):
     query: np.ndarray  # [B, T, N, H]
     key: np.ndarray  # [B, S, K, H]
     value: np.ndarray  # [B, S, K, Hv]
-    scores: np.ndarray  # [B, N, T, S]: of the scores after the softcap, so of a bias
+    scores: np.ndarray  # [B, N, T, S]: scores after the softcap, equal to those of a full bias
     sinks: np.ndarray  # [N]
 
 
@@ -50,7 +50,7 @@ def allowed(
     batch: int = 1,
     heads: int = 1,
 ) -> np.ndarray:
-    """The predicate asked once for each pair; an empty slot is never attended: [B, N, T, S]."""
+    """Evaluate the predicate for each pair, as bool[B, N, T, S]; empty slots are hidden."""
     q_positions = np.broadcast_to(q_positions, (batch, np.shape(q_positions)[-1]))
     k_positions = np.broadcast_to(k_positions, (batch, np.shape(k_positions)[-1]))
     result = np.zeros((batch, heads, q_positions.shape[1], k_positions.shape[1]), bool)
@@ -95,7 +95,7 @@ def prefix(lengths: np.ndarray) -> Predicate:
 
 
 def dense(array: np.ndarray) -> Predicate:
-    """`array` is [T, S], or [B or 1, N or 1, T, S]."""
+    """Return the predicate of an array [T, S] or [B or 1, N or 1, T, S]."""
     full = array if array.ndim == 4 else array[None, None]
 
     def look_up(b: int, n: int, q: int, k: int) -> bool:
@@ -185,27 +185,27 @@ def attention_gradients(
 
 
 def chi_squared_level(statistic: float, freedom: int) -> float:
-    """Return how likely a statistic as large is, of chi-squared with degrees of freedom."""
-    from scipy.special import chdtrc  # a fifth of a second, for few tests
+    """Return the probability that a chi-squared statistic is at least this large."""
+    from scipy.special import chdtrc  # the import takes 0.2 s and few tests need it
 
     return float(chdtrc(freedom, statistic))
 
 
 def sum_to(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """Adds up what broadcasting `shape` to `array.shape` had repeated."""
+    """Sum over the axes that broadcasting `shape` to `array.shape` repeats."""
     array = array.sum(axis=tuple(range(array.ndim - len(shape))))
     repeated = tuple(i for i, size in enumerate(shape) if size == 1 and array.shape[i] != 1)
     return array.sum(axis=repeated, keepdims=True)
 
 
 def alibi(slopes: np.ndarray, q_positions: np.ndarray, k_positions: np.ndarray) -> np.ndarray:
-    """Press et al. 2022: minus slope times distance, [1, N, T, S]."""
+    """Return minus slope times distance (Press et al. 2022), [1, N, T, S]."""
     distance = np.abs(q_positions[:, None] - k_positions[None, :])
     return -double(slopes)[None, :, None, None] * distance[None, None]
 
 
 def t5_bucket(distance: int, *, bidirectional: bool, buckets: int, longest: int) -> int:
-    """Raffel et al. 2020: exact for half of the buckets, then logarithmic; `distance` is k - q."""
+    """Return the bucket of k - q: half are exact, the rest logarithmic (Raffel et al. 2020)."""
     first = 0
     if bidirectional:
         buckets //= 2
@@ -221,11 +221,11 @@ def t5_bucket(distance: int, *, bidirectional: bool, buckets: int, longest: int)
 
 
 def dropout_keep(
-    words: np.ndarray,  # u32[W] of the key
+    words: np.ndarray,  # u32[W], the data of the key
     rate: float,
     shape: tuple[int, int, int, int],  # B, N, T, S
 ) -> np.ndarray:
-    """Dropout's multipliers, from the formulas at the top of dropout.py, in 64-bit integers."""
+    """Return the dropout multipliers by the formulas of dropout.py, in 64-bit integers."""
 
     def mix(x):
         x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
@@ -253,7 +253,7 @@ class _Cell(NamedTuple):
 
 
 def _heads(query, key, value, mask, bias, sinks, keep):
-    """Each batch row and query head n with the key head n // G that it reads."""
+    """Yield each batch row, each query head n, its key head n // G, and their inputs."""
     batch, num_queries, heads, _ = query.shape
     group = heads // key.shape[2]
     full = (batch, heads, num_queries, key.shape[1])
@@ -276,7 +276,7 @@ def _scores(q: np.ndarray, k: np.ndarray, scale: float | None) -> np.ndarray:
 
 
 def _softmax(z: np.ndarray, mask: np.ndarray, sink: float) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [T, S] and log-denominators [T]; a row that sees nothing has zeros and -inf."""
+    """Return weights [T, S] and log-denominators [T]; rows that see nothing get zeros and -inf."""
     weights, lse = np.zeros_like(z), np.full(len(z), -np.inf)
     for i in range(len(z)):
         seen = z[i, mask[i]]

@@ -1,7 +1,7 @@
-"""Let a class of a test count as one of the package: its programs are found by value."""
+"""Treat a class of a test like one of the package, whose programs are cached by value."""
 
 
 def as_ours(kind):
-    """Return the class as if the package had it; a foreign one is traced again at each call."""
+    """Mark the class as part of the package; classes of other modules are traced at each call."""
     kind.__module__ = "transformer_jax.tests"
     return kind

@@ -1,4 +1,4 @@
-"""Put keys and values into the pages of a pool in any order, with NaN where nobody is to look."""
+"""Page pools with keys and values in random order, and NaN in all other places."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-FREE = 5  # pages that no row names
+FREE = 5  # pages that no row uses
 
 
 def in_pages(rng, page, seen, *arrays, unseen=np.nan):
     """Return pools [P, page, ..] of arrays [B, S, ..], and a block table i32[B, M].
 
-    `seen` is bool[B, S]: other keys are `unseen` (of int8, garbage), and a block without one has no
-    page. Pages that no row names are NaN. Blocks that are alike in all rows from the first on share
-    their pages.
+    `seen` is bool[B, S]. Other keys have the value `unseen` (77 in int8), and a block without a
+    seen key has no page. Unused pages are NaN. Blocks that equal those of the first row share its
+    pages.
     """
     B, S = seen.shape
     M = S // page

@@ -1,6 +1,7 @@
-"""The contract of the kernels in dense arrays: a backend without tiles, to test what is around one.
+"""Backend with dense arrays, to test the code around kernels without a GPU or TPU.
 
-It visits what the lists name and nothing else, by spreading them into a mask of T x S.
+It follows the contract of the kernels, and visits exactly the listed tiles by expanding the lists
+to a mask of T x S.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Plain(Target):
 
 @dataclass(frozen=True)
 class Packing(Plain):
-    """Pack few queries of several heads as rows of one tile; tiles hold many of them."""
+    """Target that packs queries of several heads into one tile, with large tiles."""
 
     @property
     def backend(self):
@@ -59,7 +60,7 @@ def blocks(kind: str, H: int, Hv: int, width: int, K: int = 1) -> Blocks:
 
 
 def apart(kernel):
-    """As a kernel stands for itself: XLA fuses nothing into it, so its bits are always the same."""
+    """Prevent fusion with other operations, as for a real kernel, so that bits do not change."""
 
     @functools.wraps(kernel)
     def call(problem, operands, lists, blocks, *saved):
@@ -70,7 +71,7 @@ def apart(kernel):
 
 
 def visited(lists: TileLists, blocks: tuple[int, int], columns_are_keys: bool) -> tuple:
-    """(visited, full) as bool[B or 1, N or 1, T, S]."""
+    """Return (visited, full) as bool[B or 1, N or 1, T, S]."""
     steps = jnp.arange(lists.order.shape[-1])[None, None, None]
     at = jax.nn.one_hot(lists.order, lists.order.shape[-1], dtype=bool)  # [.., row, step, column]
     some = (at & (steps < lists.seen[..., None])[..., None]).any(axis=-2)
@@ -81,7 +82,7 @@ def visited(lists: TileLists, blocks: tuple[int, int], columns_are_keys: bool) -
 
 
 def _scores(problem: Problem, operands: Operands, seen: jax.Array, full: jax.Array):
-    """Tanh, masked scores, dropout's factor, distances: [B, N, T, S]."""
+    """Return tanh, masked scores, dropout factors and distances, each [B, N, T, S]."""
     query, key = (x.astype(jnp.float32) for x in operands[:2])
     G = query.shape[2] // key.shape[2]
     raw = jnp.einsum("BTNH,BSNH->BNTS", query, jnp.repeat(key, G, 2))

@@ -1,7 +1,7 @@
-"""Compare small random models of `transformers` with ours, saved and loaded.
+"""Comparisons of small random models of `transformers` with ours, after saving and loading.
 
-The oracle is the other library: torch on a CPU, its own attention, f32. What is compared is stated
-where it is compared; padding is compared nowhere.
+The oracle is `transformers` with torch on a CPU, its eager attention, in f32. Outputs at padding
+are never compared.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from transformer_jax.pretrained.families.table import Layout, joined  # noqa: E4
 from transformer_jax.pretrained.load import load_pretrained  # noqa: E402
 from transformer_jax.pretrained.save import save_pretrained  # noqa: E402
 
-torch.set_num_threads(1)  # small sums, and others run beside
+torch.set_num_threads(1)  # the models are small, and other tests run at the same time
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 LOGITS = 1e-4
-"""Largest absolute difference in f32: sums are made in another order."""
+"""Largest absolute difference in f32, because sums have another order."""
 GRADIENTS = 1e-3
-"""Largest difference, as a part of the largest gradient of a parameter."""
+"""Largest difference, relative to the largest gradient of a parameter."""
 
 
 def randomised(model: Any, seed: int, spread: float = 0.3) -> Any:
@@ -59,17 +59,17 @@ def reopened(folder: Path, auto: Any) -> Any:
 
 
 def tokens(rng: np.random.Generator, vocab: int, rows: int, length: int) -> np.ndarray:
-    """Draw ids that are none of the special ones."""
+    """Draw ids that are not special."""
     return rng.integers(3, vocab - 1, (rows, length), dtype=np.int32)
 
 
 def positions(valid: np.ndarray) -> np.ndarray:  # bool[B, T] -> i32[B, T]
-    """Count real tokens from 0; padding is negative."""
+    """Number the real tokens from 0, and padding with -1."""
     return np.where(valid, np.cumsum(valid, axis=1) - 1, -1).astype(np.int32)
 
 
 def apply(config: Any, params: Any, method: str | None = None):
-    """Return the jitted model with its parameters."""
+    """Return the jitted model with bound parameters."""
     model = build(config)
     return jax.jit(lambda *a, **k: model.apply({"params": params}, *a, **k, method=method))
 
@@ -81,7 +81,7 @@ def views(config: Any) -> tuple[str, ...]:
 
 
 def of_blocks(captured: dict[str, Any], side: str, place: str) -> list[Any]:
-    """Return the values of a place of each block, by the block's number."""
+    """Return the values of a place in each block, in the order of the blocks."""
     depth = sum(re.fullmatch(rf"{side}block_\d+/{place}", name) is not None for name in captured)
     return [captured[f"{side}block_{i}/{place}"] for i in range(depth)]
 
@@ -96,7 +96,7 @@ def hidden_states(captured: dict[str, Any], side: str = "") -> np.ndarray:  # [B
 def weights_of(
     captured: dict[str, Any], branch: str = "attention"
 ) -> np.ndarray:  # [B, L, N, T, S]
-    """Return the weights of a branch of each block."""
+    """Return the attention weights of a branch of each block."""
     side = "encoder/" if branch.startswith("encoder/") else ""
     place = f"{branch.removeprefix(side)}/weights"
     return np.stack(of_blocks(captured, side, place), axis=1)
@@ -108,7 +108,7 @@ def assert_same_logits(got: Any, want: Any, real: np.ndarray | None = None) -> N
     assert got.shape == want.shape
     real = np.ones(got.shape[:2], bool) if real is None else real
     got, want = got[real], want[real]
-    assert np.isfinite(want).all() and want.std() > 0.3, "logits too flat to tell anything"
+    assert np.isfinite(want).all() and want.std() > 0.3, "logits are too flat to compare"
     assert np.abs(got - want).max() <= LOGITS
     best = np.sort(want, axis=-1)
     clear = best[..., -1] - best[..., -2] > 2 * LOGITS

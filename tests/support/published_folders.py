@@ -1,6 +1,6 @@
-"""Lay tokenizers of every family as folders of the hub, with and without what their class knows.
+"""Tokenizer folders of every family as on the hub, with and without class-specific files.
 
-`folder_of` writes the files of a `Layout`; `differences` compares what is read with `transformers`.
+`folder_of` writes the files of a `Layout`; `differences` compares our reading with `transformers`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def joined_bytes(*before: str) -> dict[str, Any]:
 
 
 def joined_pieces(*before: str) -> dict[str, Any]:
-    """SentencePiece's BPE: bytes, letters with a mark for a space, and a few merges."""
+    """Return a BPE vocabulary of SentencePiece: bytes, letters, the space mark, a few merges."""
     letters = [*"abcdefghijklmnopqrstuvwxyzABCRT0123456789.", "\u2581", "\u00e9"]
     tokens = [*before, *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     merges = [("t", "h"), ("th", "e"), ("\u2581", "a"), ("\u2581", "the")]
@@ -84,7 +84,7 @@ VOCABULARIES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "Llama": lambda: joined_pieces("<unk>", "<s>", "</s>"),
     "Gemma": lambda: joined_pieces("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"),
 }
-"""What each class is made of. The class itself says what its tokenizer.json holds."""
+"""The vocabulary of each class; the class itself writes its tokenizer.json."""
 
 SPACE: Mapping[str, tuple[Any, ...]] = dict(add_prefix_space=(True, False))
 CASE: Mapping[str, tuple[Any, ...]] = dict(
@@ -193,9 +193,9 @@ def folder_of(layout: Layout, folder: Path) -> Path:
 
 
 def differences(folder: Path, texts: tuple[str, ...] = TEXTS) -> list[str]:
-    """Return how ids and roles of a folder differ from those of `transformers`.
+    """Return the differences of ids and roles from those of `transformers`.
 
-    A role that only an added token [MASK] or <mask> gives is no difference.
+    A mask role that comes only from an added token [MASK] or <mask> is not a difference.
     """
     ours = load_tokenizer_folder(folder)
     try:
@@ -210,7 +210,7 @@ def differences(folder: Path, texts: tuple[str, ...] = TEXTS) -> list[str]:
         added = role == "mask" and dict(ours.roles).get("mask") in ("[MASK]", "<mask>")
         if got != want and not (added and want is None):
             found.append(f"{role} is {got}, in transformers {want} ({token})")
-    # others that a class adds behind the vocabulary are no tokens of the model
+    # A class may add tokens after the vocabulary, which are not tokens of the model.
     special = [i for i in theirs.all_special_ids if i < ours.vocab_size]
     special = theirs.convert_ids_to_tokens(sorted(special))
     for text in (*texts, *(f"the {token} a" for token in special[:9])):

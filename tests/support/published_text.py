@@ -1,4 +1,4 @@
-"""Make small models of `transformers` with their tokenizers, as folders, and train them."""
+"""Folders of small trained models of `transformers` with their tokenizers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENCODER: dict[str, Any] = dict(
 
 
 def sentence_pieces(*before: str) -> list[tuple[str, float]]:
-    """Words begin with a mark; two letters may be one piece."""
+    """Return pieces with scores: letters, doubled letters, and letters with the word mark."""
     pieces = [f"\u2581{c}" for c in ascii_lowercase] + [f"{c}{c}" for c in ascii_lowercase]
     letters = [*ascii_lowercase, "\u2581", *".,'!?0123456789"]
     return [
@@ -62,7 +62,7 @@ def bart_tokenizer() -> Any:
 
 
 def marian_tokenizer() -> Any:
-    """Marian's own needs SentencePiece; this is its text: pieces, and </s> after them."""
+    """Return a tokenizer like Marian's, which itself needs SentencePiece: pieces, then </s>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     pieces = [*sentence_pieces("</s>", "<unk>"), ("<pad>", 0.0)]
@@ -94,7 +94,9 @@ def marian(tokenizer: Any) -> Any:
     ids = dict(vocab_size=len(tokenizer), pad_token_id=pad, decoder_start_token_id=pad)
     config = transformers.MarianConfig(**ids, **SIZES, eos_token_id=0, forced_eos_token_id=0)
     model = transformers.MarianMTModel(config)
-    model.generation_config.bad_words_ids = [[pad]]  # whose logit nothing trains, as published
+    model.generation_config.bad_words_ids = [
+        [pad]
+    ]  # its logit is untrained, as in published models
     return model
 
 
@@ -104,7 +106,7 @@ SEQ2SEQ: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 def trained(model: Any, batch: dict[str, Any], loss: float = 0.02) -> Any:
-    """Train on one batch, by the loss that the model itself computes, until it is as small."""
+    """Train on one batch, with the loss that the model computes, until it is below `loss`."""
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     model.train()
     for step in range(600):
@@ -145,7 +147,7 @@ def distilbert_tokenizer() -> Any:
 
 
 def encoder(name: str, tokenizer: Any, **options: Any) -> Any:
-    """Make a model by the name of its class in `transformers`, all parameters of it random."""
+    """Return a model of this class of `transformers`, with all parameters random."""
     sizes: dict[str, Any] = dict(vocab_size=len(tokenizer), max_position_embeddings=131, **options)
     if name.startswith("DistilBert"):
         sizes |= dict(dim=16, n_layers=1, n_heads=2, hidden_dim=23, dropout=0.0)

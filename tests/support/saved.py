@@ -1,4 +1,4 @@
-"""What is in a checkpoint's folder, as orbax alone sees it."""
+"""Contents of a checkpoint folder, read only with orbax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orbax.checkpoint import PyTreeCheckpointHandler
 
 
 def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every array of a checkpoint by its name, read without the library."""
+    """Return every array of a checkpoint by name, read without the library."""
     arrays: dict[str, np.ndarray] = {}
     for group in sorted(path for path in checkpoint.iterdir() if path.is_dir()):
         found = PyTreeCheckpointHandler().restore(epath.Path(group))
@@ -19,6 +19,6 @@ def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def largest_file(checkpoint: Path, group: str) -> Path:
-    """The largest file of arrays of one group of leaves."""
+    """Return the largest array file of one group of leaves."""
     files = sorted((checkpoint / group).glob("ocdbt.process_0/d/*"))
     return max(files, key=lambda path: path.stat().st_size)

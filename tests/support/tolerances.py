@@ -1,4 +1,4 @@
-"""Allowed errors, named once, each relative to the largest value of the reference."""
+"""Tolerances of the tests, each relative to the largest value of the reference."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ GRADIENT_F32 = 5e-6
 """Gradients in float32 against float64."""
 
 FORWARD_BF16 = 2**-7
-"""Outputs in bfloat16 against float64: two roundings of 2^-8, of the weights and of the result."""
+"""Outputs in bfloat16 against float64: two roundings of 2^-8, in the weights and the result."""
 
 GRADIENT_BF16 = 2**-6
-"""Gradients in bfloat16: roundings of the output, of the differences and of the result."""
+"""Gradients in bfloat16: roundings of the output, the differences and the result."""
 
 LOW_PRECISION_FORWARD = 2.0
-"""In bfloat16 and float16: error over the error of a plain implementation in the same dtype."""
+"""bfloat16 and float16: error divided by that of a plain implementation in the same dtype."""
 
 LOW_PRECISION_FORWARD_FLOOR = 1e-5
-"""Added to that: a plain implementation can be right by chance."""
+"""Added to this limit, because a plain implementation can be exact by chance."""
 
 LOW_PRECISION_GRADIENT = 3.0
 
 
 def largest_error(actual: Any, expected: Any) -> float:
-    """The largest absolute difference; both must be finite, of one shape and not empty."""
+    """Return the largest absolute difference of two finite, nonempty arrays of equal shape."""
     actual, expected = (np.asarray(x).astype(np.float64) for x in (actual, expected))
     assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
     assert actual.size > 0, "nothing to compare"
@@ -44,7 +44,7 @@ def assert_near(actual: Any, expected: Any, tolerance: float, what: str = "resul
 
 
 def assert_same_bits(actual: Any, expected: Any, what: str = "result") -> None:
-    """Equal bit for bit, except that NaN never passes and -0.0 is 0.0."""
+    """Check that arrays are bitwise equal, except that NaN fails and -0.0 equals 0.0."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
     assert actual.size > 0, f"{what}: nothing to compare"

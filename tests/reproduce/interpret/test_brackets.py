@@ -1,4 +1,4 @@
-"""The experiment on brackets draws rows and prompts as it says, and its heads carry the kind."""
+"""The experiment on brackets: its data, its measures, and the heads that carry the kind."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def walk(row):
-    """Return the places of open brackets after each token; IndexError where one is not open."""
+    """Return the indices of open brackets after each token; fail if none is open to close."""
     stack, every = [], []
     for t, token in enumerate(row):
         if token in (0, 1):
@@ -42,7 +42,7 @@ def test_prompts_differ_only_in_kind_of_last_open_bracket():
 def test_attention_on_last_open_bracket_excludes_bracket_itself():
     last_open = np.array([[-1, 1, 2, 1], [-1, 1, -1, 3]])
     weights = np.full((2, 1, 3, 4, 4), 9.0)  # [B, L, N, T, S]
-    weights[0, 0, :, 3, 1] = [0.25, 0.5, 1.0]  # the one query that is not itself the bracket
+    weights[0, 0, :, 3, 1] = [0.25, 0.5, 1.0]  # the only query that is not the bracket itself
     assert brackets.on_last_open(weights, last_open).tolist() == [[0.25, 0.5, 1.0]]
 
 
@@ -60,8 +60,10 @@ def test_command_measures_model_and_draws(tmp_path, capsys, monkeypatch):
     assert found.heads.shape == found.attention.shape == (2, 4) and found.tokens.shape == (2, 24)
     assert found.tokens[1, -1] == pytest.approx(
         1, abs=1e-3
-    )  # of the last layer nothing else is read
-    assert found.tokens[:, : 23 - brackets.BACK] == pytest.approx(0, abs=1e-3)  # equal prompts
+    )  # the logits read no other token of the last layer
+    assert found.tokens[:, : 23 - brackets.BACK] == pytest.approx(
+        0, abs=1e-3
+    )  # the prompts are equal up to there
     assert f"{found.right:.3g}" in capsys.readouterr().out
     assert (tmp_path / "brackets.svg").exists()
 

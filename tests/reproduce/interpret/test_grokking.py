@@ -1,4 +1,4 @@
-"""The experiment on modular addition takes logits apart as it says, and generalises."""
+"""The experiment on modular addition: its decomposition of logits, and generalisation."""
 
 from types import SimpleNamespace
 
@@ -69,7 +69,7 @@ def test_command_prints_measurements_and_draws(tmp_path, capsys, monkeypatch):
     (run,) = grokking.main([*flags.split(), str(tmp_path)])
     assert run.steps.tolist() == [0, 2, 4] and run.power.shape == (3, 5)
     assert run.loss == pytest.approx(np.log(P), rel=0.3)
-    # hardly any wave is there yet: what is taken out of the logits changes little
+    # The logits have almost no waves yet, so removing some changes little.
     assert run.excluded == pytest.approx(run.loss[:, 0], rel=0.1)
     assert f"{run.excluded[-1]:.3g}" in capsys.readouterr().out
     assert (tmp_path / "grokking.svg").exists()

@@ -1,4 +1,4 @@
-"""The experiment on induction heads repeats rows as it says, and its heads are those that copy."""
+"""The experiment on induction heads: its data, and the heads that copy."""
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,8 @@ def test_command_trains_both_depths_and_draws(tmp_path, capsys, monkeypatch):
         still = run.params["decoder"]["block_0"]["feed_forward"]["up"]["kernel"]
         first = induction.tj.init_params(run.model.config, jax.random.fold_in(jax.random.key(0), 0))
         assert jnp.array_equal(still, first["decoder"]["block_0"]["feed_forward"]["up"]["kernel"])
-    said = capsys.readouterr().out
-    assert f"{found['two'][0].loss[-1]:.3g}" in said and (tmp_path / "induction.svg").exists()
+    printed = capsys.readouterr().out
+    assert f"{found['two'][0].loss[-1]:.3g}" in printed and (tmp_path / "induction.svg").exists()
 
 
 @pytest.mark.slow

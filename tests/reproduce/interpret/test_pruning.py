@@ -1,4 +1,4 @@
-"""The experiment on pruned heads masks, scores and links as it says, beside plain loops."""
+"""The experiment on pruned heads: masks, scores and word links against plain loops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIG = dataclasses.replace(
 
 
 def sentences(count: int, seed: int = 3) -> list[tuple[str, str]]:
-    """Pairs of two to five words, of which the target has them backwards."""
+    """Return pairs of two to five words; the target has the translations in reverse order."""
     random = np.random.default_rng(seed)
     drawn = [random.choice(list(WORDS), random.integers(2, 6), replace=False) for _ in range(count)]
     return [(" ".join(row), " ".join(WORDS[word] for word in row[::-1])) for row in drawn]
@@ -52,16 +52,16 @@ def rows(model, tmp_path_factory) -> pruning.Rows:
     return read(model, sentences(7), tmp_path_factory.mktemp("pairs"))
 
 
-def read(model, given, folder, count=1000) -> pruning.Rows:
+def read(model, sentence_pairs, folder, count=1000) -> pruning.Rows:
     files = str(folder / "source"), str(folder / "target")
-    for file, column in zip(files, zip(*given, strict=True), strict=True):
+    for file, column in zip(files, zip(*sentence_pairs, strict=True), strict=True):
         with open(file, "w") as out:
             out.write("".join(f"{line}\n" for line in column))
     return pruning.read_rows(model, files, count)
 
 
 def scaled(params, kind: str, layer: int, head: int, by: float):
-    """Parameters in which a head's rows of the output matrix are multiplied: no edit is needed."""
+    """Return parameters with the output-matrix rows of a head multiplied by `by`."""
     side = "encoder" if kind == "encoder" else "decoder"
     branch = "cross_attention" if kind == "source" else "attention"
     place = f"['{side}']['block_{layer}']['{branch}']['out']['kernel']"
@@ -113,8 +113,8 @@ def test_head_mask_equals_zeroed_output_rows(model, rows):
 def test_importance_matches_mean_absolute_central_differences(model, rows, monkeypatch):
     monkeypatch.setattr(pruning, "ROWS", 5)  # in two parts
     found, slopes, own = pruning.importance(model, rows), np.zeros((3, 2, 2)), rows.labels >= 0
-    given = dict(source=rows.source, source_positions=rows.positions)
-    apply = jax.jit(partial(tj.build(model.config).apply, **given))
+    source = dict(source=rows.source, source_positions=rows.positions)
+    apply = jax.jit(partial(tj.build(model.config).apply, **source))
 
     def log_p(kind: str, layer: int, head: int, by: float) -> np.ndarray:  # [B]
         params = scaled(model.params, kind, layer, head, by)
@@ -131,7 +131,7 @@ def test_importance_matches_mean_absolute_central_differences(model, rows, monke
 
 
 def test_word_probabilities_match_plain_model_1(model, rows):
-    """Expectation over the words of a source, for each word of its target; five times."""
+    """Run expectation-maximisation of IBM model 1 for five iterations."""
     found = pruning.fit_words(rows.source, rows.positions, rows.labels)
     pairs = [
         (source[positions >= 0].tolist(), labels[labels != pruning.IGNORE].tolist())
@@ -173,8 +173,8 @@ def test_links_join_words_with_their_translations(model, tmp_path):
 def test_head_is_aligned_if_largest_weight_is_on_linked_word(model, rows):
     linked = np.array([(n, s, t) for n in range(2) for s in (0, 1) for t in (0, 1, 2)])
     found = pruning.aligned(model, rows, linked)
-    alone = [LanguageModel(model, "run").inspect.attention(pair).cross for pair in sentences(2)]
-    most = np.array([np.argmax(alone[n][..., t, :], axis=-1) == s for n, s, t in linked])
+    weights = [LanguageModel(model, "run").inspect.attention(pair).cross for pair in sentences(2)]
+    most = np.array([np.argmax(weights[n][..., t, :], axis=-1) == s for n, s, t in linked])
     np.testing.assert_allclose(found, most.mean(axis=0))
     assert 0 < found.mean() < 1
 

@@ -1,4 +1,4 @@
-"""The experiment on recall draws rows and reads weights as it says, and a lookup head forms."""
+"""The experiment on recall: its data and its measures of attention."""
 
 import jax
 import numpy as np
@@ -51,9 +51,9 @@ def test_command_measures_both_depths_and_draws(tmp_path, capsys, monkeypatch):
         (of_depth,) = found[layers]
         assert of_depth.lookup.shape == of_depth.own_key.shape == (layers, 4)
         assert of_depth.right < 0.2
-        # weights hardly differ yet: a query of position t has t + 1 keys
-        values, asked = 2 + 2 * np.arange(8), 17 + 2 * np.arange(8)
+        # The weights are still almost uniform: a query at position t has t + 1 keys.
+        values, queries = 2 + 2 * np.arange(8), 17 + 2 * np.arange(8)
         assert of_depth.own_key.mean() == pytest.approx((1 / values).mean(), rel=0.2)
-        assert of_depth.lookup.mean() == pytest.approx((1 / asked).mean(), rel=0.2)
+        assert of_depth.lookup.mean() == pytest.approx((1 / queries).mean(), rel=0.2)
     assert f"{found[2][0].lookup[1].max():.3g}" in capsys.readouterr().out
     assert (tmp_path / "recall.svg").exists()

@@ -1,4 +1,4 @@
-"""The experiment on attention sinks draws rows and reads shares as it says."""
+"""The experiment on attention sinks: its data and its measures of attention."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_shares_are_measured_over_late_queries():
-    """Weights of 0.25 on token 0 and 0.5 on the query's own: a quarter goes to no token."""
+    """With weights of 0.25 on token 0 and 0.5 on the query itself, 0.25 goes to the sink logit."""
     weights = np.zeros((2, 3, 5, 48, 48))
     weights[..., np.arange(48), np.arange(48)] = 0.5
     weights[..., :, 0] += 0.25
@@ -42,7 +42,7 @@ def test_command_measures_with_and_without_learnt_logit(tmp_path, capsys, monkey
     found = sinks.main([*flags.split(), str(tmp_path)])
     (plain,), (learnt,) = found[False], found[True]
     assert plain.learnt == pytest.approx([0], abs=1e-5)
-    # weights hardly differ yet: a query of position t has t + 1 keys, and the logit is 1 more
+    # The weights are still almost uniform: position t has t + 1 keys, and the sink logit.
     late = np.arange(sinks.WINDOW, sinks.LENGTH)
     assert plain.dormant == pytest.approx([(1 / (late + 1)).mean()], rel=0.3)
     assert learnt.learnt == pytest.approx([(1 / (late + 2)).mean()], rel=0.3)

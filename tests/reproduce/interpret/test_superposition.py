@@ -1,4 +1,4 @@
-"""The toy model of superposition finds the loss and the shares that are known beforehand."""
+"""The toy model of superposition: loss and shares with known values."""
 
 from types import SimpleNamespace
 
@@ -12,13 +12,13 @@ from reproduce.interpret import superposition
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def sizes(**given):
-    return SimpleNamespace(**dict(features=5, dimensions=2, steps=10000, rows=64) | given)
+def sizes(**changes):
+    return SimpleNamespace(**dict(features=5, dimensions=2, steps=10000, rows=64) | changes)
 
 
 @pytest.mark.slow
 def test_linear_model_keeps_most_important_features():
-    """Dense and linear, the rest of the variance is lost: sum over i >= m of I_i / 12."""
+    """The loss of dense features is the lost variance: the sum over i >= m of I_i / 12."""
     args = jnp.int32(4), jnp.float32(0.0), jnp.asarray(False), sizes()
     params, found = superposition.fit(*args)
     assert found == pytest.approx(sum(0.7**i for i in (2, 3, 4)) / 12, rel=0.02)
@@ -34,8 +34,8 @@ def test_loss_matches_formula(rng):
         y = np.stack([W.T @ (W @ row) + b for row in x])
         y = np.maximum(y, 0) if with_relu else y
         wanted = (importance * (x - y) ** 2).sum(axis=1).mean()
-        given = {"W": W, "b": b}, x, importance
-        found = loss(*jax.tree.map(np.float32, given), with_relu)
+        arguments = {"W": W, "b": b}, x, importance
+        found = loss(*jax.tree.map(np.float32, arguments), with_relu)
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
@@ -59,11 +59,11 @@ def test_command_prints_figures_for_each_seed_and_draws(tmp_path, capsys):
     flags = "--seeds 2 --features 5 --dimensions 2 --steps 20 --rows 11 --format svg --out"
     found = superposition.main([*flags.split(), str(tmp_path)])
     assert found["W"].shape == (2, 6, 2, 2, 5) and np.isfinite(found["loss"]).all()
-    said = capsys.readouterr().out
-    line = next(x for x in said.splitlines() if x.startswith("features represented, S = 0.99 "))
+    printed = capsys.readouterr().out
+    line = next(x for x in printed.splitlines() if x.startswith("features represented, S = 0.99 "))
     counts = [int(c) for c in line.split()[-3:-1]]
     assert counts == list((np.linalg.norm(found["W"][0, 4], axis=-2) > 0.5).sum(axis=-1))
-    assert "seed 0  seed 1  spread" in said and (tmp_path / "superposition.svg").exists()
+    assert "seed 0  seed 1  spread" in printed and (tmp_path / "superposition.svg").exists()
 
 
 @pytest.mark.slow
