@@ -30,19 +30,19 @@ def additive_attention(
     v: jax.Array,  # [A]
     mask: Mask | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # context [B, T, Dv], weights f32[B, T, S]
-    """Return softmax_s(v . tanh(query w_query + keys w_key)) values, and the softmax.
+    """Return softmax_s(v . tanh(query w_query + keys w_key)) values, and the softmax weights.
 
-    Bahdanau et al. 2015, A.1.2. Materialises the hidden layer [B, T, S, A]; in the paper's
-    recurrent decoders, T is 1.
+    Bahdanau et al. 2015, A.1.2. It materializes the hidden layer [B, T, S, A]; T is 1 in the
+    paper's recurrent decoders.
 
     Args:
         query: [B, T, Dq].
-        keys: [B, S, Dk], or [B, S, A] if they are multiplied by `w_key` already.
+        keys: [B, S, Dk], or [B, S, A] if already multiplied by `w_key`.
         values: [B, S, Dv].
         w_query: [Dq, A].
         w_key: [Dk, A]; None if keys are [B, S, A].
         v: [A].
-        mask: the keys that a query sees; None is all.
+        mask: the keys that a query sees; None means all.
 
     Returns:
         The context [B, T, Dv] in the query's dtype, and the weights f32[B, T, S].
@@ -60,7 +60,7 @@ def additive_attention(
             f"w_query {w_query.shape}, {shown}, v {v.shape}: must be "
             f"[{query.shape[2]}, A], {key_rule}, [A]"
         )
-    # as a single head, to share the softmax and the rule about NaN with the reference
+    # add an axis for a single head, to reuse the softmax and the NaN rule of the reference
     heads = [x[:, :, None] for x in (query, keys, values)]
     visible = see(AttentionCall(query=heads[0], key=heads[1], value=heads[2], mask=mask))
     q, k, heads_values, nonfinite = clean(visible, *heads)
@@ -81,16 +81,16 @@ def state_attention(
     scale: float = 1.0,
     mask: Mask | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # context [B, T, Dk], weights f32[B, T, S]
-    """Return softmax_s(scale query w states) states, and the softmax.
+    """Return softmax_s(scale query w states) states, and the softmax weights.
 
     Luong et al. 2015, section 3.1.
 
     Args:
         query: [B, T, Dq].
         states: [B, S, Dk].
-        w: [Dq, Dk], "general"; None is "dot", which needs Dq = Dk.
-        scale: the scale of the scores.
-        mask: the states that a query sees; None is all.
+        w: [Dq, Dk] for "general" attention; None for "dot", which requires Dq = Dk.
+        scale: factor of the scores.
+        mask: the states that a query sees; None means all.
 
     Returns:
         The context [B, T, Dk], and the weights f32[B, T, S].

@@ -2,7 +2,7 @@
 
     dot_product_attention           softmax(scale q k + bias, masked) v
     explain_attention               the implementations that would run, and why others would not
-    dot_product_attention_weights   the weights
+    dot_product_attention_weights   the attention weights
     additive_attention              Bahdanau et al. 2015
     state_attention                 Luong et al. 2015
 
@@ -68,7 +68,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "native": Native(),
 }
 """The implementations by name. Add an entry to use your own."""
-# compiled programs are cached by these names, so a replaced value must be noticed
+# compiled programs are cached by these names, so a replaced value must cause a new trace
 depends_on_names(IMPLEMENTATIONS)
 
 
@@ -116,48 +116,47 @@ def dot_product_attention(
 
         s = softcap tanh(scale q.k / softcap) + bias
 
-    Query head n reads key head n // (N / K). A query that sees no key returns zeros, lse -inf and
-    no gradient.
+    Query head n reads key head n // (N / K). If a query sees no key, its output is zeros, its lse
+    is -inf and it has no gradient.
 
     NaN or inf in a query, key or value affects exactly the queries that see it: their output is
-    NaN, and they have no gradient. "pallas" and "pallas_unordered" are the exception. They need
-    finite queries, keys and values, even hidden ones; otherwise any query may become NaN.
+    NaN, and they have no gradient. The exceptions, "pallas" and "pallas_unordered", require finite
+    queries, keys and values, even hidden ones; otherwise any query may become NaN.
 
     With a `block_table`, keys and values are in the pages of a pool, as in a `PagedCache`: key j of
     row b is in slot j % page of page block_table[b, j // page]. Then S = M page, and masks, bias
-    and positions refer to j as usual. An entry that is not a page, such as -1, reads an arbitrary
-    page of the pool, so hide its keys by the mask or by `k_positions` of -1. The kernels for few
-    queries of NVIDIA GPUs and TPUs read pages in place if their size is a multiple of 64 keys
-    (NVIDIA) or 128 (TPU), and read int8 directly. All other implementations read a gathered,
-    dequantised copy.
+    and positions refer to j as usual. An invalid entry, such as -1, reads an arbitrary page, so
+    hide its keys with the mask or with `k_positions` of -1. For few queries, the kernels for NVIDIA
+    GPUs and TPUs read int8 directly, and read pages in place if the page size is a multiple of 64
+    (NVIDIA) or 128 (TPU). All other implementations read a gathered, dequantized copy.
 
     The implementations are:
 
-        xla               materialises the scores; supports every option
+        xla               materializes the scores; supports every option
         blockwise         memory O(T + S); O(T S) in forward mode and in derivatives of the gradient
-        native            compiled C++ on a CPU, O(T + S) in all of these
-        pallas            fused kernels, O(T + S) too, on a TPU or an NVIDIA GPU since Ampere
-        pallas_unordered  on Hopper a single-pass backward, nondeterministic in its last bits
+        native            compiled C++ on a CPU; memory O(T + S) for all derivatives
+        pallas            the same in fused kernels, on a TPU or on an NVIDIA GPU from Ampere on
+        pallas_unordered  pallas with a single-pass backward; on Hopper, its last bits may vary
         cudnn             NVIDIA's library, on NVIDIA GPUs
 
     Args:
         query: [B, T, N, H], in bfloat16, float16, float32 or float64.
         key: [B, S, K, H], K divides N, in the query's dtype or int8; paged [P, page, K, H].
         value: [B, S, K, Hv], in the key's dtype; paged [P, page, K, Hv].
-        mask: the keys that a query sees, such as `Causal() & Window(32)`; None is all.
-        bias: an array, by index, that broadcasts to [B, N, T, S], or a `Bias` of positions, such as
-            `ALiBi`; None adds nothing.
+        mask: the keys that a query sees, such as `Causal() & Window(32)`; None means all.
+        bias: an array that broadcasts to [B, N, T, S], or a `Bias`, which depends on positions
+            instead of indices, such as `ALiBi`; None adds nothing.
         scale: factor of q.k: a number, or [N] with one for each query head, which may be traced and
-            differentiated; None is 1 / sqrt(H).
-        softcap: above 0; None does not cap the scores.
-        sinks: [N]: exp(sinks[n]) is added to the denominator of the softmax, without a value.
-        q_positions: i32[T] or [B, T], the positions for mask and bias; None is arange(T).
+            differentiated; None means 1 / sqrt(H).
+        softcap: limit of the scores before the bias, above 0; None does not cap them.
+        sinks: [N]; exp(sinks[n]) is added to the denominator of the softmax.
+        q_positions: i32[T] or [B, T], the positions for mask and bias; None means arange(T).
         k_positions: i32[S] or [B, S]; a key at a negative position is an empty slot. None is
             arange(S).
-        dropout_rate: at least 0 and below 1; drops weights after the softmax. Every implementation
-            drops the same weights.
-        dropout_key: a single key, required for a rate above 0.
-        key_scale: f32[B, S, K], the scales of int8 keys, which are dequantised to scale * key;
+        dropout_rate: probability of dropping a weight after the softmax, at least 0 and below 1.
+            Every implementation drops the same weights.
+        dropout_key: a single PRNG key, required if the rate is above 0.
+        key_scale: f32[B, S, K], the scales of int8 keys, which are dequantized to scale * key;
             paged [P, page, K].
         value_scale: the same for values.
         block_table: i32[B, M], the page of each block of a row.
@@ -196,8 +195,8 @@ def dot_product_attention(
         plan: Plan | str = _plan(name, call)
         if isinstance(plan, Plan):
             try:
-                # with and without lse the program is the same, so eager calls compile once; inside
-                # your own `jit` the compiler removes an unused lse
+                # calls with and without lse share one compiled program; inside your own `jit` the
+                # compiler removes an unused lse
                 out, lse = _run(IMPLEMENTATIONS[name], replace(call, plan=plan, return_lse=False))
                 if not return_lse:
                     return out
@@ -213,10 +212,10 @@ def dot_product_attention(
 
 @dataclass(frozen=True, eq=False)
 class Explanation(Mapping[str, str | None]):
-    """Mapping from each implementation to None if it would run, else to the reason why not.
+    """Mapping from each implementation to the reason why it would not run, or to None.
 
     Attributes:
-        reasons: the reasons by name.
+        reasons: the reason or None, by name.
         chosen: the implementation that `implementation=None` would run.
         reads_pages: the implementations that read the pages of a `block_table` in place, unless the
             call is differentiated; the others gather them.
@@ -261,8 +260,7 @@ def explain_attention(
         **options: the other arguments of `dot_product_attention` except `implementation`.
 
     Returns:
-        None, or the reason why it would not run, for each implementation. `chosen` is the one that
-        runs if you pass no name.
+        For each implementation, None or the reason why it would not run; see `Explanation`.
 
     Raises:
         ValueError: if the arguments are invalid or do not match.
@@ -337,18 +335,18 @@ def dot_product_attention_weights(
     Args:
         query: [B, T, N, H].
         key: [B, S, K, H], K divides N.
-        mask: the keys that a query sees; None is all.
+        mask: the keys that a query sees; None means all.
         bias: an array that broadcasts to [B, N, T, S], or a `Bias`; None adds nothing.
-        scale: factor of q.k: a number, or [N] with one for each query head; None is 1 / sqrt(H).
-        softcap: above 0; None does not cap the scores.
-        sinks: [N], logits in the denominator of the softmax.
-        q_positions: i32[T] or [B, T]; None is arange(T).
-        k_positions: i32[S] or [B, S]; negative is an empty slot. None is arange(S).
-        implementation: as in `dot_product_attention`. All implementations of this library have the
-            same weights; your own returns them from its method `weights`.
+        scale: factor of q.k: a number, or [N] with one for each query head; None means 1 / sqrt(H).
+        softcap: limit of the scores before the bias, above 0; None does not cap them.
+        sinks: [N], logits that only the denominator of the softmax includes.
+        q_positions: i32[T] or [B, T]; None means arange(T).
+        k_positions: i32[S] or [B, S]; negative marks an empty slot. None means arange(S).
+        implementation: as in `dot_product_attention`. All built-in implementations return the same
+            weights; your own returns them from its method `weights`.
 
     Returns:
-        f32[B, N, T, S]; a row sums to 1, or less by the share of its sink, or 0 if it sees nothing.
+        f32[B, N, T, S]. A row sums to 1 minus the share of its sink, or to 0 if it sees no key.
 
     Raises:
         ValueError: if the arguments are invalid or do not match.
@@ -366,7 +364,7 @@ def dot_product_attention_weights(
         q_positions=q_positions,
         k_positions=k_positions,
     )
-    # `type`, not `isinstance`, because your subclass may compute other weights
+    # `type`, not `isinstance`, because a user's subclass may compute other weights
     ours = {Xla, Blockwise, Pallas, Cudnn, Native}
     for name in _candidates(call, implementation):
         if type(one := IMPLEMENTATIONS[name]) not in ours:
@@ -385,14 +383,13 @@ def _candidates(
 ) -> Sequence[str]:
     """Return the implementations to try, in order: the named ones, or the fastest for these sizes.
 
-    Our kernels come first only on the chips, and for the lengths, for which they measured fastest
-    (kernels/chips.py). On an accelerator, scores may take up to a gibibyte. On a CPU the sizes are
-    fitted to benchmarks/results/choosing.json by benchmarks/choosing.py. For few queries per key
-    head, the compiled kernels read keys in place. For more queries they first copy keys and values
-    to another layout and start threads, which pays off only with many scores, in the gradient too.
-    Otherwise one product of XLA is fastest while scores, keys and values fit the processor's cache.
-    Beyond that, and if few queries see many keys, tiles are faster: they stop at the end of a KV
-    cache.
+    On an accelerator, "pallas" comes first only for the chips and lengths for which it measured
+    fastest (kernels/chips.py); "xla" may use up to a gibibyte for scores. On a CPU, the limits are
+    fitted to benchmarks/results/choosing.json by benchmarks/choosing.py. "native" reads keys in
+    place for few queries per key head. For more, it first repacks keys and values and starts
+    threads, which pays off only with many scores, in the gradient too. Otherwise "xla" is fastest
+    while scores, keys and values fit the processor's cache. Beyond that, or if few queries see many
+    keys, "blockwise" is faster, because it stops at the end of a KV cache.
     """
     if implementation is not None:
         names = [implementation] if isinstance(implementation, str) else list(implementation)
@@ -439,7 +436,7 @@ def _run(one: Implementation, call: AttentionCall) -> tuple[jax.Array, jax.Array
         call = call.gathered()
     if call.key_scale is not None and not call.plan.reads_int8:
         call = call.dequantised()
-    # drop lists of tiles that another implementation made, so they are no arguments of the program
+    # drop another implementation's lists of tiles, so they do not become arguments of the program
     if type(one).share is Implementation.share:
         call = replace(call, shared=None)
     # arrays that a predicate reads become arguments, so they can be split over a mesh

@@ -31,13 +31,13 @@ DTYPES = {jnp.dtype(name): name for name in ("bfloat16", "float16", "float32", "
 class Plan:
     """How an implementation runs a call, as determined by shapes, options and the device.
 
-    It is hashable and made once, outside the compiled program, which is cached by it.
+    It is hashable, made once outside the compiled program, and part of the program's cache key.
     """
 
     reads_pages: bool = False
     """Whether the pages of a block table are read in place; otherwise they are gathered."""
     reads_int8: bool = False
-    """Whether int8 keys and values are read directly; otherwise they are dequantised."""
+    """Whether int8 keys and values are read directly; otherwise they are dequantized."""
 
 
 class Options(TypedDict, total=False):
@@ -114,7 +114,7 @@ class AttentionCall:
     ) -> tuple[jax.Array, jax.Array]:  # i32[B or 1, T], i32[B or 1, S]
         """Return the positions of queries and keys, by default their indices.
 
-        Known positions stay known inside a trace, and so does a plan of them under `eagerly`.
+        Known positions stay known inside a trace; under `eagerly`, so does a plan made from them.
         """
         T, S = self.query.shape[1] if T is None else T, self.sizes[3] if S is None else S
         q, k = (
@@ -147,7 +147,7 @@ class AttentionCall:
         return dataclasses.replace(self, key=key, value=value, key_scale=None, value_scale=None)
 
     def plain_shapes(self) -> AttentionCall:
-        """Return the call with the shapes of gathered, dequantised keys and values."""
+        """Return the call with the shapes of gathered, dequantized keys and values."""
         if self.block_table is None and self.key_scale is None:
             return self
         B, _, _, S = self.sizes
@@ -175,7 +175,7 @@ class AttentionCall:
 class PlannedMask:
     """A mask with the arrays that an implementation computes from it and the positions.
 
-    May replace the mask in later calls with the same positions, which is not checked. A call with
+    Pass it as the mask of later calls with the same positions, which are not checked. A call with
     other sizes, with positions if the plan had none, or with another implementation computes its
     own arrays.
     """
@@ -186,7 +186,7 @@ class PlannedMask:
 
 
 class Implementation:
-    """An implementation of attention, for the calls that it does not refuse; hashable."""
+    """An implementation of attention for the calls that it does not refuse. It must be hashable."""
 
     def refuse(self, call: AttentionCall) -> str | None:
         """Return the reason why this implementation does not support a call, or None."""
@@ -199,8 +199,8 @@ class Implementation:
     def weights(self, call: AttentionCall) -> jax.Array:
         """Return the attention weights of `attend`, f32[B, N, T, S], before dropout.
 
-        Capturing and editing weights needs this method. The implementations of this library share
-        one softmax. Your own must return its weights; `attend` returns the values averaged by them.
+        Capturing and editing weights require this method. The built-in implementations share one
+        softmax; your own must return the weights with which `attend` averages the values.
         """
         name = type(self).__name__
         rule = f"give {name} a method `weights(call)` that returns f32[B, N, T, S]"
@@ -210,7 +210,7 @@ class Implementation:
         """Return how this implementation runs a call, or the reason why it does not.
 
         `attend` receives the plan as `call.plan`. `refuse` receives the shapes of gathered,
-        dequantised keys and values.
+        dequantized keys and values.
         """
         reason = self.refuse(call.plain_shapes())
         return Plan() if reason is None else reason
@@ -234,7 +234,7 @@ def check_call(
 ) -> AttentionCall:
     """Check the arguments of `dot_product_attention`, and return them as one value.
 
-    Arrays may be `jax.ShapeDtypeStruct`s. ValueError if an argument is invalid.
+    Arrays may be `jax.ShapeDtypeStruct`s. Raises ValueError if an argument is invalid.
     """
     query, key, value = as_array(query), as_array(key), as_array(value)
     mask, bias, scale = options.get("mask"), options.get("bias"), options.get("scale")
@@ -319,8 +319,7 @@ def check_call(
                 rule = f"must be integers ({length},) or ({B}, {length})"
                 raise ValueError(f"{name} is {positions.dtype}{positions.shape}: {rule}")
     is_list = isinstance(scale, list | tuple)
-    # a known scale stays a constant, which costs nothing in a kernel; an array is an argument with
-    # a gradient
+    # a known scale stays a constant, which is free in a kernel; an array has a gradient
     known = not traced(*scale) if is_list else isinstance(scale, np.ndarray)  # type: ignore[misc]
     numbers: Any = np.ravel(scale) if known else ()  # type: ignore[arg-type]
     if is_list or np.ndim(scale):  # type: ignore[arg-type]  # one number for each head
@@ -337,7 +336,7 @@ def check_call(
         numbers = [scale]
     for one in numbers:
         check_finite("scale", float(one))
-        if one:  # 0 is allowed; below 2^-126 a device flushes it to 0
+        if one:  # 0 is allowed, but a device would flush a number below 2^-126 to 0
             check_factor("scale", abs(float(one)))
     if softcap is not None:
         check_factor("softcap", as_number("softcap", softcap))
@@ -384,7 +383,7 @@ def _check_bias(
     q_positions: jax.Array | None,
     k_positions: jax.Array | None,
 ) -> jax.Array | Bias:
-    """Return a checked bias; an array with all four axes."""
+    """Check a bias and return it, with all four axes if it is an array."""
     if isinstance(bias, type):
         raise ValueError(f"bias is the class {bias.__name__}: must be an instance of it")
     if isinstance(bias, Bias):
@@ -423,7 +422,7 @@ _DECORATORS = "@jax.tree_util.register_dataclass and @dataclass(frozen=True)"
 
 
 def bias_shape(bias: Bias, q_positions: Shaped, k_positions: Shaped) -> jax.ShapeDtypeStruct:
-    """Return the shape that a bias materializes to, independent of the devices of its arrays."""
+    """Return the shape of a materialized bias, whatever devices its arrays are on."""
     bare = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))  # noqa: E731
     shapes = jax.tree.map(bare, (bias, q_positions, k_positions))
     return jax.eval_shape(lambda bias, q, k: bias.materialize(q, k), *shapes)

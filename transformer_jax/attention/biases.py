@@ -44,7 +44,7 @@ def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
 class ALiBi:
     """Bias -slopes[n] |q - k|, a penalty linear in the distance (Press et al. 2022).
 
-    Both directions have the same penalty; the paper has only causal attention.
+    Both directions have the same penalty; the paper covers only causal attention.
 
     Attributes:
         slopes: [N], for example `alibi_slopes(N)`.
@@ -79,14 +79,14 @@ def relative_bucket(
 ) -> jax.Array:  # i32[...], from 0 to num_buckets - 1
     """Return T5's bucket of a distance (Raffel et al. 2020): exact if short, else logarithmic.
 
-    The first e = b // 2 of the b buckets of a direction contain one distance each. Bucket e + i
-    starts at e (max_distance / e)^(i / (b - e)), and the last bucket is unbounded.
+    Each direction has b buckets. The first e = b // 2 contain one distance each, bucket e + i
+    starts at e (max_distance / e)^(i / (b - e)), and the last one is unbounded.
 
     Args:
         distance: i32[...], the key's position minus the query's.
         bidirectional: give keys after the query (distance > 0) the upper half of the buckets;
             otherwise they all share bucket 0.
-        num_buckets: of both directions together; even, and at least 4 if bidirectional, else 2.
+        num_buckets: total for both directions; even, and at least 4 if bidirectional, else 2.
         max_distance: above e; sets the width of the logarithmic buckets.
 
     Returns:
@@ -165,8 +165,8 @@ class RelativeBias:
 class Bias(Protocol):
     """A bias of the scores as a function of positions: ALiBi, T5's relative bias, or your own.
 
-    A bias is a frozen dataclass that is registered as a pytree. Its floating arrays have gradients.
-    "blockwise" refuses a bias if both its arrays and the positions differ by batch row.
+    Make your own a frozen dataclass, registered as a pytree. Its floating-point arrays have
+    gradients. "blockwise" refuses a bias if its arrays and the positions both differ by batch row.
     """
 
     def materialize(

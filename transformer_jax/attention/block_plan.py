@@ -1,8 +1,8 @@
 """Classes and lists of the tiles of an attention matrix: skipped, partial or full.
 
 A tile is `block_q` queries by `block_k` keys. Bounds of the positions or ids in a tile determine
-whether some and whether all of its pairs may attend. Kernels visit only the listed tiles, those
-with some visible pair, and apply the mask only in partial tiles.
+whether any and whether all of its pairs may attend. Kernels visit only tiles with a visible pair,
+and apply the mask only in partial tiles.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class BlockPlan:
 
 
 def lists_of(classes: Array) -> TileLists:
-    """Return the `tile_lists` of classes; for known classes, as constants without compilation."""
+    """Return the `tile_lists` of classes. Known classes give constants and compile nothing."""
     if traced(classes):
         return tile_lists(classes)
     with eagerly(classes):
@@ -79,10 +79,10 @@ def lists_of(classes: Array) -> TileLists:
 
 @value_class
 class Tiles:
-    """Positions in tiles, with summaries of each tile that ignore empty slots.
+    """Positions divided into tiles, with summaries of each tile that ignore empty slots.
 
-    Summaries of keys have the shape [B or 1, N or 1, 1, nK], those of queries
-    [B or 1, N or 1, nQ, 1]. NumPy arrays are summarised by NumPy, so nothing is compiled.
+    Summaries are [B or 1, N or 1, 1, nK] for keys and [B or 1, N or 1, nQ, 1] for queries. NumPy
+    summarizes NumPy arrays, so nothing is compiled.
     """
 
     q: Array  # i32[B or 1, T]
@@ -104,7 +104,7 @@ class Tiles:
         return lib.expand_dims(low, axis), lib.expand_dims(high, axis)
 
     def pairs(self, visible: Array) -> tuple[Array, Array]:  # bool[B, N, T, S]
-        """Return (some, every) of each tile by looking at all its pairs."""
+        """Return (some, every) of each tile by checking all its pairs."""
         empty = (self.k < 0)[:, None, None, :]
 
         def reduce(visible: Array, every: bool) -> Array:
@@ -116,8 +116,8 @@ class Tiles:
         return reduce(visible & ~empty, False), reduce(visible | empty, True)
 
     def classes(self, some: Array, every: Array) -> Array:  # i8[.., nQ, nK]
-        """Return the classes, counting empty slots and the tail after S as not visible."""
-        # because of the tail, the last tile is never full if S ends inside it
+        """Return the classes; empty slots and the tail after S are not visible."""
+        # if S ends inside the last tile, this tile is never full
         lib, real = numpy_or_jax(some, every, self.k), _cut(self.k >= 0, self.block_k, False)
         some = some & lib.any(real, axis=-1)[:, None, None, :]
         every = every & lib.all(real, axis=-1)[:, None, None, :]

@@ -1,4 +1,4 @@
-"""Attention by cuDNN, through `jax.nn`, for calls with arguments that it honours."""
+"""Attention by cuDNN, through `jax.nn`, for calls that it computes correctly."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformer_jax.attention.reference import finite_rows
 
 
 class Cudnn(Implementation):
-    """cuDNN through `jax.nn`. Arguments that it would ignore, round or get wrong are refused."""
+    """cuDNN through `jax.nn`; it refuses arguments that cuDNN would ignore, round or get wrong."""
 
     def refuse(self, call: AttentionCall) -> str | None:
-        """Return the argument or the device that cuDNN does not support, or None."""
+        """Return the reason why cuDNN does not support a call, or None."""
         query, value, mask = call.query, call.value, call.mask
         B, T, _, S = call.sizes
         H, Hv = query.shape[3], value.shape[3]

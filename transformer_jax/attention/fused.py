@@ -1,7 +1,7 @@
 """Attention by the fused kernels: padded arrays, mask vectors and lists of tiles.
 
 `Pallas.plan` makes all decisions that depend on shapes, options and the device, once per call.
-`mask_operands` computes the arrays that kernels read of a mask. `Pallas.attend` runs the kernels.
+`mask_operands` converts a mask to arrays that kernels read. `Pallas.attend` runs the kernels.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KernelPlan(Plan):
 
 @value_class(arrays=("q_vectors", "k_vectors", "pairs", "lists"), static=("visible", "plan"))
 class MaskOperands:
-    """The arrays that the kernels read of a mask and positions, with their program."""
+    """A mask and positions in the form that the kernels read: arrays, and a program."""
 
     q_vectors: Vectors
     k_vectors: Vectors
@@ -66,8 +66,7 @@ class Pallas(Implementation):
     """The fused kernels of kernels/, on the target `kernels.target()`."""
 
     single_pass: bool = False
-    """Whether one backward kernel computes all gradients. On Hopper, the last bits of its sums
-    differ from run to run."""
+    """Whether one backward kernel computes all gradients; on Hopper, its last bits may vary."""
 
     pads = True
     """Whether arrays are padded to whole tiles."""
@@ -127,7 +126,7 @@ class Pallas(Implementation):
             sizes = H, Hv, query.dtype.itemsize, T, S, K, page
             found = {kind: chips.blocks(where, kind, *sizes) for kind in run}
             if few and backend.list_bytes is not None:
-                # its list has the tiles of all batch rows, with S padded for all kernels
+                # its list has the tiles of all rows, with S padded to whole tiles of every kernel
                 whole = math.lcm(*(b.k for b in found.values()))
                 padded = -(-S // whole) * whole
                 listed = B * padded // found["decode"].k
@@ -162,9 +161,9 @@ class Pallas(Implementation):
                     most = backend.list_bytes
                     return f"lists of {of_tiles} tiles take {size} bytes: at most {most}"
 
-        # pack the queries of a group if this halves the tiles of the forward kernel; not with
-        # dropout, which hashes head and query, nor ALiBi, which has one slope per head, nor a bias
-        # with heads but no query axis, which would grow
+        # pack the queries of a group if this halves the tiles of the forward kernel. Exceptions:
+        # dropout hashes head and query, ALiBi has one slope per head, and a bias with heads but no
+        # query axis would grow
         packs = backend.packs and call.dropout_rate == 0 and not isinstance(bias, ALiBi)
         if bias is not None and not isinstance(bias, Bias) and bias.shape[1] > 1 == bias.shape[2]:
             packs = False
@@ -265,8 +264,8 @@ def _with_scale(
         return wide, key.astype(jnp.float32), value.astype(jnp.float32)
     # the rounded value and the remainder have at least 16 bits of precision together
     info = jnp.finfo(query.dtype)
-    # `reduce_precision`, because XLA may remove a cast there and back; the gradient of the second
-    # part is that of the query
+    # `reduce_precision`, because XLA may remove a cast to 16 bits and back. The first part has no
+    # gradient, so that of the second is the query's
     first = lax.stop_gradient(lax.reduce_precision(wide, info.nexp, info.nmant))
     parts = [x.astype(query.dtype) for x in (first, wide - first)]
     return jnp.concatenate(parts, axis=-1), jnp.concatenate([key, key], axis=-1), value
@@ -275,9 +274,8 @@ def _with_scale(
 def mask_operands(call: AttentionCall) -> MaskOperands:
     """Return a mask in the form that kernels read: padded vectors, and lists of tiles to visit.
 
-    Start here to learn how a mask gets into a kernel. `MaskVectors.of` traces it, `block_plan`
-    bounds it in every tile, and `prepare` writes the lists of tiles in the order of the backend's
-    grids.
+    Start here to learn how a mask reaches a kernel. `MaskVectors.of` traces it, `block_plan` bounds
+    it in every tile, and `prepare` adds what the backend's grid needs to the lists of tiles.
     """
     plan = call.plan
     assert isinstance(plan, KernelPlan)
@@ -288,8 +286,8 @@ def mask_operands(call: AttentionCall) -> MaskOperands:
         at = call.positions()
         indices = call.q_positions is None and call.k_positions is None
         vectors = MaskVectors.of(mask, *at, indices)
-        # keys after the end are empty slots; queries after the end are arbitrary, as their rows are
-        # cut off
+        # keys after the end are empty slots; queries after the end do not matter, because their
+        # results are cut off
         q_vectors = tuple(pad(x, 1, padded_T, 0) for x in vectors.q)
         k_vectors = tuple(pad(x, 1, padded_S, -1 if i == 0 else 0) for i, x in enumerate(vectors.k))
         pairs = vectors.pairs()
@@ -325,14 +323,14 @@ def operands_of(call: AttentionCall, shared: MaskOperands) -> Operands:
         slopes, bias = jnp.broadcast_to(slopes, (1, call.query.shape[2])), None
     elif bias is not None:
         assert not isinstance(bias, Bias)
-        # kernels read [.., T, S] in the query's dtype; casting smaller ones costs nothing
+        # kernels read a bias [.., T, S] in the query's dtype; casting a smaller one costs nothing
         keeps_dtype = min(bias.shape[2:]) > 1 and bias.dtype == call.query.dtype
         bias = bias if keeps_dtype else bias.astype(jnp.float32)
         for axis, size, padded in ((2, call.sizes[1], padded_T), (3, call.sizes[3], padded_S)):
             if bias.shape[axis] == size and size != 1:
                 bias = pad(bias, axis, padded, 0)
     keys_values = call.key, call.value
-    # the decode kernel needs no padding: its copies from past the end are zeros
+    # the decode kernels handle keys that end within a tile
     if "decode" not in shared.lists:
         keys_values = pad(call.key, 1, padded_S, 0), pad(call.value, 1, padded_S, 0)
     return Operands(

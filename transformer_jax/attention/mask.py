@@ -1,6 +1,6 @@
-"""Base class of masks, and their combination by `&`, `|` and `~`.
+"""Base class of masks, and their combination with `&`, `|` and `~`.
 
-All methods of a mask follow from one, `sees`. The masks themselves are in `masks`.
+All methods of a mask follow from one, `sees`. The built-in masks are in `masks`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ Pair = tuple[Index, Index]
 """A batch row and a head; either may be traced."""
 
 OURS = __name__, "transformer_jax.attention.masks"
-"""The modules with masks that need no check of their class."""
+"""The modules whose mask classes need no check."""
 
 
 class Mask:
     """The pairs of a query and a key that may attend. A subclass implements `sees`.
 
-    A subclass is a frozen dataclass that is registered as a pytree. The other methods follow from
-    `sees`; override them if you have a faster way:
+    A subclass is a frozen dataclass, registered as a pytree. The other methods follow from `sees`;
+    override them to make them faster:
 
         lead            number of batch rows and heads that differ; by default from `sees`
         leaf_axes       axes of its arrays that are batch rows and heads; by default none
         comparison      vectors and program for a fused kernel; by default the trace of `sees`
         some_and_every  bounds in a tile, only for "blockwise"; by default those of the program,
                         which all fused kernels use
-        check_lengths   refuses arrays without an entry for each query or key; by default nothing
+        check_lengths   refuses arrays without an entry for each query or key; by default none
     """
 
     __slots__ = ()
@@ -59,9 +59,9 @@ class Mask:
         """Whether queries may attend to keys, elementwise.
 
         Args:
-            q: i32, positions of queries, which broadcast with k: [B or 1, 1, T, 1] for arrays and
-                for tiles, any shape inside a fused kernel.
-            k: i32, positions of keys, [B or 1, 1, 1, S].
+            q: i32, positions of queries: [B or 1, 1, T, 1]; inside a fused kernel, any shape that
+                broadcasts with k.
+            k: i32, positions of keys: [B or 1, 1, 1, S], except inside a fused kernel.
 
         Returns:
             bool, broadcastable to [B, N, T, S].
@@ -87,8 +87,8 @@ class Mask:
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         """Return whether some and whether every pair of each tile may attend, ignoring empty slots.
 
-        Both are bool, broadcastable to [B or 1, N or 1, nQ, nK], and conservative: `some` may be
-        True and `every` False in doubt. All tiles of a mask without a program are mixed.
+        Both are bool, broadcastable to [B or 1, N or 1, nQ, nK], and conservative: in doubt, `some`
+        is True and `every` is False, as in all tiles of a mask without a program.
         """
         try:
             vectors = MaskVectors([tiles.q], [tiles.k], False)
@@ -100,7 +100,7 @@ class Mask:
 
     @property
     def leaf_axes(self) -> tuple[AxisNames, ...]:
-        """Name the axes of each array of the mask: "b" batch rows, "n" heads, None neither."""
+        """Name the axes of each array of the mask: "b" for batch rows, "n" for heads, or None."""
         return tuple((None,) * jnp.ndim(x) for x in jax.tree.leaves(self))
 
     def comparison(self, vectors: MaskVectors) -> Program:
@@ -111,7 +111,7 @@ class Mask:
         """Raise ValueError if an array has no entry for some query or key.
 
         Otherwise such a query or key would be hidden silently. If the caller passes positions, an
-        array may be shorter; nothing is seen outside it.
+        array may be shorter, and positions outside it are hidden.
 
         Args:
             T: the number of queries, at positions arange(T); None if the caller passes positions.
@@ -123,8 +123,8 @@ class Mask:
     def part(self, first: Pair, full: tuple[int, int], size: tuple[int, int]) -> Mask:
         """Return the mask of some batch rows and heads.
 
-        Slices the arrays with axes in `leaf_axes`, unless they have length `size` already. If
-        there are no such axes, slices the result of `sees`.
+        It slices the arrays by their `leaf_axes`, unless they have length `size` already. Without
+        such axes, it slices the result of `sees`.
 
         Args:
             first: the first row and the first head of the part; may be traced.
@@ -141,13 +141,13 @@ class Mask:
                         n = at[name]
                         leaves[i] = _slice(leaves[i], axis, first[n], full[n], size[n])
             return jax.tree.unflatten(structure, leaves)
-        # a user's mask may index rows itself, so it is unknown which of its axes are rows
+        # a user's mask may index rows itself, so its arrays cannot be sliced
         return self if self.lead == (1, 1) else PartOfMask(self, *first, full, size)
 
     def closed(self) -> Mask:
         """Return the mask with the traced values that its predicates read as leaves.
 
-        Custom derivatives may not read traced values other than their arguments.
+        Functions with custom derivatives may read traced values only from their arguments.
         """
         open_ones = [x for x in nodes(self) if type(x).closed is not Mask.closed]
         found = {id(node): node.closed() for node in open_ones}
@@ -196,8 +196,7 @@ class Mask:
             bool[B or 1, N or 1, T, S].
         """
         sees = self.sees(q_positions[:, None, :, None], k_positions[:, None, None, :])
-        # broadcast, because a mask that reads only keys, such as padding, has one row for all
-        # queries
+        # a mask that reads only keys, such as padding, has one row for all queries
         lead = ((1,) * (4 - sees.ndim) + sees.shape)[:2]
         return jnp.broadcast_to(sees, (*lead, q_positions.shape[1], k_positions.shape[1]))
 
@@ -212,9 +211,9 @@ class Mask:
         """Classify tiles as skipped, partial or full by `some_and_every`, for "blockwise".
 
         Conservative: a skipped tile is entirely False and a full one entirely True; a partial one
-        may be anything. The last tiles may extend beyond T and S. Keys there count as empty slots,
-        so such a tile is never full, and queries there are ignored. Without traced values the plan
-        is computed eagerly, even inside `jit`. Memory is O(T + S + tiles), except for `Dense`.
+        may be either. The last tiles may extend beyond T and S: keys there count as empty slots, so
+        such a tile is never full, and queries there are ignored. Without traced values, the plan is
+        computed eagerly, even inside `jit`. Memory is O(T + S + tiles), except for `Dense`.
 
         Args:
             q_positions: i32[T] or [B, T].
@@ -236,7 +235,7 @@ class Mask:
         found, sizes = [], {"the mask": self.lead[0]}
         for name, positions in (("q_positions", q_positions), ("k_positions", k_positions)):
             at = as_int32(name, positions)
-            # NumPy arrays compile nothing, and inside a trace only they stay known
+            # NumPy arrays compile nothing, and only they stay known inside a trace
             known = concrete_value(at)
             at = jnp.asarray(at) if known is None else known
             if at.ndim not in (1, 2) or not jnp.issubdtype(at.dtype, jnp.integer):
@@ -270,7 +269,7 @@ class Mask:
         values = [getattr(self, field.name) for field in dataclasses.fields(self)]
         while values and values[-1] is None:
             values.pop()
-        shown = (  # of an array, only the type
+        shown = (  # arrays as their dtype and shape
             f"{x.dtype}[{', '.join(map(str, x.shape))}]"
             if hasattr(x, "shape") and hasattr(x, "dtype")
             else repr(x)
@@ -360,7 +359,7 @@ class And(_Pair):
         return self.left.sees(q, k) & self.right.sees(q, k)
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
-        # separately: if one mask has no program, the other may still exclude the tile
+        # bound the masks separately: if one has no program, the other may still exclude the tile
         a_some, a_every = self.left.some_and_every(tiles)
         b_some, b_every = self.right.some_and_every(tiles)
         return a_some & b_some, a_every & b_every
@@ -442,7 +441,7 @@ class Not(Mask):
 def check_mask(
     mask: Mask | None, B: int, N: int, T: int | None = None, S: int | None = None
 ) -> None:
-    """Raise ValueError unless this is a registered mask, or None, that matches the sizes.
+    """Raise ValueError unless this is None, or a registered mask that matches the sizes.
 
     T and S are the numbers of queries and keys, or None if the caller passes positions.
     """
@@ -505,8 +504,8 @@ def refuse_mask(mask: Mask) -> str | None:
         return [*map(jnp.asarray, (*vectors.q, *vectors.k))]
 
     try:
-        # `trial` is a new function without a cached trace, as values that a predicate reads may
-        # have changed
+        # `trial` is a new function, because the values that a predicate reads may have changed
+        # since a cached trace
         jax.eval_shape(trial, mask, at, at)
     except Refused as error:
         return f"{error}; the mask is {Mask.__repr__(mask)}"

@@ -3,10 +3,10 @@
     Causal() & Segments(ids)    vectors q: positions, ids    k: positions, ids
                                 visible: (k[0] >= 0) & ((k[0] <= q[0]) & (q[1] == k[1]))
 
-The `sees` of each mask under `&`, `|` and `~` is traced separately, for one pair. Operations that
-read only the query, or only the key, are computed here and become a vector, whatever they are: a
-look-up in a table, a division, floats. Operations that read both become the program. A `Dense` mask
-is one bit of an integer per pair.
+The `sees` of each mask under `&`, `|` and `~` is traced separately, for one pair. Operations of any
+kind (a table lookup, a division, floats) that read only the query, or only the key, are computed
+here and become a vector. Operations that read both become the program. A `Dense` mask becomes one
+bit of an integer per pair.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class MaskVectors:
         k_positions: jax.Array,  # i32[B or 1, S]
         positions_are_indices: bool,
     ) -> MaskVectors:
-        """Return the vectors of a mask, with the program that compares those of a pair."""
+        """Return the vectors of a mask, with the program that compares the entries of a pair."""
         vectors = cls([q_positions], [k_positions], positions_are_indices)
         seen = mask.comparison(vectors)
         if not isinstance(seen, Program):
@@ -86,7 +86,7 @@ class MaskVectors:
             raise Refused("takes only masks that are the same for every head, or Dense(array)")
         if len(vectors.matrices) > MATRICES:
             raise Refused(f"takes at most {MATRICES} Dense masks, not {len(vectors.matrices)}")
-        # outside all masks, so that no `~` can make an empty slot visible
+        # added outside all masks, so that no `~` can make an empty slot visible
         vectors.visible = NO_EMPTY_SLOT & seen
         return vectors
 
@@ -176,7 +176,7 @@ class _Side:
 
 
 class _Sides(ValueReader):
-    """The values that depend on one side of a pair; those that a program reads become vectors."""
+    """Reader of values that depend on one side; those that a program reads become vectors."""
 
     def __init__(self, vectors: MaskVectors) -> None:
         self.vectors = vectors
@@ -241,7 +241,7 @@ class _Sides(ValueReader):
             array = array >> 32 if part else array & 0xFFFFFFFF
         if jnp.issubdtype(array.dtype, jnp.floating):
             raise Refused(f"takes masks of 32-bit integers, not {array.dtype}")
-        # a number in the program only if it is static, so that equal masks have equal programs
+        # only a static value becomes a number in the program, so equal masks have equal programs
         if value.fixed and not traced(array) and (array == (first := array.ravel()[0])).all():
             return number(int(first.astype(np.int32)))
         vectors = self.vectors
@@ -280,14 +280,13 @@ _NUMPY: dict[str, Callable[..., np.ndarray]] = {
 }
 """Operations that NumPy computes if all values are known, so nothing is compiled."""
 _ELEMENTWISE = {*_NUMPY, "add", "sub", "mul", "min", "max", "select_n", "convert_element_type"}
-"""Operations that take one more axis without `vmap`, if all arrays have it or are scalars."""
+"""Operations that accept an extra axis without `vmap`, if all arrays have it or are scalars."""
 
 
 def _fit(value: _Side, shape: tuple[int, ...]) -> Array:
     """Return the array of a side with the shape that an operation expects, after its first axis.
 
-    The array has this shape already, or is one value, because `_reshaped` keeps the shape of a
-    single value.
+    The array already has this shape, or is a single value, whose shape `_reshaped` keeps.
     """
     array, side = value.array, bool(value.side)
     first, inner = array.shape[:side], array.shape[side:]
@@ -300,7 +299,7 @@ def _fit(value: _Side, shape: tuple[int, ...]) -> Array:
 def _reshaped(value: _Side, equation: JaxprEqn) -> Array:
     """Return the array of a side after an operation on shapes; a single value is unchanged.
 
-    Therefore positions stay the same vector, whatever axes of length 1 a mask adds.
+    So positions stay the same vector even if a mask adds axes of length 1.
     """
     before, after = type_of(equation.invars[0]).shape, type_of(equation.outvars[0]).shape
     if before == after or np.prod(before) == np.prod(after) == 1:

@@ -18,11 +18,10 @@ Each mask below is drawn for positions 0..3, with queries in rows and keys in co
            3 # # # #
 
 A key at a negative position is an empty slot. No query attends to it, not even under `~`; every
-implementation adds this rule. A look-up outside an array is False. Positions, ids and lengths may
-have any integer dtype; a known one that does not fit int32 is a ValueError.
+implementation adds this rule. Positions outside a mask's array are hidden. Positions, ids and
+lengths may have any integer dtype; a known value that does not fit int32 raises ValueError.
 
-Your own mask is a frozen dataclass, registered as a pytree, with one method, `sees`; see
-docs/own_mask_and_bias.md.
+To write your own mask, see docs/own_mask_and_bias.md.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ __all__ = [
 
 
 class _BuiltinMask(Mask):
-    """Base class of the masks of this module that call no user code."""
+    """Base class of this module's masks that call no user code."""
 
     __slots__ = ()
     is_foreign = False
@@ -107,7 +106,7 @@ class Causal(_BuiltinMask):
 class Window(_BuiltinMask):
     """A query sees the keys near it: q - k < left, and k - q < right unless it is None.
 
-    Both sides count the query itself. 0 hides a whole side including the query itself.
+    Both sides count the query itself; 0 hides the query and the whole side.
 
         Window(2)      # # # #      Window(2, 2)   # # . .
                        # # # #                     # # # .
@@ -115,11 +114,11 @@ class Window(_BuiltinMask):
                        . . # #                     . . # #
 
     Attributes:
-        left: number of keys up to and including the query, at least 0; None is unbounded.
-        right: number of keys from the query on, at least 0; None is unbounded.
+        left: number of keys up to and including the query, at least 0; None means no limit.
+        right: number of keys from the query on, at least 0; None means no limit.
 
     Raises:
-        ValueError: if both are None, or one is not an integer of at least 0.
+        ValueError: if both are None, or one is not an integer or is below 0.
     """
 
     left: int | None
@@ -157,7 +156,7 @@ class Window(_BuiltinMask):
 
 @value_class(arrays=("valid",), repr=False, eq=False)
 class Padding(_BuiltinMask):
-    """Hides the padding of a batch: a query sees key k if valid[b, k].
+    """Mask of a padded batch: a query sees key k if valid[b, k].
 
     Padding([[True, True, True, False]])
 
@@ -300,8 +299,8 @@ class Dense(_BuiltinMask):
 
     Attributes:
         array: bool[B or 1, N or 1, T or 1, S or 1], or its last two axes. An axis of length 1 is
-            broadcast. Outside a longer axis nothing is seen; it is an error if attention has more
-            queries or keys and no positions.
+            broadcast. Positions outside a longer axis are hidden; without positions, more queries
+            or keys than entries are an error.
 
     Raises:
         ValueError: if it is not an array of this shape and dtype.
@@ -364,8 +363,8 @@ class Dense(_BuiltinMask):
 class Predicate(Mask):
     """A mask defined by a function of query and key positions.
 
-    Excluded tiles are skipped if the function computes only integers of the query and the key
-    together, without looking pairs up in an array.
+    Hidden tiles are skipped if the function combines the query and the key only by integer
+    operations, without looking up the pair in an array.
 
     Predicate(lambda q, k: (q - k) % 2 == 0)
 
@@ -388,7 +387,7 @@ class Predicate(Mask):
         if not callable(self.fn):
             raise ValueError(f"Predicate: fn is {self.fn!r}: must be callable")
         if inspect.isfunction(self.fn):
-            # a wrapper may take fewer arguments than the function that it wraps
+            # a wrapper may have other parameters than the function that it wraps
             signature = inspect.signature(self.fn, follow_wrapped=False)
             try:
                 signature.bind(None, None)

@@ -1,4 +1,4 @@
-"""Reference implementation of attention: it materialises all scores, and JAX differentiates it.
+"""Reference implementation of attention: it materializes all scores, and JAX differentiates it.
 
 With x_ij = q_i . k_j for the pairs that the mask allows:
 
@@ -6,9 +6,9 @@ With x_ij = q_i . k_j for the pairs that the mask allows:
     p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink))
     out_i = sum_j p_ij v_j        lse_i = log(sum_j exp(s_ij) + exp(sink))
 
-The division follows the product with v, so neither pass reads the scores to normalise them. In 16
-bits, the backward pass differentiates the normalised weights instead. Separate derivatives of
-product and division would combine a rounded cotangent with an unrounded one, and give a nonzero
+The division follows the product with v, so neither pass reads the scores to normalize them. For
+16-bit inputs, the backward pass differentiates the normalized weights instead: separate derivatives
+of product and division would combine a rounded cotangent with an unrounded one, and give a nonzero
 gradient to a query that sees a single key.
 
 NaN and inf need special care: a product with a masked weight is 0 only if the other factor is
@@ -120,7 +120,7 @@ class Xla(Implementation):
 
 
 def reference_weights(call: AttentionCall) -> jax.Array:  # f32[B, N, T, S]
-    """Return the softmax's weights."""
+    """Return the softmax weights."""
     return _softmax_of(call)[0].weights
 
 
@@ -208,8 +208,8 @@ def softmax(
         row_max = jnp.maximum(row_max, jax.lax.stop_gradient(sink))
     row_max = jnp.where(dead, 0.0, row_max)
     below = jnp.where(broken[..., None], -jnp.inf, scores) - row_max[..., None]
-    # the compiler may fuse the product of a score with this difference; unrounded, the difference
-    # may be above 0
+    # the compiler may fuse the product of a score with this difference, which then skips a rounding
+    # and may be above 0
     below = below - jax.lax.stop_gradient(jnp.maximum(below, 0))
     exponentials = jnp.exp(below)
     denominator = exponentials.sum(axis=-1)

@@ -13,17 +13,17 @@ and the backward pass, with D_i = do_i . out_i - dlse_i, computes tile by tile:
     p_ij = exp(s_ij - lse_i)     ds_ij = p_ij (do_i . v_j - D_i)
     dv_j = sum_i p_ij do_i       dk_j = sum_i ds_ij q_i       dq_i = sum_j ds_ij k_j
 
-Tiles are stored as [queries, keys]. Then the products for queries are of row-major matrices, and
-those for keys multiply from the left with transposes that are made once per tile of queries.
-Otherwise one of the two products is two to three times slower on a CPU. The query heads that share
-a key head are concatenated along the queries, so keys are never repeated. Tiles that the mask's
-plan skips are not visited, and only partial tiles evaluate the mask.
+Tiles are stored as [queries, keys]. The products for queries multiply row-major matrices, and those
+for keys multiply from the left with transposes made once per tile of queries; otherwise one of the
+two would be two to three times slower on a CPU. The query heads that share a key head are
+concatenated along the queries, so keys are never repeated. Tiles that the mask's plan skips are not
+visited, and only partial tiles evaluate the mask.
 
-The rule of `reference` about NaN and inf costs nothing while all values are finite: it suffices to
+NaN and inf are treated as in `reference`, at no cost while all values are finite: it suffices to
 check one row and one column of the products of a tile, and one row of its output. If one is not
 finite, the forward pass is repeated as a repair pass, and the backward pass runs as one. A repair
 pass reads nonfinite rows as zeros, and sets the running maximum of a query that sees one to inf,
-which breaks the query.
+which makes its result NaN.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SavedRows(NamedTuple):
 class Blockwise(Implementation):
     """Attention tile by tile in plain JAX: memory O(T + S), including the gradient.
 
-    Forward mode and second derivatives materialise all scores, like "xla".
+    Forward mode and second derivatives materialize all scores, like "xla".
     """
 
     def refuse(self, call: AttentionCall) -> str | None:
@@ -160,8 +160,8 @@ class Blockwise(Implementation):
 def parts_of_types(call: AttentionCall) -> Parts | None:
     """Return how types split rows and heads on a mesh of explicit axes, or None.
 
-    None also if the mesh has other axes too, and for user code, with loops that may not work inside
-    a `shard_map`.
+    Also None if the mesh has other axes too, or if the call contains user code, whose loops may not
+    work inside a `shard_map`.
     """
     query, bias = call.query, call.bias
     mesh = jax.typeof(query).sharding.mesh
@@ -184,12 +184,12 @@ def _by_compiler(
 ) -> tuple[jax.Array, ...]:
     """Return `function(call, *saved)` as one operation that the compiler can split.
 
-    On one device, and inside a user's `shard_map`, call it directly.
+    The function is called directly on one device and inside a user's `shard_map`.
     """
     in_shard_map = jax.sharding.get_abstract_mesh().manual_axes
     if jax.device_count() == 1 or in_shard_map:
         return tuple(function(call, *saved))
-    # make positions arguments; otherwise they, and a plan of them, become constants
+    # make positions arguments; otherwise they, and a plan made from them, would become constants
     at = call.positions()
     call = dataclasses.replace(call, q_positions=at[0], k_positions=at[1])
     split_up = _of_leaves(function, call, *saved)
@@ -241,10 +241,7 @@ def _differs_by_row(x: jax.Array | jax.ShapeDtypeStruct | None, ndim: int) -> bo
 
 
 def scaled(query: jax.Array, scale: jax.Array) -> jax.Array:  # f32[B, T, N, H]
-    """Return the query times a scale [] or [N], in float32.
-
-    Nonfinite rows have no gradient.
-    """
+    """Return the query times a scale [] or [N], in float32; nonfinite rows have no gradient."""
     wide = query.astype(jnp.float32)
     finite = jnp.isfinite(wide).all(axis=-1, keepdims=True)
     by_head = scale.astype(jnp.float32).reshape(1, 1, -1, 1)  # [1, 1, N or 1, 1]
@@ -280,7 +277,7 @@ def _dot(
     x: jax.Array, y: jax.Array, axes: tuple[int, int], call: AttentionCall | None = None
 ) -> jax.Array:
     """Multiply two batches of matrices, one pair for each member of a head group."""
-    # tiles are always float32; if the inputs are too, an accelerator would round their products
+    # tiles are always float32; if the inputs are too, do not let an accelerator round them
     exact = call is not None and call.key.dtype == jnp.float32
     precision = lax.Precision.HIGHEST if exact else None
     dims = (((axes[0],), (axes[1],)), ((0,), (0,)))

@@ -28,7 +28,7 @@ from transformer_jax.tracing import eagerly
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the tiles of a call. `rows` batch rows by `heads` key heads share a tile."""
+    """The sizes of a call's tiles. A tile covers `rows` batch rows by `heads` key heads."""
 
     B: int
     T: int
@@ -69,7 +69,7 @@ class Sizes:
             block_q = min(max(side // 8, side // (N // K)), -(-T // 8) * 8)
             block_k = min(side, -(-S // 8) * 8)
             heads = min(_divisors(K, group), key=lambda n: (abs(n - group), -n))
-            # batch rows with different masks share a tile only if there is little to skip
+            # batch rows with different masks share a tile only if few tiles can be skipped
             at = (p for p in (call.q_positions, call.k_positions) if p is not None and p.ndim == 2)
             lead = 1 if call.mask is None else call.mask.lead[0]
             rows_differ = max(lead, *(p.shape[0] for p in at), 1) > 1
@@ -127,10 +127,7 @@ class Place(NamedTuple):
         return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, length, axis)
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """Broadcast [rows or 1, heads G or 1, block_q or 1, block_k or 1] to a tile.
-
-        The result is [group, G block_q, block_k].
-        """
+        """Broadcast [rows or 1, heads G or 1, block_q or 1, block_k or 1] to a tile's shape."""
         sizes = self.sizes
         full = sizes.rows, sizes.heads * sizes.G, sizes.block_q, sizes.block_k
         x = jnp.broadcast_to(x, full)
@@ -224,7 +221,7 @@ def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # f32[group, G bloc
 
 def int32(starts: Sequence[Index]) -> list[jax.Array]:
     """Return the starts of a slice as int32."""
-    # with 64 bits enabled, Python integers become int64, and `lax` accepts no mixture
+    # with x64 enabled, Python integers become int64, and `lax` accepts no mixture
     return [jnp.asarray(start, jnp.int32) for start in starts]
 
 
