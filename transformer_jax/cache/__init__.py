@@ -1,8 +1,8 @@
 """Immutable caches of the keys and values of tokens already read.
 
-`kv_cache` has the cache of one layer, full or ring, `paged_cache` one with pages that rows share,
-and `model_cache` the cache of a whole model with its checks. Nothing here computes attention or
-depends on a model's parameters.
+`kv_cache` is the cache of one layer, full or ring; `paged_cache` stores it in pages that rows may
+share; `model_cache` is the cache of a whole model, with its checks. Nothing here computes attention
+or depends on a model's parameters.
 """
 
 from transformer_jax.cache.kv_cache import (

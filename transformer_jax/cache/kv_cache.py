@@ -1,7 +1,7 @@
 """Immutable key/value cache of one layer: each call returns a new cache.
 
 Position p is stored in slot p % S, so a full cache and a ring (window) cache are the same code with
-a different S. Every leaf leads with B: rows can be gathered, and each ragged row has its own
+a different S. The first axis of every array is B, so rows can be gathered, and each has its own
 length. An empty slot has position -1, which no query may attend to.
 
 A cache with `sinks` never overwrites the first `sinks` positions (StreamingLLM, Xiao et al. 2024):
@@ -82,7 +82,7 @@ class KVCache:
 
 
 def check_cache_dtype(name: str, dtype: object) -> np.dtype:
-    """Return the dtype of a cache; ValueError unless it is int8 or a float of at least 16 bits.
+    """Return a cache's dtype; raise ValueError unless it is int8 or a float of at least 16 bits.
 
     Args:
         name: the argument that specified it, for the message.
@@ -118,7 +118,7 @@ def init(
         capacity: S, the number of slots per row.
         num_kv_heads: K.
         head_dim: H.
-        value_head_dim: Hv; None is H.
+        value_head_dim: Hv; None means H.
         dtype: of keys and values: int8 or a float of at least 16 bits.
         sinks: number of slots that are never overwritten; must be below the capacity.
 
@@ -156,9 +156,9 @@ def update(
 ) -> KVCache:
     """Write token t of row b, at its position p, to slot p % S.
 
-    With s sinks, that slot is `s + (p - s) % (S - s)`. If there are more than S tokens, the sinks
-    and the last ones remain, as in any ring. If overwriting is an error for you, check
-    `positions < S` first, as `refuse_past_capacity` does for a model.
+    With s sinks, that slot is `s + (p - s) % (S - s)` for p >= s. If there are more than S tokens,
+    the sinks and the last ones remain. To treat overwriting as an error, check `positions < S`
+    first, as `refuse_past_capacity` does for a model.
 
     Args:
         cache: a cache of B rows.
@@ -176,8 +176,8 @@ def update(
     if k.shape[1] == 0:
         return cache
     sinks, ring = cache.sinks, cache.capacity - cache.sinks
-    # write only the last tokens of a chunk longer than the ring: of two writes to one slot, either
-    # may win
+    # if a chunk is longer than the ring, write only its last tokens: of two writes to one slot,
+    # either may win
     newest = positions.max(axis=1)  # [B]
     keep = (positions < sinks) | (positions > newest[:, None] - ring)
     slots = jnp.where(positions < sinks, positions, sinks + (positions - sinks) % ring)
@@ -209,11 +209,11 @@ def extend(
         k: [B, T, K, H], keys of the new tokens.
         v: [B, T, K, Hv], their values.
         positions: i32[B, T]; negative is padding.
-        window: the number of keys that a query sees; None is all keys in the cache.
+        window: the number of keys that a query sees; None means all keys in the cache.
 
     Returns:
-        The new cache, and keys [B, S', K, H], values and positions [B, S'], as in
-        `extend_quantized`, in the dtype of `k`.
+        The new cache, and the keys, values and positions that `extend_quantized` selects, with
+        keys and values in the dtype of `k`.
     """
     new, seen = extend_quantized(cache, k, v, positions, window)
     return new, *read(seen, k.dtype), seen.positions
@@ -228,9 +228,9 @@ def extend_quantized(
 ) -> tuple[KVCache, KVCache]:
     """Return the updated cache, and the cache that the new tokens read.
 
-    The two differ only for a ring of S < window + T - 1 slots (besides its sinks). It overwrites
-    keys that the first of the T queries still see, so the queries read the old ring followed by the
-    new keys. New tokens are read in the dtype of the cache too, so results do not depend on the
+    The two differ only for a ring of S < window + T - 1 slots (besides its sinks), which overwrites
+    keys that the first of the T queries still see: the queries read the old ring followed by the
+    new keys. New tokens are also read in the dtype of the cache, so results do not depend on the
     number of tokens per call.
 
     Args:
@@ -238,7 +238,7 @@ def extend_quantized(
         k: [B, T, K, H], keys of the new tokens.
         v: [B, T, K, Hv], their values.
         positions: i32[B, T]; negative is padding.
-        window: the number of keys that a query sees; None is all keys in the cache.
+        window: the number of keys that a query sees; None means all keys in the cache.
     """
     new = update(cache, k, v, positions)
     if window is None or at_most(window + k.shape[1] - 1, cache.capacity - cache.sinks):
@@ -254,11 +254,11 @@ def read(
     cache: SlottedCache,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
-    """Return the keys and values for attention; int8 is dequantised, scale * q.
+    """Return the keys and values for attention; int8 is dequantized, scale * q.
 
     Args:
         cache: a `KVCache`, or a `PagedCache` (then the pools are returned).
-        dtype: the dtype of dequantised int8; other caches keep theirs.
+        dtype: the dtype of dequantized int8; other caches keep theirs.
 
     Returns:
         Keys [B, S, K, H] and values [B, S, K, Hv].
@@ -274,8 +274,8 @@ def rewind(
 ) -> KVCache:
     """Drop every position >= length[b]; the next token is written at length[b].
 
-    A ring cannot restore overwritten keys. Rewinding is exact for a window of W if at most
-    `S - sinks - W + 1` tokens are dropped; allocate that many extra slots.
+    A ring cannot restore overwritten keys. With a window of W, rewinding is exact for at most
+    `S - sinks - W + 1` dropped tokens; allocate one extra slot for each token that you may drop.
 
     Args:
         cache: a cache of B rows.
@@ -297,7 +297,7 @@ def rewind(
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[..., H], f32[...]
     """Return (q, scale) of each row: scale = max|x| / 127, q = round(x / scale), so |q| <= 127.
 
-    A row that is not finite has no finite scale, and is dequantised to NaN.
+    A nonfinite row has no finite scale, and is dequantized to NaN.
     """
     x = x.astype(jnp.float32)
     # at least the smallest normal number, because a row of zeros would divide by 0
@@ -321,7 +321,7 @@ def next_positions(length: jax.Array, valid: jax.Array) -> jax.Array:
 
 
 def as_stored(cache: SlottedCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
-    """Return new tokens in the dtype of `cache`, quantised if it is int8."""
+    """Return new tokens in the dtype of `cache`, quantized if it is int8."""
     positions = positions.astype(jnp.int32)
     if cache.k_scale is None:
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)

@@ -34,7 +34,7 @@ class ModelCache:
 
     @property
     def is_scanned(self) -> bool:
-        """Whether the cache is for a scanned stack: one `KVCache` contains all layers."""
+        """Whether one `KVCache` contains all layers, for a scanned stack."""
         return isinstance(self.layers, kv.KVCache)
 
     @property
@@ -67,7 +67,7 @@ def rewind_cache(
     cache: ModelCache,
     length: jax.Array,  # i32[B]
 ) -> ModelCache:
-    """Drop the positions >= length[b] in every layer; a source is kept.
+    """Drop the positions >= length[b] in every layer; an encoder-decoder's source is kept.
 
     Rings need one extra slot for each dropped token: make the cache with a larger `capacity`
     (single window) or `slack` (window pattern).
@@ -106,8 +106,8 @@ def share_cache(
 
     Args:
         cache: a paged cache of B rows.
-        rows: i32[R], the row from which each new row takes its tokens.
-        length: i32[R], the number of tokens that it takes; None is all.
+        rows: i32[R], the row of this cache whose tokens each new row takes.
+        length: i32[R], the number of tokens to take; None means all.
 
     Raises:
         ValueError: if the cache has no pages, or has a source.
@@ -136,10 +136,7 @@ def check_pages(
 
 
 def refuse_pages(state: object, what: str) -> None:
-    """Raise ValueError if a state contains a `PagedCache`, which `what` does not support.
-
-    The arrays of a `PagedCache` do not lead with its rows.
-    """
+    """Raise ValueError if a state contains a `PagedCache`; `what` requires rows as first axes."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, paged.PagedCache))
     if any(isinstance(node, paged.PagedCache) for node in nodes):
         rule = "rows share its pages; use share_cache to copy and reorder rows"
@@ -196,7 +193,7 @@ def empty_layers(
 
 def _slots(config: ModelConfig, i: int, capacity: int, slack: int = 0) -> tuple[int, bool]:
     """Return the number of slots of layer i, and whether they are a ring."""
-    # a cache too short for its window and sinks is never a ring, so it has no separate sinks
+    # a cache too short for its window and sinks is not a ring, so it needs no sinks
     window = config.windows[i % len(config.windows)]
     if window is None:
         return capacity, False
@@ -206,7 +203,7 @@ def _slots(config: ModelConfig, i: int, capacity: int, slack: int = 0) -> tuple[
 
 
 def check_is_cache(cache: object) -> None:
-    """Raise ValueError unless this is a model's cache that was not consumed."""
+    """Raise ValueError unless this is a model's cache that no earlier call has consumed."""
     if not isinstance(cache, ModelCache):
         rule = "must be a ModelCache, as init_cache(config, batch, capacity) returns"
         raise ValueError(f"cache is a {type(cache).__name__}: {rule}")
@@ -248,9 +245,9 @@ def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, cross
 
 
 def refuse_past_capacity(positions: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
-    """Return positions with those past the cache as padding (-1), and the affected rows [B].
+    """Replace positions past the cache by padding (-1); also return the affected rows, bool[B].
 
-    A known position past the cache is a ValueError.
+    Raises ValueError if a known position is past the cache.
     """
     known = concrete_value(positions)
     if known is not None and known.size:
@@ -265,9 +262,9 @@ def refuse_past_capacity(positions: jax.Array, limit: int) -> tuple[jax.Array, j
 def refuse_past_int32(
     positions: jax.Array,  # i32[B, T]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return positions with rows that reach 2^31 - 1 as padding (-1), and the affected rows [B].
+    """Replace rows that reach position 2^31 - 1 by padding (-1); also return these rows, bool[B].
 
-    A known position of 2^31 - 1 is a ValueError. A row that counts past it contains it.
+    Raises ValueError if a known row reaches it. A row that counts past it also contains it.
     """
     # the only limit of a ring: later positions would wrap to negative ones, which are padding, and
     # the tokens would be dropped silently

@@ -9,7 +9,7 @@ A row writes only to pages that it does not share. It copies a shared page first
 a write never affects another row. Pages are allocated in the order of the rows, lowest page first.
 A row that does not get enough pages is not changed, and is marked in `exhausted`.
 
-Slots are never reused as in a ring: every position below `capacity` has its own slot.
+There are no rings: every position below `capacity` has its own slot.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def init(
         capacity: the maximum length of a row, a multiple of `page_size`.
         num_kv_heads: K.
         head_dim: H.
-        value_head_dim: Hv; None is H.
+        value_head_dim: Hv; None means H.
         dtype: of keys and values: int8 or a float of at least 16 bits.
         num_pages: P, the number of pages in the pool.
         page_size: the number of slots per page.
@@ -144,7 +144,7 @@ def update(
     new = _write(cache, kv.as_stored(cache, k, v, positions))
     if traced(new.exhausted, cache.exhausted):
         return new
-    # rows that were exhausted before are no new error: they accept no tokens until rewound
+    # rows that were exhausted before are not a new error; they accept no tokens until rewound
     marked = np.flatnonzero(np.asarray(new.exhausted) & ~np.asarray(cache.exhausted))
     if len(marked):
         row = int(marked[0])
@@ -184,10 +184,10 @@ def _take_pages(
     cache: PagedCache,
     block: jax.Array,  # i32[B, T], of each new token; -1 is none
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return the updated block table, and the blocks and rows that the allocation affects.
+    """Allocate pages; return the block table i32[B, M] and what the allocation affects.
 
-    These are the table i32[B, M], the blocks that are written to and those of them with a new page,
-    both bool[B, M], and the rows without enough pages, bool[B].
+    The rest are the blocks to write, those of them with a new page, both bool[B, M], and the rows
+    without enough pages, bool[B].
     """
     table, (B, M) = cache.block_table, cache.block_table.shape
     at = jnp.arange(B)[:, None], jnp.where(block < 0, M, block)
@@ -213,7 +213,7 @@ def _prepare_pages(
     taken: jax.Array,  # bool[B, M]
     T: int,
 ) -> PagedCache:
-    """Fill newly allocated pages: with copies of shared pages, or as empty pages."""
+    """Initialize newly allocated pages as copies of shared pages, or as empty pages."""
     # T tokens touch at most T blocks, plus the block in which the row ends
     M, P = touched.shape[1], cache.num_pages
     blocks = jnp.argsort(~touched, axis=1, stable=True)[:, : min(T + 1, M)]
@@ -232,7 +232,7 @@ def _prepare_pages(
     copied_first = jnp.argsort(~copied.reshape(-1), stable=True)
     source, target = old.reshape(-1)[copied_first], page.reshape(-1)[copied_first]
 
-    # page by page, because XLA would change the layout of the pool for a scatter of whole pages
+    # copy page by page: for a scatter of whole pages, XLA would change the layout of the pool
     def copy(i: jax.Array, pages: Tree) -> Tree:
         read = partial(jax.lax.dynamic_index_in_dim, index=source[i])
         write = jax.lax.dynamic_update_index_in_dim
@@ -267,15 +267,15 @@ def share(
 ) -> PagedCache:
     """Return a cache of R rows, each with the prefix of a row of this cache.
 
-    Use it to fork or reorder rows, to share a prefix, to rewind, or, with a length of 0, to free
-    the pages of a finished row. Nothing is copied: the rows refer to the same pages, and the result
+    Use it to fork, reorder or rewind rows, to share a prefix, or, with a length of 0, to free the
+    pages of a finished row. Nothing is copied: the rows refer to the same pages, and the result
     shares the arrays of this cache. If you donate one of the two caches, both are consumed
     (`fork(cache, 1)` copies the arrays).
 
     Args:
         cache: a cache of B rows.
         rows: i32[R], from 0 to B - 1; traced ones are clipped.
-        length: i32[R]: new row r has the first `length[r]` tokens of row `rows[r]`; None is all.
+        length: i32[R]: new row r has the first `length[r]` tokens of row `rows[r]`; None means all.
 
     Raises:
         ValueError: if `rows` or `length` are not integers [R], or a known row is out of range.
