@@ -32,7 +32,7 @@ LECTURES = "compare", "demo"
 """The commands whose modules are in `transformer_jax.lectures`."""
 
 MOVED = {"attention": "inspect --what attention", "inside": "inspect"}
-"""Former names of commands, and what to type instead."""
+"""Former names of commands, and their replacements."""
 
 RUN_PROGRAMS = "generate", "serve", "evaluate", "inspect"
 """The commands whose compiled programs are cached on disk; `train` decides this itself."""
@@ -49,10 +49,7 @@ USAGE = "\n".join(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names and return its exit status.
-
-    Without a command, or with an unknown one, the status is 2.
-    """
+    """Run the command named by the first argument; return its exit status, 2 if there is none."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in COMMANDS:
         if argv[0] in RUN_PROGRAMS:

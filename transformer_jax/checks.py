@@ -19,7 +19,7 @@ INT32 = np.iinfo(np.int32)
 def check_positions(
     shape: tuple[int, ...], positions: jax.Array | None
 ) -> jax.Array | None:  # i32[B, T]
-    """Return positions as i32; ValueError unless they are integers of the tokens' shape."""
+    """Return positions as i32; raise ValueError unless they are integers of the tokens' shape."""
     if positions is None:
         return None
     check_array("positions", positions, "[B, T]")
@@ -37,7 +37,7 @@ def as_int32(name: str, values: Integers) -> Integers: ...
 def as_int32(name: str, values: Any) -> Any:
     """Return integers as i32 (a NumPy array stays one), and any other dtype unchanged.
 
-    ValueError if a known value does not fit. A traced value is clipped to int32.
+    Raises ValueError if a known value does not fit. A traced value is clipped to int32.
     """
     if values is None:
         return None
@@ -81,12 +81,11 @@ def check_key(name: str, key: object) -> None:
 
 
 def check_count(name: str, value: int, least: int, most: int | None = None) -> None:
-    """Raise ValueError unless this is an integer from `least` to `most`.
+    """Raise ValueError unless this is an integer from `least` to `most`, or a symbolic size.
 
-    A symbolic size of `jax.export` passes. Pass `most=INT32.max`, the largest position, for counts
-    of tokens.
+    For counts of tokens, pass `most=INT32.max`, the largest position.
     """
-    # its number is known only when the exported program is called
+    # the number is known only when the exported program is called
     if export.is_symbolic_dim(value):
         return
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
@@ -107,7 +106,7 @@ def at_most(size: int, most: int) -> bool:
 
 
 def as_number(name: str, value: float | jax.Array) -> float:
-    """Return a float; ValueError if this is not a number, or is traced."""
+    """Return a float; raise ValueError if this is not a number, or is traced."""
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
@@ -124,7 +123,7 @@ def check_array(name: str, value: object, shape: str) -> None:
 
 
 def check_finite(name: str, value: float) -> None:
-    """Raise ValueError unless this is a finite number with products that fit float32."""
+    """Raise ValueError unless this is a finite number whose products fit float32."""
     if not isinstance(value, Real) or not -1e30 <= value <= 1e30:
         raise ValueError(f"{name} is {value!r}: must be finite, from -1e30 to 1e30")
 
@@ -144,10 +143,10 @@ def check_not_consumed(state: object, name: str = "state") -> None:
 
 
 def largest(x: jax.Array, axis: int = -1, *, keepdims: bool = False) -> jax.Array:
-    """Return the maximum along an axis: infinity if an element is NaN, -infinity of an empty axis.
+    """Return the maximum along an axis: inf if an element is NaN, -inf if the axis is empty.
 
-    Use it to detect NaN. XLA's maximum on a CPU loses a NaN in rows of 1,000, and `lax.top_k` ranks
-    a NaN with its sign bit set, as arithmetic produces, last.
+    Use it to detect NaN. XLA's maximum on a CPU loses a NaN in rows of 1,000 elements, and
+    `lax.top_k` ranks a NaN last if its sign bit is set, as arithmetic does.
     """
     # infinity stays the largest in every reduction, whatever the backend does with NaN
     without_nan = jnp.where(jnp.isnan(x), jnp.inf, x)

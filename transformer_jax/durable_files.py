@@ -13,10 +13,7 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content, or a folder's list of names, to the disk.
-
-    A file system without `fsync` is not an error.
-    """
+    """Flush a file's content, or a folder's list of names, to disk if the file system can."""
     handle = os.open(path, os.O_RDONLY)
     try:
         _fsync(handle, path)
@@ -44,7 +41,7 @@ def write_synced(path: Path, content: str | bytes) -> None:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Replace a small file atomically: even after a crash it has the old content or the new."""
+    """Replace a small file atomically: even after a crash it has either the old or new content."""
     partial = path.with_name(path.name + ".tmp")
     try:
         write_synced(partial, content)
@@ -57,7 +54,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError that has none, as errors of writing do."""
+    """Add the file's name to an OSError without one, such as an error while writing."""
     try:
         yield
     except OSError as error:
@@ -70,9 +67,9 @@ def naming(path: Path) -> Iterator[None]:
 def locked(folder: Path, busy: Callable[[str], Exception]) -> Iterator[None]:
     """Acquire `folder/lock`, a file with the id of this process, for the duration of the context.
 
-    If another process has the lock, `busy(pid)` makes the exception to raise. OSError if the file
-    system does not support locks. The operating system frees the lock when its process ends, even
-    after a crash.
+    If another process has the lock, `busy(pid)` returns the exception to raise. Raises OSError if
+    the file system does not support locks. The operating system releases the lock when the process
+    ends, even after a crash.
     """
     file = folder / "lock"
     while True:
@@ -92,7 +89,7 @@ def locked(folder: Path, busy: Callable[[str], Exception]) -> Iterator[None]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.stat(file)):
                 break
-        # the previous owner deleted the file between our `open` and `flock`: our lock is void
+        # the previous owner deleted the file between `open` and `flock`, so this lock is void
         os.close(handle)
     try:
         with contextlib.suppress(OSError):  # the id is only for error messages

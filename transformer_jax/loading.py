@@ -51,14 +51,13 @@ class TextModel:
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a text."""
     processors: tuple[HistoryProcessor, ...] = ()
-    """Bans on the tokens that the published model never writes."""
+    """Processors that ban the tokens that the published model must not generate."""
     which: Which | None = None
     """The checkpoint of the run; None for a published model."""
     step: int | None = None
     """The step of that checkpoint."""
     begin_id: int | None = None
-    """The first token of every text, if the model was trained on documents and its tokenizer adds
-    none."""
+    """The first token of every text, if documents had one that the tokenizer does not add."""
     source_tokenizer: Tokenizer | None = None
     """The tokenizer of the sources, if different."""
     run: TrainConfig | None = None
@@ -70,12 +69,12 @@ def load_run(
 ) -> TextModel:
     """Load the model of a training run with its tokenizer.
 
-    `which` selects the checkpoint: "best" has the lowest held-out loss, "last" is the latest saved.
-    None is "best", or "last" if none was evaluated yet; the result's `which` tells you. `init_from`
-    is the new place of the base model of the run's adapters, if it has moved.
+    `which` selects the checkpoint: "best" has the lowest held-out loss, "last" is the latest. None
+    means "best", or "last" if none was evaluated yet; the result's `which` is the choice.
+    `init_from` is the new path of the base model of the run's adapters, if it has moved.
 
-    ConfigError if there is no run. CheckpointError if it is damaged, or if the base model is not
-    the one that the run started from.
+    Raises ConfigError if there is no run, and CheckpointError if it is damaged or if the base model
+    is not the one that the run started from.
     """
     folder = RunFolder(Path(path))
     config = _with_base(folder.read_config(), init_from)
@@ -103,7 +102,7 @@ def load_run(
 
 
 def _with_base(config: TrainConfig, init_from: str | Path | None) -> TrainConfig:
-    """Return a run's config with the current place of its base model."""
+    """Return a run's config with the current path of its base model."""
     if init_from is None:
         return config
     if config.lora is None:
@@ -114,7 +113,7 @@ def _with_base(config: TrainConfig, init_from: str | Path | None) -> TrainConfig
 
 @contextmanager
 def naming_run(path: str | Path, init_from: str | None) -> Iterator[None]:
-    """Add to an error about a missing base model which run needs it, and how to pass its place."""
+    """Add to an error about a missing base model which run needs it, and how to pass its path."""
     try:
         yield
     except (ConfigError, CheckpointError, OSError) as error:
@@ -139,7 +138,7 @@ def base_params(init_from: str, scanned: bool) -> Params:
 
 
 def _adapted_base(config: TrainConfig, metadata: JsonObject) -> Params:
-    """Load the base parameters of a run's adapters; CheckpointError if they have changed."""
+    """Load the base parameters of a run's adapters; raise CheckpointError if they have changed."""
     assert config.init_from is not None
     base = base_params(config.init_from, config.model.scan_layers)
     check_base(config.init_from, base, metadata)
@@ -178,7 +177,7 @@ def load_adapters(
 ) -> tuple[TrainConfig, Params]:
     """Load the config and the f32 adapters of a LoRA run; see `load_run`.
 
-    ConfigError if the run trained no adapters, or other parameters as well.
+    Raises ConfigError if the run trained no adapters, or also trained other parameters.
     """
     folder = RunFolder(Path(path))
     config = folder.read_config()
@@ -230,9 +229,9 @@ def load_text_model(
 
 
 def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:
-    """Load the tokenizer of a model's folder or file; CheckpointError if none is usable.
+    """Load the tokenizer of a model's folder or file.
 
-    ConfigError if source and target have separate tokenizers.
+    Raises CheckpointError if none is usable, or ConfigError if source and target have one each.
     """
     if folder.config.get("share_encoder_decoder_embeddings") is False:
         rule = "source and target have separate tokenizers; use load_pretrained with token ids"
@@ -251,7 +250,7 @@ def with_targets(
 ) -> PretrainedTokenizer:
     """Add the ids that begin, end or never occur in targets to an encoder-decoder's tokenizer.
 
-    ConfigError if the folder specifies no start token.
+    Raises ConfigError if the folder specifies no start token.
     """
     # a decoder continues its prompt; only the target of a source has a start token
     if config.kind != "encoder-decoder":
@@ -274,7 +273,7 @@ def with_targets(
 def with_param_dtype(model: TextModel, dtype: DType) -> TextModel:
     """Return the model with parameters and computation in another dtype.
 
-    ValueError, with the name of the parameter, if the dtype cannot represent a weight.
+    Raises ValueError with the parameter's name if the dtype cannot represent a weight.
     """
     if not model.config.supports("dtypes"):
         kind = type(model.config).__name__
@@ -290,7 +289,7 @@ def with_quantized_weights(model: TextModel, kind: Kind) -> TextModel:
     """Return the model with weights in fewer bits; its compute dtype does not change.
 
     "int8" and "int4" `quantize` the kernels, and store embeddings and the output matrix in 8 bits.
-    ConfigError for a model that is not a transformer.
+    Raises ConfigError if the model is not a transformer.
     """
     if not model.config.supports("dtypes"):
         name = type(model.config).__name__
@@ -316,7 +315,7 @@ def _generation(folder: WeightFolder) -> JsonObject:
 def _ids(
     folder: WeightFolder, content: JsonObject, name: str, config: ModelConfig
 ) -> tuple[int, ...]:
-    """Read a key with one id or a list of ids; none if it is absent or null."""
+    """Return the ids of a key with one id or a list; none if the key is absent or null."""
     value = content.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for i in ids:
@@ -332,8 +331,8 @@ def _banned(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the banned sequences: `bad_words_ids` and `suppress_tokens`.
 
-    Stop tokens stay allowed, even if they are bad words. ConfigError for `begin_suppress_tokens`,
-    which transformers bans only in the first step.
+    Stop tokens stay allowed, even if they are bad words. Raises ConfigError if there are
+    `begin_suppress_tokens`, which transformers bans only in the first step.
     """
     if content.get(first := "begin_suppress_tokens"):
         rule = "bans of a single step are not supported"
@@ -344,6 +343,6 @@ def _banned(
     if not isinstance(words, list) or not all(isinstance(w, list) and w for w in words):
         raise ConfigError(f"{folder.path}: {name} is {words!r:.80}: must be lists of ids")
     words = [_ids(folder, {name: word}, name, config) for word in words]
-    # like transformers: otherwise a text could not end
+    # as in transformers: otherwise a text could not end
     words = [word for word in words if word not in {(end,) for end in stop}]
     return tuple(dict.fromkeys([*words, *((i,) for i in suppressed)]))

@@ -1,9 +1,9 @@
 """Like `jax.jit`, but a call is traced again if its arguments contain your code.
 
-`jax.jit` finds a program by the equality of its static arguments. This is correct for the values of
-this package, because equal values do the same. Your functions and classes may read globals,
-closures, arrays and attributes that have changed since the last call. Such a call is traced again,
-and its compiled program is found by the text of the trace.
+`jax.jit` looks up a program by the equality of its static arguments. This is correct for the values
+of this package, because equal values behave the same. But your functions and classes may read
+globals, closures, arrays and attributes that have changed since the last call. A call with such
+arguments is traced again, and its compiled program is looked up by the text of the trace.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIBRARIES = {"transformer_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "
 PLAIN = (int, float, complex, bytes, type(None), np.ndarray, np.generic, np.dtype, enum.Enum,
          jax.Array, jax.core.Tracer, jax.ShapeDtypeStruct, jax.sharding.Mesh)  # fmt: skip
 MOST = 256
-"""Maximum number of programs per function that are found by text; the oldest unused is dropped."""
+"""Maximum number of programs per function cached by text; the least recently used is dropped."""
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -41,7 +41,7 @@ def program(
 
 
 class Program(Generic[P, Result]):
-    """A function with compiled programs, found by value or by the text of a new trace."""
+    """A function with compiled programs, looked up by value or by the text of a new trace."""
 
     def __init__(
         self, function: Callable[P, Result], static: tuple[str, ...], donate: tuple[str, ...]
@@ -103,7 +103,7 @@ class Program(Generic[P, Result]):
             return jaxpr_as_fun(ClosedJaxpr(jaxpr, arrays[:count]))(*arrays[count:])
 
         run.__name__ = self.function.__name__
-        # keep unused arguments, or programs that read the first or the second would look the same
+        # keep unused arguments: otherwise reading only the first or only the second looks the same
         at = [count + i for i, is_donated in enumerate(donated) if is_donated]
         jitted = jax.jit(run, donate_argnums=at, keep_unused=True)
         compiled: Callable[..., list[jax.Array]] = jitted
@@ -161,8 +161,8 @@ def brings_code(value: Any) -> bool:
     if kind.__module__.startswith("transformer_jax"):
         fields = getattr(kind, "__dataclass_fields__", None) or vars(value)
         return any(brings_code(getattr(value, name)) for name in fields)
-    # functions and classes of a library's module are found by their names; a lambda, a closure and
-    # an object that wraps a function are not
+    # functions and classes of a library are attributes of their module; a lambda, a closure and an
+    # object that wraps a function are not
     name = str(getattr(value, "__module__", ""))
     found: Any = sys.modules.get(name) if name.partition(".")[0] in LIBRARIES else None
     for part in getattr(value, "__qualname__", "").split("."):

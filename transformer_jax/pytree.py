@@ -22,16 +22,16 @@ Array: TypeAlias = jax.Array | np.ndarray
 """An array on a device, or on the host."""
 
 AnyArray = TypeVar("AnyArray", bound=Array)
-"""An array that is returned where it was, on the device or the host."""
+"""An array whose result is in the same place, on the device or the host."""
 
 PyTree: TypeAlias = Any
-"""A tree of JAX: nested containers of arrays or of shapes. JAX has no type for it."""
+"""A JAX pytree: nested containers of arrays or of shapes. JAX has no type for it."""
 
 Leaf: TypeAlias = Any
-"""A leaf of a tree: an array on the device or the host, or a shape or sharding in its place."""
+"""A leaf of a tree: an array on the device or the host, or a shape or sharding instead of one."""
 
 Tree = TypeVar("Tree")
-"""A tree of JAX that is returned with the same structure and other leaves."""
+"""A JAX pytree that is returned with the same structure and other leaves."""
 
 
 class Parameter(Protocol):
@@ -81,7 +81,7 @@ def sha256_of(tree: PyTree) -> str:
 
 
 def cast(name: str, array: AnyArray, dtype: jax.typing.DTypeLike) -> AnyArray:
-    """Return an array in `dtype`; ValueError if a finite number would become infinite.
+    """Return an array in `dtype`; raise ValueError if a finite number would become infinite.
 
     `name` is used in the message. NaN and inf pass, and traced arrays are not checked.
     """

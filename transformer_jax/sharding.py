@@ -1,9 +1,9 @@
-"""Support for device meshes with explicit axes, as `jax.make_mesh` makes them.
+"""Support for device meshes with explicit axes, the default of `jax.make_mesh`.
 
 On explicit axes, the type of an array specifies how it is split, and an operation must specify the
-split of its result unless its inputs determine it. The functions of this library specify it only
-for their results; inside, the compiler decides, as on automatic axes. On other meshes these
-functions do nothing.
+split of its result unless its inputs determine it. This library specifies it only for the results
+of its functions; inside, the compiler decides, as on automatic axes. On other meshes the functions
+below do nothing.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def explicit_mesh(*trees: object) -> AbstractMesh | None:
 def split(x: ArrayLike, axes: slice = slice(None), after: Iterable[Axis] = ()) -> PartitionSpec:
     """Return the PartitionSpec of some axes of an array, by its type, followed by `after`.
 
-    Entries of `after` that repeat an axis of the mesh become None, because no axis may split an
-    array twice.
+    Entries of `after` that repeat a mesh axis become None: an axis may split an array only once.
     """
     first = tuple(jax.typeof(x).sharding.spec)[axes]
     if not any(first):
@@ -63,8 +62,8 @@ def split_rows(state: object) -> PartitionSpec:
 def gathered(parameter: Gathered, x: jax.Array, axes: slice) -> Gathered:
     """Gather a parameter along the mesh axes that split these axes of `x`.
 
-    If both are split over the same devices, as rows and parameters are by "fsdp", the compiler
-    could move the activations instead; gathering the parameter is cheaper. None stays None.
+    If both are split over the same devices, like rows and parameters in "fsdp", the compiler could
+    move the activations instead; gathering the parameter is cheaper. None stays None.
     """
     if parameter is None or not jax.typeof(parameter).sharding.mesh.explicit_axes:
         return parameter

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 
 def traced(*arrays: object) -> bool:
-    """Whether any of these is traced, so its value is not known yet."""
+    """Whether any of these is traced, so that its value is not known."""
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 

@@ -1,8 +1,8 @@
 """Files of an untrusted folder, read with limits and parsed strictly.
 
-Names must be plain, links must stay in the folder, and sizes are checked before reading. The one
-exception is the cache of the Hugging Face hub: `models--ORG--NAME/snapshots/REVISION` consists of
-links into `models--ORG--NAME/blobs`.
+Names must be plain, links must stay in the folder, and sizes are checked before reading. The only
+exception is the cache of the Hugging Face hub, where `models--ORG--NAME/snapshots/REVISION`
+consists of links into `models--ORG--NAME/blobs`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FileDigest(TypedDict):
 DEPTH_LIMIT = 64
 """Maximum nesting of objects and lists in JSON."""
 VALUE_LIMIT = 2**17
-"""Default maximum of values in JSON; in memory they take up to 100 times their bytes."""
+"""Default maximum number of values in JSON, which take up to 100 times their bytes in memory."""
 
 _PLAIN = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
@@ -52,7 +52,7 @@ def check_path(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Untrusted:
-    """Reader of untrusted files; it raises `error` with one line that names file and rule."""
+    """Reader of untrusted files; it raises `error` with one line that names the file and rule."""
 
     error: type[ValueError]
 
@@ -63,7 +63,7 @@ class Untrusted:
         return os.path.lexists(folder / name)
 
     def inside(self, folder: Path, name: str) -> Path:
-        """Return the path of a regular file with links resolved; they must stay in the folder."""
+        """Return the resolved path of a regular file, whose links must stay in the folder."""
         if not is_plain(name):
             raise self.error(f"{folder}: {shown(name)} is not a plain file name")
         root = Path(os.path.realpath(folder))
@@ -147,9 +147,9 @@ class Untrusted:
         return content
 
     def _check_limits(self, data: bytes, where: str, limit: int) -> None:
-        """Bound depth and size before parsing, because the JSON parser has no limits of its own."""
+        """Check depth and size before parsing, because the JSON parser has no limits."""
         depth = values = 0
-        for chunk in _CHUNK.finditer(data):  # in chunks, because `bare` is a copy
+        for chunk in _CHUNK.finditer(data):  # in chunks, because `bare` is a copy of its input
             bare = _STRING.sub(b"", chunk[0])
             for mark in bare.translate(None, _NO_BRACKETS)[: 2 * limit]:
                 depth += 1 if mark in b"[{" else -1

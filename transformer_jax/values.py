@@ -57,13 +57,12 @@ def value_class(
     Args:
         cls: the class, if the decorator has no arguments.
         arrays: fields that are children of the pytree. Transformations rebuild the value without
-            `__init__`, so `__post_init__` checks only the values that a caller passed, never
-            placeholders or tracers.
+            `__init__`, so `__post_init__` checks only values that a caller passes.
         static: fields that belong to the pytree's structure.
-        pytree: register all fields with `jax.tree_util.register_dataclass`; metadata
-            `static=True` of a field makes it part of the structure.
-        exportable: let `jax.export` serialise calls with such a value. Static fields are written as
-            JSON, under the name of the class.
+        pytree: register all fields with `jax.tree_util.register_dataclass`. A field with metadata
+            `static=True` belongs to the structure.
+        exportable: whether `jax.export` can serialize calls with such a value. Static fields are
+            written as JSON, under the name of the class.
         repr: whether to add the short repr.
         **options: `kw_only`, `eq` and `init` of `dataclasses.dataclass`.
     """
@@ -89,7 +88,7 @@ def _register(cls: type, arrays: tuple[str, ...], static: tuple[str, ...]) -> No
     import jax
 
     def getter(names: tuple[str, ...]) -> Callable[[object], tuple[object, ...]]:
-        # every call flattens its arguments, and `attrgetter` reads many fields in the time of two
+        # every call flattens its arguments, and `attrgetter` reads many fields as fast as two
         if len(names) > 1:
             return attrgetter(*names)
         return lambda node: tuple(getattr(node, name) for name in names)
