@@ -1,9 +1,9 @@
 """Fused attention kernels, imported as `transformer_jax.kernels`; they need only jax and numpy.
 
-Each of `hopper` (NVIDIA, compute capability 9), `ampere` (other NVIDIA GPUs from capability 8 on;
-both use Pallas on Mosaic GPU), `tpu` (Pallas on Mosaic TPU) and `cpu` (C++) has one
-`contract.Backend`. The semantics of attention (masks, arguments, the choice of an implementation)
-are in `transformer_jax.attention`, which calls `gradient.fused_attention`.
+There is one `contract.Backend` for each of `hopper` (NVIDIA, compute capability 9) and `ampere`
+(other NVIDIA GPUs from capability 8 on), both in Pallas on Mosaic GPU, `tpu` (Pallas on Mosaic TPU)
+and `cpu` (C++). The semantics of attention (masks, arguments, the choice of an implementation) are
+in `transformer_jax.attention`, which calls `gradient.fused_attention`.
 
     contract   the inputs and outputs of a kernel, and the interface of a backend
     caches     keys and values in the formats of caches
@@ -18,10 +18,9 @@ are in `transformer_jax.attention`, which calls `gradient.fused_attention`.
     lowering   lowering for a platform other than the current one
     hopper/, ampere/, tpu/, cpu/   the kernels; nvidia/ contains the code that the first two share
 
-`target()` returns the backend of this process, or a string with the reason why there is none. A
-CPU also has none, because its kernels are selected by name ("native"). `using` selects another
-target: for the interpreters of the backends on a CPU, and to compile for a device that is not
-attached.
+`target()` returns the backend of this process, or the reason why there is none. On a CPU there is
+none, because its kernels are selected by name ("native"). `using` selects another target, to run a
+backend's interpreter on a CPU or to compile for a device that is not attached.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Target:
 
     @property
     def backend(self) -> Backend:
-        """The backend of this name. Raises ValueError if it does not exist."""
+        """The backend of this name; ValueError if there is none."""
         path = f"transformer_jax.kernels.{self.name}"
         try:
             found: Backend = importlib.import_module(path).BACKEND

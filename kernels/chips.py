@@ -20,14 +20,14 @@ MEASURED: dict[tuple[str, str, Kind, int, int, int], Blocks] = {
     ("hopper", _H100, "forward", 128, 128, 2): Blocks(128, 128, 2, slack=8.0),
     ("hopper", _H100, "forward", 256, 256, 2): Blocks(128, 64, 2, slack=8.0),
 }
-"""(backend, JAX's name of the chip, kernel, H, Hv, bytes per element) to tiles that were faster
-than the defaults: causal, 16 heads, S 8192 (benchmarks/results/h100/tiles.txt; for H 256, only the
-winner was recorded). For H 64, forward tiles of 192 queries were 1.05 times as fast. They are
-omitted, because with tiles of 128 in the backward pass they pad queries to multiples of 384."""
+"""Tiles that were faster than the defaults, by (backend, JAX's name of the chip, kernel, H, Hv,
+bytes per element): causal, 16 heads, S 8192 (benchmarks/results/h100/tiles.txt; for H 256, only the
+winner was recorded). For H 64, forward tiles of 192 queries were 1.05 times as fast, but with tiles
+of 128 in the backward pass they would pad queries to multiples of 384."""
 
 FASTEST: dict[tuple[str, str], int] = {("hopper", _H100): 512}
-"""(backend, chip) on which a training step was fastest with the kernels, to the smallest number of
-queries that was timed. From this number on, `implementation=None` selects the kernels if they
+"""The smallest number of queries that was timed, by (backend, chip) on which a training step was
+fastest with the kernels. From this number on, `implementation=None` selects the kernels if they
 support the call. Elsewhere they must be requested by name."""
 
 # Hopper
@@ -49,8 +49,8 @@ HOPPER_UNLIKE_HEAD_DIMS = 448
 def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
     """Return the default tile sizes of a Hopper kernel.
 
-    They fit shared memory and, with 240 registers per thread, spill few or no registers, as
-    benchmarks/compile_gpu.py shows.
+    They fit shared memory and, with 240 registers per thread, spill few or no registers
+    (benchmarks/compile_gpu.py).
     """
     del itemsize, K  # `refuse` accepts only 2 bytes; a tile has one key head
     wide = max(H, Hv) > 128
@@ -133,7 +133,7 @@ def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
 
 
 def processors_of(target: Target) -> int | None:
-    """Return the number of multiprocessors, reported by the device or known by name, else None."""
+    """Return the number of multiprocessors, from the device or by its name, or None if unknown."""
     if target.name != "hopper" or target.processors or not target.chip:
         return target.processors
     return HOPPER_WITH_FEWER.get(target.chip, HOPPER_PROCESSORS)
@@ -163,7 +163,7 @@ def blocks(
 
     Short sequences get shorter tiles if the backend supports them. A tile of the decode kernel
     contains all queries, and its size depends on K, the number of key heads. If keys are in pages,
-    a backend with a shortest tile copies a tile at once, so the tile must divide the page.
+    a backend with a `shortest` tile copies whole tiles, which must divide a page.
     """
     found = dict(target.blocks).get(kind) or MEASURED.get(
         (target.name, target.chip, kind, H, Hv, itemsize)

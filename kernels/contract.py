@@ -1,10 +1,10 @@
 """Contract of the fused kernels: the inputs and results that every backend shares.
 
-For the scores s_ij of one head, over the listed tiles (in base 2 or e, chosen by the backend):
+For the scores s_ij of one head, over the listed tiles (in base 2 or e, as the backend chooses):
 
     s_ij = cap(scale q_i . k_j) + bias_ij,  -inf where not visible;  cap(x) = c tanh(x / c) or x
     m_i = max_j s_ij      l_i = sum_j exp(s_ij - m_i)      p_ij = exp(s_ij - m_i - log l_i)
-    out_i = sum_j p_ij f_ij v_j                            f_ij, of dropout, is 0 or 1/(1 - rate)
+    out_i = sum_j p_ij f_ij v_j                            dropout factor f_ij: 0 or 1/(1 - rate)
 
 A sink is added to m and l after all keys, unless the row is fully masked. The caller computes
 D_i = do_i . out_i - dlse_i for the backward pass:
@@ -60,7 +60,7 @@ class Problem:
     is passed as an additional key vector. None: every listed tile is full.
     """
     nondeterministic: bool = False
-    """Whether dq may be summed in the order that programs finish (bits differ between runs)."""
+    """Whether dq may be summed in the order in which programs finish, with varying last bits."""
     fixed_slopes: bool = False
     """Whether slopes have no gradient, for example the fixed slopes of the ALiBi paper."""
     wide: bool = False
@@ -69,7 +69,7 @@ class Problem:
     packs: bool = False
     """Whether `transformer_jax.kernels.packed_queries` wraps every kernel except `decode`. Then the
     queries of the call are not padded, and its lists have one tile of queries, shared by the heads
-    that read one key head. The kernel itself only sees more queries of fewer heads.
+    that read one key head. The kernel itself just gets more queries and fewer heads.
     """
     interpret: Any = False
     """False on the device; on a CPU the argument of the backend's interpreter."""
@@ -149,10 +149,9 @@ def out_dtype(problem: Problem, operands: Operands) -> DTypeLike:
 class TileLists(NamedTuple):
     """Tiles that each row of tiles visits: full ones first, then masked ones.
 
-    Rows are query tiles and columns are key tiles; for the kinds "dkdv" and "single_pass" it is the
-    other way round. `order[..., :full]` needs no mask, `order[..., full:seen]` does. After `seen`,
-    `order` repeats the last visited column (0 if there is none), so that a prefetching pipeline
-    loads nothing new.
+    Rows are query tiles and columns are key tiles; the kinds "dkdv" and "single_pass" swap them.
+    `order[..., :full]` needs no mask, `order[..., full:seen]` does. After `seen`, `order` repeats
+    the last visited column (0 if there is none), so that a prefetching pipeline loads nothing new.
     """
 
     order: jax.Array  # i32[B or 1, N or 1, rows, columns]
@@ -180,10 +179,7 @@ SKIPPED, PARTIAL, FULL = 0, 1, 2  # classes of tiles, as in transformer_jax.atte
 
 
 def tile_lists(classes: Array) -> TileLists:  # from [B or 1, N or 1, rows, columns]
-    """Return tile lists: full tiles, then partial ones, then the last one repeated.
-
-    A NumPy array returns NumPy arrays.
-    """
+    """Return the `TileLists` of classes, as NumPy arrays if these are a NumPy array."""
     xp: ModuleType = np if isinstance(classes, np.ndarray) else jnp
     is_full, is_partial = classes == FULL, classes == PARTIAL
     full = is_full.sum(axis=-1, dtype=np.int32)
@@ -193,7 +189,7 @@ def tile_lists(classes: Array) -> TileLists:  # from [B or 1, N or 1, rows, colu
     if xp is np:
         order = np.argsort(-classes, axis=-1, kind="stable").astype(np.int32)
         return TileLists(xp.take_along_axis(order, wanted, axis=-1), full, seen)
-    # counting each tile's place compiles to two passes over pairs of tiles, a sort to a dozen
+    # counting each tile's place compiles to two passes over pairs of tiles, a sort to twelve
     same = classes[..., :, None] == classes[..., None, :]
     earlier = steps[..., None, :] < steps[..., :, None]
     before = (same & earlier).sum(axis=-1, dtype=np.int32)
@@ -238,8 +234,7 @@ class Backend:
 
     kernels: Kernels
     refuse: Callable[[Target, bool, Shaped, Shaped, Shaped], str | None]
-    """Return the reason why a target does not support a query, key and value, or None; the second
-    argument is `nondeterministic`."""
+    """Return why (target, nondeterministic, query, key, value) is not supported, or None."""
     blocks: Callable[..., Blocks]
     """Return the default tile sizes for (kind, H, Hv, bytes per element, K)."""
     list_bytes: int | None = None

@@ -1,16 +1,16 @@
 """Derivatives of fast kernels: their own backward pass for reverse mode, plain JAX for the others.
 
-`jax.custom_vjp` combines a forward and a backward pass into a function for which JAX knows only the
-gradient. Here, a plain function that computes the same accompanies the passes, and JAX
-differentiates it:
+`jax.custom_vjp` makes a function of a forward and a backward pass, and JAX can compute only its
+gradient. Here, the passes are accompanied by a plain function that computes the same values and
+that JAX differentiates:
 
     f(x)                    computed by the caller's function
     gradient                from the forward and the backward pass
     tangents of f           from those of the plain function (`jax.jvp`, `jax.linearize`)
-    tangents of a gradient  from those of the plain function's gradient, of every order
+    tangents of a gradient  from those of the plain function's gradient, of any order
 
-    The tangents are one JAX primitive, which is linear in the input tangents. It computes the plain
-    function's tangents, and its transpose is the backward pass.
+The tangents are one JAX primitive, linear in the input tangents. It computes the plain function's
+tangents, and its transpose is the backward pass.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Passes:
 def differentiable(
     compute: Callable[[Tree], tuple[jax.Array, ...]], passes: Passes, tree: Tree
 ) -> tuple[jax.Array, ...]:
-    """Return `compute(tree)`, the f of the passes, with derivatives of every order."""
+    """Return `compute(tree)`, the f of the passes, with derivatives of any order."""
     leaves, structure = jax.tree.flatten(tree)
     functions = _LeafPasses(passes, structure)
 
@@ -170,7 +170,7 @@ def _along(function: Callable[[Leaves], Tree], leaves: Leaves, tangents: dict[in
 def _restricted(
     function: Callable[[Leaves], Tree], leaves: Leaves, moved: Iterable[int]
 ) -> tuple[Callable[..., Tree], list[Tree]]:
-    """Return the function with all but the `moved` leaves fixed, and the values of these."""
+    """Return the function of only the `moved` leaves, and the values of these leaves."""
 
     def of_some(*some: Tree) -> Tree:
         replaced = dict(zip(moved, some, strict=True))
@@ -204,7 +204,7 @@ def _lower(
 def _differentiate(
     arrays: Leaves, changes: Leaves, *, moved: int, compute: Function, **rest: object
 ) -> Tree:
-    """Return the tangents and their tangents, due to the primal values and to the tangents."""
+    """Return the tangents, and how they change with the primal values and the input tangents."""
     primals, bind = arrays[:-moved], partial(_tangents.bind, moved=moved, compute=compute, **rest)
     nonzero = _nonzero(ad.Zero, changes)
     parts = []
@@ -266,9 +266,9 @@ batching.primitive_batchers[_tangents] = _map
 def _register_discharge_rule() -> None:
     """Register the discharge rule of `custom_vjp` for `custom_jvp` functions that create buffers.
 
-    Pallas kernels on Mosaic GPU create buffers. A program is no longer differentiated when it is
-    compiled, so the rule fits both. If the private names of JAX change, such a program raises JAX's
-    own NotImplementedError; nothing else needs the rule.
+    Pallas kernels on Mosaic GPU create buffers. The rule fits both kinds of functions, because it
+    runs after differentiation. If the private names of JAX change, such a program raises JAX's own
+    NotImplementedError; nothing else needs the rule.
     """
     with contextlib.suppress(ImportError, AttributeError, KeyError):  # private names of JAX
         from jax._src.custom_derivatives import custom_jvp_call_p, custom_vjp_call_p

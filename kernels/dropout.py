@@ -1,8 +1,8 @@
 """Dropout masks of attention weights, from a hash of the position in the attention matrix.
 
 Each decision hashes (key, batch row and head, query index, key index). So every implementation
-drops the same weights, forward and backward, without a buffer of T x S bits, independent of the
-order of the tiles. It uses only integer operations, so a kernel in any language can repeat it.
+drops the same weights, forward and backward and in any order of tiles, without a buffer of T x S
+bits. The hash uses only integer operations, so kernels in any language can compute it.
 
     mix(x)            x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16
     absorb(a, b, w)   a = mix(a ^ w); b = mix(b + a)

@@ -47,10 +47,10 @@ def fused_attention(
 ) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, N, T]
     """Return attention and the logarithm of its denominator.
 
-    Except on a CPU, T and S are multiples of the tile sizes of each kernel. With a decode kernel,
-    keys and values may be shorter, and packed queries are not padded. Differentiable in query, key,
-    value, bias, slopes, sinks and the int8 scales: the backward kernels compute gradients,
-    `portable` all other derivatives.
+    Except on a CPU, T and S are multiples of the tile sizes of each kernel, but with a decode
+    kernel keys and values may be shorter, and packed queries are not padded. Differentiable in
+    query, key, value, bias, slopes, sinks and the int8 scales: the backward kernels compute
+    gradients, and `portable` all other derivatives.
     """
     backend, blocks = target.backend, dict(target.blocks)
 
@@ -174,7 +174,7 @@ def fused_attention(
 def widened(operands: Operands) -> tuple[Operands, Callable[[list[jax.Array]], Tree]]:
     """Convert operands for all kernels except decode, and return the transpose for gradients.
 
-    Keys and values are gathered from pages, dequantised to the query's dtype, and padded to whole
+    Keys and values are gathered from pages, dequantized to the query's dtype, and padded to whole
     tiles.
     """
     S, pages = operands.k_vectors[0].shape[1], operands.pages

@@ -26,9 +26,9 @@ def packed(
 ) -> KernelCall:
     """Wrap a kernel: pack its inputs, and unpack its results.
 
-    Queries are not padded, and there is neither dropout nor a slope. The lists have one tile of
-    queries (one row, or one column if `by_key`), shared by the heads that read one key head. A bias
-    shared by all heads may have any shape; otherwise it has a row for each query.
+    It requires unpadded queries, no dropout and no slopes. The lists have one tile of queries (one
+    row, or one column if `by_key`), shared by the heads that read one key head. A bias that heads
+    do not share must have a row for each query.
     """
 
     def call(operands: Operands, lists: TileLists, *saved: Residuals) -> tuple[jax.Array, ...]:
@@ -169,7 +169,7 @@ def with_sinks(
 
     Fully masked rows do not change.
     """
-    # here, because a kernel takes one sink per head, and the rows of a tile belong to several
+    # not in the kernel, which takes one sink per head, while the rows of a tile belong to several
     fully_masked = jnp.isneginf(row_max)
     sink = jnp.where(fully_masked, -jnp.inf, sinks[..., None])
     # without the new maximum, m + log l' would cancel if scores are far below the sink

@@ -2,8 +2,8 @@
 
 A program that is exported, or compiled for another platform, cannot call the compiled library. It
 uses these functions with the same contract: they loop over tiles of queries and tiles of keys, with
-all heads of all rows at once. Memory is O(T + S), and tiles that no head sees are skipped. Their
-derivatives also serve the compiled kernels, which have only a backward pass.
+all heads of all rows at once. Memory is O(T + S), and tiles that no head sees are skipped. The
+compiled kernels, which have only a backward pass, also use their derivatives.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def forward(
             lost = lost | (seen & (bad | jnp.isnan(s) | jnp.isposinf(s))).any(axis=-1)
             # from here on everything is finite, including derivatives
             s = jnp.where(lost[..., None], -jnp.inf, s)
-            # the maximum cancels out of the result, so its derivative would only add rounding
+            # the maximum cancels out of the result; its derivative would only add rounding errors
             most = lax.stop_gradient(jnp.maximum(row_max, s.max(axis=-1)))
             safe = jnp.where(jnp.isneginf(most), 0, most)
             p = jnp.exp(s - safe[..., None])
@@ -282,7 +282,7 @@ class _Tiles:
         return q, j * self.k + jnp.arange(self.k, dtype=jnp.int32)
 
     def _part(self, x: Array, axis: int, start: jax.Array, size: int, full: int) -> jax.Array:
-        """Return the part of a tile along an axis, which may be shared."""
+        """Return a tile's part of an axis, or the whole axis if it has size 1."""
         if x.shape[axis] == 1 and full != 1:
             return jnp.asarray(x)
         return lax.dynamic_slice_in_dim(_pad(x, axis, -(-full // size) * size), start, size, axis)

@@ -33,7 +33,7 @@ Operand = tuple[str, int]
 ("number", n): n itself. ("step", i): the result of step i."""
 
 Range = tuple[Array, Array]
-"""The lowest and the highest of some integers: i32 arrays that broadcast, NumPy if concrete."""
+"""Bounds of integers, (lowest, highest): i32 arrays that broadcast, NumPy if concrete."""
 
 Value = TypeVar("Value")  # a value that the trace computes without the program's vectors
 
@@ -103,7 +103,7 @@ class Program:
         return name in _COMPARISONS or (name in _LOGIC and all(map(self._is_bool, operands)))
 
     def reads(self, side: str) -> set[int]:
-        """Return the indices of the vectors of "q" or "k", or bits of a "pair", that are read."""
+        """Return the indices of the vectors ("q", "k") or bits ("pair") that the program reads."""
         read = [operand for _, operands in self.steps for operand in operands] + [self.result]
         return {index for kind, index in read if kind == side}
 
@@ -294,7 +294,7 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
         wraps = [((a ^ b) & (a ^ c)) < 0 for (a, b), c in zip(ends, found, strict=True)]
     elif name == "mul":
         found = [a * b for a, b in corners]
-        # float32 is inexact near 2^31, so products above half of it count as too large
+        # float32 is inexact near 2^31, so products above 2^30 count as too large
         sizes = [a.astype(np.float32) * b.astype(np.float32) for a, b in corners]
         wraps = [xp.abs(size) > 2.0**30 for size in sizes]
     elif name == "shift_left":
@@ -304,7 +304,7 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
     elif name == "shift_right_arithmetic":
         found = [a >> xp.clip(b, 0, 31) for a, b in corners]
         wraps = [b < 0 for _, b in corners]
-    else:  # div and rem, towards zero
+    else:  # div and rem, toward zero
         by = y_low > 0
         # a divisor of 0 or below gives the full range
         divisors = [xp.where(by, b, 1) for b in y]
@@ -314,7 +314,7 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
             found.append(down + ((a < 0) & (down * b != a)).astype(np.int32))
         wraps = [~by]
         if name == "rem":
-            # there is no multiple in between
+            # no multiple of the divisor lies between the bounds
             same = (y_low == y_high) & (found[0] == found[2])
             most = divisors[1] - 1
             low = xp.where(x_low >= 0, 0, xp.maximum(x_low, -most))

@@ -1,8 +1,8 @@
 """Sharding of attention over devices and `vmap`, by batch rows and heads.
 
-The functions to shard compute each batch row and key head independently. So every device computes
+The sharded functions compute each batch row and key head independently, so every device computes
 its own part, and only sums over a whole array (the gradient of a shared bias) are reduced. Nothing
-is gathered, except if neither the number of parts nor that of the key heads divides the other.
+is gathered, unless neither the number of parts nor that of the key heads divides the other.
 `AxisNames` describes the axes of an array, and `Parts` the mesh axes that split them.
 
     partitioned   the compiler splits a function in the same way as the query
@@ -50,8 +50,8 @@ Spec = Sequence[str | Sequence[str] | None] | PartitionSpec
 """For each axis of an array, the mesh axes that split it, or None."""
 First = tuple[jax.Array | int, jax.Array | int]
 """The first batch row and the first query head of a part."""
-Function = Callable[..., tuple[jax.Array, ...]]  # of First, and of arrays
-KernelCall = Callable[..., tuple[jax.Array, ...]]  # of Operands, TileLists and perhaps Residuals
+Function = Callable[..., tuple[jax.Array, ...]]  # (First, *arrays)
+KernelCall = Callable[..., tuple[jax.Array, ...]]  # (Operands, TileLists[, Residuals])
 Part = Any
 """`Operands`, `TileLists` or `Residuals`, with arrays, bools or axes as leaves."""
 Arguments = tuple[Part, ...]
@@ -129,11 +129,11 @@ class Parts:
         return self._first("b"), self._first("n")
 
     def read(self, arrays: Sequence[jax.Array], names: Sequence[AxisNames]) -> list[jax.Array]:
-        """Select the one key head that is read here, if the key heads are not fully split."""
+        """Select the one key head that this device reads, if key heads are not fully split."""
         return self._change_keys(lax.dynamic_slice_in_dim, arrays, names, 1)
 
     def write(self, arrays: Sequence[jax.Array], names: Sequence[AxisNames]) -> list[jax.Array]:
-        """Return the results with all key heads: zeros for heads that were not read here."""
+        """Return the results with all key heads: zeros for heads that this device did not read."""
         return self._change_keys(_embed, arrays, names, self.full["k"] // self._number("k"))
 
     def _change_keys(
@@ -271,7 +271,7 @@ def _rule(
     results: Sequence[AxisNames],
     full: dict[str, int],
 ) -> tuple[str, dict[str, int]]:
-    """Return the rule by which shardings propagate, in the notation of `custom_partitioning`."""
+    """Return the rule that propagates shardings, in the notation of `custom_partitioning`."""
     # "(k g)" propagates a split of query heads to key heads, if every mesh axis divides these
     group = full["n"] // full["k"]
     together = all(full["k"] % size == 0 for size in mesh.shape.values())
@@ -347,7 +347,7 @@ def over_devices(
         size: int, batched: Sequence[bool], *leaves: jax.Array
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         axes = tuple(0 if is_mapped else None for is_mapped in batched)
-        # a `vmap` over zero calls, because no kernel takes an axis of length 0
+        # no kernel takes an axis of length 0, so handle a `vmap` over zero calls here
         if size == 0:
             return empty_batch(functools.partial(function, (0, 0)), leaves, tuple(batched))
         name = f"v{len(full)}"  # a new one
@@ -496,8 +496,8 @@ def vary(tree: Tree, like: object = None) -> Tree:
 
     Outside of a `shard_map` it returns the tree unchanged.
     """
-    # the carry of a loop must keep its type, and the gradient of a replicated array is summed over
-    # the devices only if the array was marked
+    # needed because the carry of a loop must keep its type, and because the gradient of a
+    # replicated array is summed over the devices only if the array was marked
     leaves = jax.tree.leaves((tree, like))
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
 

@@ -2,8 +2,8 @@
 
 The kernels do not need features that only Hopper has (wgmma, TMA), so one source serves compute
 capability 8 (Ampere, Ada), 10 and 12 (Blackwell). They follow FlashAttention-2 (Dao 2023): a
-program of four warps computes 64 rows, and copies one tile of the other side at a time through
-registers into shared memory. Scores are in base 2, laid out in registers as on Hopper.
+program of four warps computes 64 rows, and copies the tiles of the other side one at a time through
+registers into shared memory. Scores are in base 2, with the same register layout as on Hopper.
 
     tiles      shared memory, registers, copies, products
     forward    the forward kernel          backward   the kernels for dq, for dk and dv, for a bias

@@ -189,7 +189,7 @@ class _QueryTiles:
 def backward_bias(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
-    """Return ds summed over the axes that the bias lacks; f32 in the bias's shape."""
+    """Return ds summed over the bias's axes of size 1; f32 in the bias's shape."""
     check_rows("bias", blocks.q)
     assert operands.bias is not None
     H, Hv, shape = operands.query.shape[-1], operands.value.shape[-1], operands.bias.shape
@@ -202,7 +202,7 @@ def backward_bias(
         out_type=result(sums, f32, operands.query),
         scratch_types=_query_slots(blocks, H, Hv, operands.query.dtype),
     )(visited(lists), _inputs(operands, saved))
-    # along a missing axis of the bias, the kernel has summed all tiles into one
+    # along an axis of size 1 of the bias, the kernel has summed all tiles into one
     lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
     return total.sum(axis=lacking, keepdims=True)
 

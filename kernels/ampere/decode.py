@@ -1,9 +1,9 @@
 """The decode kernel: attention of few queries over many keys, split over the keys.
 
 As on Hopper (`transformer_jax.kernels.hopper.decode`), the queries of all heads that read one key
-head are the rows of one tile, a tile list is divided into parts, and XLA adds the results of the
-parts. Here each part is a program of one warpgroup. It copies the keys and values of the next tiles
-into shared memory (`cp.async`) while it multiplies the current tile.
+head are the rows of one tile, a tile list is divided into parts, and XLA merges the results of the
+parts. Here each part is a program of one warpgroup, which copies the keys and values of the next
+tiles into shared memory (`cp.async`) while it multiplies the current tile.
 
 `cp.async` does not check bounds. A last tile that would pass the end of the keys begins earlier,
 and hides the keys that it shares with the previous tile.
@@ -68,7 +68,7 @@ WIDTHS = 32, 64  # supported numbers of keys per tile
 def decode(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
+    """Return the output [B, T, N, Hv], and m and log l, f32[B, N, T].
 
     There is one row of query tiles, and all heads that read one key head have the same list. Keys
     and values may end within a tile; pages may not.
@@ -187,7 +187,7 @@ class _Program:
         return start, k0 - start
 
     def copy(self, rows: _Rows, j: jax.Array) -> None:
-        """Start to copy the keys and values of a tile, unless it is past the part's last tile."""
+        """Start copying the keys and values of a tile, unless it is past the part's last tile."""
 
         @pl.when(j < rows.tiles)
         def _() -> None:
@@ -238,7 +238,7 @@ class _Program:
         return self.operands.pages is None and self.operands.key.shape[1] % self.blocks.k > 0
 
     def scales(self, rows: _Rows, j: Index) -> tuple[jax.Array, ...]:
-        """Load the scales of a tile's keys and values (past the list's end, of any tile)."""
+        """Load the scales of a tile's keys and values (of any tile past the list's end)."""
         if self.operands.k_scale is None:
             return ()
         start = self.keys_of(rows, j)[0]
@@ -250,7 +250,7 @@ class _Program:
         )
 
     def tiles(self, index: jax.Array, scales: tuple[jax.Array, ...]) -> tuple[Ref, Ref]:
-        """Return tiles of keys and values, dequantised if they are int8."""
+        """Return tiles of keys and values, dequantized if they are int8."""
         keys, values = (tile.at[index] for _, tile in self.sources())
         if not scales:
             return keys, values

@@ -67,7 +67,7 @@ def check_rows(kind: str, rows: int) -> None:
 def swizzle_of(rows: int, width: int, dtype: DTypeLike) -> int:
     """Return the widest swizzle, in bytes, with which four warps copy the same number of parts.
 
-    An int8 swizzle covers the same number of columns as that of the dequantised tile.
+    An int8 swizzle covers the same number of columns as that of the dequantized tile.
     """
     size = jnp.dtype(dtype).itemsize
     row = width * max(size, 2)
@@ -101,14 +101,13 @@ def parts_of_rows(tile: Ref) -> list[tuple[slice, Span]]:
 def fetch(source: Ref, like: Ref | None = None) -> jax.Array:
     """Load a tile, possibly from device memory, into registers, along its rows.
 
-    The layout is that for a copy to `like`, the destination of the next store; by default that of
-    the tile itself.
+    The layout is that for a copy to `like`, the destination of the next store, or to the tile.
     """
     return load(source, copy_layout(source if like is None else like))
 
 
 def start_copy(problem: Problem, source: Ref, tile: Ref) -> None:
-    """Start copying rows of device memory into a tile of `slots` (`cp.async`): a group of copies.
+    """Start a group of copies of device memory into a tile of `slots` (`cp.async`).
 
     Each thread copies its part of `copy_layout`.
     """
@@ -163,7 +162,7 @@ def start_nothing(problem: Problem) -> None:
 
 
 def await_copies(problem: Problem, groups: int) -> None:
-    """Wait until at most `groups` groups are pending, and until all warps arrive here."""
+    """Wait until at most `groups` groups of copies are pending, and all warps have arrived."""
     if problem.interpret:
         return
 
@@ -175,7 +174,7 @@ def await_copies(problem: Problem, groups: int) -> None:
 
 
 def store_rows(problem: Problem, x: jax.Array, target: Ref) -> None:
-    """Store the first rows of a tile in registers to device memory, as many as the target has."""
+    """Store as many rows of a tile in registers to device memory as the target has."""
     rows = target.shape[0]
     if problem.interpret:
         target[...] = x[:rows]

@@ -1,7 +1,7 @@
 """Attention, norms and matrix products for few rows on a CPU, in C++, called through XLA's FFI.
 
-`pip install` compiles the library next to this module if there is a compiler. The library has
-kernels for several instruction sets, and uses the widest that the processor supports. The files of
+`pip install` compiles the library next to this module if there is a compiler. The library contains
+kernels for several instruction sets, and uses the widest that the processor supports. Files of
 `source/`:
 
     vectors     the vector type, exp, tanh, the hash of dropout
@@ -82,7 +82,7 @@ def library() -> ctypes.CDLL | str:
         loaded = ctypes.CDLL(str(found[0]))
     except OSError as error:
         return f"cannot be loaded: {error}"
-    # a library older than an edited source would give other results without any warning
+    # a library older than an edited source would silently give other results
     if not _is_of_these_sources(loaded):
         reason = "was compiled from different sources: install the package again"
         warnings.warn(f"kernels/cpu/{found[0].name} {reason}", stacklevel=2)
@@ -144,7 +144,7 @@ def forward(
     out = (B, T, N, operands.value.shape[3]), out_dtype(problem, operands)
     rows = (B, N, T), jnp.float32
     name = "attention_forward"
-    # few queries read keys in place, up to the filled length; lists would cost more
+    # few queries read keys in place, up to the filled length, which is cheaper than using lists
     if T * N // operands.key.shape[2] <= FEW_ROWS:
         name, lists = "attention_few_queries", NO_LISTS
     return _call(name, problem, operands, lists, blocks, (), (out, rows, rows))

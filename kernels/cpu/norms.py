@@ -1,8 +1,8 @@
 """Norms of few rows in one call, for decoding on a CPU.
 
 XLA's CPU backend compiles a LayerNorm to six operations, each with an overhead above the cost of a
-row of 768 elements. If the compiled kernel (`source/norms.h`) cannot run (exported programs,
-several devices, gradients, `vmap`), XLA computes the same.
+row of 768 elements. If the compiled kernel (`source/norms.h`) cannot run (in exported programs, on
+several devices, under gradients or `vmap`), XLA computes the norm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformer_jax.kernels.lowering import here_or_elsewhere
 from transformer_jax.kernels.sharding import vary
 
 SMALLEST = 128
-"""Shorter rows are left to XLA, which fuses the norm with its neighbours."""
+"""Shorter rows are left to XLA, which fuses the norm with its neighbors."""
 
 
 def takes(rows: int, width: int, eps: float | jax.Array, *parameters: jax.Array | None) -> bool:

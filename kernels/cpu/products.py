@@ -2,7 +2,7 @@
 
 XLA's CPU backend requires weights in the dtype of x, and is slower for several rows. The compiled
 kernel (`source/products.h`) reads float32, bfloat16 or int8 and sums in float32. If it cannot run
-(exported programs, several devices, gradients, `vmap`), XLA computes the same.
+(in exported programs, on several devices, under gradients or `vmap`), XLA computes the product.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformer_jax.kernels.sharding import vary
 MOST_ROWS = 16
 """More rows are left to XLA, whose matrix products reuse weights in caches."""
 SMALLEST = 2**14
-"""Smaller matrices are left to XLA, which fuses the product with its neighbours."""
+"""Smaller matrices are left to XLA, which fuses the product with its neighbors."""
 DTYPES = "float32", "bfloat16", "int8"
 
 

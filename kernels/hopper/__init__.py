@@ -1,14 +1,14 @@
 """Flash attention on NVIDIA Hopper, in Pallas on Mosaic GPU.
 
-Every kernel is persistent and warp-specialised. One warpgroup, the producer, copies tiles into
+Every kernel is persistent and warp-specialized. One warpgroup, the producer, copies tiles into
 slots of shared memory (TMA, with barriers). The others are consumers: `Blocks.q / 64` or
 `Blocks.k / 64` warpgroups that multiply (wgmma), with 64 rows of the scores each. In the forward
 pass two consumers alternate at the tensor cores, so that the softmax of one overlaps with the
 products of the other (FlashAttention-3, Shah et al. 2024, section 3.1). With a positive
 `Blocks.slack`, a warp rescales its sums only if a maximum has risen by more than that
-(FlashAttention-4, Zadouri et al. 2026). Scores are in base 2. The backward pass is a dq kernel and
+(FlashAttention-4, Zadouri et al. 2026). Scores are in base 2. The backward pass has a dq kernel and
 a dk/dv kernel, so that no sum depends on the order in which programs finish; `backward_single_pass`
-computes all three without that guarantee.
+computes all three gradients without that guarantee.
 
     programs   assignment of items to programs and roles to warpgroups   products   wgmma
     producer   copies of tiles

@@ -77,7 +77,7 @@ def backward_dq(
     items = query_items(operands, blocks)
     rows = result((B, N, T), f32, operands.query)
     has_slopes = learns_slopes(problem, operands)
-    # values are freed earlier than keys, so one slot is enough
+    # values are freed before keys, so one slot is enough
     slots = stages if has_room(H, Hv) else 1
     vectors = TileVectors(problem, operands, ROW, copies=has_room(H, Hv))
     # without room for its own slot, dq is copied out through the queries' slot
@@ -352,7 +352,7 @@ class _KeyConsumer:
         plgpu.barrier_wait(walk.q_full.at[slot])
         add = {("dk", "dv"): self.add_both, ("dv",): self.add_dv, ("dk",): self.add_dk}
         sums = add[self.wanted](sums, slot, step, position, partial)
-        # orders the reads of the slot before the next copies into it
+        # order the reads of the slot before the next copies into it
         fence(self.problem)
         plgpu.barrier_arrive(walk.q_empty.at[slot])
         return sums, step + 1
@@ -387,7 +387,7 @@ class _KeyConsumer:
         assert shared is not None
         raw, base = self.scores(slot)
         tile_weights = weights(problem, self.operands, raw, base, position, COLUMN, partial)
-        # until all warps of the other warpgroup have read the weights of the last tile
+        # wait until all warps of the other warpgroup have read the weights of the last tile
         wait_from(1, step, shared.empty)
         shared.tile[...] = tile_weights.capped
         plgpu.barrier_arrive(shared.full)

@@ -7,9 +7,9 @@ device memory (a TMA reduction) in an arbitrary order, so two runs may differ in
 
     s = k q^T    dp = v do^T    dv += p do    dk += du q    dq[tile] += du^T k
 
-with keys as rows. Two warpgroups have 64 keys each. Both write du to shared memory, and each sums
-half of a tile of dq over the keys of both and leaves it in shared memory. The producer adds it to
-device memory, as in FlashAttention-3 (Shah et al., 2024), so that no consumer waits for a copy.
+with keys as rows. Two warpgroups have 64 keys each. Both write du to shared memory, then each sums
+half of a tile of dq over the keys of both and writes it to shared memory. The producer adds it to
+device memory, as in FlashAttention-3 (Shah et al. 2024), so that no consumer waits for a copy.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def _backward_single_pass(
     def add(b: Index, n: Index, q0: Index) -> None:
         """Add a tile of dq to device memory, and let the consumers write the next one.
 
-        All threads of both sides arrive, at `dq_full` for this tile and at `both` for the next one,
-        and each waits for the other side first, so no warp lags by two phases of either.
+        All threads of both sides arrive at `dq_full` for this tile and at `both` for the next one.
+        Each waits for the other side first, so no warp lags by two phases of either barrier.
         """
         plgpu.barrier_wait(dq_full)
         for share, tile in zip(dq_shares(blocks, dq.shape[-1]), dq_tile, strict=True):
@@ -285,8 +285,8 @@ class _Consumer:
         dv, dk = add_products(problem, (dv, p, do), (dk, du, q))
         fence(problem)
         plgpu.barrier_arrive(walk.q_empty.at[slot])
-        # Now all warps of both have written du. No warp writes this buffer again before all have
-        # met once more, and then all have read it.
+        # now all warps of both have written du. No warp writes to this buffer again before all have
+        # met once more, and by then all have read it
         self.meet()
         for part, share in enumerate(dq_shares(self.blocks, dk.shape[-1])):
             sum_dq = functools.partial(self.sum_dq, share, self.dq_tile[part], buffer)

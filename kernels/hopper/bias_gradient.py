@@ -1,4 +1,4 @@
-"""The kernel for the gradient of a bias: ds, summed over the axes that the bias lacks.
+"""The kernel for the gradient of a bias: ds, summed over the axes where the bias has size 1.
 
 An item is one tile of the sum. Its terms are the visited tiles of all batch rows and heads that
 share it, summed in registers.
@@ -50,7 +50,7 @@ from transformer_jax.kernels.sharding import result
 def backward_bias(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
-    """Return ds summed over the axes that the bias lacks; f32 in the bias's shape."""
+    """Return ds summed over the bias's axes of size 1; f32 in the bias's shape."""
     H, Hv = operands.query.shape[-1], operands.value.shape[-1]
     assert operands.bias is not None
     dtype, shape = operands.query.dtype, operands.bias.shape
@@ -78,7 +78,7 @@ def backward_bias(
             **vectors.slots(stages, blocks.k),
         ),
     )(visits, operands, saved.do, base_of(saved), saved.D)
-    # along a missing axis of the bias, the kernel has summed all tiles into one
+    # along an axis of size 1 of the bias, the kernel has summed all tiles into one
     lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
     return total.sum(axis=lacking, keepdims=True)
 
@@ -100,10 +100,7 @@ def _backward_bias(
     problem: Problem, blocks: Blocks, outer: tuple[int, ...], visits: Ref,
     operands: Operands, do: Ref, base: Ref, D: Ref, out: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run one warpgroup of a program.
-
-    It masks every visited tile, even full ones, which keeps the kernel short.
-    """
+    """Run one warpgroup of a program; it masks even full tiles, which keeps the kernel short."""
     program = _Program(
         problem, blocks, outer, visits, operands, do, base, D, out,
         TileVectors(problem, operands, ROW), _Memory(**memory),

@@ -11,9 +11,9 @@ fixed order (Flash-Decoding, Dao et al. 2023), in base 2:
 If keys are in the pages of a pool, each copy of 64 keys looks up its page in the table: a tile may
 span two pages, a copy may not.
 
-Keys and values in int8 are copied without conversion, half the bytes. A consumer multiplies them
-with their scales, rounds to the query's dtype, and writes another tile that wgmma reads. So the
-result is bit-identical to attention with dequantised keys and values.
+Keys and values in int8 are copied without conversion, which halves the bytes. A consumer multiplies
+them by their scales, rounds to the query's dtype, and writes another tile that wgmma reads. So the
+result is bit-identical to attention with dequantized keys and values.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ QUERY_SLOTS = 2  # the queries of the next item are copied while those of this i
 def decode(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
+    """Return the output [B, T, N, Hv], and m and log l, f32[B, N, T].
 
     There is one row of query tiles, and all heads that read one key head have the same list. Keys
     and values may end within a tile, because copies read zeros past the end. A page may not end
@@ -293,7 +293,7 @@ class _Consumer:
         return tile * self.blocks.k + self.w * ROWS
 
     def scales(self, rows: _Rows, j: Index) -> tuple[jax.Array, ...]:
-        """Load the scales of a tile's keys and values (past the list's end, of any tile)."""
+        """Load the scales of a tile's keys and values (of any tile past the list's end)."""
         if self.operands.k_scale is None:
             return ()
         j = jnp.minimum(j, self.lists.order.shape[3] - 1 - rows.first)
@@ -302,9 +302,9 @@ class _Consumer:
         return tuple(load(scale.at[keys], WGMMA.reduce(1)) for scale in both)
 
     def widen(self, k: Ref, v: Ref, k_scale: jax.Array, v_scale: jax.Array) -> tuple[Ref, Ref]:
-        """Dequantise int8 tiles of keys and values, and return the results."""
+        """Dequantize int8 tiles of keys and values, and return the results."""
         wide = self.slots.k_wide.at[self.w], self.slots.v_wide.at[self.w]
-        # all warps have read the previous tile
+        # wait until all warps have read the previous tile
         plgpu.commit_smem()
         for tile, scale, target in zip((k, v), (k_scale, v_scale), wide, strict=True):
             for columns, to in zip(_columns(tile), _columns(target), strict=True):

@@ -1,7 +1,7 @@
 """The forward kernel: output, row maximum, and logarithm of the row sum.
 
-A consumer has 64 queries. For each tile of keys it starts two products, the scores of this tile and
-the weights times values of the last tile, and computes the softmax while the second is running:
+A consumer has 64 queries. For each tile of keys it starts two products: the scores of this tile,
+and the weights times values of the previous tile. It computes the softmax during the second:
 
     tile j       q k_j   ...softmax of j...
     tile j - 1           p_(j-1) v_(j-1)
@@ -62,9 +62,9 @@ from transformer_jax.kernels.sharding import result
 def forward(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
+    """Return the output [B, T, N, Hv], and m and log l, f32[B, N, T].
 
-    m is at most `slack` less than the maximum of a row.
+    m is below the maximum of a row by at most `slack`.
     """
     if blocks.stages < 2:
         raise ValueError(f"stages={blocks.stages} must be at least 2 in the forward kernel")
@@ -227,7 +227,7 @@ class _Consumer:
     def tile(
         self, rows: TileRows, j: jax.Array, sums: _Sums, partial: bool, first: bool = False
     ) -> _Sums:
-        """Multiply the keys of this tile, and the values of the last one during the softmax."""
+        """Multiply the keys of this tile, and the values of the previous one during the softmax."""
         walk, stages, w = self.walk, self.blocks.stages, self.w
         acc, row_max, total, p, step = sums
         slot, last = slot_of(step, stages), slot_of(step + stages - 1, stages)
@@ -288,7 +288,7 @@ class _Consumer:
         if problem.dropout_rate:
             p = jnp.where(kept(problem, self.operands, position, p.shape, ROW), p, 0)
         p, grown, summed, shrink = lax.optimization_barrier((p, grown, summed, shrink))
-        # for the next product; a barrier that the compiler moves nothing past
+        # wait for the values of the next product; the compiler moves nothing past a barrier
         plgpu.barrier_wait(walk.v_full.at[slot])
         return p, grown, summed, shrink, risen
 

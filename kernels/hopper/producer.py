@@ -143,9 +143,9 @@ class KeyWalk(NamedTuple):
         """Copy the keys and values of every item, and the query side of every tile of its lists.
 
         Each query head that reads the key head has a list. `together`: the parts of the keys share
-        their barriers. `after` is called for every tile, after the copy of the tile that reuses its
-        slot has started, or that of the item's last tile. So it runs before the producer waits for
-        the keys' slot, which consumers free after all tiles. `after` arrives at `both`, where the
+        their barriers. `after` is called for every tile, once the copy that reuses the tile's slot,
+        or that of the item's last tile, has started. So it runs before the producer waits for the
+        keys' slot, which consumers free after all tiles. `after` arrives at `both`, where the
         consumers meet in every tile and at the end of an item; this method arrives for the first
         meeting of an item.
         """
@@ -216,5 +216,5 @@ class KeyWalk(NamedTuple):
 
 
 def wait_from(slots: int, step: Index, barrier: Ref) -> None:
-    """Wait until a slot is free, if all slots have been used."""
+    """Wait until the slot of a step is free, once all slots have been used."""
     pl.when(step >= slots)(lambda: plgpu.barrier_wait(barrier))

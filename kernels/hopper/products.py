@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 def opaque(slot: Index) -> Index:
     """Hide the index of a slot from the compiler."""
     # wgmma needs a descriptor for every 16 columns of a tile. The compiler would keep the
-    # descriptors of a constant slot in registers, up to 64 of them, and spill other values. Hidden,
-    # they cost an addition each time instead
+    # descriptors of a constant slot in registers, up to 64 of them, and spill other values. If the
+    # index is hidden, each costs an addition instead
     return lax.optimization_barrier(jnp.asarray(slot, i32)) if HAS_JAX_11 else slot
 
 
@@ -42,7 +42,7 @@ def add_products(problem: Problem, *sums: Sum) -> list[jax.Array]:
     # the interpreter has no `run_state`, and no wgmma from registers
     if problem.interpret:
         results = [acc + jnp.dot(a[...], b[...], preferred_element_type=f32) for acc, a, b in sums]
-        # orders these reads before the next copy into the slots
+        # order these reads before the next copy into the slots
         plgpu.commit_smem()
         return results
 

@@ -29,7 +29,7 @@ def most_programs(problem: Problem) -> int:
 
 def each_item(total: int, body: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
     """Run `carry = body(item, carry)` for the items of this program, out of `total`."""
-    # back and forth: items get lighter, so the first turn of a program is heavy and its next light
+    # back and forth: items get lighter, so a program's first turn is heavy and its next one light
     programs, program = lax.axis_size("program"), lax.axis_index("program")
 
     def position(turn: jax.Array) -> jax.Array:
@@ -55,12 +55,11 @@ def launch(
     """Return a kernel with consumers and a producer as a function of arrays.
 
     With `auto_barriers`, the warps of a warpgroup meet before and after every store, and before
-    every copy into shared memory. Without them, the kernel's own barriers must order everything.
-
-    Then a warp that waits for a barrier may lag behind the other three, but never by two phases,
-    which would look like none. All 128 threads arrive: those of the producer for every copy, so a
-    slot is not read, and so not freed again, before its last warp has seen it free; those of a
-    consumer for every slot they free, so a slot is not refilled before its last warp has read it.
+    every copy into shared memory. Otherwise the kernel's own barriers must order everything: a warp
+    that waits for a barrier may lag behind the other three, but never by two phases, which would
+    look like none. So all 128 threads arrive: the producer's for every copy, so that a slot is not
+    read, and not freed again, before the last warp has seen it free; a consumer's for every slot
+    they free, so that a slot is not refilled before the last warp has read it.
     """
     interpret = {"interpret": problem.interpret} if problem.interpret else {}
     kernel = plgpu.kernel(

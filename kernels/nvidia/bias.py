@@ -15,8 +15,8 @@ from transformer_jax.kernels.nvidia.memory import i32
 def sum_shape(operands: Operands, blocks: Blocks) -> tuple[int, int, int, int]:
     """Return the shape of the kernel's sum.
 
-    If the bias lacks axis T or S, the kernel sums over tiles in registers, and the caller sums over
-    the rows or columns of the last tile. If it lacks both, the kernel keeps T.
+    If axis T or S of the bias has size 1, the kernel sums over tiles in registers, and the caller
+    sums over the rows or columns of the last tile. If both do, the kernel keeps T.
     """
     assert operands.bias is not None
     T, S = operands.query.shape[1], operands.key.shape[1]

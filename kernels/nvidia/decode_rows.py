@@ -79,7 +79,7 @@ def swizzle(x: jax.Array) -> int | None:
 
 
 def columns_at_once(width: int) -> int:
-    """Return the number of columns of a tile to load at a time: few, and a divisor of the width."""
+    """Return the number of a tile's columns to load at a time, a divisor of the width."""
     return next(columns for columns in (64, 32, 16) if width % columns == 0)
 
 
@@ -92,7 +92,7 @@ def merged(
     """Combine the sums of all parts and the sink into output, m and log l."""
     T, N, K = *operands.query.shape[1:3], operands.key.shape[2]
     packed = PackedQueries(T, N // K, ROWS)
-    # in the order of the parts, not that in which programs finish, so every run has the same bits
+    # sum in the order of the parts, not in which programs finish, so that every run has equal bits
     top = row_max.max(axis=2)
     weight = jnp.exp2(row_max - top[:, :, None])
     total = packed.unpacked((weight * total).sum(axis=2), OF_ROWS)  # f32[B, N, T]

@@ -81,8 +81,8 @@ def load_along(ref: Ref, shape: tuple[int, ...], axis: int) -> jax.Array:
 
 def fence(problem: Problem) -> None:
     """Order a thread's reads and writes of shared memory before later copies and products."""
-    # `commit_smem` also synchronises all warps. With this fence alone, an arrival at a barrier must
-    # follow, for which the copies and products wait. The interpreter has no such fence
+    # `commit_smem` would also synchronize all warps. This fence must be followed by an arrival at a
+    # barrier for which the copies and products wait. The interpreter has no such fence
     if problem.interpret or not HAS_JAX_11:
         plgpu.commit_smem()
         return

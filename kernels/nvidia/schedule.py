@@ -80,10 +80,7 @@ def key_items(operands: Operands, blocks: Blocks) -> Items:
 
 
 def key_parts(heads: int, tiles: int, programs: int) -> int:
-    """Return the number of parts of the keys of each batch row and key head.
-
-    It maximises the share of programs that have work in the last turn.
-    """
+    """Return the number of parts of each batch row and key head that keeps most programs busy."""
 
     def filled(parts: int) -> float:
         turns = -(-heads * parts // programs)
@@ -100,8 +97,8 @@ def item_index(item: jax.Array, heads: int, rows: int) -> tuple[jax.Array, jax.A
 
 def each_tile(full: Index, seen: Index, body: Callable[..., Carry], carry: Carry) -> Carry:
     """Run `carry = body(j, carry, partial)` for the tiles of a list, full ones first."""
-    # both loops count from 0: values read from memory vary over a mesh, values computed from them
-    # do not, and the counter of a loop must not change its type
+    # both loops count from 0, because the counter of a loop must not change its type: values read
+    # from memory vary over a mesh, and values computed from them do not
     carry = lax.fori_loop(0, full, functools.partial(body, partial=False), carry)
     partial = functools.partial(body, partial=True)
     return lax.fori_loop(0, seen - full, lambda j, carry: partial(full + j, carry), carry)

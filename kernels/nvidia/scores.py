@@ -118,12 +118,13 @@ def _softcap_tanh(scale: float, softcap: float, raw: jax.Array, dtype: DTypeLike
     """Return tanh(scale raw / softcap), with the hardware's instruction for bfloat16 inputs.
 
     The instruction is `tanh.approx.f32` (PTX ISA) with a relative error of at most 2^-11. A score s
-    is off by at most |s| 2^-11, and its weight by the same relative error: 0.1 % at s = 2, 1 % at
-    20, 2.4 % at 50. Rounding q and k to bfloat16 has a relative error of 2^-8 each: for scores of
-    standard deviation 1 and H 128, it changes scores by 0.0023 (root mean square), and this tanh by
-    less than 0.0005; softcaps of 20 to 50 hardly change that. The error of tanh is larger only if
-    most weight is on scores far beyond the cap, where errors of q and k have no effect: it changes
-    an output by up to 1 % (softcap 20) to 2 % (50), rounding the inputs by 0.4 %.
+    is off by at most |s| 2^-11, which is also the relative error of its weight: 0.1 % at s = 2, 1 %
+    at 20, 2.4 % at 50. Rounding q and k to bfloat16 has a relative error of 2^-8 each.
+    For scores of standard deviation 1 and H 128, it changes scores by 0.0023 (root mean square),
+    while this tanh changes them by less than 0.0005, with little effect of softcaps from 20 to 50.
+    The error of tanh dominates only if most weight is on scores far beyond the cap, where errors of
+    q and k have no effect: it changes an output by up to 1 % (softcap 20) to 2 % (50), and rounding
+    the inputs by 0.4 %.
 
     float16 rounds by 2^-11, which changes scores by 0.0003. There the error of tanh would dominate,
     so float16 uses the exact form, as do softcaps whose scores could be off by more than 1/32.
@@ -185,8 +186,8 @@ def divided(
     problem: Problem, operands: Operands, b: Index, n: Index, acc: jax.Array, row_max: jax.Array,
     total: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Add the sink to sums over all keys; return output, m, l and which rows saw a key."""
-    # a row that saw no key is zero, even with a sink
+    """Add the sink to sums over all keys; return output, m, l and which rows see a key."""
+    # a row that sees no key is zero, even with a sink
     live = total != 0
     shrink = filled(total.shape, 1)
     if operands.sinks is not None:
@@ -207,7 +208,7 @@ def base_of(saved: Residuals) -> jax.Array:  # f32[B, N, T]
 class Weights(NamedTuple):
     """Weights of a tile in the backward pass.
 
-    Weights dropped by dropout are negative. Weights of hidden pairs are 0, as exp2(-inf).
+    Weights removed by dropout are negative. Weights of hidden pairs are 0, as exp2(-inf) is.
     """
 
     dropped: jax.Array  # p f, after dropout

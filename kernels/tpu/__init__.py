@@ -1,8 +1,8 @@
 """Flash attention on a TPU: Pallas kernels for Mosaic, after FlashAttention-2 (Dao 2023).
 
-The scores of a tile have the layout [keys, queries]. So values of a query (m, l, D, positions) are
-a row along the lanes, as in memory, sums over keys add whole registers, and the products onto keys
-need no transpose. Sums onto queries have the layout [H, queries] and are transposed once.
+The scores of a tile have the layout [keys, queries]. So per-query values (m, l, D, positions) are a
+row along the lanes, as in memory, sums over keys add whole registers, and the products for keys
+need no transpose. Sums for queries have the layout [H, queries] and are transposed once.
 
     visits     the tile lists, flattened
     grid       the iteration over them

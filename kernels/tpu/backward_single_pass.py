@@ -1,7 +1,7 @@
 """The single-pass backward kernel: dq, dk and dv with five products, summed in a fixed order.
 
-The grid of a TPU runs in order. So iterating over queries finishes the rows of dq one by one, while
-the sums of dk and dv for all keys of a key head stay in VMEM until all its query heads are done.
+The grid of a TPU runs in order, over queries: the rows of dq are finished one by one, while the
+sums of dk and dv for all keys of a key head stay in VMEM until all its query heads are done.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The queries of all heads that read one key head are the rows of one product, so 
 is read once, directly from a cache [B, S, K, H]. A tile has all heads of its slots, or some if they
 are many or wide. In a pool of pages, a tile is a page or a part of one: the index map of keys and
 values looks it up in the table. The grid follows a single list: the tiles of the first batch row,
-then those of the second, and so on. So the amount of data read depends on the filled lengths, not
-on the capacity, and every step has a tile. A core runs its grid in order: the sums of a row stay in
-fast memory until its last tile, and need no merging.
+then those of the second, and so on. So every step has a tile, and the amount of data read depends
+on the filled lengths, not on the capacity. A core runs its grid in order: the sums of a row stay in
+VMEM until its last tile, and need no merging.
 
 The scores of a tile have the layout [key heads, rows, keys]. A copy may read anything past the end
 of keys and values: the mask hides such keys, and their values are replaced by zeros.
@@ -48,7 +48,7 @@ MOST_HEADS = 32  # per tile, because the program has a separate product for each
 def decode(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
+    """Return the output [B, T, N, Hv], and m and log l, f32[B, N, T].
 
     There is one row of query tiles. Keys and values may end within a tile; pages may not.
     """
@@ -58,7 +58,7 @@ def decode(
         if operands.key.shape[1] % blocks.k:
             raise ValueError(f"page={page} must be a multiple of the tile, {blocks.k} keys")
         tables = [operands.pages.reshape(-1)]
-    # one list for all batch rows, so the data read depends on the filled lengths, not the capacity
+    # one list for all batch rows, so that every step of the grid has a tile
     lists = of_all_heads(lists, B)
     refuse_long(lists, table_bytes=4 * sum(x.size for x in tables))
     visits = flatten(lists)
@@ -96,7 +96,7 @@ def decode(
             dtype = x.query.dtype
             keys, values = (walk.by_head(tile).astype(dtype) for tile in (x.key, x.value))
             v_scale = None if x.v_scale is None else x.v_scale[...][:, None]  # [heads, 1, keys]
-            # a weight of zero times garbage past the end may be NaN
+            # zero weights times garbage past the end may be NaN
             if ends is not None and ends % walk.k:
                 inside = k0 + lax.broadcasted_iota(jnp.int32, values.shape, 1) < ends
                 values = jnp.where(inside, values.astype(jnp.float32), 0.0).astype(dtype)

@@ -139,10 +139,10 @@ def by_keys(
     lists: TileLists, blocks: Blocks, *,
     writes: Sequence[Write], scratch: Sequence[Scratch] = (), heads: int,
 ) -> list[jax.Array]:  # fmt: skip
-    """Run a kernel over key tiles and the query tiles that visit each.
+    """Run a kernel over key tiles and the query tiles that visit each of them.
 
-    Each of `heads` has N // heads query heads. They visit a tile in sequence, or each of them has
-    its own list.
+    Each of `heads` has N // heads query heads, which visit a tile in sequence unless each has its
+    own list.
     """
     B, _, N, _ = operands.query.shape
     G = N // heads
@@ -202,13 +202,13 @@ class _Walk:
     lead: tuple[int, int]  # axes that run in any order: rows, heads
     sharers: tuple[int, ...]  # an axis of heads that share a sum (of a key head or bias), or empty
     place: Callable[[Index, Index, Index], tuple[Index, Index]]
-    """Returns b and n from the indices along the lead axes and the sharers."""
+    """Return b and n from the indices along the lead axes and the sharers."""
     visits: VisitLists
     blocks: Blocks
     group: int
     keys_as_rows: bool = False
     sharers_first: bool = False
-    """Whether a sharer makes all its visits before the next one; else all share each visit."""
+    """Whether a sharer makes all its visits before the next one; otherwise they take turns."""
 
     @property
     def axis(self) -> int:
@@ -270,7 +270,7 @@ def _run(
     walk: _Walk,
     writes: Sequence[Write],
     scratch: Sequence[Scratch],
-    classes: jax.Array | None = None,  # if the lists contain the tiles that any sharer visits
+    classes: jax.Array | None = None,  # if lists contain the tiles of any sharer
 ) -> list[jax.Array]:
     """Run a kernel on a grid."""
     tables = [walk.visits.numbers] if classes is None else [walk.visits.numbers, classes]
@@ -295,7 +295,7 @@ def _run(
         ids = [pl.program_id(axis) for axis in range(len(grid))]
         b, n, i, j = walk.tile(ids, numbers)
         at, line, end = ids[walk.axis], walk.line(ids), pl.num_programs(walk.axis) - 1
-        # a result stays in VMEM while consecutive visits belong to it: compare with both neighbours
+        # a result stays in VMEM while consecutive visits belong to it: compare with both neighbors
         before, here, after = (
             numbers[line + place]
             for place in (jnp.maximum(at - 1, 0), at, jnp.minimum(at + 1, end))
@@ -314,7 +314,7 @@ def _run(
             for place, size in zip((b, n, i, j), classes.shape, strict=True):
                 index = index * size + (place if size > 1 else 0)
             kind = jnp.where(kind > 0, rest[0][index], 0)
-            others = others[1:]  # skip the zeros that initialise the results
+            others = others[1:]  # skip the zeros that initialize the results
         is_partial = None if problem.visible is None else kind == PARTIAL
         q0, k0 = i * blocks.q, j * blocks.k
         step = GridStep(

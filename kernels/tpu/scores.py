@@ -29,7 +29,7 @@ def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
 def unit(x: TileInputs) -> float:
     """Return the factor of scores: log2(e) without a bias and slopes, else 1."""
     # with log2(e), an exponential is one instruction, and the factor is part of the scale. A bias
-    # would need another product, and the lowest finite number would become -inf, a mask
+    # would need another product, which would turn the lowest finite number into -inf, a mask
     return math.log2(math.e) if x.bias is None and x.slopes is None else 1.0
 
 
@@ -72,7 +72,7 @@ def score_gradients(
     dp = dropped(problem, dot(x.value[...], x.do[...], 1, 1), x, step)
     ds = p * (dp - x.D[...])
     du = ds if tanh is None else ds * (1 - tanh * tanh)
-    # hidden pairs may have overflowed
+    # the products of hidden pairs may have overflowed
     if masked:
         ds, du = (jnp.where(s > -jnp.inf, x, 0.0) for x in (ds, du))
     return dropped(problem, p, x, step), ds, du

@@ -21,7 +21,7 @@ COMPARISONS = 2**20  # above this number, a binary search finds the row of a vis
 
 
 class Visit(NamedTuple):
-    """One tile to visit; the class is 0 for an empty row and past the end of a list."""
+    """A tile to visit; its class is 0 for an empty row and past the end of a list."""
 
     row: jax.Array
     head: jax.Array  # in the group that shares a list
@@ -84,7 +84,7 @@ def prepare(lists: TileLists) -> TileLists:
 def flatten(lists: TileLists, group: int = 1) -> VisitLists:
     """Return the visits of tile lists, row by row, in the order of each row's list.
 
-    If each head has its own lists, `group` neighbours share a list of visits: each row has the
+    If each head has its own lists, `group` neighbors share a list of visits: each row has the
     visits of one head, then those of the next. An empty row has one visit of class 0.
     """
     heads = group if lists.order.shape[1] > 1 else 1
@@ -123,8 +123,8 @@ def _numbers(lists: TileLists, heads: int) -> Array:  # i32[B or 1, N or 1 // he
     packed = packed.reshape(B * number, lines * columns).astype(np.int32)
     counts = _counts(lists, heads).reshape(B * number, lines)  # length of each line
 
-    # now concatenate the beginnings of all lines. Past its end a list repeats its last visit with
-    # class 0, so that the pipeline loads nothing new
+    # concatenate the beginnings of all lines. Past its end a list repeats its last visit with class
+    # 0, so that the pipeline loads nothing new
     if isinstance(packed, np.ndarray):
         valid = (np.arange(columns) < counts[..., None]).reshape(packed.shape)
         total = valid.sum(axis=1, keepdims=True)
