@@ -57,7 +57,7 @@ class TextModel:
     step: int | None = None
     """The step of that checkpoint."""
     begin_id: int | None = None
-    """The first token of every text, if documents had one that the tokenizer does not add."""
+    """The token to add before every text of a document model whose tokenizer adds none."""
     source_tokenizer: Tokenizer | None = None
     """The tokenizer of the sources, if different."""
     run: TrainConfig | None = None
