@@ -49,8 +49,7 @@ HOPPER_UNLIKE_HEAD_DIMS = 448
 def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
     """Return the default tile sizes of a Hopper kernel.
 
-    They fit shared memory and, with 240 registers per thread, spill few or no registers
-    (benchmarks/compile_gpu.py).
+    They fit shared memory, and spill few or no registers of 240 (benchmarks/compile_gpu.py).
     """
     del itemsize, K  # `refuse` accepts only 2 bytes; a tile has one key head
     wide = max(H, Hv) > 128
@@ -85,8 +84,8 @@ AMPERE_SHARED_MEMORY = 101376  # the most bytes per block on the smallest device
 def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
     """Return the default tile sizes of an Ampere kernel.
 
-    They fit the smallest shared memory and, with 255 registers per thread, spill few or no
-    registers. They have not been measured.
+    They fit the smallest shared memory, and spill few or no registers of 255. They have not been
+    measured.
     """
     del itemsize, K  # `refuse` accepts only 2 bytes; a tile has one key head
     widest = max(H, Hv)

@@ -94,7 +94,6 @@ class _LeafPasses:
         return call(*leaves)
 
     def tangents(self, leaves: Leaves, saved: Tree, out: Tree, tangents: Leaves) -> Tree:
-        """Return the tangents of the outputs."""
         # leaves without a tangent cost nothing: the backward pass skips their gradients
         dots = _nonzero(SymbolicZero, tangents)
         if not dots:

@@ -326,7 +326,6 @@ class _Tiles:
         return jnp.where(seen, s, -jnp.inf), seen, t
 
     def kept(self, i: jax.Array, j: jax.Array) -> jax.Array:  # f32[B, N, q, k]
-        """Return the dropout factors of the weights."""
         assert self.operands.dropout is not None
         rate = self.problem.dropout_rate
         a, b = self.operands.dropout[..., None, None]
@@ -359,7 +358,6 @@ class _Tiles:
 
 
 def _pad(x: Array, axis: int, length: int, value: float | bool = 0) -> jax.Array:
-    """Pad an array along `axis` to `length`."""
     if x.shape[axis] == length:
         return jnp.asarray(x)
     widths = [(0, 0)] * x.ndim

@@ -103,7 +103,6 @@ class Parts:
         return cls(mesh, full, axes | dict(k=axes["n"][:of_keys]))
 
     def spec(self, shape: Sequence[int], names: AxisNames) -> PartitionSpec:
-        """Return the sharding of an array."""
         return PartitionSpec(
             *(
                 self.axes[name] or None if name is not None and size == self.full[name] else None
@@ -492,10 +491,7 @@ def result(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.Sha
 
 
 def vary(tree: Tree, like: object = None) -> Tree:
-    """Mark arrays as varying over the axes of a `shard_map` over which `tree` or `like` varies.
-
-    Outside of a `shard_map` it returns the tree unchanged.
-    """
+    """Mark arrays as varying over the axes of a `shard_map` over which `tree` or `like` varies."""
     # needed because the carry of a loop must keep its type, and because the gradient of a
     # replicated array is summed over the devices only if the array was marked
     leaves = jax.tree.leaves((tree, like))

@@ -201,7 +201,6 @@ class ObjectKeys:
         }
 
     def fail(self, name: str, value: object, rule: str) -> NoReturn:
-        """Raise an error about the value of a key."""
         state = "is missing" if value is MISSING else f"is {shown(value)}"
         raise self.error(f"{self.where}: {self.prefix}{name} {state}: {rule}")
 

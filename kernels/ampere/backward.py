@@ -297,7 +297,6 @@ class _KeyTiles:
     do_tile: Ref
 
     def run(self, item: jax.Array) -> None:
-        """Compute an item."""
         operands = self.inputs.operands
         (_, _, K, H), N = operands.key.shape, operands.query.shape[2]
         group = N // K
@@ -323,7 +322,6 @@ class _KeyTiles:
     def tile(
         self, keys: TileRows, n: jax.Array, j: jax.Array, sums: dict[str, jax.Array], partial: bool
     ) -> dict[str, jax.Array]:
-        """Add a tile of queries."""
         problem, inputs, width = self.problem, self.inputs, self.blocks.q
         operands, sums = inputs.operands, dict(sums)
         q0 = at(self.lists.order, keys.b, n, keys.row, j)[...] * width

@@ -206,7 +206,6 @@ class _Program:
         return (self.operands.key, self.k_tile), (self.operands.value, self.v_tile)
 
     def tile(self, rows: _Rows, j: jax.Array, sums: _Sums, partial: bool) -> _Sums:
-        """Add a tile of keys."""
         problem, operands, stages = self.problem, self.operands, self.blocks.stages
         # early, because scales come from device memory
         next_scales = self.scales(rows, j + 1)

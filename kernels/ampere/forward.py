@@ -120,7 +120,6 @@ class _Program:
         return at(self.lists.order, rows.b, rows.head, rows.row, last)[...] * self.blocks.k
 
     def load(self, rows: TileRows, j: Index) -> tuple[jax.Array, jax.Array]:
-        """Load a tile's keys and values into registers."""
         key, value = self.operands.key, self.operands.value
         group = self.operands.query.shape[2] // key.shape[2]
         keys = rows.b, pl.ds(self.k0(rows, j), self.blocks.k), rows.head // group
@@ -131,7 +130,6 @@ class _Program:
         return self.load(rows, j) if self.blocks.stages > 1 else ()
 
     def tile(self, rows: TileRows, j: Index, sums: _Sums, partial: bool) -> _Sums:
-        """Add a tile of keys."""
         problem, operands = self.problem, self.operands
         # with two stages they were loaded into registers while the previous tile was multiplied
         self.k_tile[...], self.v_tile[...] = sums.ahead or self.load(rows, j)

@@ -107,10 +107,7 @@ def fetch(source: Ref, like: Ref | None = None) -> jax.Array:
 
 
 def start_copy(problem: Problem, source: Ref, tile: Ref) -> None:
-    """Start a group of copies of device memory into a tile of `slots` (`cp.async`).
-
-    Each thread copies its part of `copy_layout`.
-    """
+    """Start a group of copies of device memory into a tile of `slots` (`cp.async`)."""
     # Pallas emits `cp.async` only on capability 8 and only for contiguous rows, but all later GPUs
     # have the instruction; the interpreter has no copy without a barrier
     if problem.interpret:

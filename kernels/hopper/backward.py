@@ -360,7 +360,6 @@ class _KeyConsumer:
     def add_both(
         self, sums: Sums, slot: jax.Array, _: jax.Array, position: TilePosition, partial: bool
     ) -> Sums:
-        """Add a tile to dk and dv."""
         problem, walk = self.problem, self.walk
         q, do, shape = walk.q_tile.at[slot], walk.do_tile.at[slot], (ROWS, self.blocks.q)
         raw, base = self.scores(slot)

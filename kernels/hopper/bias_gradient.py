@@ -195,7 +195,6 @@ class _Program:
         column: Index,
         carry: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
-        """Add ds of a tile."""
         memory, blocks = self.memory, self.blocks
         total, step = carry
         slot = slot_of(step, blocks.stages)

@@ -239,7 +239,6 @@ class _Consumer:
     def attend(
         self, item: jax.Array, carry: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Compute an item."""
         (_, _, K, Hv), (done, step) = self.operands.value.shape, carry
         b, head, part = item_index(item, K, self.parts)
         full, seen = at(self.lists.full, b, head, 0)[...], at(self.lists.seen, b, head, 0)[...]

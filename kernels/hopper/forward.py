@@ -177,7 +177,6 @@ class _Consumer:
     w: jax.Array
 
     def attend(self, item: jax.Array, step: jax.Array) -> jax.Array:
-        """Compute an item."""
         Hv = self.operands.value.shape[-1]
         b, n, row = query_items(self.operands, self.blocks).at(self.lists, item)
         q0 = row * self.blocks.q + self.w * ROWS

@@ -337,10 +337,7 @@ def queries_as_columns(operands: Operands) -> Operands:
 
 
 def _load_pairs(array: Ref, position: TilePosition, shape: Shape, q_axis: int) -> jax.Array:
-    """Load a tile of an array of pairs, [B or 1, N or 1, T or 1, S or 1].
-
-    With queries as columns the array is [B or 1, N or 1, S or 1, T or 1].
-    """
+    """Load a tile of an array [B or 1, N or 1, T or 1, S or 1], or [.., S or 1, T or 1]."""
     b, n, q0, k0 = position[:4]
     starts = (q0, k0) if q_axis == ROW else (k0, q0)
     has_rows, has_columns = (size > 1 for size in array.shape[2:])

@@ -40,7 +40,6 @@ class QuerySums(NamedTuple):
     sums: tuple[Ref, Sequence[Ref]]  # the same in float32
 
     def begin(self) -> None:
-        """Clear the sums at the first tile."""
         acc, slopes = self.sums
 
         @pl.when(self.step.first)
@@ -48,14 +47,12 @@ class QuerySums(NamedTuple):
             clear(acc, *slopes)
 
     def add(self, ds: jax.Array, du: jax.Array) -> None:
-        """Add the terms of a tile."""
         acc, slopes = self.sums
         acc[...] += dot(self.x.key[...], du, 0, 0)
         for rows in slopes:
             rows[...] -= (ds * distances(self.x)).sum(axis=0, keepdims=True)
 
     def write(self) -> None:
-        """Write the results at the last tile."""
         (dq, rows), (acc, slopes) = self.results, self.sums
 
         @pl.when(self.step.last)

@@ -232,7 +232,6 @@ class Walk:
     columns: int = 0  # of the block table
 
     def specs(self, x: TileInputs) -> TileInputs:
-        """Return the BlockSpec of each array."""
         keys = "slots" if self.slots_first else "keys"
         kinds = TileInputs(*["pairs"] * len(TileInputs._fields))
         kinds = kinds._replace(query="row", key=keys, value=keys, slopes="row", sinks="row")

@@ -230,7 +230,6 @@ class _Walk:
         return b, n, *((column, row) if self.keys_as_rows else (row, column))
 
     def spec(self, kind: str, shape: tuple[int, ...]) -> pl.BlockSpec:
-        """Return the BlockSpec of an array of a kind."""
         if kind in ("scalars", "whole"):
             return pl.BlockSpec(memory_space=pltpu.SMEM if kind == "scalars" else pl.ANY)
         blocks = self.blocks
@@ -272,7 +271,6 @@ def _run(
     scratch: Sequence[Scratch],
     classes: jax.Array | None = None,  # if lists contain the tiles of any sharer
 ) -> list[jax.Array]:
-    """Run a kernel on a grid."""
     tables = [walk.visits.numbers] if classes is None else [walk.visits.numbers, classes]
     arrays, kinds = tile_inputs(operands, saved)
     inputs: list[TileInputs | jax.Array] = [arrays]

@@ -42,12 +42,10 @@ class Packing:
         return head + (self.heads - 1).bit_length(), head
 
     def pack(self, row: Array, head: Array, column: Array, tile_class: Array) -> Array:
-        """Encode a visit."""
         rows, heads = self._shifts
         return row << rows | head << heads | column << 2 | tile_class
 
     def row(self, number: jax.Array) -> jax.Array:
-        """Return the row of a visit."""
         return number >> self._shifts[0]
 
     def tile(self, number: jax.Array) -> jax.Array:
@@ -55,7 +53,6 @@ class Packing:
         return number >> 2
 
     def unpack(self, number: jax.Array) -> Visit:
-        """Decode a visit."""
         row, head = self._shifts
         low = lambda shift, end: (number >> shift) & ((1 << end - shift) - 1)  # noqa: E731
         return Visit(number >> row, low(head, row), low(2, head), number & 3)

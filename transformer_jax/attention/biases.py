@@ -57,14 +57,11 @@ class ALiBi:
         q_positions: jax.Array,  # i32[T] or [B, T]
         k_positions: jax.Array,  # i32[S] or [B, S]
     ) -> jax.Array:  # f32[B or 1, N, T, S]
-        """Return the bias of every pair of a query and a key.
+        """Return the bias of every pair of a query and a key, f32[B or 1, N, T, S].
 
         Args:
             q_positions: i32[T] or [B, T].
             k_positions: i32[S] or [B, S].
-
-        Returns:
-            f32[B or 1, N, T, S].
         """
         distances = jnp.abs(key_distances(q_positions, k_positions)).astype(jnp.float32)
         return -self.slopes.astype(jnp.float32)[None, :, None, None] * distances[:, None]
@@ -143,14 +140,11 @@ class RelativeBias:
         q_positions: jax.Array,  # i32[T] or [B, T]
         k_positions: jax.Array,  # i32[S] or [B, S]
     ) -> jax.Array:  # f32[B or 1, N, T, S]
-        """Return the bias of every pair of a query and a key.
+        """Return the bias of every pair of a query and a key, f32[B or 1, N, T, S].
 
         Args:
             q_positions: i32[T] or [B, T].
             k_positions: i32[S] or [B, S].
-
-        Returns:
-            f32[B or 1, N, T, S].
         """
         bucket = relative_bucket(
             key_distances(q_positions, k_positions),
@@ -174,13 +168,10 @@ class Bias(Protocol):
         q_positions: jax.Array,  # i32[B or 1, T]
         k_positions: jax.Array,  # i32[B or 1, S]
     ) -> jax.Array:  # f32[B or 1, N or 1, T, S]
-        """Return the bias of every pair of a query and a key.
+        """Return the bias of every pair of a query and a key, f32[B or 1, N or 1, T, S].
 
         Args:
             q_positions: i32[B or 1, T].
             k_positions: i32[B or 1, S].
-
-        Returns:
-            f32[B or 1, N or 1, T, S].
         """
         ...

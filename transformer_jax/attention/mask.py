@@ -56,15 +56,12 @@ class Mask:
     # Methods that your own mask implements or overrides
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Whether queries may attend to keys, elementwise.
+        """Whether queries may attend to keys: bool, broadcastable to [B, N, T, S].
 
         Args:
             q: i32, positions of queries: [B or 1, 1, T, 1]; inside a fused kernel, any shape that
                 broadcasts with k.
             k: i32, positions of keys: [B or 1, 1, 1, S], except inside a fused kernel.
-
-        Returns:
-            bool, broadcastable to [B, N, T, S].
         """
         raise TypeError(f"{type(self).__name__} is a Mask without a method sees(self, q, k)")
 
@@ -166,14 +163,11 @@ class Mask:
         q_positions: Array,  # i32[T] or [B, T]
         k_positions: Array,  # i32[S] or [B, S]
     ) -> jax.Array:  # bool[B or 1, N or 1, T, S]
-        """Return the mask as an array.
+        """Return the mask as an array, bool[B or 1, N or 1, T, S].
 
         Args:
             q_positions: i32[T] or [B, T].
             k_positions: i32[S] or [B, S]; a key at a negative position is an empty slot.
-
-        Returns:
-            bool[B or 1, N or 1, T, S].
 
         Raises:
             ValueError: if shapes or dtypes do not match.
@@ -186,14 +180,11 @@ class Mask:
         q_positions: jax.Array,  # i32[B or 1, T]
         k_positions: jax.Array,  # i32[B or 1, S]
     ) -> jax.Array:  # bool[B or 1, N or 1, T, S]
-        """Return the mask as an array, without checks and without the rule about empty slots.
+        """Return bool[B or 1, N or 1, T, S], without checks and without the rule about empty slots.
 
         Args:
             q_positions: i32[B or 1, T].
             k_positions: i32[B or 1, S].
-
-        Returns:
-            bool[B or 1, N or 1, T, S].
         """
         sees = self.sees(q_positions[:, None, :, None], k_positions[:, None, None, :])
         # a mask that reads only keys, such as padding, has one row for all queries

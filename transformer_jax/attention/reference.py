@@ -37,7 +37,7 @@ from transformer_jax.values import short_repr
 
 @short_repr
 class Softmax(NamedTuple):
-    """exp(s - max), its denominator, and which rows are broken."""
+    """exp(s - max), its denominator, and which rows are broken (their results are NaN)."""
 
     exponentials: jax.Array  # [B, N, T, S]
     denominator: jax.Array  # [B, N, T]
@@ -191,10 +191,7 @@ def softmax(
     nonfinite: Nonfinite,
     sinks: jax.Array | None = None,  # [N]
 ) -> Softmax:
-    """Return the softmax of the visible scores.
-
-    A fully masked row has zero weights. A row with a nonfinite score is broken.
-    """
+    """Return the softmax of the visible scores; it breaks rows that see a nonfinite one."""
     if visible is not None:
         assert nonfinite.keys is not None
         scores = jnp.where(visible, scores + nonfinite.keys.astype(scores.dtype), -jnp.inf)

@@ -254,14 +254,11 @@ def read(
     cache: SlottedCache,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
-    """Return the keys and values for attention; int8 is dequantized, scale * q.
+    """Return keys [B, S, K, H] and values [B, S, K, Hv] for attention, with int8 dequantized.
 
     Args:
         cache: a `KVCache`, or a `PagedCache` (then the pools are returned).
         dtype: the dtype of dequantized int8; other caches keep theirs.
-
-    Returns:
-        Keys [B, S, K, H] and values [B, S, K, Hv].
     """
     if cache.k_scale is None or cache.v_scale is None:
         return cache.k, cache.v
@@ -308,14 +305,11 @@ def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[...
 
 
 def next_positions(length: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return the positions of new tokens.
+    """Return i32[B, T], `length[b]` plus the number of earlier valid tokens; -1 for padding.
 
     Args:
         length: i32[B], the number of tokens in each row so far.
         valid: bool[B, T]; False is padding.
-
-    Returns:
-        i32[B, T]: `length[b]` plus the number of valid tokens before; -1 for padding.
     """
     return jnp.where(valid, length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
 

@@ -310,7 +310,6 @@ def once(condition: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tr
 
 
 def _finite_rows(x: jax.Array) -> jax.Array:  # [group, rows, d] to bool[group, rows, 1]
-    """Whether each row is finite."""
     # a product with a vector is faster on a CPU than a reduction, and this sum cannot overflow
     weights = jnp.full((x.shape[0], x.shape[2], 1), 0.5 / max(x.shape[2], 1), jnp.float32)
     return jnp.isfinite(_dot(x, weights, (2, 1)))
