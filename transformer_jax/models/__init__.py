@@ -1,9 +1,9 @@
 """Transformers as thin flax modules over pure functions.
 
-`functional` and `ops` contain arithmetic without parameters (`ops` tunes it for each platform),
-`layers` small modules, `block` attention and one block, `stack` all blocks. `transformer`,
-`encoder_decoder` and `streaming` contain the models, which `factory` builds from a config. Other
-models, such as recurrent ones, are re-exported from `transformer_jax.lectures`.
+`functional` and `ops` contain arithmetic without parameters (`ops` tunes it for each platform).
+Small modules are in `layers`, attention and a block in `block`, the loop over blocks in `stack`,
+models in `transformer`, `encoder_decoder` and `streaming`. `factory` builds models from configs.
+Other models, such as recurrent ones, are re-exported from `transformer_jax.lectures`.
 """
 
 from transformer_jax.config.kinds import later

@@ -1,7 +1,7 @@
 """Products with a kernel that has low-rank adapters: x W + s (x A) B.
 
-The sum W + s A B is never computed, so no kernel is stored twice, and W gets a gradient only on
-request. Each row of a batch can use a different adapter of the same kernel.
+W + s A B is never computed, so no kernel is stored twice, and W gets a gradient only on request.
+Each row of a batch can use a different adapter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformer_jax.values import value_class
     kw_only=True, arrays=("base", "a", "b", "rows"), static=("scale", "dropout"), exportable=True
 )
 class AdaptedKernel:
-    """Kernel with its adapters, which replaces the kernel in a model's parameters.
+    """Kernel with its adapters; replaces the plain kernel in a model's parameters.
 
     In a scanned stack, all arrays have a leading axis L.
     """
@@ -52,8 +52,8 @@ def product(
 ) -> jax.Array:  # [..., *outputs]
     """Return x W + b over the last `contract` axes of x, in the dtype of x.
 
-    An adapted kernel computes x W + s (drop(x) A) B + b. Dropout is on if there is a key; its bits
-    depend on the key and the module's `name`.
+    An adapted kernel adds s (drop(x) A) B. A key turns dropout on; the bits depend on the key and
+    the module's `name`.
     """
     if isinstance(kernel, QuantizedKernel):
         return quantized_project(x, kernel, bias, contract)
@@ -61,7 +61,7 @@ def product(
         return project(x, kernel, bias, contract)
     y = product(x, kernel.base, bias, contract, None, name)
     if key is not None and kernel.dropout:
-        # modules that share a key draw different bits; `hash` of a string varies between processes
+        # so that modules that share a key draw different bits; `hash` differs between processes
         key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         x = dropout(x, kernel.dropout, key)
     rows = kernel.rows
@@ -77,7 +77,7 @@ def product(
         if rows is None:
             y = (x @ a) @ b
         else:
-            # -1 must not index the last adapter; an index past the last adapter results in NaN
+            # -1 must not select the last adapter; "fill" makes an index past the last adapter NaN
             a, b = (jnp.take(part, jnp.maximum(rows, 0), axis=0, mode="fill") for part in (a, b))
             y = jnp.einsum("B...r,Bro->B...o", jnp.einsum("B...i,Bir->B...r", x, a), b)
             y = jnp.where(rows.reshape(-1, *(1,) * (y.ndim - 1)) < 0, 0, y)

@@ -54,8 +54,7 @@ class CheckedModule(Module, kw_only=True):
     """Linen module with edits, whose `apply` suggests the right name after a typo.
 
     Attributes:
-        edits: functions by the names of places, added by `edited`. They do not affect the
-            parameters; a model without edits equals one that was never edited.
+        edits: functions by the name of their place, added by `edited`; no effect on parameters.
     """
 
     edits: Edits = field(default=(), repr=False)
@@ -64,9 +63,9 @@ class CheckedModule(Module, kw_only=True):
     def edited(self, edit: Mapping[str, Edit]) -> Self:
         """Return a copy of the model with functions that change values inside it.
 
-        New edits run after existing ones. All methods of the model, and its decoding step, compute
-        with the changed values. Values of a source change when the source is read: in `init_cache`,
-        `init_state` and `init_decode_state`.
+        New edits run after existing ones. They affect all methods of the model and its decoding
+        step. Edits of a source's values run when the source is read: in `init_cache`, `init_state`
+        and `init_decode_state`.
 
         Args:
             edit: dict from the name of a place (`transformer_jax.places`) to a function. `*`
@@ -79,8 +78,8 @@ class CheckedModule(Module, kw_only=True):
 
     @nn.nowrap
     def with_facts(self, **known: Any) -> Self:
-        """Return a copy whose edits know the facts about its calls that `EditSpec.of` takes."""
-        if not self.edits:  # a different model object would cause recompilation
+        """Return a copy whose edits store facts about the calls, as `EditSpec.of` takes them."""
+        if not self.edits:  # a copy would cause recompilation
             return self
         return self._with(tuple((name, EditSpec.of(one, **known)) for name, one in self.edits))
 
@@ -188,7 +187,7 @@ def visited_logits(
     at: jax.Array | None,  # i32[B, Q]
     visit: Visit,
 ) -> jax.Array:  # f32[B, T, V] or [B, Q, V]
-    """Return the edited logits of the tokens `at`; None is every token."""
+    """Return the logits of the tokens `at` (None is every token) after edits."""
     edited = "logits" in visit.edits  # an edit receives the logits of all tokens
     logits = visit("logits", embed.logits(x if at is None or edited else gather_tokens(x, at)))
     if at is not None and edited:
@@ -208,8 +207,8 @@ def positions_and_masks(
 ) -> tuple[jax.Array, tuple[Mask | None, ...]]:
     """Return the positions for embeddings and rotation, and one mask per window of the config.
 
-    Each mask combines `mask` with a window of the window pattern, the sink tokens and the segments.
-    The positions are i32[B, T] or [T]; with segments, they start at 0 in each document.
+    The positions are i32[B, T] or [T]; with segments, they start at 0 in each document. Each mask
+    combines `mask` with one window, the sink tokens and the segments.
     """
     positions = check_positions(shape, positions)
     # with segments each document starts at 0, so a row may be longer than the position table
@@ -253,8 +252,8 @@ def positions_and_masks(
 def check_sees_past(mask: Mask) -> None:
     """Raise ValueError if a decoder's mask does not restrict future tokens at all.
 
-    The mask replaces `Causal()`, so this is usually a mistake. `Everything() & ...` allows
-    attention to the future explicitly.
+    The mask replaces `Causal()`, so this is usually a mistake. `Everything() & ...` states that it
+    is intended.
     """
     unrestricted = all(
         type(node) in (Padding, Segments, And, Or)
@@ -276,9 +275,9 @@ def check_cache_room(
 ) -> tuple[jax.Array, jax.Array]:  # i32[B, T], bool[B]
     """Return the positions of new tokens in a cache, and the rows that have no room for them.
 
-    A known position past the end raises ValueError; a traced one becomes padding, and the caller
-    sets its row's result to NaN. A ring ends only at the limit of int32. A cache of another model
-    also raises ValueError.
+    A known position past the end raises ValueError, as does the cache of another model. A traced
+    position past the end becomes padding, and the caller sets its row's result to NaN. A ring has
+    no end except the limit of int32.
     """
     check_cache(config, cache, tokens, is_cross)
     positions = check_positions(tokens.shape, positions)
@@ -296,10 +295,10 @@ def refuse_unread(
     tokens: jax.Array,  # i32[B, T]
     positions: jax.Array,  # i32[B, T]
 ) -> jax.Array:  # i32[B, T]
-    """Replace tokens by -1 in rows whose mask lets a query see keys beyond this call.
+    """Replace tokens with -1 in rows whose mask lets a query see keys beyond this call.
 
-    Those keys would be missing from the result, so a prefix must be read in one call. Raise
-    ValueError if the positions are known.
+    The result would lack those keys, so a prefix that attends ahead must be read in one call. If
+    the positions are known, raise ValueError instead.
     """
     if not _looks_ahead(mask):
         return tokens
@@ -321,7 +320,7 @@ def refuse_unread(
 
 
 def _looks_ahead(mask: Mask) -> bool:
-    """Whether a query may see a later key, judging by the mask's structure only."""
+    """Whether the structure of the mask allows a query to see a later key."""
     if isinstance(mask, And):
         return _looks_ahead(mask.left) and _looks_ahead(mask.right)
     if isinstance(mask, Or):

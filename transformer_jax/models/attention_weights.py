@@ -32,9 +32,9 @@ def attention_weights(
             `generate(..., capture=("block_*/attention/weights",))`.
 
     Returns:
-        Dict from the name of an attention to its weights f32[B, L, N, T, S]: "attention", and for
-        an encoder-decoder also "cross_attention" and "encoder/attention". A recurrent model has no
-        layers, so its weights are f32[B, T, S]; their rows of padding tokens are not 0.
+        Dict from "attention", and for an encoder-decoder also "cross_attention" and
+        "encoder/attention", to weights f32[B, L, N, T, S]. A recurrent model has a single attention
+        without heads: f32[B, T, S], whose rows of padding tokens are not 0.
 
     Raises:
         ValueError: if the model has no attention, or a cache is passed.

@@ -97,7 +97,7 @@ class _Heads(NamedTuple):
 
 
 def _drop_as_kernels(weights: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Drop from weights [B, N, T, S] those that `dot_product_attention` would drop."""
+    """Apply dropout to weights [B, N, T, S] with the bits of `dot_product_attention`."""
     if key is None or (rate := exact_rate(rate)) == 0.0:
         return weights
 
@@ -183,7 +183,7 @@ class Attention(Module):
                 # Cohere: each head has its own scale, which `norm` cannot apply
                 x = (norm(x.astype(F32)) * scale[None, None]).astype(x.dtype)
             else:
-                # OLMo 2 normalises all heads together, before splitting them
+                # OLMo 2 normalizes all heads together, before splitting them
                 x = norm(rearrange(x, "B T N H -> B T (N H)"), scale).reshape(x.shape)
         if self.rope is not None:
             assert positions is not None
@@ -210,15 +210,15 @@ class Attention(Module):
         visit: Visit | None = None,
         projected: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Attend to x itself, through `cache` if there is one, or to the keys of a `cross_cache`.
+        """Attend from x to itself and to earlier tokens in `cache`, or to a `cross_cache`.
 
-        Return the output [B, T, D] and the updated cache. If a custom block passes its `projected`
-        queries, keys and values, return the output of each head instead, [B, T, N, Hv].
+        Return the output [B, T, D] and the updated cache. With `projected` queries, keys and
+        values from a custom block, return the output of each head instead, [B, T, N, Hv].
         """
         cfg = self.config
         visit = Visit() if visit is None else visit
         branch = "cross_attention" if self.cross else "attention"
-        # the fused kernels never materialise the weights, so compute them only on request
+        # fused kernels never materialize the weights, so compute them only on request
         weights_name = f"{branch}/weights"
         requested, edited = weights_name in visit.requested, weights_name in visit.edits
 
@@ -306,7 +306,7 @@ class Attention(Module):
         return cache, heads
 
     def _attend(self, heads: _Heads, dropout_key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
-        """Return the output of each head. Shaw positions materialise the attention weights."""
+        """Return the output of each head. Shaw positions materialize the attention weights."""
         cfg = self.config
         if self.shaw is not None:
             weights = dropout(self._weights(heads), cfg.attention_dropout, dropout_key)
@@ -355,7 +355,7 @@ class Attention(Module):
         return by_compiler(average, arrays, split(heads.q, slice(3)))
 
     def _weights(self, heads: _Heads) -> jax.Array:  # f32[B, N, T, S]
-        """Return the softmax, before dropout; NaN in the row of a query that sees NaN or inf."""
+        """Return the softmax before dropout. The row of a query that sees NaN or inf is NaN."""
         cfg, bias = self.config, heads.bias
         finite = jnp.isfinite(heads.v).all(axis=-1, keepdims=True)
         # The kernels return NaN for a query that sees a non-finite value. Weights do not depend on
@@ -385,7 +385,7 @@ class Attention(Module):
 @short_repr
 @dataclass
 class CustomCall:
-    """Helper methods and state that `CustomBlock.run` receives for one call of the block.
+    """State and helper methods that one call of a custom block passes to `CustomBlock.run`.
 
     Attributes:
         layer: index of the block; traced in a scanned stack.
@@ -409,13 +409,8 @@ class CustomCall:
     ) -> jax.Array:  # [B, T, N, Hv]
         """Return the output of each head, with the config's positions, mask and implementation.
 
-        Reads earlier tokens from the cache and writes these tokens to it. A second call raises
-        ValueError, and so do shapes other than the config's.
-
-        Args:
-            q: [B, T, N, H], before rotation.
-            k: [B, T, K, H], before rotation.
-            v: [B, T, K, Hv].
+        Pass `q` and `k` before rotation. Earlier tokens are read from the cache, and these are
+        written to it. A second call, or a shape other than the config's, raises ValueError.
         """
         cfg = self.attention.config
         if self.attended:
@@ -439,11 +434,7 @@ class CustomCall:
         return heads
 
     def dropout(self, y: jax.Array) -> jax.Array:
-        """Apply the config's dropout, which is on in training.
-
-        Args:
-            y: array of any shape.
-        """
+        """Apply the config's dropout to an array of any shape, if dropout is on."""
         key = self.keys[1]
         self.dropped += 1
         key = None if key is None else jax.random.fold_in(key, self.dropped)
@@ -469,7 +460,7 @@ class Block(Module):
     window: int | None = None
     """Window of the block's mask."""
     number: int | None = None
-    """Index of the block in a looped stack; in a scan, `__call__` receives it."""
+    """Index of the block in a looped stack; None in a scan, which passes it to `__call__`."""
 
     def setup(self) -> None:
         cfg = self.config
@@ -521,7 +512,7 @@ class Block(Module):
         key: jax.Array | None = None,
         layer: jax.Array | int | None = None,  # i32[] in a scan: index of the block
     ) -> tuple[jax.Array, LayerCache | None, Captured]:
-        """Run the branches; return the stream [B, T, D], the updated cache and captured values.
+        """Return the stream [B, T, D] after the branches, the updated cache and captured values.
 
         Cross-attention reads `cross_cache`, or computes its keys and values from the memory.
         """
@@ -529,7 +520,7 @@ class Block(Module):
         source = inputs.memory_positions if cross_cache is None else cross_cache.positions
         layer = self.number if layer is None else layer
         visit = inputs.places.visit(layer, inputs.token_positions, source)
-        # always five, so that a branch draws the same numbers whichever other branches exist
+        # always five, so that a branch's random numbers do not depend on which branches exist
         keys = split_key(key, 5)
         if cfg.block is not None and cfg.block.is_whole:
             call = CustomCall(self.attention, inputs, cache, visit, keys, layer, x)
@@ -613,9 +604,9 @@ class Block(Module):
     ) -> tuple[tuple[jax.Array, kv.KVCache | None, Captured], Captured]:
         """Adapt `__call__` to `nn.scan`.
 
-        The cache of all layers is part of the carry (not scanned over), so a donated cache is
-        updated in place. Values captured in few blocks are in the carry, too, by full name; the
-        second result contains the other captured values, which the scan stacks.
+        The cache of all layers is in the carry (not scanned over), so that a donated cache is
+        updated in place. Values captured in only a few blocks are also in the carry, by full name;
+        the scan stacks the others, which are the second result.
         """
 
         def read(leaf: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Parameter initialisation with a few small compiled programs, which compile quickly.
+"""Parameter initialization with a few small programs, which compile quickly.
 
 A single program for all parameters takes seconds to compile, although the blocks have equal shapes.
-So the initialisation is traced but not compiled: the part of the trace that makes one parameter is
-extracted, and equal parts share a compiled program. On a CPU, where even these take longer to
-compile than to run, one program draws normal numbers for all shapes:
+So the initialization is only traced: the part of the trace that makes one parameter is extracted,
+and equal parts share a compiled program. On a CPU, even these take longer to compile than to run,
+so one program draws normal numbers for all shapes:
 
     x_i = std sqrt(2) erfinv(u_i),   u_i from the bits of Threefry-2x32(key, i)
 
@@ -27,7 +27,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from transformer_jax.pytree import Array
 
 CHUNK = 2**16
-"""Numbers per call of the CPU program; small enough for a core's cache."""
+"""Numbers per call of the CPU program; few enough for a core's cache."""
 IN_FLIGHT = 16
 """Maximum number of calls whose results have not been copied yet."""
 
@@ -42,12 +42,12 @@ class _Part:
 
 
 def draw(traced: ClosedJaxpr, key: jax.Array) -> list[jax.Array]:
-    """Return the results of a traced function for a key, bit for bit, using small programs.
+    """Return the results of a traced function for a key, using small programs.
 
-    Results of the same loop, such as those of a scanned stack, share one program.
+    The bits do not change. Results of one loop, such as a scanned stack, share one program.
     """
     found: dict[int, jax.Array] = {}
-    # the shared CPU program only replaces the default: uncommitted Threefry keys, bits by index
+    # the shared CPU program supports only the default: uncommitted Threefry keys, bits by index
     platforms = {device.platform for device in key.devices()}
     shared = not key.committed and platforms == {"cpu"} and _bits_by_index()
     shared = shared and str(jax.random.key_impl(key)) == "threefry2x32"
@@ -61,10 +61,9 @@ def draw(traced: ClosedJaxpr, key: jax.Array) -> list[jax.Array]:
 
 
 def _parts(traced: ClosedJaxpr, key: jax.Array) -> Iterator[tuple[_Part, list[Array], list[int]]]:
-    """Yield parts, the arguments of each, and the indices of its results.
+    """Yield each part with its arguments and the indices of its results.
 
-    The number that `fold_in` adds to a key becomes an argument, because it is the only difference
-    between equal layers.
+    The number folded into a key becomes an argument, because it is all that differs between layers.
     """
     jaxpr, _ = dce_jaxpr(traced.jaxpr, True, instantiate=True)
     values: dict[Var, Array] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
@@ -123,7 +122,7 @@ def _bits_by_index() -> bool:
 
 
 def _without_compiling(part: _Part, arguments: Sequence[Array]) -> list[jax.Array] | None:
-    """Compute a constant or normal numbers without compiling for their shape; None otherwise."""
+    """Compute a constant or normal numbers without compiling for the shape; None for others."""
     jaxpr = part.traced.jaxpr
     shape = jaxpr.outvars[0].aval.shape
     numbers = [x.val for each in jaxpr.eqns for x in each.invars if isinstance(x, Literal)]
@@ -181,7 +180,7 @@ def _words(key: jax.Array, number: jax.Array) -> jax.Array:  # u32[2]
 
 @jax.jit
 def _normal_chunk(key: jax.Array, start: jax.Array, scale: jax.Array) -> jax.Array:  # f32[CHUNK]
-    """Return the numbers from index `start` on, with the arithmetic of `jax.random.normal`."""
+    """Return CHUNK numbers from index `start`, with the arithmetic of `jax.random.normal`."""
     index = start + jax.lax.iota(jnp.uint32, CHUNK)
     high, low = _threefry(key, jnp.zeros_like(index), index)
     in_1_to_2 = ((high ^ low) >> np.uint32(9)) | np.uint32(0x3F800000)
@@ -194,8 +193,8 @@ def _normal_chunk(key: jax.Array, start: jax.Array, scale: jax.Array) -> jax.Arr
 def _threefry(key: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the Threefry-2x32 cipher of pairs of words.
 
-    The rounds are unrolled, so XLA fuses them into one loop without temporaries. JAX's own version
-    for CPUs loops over rounds, and each round passes over all words.
+    The rounds are unrolled, so XLA fuses them into one loop over the words. JAX's own version for
+    CPUs loops over the rounds, and each round passes over all words.
     """
     words = key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
     x, y = x + words[0], y + words[1]

@@ -1,9 +1,8 @@
 """Edits of values inside a model, with the same result however the sequence is split into calls.
 
 A call may contain a whole sequence or a part of it (a chunk of a prompt, a decoded token), padding,
-and rows that have nothing to do with each other. An edit acts on the tokens of the sequence only.
-It can read their positions, and it raises an error if it needs more tokens than the call contains.
-Its result therefore equals that of one pass over the whole sequence.
+and unrelated rows. An edit acts only on the tokens of the sequence and can read their positions. If
+it needs more tokens than the call contains, it raises an error.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Edit: TypeAlias = Callable[..., jax.Array]
 
 @dataclass(frozen=True)
 class Call:
-    """Facts about a call's tokens at tracing time. None means unknown."""
+    """Facts about a call's tokens that are known while tracing; None is unknown."""
 
     whole: bool = True
     """Whether no earlier call read tokens of these sequences."""
@@ -76,7 +75,7 @@ WHOLE = Call()
 
 @dataclass(frozen=True)
 class EditSpec:
-    """Edit function with facts about the calls that it will be used in."""
+    """Edit function with facts about the calls that will use it."""
 
     function: Edit
     part: bool = False
@@ -105,7 +104,7 @@ class EditSpec:
 
 
 def axes_of(place: str, ndim: int) -> dict[str, int]:
-    """Return the axis of tokens of a value, and its axis of heads if there is one."""
+    """Return the token axis of a value, and its head axis if it has one."""
     if ndim < 4 or place.endswith("/hidden"):  # 4 axes in the hidden layer of experts
         return {"token": 1}
     return {"token": 2, "head": 1} if place.endswith("/weights") else {"token": 1, "head": 2}
@@ -119,7 +118,7 @@ def apply_edit(
     call: Call,
     single: bool = False,
 ) -> jax.Array:
-    """Apply an edit to a value. The result is NaN where a traced call violates the edit's needs.
+    """Apply an edit to a value; rows of a traced call that violate the edit's needs become NaN.
 
     `single` means that the model reads one token at a time and the value belongs to one token.
 
@@ -145,7 +144,7 @@ def apply_edit(
     needs = getattr(function, "needs", None)
     declared = needs is not None
     if needs is None:
-        # A whole sequence without padding meets every need, so skip the slow analysis there.
+        # A whole sequence without padding meets every need, so skip the slow analysis.
         plain = spec == EditSpec(function) and call.whole
         plain &= positions is None or "positions" in arguments
         needs = set() if plain else _needs(function, value, arguments, axis, single, spec.apart)
@@ -194,7 +193,7 @@ def _needs(
     single: bool,
     apart: bool,
 ) -> set[str]:
-    """Return the axes along which a user's function mixes values: "tokens", "rows" or neither."""
+    """Return the axes along which a user's function mixes values: "tokens" and "rows"."""
     names = [name for name in arguments if name == "positions"]
     fixed = {name: x for name, x in arguments.items() if name not in names}
     arrays = [value, *(arguments[name] for name in names)]

@@ -25,8 +25,8 @@ class EncoderDecoder(CheckedModule):
     """Sequence-to-sequence model (Vaswani et al. 2017).
 
     Both stacks share the embedding, unless the config has a `source_vocab_size` or `inputs`. With
-    `inputs`, a `source` is f32[B, S, D_in] or f32[B, H, W, C], and its positions are those of the
-    vectors, of the frames, or of the class token and the patches.
+    `inputs`, `source` is f32[B, S, D_in] or f32[B, H, W, C], and its positions belong to the
+    vectors, the frames, or the class token and the patches.
 
     Attributes:
         config: a config of kind "encoder-decoder".
@@ -52,7 +52,7 @@ class EncoderDecoder(CheckedModule):
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
     ) -> jax.Array | tuple[jax.Array, Captured]:  # [B, S, D]
-        """Return the memory, that is, the encoder's output that the decoder attends to.
+        """Return the memory: the encoder's output, which the decoder attends to.
 
         Args:
             source: token ids, or an array that matches the config's `inputs`.

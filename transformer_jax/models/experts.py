@@ -35,7 +35,7 @@ LARGEST_BLOCK = 256
 
 
 ROUTED = "routed"
-"""The collection in which `apply(..., mutable=[ROUTED])` returns the router's logits of all blocks:
+"""Collection with the router logits of each block, returned by `apply(..., mutable=[ROUTED])`:
 f32[B, T, E], or f32[L, B, T, E] for a scanned stack."""
 
 
@@ -78,7 +78,7 @@ def router_losses(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the balance loss E sum_e f_e P_e and the z-loss of a block, without coefficients.
 
-    Choices are counted by the logits only, without a `selection_bias`.
+    Choices are counted from the logits alone, without the `selection_bias`.
     """
 
     def both(
@@ -130,7 +130,7 @@ def by_expert(
     function: Callable[..., jax.Array],
     rows: jax.Array,  # [N, W]
     chosen: jax.Array,  # i32[N]
-    matrices: tuple[Matrix, ...],  # leaves lead with E
+    matrices: tuple[Matrix, ...],  # leaves have a leading axis E
     key: jax.Array | None = None,
     shard: tuple[jax.Array, int] | None = None,
 ) -> jax.Array:  # [N, W']
@@ -146,7 +146,7 @@ def by_expert(
         chosen = chosen - first
         elsewhere = (chosen < 0) | (chosen >= count)
         chosen = jnp.where(elsewhere, count, chosen)
-    block = block_size(size, total) if are_concrete(size) else 1  # in an export with any batch size
+    block = block_size(size, total) if are_concrete(size) else 1  # an export with any batch size
     if block == 1:
         slots, of_block = jnp.arange(size), chosen
     else:
@@ -200,11 +200,11 @@ def _over_devices(
     rows: Axis,
     experts: Axis,
 ) -> jax.Array:  # [B, T, k, ...]
-    """Run `each` on a mesh whose axes `experts` shard the matrices, and `rows` the rows B.
+    """Run `each` on a mesh whose `experts` axes shard the matrices and whose `rows` axes shard B.
 
-    Each device applies its own experts to the rows of all devices along `experts`, and the results
-    are summed over these axes. Along other axes the matrices are gathered once, before the scan, so
-    that no block waits for another device.
+    Each device applies its own experts to the rows of all devices along `experts`; the results are
+    summed. Along other axes, the matrices are gathered once, before the scan, so that no block
+    waits for another device.
     """
     axes = axis_names(experts)
     others = tuple(name for name in axis_names(rows) if name not in axes) or None

@@ -1,4 +1,4 @@
-"""Functions of a config: build the model, initialise and count parameters, create caches."""
+"""Functions of a config: build the model, initialize and count parameters, create caches."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def init_params(config: AnyModelConfig, key: jax.Array) -> Params:
 
     Args:
         config: config of any kind of model. An n-gram config must have `nodes`; its parameters are
-            an empty table, filled by `count_ngrams`.
+            an empty table, which `count_ngrams` fills.
         key: a single key.
 
     Raises:
@@ -102,7 +102,7 @@ def init_params(config: AnyModelConfig, key: jax.Array) -> Params:
     check_key("key", key)
     if traced(jax.random.key_data(key)):  # inside any trace, even with a concrete key
         return _init(config, key)
-    # a single program for the whole initialisation takes much longer to compile than to run
+    # a single program for the whole initialization takes much longer to compile than to run
     found = _init.trace(config=config, key=key)
     return jax.tree.unflatten(jax.tree.structure(found.out_info), draw(found.jaxpr, key))
 
@@ -144,9 +144,9 @@ def init_cache(
         config: config of a decoder.
         batch: number of rows B.
         capacity: number of positions per row. With a window, the window plus the sink tokens is
-            enough: the cache is then a ring that never fills up. With a window pattern, full layers
-            have `capacity` slots, and windowed layers are rings of min(capacity, window +
-            sink_tokens + slack) slots.
+            enough: the cache is then a ring, which never fills up. With a window pattern, layers
+            without a window have `capacity` slots, and the others are rings of min(capacity, window
+            + sink_tokens + slack) slots.
         dtype: dtype of keys and values: int8, with the error documented in `transformer_jax.cache`,
             or floating with at least 16 bits. None is the compute dtype.
         slack: extra slots in the rings of a window pattern, needed for `rewind_cache`; at least 0.
@@ -223,8 +223,8 @@ def cache_bytes(
         batch: number of rows B.
         capacity: number of positions per row, as in `init_cache`.
         dtype: dtype of keys and values; None is the compute dtype.
-        source_length: for an encoder-decoder, the number of tokens, vectors or frames of the
-            source, which is cached, too. It may be None for images.
+        source_length: number of tokens, vectors or frames of an encoder-decoder's source, which is
+            also cached. Must be None for a decoder; may be None for images.
         slack: as in `init_cache`.
 
     Raises:
@@ -264,16 +264,16 @@ def init_decode_state(
     batch: int,
     capacity: int,
     *,
-    source: Array | None = None,  # i32[B, S], or what the config's inputs describe
+    source: Array | None = None,  # i32[B, S], or an array that matches the config's inputs
     source_valid: Array | None = None,  # bool[B, S]
     dtype: jax.typing.DTypeLike | None = None,
 ) -> Any:
     """Create the initial state for `make_step(build(config))`, for any generative model.
 
-    The state of a decoder is an empty cache; the state of an encoder-decoder is a cache with its
-    source. A recurrent model starts from zeros, or from the states of its source. Convolutional,
-    feed-forward and n-gram models start without previous tokens. The states of all these models are
-    f32 and have no capacity. `config`, `batch`, `capacity` and `dtype` are static under `jax.jit`.
+    The state is an empty cache for a decoder, and a cache with its source for an encoder-decoder.
+    A recurrent model starts from zeros or from the states of its source; convolutional,
+    feed-forward and n-gram models start without previous tokens. Their states are f32 and have no
+    capacity. `config`, `batch`, `capacity` and `dtype` are static under `jax.jit`.
 
     Args:
         config: config of a generative model, or the model itself, whose edits then apply to the
@@ -324,10 +324,10 @@ def init_decode_state(
 
 
 def merged(fresh: Params, loaded: Params) -> tuple[Params, list[str]]:
-    """Replace fresh parameters by loaded ones, and describe the differences in lines of text.
+    """Replace fresh parameters with loaded ones, and describe the differences in lines of text.
 
-    If a fresh array has more rows than the loaded one, its last rows remain fresh. The lines list
-    the parameters that remained fresh and the loaded ones that the new model does not have.
+    If a fresh array has more rows than the loaded one, its last rows remain fresh. The lines name
+    the parameters that remain fresh and the loaded ones that the new model does not have.
     """
     found, old = flatten_dict(fresh), flatten_dict(loaded)
     new = []

@@ -31,13 +31,11 @@ class _Product(NamedTuple):
 def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> float:
     """Return the operations of one forward pass over a sequence, with logits for all tokens.
 
-    Each matrix counts 2 x its elements x the tokens that it multiplies; each attention counts
-    2 N (H + Hv) for each pair of query and key that its mask allows (Kaplan et al. 2020, 2.1; only
-    visible pairs count, not the full square). Only the chosen experts count. Norms, activations and
-    look-ups are not included. A classifier computes class logits instead of token logits.
-
-    For an encoder-decoder, `length` is the length of the target and `source_length` that of the
-    source.
+    Each matrix counts 2 x its elements x the tokens that it multiplies. Each attention counts
+    2 N (H + Hv) for each pair of a query and a visible key (Kaplan et al. 2020, 2.1, count the full
+    square). Only the chosen experts count. Norms, activations and lookups are not included. A
+    classifier computes class logits instead of token logits. For an encoder-decoder, `length` is
+    the length of the target.
     """
     return sum(product.flops for product in _products(config, length, source_length))
 
@@ -53,16 +51,16 @@ def training_flops(
 ) -> float:
     """Return the operations of one training step (forward and backward) on a sequence.
 
-    The backward pass takes one product for the gradient of each factor that depends on a trained
-    parameter: two if all parameters are trained. Recomputation by `remat` is not counted, as is
-    usual for utilisation.
+    For each product of the forward pass, the backward pass computes one product per factor that
+    depends on a trained parameter: two if all parameters are trained. Recomputation by `remat` is
+    not counted, as is usual for utilization.
 
     Args:
         config: config of the model.
         length: tokens per sequence.
         source_length: length of an encoder-decoder's source.
         frozen: prefixes of the names of parameters that are not trained.
-        lora: config of the adapters; only they are trained then, and `lora.trained` and `whole`.
+        lora: config of the adapters. Then only these, `lora.trained` and `whole` are trained.
         whole: prefixes of the names of parameters that are trained in addition to the adapters.
     """
     names, found = [*_shapes(config)], matrices(_fresh(config))
@@ -134,8 +132,8 @@ def step_flops(config: TrainConfig) -> float:
 
 
 _Place: TypeAlias = tuple[int, str, int]
-"""Block, branch and step, ordered as a stack computes them. The branches happen to run in
-alphabetical order."""
+"""Block, branch and step; tuples sort in the order of computation, because the names of the
+branches happen to be in alphabetical order."""
 
 _FIRST, _LAST = (0, "", 0), 2**31
 
@@ -218,7 +216,7 @@ def _pairs(window: int | None, length: int, causal: bool, sinks: int) -> float:
     before += visible * (visible + 1) / 2 + (past - visible) * visible
     if causal:
         return before
-    # the same number after the query, which itself is counted in both
+    # as many after the query; the query itself is counted in both
     after = reach * (reach + 1) / 2 + (length - reach) * reach
     return before + after - length
 

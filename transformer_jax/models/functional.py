@@ -1,6 +1,6 @@
 """Activations and dropout as pure functions, written as in their papers.
 
-Norms, products and table look-ups are in `ops`, which also shards them over a mesh and uses the
+Norms, products and table lookups are in `ops`, which also shards them over a mesh and uses the
 compiled CPU kernels for few rows.
 """
 
@@ -26,9 +26,8 @@ def activate(x: jax.Array, name: AnyActivation) -> jax.Array:
 
     Args:
         x: array of any shape.
-        name: "relu", "silu", "gelu", x Phi(x), and its approximations (Hendrycks & Gimpel 2016)
-            "gelu_tanh", as in GPT-2, and "quick_gelu", x sigmoid(1.702 x); or a function of an
-            array.
+        name: "relu", "silu", "gelu" (x Phi(x), Hendrycks & Gimpel 2016), its approximations
+            "gelu_tanh" (GPT-2) and "quick_gelu" (x sigmoid(1.702 x)), or a function of an array.
 
     Raises:
         ValueError: if a function changes the shape.
@@ -63,7 +62,7 @@ def gated(
 ) -> jax.Array:  # [..., F]
     """Return act(gate) * up (Shazeer 2020), or with `unit_offset` act(gate) * (1 + up).
 
-    A limit c clips gate to at most c, and up to [-c, c] (gpt-oss).
+    A limit c clips `gate` from above at c, and clips `up` to [-c, c] (gpt-oss).
     """
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)

@@ -83,7 +83,7 @@ class InputLayer(Module):
         x: jax.Array,  # [B, T, D_in] or [B, H, W, C]
         positions: jax.Array | None = None,  # i32[B, T]; with patches, class token included
     ) -> jax.Array:  # [B, T', D]
-        """Return one vector per token. The contents of padding do not affect other tokens."""
+        """Return one vector per token. Values in padding do not affect other tokens."""
         inputs, cfg = self.config.inputs, self.config
         assert inputs is not None
         if isinstance(inputs, Patches):
@@ -130,7 +130,7 @@ class InputLayer(Module):
 
 
 def _without_padding(x: jax.Array, positions: jax.Array | None) -> jax.Array:
-    """Replace padding by 0, so that a NaN in it does not enter the gradients of a matrix."""
+    """Set padding to 0, so that a NaN in it does not enter the gradient of a matrix."""
     if positions is None:
         return x
     padding = (positions < 0).reshape(*positions.shape, *(1,) * (x.ndim - 2))
@@ -155,9 +155,9 @@ def frames_to_front(
 
 
 def strided_windows(x: jax.Array, kernel: int, stride: int) -> jax.Array:
-    """Return the frames around each `stride`-th, [B, T, D] -> [B, ceil(T / stride), kernel, D].
+    """Return windows of `kernel` frames, centered on every `stride`-th frame.
 
-    Rows are padded with zeros at both ends.
+    [B, T, D] -> [B, ceil(T / stride), kernel, D]; rows are padded with zeros at both ends.
     """
     reach, last = kernel // 2, stride * (-(-x.shape[1] // stride) - 1)
     x = jnp.pad(x, ((0, 0), (reach, reach), (0, 0)))

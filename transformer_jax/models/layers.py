@@ -65,15 +65,15 @@ _FIELDS = {
     "cell_": "num_layers", "hidden_": "num_layers", "words_": "order", "direct": "direct",
     "w_query": "attention", "w_key": "attention", "v": "attention", "w": "attention",
 }  # fmt: skip
-"""The config field that creates a parameter, by the end of the parameter's path."""
+"""Config field that creates a parameter, by the end of the parameter's path."""
 
 
 def refuse_surplus(module: nn.Module) -> None:
     """Raise ValueError if `params` contains parameters that the module has not declared.
 
-    flax would silently ignore them, for example a bias that the config does not have, or an extra
-    layer. Skips subclasses defined elsewhere and modules that share a scope with their parent,
-    because these may declare more parameters later.
+    flax would silently ignore them, such as a bias that the config does not have, or an extra
+    layer. Subclasses defined elsewhere, and modules that share a scope with their parent, are not
+    checked, because they may declare more parameters later.
     """
     parent_scope = getattr(module.parent, "scope", None)
     ours = type(module).__module__.startswith("transformer_jax.")
@@ -99,9 +99,9 @@ def refuse_surplus(module: nn.Module) -> None:
 def refuse_rngs(module: nn.Module, key: jax.Array | None) -> None:
     """Raise ValueError if `model.apply` received a 'dropout' key in `rngs` and no `key` argument.
 
-    No module here reads flax's `rngs`, so dropout would silently be off. Keys with other names, as
-    `nnx.bridge` passes them, are for the parameters. A model inside another module is not checked,
-    since the keys may be for other layers of that module.
+    No module here reads flax's `rngs`, so dropout would silently be off. Other names, as passed by
+    `nnx.bridge`, are allowed. A model inside another module is not checked, since the keys may be
+    for other layers of that module.
     """
     scope = module.scope
     if key is not None or scope is None or scope.path or module.is_initializing():
@@ -144,7 +144,7 @@ def norm_scale(module: nn.Module, name: str, config: ModelConfig, *shape: int) -
 class Linear(Module):
     """Linear layer x W + b over the last `contract` axes, in the compute dtype, W ~ N(0, std^2).
 
-    The key is only for the dropout of low-rank adapters.
+    Only the dropout of low-rank adapters uses the key.
     """
 
     config: ModelConfig
@@ -260,7 +260,7 @@ class Embed(Module):
         key: jax.Array | None = None,
         target: bool = False,
     ) -> jax.Array:  # [B, T, D]
-        """Return E[token] (times a scale) plus position and type vectors, and zeros for padding.
+        """Return E[token] (times a scale) plus position and type vectors; zeros for padding.
 
         An embedding norm with a bias maps the zeros to that bias.
         """

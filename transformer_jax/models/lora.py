@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 def init_lora(params: Params, config: LoraConfig, key: jax.Array) -> Params:
     """Initialise f32 adapters with B = 0, which do not change the model yet.
 
-    A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)), PEFT's initialisation (He et al. 2015 with a = sqrt 5).
+    A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)), PEFT's initialization (He et al. 2015 with a = sqrt 5).
     Looped and scanned stacks draw the same numbers. In a scanned stack, blocks that are not
     targeted have A = B = 0, which get no gradient and stay zero.
 
@@ -80,14 +80,12 @@ def init_lora(params: Params, config: LoraConfig, key: jax.Array) -> Params:
 def apply_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
     """Return the parameters of the adapted model: kernel + scale A B for each adapter.
 
-    Since x (W + s A B) = x W + s (x A) B, this works for any model. It is differentiable in both
-    arguments. Sums are in the wider dtype of the two and are not rounded here, so a bf16 model
-    resolves changes of a weight down to 2^-9 of it.
+    This works for any model and is differentiable in both arguments. The sum has the wider of the
+    two dtypes; if the model then rounds it to bf16, changes below 2^-9 of a weight are lost.
 
-    The cost is r multiplications per weight, independent of the number of tokens: as much as r more
-    tokens in a batch, which is little in training. Adapted kernels exist twice in memory, and their
-    full gradients once; training only saves optimizer state. Merge before decoding, where this cost
-    would dominate each step.
+    The cost is r multiplications per weight, as much as r more tokens in a batch. This is little in
+    training, but would dominate each decoding step, so merge before you decode. Adapted kernels
+    exist twice in memory and their full gradients once; training saves only optimizer state.
 
     Args:
         params: parameters of the model.
@@ -95,7 +93,7 @@ def apply_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
         config: config of the adapters.
 
     Raises:
-        ValueError: if an adapter does not fit, or its kernel is quantised.
+        ValueError: if an adapter does not fit, or its kernel is quantized.
     """
 
     def add(path: str, kernel: Kernel, part: Adapter) -> jax.Array:
@@ -117,15 +115,15 @@ def with_adapters(
 ) -> Params:
     """Return a transformer's parameters with adapters next to the kernels of its blocks.
 
-    The result can be used like any parameters: the model computes x W + s (drop(x) A) B, with
-    dropout if it gets a key. This function itself computes nothing.
+    Use the result like any parameters: the model computes x W + s (drop(x) A) B, with dropout if it
+    gets a key. This function itself computes nothing.
 
     Args:
         params: parameters of the model.
         adapters: adapters from `init_lora`, or a sequence of adapters with the same config.
         config: config of the adapters.
-        rows: i32[B], with several adapters the index of the adapter that each row of a batch uses;
-            -1 is the base model.
+        rows: i32[B], required with several adapters: the index of each row's adapter; -1 is the
+            base model.
 
     Raises:
         ValueError: if an adapter does not fit, or belongs to a kernel outside of the blocks, or
@@ -178,7 +176,7 @@ def merge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
         config: config of the adapters.
 
     Raises:
-        ValueError: if an adapter does not fit, its kernel is quantised, or a sum overflows the
+        ValueError: if an adapter does not fit, its kernel is quantized, or a sum overflows the
             dtype.
     """
     adapted = apply_lora(params, adapters, config)
@@ -188,7 +186,7 @@ def merge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
             return old
         merged = new.astype(old.dtype)
         if not isinstance(merged, jax.core.Tracer):
-            overflow = jnp.isfinite(old) & ~jnp.isfinite(merged)  # of the sum, or of its rounding
+            overflow = jnp.isfinite(old) & ~jnp.isfinite(merged)  # in the sum or in its rounding
             if bool(overflow.any()):
                 rule = f"the maximum of {old.dtype} is {float(jnp.finfo(old.dtype).max):.5g}"
                 raise ValueError(f"{path_name(path)} has an infinite weight: {rule}")
@@ -200,9 +198,8 @@ def merge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
 def unmerge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
     """Subtract merged adapters: kernel - scale A B, in the dtype of the kernel.
 
-    Merging and unmerging round once each, so the result differs from the original weight by up to
-    two roundings: in bf16, 2^-8 of the larger of the original and the merged weight. To get exact
-    weights back, keep the original parameters.
+    Merging and unmerging each round once, so in bf16 a weight can change by 2^-8 of the larger of
+    the original and the merged weight. If you need the exact weights, keep the original parameters.
 
     Args:
         params: parameters from `merge_lora`.
@@ -221,7 +218,7 @@ def split_trained(
     """Return the trainable parameters: {"lora": adapters, "whole": {name: array}}.
 
     `whole` and `config.trained` are prefixes of the names of parameters that are trained in
-    addition to the adapters. ConfigError if a prefix matches no parameter, or an adapted kernel.
+    addition to the adapters; each must match a parameter, and none may match an adapted kernel.
     """
     adapters = init_lora(params, config, key)
     flat, found = flatten_dict(params, sep="/"), dict[str, Parameter]()
@@ -276,9 +273,9 @@ def lora_loss(
 ) -> Callable[[Params, Batch, jax.Array | None, Params], Result]:
     """Convert a loss of parameters to a loss of adapters.
 
-    This works for any model; for a transformer, training with `with_adapters` is cheaper. The
-    parameters are an argument, passed by `make_train_step(..., frozen=(params,))`, because in a
-    closure they would become constants of the compiled program.
+    This works for any model; for a transformer, training with `with_adapters` is cheaper. Pass the
+    parameters with `make_train_step(..., frozen=(params,))`; in a closure, they would become
+    constants of the compiled program.
 
     Args:
         loss: function of (params, batch, key).
@@ -340,7 +337,7 @@ def layer(path: str) -> int | None:
 
 
 def nest(adapters: Params, params: Params) -> Params:
-    """Nest adapters by path like `params`: looped, or stacked and filled up with zeros."""
+    """Nest adapters like `params`: looped, or stacked with zeros for the missing blocks."""
     if not any("blocks" in path for path in flatten_dict(params)):
         return unflatten_dict(adapters, sep="/")
     # a scanned stack has one array for all blocks, so blocks without an adapter get zeros

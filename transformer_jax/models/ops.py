@@ -1,8 +1,8 @@
-"""Norms, products, table look-ups and argmax, each written in the fastest form per platform.
+"""Norms, products, table lookups and argmax, each in the fastest form for the platform.
 
-On a mesh with explicit axes, the result is sharded like its rows: the function calls itself through
-`by_compiler`, inside which no axis is explicit. On a CPU, up to 16 rows (as in decoding) use the
-compiled kernels. Products that XLA's CPU backend computes slowly are rewritten, which only changes
+On a mesh with explicit axes, a function calls itself through `by_compiler`, inside which no axis is
+explicit; the result is sharded like its rows. On a CPU, up to 16 rows (as in decoding) use the
+compiled kernels. Products that XLA's CPU backend computes slowly are rewritten, which changes only
 the order of summation.
 """
 
@@ -35,9 +35,9 @@ def layer_norm(
 
     Args:
         x: array of any floating dtype.
-        scale: multiplies the result; None is 1.
-        bias: is added to the result; None is 0.
-        eps: is added to the variance.
+        scale: factor of the result; None is 1.
+        bias: added to the result; None is 0.
+        eps: added to the variance.
 
     Raises:
         ValueError: if shapes do not fit.
@@ -56,8 +56,8 @@ def rms_norm(
 
     Args:
         x: array of any floating dtype.
-        scale: multiplies the result; None is 1.
-        eps: is added to the mean square.
+        scale: factor of the result; None is 1.
+        eps: added to the mean square.
 
     Raises:
         ValueError: if shapes do not fit.
@@ -108,8 +108,8 @@ def project(
 ) -> jax.Array:  # [..., *outputs]
     """Return x W + b over the last `contract` axes of x, in the dtype of x.
 
-    The product is one of two matrices. As a batched product it would be slower on a CPU: XLA makes
-    a transposed copy of W for the gradient, which takes a third of a training step.
+    The operands are reshaped to matrices. For the gradient of a batched product on a CPU, XLA would
+    make a transposed copy of W, which takes a third of a training step.
     """
     lead, outputs = x.shape[: x.ndim - contract], kernel.shape[contract:]
     inputs, width, rows = math.prod(kernel.shape[:contract]), math.prod(outputs), math.prod(lead)
@@ -132,8 +132,8 @@ def project(
         transposed = jax.lax.optimization_barrier(kernel.T)
         y = jax.lax.dot_general(x, transposed, (((1,), (1,)), ((), ())))
     elif on_cpu and rows == 1 and inputs % 8 == 0 and x.dtype == F32:
-        # The sum of 8 parallel products reads W at memory bandwidth; a single product keeps only
-        # one and a half cores busy.
+        # A sum of 8 parallel products reads W at memory bandwidth; one product keeps only one and a
+        # half cores busy.
         y = jnp.einsum("PI,PIO->PO", x.reshape(8, -1), kernel.reshape(8, -1, width))
         y = y.sum(axis=0, keepdims=True)
     else:
@@ -187,9 +187,8 @@ def argmax(
 ) -> jax.Array:  # [...]
     """Return the first index of the maximum of each row; undefined if the maximum is not finite.
 
-    On a CPU this is the minimum of the matching indices as float32, which is exact below 2^24.
-    `jnp.argmax` takes ten times as long there (0.2 ms for 50,000 values), and comparing integers is
-    slower than comparing floats.
+    On a CPU, `jnp.argmax` takes ten times as long (0.2 ms for 50,000 values) as the minimum of the
+    matching indices. Indices are float32, which is faster than integers and exact below 2^24.
     """
     if platform() != "cpu" or x.shape[-1] >= 2**24:
         return jnp.argmax(x, axis=-1)

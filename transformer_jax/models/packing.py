@@ -46,7 +46,7 @@ def check_segments(tokens: jax.Array, segments: jax.Array | None, state: object)
 def documents_of(segments: jax.Array) -> jax.Array:  # i32[B, T]
     """Return ids that are equal exactly if two tokens belong to the same document.
 
-    Raise ValueError if a known id returns after another one; traced runs are renumbered instead.
+    If a known id returns after another one, raise ValueError; traced ids are renumbered by run.
     """
     known = concrete_value(segments)
     if known is None:
@@ -64,7 +64,7 @@ def documents_of(segments: jax.Array) -> jax.Array:  # i32[B, T]
 
 
 def number_documents(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T]
-    """Replace ids by the number of their run of equal ids in the row, counted from 0."""
+    """Number each run of equal ids in a row, from 0."""
     segments = jnp.asarray(segments)
     changes = segments[:, 1:] != segments[:, :-1]
     return jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
@@ -82,7 +82,7 @@ def first_tokens(
     documents: jax.Array,  # i32[B, T], from `number_documents`
     valid: jax.Array,  # bool[B, T]
 ) -> jax.Array:  # bool[B, T]
-    """Return whether each token is the first valid one of its document."""
+    """Return a mask of the first valid token of each document."""
     previous = last_document(documents, valid)[:, :-1]
     return valid & (documents != jnp.pad(previous, ((0, 0), (1, 0)), constant_values=-1))
 

@@ -1,8 +1,8 @@
 """Named values inside a model, which can be captured or edited.
 
-A place is a named value. `places(config)` lists the names with their shapes;
-`model.apply(..., capture=(name, ...))` also returns a dict of the values at those places, after its
-other results; `model.edited({name: function})` replaces a value by the result of a function:
+A place is a named value. `places(config)` lists the names and shapes. `model.apply(...,
+capture=(name, ...))` also returns a dict of the values at those places, as its last result.
+`model.edited({name: function})` replaces a value with the result of a function:
 
     capture = "block_1/residual", "block_*/attention/weights"
     logits, cache, captured = model.apply({"params": params}, tokens, capture=capture)
@@ -10,12 +10,11 @@ other results; `model.edited({name: function})` replaces a value by the result o
     without = model.edited({"block_0/attention/heads": lambda heads: heads.at[:, :, 2].set(0)})
     logits, cache = without.apply({"params": params}, tokens)
 
-The argument `edit=` of a model's call applies to that call only, after the model's own edits.
-
-A place is edited before it is captured. `*` matches any block number. Names are static; values may
-be traced, mapped and differentiated, and an edit function may close over arrays. Captured values
-carry gradients. Looped and scanned models have the same places, with a cache and without. Without
-captures and edits, the compiled program is unchanged.
+The argument `edit=` of a call applies to that call only, after the model's own edits. Edits run
+before captures. `*` matches any block number. Names are static. Values, including captured ones,
+may be traced, mapped and differentiated, and an edit function may close over arrays. Places are the
+same in looped and scanned models, with and without a cache. If nothing is captured or edited, the
+compiled program does not change.
 """
 
 from __future__ import annotations
@@ -57,26 +56,27 @@ IN_BLOCK = {
     "attn.hook_z": "attention/heads",
     "mlp.hook_post": "feed_forward/hidden",
 }
-"""The place within a block that corresponds to each TransformerLens hook of a block."""
+"""Place within a block for each TransformerLens hook of a block."""
 OF_ATTEND = "query", "key", "value", "weights", "key_positions", "heads"
-"""The attention places of a custom block, which `attend` visits."""
+"""Attention places of a custom block; `attend` visits them."""
 _BLOCK = re.compile(r"block_(\d+)/(.*)")
 
 
 def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
     """Return the name and shape of each place of a model, given its config or the model itself.
 
-    Letters are the sizes of a call: B rows, T tokens, S keys. With a cache, S counts its slots,
-    plus the new tokens if the cache is shorter than its window. Names of the encoder inside an
-    encoder-decoder start with "encoder/", and T counts its source tokens. For a `StreamingEncoder`,
-    pass the model itself: it has no logits, and T counts frames.
+    Letters stand for the sizes of a call: B rows, T tokens, S keys. With a cache, S counts its
+    slots, plus the new tokens if the cache is shorter than its window. In an encoder-decoder, names
+    of the encoder start with "encoder/", and their T counts source tokens. For a
+    `StreamingEncoder`, pass the model itself: it has no logits, and T counts frames.
 
         embedding            the input of the first block or layer
         block_i/residual     the output of block i, after its branches
         block_i/residual_mid the stream before the feed-forward branch, unless branches are parallel
         .../input, output    the input (after the norm) and the output of a branch
-        .../query, key       normalised and rotated; key and value contain only the tokens of the
-        .../value            call, before they are cached
+        .../query            after `qk_norm` and rotation
+        .../key              as the query; only the tokens of the call, without cached ones
+        .../value            only the tokens of the call, without cached ones
         .../weights          attention after the softmax, before dropout: a row sums to 1, to less
                              with `attention_sinks`, and to 0 if it sees nothing
         .../key_positions    positions of the keys, negative for empty slots; cannot be edited
@@ -96,9 +96,9 @@ def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
         attention/context    the weighted average of their states
         read_out             the input of the output matrix
 
-    These models process one token at a time, so T is 1 in a function that edits the state or the
-    attention of a recurrent model. Convolutional models have only `read_out` and `logits`, because
-    they recompute the vectors of earlier tokens; n-gram models have only `logits`.
+    A function that edits the state or the attention of a recurrent model sees one token at a time,
+    so T is 1. Convolutional models have only `read_out` and `logits`, because they recompute the
+    vectors of earlier tokens; n-gram models have only `logits`.
     """
     if isinstance(config, nn.Module) and isinstance(
         own := getattr(config, "config", None), AnyModelConfig
@@ -159,7 +159,7 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
 
 
 OF_SOURCE = "cross_attention/key", "cross_attention/value"
-"""Suffixes of the places whose tokens are the source's."""
+"""Suffixes of places with one entry per source token."""
 
 
 Edits = tuple[tuple[str, EditSpec], ...]
@@ -191,7 +191,7 @@ def named_edits(config: AnyModelConfig | nn.Module, edit: Mapping[str, Edit]) ->
 
 @value_class(static=("capture", "edit", "prefix", "call"))
 class Places:
-    """Names of the captured and edited places. Static, so it can be read while tracing."""
+    """Names of the captured and edited places; static, so they are known while tracing."""
 
     capture: tuple[str, ...] = ()
     edit: Edits = ()
@@ -241,8 +241,8 @@ class Places:
     ) -> Places:
         """Return the places with facts about a call's tokens (see `Call.of`).
 
-        A model that passes its edits one token at a time sets `count` to the number of tokens;
-        an edit of a later token then raises ValueError.
+        A model that passes its edits one token at a time sets `count`, the number of tokens; an
+        edit of a later token then raises ValueError.
         """
         if not self.edit:
             return self
@@ -259,7 +259,7 @@ class Places:
         positions: jax.Array | None = None,  # i32[B, T] or [T], of the tokens
         source: jax.Array | None = None,  # i32[B, S], positions for cross-attention
     ) -> Visit:
-        """Return a visit to the places of one block, or without `layer` to those outside of blocks.
+        """Return a visit to the places of one block, or without `layer`, those outside of blocks.
 
         `layer` is the index of the block, an i32[] in a scan. A scan visits the places of all
         blocks in one trace and applies an edit only if the block matches.
@@ -292,9 +292,9 @@ class Places:
         return Visit(capture, edits, layer, positions, source, self.call)
 
     def sparse(self, depth: int) -> dict[str, tuple[str, int]]:
-        """Return the place and block of names whose place is captured in at most half the blocks.
+        """Return place and block of each name whose place is captured in at most half the blocks.
 
-        A scan carries these values instead of stacking them, which would store those of all blocks.
+        A scan carries these values; stacking them would store the values of all blocks.
         """
         found = [(name, at) for name in self.capture if (at := _BLOCK.match(name))]
         counts = Counter(at[2] for _, at in found)
@@ -403,7 +403,7 @@ class Visit:
         return value
 
     def token(self, name: str, value: jax.Array) -> jax.Array:
-        """Call the visit with the value of a single token, without a token axis: [B, ...]."""
+        """Visit with the value [B, ...] of a single token, which has no token axis."""
         if name not in self.requested:
             return value
         value = self(name, value[:, None], single=True)[:, 0]

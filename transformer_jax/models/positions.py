@@ -1,10 +1,10 @@
 """Positional encodings: sinusoids, learned tables, rotations and Shaw's relative vectors.
 
-All of them are functions of integer positions, which may start anywhere and differ between rows,
-so cached decoding and a full forward pass agree. Angles are always float32
-(float64 for sinusoids under jax_enable_x64, and for float64 vectors). Whole turns are removed
-before rounding, so angles are as exact at position 2^31 - 1 as at 1. A negative position is
-padding: it raises no error, and no query attends to it.
+All of them are functions of integer positions, which may start anywhere and differ between rows, so
+cached decoding and a full forward pass agree. Angles are float32 (float64 for sinusoids under
+jax_enable_x64 and for float64 vectors). Whole turns are removed before rounding, so angles are as
+exact at position 2^31 - 1 as at 1. A negative position is padding: it raises no error, and no query
+attends to it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sinusoidal(
     base: float = 10_000.0,
     layout: Literal["interleaved", "halves"] = "interleaved",
 ) -> jax.Array:  # f32[..., dim], f64 under jax_enable_x64
-    """Return sin(p base^(-2i/dim)) at 2i, cos of that angle at 2i + 1 (Vaswani et al. 2017, 3.5).
+    """Return sin(p base^(-2i/dim)) at 2i, and its cosine at 2i + 1 (Vaswani et al. 2017, 3.5).
 
     Args:
         positions: the integer positions p, of any shape.
@@ -82,8 +82,7 @@ def learned(
 
     Args:
         table: [offset + L, D].
-        positions: the integer positions p. A traced position >= L results in NaN, never in another
-            row.
+        positions: the integer positions p. A traced position >= L results in NaN.
         offset: number of rows in the table before position 0.
 
     Returns:
@@ -108,7 +107,7 @@ def learned(
 
 
 def rope_frequencies(config: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Return the radians per position of each pair, f32[dims/2], and the factor of rotated vectors.
+    """Return the radians per position of each pair, f32[dims/2], and the factor of the vectors.
 
     With w_k = base^(-2k/d), d rotated dims, factor s, and r_k = original_len w_k / 2 pi turns
     within the trained length:
@@ -119,13 +118,11 @@ def rope_frequencies(config: Rope, head_dim: int) -> tuple[np.ndarray, float]:
                  original_len (bloc97 and emozilla 2023)
         llama3   (1 - m) w / s + m w, m = clip((r - low) / (high - low), 0, 1) (Dubey et al. 2024)
         yarn     the same blend, with m falling from 1 to 0 linearly in k between the pairs that
-                 make beta_fast and beta_slow turns. These are rounded outwards as in the authors'
-                 code, which released checkpoints follow (in the paper's text, m is linear in r).
-                 Vectors are multiplied by attention_factor, default 0.1 ln(s) + 1 (Peng et al.
-                 2023, 3.2 to 3.4).
+                 make beta_fast and beta_slow turns. The pairs are rounded outward as in the
+                 authors' code and released checkpoints (in the paper's text, m is linear in r).
+                 The factor is 0.1 ln(s) + 1 by default (Peng et al. 2023, 3.2 to 3.4).
         longrope w_k / f_k, with the short factors f up to original_len and the long ones beyond.
-                 Vectors are multiplied by attention_factor, default
-                 sqrt(1 + ln(s) / ln(original_len)) (Ding et al. 2024).
+                 The factor is sqrt(1 + ln(s) / ln(original_len)) by default (Ding et al. 2024).
 
     Computed in float64 and rounded once.
 
@@ -197,8 +194,8 @@ def apply_rope(
 ) -> jax.Array:  # [B, T, N, H], in the dtype of x
     """Rotate pair k of each head by a = p w_k: (u, v) -> (u cos a - v sin a, v cos a + u sin a).
 
-    Scores of rotated queries and keys depend only on the difference of their positions. Dimensions
-    after the rotated ones do not change.
+    Scores of rotated queries and keys depend only on the difference of their positions. The
+    remaining dimensions do not change.
 
     Args:
         x: queries or keys.
@@ -249,9 +246,9 @@ def _angles(
 ) -> jax.Array:  # [..., dims/2]
     """Return p w modulo whole turns, in [-pi, pi].
 
-    Frequencies are stored as 64-bit fractions of a turn. Their product with p wraps around in
-    uint32 exactly as turns do, so the phase is exact to 2^-30 turns at every int32 position (uint64
-    for float64 angles). Floating positions are not reduced: the error of p w in f32 is p w 2^-24.
+    Frequencies are 64-bit fractions of a turn. Their product with p wraps around in uint32 (uint64
+    for float64 angles) exactly as turns do, so the phase is exact to 2^-30 turns at every int32
+    position. Floating positions are not reduced: the error of p w in f32 is p w 2^-24.
     """
     positions = jnp.asarray(as_int32("positions", positions))
     if positions.dtype in (jnp.bfloat16, jnp.float16):
@@ -287,12 +284,11 @@ def shaw_scores(
 ) -> jax.Array:  # f32[B, N, T, S]
     """Return query . key_table[clip(k - q)], unscaled: the second term of Shaw's equation 4.
 
-    Computes all 2 clip + 1 products of a query and then gathers from them, which avoids an array
-    [T, S, H].
+    To avoid an array [T, S, H], all 2 clip + 1 products of a query are computed and then gathered.
 
     Args:
         query: [B, T, N, H].
-        key_table: row clip + d belongs to a key at distance d after the query.
+        key_table: row clip + d is the vector of a key that is d positions after the query.
         q_positions: i32[T] or [B, T].
         k_positions: i32[S] or [B, S].
 

@@ -1,8 +1,8 @@
 """Quantised kernels in 8 or 4 bits and their products: symmetric, absmax, no zero point.
 
 W' = scale q, with integer q. 8-bit kernels have one scale per output; 4-bit kernels have one per
-output and group of inputs. There is no separate treatment of outliers as in LLM.int8 (Dettmers et
-al. 2022), and there are no non-uniform levels as in NF4 (Dettmers et al. 2023).
+output and group of inputs. Outliers are not separate, unlike in LLM.int8 (Dettmers et al. 2022),
+and levels are uniform, unlike in NF4 (Dettmers et al. 2023).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from transformer_jax.values import value_class
 Kind = Literal["bf16", "int8", "int4"]
 
 GROUP = 32
-"""Inputs per scale in 4 bits; all inputs share one scale if their number is not a multiple."""
+"""Inputs per scale in 4 bits; if it does not divide their number, all inputs share one scale."""
 
 
 @value_class(
     kw_only=True, arrays=("values", "scale"), static=("inputs", "outputs", "bits"), exportable=True
 )
 class QuantizedKernel:
-    """Integer kernel with scales, which replaces a kernel in a model's parameters.
+    """Integer kernel with scales; replaces a kernel in a model's parameters.
 
     Both arrays have a leading axis L in a scanned stack, and E for experts.
 
@@ -61,11 +61,11 @@ class QuantizedKernel:
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of the kernel after dequantisation."""
+        """Dtype of the kernel after dequantization."""
         return np.dtype(np.float32)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Return the dequantised kernel W' = scale x values, computed in f32."""
+        """Return the dequantized kernel W' = scale x values, computed in f32."""
         values = self.values
         if self.bits == 4:
             low, high = values & 15, values >> 4
@@ -79,10 +79,10 @@ class QuantizedKernel:
 
 @value_class(kw_only=True, arrays=("values", "scale"), exportable=True)
 class QuantizedTable:
-    """8-bit table of vectors W' = scale q, which replaces a table in a model's parameters.
+    """8-bit table of vectors W' = scale q; replaces a table in a model's parameters.
 
     Attributes:
-        values: i8[V, D], q.
+        values: i8[V, D], the integers q.
         scale: f32[V], one per row.
     """
 
@@ -96,11 +96,11 @@ class QuantizedTable:
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of the table after dequantisation."""
+        """Dtype of the table after dequantization."""
         return np.dtype(np.float32)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Return the dequantised table W' = scale x values, computed in f32."""
+        """Return the dequantized table W' = scale x values, computed in f32."""
         return (self.values.astype(jnp.float32) * self.scale[:, None]).astype(dtype)
 
     def look_up(self, ids: jax.Array) -> jax.Array:  # i32[...] -> f32[..., D]
@@ -110,7 +110,7 @@ class QuantizedTable:
 
 
 WHOLE = "router", "shared_gate"
-"""Modules that are never quantised: small errors would change which experts are chosen."""
+"""Modules that are never quantized: small errors would change which experts are chosen."""
 
 TABLES = "tokens", "source_tokens", "output"
 """The tables that `quantize(..., embeddings=True)` stores in 8 bits."""
@@ -126,7 +126,7 @@ def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
 
     Args:
         params: parameters of a looped or scanned stack.
-        kind: "bf16" casts all floats. "int8" and "int4" quantise the kernels of blocks; other
+        kind: "bf16" casts all floats. "int8" and "int4" quantize the kernels of blocks; other
             parameters (norms, biases, heads, routers of experts) do not change.
         embeddings: with "int8" and "int4", also store the token vectors and the output matrix in 8
             bits, with one scale per token. Decoding reads the whole output matrix for each token.
@@ -135,7 +135,7 @@ def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
         The parameters, with arrays replaced by a `QuantizedKernel` or a `QuantizedTable`.
 
     Raises:
-        ConfigError: if `kind` is unknown, or a kernel is not finite, is already quantised, or has
+        ConfigError: if `kind` is unknown, or a kernel is not finite, is already quantized, or has
             an odd number of inputs in 4 bits.
     """
     if not isinstance(params, Mapping):
@@ -151,7 +151,7 @@ def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
 
 
 def count(params: PyTree) -> int:
-    """Count the elements of parameters or of their shapes, with quantised arrays at full size."""
+    """Count the elements of parameters or of their shapes, with quantized arrays at full size."""
     quantized = QuantizedKernel, QuantizedTable
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, quantized))
     return sum(math.prod(leaf.shape) for leaf in leaves)
@@ -188,7 +188,7 @@ def _checked(path: str, weights: Parameter) -> jax.Array:
 
 
 def _check_scale(path: str, scale: jax.Array, bits: int) -> None:
-    """Check that the largest dequantised weight, scale (2^(bits - 1) - 1), does not overflow."""
+    """Check that the largest dequantized weight, scale (2^(bits - 1) - 1), does not overflow."""
     most = 2 ** (bits - 1) - 1
     if not isinstance(scale, jax.core.Tracer) and not bool(jnp.isfinite(scale * most).all()):
         raise ConfigError(f"{path} has weights near the float32 maximum: cannot be quantised")
@@ -238,8 +238,8 @@ def quantized_project(
     """Return x W' + b in the dtype of x, like `ops.project`; W' has no gradient.
 
     On a CPU, a few rows use the compiled kernel, which reads the 8-bit values directly. Otherwise
-    W' only exists during the product, and the backward pass dequantises it again (although XLA's
-    CPU backend saves the first copy for the backward pass in a looped stack).
+    W' exists only during the product, and the backward pass dequantizes it again. (In a looped
+    stack, XLA's CPU backend saves the first copy for the backward pass nevertheless.)
     """
     rows = math.prod(x.shape[: x.ndim - contract])
     native = kernel.bits == 8 and products.takes(rows, x.dtype, kernel.values)
@@ -249,15 +249,15 @@ def quantized_project(
 
 @partial(jax.checkpoint, static_argnums=0)
 def _multiply(contract: int, x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-    """Return x W', dequantising W' only when x is available."""
-    # without the barrier, XLA could dequantise all layers before the first product
+    """Return x W', dequantizing W' only when x is available."""
+    # without the barrier, XLA could dequantize all layers before the first product
     x, kernel = jax.lax.optimization_barrier((x, jax.lax.stop_gradient(kernel)))
     return ops.project(x, kernel.astype(x.dtype), None, contract)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _multiply_few_rows(contract: int, x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-    """Return x W' without dequantising, with the compiled CPU kernel."""
+    """Return x W' without dequantizing, with the compiled CPU kernel."""
     lead = x.shape[: x.ndim - contract]
     rows = x.reshape(math.prod(lead), -1)
     y = products.product(rows, kernel.values, scale=kernel.scale[0]).astype(x.dtype)

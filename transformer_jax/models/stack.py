@@ -55,7 +55,7 @@ class Stack(Module):
             self.blocks = nn.scan(
                 block,
                 methods={
-                    # out_axes=1: [B, L, ...], since every leaf of a cache leads with its rows
+                    # out_axes=1: [B, L, ...], since rows are the first axis of every cache leaf
                     "scan_step": dict(
                         lifted, in_axes=(0, 0, nn.broadcast, nn.broadcast), out_axes=1
                     ),
@@ -65,7 +65,7 @@ class Stack(Module):
         else:
             self.block = [
                 block(cfg, self.cross, self.depth, windows[i % len(windows)], i)
-                # ALBERT has a single block that all layers share (Lan et al. 2020)
+                # in ALBERT, all layers share one block (Lan et al. 2020)
                 for i in range(1 if cfg.share_layers else self.depth)
             ]
         # all layers share one bias table, as in T5 (Raffel et al. 2020, 2.1)
@@ -167,7 +167,7 @@ class Stack(Module):
                 updated.append(layer)
                 visit.captured |= {f"block_{i}/{name}": value for name, value in captured.items()}
             layers = None if layers is None else tuple(updated)
-        # post-norm blocks end with a norm already
+        # a post-norm block already ends with a norm
         if cfg.norm_order != "post":
             x = visit("final_norm", self.norm(x))
         cache = None if cache is None or layers is None else replace(cache, layers=layers)

@@ -1,7 +1,7 @@
 """Windowed attention over unbounded streams, one chunk at a time.
 
 The results equal those of windowed attention over the whole sequence, however it is split into
-chunks. The state contains the last W keys. There are three entry points:
+chunks. The state contains the last W keys. Use one of:
 
     Decoder with a window       tokens; its ModelCache is the state
     StreamingEncoder            vectors, such as speech frames; the state is also a ModelCache
@@ -51,7 +51,7 @@ from transformer_jax.tracing import concrete_value
 def receptive_field(config: ModelConfig) -> int:
     """Count the inputs that an output of a causal stack depends on: 1 + sum over layers (W - 1).
 
-    Sinks, which affect all outputs, are not counted.
+    Sinks are not counted, although they affect all outputs.
     """
     windows = [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
     if None in windows:
@@ -72,7 +72,7 @@ class _Chunks:
 
 
 def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
-    """Return a mask that shows a query its whole chunk, later frames included, and history.
+    """Return a mask of a query's whole chunk, including later frames, and of frames before it.
 
     chunk_mask(2, 1)
 
@@ -84,7 +84,7 @@ def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
     Args:
         chunk: frames per chunk, at least 1.
         history: visible frames before the chunk, at least 0.
-        sinks: number of frames at the start that are visible, too, unless they follow the query's
+        sinks: number of frames at the start that are also visible, unless they follow the query's
             chunk; at least 0.
 
     Raises:
@@ -102,10 +102,10 @@ class StreamingEncoder(CheckedModule):
     Attributes:
         config: a config of kind "decoder" with one window for all layers.
         frame_dim: size of a frame.
-        chunk: chunk size C. A frame sees all of its chunk (which starts at a multiple of C), the
-            W - C frames before that chunk, and the sinks that do not follow it. Each call must
-            start at a multiple of C in every row; otherwise it raises ValueError, or under a trace
-            results in NaN. None is causal.
+        chunk: chunk size C; None is causal. A frame sees its whole chunk (which starts at a
+            multiple of C), the W - C frames before it, and the sinks that do not follow it. Every
+            row of a call must start at a multiple of C; otherwise the call raises ValueError, or
+            under a trace the row becomes NaN.
     """
 
     config: ModelConfig
@@ -250,7 +250,7 @@ def stream_attention(
     sinks: jax.Array | None = None,  # [N]
     implementation: str | None = None,
 ) -> tuple[jax.Array, kv.KVCache | None]:  # [B, T, N, Hv]
-    """Run one layer of windowed attention on T new tokens; return the result and the new state.
+    """Return the windowed attention of T new tokens, for one layer, and the new state.
 
     Args:
         state: a ring buffer, `cache.init(batch, window, num_kv_heads, head_dim)`. With n sinks it
@@ -268,7 +268,7 @@ def stream_attention(
         scale: factor of q.k; None is 1 / sqrt(H).
         softcap: softcap of the scores, above 0; None is no softcap.
         sinks: [N], sink logits in the denominator of the softmax.
-        implementation: name of the attention implementation; None is the best available one.
+        implementation: name of the attention implementation; None chooses one.
 
     Returns:
         The result [B, T, N, Hv] and the new state (None without a state).
@@ -331,14 +331,14 @@ def stream_attention(
 
 
 def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1) -> kv.KVCache:
-    """Move a stream to smaller positions; each row moves by a multiple of S and of `multiple`.
+    """Move a stream to smaller positions, each row by a multiple of its capacity and `multiple`.
 
-    Masks, biases and rotations only depend on differences of positions, so results do not change.
+    Masks, biases and rotations depend only on differences of positions, so results do not change.
 
     Args:
         state: a ring without sinks, since positions of sinks are fixed.
-        rope: the rotation of the keys, which are rotated back, R(p - shift) = R(-shift) R(p), with
-            one rounding in their dtype; None if keys are not rotated.
+        rope: the rotation of the keys, None if they are not rotated. Keys are rotated back,
+            R(p - shift) = R(-shift) R(p), and rounded once in their dtype.
         multiple: chunk size, at least 1.
 
     Raises:

@@ -1,8 +1,8 @@
 """Static check that a function treats all indices of an axis independently and in the same way.
 
 Along such an axis, applying a function to parts of an array equals applying it to the whole array.
-Edits of tokens need this property when a model reads a few tokens per call. The analysis is based
-on the function's jaxpr and is conservative: False means "not proven".
+An edit needs this property if the model reads only a few tokens per call. The analysis of the
+function's jaxpr is conservative: False means "not proven".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxprs_in_params
 
 Constant = frozenset[int]
-"""The axes along which an array that does not depend on the value is uniform."""
+"""Axes along which an array is uniform; it does not depend on the edited value."""
 State = int | Constant
 """The axis of an array along which indices remain independent, or a constant."""
 
@@ -49,12 +49,12 @@ def is_wise(
 
     Args:
         function: maps arrays to one array of the shape of the first.
-        values: the arguments. The other arrays have one element per row and token [B, T], so their
-            axis is 1, or 0 if `axis` is 0.
+        values: shapes of the arguments. All but the first have one element per row and token,
+            [B, T], so their axis is 1, or 0 if `axis` is 0.
         axis: axis of the first array.
         size: size of the axis for tracing.
-        alike: whether all indices must be treated in the same way. With False,
-            `x.at[0].add(1)` passes.
+        alike: whether all indices must be treated in the same way; if False, `x.at[0].add(1)`
+            passes.
     """
     axes = [axis, *(min(axis, 1) for _ in values[1:])]
 

@@ -2,8 +2,8 @@
 
 `model.apply({"params": params}, tokens, ...) -> (logits f32, cache)` serves training, prefill and
 decoding: any number of tokens per call, with or without a cache. A token with a negative position
-is padding: no query sees it and it is not cached. Passing a `key` turns dropout on; a "dropout"
-entry in flax's `rngs` raises an error.
+is padding: no query sees it, and it is not cached. A `key` turns dropout on; a "dropout" entry in
+flax's `rngs` raises an error.
 """
 
 from __future__ import annotations
@@ -63,10 +63,9 @@ class EncodeOptions(TypedDict, total=False):
 class Encoder(CheckedModule):
     """Bidirectional stack with masked-token and classification heads (Devlin et al. 2019).
 
-    If the config has `inputs`, the encoder reads vectors, images or frames instead of tokens: the
-    argument `tokens` is then f32[B, T, D_in] or f32[B, H, W, C], and `positions` are the positions
-    of the vectors, of the frames, or of the class token and the patches. Such a model has no
-    logits.
+    If the config has `inputs`, the encoder reads vectors, images or frames and has no logits. The
+    argument `tokens` is then f32[B, T, D_in] or f32[B, H, W, C], and `positions` belong to the
+    vectors, the frames, or the class token and the patches.
 
     Attributes:
         config: a config of kind "encoder".
@@ -167,7 +166,7 @@ class Encoder(CheckedModule):
             key=key,
         )  # fmt: skip
         if self.is_initializing():
-            # flax creates a layer's parameters when the layer is called, so `init` calls each head
+            # flax creates parameters when their layer is called, so `init` calls each head
             if self.config.pooling is not None:
                 self._pool(x, None)
             if self.config.num_classes is not None:
@@ -218,10 +217,10 @@ class Encoder(CheckedModule):
     def pool(
         self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]
     ) -> jax.Array:  # f32[B, D] or [B, T, D]
-        """Return one vector per row: act(P h + p), with h of its first token that is not padding.
+        """Return one vector per row: act(P h + p), with h the state of its first non-padding token.
 
-        Depending on the config's `pooler_reads`, h may also be the mean over a row, or each token
-        may be pooled separately.
+        Depending on the config's `pooler_reads`, h can also be the mean over the row, or each token
+        can be pooled separately.
 
         Args:
             tokens: token ids, or an array that matches the config's `inputs`.
@@ -296,17 +295,15 @@ class Decoder(CheckedModule):
             positions: negative is padding; None is arange(T), or with a cache the positions that
                 follow it.
             mask: replaces `Causal()`, so write `Causal() & Padding(valid)`. A mask that does not
-                restrict future tokens, such as `Padding(valid)` by itself, raises an error; include
-                `Everything()` to attend to the future deliberately. The config's window and the
-                segments also apply.
+                restrict future tokens, such as `Padding(valid)` by itself, raises an error, unless
+                it includes `Everything()`. The config's window and the segments also apply.
             cache: the cache of earlier tokens, from `init_cache` or the last call; None starts a
                 new sequence.
-            segments: ids of packed documents. A document is a run of equal ids: attention stays
-                within it, and its positions start at 0 (padding may be its own document). An id
-                that returns after another one raises an error; under a trace it starts a new
-                document instead.
+            segments: ids of packed documents. A document is a run of equal ids (padding may be one,
+                too): attention stays within it, and its positions start at 0. An id that returns
+                after another one raises an error; under a trace, it starts a new document.
             at: i32[B, Q], indices of the tokens whose logits to compute; None is every token. After
-                a prompt only one row of T is needed, and the vocabulary is large.
+                a prompt, usually only the last token's logits are needed.
             key: a single key; turns dropout on.
             capture: names of the places (`transformer_jax.places`) to return.
             edit: dict from the name of a place to a function that changes its value.
@@ -416,7 +413,7 @@ def run_decoder(
 ) -> tuple[jax.Array, ModelCache | None, Captured]:
     """Check the inputs of a decoder, embed them, run its stack, and compute the logits.
 
-    Return the logits f32[B, T, V], NaN in rows that do not fit into the cache, the updated cache
+    Return the logits f32[B, T, V] (NaN in rows that do not fit into the cache), the updated cache
     and the captured values. Without `read_out`, return hidden states [B, T, D] instead of logits.
     """
     cfg, is_cross = model.config, model.config.kind == "encoder-decoder"
@@ -433,7 +430,7 @@ def run_decoder(
             if length is not None:  # the mask is evaluated at the positions that follow the cache
                 end = int(length.max(initial=0)) + tokens.shape[1]
                 check_mask(mask, tokens.shape[0], cfg.num_heads, end, end)
-            # A traced call cannot raise: tokens of an invalid row become -1 and its logits NaN.
+            # A traced call cannot raise, so tokens of an invalid row become -1 and its logits NaN.
             tokens = refuse_unread(mask, cache, tokens, positions)
     if mask is None:
         mask = Causal()
@@ -442,9 +439,9 @@ def run_decoder(
     token_positions, masks = positions_and_masks(
         cfg, tokens.shape, positions, segments, mask, causal=True
     )
-    # `places` and its `visit` carry out `capture` and `edit`; without those, they do nothing.
-    # `positions` place tokens in masks and caches. `token_positions` serve embeddings and rotation:
-    # they start at 0 in each document of a packed row.
+    # `places` and `visit` perform `capture` and `edit`; without those, they do nothing.
+    # `positions` are for masks and caches. `token_positions` are for embeddings and rotation: they
+    # start at 0 in each document of a packed row.
     places = places.with_facts(token_positions, whole=cache is None, packed=segments is not None)
     inputs = BlockInputs(
         positions=positions, token_positions=token_positions, places=places, memory=memory,
