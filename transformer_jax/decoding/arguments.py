@@ -1,4 +1,4 @@
-"""Checks of the arguments of decoding, which also pad the prompts and derive a key for each row."""
+"""Argument checks for decoding, which also pad the prompts and derive a key for each row."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def check_with_step(
     """Return the prompts; ValueError if the step cannot process them.
 
     A row reads its prompt and all new tokens but the last. If an edit names a token beyond the end
-    of a row and the lengths are traced, the row's tokens become -1, so its logits become NaN.
+    of a row and the lengths are traced, the row's tokens become -1 and its logits NaN.
     """
     numpy: ModuleType = jnp if traced(lengths, limits) else np
     # A row with limit 0 still reads its whole prompt: the caller wants its state.
@@ -174,7 +174,7 @@ def fill_prompts(
     """Pad checked prompts with zeros to the length that their program is compiled for.
 
     If the step must not see padding, that is the length of the longest prompt. The returned step
-    has been told whether rows differ in length.
+    knows whether rows differ in length.
     """
     concrete, width = not traced(lengths), bucket(prompt.shape[1])
     if concrete and len(set(np.asarray(lengths).tolist())) > 1:
@@ -191,8 +191,8 @@ def fill_prompts(
 def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Array]:
     """Return the prompts i32[B, P], with zeros after the end of a row, and lengths i32[B].
 
-    If `lengths` is a mask, the tokens of each row move to its beginning. ValueError if a shape, a
-    dtype or a concrete value is wrong; traced values are not checked.
+    If `lengths` is a mask, the tokens of each row move to its beginning. Raise ValueError if a
+    shape, a dtype or a concrete value is wrong; traced values are not checked.
     """
     try:
         tokens: Array = prompt if isinstance(prompt, jax.core.Tracer) else np.asarray(prompt)
@@ -246,8 +246,8 @@ def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry
     """Return `fold_in(key, b)` for each row b, or the keys themselves if there is one for each row.
 
     Keys may have any implementation, or be raw words as in older JAX. The result uses Threefry,
-    whose random numbers for a row depend only on that row's key. ValueError if `key` is neither a
-    single key nor one key for each row.
+    whose random numbers for a row depend only on that row's key. Raise ValueError if `key` is
+    neither a single key nor one key for each row.
     """
     if key is None:
         key = jax.random.key(0)
@@ -266,10 +266,7 @@ def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry
 
 
 def stop_tokens(stop: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return one or more stop tokens as a tuple; None returns an empty one.
-
-    ValueError if one is not a token id.
-    """
+    """Return one or more stop tokens, or None, as a tuple; ValueError if one is not a token id."""
     if isinstance(stop, str | bytes):
         rule = "must be token ids; load(FOLDER).generate(..., stop=...) takes stop strings"
         raise ValueError(f"stop is {stop!r}: {rule}")
@@ -279,7 +276,7 @@ def stop_tokens(stop: int | Sequence[int] | None) -> tuple[int, ...]:
 def make_donatable(state: State) -> State:
     """Return the state with repeated arrays copied, so that it can be donated.
 
-    ValueError if the state was already consumed.
+    Raise ValueError if the state was already consumed.
     """
     check_not_consumed(state)
     # XLA refuses to donate the same buffer twice.
@@ -296,7 +293,7 @@ def make_donatable(state: State) -> State:
 def check_limits(limits: PerRow | None, rows: int, num_tokens: int) -> Array:  # i32[B]
     """Return the maximum number of new tokens of each row; None means `num_tokens` for all rows.
 
-    ValueError where they are no integers from 0 to `num_tokens`; under a trace they are clipped.
+    Raise ValueError unless they are integers from 0 to `num_tokens`; traced limits are clipped.
     """
     if limits is None:
         return np.full(rows, num_tokens, np.int32)

@@ -23,10 +23,7 @@ State = TypeVar("State")
 
 
 def count_rows(state: State) -> int:
-    """Return B, the first axis of all leaves.
-
-    ValueError if the state has no leaves, or if their first axes differ.
-    """
+    """Return B, the first axis of all leaves; ValueError if they differ or there are none."""
     refuse_pages(state, "decoding by rows of arrays")
     leaves = jax.tree.leaves(state)
     if not leaves:

@@ -2,10 +2,10 @@
 
 Each step extends every beam by every token. Among a row's `num_beams` best extensions, those that
 end in a stop token become hypotheses. The `num_beams` best extensions that do not stop become the
-next beams (as in fairseq and Hugging Face). Beams still alive after the last step of a row become
-hypotheses, too. The result is the hypotheses with the best scores: log p over a length penalty.
+next beams (as in fairseq and Hugging Face). Beams that are alive after a row's last step become
+hypotheses, too. The result contains the hypotheses with the best log p / length penalty.
 
-Ties go to the lower beam, then to the lower token id, and between hypotheses to the earlier end.
+Ties go to the lower beam, then to the lower token id, and among hypotheses to the first that ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Penalty(Protocol):
 
 @value_class
 class LengthPenalty:
-    """The score log p / length^alpha: log p itself for 0, its mean over tokens for 1 (as in HF).
+    """Score log p / length^alpha: alpha 0 is log p itself, 1 its mean over tokens (as in HF).
 
     The length counts the new tokens, including the stop token.
 
@@ -67,7 +67,7 @@ class LengthPenalty:
 
 @value_class
 class GNMTPenalty:
-    """The score log p / ((5 + length) / 6)^alpha (Wu et al. 2016, equation 14, without coverage).
+    """Score log p / ((5 + length) / 6)^alpha (Wu et al. 2016, equation 14, without coverage).
 
     Attributes:
         alpha: positive values favor long texts, negative ones short texts; from -1e30 to 1e30.
@@ -150,15 +150,15 @@ def beam_search(
         limits: i32[B], from 0 to num_tokens: the `num_tokens` of each row. A row with 0 has no
             result. None means num_tokens.
         processors: change the logits based on the text so far, from left to right.
-        length_penalty: divides log p, such as `LengthPenalty(1.0)`. None scores by log p, which
-            tends to favor shorter texts.
+        length_penalty: divisor of log p, such as `LengthPenalty(1.0)`. None scores by log p, which
+            tends to favor short texts.
         groups: G, the number of separate searches, each with num_beams / G beams; must divide
             num_beams. A text that several groups find is returned once.
         diversity: at least 0, and 0 for a single group. Each group ranks its extensions by log p -
             diversity * (beams of earlier groups that chose this token at this step), the Hamming
             diversity of Vijayakumar et al. 2018, equation 5. The penalty affects only the ranking
             at this step, not log p.
-        early_exit: end a row once no living beam can enter its result; the result is the same.
+        early_exit: end a row once no living beam can enter its result, which does not change.
         chunk: number of prompt tokens to read at a time, as in `prefill`; None reads all at once.
 
     Returns:
@@ -234,7 +234,7 @@ class _Scoring:
     ) -> jax.Array:  # f32[B]
         """Return the factor of the best score that each row can still reach after n tokens.
 
-        The possible lengths run from n + 1 to the row's limit, or are the limit itself at the end.
+        Its length will be from n + 1 to the row's limit; at the end, it is the limit.
         """
         length, limits = 1 + jnp.arange(len(self.factors))[None], limits[:, None]
         # log p is at most 0, so the smallest factor bounds the score.
@@ -423,7 +423,7 @@ def _best_extensions(
     totals: jax.Array,  # f32[B, M, V]
     diversity: jax.Array,
 ) -> tuple[_Extensions, _Extensions]:
-    """Return the best extensions that do not stop, and those among the best that stop."""
+    """Return the best extensions that do not stop, and those that stop among the best."""
     rows, M, vocab = totals.shape
     width = M // options.groups
     # Each beam has one extension per stop token, so at least `width` of these do not stop.
@@ -486,7 +486,7 @@ def _gather_beams(
 def _length_divisors(penalty: Penalty | None, count: int) -> np.ndarray:  # f64[count]
     """Return the divisor of every length from 1 to `count`.
 
-    ValueError if float32 cannot represent a divisor or its inverse.
+    Raise ValueError if float32 cannot represent a divisor or its inverse.
     """
     lengths = np.arange(1, count + 1, dtype=np.float64)
     if penalty is None:

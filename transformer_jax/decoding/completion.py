@@ -48,7 +48,7 @@ TextOrIds = str | np.ndarray
 
 @dataclass(frozen=True)
 class ExcludePadding:
-    """A processor that excludes ids from `count` on, the padding of a vocabulary."""
+    """Processor that excludes the padding of a vocabulary, ids from `count` on."""
 
     count: int
 
@@ -101,8 +101,7 @@ class TextGenerator:
         """Yield the text after a prompt, piece by piece.
 
         If the text exceeds the model's max_len, the model re-reads the last max_len / 2 tokens and
-        continues, so a token costs one decode step, plus half a window once in a while. Penalties
-        count generated tokens that were re-read, but none that were dropped; `Force`, `ForceLast`
+        continues. Penalties then ignore generated tokens that were dropped; `Force`, `ForceLast`
         and `MinLength` count all generated tokens.
 
         Args:
@@ -159,7 +158,7 @@ class TextGenerator:
         results: int = 1,
         length_penalty: float = 0.0,
     ) -> list[tuple[float, str]]:
-        """Return the best texts of a beam search and their scores; no random numbers are used.
+        """Return the best texts of a beam search with their scores; the search is deterministic.
 
         Args:
             prompt: a string or ids i32[P].
@@ -292,7 +291,7 @@ class TextGenerator:
             prompt_length = max(0, prompt_length - dropped)
             # Counts such as MinLength include generated tokens that were dropped.
             forgotten = generated - (len(read) - prompt_length)
-            # Each part numbers its tokens from 0; with the same key, parts would draw alike.
+            # Each part numbers its tokens from 0; one key for all would repeat its random numbers.
             key, processors = jax.random.fold_in(self.key, part), tuple(self.processors)
             # In the first part, the history itself separates the prompt from the new tokens.
             if part:
@@ -437,7 +436,7 @@ def read_prompt(
 def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[ExcludePadding, ...]:
     """Return a processor that excludes the padding ids of the vocabulary, if there are any.
 
-    ValueError if the tokenizer has more tokens than the model.
+    Raise ValueError if the tokenizer has more tokens than the model.
     """
     # The added tokens of a published tokenizer may exceed the vocabulary of its model.
     published = isinstance(tokenizer, PretrainedTokenizer)
@@ -450,7 +449,7 @@ def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[ExcludePadd
 
 @dataclass(frozen=True)
 class _RereadProcessor:
-    """A processor for re-read text, where only the first tokens belong to the prompt."""
+    """Processor for re-read text, of which only the first tokens belong to the prompt."""
 
     processor: HistoryProcessor
     prompt_length: int

@@ -31,7 +31,7 @@ class Constraint(Protocol):
 def allowed_tokens(constraints: Sequence[Constraint | None]) -> np.ndarray | None:  # bool[B, V]
     """Return the mask of tokens that may come next in each row.
 
-    Rows without a constraint allow all tokens. None if no row has a constraint.
+    Rows without a constraint allow all tokens. If no row has a constraint, return None.
     """
     masks = [None if constraint is None else constraint.allowed for constraint in constraints]
     # Without a mask, unconstrained requests keep using the program that is already compiled.

@@ -5,8 +5,8 @@ program, and decides when each ends. `serve_requests`, the HTTP engine, the lm-e
 constrained generation are loops around it. A request gets the same tokens as from `generate` with
 `key=request.key[None]`, independent of the other rows (Yu et al. 2022, Orca, section 3.2).
 
-Requests of an encoder-decoder, and those that continue a prefix, include a state of one row. All
-slots have the same shapes, so sources are padded to one length, with position -1 after their ends.
+Requests of an encoder-decoder, and those that continue a prefix, include a state of one row. Pad
+all sources to one length, with position -1 for padding, because slots have equal shapes.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ def serve_requests(
             is never read.
         steps_per_call: the maximum number of tokens of each slot per call of the decoding program,
             at least 1.
-        pause: end a call as soon as a slot is free for a waiting request. This makes more calls
-            with fewer steps, and pays off if a step takes much longer than the overhead of a call.
-            Otherwise a free slot wastes its share of every step.
+        pause: end a call as soon as a slot is free for a waiting request, instead of wasting the
+            slot's share of the remaining steps. This results in more calls, so it pays off if a
+            step takes much longer than the overhead of a call.
         sampler: chooses a token, called with (key, logits), for all requests; None takes the
             likeliest.
         processors: change the logits based on the text so far, before the sampler.
@@ -174,7 +174,7 @@ class _Row:
     request: Request
     id: Any
     left: int
-    """Number of new tokens that are left to it."""
+    """Number of tokens that can still be added."""
     shared: int
     parts: list[Completion] = field(default_factory=list)
 
@@ -227,7 +227,7 @@ class Batcher(Generic[State]):
         """Fill the free slots, advance all rows, and yield the new tokens of each request.
 
         Admission chooses the first token of a prompt; the rows then get up to `steps` more tokens.
-        If any request has a constraint, all rows get a single one, because a constraint is queried
+        If any request has a constraint, all rows get only one more, because a constraint is queried
         on the host before each token.
         """
         first: dict[int, StepOutput] = {}
@@ -245,7 +245,7 @@ class Batcher(Generic[State]):
             # Overwrite the oldest text, because newer ones are more likely to be shared.
             free = (n for n, occupant in enumerate(self.rows) if occupant is None)
             row = min(free, key=self._admitted.__getitem__)
-            # An invalid request must not stop the others: its completion reports the error.
+            # An invalid request must not stop the others, so its completion reports the error.
             nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
             try:
                 prompts, state, shared = self._read(request)

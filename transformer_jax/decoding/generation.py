@@ -54,8 +54,8 @@ def prefill(
 ) -> tuple[jax.Array, State]:  # f32[B, V], state
     """Read the prompts; return the logits after the last token of each row, and the state.
 
-    This is a pure function for use inside your own `jit`. A step that implements `read` computes
-    no other logits.
+    A pure function for use inside your own `jit`. A step that implements `read` computes only these
+    logits.
 
     Args:
         step: the step of the model, as in `generate`.
@@ -92,7 +92,7 @@ def read_prompts(
     state: State,
     chunk: int | None,
 ) -> tuple[jax.Array, State]:  # f32[B, V], state
-    """Do the work of `prefill` with checked arguments."""
+    """Run `prefill` with checked arguments."""
     prompt = jnp.where(jnp.arange(prompt.shape[1])[None] < lengths[:, None], prompt, 0)
     state = vary(state, (params, prompt))
     rows, columns = prompt.shape
@@ -233,7 +233,7 @@ def decode_step(
     allowed: jax.Array | None = None,  # bool[B, V]
 ) -> tuple[DecodeState[State], StepOutput]:
     """Read the newest token of every active row and choose the next one from `allowed`."""
-    # An edit that needs the whole sequence can now refuse: a step reads a single token.
+    # A step reads a single token, so an edit that needs the whole sequence must raise an error.
     step = step.with_facts(part=True)
     token, valid = decode_state.token, None
     if options.ends:
@@ -325,10 +325,10 @@ def generate(
     prompts of a bucket (lengths up to 16, 32, 64, ...) share a compiled program, as do equal
     samplers and equal processors.
 
-    Inside your own `jit`, traced values are not checked. A token outside the vocabulary or a
-    position past the end of the cache makes its row nonfinite: token -1 with log-probability NaN.
-    This does not happen if the token has left every attention window before the prompt ends. Limits
-    are clipped to 0..num_tokens.
+    Inside your own `jit`, traced values are not checked: limits are clipped to 0..num_tokens, and a
+    token outside the vocabulary or a position past the end of the cache makes its row nonfinite
+    (token -1 with log-probability NaN), unless the token has left every attention window before the
+    prompt ends.
 
     Args:
         step: `make_step(model)`, or a function `step(params, tokens, state, *, valid=None) ->
@@ -350,14 +350,14 @@ def generate(
         limits: i32[B], from 0 to num_tokens: the maximum number of new tokens of each row; None
             means num_tokens. A row with 0 gets no token; its state has read the whole prompt.
         chunk: number of prompt tokens to read at a time, as in `prefill`; None reads all at once.
-        early_exit: end the loop as soon as every row has ended; the tokens are the same. None does
-            so if a row can end early.
+        early_exit: end the loop as soon as every row has ended, which does not change the tokens;
+            None means True if a row can end early.
         capture: names of places inside the model (`transformer_jax.places`), such as
             "block_*/attention/weights", whose values are returned for each new token.
 
     Returns:
-        The tokens i32[B, num_tokens], the number of tokens of each row, their log-probabilities in
-        nats, and the state.
+        `Generation`: the tokens i32[B, num_tokens], their number in each row, their
+        log-probabilities in nats, the state, and the captured values.
 
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.

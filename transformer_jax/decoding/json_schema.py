@@ -1,8 +1,7 @@
-"""Checks of a JSON schema that its parser, llguidance, does not make.
+"""Checks of a JSON schema that its parser, llguidance, omits.
 
-llguidance 1.9.1 ignores unknown keys and rounds some numbers. Such schemas are refused here, with
-the path of the key. For JSON Schema keywords that it does not implement, llguidance raises an error
-itself.
+llguidance 1.9.1 ignores unknown keys and rounds some numbers. This module refuses such schemas,
+with the path of the key. For keywords that it does not implement, llguidance raises an error.
 """
 
 from __future__ import annotations
@@ -227,8 +226,8 @@ def _check_combined(multiples: list[Decimal], bounds: list[Decimal], where: str)
 def _check_excluded(bounds: Mapping[str, Sequence[Any]], where: str) -> None:
     """Raise ValueError if a range excludes an integer that is less than 1 from its other bound.
 
-    llguidance would allow it: 3 for a number above 3 and at most 3.5, or -0 for one below 0 and at
-    least -0.5.
+    llguidance would allow the integer: 3 if a number must be above 3 and at most 3.5, or -0 if it
+    must be below 0 and at least -0.5.
     """
     for side, sign in ("Minimum", 1), ("Maximum", -1):
         excluded = list(bounds.get(f"exclusive{side}", ()))

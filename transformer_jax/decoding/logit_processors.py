@@ -101,7 +101,7 @@ class HistoryProcessor(Protocol):
 
 @value_class
 class RepetitionPenalty:
-    """Repetition penalty: a positive logit x of a token that occurred becomes x / p, others x * p.
+    """Repetition penalty: the logit x of a token that occurred becomes x / p, or x p if x <= 0.
 
     Keskar et al. 2019, section 4.1.
 
@@ -309,7 +309,7 @@ class MinLength:
 
 @value_class
 class ForceLast:
-    """Force the n-th new token, for example to end a text that has not ended before.
+    """Force the n-th new token, for example to end a text that has not ended earlier.
 
     Attributes:
         n: number of the token, counted from 1.
@@ -363,13 +363,13 @@ def apply_processors(
 def check_processors(processors: Sequence[HistoryProcessor]) -> tuple[HistoryProcessor, ...]:
     """Return the processors as a tuple.
 
-    ValueError if one is not a hashable value that can be called with (history, logits).
+    Raise ValueError if one is not a hashable value that can be called with (history, logits).
     """
     if not isinstance(processors, tuple | list):
         raise ValueError(f"processors is {processors!r}: must be a tuple of values")
     for processor in processors:
         rule = "must be callable with (history, logits)"
-        # Classes are callable, too; writing Ban instead of Ban(3) is an easy mistake.
+        # A class is callable, too, and it is easy to write Ban instead of Ban(3).
         if isinstance(processor, type) or not callable(processor):
             raise ValueError(f"processor is {processor!r}: {rule}")
         try:
@@ -402,7 +402,7 @@ def _check_vocab(processor: HistoryProcessor, tokens: Sequence[int], vocab: int)
 def as_token_ids(name: str, ids: int | Iterable[int], *, least: int = 1) -> tuple[int, ...]:
     """Return one or more token ids as a tuple of ints; a zero-dimensional array is one id.
 
-    ValueError if one is not a token id, or there are fewer than `least`.
+    Raise ValueError if one is not a token id, or there are fewer than `least`.
     """
     if isinstance(ids, jax.Array | np.ndarray | np.generic) and ids.ndim == 0:
         if isinstance(ids, jax.core.Tracer):  # ids are static: a program is compiled for them

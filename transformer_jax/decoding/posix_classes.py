@@ -20,7 +20,7 @@ _CLASSES = {
 def with_unicode_classes(regex: str, name: str) -> str:
     r"""Rewrite the POSIX classes of a regex so that `[[:alpha:]]` matches every Unicode letter.
 
-    ValueError if the regex contains an unknown class, which the parser would read as a set of
+    Raise ValueError if the regex contains an unknown class, which the parser would read as a set of
     letters, or ends with a backslash, which it would ignore. Errors call the regex `name`.
     """
     # A POSIX class needs an outer pair of brackets: [:alpha:] by itself is a set of letters.

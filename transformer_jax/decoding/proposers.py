@@ -133,8 +133,8 @@ class Proposer:
 class PromptLookup(Proposer):
     """Propose the tokens after the latest earlier occurrence of the last n-gram (Saxena 2023).
 
-    Copying continues into the copied tokens, so a repetition is continued as a repetition. This
-    needs no second model, and helps if answers quote their prompts.
+    Copying can continue into the copied tokens, so a repeated phrase keeps repeating. This needs no
+    second model and helps if answers quote their prompts.
 
     Attributes:
         ngram: length of the n-gram, at least 1.
@@ -149,12 +149,7 @@ class PromptLookup(Proposer):
         check_count("ngram", self.ngram, 1)
 
     def propose(self, proposer_state: ProposerState, turn: Turn) -> tuple[Proposal, ProposerState]:
-        """Return the tokens after the latest earlier occurrence, or -1 if there is none.
-
-        Args:
-            proposer_state: empty; returned unchanged.
-            turn: the text so far.
-        """
+        """Return the tokens after the latest earlier occurrence, or -1 if there is none."""
         tokens, length = turn.history.tokens, turn.history.length
         rows, columns = tokens.shape
         if columns <= self.ngram:
@@ -200,9 +195,8 @@ class Draft(Proposer, Generic[State]):
     Attributes:
         step: the step of the smaller model, such as `make_step(model)`.
         params: parameters of the smaller model.
-        state: state of the smaller model, with the same rows as the large model's state and after
-            the same tokens. It is not consumed, so one draft with an empty cache serves every
-            request.
+        state: state of the smaller model, with the rows of the large model's state and after the
+            same tokens. It is not consumed, so a draft with an empty cache can serve many requests.
         sampler: draws the proposals; must have `distribution(logits)`. None uses the sampler of the
             large model.
     """
@@ -217,12 +211,7 @@ class Draft(Proposer, Generic[State]):
     ) -> None:
         """Raise ValueError if the draft does not support the request, or its vocabulary differs.
 
-        Args:
-            prompt: i32[B, P].
-            total: i32[B], number of tokens including the new ones; None inside a trace.
-            num_draft: the maximum number of proposals in a turn; the draft's state must be able to
-                rewind by this many tokens.
-            vocab_size: V of the model.
+        The draft's state must be able to rewind by `num_draft` tokens.
         """
         if self.sampler is not None:
             check_distribution("the draft's sampler", self.sampler)
@@ -240,24 +229,13 @@ class Draft(Proposer, Generic[State]):
             raise ValueError(f"the vocabulary of the draft has size {vocab}: {rule}")
 
     def start(self, prompt: jax.Array, lengths: jax.Array, chunk: int | None) -> ProposerState:
-        """Return the draft's state after it has read the prompts.
-
-        Args:
-            prompt: i32[B, P].
-            lengths: i32[B], prompt length of each row.
-            chunk: number of tokens to read at a time; None reads all at once.
-        """
+        """Return the draft's state after it has read the prompts."""
         step = as_step(self.step)
         _, state = read_prompts(step, self.params, prompt, lengths, self.state, chunk)
         return _DraftState(state, jnp.zeros(lengths.shape, bool))
 
     def propose(self, proposer_state: ProposerState, turn: Turn) -> tuple[Proposal, ProposerState]:
-        """Let the draft read the new tokens and draw `num_draft` proposals, one per call.
-
-        Args:
-            proposer_state: the result of `start` or `settle`.
-            turn: the text so far, the active rows and their keys.
-        """
+        """Read the new tokens with the draft, and draw `num_draft` proposals, one per call."""
         sampler: Any = turn.sampler if self.sampler is None else self.sampler
         history, (before, pending) = turn.history, proposer_state
         step = as_step(self.step).with_facts(part=True)
@@ -297,13 +275,7 @@ class Draft(Proposer, Generic[State]):
     def settle(
         self, proposer_state: ProposerState, history: History, gained: jax.Array
     ) -> ProposerState:
-        """Rewind the draft to the tokens that were kept, as far as it has read them.
-
-        Args:
-            proposer_state: the result of `propose`.
-            history: prompt and text, including the gained tokens.
-            gained: i32[B], from 0 to num_draft + 1.
-        """
+        """Rewind the draft to the tokens that were kept, as far as it has read them."""
         before, after, pending, tokens, valid = proposer_state
         target, read = gained + (pending & (gained > 0)), valid.sum(axis=1, dtype=jnp.int32)
         # The draft has not read its own last proposal, which may have been kept.
@@ -313,12 +285,7 @@ class Draft(Proposer, Generic[State]):
         return _DraftState(state, jnp.where(gained > 0, target > read, pending))
 
     def finish(self, proposer_state: ProposerState, history: History) -> ProposerState:
-        """Return the draft's state after the same tokens as the large model.
-
-        Args:
-            proposer_state: the result of the last `settle`, or of `start`.
-            history: prompt and text.
-        """
+        """Return the draft's state after the same tokens as the large model."""
         token = jnp.take_along_axis(
             history.tokens, jnp.clip(history.length[:, None] - 2, 0), axis=1
         )

@@ -1,7 +1,7 @@
 """Samplers: processors exclude tokens, and a sampler picks one of the rest.
 
-Both are frozen, hashable values. A jitted function takes them as static arguments, and equal values
-share a compiled program. All arithmetic is float32.
+Both are frozen, hashable values, passed to jitted functions as static arguments; equal values share
+a compiled program. All arithmetic is float32.
 
 A processor maps logits [..., V] to logits [..., V] and sets those of excluded tokens to -inf. It
 keeps the best token, except for `Typical`. Among equal logits, the lower id counts as better.
@@ -157,7 +157,7 @@ class RowSampling:
     """A temperature and a top-p for each row of a batch, as arrays.
 
     Row b is processed like `Temperature(temperature[b])` followed by `TopP(top_p[b])`, up to
-    rounding. Those values are compiled into the program, whereas all `RowSampling` share a program.
+    rounding. Unlike these, whose numbers are compiled into a program, all `RowSampling` share one.
     If every top_p is 1, nothing is sorted.
 
     Attributes:
@@ -270,7 +270,7 @@ class Greedy:
         return jnp.where(jnp.isfinite(top), ops.argmax(x, top), -1).astype(jnp.int32)
 
     def distribution(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-        """Return -inf for all but the best token, which thus has probability 1."""
+        """Return -inf for all tokens but the best, which thus has probability 1."""
         x = _finite_rows(logits)
         return _keep_best(x, jnp.max(x, axis=-1, keepdims=True), 1)
 

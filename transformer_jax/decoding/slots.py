@@ -2,8 +2,8 @@
 
 `Slots` contains a `DecodeState` of B rows. `admit` reads prompts into free rows, `advance_slots`
 chooses the next tokens of all rows, and an ended row does not change until a new request replaces
-it. Shapes never change, so there is one decoding program, plus one program for each bucket of
-prompts. Both consume their slots, except inside your own `jit`.
+it. Shapes never change, so there is one decoding program, and one admission program per bucket of
+prompts. They consume their slots, except inside your own `jit`.
 
 `admit_rows`, `advance_rows` and `free_rows` are the compiled programs behind `admit`,
 `advance_slots` and `release`. They check nothing and never wait for the device.
@@ -145,9 +145,9 @@ def admit(
 ) -> tuple[Slots[State], StepOutput]:  # [R]
     """Put prompts into free slots and choose the first token of each.
 
-    Inside your own `jit`, occupied slots cannot be detected and are overwritten. Traced rows must
-    be distinct and not negative; rows past the last slot are dropped. If limits or lengths are
-    traced, limits are clipped to the room in a slot.
+    Inside your own `jit`, occupied slots are overwritten, because they cannot be detected. Traced
+    rows must be distinct and not negative; rows past the last slot are dropped. If limits or
+    lengths are traced, limits are clipped to the room in a slot.
 
     Args:
         slots: the slots to fill; they are consumed.
@@ -200,7 +200,7 @@ def admit_rows(
     chunk: int | None,
     top: int,
 ) -> tuple[Slots[State], StepOutput]:  # [R]
-    """Do the work of `admit` with checked arguments."""
+    """Run `admit` with checked arguments."""
     options = slots.options._replace(top=top, chunk=chunk)
     # A history has the capacity of a slot in every bucket, so that all rows fit in one array.
     room = slots.capacity - prompts.tokens.shape[1]
@@ -274,7 +274,7 @@ def advance_rows(
     top: int,
     allowed: jax.Array | None = None,  # bool[B, V]
 ) -> tuple[Slots[State], StepOutput]:  # [steps, B]
-    """Do the work of `advance_slots` with checked arguments."""
+    """Run `advance_slots` with checked arguments."""
     options = slots.options._replace(top=top)
 
     def advance(
@@ -328,7 +328,7 @@ def release(slots: Slots[State], rows: int | arguments.PerRow) -> Slots[State]:
 
 @program(donate=("slots",))
 def free_rows(slots: Slots[State], rows: jax.Array) -> Slots[State]:  # i32[R]
-    """Do the work of `release` with checked rows."""
+    """Run `release` with checked rows."""
     active = slots.active.at[rows].set(False)
     return replace(slots, decode_state=replace(slots.decode_state, active=active))
 

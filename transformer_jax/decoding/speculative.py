@@ -371,7 +371,7 @@ def residual(p: jax.Array, q: jax.Array) -> jax.Array:  # [..., V] -> [..., V]
 def _usable(
     proposal: proposers.Proposal, room: jax.Array, vocab: int
 ) -> jax.Array:  # bool[B, num_draft]
-    """Mask the proposals before the first that is no token, is not finite, or exceeds the room."""
+    """Return a mask of the proposals before the first invalid, nonfinite or surplus one."""
     usable = (proposal.tokens >= 0) & (proposal.tokens < vocab)
     usable &= jnp.arange(usable.shape[1])[None] < room[:, None]
     if proposal.logits is not None:

@@ -1,4 +1,4 @@
-"""Steps, a model's interface in decoding: (params, tokens, state) -> (logits, state).
+"""Steps: the interface of a model in decoding, (params, tokens, state) -> (logits, state).
 
 A plain function is a step. `Step` is the base class of steps with more methods; `ModelStep` runs a
 transformer, and other models return their own step from `as_step`.
@@ -45,10 +45,10 @@ Params: TypeAlias = Any
 
 
 class Step(Generic[State]):
-    """Base class of steps, which read tokens and return the logits after each and the new state.
+    """Base class of steps, which read tokens and return the logits after each, and the new state.
 
-    Your own step overrides `__call__`, and other methods that it can implement better than the
-    defaults. It must be hashable: equal steps share their compiled programs.
+    Your own step overrides `__call__`, and other methods if it can improve on the defaults. It must
+    be hashable: equal steps share their compiled programs.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -116,7 +116,7 @@ class Step(Generic[State]):
 
         Args:
             part: the calls read only a part of each sequence.
-            apart: the rows are unrelated to each other, or there are none.
+            apart: the rows are unrelated to each other, or unused.
             padded: some rows are shorter than others.
             first: number of tokens of each sequence before those that the state has read.
         """
@@ -138,7 +138,7 @@ class Step(Generic[State]):
         before: State,
         count: jax.Array,  # i32[B]
     ) -> State:
-        """Return the state as if each row had read fewer tokens; saves speculation a second call.
+        """Return the state as if each row had read fewer tokens, to save speculation a second call.
 
         Args:
             state: the current state.
@@ -224,7 +224,7 @@ class AppliedStep(Step[State]):
         return dict(state=state, valid=valid)
 
     def with_facts(self, **properties: Any) -> Self:
-        """Return the step whose edits have the properties of its calls."""
+        """Return the step with edits that know these properties of its calls."""
         # An unedited model returns itself, so its compiled programs are reused.
         model = self.model.with_facts(**properties)
         return self if model is self.model else replace(self, model=model)
@@ -232,7 +232,7 @@ class AppliedStep(Step[State]):
     @property
     def needs_unpadded(self) -> bool:
         """Whether prompts must not be padded, because a custom edit would see the padding."""
-        # The edits in `inside` declare their needs and skip padding; other functions may read it.
+        # Edits from `interpret` declare their needs and skip padding; other functions may read it.
         # The encoder has already read its source, so its edits do not matter.
         edits = [edit for name, edit in self.model.edits if not name.startswith("encoder/")]
         return any(not hasattr(edit.function, "needs") for edit in edits)
@@ -244,7 +244,7 @@ class AppliedStep(Step[State]):
     def too_short(self, state: State, total: jax.Array | np.ndarray) -> jax.Array | None:  # bool[B]
         """Return the mask of rows that end before a token that an edit names.
 
-        ValueError if such a row is known from concrete values; None if nothing needs a mask.
+        Raise ValueError if concrete values show such a row; return None if nothing needs a mask.
         `total`, i32[B], is the number of tokens that each row will read. It, the state and the
         edit's tokens may be traced.
         """
@@ -405,7 +405,7 @@ def count_vocab(step: Step[State], params: Params, rows: int, state: State) -> i
 def as_step(step: StepLike[State], params: object = None, state: object = None) -> Step[State]:
     """Return the step, wrapped in `FunctionStep` if it is a function.
 
-    ValueError if the step, its parameters or its state is a model, a config or another wrong type.
+    Raise ValueError if one of the arguments has a wrong type, such as a model or a config.
     """
     name = type(step).__name__
     result: Step[State]

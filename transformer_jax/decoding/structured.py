@@ -42,10 +42,11 @@ _JSON = json.JSONDecoder(parse_float=Decimal)
 _ESCAPE = re.compile(rb"\\(?:u([0-9A-Fa-f]{0,4})|.|$)", re.DOTALL)
 _CODES = {f"{code:04x}"[:n].encode() for code in (*range(32), 127) for n in range(5)}
 _CODES -= {f"{ord(letter):04x}".encode() for letter in "\b\t\n\f\r"}
-"""Codes of characters that need an escape and have no shorter one, with all prefixes."""
+"""Codes of characters that need an escape and have no shorter one, and all prefixes of these codes.
+"""
 
 _HEAD = '%llguidance {"no_forcing": true}\nstart: @text'
-"""Allows every tokenization of a text, not only that of the tokenizer."""
+"""Header that allows every tokenization of a text, not only the tokenizer's."""
 
 
 class Grammar:
@@ -92,7 +93,7 @@ class Grammar:
             raise ValueError(f"{self.name} is not JSON: {error}") from None
         hashable_tokenizer: Any = tokenizer
         tokens, self.texts = _tokens(hashable_tokenizer, vocab_size, stop_ids)
-        # Tokens that spell a character as \uXXXX although JSON has a shorter escape; see `_update`.
+        # Tokens that write a character as \uXXXX although JSON has a shorter form; see `_update`.
         self.respelled = [
             i for i, text in enumerate(self.texts) if b"\\u" in text and _respells(text)
         ]
@@ -142,7 +143,7 @@ class Grammar:
 
 
 class Matcher:
-    """The `Constraint` that one text must follow a grammar.
+    """`Constraint` that makes one text follow a grammar.
 
     Args:
         grammar: the grammar of the text.

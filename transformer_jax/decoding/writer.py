@@ -18,8 +18,8 @@ def pieces(
 ) -> Iterator[str]:
     """Yield text as soon as it is final; invalid UTF-8 becomes U+FFFD.
 
-    The text ends before the stop string that is completed first, independently of token boundaries,
-    or before a token of `stop_ids`. After that, no more `ids` are consumed.
+    The text ends before the stop string that is completed first, at any token boundary, or before a
+    token of `stop_ids`. After that, no more `ids` are consumed.
     """
     writer = TextWriter(tokenizer, check_stop_strings(stop), stop_ids)
     for token in ids:
@@ -48,7 +48,7 @@ class TextWriter:
         self.ended = False
 
     def feed(self, token: int) -> str:
-        """Append a token; return the text that is now final. ValueError for token -1."""
+        """Append a token and return the text that is now final; ValueError for token -1."""
         if token < 0:
             raise ValueError(NO_TOKEN)
         if token in self.stop_ids:
@@ -68,7 +68,7 @@ class TextWriter:
         return text
 
     def finish(self) -> str:
-        """End the text; return the rest of it, which was waiting for more tokens."""
+        """End the text; return the rest, which was waiting for more tokens."""
         text, stopped = self.matcher.feed(self.decoder.decode(b"", final=True))
         self.ended = True
         return text if stopped else text + self.matcher.pending
@@ -85,7 +85,7 @@ class StopStrings:
     def feed(self, text: str) -> tuple[str, bool]:
         """Append text; return the text that is now final, and whether a stop string ended it."""
         out: list[str] = []
-        # One character at a time, so that the result does not depend on token boundaries.
+        # Match character by character, so that token boundaries do not affect the result.
         for character in text:
             self.pending += character
             matches = [stop for stop in self.stop if self.pending.endswith(stop)]
