@@ -128,8 +128,7 @@ def beam_search(
     """Return the best continuations of up to `num_tokens` tokens that beam search finds.
 
     log p sums log_softmax(processed logits) over the new tokens, including the stop token. If the
-    processors exclude every next token of a beam, the beam ends without a hypothesis. All values of
-    `limits` share a compiled program.
+    processors exclude every next token of a beam, the beam ends without a hypothesis.
 
     The prompt is read with B rows; the search uses B * num_beams rows. Each step reorders the state
     once so that every beam continues its parent; leaves that `step` returns unchanged, such as the
@@ -147,17 +146,14 @@ def beam_search(
         stop: one or more token ids that end a text.
         lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens. Or a mask
             [B, P], as in `generate`. None means P for every row.
-        limits: i32[B], from 0 to num_tokens: the `num_tokens` of each row. A row with 0 has no
-            result. None means num_tokens.
+        limits: i32[B], the `num_tokens` of each row; 0 has no result. None means num_tokens.
         processors: change the logits based on the text so far, from left to right.
-        length_penalty: divisor of log p, such as `LengthPenalty(1.0)`. None scores by log p, which
-            tends to favor short texts.
+        length_penalty: divisor of log p, such as `LengthPenalty(1.0)`. None favors short texts.
         groups: G, the number of separate searches, each with num_beams / G beams; must divide
             num_beams. A text that several groups find is returned once.
         diversity: at least 0, and 0 for a single group. Each group ranks its extensions by log p -
             diversity * (beams of earlier groups that chose this token at this step), the Hamming
-            diversity of Vijayakumar et al. 2018, equation 5. The penalty affects only the ranking
-            at this step, not log p.
+            diversity of Vijayakumar et al. 2018, equation 5. log p itself does not change.
         early_exit: end a row once no living beam can enter its result, which does not change.
         chunk: number of prompt tokens to read at a time, as in `prefill`; None reads all at once.
 

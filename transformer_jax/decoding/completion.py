@@ -211,8 +211,7 @@ class TextGenerator:
     ) -> Iterator[tuple[int, str]]:
         """Yield the number of each prompt and the text after it, in the order of completion.
 
-        The text of prompt n equals that of `complete` with the key `fold_in(key, n)`, unless it
-        exceeds max_len.
+        Up to max_len, the text of prompt n equals that of `complete` with key `fold_in(key, n)`.
 
         Args:
             prompts: strings or ids i32[P].

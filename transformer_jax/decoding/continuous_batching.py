@@ -129,15 +129,12 @@ def serve_requests(
             request is refused with its error, and the others continue.
         state: one empty row, such as `init_cache(config, 1, capacity)`; not consumed.
         slots: number of requests to decode at the same time, at least 1.
-        capacity: the maximum length of a prompt and its continuation, without the last token, which
-            is never read.
-        steps_per_call: the maximum number of tokens of each slot per call of the decoding program,
-            at least 1.
+        capacity: the maximum length of a prompt and its continuation, without the last token.
+        steps_per_call: the maximum number of tokens per slot and call of the program, at least 1.
         pause: end a call as soon as a slot is free for a waiting request, instead of wasting the
             slot's share of the remaining steps. This results in more calls, so it pays off if a
             step takes much longer than the overhead of a call.
-        sampler: chooses a token, called with (key, logits), for all requests; None takes the
-            likeliest.
+        sampler: chooses a token, called with (key, logits); None takes the likeliest.
         processors: change the logits based on the text so far, before the sampler.
         stop: one or more token ids that end a request.
         chunk: number of prompt tokens to read at a time; None reads all at once.

@@ -54,21 +54,18 @@ def prefill(
 ) -> tuple[jax.Array, State]:  # f32[B, V], state
     """Read the prompts; return the logits after the last token of each row, and the state.
 
-    A pure function for use inside your own `jit`. A step that implements `read` computes only these
-    logits.
+    Pure, for use inside your own `jit`. A step that implements `read` computes only these logits.
 
     Args:
         step: the step of the model, as in `generate`.
         params: the model's parameters, passed to the step.
         prompt: i32[B, P], token ids, with P at least 1.
         state: the state to continue, with B rows; not consumed.
-        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens. Or a mask
-            [B, P], as in `generate`.
+        lengths: i32[B], prompt length of each row, from 1 to P, or a mask [B, P], as in `generate`.
         chunk: number of tokens to read at a time, which saves memory. None reads all at once.
 
     Returns:
-        The logits f32[B, V] and the state after the prompts. For a traced length outside 1..P, the
-        logits are -inf.
+        Logits f32[B, V] (-inf for a traced length outside 1..P) and the state after the prompts.
 
     Raises:
         ValueError: if the prompt is not integers [B, P], a length is not from 1 to P, the state has
@@ -143,8 +140,7 @@ class Generation(Generic[State]):
         lengths: i32[B], number of new tokens, including a stop token and the -1 for NaN logits.
         log_probs: f32[B, num_tokens], log softmax(logits)[token] in nats, before processors; 0
             after a row's end.
-        state: the state after all but the last token of each row. To continue, pass that token as
-            the prompt.
+        state: the state after all but the last token of each row; to continue, pass that token.
         captured: maps each captured place to its values [B, num_tokens, ...] at the step that chose
             token n; 0 after a row's end.
     """
@@ -321,14 +317,12 @@ def generate(
 ) -> Generation[State]:
     """Continue each row by up to `num_tokens` tokens.
 
-    A row ends after a `stop` token, which is part of the result, or after `limits[b]` tokens. All
-    prompts of a bucket (lengths up to 16, 32, 64, ...) share a compiled program, as do equal
-    samplers and equal processors.
+    A row ends after a `stop` token, which is part of the result, or after `limits[b]` tokens. Calls
+    with equal samplers and processors share a program per prompt bucket (up to 16, 32, ... tokens).
 
     Inside your own `jit`, traced values are not checked: limits are clipped to 0..num_tokens, and a
-    token outside the vocabulary or a position past the end of the cache makes its row nonfinite
-    (token -1 with log-probability NaN), unless the token has left every attention window before the
-    prompt ends.
+    token outside the vocabulary or past the end of the cache makes its row nonfinite (token -1 with
+    log-probability NaN), unless it has left every attention window before the prompt ends.
 
     Args:
         step: `make_step(model)`, or a function `step(params, tokens, state, *, valid=None) ->
@@ -344,8 +338,7 @@ def generate(
         sampler: chooses a token, called with (key, logits); None takes the likeliest.
         key: a single key, so that row b uses `fold_in(key, b)`, or one key for each row, [B]. Token
             n of a row is drawn with `fold_in(the row's key, n)`. Optional only for `Greedy`.
-        processors: change the logits based on the text so far, from left to right, before the
-            sampler.
+        processors: change the logits based on the text so far, from left to right.
         stop: one or more token ids that end a row.
         limits: i32[B], from 0 to num_tokens: the maximum number of new tokens of each row; None
             means num_tokens. A row with 0 gets no token; its state has read the whole prompt.
@@ -454,14 +447,12 @@ def stream(
         prompt: i32[B, P], token ids, as an array or as rows of equal length.
         state: the state to continue, with B rows; it is consumed.
         num_tokens: the maximum number of new tokens of a row, at least 1.
-        lengths: i32[B], from 1 to P, the prompt length of each row, or a mask [B, P], as in
-            `generate`; None means P.
+        lengths: i32[B], prompt length of each row, or a mask, as in `generate`; None means P.
         sampler: chooses a token, called with (key, logits); None takes the likeliest.
         key: one key, or one key for each row, [B], as in `generate`. Optional only for `Greedy`.
         processors: change the logits based on the text so far, before the sampler.
         stop: one or more token ids that end a row.
-        limits: i32[B], from 0 to num_tokens, the maximum number of new tokens of each row; None
-            means num_tokens.
+        limits: i32[B], the `num_tokens` of each row, as in `generate`; None means num_tokens.
         chunk: number of prompt tokens to read at a time; None reads all at once.
 
     Yields:

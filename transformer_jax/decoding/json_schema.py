@@ -226,8 +226,7 @@ def _check_combined(multiples: list[Decimal], bounds: list[Decimal], where: str)
 def _check_excluded(bounds: Mapping[str, Sequence[Any]], where: str) -> None:
     """Raise ValueError if a range excludes an integer that is less than 1 from its other bound.
 
-    llguidance would allow the integer: 3 if a number must be above 3 and at most 3.5, or -0 if it
-    must be below 0 and at least -0.5.
+    llguidance would allow the integer, such as 3 for a number above 3 and at most 3.5.
     """
     for side, sign in ("Minimum", 1), ("Maximum", -1):
         excluded = list(bounds.get(f"exclusive{side}", ()))

@@ -197,8 +197,7 @@ class Draft(Proposer, Generic[State]):
         params: parameters of the smaller model.
         state: state of the smaller model, with the rows of the large model's state and after the
             same tokens. It is not consumed, so a draft with an empty cache can serve many requests.
-        sampler: draws the proposals; must have `distribution(logits)`. None uses the sampler of the
-            large model.
+        sampler: draws proposals; must have `distribution(logits)`. None uses the model's sampler.
     """
 
     step: StepLike[State]

@@ -354,8 +354,7 @@ def _draw_token(key: jax.Array, x: jax.Array) -> jax.Array:  # f32[..., V] -> i3
     """Draw from softmax(x): first one of about sqrt(V) blocks by its sum, then a token of it.
 
     Both draws take the argmax of logits plus Gumbel noise. In float32, the noise has an accurate
-    tail only in JAX's mode "high", which uses twice the random bits; 2 sqrt(V) such numbers cost
-    less than V ordinary ones.
+    tail only in JAX's mode "high": twice the bits per number, but 2 sqrt(V) numbers instead of V.
     """
     vocab = x.shape[-1]
     size = 1 << max(3, math.isqrt(vocab).bit_length())

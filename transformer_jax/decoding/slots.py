@@ -42,8 +42,7 @@ class Slots(Generic[State]):
         decode_state: the state of all rows.
         step: the step of the model.
         options: the static options of the decoding program.
-        capacity: the maximum length of a prompt and its continuation, without the last token, which
-            is never read.
+        capacity: the maximum length of a prompt and its continuation, without the last token.
     """
 
     decode_state: DecodeState[State]
@@ -76,13 +75,11 @@ def init_slots(
         params: the model's parameters, passed to the step; only their shapes are used.
         state: a state of one row; not consumed.
         slots: B, the number of requests to decode at the same time, at least 1.
-        capacity: the maximum length of a prompt and its continuation, without the last token; at
-            least 1.
+        capacity: the maximum length of a prompt and its continuation, without the last token.
         sampler: chooses a token, called with (key, logits); None takes the likeliest.
         processors: change the logits based on the text so far, before the sampler.
         stop: one or more token ids that end a row.
-        sampling: whether each row has its own `RowSampling`, applied after the processors and
-            before the sampler.
+        sampling: whether each row has its own `RowSampling`, applied before the sampler.
 
     Raises:
         ValueError: if an argument is wrong.
@@ -161,8 +158,7 @@ def admit(
         chunk: number of prompt tokens to read at a time; None reads all at once.
         sampling: settings of R rows, for slots with `sampling`.
         top: number of likeliest tokens to return with each token.
-        allowed: the tokens allowed as the first one, applied after the processors and before the
-            sampler; None allows all.
+        allowed: the tokens allowed as the first one, applied before the sampler; None allows all.
 
     Returns:
         The slots, and the first tokens with their log-probabilities, [R]. With `top`, `seen` is a

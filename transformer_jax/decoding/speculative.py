@@ -112,25 +112,21 @@ def speculate(
         prompt: i32[B, P], token ids, as an array or as rows of equal length.
         state: the state to continue, with B rows and as much room as for `generate`; a ring needs
             num_draft more slots than its window. It is consumed.
-        proposer: guesses the next tokens: `PromptLookup()`, `Draft(...)` or your own `Proposer`;
-            not consumed.
+        proposer: `PromptLookup()`, `Draft(...)` or your own `Proposer`; not consumed.
         num_tokens: the maximum number of new tokens of a row, at least 1.
         num_draft: the maximum number of proposals in a turn, at least 1.
-        lengths: i32[B], from 1 to P, the prompt length of each row, or a mask [B, P], as in
-            `generate`; None means P.
+        lengths: i32[B], prompt length of each row, or a mask, as in `generate`; None means P.
         sampler: draws the model's tokens; a custom sampler must have `distribution(logits)`. None
             takes the likeliest.
         key: one key, or one key for each row, [B]; a row's tokens depend only on its own key.
             Optional only for `Greedy`.
         processors: change the logits of the model, but not of a draft, based on the text so far.
         stop: one or more token ids that end a row.
-        limits: i32[B], from 0 to num_tokens, the maximum number of new tokens of each row; None
-            means num_tokens.
+        limits: i32[B], the `num_tokens` of each row, as in `generate`; None means num_tokens.
         chunk: number of prompt tokens to read at a time; None reads all at once.
 
     Returns:
-        `Speculation`: the fields of a `Generation`, and the numbers of proposed tokens, accepted
-        tokens and model calls.
+        `Speculation`: a `Generation` with the numbers of proposals, acceptances and model calls.
 
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.

@@ -245,8 +245,7 @@ class AppliedStep(Step[State]):
         """Return the mask of rows that end before a token that an edit names.
 
         Raise ValueError if concrete values show such a row; return None if nothing needs a mask.
-        `total`, i32[B], is the number of tokens that each row will read. It, the state and the
-        edit's tokens may be traced.
+        `total`, i32[B], is the number of tokens that each row will read; it may be traced.
         """
         if not self.model.edits:  # avoid a transfer from the device
             return None
@@ -372,9 +371,8 @@ class ModelStep(AppliedStep[ModelCache]):
     def check_rewind(self, state: ModelCache, count: int) -> None:
         """Raise ValueError if the cache cannot be rewound by `count` tokens.
 
-        Paged caches, and layers with a slot for every position, can always be rewound. A ring needs
-        `count` slots in addition to its window and its sinks, because a rewound token has
-        overwritten an earlier key.
+        Pages, and layers with a slot for every position, can always be rewound. A ring needs
+        `count` slots beyond its window and sinks, because rewound tokens have overwritten keys.
         """
         if state.exhausted is not None:
             return  # pages keep every position

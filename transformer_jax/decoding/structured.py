@@ -2,8 +2,7 @@ r"""Structured output: text that follows a JSON schema, a regular expression or 
 
 A `Grammar` is compiled for the tokens of a model. Its `start` method returns a `Matcher`, the
 constraint of a single text. A token is allowed if the text plus its bytes is a prefix of some
-matching text, however that text is tokenized. Stop tokens are allowed if the text may end. Special
-tokens are never text.
+matching text, however tokenized, and a stop token if the text may end. Special tokens are not text.
 
 The parser is llguidance (Earley's algorithm over a lexer based on derivatives). It runs on the host
 and is an optional dependency: `pip install 'transformer_jax[structured]'`.

@@ -1,7 +1,7 @@
 """Singular value decomposition of the QK and OV circuits of each head.
 
-A head uses the stream x in two ways, each through one matrix of low rank: its scores are a bilinear
-form of two tokens, and its output is linear in the tokens that it attends to.
+A head reads the stream x through two matrices of low rank: its scores are a bilinear form of two
+tokens, and its output is linear in the tokens that it attends to.
 
     QK   W_Q W_K^T   scores(t, s) = x_t W_Q W_K^T x_s^T
     OV   W_V W_O     out(t) = sum_s A(t, s) x_s W_V W_O
@@ -55,17 +55,15 @@ def circuits(
 
     M_qk = W_Q W_K^T and M_ov = W_V W_O, [D, D], for query head n and key/value head n // G.
     Positions, biases and the score scale are not included; with rotary positions, M_qk applies to
-    two tokens at the same position. M has rank at most H, so the decomposition is computed from
-    two QR factors of size H.
+    two tokens at the same position.
 
     Args:
         model: a decoder, an encoder with logits, or an encoder-decoder (its decoder is used).
         params: its parameters, looped or scanned.
         circuit: "qk" or "ov".
-        count: number R of singular values to return, largest first; None returns all min(D, H)
-            that can be nonzero.
-        fold_norm: multiply the input kernels by the scale of the preceding norm: diag(scale) W,
-            centered for a LayerNorm. M then applies to the normalized stream.
+        count: number R of singular values to return, largest first; None returns min(D, H).
+        fold_norm: multiply the input kernels by the scale of the preceding norm, diag(scale) W, and
+            center them for a LayerNorm. M then applies to the normalized stream.
         branch: "attention"; for an encoder-decoder also "cross_attention", whose keys and values
             come from the encoder's output, or "encoder/attention".
 
@@ -115,7 +113,7 @@ def circuits(
         first.append(_expand_heads(a, cfg.num_heads))
         second.append(_expand_heads(b, cfg.num_heads))
 
-    # M = A B^T = Q_a (R_a R_b^T) Q_b^T: an SVD of [H, H] instead of [D, D]
+    # M = A B^T = Q_a (R_a R_b^T) Q_b^T has rank at most H: an SVD of [H, H] instead of [D, D]
     (qa, ra), (qb, rb) = (jnp.linalg.qr(jnp.stack(x)) for x in (first, second))
     inner = jnp.einsum("LNRH,LNQH->LNRQ", ra, rb, precision="highest")
     u, s, vt = jnp.linalg.svd(inner)

@@ -5,9 +5,8 @@ With values x and targets y, centered and scaled to unit variance,
     f = act(x W_e + b_e)      y' = f W_d + b_d      F features, more than D
 
 An autoencoder reconstructs its input. A transcoder reconstructs the value of another place, such as
-the output of the branch whose input it reads. `act` keeps the K largest features of each token,
-including ties with the smallest of them, and sets the others to 0 (TopK). Alternatively it is a
-ReLU, and an L1 term in the loss keeps f sparse.
+the output of the branch whose input it reads. `act` is TopK, which keeps the K largest features of
+each token (and ties with the smallest of them), or a ReLU with an L1 term in the loss.
 
 Sources: Bricken et al. 2023, "Towards monosemanticity"; Gao et al. 2024 (arXiv:2406.04093),
 "Scaling and evaluating sparse autoencoders"; Dunefsky et al. 2024 (arXiv:2406.11944), "Transcoders
@@ -47,7 +46,7 @@ class Dictionary:
         decoder: W_d, f32[F, D']: the direction of each feature.
         bias: b_d, f32[D'].
         centre: f32[D], subtracted from an input value.
-        size: f32[], the scale that the result is divided by.
+        size: f32[], divides the difference.
         target_centre: f32[D'], the same for the target.
         target_size: f32[], the same for the target.
         place: the place of the input value.
@@ -83,11 +82,10 @@ class Dictionary:
         return y * self.target_size + _expand(self.target_centre, features)
 
     def edit(self) -> dict[str, Edit]:
-        """Return an edit that replaces the target by its reconstruction.
+        """Return an edit that replaces the target with its reconstruction.
 
         Raises:
-            ValueError: for a transcoder between two branches or blocks, because an edit sees only
-                one value at a time.
+            ValueError: for a transcoder between two branches or blocks.
         """
         if self.place == self.target:
 
@@ -160,12 +158,11 @@ def feature_examples(
         **arguments: other arguments of `model.apply` that have no row axis.
 
     Returns:
-        Values, rows and positions, [n, count] each. A value of 0 means that the feature is active
-        at fewer tokens.
+        Values, rows and positions, [n, count] each. If a feature is active at fewer than `count`
+        tokens, its last values are 0.
 
     Raises:
-        ValueError: if there is no such feature, or `count` is out of range. A traced feature that
-            is out of range has values of NaN.
+        ValueError: if a feature or `count` is out of range. A traced feature then has NaN values.
     """
     check_model("feature_examples", model, arguments, "capture")
     B, T = tokens.shape
@@ -263,7 +260,7 @@ def dictionary_scores(
         found = jax.lax.map(of_row, tokens, batch_size=min(batch_size, len(tokens)))
         errors, summed, squares, active, used, *losses = found
         n = tokens.size
-        # sum |y - mean|^2 in one pass, so that the rows need not be kept
+        # sum |y - mean|^2 in one pass, without storing the rows
         spread = squares.sum() - (summed.sum(axis=0) ** 2).sum() / n
         return DictionaryScores(
             1 - errors.sum() / spread, active.sum() / n, 1 - used.any(axis=0).mean(),

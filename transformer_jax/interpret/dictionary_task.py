@@ -1,7 +1,7 @@
 """Training of dictionaries of a model's values: `fit(config, task=DictionaryTask(...))`.
 
-The model is frozen. A step reads windows of the text, captures the values of a place and updates
-the dictionary. Checkpoints, resuming and evaluation work as in every other run.
+The model is frozen. Each step captures the values of a place on windows of the text and updates the
+dictionary. Checkpoints, resuming and evaluation work as in every other run.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from transformer_jax.training.tasks.language import LanguageWindows
 from transformer_jax.training.tasks.task import Learner, Report, Tokenizers, TrainingTask
 
 SIZED_BY = 16
-"""Windows from which the center and the scale of the values are estimated."""
+"""Number of windows for estimating the center and the scale of the values."""
 
 JUDGED = 32
-"""Held-out windows that the final evaluation of a dictionary uses."""
+"""Number of held-out windows in the final evaluation of a dictionary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class DictionaryTask(CustomTask):
 
         Args:
             config: the config of the run.
-            tokenizers: those of the run if it is resumed; else None.
+            tokenizers: the tokenizers of a resumed run; None for a new run.
             vocab_size: ignored, because the model has its own vocabulary.
         """
         model = load_run(self.of) if is_run(self.of) else load_text_model(self.of)
@@ -94,10 +94,9 @@ def dictionary_learner(
     """Return the initialization and the loss of a dictionary, for use in a custom task.
 
     loss = (|y - y'|^2 + l1 sum_i f_i |W_d,i|) / D', averaged over tokens, with y of unit variance.
-    For an autoencoder without the L1 term this is about 1 minus the variance explained. W_d starts
-    as random unit vectors, and W_e of an autoencoder as their transpose (Gao et al. 2024, A.1). A
-    batch contains the values as `tokens` [..., D] and the targets as `labels` [..., D']; only
-    `valid` entries count.
+    Without the L1 term, this is about 1 minus the variance explained. W_d starts as random unit
+    vectors, and W_e of an autoencoder as their transpose (Gao et al. 2024, A.1). In a batch,
+    `tokens` [..., D] are values, `labels` [..., D'] targets, and only `valid` entries count.
 
     Args:
         width: D, width of the values.
@@ -105,8 +104,7 @@ def dictionary_learner(
         features: F, number of features.
         active: K of TopK; None is a ReLU.
         l1: weight of the L1 term; None omits it.
-        sizes: center [D] and scale [] of the values, center [D'] and scale [] of the targets; None
-            is 0 and 1.
+        sizes: center [D] and scale [] of values, and [D'] and [] of targets; None is 0 and 1.
     """
     if sizes is None:
         one = jnp.ones(())
@@ -154,7 +152,7 @@ def dictionary_learner(
 
 @dataclass(frozen=True)
 class _CaptureWindows:
-    """Function from window starts to a batch of the values of two places."""
+    """Function that maps window starts to a batch with the values of two places."""
 
     config: ModelConfig
     place: str
@@ -227,7 +225,7 @@ class DictionaryWindows(TrainingTask):
         )  # fmt: skip
 
     def inputs(self, step: int) -> np.ndarray:  # i32[A, B]
-        """Return the starts of the windows of a step."""
+        """Return the window starts of a step."""
         return self.text.inputs(step)
 
     def evaluation(self) -> Iterator[np.ndarray]:  # i32[B] each

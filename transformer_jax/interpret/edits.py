@@ -5,9 +5,8 @@
     step = make_step(model, edit=edit)
 
 `heads` and `at` (tokens) select the part of a value that changes; None selects everything. An index
-that is out of range raises an error; a traced index, which cannot be checked, turns the whole value
-into NaN. `at` counts from the first token of the sequence in every call, including prompt chunks
-and decoding steps. Padding is not counted.
+out of range raises an error; if it is traced, it turns the whole value into NaN. `at` counts from
+the first token of the sequence, not of a prompt chunk or decoding step, and skips padding.
 
 Sources: Meyes et al. 2019 (zero), Michel et al. 2019 (scale), Wang et al. 2023 (mean), Chan et al.
 2022, "Causal scrubbing" (resampling), Turner et al. 2023, "Activation addition" (steering).
@@ -60,13 +59,12 @@ def scale(
 ) -> dict[str, Edit]:
     """Return an edit that multiplies a value: a differentiable head mask.
 
-    The derivative of a loss with respect to the factor of a head is the head's importance (Michel
-    et al. 2019).
+    A head's importance is the derivative of a loss with respect to its factor (Michel et al. 2019).
 
     Args:
         place: a name of `transformer_jax.places`; may contain `*`.
-        by: one factor; f32[N], one factor for each head of a place with a head axis; or, with
-            "block_*/...", f32[L, N], one factor for each head of each block. May be traced.
+        by: f32[], one factor; f32[N], one factor per head of a place with a head axis; or, with
+            "block_*/...", f32[L, N], one factor per block and head. May be traced.
         heads: indices of the heads that change; None is all.
         at: indices of the tokens that change; None is all.
 
@@ -74,8 +72,7 @@ def scale(
         A dict for `edit=`.
 
     Raises:
-        ValueError: if `by` does not contain floats; when the model runs, if its shape does not
-            match the heads or the blocks.
+        ValueError: if `by` has a wrong dtype or, when the model runs, a wrong shape.
     """
     rule = "must be a float array [], [N] (heads) or, with block_*/..., [L, N] (blocks, heads)"
     if not hasattr(by, "ndim"):
@@ -111,25 +108,24 @@ def mean(
     heads: Indices | None = None,
     at: Indices | None = None,
 ) -> dict[str, Edit]:
-    """Return an edit that replaces a value by its mean over tokens or rows.
+    """Return an edit that replaces a value with its mean over tokens or rows.
 
     To use the mean of other prompts, pass it to `resample`. A mean over tokens includes later
-    tokens, so calls that read only part of a sequence, such as decoding steps, raise an error. A
-    mean over rows includes only the rows that have the token.
+    tokens, so a call that reads only part of a sequence, such as a decoding step, raises an error.
+    A mean over rows includes only the rows that have the token.
 
     Args:
         place: a name of `transformer_jax.places`; may contain `*`.
-        over: average over the tokens of each row, over the rows at each token, or over both.
-        heads: indices of heads, for a place with a head axis; None is all. Each head has its own
-            mean.
+        over: average over the tokens of each row, the rows at each token, or both.
+        heads: indices of heads, each with its own mean; None is all.
         at: indices of the tokens to replace; None is all.
 
     Returns:
         A dict for `edit=`.
 
     Raises:
-        ValueError: if `over` is not one of the three, there is no such head or token, or a call
-            lacks tokens or rows of the mean.
+        ValueError: if `over` is invalid; when the model runs, if there is no such head or token, or
+            a call lacks tokens or rows of the mean.
     """
     if over not in ("tokens", "rows", "both"):
         raise ValueError(f"over is {over!r}: must be 'tokens', 'rows' or 'both'")
@@ -154,12 +150,12 @@ def resample(
     heads: Indices | None = None,
     at: Indices | None = None,
 ) -> dict[str, Edit]:
-    """Return an edit that replaces values by those of another run.
+    """Return an edit that replaces values with those of another run.
 
     Args:
-        captured: values by place, as `capture=` returned them for the other prompt, or means of
-            them. They must have as many tokens as the sequence (with `at`, enough tokens) and
-            either as many rows or one row, which is used for all.
+        captured: values by place, as `capture=` returned them for the other prompt, or their means.
+            They must have as many tokens as the sequence (with `at`, enough tokens) and either as
+            many rows or one row, which is used for all.
         heads: indices of heads, for places with a head axis; None is all.
         at: indices of tokens; None is all.
 
@@ -167,8 +163,7 @@ def resample(
         A dict for `edit=`.
 
     Raises:
-        ValueError: when the model runs, if a value has the wrong shape, or there is no such head
-            or token.
+        ValueError: when the model runs, if a shape is wrong, or there is no such head or token.
     """
 
     def put(name: str, new: jax.Array) -> Edit:
@@ -199,12 +194,11 @@ def add(
     heads: Indices | None = None,
     at: Indices | None = None,
 ) -> dict[str, Edit]:
-    """Return an edit that adds a vector to a value: x + vector, activation addition.
+    """Return an edit that adds a vector to a value (activation addition).
 
     Args:
         place: a name of `transformer_jax.places`; may contain `*`.
-        vector: [D] for a stream, [H] or [N, H] for heads, [T, D] for a value of each token; traced
-            or not.
+        vector: [D] for a stream, [H] or [N, H] for heads, [T, D] for each token; may be traced.
         heads: indices of heads, for a place with a head axis; None is all.
         at: indices of tokens; None is all.
 
@@ -233,16 +227,17 @@ def add(
 
 
 def _along(x: jax.Array, ndim: int, axis: int) -> jax.Array:
-    """Reshape an array [B, T] to `ndim` axes, with T as axis number `axis`."""
+    """Reshape an array [B, T] to `ndim` axes, with T at `axis`."""
     return x.reshape([x.shape[0], *(x.shape[1] if i == axis else 1 for i in range(1, ndim))])
 
 
 def _take_tokens(
     new: jax.Array, value: jax.Array, axis: int, positions: jax.Array, call: Call
 ) -> jax.Array:
-    """Return the entries of `new`, one for each token, at the tokens of a call; NaN after its end.
+    """Return the entries of `new`, one per token of a sequence, for the tokens of a call.
 
-    If a call reads whole sequences and the lengths agree, entries belong to columns, as captured.
+    Tokens past the end of `new` get NaN. If a call reads whole sequences and the lengths agree,
+    entries belong to columns, as captured.
     """
     size = new.shape[axis]
     if call.whole and size == value.shape[axis]:
@@ -256,7 +251,7 @@ def _take_tokens(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _SelectiveEdit:
-    """Edit that replaces the selected heads and tokens by the result of a function."""
+    """Edit that replaces the selected heads and tokens with the result of a function."""
 
     name: str
     """Description for the repr: "zero", or "add, float32[16]"."""
@@ -289,9 +284,9 @@ class _SelectiveEdit:
                 _select("at", self.at, size, f" for row {row}" if len(set(lengths)) > 1 else "")
 
     def check_parts(self, lengths: jax.Array | np.ndarray) -> jax.Array | None:  # bool[B]
-        """Return which sequences of these lengths, i32[B], cannot be edited in several calls.
+        """Return a mask, bool[B], of rows that the edit does not fit, given their lengths i32[B].
 
-        Without traced values, raise ValueError if one cannot, and return None if all can.
+        Without traced values, raise ValueError if there is one, and otherwise return None.
         """
         name, size = self.length or ("", 0)
         if self.at is None and not name:
@@ -340,7 +335,7 @@ class _SelectiveEdit:
         at = jnp.atleast_1d(jnp.asarray(self.at))
         here = (positions[..., None] == at[None, None]) & (positions >= 0)[..., None]  # [B, T, n]
         changed = jnp.where(_along(here.any(axis=2), value.ndim, axis), changed, value)
-        # an error cannot be raised for a traced index, so a wrong one makes the value NaN
+        # a traced index cannot raise an error, so a wrong one makes the value NaN
         if isinstance(self.at, jax.core.Tracer):
             wrong = (at < 0).any() | (call.whole & (at >= count).any())
             changed = jnp.where(wrong, jnp.nan, changed)

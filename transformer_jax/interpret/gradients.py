@@ -31,8 +31,8 @@ def integrated_gradients(
     """Return the contribution of each token to an output, relative to a baseline token.
 
     a_t = <x_t - x'_t, integral from 0 to 1 of d metric / d x_t at x' + s (x - x') ds>, with x and
-    x' the embeddings of tokens and baseline (Sundararajan et al. 2017), by Gauss-Legendre
-    quadrature with `steps` points. Completeness: the sum is metric(tokens) - metric(baseline).
+    x' the embeddings of tokens and baseline, by Gauss-Legendre quadrature with `steps` points. The
+    contributions sum to metric(tokens) - metric(baseline).
 
     Args:
         model: a decoder, an encoder with logits, or an encoder-decoder (its source is fixed).
@@ -42,8 +42,7 @@ def integrated_gradients(
             embedding of zeros is not supported, because norms have no usable gradient there.
         metric: a differentiable function of logits f32[B, T, V] to f32[].
         steps: number of quadrature points, each with one forward and backward pass.
-        **arguments: other arguments of `model.apply` for both, such as `positions`, `source` or
-            `edit`.
+        **arguments: other arguments of `model.apply`, such as `positions`, `source` or `edit`.
 
     Returns:
         f32[B, T].
@@ -75,7 +74,7 @@ def integrated_gradients(
             return summed + weight * gradient.astype(jnp.float32), None
 
         points = jnp.asarray((nodes + 1) / 2, x1.dtype), jnp.asarray(weights / 2, jnp.float32)
-        # a scan instead of a batch, so that memory is needed for only one backward pass
+        # a scan, not a batch, so that memory holds only one backward pass
         gradients = jax.lax.scan(point, jnp.zeros(x1.shape, jnp.float32), points)[0]
         return ((x1 - x0).astype(jnp.float32) * gradients).sum(axis=-1)
 

@@ -24,7 +24,7 @@ def repeated_tokens(
     """Return rows of random tokens, each followed by one repetition of the same tokens.
 
     The tokens of a row are drawn without replacement, so each repeated token has exactly one
-    earlier occurrence, and only repetition makes it predictable (Olsson et al. 2022).
+    earlier occurrence, and only the repetition makes it predictable (Olsson et al. 2022).
 
     Args:
         key: a single key.
@@ -90,17 +90,16 @@ def head_scores(weights: jax.Array, period: int) -> HeadScores:
 
 
 def attention_rollout(weights: jax.Array) -> jax.Array:  # f32[B, L, T, T]
-    """Return the share of each input token in each token after each layer: attention rollout.
+    """Return the attention rollout: the share of each input token in each token after each layer.
 
-    R_l = (A_l + I) / 2 R_(l - 1), R_0 = I, with A_l the mean over heads and the rows of (A_l + I) /
-    2 normalized to sum to 1 (Abnar & Zuidema 2020, section 3). The residual stream counts as half.
+    R_l = (A_l + I) / 2 R_(l - 1), R_0 = I (Abnar & Zuidema 2020, section 3), with A_l the mean over
+    heads, I the residual stream, and rows of (A_l + I) / 2 normalized to sum to 1.
 
     Args:
         weights: f32[B, L, N, T, T], as `attention_weights` returns them.
 
     Returns:
-        f32[B, L, T, T] with rows that sum to 1. The entry of the last layer is the rollout of the
-        model.
+        f32[B, L, T, T] with rows that sum to 1. The last layer's entry is that of the model.
 
     Raises:
         ValueError: if the weights are not [B, L, N, T, T].
@@ -124,7 +123,7 @@ def attention_entropy(weights: jax.Array) -> jax.Array:  # f32[..., T]
     """Return the entropy of each row of weights, -sum_s A[t, s] ln A[t, s], in nats.
 
     The entropy is 0 if a head attends to one token, and ln n if it attends to n tokens equally. A
-    weight of 0 contributes 0 and has a gradient of 0.
+    weight of 0 contributes 0, with gradient 0.
 
     Args:
         weights: f32[..., T, S].

@@ -34,8 +34,8 @@ COMPUTED = {
 def place_of_hook(config: ModelConfig, hook: str) -> str:
     """Return the place with the value of a TransformerLens hook.
 
-    If queries are rotated or normalized, `attn.hook_q` is the value before and `attn.hook_rot_q`
-    the value after. The place `query` corresponds to the latter; the same applies to keys.
+    If queries are rotated or normalized, `attn.hook_q` is the value before this, and
+    `attn.hook_rot_q` the value after it, which is the place `query`. The same applies to keys.
 
     Args:
         config: the config of a decoder, pre-norm or with parallel branches.

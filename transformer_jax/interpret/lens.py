@@ -37,9 +37,9 @@ def logit_lens(
 ) -> jax.Array:  # f32[B, L + 1, T, V]
     """Return the logits that the model would give if it ended after each block.
 
-    logits_l = n(x_l) E^T + c, with n the model's final norm, x_0 the embedding and x_l the output
-    of block l - 1 (nostalgebraist 2020). The last entry is the model's own logits. A post-norm
-    model has no final norm, because its streams are already normalized.
+    logits_l = n(x_l) E^T + c, with n the final norm (none in a post-norm model, whose streams are
+    already normalized), x_0 the embedding and x_l the output of block l - 1 (nostalgebraist 2020).
+    The last entry is the model's own logits.
 
     Args:
         model: a decoder, an encoder with logits, or an encoder-decoder (its decoder is used).
@@ -92,17 +92,14 @@ def read_out(
 
 @short_repr
 class LogitAttribution(NamedTuple):
-    """Contributions of the parts of a model to a logit, or to a difference of two logits.
-
-    The contributions sum to the logit (`total`).
-    """
+    """Contributions of the parts of a model to a logit, or to a difference of two logits."""
 
     embedding: jax.Array
     """f32[B, T]: the input of the first block."""
     heads: jax.Array
     """f32[B, L, N, T]: each self-attention head, without the bias of the output matrix."""
     feed_forward: jax.Array | None
-    """f32[B, L, T]: each feed-forward branch, including its last bias; None if there is none."""
+    """f32[B, L, T]: each feed-forward branch, including its last bias; None without branches."""
     bias: jax.Array
     """f32[B, T]: the biases of attention's output matrices, of the final norm and of the logits."""
     cross_heads: jax.Array | None = None
@@ -144,8 +141,8 @@ def logit_attribution(
     """Return the contribution of each part to the logit of a token: direct logit attribution.
 
     A part c of the last stream x contributes <(c - mean(c)) / sqrt(var(x) + eps) * scale, E_target
-    - E_other>, times `logit_scale`; with an RMSNorm, <c / sqrt(mean(x^2) + eps) * scale, ...>. The
-    divisor is that of the whole stream (Elhage et al. 2021; Wang et al. 2023, section 3.1).
+    - E_other>, times `logit_scale`; with an RMSNorm, <c / sqrt(mean(x^2) + eps) * scale, ...>
+    (Elhage et al. 2021; Wang et al. 2023, section 3.1).
 
     Args:
         model: a pre-norm or parallel model whose logits are linear in the output of the final norm.
@@ -207,7 +204,7 @@ def logit_attribution(
         d = d * scale[None, None]
         if cfg.norm == "layernorm":
             x, d = (y - y.mean(axis=-1, keepdims=True) for y in (x, d))
-        # the divisor is a constant, otherwise a logit would not be linear in the parts
+        # treat the divisor as a constant; otherwise a logit would not be linear in the parts
         d = d * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + cfg.norm_eps)
 
     def along(part: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T]

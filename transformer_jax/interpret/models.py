@@ -21,8 +21,7 @@ def check_model(
 ) -> None:
     """Raise ValueError unless the model has blocks and logits and the arguments are allowed.
 
-    `sets` names arguments that the tool sets itself. `key` is not allowed, because it would turn
-    dropout on.
+    `sets` names arguments that the tool sets itself. A `key` would turn dropout on.
     """
     if not isinstance(model, Decoder | Encoder | EncoderDecoder):
         rule = "must be a Decoder, Encoder or EncoderDecoder, as build(config) returns"
@@ -37,7 +36,7 @@ def check_model(
 
 
 def resolve_places(model: Transformer, names: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the places that match names, which may contain `*`; ValueError if none matches."""
+    """Return the places that match names, possibly with `*`; ValueError if one matches none."""
     return Places.of(model.config, (names,) if isinstance(names, str) else names, {}).capture
 
 

@@ -1,6 +1,4 @@
-"""Activation patching and attribution patching: which place carries a difference of two prompts.
-
-    table[p, t] = metric(logits(corrupted | value of place p at token t := that of clean))
+"""Activation patching and attribution patching: find the places that make two prompts differ.
 
 Sources: Meng et al. 2022, "Locating and editing factual associations in GPT" (causal tracing);
 Wang et al. 2023 (arXiv:2211.00593); Nanda 2023, "Attribution patching"; Syed et al. 2023
@@ -44,8 +42,8 @@ def patch(
     """Return the metric of a corrupted prompt with one clean value patched in at a time.
 
     table[p, t] = metric(logits(corrupted | value p at token t := clean value)): activation patching
-    (Meng et al. 2022; Wang et al. 2023). One compiled program computes all entries, `batch_size` at
-    a time. Each call compiles it again; inside your own `jax.jit` it is compiled once.
+    (Meng et al. 2022; Wang et al. 2023). One program computes all entries, `batch_size` at a time.
+    Each call compiles it again, except inside your own `jax.jit`.
 
     Args:
         model: a decoder, an encoder with logits, or an encoder-decoder.
@@ -55,15 +53,12 @@ def patch(
         places: names of `transformer_jax.places`; may contain `*`: "block_*/residual".
         metric: a function of logits f32[B, T, V] to an array, such as f32[] or f32[B].
         each: axes to patch separately: ("token",) returns a table over tokens, ("head",) over
-            heads, ("token", "head") over both. The other axes are patched together; with (), the
-            whole value of a place.
+            heads, ("token", "head") over both; () patches the whole value of a place at once.
         batch_size: entries that run together. Each needs the memory of one forward pass.
-        **arguments: other arguments of `model.apply` for both prompts, such as `positions` or
-            `source`.
+        **arguments: other arguments of `model.apply` for both prompts, such as `source`.
 
     Returns:
-        [P, T], [P, N], [P, T, N] or [P], followed by the axes of the metric; P places in the order
-        of the names.
+        [P, T], [P, N], [P, T, N] or [P], in the order of the names, plus the axes of the metric.
 
     Raises:
         ValueError: if the prompts differ in shape, a name matches no place, or a place lacks an
@@ -109,7 +104,7 @@ def map_entries(
 
         return entry({name: put(number, name) for number, name in enumerate(values)})
 
-    # entries differ in an index only, so one compilation serves all of them
+    # entries differ only in an index, so one compilation serves all of them
     grid = jnp.asarray(np.stack(np.unravel_index(np.arange(prod(sizes)), sizes), axis=1))
     found = jax.lax.map(one, grid, batch_size=min(batch_size, len(grid)))
     return found.reshape(*sizes, *found.shape[1:])
@@ -130,7 +125,7 @@ def attribution_patching(
 
     table[p, t] = sum (clean_p,t - corrupted_p,t) * d metric / d value_p,t, with the gradient at the
     corrupted prompt (Nanda 2023; Syed et al. 2023). Two forward passes and one gradient compute all
-    entries. `patch(...)` is about `metric(corrupted) + table` if the values are close.
+    entries. If the values are close, `patch(...)` is about `metric(corrupted) + table`.
 
     Args:
         model: a decoder, an encoder with logits, or an encoder-decoder.

@@ -1,12 +1,7 @@
 """Path patching: the effect of a value along selected paths.
 
 A sender writes to the stream, and receivers read it. A value that `patch` inserts changes
-everything after it. Here it changes only the direct input of the receivers, because the branches
-between them are frozen:
-
-    frozen     f_j      the branches, at their values on the corrupted prompt
-    received   r_s      receivers(corrupted | f frozen, sender s := its clean value)
-    table[s] = metric(logits(corrupted | receivers := r_s))
+everything after it. Here, branches in between are frozen, so it reaches receivers only directly.
 
 Sources: Wang et al. 2022 (arXiv:2211.00593), section 3.1 and appendix B; Goldowsky-Dill et al. 2023
 (arXiv:2304.05969), "Localizing model behavior with path patching".
@@ -48,9 +43,8 @@ def path_patching(
 
     table[s] = metric(logits(corrupted | receivers := r_s)), with r_s the values of the receivers
     when sender s has its clean value and all heads and feed-forward branches are frozen at their
-    corrupted values (Wang et al. 2022; Goldowsky-Dill et al. 2023). The receiver "logits" measures
-    the direct effect: the contribution of a sender to the last stream, without the branches that
-    read it. One compiled program computes all entries.
+    corrupted values (Wang et al. 2022; Goldowsky-Dill et al. 2023). With "logits" as the receiver,
+    this is the direct effect of a sender, through the last stream only.
 
     Args:
         model: a decoder, an encoder with logits, or an encoder-decoder.
@@ -60,19 +54,16 @@ def path_patching(
         senders: places that write to the stream; may contain `*`: "block_*/attention/heads", an
             "output", "embedding", a "residual".
         receivers: places that read the stream, such as "logits", "block_3/attention/query" or
-            "block_3/feed_forward/input"; or a dict from places to the heads that receive, with
-            None for all heads.
+            "block_3/feed_forward/input"; or a dict from places to receiving heads (None is all).
         metric: a function of logits f32[B, T, V] to an array, such as f32[] or f32[B].
-        recomputed: places of branches that are computed instead of frozen, so that paths may pass
-            through them: "block_*/feed_forward/output", as in Wang et al.
+        recomputed: places of branches that are not frozen, so that paths may pass through them:
+            "block_*/feed_forward/output", as in Wang et al.
         each: axes to patch separately, as in `patch`; with (), the whole value of a place.
         batch_size: entries that run together. Each needs the memory of one forward pass.
-        **arguments: other arguments of `model.apply` for both prompts, such as `positions` or
-            `source`.
+        **arguments: other arguments of `model.apply` for both prompts, such as `source`.
 
     Returns:
-        [P, N], [P, T], [P, T, N] or [P], followed by the axes of the metric; P senders in the order
-        of the names.
+        [P, N], [P, T], [P, T, N] or [P], in the order of the senders, plus the axes of the metric.
 
     Raises:
         ValueError: if the prompts differ in shape, a name matches no place, a sender does not write

@@ -1,8 +1,8 @@
 """Linear probes of captured values.
 
-A high score means that a property can be read from the values, not that the model uses it; test
-that with `patch` and `add`. Compare the score with that of the most frequent class, and with probes
-of the embedding or of shuffled labels.
+A high score means that a property can be read from the values, not that the model uses it; test its
+use with `patch` and `add`. Compare the score with the baseline, and with probes of the embedding or
+of shuffled labels.
 
 Sources: Alain & Bengio 2016 (arXiv:1610.01644); Hewitt & Liang 2019 (arXiv:1909.03368).
 """
@@ -59,22 +59,19 @@ def probe(
 
     Args:
         values: [B, ..., D], such as a residual [B, T, D].
-        labels: integers are classes, and negative ones are ignored; floats are numbers, one or C
-            for each vector.
-        held_out: share of the rows B that is held out, from the end.
+        labels: integers are classes, ignored if negative; floats are numbers, one or C per vector.
+        held_out: share of the rows to hold out, from the end.
         penalty: weight of |W|^2, positive; b is not penalized.
         num_classes: C; None is the largest label + 1, which requires labels that are not traced.
         steps: steps of L-BFGS; at most 100 are needed if the values have similar scales.
-        key: a single key that shuffles the rows first; None keeps their order, so that the
-            held-out rows come from other texts.
+        key: a single key that shuffles the rows first; None keeps their order.
 
     Returns:
         The map, its score and the baseline.
 
     Raises:
         ValueError: if shapes do not match, no row is left for training or for scoring, or a number
-            is out of range. A traced label that is not a class, or values that are not finite,
-            result in scores of NaN.
+            is out of range. Nonfinite values and traced invalid labels make the score NaN.
     """
     values, labels = jnp.asarray(values), jnp.asarray(labels)
     are_classes = jnp.issubdtype(labels.dtype, jnp.integer)
@@ -108,7 +105,7 @@ def probe(
 
 @partial(jax.jit, static_argnames=("cut", "num_classes", "steps"))
 def _probe(*arrays: jax.Array | float | None, **static: Any) -> Probe:
-    """Fit a probe; the compiler shards the work, and the map is replicated on each device."""
+    """Fit a probe; the compiler shards the work and replicates the map on each device."""
     return by_compiler(partial(_fit, **static), arrays, PartitionSpec())
 
 

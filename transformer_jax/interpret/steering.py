@@ -39,20 +39,17 @@ def steering_vector(
     """Return the mean of a value over positive texts minus its mean over negative texts.
 
     vector = mean_i x_i(positive) - mean_i x_i(negative), with x_i the value at the last token of
-    text i or its mean over the tokens of the text: contrastive activation addition (Panickssery et
-    al. 2023). Steer the model with `add` and a multiple of the vector.
+    text i or its mean over the tokens of the text (contrastive activation addition, Panickssery et
+    al. 2023). To steer the model, `add` a multiple of the vector.
 
     Args:
         model: a decoder, an encoder with logits, or an encoder-decoder.
         params: its parameters, looped or scanned.
-        positive: texts to steer toward: i32[n, T], or a list of n rows of token IDs of different
-            lengths.
+        positive: texts to steer toward: i32[n, T], or n lists of token IDs of different lengths.
         negative: texts to steer away from; the number of rows may differ.
-        place: one name of `transformer_jax.places` whose value has an entry for each token: a
-            residual, heads, an output.
+        place: one place whose value has an entry for each token: a residual, heads, an output.
         over: "last" reads the value at the last token of each text, "all" the mean over its tokens.
-        **arguments: other arguments of `model.apply` for both that have no row axis, such as
-            `edit`.
+        **arguments: other arguments of `model.apply` that have no row axis, such as `edit`.
 
     Returns:
         f32[D] for a stream, f32[N, H] for heads.

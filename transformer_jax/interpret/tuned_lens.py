@@ -1,9 +1,7 @@
 """Tuned lens: logits from every stream, through a trained translator for each.
 
 The logit lens treats each stream as if it were the last one, which is biased if the basis changes
-from layer to layer. A translator maps a stream to an estimate of the last one:
-
-    logits_l = n(x_l + x_l A_l + b_l) E^T + c
+from layer to layer. A translator maps a stream to an estimate of the last one.
 
 Source: Belrose et al. 2023 (arXiv:2303.08112), "Eliciting latent predictions from transformers with
 the tuned lens".
@@ -36,7 +34,7 @@ class Translators(NamedTuple):
 
     @classmethod
     def identity(cls, model: Transformer) -> Translators:
-        """Return identity maps, with which the tuned lens is the logit lens."""
+        """Return identity maps, which turn the tuned lens into the logit lens."""
         L, D = model.config.decoder_layers, model.config.d_model
         return cls(jnp.zeros((L, D, D)), jnp.zeros((L, D)))
 
@@ -90,8 +88,8 @@ def lens_divergence(
 ) -> jax.Array:  # f32[L]
     """Return the divergence between the lens of each stream and the model, averaged over tokens.
 
-    KL(p || q_l) = sum_v p_v (ln p_v - ln q_lv), in nats, with p the model's distribution and q_l
-    that of the lens of stream l.
+    KL(p || q_l) = sum_v p_v (ln p_v - ln q_lv), in nats, with p the distribution of the model and
+    q_l the lens of stream l.
 
     Args:
         model: as in `tuned_lens`.

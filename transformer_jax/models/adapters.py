@@ -52,8 +52,7 @@ def product(
 ) -> jax.Array:  # [..., *outputs]
     """Return x W + b over the last `contract` axes of x, in the dtype of x.
 
-    An adapted kernel adds s (drop(x) A) B. A key turns dropout on; the bits depend on the key and
-    the module's `name`.
+    An adapted kernel adds s (drop(x) A) B. A key turns dropout on; its bits also depend on `name`.
     """
     if isinstance(kernel, QuantizedKernel):
         return quantized_project(x, kernel, bias, contract)

@@ -63,13 +63,11 @@ class CheckedModule(Module, kw_only=True):
     def edited(self, edit: Mapping[str, Edit]) -> Self:
         """Return a copy of the model with functions that change values inside it.
 
-        New edits run after existing ones. They affect all methods of the model and its decoding
-        step. Edits of a source's values run when the source is read: in `init_cache`, `init_state`
-        and `init_decode_state`.
+        New edits run after existing ones, in all methods of the model and in its decoding step.
+        Edits of a source run when it is read: in `init_cache`, `init_state`, `init_decode_state`.
 
         Args:
-            edit: dict from the name of a place (`transformer_jax.places`) to a function. `*`
-                matches any block number.
+            edit: dict from a place (`transformer_jax.places`; `*` is any block) to a function.
 
         Raises:
             ValueError: if no place has that name, or a value is not a function.
@@ -252,8 +250,7 @@ def positions_and_masks(
 def check_sees_past(mask: Mask) -> None:
     """Raise ValueError if a decoder's mask does not restrict future tokens at all.
 
-    The mask replaces `Causal()`, so this is usually a mistake. `Everything() & ...` states that it
-    is intended.
+    The mask replaces `Causal()`, so this is usually a mistake; `Everything() & ...` allows it.
     """
     unrestricted = all(
         type(node) in (Padding, Segments, And, Or)
@@ -275,9 +272,8 @@ def check_cache_room(
 ) -> tuple[jax.Array, jax.Array]:  # i32[B, T], bool[B]
     """Return the positions of new tokens in a cache, and the rows that have no room for them.
 
-    A known position past the end raises ValueError, as does the cache of another model. A traced
-    position past the end becomes padding, and the caller sets its row's result to NaN. A ring has
-    no end except the limit of int32.
+    A known position past the end raises ValueError, as does a cache of another model. A traced one
+    becomes padding, and the caller sets its row's result to NaN. A ring ends only at 2^31 - 1.
     """
     check_cache(config, cache, tokens, is_cross)
     positions = check_positions(tokens.shape, positions)

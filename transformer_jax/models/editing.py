@@ -123,8 +123,7 @@ def apply_edit(
     `single` means that the model reads one token at a time and the value belongs to one token.
 
     Raises:
-        ValueError: if the edit needs more tokens or rows than the call is known to have, or would
-            see padding.
+        ValueError: if the edit needs more tokens or rows than the call has, or would see padding.
     """
     function, axis = spec.function, axes_of(place, value.ndim)["token"]
     rows, count = value.shape[0], value.shape[axis]

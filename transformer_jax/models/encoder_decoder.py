@@ -129,8 +129,7 @@ class EncoderDecoder(CheckedModule):
             cache: the cache of the source and of earlier target tokens; None with a source.
             at: i32[B, Q], indices of the tokens whose logits to compute; None is every token.
             key: a single key; turns dropout on in both stacks.
-            capture: names of the places (`transformer_jax.places`) to return. Those of the encoder
-                require a source.
+            capture: names of the places to return; those of the encoder require a source.
             edit: dict from the name of a place to a function that changes its value.
 
         Returns:
@@ -139,8 +138,7 @@ class EncoderDecoder(CheckedModule):
 
         Raises:
             ValueError: if both or neither of source and cache are passed, an argument does not fit
-                the tokens, the config or the cache, or a known position is past the end of the
-                cache.
+                the tokens, the config or the cache, or a known position is past the cache's end.
         """
         places = Places.of(self, capture, edit)
         if (source is None) == (cache is None):
@@ -178,8 +176,7 @@ class EncoderDecoder(CheckedModule):
     ) -> OutputLayer:
         """Return the hidden states and the output matrix, so a loss can compute logits in chunks.
 
-        The logits are softcap(x table^T + bias); `chunked_cross_entropy` never stores all of them.
-        An edit of "logits" has no effect.
+        The logits are softcap(x table^T + bias). An edit of "logits" has no effect.
 
         Args:
             tokens: the target.

@@ -191,8 +191,7 @@ def init_paged_cache(
         dtype: dtype of keys and values, as in `init_cache`; None is the compute dtype.
 
     Raises:
-        ValueError: if the config is of another kind, its stack is scanned, or a size or the dtype
-            is invalid.
+        ValueError: if the config is of another kind, its stack is scanned, or an argument invalid.
     """
     _check_config(config)
     if not config.supports("cache") or config.kind != "decoder":
@@ -228,8 +227,7 @@ def cache_bytes(
         slack: as in `init_cache`.
 
     Raises:
-        ValueError: if the config has no cache, `source_length` is missing or not applicable, or a
-            size is invalid.
+        ValueError: if the config has no cache, or `source_length` or a size is invalid.
     """
     _check_config(config)
     if not config.supports("cache"):
@@ -276,13 +274,11 @@ def init_decode_state(
     capacity. `config`, `batch`, `capacity` and `dtype` are static under `jax.jit`.
 
     Args:
-        config: config of a generative model, or the model itself, whose edits then apply to the
-            source.
+        config: config of a generative model, or the model itself, whose edits apply to the source.
         params: parameters of the model; only read if there is a source.
         batch: number of rows B.
         capacity: number of positions per cache row, as in `init_cache`.
-        source: token ids i32[B, S], or an array that matches the config's `inputs`, for a model
-            with a source.
+        source: for a model with one, ids i32[B, S] or an array that matches the config's `inputs`.
         source_valid: bool[B, S], False is padding; None is no padding.
         dtype: dtype of a cache's keys and values; None is the compute dtype.
 

@@ -33,9 +33,8 @@ def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> f
 
     Each matrix counts 2 x its elements x the tokens that it multiplies. Each attention counts
     2 N (H + Hv) for each pair of a query and a visible key (Kaplan et al. 2020, 2.1, count the full
-    square). Only the chosen experts count. Norms, activations and lookups are not included. A
-    classifier computes class logits instead of token logits. For an encoder-decoder, `length` is
-    the length of the target.
+    square). Only the chosen experts count; norms, activations and lookups do not. A classifier has
+    class logits instead of token logits. An encoder-decoder's `length` is that of its target.
     """
     return sum(product.flops for product in _products(config, length, source_length))
 

@@ -32,8 +32,7 @@ def parameter(
 ) -> jax.Array:
     """Declare an f32 parameter, or only check its shape if it already exists.
 
-    `module.param` would trace the initializer to compare shapes, which takes half of all tracing
-    time.
+    `module.param` traces the initializer to compare shapes, which is half of all tracing time.
     """
     if not module.has_variable("params", name):
         return module.param(name, init, shape, F32)
@@ -99,9 +98,9 @@ def refuse_surplus(module: nn.Module) -> None:
 def refuse_rngs(module: nn.Module, key: jax.Array | None) -> None:
     """Raise ValueError if `model.apply` received a 'dropout' key in `rngs` and no `key` argument.
 
-    No module here reads flax's `rngs`, so dropout would silently be off. Other names, as passed by
-    `nnx.bridge`, are allowed. A model inside another module is not checked, since the keys may be
-    for other layers of that module.
+    No module here reads flax's `rngs`, so dropout would silently be off. Keys with other names, as
+    `nnx.bridge` passes them, are allowed, as are all keys if the model is inside another module,
+    whose layers may use them.
     """
     scope = module.scope
     if key is not None or scope is None or scope.path or module.is_initializing():

@@ -4,13 +4,11 @@ Adapters are a nested dict with the paths of the adapted modules:
 
     {"decoder": {"block_0": {"attention": {"query": {"a": f32[D, r], "b": f32[r, N*H]}}}}}
 
-In a scanned stack they are {"blocks": ...} with a leading axis L, so `stack_layers` and
-`unstack_layers` also convert adapters. Each kernel is treated as a matrix [inputs, outputs]: query
-[D, N H], out [N Hv, D].
+In a scanned stack they are {"blocks": ...} with a leading axis L; `stack_layers` and
+`unstack_layers` convert them, too. Kernels are matrices: query [D, N H], out [N Hv, D].
 
 `with_adapters` stores adapters next to the kernels of a transformer, which then computes two
-products; `apply_lora` adds them to the kernels of any model. Dropout acts on the input of A, so
-only `with_adapters` supports it.
+products and supports dropout (on the input of A). `apply_lora` adds them to any model's kernels.
 """
 
 from __future__ import annotations
@@ -122,8 +120,7 @@ def with_adapters(
         params: parameters of the model.
         adapters: adapters from `init_lora`, or a sequence of adapters with the same config.
         config: config of the adapters.
-        rows: i32[B], required with several adapters: the index of each row's adapter; -1 is the
-            base model.
+        rows: i32[B], only with several adapters: the adapter of each row; -1 is the base model.
 
     Raises:
         ValueError: if an adapter does not fit, or belongs to a kernel outside of the blocks, or
@@ -176,8 +173,7 @@ def merge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
         config: config of the adapters.
 
     Raises:
-        ValueError: if an adapter does not fit, its kernel is quantized, or a sum overflows the
-            dtype.
+        ValueError: if an adapter does not fit, its kernel is quantized, or a sum overflows.
     """
     adapted = apply_lora(params, adapters, config)
 

@@ -64,7 +64,7 @@ def documents_of(segments: jax.Array) -> jax.Array:  # i32[B, T]
 
 
 def number_documents(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T]
-    """Number each run of equal ids in a row, from 0."""
+    """Return the number of each token's run of equal ids in its row, from 0."""
     segments = jnp.asarray(segments)
     changes = segments[:, 1:] != segments[:, :-1]
     return jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))

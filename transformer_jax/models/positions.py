@@ -3,8 +3,7 @@
 All of them are functions of integer positions, which may start anywhere and differ between rows, so
 cached decoding and a full forward pass agree. Angles are float32 (float64 for sinusoids under
 jax_enable_x64 and for float64 vectors). Whole turns are removed before rounding, so angles are as
-exact at position 2^31 - 1 as at 1. A negative position is padding: it raises no error, and no query
-attends to it.
+exact at position 2^31 - 1 as at 1. A negative position is padding, which no query attends to.
 """
 
 from __future__ import annotations

@@ -177,8 +177,7 @@ class Stack(Module):
 def stack_layers(params: Params) -> Params:
     """Convert the parameters of a looped model to those of the same model with a scanned stack.
 
-    `block_0`, `block_1`, ... become `blocks`, whose leaves have a leading axis L. Names and values
-    do not change.
+    `block_0`, `block_1`, ... become `blocks`, whose leaves have a leading axis L.
     """
     # sort by number: as strings, block_10 would precede block_9
     names = sorted((n for n in params if n.startswith("block_")), key=lambda n: int(n[6:]))

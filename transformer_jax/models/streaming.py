@@ -104,8 +104,7 @@ class StreamingEncoder(CheckedModule):
         frame_dim: size of a frame.
         chunk: chunk size C; None is causal. A frame sees its whole chunk (which starts at a
             multiple of C), the W - C frames before it, and the sinks that do not follow it. Every
-            row of a call must start at a multiple of C; otherwise the call raises ValueError, or
-            under a trace the row becomes NaN.
+            row of a call must start at a multiple of C; a traced row that does not becomes NaN.
     """
 
     config: ModelConfig
@@ -158,8 +157,7 @@ class StreamingEncoder(CheckedModule):
             frames: [B, T, frame_dim].
             positions: negative is padding; None is arange(T), or with a cache the positions that
                 follow it. For a ragged chunk, use `cache.next_positions(state.length, valid)`.
-            cache: the cache of earlier frames, from `init_cache` or the last call; None starts a
-                new stream.
+            cache: the cache from `init_cache` or the last call; None starts a new stream.
             key: a single key; turns dropout on.
             capture: names of the places (`transformer_jax.places`) to return.
             edit: dict from the name of a place to a function that changes its value.
@@ -259,8 +257,7 @@ def stream_attention(
         query: [B, T, N, H].
         key: [B, T, K, H].
         value: [B, T, K, Hv].
-        window: number of keys that a query sees, itself included; None is the capacity of the ring
-            minus its sinks.
+        window: keys that a query sees, itself included; None is the ring's capacity minus sinks.
         positions: negative is padding; None follows the positions of the state.
         mask: replaces `Causal()`; the window also applies.
         rope: rotation to apply to queries and keys; None is no rotation.

@@ -2,8 +2,7 @@
 
 `model.apply({"params": params}, tokens, ...) -> (logits f32, cache)` serves training, prefill and
 decoding: any number of tokens per call, with or without a cache. A token with a negative position
-is padding: no query sees it, and it is not cached. A `key` turns dropout on; a "dropout" entry in
-flax's `rngs` raises an error.
+is padding: no query sees it, and it is not cached. A `key` turns dropout on, not flax's `rngs`.
 """
 
 from __future__ import annotations
@@ -219,8 +218,7 @@ class Encoder(CheckedModule):
     ) -> jax.Array:  # f32[B, D] or [B, T, D]
         """Return one vector per row: act(P h + p), with h the state of its first non-padding token.
 
-        Depending on the config's `pooler_reads`, h can also be the mean over the row, or each token
-        can be pooled separately.
+        The config's `pooler_reads` can select the mean over the row, or each token, instead.
 
         Args:
             tokens: token ids, or an array that matches the config's `inputs`.
@@ -297,8 +295,7 @@ class Decoder(CheckedModule):
             mask: replaces `Causal()`, so write `Causal() & Padding(valid)`. A mask that does not
                 restrict future tokens, such as `Padding(valid)` by itself, raises an error, unless
                 it includes `Everything()`. The config's window and the segments also apply.
-            cache: the cache of earlier tokens, from `init_cache` or the last call; None starts a
-                new sequence.
+            cache: the cache from `init_cache` or the last call; None starts a new sequence.
             segments: ids of packed documents. A document is a run of equal ids (padding may be one,
                 too): attention stays within it, and its positions start at 0. An id that returns
                 after another one raises an error; under a trace, it starts a new document.
@@ -334,8 +331,7 @@ class Decoder(CheckedModule):
     ) -> OutputLayer:
         """Return the hidden states and the output matrix, so a loss can compute logits in chunks.
 
-        The logits are softcap(x table^T + bias); `chunked_cross_entropy` never stores all of them.
-        An edit of "logits" has no effect.
+        The logits are softcap(x table^T + bias). An edit of "logits" has no effect.
 
         Args:
             tokens: i32[B, T].
