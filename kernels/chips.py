@@ -49,7 +49,7 @@ HOPPER_UNLIKE_HEAD_DIMS = 448
 def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
     """Return the default tile sizes of a Hopper kernel.
 
-    They fit shared memory, and spill few or no registers of 240 (benchmarks/compile_gpu.py).
+    They fit shared memory and spill little at 240 registers per thread (benchmarks/compile_gpu.py).
     """
     del itemsize, K  # `refuse` accepts only 2 bytes; a tile has one key head
     wide = max(H, Hv) > 128
@@ -84,8 +84,8 @@ AMPERE_SHARED_MEMORY = 101376  # the most bytes per block on the smallest device
 def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
     """Return the default tile sizes of an Ampere kernel.
 
-    They fit the smallest shared memory, and spill few or no registers of 255. They have not been
-    measured.
+    They fit the smallest shared memory and spill little at 255 registers per thread. Their speed
+    has not been measured.
     """
     del itemsize, K  # `refuse` accepts only 2 bytes; a tile has one key head
     widest = max(H, Hv)
@@ -116,8 +116,7 @@ TPU_LANES = 128  # elements in a row of a register, and the minimum width of a t
 def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
     """Return the default tile sizes of a TPU kernel.
 
-    A tile of the decode kernel has all K key heads and as many slots as fit 2 MiB, but at least
-    128 and at most 2048.
+    A tile of the decode kernel has all K key heads, and 128 to 2048 slots that fit 2 MiB.
     """
     if kind == "decode":
         # registers are padded to 128 lanes, so narrow heads need as much memory as wide ones

@@ -174,8 +174,7 @@ def fused_attention(
 def widened(operands: Operands) -> tuple[Operands, Callable[[list[jax.Array]], Tree]]:
     """Convert operands for all kernels except decode, and return the transpose for gradients.
 
-    Keys and values are gathered from pages, dequantized to the query's dtype, and padded to whole
-    tiles.
+    Keys and values are gathered from pages, dequantized to the query's dtype, and padded to tiles.
     """
     S, pages = operands.k_vectors[0].shape[1], operands.pages
     scaled = (operands.key, operands.k_scale), (operands.value, operands.v_scale)

@@ -289,8 +289,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     """Import a name of `_LATER` or `_MODULES` on first use.
 
-    For any other name, raise AttributeError with the imported module that defines it, or with the
-    nearest public name.
+    For any other name, raise AttributeError with the module that defines it or the nearest name.
     """
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{_MODULES[name]}")

@@ -67,9 +67,8 @@ def naming(path: Path) -> Iterator[None]:
 def locked(folder: Path, busy: Callable[[str], Exception]) -> Iterator[None]:
     """Acquire `folder/lock`, a file with the id of this process, for the duration of the context.
 
-    If another process has the lock, `busy(pid)` returns the exception to raise. Raises OSError if
-    the file system does not support locks. The operating system releases the lock when the process
-    ends, even after a crash.
+    Raises `busy(pid)` if another process has the lock, and OSError if the file system has no locks.
+    The operating system releases the lock when the process ends, even after a crash.
     """
     file = folder / "lock"
     while True:

@@ -119,12 +119,11 @@ def _softcap_tanh(scale: float, softcap: float, raw: jax.Array, dtype: DTypeLike
 
     The instruction is `tanh.approx.f32` (PTX ISA) with a relative error of at most 2^-11. A score s
     is off by at most |s| 2^-11, which is also the relative error of its weight: 0.1 % at s = 2, 1 %
-    at 20, 2.4 % at 50. Rounding q and k to bfloat16 has a relative error of 2^-8 each.
-    For scores of standard deviation 1 and H 128, it changes scores by 0.0023 (root mean square),
-    while this tanh changes them by less than 0.0005, with little effect of softcaps from 20 to 50.
-    The error of tanh dominates only if most weight is on scores far beyond the cap, where errors of
-    q and k have no effect: it changes an output by up to 1 % (softcap 20) to 2 % (50), and rounding
-    the inputs by 0.4 %.
+    at 20, 2.4 % at 50. Rounding q and k to bfloat16 has a relative error of 2^-8 each. For scores
+    of standard deviation 1 and H 128, it changes scores by 0.0023 (root mean square), and this tanh
+    by less than 0.0005, nearly independent of softcaps from 20 to 50. The error of tanh dominates
+    only if most weight is on scores far beyond the cap, where errors of q and k have no effect: it
+    changes an output by up to 1 % (softcap 20) to 2 % (50), and rounding the inputs by 0.4 %.
 
     float16 rounds by 2^-11, which changes scores by 0.0003. There the error of tanh would dominate,
     so float16 uses the exact form, as do softcaps whose scores could be off by more than 1/32.
@@ -266,8 +265,7 @@ def visible_pairs(
 class TileVectors:
     """The mask's vectors of a tile.
 
-    The vectors of its rows are loaded once for all tiles of the row; those of its columns are
-    copied into shared memory with the tile.
+    Those of rows are loaded once per row of tiles; those of columns are copied with each tile.
     """
 
     def __init__(

@@ -135,8 +135,8 @@ def dot_product_attention(
         xla               materializes the scores; supports every option
         blockwise         memory O(T + S); O(T S) in forward mode and in derivatives of the gradient
         native            compiled C++ on a CPU; memory O(T + S) for all derivatives
-        pallas            the same in fused kernels, on a TPU or on an NVIDIA GPU from Ampere on
-        pallas_unordered  pallas with a single-pass backward; on Hopper, its last bits may vary
+        pallas            fused kernels, also O(T + S), for TPUs and for NVIDIA GPUs from Ampere on
+        pallas_unordered  on Hopper, a faster backward pass with last bits that vary between runs
         cudnn             NVIDIA's library, on NVIDIA GPUs
 
     Args:
@@ -339,7 +339,7 @@ def dot_product_attention_weights(
         bias: an array that broadcasts to [B, N, T, S], or a `Bias`; None adds nothing.
         scale: factor of q.k: a number, or [N] with one for each query head; None means 1 / sqrt(H).
         softcap: limit of the scores before the bias, above 0; None does not cap them.
-        sinks: [N], logits that only the denominator of the softmax includes.
+        sinks: [N], logits added only to the denominator of the softmax.
         q_positions: i32[T] or [B, T]; None means arange(T).
         k_positions: i32[S] or [B, S]; negative marks an empty slot. None means arange(S).
         implementation: as in `dot_product_attention`. All built-in implementations return the same

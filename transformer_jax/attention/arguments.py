@@ -199,8 +199,8 @@ class Implementation:
     def weights(self, call: AttentionCall) -> jax.Array:
         """Return the attention weights of `attend`, f32[B, N, T, S], before dropout.
 
-        Capturing and editing weights require this method. The built-in implementations share one
-        softmax; your own must return the weights with which `attend` averages the values.
+        Needed to capture and edit weights. The built-in implementations share one softmax; your own
+        must return the weights with which `attend` averages the values.
         """
         name = type(self).__name__
         rule = f"give {name} a method `weights(call)` that returns f32[B, N, T, S]"

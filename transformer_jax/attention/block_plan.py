@@ -26,7 +26,7 @@ __all__ = ["FULL", "PARTIAL", "SKIPPED", "BlockPlan", "TileLists", "Tiles", "pad
 class BlockPlan:
     """The class of each tile: 0 skipped, 1 partial or 2 full.
 
-    A skipped tile has no visible pair. A full tile needs no mask, has no empty slot and ends
+    A skipped tile has no visible pair. A full tile needs no mask: it has no empty slot and ends
     within S.
 
     Attributes:

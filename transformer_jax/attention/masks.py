@@ -286,9 +286,7 @@ class Prefix(_BuiltinMask):
 
 @value_class(arrays=("array",), repr=False, eq=False)
 class Dense(_BuiltinMask):
-    """An array, indexed by positions: array[b, n, q, k].
-
-    Planning its tiles reads the whole array.
+    """A bool array, indexed by positions: array[b, n, q, k]. Planning its tiles reads all of it.
 
     Dense(numpy.eye(4, dtype=bool))
 

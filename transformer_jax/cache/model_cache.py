@@ -136,7 +136,7 @@ def check_pages(
 
 
 def refuse_pages(state: object, what: str) -> None:
-    """Raise ValueError if a state contains a `PagedCache`; `what` requires rows as first axes."""
+    """Raise ValueError if a state contains a `PagedCache`, whose arrays have no axis of rows."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, paged.PagedCache))
     if any(isinstance(node, paged.PagedCache) for node in nodes):
         rule = "rows share its pages; use share_cache to copy and reorder rows"

@@ -246,8 +246,7 @@ def _prepare_pages(
 def gather_pages(cache: PagedCache) -> kv.KVCache:
     """Copy the pages of each row into a full cache of `capacity` slots, position p in slot p.
 
-    Attention reads the result of `cache.read`. It also accepts the pools with the block table and
-    `gather_positions`, without this copy.
+    Attention can also read the pools without this copy, with `block_table` and `gather_positions`.
     """
     gathered = jax.tree.map(lambda x: rows_of_pages(x, cache.block_table), kv.slot_leaves(cache))
     return kv.KVCache(**gathered | {"positions": gather_positions(cache)}, length=cache.length)
