@@ -1,1 +1,1 @@
-"""Measurements: one table of shapes, one script per question, peers beside ours."""
+"""Benchmarks: one table of shapes, one script per question, with comparisons to peers."""

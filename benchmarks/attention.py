@@ -1,12 +1,12 @@
-"""How fast is our attention beside its peers, and how does its memory grow?
+"""How fast is our attention compared with its peers, and how does its memory grow?
 
     python -m benchmarks.attention --quick
     python -m benchmarks.attention --out benchmarks/results/attention_cpu.json
 
-Ours by name and as `None` chooses, against torch's scaled_dot_product_attention, jax.nn's and
-flax's; forward, and forward with backward. Everyone gets inputs in the layout he likes best and the
-strongest way he has to say the mask. Who is absent, cannot express a case, or would not fit is
-named with the reason and never counted.
+Compares our implementations, by name and as chosen by `None`, with the attention of torch, jax.nn
+and flax, forward and forward with backward. Each contender gets inputs in its fastest layout and
+the mask in its most efficient form. A contender that is not installed, cannot express a case, or
+does not fit into memory is reported with the reason and not counted.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def main(argv: list[str] | None = None) -> None:
     clock = timing.prepare(one_core=options.one_core)
     before = timing.environment()
     print(timing.headline(before))
-    if options.wait_each is None:  # a CPU would do several calls at once
+    if options.wait_each is None:  # a CPU would run several calls at once
         options.wait_each = before["platform"] == "cpu"
     if options.goals and before["platform"] != "cpu":
-        options.ours = options.ours or "pallas"  # of which they are
+        options.ours = options.ours or "pallas"  # the goals are about these kernels
     selected = _selected(options, before["platform"])
     if not selected:
         raise SystemExit(f"no case's name contains {options.only!r}")
@@ -77,13 +77,13 @@ def main(argv: list[str] | None = None) -> None:
             if time.perf_counter() - start > 60 * options.minutes:
                 raise TimeoutError(f"not begun: {options.minutes:g} minutes are over")
             found = measure(case, direction, options, clock, who)
-        except Exception as error:  # which must not cost the others their results
+        except Exception as error:  # the other cases must keep their results
             results["failed"][f"{case.name} {direction}"] = timing.brief(error)
             print(f"\n{case.name} {direction}: {timing.brief(error)}", flush=True)
         else:
             results["cases"].append(found)
             print(_line(found, limit), flush=True)
-        write()  # each time: a run may be cut short
+        write()  # after each case, because a run may be interrupted
     print(flush=True)
     fastest = max(limit, limits("after"))
     means = geometric_means(results["cases"])
@@ -109,8 +109,10 @@ def measure(
     clock: Callable[[], float],
     who: set[str] | None = None,
 ) -> dict[str, Any]:
-    """One case in one direction: timings, ratios to ours, largest difference from ours. `who` are
-    those that take part, all of them by default."""
+    """Return timings, ratios to ours and the largest difference for one case and direction.
+
+    `who` names the contenders; None means all of them.
+    """
     builders = contenders.builders(case, direction, options)
     present, differences = [], {}
     absent = {name: contenders.lacking(case, name) for name in sorted((who or set()) - {*builders})}
@@ -124,7 +126,7 @@ def measure(
             call = build()
             outputs = [np.asarray(leaf, np.float32) for leaf in call()]
             reference = reference or outputs
-            if name != WITHOUT:  # which is another function
+            if name != WITHOUT:  # it computes another function
                 differences[name] = _difference(reference, outputs)
             queued = not options.wait_each and isinstance(call, contenders.Work)
             present.append(
@@ -137,7 +139,7 @@ def measure(
         except Exception as error:
             if name == OURS:
                 raise
-            absent[name] = timing.brief(error)  # whatever one of them lacks
+            absent[name] = timing.brief(error)  # contenders raise errors of any type
     taken = timing.interleave(present, rounds=options.repeats, seconds=options.seconds, clock=clock)
     return {
         "case": case.name,
@@ -154,7 +156,7 @@ def measure(
 
 
 def _difference(ours: list[np.ndarray], other: list[np.ndarray]) -> float | None:
-    """Largest of |other - ours| / max |ours| over output and gradients; None where not finite."""
+    """Return the largest |other - ours| / max |ours| of all results, or None if not finite."""
     with np.errstate(invalid="ignore"):
         pairs = zip(ours, other, strict=True)
         found = [float(np.abs(mine - x).max() / np.abs(mine).max()) for mine, x in pairs]
@@ -162,8 +164,10 @@ def _difference(ours: list[np.ndarray], other: list[np.ndarray]) -> float | None
 
 
 def geometric_means(cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Per direction and contender: the mean speedup of ours, the worst cell, how many cells. Who
-    computed something else in a cell does not count there."""
+    """Return per direction and contender the mean speedup of ours, the worst cell and the count.
+
+    A cell in which a contender computes another function does not count for it.
+    """
     means: dict[str, dict[str, Any]] = {}
     for direction in get_args(Direction):
         ratios: dict[str, dict[str, float]] = {}
@@ -188,7 +192,7 @@ def geometric_means(cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def memory_growth(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Temporary bytes of forward with backward as S doubles, from the compiler: nothing is run."""
+    """Return the temporary bytes of forward with backward as S doubles; nothing is run."""
     base = specs.attention_cases("memory")[0]
     if jax.default_backend() != "cpu":
         base = replace(base, dtype="bfloat16")
@@ -196,7 +200,7 @@ def memory_growth(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     variants: dict[str, dict[str, Any]] = {
         "window256": dict(window=256), "causal": {}, "alibi": dict(bias="alibi"),
     }  # fmt: skip
-    if options.quick:  # each variant, length and contender is a program to compile
+    if options.quick:  # each variant, length and contender needs a program
         variants = {"causal": {}}
     for label, changes in variants.items():
         cases = [replace(base, queries=n, keys=n, **changes) for n in lengths]
@@ -285,7 +289,7 @@ def _memory_table(memory: list[dict[str, Any]]) -> str:
 
 
 def plot(cases: list[dict[str, Any]], limit: float, device: str, path: Path) -> None:
-    """Each contender's rate as a part of a matmul's: a row for each case and direction."""
+    """Draw the rate of each contender relative to a matmul, one row per case and direction."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -322,7 +326,7 @@ def plot(cases: list[dict[str, Any]], limit: float, device: str, path: Path) -> 
 def _selected(
     options: argparse.Namespace, platform: str
 ) -> list[tuple[AttentionCase, Direction, set[str] | None]]:
-    """What to measure, and who takes part: None is everyone."""
+    """Return what to measure and the contenders, of which None means all."""
     chosen: list[tuple[AttentionCase, Direction, set[str] | None]]
     if options.goals:
         cases = {case.name: case for case in specs.attention_cases("gpu")}

@@ -1,11 +1,12 @@
-"""How fast is attention of one query over a long cache, beside torch and what memory allows?
+"""How fast is attention of one query over a long cache, compared with torch and memory bandwidth?
 
     python -m benchmarks.attention_decode --out benchmarks/results/attention_native_decode.json
 
-A call is a chain: each layer's output is the next layer's query, over a cache of its own, so that
-caches come from memory as in a model. Ours read caches [B, S, K, H] with positions, filled wholly
-or half; torch's scaled_dot_product_attention gets the filled part of caches [B, K, S, H], as it
-likes best, and no mask. The limit is what reading a large array takes, in turns with the rest.
+A call is a chain of layers: each output is the next query, and each layer has its own cache, so
+that caches come from memory as in a model. Ours reads caches [B, S, K, H] with positions, filled
+completely or half; torch's scaled_dot_product_attention gets the filled part of caches
+[B, K, S, H], its fastest layout, without a mask. The limit is the time of reading a large array,
+measured in turns with the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ QUESTION = "attention of one query over a cache: seconds per layer"
 OURS = ("native", "blockwise", "xla")
 HEADS = ((1, 12, 12, 64), (8, 12, 12, 64), (1, 32, 8, 128), (8, 32, 8, 128))  # B, N, K, H
 LENGTHS = (128, 512, 2048, 8192, 32768)
-LAYER_BYTES = 2**28  # of all layers, unless one takes more
+LAYER_BYTES = 2**28  # all layers together, unless a single one takes more
 MOST_BYTES = 2**31
 
 

@@ -1,13 +1,13 @@
-"""Which of our implementations is the fastest for a call, and how near `None` comes to it.
+"""Which of our implementations is the fastest for a call, and how close is the choice of `None`?
 
     python -m benchmarks.choosing --only short decode     # measures, adds rows to the file
     python -m benchmarks.choosing --check benchmarks/results/choosing.json
 
-The first measures "xla", "blockwise" and "native" for the cases of `specs.py` that have the tag
-`choosing`, forward and forward + backward, in turns. The rule in `attention/api.py` is fitted from
-the file. The second says of each row what `None` chooses here, and how much slower than the best it
-was: exit status 1 where it is more than 3 % slower in the median of the rounds' ratios, and slower
-at all in three quarters of them (noise gives the first without the second).
+The first command measures "xla", "blockwise" and "native" in turns, forward and forward + backward,
+for the cases of `specs.py` with the tag `choosing`. The rule in `attention/api.py` is fitted to the
+file. The second command prints for each row the choice of `None` and how much slower than the best
+it was. It exits with status 1 if the median of the rounds' ratios is more than 3 % slower and three
+quarters of the rounds are slower (noise alone causes the first without the second).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _cells(options: argparse.Namespace) -> Iterator[tuple[AttentionCase, Directi
 def measure(
     case: AttentionCase, direction: Direction, options: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Time each of ours that runs: seconds of each round, of the same rounds."""
+    """Return the seconds of each round for each of our implementations that runs."""
     explained = contenders.explain(case)
     found = []
     for name in OURS:
@@ -102,14 +102,14 @@ def best_of(row: Mapping[str, Sequence[float]]) -> str:
 
 
 def slower(row: Mapping[str, Sequence[float]], chosen: str) -> tuple[float, float]:
-    """How many times as long as the best the chosen one takes: the median and a lower quartile."""
+    """Return the time of the choice relative to the best: the median and a lower quartile."""
     ratios = [x / y for x, y in zip(row[chosen], row[best_of(row)], strict=True)]
     low, middle, _ = statistics.quantiles(ratios, n=4, method="inclusive")
     return middle, low
 
 
 def check(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
-    """Print of each row what is chosen; return those where it is too slow."""
+    """Print the choice of each row, and return the rows with too slow choices."""
     cases = {case.name: case for case in attention_cases("choosing")}
     worst = []
     for name, row in rows.items():

@@ -1,13 +1,14 @@
-"""How soon is there a first result, in a fresh process?
+"""How long does a fresh process take to its first result?
 
     python -m benchmarks.cold_start --quick
     python -m benchmarks.cold_start --out benchmarks/results/cold_start.json
 
-Each sample is a process of its own. Its files are in the page cache; compiled programs are kept
-only for a "second start". Seconds of `import`, `init_params` and the first token are read in that
-process, from its first line or around one call; the first step of train.py is when metrics.jsonl
-has its line, counted from the command. Peers do the same in torch and transformers, eager, which
-compile nothing; contenders take turns. The peers' first step is of a model of train.py's sizes.
+Each sample is a separate process. Its files are in the page cache; compiled programs are kept
+only for a "second start". The process itself measures the seconds of `import`, `init_params` and
+the first token, from its first line or around one call. The first step of train.py is timed from
+the command to its line in metrics.jsonl. Peers do the same in eager torch and transformers, which
+compile nothing, and contenders take turns. The first step of the peers uses a model of the same
+size as train.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ QUESTION = "cold start: seconds to a first result in a fresh process"
 OURS, TORCH = "transformer_jax", "torch"
 TRAIN_PY = Path(__file__).parents[1] / "train.py"
 STEP = "train.py"
-"""The contender that is not a piece of Python but the command, until its first step."""
+"""Contender that is the command up to its first step, not Python code."""
 
 SMALL = "vocab_size=50257, max_len=1024, d_model=64, num_heads=4, num_layers=2, d_ff=256"
 TORCH_SMALL = "vocab_size=50257, n_positions=1024, n_embd=64, n_head=4, n_layer=2"
@@ -76,16 +77,16 @@ KEEP = "from transformer_jax.cli.programs import keep_programs; keep_programs()"
 
 @dataclass(frozen=True)
 class Case:
-    """Something that is waited for, by ours and where there is the same thing by torch."""
+    """A task whose time is measured for ours and, if it exists, for an equivalent in torch."""
 
     name: str
     ours: str
-    """Python, or STEP; it may set `start`, from which seconds count."""
+    """Python code, or STEP; the code may set `start`, the beginning of the measured time."""
     torch: str | None
     goal: float | None
-    """Seconds, on two quiet cores."""
+    """Seconds on two otherwise idle cores."""
     keeps: bool = False
-    """Whether each sample finds the programs that one before it has compiled."""
+    """Whether each sample finds the programs compiled by an earlier one."""
 
 
 IMPORT, TORCH_IMPORT = "import transformer_jax", "from transformers import GPT2LMHeadModel"
@@ -116,12 +117,12 @@ def main(argv: list[str] | None = None) -> None:
             row = _measured(case, peer, 1 if options.quick else options.repeats, options)
             found.append(row | {name: before[name] for name in ("time", "commit")})
             print(_report(found[-1]), flush=True)
-            if options.out is not None:  # after each case: a run may be cut short
+            if options.out is not None:  # after each case, because a run may be interrupted
                 timing.write(options.out, QUESTION, before, _joined(options, found))
 
 
 def _joined(options: argparse.Namespace, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results, with those of other cases that `--add` finds in the file."""
+    """Return the results, with those of other cases from the file if `--add` is set."""
     if not (options.add and options.out.exists()):
         return found
     names = {row["name"] for row in found}
@@ -131,7 +132,7 @@ def _joined(options: argparse.Namespace, found: list[dict[str, Any]]) -> list[di
 
 
 def _measured(case: Case, peer: bool, repeats: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each contender, after one sample that brings files into the page cache."""
+    """Return the seconds of each contender, after one sample that fills the page cache."""
     contenders = {OURS: case.ours}
     if peer and case.torch is not None:
         contenders[TORCH] = case.torch
@@ -163,7 +164,7 @@ def _measured(case: Case, peer: bool, repeats: int, options: argparse.Namespace)
 
 
 def _sample(code: str, cache: Path) -> float:
-    """Seconds of one fresh process, whose compiled programs are kept in a folder."""
+    """Return the seconds of one fresh process, whose compiled programs are stored in a folder."""
     unset = {"JAX_COMPILATION_CACHE_DIR", "TRANSFORMER_JAX_CACHE"}
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment |= {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
@@ -179,7 +180,7 @@ def _sample(code: str, cache: Path) -> float:
 
 
 def _first_step(environment: dict[str, str]) -> float:
-    """Seconds from the command `python train.py` to the line of its first step."""
+    """Return the seconds from the command `python train.py` to the line of its first step."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         start = time.perf_counter()

@@ -1,16 +1,16 @@
-"""Compile the kernels for an NVIDIA GPU that is not there, and print registers and spills.
+"""Compile the kernels for an NVIDIA GPU without having one, and print registers and spills.
 
     python -m benchmarks.compile_gpu                # Hopper's, for an H200
     python -m benchmarks.compile_gpu 8.0            # Ampere's, for another compute capability
     python -m benchmarks.compile_gpu --options      # with bias, softcap, many vectors, ...
     python -m benchmarks.compile_gpu 8.9 --head-dims 64 192:128 --only forward decode
-    python -m benchmarks.compile_gpu 8.0 --step     # what a step of decoding over a cache takes
+    python -m benchmarks.compile_gpu 8.0 --step     # memory of a decoding step over a cache
 
-Needs `pip install "jax[cuda13]==0.11.2"` and no GPU. One capability a process, as Mosaic GPU keeps
-the first one that it compiles for. Registers are a thread's at launch: a consumer of Hopper then
-raises its share to 240, and the producer drops to 24. Spills are bytes stored and loaded. A note
-such as (C7513) at the end of a line is ptxas saying that it waits for each product at once. Exits
-with 1 if a kernel does not compile.
+Needs `pip install "jax[cuda13]==0.11.2"` and no GPU. Each process compiles for one capability,
+because Mosaic GPU keeps the first one. Registers are per thread at launch: afterward a consumer of
+Hopper raises its share to 240, and the producer drops to 24. Spills are bytes stored and loaded. A
+note such as (C7513) at the end of a line is the report of ptxas that it waits for each product at
+once. The exit status is 1 if a kernel does not compile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from transformer_jax.training.planning.hardware import H200
 HOPPER = "9.0"
 CAPABILITIES = ("8.0", "8.6", "8.9", HOPPER, "10.0", "10.3", "12.0", "12.1")
 B, T, N, K = 2, 2048, 4, 2
-FEW = 4  # queries of "decode"
+FEW = 4  # number of queries of "decode"
 HOPPER_DIMS = (
     *((H, H) for H in (32, 64, 80, 96, 112, 128, 160, 192, 256)),
     *((80, 112), (192, 128), (256, 192), (240, 208)),
@@ -65,24 +65,24 @@ KERNELS: dict[Any, dict[str, Callable[..., Any]]] = {
 
 causal = program_of(lambda q, k: (k[0] >= 0) & (q[0] >= k[0]), 1, 1)
 seven = causal
-"""A mask of seven vectors for queries and seven for keys, more than are copied with a tile."""
+"""A mask with seven query vectors and seven key vectors, more than are copied with a tile."""
 for i in range(1, 7):
     seven = seven & combined("eq", Program((), ("q", i)), Program((), ("k", i)))
 in_matrix = causal & Program((), ("pair", 0))
-"""A Dense mask among causal ones."""
+"""A Dense mask combined with causal ones."""
 
 
 # The device
 
 
 class Chip(jax.sharding.AbstractDevice):
-    """Say which GPU Pallas lowers for."""
+    """GPU for which Pallas lowers."""
 
     compute_capability: str
 
 
 def device(capability: str = HOPPER) -> Any:
-    """Return the device for which programs are compiled; JAX gets the CPU alone."""
+    """Return the device for which programs are compiled; JAX itself sees only the CPU."""
     jax.config.update("jax_platforms", "cpu")
     described = H200
     if capability != HOPPER:
@@ -117,9 +117,9 @@ def backend_of(capability: str) -> Any:
 
 
 class Compiled(NamedTuple):
-    """Hold what ptxas reports of a kernel."""
+    """Report of ptxas about a kernel."""
 
-    registers: int  # a thread, at launch
+    registers: int  # per thread, at launch
     spills: tuple[int, int]  # bytes stored and loaded
     notes: tuple[str, ...]
 
@@ -127,7 +127,7 @@ class Compiled(NamedTuple):
 def compile_one(
     kind: str, H: int, Hv: int, problem: Problem, capability: str = HOPPER, **arrays: Any
 ) -> Compiled:
-    """Compile a kernel; `arrays` are fields of Operands, each a shape and a dtype."""
+    """Compile a kernel; `arrays` are fields of Operands as (shape, dtype)."""
     backend = backend_of(capability)
     plan, function = backend.blocks(kind, H, Hv), KERNELS[backend][kind]
     operands, lists, *saved = structs(kind, H, Hv, problem, plan, device(capability), arrays)
@@ -159,7 +159,7 @@ def compile_one(
 def structs(
     kind: str, H: int, Hv: int, problem: Problem, plan: Blocks, device: Any, arrays: dict[str, Any]
 ) -> tuple:
-    """Return shapes of a kernel's arguments after the problem, but for the tile sizes."""
+    """Return shapes of the arguments of a kernel after the problem, without the tile sizes."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     queries = FEW if kind == "decode" else T
 
@@ -232,7 +232,7 @@ def configurations(
 
 
 def print_steps(capability: str) -> None:
-    """Print what steps of decoding take beside a cache, and what they make that is as large."""
+    """Print the memory of decoding steps besides the cache, and their results of its size."""
     place = jax.sharding.SingleDeviceSharding(device(capability))
     target = Target("hopper", chip="NVIDIA H200") if capability == HOPPER else Target("ampere")
     print("cache                      its bytes   temporaries   as large as keys or values")
@@ -255,7 +255,7 @@ def print_steps(capability: str) -> None:
         counts = Counter(kind for kind, _ in decode_step.large_results(text, numbers))
         found = ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
         held = 2 * numbers * jnp.dtype(dtype).itemsize
-        assert memory.alias_size_in_bytes >= held  # written in place
+        assert memory.alias_size_in_bytes >= held  # updated in place
         sizes = f"{held / 1e6:9.0f} MB {memory.temp_size_in_bytes / 1e6:10.1f} MB"
         print(f"{name:24} {sizes}   {found}", flush=True)
 

@@ -1,7 +1,7 @@
-"""Who computes attention: ours, and each peer in the layout and with the options that suit it best.
+"""Contenders of the attention benchmarks: ours, and each peer with its fastest layout and options.
 
-`builders` has, for each contender, what builds its call. A contender that is not installed, cannot
-express a case, or would not fit raises `Absent` with the reason.
+`builders` returns, for each contender, a function that builds its call. If the contender is not
+installed, cannot express a case, or does not fit into memory, it raises `Absent` with the reason.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ WITHOUT = "ours without softcap and sinks"
 IN_JAX = ("jax.nn", "jax.nn cudnn", "flax", "tokamax", "jax-linear-attention", "jax pallas")
 PEERS = (*IN_JAX, "torch", "torch flash", "torch cudnn", "torch flex", "onnxruntime")
 JLA_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
-"""(H, Hv) that jax-linear-attention 0.1.0 takes."""
+"""(H, Hv) that jax-linear-attention 0.1.0 supports."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Begin the work, wait for it; called, do both."""
+    """Work that `begin` starts and `wait` completes; a call does both."""
 
     begin: Callable[[], Any]
     wait: Callable[[Any], tuple[Any, ...]]
@@ -43,14 +43,14 @@ class Work:
 
 
 Attend = Callable[..., Any]
-"""Of a case's inputs. In JAX a `Partial`, whose arrays are arguments of the program: a large mask
-would be folded by the compiler as a constant, and made inside it would cost its time."""
+"""Function of a case's inputs. In JAX it is a `Partial`, whose arrays are arguments of the program:
+the compiler would fold a large constant mask, and creating it inside would take time."""
 
 
 def builders(
     case: AttentionCase, direction: Direction, options: argparse.Namespace
 ) -> dict[str, Callable[[], Callable[[], Any]]]:
-    """For each contender what builds its call, or raises Absent."""
+    """Return for each contender a function that builds its call, or raises `Absent`."""
 
     def jax_call(attend: Attend, case: AttentionCase, *arguments: Any, runs: str) -> Any:
         return partial(_jax_call, case, direction, options, partial(attend, case, *arguments), runs)
@@ -61,7 +61,9 @@ def builders(
     if case.softcap is not None or case.sinks:
         calls[WITHOUT] = jax_call(ours, plain(case), options.ours, runs=chosen)
     for name, reason in explained.items():
-        same = name == "pallas_unordered" and direction == "forward"  # as pallas: another backward
+        same = (
+            name == "pallas_unordered" and direction == "forward"
+        )  # differs from pallas only in the backward pass
         if reason is None and name != chosen and not same:
             calls[f"{OURS} {name}"] = jax_call(ours, case, name, runs=name)
     calls["torch"] = partial(_torch_call, case, direction, options)
@@ -80,21 +82,21 @@ def builders(
 
 
 def lacking(case: AttentionCase, name: str) -> str:
-    """Why `builders` has no such contender."""
+    """Return why `builders` has no such contender."""
     if name in PEERS:
         return f"does not run on {jax.default_backend()}"
     return explain(case).get(name.removeprefix(f"{OURS} ")) or f"is {OURS}, by another name"
 
 
 def explain(case: AttentionCase) -> Explanation:
-    """Which implementations of ours would run."""
+    """Return which of our implementations can run."""
     inputs = jax.eval_shape(case.inputs)
     given = settings(case) | case.positions() | case.learned(*inputs[3:])
     return explain_attention(*inputs[:3], **given)
 
 
 def plain(case: AttentionCase) -> AttentionCase:
-    """The case without softcap and sinks."""
+    """Return the case without softcap and sinks."""
     return replace(case, softcap=None, sinks=False)
 
 
@@ -102,7 +104,7 @@ def plain(case: AttentionCase) -> AttentionCase:
 
 
 def ours(case: AttentionCase, name: str | None) -> Attend:
-    """Ours, by the name of an implementation or as `None` chooses."""
+    """Return our attention, with a named implementation or the choice of `None`."""
     fixed = dict(settings(case), implementation=name)
     arrays = dict(mask=fixed.pop("mask")) | case.positions()
 
@@ -114,13 +116,13 @@ def ours(case: AttentionCase, name: str | None) -> Attend:
 
 
 def settings(case: AttentionCase) -> dict[str, Any]:
-    """What `dot_product_attention` takes besides the case's inputs."""
+    """Return the arguments of `dot_product_attention` besides the inputs of the case."""
     bias = ALiBi(case.slopes()) if case.bias == "alibi" else None
     return dict(mask=case.mask(), bias=bias, softcap=case.softcap)
 
 
 def jax_nn(case: AttentionCase, implementation: str) -> Attend:
-    """jax.nn's function: its own flag, window and lengths, an array only for documents."""
+    """Return jax.nn's attention, with its own flag, window and lengths if possible, else a mask."""
     if case.softcap is not None or case.sinks:
         raise Absent("no softcap and no sinks")
     mask = None
@@ -158,13 +160,15 @@ def _tokamax(case: AttentionCase) -> Attend:
         raise Absent("its softcap is of the scores with their bias")
     arguments = _lengths(case) | _window(case)
     arguments.update(is_causal=case.causal, logits_soft_cap=case.softcap)
-    arguments.update(implementation=("mosaic", "triton"))  # by itself it may take XLA, unsaid
+    arguments.update(
+        implementation=("mosaic", "triton")
+    )  # by default it may use XLA without a message
     attend = partial(tokamax.dot_product_attention, **arguments)
     return Partial(lambda more, *inputs: attend(*inputs, **more), _arrays(case))
 
 
 def _jax_linear_attention(case: AttentionCase) -> Attend:
-    """Its softmax attention on Hopper, in Pallas on Mosaic GPU, with its reproducible backward."""
+    """Return its softmax attention for Hopper (Mosaic GPU) with the reproducible backward pass."""
     try:
         from jla.ops.mosaic_gpu.attention import flash_attention
     except ImportError as error:
@@ -186,7 +190,7 @@ def _jax_linear_attention(case: AttentionCase) -> Attend:
 
 
 def _jax_pallas(case: AttentionCase) -> Attend:
-    """jax's own Pallas-Triton kernel; its Mosaic kernel has no causal backward."""
+    """Return jax's Pallas-Triton kernel; its Mosaic kernel has no causal backward pass."""
     try:
         from jax.experimental.pallas.ops.gpu import attention
     except ImportError as error:
@@ -211,7 +215,7 @@ def _window(case: AttentionCase) -> dict[str, Any]:
 
 
 def _arrays(case: AttentionCase, mask: jax.Array | None = None) -> dict[str, jax.Array]:
-    """What is no input of the case: a mask, and ALiBi as the array that all these want."""
+    """Return a mask and ALiBi as arrays, which all of these functions require."""
     found = {} if mask is None else dict(mask=mask)
     return found | (dict(bias=_alibi(case, case.dtype)) if case.bias == "alibi" else {})
 
@@ -221,7 +225,7 @@ def _alibi(case: AttentionCase, dtype: str) -> jax.Array:  # [1, N, T, S]
         positions = (jnp.arange(n, dtype=jnp.int32) for n in (case.queries, case.keys))
         return ALiBi(slopes).materialize(*positions).astype(dtype)
 
-    return jax.jit(make)(case.slopes())  # at once: in float32 it may not fit
+    return jax.jit(make)(case.slopes())  # as one program, because a float32 copy may not fit
 
 
 def _jax_call(
@@ -256,13 +260,13 @@ def _jax_call(
 
 
 def cotangent_of(case: AttentionCase) -> jax.Array:
-    """A gradient of the output, drawn like the inputs."""
+    """Return a gradient of the output, drawn like the inputs."""
     shape = case.batch, case.queries, case.heads, case.value_dim
     return jax.random.normal(jax.random.key(3), shape, case.dtype)
 
 
 def with_gradients(attend: Attend, cotangent: jax.Array, *inputs: jax.Array) -> tuple[Any, ...]:
-    """The output and the gradients of all inputs."""
+    """Return the output and the gradients of all inputs."""
     out, pull = jax.vjp(attend, *inputs)
     return (out, *pull(cotangent.astype(out.dtype)))
 
@@ -273,9 +277,9 @@ def with_gradients(attend: Attend, cotangent: jax.Array, *inputs: jax.Array) -> 
 def _torch_call(
     case: AttentionCase, direction: Direction, options: argparse.Namespace, name: str = ""
 ) -> Callable[[], Any]:
-    """torch in its own layout [B, N, T, H]; the transposition is not timed.
+    """Return torch's attention in its layout [B, N, T, H]; the transposition is not timed.
 
-    `name` asks for one of its kernels ("flash", "cudnn", "flex"), else torch chooses.
+    `name` selects one of its kernels ("flash", "cudnn", "flex"); by default torch chooses.
     """
     torch, device = torch_and_device()
     attend = (
@@ -315,7 +319,7 @@ def _torch_call(
 def _sdpa(
     torch: Any, case: AttentionCase, device: str, options: argparse.Namespace, name: str
 ) -> Attend:
-    """scaled_dot_product_attention: what is no causal flag is an array, a bias of floats."""
+    """Return scaled_dot_product_attention, with everything but a causal mask as a float bias."""
     if case.softcap is not None or case.sinks:
         raise Absent("no softcap and no sinks")
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -325,7 +329,7 @@ def _sdpa(
     if not case.is_dense and case.bias is None:
         if not (case.cached and case.causal):
             return partial(attend, is_causal=case.causal)
-        if case.queries == 1:  # the last one, which sees all
+        if case.queries == 1:  # the last query, which sees all keys
             return attend
     if name == "flash":
         raise Absent("takes no mask and no bias as an array")
@@ -333,7 +337,9 @@ def _sdpa(
     if case.bias == "dense" and rows > 1:
         raise Absent("its bias says the mask too, here of each row another")
     size = rows * case.queries * case.keys
-    needed = size * (3 if case.bias is None else 3 + 8 * case.heads)  # while it is made
+    needed = size * (
+        3 if case.bias is None else 3 + 8 * case.heads
+    )  # temporary memory to create it
     if needed > options.memory * 2**30:
         raise Absent(f"the mask or bias as an array needs {needed / 2**30:.1f} GiB")
     if case.bias is None:
@@ -345,7 +351,7 @@ def _sdpa(
 
 
 def _hiding(torch: Any, case: AttentionCase, bias: Any) -> Any:
-    """The bias, -inf where nothing is seen."""
+    """Return the bias, with -inf for hidden pairs."""
     return bias.masked_fill(~torch.from_numpy(case.seen()[:, None]).to(bias.device), -math.inf)
 
 
@@ -362,13 +368,13 @@ def _one_kernel(torch: Any, attend: Attend, name: str) -> Attend:
 
 
 def _flex(torch: Any, case: AttentionCase, device: str) -> Attend:
-    """FlexAttention, compiled for this case alone, with its mask as blocks.
+    """Return FlexAttention, compiled for this case, with the mask as blocks.
 
-    A sink is a factor of what has no sink: l / (l + e^sink).
+    A sink scales the result without sink by l / (l + e^sink).
     """
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # or the eighth case would run uncompiled
+    torch._dynamo.reset()  # otherwise the eighth case would run uncompiled
     ids = valid = slopes = None
     if case.documents is not None:
         ids = torch.from_numpy(case.document_ids()).to(device)
@@ -380,7 +386,7 @@ def _flex(torch: Any, case: AttentionCase, device: str) -> Attend:
     def sees(b, h, q, k):
         result = q >= k if case.causal else q == q
         if case.window is not None:
-            # no differences: of all pairs, these would be integers
+            # no differences of positions: for all pairs, these would be integer arrays
             result = result & (q - case.window < k) & (q + case.window > k)
         if ids is not None:
             result = result & (ids[b, q] == ids[b, k])
@@ -417,7 +423,7 @@ def _flex(torch: Any, case: AttentionCase, device: str) -> Attend:
 def _onnxruntime_call(
     case: AttentionCase, direction: Direction, options: argparse.Namespace
 ) -> Callable[[], Any]:
-    """Its GroupQueryAttention, or where that cannot express the case ONNX's own Attention."""
+    """Return GroupQueryAttention or, if it cannot express the case, ONNX's Attention."""
     if direction != "forward":
         raise Absent("has no gradient")
     if case.dtype != "float32":
@@ -454,14 +460,14 @@ def _onnxruntime_call(
 
 
 def _group_query_attention(onnx: Any, case: AttentionCase, inputs: list[np.ndarray]) -> Any:
-    """Causal self-attention; heads are merged, a window and softcap are attributes."""
+    """Return causal self-attention; heads are merged, window and softcap are attributes."""
     feeds = {
         name: x.reshape(case.batch, case.keys, -1)
         for name, x in zip(("q", "k", "v"), inputs, strict=True)
     }
     feeds["last"] = np.full(case.batch, case.keys - 1, np.int32)
     feeds["all"] = np.array([case.keys], np.int32)
-    names = ["q", "k", "v", "", "", "last", "all"]  # there are no keys from before
+    names = ["q", "k", "v", "", "", "last", "all"]  # no cached keys
     node = onnx.helper.make_node(
         "GroupQueryAttention", names, ["y", "keys", "values"], domain="com.microsoft",
         num_heads=case.heads, kv_num_heads=case.kv_heads, softcap=case.softcap or 0.0,
@@ -471,7 +477,7 @@ def _group_query_attention(onnx: Any, case: AttentionCase, inputs: list[np.ndarr
 
 
 def _onnx_attention(onnx: Any, case: AttentionCase, inputs: list[np.ndarray]) -> Any:
-    """Heads first; what is no causal flag is an array, a bias of floats."""
+    """Return ONNX's Attention with heads first, and everything but a causal mask as float bias."""
     feeds = {
         name: np.ascontiguousarray(x.swapaxes(1, 2))
         for name, x in zip(("q", "k", "v"), inputs, strict=False)
@@ -479,7 +485,7 @@ def _onnx_attention(onnx: Any, case: AttentionCase, inputs: list[np.ndarray]) ->
     if case.bias is not None:
         bias = inputs[3] if case.bias == "dense" else np.array(_alibi(case, "float32"))
         feeds["mask"] = np.where(case.seen()[:, None], bias, -np.inf).astype(np.float32)
-    elif case.is_dense or case.cached:  # its flag lets the first query see the first key only
+    elif case.is_dense or case.cached:  # with its flag, the first query sees only the first key
         feeds["mask"] = case.seen()[:, None]
     flag = int(case.causal and "mask" not in feeds)
     node = onnx.helper.make_node(
@@ -490,7 +496,7 @@ def _onnx_attention(onnx: Any, case: AttentionCase, inputs: list[np.ndarray]) ->
 
 @dataclass(frozen=True)
 class _Onnx:
-    """onnxruntime's result, in our layout when looked at."""
+    """Result of onnxruntime, converted to our layout when read."""
 
     array: np.ndarray  # [B, N, T, H] or [B, T, N * H]
     heads: int
@@ -506,7 +512,7 @@ class _Onnx:
 
 @dataclass(frozen=True)
 class _Torch:
-    """torch's results, which become arrays only when looked at."""
+    """Results of torch, converted to arrays when read."""
 
     heads: Sequence[Any]  # [B, N, T, H], given as [B, T, N, H]
     others: Sequence[Any]

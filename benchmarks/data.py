@@ -1,10 +1,10 @@
-"""Measure prepared data: how fast it is made, checked and read, and what memory that takes.
+"""Speed of preparing, checking and reading data, and the memory that it needs.
 
     python -m benchmarks.data --megabytes 500 --folder /tmp/data --context 512 --batch-size 16
 
-A text of random words becomes a folder of so many 10^6 bytes of tokens, and is left there for
-another time. Steps of a small decoder then read one batch over and over, which costs nothing; their
-own batches, each when it is asked for; and their own, read ahead. The three take turns.
+A text of random words becomes a folder with this many 10^6 bytes of tokens, which is kept for later
+runs. Then three variants take turns: steps of a small decoder with the same batch every time, which
+costs nothing; with their own batches, read on demand; and with batches read ahead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write_text(file: Path, size: int) -> None:
 
 
 def made(folder: Path, megabytes: int, workers: int) -> tuple[Corpus, float | None]:
-    """Return the corpus, and the seconds it took to prepare; None where it was there."""
+    """Return the corpus and the seconds of its preparation; None if it existed."""
     out = folder / f"tokens-{megabytes}"
     if is_prepared(out) and (out / "manifest.json").exists():
         return open_corpus(out), None
@@ -56,7 +56,7 @@ def made(folder: Path, megabytes: int, workers: int) -> tuple[Corpus, float | No
 
 
 def memory() -> dict[str, float]:
-    """Return the process's memory in 10^6 bytes: all that is resident, and what is no file."""
+    """Return the memory of the process in 10^6 bytes: resident, and resident without files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     said = dict(line.split(":", 1) for line in lines)
     return {name: int(said[name].split()[0]) * 1024 / 1e6 for name in ("VmRSS", "RssAnon")}
@@ -115,7 +115,7 @@ def main() -> None:
     waits: dict[str, list[float]] = {name: [] for name in reads}
     for begin in range(0, given.rounds * given.steps, given.steps):
         for name, read in reads.items():
-            task.inputs(begin)  # the ones after it are read while the round before ends
+            task.inputs(begin)  # the next ones are read while the previous round ends
             time.sleep(0.2)
             pending, waited, start = None, 0.0, time.perf_counter()
             for number in range(begin + 1, begin + 1 + given.steps):
@@ -144,7 +144,7 @@ def main() -> None:
 
 
 def slow_down(seconds: float) -> None:
-    """Make every read of tokens wait, as for a disk that is far away."""
+    """Delay every read of tokens, to simulate remote storage."""
     real = Part.read
 
     def read(part: Part, start: int, into: np.ndarray) -> None:
@@ -155,7 +155,7 @@ def slow_down(seconds: float) -> None:
 
 
 def whole_epoch(task: PreparedText, size: float, batch_size: int) -> dict[str, object]:
-    """Read every row of the training part once, and return how long it took."""
+    """Read every row of the training part once, and return the seconds."""
     start = time.perf_counter()
     steps = len(task.rows[0]) // batch_size
     for number in range(steps):

@@ -1,14 +1,14 @@
-"""How fast are new tokens, beside our peers' and beside the memory they are read from?
+"""How fast is decoding, compared with peers and with memory bandwidth?
 
     python -m benchmarks.decode --quick
     python -m benchmarks.decode --weights f32,bf16,int8 --out benchmarks/results/decode_cpu.json
 
-One greedy `generate` call of a GPT-2 after a random prompt, the same weights for all: ours, Hugging
-Face's in torch (with a static cache also compiled), CTranslate2's and llama.cpp's; on a processor
-also with the weights held in bfloat16 and in 8 bits. Before anything is timed, the logits after the
-prompt must agree with ours of unrounded weights, and in float32 every token. A token needs every
-weight once, so the limit is the fastest read of as many bytes that XLA or torch can do, timed in
-the same rounds. The last line asks what four times the cache's capacity costs while it holds the
+Each contender makes one greedy `generate` call of a GPT-2 after a random prompt, with the same
+weights: ours, Hugging Face in torch (also compiled, with a static cache), CTranslate2 and
+llama.cpp; on a CPU also with weights in bfloat16 and in 8 bits. Before the timing, the logits
+after the prompt must agree with ours for unrounded weights, and in float32 every token must agree.
+A token reads every weight once, so the limit is the fastest read of as many bytes by XLA or torch,
+timed in the same rounds. The last line is the cost of a cache with four times the capacity for the
 same tokens.
 """
 
@@ -36,13 +36,13 @@ from transformer_jax.models.quantized import quantize
 
 OURS = "ours"
 UNROUNDED = "ours, f32"
-"""Who takes part beside rounded weights, to hold them against."""
+"""Contender with unrounded weights, for comparison with rounded ones."""
 FIRST = ", first token"
 QUESTION = "decoding: seconds per greedy generate call of ours, its peers and the memory's limit"
 TOLERANCE: dict[Weights, float] = {"f32": 1e-3, "bf16": 0.25, "int8": 0.25}
-"""Largest difference of a logit from ours; the logits of these weights are within 3 or so."""
+"""Largest allowed difference of a logit; the logits of these weights are about -3 to 3."""
 ROUNDS = {LLAMA_CPP: 0.02}
-"""The same for who rounds within his arithmetic: llama.cpp takes GELU from a table of float16."""
+"""The same for contenders with rounded arithmetic: llama.cpp uses a float16 table for GELU."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     found: list[dict[str, Any]] = []
     growth: list[dict[str, Any]] = []
 
-    def write() -> None:  # after each case: a run may be cut short
+    def write() -> None:  # after each case, because a run may be interrupted
         if options.out is not None:
             timing.write(options.out, QUESTION, before, {"cases": found, "capacity": growth})
 
@@ -71,12 +71,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def own_weights(case: DecodeCase) -> Weights:
-    """Name the dtype that a case's own parameters are held in."""
+    """Return the dtype of a case's parameters."""
     return "f32" if case.model.dtype == "float32" else "bf16"
 
 
 def parameters(case: DecodeCase) -> dict[str, Any]:
-    """Random parameters in the compute dtype, biases and norms random too: each is put to use."""
+    """Return random parameters in the compute dtype, with random biases and norms."""
     params = init_params(case.model, jax.random.key(0))
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -94,8 +94,8 @@ def measure(
     options: argparse.Namespace,
     clock: Callable[[], float],
 ) -> dict[str, Any]:
-    """Timings, tokens per second, ratios and the share of the limit of one case."""
-    rounded = partial(quantize, params, kind, embeddings=kind == "int8")  # as our peers do
+    """Return timings, tokens per second, ratios and the share of the limit for one case."""
+    rounded = partial(quantize, params, kind, embeddings=kind == "int8")  # as the peers do
     held = params if kind == own_weights(case) else rounded()
     builders = {OURS: lambda: ours(case, held)}
     if held is not params:
@@ -105,7 +105,7 @@ def measure(
     unrounded = ours(case, params)
     expected = Peer(cache(unrounded.generate), cache(unrounded.logits), unrounded.token_bytes)
     size = ours(case, held).token_bytes
-    reads = timing.reads(size)  # before a peer takes what is left of the memory
+    reads = timing.reads(size)  # before a peer uses the rest of the memory
     peers: dict[str, Peer] = {}
     absent, differs = {}, {}
     for name, build_peer in builders.items():
@@ -136,7 +136,9 @@ def measure(
     )
     read = timing.fastest(taken[r.name] for r in reads).samples
     per_token = {name: _per_token(taken, name, case.new) for name in peers}
-    needed = {name: peer.token_bytes / size for name, peer in peers.items()}  # of a read
+    needed = {
+        name: peer.token_bytes / size for name, peer in peers.items()
+    }  # relative to the timed read
     return {
         "case": case.name,
         "new_tokens": case.new,
@@ -172,7 +174,7 @@ def measure(
 
 
 def difference(case: DecodeCase, kind: Weights, name: str, peer: Peer, expected: Peer) -> float:
-    """The largest difference of a logit; who computes something else is no peer."""
+    """Return the largest difference of a logit; raise an error if it is too large."""
     found = float(np.abs(peer.logits() - expected.logits()).max())
     if not found <= max(TOLERANCE[kind], ROUNDS.get(name, 0.0)):
         raise AssertionError(f"{name} computes other logits: they differ by {found}")
@@ -186,7 +188,7 @@ def difference(case: DecodeCase, kind: Weights, name: str, peer: Peer, expected:
 
 
 def ours(case: DecodeCase, params: dict[str, Any], capacity: int | None = None) -> Peer:
-    """This library's `generate`, from an empty cache."""
+    """Return the `generate` call of this library from an empty cache."""
     step = make_step(build(case.model))
     tokens, lengths = case.tokens(), case.lengths()
     chunk = 128 if case.prompt > 128 else None
@@ -203,7 +205,7 @@ def ours(case: DecodeCase, params: dict[str, Any], capacity: int | None = None) 
 
 
 def _token_bytes(params: dict[str, Any]) -> int:
-    """Bytes of parameters that a token reads: of the table of positions only a row."""
+    """Return the bytes of parameters that a token reads, with one row of the position table."""
     embed = {name: x for name, x in params["embed"].items() if name != "positions"}
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params | {"embed": embed}))
 
@@ -214,7 +216,7 @@ def capacity_growth(
     options: argparse.Namespace,
     clock: Callable[[], float],
 ) -> dict[str, Any]:
-    """A token's time in a cache of 4 times the capacity, over that in the case's own."""
+    """Return a token's time with 4 times the cache capacity, relative to the case's capacity."""
     sizes = {str(n): ours(case, params, capacity=n) for n in (case.capacity, 4 * case.capacity)}
     contenders = [
         Contender(name + more, partial(peer.generate, new))
@@ -234,13 +236,13 @@ def capacity_growth(
 
 
 def _per_token(taken: dict[str, Timing], name: str, new: int) -> list[float]:
-    """Seconds a token by rounds, without the prompt and the first."""
+    """Return the seconds per token of each round, without the prompt and the first token."""
     both = zip(taken[name].samples, taken[name + FIRST].samples, strict=True)
     return [(whole - first) / (new - 1) for whole, first in both]
 
 
 def _ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
-    """Median and middle half over the rounds of one time over another."""
+    """Return the median and quartiles over the rounds of the ratio of two times."""
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     low, high = Timing(tuple(ratios), 0.0).quartiles
     return {"median": statistics.median(ratios), "quartiles": [low, high]}

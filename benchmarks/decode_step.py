@@ -1,6 +1,6 @@
-"""Lower a step of decoding over a cache, for a device that need not be there; read its program.
+"""Lowered decoding steps over a cache, for attached or other devices, and their large results.
 
-A token a row is written into a donated cache, and attends to what the row has filled.
+The step writes one token per row into a donated cache; it attends to the filled part of the row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from transformer_jax import Causal, Window, dot_product_attention
 from transformer_jax.cache import kv_cache, paged_cache
 
-B, S, N, K, H = 8, 32768, 32, 8, 128  # rows, capacity, query heads, key heads, their width
+B, S, N, K, H = 8, 32768, 32, 8, 128  # rows, capacity, query heads, key heads, head dimension
 
 
 def lowered(
@@ -27,7 +27,7 @@ def lowered(
     *,
     H: int = H,
 ) -> jax.stages.Lowered:
-    """Return a step over a cache of a dtype; under `kernels.using` it is one for a target."""
+    """Return the lowered step over a cache of a dtype, for the target of `kernels.using`."""
 
     def step(cache: Any, query: jax.Array, new: jax.Array) -> tuple[Any, jax.Array]:
         at = cache.length[:, None]
@@ -46,9 +46,9 @@ def lowered(
 def lowered_over_pages(
     place: jax.sharding.Sharding, page: int, dtype: DTypeLike = jnp.bfloat16, *, K: int = K
 ) -> tuple[jax.stages.Lowered, int]:
-    """Return a step over pages, and how many numbers a pool has.
+    """Return the lowered step over pages, and the number of elements of a pool.
 
-    They are half of what all rows may fill.
+    The pool has half of the pages that all rows could fill.
     """
 
     def step(cache: Any, query: jax.Array, new: jax.Array) -> tuple[Any, jax.Array]:
@@ -69,12 +69,12 @@ def lowered_over_pages(
 
 
 def _placed(place: jax.sharding.Sharding, tree: Any) -> Any:
-    """Return structs of arrays that lie on a device."""
+    """Return structs of arrays on a device."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
 
 def large_results(text: str, least: int) -> list[tuple[str, bool]]:
-    """Return the opcodes, not of views, that make as many numbers, and whether each is a scatter.
+    """Return opcodes, except views, with results of this size, and whether each is a scatter.
 
     A fusion is one operation.
     """

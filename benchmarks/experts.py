@@ -1,15 +1,16 @@
-"""Measure a mixture of experts: its products, what a step of decoding reads, and what it learns.
+"""Costs of a mixture of experts: its products, a decoding step, and training.
 
     python -m benchmarks.experts --data tiny_shakespeare.txt
     python -m benchmarks.experts --part products
 
-- products: rows sorted by expert, each times the matrix of its expert, in blocks as the model does
-  it and by `jax.lax.ragged_dot`; beside it all rows times one matrix. Medians of calls in turns.
-- decode: the time of one token for more and more experts, of which 2 are chosen, beside a dense
-  model with as many active parameters; and the bytes that XLA counts, which leave out what the
-  compiled kernels of a dense model read.
-- train: a model of experts, a dense one of as many active parameters and one of as many in all, for
-  the same steps; and how evenly experts are used on held-out text, with and without balance loss.
+- products: rows sorted by expert, each times the matrix of its expert, in blocks as in the model
+  and by `jax.lax.ragged_dot`, compared with all rows times one matrix. Medians of calls in turns.
+- decode: the time of one token for increasing numbers of experts, of which 2 are chosen, compared
+  with a dense model with as many active parameters; and the bytes that XLA counts, without those
+  that the compiled kernels of a dense model read.
+- train: a model with experts, a dense one with as many active parameters and one with as many in
+  total, for the same steps; and how evenly experts are used on held-out text, with and without
+  balance loss.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ EXPERTS = Experts(count=8, top_k=2, d_ff=172)
 
 
 def medians(calls: dict[str, Callable[[], Any]], times: int) -> dict[str, float]:
-    """Return the median of each call's seconds; they take turns."""
+    """Return the median seconds of each call; the calls take turns."""
     spent: dict[str, list[float]] = {name: [] for name in calls}
     for name in calls:
         jax.block_until_ready(calls[name]())
@@ -103,7 +104,7 @@ def decode(times: int) -> None:
 
 
 def used(config: ModelConfig, params: Any, text: np.ndarray) -> list[float]:
-    """Return the largest share of the choices that an expert of each block has."""
+    """Return the largest share of the choices that one expert receives, for each block."""
     model: Any = tj.build(config)
     asked = "block_*/feed_forward/router"
     found = jax.jit(partial(model.apply, capture=(asked,)))({"params": params}, text)[2]

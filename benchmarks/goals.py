@@ -1,7 +1,7 @@
-"""What the kernels are to reach on an H200 in bfloat16, and how far a run of them came.
+"""Goals of the kernels on an H200 in bfloat16, and how far a run reaches them.
 
-`python -m benchmarks.attention --goals` measures the cells of `GOALS`, each with the contenders its
-goals name, and prints this table at its end.
+`python -m benchmarks.attention --goals` measures the cells of `GOALS`, each with the contenders
+that its goals name, and prints this table at the end.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from benchmarks.contenders import IN_JAX, OURS, WITHOUT
 from benchmarks.specs import Direction
 
 MATMUL = "a matmul"
-"""Of 8192 x 8192 in the same run: its rate."""
+"""The rate of a product of 8192 x 8192 matrices in the same run."""
 UNORDERED = f"{OURS} pallas_unordered"
 WITNESS = "jax.nn cudnn"
-"""Who takes part where nobody else does, to hold ours against."""
-PEERS = tuple(name for name in contenders.PEERS if name != "onnxruntime")  # it runs on a CPU alone
+"""Contenders of cells without others, for comparison with ours."""
+PEERS = tuple(name for name in contenders.PEERS if name != "onnxruntime")  # it runs only on a CPU
 NATIVE = tuple(name for name in IN_JAX if name != "jax.nn cudnn")
-"""In JAX, without NVIDIA's closed kernel."""
-TOLERANCE = 0.1  # of the largest value: bfloat16 in another order, not another result
+"""Contenders in JAX, without NVIDIA's closed kernel."""
+TOLERANCE = 0.1  # relative to the largest value: allows other orders of summation in bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A ratio of speeds: of ours in a cell, to contenders in it or to another rate."""
+    """A wanted ratio: the rate of ours in a cell, divided by that of contenders or another rate."""
 
     case: str
     direction: Direction
     ratio: float
     than: tuple[str, ...]
-    """Contenders, of whom the fastest counts; `MATMUL`; or another case, whose rate counts."""
+    """Contenders, of which the fastest counts; `MATMUL`; or another case, whose rate counts."""
     of: str = OURS
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """The contenders it compares with."""
+        """The contenders of the ratio."""
         return tuple(name for name in self.than if name in (*PEERS, WITHOUT))
 
     @property
     def rate(self) -> str | None:
-        """The case whose rate it compares with."""
+        """The case whose rate is the divisor."""
         return None if self.peers or self.than == (MATMUL,) else self.than[0]
 
 
@@ -81,7 +81,7 @@ GOALS = _goals()
 
 
 def cells(goals: Sequence[Goal] = GOALS) -> dict[tuple[str, Direction], set[str]]:
-    """What has to be measured, and who takes part in it."""
+    """Return the cells to measure with their contenders."""
     found: dict[tuple[str, Direction], set[str]] = {}
     for goal in goals:
         found.setdefault((goal.case, goal.direction), {OURS}).update({goal.of, *goal.peers})
@@ -96,9 +96,9 @@ def reached(
     failed: Mapping[str, str],
     goals: Sequence[Goal] = GOALS,
 ) -> list[dict[str, Any]]:
-    """For each goal its ratio, with who is missing; or None and the reason.
+    """Return for each goal its ratio and the missing contenders, or None and the reason.
 
-    `cases` are what was measured, `failed` has why others were not, `matmul` is FLOP/s.
+    `cases` are the measured cells, `failed` maps other cells to reasons, `matmul` is in FLOP/s.
     """
     measured = {(found["case"], found["direction"]): found for found in cases}
 
@@ -133,7 +133,7 @@ def reached(
 
 def _compared(
     goal: Goal, measured: Mapping[tuple[str, str], dict[str, Any]], matmul: float
-) -> tuple[str, float | None, str | None]:  # than what, ratio, why none or who is missing
+) -> tuple[str, float | None, str | None]:  # divisor, ratio, reason or missing contenders
     cell, than = measured[goal.case, goal.direction], _name(goal)
     if goal.peers:
         troubles = {name: trouble(cell, name) for name in goal.peers}
@@ -151,16 +151,16 @@ def _compared(
 
 
 def _name(goal: Goal) -> str:
-    """What it compares with."""
+    """Return the name of the divisor."""
     than = {PEERS: "best peer", NATIVE: "best native to JAX"}.get(goal.than, goal.than[0])
     return than if goal.rate is None else f"rate of {than}"
 
 
 def trouble(cell: dict[str, Any], name: str) -> str | None:
-    """Why a contender's time does not count."""
+    """Return why the time of a contender does not count."""
     if name not in cell["timings"]:
         return cell["absent"].get(name, "does not run")
-    differences = cell["difference"]  # from ours; none is taken of another function
+    differences = cell["difference"]  # from ours; None for another function
     peers = [differences[peer] for peer in PEERS if peer in differences]
     if name not in PEERS and peers and all(map(_too_large, peers)):
         return "differs from everyone"
@@ -193,7 +193,7 @@ def _verdict(row: dict[str, Any]) -> str:
 
 
 def table(found: Sequence[dict[str, Any]], ours: str) -> str:
-    """One line a goal; `ours` is the name of our implementation."""
+    """Return one line per goal; `ours` is the name of our implementation."""
     rows = [
         (
             f"{row['case']} {row['direction']}, {row['of']}",

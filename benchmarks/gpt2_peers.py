@@ -1,9 +1,9 @@
-"""GPT-2 with our weights in other libraries: who decodes beside us in `benchmarks.decode`.
+"""GPT-2 with our weights in other libraries: the peers of `benchmarks.decode`.
 
-Each is built from a case, our parameters in float32 and what the weights are held in, and raises
-`Absent` where it is not installed or cannot hold them so. All use every core, keep keys and values
-in float32 (Hugging Face in the dtype it computes in), and are given the settings that were fastest
-on two cores (`NOTES.md`).
+Each peer is built from a case, our float32 parameters and the dtype of the weights. It raises
+`Absent` if it is not installed or does not support this dtype. All use every core, store keys and
+values in float32 (Hugging Face in its compute dtype), and get the settings that were fastest on two
+cores (`NOTES.md`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ DTYPES: dict[Weights, str] = {"f32": "float32", "bf16": "bfloat16", "int8": "int
 
 @dataclass(frozen=True)
 class Peer:
-    """Someone who decodes; both calls return when the numbers are there."""
+    """A decoder; both of its calls return when the results are complete."""
 
     generate: Callable[[int], np.ndarray]
-    """i32[B, n]: the prompts continued by n tokens."""
+    """Continue the prompts by n tokens, i32[B, n]."""
     logits: Callable[[], np.ndarray]
-    """f32[B, V]: after each prompt."""
+    """Return the logits after each prompt, f32[B, V]."""
     token_bytes: int
-    """Bytes of the weights, as they are held, that a token reads."""
+    """Bytes of the stored weights that a token reads."""
 
 
 def prompts(case: DecodeCase) -> list[list[int]]:
-    """The prompts of a case without what pads them."""
+    """Return the prompts of a case without padding."""
     rows = zip(case.tokens(), case.lengths(), strict=True)
     return [row[:length].tolist() for row, length in rows]
 
@@ -48,9 +48,9 @@ def prompts(case: DecodeCase) -> list[list[int]]:
 def hugging_face(
     case: DecodeCase, params: dict[str, Any], weights: Weights, compiled: bool = False
 ) -> Peer:
-    """`GPT2LMHeadModel.generate`; shorter rows are padded on the left.
+    """Return `GPT2LMHeadModel.generate`, which pads shorter rows on the left.
 
-    bf16 is the dtype that it computes in too: torch has no other product of bfloat16.
+    bf16 is also the compute dtype, because torch has no other product of bfloat16.
     """
     if weights == "int8":
         raise Absent("no int8 weights without another package")
@@ -65,7 +65,7 @@ def hugging_face(
         n_layer=cfg.num_layers, n_head=cfg.num_heads, n_inner=cfg.ff_dim,
         layer_norm_epsilon=cfg.norm_eps, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    with torch.device(device):  # drawing 1.5 billion numbers takes a processor half a minute
+    with torch.device(device):  # drawing 1.5 billion numbers takes half a minute on a CPU
         model = GPT2LMHeadModel(config)
     state = gpt2_state(params, cfg.num_layers)
     model.load_state_dict({name: torch.from_numpy(x) for name, x in state.items()}, strict=False)
@@ -75,12 +75,12 @@ def hugging_face(
         raise AssertionError(f"the peer has {model.num_parameters()} parameters")
 
     lengths = case.lengths()
-    columns = np.arange(case.prompt)[None] - (case.prompt - lengths[:, None])  # of our own rows
+    columns = np.arange(case.prompt)[None] - (case.prompt - lengths[:, None])  # columns of our rows
     tokens = np.take_along_axis(case.tokens(), np.maximum(columns, 0), axis=1)
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
     mask = torch.from_numpy((columns >= 0).astype(np.int64)).to(device)
     more: dict[str, Any] = {"cache_implementation": "static"} if compiled else {}
-    if compiled and device == "cpu":  # where `generate` compiles only when it is made to
+    if compiled and device == "cpu":  # there `generate` compiles only on request
         more["compile_config"] = CompileConfig(mode="default")
         more["compile_config"]._compile_all_devices = True
 
@@ -103,9 +103,9 @@ def hugging_face(
 
 
 def ctranslate2(case: DecodeCase, params: dict[str, Any], weights: Weights) -> Peer:
-    """CTranslate2's `Generator`: its own file of our weights, as its converter of GPT-2 names them.
+    """Return CTranslate2's `Generator`, with our weights named as by its GPT-2 converter.
 
-    int8 has a scale for each output, and activations are int8 too, with a scale for each row.
+    int8 has a scale per output; activations are also int8, with a scale per row.
     """
     library = imported("ctranslate2")
     supported = library.get_supported_compute_types("cpu")
@@ -145,7 +145,7 @@ def ctranslate2(case: DecodeCase, params: dict[str, Any], weights: Weights) -> P
 
 
 def _fill(decoder: Any, state: dict[str, np.ndarray]) -> None:
-    """Give a CTranslate2 decoder our weights; its matrices are [out, in]."""
+    """Copy our weights into a CTranslate2 decoder; its matrices are [out, in]."""
 
     def linear(spec: Any, name: str) -> None:
         spec.weight = np.ascontiguousarray(state[f"{name}.weight"].T)
@@ -170,10 +170,10 @@ def _fill(decoder: Any, state: dict[str, np.ndarray]) -> None:
 
 
 def llama_cpp(case: DecodeCase, params: dict[str, Any], weights: Weights) -> Peer:
-    """llama.cpp, of which llama-cpp-python compiles the sources for the processor at hand.
+    """Return llama.cpp, which llama-cpp-python compiles for this processor.
 
-    int8 is Q8_0: a scale in float16 for each 32 weights, and for as many activations. GELU is taken
-    from a table of float16, whatever the weights are held in.
+    int8 is Q8_0: a float16 scale per 32 weights, and per 32 activations. GELU always comes from a
+    float16 table.
     """
     library, gguf = imported("llama_cpp"), imported("gguf")
     if jax.default_backend() != "cpu":
@@ -255,7 +255,7 @@ def write_gguf(
     writer.add_tokenizer_model("none")
     for name, x in state.items():
         if name == "lm_head.weight":
-            continue  # the table of tokens is taken where there is no head
+            continue  # without a head, the token table is used
         at, _, end = name.rpartition(".")
         block, module = at.removeprefix("transformer.h.").partition(".")[::2]
         label = f"blk.{block}.{names[module]}" if block.isdigit() else names[at]
@@ -271,17 +271,17 @@ def write_gguf(
 
 @functools.cache
 def _silence(library: Any) -> Any:
-    """A logger that says nothing; it must live as long as the library."""
+    """Return a logger that prints nothing; it must live as long as the library."""
     return library.llama_log_callback(lambda level, text, data: None)
 
 
 def token_bytes(
     state: dict[str, np.ndarray], matrix: float, vector: float, scales: float = 0
 ) -> int:
-    """Bytes that a token reads, of matrices and vectors with so many bytes an element.
+    """Return the bytes of the weights that a token reads, for these bytes per element.
 
-    The table of tokens is read once, as the head; of the table of positions only a row is.
-    `scales` are the bytes beside each output of a matrix.
+    The token table is read once, as the output matrix, and one row of the position table.
+    `scales` are additional bytes per output of a matrix.
     """
     found = 0.0
     for name, x in state.items():
@@ -294,7 +294,7 @@ def token_bytes(
 
 
 def gpt2_state(params: dict[str, Any], layers: int) -> dict[str, np.ndarray]:
-    """Our parameters under the names of Hugging Face's GPT-2, whose matrices are [in, out] too."""
+    """Return our parameters with the names of Hugging Face's GPT-2; both use [in, out]."""
 
     def array(leaf: jax.Array, *shape: int) -> np.ndarray:
         return np.array(leaf, np.float32).reshape(shape or leaf.shape)

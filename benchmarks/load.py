@@ -1,14 +1,14 @@
-"""How long does a checkpoint take to load, and how much memory at the worst moment?
+"""How long does it take to load a checkpoint, and how much memory does it need at its peak?
 
     python -m benchmarks.load --quick
     python -m benchmarks.load --out benchmarks/results/load_cpu.json
 
-A Llama of random weights (f32, 1 GB; `transformer_jax.save_pretrained` writes it once into a
-temporary folder), loaded by a fresh process each time: by `load_pretrained`, by `transformers`
-(which reads through `safetensors.torch`), and by `safetensors.torch.load_file` alone, which only
-maps the file and is made to touch every page. The file is in the page cache for all. Seconds are
-of the load, without imports; memory is the most that the process ever had resident (VmHWM), less
-what it had before, as a share of the file.
+A Llama with random weights (f32, 1 GB; `transformer_jax.save_pretrained` writes it once into a
+temporary folder) is loaded by a fresh process each time: by `load_pretrained`, by `transformers`
+(which reads through `safetensors.torch`), and only by `safetensors.torch.load_file`, which maps the
+file and here must touch every page. The file is always in the page cache. Seconds are those of the
+load, without imports. Memory is the peak resident size of the process (VmHWM), minus its size
+before the load, relative to the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks import timing
 QUESTION = "loading a checkpoint: seconds and peak memory"
 OURS, TRANSFORMERS, RAW = "transformer_jax", "transformers", "safetensors.torch"
 LIMIT = 1.1
-"""Of the file, in memory."""
+"""Bytes in memory, relative to the file."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _there(name: str) -> bool:
-    """Whether a contender can be imported here; torch and transformers are the extra `parity`."""
+    """Whether a contender can be imported; torch and transformers are in the extra `parity`."""
     needs = {OURS: (), TRANSFORMERS: ("torch", "transformers"), RAW: ("torch",)}[name]
     missing = [package for package in needs if importlib.util.find_spec(package) is None]
     if missing:
@@ -71,7 +71,7 @@ def _there(name: str) -> bool:
 
 
 def _write(folder: Path, gigabytes: float) -> None:
-    """A Llama of about so many bytes."""
+    """Write a Llama with about this size in bytes."""
     import numpy as np
     from flax.traverse_util import unflatten_dict
 
@@ -99,7 +99,7 @@ def _write(folder: Path, gigabytes: float) -> None:
 
 
 def _touch(folder: Path) -> None:
-    """Bring the files into the page cache."""
+    """Read the files into the page cache."""
     for file in folder.glob("*.safetensors"):
         with open(file, "rb") as stream:
             while stream.read(1 << 24):
@@ -115,7 +115,7 @@ def _in_a_process(name: str, folder: Path) -> dict[str, float]:
 
 
 def _load(name: str, folder: Path) -> dict[str, float]:
-    """Load once, in this process: seconds and the bytes of memory that it took at most."""
+    """Load once in this process; return the seconds and the peak bytes of memory."""
     call = {OURS: _ours, TRANSFORMERS: _transformers, RAW: _raw}[name](folder)
     _forget_peak()
     resident, start = _memory("VmRSS"), time.perf_counter()
@@ -143,7 +143,7 @@ def _transformers(folder: Path) -> Callable[[], Any]:
 
     def load() -> Any:
         model = transformers.LlamaForCausalLM.from_pretrained(folder)
-        with torch.no_grad():  # or what was only mapped would cost nothing until it is used
+        with torch.no_grad():  # otherwise mapped files would cost nothing until they are used
             return model, [float(p.view(-1)[::1024].sum()) for p in model.parameters()]
 
     return load
@@ -160,7 +160,7 @@ def _raw(folder: Path) -> Callable[[], Any]:
 
 
 def _forget_peak() -> None:
-    """The kernel's mark of the most memory ever resident starts anew."""
+    """Reset the kernel's record of the peak resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -1,12 +1,12 @@
-"""Time a sweep of activation patching over layers and positions, against loops in Python.
+"""Time of a sweep of activation patching over layers and positions, compared with Python loops.
 
     python -m benchmarks.patch_sweep
     python -m benchmarks.patch_sweep --layers 2 --width 64 --positions 8      # a small one
 
-A GPT-2 of 124M with random weights and two random prompts: the clean stream is put into the
-corrupted pass at each layer and position. `patch` does it as one compiled program, which says how
-far it is. Beside it: one jitted pass called from a Python loop, and passes that are compiled one by
-one, of which a few are timed and the rest reckoned.
+The model is a GPT-2 124M with random weights and two random prompts. The clean stream replaces that
+of the corrupted pass at each layer and position. `patch` runs one compiled program, which reports
+its progress. The alternatives are one jitted pass called from a Python loop, and passes that are
+compiled one by one, of which a few are timed and the rest extrapolated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Share what peers need, and let a contender say why it takes no part."""
+"""Helpers for peers, and the error of a contender that is not measured."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import jax
 
 
 class Absent(Exception):
-    """Why a contender does not take part."""
+    """The reason why a contender is not measured."""
 
 
 def imported(package: str) -> Any:
-    """A package that only a benchmark needs; or Absent."""
+    """Import a package that only benchmarks need, or raise `Absent`."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -22,14 +22,14 @@ def imported(package: str) -> Any:
 
 
 def cores() -> int:
-    """Threads that a peer is given on a processor: one for each core that this process may use."""
+    """Return the number of threads for a peer: one per core that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def torch_and_device() -> tuple[Any, str]:
-    """torch, and its name of the device that JAX uses, of a processor all cores; or Absent."""
+    """Return torch, set to all cores, and its name of JAX's device, or raise `Absent`."""
     try:
         import torch
     except ImportError as error:

@@ -1,10 +1,11 @@
-"""Hold the memory that a plan predicts against what training steps take on this CPU.
+"""Memory that a plan predicts, compared with training steps on this CPU.
 
     python -m benchmarks.plan_audit --out benchmarks/results/plan_audit.json
 
-Six runs of different shape, each in a process of its own. Predicted is `plan_training`'s total for
-this machine; measured is the most memory that the process has while it makes the state and takes
-three steps, less what it has before, once everything is compiled (Linux: VmHWM, reset).
+There are six runs of different shapes, each in a separate process. The prediction is the total of
+`plan_training` for this machine. The measurement is the peak memory of the process while it creates
+the state and runs three steps, minus its memory before, once everything is compiled (Linux: VmHWM,
+reset).
 """
 
 from __future__ import annotations

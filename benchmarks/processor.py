@@ -1,6 +1,6 @@
-"""Which processor a number was measured on: machines that rent by the hour differ from day to day.
+"""The processor of a measurement, because rented machines differ from day to day.
 
-Read from Linux's /proc/cpuinfo and /sys; on another system each of these facts is None.
+The facts come from Linux's /proc/cpuinfo and /sys; on other systems each of them is None.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ FIELDS = {
     "stepping": ("stepping", "CPU revision"),
     "name": ("model name", "Model"),
 }
-"""Names of a fact in /proc/cpuinfo: on x86-64, and on aarch64."""
+"""Names of a fact in /proc/cpuinfo, on x86-64 and on aarch64."""
 
 SETS = re.compile(
     r"sse4_2|f16c|fma|avx|avx2|avx512\w*|avx_\w+|amx_\w+"  # x86-64
     r"|asimd\w*|fphp|bf16|i8mm|sve\w*|sme2?"  # aarch64, where asimd is NEON
 )
-"""The instruction sets that products of numbers use, as Linux names them."""
+"""Linux names of the instruction sets that arithmetic uses."""
 
 
 def processor() -> dict[str, Any]:
@@ -49,13 +49,13 @@ def processor() -> dict[str, Any]:
 
 
 def compiled_kernels() -> str:
-    """Return the instruction set that our own kernels use here, or why there are none."""
+    """Return the instruction set of our native kernels, or why there are none."""
     library = cpu.library()
     return library if isinstance(library, str) else cpu.instructions()
 
 
 def line(facts: dict[str, Any], kernels: str) -> str:
-    """Return the facts in a line."""
+    """Return the facts in one line."""
     sizes = (facts["caches"] or {}).items()
     caches = ", ".join(f"{name} {size // 2**10} KiB" for name, size in sizes)
     return (
@@ -65,7 +65,7 @@ def line(facts: dict[str, Any], kernels: str) -> str:
 
 
 def _first_core() -> dict[str, str]:
-    """Return what /proc/cpuinfo says of its first core; empty where there is none."""
+    """Return the facts of the first core in /proc/cpuinfo, or an empty dict."""
     with contextlib.suppress(OSError):
         first = CPUINFO.read_text().strip().partition("\n\n")[0]
         pairs = (line.partition(":") for line in first.splitlines())
@@ -74,7 +74,7 @@ def _first_core() -> dict[str, str]:
 
 
 def _caches() -> dict[str, int] | None:
-    """Return bytes of each cache that the first core uses: L1d, L1i, L2, L3."""
+    """Return the bytes of each cache of the first core: L1d, L1i, L2, L3."""
     found = {}
     with contextlib.suppress(OSError, ValueError):
         for index in sorted(CACHES.glob("index*")):

@@ -1,11 +1,11 @@
-"""What do checkpoints, and everything that watches a run, cost its steps?
+"""How much do checkpoints and monitoring slow down the steps of a run?
 
     python -m benchmarks.saving_and_watching --out benchmarks/results/saving_and_watching.json
 
-The same run three ways, in turns: without either, with a checkpoint every N steps, and with what
-watches (TensorBoard's files, --dump-batch, a line of measurements every ten steps). Each is cut
-into stretches of N steps, the first left out, for it compiles. A stall is what the loop itself
-waits for in a save; what the thread that writes takes of the cores is in the ratio only.
+Three variants of the same run take turns: without either, with a checkpoint every N steps, and with
+monitoring (TensorBoard files, --dump-batch, a line of measurements every ten steps). Each is
+divided into stretches of N steps, without the first one, which compiles. A stall is the time that
+the loop waits for a save; the CPU time of the writing thread affects only the ratio.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NEVER = 10**6
 
 @dataclass(frozen=True)
 class Case:
-    """Hold a run, and how many steps lie between its checkpoints."""
+    """A run, and the number of steps between its checkpoints."""
 
     name: str
     model: ModelConfig
@@ -50,7 +50,7 @@ CASES = (
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the benchmark of the command line."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser("saving_and_watching", description=QUESTION)
     parser.add_argument("--quick", action="store_true", help="the smallest case, short")
     parser.add_argument("--only", help="cases whose name contains this")
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measured(case: Case, rounds: int) -> dict[str, Any]:
-    """Return the seconds of a stretch of each way, ratios to the bare run, and the stall."""
+    """Return the seconds of a stretch for each variant, ratios to the bare run, and the stall."""
     seconds: dict[str, list[float]] = {"bare": [], "saved": [], "watched": []}
     stalls = []
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +115,7 @@ def measured(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def _runs(case: Case, text: Path) -> dict[str, TrainConfig]:
-    """Return the run each way."""
+    """Return one run per variant."""
     bare = TrainConfig(
         model=case.model, data=str(text), batch_size=case.batch_size, warmup_steps=0,
         steps=(case.stretches + 1) * case.interval, log_every=case.interval, eval_every=NEVER,
@@ -131,9 +131,9 @@ def _runs(case: Case, text: Path) -> dict[str, TrainConfig]:
 
 
 def _stretches(lines: list[dict[str, Any]], interval: int) -> list[dict[str, float]]:
-    """Return the seconds of each stretch of `interval` steps but the first.
+    """Return the seconds of each stretch of `interval` steps, without the first one.
 
-    A checkpoint of step n is counted by the first line after it.
+    The first line after step n includes its checkpoint.
     """
     found: dict[int, dict[str, float]] = {}
     for line in lines:

@@ -1,13 +1,13 @@
-"""What does continuous batching gain over batches that wait for their longest row?
+"""How much faster is continuous batching than batches that wait for their longest row?
 
     python -m benchmarks.serve --quick
     python -m benchmarks.serve --out benchmarks/results/serve_cpu.json
 
-Requests of ragged prompts and geometric lengths, by one decoder, as many rows at a time for both.
-Continuous: `serve_requests`, which fills free slots between its calls; pausing, a call ends as soon
-as a slot is free. Static: `generate` for batches in order of arrival, which leaves its loop when
-the last row of a batch has ended. All must give the same tokens. From the lengths alone follows how
-many steps each needs, hence what a model that is nothing but steps would gain.
+One decoder answers requests with ragged prompts and geometric lengths, with the same number of
+rows. Continuous batching is `serve_requests`, which fills free slots between its calls; with pause,
+a call ends as soon as a slot is free. Static batching is `generate` for batches in order of
+arrival; its loop ends with the last row of a batch. All must give the same tokens. The lengths
+determine the number of steps of each method, and thus the ideal speedup.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def pausing_steps(lengths: Sequence[int], slots: int) -> int:
-    """Steps until all have their tokens, where the next in line takes the first slot to be free.
+    """Return the steps if the next request always takes the first free slot.
 
-    The first token of a request comes with its prompt, each other one from a step.
+    The prompt yields the first token of a request, and each step one more.
     """
     free = [0] * slots
     for length in lengths:
@@ -63,7 +63,7 @@ def pausing_steps(lengths: Sequence[int], slots: int) -> int:
 
 
 def continuous_steps(lengths: Sequence[int], slots: int, call: int) -> int:
-    """Steps where free slots are taken only between calls of so many steps."""
+    """Return the steps if free slots are filled only between calls of `call` steps."""
     waiting, running, steps = [int(n) - 1 for n in lengths], [], 0
     while waiting or running:
         count = slots - len(running)
@@ -75,23 +75,23 @@ def continuous_steps(lengths: Sequence[int], slots: int, call: int) -> int:
 
 
 def static_steps(lengths: Sequence[int], slots: int) -> int:
-    """Steps where each batch, in order, lasts as long as its longest row."""
+    """Return the steps if each batch, in order, runs as long as its longest row."""
     starts = range(0, len(lengths), slots)
     return sum(int(max(lengths[start : start + slots])) - 1 for start in starts)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a contender gave, by the request's number."""
+    """Answers of a contender by request number."""
 
     tokens: list[np.ndarray]
-    latencies: np.ndarray  # f64[requests]; seconds from arrival to the last token
+    latencies: np.ndarray  # f64[requests], seconds from arrival to the last token
 
 
 def continuous(
     case: ServeCase, arrivals: np.ndarray, clock: Clock, steps: int, pause: bool = False
 ) -> Answers:
-    """`serve_requests`, asked for a request when it has come."""
+    """Run `serve_requests`, which receives each request at its arrival time."""
     step, params, prompts, lengths = _work(case)
     tokens: list[Any] = [None] * case.requests
     latencies, start = np.zeros(case.requests), clock()
@@ -121,7 +121,7 @@ def continuous(
 
 
 def static(case: ServeCase, arrivals: np.ndarray, clock: Clock) -> Answers:
-    """`generate` for those that have come, in order, as many as there are slots."""
+    """Run `generate` for batches of the requests that have arrived, in order."""
     step, params, prompts, lengths = _work(case)
     tokens: list[np.ndarray] = []
     latencies, start = np.zeros(case.requests), clock()
@@ -131,7 +131,7 @@ def static(case: ServeCase, arrivals: np.ndarray, clock: Clock) -> Answers:
             pass
         come = np.searchsorted(arrivals, clock() - start, side="right")
         count = min(case.slots, int(come) - first)
-        # Rows that nobody has come for end at once, so that one program serves all batches.
+        # Rows without a request end at once, so that one program serves all batches.
         prompt = np.zeros((case.slots, case.longest_prompt), np.int32)
         sizes, limits = np.ones(case.slots, np.int32), np.zeros(case.slots, np.int32)
         for row, number in enumerate(range(first, first + count)):
@@ -151,7 +151,7 @@ _MADE: dict[ServeCase, Any] = {}
 
 
 def _work(case: ServeCase) -> tuple[Any, Any, list[np.ndarray], np.ndarray]:
-    """The model and the requests, made once."""
+    """Return the model and the requests, created once."""
     if case not in _MADE:
         params = init_params(case.model, jax.random.key(0))
         _MADE[case] = make_step(build(case.model)), params, case.prompts(), case.lengths()
@@ -159,7 +159,7 @@ def _work(case: ServeCase) -> tuple[Any, Any, list[np.ndarray], np.ndarray]:
 
 
 def measure(case: ServeCase, options: argparse.Namespace, clock: Clock) -> dict[str, Any]:
-    """Timings, latencies and ratios of one case."""
+    """Return timings, latencies and ratios of one case."""
     lengths, eagerly = case.lengths(), np.zeros(case.requests)
 
     def ours(arrivals: np.ndarray, pause: bool = False) -> Answers:

@@ -1,19 +1,18 @@
-"""How many tokens a second does the server give to many clients, and how soon the first one?
+"""How many tokens per second does the server deliver to many clients, and how soon the first one?
 
     python -m benchmarks.serve_load --clients 1,4,16 --seconds 10
     python -m benchmarks.serve_load --model runs/book --clients 16 --seconds 60
     python -m benchmarks.serve_load --model FILE.gguf --clients 64 --seconds 300 --check 64
 
-A process serves a model, of random weights unless one is named, and this one has the clients: each
-sends a streaming request as soon as its last answer has ended, with a prompt of 8 to 64 bytes. An
-answer is lost, and the command fails, where the status is not 200, the stream has no end, or tokens
-are missing though the model did not end the text. A prompt of each length that is compiled for
-itself comes first, untimed; the time to the first token is from sending to the first event with
-text.
+A process serves a model, by default with random weights, and this process runs the clients. Each
+client sends a streaming request with a prompt of 8 to 64 bytes as soon as its last answer has
+ended. An answer is lost, and the command fails, if the status is not 200, the stream has no end, or
+tokens are missing although the model did not end the text. One prompt of each compiled length comes
+first, untimed. The time to the first token is from sending to the first event with text.
 
-With `--check N` the clients draw among N prompts, and ask for the likeliest tokens. After the load,
-each answer is compared with what `generate` gives to that prompt alone, in this process; the
-command fails where one differs, and prints how close the first other token was to the likeliest.
+With `--check N` the clients draw from N prompts and request the likeliest tokens. After the load,
+each answer is compared with that of `generate` for the same prompt in this process. If one differs,
+the command fails and prints how close the first differing token was to the likeliest.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from benchmarks import timing
 
 QUESTION = "the server under load: tokens a second, and seconds to the first token"
 TOKENS = 32
-"""The length of each answer, unless the model ends it before."""
+"""The length of each answer, unless the model ends it earlier."""
 LENGTHS = 16, 32, 64
-"""The buckets of the prompts' lengths."""
+"""Buckets of the prompt lengths."""
 
 
 @dataclass
 class Taken:
-    """Hold what the clients received."""
+    """Answers that the clients received."""
 
     first: list[float] = field(default_factory=list)
     """Seconds to the first token of each answer."""
     tokens: int = 0
     lost: list[str] = field(default_factory=list)
     answers: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of a prompt and the text that followed it, where answers are compared."""
+    """Pairs of a prompt and its answer, if answers are compared."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -98,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def report(clients: int, taken: Taken, seconds: float) -> dict[str, Any]:
-    """The figures of a count of clients."""
+    """Return the figures for one number of clients."""
     for why in taken.lost[:3]:
         print(f"lost: {why}", flush=True)
     p50, p95 = np.percentile(1e3 * np.array(taken.first or [np.nan]), [50, 95])
@@ -111,15 +110,15 @@ def report(clients: int, taken: Taken, seconds: float) -> dict[str, Any]:
 def compare(
     answers: Sequence[tuple[str, str]], wanted: Mapping[str, str]
 ) -> tuple[int, list[tuple[str, str]]]:
-    """Return how many answers equal the wanted text of their prompt, and the pairs that do not."""
+    """Return the number of equal answers, and the pairs (prompt, text) that differ."""
     different = [(prompt, text) for prompt, text in answers if text != wanted[prompt]]
     return len(answers) - len(different), different
 
 
 def difference(model: Any, prompt: str, want: str, text: str) -> str:
-    """Return how sure the model is where two answers part: its two largest log-probabilities.
+    """Return the model's two largest log-probabilities at the first difference of two answers.
 
-    The text before is read anew, so its tokens may be others than those that were written.
+    The preceding text is tokenized again, so its tokens may differ from the generated ones.
     """
     import jax
 
@@ -137,7 +136,7 @@ def difference(model: Any, prompt: str, want: str, text: str) -> str:
 async def measure(
     port: int, clients: int, seconds: float, prompts: Sequence[str] = ()
 ) -> tuple[Taken, float]:
-    """Let clients ask until the time is over and their last answers have ended."""
+    """Run clients until the time is over and their last answers have ended."""
     taken, start = Taken(), time.perf_counter()
 
     async def client(number: int) -> None:
@@ -162,7 +161,7 @@ async def ask(
     *,
     length: int | None = None,
 ) -> None:
-    """Send one request, and read its stream to the end."""
+    """Send one request and read its stream to the end."""
     prompt = rng.choice(prompts) if prompts else _prompt(rng, length)
     drawn: dict[str, float] = {"temperature": 0} if prompts else {"seed": rng.randrange(2**32)}
     body = json.dumps(dict(
@@ -193,7 +192,7 @@ async def ask(
     if not (ended and b" 200 " in status and (got == TOKENS or reason == "stop")):
         taken.lost.append(f"{status!r}, {got} tokens, ended: {ended}, {reason}")
         return
-    if first is not None:  # a text may end before it has begun
+    if first is not None:  # an answer may be empty
         taken.first.append(first)
     taken.tokens += got
     if prompts:
@@ -205,7 +204,7 @@ def _prompt(rng: random.Random, length: int | None = None) -> str:
 
 
 async def get(port: int, path: str) -> tuple[int, str]:
-    """Return the status and the body of an address."""
+    """Return the status and the body of a URL."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
     head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
@@ -214,7 +213,7 @@ async def get(port: int, path: str) -> tuple[int, str]:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    """Serve on a free port, which is printed."""
+    """Serve on a free port, and print it."""
     import uvicorn
 
     from transformer_jax.server.app import make_app
@@ -229,7 +228,7 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _model(options: argparse.Namespace) -> Any:
-    """Load the named model, or make one of random weights."""
+    """Load the named model, or create one with random weights."""
     import jax
 
     import transformer_jax as tj

@@ -1,7 +1,7 @@
-"""The table of shapes. Benchmarks time it, kernel tests check it: a shape is added here, once.
+"""Shapes that benchmarks time and kernel tests check; add new shapes here.
 
-Tags say who asks: `cpu`, `gpu`, `tpu`, `quick` (a smoke run), `memory` (compiled, not run), `edge`
-(correctness at sizes no block divides).
+Tags select cases: `cpu`, `gpu`, `tpu`, `quick` (a smoke run), `memory` (compiled, not run), `edge`
+(correctness at sizes that no block divides).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Direction = Literal["forward", "backward", "forward+backward"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase:
-    """One call of attention: its shapes, and what each query sees."""
+    """Shapes and mask of one call of attention."""
 
     name: str
     batch: int  # B
@@ -36,25 +36,25 @@ class AttentionCase:
     value_dim: int  # Hv
     causal: bool = False
     window: int | None = None
-    """Keys a query sees, itself included; two-sided without `causal`."""
+    """Keys that a query sees, including itself; two-sided without `causal`."""
     documents: int | None = None
-    """Documents packed in a row, of uneven length; attention stays within one."""
+    """Packed documents of different lengths per row; attention stays within each."""
     padded: bool = False
-    """Rows of S/2 to S real keys."""
+    """Whether rows have S/2 to S real keys."""
     bias: Literal["alibi", "dense"] | None = None
-    """ALiBi with the slopes of its paper, or a learned array [1, N, T, S]."""
+    """ALiBi with the published slopes, or a learned array [1, N, T, S]."""
     softcap: float | None = None
     sinks: bool = False
-    """A learned number for each head."""
+    """Whether each head has a learned sink logit."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     cached: bool = False
-    """Whether the queries are the last ones, by positions in arrays, as in decoding."""
+    """Whether the queries are at the last positions, passed as arrays, as in decoding."""
     tags: frozenset[str] = frozenset()
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array, ...]:
-        """All that is differentiated: query, key, value, and the arrays of `learned`.
+        """Return everything that is differentiated: query, key, value, and the arrays of `learned`.
 
-        Standard normal: products of zeros run faster than real ones.
+        The values are standard normal, because products of zeros are faster.
         """
         shapes = [
             (self.batch, self.queries, self.heads, self.head_dim),
@@ -72,24 +72,24 @@ class AttentionCase:
         )
 
     def learned(self, *more: Any) -> dict[str, Any]:
-        """Return by name what `inputs` returns after query, key and value."""
+        """Return by name the arrays that `inputs` returns after query, key and value."""
         names = ["bias"] * (self.bias == "dense") + ["sinks"] * self.sinks
         return dict(zip(names, more, strict=True))
 
     def positions(self) -> dict[str, jax.Array]:
-        """Return positions, i32[B, T] and [B, S], where the queries are `cached`."""
+        """Return positions, i32[B, T] and [B, S], if the queries are `cached`."""
         if not self.cached:
             return {}
         k = jnp.broadcast_to(jnp.arange(self.keys, dtype=jnp.int32), (self.batch, self.keys))
         return dict(q_positions=k[:, self.keys - self.queries :], k_positions=k)
 
     def slopes(self) -> jax.Array:  # f32[N]
-        """Of ALiBi, known when tracing."""
+        """Return the slopes of ALiBi, which are known when tracing."""
         with jax.ensure_compile_time_eval():
             return alibi_slopes(self.heads)
 
     def mask(self) -> Mask | None:
-        """The case's mask in our algebra; None sees all."""
+        """Return the mask of the case; None shows all pairs."""
         parts: list[Mask] = []
         if self.causal:
             parts.append(Causal())
@@ -103,21 +103,21 @@ class AttentionCase:
 
     @property
     def is_dense(self) -> bool:
-        """Whether peers that know no other mask than `causal` need it as an array."""
+        """Whether peers that support only a causal mask need this mask as an array."""
         return self.window is not None or self.documents is not None or self.padded
 
     def dense_mask(self) -> np.ndarray | None:  # bool[B or 1, T, S]
-        """The same as an array, for peers that know no other; None where `causal` says it all."""
+        """Return the mask as an array for such peers, or None if `causal` describes it."""
         return self.seen() if self.is_dense else None
 
     def seen(self) -> np.ndarray:  # bool[B or 1, T, S]
-        """Every pair, for peers to whom a mask is part of a bias."""
+        """Return every pair, for peers that include the mask in a bias."""
         first, end = (x[..., None].astype(np.int32) for x in self.ranges())
         place = np.arange(self.keys, dtype=np.int32)
         return (first <= place) & (place < end)
 
     def ranges(self) -> tuple[np.ndarray, np.ndarray]:  # int[B or 1, T]
-        """The first key that each query sees and the one after the last: every mask is a range."""
+        """Return the first visible key of each query and the end; every mask is a range."""
         place = np.arange(self.queries) + (self.keys - self.queries if self.cached else 0)
         first, end = np.zeros((1, self.queries), int), np.full((1, self.queries), self.keys)
         if self.causal:
@@ -150,23 +150,23 @@ class AttentionCase:
         return np.arange(self.keys)[None] < lengths[:, None]
 
     def pairs(self) -> int:
-        """Query-key pairs that are seen, over all rows of the batch."""
+        """Return the number of visible query-key pairs over all rows of the batch."""
         first, end = self.ranges()
         seen = np.maximum(end - first, 0)
         return int(seen.sum()) * (self.batch // len(seen))
 
     def flops(self, direction: Direction) -> int:
-        """Of the products, over the seen pairs: 2 forward, 5 backward (FlashAttention)."""
+        """Return the FLOPs of visible pairs: 2 products forward, 5 backward (FlashAttention)."""
         product = self.heads * self.pairs() * (self.head_dim + self.value_dim)
         return product * {"forward": 2, "backward": 5, "forward+backward": 7}[direction]
 
     def score_bytes(self) -> int:
-        """One materialised f32[B, N, T, S]."""
+        """Return the bytes of one materialised f32[B, N, T, S]."""
         return 4 * self.batch * self.heads * self.queries * self.keys
 
 
 def _case(name, batch, length, heads, head_dim, *tags, kv_heads=None, **rest) -> AttentionCase:
-    """Self-attention with as many queries as keys."""
+    """Return self-attention with as many queries as keys."""
     return AttentionCase(
         name=name, batch=batch, queries=length, keys=length, heads=heads,
         kv_heads=heads if kv_heads is None else kv_heads, head_dim=head_dim, value_dim=head_dim,
@@ -204,7 +204,7 @@ def _cpu() -> list[AttentionCase]:
     for label, rest in masked.items():
         for length in (512, 2048, 4096, 8192):
             if (label, length) == ("bias", 8192):
-                continue  # 2 GiB, and as many of its gradient
+                continue  # 2 GiB, and as much for its gradient
             quick = length == 512 and label in ("everything", "padding")
             tags = ["cpu", "masked", *(["quick"] if quick else [])]
             cases.append(_case(f"{label}-b2n8-h64-s{length}", 2, length, 8, 64, *tags, **rest))
@@ -215,7 +215,7 @@ def _cpu() -> list[AttentionCase]:
 
 
 def _gpu() -> list[AttentionCase]:
-    """The cells of the goals on Hopper (16k tokens; and NVIDIA's own B=1, 64/8 heads)."""
+    """Return the cells of the goals on Hopper (16k tokens; and NVIDIA's own B=1, 64/8 heads)."""
     tags = ("gpu", "tpu")
     cases = []
     for head_dim, length in itertools.product((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)):
@@ -250,7 +250,7 @@ def _gpu() -> list[AttentionCase]:
 
 
 def _edge() -> list[AttentionCase]:
-    """Sizes no block divides, fewer queries than keys, unlike head dims, every mask at once."""
+    """Return cases with sizes that no block divides, and with all masks and options."""
     prime = dict(batch=2, queries=67, keys=131, heads=6, kv_heads=3, head_dim=64, value_dim=64)
     square = dict(prime, queries=131)
     edge = frozenset({"edge"})
@@ -274,7 +274,7 @@ def _edge() -> list[AttentionCase]:
 
 
 def _choosing() -> list[AttentionCase]:
-    """Return cases to fit `implementation=None` to, at lengths where the best one changes."""
+    """Return cases to fit `implementation=None`, at lengths around the changes of the best one."""
     cases = []
     for (batch, heads, head_dim), length in itertools.product(
         ((1, 4, 64), (12, 4, 32), (4, 12, 64)), (8, 16, 32, 64, 96, 128, 256, 512)
@@ -318,7 +318,7 @@ ATTENTION: tuple[AttentionCase, ...] = (*_cpu(), *_gpu(), *_edge(), *_choosing()
 
 
 def attention_cases(*tags: str) -> list[AttentionCase]:
-    """The cases that carry all of `tags`."""
+    """Return the cases that have all of `tags`."""
     return [case for case in ATTENTION if case.tags >= set(tags)]
 
 
@@ -333,11 +333,11 @@ class TrainCase:
 
     @property
     def tokens(self) -> int:
-        """Tokens in a step."""
+        """Return the number of tokens per step."""
         return self.batch * self.model.max_len
 
     def matmul_flops(self) -> int:
-        """Of a step's products: 6 per weight and token, and attention's 7 over the seen half."""
+        """Return the FLOPs of a step: 6 per weight and token, and 7 products of visible pairs."""
         cfg = self.model
         per_layer = 4 * cfg.d_model**2 + 2 * cfg.d_model * cfg.ff_dim
         weights = cfg.num_layers * per_layer + cfg.vocab_size * cfg.d_model
@@ -360,34 +360,34 @@ TRAIN: tuple[TrainCase, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCase:
-    """Requests of ragged prompts and lengths, answered by a decoder that runs `slots` at a time."""
+    """Requests with ragged prompts and lengths, answered by a decoder with `slots` rows."""
 
     name: str
     model: ModelConfig
     slots: int
     requests: int
     mean: int
-    """New tokens of a request: geometric around this."""
+    """Mean of the geometric number of new tokens of a request."""
     most: int
-    """New tokens of a request: never more."""
+    """Largest number of new tokens of a request."""
     longest_prompt: int
     busy: float | None = None
-    """How much of the slots' time arriving requests ask for; None: all are there at the start."""
+    """Share of the slots' time that arriving requests need; None: all arrive at the start."""
     tags: frozenset[str] = frozenset()
 
     def prompts(self, seed: int = 0) -> list[np.ndarray]:
-        """Random tokens, from one to `longest_prompt` of them."""
+        """Return random prompts of 1 to `longest_prompt` tokens."""
         rng = np.random.default_rng(seed)
         lengths = rng.integers(1, self.longest_prompt + 1, self.requests)
         return [rng.integers(0, self.model.vocab_size, n, dtype=np.int32) for n in lengths]
 
     def lengths(self, seed: int = 1) -> np.ndarray:  # i64[requests]
-        """How many tokens each request gets."""
+        """Return the number of new tokens of each request."""
         drawn = np.random.default_rng(seed).geometric(1 / self.mean, self.requests)
         return np.minimum(drawn, self.most)
 
     def arrivals(self, seconds: float, seed: int = 2) -> np.ndarray:  # f64[requests]
-        """When each comes: a Poisson process, for slots that need `seconds` for all of them."""
+        """Return Poisson arrival times, for slots that need `seconds` to answer all requests."""
         if self.busy is None:
             return np.zeros(self.requests)
         gap = seconds / self.busy / self.requests
@@ -414,7 +414,7 @@ SERVE: tuple[ServeCase, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCase:
-    """Make `new` greedy tokens after a prompt of random ones."""
+    """Greedy generation of `new` tokens after a random prompt."""
 
     name: str
     model: ModelConfig
@@ -422,9 +422,9 @@ class DecodeCase:
     prompt: int
     new: int = 64
     capacity: int
-    """Slots of our cache and of a peer's static one."""
+    """Slots of our cache and of a peer's static cache."""
     ragged: bool = False
-    """Prompts of prompt/2 to prompt tokens."""
+    """Whether prompts have prompt/2 to prompt tokens."""
     tags: frozenset[str] = frozenset()
 
     def tokens(self) -> np.ndarray:  # i32[B, P]
@@ -432,7 +432,7 @@ class DecodeCase:
         return np.random.default_rng(0).integers(0, self.model.vocab_size, shape, dtype=np.int32)
 
     def lengths(self) -> np.ndarray:  # i32[B]
-        """How many tokens of a row count; the first row is full."""
+        """Return the number of valid tokens of each row; the first row is full."""
         if not self.ragged:
             return np.full(self.batch, self.prompt, np.int32)
         drawn = np.random.default_rng(1).integers(self.prompt // 2, self.prompt + 1, self.batch)

@@ -1,6 +1,6 @@
-"""How everything here is timed: warm, blocked until ready, contenders taking turns.
+"""Timing of all benchmarks: warm, blocked until ready, with contenders in turns.
 
-A machine drifts (other load, clocks, temperature), so only contenders that alternate in one run are
+Machines drift (other load, clocks, temperature), so only contenders that alternate in one run are
 compared: A B C, C B A, ... A ratio is the median over rounds of the ratio within a round.
 """
 
@@ -39,17 +39,17 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Contender:
-    """Someone who does the work: `call` begins it, and `wait` returns when it is done."""
+    """A timed task: `call` starts the work, and `wait` returns when it is done."""
 
     name: str
     call: Callable[[], Any]
     wait: Callable[[Any], Any] = lambda begun: begun
-    """Given what the last of several calls returned, waits for all of them: an accelerator does
-    them in order. By default `call` itself returns when the work is done."""
+    """Wait for several calls, given the result of the last one: an accelerator runs them in order.
+    By default `call` itself returns when the work is done."""
 
 
 def of_jax(name: str, begin: Callable[[], Any]) -> Contender:
-    """Return who does `begin`, which dispatches a program; a CPU would do several at once."""
+    """Return the contender of `begin`, which dispatches a program; on a CPU each call waits."""
     if jax.default_backend() == "cpu":
         return Contender(name, lambda: jax.block_until_ready(begin()))
     return Contender(name, begin, jax.block_until_ready)
@@ -57,11 +57,11 @@ def of_jax(name: str, begin: Callable[[], Any]) -> Contender:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call, one sample a round."""
+    """Seconds per call, with one sample per round."""
 
     samples: tuple[float, ...]
     first: float
-    """Seconds of the first call, with its compilation."""
+    """Seconds of the first call, including compilation."""
 
     @property
     def median(self) -> float:
@@ -69,7 +69,7 @@ class Timing:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The middle half of the samples lies between."""
+        """The quartiles of the samples."""
         if len(self.samples) < 2:
             return self.samples[0], self.samples[0]
         low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
@@ -87,20 +87,20 @@ class Timing:
 
 
 TURNS = "BENCHMARK_TURNS"
-"""In the environment: a file whose shared lock is held by processes that build what they time, and
-whose exclusive lock by the one that times."""
+"""Environment variable with the name of a lock file. Processes that build hold a shared lock, and
+the process that measures holds an exclusive lock."""
 
 
 @contextlib.contextmanager
 def side_by_side(folder: Path) -> Iterator[None]:
-    """Let benchmarks that are begun in this context build together, and each time alone."""
+    """Allow benchmarks in this context to build at the same time, but to run only one by one."""
     with mock.patch.dict(os.environ, {TURNS: str(folder / "turns")}):
         yield
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Wait until nobody builds or times, and let nobody until the end."""
+    """Wait until no other process builds or runs, and block the others until the end."""
     if _TURNS is None:
         yield
         return
@@ -115,11 +115,11 @@ def _alone() -> Iterator[None]:
 
 
 def _end_if_it_hangs() -> None:
-    """End this process where it holds a lock too long: the others wait for it."""
+    """End this process if it holds a lock too long, because other processes wait for it."""
     faulthandler.dump_traceback_later(LONGEST_TURN, exit=True)
 
 
-LONGEST_TURN = 150  # seconds, to build as to time
+LONGEST_TURN = 150  # seconds, for building and for timing
 _TURNS = open(os.environ[TURNS], "a") if TURNS in os.environ else None
 if _TURNS is not None:
     fcntl.flock(_TURNS, fcntl.LOCK_SH)
@@ -134,12 +134,11 @@ def interleave(
     sample_seconds: float = 0.02,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Time contenders in turns, the order reversed every other round.
+    """Time contenders in turns, in alternating order.
 
-    Each turn starts with a call that is not counted: it takes back caches and cores from whoever
-    ran before. A sample is then the mean of as many calls as fill `sample_seconds`, with one `wait`
-    at their end. There are
-    `rounds` rounds, fewer (but 3) when they would take longer than `seconds`.
+    Each turn starts with an uncounted call, which reclaims caches and cores from the previous
+    contender. A sample is the mean of as many calls as fill `sample_seconds`, with one `wait` at
+    the end. There are `rounds` rounds, or fewer (at least 3) if they would exceed `seconds`.
     """
 
     with _alone():
@@ -183,16 +182,16 @@ def _interleave(
 
 
 FASTER = "times as fast (median of rounds)"
-"""Heads a column of `speedup`: not the ratio of the medians beside it, as machines drift."""
+"""Column title of `speedup`, which is not the ratio of the medians, because machines drift."""
 
 
 def speedup(ours: Timing, peer: Timing) -> float:
-    """How many times as fast ours is: the median of each round's ratio; 1 is a tie."""
+    """Return how many times as fast ours is: the median ratio of the rounds."""
     return statistics.median(p / o for o, p in zip(ours.samples, peer.samples, strict=True))
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:
-    """The mean for ratios: a halving and a doubling cancel."""
+    """Return the geometric mean, in which a ratio and its inverse cancel."""
     return statistics.geometric_mean(ratios)
 
 
@@ -202,7 +201,7 @@ def matmul_rate(
     rounds: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """FLOP/s of one product of random square matrices, here and now: the limit to compare to."""
+    """Return the current FLOP/s of one product of random square matrices."""
     x, y = jax.random.normal(jax.random.key(0), (2, size, size), dtype)
     multiply = jax.jit(lambda x, y: jnp.dot(x, y, precision="highest"))
     taken = interleave(
@@ -216,7 +215,7 @@ def matmul_rate(
 def copy_rate(
     size: int = 2**26, rounds: int = 5, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Bytes a second that a program reads and writes, of an array of so many bytes."""
+    """Return the bytes per second of a program that reads and writes an array of this size."""
     x = jax.random.normal(jax.random.key(0), (size // 4,))
     copy = jax.jit(jnp.negative)
     contender = of_jax("copy", lambda: copy(x))
@@ -225,7 +224,7 @@ def copy_rate(
 
 
 def reads(size: int) -> list[Contender]:
-    """Ways to read so many bytes once: by XLA, and on a processor by torch."""
+    """Return ways to read this many bytes once: XLA and, on a CPU, torch."""
     numbers = jax.random.normal(jax.random.key(2), (size // 4,))
     total, largest = jax.jit(jnp.sum), jax.jit(jnp.max)
     found = [
@@ -237,26 +236,26 @@ def reads(size: int) -> list[Contender]:
     except ImportError:
         return found
     if jax.default_backend() == "cpu":
-        same = torch.from_dlpack(numbers)  # the same memory: its pages decide the rate
+        same = torch.from_dlpack(numbers)  # the same memory, because its pages determine the rate
         found.append(Contender("read by torch, sum", same.sum))
     return found
 
 
 def fastest(taken: Iterable[Timing]) -> Timing:
-    """The one whose median is the least."""
+    """Return the timing with the smallest median."""
     return min(taken, key=lambda timing: timing.median)
 
 
 def read_rate(
     size: int = 2**28, rounds: int = 5, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Bytes a second that a program reads, of an array larger than the caches."""
+    """Return the bytes per second of reading an array larger than the caches."""
     taken = interleave(reads(size), rounds=rounds, clock=clock)
     return size / min(fastest(taken.values()).samples)
 
 
 def limits(dtype: str, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
-    """What this machine reaches at this moment, with arrays that keep it busy."""
+    """Return the current limits of this machine, measured with large arrays."""
     on_cpu = jax.default_backend() == "cpu"
     return {
         "dtype": dtype,
@@ -270,9 +269,9 @@ ONE_CORE = "stay on one core and count its CPU time: for a machine that others u
 
 
 def prepare(*, one_core: bool = False) -> Callable[[], float]:
-    """The clock to use; before anything runs. Every contender gains from the memory setting.
+    """Return the clock; call this first, as its memory setting makes all contenders faster.
 
-    On one core there is nobody to wait for, so CPU time is work done, whoever else is running.
+    On one core the clock is CPU time, which excludes other processes.
     """
     keep_freed_memory()
     if not one_core:
@@ -282,12 +281,12 @@ def prepare(*, one_core: bool = False) -> Callable[[], float]:
 
 
 def brief(error: BaseException) -> str:
-    """An error in a line, for a contender that fails: it must not cost the others their results."""
+    """Return an error in one line, for a contender that fails while the others continue."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def headline(environment: Mapping[str, Any]) -> str:
-    """The machine in a line, and a warning where it is busy."""
+    """Return the machine in one line, with a warning if it is busy."""
     cores, busy = environment["cores"] or 1, environment["load"] or 0.0
     line = f"{environment['device']}, {cores} cores, load {busy:.1f}, {environment['commit']}"
     line += "\n" + processor.line(environment["processor"], environment["compiled_kernels"])
@@ -297,7 +296,7 @@ def headline(environment: Mapping[str, Any]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what a number was measured."""
+    """Return the machine, versions and commit of a measurement."""
     device = jax.devices()[0]
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -317,14 +316,14 @@ def environment() -> dict[str, Any]:
 
 
 def load() -> float | None:
-    """Mean number of runnable processes over the last minute; past the cores, timings mislead."""
+    """Return the mean number of runnable processes over the last minute."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def write(path: Path, question: str, before: Mapping[str, Any], results: Any) -> None:
-    """One JSON file: the question, the environment before, the load after, the results.
+    """Write a JSON file with the question, the environment, the final load, and the results.
 
-    The environment has the `limits` of the same run: a rate means nothing without them.
+    The environment must contain the `limits` of the same run, which give the rates a meaning.
     """
     if "limits" not in before:
         raise ValueError("the environment lacks limits: add what timing.limits returns")
@@ -339,7 +338,7 @@ def write(path: Path, question: str, before: Mapping[str, Any], results: Any) ->
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Rows in aligned columns, the first to the left."""
+    """Return rows in aligned columns, the first one left-aligned."""
     lines = [tuple(header), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -366,7 +365,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit, with + where tracked files differ from it."""
+    """Return the commit, with + if tracked files differ from it."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(

@@ -3,11 +3,11 @@
     python -m benchmarks.train_gpu --out benchmarks/results/train_gpu.json
     JAX_PLATFORMS=cpu python -m benchmarks.train_gpu --quick
 
-Steps of 524,288 tokens (GPT-2) and 131,072 (Llama), of random tokens, in micro-batches whose
-gradients add up: ours by `make_train_step`, with each implementation of attention that runs; torch
-compiled, with its fused attention and optimizer under autocast. Utilisation counts the products
-alone, causal pairs once, against the chip's published peak. Goals: 1.25 x torch, 620,000 tokens a
-second for GPT-2 and 58 % for the Llama shape on an H200.
+Steps have 524,288 (GPT-2) and 131,072 (Llama) random tokens, in accumulated micro-batches. Ours is
+`make_train_step` with each implementation of attention that runs; torch is compiled, with fused
+attention and optimizer under autocast. Utilisation counts only products, causal pairs once,
+relative to the published peak of the chip. Goals: 1.25 x torch, 620,000 tokens per second for GPT-2
+and 58 % for the Llama shape on an H200.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ QUESTION = "training on one GPU: tokens a second and utilisation"
 
 @dataclass(frozen=True)
 class Case:
-    """Hold a model, and how many rows a step reads in how many micro-batches."""
+    """A model, with the rows and micro-batches of a step."""
 
     name: str
     model: ModelConfig
@@ -74,7 +74,7 @@ def tokens(case: Case) -> np.ndarray:  # i32[A, B, T + 1]
 
 
 def ours(case: Case, implementation: str | None) -> Callable[[], float]:
-    """Return a step of this library with an implementation of attention."""
+    """Return a training step of this library with an implementation of attention."""
     from transformer_jax import training
 
     model = replace(case.model, implementation=implementation)
@@ -93,7 +93,7 @@ def ours(case: Case, implementation: str | None) -> Callable[[], float]:
 
 
 def torch_compiled(case: Case) -> Callable[[], float]:
-    """Return a step of the same model in torch, compiled, in bfloat16 under autocast."""
+    """Return a compiled training step of the same model in torch, in bfloat16 by autocast."""
     model, device = _torch_model(case.model)
     import torch
     from torch.nn import functional as F
@@ -136,7 +136,9 @@ def torch_compiled(case: Case) -> Callable[[], float]:
 
 def contenders(case: Case) -> dict[str, Callable[[], Callable[[], float]]]:
     where = target()
-    chosen = isinstance(where, Target) and (where.name, where.chip) in FASTEST  # it takes "pallas"
+    chosen = (
+        isinstance(where, Target) and (where.name, where.chip) in FASTEST
+    )  # None chooses "pallas"
     names = (None, "cudnn") if chosen else (None, "cudnn", "pallas")
     found: dict[str, Callable[[], Callable[[], float]]] = {
         f"ours, {name or 'as it chooses'}": lambda name=name: ours(case, name) for name in names
@@ -147,7 +149,7 @@ def contenders(case: Case) -> dict[str, Callable[[], Callable[[], float]]]:
 
 
 def measure(case: Case, seconds: float, results: dict[str, Any]) -> Iterator[None]:
-    """Enter the time of each contender's steps; one after the other, as memory asks."""
+    """Store the step time of each contender; they run one after another to save memory."""
     per_row = training_flops(case.model, case.model.max_len)
     flops = case.tokens / case.model.max_len * per_row
     chip = chip_of(jax.devices()[0].device_kind)
@@ -220,7 +222,9 @@ def main(argv: list[str] | None = None) -> None:
         if options.only in case.name:
             found = results[case.name] = {}
             for _ in measure(case, 0.0 if options.quick else options.seconds, found):
-                if options.out is not None:  # after each contender: a run may be cut short
+                if (
+                    options.out is not None
+                ):  # after each contender, because a run may be interrupted
                     timing.write(options.out, QUESTION, before, results)
             print(report(case, found), flush=True)
 

@@ -1,11 +1,11 @@
-"""How fast is a training step beside its peers?
+"""How fast is a training step compared with its peers?
 
     python -m benchmarks.train_step --quick
     python -m benchmarks.train_step --out benchmarks/results/train_step_cpu.json
 
-One AdamW step of the same GPT (pre-norm, tied embedding, no biases, no dropout, gradient clipping)
-on the same random tokens: ours as train.py runs it; flax's own modules with optax; plain torch,
-eager and compiled, with its fused attention and optimizer. First losses must agree.
+Each contender runs AdamW steps of the same GPT (pre-norm, tied embedding, no biases, no dropout,
+gradient clipping) on the same random tokens: ours as in train.py; flax's modules with optax; plain
+torch, eager and compiled, with fused attention and optimizer. The first losses must agree.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         if _selected(case, options):
             found.append(measure(case, options, clock))
             print(_report(found[-1], limit), flush=True)
-            if options.out is not None:  # after each case: a run may be cut short
+            if options.out is not None:  # after each case, because a run may be interrupted
                 results = {"matmul_flops_per_s": limit, "cases": found}
                 timing.write(options.out, QUESTION, before, results)
 
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
 def measure(
     case: TrainCase, options: argparse.Namespace, clock: Callable[[], float]
 ) -> dict[str, Any]:
-    """Timings, tokens per second and ratios of one case."""
+    """Return timings, tokens per second and ratios of one case."""
     builders: dict[str, Callable[[TrainCase], Step]] = {
         OURS: ours,
         "flax": flax_modules,
@@ -99,13 +99,13 @@ def measure(
 
 
 def tokens(case: TrainCase) -> np.ndarray:  # i32[B, T + 1]
-    """Random, so that no contender gains from repetition; the same for all."""
+    """Return random tokens, equal for all, so that no contender gains from repetition."""
     shape = (case.batch, case.model.max_len + 1)
     return np.random.default_rng(0).integers(0, case.model.vocab_size, shape, dtype=np.int32)
 
 
 def ours(case: TrainCase) -> Step:
-    """This library, as train.py runs it."""
+    """Return the step of this library as train.py runs it."""
     from transformer_jax import training
 
     text = jnp.asarray(tokens(case))
@@ -123,7 +123,7 @@ def ours(case: TrainCase) -> Step:
 
 
 def flax_modules(case: TrainCase) -> Step:
-    """The same model from flax.linen's own modules, as its documentation would write it."""
+    """Return a step of the same model, built from flax.linen's modules as in its documentation."""
     import flax.linen as nn
 
     cfg = case.model
@@ -190,17 +190,17 @@ def flax_modules(case: TrainCase) -> Step:
 
 
 def torch_eager(case: TrainCase) -> Step:
-    """Plain modules, the fused attention, the fused optimizer."""
+    """Return a step with plain modules, fused attention and the fused optimizer."""
     model, device = _torch_model(case.model)
     return _torch_step(case, model, model, device)
 
 
 def torch_compiled(case: TrainCase) -> Step:
-    """The same under torch.compile, which needs a C++ compiler."""
+    """Return the same step under torch.compile, which needs a C++ compiler."""
     model, device = _torch_model(case.model)
     import torch
 
-    torch._dynamo.reset()  # or a second size would be compiled for every size
+    torch._dynamo.reset()  # otherwise the second size would be compiled for all sizes
     step = _torch_step(case, model, torch.compile(model, dynamic=False), device)
 
     def call() -> float:
@@ -218,7 +218,7 @@ def _torch_model(cfg: ModelConfig) -> tuple[Any, str]:
     from torch.nn import functional as F
 
     if device == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32, as XLA takes there
+        torch.set_float32_matmul_precision("high")  # TF32, as in XLA
     torch.manual_seed(0)
 
     class Block(nn.Module):
@@ -295,7 +295,7 @@ def _torch_step(case: TrainCase, model: Any, forward: Callable[..., Any], device
 
 
 def _check_size(cfg: ModelConfig, found: int) -> None:
-    """A peer that is a different model would be no peer."""
+    """Raise an error if a peer has another number of parameters."""
     from transformer_jax.models.factory import num_params
 
     if found != num_params(cfg):

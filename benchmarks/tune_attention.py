@@ -4,10 +4,10 @@
     python -m benchmarks.tune_attention --heads 16:4 --dims 128:128 --lengths 8192 --dtype bfloat16
     python -m benchmarks.tune_attention --candidates 128:128:2 128:128:2:8  # tiles, stages, slack
 
-One kernel after the other ("forward", then "dq" and "dkdv" of the backward pass, then the
-"single_pass" that stands for both), the others at their present sizes: every candidate is
-compiled, checked against the present one, and timed in turns with the rest. A candidate that does
-not compile is named with the reason.
+Tunes one kernel after another ("forward", then "dq" and "dkdv" of the backward pass, then
+"single_pass", which replaces both), with the others at their present sizes. Every candidate is
+compiled, compared with the present one, and timed in turns with the rest. A candidate that does not
+compile is reported with the reason.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def _hopper(queries: tuple[int, ...], keys: tuple[int, ...], slack: float = 0.0)
 
 CANDIDATES: dict[str, dict[Kind, list[Blocks]]] = {
     "tpu": dict.fromkeys(SEARCHED, _TPU),
-    "hopper": {  # multiples of 64: other numbers of keys do not compile, and leave keys out
+    "hopper": {  # multiples of 64: other numbers of keys do not compile, or skip keys
         "forward": _hopper((128,), (64, 128), 8.0) + _hopper((64, 128, 192), (64, 128, 192)),
         "dq": _hopper((64, 128, 192), (64, 128)),
         "dkdv": _hopper((64, 128), (64, 128)),
         "single_pass": _hopper((64, 128), (128,)),
     },
-    "ampere": {  # which hold 64 rows a program
+    "ampere": {  # 64 rows per program
         "forward": [Blocks(64, k, stages) for k in (16, 32, 64, 128) for stages in (1, 2)],
         "dq": [Blocks(64, k, 1) for k in (16, 32, 64)],
         "dkdv": [Blocks(q, 64, 1) for q in (16, 32, 64)],
     },
 }
-TOLERANCE = 0.05  # of the largest value: another order of summation, not another result
+TOLERANCE = 0.05  # relative to the largest value: allows other orders of summation
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
                 for line, found in search(best, kind, length, H, Hv, options, end):
                     print(line, flush=True)
                     best = found or best
-            except Exception as error:  # which must not cost the other searches their time
+            except Exception as error:  # the other searches must continue
                 print(f"#   {timing.brief(error)}", flush=True)
                 failed.append(f"{kind} {H} {length}")
     if failed:
@@ -109,8 +109,10 @@ def _implementation(kind: Kind) -> str:
 def search(
     where: Target, kind: Kind, length: int, H: int, Hv: int, options: argparse.Namespace, end: float
 ) -> Iterator[tuple[str, Target | None]]:
-    """Lines to print; the last comes with the target that has the fastest tiles. No candidate is
-    begun after `end`."""
+    """Yield lines to print, the last with the target that has the fastest tiles.
+
+    No candidate starts after `end`.
+    """
     N, K = options.heads
     inputs = _inputs(options.batch, length, N, K, H, Hv, options.dtype)
     width = jnp.dtype(options.dtype).itemsize
@@ -124,7 +126,7 @@ def search(
         try:
             run = compiled.result()
             result = jax.block_until_ready(run(*inputs))
-        except Exception as error:  # what a compiler says to sizes that do not fit
+        except Exception as error:  # compilers raise errors of any type for sizes that do not fit
             if tiles == present:
                 raise
             yield f"#   {tiles}: {timing.brief(error)}", None
@@ -156,7 +158,7 @@ def _written(tiles: Blocks) -> str:
 
 
 def _inputs(B: int, S: int, N: int, K: int, H: int, Hv: int, dtype: str) -> tuple[jax.Array, ...]:
-    """Standard normal query, key, value and cotangent."""
+    """Return standard normal query, key, value and cotangent."""
     shapes = (B, S, N, H), (B, S, K, H), (B, S, K, Hv), (B, S, N, Hv)
     keys = jax.random.split(jax.random.key(0), 4)
     return tuple(jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
@@ -165,7 +167,7 @@ def _inputs(B: int, S: int, N: int, K: int, H: int, Hv: int, dtype: str) -> tupl
 def _compiled(
     where: Target, kind: Kind, inputs: tuple[jax.Array, ...], end: float
 ) -> Callable[..., Any]:
-    """The forward pass, or forward and backward, on a target; a TimeoutError after `end`."""
+    """Compile forward, or forward and backward, for a target; raise TimeoutError after `end`."""
     if time.perf_counter() > end:
         raise TimeoutError("left out, the minutes are over")
 

@@ -3,11 +3,12 @@
     python benchmarks/versions.py export DIRECTORY         once with each version installed
     python benchmarks/versions.py compare OLD NEW          two such directories
 
-The first writes compiled-for-anywhere programs (`jax.export`): attention by each implementation,
-forward and gradient, the gradient of a small and of a medium language model, one step of decoding.
-The second loads a pair at a time into one process and calls them in turns, so that what else the
-machine does reaches both alike. Figures: the median of the old one in milliseconds, new / old as
-the ratio of medians, of minima and as the median of pairs, and the largest difference of results.
+The first command writes portable programs (`jax.export`): attention by each implementation, forward
+and gradient, the gradient of a small and of a medium language model, and one decoding step. The
+second loads one pair of programs at a time into one process and calls them in turns, so that other
+load affects both equally. It prints the median of the old one in milliseconds, new / old as the
+ratio of medians, the ratio of minima and the median of pairs, and the largest difference of
+results.
 """
 
 from __future__ import annotations

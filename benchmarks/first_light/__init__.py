@@ -1,14 +1,14 @@
-"""Run the kernels on a GPU for the first time, within half an hour: `__main__` is the command.
+"""First run of the kernels on a GPU, within half an hour; `__main__` is the command.
 
-    checks     one process a check, under a time limit; a step's records as JSON lines
+    checks     one process per check, with a time limit; records as JSON lines
     machine    driver, ptxas, device, clocks, versions
-    smoke      step 1: does it run, and is it right (smoke_calls)?
-    speed      step 2: goals, and what parts of a call cost (ablations)
-    why        step 3: what ncu counts in each kernel (profiled)
+    smoke      step 1: does it run, and is it correct (smoke_calls)?
+    speed      step 2: goals, and the cost of parts of a call (ablations)
+    why        step 3: ncu counters of each kernel (profiled)
     tune       step 4: tile sizes, and the goals again with them (goals_with_rows)
-    ampere     the kernels for every other NVIDIA GPU, when asked for
-    models     decoding and training, when asked for
+    ampere     the kernels for all other NVIDIA GPUs, on request
+    models     decoding and training, on request
     summary    one page: what passed, what was reached, what to change first
 
-With `--rehearse` all of it runs on a CPU over a few tokens (rehearsal), to see that it would run.
+With `--rehearse` everything runs on a CPU over few tokens (rehearsal), as a test of the scripts.
 """

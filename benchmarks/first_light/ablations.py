@@ -1,10 +1,10 @@
-"""Measure what parts of a call cost: the same call without each, synchronised and chained.
+"""Cost of the parts of a call: the same call without each part, synchronised and chained.
 
     python -m benchmarks.first_light.ablations causal-16k-h128-s2048
 
-A chained call is one of many in one program, each with numbers of the one before: what a training
-step sees, where the host does not wait between calls. Each part is left out by replacing a function
-of the library in this process.
+Chained calls are many calls in one program, each with numbers from the previous one, like in a
+training step, in which the host does not wait between calls. A part is disabled by replacing a
+function of the library in this process.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from transformer_jax.kernels import Target, target, using
 
 AS_IT_IS = "as it is"
 CHAINED = ", chained"
-TOLERANCE = 0.05  # of the largest value: bfloat16 in another order, not another result
+TOLERANCE = 0.05  # relative to the largest value: allows other orders of summation in bfloat16
 Patch = contextlib.AbstractContextManager[Any]
 
 
 def replaced(module: str, name: str, make: Callable[[Any], Any]) -> Patch:
-    """Return a context in which a function of the library is `make` of itself."""
+    """Return a context in which a function of the library is replaced by `make(function)`."""
     found = importlib.import_module(f"transformer_jax.{module}")
     if not hasattr(found, name):
         raise Unavailable(f"transformer_jax.{module} has no {name}")
@@ -45,7 +45,7 @@ def replaced(module: str, name: str, make: Callable[[Any], Any]) -> Patch:
 
 
 def rows_as_they_are() -> Patch:
-    """Take the rows of tiles in their order, not the heaviest first."""
+    """Process the rows of tiles in their order, not the heaviest first."""
 
     def without(_: Any) -> Callable[..., Any]:
         def prepare(lists: Any) -> Any:
@@ -59,7 +59,7 @@ def rows_as_they_are() -> Patch:
 
 
 def automatic_barriers() -> Patch:
-    """Let the warps of a warpgroup meet before and after every store and copy."""
+    """Synchronise the warps of a warpgroup before and after every store and copy."""
 
     def with_all(usual: Any) -> Callable[..., Any]:
         return lambda auto_barriers: usual(auto_barriers=True)
@@ -68,7 +68,7 @@ def automatic_barriers() -> Patch:
 
 
 def slack_of_8() -> Patch:
-    """Rescale sums only where a row's maximum has risen by more than 8."""
+    """Rescale sums only if the maximum of a row rises by more than 8."""
     chosen = target()
     if not isinstance(chosen, Target):
         raise Unavailable(chosen)
@@ -100,7 +100,7 @@ def call_of(case: AttentionCase, direction: Direction) -> Callable[..., tuple[ja
 
 
 def chained(call: Callable[..., tuple[jax.Array, ...]], times: int) -> Callable[..., Any]:
-    """Return many calls, each with one number of each of the last call's results in its inputs."""
+    """Return a chain of calls, each with one number of each previous result in its inputs."""
 
     def step(inputs: tuple[jax.Array, ...], _: None) -> tuple[tuple[jax.Array, ...], None]:
         results = call(*inputs)
@@ -123,7 +123,7 @@ def lowered(
     for name in names:
         if direction != "forward" and name in FORWARD_ALONE:
             continue
-        jax.clear_caches()  # a trace of the last variant must not be taken for this one's
+        jax.clear_caches()  # the trace of the last variant must not be reused
         try:
             with VARIANTS[name]():
                 call = call_of(case, direction)
@@ -143,7 +143,7 @@ def measure(
     times: int,
     names: Sequence[str] = tuple(VARIANTS),
 ) -> dict[str, Any]:
-    """Return milliseconds a call of each variant, in turns."""
+    """Return the milliseconds per call of each variant, measured in turns."""
     inputs = (*case.inputs()[:3], contenders.cotangent_of(case))
     programs, absent = lowered(case, direction, times, inputs, names)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -168,7 +168,7 @@ def measure(
         "direction": direction,
         "flops": case.flops(direction),
         "ms": {name: 1e3 * x for name, x in per_call.items()},
-        "gain": {  # of leaving a part out, by rounds
+        "gain": {  # from disabling a part, by rounds
             name: timing.speedup(t, taken[AS_IT_IS + (CHAINED if name.endswith(CHAINED) else "")])
             for name, t in taken.items()
         },

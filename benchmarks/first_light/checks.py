@@ -1,7 +1,7 @@
-"""Run checks, each in a process of its own under a time limit, and write down how each one ended.
+"""Checks in separate processes with a time limit, and records of how each one ended.
 
-So a hang or a crash costs only itself. A step has minutes of its own: what does not fit is named as
-not begun.
+A hang or a crash therefore affects only its check. Each step has its own time; checks that do not
+fit are reported as not begun.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "RESULT "  # begins a line of a check's output that is JSON
+MARK = "RESULT "  # prefix of a line with JSON in the output of a check
 TAIL = 4000  # characters of output that a record keeps
-GRACE = 3.0  # seconds in which a process may say where it hung
+GRACE = 3.0  # seconds for a process to report where it hung
 
 Outcome = Literal["passed", "failed", "crashed", "hung", "cut short", "not begun", "absent"]
 OUTCOMES = get_args(Outcome)
@@ -32,7 +32,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ended:
-    """Say how a process ended."""
+    """How a process ended."""
 
     code: int
     output: str
@@ -45,21 +45,21 @@ class Ended:
         lines = [line for line in self.output.splitlines() if line.startswith(MARK)]
         reports = []
         for line in lines:
-            with contextlib.suppress(ValueError):  # a line may be cut
+            with contextlib.suppress(ValueError):  # a line may be incomplete
                 reports.append(json.loads(line.removeprefix(MARK)))
         return reports
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Judge a process that ended within its limit."""
+    """Judgement of a process that ended within its limit."""
 
     outcome: Outcome
     reason: str | None = None
 
 
 def by_status(ended: Ended) -> Verdict:
-    """Judge by the exit status and by what `main_of` reports."""
+    """Judge by the exit status and the report of `main_of`."""
     said = [report for report in ended.found if isinstance(report, dict) and "outcome" in report]
     if said:
         return Verdict(said[-1]["outcome"], said[-1]["reason"])
@@ -71,31 +71,31 @@ def by_status(ended: Ended) -> Verdict:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that says something, shortened."""
+    """Return the last nonempty line, shortened."""
     return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 @dataclass(frozen=True)
 class Check:
-    """Name a command, its limit, and who judges it."""
+    """A command, its limit, and its judge."""
 
     name: str
     command: tuple[str, ...]
     seconds: float
     judge: Callable[[Ended], Verdict] = by_status
     absent: str | None = None
-    """Why it cannot be begun here, as for a tool that is not installed."""
+    """Why the check cannot start, for example because a tool is not installed."""
     collect: Callable[[Ended], list[Any]] = lambda ended: ended.found
     """Return the results that a check wrote, also if it was cut short."""
 
 
 def python(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command that runs a module of the benchmarks in a process of its own."""
+    """Return the command that runs a module of the benchmarks in a separate process."""
     return sys.executable, "-m", f"benchmarks.{module}", *arguments
 
 
 def report(found: Any) -> None:
-    """Print what a check found, for the process that began it."""
+    """Print the result of a check, for the parent process."""
     print(MARK + json.dumps(found), flush=True)
 
 
@@ -114,16 +114,16 @@ def main_of(check: Callable[[], Any]) -> None:
 
 
 class Unavailable(Exception):
-    """Say why a check cannot be made here."""
+    """The reason why a check cannot run here."""
 
 
 def brief(error: BaseException) -> str:
-    """Return an error in a line."""
+    """Return an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def run(command: tuple[str, ...], seconds: float) -> Ended:
-    """Run a command for at most so many seconds, then end it and all that it began."""
+    """Run a command for at most this many seconds, then end it and its child processes."""
     settings = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict(os.environ) | settings
     start = time.monotonic()
@@ -141,7 +141,7 @@ def run(command: tuple[str, ...], seconds: float) -> Ended:
                 process.wait(GRACE)
         finally:
             _signal(process, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # held by a driver
+            with contextlib.suppress(subprocess.TimeoutExpired):  # if the driver blocks it
                 process.wait(GRACE)
         taken = time.monotonic() - start
         log.seek(0)
@@ -156,7 +156,7 @@ def _signal(process: subprocess.Popen, which: signal.Signals) -> None:
 
 @dataclass
 class Step:
-    """Hold a step's minutes and its file, to which each record is written at once."""
+    """The time and the file of a step; each record is written at once."""
 
     name: str
     minutes: float
@@ -170,12 +170,12 @@ class Step:
         return 60 * self.minutes - (time.monotonic() - self.begun)
 
     def open(self, machine: Mapping[str, Any]) -> None:
-        """Begin the file with what it was measured on."""
+        """Begin the file with the description of the machine."""
         head = {"step": self.name, "rehearsed": self.rehearsed, "machine": dict(machine)}
         self.path.write_text(json.dumps(head) + "\n")
 
     def run(self, *checks: Check, jobs: int = 1) -> list[Record]:
-        """Run checks, so many at once, and return their records in order."""
+        """Run checks, several at once, and return their records in order."""
         with ThreadPoolExecutor(jobs) as pool:
             return list(pool.map(self._one, checks))
 
@@ -217,13 +217,13 @@ class Step:
 
 
 def say(text: str) -> None:
-    """Print a line in one piece: several checks may end at once."""
+    """Print a line atomically, because several checks may end at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def line(step: str, record: Mapping[str, Any]) -> str:
-    """Return a record in a line."""
+    """Return a record as one line."""
     seconds = "" if record["seconds"] is None else f", {record['seconds']:.0f} s"
     reason = "" if record["reason"] is None else f": {record['reason']}"
     mark = "(rehearsed) " if record["rehearsed"] else ""

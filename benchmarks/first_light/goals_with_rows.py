@@ -1,8 +1,8 @@
-"""Measure as `benchmarks.attention` does, with rows of tile sizes found before, or other kernels.
+"""Measure like `benchmarks.attention`, with tile sizes found before or with other kernels.
 
     python -m benchmarks.first_light.goals_with_rows --rows ROWS.json -- --goals --only bias
 
-What follows `--` are arguments of `benchmarks.attention`; without them, limits alone are measured.
+Arguments after `--` are passed to `benchmarks.attention`; without them, only limits are measured.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SMALL = ["--ours", "pallas", "--repeats", "1", "--seconds", "0"]
 
 
 def add_rows(rows: Sequence[Row]) -> None:
-    """Enter measured tile sizes, for this process."""
+    """Register measured tile sizes in this process."""
     for name, chip, kind, H, Hv, width, *tiles in rows:
         chips.MEASURED[name, chip, kind, H, Hv, width] = Blocks(*tiles)  # type: ignore[index]
 
 
 def kept(path: Path, measure: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return `timing.limits` that are measured by the first of several processes alone."""
+    """Return `timing.limits`, measured only by the first of several processes."""
 
     def limits(*arguments: Any) -> dict[str, Any]:
         if not path.exists():
@@ -75,7 +75,7 @@ def measure(
 
 
 def main() -> None:
-    """Enter the rows, and measure."""
+    """Register the rows, and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=Path, help="JSON of rows of tile sizes")
     parser.add_argument("--limits", type=Path, help="JSON of limits: read, or written if not there")

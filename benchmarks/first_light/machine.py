@@ -1,4 +1,4 @@
-"""Say what a run is made on: driver, ptxas, device, clocks, versions. Nothing is set, only read."""
+"""Description of the machine: driver, ptxas, device, clocks, versions. Settings are only read."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SHOWN = (
 
 
 def check(flags: tuple[str, ...]) -> checks.Check:
-    """Return the check that asks; a process of its own, since a driver may hang."""
+    """Return the check that describes the machine, in a separate process as a driver may hang."""
     return checks.Check("machine", checks.python("first_light.machine", *flags), 90)
 
 
 def describe() -> dict[str, Any]:
-    """Return what is known of the machine; this starts JAX's backend."""
+    """Return a description of the machine; this starts JAX's backend."""
     import jax
 
     from benchmarks import timing
@@ -49,7 +49,7 @@ def describe() -> dict[str, Any]:
 
 
 def shown(machine: dict[str, Any]) -> str:
-    """Return the lines that come first."""
+    """Return the first lines of the output."""
     lines = [f"{name}: {_said(machine.get(name))}" for name in SHOWN]
     return "\n".join(lines)
 
@@ -63,7 +63,7 @@ def _said(value: Any) -> str:
 
 
 def _card() -> dict[str, str]:
-    """Return what nvidia-smi says of the first card."""
+    """Return the report of nvidia-smi about the first card."""
     if shutil.which("nvidia-smi") is None:
         return {}
     said = _output("nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader")
@@ -72,7 +72,7 @@ def _card() -> dict[str, str]:
 
 
 def _ptxas() -> list[str]:
-    """Return each ptxas: that on the PATH, and those of NVIDIA's packages beside JAX."""
+    """Return each ptxas: on the PATH, and in NVIDIA's packages next to JAX."""
     paths = {}
     if on_path := shutil.which("ptxas"):
         paths[on_path] = "on the PATH"

@@ -1,4 +1,4 @@
-"""How fast are decoding and training? Not among the steps of the first half hour: ask for it."""
+"""How fast are decoding and training? This step runs only on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.first_light.checks import Check, Ended, Step, Verdict
 
 
 def run(step: Step) -> None:
-    """Decode at batch 1 and 64, then train; each may take half of what is left."""
+    """Decode at batch 1 and 64, then train; each may take half of the remaining time."""
     with tempfile.TemporaryDirectory() as folder:
         for name, module, arguments in _questions(step.rehearsed):
             path = Path(folder) / f"{len(step.records)}.json"

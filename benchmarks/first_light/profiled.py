@@ -1,6 +1,6 @@
-"""Run one pass of attention for a profiler, which looks at the second call alone.
+"""Run one pass of attention for a profiler, which records only the second call.
 
-For instance,
+For example:
 
     ncu --profile-from-start off python -m benchmarks.first_light.profiled pallas backward
 """
@@ -21,7 +21,7 @@ from benchmarks.specs import Direction
 
 @contextlib.contextmanager
 def profiling(rehearsed: bool) -> Iterator[None]:
-    """Let a profiler that waits look at what runs in this context."""
+    """Return a context that a waiting profiler records."""
     if rehearsed:
         yield
         return
@@ -30,7 +30,7 @@ def profiling(rehearsed: bool) -> Iterator[None]:
     steps = (
         ("cuInit", 0),
         ("cuDeviceGet", ctypes.byref(device), 0),
-        ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device),  # which is XLA's
+        ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device),  # the context of XLA
         ("cuCtxSetCurrent", context),
         ("cuProfilerStart",),
     )

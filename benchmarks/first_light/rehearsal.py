@@ -1,7 +1,7 @@
-"""Stand in for a GPU on a CPU: other kernels, few tokens, and figures that mean nothing.
+"""Rehearsal of a GPU run on a CPU, with other kernels, few tokens and meaningless figures.
 
-The Pallas kernels for a TPU run in their interpreter, which every supported jax has, in place of
-those for Hopper; the blockwise implementation in place of the single-pass backward.
+The Pallas kernels for a TPU run in their interpreter, which every supported jax has, instead of
+those for Hopper, and the blockwise implementation instead of the single-pass backward.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ STANDS_IN = {"pallas": "pallas", "pallas_unordered": "blockwise"}
 
 
 def flags(rehearsed: bool) -> tuple[str, ...]:
-    """Return what tells a process that it is a rehearsal."""
+    """Return the flags of a process that rehearses."""
     return (FLAG,) if rehearsed else ()
 
 
 def kernels(rehearsed: bool, name: Name | None = None) -> contextlib.AbstractContextManager[None]:
-    """Return a context whose kernels run here: the device's own, or those of another name.
+    """Return a context with kernels for this device: its own, or those with another name.
 
-    Unavailable where others are named and the device has none.
+    Raise `Unavailable` if the device does not support the named kernels.
     """
     if rehearsed:
         return using(Target("tpu", interpret=True, chip="rehearsed"))
@@ -39,12 +39,12 @@ def kernels(rehearsed: bool, name: Name | None = None) -> contextlib.AbstractCon
 
 
 def implementation(name: str, rehearsed: bool) -> str:
-    """Return the implementation to ask for."""
+    """Return the name of the implementation to request."""
     return STANDS_IN[name] if rehearsed else name
 
 
 def shrunk(case: AttentionCase) -> AttentionCase:
-    """Return the case with the same mask and options over a few tokens of two heads."""
+    """Return the case with the same mask and options over few tokens of two heads."""
     return replace(
         case, batch=1, queries=128, keys=128, heads=2, kv_heads=1 + (case.heads == case.kv_heads),
         head_dim=16, value_dim=16, window=None if case.window is None else 29,

@@ -1,4 +1,4 @@
-"""Does it run, and is it right? The checks of the first step, the smallest first."""
+"""Does it run, and is it correct? The checks of the first step, the smallest first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = (
     "softcap and documents, gradients",
     "65,536 tokens, gradients",
 )
-"""In the order in which they run; `smoke_calls` has what each computes."""
+"""Checks in the order in which they run; `smoke_calls` computes them."""
 SANITIZED = "one tile, forward", "one tile, single-pass"
 ATTACHED = tuple(
     f"tests/kernels/test_attached.py::{name}"
@@ -52,7 +52,7 @@ ATTACHED = tuple(
 def run(step: Step) -> None:
     """Run the checks, then the sanitizer and tests of the kernels, several at once.
 
-    A kernel that hangs leaves the others their turns on the device, and costs them some time.
+    A kernel that hangs slows the others down, but does not stop them.
     """
     flags = rehearsal.flags(step.rehearsed)
     step.run(*(Check(name, command(name, flags), 60) for name in NAMES), jobs=6)
@@ -69,7 +69,7 @@ def command(name: str, flags: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def sanitized(name: str, tool: str, flags: tuple[str, ...]) -> Check:
-    """Return a check under a tool of compute-sanitizer."""
+    """Return a check that runs under a tool of compute-sanitizer."""
     found = shutil.which("compute-sanitizer")
     options = "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"
     return Check(
@@ -82,7 +82,7 @@ def sanitized(name: str, tool: str, flags: tuple[str, ...]) -> Check:
 
 
 def judge_sanitizer(ended: Ended) -> Verdict:
-    """Judge by the tool's own count of errors; without one it has not looked."""
+    """Judge by the error count of the tool; without a count the check did not run."""
     counts = re.findall(r"ERROR SUMMARY: (\d+) error", ended.output)
     if not counts:
         return Verdict("crashed", f"no summary of errors: {checks.last_line(ended.output)}")
@@ -99,7 +99,7 @@ def attached(test: str) -> Check:
 
 
 def judge_pytest(ended: Ended) -> Verdict:
-    """Judge by how many tests passed: a skipped one is absent."""
+    """Judge by the number of passed tests; a skipped test counts as absent."""
     said = checks.last_line(ended.output)
     if ended.code == 0 and not re.search(r"\d+ passed", said):
         skipped = re.findall(r"^SKIPPED.*: (.*)$", ended.output, re.MULTILINE)

@@ -1,9 +1,9 @@
-"""Compute what a check of `smoke` looks at, in this process.
+"""Run one check of `smoke` in this process.
 
     python -m benchmarks.first_light.smoke_calls "slack 8"
 
-Results are held against NumPy in float64, at 65,536 tokens against "xla" in float32 on some
-queries, within what the tests of the kernels allow.
+Results are compared with NumPy in float64, and at 65,536 tokens with "xla" in float32 on some
+queries, within the tolerances of the kernel tests.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from transformer_jax.kernels import Name, Target, target, using
 
 Arrays = dict[str, jax.Array]
 Shares = dict[str, float]
-"""Errors, each as a part of what the tests allow: above 1 is too much."""
+"""Errors relative to the tolerances of the tests; above 1 is too large."""
 INPUTS = "query", "key", "value"
 NAMES = "out", "lse", "dquery", "dkey", "dvalue"
 
 
 @dataclass(frozen=True)
 class Where:
-    """Say where a check runs: on the device, or in a rehearsal."""
+    """Sizes of a check, for the device or for a rehearsal."""
 
     rehearsed: bool = False
 
@@ -89,7 +89,7 @@ def program(
 
 
 def shares(results: Mapping[str, Any], expected: Mapping[str, Any]) -> Shares:
-    """Return each error as a part of what is allowed; an AssertionError names those above 1."""
+    """Return each error relative to its limit; an AssertionError names those above 1."""
     found = {}
     for name, x in results.items():
         limit = FORWARD_BF16 if name in NAMES[:2] else GRADIENT_BF16
@@ -101,7 +101,7 @@ def shares(results: Mapping[str, Any], expected: Mapping[str, Any]) -> Shares:
 
 
 def causal(where: Where, length: int, H: int, implementation: str, gradients: bool) -> Shares:
-    """Hold a causal call against float64."""
+    """Compare a causal call with float64."""
     arrays = where.arrays(length, H)
     run = program(arrays, Causal(), where.implementation(implementation), gradients)
     return shares(run(), reference(arrays, _causal(arrays)))
@@ -112,7 +112,7 @@ def _causal(arrays: Arrays) -> np.ndarray:  # bool[1, 1, T, S]
 
 
 def single_pass_repeats(where: Where) -> Shares:
-    """Run the single-pass backward often: out, lse, dk and dv keep their bits, dq is near."""
+    """Repeat the single-pass backward pass: out, lse, dk and dv are bit-identical, dq is near."""
     arrays = where.arrays(704, 128, heads=4, kv_heads=2)
     run = program(arrays, Causal(), where.implementation("pallas_unordered"))
     first = run()
@@ -128,9 +128,10 @@ def single_pass_repeats(where: Where) -> Shares:
 
 
 def own_barriers(where: Where) -> Shares:
-    """Run often without automatic barriers: bits are as with them, but dq's if it is unordered.
+    """Run often without automatic barriers; results equal those with barriers bit for bit.
 
-    The interpreter cannot see a race between warps of one warpgroup; this may.
+    Only an unordered dq may differ. The interpreter cannot detect a race between the warps of one
+    warpgroup, but this check may.
     """
     found = {}
     for H, name in ((256, "pallas"), (128, "pallas_unordered")):
@@ -138,7 +139,7 @@ def own_barriers(where: Where) -> Shares:
         given = arrays, Causal(), where.implementation(name)
         with automatic_barriers():
             ordered = program(*given)()
-        jax.clear_caches()  # else the program with automatic barriers is found again
+        jax.clear_caches()  # otherwise the program with automatic barriers is reused
         run = program(*given)
         kept = [n for n in NAMES if name == "pallas" or n != "dquery"]
         for _ in range(2 if where.rehearsed else 50):
@@ -151,7 +152,7 @@ def own_barriers(where: Where) -> Shares:
 
 
 def slack(where: Where) -> Shares:
-    """Let row maxima rise by more than the slack in half of the warps."""
+    """Draw row maxima that rise by more than the slack in half of the warps."""
     chosen, H = target(), 128
     assert isinstance(chosen, Target), chosen
     tiles = replace(chosen.backend.blocks("forward", H, H, 2), slack=8.0)
@@ -168,7 +169,7 @@ def slack(where: Where) -> Shares:
 
 
 def alibi(where: Where) -> Shares:
-    """Add ALiBi with the slopes of its paper."""
+    """Add ALiBi with the published slopes."""
     arrays = where.arrays(704, 128)
     slopes = np.asarray(alibi_slopes(2), np.float64)
     at = np.arange(arrays["query"].shape[1])
@@ -179,7 +180,7 @@ def alibi(where: Where) -> Shares:
 
 
 def window(where: Where) -> Shares:
-    """See keys on both sides."""
+    """Use a window on both sides."""
     arrays = where.arrays(704, 128)
     at = np.arange(arrays["query"].shape[1])
     left, right = 131, 67
@@ -201,10 +202,10 @@ def documents(where: Where) -> Shares:
 
 
 def long(where: Where) -> Shares:
-    """Attend over 65,536 tokens, and hold some queries and their gradients against "xla".
+    """Attend over 65,536 tokens, and compare some queries and their gradients with "xla".
 
-    The cotangent is zero for the other queries, so that the gradients of keys and values are sums
-    over those that are looked at.
+    The cotangent is zero for the other queries, so the gradients of keys and values are sums over
+    the compared ones.
     """
     length = 640 if where.rehearsed else 65536
     arrays = draw(
@@ -223,7 +224,7 @@ def long(where: Where) -> Shares:
     wide = {name: x.astype(jnp.float32) for name, x in few.items()}
     expected = program(
         wide, Causal(), "xla", q_positions=jnp.asarray(rows, jnp.int32)
-    )()  # f32: its products are of the highest precision
+    )()  # in f32, its products have the highest precision
     at_rows = {n: x if n in ("dkey", "dvalue") else x[:, rows] for n, x in found.items()}
     return shares(at_rows, {name: np.asarray(x) for name, x in expected.items()})
 
@@ -232,9 +233,9 @@ PAGE = 128
 
 
 def decode(where: Where, int8: bool = False, paged: bool = False) -> Shares:
-    """Let one query a row see the filled part of a cache, whose rows end at different slots.
+    """Decode one query per row over the filled part of a cache with ragged rows.
 
-    Pages lie in any order in their pool, which is NaN in pages that no row names.
+    Pages are in random order in their pool, and unused pages are NaN.
     """
     S = where.length(8200)
     S = -(-S // PAGE) * PAGE if paged else S
@@ -265,7 +266,7 @@ def decode(where: Where, int8: bool = False, paged: bool = False) -> Shares:
 
 
 def few_queries(where: Where) -> Shares:
-    """Differentiate few queries of grouped heads, which are rows of one tile."""
+    """Differentiate few queries of grouped heads, which are packed as rows of one tile."""
     length = where.length(704)
     arrays = draw(
         13, batch=2, queries=13, keys=length, heads=16, kv_heads=2, dim=128, value_dim=128,

@@ -1,4 +1,4 @@
-"""Say on one page what passed, what was reached, and what to change first."""
+"""Summary on one page: what passed, what was reached, and what to change first."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from benchmarks.first_light.why import busiest
 
 Records = Mapping[str, Sequence[Record]]
 """The records of each step that ran."""
-GAIN = 1.03  # less is the spread of a measurement
+GAIN = 1.03  # smaller gains are within the spread of a measurement
 WAITS = 1.10
 BUSY = 70.0  # percent
-FIRST = 10  # things to change
-MARK = "rehearsed |"  # begins each line of a rehearsal's page: no figure goes without it
+FIRST = 10  # number of things to change
+MARK = (
+    "rehearsed |"  # prefix of each line of a rehearsal's page, so that no figure appears without it
+)
 
 
 def read(folder: Path, prefix: str, steps: Sequence[str]) -> tuple[dict[str, Any], Records]:
-    """Return the machine and each step's records, of files that may be cut short."""
+    """Return the machine and the records of each step, from files that may be incomplete."""
     where: dict[str, Any] = {}
     found = {}
     for step in steps:
@@ -54,7 +56,7 @@ def page(where: dict[str, Any], records: Records, rehearsed: bool) -> str:
 
 
 def outcomes(step: str, records: Sequence[Record]) -> str:
-    """Return how many checks ended how, and a line for each reason why some did not pass."""
+    """Return the numbers of outcomes, and one line for each check that did not pass."""
     counted = Counter(record["outcome"] for record in records)
     said = ", ".join(f"{counted[name]} {name}" for name in OUTCOMES if counted[name])
     lines = [f"\n{step}: {said or 'nothing was begun'}"]
@@ -69,7 +71,7 @@ def outcomes(step: str, records: Sequence[Record]) -> str:
 
 
 def change_first(records: Records) -> list[str]:
-    """Return what to change, the most urgent first: what is wrong, then what costs most."""
+    """Return what to change: first what is wrong, then what costs most."""
     return [*_wrong(records), *_costs(records), *_missed(records), *_limits(records)]
 
 
@@ -81,7 +83,7 @@ def _wrong(records: Records) -> Iterator[str]:
 
 
 def _costs(records: Records) -> Iterator[str]:
-    """Yield parts without which a call is faster, the dearest first, and where the host waits."""
+    """Yield parts without which a call is faster, the most expensive first, and host waits."""
     best: dict[str, tuple[float, str]] = {}
     for cell in _cells(records):
         place = f"{cell['case']} {cell['direction']}"
@@ -121,7 +123,7 @@ def _limits(records: Records) -> Iterator[str]:
 
 
 def _goals(records: Records) -> dict[str, list[dict[str, Any]]]:
-    """Return how far the goals were reached, and then with the rows of tile sizes found."""
+    """Return how far the goals are reached, also with the tile sizes found."""
     every = [record for found in records.values() for record in found]
     rows = {name: reached(every, name) for name in (GOALS, AGAIN)}
     return {name: found for name, found in rows.items() if found}
@@ -133,13 +135,13 @@ def _found(records: Records, check: str) -> Iterator[Any]:
 
 
 def _cells(records: Records) -> Iterator[dict[str, Any]]:
-    """Yield what was measured of calls without their parts."""
+    """Yield the measurements of calls without their parts."""
     for record in records.get("speed", ()):
         yield from (x for x in record["found"] if "gain" in x)
 
 
 def _parts_table(records: Records) -> list[str]:
-    """Return a row a case: milliseconds as it is, and how many times faster without each part."""
+    """Return one row per case: milliseconds, and the speedup without each part."""
     parts = [name for name in VARIANTS if name != AS_IT_IS]
     rows = []
     for cell in _cells(records):
@@ -162,7 +164,7 @@ def _parts_table(records: Records) -> list[str]:
 
 
 def _kernels_table(records: Records) -> list[str]:
-    """Return the longest launches of each pass, and how many others there are."""
+    """Return the longest launches of each pass, and the number of the others."""
     rows = []
     for record in records.get("why", ()):
         longest = sorted(record["found"], key=lambda x: -(x["ns"] or 0))

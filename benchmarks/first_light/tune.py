@@ -1,4 +1,4 @@
-"""Which tile sizes are the fastest, and how far do the goals come with them?"""
+"""Which tile sizes are the fastest, and how far are the goals reached with them?"""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from transformer_jax.kernels.contract import Kind
 
 ROW = re.compile(r"^ {4}(\(.*?\)): Blocks\((\d+), (\d+), (\d+)(?:, slack=([\d.]+))?\),")
 AGAIN = "goals with these rows"
-SEARCH_SHARE = 0.55  # of the step's time
+SEARCH_SHARE = 0.55  # share of the step's time
 KERNELS: tuple[tuple[Kind, ...], ...] = (("forward",), ("dq", "dkdv"), ("single_pass",))
 SEARCHES = (*itertools.product((128, 64), KERNELS), *((256, kernels) for kernels in KERNELS[:2]))
-"""H, and the kernels of a search; there is no single pass at H 256."""
+"""H, and the kernels to search; there is no single pass for H 256."""
 REHEARSED = ["--batch", "1", "--heads", "2:1", "--dims", "16", "--lengths", "128", "--repeats", "1"]
 REHEARSED += ["--seconds", "0", "--candidates", "128:128:2"]
 
 
 def run(step: Step) -> None:
-    """Search, then measure the goals with what was found."""
+    """Search, then measure the goals with the tile sizes found."""
     seconds = SEARCH_SHARE * step.left()
     searches = SEARCHES[:1] if step.rehearsed else SEARCHES
     with tempfile.TemporaryDirectory() as folder:
@@ -39,12 +39,12 @@ def run(step: Step) -> None:
             return
         rows = Path(folder) / "rows.json"
         rows.write_text(json.dumps(found))
-        more = ["--without", "flax", "jax.nn"]  # which were slower in `speed`
+        more = ["--without", "flax", "jax.nn"]  # they were slower in `speed`
         measure_goals(step, AGAIN, step.left(), more, rows=rows)
 
 
 def search(H: int, kernels: tuple[Kind, ...], seconds: float, rehearsed: bool) -> Check:
-    """Return the check that searches; rows that are found before its end are kept."""
+    """Return the check that searches; rows found before a timeout are kept."""
     minutes = f"{max(seconds - 30, 1) / 60:.2f}"
     if rehearsed:
         command = checks.python("first_light.tune", minutes, *rehearsal.flags(True))

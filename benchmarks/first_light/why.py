@@ -1,4 +1,4 @@
-"""Why is a kernel as fast as it is? One call of each under ncu, whose counters say what is busy."""
+"""What limits the speed of a kernel? One call of each under ncu, which counts busy units."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ METRICS = {
     "dram": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
     "registers": "launch__registers_per_thread",
 }
-"""The counters of ncu that are reported: nanoseconds, and percent of each unit's peak."""
+"""Reported counters of ncu: nanoseconds, and percent of each unit's peak."""
 UNITS = {"tensor": "tensor cores", "special": "special functions", "issue": "issue slots",
          "dram": "device memory"}  # fmt: skip
-LAUNCHES = 24  # of a call, with the small ones around the kernels
+LAUNCHES = 24  # per call, including the small ones around the kernels
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Hold what ncu counted of one kernel; None for a counter that it does not have."""
+    """Counters of ncu for one kernel; None for a missing counter."""
 
     kernel: str
     counters: dict[str, float | None]
@@ -82,7 +82,7 @@ def check(name: str, path: Path, rehearsed: bool) -> Check:
 
 
 def launches(lines: Iterable[str]) -> list[Launch]:
-    """Read ncu's page "raw" as CSV: names of counters, their units, then a row a launch.
+    """Read ncu's "raw" page as CSV: names of counters, units, then one row per launch.
 
     Lines of ncu itself begin with "==", and numbers may have commas between thousands.
     """
@@ -106,7 +106,7 @@ def _number(text: str | None) -> float | None:
 
 
 def busiest(found: dict[str, Any]) -> tuple[str, float] | None:
-    """Return the unit nearest to what it could do, and its percent."""
+    """Return the unit with the highest utilisation, and its percentage."""
     known = {unit: found[unit] for unit in UNITS if found.get(unit) is not None}
     if not known:
         return None
