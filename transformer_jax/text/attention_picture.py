@@ -1,4 +1,4 @@
-"""Pictures of attention weights: a map for each layer and head, labelled with the tokens."""
+"""Pictures of attention weights: a map for each layer and head, labeled with the tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDEST = 30.0
 
 @short_repr
 class Maps(NamedTuple):
-    """Weights of one kind, with the labels of the rows and columns of each map."""
+    """Attention weights of one kind, with row and column labels."""
 
     title: str
     weights: np.ndarray  # f32[L, N, T, S]
@@ -35,8 +35,7 @@ class Maps(NamedTuple):
 def draw_maps(parts: Sequence[Maps]) -> Figure:
     """Draw the maps of each part in a grid: a row for each layer, a column for each head.
 
-    Weights are shaded from white (0) to dark blue (1). A single map also shows the numbers if they
-    fit.
+    Shades range from white (0) to dark blue (1). A single map also shows the numbers if they fit.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -49,14 +48,14 @@ def draw_maps(parts: Sequence[Maps]) -> Figure:
     FigureCanvasAgg(figure)
     styles: dict[str, Any] = dict(color=INK, fontfamily=families, parse_math=False)
 
-    def width(texts: Sequence[str], size: float) -> float:  # inches of the longest
+    def width(texts: Sequence[str], size: float) -> float:  # of the longest, in inches
         drawn = [figure.text(0, 0, text, fontsize=size, **styles) for text in set(texts)]
         longest = max(text.get_window_extent().width for text in drawn)
         for text in drawn:
             text.remove()
         return float(longest) / figure.dpi
 
-    # One pair of axes covers the figure; its unit is an inch, from the top left corner.
+    # One pair of axes covers the figure. Coordinates are inches from the top left corner.
     axes = figure.add_axes((0, 0, 1, 1))
     axes.axis("off")
     axes.autoscale(False)
@@ -69,7 +68,7 @@ def draw_maps(parts: Sequence[Maps]) -> Figure:
         rows, columns = [[next(names) for _ in side] for side in sides]
         T, S = len(rows), len(columns)
         is_single = len(layers) == len(heads) == 1
-        # pitch: inches of a token in a map; size: points of its label
+        # pitch: size of a token in a map, in inches; size: font size of its label, in points
         if is_single:
             pitch = min(0.5, max(6.0 / max(T, S), 0.16))
         else:
@@ -128,14 +127,14 @@ def draw_maps(parts: Sequence[Maps]) -> Figure:
 
 
 def shortened(label: str) -> str:
-    """Return a label of at most `LONGEST_LABEL` letters."""
+    """Truncate a label to `LONGEST_LABEL` characters."""
     return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
 
 
 def spelled(labels: Sequence[str]) -> tuple[list[str], list[str]]:
-    r"""Return drawable labels, and the names of the fonts that have their letters.
+    r"""Return drawable labels and the names of fonts that cover their characters.
 
-    A letter that no installed font has is escaped, as in \u4e2d. A newline stays.
+    Characters that no installed font has are escaped, as in \u4e2d. Newlines are kept.
     """
     from matplotlib import font_manager
 
@@ -145,14 +144,14 @@ def spelled(labels: Sequence[str]) -> tuple[list[str], list[str]]:
         font.name: font.fname
         for font in sorted(font_manager.fontManager.ttflist, key=lambda font: font.name)
         if all(getattr(font, name) == value for name, value in usual.items())
-        and not font.name.startswith("Last Resort")  # a font of boxes
+        and not font.name.startswith("Last Resort")  # it draws boxes
     }
     families = list[str]()
     # DejaVu Sans comes with matplotlib, so most labels look the same everywhere.
     for name in sorted(fonts, key=lambda name: name != "DejaVu Sans"):
         try:
             font = font_manager.get_font(fonts[name])
-        except (OSError, RuntimeError):  # a bitmap font, or one that was uninstalled
+        except (OSError, RuntimeError):  # a bitmap font, or an uninstalled one
             continue
         if found := {letter for letter in missing if font.get_char_index(ord(letter))}:
             families.append(name)

@@ -1,6 +1,6 @@
-"""Multiple choice: how often a model finds the right continuation the likeliest.
+"""Multiple choice: how often the correct continuation of a context is the likeliest.
 
-A question is a line of a file, {"context": TEXT, "choices": [TEXT, ...], "answer": INDEX}.
+Each line of a file is a question, {"context": TEXT, "choices": [TEXT, ...], "answer": INDEX}.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ FIELDS = "context", "choices", "answer"
 
 @dataclass(frozen=True)
 class Question:
-    """A context, continuations of it, and the index of the right one.
+    """A context, possible continuations, and the index of the correct one.
 
     Attributes:
-        context: the text that every choice continues; blanks at its end belong to the choice.
+        context: text that every choice continues. Trailing blanks count as part of the choice.
         choices: at least two different strings, none empty.
-        answer: index of the right choice, from 0.
-        where: the file and line of the question, for error messages.
+        answer: index of the correct choice, from 0.
+        where: file and line of the question, for error messages.
 
     Raises:
-        DataError: if a field has another form.
+        DataError: if a field is invalid.
     """
 
     context: str
@@ -59,13 +59,12 @@ class Question:
 
 @dataclass(frozen=True, repr=False)
 class Choices:
-    """Log-probabilities of choices, and how often the right choice is the likeliest.
+    """Log-probabilities of choices, and how often the correct choice is the likeliest.
 
-    The likeliest choice has the largest log p. Because longer choices are less likely, there are
-    also accuracies by log p / length. The length is that of the choice without its context, in
-    characters (lm-eval's `acc_norm`) or in UTF-8 bytes (lm-eval's `acc_bytes`, which is closer to
-    the number of tokens for other alphabets and emoji). Ties go to the first choice. If any log p
-    is NaN, every accuracy is NaN.
+    Because log p decreases with length, there are also accuracies by log p / length. The length is
+    that of the choice without its context, in characters (lm-eval's `acc_norm`) or UTF-8 bytes
+    (lm-eval's `acc_bytes`, closer to the number of tokens for non-Latin alphabets and emoji). Ties
+    go to the first choice. If any log p is NaN, every accuracy is NaN.
 
     Attributes:
         questions: the questions, in order.
@@ -77,21 +76,21 @@ class Choices:
 
     @property
     def accuracy(self) -> float:
-        """Share of questions whose right choice has the largest log p."""
+        """Fraction of questions whose correct choice has the largest log p."""
         return self._accuracy(lambda choice: 1)
 
     @property
     def accuracy_per_character(self) -> float:
-        """Share of questions whose right choice has the largest log p / characters."""
+        """Fraction of questions whose correct choice has the largest log p / characters."""
         return self._accuracy(len)
 
     @property
     def accuracy_per_byte(self) -> float:
-        """Share of questions whose right choice has the largest log p / bytes."""
+        """Fraction of questions whose correct choice has the largest log p / bytes."""
         return self._accuracy(lambda choice: len(utf8(choice)))
 
     def _accuracy(self, length: Callable[[str], int]) -> float:
-        # `argmax` treats NaN as the largest value, so a broken model would look decided.
+        # `argmax` treats NaN as the largest value, so a broken model would get a score.
         if any(math.isnan(p) for row in self.log_probs for p in row):
             return math.nan
         right = [
@@ -108,7 +107,7 @@ class Choices:
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    """Read a file of JSON lines; DataError names the file, line, field and rule."""
+    """Read questions from JSON lines; DataError names the file, line, field and rule."""
     try:
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:
@@ -127,7 +126,7 @@ def read_questions(path: str | Path) -> list[Question]:
 
 
 def _question(where: str, value: object) -> Question:
-    """Return the question of a JSON object; DataError begins with `where`."""
+    """Convert a JSON object to a question. Errors begin with `where`."""
     if isinstance(value, Question):
         return value
     if not isinstance(value, Mapping):
@@ -152,7 +151,7 @@ def score_choices(
     questions: str | Path | Sequence[Question | Mapping[str, object]],
     batch_size: int,
 ) -> Choices:
-    """Score the choices of all questions; the arguments are those of `multiple_choice`."""
+    """Score all questions; see `LanguageModel.multiple_choice`."""
     check_continues(model, "multiple_choice")
     if isinstance(questions, str | os.PathLike):
         parsed = read_questions(questions)
@@ -167,7 +166,7 @@ def score_choices(
             requests += [read_pair(model, question.context, choice) for choice in question.choices]
         except DataError as error:
             raise DataError(f"{question.where or f'questions[{n}]'}: {error}") from None
-    # All choices of all questions at once, so that batches have one length and share contexts.
+    # Score all questions together, so that batches share lengths and contexts.
     scores = iter(score_requests(model, requests, batch_size))
     rows = [tuple(next(scores).log_prob for _ in question.choices) for question in parsed]
     return Choices(tuple(parsed), tuple(rows))

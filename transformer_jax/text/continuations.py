@@ -1,7 +1,7 @@
 """Log-probabilities of many continuations after their contexts.
 
-Requests are sorted by length and scored in batches of rows of one length. Continuations of the same
-context share it: the model reads it once, into a cache, and each continuation starts from there.
+Requests are sorted by length and scored in batches of equal length. If several continuations have
+the same context, the model reads it once, into a cache from which each continuation starts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Continuation(NamedTuple):
     """Probability of a continuation of n tokens after its context.
 
     Attributes:
-        log_prob: log p of the n tokens together, in nats, at most 0.
+        log_prob: total log p of the n tokens, in nats; at most 0.
         is_likeliest: whether each token is the likeliest after the tokens before it.
         num_tokens: n.
     """
@@ -48,7 +48,7 @@ class Continuation(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """Ids of a context, at least one, and ids of the continuation to score."""
+    """Ids of a context (at least one) and of the continuation to score."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
@@ -63,8 +63,8 @@ def split_pair(
 ) -> tuple[list[int], list[int]]:
     """Return the ids of a context and the ids that its continuation adds.
 
-    As in lm-eval, both are encoded as one string, which is cut after as many ids as the context has
-    by itself. Blanks at the end of the context move to the continuation first, because most
+    As in lm-eval, both are encoded as one string, which is split after as many ids as the context
+    has by itself. Trailing blanks of the context first move to the continuation, because most
     tokenizers put a space into the token of the following word.
     """
     whole, before = encode(context + continuation), encode(context.rstrip())
@@ -106,7 +106,7 @@ def score_requests(
     longest: int | None = None,
     report: Callable[[int], object] = lambda count: None,
 ) -> list[Continuation]:
-    """Return the probability of each continuation; a context that is too long loses its beginning.
+    """Score continuations. Contexts that are too long lose their beginning.
 
     Args:
         model: a model that continues text.
@@ -128,27 +128,27 @@ def score_requests(
         batch_size = 1
     else:
         for ns in by_context.values() if model.config.supports("cache") else ():
-            # Sharing pays off if the context is longer than its continuations. It also materialises
-            # all logits of a batch of continuations, so there must not be too many of them.
+            # Sharing pays off if the context is longer than its continuations, and if all logits of
+            # a batch of continuations fit in memory.
             width = max(len(cut[n].continuation) for n in ns)
             logits = batch_size * bucket(width) * model.config.vocab_size
             if len(ns) > 1 and len(cut[ns[0]].context) >= width and logits <= ON_ACCELERATORS:
                 together.append(ns)
     shared = {n for ns in together for n in ns}
-    # The longest first: if a batch does not fit into memory, it is the first one.
+    # Longest first, so that a batch that does not fit in memory fails at once.
     single = sorted({*range(len(cut))} - shared, key=lambda n: -len(cut[n]))
     found: dict[int, Continuation] = {}
     for start in range(0, len(single), batch_size):
         part = single[start : start + batch_size]
-        # Powers of two, so that a few programs serve all numbers of requests.
+        # Round up to a power of two, so that few programs are compiled.
         rows = min(batch_size, _power(len(single)))
-        # An edit that names a token counts from the beginning, which may have been cut off.
+        # Edits count tokens from the original beginning, which may have been cut off.
         first = len(requests[part[0]]) - len(cut[part[0]])
         module = built.with_facts(part=True, first=first) if first else built
         scores = _score_rows(model, [cut[n] for n in part], rows, module)
         found |= dict(zip(part, scores, strict=True))
         report(len(part))
-    # Rows with the same context are next to each other, at most `batch_size` in a part.
+    # Group rows with the same context, at most `batch_size` in a part.
     parts: list[list[int]] = []
     pieces = [ns[i : i + batch_size] for ns in together for i in range(0, len(ns), batch_size)]
     for ns in sorted(pieces, key=lambda ns: -len(cut[ns[0]].context)):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 FORMAT = "transformer_jax export 1"
-"""Format of the folder, as config.json names it. Any other format is refused."""
+"""The "format" in config.json. Folders of any other format are rejected."""
 
 
 def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -41,7 +41,7 @@ def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> 
     prefill, step = load_programs(folder)
     logits, state = prefill(tokens, lengths)
     stop, ended = np.array(about["stop"], np.int32), np.zeros(len(prompts), bool)
-    # A row that has ended is decoded until all have ended; the excess is cut off below.
+    # Decode ended rows until all have ended; the excess is cut off below.
     found = [likeliest(logits, ended)]
     ended = np.isin(found[0], stop)
     while len(found) < count and not ended.all():
@@ -59,7 +59,7 @@ def likeliest(logits: jax.Array, ended: np.ndarray) -> jax.Array:  # [B, V], boo
 
     ValueError if the largest logit of a row that has not ended is not finite.
     """
-    # XLA's maximum on a CPU loses a NaN in a long row.
+    # On a CPU, XLA's maximum can lose a NaN in a long row.
     top = np.asarray(jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1))
     if len(wrong := np.flatnonzero(~np.isfinite(top) & ~ended)):
         raise ValueError(f"prompt {wrong[0]}: the largest logit of a next token is not finite")
@@ -86,7 +86,7 @@ def load_programs(folder: Path) -> tuple[Any, Any]:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Read config.json; ValueError if this file cannot read the export."""
+    """Read config.json; ValueError if its format is unknown or a field is missing."""
     file = folder / "config.json"
     about = _read(file, lambda file: json.loads(file.read_text()))
     if not isinstance(about, dict) or about.get("format") != FORMAT:
@@ -99,12 +99,12 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def _read(file: Path, read: Callable[[Path], Any]) -> Any:
-    """Return the content of a file; ValueError that names the file if it is damaged."""
+    """Return the content of a file; ValueError names a damaged file."""
     try:
         return read(file)
-    except OSError:  # names the file
+    except OSError:  # already names the file
         raise
-    except Exception as error:  # of any type that the libraries raise for damaged bytes
+    except Exception as error:  # the libraries raise many types for damaged files
         raise ValueError(f"{file} cannot be read: {error or type(error).__name__}") from error
 
 

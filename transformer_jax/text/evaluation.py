@@ -1,4 +1,4 @@
-"""Evaluation of a model on a held-out file, with the measures of its task."""
+"""Evaluation of a model on a held-out file, with the metrics of its task."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ def evaluate(
     task: str | None = None,
     report: Report | None = None,
 ) -> dict[str, float]:
-    """Return the loss and the task's measures of a model on a file.
+    """Return the loss and the task's metrics of a model on a file.
 
     Args:
         model: the model that `load` returned.
-        data: a file in the format of the run's own data; for pictures and sounds, a .npz file.
-        targets: for pairs: the file of the targets, line by line.
-        examples: for pairs and signals: how many examples to decode; None decodes all.
+        data: a file in the format of the training data; for pictures and sounds, a .npz file.
+        targets: for pairs: the file of the targets, one per line.
+        examples: for pairs and signals: number of examples to decode; None decodes all.
         beams: for pairs: width of the beam search; None is the run's.
-        context: for a published model: tokens of a window; None is 512. A shorter text is one
+        context: for a published model: tokens in a window; None is 512. A shorter text is one
             window.
-        task: for a published decoder: "chat" evaluates its answers on lines {"messages": [...]},
-            like a run of a `ChatTask`; None evaluates it on plain text. A run has its own task.
+        task: for a published decoder: "chat" evaluates its answers in lines {"messages": [...]},
+            as for a run of a `ChatTask`; None evaluates it on plain text.
         report: called with the number of examples decoded so far.
 
     Returns:
-        Numbers by name, such as "nats_per_token", "perplexity" and the measures of the task.
+        Numbers by name, such as "nats_per_token", "perplexity" and the metrics of the task.
 
     Raises:
-        ConfigError: if the model's task has no such option, or the file contains conversations and
-            `task` is not "chat".
+        ConfigError: if an option does not apply to the model's task, or the file contains
+            conversations and `task` is not "chat".
     """
     config = task_on(
         model, data, targets=targets, examples=examples, beams=beams, context=context, named=task
@@ -91,7 +91,7 @@ def task_on(
     context: int | None,
     named: str | None = None,
 ) -> TrainConfig:
-    """Return the config of the model's run, or a similar one, that evaluates on this file."""
+    """Return the model's run config, changed to evaluate on this file."""
     options: dict[str, FieldValue] = dict(targets=targets, beams=beams, examples=examples)
     for name, value in (options | {"context": context}).items():
         if isinstance(value, int) and value < 1:
@@ -131,7 +131,7 @@ def task_on(
 def _published(
     model: Reader, data: str, options: dict[str, FieldValue], context: int | None, named: str | None
 ) -> TrainConfig:
-    """Return the config that evaluates a published model."""
+    """Return a run config that evaluates a published model."""
     for name, value in options.items():
         if value is not None:
             rule = "a published model is evaluated on text"
@@ -172,7 +172,7 @@ def judge_file(
     size = config.model.vocab_size
     try:
         task = load_task(config, tokenizers, size)
-    except ShortText as text:  # use one window of all its tokens
+    except ShortText as text:  # read all its tokens in one window
         if not (isinstance(config.task, tasks.LanguageTask) and config.task.documents is None):
             raise
         if text.tokens < 2:
@@ -191,7 +191,7 @@ def judge(
     report: Report | None = None,
     model: CheckedModule | None = None,
 ) -> dict[str, float]:
-    """Return the loss and the measures on the held-out part of a task."""
+    """Return the loss and the metrics on the held-out part of a task."""
     if model is not None:
         # A copy, so that the caller's task keeps its own model.
         task = copy(task)

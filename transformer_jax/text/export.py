@@ -31,13 +31,13 @@ from transformer_jax.text import decode_exported
 from transformer_jax.untrusted_files import check_path
 
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"
-"""JAX's names of the platforms that a program can be lowered for."""
+"""Platforms that a program can be exported for, by their names in JAX."""
 
 CONTEXT = 2048
-"""Default context, if the model reads at least as many tokens."""
+"""Default context, unless the model's limit is smaller."""
 
 Named = dict[str, jax.Array]
-"""Leaves of a tree by path: "layers/0/k"."""
+"""Leaves of a tree by path, such as "layers/0/k"."""
 
 
 @known_keywords
@@ -53,7 +53,7 @@ def export_decoder(
     stop: Sequence[int] = (),
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a folder that decodes with jax only. The folder is written completely or not at all.
+    """Write a folder that decodes with jax only, completely or not at all.
 
     `prefill.jax` reads prompts: (params, tokens i32[B, T], lengths i32[B]) -> (logits f32[B, V],
     state). `step.jax` reads one token per row: (params, tokens i32[B], state) -> (logits, state).
@@ -61,9 +61,9 @@ def export_decoder(
     contains the params. Attention uses plain JAX ("xla"), which runs on every platform.
 
     Args:
-        path: the folder; a new one, or an earlier export, which is replaced.
+        path: a new folder, or an earlier export, which is replaced.
         config: config of a model that continues text.
-        params: parameters, in the dtypes in which they are written.
+        params: parameters, in the dtypes to write.
         context: maximum number of tokens of a prompt and its answer, without the last token, which
             is never read. None is the model's limit, at most 2048.
         batch: B, the number of rows; None leaves it symbolic, so one file serves any batch.
@@ -75,7 +75,7 @@ def export_decoder(
     Raises:
         CheckpointError: if the folder contains other files, or a parameter cannot be written.
         ConfigError: if the model does not continue text, or an argument is invalid.
-        ImportError: if flatbuffers is not installed; `jax.export` needs it to serialise.
+        ImportError: if flatbuffers is not installed; `jax.export` needs it to serialize.
     """
     check_path("path", path)
     check_is_decoder(config)
@@ -179,7 +179,7 @@ def check_is_decoder(config: AnyModelConfig) -> None:
 
 
 def check_context(config: AnyModelConfig, context: int | None) -> int:
-    """Return the context, or its default if it is None; ValueError if it is too long."""
+    """Return the context, or its default if it is None; ConfigError if it is too long."""
     longest = max_text_tokens(config)
     if context is None:
         return min(longest, CONTEXT)

@@ -1,7 +1,7 @@
 """Tools that inspect a model as it reads text: `transformer_jax.interpret` with a tokenizer.
 
-`Inspect` has the methods. Their results contain arrays and draw themselves: `plot()` returns a
-figure, `html()` a page. Most of them measure the answer of the model to a text:
+`Inspect` has the methods. Their results contain arrays; `plot()` draws them as a figure and
+`html()` as a page. Most methods measure the model's answer to a text:
 
     z = logit(answer) - logit(other answer), or logit(answer) if there is no other
 
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Text = str | tuple[str, str]
-"""A string; for a model of pairs (source, target), where the target may be incomplete."""
+"""A string, or (source, target) for a model of pairs. The target may be incomplete."""
 
 Inputs = dict[str, Array]
 """Inputs of the model other than the tokens, by name."""
 
 PERIOD, ROWS = 25, 4
-"""Number of repeated tokens, and of rows, in the text that scores heads."""
+"""Length of the repeated sequence and number of rows of the random text that scores heads."""
 
 
 @value_class
@@ -60,8 +60,7 @@ class Lens(TableResult):
         top: [L + 1][T][count], likeliest tokens at each position, after the embedding and after
             each block.
         probabilities: f32[L + 1, T, count], probabilities of `top`.
-        masks: positions of the masks of a masked model; None for a model that writes the next
-            token.
+        masks: positions of the masks; None for a model that writes the next token.
     """
 
     tokens: list[str]
@@ -94,18 +93,18 @@ class Lens(TableResult):
 
 @value_class
 class Patching(TableResult):
-    """Result of activation patching: the effect of each activation of one prompt, put into another.
+    """Result of activation patching: activations of a text are copied into another prompt.
 
     A share is (z(patched) - z(other)) / (z(text) - z(other)): 0 keeps the answer to the other
     prompt, 1 restores the answer to the text (Meng et al. 2022; Wang et al. 2023).
 
     Attributes:
         tokens: tokens of the text, as strings; `other_tokens` are those of the other prompt.
-        answer: the token whose logit counts; the logit of `other_answer` is subtracted.
+        answer: the answer to the text; `other_answer` is subtracted in z.
         clean: z of the text.
         corrupted: z of the other prompt.
-        by_token: shares f32[L, T] by place in a block, with one token of the place put in.
-        by_head: shares f32[L, N] by place in a block, with all tokens of one head put in.
+        by_token: shares f32[L, T] by place in a block, if one token is copied.
+        by_head: shares f32[L, N] by place in a block, if all tokens of one head are copied.
     """
 
     tokens: list[str]
@@ -144,12 +143,12 @@ class Heads(TableResult):
 
     Attributes:
         tokens: the input tokens, as strings.
-        answer: the token whose logit counts; `other_answer` is subtracted, unless None.
+        answer: the answer; `other_answer`, unless None, is subtracted in z.
         value: z with all heads.
         without: f32[L, N], z without one head (its output is 0) minus z with all heads.
         entropy: f32[L, N], entropy of the weights in nats, averaged over the tokens of this text.
-        scores: f32[L, N] each, attention weights on random tokens that are repeated once (drawn
-            with key 0): to the previous token, to the earlier copy of the token, and to the token
+        scores: f32[L, N] each, mean attention weights in a random sequence that is repeated once
+            (key 0): to the previous token, to the earlier copy of the token, and to the token
             after that copy (Olsson et al. 2022).
         cross_without: f32[L, N], like `without` for the heads of cross-attention.
     """
@@ -190,13 +189,13 @@ class Attribution(TableResult):
 
     Attributes:
         tokens: the input tokens, as strings.
-        answer: the token whose logit counts; `other_answer` is subtracted, unless None.
+        answer: the answer; `other_answer`, unless None, is subtracted in z.
         value: z.
         baseline: the token that replaced every token; `baseline_value` is z of that input.
         shares: f32[T], integrated gradients (Sundararajan et al. 2017); their sum is about
             value - baseline_value.
-        heads: f32[L, N], the contribution of each head to z. With `feed_forward` f32[L] (None
-            without feed-forward branches), `embedding` and `bias`, the sum is z (direct logit
+        heads: f32[L, N], direct contribution of each head to z. `heads`, `feed_forward` f32[L]
+            (None without feed-forwards), `embedding` and `bias` add up to z (direct logit
             attribution). None if z is not such a sum; `reason` explains why.
         cross_heads: f32[L, N], contributions of the heads of cross-attention.
     """
@@ -277,7 +276,7 @@ class AttentionMaps:
     def plot(
         self, *, part: Part | None = None, layer: int | None = None, head: int | None = None
     ) -> Figure:
-        """Draw a map for each layer and head: rows attend to columns, darker is more.
+        """Draw a map for each layer and head: rows attend to columns, darker cells more.
 
         The rows of "cross" are the written tokens. A single map is larger and shows its numbers.
         `plot().savefig("map.png")` writes the picture.
@@ -311,7 +310,7 @@ def _maps(title: str, weights: np.ndarray, rows: list[str], columns: list[str]) 
 
 
 def _select(maps: Maps, layer: int | None, head: int | None) -> Maps:
-    """Return the maps of one layer, and of one head; ConfigError if it does not exist."""
+    """Select a layer and a head, unless None; ConfigError if they do not exist."""
     for axis, (name, index) in enumerate(dict(layer=layer, head=head).items()):
         if index is None:
             continue
@@ -335,15 +334,15 @@ class Inspect:
         """Return the attention weights of every layer and head, with the tokens as labels.
 
         Args:
-            text: a string; for an encoder-decoder and a run on pairs `(source, target)`, or a
-                source, for which the model writes the target.
+            text: a string; for an encoder-decoder and a run on pairs `(source, target)`, or only
+                a source, for which the model writes the target.
 
         Returns:
-            Weights with their tokens; their `plot()` draws them.
+            The weights with their tokens; `plot()` draws them.
 
         Raises:
             ConfigError: if the model has no attention over tokens.
-            ValueError: if the text has another form, or is longer than the model can read.
+            ValueError: if the text has the wrong type, or is longer than the model can read.
         """
         model, config = self.model, self.model.config
         if model.kind == "targets" and isinstance(text, str):
@@ -389,7 +388,7 @@ class Inspect:
 
         Raises:
             ConfigError: if the model is not a transformer that writes tokens.
-            ValueError: if the text has another form, or is longer than the model can read.
+            ValueError: if the text has the wrong type, or is longer than the model can read.
         """
         model = self.model
         check_count("count", count, 1)
@@ -408,14 +407,14 @@ class Inspect:
     def patch(
         self, text: Text, other: Text, *, answer: str | None = None, other_answer: str | None = None
     ) -> Patching:
-        """Return which values of a text restore its answer when put into another prompt.
+        """Measure which values of a text restore its answer when copied into another prompt.
 
         A warning is issued if z differs between the prompts by less than 0.1, or by less than a
         tenth of the largest change that a value causes. Shares of such a difference mean little.
 
         Args:
-            text: the prompt whose values are put in; (source, target) for a model of pairs.
-            other: the prompt that receives them, with the same number of tokens and source.
+            text: the prompt to copy values from; (source, target) for a model of pairs.
+            other: the prompt to copy them into, with the same number of tokens and source.
             answer: a word of one token, the answer to the text; None is the model's likeliest.
             other_answer: the answer to the other prompt; None is the model's likeliest.
 
@@ -469,7 +468,7 @@ class Inspect:
     def heads(
         self, text: Text, *, answer: str | None = None, other_answer: str | None = None
     ) -> Heads:
-        """Return the change of an answer without each head, and scores of the head's kind.
+        """Measure how an answer changes without each head, and score the head's type.
 
         Args:
             text: a string, or (source, target) for a model of pairs.
@@ -478,7 +477,7 @@ class Inspect:
 
         Raises:
             ConfigError: if the model is not a transformer that writes tokens.
-            ValueError: if the text has another form, or an answer is not a token.
+            ValueError: if the text has the wrong type, or an answer is not a token.
         """
         model = self.model
         config, prompt, inputs = _read(model, "heads", text)
@@ -516,13 +515,12 @@ class Inspect:
             text: a string, or (source, target) for a model of pairs, which attributes the target.
             answer: a word of one token; None is the model's likeliest.
             other_answer: a word whose logit is subtracted; None subtracts nothing.
-            baseline: a neutral string of one token that replaces every token. None is the first of
-                mask, padding, unknown token and end of text that the tokenizer has, or else a
-                space.
+            baseline: a neutral token that replaces every token. None is the first of mask, padding,
+                unknown token and end of text that the tokenizer has, or else a space.
 
         Raises:
             ConfigError: if the model is not a transformer that writes tokens.
-            ValueError: if the text has another form, or an answer or the baseline is not a token.
+            ValueError: if the text has the wrong type, or an answer or baseline is not a token.
         """
         model = self.model
         config, prompt, inputs = _read(model, "attribution", text)
@@ -578,13 +576,13 @@ class Inspect:
 
         Args:
             word: a word of one token.
-            minus: a word or several whose vectors are subtracted.
-            plus: a word or several whose vectors are added.
+            minus: a word or words whose vectors are subtracted.
+            plus: a word or words whose vectors are added.
             count: number of tokens to return, at least 1.
 
         Returns:
-            Pairs of a token and its cosine, largest first, without the words of the query and
-            special tokens.
+            Pairs of a token and its cosine, largest first. The words of the query and special
+            tokens are left out.
 
         Raises:
             ConfigError: if the model has no embeddings of tokens.
@@ -604,7 +602,7 @@ class Inspect:
         table = _input_embedding(model)[: tokenizer.vocab_size]
         lengths = np.linalg.norm(table, axis=1)
         unit = table / np.where(lengths > 0, lengths, 1.0)[:, None]
-        # Count each word first, so that one that is added and subtracted leaves no rounding error.
+        # Count each word first, so that adding and subtracting it leaves no rounding error.
         factors: dict[int, float] = {}
         for name, one, sign in terms:
             i = token_id(tokenizer, name, one, len(table))
@@ -632,7 +630,7 @@ class Inspect:
 
 
 def _read(model: Reader, tool: str, text: Text) -> tuple[ModelConfig, WholeText, Inputs]:
-    """Tokenise a text; ConfigError if the model has no blocks or no logits of tokens."""
+    """Tokenize a text; ConfigError if the model has no blocks or no logits of tokens."""
     config = model.config
     if model.kind in ("labels", "signals", "vectors"):
         raise ConfigError(f"{tool}: {model.instead()}; it has no logits of tokens")
@@ -715,7 +713,7 @@ def _difference(answer: str, other: str | None) -> str:
 
 
 def _largest(table: np.ndarray) -> str:  # [L, N]
-    """Return the heads of the five values farthest from 0."""
+    """Format the five values farthest from 0, with their heads."""
     order = np.argsort(-np.abs(table), axis=None, kind="stable")[:5]
     heads = zip(*np.unravel_index(order, table.shape), strict=True)
     return ", ".join(f"block {i} head {n} {table[i, n]:+.3f}" for i, n in heads)

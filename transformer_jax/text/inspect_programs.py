@@ -1,6 +1,6 @@
 """Compiled programs of `inspect`.
 
-z is the logit of an answer at one position of a single prompt, minus the logit of another answer.
+z is the logit of an answer at one position of a prompt, minus that of another answer, if any.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def patched(
     model: Any, params: Params, clean: Array, corrupted: Array, inputs: dict[str, Array],
     ids: Array, at: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
-    """Return z of both prompts, and z of the corrupted one with values of the clean one put in.
+    """Return z of both prompts, and of the corrupted one with values copied from the clean one.
 
-    The patched values are f32[P, L, T] for the `streams` and f32[L, N] for each of the `branches`.
+    The latter are f32[P, L, T] for the `streams`, and f32[L, N] for each of the `branches`.
     """
     config, metric, rest = model.config, _metric(ids, at), call_arguments(inputs)
     clean, corrupted = jnp.asarray(clean), jnp.asarray(corrupted)
@@ -104,7 +104,7 @@ def patched(
 def without(
     model: Any, params: Params, tokens: Array, inputs: dict[str, Array], ids: Array, at: int
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Return z, and its change without each head, for each of the `branches`."""
+    """Return z, and its change without each head f32[L, N] for each of the `branches`."""
     config, metric, rest = model.config, _metric(ids, at), call_arguments(inputs)
     size = depth(config), config.num_heads
 

@@ -1,10 +1,10 @@
-r"""Models on text: one object for the model of a training run or a published model.
+r"""Text models: one object for the model of a training run or a published model.
 
     m = load("runs/book")
     m.generate("Once upon", 40, stop="\\n")
     m.score("Once upon a time").perplexity
 
-The training of a model decides what it does with text (`kind`).
+The model's training determines what it does with text (`kind`).
 """
 
 from __future__ import annotations
@@ -77,13 +77,12 @@ def load(
     """Load a model with its tokenizer.
 
     Args:
-        path_or_id: the folder of a run (`fit`, train.py), a folder in the format of the Hugging
-            Face hub, a GGUF file, or the id of a repository on the hub, "ORG/NAME".
+        path_or_id: the folder of a run (`fit`, train.py), a Hugging Face folder, a GGUF file, or
+            the id of a repository on the Hugging Face hub, "ORG/NAME".
         checkpoint: for a run: "best" (lowest held-out loss) or "last". None is "best" if it exists.
         init_from: for a run with adapters: the current path of the model that they adapt.
-        dtype: for a published model: "float32", "bfloat16" or "float16"; None is the dtype of the
-            file.
-        max_len: for a published model: maximum length of a text, in tokens; None is its own.
+        dtype: for a published model: "float32", "bfloat16" or "float16"; None keeps the file's.
+        max_len: for a published model: maximum length of a text, in tokens; None keeps its own.
         weights: "bf16", "int8" or "int4" store the weights in fewer bits; None keeps them.
 
     Raises:
@@ -117,10 +116,9 @@ def load(
 
 
 class LanguageModel(Reader):
-    """A model on text; `load` returns one.
+    """A text model; `load` returns one.
 
     The base class `Reader` (text/reading.py) turns prompts, messages and pairs into tokens.
-    `inspect` shows its internal values. `edited` returns a copy with changed internal values.
     """
 
     @property
@@ -137,10 +135,10 @@ class LanguageModel(Reader):
             raise AttributeError(f"a LanguageModel has no attribute {name!r}{rule}")
 
     def edited(self, edit: Mapping[str, Edit]) -> LanguageModel:
-        """Return a copy of the model with changed internal values, which every method uses.
+        """Return a copy of the model whose internal values are edited in every method.
 
-        During generation a function receives the tokens of the prompt, then each new token by
-        itself. In `score`, `continuations` and `multiple_choice` it receives all tokens of one text
+        During generation, a function receives the tokens of the prompt, then one new token at a
+        time. In `score`, `continuations` and `multiple_choice`, it receives all tokens of one text
         or window at once.
 
         Args:
@@ -153,9 +151,7 @@ class LanguageModel(Reader):
         return replace(self, edited_module=self.module.edited(edit))
 
     def with_languages(self, source: str, target: str) -> LanguageModel:
-        """Return a copy that translates between two languages; it shares the parameters.
-
-        For mBART, M2M-100 and NLLB.
+        """Return a copy for two languages that shares the parameters (mBART, M2M-100, NLLB).
 
         Args:
             source: token of the source language, such as "en_XX", "__en__" or "eng_Latn".
@@ -196,18 +192,17 @@ class LanguageModel(Reader):
     ) -> Written:
         """Continue a prompt, translate a source, or fill in masks, depending on the model's task.
 
-        Each text of a list is the same as if it were generated separately.
+        The texts of a list do not affect each other.
 
         Args:
             prompt: a string or a list of strings; a list returns a list. An empty prompt means the
                 begin token of the tokenizer, or a newline if there is none. A warning lists words
                 that a word tokenizer does not know.
             num_tokens: maximum number of new tokens; see `GenerateOptions`.
-            **options: fields of `GenerateOptions`, which documents them, except `results` and
-                `length_penalty`.
+            **options: other fields of `GenerateOptions`, except `results` and `length_penalty`.
 
         Returns:
-            A string; a list of strings for a list or for `samples`; or with `stream` an iterator of
+            A string; with a list or `samples`, a list of strings; with `stream`, an iterator of
             pieces.
 
         Raises:
@@ -219,7 +214,7 @@ class LanguageModel(Reader):
             raise ConfigError(f"generate: {self.instead()}")
         self.warn_of_unknown(texts)
         settings.check_one_prompt(len(texts) if is_list else None)
-        # The other kinds cannot stream, follow a grammar, or write past their maximum length.
+        # The other kinds cannot stream, follow a grammar or exceed their maximum length.
         if self.kind == "text" and settings.beams is None:
             return self._continue([self.read(text) for text in texts], is_list, settings)
         model = self.name if self.task is None else f"a run of task {self.task.kind!r}"
@@ -252,7 +247,7 @@ class LanguageModel(Reader):
             if settings.sampler is None and settings.samples is None:
                 found = targets.answer(texts, count)
             else:
-                # Text n of a list is drawn as if it were generated separately with fold_in(key, n).
+                # Draw text n of a list as a separate call with fold_in(key, n) would.
                 keys = [jax.random.fold_in(key, n) for n in range(len(texts))] if is_list else [key]
                 drawn = [
                     targets.draw(text, count, settings.samples or 1, sampler, text_key)
@@ -260,7 +255,7 @@ class LanguageModel(Reader):
                 ]
                 found = drawn[0] if settings.samples is not None else [one[0] for one in drawn]
                 is_list = is_list or settings.samples is not None
-        # These texts are written as a whole, so they are cut at stop strings afterwards.
+        # These texts are generated as a whole, so cut them at stop strings afterward.
         found = [cut_at_stop(text, settings.stop) for text in found]
         if settings.stream:
             return iter([text for text in found if text])
@@ -295,19 +290,18 @@ class LanguageModel(Reader):
         """Return the assistant's answer to messages, formatted as in the model's training.
 
         Args:
-            messages: `[{"role": "user", "content": "..."}, ...]`, or a string for a single message
-                of the user. A list of conversations returns a list of answers.
+            messages: `[{"role": "user", "content": "..."}, ...]`, or a string for a single user
+                message. A list of conversations returns a list of answers.
             num_tokens: maximum number of tokens of an answer; see `GenerateOptions`.
-            **options: fields of `GenerateOptions`, which documents them, except the ones of a beam
-                search.
+            **options: other fields of `GenerateOptions`, except those of beam search.
 
         Returns:
-            A string; a list of strings for a list or for `samples`; or with `stream` an iterator of
+            A string; with a list or `samples`, a list of strings; with `stream`, an iterator of
             pieces.
 
         Raises:
             ConfigError: if the model has no chat template.
-            ValueError: if messages have another form or spell out a special token, or no token fits
+            ValueError: if messages are invalid or spell out a special token, or if no token fits
                 after them.
         """
         settings = GenerateOptions.of(self.chat, option_names.CHATS, num_tokens, options)
@@ -320,8 +314,8 @@ class LanguageModel(Reader):
         settings.drawing()
         ids = [self.read_messages(talk) for talk in talks]
         for prompt in ids:
-            # `generate` drops the beginning of a long text, but half a conversation would change
-            # its meaning.
+            # `generate` drops the beginning of a long text, but that would change the meaning of
+            # a conversation.
             if len(prompt) > (length := max_text_tokens(self.config)):
                 rule = f"no new token fits after them (max_len {length})"
                 raise DataError(f"messages have {len(prompt)} tokens: {rule}")
@@ -336,19 +330,19 @@ class LanguageModel(Reader):
     def search(
         self, prompt: str | np.ndarray, num_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[tuple[float, str]]:
-        """Return the best texts of a beam search after a prompt, with their scores.
+        """Return the best continuations that a beam search finds, with their scores.
 
         Args:
             prompt: a string, or its ids i32[P].
             num_tokens: maximum number of new tokens; see `GenerateOptions`.
             **options: `beams` (default 4), `results`, `length_penalty`, `processors` and
-                `cache_dtype` of `GenerateOptions`, which documents them.
+                `cache_dtype` of `GenerateOptions`.
 
         Returns:
             Pairs of a score and a text, best first.
 
         Raises:
-            ConfigError: if the model does not write text after a prompt.
+            ConfigError: if the model does not generate text after a prompt.
             ValueError: if an argument is invalid, or no token fits after the prompt.
         """
         options = {"beams": 4, **options}
@@ -383,7 +377,7 @@ class LanguageModel(Reader):
         self, prompt: str | np.ndarray, num_tokens: int | None = None, num_draft: int = 4,
         **options: Unpack[Options],
     ) -> tuple[str, Speculation]:  # fmt: skip
-        """Continue a prompt faster, by proposing the tokens that followed the same words before.
+        """Continue a prompt faster by proposing tokens that followed the same words earlier.
 
         The text has the same distribution as with `generate`.
 
@@ -392,10 +386,10 @@ class LanguageModel(Reader):
             num_tokens: maximum number of new tokens, which must fit; see `GenerateOptions`.
             num_draft: maximum number of tokens to propose at a time.
             **options: `stop`, `sampler`, `key`, `processors` and `cache_dtype` of
-                `GenerateOptions`, which documents them.
+                `GenerateOptions`.
 
         Returns:
-            The text, and a `Speculation`, which counts proposals and calls of the model.
+            The text, and a `Speculation` that counts proposals and model calls.
 
         Raises:
             ConfigError: if the model does not continue text, or has no cache.
@@ -430,7 +424,7 @@ class LanguageModel(Reader):
         return num_tokens or min(left, NUM_TOKENS)
 
     def _check_prompt(self, prompt: object) -> None:
-        """Raise ValueError unless a prompt is a string or a nonempty row of the model's ids."""
+        """Raise ValueError unless a prompt is a string or a nonempty array of the model's ids."""
         if isinstance(prompt, str):
             return
         if not isinstance(prompt, np.ndarray):
@@ -459,7 +453,7 @@ class LanguageModel(Reader):
     def _continue(
         self, prompts: list[np.ndarray], is_list: bool, settings: GenerateOptions
     ) -> Written:
-        """Continue one prompt, as text, pieces or samples, or a batch of prompts."""
+        """Continue a batch of prompts, or one prompt, as text, pieces or samples."""
         generator, samples = self._generator(settings), settings.samples
         count = NUM_TOKENS if settings.num_tokens is None else settings.num_tokens
         # Samples share one cache and cannot outgrow it.
@@ -476,12 +470,12 @@ class LanguageModel(Reader):
             if self.room(prompt) >= count:
                 fitting.append(n)
                 continue
-            # A text that outgrows the model is written separately, with its key of the list.
+            # Generate a text that outgrows the model separately, with its key from the list.
             single = replace(generator, key=jax.random.fold_in(generator.key, n))
             found[n] = "".join(single.sized([prompt], count).complete(prompt, count))
         if fitting:
             parts = [prompts[n] for n in fitting]
-            # Empty slots would cost as much in every step as used ones.
+            # An empty slot costs as much per step as a used one.
             slots = min(settings.slots, bucket(len(parts)))
             answers = generator.sized(parts, count).answer(
                 parts, count, slots=slots, numbers=fitting
@@ -491,7 +485,7 @@ class LanguageModel(Reader):
         return found
 
     def _length_penalty(self, settings: GenerateOptions) -> float:
-        """Return alpha of a search; the evaluation of a run on pairs uses the mean of log p."""
+        """Return alpha of a beam search. As in evaluation, a run on pairs uses the mean log p."""
         if settings.length_penalty is not None:
             return settings.length_penalty
         return 1.0 if self.kind == "targets" and self.task is not None else 0.0
@@ -522,19 +516,18 @@ class LanguageModel(Reader):
         Args:
             text: a string for a decoder; `(source, target)` for an encoder-decoder and for a run on
                 pairs or preferences, which scores the target; messages for a chat model, which
-                scores the last one, of the assistant.
-            window: number of tokens that are read at a time, from 1 to max_len; None is max_len.
-            stride: number of tokens between the beginnings of two windows of a longer text, from 1
-                to `window`. Each token counts once, in the first window that contains it. After the
-                first window, it has more than window - stride tokens of context. None is
-                window / 2.
-            batch_size: number of windows in a batch, at least 1. An edited model reads them one by
-                one.
+                scores the last one, by the assistant.
+            window: number of tokens to read at a time, from 1 to max_len; None is max_len.
+            stride: number of tokens between the starts of windows, from 1 to `window`; None is
+                window / 2. Each token counts once, in the first window that contains it. After the
+                first window, it has more than window - stride tokens of context.
+            batch_size: number of windows in a batch, at least 1. An edited model reads one at a
+                time.
 
         Raises:
             ConfigError: if the model has no probability of a text, such as a masked model.
-            ValueError: if the text has another form or too few tokens, or `window` or `stride` is
-                out of range.
+            ValueError: if the text has the wrong type or too few tokens, or if `window` or `stride`
+                is out of range.
         """
         for name, value in dict(window=window, stride=stride, batch_size=batch_size).items():
             if value is not None or name == "batch_size":
@@ -569,8 +562,7 @@ class LanguageModel(Reader):
 
         Args:
             pairs: a list of (context, continuation). Equal contexts are read once.
-            batch_size: number of rows in a batch, at least 1. An edited model reads pairs one by
-                one.
+            batch_size: number of rows in a batch, at least 1. An edited model reads one at a time.
 
         Returns:
             A `Continuation` for each pair, in order: log p in nats, whether every token is the
@@ -594,17 +586,17 @@ class LanguageModel(Reader):
         *,
         batch_size: int = 8,
     ) -> Choices:
-        """Return how often the right choice is the likeliest, with log p of every choice.
+        """Return log p of every choice, and how often the correct choice is the likeliest.
 
         Args:
             questions: a file of JSON lines {"context": ..., "choices": [...], "answer": INDEX}, or
                 a list of such objects.
-            batch_size: number of choices in a batch, at least 1. An edited model reads them one by
-                one.
+            batch_size: number of choices in a batch, at least 1. An edited model reads one at a
+                time.
 
         Raises:
             ConfigError: if the model does not continue text.
-            ValueError: if a question has another form; it names the file, line, field and rule.
+            ValueError: if a question is invalid; names the file, line, field and rule.
         """
         check_count("batch_size", batch_size, 1)
         return score_choices(self, questions, batch_size)
@@ -652,14 +644,14 @@ class LanguageModel(Reader):
         if self.kind != "labels":
             raise ConfigError(f"classify: {self.instead()}; classes need a run of task 'classify'")
         for one in texts:
-            # Batches are padded, so a text without tokens would consist of padding only.
+            # Batches are padded, so a text without tokens would contain only padding.
             self.check_tokens(one)
         self.warn_of_unknown(texts)
         found = label_texts(self.run, self.tokenizers, self.params, texts, self.module)
         return found if is_list else found[0]
 
     def evaluate(self, data: str | Path, **options: Unpack[EvaluateOptions]) -> dict[str, float]:
-        """Return the measures of the model's task on a file; see `text.evaluation.evaluate`."""
+        """Return the metrics of the model's task on a file; see `text.evaluation.evaluate`."""
         names = EvaluateOptions.__annotations__
         refuse_keywords(self.evaluate, {x: y for x, y in options.items() if x not in names}, names)
         if not isinstance(data, str | Path):
@@ -682,7 +674,7 @@ class LanguageModel(Reader):
             family: for a run: a model_type, such as "llama"; None is the first one that can express
                 the config. A published model keeps its own.
             dtype: dtype of the parameters; None keeps theirs.
-            shard_bytes: maximum size of a file of weights, in bytes; larger files are split.
+            shard_bytes: maximum size of a weight file, in bytes; larger ones are split.
 
         Returns:
             Lines that describe the folder, as the command `convert` prints them.
@@ -725,7 +717,7 @@ def as_texts(name: str, value: str | Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _without_first_space(pieces: Iterator[str]) -> Iterator[str]:
-    """Yield pieces; remove the space before the first word."""
+    """Yield pieces without the space before the first word."""
     for n, piece in enumerate(pieces):
         if piece := piece if n else piece.removeprefix(" "):
             yield piece

@@ -5,7 +5,7 @@
 
     lm_eval.simple_evaluate(model=TransformerJaxLM("FOLDER_OR_ID"), tasks=["lambada_openai"])
 
-Run lm-eval's own command with this model registered (`pip install 'transformer_jax[lm-eval]'`):
+To run lm-eval's command with this model registered (`pip install 'transformer_jax[lm-eval]'`):
 
     python -m transformer_jax.text.lm_eval run --model transformer_jax \
         --model_args pretrained=FOLDER_OR_ID --batch_size 16 --tasks lambada_openai
@@ -45,12 +45,12 @@ NAME = "transformer_jax"
 DEFAULT_LENGTH = 2048
 """Window of a model without a maximum length, the same as in lm-eval's backend."""
 STEPS = 8
-"""Number of tokens that are generated between two searches for a stop string."""
+"""Number of tokens to generate between searches for a stop string."""
 COUNTS = "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"
-"""Names that a task may use for the maximum number of new tokens; the first one found counts."""
+"""Names that a task may use for the maximum number of new tokens, by precedence."""
 
 CONTINUES = "\0continues "
-"""Marks the end of the last message. A template that strips messages removes its space."""
+"""Mark at the end of the last message. Its space shows whether the template strips messages."""
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +84,12 @@ def read_generation(options: Mapping[str, Any], num_tokens: int) -> Generation:
 
     Args:
         options: `until`, `max_gen_toks` (or another of `COUNTS`), `do_sample`, `temperature`,
-            `top_k`, `top_p` and `min_p`. Without `do_sample`, a temperature above 0 draws.
-        num_tokens: default of the maximum number of new tokens.
+            `top_k`, `top_p` and `min_p`. Without `do_sample`, a temperature above 0 samples.
+        num_tokens: default maximum number of new tokens.
     """
     left = dict(options)
     until = left.pop("until", None)
-    # Read all spellings, so that none is reported as unknown; the first of `COUNTS` wins.
+    # Read all names, so that none is reported as unknown.
     counts = [value for name in COUNTS if (value := left.pop(name, None)) is not None]
     count = int(counts[0]) if counts else num_tokens
     check_count("max_gen_toks", count, 1)
@@ -100,7 +100,7 @@ def read_generation(options: Mapping[str, Any], num_tokens: int) -> Generation:
         raise ConfigError(f"temperature is {temperature}: must be above 0 with do_sample")
     chosen: list[Any] = [Temperature(temperature if draws else 0.0)]
     for name, kind in dict(top_k=TopK, top_p=TopP, min_p=MinP).items():
-        # A task that does not draw may set these, too; they have no effect.
+        # A task that does not sample may set these, too; they have no effect.
         if (value := left.pop(name, None)) is not None and draws:
             chosen.append(kind(value))
     if left:
@@ -122,7 +122,7 @@ def rolling_windows(ids: Sequence[int], prefix: int, longest: int) -> list[Scori
     found = []
     for start in range(0, len(ids), longest):
         end = min(start + longest, len(ids))
-        # The last window is short, so more context fits: it overlaps the previous window.
+        # More context fits in the last window if it is short.
         before = ids[max(0, end - longest - 1) : start] if start else [prefix]
         found.append(ScoringRequest(tuple(before), tuple(ids[start:end])))
     return found
@@ -142,15 +142,14 @@ class TransformerJaxLM(_Base):
         pretrained: a loaded model, or an argument of `load`.
         batch_size: number of rows in a batch, at least 1.
         max_length: maximum number of tokens to read at a time; None is the model's max_len.
-        max_gen_toks: default of the maximum number of new tokens.
+        max_gen_toks: default maximum number of new tokens.
         add_bos_token: whether each context starts with the model's begin token; None follows the
             tokenizer, as in lm-eval's own backend.
         dtype: for a published model; see `load`.
         weights: see `load`.
         checkpoint: for a run; see `load`.
-        seed: seed of random texts.
-        device: ignored. lm-eval's command always passes one, but JAX chooses the device; set
-            JAX_PLATFORMS to restrict the choice.
+        seed: random seed for sampling.
+        device: ignored. lm-eval's command always passes one; set JAX_PLATFORMS instead.
 
     Raises:
         ModuleNotFoundError: if lm-eval is not installed.
@@ -205,18 +204,18 @@ class TransformerJaxLM(_Base):
 
     @property
     def batch_size(self) -> int:
-        """The number of rows in a batch."""
+        """Number of rows in a batch."""
         return self.rows
 
     @property
     def eot_token_id(self) -> int | None:
-        """The token that ends a text; None if there is none."""
+        """Token that ends a text, or None."""
         special = special_ids(self.model.tokenizer)
         return special.get("eos", next(iter(self.model.model.stop_ids), None))
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that replaces an empty context: <bos>, else <eos>."""
+        """Token that replaces an empty context: <bos>, else <eos>, else a newline's."""
         if self.model.model.begin_id is not None:
             return self.model.model.begin_id
         base = plain(self.model.tokenizer)
@@ -226,7 +225,7 @@ class TransformerJaxLM(_Base):
 
     @property
     def tokenizer_name(self) -> str:
-        """A name of the tokenizer, under which lm-eval caches requests."""
+        """Name of the tokenizer, under which lm-eval caches requests."""
         return self.model.name.replace("/", "__")
 
     def tok_encode(
@@ -236,11 +235,11 @@ class TransformerJaxLM(_Base):
         left_truncate_len: int | None = None,
         **unused: Any,
     ) -> list[int]:
-        """Return the ids of a text; the spelling of a special token becomes that token."""
+        """Return the ids of a text. The spelling of a special token becomes that token."""
         base, begin = plain(self.model.tokenizer), self.model.model.begin_id
         adds = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if isinstance(base, PretrainedTokenizer):
-            # A rendered chat template may already start with the begin token; do not add a second.
+            # A formatted chat may already start with the begin token; do not add a second one.
             roles = dict(base.roles)
             prefix = roles.get("bos", roles.get("eos"))
             if add_special_tokens is None and prefix is not None and string.startswith(prefix):
@@ -250,7 +249,7 @@ class TransformerJaxLM(_Base):
             ids = encode_text(base, string)
         found = [*([begin] if adds is not False and begin is not None else []), *map(int, ids)]
         self.model.known(np.array(found, np.int32), "the text")
-        # Truncate from the left, because the question is at the end of a context.
+        # Truncate on the left, because the question is at the end of a context.
         return found[-left_truncate_len:] if left_truncate_len else found
 
     def tok_decode(self, tokens: int | Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -338,7 +337,7 @@ class TransformerJaxLM(_Base):
     def _generate(
         self, prompts: Mapping[int, Sequence[int]], settings: Generation
     ) -> Iterable[tuple[int, str]]:
-        """Yield the number of a prompt and its continuation, as each is done, longest first."""
+        """Yield each prompt's number and continuation when it is done; start with the longest."""
         model, tokenizer = self.model, self.model.tokenizer
         end = self.eot_token_id
         stop_ids = tuple({*model.model.stop_ids, *([] if end is None else [end])})
@@ -354,7 +353,7 @@ class TransformerJaxLM(_Base):
         fold = jax.random.fold_in
         requests = (
             Request(ids, settings.num_tokens, key=fold(fold(key, n), 0), id=n)
-            # The longest first, so that a cache that does not fit in memory fails at once.
+            # Longest first, so that a cache that does not fit in memory fails at once.
             for n, ids in sorted(prompts.items(), key=lambda one: -len(one[1]))
         )
         module: Any = build(config).clone(edits=model.module.edits)
@@ -378,7 +377,7 @@ class TransformerJaxLM(_Base):
                 yield part.id, cut_at(text, until)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the source of a chat template by name, or the default one; None for False."""
+        """Return the source of the default or a named chat template; None for False."""
         if chat_template is False or chat_template is None:
             return None
         base = plain(self.model.tokenizer)
@@ -395,7 +394,7 @@ class TransformerJaxLM(_Base):
     ) -> str:
         """Return messages formatted by the model's chat template.
 
-        Without `add_generation_prompt`, the text ends in the last message, so that the model
+        Without `add_generation_prompt`, the text ends with the last message, so that the model
         continues it. If the template rejects system messages, they are dropped with a warning.
         """
         base = plain(self.model.tokenizer)

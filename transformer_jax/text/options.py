@@ -1,4 +1,4 @@
-"""Options for writing a text: one value whose fields are the keywords of `generate` and `chat`."""
+"""Generation options: a value whose fields are the keywords of `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Options(TypedDict, total=False):
 
 
 FORMS: tuple[Form, ...] = ("schema", "regex", "grammar")
-"""Options that constrain the form of a text. They exclude each other."""
+"""Options that constrain the form of a text. At most one may be set."""
 
 CHATS = (
     "stop", "stream", "sampler", "key", "processors", "samples", "slots", "cache_dtype", *FORMS,
@@ -55,22 +55,22 @@ LOOKS_UP = "stop", "sampler", "key", "processors", "cache_dtype"
 
 @config_class
 class GenerateOptions:
-    """Options for writing a text: the keywords of `generate`, `chat` and `search`.
+    """Generation options: the keywords of `generate`, `chat` and `search`.
 
     ValueError if a value has the wrong type or is out of range, or if two options exclude each
-    other. TypeError for an unknown option; it names the intended one.
+    other. TypeError for an unknown option; names the intended one.
     """
 
     num_tokens: int | None = None
-    """Maximum number of new tokens, at least 1. None means 400, or for a run on pairs the length
-    that it was trained on. If a text exceeds `max_len`, the model re-reads the last half and
-    continues. A search, and several samples, write at most as many tokens as fit."""
+    """Maximum number of new tokens, at least 1. None is 400, or the trained length for a run on
+    pairs. If a text exceeds `max_len`, the model re-reads the last half and continues; a search and
+    `samples` stop there."""
     stop: str | Sequence[str] = ()
-    """A string or several; the text ends before the first of them."""
+    """A string or list of strings; the text ends before the first one that occurs."""
     stream: bool = False
-    """Return an iterator of pieces, each as soon as no later token can change it."""
+    """Return an iterator of pieces. Each arrives as soon as no later token can change it."""
     sampler: Greedy | Sample | None = None
-    """How each token is chosen; None takes the likeliest. A `Sample` needs `key`."""
+    """How to choose each token; None takes the likeliest. A `Sample` needs `key`."""
     key: jax.Array | None = None
     """A single `jax.random.key`. Text n of a list is drawn with `fold_in(key, n)`."""
     processors: Sequence[HistoryProcessor] = ()
@@ -80,17 +80,17 @@ class GenerateOptions:
     results: int = 1
     """Number of texts that a search returns, from 1 to `beams`."""
     length_penalty: float | None = None
-    """alpha of a search's score, log p / length^alpha; 0 favours short texts. None means 0, or 1
-    for a run on pairs, as in its own evaluation."""
+    """alpha in the score of a search, log p / length^alpha; 0 favors short texts. None is 0, or 1
+    for a run on pairs, as in its evaluation."""
     samples: int | None = None
     """Draw this many texts for one prompt and return a list; None draws one."""
     slots: int = 8
-    """Number of texts of a list that are written at a time."""
+    """Number of texts of a list to generate at a time."""
     cache_dtype: jax.typing.DTypeLike | None = None
     """dtype of cached keys and values; None is the compute dtype."""
     schema: Mapping[str, Any] | None = None
-    """A JSON schema; the text is JSON that satisfies it. Pass at most one of `schema`, `regex` and
-    `grammar`; they need the extra `structured`."""
+    """A JSON schema; the text is JSON that satisfies it. `schema`, `regex` and `grammar` need
+    `pip install 'transformer_jax[structured]'`, and at most one may be set."""
     regex: str | None = None
     """A regular expression, in Rust's syntax, that the whole text matches."""
     grammar: str | None = None
@@ -129,7 +129,7 @@ class GenerateOptions:
                 raise ValueError(f"{name} is {value!r:.80}: must be {rule}")
         if len(forms) > 1:
             raise ValueError(f"{forms[0]} and {forms[1]}: pass only one of them")
-        # Normal forms: equal options are equal values, and one stop string is a tuple of one.
+        # Normalize, so that equal options compare equal: one stop string becomes a tuple.
         object.__setattr__(self, "stop", check_stop_strings(self.stop))
         object.__setattr__(self, "processors", check_processors(self.processors))
 
@@ -141,13 +141,13 @@ class GenerateOptions:
         num_tokens: int | None,
         options: Mapping[str, Any],
     ) -> GenerateOptions:
-        """Return the options of a call to `function`; TypeError for one that is not in `names`."""
+        """Return the options of a call to `function`; TypeError for one not in `names`."""
         unknown = {name: value for name, value in options.items() if name not in names}
         refuse_keywords(function, unknown, names)
         return cls(num_tokens=num_tokens, **options)
 
     def check_one_prompt(self, count: int | None) -> None:
-        """Raise ValueError if an option needs a single prompt but `count` are passed as a list."""
+        """Raise ValueError if an option needs a single prompt but a list of `count` is passed."""
         if count is not None and (self.stream or self.samples is not None):
             name = "stream" if self.stream else "samples"
             raise ValueError(f"{name}: needs one prompt, not a list of {count}")
@@ -167,12 +167,12 @@ class GenerateOptions:
 
     @property
     def form(self) -> tuple[Form, Any] | None:
-        """The form of the text: the name of the option and its value."""
+        """The option that constrains the form, as name and value, or None."""
         found = ((name, getattr(self, name)) for name in FORMS)
         return next((one for one in found if one[1] is not None), None)
 
     def drawing(self) -> tuple[Sample, jax.Array]:
-        """Return a sampler and its key; without a sampler, one that takes the likeliest tokens."""
+        """Return a sampler and its key; by default, one that takes the likeliest tokens."""
         if self.key is not None and self.sampler is None:
             rule = "needs a sampler that draws, such as sampler=Sample()"
             raise ValueError(f"key is set, but sampler is None: {rule}")

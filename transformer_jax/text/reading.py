@@ -1,4 +1,4 @@
-"""Tokenisation of texts, pairs and messages for a loaded model."""
+"""Tokenization of texts, pairs and messages for a loaded model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from transformer_jax.values import value_class
 Kind = Literal["text", "chat", "targets", "masks", "labels", "signals", "vectors"]
 Conversation: TypeAlias = str | Sequence[Message]
 NUM_TOKENS = 400
-"""Maximum number of new tokens of a text, if `num_tokens` is None."""
+"""Maximum number of new tokens if `num_tokens` is None."""
 
 MASKS = "[MASK]", "_"
 """Spellings of a mask in a prompt of a masked model."""
@@ -55,7 +55,7 @@ MASKS = "[MASK]", "_"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reader:
-    """A model of a run or of a published folder, with methods that read text."""
+    """A trained or published model with methods that read text."""
 
     model: TextModel
     name: str
@@ -95,7 +95,7 @@ class Reader:
 
     @cached_property
     def run(self) -> TrainConfig:
-        """The run that trained the model; for a published model, a run that would fine-tune it."""
+        """The run that trained the model; for a published model, one that would fine-tune it."""
         return self.model.run or published_run(self.config, self.name)
 
     @cached_property
@@ -145,7 +145,7 @@ class Reader:
         """Return the tokens of a prompt, after the tokens that begin every text."""
         ids = np.zeros(0, np.int32)
         if isinstance(self.task, tasks.PreferenceTask):
-            # As in training: a special token in a prompt is ordinary text.
+            # As in training, the spelling of a special token in a prompt is ordinary text.
             ids = prompt_ids(self.tokenizer, prompt)
         if not prompt or not len(ids):
             ids = completion.read_prompt(self.tokenizer, prompt, self.model.begin_id)
@@ -173,8 +173,7 @@ class Reader:
             unknown_words(self.tokenizer, target),
         )
         for line in filter(None, found):
-            # Point the warning at the caller of the model: the number of this package's frames
-            # depends on the method.
+            # Point the warning at the first caller outside this package.
             frame, level = sys._getframe(), 1
             while frame.f_back and str(frame.f_globals.get("__name__")).startswith(
                 "transformer_jax."
@@ -183,14 +182,14 @@ class Reader:
             warnings.warn(line, stacklevel=level)
 
     def check_tokens(self, text: str) -> None:
-        """Raise DataError if a text has no tokens: "", or blanks for a `WordTokenizer`."""
+        """Raise DataError if a text has no tokens, such as blanks for a `WordTokenizer`."""
         if not text or (text.isspace() and not len(encode_text(self.tokenizer, text))):
             raise DataError(f"text is {text!r:.60}: must have at least one token")
 
     def known(self, ids: np.ndarray, what: str) -> np.ndarray:  # i32[n]
         """Return ids; DataError if one is not in the model's vocabulary."""
         size = self.config.vocab_size
-        # An id past the table would make all logits after it NaN.
+        # An id outside the embedding table would make all later logits NaN.
         if len(ids) and ids.max() >= size:
             raise DataError(f"{what} has id {ids.max()}: the model has {size} tokens")
         return ids
@@ -204,7 +203,7 @@ class Reader:
         processors: Sequence[HistoryProcessor] = (),
         cache_dtype: jax.typing.DTypeLike | None = None,
     ) -> Targets:
-        """Return the reader of sources and writer of targets for a model of pairs."""
+        """Return a `Targets`, which reads sources and writes targets, for a model of pairs."""
         published = self.task is None
         return Targets(
             self.run, self.tokenizers, self.params, self.module, published=published,
@@ -263,7 +262,7 @@ def published_run(
 
 
 def checked_messages(messages: Conversation) -> list[Message]:
-    """Return messages as a list; a string is a message of the user. DataError for another form."""
+    """Return messages as a list; a string is a user message. DataError if they are invalid."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     rule = 'must be a string or [{"role": "user", "content": "..."}, ...]'
@@ -306,10 +305,7 @@ def call_arguments(inputs: dict[str, Array]) -> dict[str, Any]:
 
 
 def read_whole(model: Reader, text: Any) -> WholeText:
-    """Tokenise a text, or (source, target) for a model of pairs.
-
-    DataError if the text has another form or is too long.
-    """
+    """Tokenize a text or (source, target); DataError if it has the wrong type or is too long."""
     config = model.config
     pairs = model.kind == "targets"
     if pairs != (isinstance(text, tuple) and len(text) == 2) or not all(
@@ -349,7 +345,7 @@ def read_whole(model: Reader, text: Any) -> WholeText:
 def token_id(tokenizer: Tokenizer, name: str, word: str, vocab_size: int) -> int:
     """Return the single token of a word; DataError if it has several tokens or is unknown.
 
-    The word is looked up with a leading space, as it appears inside a text, if that is one token.
+    If the word with a leading space, as it appears inside a text, is one token, return that one.
     """
     if not isinstance(word, str) or not word:
         raise DataError(f"{name} is {word!r:.60}: must be a string of one token")

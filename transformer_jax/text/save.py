@@ -1,4 +1,4 @@
-"""Saving of a model and its tokenizer as a folder for Hugging Face's libraries."""
+"""Saving a model and its tokenizer as a folder for Hugging Face's libraries."""
 
 from __future__ import annotations
 
@@ -81,15 +81,15 @@ def save_run(
 def written_as(
     config: ModelConfig, family: str | None, definition: bytes | None = None
 ) -> tuple[str, ModelConfig]:
-    """Return the family that a model is written as, and its config, possibly with added biases.
+    """Return the family to write a model as, and its config, possibly with added biases.
 
     `definition` is the content of tokenizer.json.
     """
     attention = replace(config, use_bias=True, qkv_bias=None, ff_bias=bool(config.ff_bias))
     all_layers = replace(config, use_bias=True)
     reason: ConfigError | None = None
-    # Some families always have biases, some everywhere except in the feed-forward network. Biases
-    # of zero change no result.
+    # Some families always have biases, everywhere or except in feed-forwards. Zero biases change
+    # no result.
     for tried in (config,) if config.use_bias else (config, attention, all_layers):
         try:
             name = written_family(tried, family)
@@ -116,10 +116,9 @@ def with_zero_biases(config: ModelConfig, params: Params) -> Params:
 
 
 def token_ids(tokenizer: Tokenizer, kind: str, vocab_size: int) -> JsonObject:
-    """Return the keys of config.json that name tokens.
+    """Return the keys of config.json that name tokens; None for a token that does not exist.
 
-    The value is None if the tokenizer or the model lacks the token. None is written as null,
-    because a family may have a default for a missing key.
+    None is written as null, because a family may have a default for a missing key.
     """
     base = plain(tokenizer)
     added = tokenizer.special_ids if isinstance(tokenizer, SpecialTokens) else {}
@@ -148,7 +147,7 @@ def tokenizer_files(
 ) -> tuple[dict[str, bytes], str]:
     """Return the files that describe a tokenizer to other libraries, and a line about them.
 
-    If the model `classifies`, the files frame each text with the tokens that the encoder expects.
+    If the model `classifies`, the files frame each text with the special tokens it expects.
     """
     settings: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast"}
     match plain(tokenizer):
@@ -218,7 +217,7 @@ def _with_added(definition: JsonObject, tokenizer: SpecialTokens) -> dict[str, s
         # An ordinary piece of the vocabulary must not become a special token.
         while text in taken:
             text = f"<{text}>"
-        if isinstance(vocabulary, dict):  # this pins the id
+        if isinstance(vocabulary, dict):  # fixes the id
             vocabulary[text] = i
         added.append(dict(id=i, content=text, **flags))
         if name in ROLES:

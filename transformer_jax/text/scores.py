@@ -48,12 +48,12 @@ class Score:
 
     @property
     def num_tokens(self) -> int:
-        """The number n of scored tokens."""
+        """Number n of scored tokens."""
         return len(self.tokens)
 
     @property
     def nats(self) -> float:
-        """-log p of all tokens together."""
+        """-log p of the text, in nats: the sum over its tokens."""
         return math.fsum(self.token_nats)
 
     @property
@@ -77,8 +77,8 @@ class Windows(NamedTuple):
     """How to read a text that exceeds one window; `LanguageModel.score` documents the defaults.
 
     Attributes:
-        size: number of tokens that are read at a time.
-        stride: number of tokens between the beginnings of two windows.
+        size: number of tokens to read at a time.
+        stride: number of tokens between the starts of windows.
         batch_size: number of windows in a batch.
     """
 
@@ -122,7 +122,7 @@ def score_text(model: Reader, text: ScoreInput, read: Windows) -> Score:
 
 
 def _turn(model: Reader, text: ScoreInput) -> tuple[Turn, str]:
-    """Return the turn of a pair or of messages, and its answer, which is scored."""
+    """Return the turn of a pair or of messages, and its answer, which is the part to score."""
     if is_pair(text):
         if isinstance(model.task, PreferenceTask) and model.kind == "text":
             return text_turn(model.tokenizer, *text), text[1]
@@ -174,8 +174,7 @@ def _score_ids(
         name = "max_len" if read.size is None else "window"
         raise ValueError(f"stride is {stride}: must be at most {name} {longest}")
     # An edit that combines rows would mix windows, and one that averages tokens would see padding,
-    # so an edited model reads single rows without padding. It is also told how many tokens precede
-    # the window.
+    # so an edited model reads single rows without padding. Edits also get the window's offset.
     edited = bool(model.module.edits)
     rows, nats, count = windows(ids, first, longest, stride, exactly=edited), list[float](), 0
     if edited:
@@ -198,7 +197,7 @@ def _score_ids(
 
 
 def _nats(model: Reader, batch: Batch, module: CheckedModule) -> list[float]:
-    """Return -log p of each label that counts, row after row."""
+    """Return -log p of each label that is not ignored, row by row."""
     nats = np.asarray(token_nats(module, model.params, batch), np.float64)
     values: list[float] = nats[np.asarray(batch.labels) != IGNORE].tolist()
     return values
@@ -214,11 +213,11 @@ def windows(
 ) -> Iterator[Batch]:
     """Yield rows [1, T] of at most `longest` tokens that score each label from `first` on once.
 
-    Rows are padded to one length, unless they must contain `exactly` the tokens of the text.
+    Rows are padded to one length; with `exactly`, they contain only the tokens of the text.
     """
     tokens, labels = ids[:-1], ids[1:].copy()
     labels[: first - 1] = IGNORE
-    # Rows of one length share a program, and bucketed lengths share it between texts.
+    # Rows of one length share a program. Texts share it, too, because lengths are bucketed.
     length, done = min(longest, bucket(len(tokens))), 0
     for start in range(0, len(tokens), stride):
         end = min(start + longest, len(tokens))
@@ -233,5 +232,5 @@ def windows(
 
 
 def is_pair(text: ScoreInput) -> TypeGuard[tuple[str, str]]:
-    """Whether this is a tuple of two strings."""
+    """Whether a text is a tuple of two strings."""
     return isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)

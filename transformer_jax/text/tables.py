@@ -1,8 +1,8 @@
 """Tables over tokens, layers and heads, as a matplotlib figure or an HTML page with hover details.
 
 The page is a single HTML file without scripts; its policy forbids loading anything. Strings are
-escaped, and invisible characters are spelled out, as in the figures. The colours follow the
-reader's light or dark mode.
+escaped, and invisible characters are spelled out, as in the figures. The colors follow the reader's
+light or dark mode.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ WIDEST = 26.0
 class Table:
     """A table of numbers with labels, cell texts and hover hints.
 
-    A table with a single unnamed row is a text: the page sets its columns as words. Tokens are
-    spelled by `marked`.
+    A page shows a table with a single unnamed row as running text. `marked` spells tokens.
     """
 
     title: str
@@ -36,14 +35,14 @@ class Table:
     columns: Sequence[str]
     values: np.ndarray  # f32[R, C]
     most: float | None = None
-    """Value of the darkest shade; None is the largest one. Negative values have another colour."""
+    """Absolute value of the darkest shade; None is the largest one in the table."""
     cells: Sequence[Sequence[str]] | None = None
     """Strings to show in the cells instead of the numbers."""
     hints: Sequence[Sequence[str]] | None = None
-    """Strings that the page adds to the row, column and number of a hovered cell."""
+    """Strings that the page shows on hover, after the row, column and number of a cell."""
 
     def shades(self) -> np.ndarray:  # f64[R, C]
-        """Return the shade of each value: 1 or -1 is darkest, 0 is none."""
+        """Return the shade of each value, from -1 to 1; 0 is white."""
         values = np.asarray(self.values, np.float64)
         most = np.abs(values).max(initial=0.0) if self.most is None else self.most
         return np.clip(values / most, -1, 1) if most > 0 else np.zeros(values.shape)
@@ -57,7 +56,7 @@ class TableResult:
         raise NotImplementedError
 
     def summary(self) -> str:
-        """Return the few lines that a command prints."""
+        """Return a few lines of text for a command to print."""
         raise NotImplementedError
 
     def plot(self) -> Figure:
@@ -70,7 +69,7 @@ class TableResult:
 
 
 def draw_tables(tables: Sequence[Table]) -> Figure:
-    """Draw tables below one another: red is above 0, blue is below, darker is farther from 0."""
+    """Draw tables from top to bottom: red is above 0, blue below, and darker farther from 0."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
@@ -86,14 +85,14 @@ def draw_tables(tables: Sequence[Table]) -> Figure:
     FigureCanvasAgg(figure)
     styles: dict[str, Any] = dict(fontfamily=families, parse_math=False)
 
-    def width(texts: Sequence[str], size: float) -> float:  # inches of the longest
+    def width(texts: Sequence[str], size: float) -> float:  # of the longest, in inches
         drawn = [figure.text(0, 0, text, fontsize=size, **styles) for text in {*texts}]
         longest = max((text.get_window_extent().width for text in drawn), default=0.0)
         for text in drawn:
             text.remove()
         return float(longest) / figure.dpi
 
-    # One pair of axes covers the figure; its unit is an inch, from the top left corner.
+    # One pair of axes covers the figure. Coordinates are inches from the top left corner.
     axes = figure.add_axes((0, 0, 1, 1))
     axes.axis("off")
     axes.autoscale(False)
@@ -137,7 +136,7 @@ def draw_tables(tables: Sequence[Table]) -> Figure:
 
 
 def number(value: float) -> str:
-    """Format the number of a cell, with about three digits."""
+    """Format the number of a cell with about three digits."""
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:z.{digits}f}"
 
@@ -170,8 +169,8 @@ td:hover i, .text b:hover i { display: block; }
 
 
 def page(title: str, summary: str, tables: Sequence[Table]) -> str:
-    """Return tables as one HTML file; details of a hovered cell appear at the bottom."""
-    # Text of a model is untrusted. If some gets past `escape`, the policy keeps it from running.
+    """Return tables as an HTML page; details of the hovered cell appear at the bottom."""
+    # A model's text is untrusted. If some gets past `escape`, the policy keeps it from running.
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     parts = [
         "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
@@ -183,7 +182,7 @@ def page(title: str, summary: str, tables: Sequence[Table]) -> str:
     for table in tables:
         shades = table.shades()
         parts.append(f"<h2>{escape(table.title)}</h2>")
-        # A table of one text is easiest to read as the text itself.
+        # Show a table with a single unnamed row as running text.
         is_text = len(table.rows) == 1 and not table.rows[0]
         tag = "b" if is_text else "td"
         lines = []
