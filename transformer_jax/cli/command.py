@@ -57,7 +57,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TypedModelOptions(ModelOptions):
-    """Options of a command that loads a model and may convert its weights."""
+    """Options of a command that loads a model and can convert its weights."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """For a published model: dtype of its parameters; default: as stored."""
@@ -76,7 +76,7 @@ def check_picture(out: Path, endings: Sequence[str] = PICTURES) -> None:
 def refuse_unread(
     options: object, reads: Mapping[str, Collection[str]], chosen: str, needs: str = "needs"
 ) -> None:
-    """Raise ConfigError for an option that was passed but is read only with another choice.
+    """Raise ConfigError if an option was passed that is read only with another choice.
 
     `reads` maps each choice to the options that it reads.
     """
@@ -90,9 +90,9 @@ def refuse_unread(
 def report_unknown(
     name: str, tokenizer: Tokenizer, texts: Sequence[str], masks: Sequence[str] = ()
 ) -> None:
-    """Print one line with the words of the texts, except masks, that have no token.
+    """Print one line that lists the words without a token, except masks.
 
-    The line replaces the warning of the model, which `run` filters out.
+    The line replaces the model's warning, which `run` filters out.
     """
     from transformer_jax.tokenizers.special import unknown_words
 
@@ -125,12 +125,12 @@ def run(
 ) -> int:
     """Read the options of a command, call `work` and return the exit status.
 
-    The name of the command is the name of the options class, or `name`. Its help begins with
-    `about`, or with the docstring of the module of the options. `work` receives the options and,
-    for each of the `more` flags, the texts of their fields. The exit status is the return value of
-    `work`, or 0; 1: something cannot be read; 2: usage; 130: interrupted.
+    `name` defaults to the name of the options class; `about`, the beginning of the help, to the
+    docstring of its module. `work` receives the options and, for each of `more`, the texts of its
+    fields. The exit status is what `work` returns, or 0; 1: something cannot be read; 2: usage;
+    130: interrupted.
     """
-    # A terminal may lack characters that a model writes.
+    # A model may write characters that the terminal lacks.
     escape_unprintable()
     name = name or options.__name__.lower()
     argv = list(sys.argv[1:] if argv is None else argv)

@@ -65,7 +65,7 @@ def convert(options: Convert) -> list[str]:
         shard_bytes = max(int(gigabytes * 10**9), 1)
     check_new_folder("to", options.to)
     target = Path(options.to)
-    # `lexists` also finds a dangling link, which would be written through.
+    # `lexists` also finds a dangling link, which writing would follow.
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"to is {str(target)!r}: already exists; must be new or empty")
     if options.adapter:

@@ -55,10 +55,9 @@ class Evaluate(ModelOptions):
     context: int | None = None
     """For a published model: tokens in a window; default: 512."""
     task: str | None = None
-    """For a published model, chat: evaluate its answers in lines of messages, as for a run of the
-    task chat."""
+    """For a published model: chat evaluates its answers in lines of messages; default: text."""
     zero: str | None = None
-    """Evaluate with a place of transformer_jax.places set to 0; * matches any block."""
+    """Set a place of the model (transformer_jax.places) to 0; * matches any block."""
     heads: tuple[int, ...] | None = field(default=None, metadata=WORDS)
     """With --zero: indices of the heads; default: all."""
     json: bool = False
@@ -69,7 +68,7 @@ READS = {
     "data": ("targets", "examples", "beams", "context", "task"), "prompt": ("target",),
     "text": ("window", "stride", "batch_size"), "choices": ("batch_size",),
 }  # fmt: skip
-"""The options that select the data, with the other options that each of them reads."""
+"""Options that select the data, with the other options that each one reads."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,7 +141,7 @@ def evaluate(options: Evaluate) -> None:
 
         print(json_text(dict(found), indent=1))
         return
-    # Aligned for people; programs use `--json`.
+    # Align for human readers; programs use `--json`.
     width = max(map(len, found))
     for name, value in found.items():
         print(f"{name:{width}}  {value if isinstance(value, str) else f'{value:.6g}'}")

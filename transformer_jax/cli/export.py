@@ -1,4 +1,4 @@
-"""Export a decoder as programs that JAX runs without this package, with a script that runs them.
+"""Export a decoder as programs that run without this package, with a script to run them.
 
 python -m transformer_jax export --model FOLDER_OR_ID_OR_RUN --to FOLDER
 python FOLDER/decode.py "Once upon a time"

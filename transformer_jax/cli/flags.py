@@ -1,8 +1,8 @@
-"""Flags of dataclasses: the fields of a run's config and the options of every command.
+"""Flags from dataclasses: the fields of a run's config and the options of every command.
 
 The flag of a field is its path: `--model.d-model 64`, `--model.positions.base 5e5`. A unique suffix
-of the path is enough: `--d-model`, `--positions.base`. A field that contains one of several configs
-takes the name of its kind; the fields of that kind follow, as flags or in the same word:
+of the path is enough: `--d-model`, `--positions.base`. A field that can contain several kinds of
+config takes the name of a kind; the fields of that kind follow, as flags or in the same word:
 `--positions rope --positions.base 5e5`, `--positions rope,base=5e5`, `--mesh data=2,fsdp=4`. If a
 field of an optional config shares a suffix with another field, the suffix means the other field:
 `--dropout` is the model's, not that of `--lora`.
@@ -26,16 +26,16 @@ from transformer_jax.config.keywords import field_docs, nearest_flag
 from transformer_jax.config.kinds import field_hints, kind_name
 
 Path: TypeAlias = tuple[str, ...]
-"""The names of the fields that lead from a config to a field within it."""
+"""Names of the fields that lead from a config to a nested field."""
 
 Text: TypeAlias = str | list[str]
-"""The value of a flag: a word, or several words if the field takes `WORDS`."""
+"""Value of a flag: a word, or several words if the field has the metadata `WORDS`."""
 
 Config = TypeVar("Config")
 
 WORDS = {"words": True}
-"""Metadata of a tuple whose items are words, `--stop A B` or `--stop A --stop B`. Items may contain
-commas; other tuples are split at commas."""
+"""Metadata of a tuple that is passed as words: `--stop A B` or `--stop A --stop B`. Items may
+contain commas; other tuples are split at commas."""
 
 POSITIONAL = {"positional": True, **WORDS}
 """Metadata of a tuple of positional arguments."""
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
 def spelled(
     argv: Sequence[str],
-    names: Mapping[str, str],  # every spelling of a flag, dashes included: the flag it means
+    names: Mapping[str, str],  # full name of a flag by every spelling, with dashes
 ) -> list[str]:
     """Return `argv` with the full name of every flag.
 
@@ -85,13 +85,13 @@ class Field:
 
     path: Path
     owner: type
-    """The config class that defines the field; several kinds of a union may share a path."""
+    """Config class that defines the field; several kinds in a union may share a path."""
     hint: Hint
     default: FieldValue
     metadata: Mapping[str, Any]
 
     def help(self, defaults: object, named: bool, kinds: str) -> str:
-        """Return a help line: the docstring of the field and its default in brackets.
+        """Return a help line: the docstring of the field, and its default in brackets.
 
         If `named`, the line starts with the kind that owns the field. `kinds` lists the fields of
         the configs that the field may contain.
@@ -114,7 +114,7 @@ class Field:
 
 
 class ConfigFlags:
-    """Flags of a dataclass and of the dataclasses within it."""
+    """Flags of a dataclass and its nested dataclasses."""
 
     def __init__(
         self, config: type, without: Collection[Path] = (), *, whole: str = "run", none: bool = True
@@ -122,7 +122,7 @@ class ConfigFlags:
         """Collect the fields, except those in `without`, which the command sets itself.
 
         `whole` is the help title of the fields of `config` itself. With `none`, the word None sets
-        None. Options of a command pass False: there, None means that the flag is absent, and a
+        None. It is False for options of a command, where None means that the flag is absent, and a
         string may be "none".
         """
         self.config, self._whole, self._without, self._none = config, whole, without, none
@@ -134,7 +134,7 @@ class ConfigFlags:
         for field in _walk(self.config, (), self._none):
             if field.path not in self._without:
                 self.fields.setdefault(field.path, []).append(field)
-        # A path into an optional config, such as lora.dropout, yields its suffixes to other paths.
+        # Paths into an optional config, such as lora.dropout, give up suffixes that others share.
         optional = {
             path for path, same_path in self.fields.items()
             if len(_kinds(same_path[0].hint)) == 1
@@ -148,11 +148,11 @@ class ConfigFlags:
             for start in range(1, len(path))
             if (counts_first if path in first else counts)[path[start:]] == 1
         }
-        """Every spelling of a flag, with its full name."""
+        """The full name of a flag by every spelling."""
         self.names |= {flag_of(path): flag_of(path) for path in self.fields}
 
     def groups(self) -> dict[str, Path]:
-        """Return the paths of the configs that have flags, by their titles in the help."""
+        """Return the paths of the configs that have flags, by their titles in help."""
         within = sorted(dict.fromkeys(path[:-1] for path in self.fields), key=len)
         return {".".join(path) or self._whole: path for path in within}
 
@@ -161,9 +161,9 @@ class ConfigFlags:
     ) -> None:
         """Add a flag for every field, in one argument group for each config.
 
-        The help contains the groups in `shown` (None: all groups), with values from `defaults`. The
-        flag of a config whose group is not shown lists its fields. Help texts of other groups are
-        not generated, because reading them from the source takes a third of a second.
+        Help contains the groups in `shown` (None: all), with values from `defaults`. The flag of a
+        config whose group is not shown lists its fields. Help texts of other groups are not
+        generated, because reading them from the source takes a third of a second.
         """
         groups = self.groups()
         shown = groups if shown is None else shown
@@ -209,9 +209,9 @@ class ConfigFlags:
         return {path: found[".".join(path)] for path in self.fields if ".".join(path) in found}
 
     def options(self, arguments: argparse.Namespace) -> Any:
-        """Return the options dataclass, all fields of which are plain values.
+        """Return the options dataclass, whose fields are all plain values.
 
-        ConfigError for an invalid text and for a missing required flag.
+        ConfigError for an invalid text or a missing required flag.
         """
         texts = self.texts(arguments)
         for path, (field,) in self.fields.items():
@@ -222,7 +222,7 @@ class ConfigFlags:
         })  # fmt: skip
 
     def read(self, texts: Mapping[Path, Text], base: FieldValue) -> dict[Path, FieldValue]:
-        """Return the changes of the flags to `base`: values by path, a class for a kind of config.
+        """Return the flags' changes to `base`: values by path; a kind of config is a class.
 
         ConfigError names the field, its text and the rule.
         """
@@ -242,7 +242,7 @@ class ConfigFlags:
     def _split_words(self, texts: Mapping[Path, Text]) -> dict[Path, Text]:
         """Split a word such as `rope,base=5e5` into a kind and its fields.
 
-        Fields without a kind belong to the only kind, or to the kind of the base config.
+        Fields without a kind belong to the only kind, or to the kind in the base config.
         """
         found = dict(texts)
         for path, text in texts.items():
@@ -299,8 +299,7 @@ def _items(name: str, text: str) -> Iterator[tuple[str, str]]:
 def changed(config: Config, changes: Mapping[Path, FieldValue], path: Path = ()) -> Config:
     """Apply changes to the config at `path`, and validate the result once.
 
-    A class among the changes selects a kind of config, with its defaults unless `config` already
-    has that kind.
+    A class selects a kind of config, with its defaults unless `config` already has that kind.
     """
     updates: dict[str, FieldValue] = {}
     for field in fields(config):  # type: ignore[arg-type]
@@ -320,7 +319,7 @@ def value_at(config: object, path: Path) -> object:
 
 
 def _at(base: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -> FieldValue:
-    """Return the value at a path after the changes of kinds."""
+    """Return the value at a path after changes of kinds."""
     value = base
     for end, name in enumerate(path, start=1):
         value = _changed_value(getattr(value, name), changes, path[:end])
@@ -337,7 +336,7 @@ def _changed_value(value: FieldValue, changes: Mapping[Path, FieldValue], path: 
 
 
 def _walk(config: type, path: Path, none: bool) -> Iterator[Field]:
-    """Yield every field of a config class and of the configs within it."""
+    """Yield every field of a config class and its nested configs."""
     hints = field_hints(config)
     for field in fields(config):
         hint, here = hints[field.name], (*path, field.name)
@@ -394,7 +393,7 @@ def _read(name: str, hint: Hint, text: Text) -> FieldValue:
             if text in get_args(option):
                 return text
         elif get_origin(option) is tuple:
-            # A text without a comma is a tuple of one item, unless another option may match it.
+            # A text without a comma is a tuple of one item, unless it may match another option.
             literals = [one for one in options if get_origin(one) is Literal]
             others = [one for one in options if one not in (NoneType, option)]
             single = others == literals and not any(text in get_args(one) for one in literals)
@@ -408,7 +407,7 @@ def _read(name: str, hint: Hint, text: Text) -> FieldValue:
 
 
 def _options(hint: Hint) -> tuple[Hint, ...]:
-    """Return the types of a union, None first; another type is returned alone."""
+    """Return the types of a union, None first, or a tuple that contains only the type."""
     options = (hint,) if get_origin(hint) in (None, Literal, tuple) else get_args(hint)
     return tuple(sorted(options, key=lambda option: option is not NoneType))
 

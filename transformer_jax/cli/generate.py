@@ -95,7 +95,7 @@ class Generate(TypedModelOptions):
     max_len: int | None = None
     """For a published model: override its maximum length."""
     seed: int | None = None
-    """Seed of all randomness; default: 0."""
+    """Random seed; default: 0."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +107,7 @@ def generate(options: Generate) -> None:
     """Generate text and print it."""
     if options.seed is not None and not 0 <= options.seed < 2**32:
         raise ConfigError(f"seed is {options.seed}: must be at least 0 and below 2**32")
-    # These methods do not combine. GenerateOptions, below, checks the options of each method.
+    # These options exclude each other. GenerateOptions, below, checks all others.
     excluded = {"lookup": ("prompts", "beams", "samples", *FORMS), "beams": FORMS}
     excluded["prompts"] = ("prompt",) if options.beams else ("prompt", "samples")
     for method, names in excluded.items():
@@ -117,7 +117,7 @@ def generate(options: Generate) -> None:
     if options.prompts is None and options.slots is not None:
         raise ConfigError(f"slots is {options.slots}: needs prompts")
     sampled = [name for name in SAMPLING if getattr(options, name) is not None]
-    # Beam search would ignore them silently.
+    # Beam search would silently ignore them.
     if options.beams is not None and (sampled or options.stop):
         raise ConfigError(f"{[*sampled, 'stop'][0]} with beams: not supported by beam search")
     from transformer_jax.text.options import GENERATES, SEARCHES, GenerateOptions
@@ -180,7 +180,7 @@ def generate(options: Generate) -> None:
         text, out = model.look_up(prompt, count, options.lookup, **chosen)
         print(f"{before[0]}{text.removeprefix(' ') if chats else text}")
         print(
-            # On stderr, so that only the text is piped.
+            # Print to stderr, so that only the text is piped.
             f"{int(out.accepted.sum())} of {int(out.proposed.sum())} proposed tokens accepted, "
             f"{int(out.calls)} calls of the model for {int(out.lengths.sum())} tokens",
             file=sys.stderr,
@@ -230,7 +230,7 @@ def generate(options: Generate) -> None:
 
 
 def _form(options: Generate) -> dict[str, Any]:
-    """Return the constraint on the output, read from its file."""
+    """Return the constraint on the output, reading its file."""
     from transformer_jax.decoding.structured import check_installed
     from transformer_jax.tokenizers.utf8 import DataError
     from transformer_jax.training.data import Source

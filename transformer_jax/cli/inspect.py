@@ -39,9 +39,9 @@ class Inspect(ModelOptions):
     what: Literal["attention", "lens", "patch", "heads", "attribution"] = "lens"
     """What to show."""
     target: str | None = None
-    """For pairs: the target so far; default: none; for attention and lens, the model's output."""
+    """For pairs: the target so far; default: empty; for attention and lens, the model's output."""
     other: str | None = None
-    """For patch: the prompt to patch, with as many tokens; for pairs, the other target."""
+    """For patch: the prompt to patch, with the same number of tokens; for pairs: another target."""
     answer: str | None = None
     """The answer, one token; default: the model's likeliest."""
     other_answer: str | None = None
@@ -51,7 +51,7 @@ class Inspect(ModelOptions):
     """For attribution: an uninformative token; default: the first of mask, padding, <unk>, end and
     space that the tokenizer has."""
     part: Literal["self", "cross", "encoder"] | None = None
-    """For attention in an encoder-decoder: one of its kinds; default: all."""
+    """For attention in an encoder-decoder: one kind of attention; default: all."""
     layer: int | None = None
     """For attention: one layer, counted from 0; default: all."""
     head: int | None = None
@@ -66,11 +66,11 @@ READS = {
     "patch": ("other", "answer", "other_answer"), "heads": ("answer", "other_answer"),
     "attribution": ("answer", "other_answer", "baseline"),
 }  # fmt: skip
-"""The values of --what, with the options that each reads in addition to the prompt."""
+"""Values of --what, with the options that each one reads in addition to the prompt."""
 
 LENS_TOKENS = 40
-"""Maximum length of a target that the model generates for the lens; half of its max_len if that is
-less, because a text that is read again may have more tokens than were generated."""
+"""Maximum length of a target that the model generates for the lens, or half of max_len if less: a
+re-encoded text may have more tokens than were generated."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def inspect(options: Inspect) -> None:
     refuse_unread(options, READS, what, "needs what to be")
     if what == "patch" and not options.other:
         raise ConfigError(f"other is {options.other!r}: must be the prompt to patch")
-    # float32, because rounding to bfloat16 would be visible when tokens and heads are compared
+    # float32, because bfloat16 rounding would be visible when tokens and heads are compared
     model = options.load_float32()
     others = [options.other] if options.other else []
     texts: list[str | tuple[str, str]] = [prompt, *others]

@@ -1,4 +1,4 @@
-"""List the words whose input embeddings have the largest cosine with that of a word.
+"""List the words whose input embeddings have the largest cosine similarity to that of a word.
 
 python -m transformer_jax nearest --model RUN --word king
 python -m transformer_jax nearest --model FOLDER_OR_ID --word king --minus man --plus woman

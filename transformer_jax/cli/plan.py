@@ -73,7 +73,7 @@ def plan(options: PlanOptions, texts: Mapping[Path, Text]) -> bool:
     from transformer_jax.training.planning.plan import plan_decoding, plan_training
 
     start, name = Start(preset=options.preset), options.model
-    # --model is a kind in train.py and a folder in other commands; a kind takes precedence.
+    # In train.py --model is a kind, and in other commands a folder; a kind takes precedence.
     if name in names_of(AnyModelConfig):
         start = Start(preset=options.preset, model=name)
     elif name is not None:
@@ -139,7 +139,7 @@ def plan(options: PlanOptions, texts: Mapping[Path, Text]) -> bool:
 
 
 def _print(found: Plan) -> None:
-    """Print the memory of one chip by kind, and the minimum time of a step."""
+    """Print the memory that one chip needs, by purpose, and the minimum time of a step."""
     memory, hardware = found.memory, found.hardware
     chip = "this machine" if hardware.chip is None else f"a chip ({hardware.chip.name})"
     kinds = [

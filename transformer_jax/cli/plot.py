@@ -4,8 +4,8 @@
     python -m transformer_jax plot runs/small runs/large --x tokens --out compared.png
 
 The table lists the config fields in which the runs differ. `--x` is step, tokens or hours; hours
-count training steps, not evaluations and checkpoints. All data come from config.json and
-metrics.jsonl, so a run may still be in progress.
+exclude evaluations and checkpoints. All data come from config.json and metrics.jsonl, so a run may
+still be in progress.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNNAMED = {
     "out", "seed", "log_every", "eval_every", "checkpoint_every", "keep", "sample_tokens", "log",
     "profile", "dump_batch",
 }  # fmt: skip
-"""Fields that do not describe a run; the seed is listed if nothing else differs."""
+"""Fields that do not describe a run. The seed is listed only if nothing else differs."""
 
 
 @value_class
@@ -54,7 +54,7 @@ class Curves:
     damaged: int
     """Number of lines of metrics.jsonl that could not be read."""
     counted: bool = False
-    """Whether the model is an n-gram, which counts the whole training part in one step."""
+    """Whether the model is an n-gram, which counts all training data in one step."""
     of_pairs: bool = False
     """Whether the loss is over pairs of answers, which have no perplexity."""
 
@@ -63,11 +63,11 @@ class Curves:
         return "-" if self.of_pairs or not loss < 700 else f"{math.exp(loss):.4g}"
 
     def points(self, field: str, axis: Axis) -> list[tuple[float, float]]:
-        """Return the values of a field over the axis, without lines that lack the field."""
+        """Return points (axis, field) from the lines that have the field."""
         found = []
         seconds, last = 0.0, 0
         for line in self.lines:
-            # Only training steps count, not evaluations and pauses before a resume.
+            # Count only training steps, not evaluations and pauses before a resume.
             rate = line.get("tokens_per_second")
             if rate:
                 seconds += (line["step"] - last) * self.tokens_per_step / rate
@@ -134,7 +134,7 @@ def labels_of(configs: Sequence[TrainConfig]) -> list[str]:
     flat = [dict(_flat(config, "")) for config in configs]
     paths = list(dict.fromkeys(path for one in flat for path in one))
     differing = [path for path in paths if len({one.get(path) for one in flat}) > 1]
-    # If the kind of a config differs, so do its fields: list only the kind.
+    # If the kind of a config differs, list only the kind, because all its fields differ.
     whole = {path for path in differing if path.rpartition(".")[0] not in differing}
     listed = [path for path in differing if path.split(".")[0] not in UNNAMED and path in whole]
     listed = listed or [path for path in differing if path == "seed"]
@@ -150,7 +150,7 @@ def labels_of(configs: Sequence[TrainConfig]) -> list[str]:
 
 
 def _flat(config: FieldValue, path: str) -> Iterator[tuple[str, FieldValue]]:
-    """Yield the paths and values of all nested fields, with the kind as the value of a config."""
+    """Yield the paths and values of all nested fields; the value of a config is its kind."""
     for one in dataclasses.fields(config):
         value, here = getattr(config, one.name), path + one.name
         if dataclasses.is_dataclass(value):
@@ -165,7 +165,7 @@ def _format(value: FieldValue) -> str:
 
 
 def table(curves: Sequence[Curves]) -> str:
-    """Return a table with one line for each run: its progress, losses, speed and label."""
+    """Return a table with a line for each run: progress, losses, speed and label."""
     header = ["run", "step", "tokens", "training", "held out", "best, at step", "perplexity"]
     header += ["tokens/s", "what"]
     rows = []
@@ -251,7 +251,7 @@ def _zoom(panel: Axes, curves: Sequence[Curves], axis: Axis) -> None:
     """Set the limits of the losses, ignoring the first tenth of the longest run."""
     every = [one.points(name, axis) for one in curves for name in ("loss", "val_loss")]
     longest = max((points[-1][0] for points in every if points), default=0.0)
-    # The loss first falls from ln V, which would leave no room for the differences.
+    # The initial fall from ln V would leave no room for the differences.
     later = [value for points in every for x, value in points if x >= longest / 10]
     later += [value for one in curves if one.counted for _, value in one.points("val_loss", axis)]
     if later:
@@ -269,7 +269,7 @@ def _label_ends(panel: Axes, ends: Sequence[tuple[float, float, str, str, str]])
     cut = [name if len(name) <= 24 else f"{name[:23]}…" for _, _, name, *_ in finite]
     names, fonts = spelled(cut)
     for (x, y, _, perplexity, colour), name in zip(finite, names, strict=True):
-        # If curves end close to each other, a label moves up until it has room.
+        # If curves end close to each other, move labels up until they have room.
         place = max(y, place + room)
         panel.annotate(
             f" {name}  {y:.3f} ({perplexity})", (x, y),

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_folder(options: Prepare) -> None:
     """Prepare the files and print a summary."""
-    # The folder records this config, without `out` and `workers`, which may change on continuation.
+    # The folder stores this config without `out` and `workers`, which may change on continuation.
     names = [one.name for one in fields(PrepareConfig)]
     config = PrepareConfig(**{name: getattr(options, name) for name in names})
     workers = _processors() if options.workers is None else options.workers
@@ -119,5 +119,5 @@ class ProgressLine:
 
 def _processors() -> int:
     """Return the number of processors that this process may use."""
-    # `cpu_count` counts those of the machine; a container may have fewer.
+    # `cpu_count` counts the machine's processors; a container may have fewer.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1

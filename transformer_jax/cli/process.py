@@ -1,4 +1,4 @@
-"""Process set-up of a command: memory, signals, output streams and error messages."""
+"""Process setup of a command: memory, signals, output streams and error messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def interrupts() -> Iterator[list[int]]:
 def one_line(error: BaseException) -> str:
     """Return the message of an error in one line; for an OSError, the file and the reason.
 
-    The message of a programming error, such as a KeyError, begins with its type.
+    For a programming error, such as a KeyError, the message begins with its type.
     """
     kind = type(error).__name__
 

@@ -1,8 +1,8 @@
 """Persistent cache of compiled programs for commands.
 
 The folder is `$XDG_CACHE_HOME/transformer_jax`, or else `~/.cache/transformer_jax`. It has one
-subfolder for each version of jaxlib and each type of processor: a CPU program may use instructions
-that another CPU lacks, and several machines may share a home folder.
+subfolder for each version of jaxlib and each type of processor, because a CPU program may use
+instructions that another CPU lacks, and several machines may share a home folder.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import jaxlib
 SWITCH = "TRANSFORMER_JAX_CACHE"
 """Environment variable; the value 0 turns the cache off."""
 MOST_BYTES = 2**30
-"""Maximum size of a folder in bytes; a command first removes the least recently used programs."""
+"""Maximum size of a folder in bytes. The least recently used programs are removed first."""
 
 
 def keep_programs(environment: Mapping[str, str] = os.environ) -> None:
     """Make JAX keep compiled programs in the user's cache folder.
 
-    A cache folder that the user has set for JAX is kept, with its settings. If the folder cannot be
-    used, print a line on stderr and compile as usual.
+    If the user has set a cache folder for JAX, it is used instead. If the folder cannot be used,
+    print a line on stderr and compile as usual.
     """
     config: Any = jax.config  # Any: the settings have no annotations
     # The user's own JAX settings take precedence.
@@ -45,7 +45,7 @@ def keep_programs(environment: Mapping[str, str] = os.environ) -> None:
         print(f"no cache of compiled programs: {error}", file=sys.stderr)
         return
     config.update("jax_compilation_cache_dir", str(folder))
-    # By default JAX keeps programs that take a second to compile; a command has many smaller ones.
+    # By default, JAX keeps programs that take a second to compile; commands have many smaller ones.
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environment:
         config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     _report_errors_once(folder)
@@ -68,7 +68,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def _prepare(folder: Path) -> None:
-    """Create the folder and limit its size; OSError if it is not writable or not ours."""
+    """Create the folder and limit its size; OSError if it is not writable or another user's."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
         # Programs in the folder run with our permissions.

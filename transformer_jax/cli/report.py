@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def summary(result: Result) -> str:
-    """Return the sample, the held-out loss in the unit of the text, and the list of files."""
+    """Return the sample, the held-out loss in units of the text, and the list of files."""
     lines = ["", result.sample.strip("\n"), ""] if result.sample else []
     nats = result.val_loss_per_character
     nats = result.val_loss if nats is None else nats
@@ -36,7 +36,7 @@ def summary(result: Result) -> str:
         if result.accuracy is not None:
             lines.append(f"the chosen answer is preferred in {result.accuracy:.1%} of the pairs")
     else:
-        # Both units: papers on characters use bits, and training logs use nats.
+        # Print both units: papers on characters use bits, and training logs use nats.
         bits = nats / math.log(2)
         lines.append(f"held-out loss: {nats:.4f} nats per {result.unit} = {bits:.4f} bits")
         if result.accuracy is not None:
@@ -65,7 +65,7 @@ def missing_metrics(scores: Mapping[str, float]) -> str | None:
 def how_to_resume(config: TrainConfig, command: str, more: str = "") -> str:
     """Return the shell command that resumes a run.
 
-    Data from standard input are not in the run folder and must be passed again, as TEXT.
+    Data from standard input are not stored in the run folder and must be passed again, as TEXT.
     """
     text = " < TEXT" if config.data == "-" else ""
     return f"{command} --out {shell_path(config.out)} --resume{more}{text}"
@@ -78,12 +78,12 @@ def shell_path(path: str) -> str:
 
 
 def explain_text(config: TrainConfig) -> str:
-    """Return an explanation of TEXT in `how_to_resume`, for the line before it."""
+    """Return an explanation of TEXT to print before the command of `how_to_resume`."""
     return " (TEXT: a file with the data from standard input)" if config.data == "-" else ""
 
 
 def registration_note(config: TrainConfig) -> str | None:
-    """Return a note that the printed commands need custom kinds registered; None without any."""
+    """Return a note that the printed commands need the custom kinds registered, or None."""
     kinds = (type(config.model), type(config.task))
     custom = [k for k in kinds if k.__module__.partition(".")[0] != "transformer_jax"]
     if not custom:
@@ -100,7 +100,7 @@ def how_to_write(result: Result) -> str:
 
 
 def suggested_prompt(result: Result) -> str:
-    """Return the prompt of the first example or words of the sample; "" if there are none."""
+    """Return the prompt of the first example, or words of the sample; "" if there are none."""
     from transformer_jax.checkpoints.run_folder import RunFolder
 
     lines = result.sample.split("\n")

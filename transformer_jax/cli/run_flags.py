@@ -28,7 +28,7 @@ from transformer_jax.config.tasks import LanguageTask, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Start of a run and its processes; these are not fields of a config."""
+    """How a run starts, and its processes; these are not config fields."""
 
     preset: str | None = field(default=None, metadata={"known": PRESETS})
     """Model and recipe to start from:"""
@@ -79,14 +79,14 @@ START = ConfigFlags(Start, whole="start", none=False)
 
 @dataclass(frozen=True)
 class _TaskOnly:
-    """Config with only a task, so that no model has to fit it."""
+    """Config that contains only a task, so that no model has to fit it."""
 
     task: Task
 
 
 @dataclass(frozen=True)
 class RunFlags:
-    """Parsed flags: the start of the run and the texts of fields."""
+    """Parsed flags: the start of the run and the texts of config fields."""
 
     start: Start
     fields: Mapping[Path, Text]
@@ -104,7 +104,7 @@ class RunFlags:
         return changed(_TaskOnly(LanguageTask()), FLAGS.read(texts, TrainConfig())).task
 
     def check_start(self) -> None:
-        """Raise ConfigError for more than one start, or for a folder instead of a kind of model."""
+        """Raise ConfigError if several starts are passed, or a folder as the kind of model."""
         for name in ("preset", "model"):
             if getattr(self.start, name) is None:
                 continue
@@ -118,7 +118,7 @@ class RunFlags:
             raise ConfigError(f"model is {kind!r}: {rule}")
 
     def base(self) -> TrainConfig:
-        """Return the config that the flags change: that of a preset or of a kind of model."""
+        """Return the config that the flags change, of a preset or a kind of model."""
         name, task = self.start.preset, self.task
         if name is None:
             return task_recipe(task, self.start.model or "transformer")
@@ -138,7 +138,7 @@ def parse(
 ) -> RunFlags:
     """Parse the flags; with --help, print the help and exit.
 
-    Raises ConfigError for an unknown flag or an unknown group of the help.
+    Raises ConfigError for an unknown flag or help group.
     """
     FLAGS.collect()  # again, to include kinds that the caller has registered
     names = FLAGS.names | START.names | {"--help": "--help", "--debug": "--debug"}

@@ -1,4 +1,4 @@
-"""Serve a trained run or a published model over HTTP, to clients of OpenAI's API.
+"""Serve a trained run or a published model over HTTP, with OpenAI's API.
 
 python -m transformer_jax serve --model FOLDER_OR_ID_OR_RUN --port 8000
 """
@@ -40,7 +40,7 @@ class Serve(TypedModelOptions):
     steps: int | None = None
     """Maximum number of tokens between two checks of the queue; default: 4."""
     timeout: float = 600.0
-    """Seconds from a request's arrival to the end of its answer."""
+    """Maximum time from the arrival of a request to the end of its answer, in seconds."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
     """Dtype of the key/value cache; default: the model's; int8 takes a quarter of float32."""
 
@@ -79,7 +79,7 @@ def serve(options: Serve) -> None:
         engine.start()
         host, port = listening.getsockname()[:2]
         print(f"serve: {name} at http://{host}:{port}/v1 (press Ctrl-C to stop)", flush=True)
-        # The timeout lets the process end after Ctrl-C despite open streams.
+        # With this timeout, the process ends after Ctrl-C despite open streams.
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
         uvicorn.Server(settings).run(sockets=[listening])
     print("serve: stopped", file=sys.stderr)

@@ -74,7 +74,7 @@ def tokens(options: Tokens) -> None:
         tokenizer = source or read_tokenizer(options.model)
     found = pieces(tokenizer, text)
     print(f"{plain(tokenizer)!r}: {len(found)} tokens in the text")
-    # Unknown words share token 0, so their spelling is taken from the text.
+    # Unknown words share token 0, so take their spelling from the text.
     words = iter(text.split()) if isinstance(plain(tokenizer), WordTokenizer) else None
     width = len(str(max((i for i, _ in found), default=0)))
     for i, piece in found:

@@ -51,7 +51,7 @@ def main(
     """
     escape_unprintable()
     argv = list(sys.argv[1:] if argv is None else argv)
-    # Before JAX allocates anything, because it changes how the heap grows.
+    # Call this before JAX allocates anything, because it changes how the heap grows.
     keep_freed_memory()
     try:
         return _train(argv, command)
@@ -70,7 +70,7 @@ def main(
 def _train(argv: Sequence[str], command: str) -> int:
     """Train, print the report and return the exit status."""
     flags = parse(argv, (__doc__ or "").replace(SCRIPT, command), command)
-    if not flags.start.join():  # processes must not read each other's compiled programs
+    if not flags.start.join():  # processes of one run must not share compiled programs
         keep_programs()
     config, vocab_size = configure(flags)
 

@@ -63,8 +63,8 @@ class GenerateOptions:
 
     num_tokens: int | None = None
     """Maximum number of new tokens, at least 1. None is 400, or the trained length for a run on
-    pairs. If a text exceeds `max_len`, the model re-reads the last half and continues; a search and
-    `samples` stop there."""
+    pairs. If a text exceeds `max_len`, the model re-reads the last half and continues. A search and
+    `samples` must fit; None is then at most as many tokens as fit."""
     stop: str | Sequence[str] = ()
     """A string or list of strings; the text ends before the first one that occurs."""
     stream: bool = False
