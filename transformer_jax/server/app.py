@@ -1,7 +1,6 @@
-"""ASGI application that answers HTTP requests: routes, streams, time limits, disconnects.
+"""ASGI application (starlette) that answers requests: routes, streams, time limits, disconnects.
 
-It runs on starlette. The event loop only waits and never computes: a pool of threads reads prompts,
-and the engine's thread runs the model.
+The event loop only waits: a pool of threads reads prompts, and the engine's thread runs the model.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 MOST_BYTES = 2**20
-"""Maximum size of a request's body in bytes."""
+"""Maximum size of a request body in bytes."""
 
 
 def make_app(
@@ -40,13 +39,13 @@ def make_app(
     """Return the application. The caller starts the engine; the application stops it at shutdown.
 
     Args:
-        engine: the engine that generates texts or embeds them.
+        engine: the engine that generates or embeds texts.
         name: the model's name, which requests must contain.
-        timeout: maximum number of seconds from the arrival of a request to the end of its answer.
-        most_bytes: maximum size of a request's body.
+        timeout: maximum time from the arrival of a request to the end of its answer, in seconds.
+        most_bytes: maximum size of a request body in bytes.
 
     Raises:
-        ConfigError: if starlette is not installed, or timeout is not above 0.
+        ConfigError: if starlette is not installed, or `timeout` is not above 0.
     """
     if not timeout > 0:
         raise ConfigError(f"timeout is {timeout}: must be above 0")
@@ -57,7 +56,7 @@ def make_app(
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    # The API wants a creation date of the model; this is the start of the server.
+    # The API requires the model's creation date; use the time when the server started.
     created = int(time.time())
 
     class Stream(StreamingResponse):
@@ -120,7 +119,7 @@ def make_app(
                 loop.call_soon_threadsafe(parts.put_nowait, part)
 
             ticket = engine.submit(parsed, ids, count, deliver, matcher)
-            # Headers are sent with the first event, so errors up to here have their own status.
+            # Headers are sent with the first event, so errors before that have their own status.
             if parsed.stream:
                 return Stream(engine, ticket, _events(ticket, parts, stamp, until))
             try:
@@ -202,13 +201,13 @@ def _model(name: str, created: int) -> dict[str, object]:
 async def _body(request: Request, most: int) -> bytes:
     """Return the body of a request; RequestError if it is not declared as JSON or is too large.
 
-    Any web page can send a form or plain text to any address, but it needs permission to send JSON.
+    Any web page can send forms or plain text to any address, but needs permission to send JSON.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         message = f"content-type is {kind[:80]!r}: must be application/json"
         raise RequestError(message, 415)
-    # The content-length may be missing or wrong, so bytes are counted as they arrive.
+    # The content-length may be missing or wrong, so count bytes as they arrive.
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -225,7 +224,7 @@ def _read(
 
 
 async def _whole(request: Request, parts: asyncio.Queue[Part], until: float) -> Part | None:
-    """Return an answer when it is complete, or None if its client disconnects first."""
+    """Return a complete answer, or None if its client disconnects first."""
 
     async def all_parts() -> Part:
         found = [await parts.get()]

@@ -1,4 +1,4 @@
-"""Embedding requests: one request at a time, its texts in batches.
+"""Embedding requests, processed one at a time with their texts in batches.
 
 Vectors equal those of `SentenceEncoder.encode_texts`, but texts that are too long are rejected.
 """
@@ -24,7 +24,7 @@ class Embedder:
         encoder: the sentence encoder.
         tokenizer: the tokenizer of the encoder's folder.
         slots: maximum number of texts in a batch.
-        queue: maximum number of requests that wait.
+        queue: maximum number of waiting requests.
 
     Raises:
         ValueError: if a count is not an integer of at least 1.
@@ -40,22 +40,22 @@ class Embedder:
         self.alive = True
         self._present = 0  # requests that wait or are encoded
         self._counting, self._encoding = threading.Lock(), threading.Lock()
-        # One thread for each waiting request, the current one and one that is rejected. The default
-        # pool of asyncio is smaller: requests would wait for it without being counted.
+        # One thread for each waiting request, the current one and one to reject. In asyncio's
+        # smaller default pool, requests would wait without being counted.
         self.threads = ThreadPoolExecutor(queue + 2, "embedder")
 
     @property
     def running(self) -> int:
-        """The number of requests that are being encoded."""
+        """Number of requests that are being encoded."""
         return int(self._encoding.locked())
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait."""
+        """Number of waiting requests."""
         return max(0, self._present - 1)
 
     def start(self) -> None:
-        """Compile the program of one short text, so that the first client does not wait for it."""
+        """Compile the program for one short text, so that the first client does not wait."""
         self.encoder.encode_ids([np.zeros(1, np.int32)], batch_size=self.slots)
 
     def stop(self) -> None:
@@ -67,7 +67,7 @@ class Embedder:
     def embed(self, request: EmbeddingRequest) -> tuple[np.ndarray, int]:  # f32[n, D]
         """Return a vector for each input and the number of tokens; RequestError for invalid inputs.
 
-        It may be called from any thread and waits for earlier requests.
+        Call it from any thread; it waits for earlier requests.
         """
         width = self.encoder.config.d_model
         if request.dimensions not in (None, width):

@@ -1,9 +1,9 @@
 """Engine that runs a model for many clients: one thread, continuous batching, in order of arrival.
 
 Requests wait in a queue until the `Batcher` has a free slot. An answer does not depend on other
-requests: with temperature 0 it equals that of `LanguageModel.generate`, and with a seed that of
+requests: at temperature 0 or with a seed, it equals that of `LanguageModel.generate` with
 `Sample(Temperature(t), TopP(p))` and `jax.random.key(seed)`. A prompt that starts with the text of
-a slot, such as the next turn of a chat, continues from a copy of its cache.
+a slot, such as the next turn of a chat, continues from a copy of that slot's cache.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from transformer_jax.untrusted_files import brief
 from transformer_jax.values import short_repr
 
 CONTEXT = 2048
-"""Default limit on the tokens of a prompt and its answer."""
+"""Default limit on the number of tokens of a prompt and its answer."""
 
 LEAST_LOG_PROB = -9999.0
 """Replacement for the logarithm of 0, which JSON cannot represent."""
@@ -62,13 +62,13 @@ class Ticket:
         request: the request.
         ids: the tokens of its prompt.
         num_tokens: maximum number of new tokens.
-        deliver: called from the engine's thread with each part; the last one has an end.
+        deliver: called from the engine's thread with each part; the last part has an `end`.
         matcher: matcher of the required form; None allows any text.
         cancelled: whether the client stopped waiting.
-        writer: converts its tokens to text; set when it is submitted.
-        count: number of tokens that were chosen.
-        decided: number of characters that were delivered.
-        held: tokens whose text is not decided yet.
+        writer: converts tokens to text; set by `submit`.
+        count: number of tokens generated so far.
+        decided: number of characters delivered so far.
+        held: tokens whose text may still change.
     """
 
     request: TextRequest
@@ -87,10 +87,10 @@ class Engine:
     """Decoder of many clients' requests, in the slots of one batch.
 
     Args:
-        model: a model that continues texts or answers messages.
-        slots: number of requests that are decoded in parallel.
+        model: a model that continues text or answers messages.
+        slots: number of requests to decode in parallel.
         context: maximum number of tokens of a prompt and its answer, without the last token, which
-            is never read. None uses the model's limit, but at most 2048.
+            is never read. None is the model's limit, at most 2048.
         queue: maximum number of requests that wait for a slot.
         steps: maximum number of tokens per row between checks of the queue.
         cache_dtype: dtype of keys and values; None uses the compute dtype.
@@ -148,12 +148,12 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait for a slot."""
+        """Number of requests that wait for a slot."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """The number of requests that have a slot."""
+        """Number of requests that have a slot."""
         return len(self._running)
 
     @property
@@ -162,7 +162,7 @@ class Engine:
         return self._thread.is_alive() and not self._closing
 
     def start(self) -> None:
-        """Start the thread, and compile the decoding program with an internal request."""
+        """Start the thread, and compile the programs with an internal request."""
         self._thread.start()
         done = threading.Event()
         request = TextRequest("completion", (), temperature=0.0)
@@ -178,7 +178,7 @@ class Engine:
         done.wait()
 
     def stop(self) -> None:
-        """End all requests as failed, and stop the thread."""
+        """Fail all requests, and stop the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -219,10 +219,7 @@ class Engine:
         return ids, count
 
     def match(self, request: TextRequest) -> Matcher | None:
-        """Return a matcher of the requested form, or None if any text is allowed.
-
-        RequestError if the form is invalid.
-        """
+        """Return a matcher of the requested form, or None; RequestError if the form is invalid."""
         if request.form is None:
             return None
         form, content, param = request.form
@@ -259,7 +256,7 @@ class Engine:
         """Cancel a request in any state and free its slot."""
         with self._changed:
             ticket.cancelled = True
-            # If the thread has just taken it from the queue, the thread frees its slot.
+            # If the thread has just taken it from the queue, the thread will free its slot.
             with contextlib.suppress(ValueError):
                 self._waiting.remove(ticket)
             self._changed.notify()
@@ -311,7 +308,7 @@ class Engine:
                     self._free(ticket)
                 for new in self.batcher.turn():
                     self._write(new)
-            except Exception as error:  # such as too little memory: later requests may succeed
+            except Exception as error:  # such as out of memory; later requests may succeed
                 print(f"serve: {type(error).__name__}: {brief(error)}", file=sys.stderr)
                 self._fail("the server could not complete this request")
                 self.batcher = self._new_batcher()
@@ -320,7 +317,7 @@ class Engine:
             _deliver(self._waiting.popleft(), Part(end="failed", error="the server is stopping"))
 
     def _fail(self, why: str) -> None:
-        # Clients wait until an answer has an end.
+        # Clients wait until their answer has an end.
         while self._running:
             ticket = self._running.pop()
             _deliver(ticket, Part(count=ticket.count, end="failed", error=why))
@@ -330,7 +327,7 @@ class Engine:
         self._running.remove(ticket)
 
     def _write(self, new: Completion) -> None:
-        """Deliver the text of new tokens as far as it is decided, and free the slot at the end."""
+        """Deliver the text of new tokens that can no longer change; free the slot at the end."""
         ticket: Ticket = new.id
         request, writer, text = ticket.request, ticket.writer, ""
         for n, token in enumerate(new.tokens.tolist()):
@@ -354,7 +351,7 @@ class Engine:
         begins = not ticket.decided
         ticket.decided += len(text)
         whole = end is not None and not request.stop
-        # Tokens are sent with their text, which is delayed if it may be part of a stop string.
+        # Tokens are sent with their text, which is held back if it may be part of a stop string.
         tokens = tuple(t for t in ticket.held if whole or t.offset < ticket.decided)
         ticket.held = ticket.held[len(tokens) :]
         if begins and request.endpoint == "chat" and ticket.matcher is None:
@@ -373,7 +370,7 @@ class Engine:
         return Token(self._bytes(token), log_prob, offset, top)
 
     def _bytes(self, token: int) -> bytes:
-        """Return the bytes of a token, or none for an id that only pads the vocabulary."""
+        """Return the bytes of a token; b"" for an id that only pads the vocabulary."""
         known = token < self.model.tokenizer.vocab_size
         return self.model.tokenizer.to_bytes([token]) if known else b""
 

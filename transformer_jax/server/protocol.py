@@ -1,6 +1,6 @@
 """Conversion of OpenAI API requests to checked values, and of results to its JSON.
 
-All functions are pure. A rejected request raises `RequestError`, which has OpenAI's form:
+All functions are pure. `RequestError` rejects a request with OpenAI's error object:
 `{"error": {"message", "type", "param", "code"}}`.
 """
 
@@ -48,7 +48,7 @@ class AnswerForm(NamedTuple):
     Attributes:
         form: "schema", "regex" or "grammar".
         content: a JSON schema or a string.
-        param: the name of the parameter that contains it.
+        param: name of the request's parameter that contains it.
     """
 
     form: Form
@@ -64,10 +64,10 @@ class TextRequest:
         endpoint: "completion" or "chat".
         prompt: a string or token ids for a completion, messages for a chat.
         num_tokens: maximum number of new tokens; None is as many as fit.
-        temperature: from 0, which selects the likeliest token, to 2.
-        top_p: from 0 to 1.
+        temperature: from 0, which takes the likeliest token, to 2.
+        top_p: total probability of the tokens to sample from, 0 to 1.
         seed: random seed; None draws one.
-        stop: strings that end the answer before their first occurrence.
+        stop: strings before which the answer ends.
         top: number of alternative log-probabilities per token; None returns no log-probabilities.
         stream: whether parts are sent as they are generated.
         include_usage: whether a stream ends with token counts.
@@ -149,7 +149,7 @@ class EmbeddingRequest(NamedTuple):
     Attributes:
         inputs: strings or token ids.
         base64: whether vectors are sent as base64 of little-endian float32.
-        dimensions: required width of the vectors; None uses the model's.
+        dimensions: requested width of the vectors; None uses the model's.
     """
 
     inputs: tuple[str | tuple[int, ...], ...]
@@ -177,7 +177,7 @@ def embedding_answer(
     vectors: np.ndarray,  # f32[n, D]
     num_tokens: int,
 ) -> JsonObject:
-    """Return the JSON of an answer with embeddings."""
+    """Return the JSON of an embeddings answer."""
     # Always little-endian, because clients decode the bytes.
     rows = vectors.astype("<f4")
     sent = [b64encode(row.tobytes()).decode() if request.base64 else row.tolist() for row in rows]
@@ -193,7 +193,7 @@ def _form(body: bytes, fields: JsonObject) -> AnswerForm | None:
     """Return the form that a request specifies; RequestError if it specifies two."""
     if not fields.keys() & {"response_format", "structured_outputs"}:
         return None
-    # Parse again with decimals, so that numbers of a schema, such as 0.1, stay exact.
+    # Parse again with decimals, so that numbers in a schema, such as 0.1, stay exact.
     fields = read_json(body, decimals=True)  # type: ignore[assignment]
     response_format = fields.get("response_format") or {}
     structured_outputs = fields.get("structured_outputs") or {}
@@ -225,7 +225,7 @@ def read_json(body: bytes, *, decimals: bool = False) -> Json:
     """Parse strict JSON with valid Unicode; RequestError describes the first problem."""
     try:
         found = Untrusted(_BodyError).json(body, "the body", decimals=decimals)
-        # JSON can escape half of a surrogate pair, which UTF-8 cannot encode.
+        # JSON can contain half of a surrogate pair as an escape, which UTF-8 cannot encode.
         json.dumps(found, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         raise RequestError("the body: a string contains half of a surrogate pair") from None
@@ -247,7 +247,7 @@ def _messages(messages: list[JsonObject]) -> tuple[dict[str, str], ...]:
         text, role = message["content"], message["role"]
         if not isinstance(text, str):
             text = "".join(part["text"] for part in text)
-        # "developer" is OpenAI's new name of the role; templates use the old one.
+        # "developer" is OpenAI's new name for the role; templates use the old one.
         found.append({"role": "system" if role == "developer" else role, "content": text})
     return tuple(found)
 
@@ -259,7 +259,7 @@ class Token(NamedTuple):
         piece: its bytes.
         log_prob: its log softmax(logits) in nats, before temperature and top_p.
         offset: index of the character in which it begins.
-        top: bytes and log-probabilities of the likeliest tokens, best first.
+        top: bytes and log-probabilities of the likeliest tokens, likeliest first.
     """
 
     piece: bytes
@@ -280,8 +280,8 @@ class Part:
         tokens: the tokens of the text, if log-probabilities are requested.
         count: number of tokens chosen so far, including one that ends the text.
         end: why the answer ended; None if more parts follow.
-        error: why it failed.
-        status: HTTP status if it failed.
+        error: why the answer failed, if it did.
+        status: HTTP status of a failed answer.
         shared: number of prompt tokens taken from the cache of an earlier request.
     """
 
@@ -295,7 +295,7 @@ class Part:
 
 
 class Stamp(NamedTuple):
-    """Fields that all parts of an answer share."""
+    """Fields shared by all parts of an answer."""
 
     id: str
     created: int
@@ -338,15 +338,15 @@ def chunks(
 
     Args:
         request: the request.
-        stamp: the stamp of the answer.
+        stamp: the fields shared by all parts.
         part: the newest part.
-        prompt_tokens: number of tokens of the prompt.
-        first: whether nothing was sent before.
+        prompt_tokens: number of tokens in the prompt.
+        first: whether this is the first part.
     """
     choices: list[JsonObject] = []
     if request.endpoint == "chat":
         kind = "chat.completion.chunk"
-        # OpenAI's first chunk has the role and no text.
+        # OpenAI's first chunk contains the role and no text.
         if first:
             delta = {"role": "assistant", "content": ""}
             choices.append({"delta": delta, "logprobs": None, "finish_reason": None})
@@ -363,7 +363,7 @@ def chunks(
             choices.append({"text": part.text, "logprobs": log_probs, "finish_reason": part.end})
     found = [_framed(kind, stamp, [{"index": 0} | choice]) for choice in choices]
     if request.include_usage:
-        # With usage, all of OpenAI's chunks have the key.
+        # If usage is requested, all of OpenAI's chunks have the key.
         found = [{**one, "usage": None} for one in found]
         if part.end is not None:
             found.append(_framed(kind, stamp, []) | {"usage": usage(prompt_tokens, part)})
@@ -406,7 +406,7 @@ def _shown(piece: bytes) -> str:
 
 
 def _named(piece: bytes) -> str:
-    r"""Return a token's text, or OpenAI's form `bytes:\xc3` for part of a character."""
+    r"""Return a token's text, or OpenAI's notation `bytes:\xc3` for part of a character."""
     try:
         return piece.decode("utf-8")
     except UnicodeDecodeError:
@@ -414,11 +414,10 @@ def _named(piece: bytes) -> str:
 
 
 def _by_name(top: Sequence[tuple[bytes, float]]) -> JsonObject:
-    """Return log-probabilities by the texts of tokens, numbered if several share a text."""
+    """Return log-probabilities by token text, numbered if several tokens have the same text."""
     found: JsonObject = {}
     for piece, log_prob in top:
-        # JSON keys are unique, but several tokens may have the same text, such as parts of
-        # characters.
+        # JSON keys must be unique, but tokens such as parts of characters may share a text.
         name, n = _named(piece), 1
         while name in found:
             n += 1

@@ -1,6 +1,6 @@
 """JSON Schemas of requests, and a checker for the part of JSON Schema that they use.
 
-This part of draft 2020-12 is `type`, `enum`, `minimum`, `maximum`, `minLength`, `maxLength`,
+Supported keywords of draft 2020-12: `type`, `enum`, `minimum`, `maximum`, `minLength`, `maxLength`,
 `minItems`, `maxItems`, `items`, `properties`, `required`, `additionalProperties` as False, and
 `anyOf`. Parameter names are those of OpenAI's API, except `structured_outputs`, which is vLLM's.
 """
@@ -33,8 +33,8 @@ def _number(kind: str, low: float, high: float) -> Schema:
 def _unsupported(verb: str, *neutral: Json) -> Schema:
     """Return the schema of a field of OpenAI's API that this server does not support.
 
-    The field may be omitted, null, or one of the values that request nothing. Errors have the form
-    "tools are not supported by this server", with this verb.
+    The field may be omitted, null, or a `neutral` value that requests nothing. Errors read "tools
+    are not supported by this server", with `verb`.
     """
     kinds = dict.fromkeys(_KINDS[type(value)] for value in (*neutral, None))
     return {"type": [*kinds], "enum": [*neutral, None], "x-unsupported": verb}
@@ -164,7 +164,7 @@ CHAT: Schema = {
                 "properties": {
                     "role": {"type": "string", "enum": list(ROLES)},
                     "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
-                    # fields of answers, which OpenAI's client and others send back
+                    # fields of answers, which clients such as OpenAI's send back
                     "annotations": _unsupported("are", []),
                     "audio": _unsupported("is"),
                     "function_call": _unsupported("is"),
@@ -226,7 +226,7 @@ _NAMES = {
 
 
 class Misfit(ValueError):
-    """The part of a request that violates its schema."""
+    """A violation of a request's schema."""
 
     def __init__(self, param: str | None, message: str) -> None:
         super().__init__(message)
@@ -246,7 +246,7 @@ def check(value: Json, schema: Schema, name: str = "") -> None:
         if not fits_kind:
             raise misfit(_describe(schema))
         fits = [kind for kind in schema["anyOf"] if _is_kind(value, kind)]
-        # The first item tells a list of strings from a list of ids, for a better error.
+        # Decide between strings and ids by the first item, for a better error.
         if isinstance(value, list) and value:
             fits = [kind for kind in fits if _is_kind(value[0], kind["items"])] or fits
         for kind in fits:
@@ -281,7 +281,7 @@ def check(value: Json, schema: Schema, name: str = "") -> None:
                 message = f"{before}{shown(key)[1:-1]}: is not a parameter of this server{hint}"
                 raise Misfit(before + key[:80], message)
         for key in value:
-            # first, because a tool call also lacks the required content
+            # Check this first, because a tool call also lacks the required content.
             if "x-unsupported" in known.get(key, {}):
                 check(value[key], known[key], before + key)
         for key in schema.get("required", ()):
