@@ -1,7 +1,7 @@
 """Frozen, validated dataclasses that configure models, adapters and training runs.
 
-`fields` checks single fields and `presets` contains published configs. The package imports only the
-standard library and creates no arrays or modules; `models` builds the model of a config.
+The package imports only the standard library and creates no arrays or modules; `models` builds the
+model of a config.
 """
 
 from transformer_jax.config.architectures import AnyModelConfig

@@ -19,19 +19,19 @@ Ability = Literal[
 """A feature that not every kind of model has. adapters: LoRA. cache: keys and values of earlier
 tokens. dtypes: dtypes other than float32. gradients: trained by steps instead of counted. masks: a
 mask argument. muon: kernels for Muon. output_layer: hidden states and output matrix, for a loss in
-chunks. plan: FLOPs and memory are estimated. positions: a `positions` argument in which -1 is
-padding; others take `valid`. shared_table: one embedding table for source and target."""
+chunks. plan: estimates of FLOPs and memory. positions: a `positions` argument in which -1 is
+padding, instead of `valid`. shared_table: one embedding table for source and target."""
 
 PlaceShapes = dict[str, tuple[str | int, ...]]
-"""The shape of each place of a model. Letters are sizes that depend on the call."""
+"""Shape of each place of a model. Letters are sizes that depend on the call."""
 
 
 @has_kinds
 class AnyModelConfig:
     """Base class of model configs.
 
-    To add a kind of model, subclass this as a frozen dataclass with a `build`, override the values
-    below that differ, and make it known by name with `register` (`config.kinds`). Its module is a
+    To add a kind of model, subclass this as a frozen dataclass with a `build`, override the members
+    below that differ, and register its name with `register` (`config.kinds`). Its module is a
     `CheckedModule` that is called as `model.apply({"params": params}, tokens, state=..., valid=...,
     at=..., key=...)` and returns the logits and the new state. A model that generates tokens has an
     `as_step` (docs/howto_model.md).
@@ -70,7 +70,7 @@ class AnyModelConfig:
 
     @property
     def named(self) -> str:
-        """Return the name of this kind as passed to `--model`."""
+        """Return the name of this kind for `--model`."""
         return kind_name(type(self))
 
     @property
@@ -96,7 +96,7 @@ class AnyModelConfig:
             ability: the feature.
             field: the name of the field.
             value: the value of the field, for the message.
-            what: the models or parts of models that have the feature, for the message.
+            what: the models or parts that have the feature, for the message.
         """
         if ability not in self.abilities:
             fail(field, value, f"is for {what}, but the model is {kind_name(type(self))}")
@@ -105,7 +105,7 @@ class AnyModelConfig:
         """Raise ConfigError if a field of the `TrainConfig` does not fit this kind of model."""
 
     def with_max_len(self, count: int) -> AnyModelConfig:
-        """Return the model with room for `count` tokens, if it has a limit that may change."""
+        """Return the model with room for `count` tokens, unless it has no limit or a fixed one."""
         return self
 
     @classmethod
@@ -126,20 +126,20 @@ class AnyModelConfig:
     def init_state(self, batch: int) -> Any:
         """Return the state of `batch` rows before the first token.
 
-        An encoder-decoder has this method on its module instead, where it reads the source.
+        The module of an encoder-decoder has this method instead, because it reads the source.
         """
         raise NotImplementedError
 
     def places(self) -> PlaceShapes:
         """Return the shape of each place of the model (`transformer_jax.places`).
 
-        The module itself must capture and edit the values of all places. A model without places
-        cannot be inspected or edited.
+        The module must capture and edit the values of all places. A model without places cannot be
+        inspected or edited.
         """
         return {}
 
     def count(self, documents: Any) -> tuple[AnyModelConfig, Any]:
-        """Return a config and parameters that are counted from the documents instead of trained."""
+        """Return a config and parameters, counted from the documents instead of trained."""
         raise NotImplementedError
 
     def word_vectors(self, params: Any) -> Any:
@@ -150,7 +150,7 @@ class AnyModelConfig:
 def architecture_names(config: FieldValue) -> str:
     """Return the user-facing name of a config's kind, such as "transformer" or "lstm".
 
-    A class returns all of its names. Other values return the name of their type.
+    For a class, return all of its names; for any other value, the name of its type.
     """
     if isinstance(config, AnyModelConfig):
         return config.named

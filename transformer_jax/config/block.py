@@ -1,4 +1,4 @@
-"""Custom blocks: replace or edit the block of a model from your own code."""
+"""Custom blocks: replace or edit the blocks of a model from your own code."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class CustomBlock:
     """Base class of a custom block: a frozen dataclass that overrides `edit` or `run`.
 
-    `init` draws its parameters, stored under the name "own" in each block of the model. `edit`
-    changes values inside the library's block; `run` replaces the block.
+    `init` draws its parameters, stored as "own" in each block of the model. `edit` changes values
+    inside the library's block; `run` replaces the block.
     """
 
     custom_kind_of: type  # this class, set below
@@ -36,8 +36,8 @@ class CustomBlock:
     def edit(self, params: Any) -> Mapping[str, Callable[[Any], Any]]:
         """Return functions by the names of places of a block, such as "attention/heads".
 
-        Each function takes the value of its place, which starts with [B, T], and returns a new
-        value. It must be pure and may not mix tokens.
+        Each function takes the value of its place, [B, T, ...], and returns a new value. It must be
+        pure and must not mix tokens.
 
         Args:
             params: the parameters of this block, as `init` drew them.
@@ -55,16 +55,16 @@ class CustomBlock:
         Args:
             params: the parameters of this block, as `init` drew them.
             x: [B, T, D], the stream before the block.
-            call: has `attend(q, k, v)`, `dropout(y)` and `layer`, the index of the block. Call
-                `attend` once, with [B, T, N, H], [B, T, K, H] and [B, T, K, Hv]. It uses the
-                cache and the config's positions, mask and implementation, and returns the output
-                of each head, [B, T, N, Hv].
+            call: `attend(q, k, v)`, `dropout(y)` and `layer`, the index of the block. Call `attend`
+                once, with [B, T, N, H], [B, T, K, H] and [B, T, K, Hv]. It uses the cache and the
+                config's positions, mask and implementation, and returns each head's output,
+                [B, T, N, Hv].
         """
         raise NotImplementedError
 
     @property
     def is_whole(self) -> bool:
-        """Whether it replaces the library's block."""
+        """Whether this replaces the library's block."""
         return type(self).run is not CustomBlock.run
 
     def check_model(self, model: ModelConfig) -> None:

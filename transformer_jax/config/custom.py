@@ -1,7 +1,7 @@
 """Custom values in configs: functions and instances of classes defined outside this package.
 
-Files store such a value by name, "module:name". Reading a file only looks the name up in modules
-that are already imported, so it runs no code.
+Files store such a value as "module:name". Reading a file looks the name up only in modules that are
+already imported, so it runs no code.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from transformer_jax.config.fields import ConfigError, fail
 def check_custom(field: str, value: object) -> None:
     """Raise ConfigError unless the value is a frozen dataclass with hashable fields.
 
-    Compiled programs are looked up by config, so values may be equal only if all their content is.
+    Compiled programs are looked up by config, so values that differ must not compare equal.
     """
     name = type(value).__name__
-    # `vars`: a subclass without the decorator would compare only the fields of its base
+    # Use `vars`: a subclass without the decorator would compare only the fields of its base.
     if "__dataclass_fields__" not in vars(type(value)):
         rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {name}"
         raise ConfigError(f"{field} is of class {name}: {rule}")
@@ -36,7 +36,7 @@ def name_of(field: str, value: object) -> str:
     """
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     top = str(module).partition(".")[0]
-    # a file should store `jax.nn:mish` and not the private module that defines it
+    # Store `jax.nn:mish` instead of the private module that defines it.
     public = [
         m
         for m in sorted(sys.modules, key=lambda m: (m.count("."), m))

@@ -32,15 +32,15 @@ class Dataclass(Protocol):
 
 
 Hint: TypeAlias = Any
-"""The annotation of a field. Python has no type that includes unions and Literals."""
+"""Annotation of a field. Python has no type that includes unions and Literals."""
 
 FieldValue: TypeAlias = Any
-"""The value of any config field. The config's own checks restrict it."""
+"""Value of any config field. The config's own checks restrict it."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for the value of a field, stored in its annotation: `Annotated[int, POSITIVE]`."""
+    """Rule for the value of a field, stored in its annotation: `Annotated[int, POSITIVE]`."""
 
     accepts: Callable[[Any], bool]
     text: str
@@ -55,23 +55,22 @@ Count = Annotated[int, NON_NEGATIVE, BELOW_INT32]
 Positive = Annotated[float, POSITIVE]
 NonNegative = Annotated[float, NON_NEGATIVE]
 Fraction = Annotated[float, Rule(lambda x: 0 <= x < 1, "must be at least 0 and below 1")]
-# products and quotients with a factor do not overflow float32
+# Products and quotients with a factor do not overflow float32.
 Factor = Annotated[
     float, Rule(lambda x: 1e-30 <= x <= 1e30, "must be positive, from 1e-30 to 1e30")
 ]
 
 
 class ConfigError(ValueError):
-    """Error for an invalid value of a config field, or for fields that contradict each other."""
+    """Error for an invalid value of a config field, or for contradictory fields."""
 
 
 LONGEST_FOLDER = 3840
-"""Maximum length of a folder's path in bytes. Systems allow 4096 for the paths of files below
-it."""
+"""Maximum length of a folder's path in bytes. Systems allow 4096 for the paths of its files."""
 
 
 def fail(name: str, value: object, rule: str) -> NoReturn:
-    """Raise the ConfigError that names a field, its value and the rule it violates."""
+    """Raise a ConfigError that names a field, its value and the rule it violates."""
     raise ConfigError(f"{name} is {value!r}: {rule}")
 
 
@@ -83,7 +82,7 @@ OTHER_NAMES = {
     "relative": "shaw", "rms_norm": "rmsnorm", "rotary": "rope", "sft": "chat",
     "swish": "silu", "translation": "seq2seq", "warmup_stable_decay": "wsd",
 }  # fmt: skip
-"""Names that other libraries use for a choice of this library."""
+"""Choices of this library by the names that other libraries use."""
 
 
 def nearest(text: object, known: Collection[str], least: float = 0.6) -> str:
@@ -116,7 +115,7 @@ def check_types(config: Dataclass) -> None:
         options = get_args(hint) if get_origin(hint) not in (None, Literal, tuple) else (hint,)
         kinds = {kind_name(o): o for o in options if isinstance(o, type) and is_dataclass(o)}
         if isinstance(value, str) and value in kinds and len(kinds) > 1:
-            # the instance is still being constructed, so a frozen field may be set
+            # The instance is still being constructed, so a frozen field may be set.
             object.__setattr__(config, name, kinds[value]())
         elif not any(_fits(value, option) for option in options):
             choices = [c for o in options if get_origin(o) is Literal for c in get_args(o)]
@@ -135,7 +134,7 @@ def check_types(config: Dataclass) -> None:
 @functools.cache
 def field_rules(kind: type) -> list[tuple[str, Rule]]:
     """Return the rules in the annotations of the fields of a config class and its bases."""
-    # bases are read one by one: a subclass that only changes a default keeps the base's rules
+    # Read bases one by one, so that a subclass that only changes a default keeps the base's rules.
     hints = [x for base in kind.__mro__ for x in get_type_hints(base, include_extras=True).items()]
     options = [(name, option) for name, hint in hints for option in (hint, *get_args(hint))]
     found = (
@@ -153,7 +152,7 @@ def is_function(value: object) -> bool:
 
 
 def _fits(value: object, hint: Hint) -> bool:
-    # a custom value checks itself; its class is not part of the field's type
+    # A custom value checks itself; its class is not part of the field's type.
     base = getattr(value, "custom_kind_of", None)
     if base is not None and not isinstance(value, type):
         return isinstance(hint, type) and issubclass(hint, base)
@@ -195,7 +194,7 @@ def check_new_folder(name: str, path: str) -> None:
 
 
 def unread(config: Dataclass, rule: str, *names: str) -> None:
-    """Check that fields without effect, for the reason `rule`, have their defaults."""
+    """Check that fields that have no effect, for the reason `rule`, keep their defaults."""
     for name in names:
         value = getattr(config, name)
         if value != type(config).__dataclass_fields__[name].default:

@@ -90,7 +90,7 @@ class Patches(_Inputs):
 class Frames(_Inputs):
     """Frames of sound, read through strided convolutions (Synnaeve et al. 2020).
 
-    Each layer is gelu(conv(x)) with (kernel - 1) / 2 zeros on either side, and maps T frames to
+    Each layer is gelu(conv(x)) with (kernel - 1) / 2 zeros on each side, and maps T frames to
     ceil(T / stride).
     """
 

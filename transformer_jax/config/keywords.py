@@ -223,9 +223,9 @@ _OTHER_NAMES = {
     "trained": "modules_to_save",
     "rslora": "use_rslora",
 }
-"""The arguments of this library, each with its names in other libraries. The first match that the
-function accepts is suggested. A call, such as `stream(...)`, names another function. Entries that
-begin with "leave it out" have no corresponding argument."""
+"""Arguments of this library with their names in other libraries. The first match that the function
+accepts is suggested. A call, such as `stream(...)`, names another function. Entries that begin with
+"leave it out" have no corresponding argument."""
 
 _OTHER_FLAGS = {
     "num_tokens": "tokens max_new_tokens max_tokens max_length",
@@ -234,10 +234,10 @@ _OTHER_FLAGS = {
     "no_repeat_ngram": "no_repeat_ngram_size",
     "model": "run model_name_or_path base_model",
 }
-"""The flags whose names differ from the arguments, with their names in other programs."""
+"""Flags whose names differ from the arguments, with their names in other programs."""
 
 _SIDES: dict[str, Callable[[Any], str]] = {
-    # jax.nn and flash-attention do not count the query itself; -1 has no bound
+    # jax.nn and flash-attention do not count the query itself; -1 means no bound.
     "local_window_size": lambda n: _window(*(n if isinstance(n, tuple) else (n, n))),
     "window_size": lambda n: _window(*n) if isinstance(n, tuple) else f"Causal() & Window({n})",
 }
@@ -260,8 +260,8 @@ def refuse_keywords(
 ) -> None:
     """Raise TypeError if a function was called with unknown keywords.
 
-    Known keywords are those of its signature and the `options` that it takes as `**options`. The
-    message shows `name` instead of the function's name, if passed.
+    Known keywords are those of its signature and the `options` that it takes as `**options`. If
+    passed, `name` replaces the function's name in the message.
     """
     for keyword, value in unknown.items():
         named = inspect.signature(function).parameters
@@ -274,7 +274,7 @@ def known_keywords(function: F, name: str | None = None) -> F:
     """Make a function suggest the intended argument for an unknown keyword.
 
     The suggestion comes before Python's own check for missing arguments. `name` is as in
-    `refuse_keywords`. A function of a step also raises a hint if it gets a string instead.
+    `refuse_keywords`. If the first argument is `step`, a string raises an error with a hint.
     """
     known = {
         name for name, one in inspect.signature(function).parameters.items()
@@ -304,7 +304,7 @@ def config_class(*, repr: bool = True) -> Callable[[C], C]: ...
     frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
 )
 def config_class(cls: Any = None, /, *, repr: bool = True) -> Any:
-    """Make a class a keyword-only value class, the form of all configs.
+    """Make a class a frozen, keyword-only dataclass, the form of all configs.
 
     Its `help` documents the fields, and an error for an unknown field suggests the intended one.
     """
@@ -326,7 +326,7 @@ def config_class(cls: Any = None, /, *, repr: bool = True) -> Any:
 
 
 class _Doc:
-    """The docstring of a config, which reads the field descriptions when it is accessed."""
+    """Docstring of a config, which reads the field descriptions when it is accessed."""
 
     def __init__(self, about: str) -> None:
         self.about = about
@@ -357,7 +357,7 @@ def field_docs(config: type) -> dict[str, str]:
 
 
 def meant(name: str, known: Collection[str], value: object = None) -> str:
-    """Return what to write instead of a keyword, or the nearest known name."""
+    """Return the replacement for an unknown keyword, or the nearest known name."""
     sides = _SIDES.get(name)
     if sides is not None and "mask" in known and isinstance(value, int | tuple):
         return f", meant: mask={sides(value)}"
@@ -369,7 +369,7 @@ def meant(name: str, known: Collection[str], value: object = None) -> str:
 
 
 def nearest_flag(flag: str, flags: Collection[str]) -> str:
-    """Return the flag to use instead of another program's, or the nearest known flag."""
+    """Return the replacement for another program's flag, or the nearest known flag."""
     name = flag.lstrip("-").replace("-", "_")
     for text, others in (*_OTHER_FLAGS.items(), *_OTHER_NAMES.items()):
         found = re.match(r"(\w+)(?:='(\w+)')?", text)

@@ -1,4 +1,4 @@
-"""Registry of named kinds of models and tasks, both the package's and yours.
+"""Registry of named kinds of models and tasks, including your own.
 
 `register(AnyModelConfig, mamba="my_models:MambaConfig")` makes a kind of the base class
 AnyModelConfig known to `--model mamba`, to config.json and to every field of that type.
@@ -20,7 +20,7 @@ C = TypeVar("C", bound=type)
 
 
 def has_kinds(base: C) -> C:
-    """Allow kinds of a base class to be registered by name."""
+    """Make a base class accept registered kinds."""
     _KINDS[base] = {}
     return base
 
@@ -31,11 +31,11 @@ def register(base: type, **kinds: type | str) -> None:
     A kind is a frozen dataclass, or a "module:Class" to import when a config, flag or file is first
     read. Its name is the lowercase name of the class without "Config" or "Task"; a class with its
     own `usual` may have other names. A class that is defined again, such as in a notebook cell,
-    replaces the old one.
+    replaces the old one. If one kind is invalid, none is registered.
 
     Raises:
-        ValueError: if the base class has no kinds, a kind is not a subclass of it or has another
-            name, or another class already has its name. Then nothing is registered.
+        ValueError: if the base class has no kinds, or if a kind is not a subclass of it, has the
+            wrong name, or has the name of another class.
     """
     if base not in _KINDS:
         rule = f"must be {' or '.join(one.__name__ for one in _KINDS)}"
@@ -48,7 +48,7 @@ def register(base: type, **kinds: type | str) -> None:
             raise ValueError(f'{name} is {kind!r}: must be "module:Class"')
         for other, one in known.items():
             taken = {name} & {other} | {*names_in_files(kind)} & {*names_in_files(one)}
-            # a notebook cell that runs again defines the same class again
+            # A notebook cell that runs again defines the same class again.
             if taken and _place(one) != _place(kind):
                 rule = f"the name {min(taken)!r} already belongs to {_place(one)}"
                 raise ValueError(f"{name} is {_place(kind)}: {rule}")
@@ -67,10 +67,7 @@ def names_of(base: type) -> tuple[str, ...]:
 
 @functools.cache
 def kinds_of(base: type) -> Mapping[str, type]:
-    """Return the kinds of a base by name, importing them if necessary.
-
-    ValueError if a "module:Class" cannot be imported.
-    """
+    """Return the kinds of a base by name; ValueError if a "module:Class" cannot be imported."""
     found = {}
     for name, kind in _KINDS.get(base, {}).items():
         if isinstance(kind, str):
@@ -95,9 +92,9 @@ def kind_name(kind: type | str) -> str:
 
 
 def names_in_files(kind: type | str) -> tuple[str, ...]:
-    """Return the values of `kind` that identify a class in a file, usually one.
+    """Return the values of `kind` that identify a class in a file.
 
-    A class with a field named `kind`, such as ModelConfig, has all values of that field.
+    Usually this is one; a class with a field `kind`, such as ModelConfig, has all its values.
     """
     has_field = "kind" in getattr(kind, "__dataclass_fields__", ())
     return get_args(field_hints(kind)["kind"]) if has_field else (kind_name(kind),)
@@ -118,7 +115,7 @@ def _check_kind(base: type, name: str, kind: object) -> None:
     if not (isinstance(kind, type) and issubclass(kind, base)):
         rule = f'must be a subclass of {base.__name__}, or its "module:Class"'
         raise ValueError(f"{name} is {kind!r}: {rule}")
-    # `vars`: a subclass without the decorator would compare only the fields of its base
+    # Use `vars`: a subclass without the decorator would compare only the fields of its base.
     options = vars(kind).get("__dataclass_params__")
     if options is None or not options.frozen:
         rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {kind.__name__}"
@@ -144,8 +141,8 @@ def later(
     This lets a module export names of a higher layer without importing that layer.
 
     Args:
-        module: the name of the module.
-        names: names, with the modules that define them.
+        module: name of the module.
+        names: names to import, with the modules that define them.
     """
 
     def attribute(name: str) -> Any:

@@ -23,7 +23,7 @@ class LoraConfig:
     encoder/block_0/attention/query. "all-linear" selects every kernel of every block. Paths are
     those of a looped stack, even if the layers are scanned."""
     layers: tuple[int, ...] | None = None
-    """Indices of the blocks of each stack that get adapters. None adapts all blocks."""
+    """Indices of the blocks in each stack that get adapters. None adapts all blocks."""
     dropout: Fraction = 0.0
     """Dropout rate of the adapters' inputs during training."""
     rslora: bool = False

@@ -17,7 +17,7 @@ class MeshConfig:
     """
 
     data: Size = 1
-    """Number of devices that process different rows of a batch and store the same parameters."""
+    """Number of devices that process different rows of a batch with the same parameters."""
     fsdp: Size = 1
     """Number of devices that process different rows of a batch and each store a part of every
     parameter and of the optimizer's state. The parts of a matrix are gathered before it is used
@@ -27,8 +27,8 @@ class MeshConfig:
     (Shoeybi et al. 2019)."""
     expert: Size = 1
     """Number of devices that process different rows of a batch and each store some of the experts.
-    Tokens are sent to the devices of their experts (Lepikhin et al. 2020). Expert matrices are not
-    split further, so the devices of "tensor" compute the same experts."""
+    Tokens are sent to the devices of their experts (Lepikhin et al. 2020). "tensor" does not split
+    expert matrices, so all its devices compute the same experts."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -1,8 +1,7 @@
 """Config of a transformer.
 
-Functions take a config as a whole. `dataclasses.replace` makes variations, and every replacement
-is validated again. Absent is `None`, a mode is a `Literal`. An error names the field, its value
-and the rule.
+`dataclasses.replace` makes variations, which are validated again. An error names the field, its
+value and the rule.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class ModelConfig(AnyModelConfig):
     d_model: Size = 128
     """Width of the residual stream (D)."""
     num_layers: Size = 4
-    """Number of blocks. In an encoder-decoder, the blocks of each stack unless num_decoder_layers
-    is set."""
+    """Number of blocks. In an encoder-decoder: blocks of each stack, unless num_decoder_layers is
+    set."""
     share_layers: bool = False
     """encoder: all layers share the parameters of block_0, which is applied num_layers times
     (ALBERT). Needs a looped stack of identical layers."""
@@ -84,8 +83,7 @@ class ModelConfig(AnyModelConfig):
     experts: Experts | None = None
     """Mixture of experts that replaces each feed-forward. None uses a single feed-forward."""
     block: CustomBlock | None = None
-    """Custom block: an instance of your subclass of CustomBlock that edits or replaces the block.
-    Only available in Python."""
+    """Custom block: an instance of your subclass of CustomBlock. Only available in Python."""
     max_len: Size = 256
     """Maximum sequence length, and the size of a learned position table."""
 
@@ -93,28 +91,28 @@ class ModelConfig(AnyModelConfig):
     """Encoder input other than tokens: Vectors, Patches of images, or Frames of sound. None reads
     tokens. With other inputs, an encoder has no token table and no logits."""
     positions: Positions | None = field(default=Learned())
-    """Position encoding. Learned and Sinusoidal vectors are added to the embeddings. Rope, Shaw,
+    """Positional encoding. Learned and Sinusoidal vectors are added to the embeddings. Rope, Shaw,
     T5Buckets and Alibi act in attention. None has no positions. A string selects a kind with its
     defaults: "none", "learned", "sinusoidal", "rope", "shaw", "t5" or "alibi"."""
     window: int | tuple[int | None, ...] | None = None
-    """Number of keys that a query sees, including itself. None sees all. In an encoder the window
-    is two-sided. A tuple is a pattern over the layers of a looped stack, which repeats: layer i
-    uses item i % len(window)."""
+    """Number of keys that a query sees, including its own. None sees all. In an encoder, the window
+    is two-sided. A tuple is a repeating pattern over the layers of a looped stack: layer i uses
+    item i % len(window)."""
     sink_tokens: Count = 0
     """Number of first positions that every query sees in addition to its window (Xiao et al.
     2024)."""
 
     norm: Norm | None = "layernorm"
-    """Norm layer: layernorm (Ba et al. 2016) or rmsnorm (Zhang & Sennrich 2019). None has no norms,
-    except those of `qk_norm`."""
+    """Norm layer: layernorm (Ba et al. 2016) or rmsnorm (Zhang & Sennrich 2019). None has no norms
+    except `qk_norm`."""
     norm_order: NormOrder = "pre"
     """Placement of the norms n around a branch f. pre: x + f(n(x)) (GPT-2, Llama). post: n(x +
     f(x)) (Vaswani et al., GPT-1, BERT). sandwich: x + n(f(n(x))). output: x + n(f(x)) (OLMo 2).
     parallel: x + f(n(x)) + g(m(x)), where all branches read the input of the block (GPT-NeoX).
     parallel_shared: parallel with one norm for all branches (GPT-J)."""
     first_norm: bool = True
-    """Whether block 0 has a norm before attention. False is for embeddings that are already
-    normalized (ModernBERT), and needs a looped stack."""
+    """Whether block 0 has a norm before attention. Pass False if embeddings are already normalized
+    (ModernBERT); this needs a looped stack."""
     norm_eps: Positive = 1e-5
     """Epsilon of the norms, added to the variance or mean square under the square root."""
     norm_unit_offset: bool = False
@@ -127,8 +125,8 @@ class ModelConfig(AnyModelConfig):
     glu: bool = False
     """Gated feed-forward: act(x W_gate) * (x W_up)."""
     glu_limit: Factor | None = None
-    """Gated feed-forward: clamp x W_gate from above, and x W_up on both sides, to this limit before
-    they are multiplied. None does not clamp."""
+    """Gated feed-forward: clamp x W_gate from above and x W_up on both sides to this limit. None
+    does not clamp."""
     glu_unit_offset: bool = False
     """Gated feed-forward: multiply by 1 + x W_up instead of x W_up (gpt-oss)."""
     use_bias: bool = True
@@ -201,8 +199,8 @@ class ModelConfig(AnyModelConfig):
     """Compute dtype. Parameters are float32."""
     remat: Remat = "none"
     """Values that the backward pass recomputes to save memory. none: nothing. attention: everything
-    between the queries and the output of attention. dots: everything in a block except its products
-    with matrices. full: each whole block."""
+    between the queries and the output of attention. dots: everything in a block except products
+    with weight matrices. full: each whole block."""
     scan_layers: bool = False
     """Run one stacked block under lax.scan instead of a Python loop."""
     implementation: str | None = None
@@ -252,7 +250,7 @@ class ModelConfig(AnyModelConfig):
             unread(self, "needs a looped stack: scan_layers False", "first_norm")
         if not self.qk_norm:
             unread(self, "needs qk_norm", "qk_norm_kind", "qk_norm_over")
-        # these read the sizes, which have been checked by now
+        # These read the sizes, which have been checked by now.
         if self.positions is not None:
             self.positions.check_model(self)
         if self.inputs is not None:
@@ -265,9 +263,9 @@ class ModelConfig(AnyModelConfig):
             if self.experts is not None:
                 fail("d_ff", 0, "must be positive: experts replace the feed-forward")
             names = ["glu", "ff_bias"]
-            if not self.masked_token_head:  # that head uses the activation, too
+            if not self.masked_token_head:  # that head also uses the activation
                 names.append("activation")
-            # cross-attention is a second branch, which makes parallel norms meaningful
+            # Cross-attention is a second branch, which makes parallel norms meaningful.
             if self.is_parallel and self.kind != "encoder-decoder":
                 names.append("norm_order")
             unread(self, "needs a feed-forward, but d_ff is 0", *names)
@@ -311,7 +309,7 @@ class ModelConfig(AnyModelConfig):
         return self.max_len if limited or self.kind != "encoder-decoder" else None
 
     def with_max_len(self, count: int) -> ModelConfig:
-        # a table of learned positions has a fixed size
+        # A table of learned positions has a fixed size.
         return self if isinstance(self.positions, Learned) else replace(self, max_len=count)
 
     def word_vectors(self, params: Any) -> Any:
@@ -335,7 +333,7 @@ class ModelConfig(AnyModelConfig):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return the pattern over the layers: layer i has windows[i % len(windows)]."""
+        """Return the pattern of windows: layer i has windows[i % len(windows)]."""
         return self.window if isinstance(self.window, tuple) else (self.window,)
 
     @property
@@ -380,7 +378,7 @@ register(AnyModelConfig, transformer=ModelConfig)
 
 
 def transformer_with(config: AnyModelConfig, **changes: Any) -> AnyModelConfig:
-    """Return a transformer with other fields, and a model of another kind unchanged."""
+    """Return a transformer with changed fields, or any other model unchanged."""
     return replace(config, **changes) if isinstance(config, ModelConfig) else config
 
 

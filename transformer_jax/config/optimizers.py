@@ -1,4 +1,4 @@
-"""Configs of the optimizers, without a run's learning rate and gradient clipping."""
+"""Configs of optimizers. A run's config has the learning rate and gradient clipping."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class Adafactor:
     """
 
     decay_rate: Fraction = 0.8
-    """Exponent of the averaging of squared gradients: at step t, the past has the weight 1 -
-    t^-decay_rate."""
+    """Exponent in the decay of the mean squared gradient, which is 1 - t^-decay_rate at step t."""
     smallest_factored: Size = 128
     """Minimum length of a matrix's shorter side for factoring. Smaller matrices store a second
     moment for every element."""
@@ -63,8 +62,8 @@ class Adafactor:
 class Lion:
     """Steps by the sign of a mean gradient (Chen et al. 2023).
 
-    Compared with AdamW, the learning rate is 3 to 10 times smaller, and the weight decay larger by
-    the same factor.
+    Its learning rate is 3 to 10 times smaller than AdamW's, and its weight decay larger by the same
+    factor.
     """
 
     beta1: Fraction = 0.9
@@ -80,23 +79,21 @@ class Lion:
 
 @config_class
 class Muon:
-    """Steps by the orthogonalised mean gradient of a matrix (Jordan et al. 2024).
+    """Steps by the orthogonalized mean gradient of a matrix (Jordan et al. 2024).
 
-    Muon updates the matrices of blocks, each as [inputs, outputs] of its product. AdamW updates all
-    other parameters (embeddings, output matrices, heads, biases, norms). Steps of a matrix have the
-    root mean square 0.2, so that both use AdamW's learning rate (Liu et al. 2025).
+    Muon updates the matrices of blocks, reshaped to [inputs, outputs]. AdamW updates all other
+    parameters (embeddings, output matrices, heads, biases, norms). Steps of a matrix have the root
+    mean square 0.2, so that both use AdamW's learning rate (Liu et al. 2025).
     """
 
     momentum: Fraction = 0.95
     """Decay of the mean gradient of a matrix. Steps use Nesterov momentum."""
     iterations: Size = 5
-    """Number of Newton-Schulz iterations for the orthogonalisation."""
+    """Number of Newton-Schulz iterations that orthogonalize a step."""
     beta1: Fraction = 0.9
-    """Decay of the mean gradient in AdamW, which updates parameters other than the matrices of
-    blocks."""
+    """For parameters that AdamW updates: decay of the mean gradient."""
     beta2: Fraction = 0.99
-    """Decay of the mean squared gradient in AdamW, which updates parameters other than the matrices
-    of blocks."""
+    """For parameters that AdamW updates: decay of the mean squared gradient."""
     weight_decay: NonNegative = 0.1
     """Weight decay per step, multiplied by the learning rate. Applies only to matrices."""
 
@@ -108,13 +105,13 @@ class Muon:
 class ScheduleFree:
     """AdamW with an average of its steps instead of a schedule (Defazio et al. 2024).
 
-    It needs the schedule "constant", which may include a warm-up. The averaged parameters are those
-    that are evaluated and used.
+    It needs the schedule "constant", which may include a warm-up. The averaged parameters are
+    evaluated and used.
     """
 
     beta1: Fraction = 0.9
-    """Weight of the average when gradients are computed at a mix of it and the newest weights. Must
-    be above 0."""
+    """Weight of the average in the parameters at which gradients are computed; the newest ones have
+    weight 1 - beta1. Must be above 0."""
     beta2: Fraction = 0.99
     """Decay of the mean squared gradient."""
     eps: Positive = 1e-8

@@ -23,7 +23,7 @@ class _Positions:
     """Base class of all kinds of positions."""
 
     absolute = False
-    """Whether vectors of absolute positions are added to the embeddings. Otherwise attention uses
+    """Whether vectors of absolute positions are added to the embeddings; otherwise attention uses
     distances."""
 
     def __repr__(self) -> str:
@@ -53,10 +53,10 @@ class Learned(_Positions):
     offset: Count = 0
     """Number of rows of the table before position 0 (2 in RoBERTa and BART)."""
     buckets: int | None = None
-    """Number of distance buckets whose biases act in attention, as in T5Buckets, in addition to the
+    """Number of distance buckets with biases in attention, as in T5Buckets, in addition to the
     vectors (MPNet). None has no biases."""
     max_distance: int = 128
-    """With buckets: all distances from this one on share the last bucket."""
+    """With buckets: smallest distance in the last bucket, which contains all larger ones."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -107,15 +107,14 @@ class Rope(_Positions):
     """Dimensions that form pair k. half: (k, k + dims/2). interleaved: (2k, 2k + 1), as in the
     RoFormer paper."""
     scaling: RopeScaling | None = None
-    """Method that scales the frequencies for texts beyond the trained length. None does not
-    scale."""
+    """Method to scale the frequencies for texts beyond the trained length. None does not scale."""
     factor: Positive = 1.0
     """Scaling factor: the new length divided by `original_len`."""
     original_len: Size | None = None
     """Context length of pre-training. Required by dynamic, llama3, yarn and longrope."""
     length: Size | None = None
-    """dynamic, longrope: the length for which the rotation is computed. None uses original_len, at
-    which dynamic does not scale. It is fixed, so that cached keys remain valid."""
+    """dynamic, longrope: length for which the rotation is computed, fixed so that cached keys stay
+    valid. None uses original_len, at which dynamic does not scale."""
     low_freq_factor: Positive = 1.0
     """llama3: wavelengths above original_len / low_freq_factor are scaled fully."""
     high_freq_factor: Positive = 4.0
@@ -128,7 +127,7 @@ class Rope(_Positions):
     """yarn, longrope: multiplier of the rotated vectors. None uses 0.1 ln(factor) + 1 for yarn and
     sqrt(1 + ln(factor) / ln(original_len)) for longrope."""
     truncate: bool = True
-    """yarn: round the bounds of beta_fast and beta_slow outwards to whole pairs."""
+    """yarn: round the bounds of beta_fast and beta_slow outward to whole pairs."""
     short_factors: tuple[float, ...] | None = None
     """longrope: divisor of each pair's frequency for lengths up to original_len."""
     long_factors: tuple[float, ...] | None = None
@@ -167,7 +166,7 @@ class Rope(_Positions):
             unread(self, "needs scaling 'yarn'", "beta_fast", "beta_slow", "truncate")
         if self.scaling not in ("yarn", "longrope"):
             unread(self, "needs scaling 'yarn' or 'longrope'", "attention_factor")
-        # the default attention_factor divides by ln(original_len)
+        # The default attention_factor divides by ln(original_len).
         if (self.scaling, self.original_len, self.attention_factor) == ("longrope", 1, None):
             fail("original_len", 1, "must be above 1 unless attention_factor is set")
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
@@ -250,9 +249,9 @@ class T5Buckets(_Positions):
     """A learned bias per head and bucket of distances (Raffel et al. 2020)."""
 
     buckets: Size = 32
-    """Number of buckets. Half of them contain one distance each, the others increasingly many."""
+    """Number of buckets. Half contain one distance each, the others increasingly many."""
     max_distance: Size = 128
-    """All distances from this one on share the last bucket."""
+    """Smallest distance in the last bucket, which contains all larger ones."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -269,7 +268,7 @@ class T5Buckets(_Positions):
 
 @config_class(repr=False)
 class Alibi(_Positions):
-    """A bias that decreases linearly with distance, at a slope per head (Press et al. 2022)."""
+    """A bias that decreases linearly with distance, with one slope per head (Press et al. 2022)."""
 
 
 def distance_buckets(positions: Positions | None) -> T5Buckets | None:
@@ -282,9 +281,9 @@ def distance_buckets(positions: Positions | None) -> T5Buckets | None:
 class CustomPositions(_Positions):
     """Base class of custom positions: a frozen dataclass with one or more of these methods.
 
-    The methods are traced in the model. `positions` start from 0 at the first token of a text, are
-    negative for padding, and have a single row if all rows are the same. With a cache they continue
-    from its end. Keys are cached after they are rotated.
+    JAX traces the methods. `positions` start from 0 at the first token of a text, are negative for
+    padding, and have a single row if all rows are the same. With a cache, they continue from its
+    end. Keys are cached after rotation.
     """
 
     custom_kind_of = _Positions
@@ -315,7 +314,7 @@ class CustomPositions(_Positions):
         x: Any,  # [B, T, N, H]
         positions: Any,  # i32[B or 1, T]
     ) -> Any:  # [B, T, N, H]
-        """Return queries or keys, transformed so that products depend on distances, or None.
+        """Return queries or keys, transformed so that their products depend on distances.
 
         None leaves them unchanged.
 
@@ -346,7 +345,7 @@ else:  # the kinds that files and flags can name
 KINDS: dict[str, type[Positions]] = {
     cls().kind: cls for cls in (Learned, Sinusoidal, Rope, Shaw, T5Buckets, Alibi)
 }
-"""The kinds of positions by name."""
+"""Kinds of positions by name."""
 
 SHORTHANDS: dict[str, type[Positions] | None] = {"none": None, **KINDS, "t5": T5Buckets}
 """Strings that select a kind of positions with its defaults."""

@@ -22,7 +22,7 @@ class PrepareConfig:
     documents: DocumentFormat | None = None
     """Unit that counts as a document. lines, paragraphs (separated by empty lines) or files: of
     text files. jsonl: a field of the JSON object on each line. parquet: a column. None uses jsonl
-    or parquet if the file name ends so, and paragraphs otherwise."""
+    or parquet for files with that extension, and paragraphs otherwise."""
     field: str = "text"
     """jsonl and parquet: name of the field or column that contains a document."""
     tokenizer: str = "bpe"

@@ -34,7 +34,7 @@ _SMALL_DECODER = ModelConfig(
     max_len=64,
     use_bias=False,
     positions=Rope(),
-    init_std=0.06,  # trains faster: benchmarks/NOTES.md
+    init_std=0.06,  # trains faster (benchmarks/NOTES.md)
 )
 
 _MODELS: dict[str, ModelConfig] = {
@@ -62,7 +62,7 @@ _MODELS: dict[str, ModelConfig] = {
     ),
 }  # fmt: skip
 
-# nanoGPT trains its small character model at 1e-3; 3e-3 lowers the loss by 0.1 nats
+# nanoGPT trains its small character model at 1e-3; 3e-3 lowers the loss by 0.1 nats.
 _TRAINING: dict[str, dict[str, FieldValue]] = {
     "default": dict(learning_rate=3e-3),
     "tiny": dict(steps=200, eval_every=100, checkpoint_every=100),
@@ -85,7 +85,7 @@ def _check_name(kind: str, name: str, names: list[str]) -> None:
 
 
 def preset(name: str, **changes: FieldValue) -> ModelConfig:
-    """Return the published or recommended config with a name.
+    """Return a published or recommended config by name.
 
     Sizes are those of Vaswani et al. 2017 (transformer-base), Devlin et al. 2019 (BERT), Radford et
     al. 2019 (GPT-2), Dubey et al. 2024 (Llama 3) and nanoGPT's character recipes (shakespeare-*).
@@ -108,7 +108,7 @@ def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
 
     Args:
         name: one of `PRESETS`; None is the default run on Python's documentation.
-        **changes: fields of `TrainConfig` to replace. Without a task, it is the usual one for the
+        **changes: fields of `TrainConfig` to replace. The default task is the usual one for the
             preset's kind of model.
 
     Raises:
@@ -123,16 +123,16 @@ def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
 
 
 def _fitted(model: AnyModelConfig, task: Task | str | None) -> AnyModelConfig:
-    """Return the model with only the heads that the task needs, and the dropout that it allows."""
+    """Return the model with only the heads that the task needs and the dropout that it allows."""
     task = kinds_of(Task)[task]() if isinstance(task, str) and task in names_of(Task) else task
-    # the other tasks leave the heads of a published model as they are
+    # Other tasks do not change the heads of a published model.
     if isinstance(task, MaskedTask | ClassifyTask | PreferenceTask):
         return task.fit_model(model)
     return model
 
 
 def task_recipe(task: Task, architecture: str = "transformer") -> TrainConfig:
-    """Return the usual run of a task with a small model of a kind, named as in `--model`.
+    """Return the usual run of a task with a small model of a kind, named as for `--model`.
 
     ConfigError if no model of that kind can be trained on the task.
     """
@@ -164,12 +164,12 @@ def learns(task: Task, model: AnyModelConfig) -> bool:
 
 
 def fine_tuning(model: AnyModelConfig, init_from: str, task: Task | None = None) -> TrainConfig:
-    """Return a recipe to train the model of a run, or a published one, further.
+    """Return a recipe that trains a model further.
 
     Args:
         model: its config.
-        init_from: the run folder, or the folder or id of a published model.
-        task: the task to train for; None is language modelling.
+        init_from: its run folder, or the folder or id of a published model.
+        task: the task to train for; None is language modeling.
     """
     return TrainConfig(
         task=LanguageTask() if task is None else task,

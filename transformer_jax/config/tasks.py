@@ -1,6 +1,6 @@
-"""Configs of the tasks that a model is trained for, one class for each task.
+"""Configs of tasks, one class for each.
 
-`check_model` checks which models can be trained on a task. `training/tasks` reads the files and
+`check_model` checks whether a model can be trained on a task. `training/tasks` reads the files and
 makes the batches.
 """
 
@@ -35,8 +35,8 @@ Vocabulary = Literal["shared", "separate"]
 class Task:
     """Base class of task configs.
 
-    A task that `training.tasks.load_task` does not handle itself has a `load` that returns its
-    examples (`training.tasks.task.LoadsExamples`).
+    A task that `training.tasks.load_task` does not handle has a `load` that returns its examples
+    (`training.tasks.task.LoadsExamples`).
     """
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Task:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Return the shapes of model that can be trained on the task, the usual one first."""
+        """Return the shapes of models that can be trained on the task, the usual one first."""
         return ("decoder",)
 
     @property
@@ -64,15 +64,15 @@ class Task:
 
     @property
     def recipe(self) -> dict[str, FieldValue]:
-        """Return the fields of the usual run that differ from those of other tasks."""
+        """Return the fields of `TrainConfig` in which the task's usual run differs."""
         return {}
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return the usual small model of a kind, with changes that help it learn this task."""
+        """Return the usual small model of a kind, changed to learn this task better."""
         return model
 
     def on_a_file(self, model: AnyModelConfig) -> Task:
-        """Return the task that reads a file of examples like the generated ones."""
+        """Return the task that reads examples from a file; itself, unless they are generated."""
         return self
 
     def check_model(self, model: AnyModelConfig) -> None:
@@ -97,7 +97,7 @@ class Task:
 class CustomTask(Task):
     """Base class of custom tasks: a frozen dataclass with a `load` that returns its examples.
 
-    `shapes`, `check_model` and `fit_model` define the models that it accepts, by default decoders.
+    `shapes`, `check_model` and `fit_model` define the models that it accepts; default: decoders.
     """
 
     custom_kind_of = Task
@@ -106,7 +106,7 @@ class CustomTask(Task):
     def loaded_by(self) -> str | None:
         """Return the name of the function that loads its runs.
 
-        None uses `config.model`; set it if runs contain another model.
+        None uses `config.model`. Override this if runs contain another model.
         """
         return None
 
@@ -135,7 +135,7 @@ class LanguageTask(Task):
     """Where documents end: lines, paragraphs (at empty lines), or files. prepared: the documents of
     a prepared folder. None reads one long text in windows."""
     packed: bool = True
-    """With documents: put several short documents into one row, without attention between them."""
+    """With documents: pack several short documents into a row, without attention between them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,8 +152,7 @@ class MaskedTask(Task):
     replaced: float = 0.8
     """Fraction of the predicted tokens that are replaced by the mask token."""
     random: Fraction = 0.1
-    """Fraction of the predicted tokens that are replaced by a random token. The rest stay
-    unchanged."""
+    """Fraction of the predicted tokens that are replaced by a random token. The rest are kept."""
     whole_words: bool = False
     """Mask all tokens of a word together."""
 
@@ -175,7 +174,7 @@ class MaskedTask(Task):
             fail("num_classes", model.num_classes, "must be None for task 'masked'")
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return an encoder without a classifier. One built like BERT gets BERT's head."""
+        """Return an encoder without a classifier; one built like BERT gets BERT's head."""
         if isinstance(model, ModelConfig):
             transform = model.pooler == "transform"  # that pooler is BERT's head
             model = replace(
@@ -223,9 +222,9 @@ class PrefixTask(_PairFilesTask):
     """Continue a source with its target in the same row (Raffel et al. 2020, 3.2.1)."""
 
     bidirectional: bool = True
-    """Let the tokens of a source see each other in both directions. Needs a transformer."""
+    """Let the tokens of a source attend in both directions. Needs a transformer."""
     packed: bool = True
-    """Put several short pairs into one row, without attention between them."""
+    """Pack several short pairs into a row, without attention between them."""
 
 
 @config_class
@@ -253,7 +252,7 @@ class ClassifyTask(Task):
         """Return an encoder without a masked-token head, and with the pooler of its family.
 
         Among encoders built like BERT, only DistilBERT has no token types; it has its own pooler.
-        ModernBERT's pooler is its masked-token head. ELECTRA's starts as its discriminator's.
+        ModernBERT's pooler is its masked-token head; ELECTRA's starts from its discriminator's.
         """
         if not isinstance(model, ModelConfig) or model.kind != "encoder":
             return model
@@ -280,7 +279,7 @@ class ChatTask(Task):
     """Answer messages. Only the assistant's turns contribute to the loss."""
 
     packed: bool = True
-    """Put several short conversations into one row, without attention between them."""
+    """Pack several short conversations into a row, without attention between them."""
 
 
 @config_class
@@ -298,7 +297,7 @@ class PreferenceTask(Task):
         model.check_supports("preference", "task", self.kind)
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return a model without dropout, since the reference model has none."""
+        """Return a model without dropout, because the reference model has none."""
         return transformer_with(model, dropout=0.0, attention_dropout=0.0)
 
 
@@ -336,5 +335,5 @@ _of_lectures, __dir__ = later(
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Return TASKS (every task by its name), or a task of the lectures."""
+        """Return TASKS (every task by name), or a task of the lectures."""
         return kinds_of(Task) if name == "TASKS" else _of_lectures(name)

@@ -33,21 +33,20 @@ class TrainConfig:
     """A training run: its model, task, data, optimizer, schedule and output."""
 
     task: Task = field(default_factory=LanguageTask)
-    """Task that the model is trained for."""
+    """Task to train the model for."""
     model: AnyModelConfig = field(default_factory=ModelConfig)
     """Model to train."""
     data: str = "python-docs"
-    """Training data: a text file, a folder of text files, - for standard input, python-docs, or
-    shakespeare. The output of the command prepare: a folder, or several separated by commas. Tasks
-    of pairs, classes and messages read one file. Generated tasks read none."""
+    """Training data: a text file, a folder of text files, - for standard input, python-docs,
+    shakespeare, or folders from the command prepare, separated by commas. Tasks of pairs, classes
+    and messages read one file. Generated tasks read none."""
     data_weights: tuple[float, ...] | None = None
-    """With several prepared folders: relative share of each in the training rows. None uses their
-    sizes."""
+    """With several prepared folders: relative share of each in the rows; None uses their sizes."""
     val_data: str | None = None
     """File of held-out data. None holds out the last part of `data`."""
     tokenizer: Tokenizer = "char"
-    """Tokenizer. char: the characters of the text. byte: UTF-8 bytes. bpe: byte-pair encoding
-    trained on the text. word: words separated by spaces. pretrained: the tokenizer of init_from."""
+    """Tokenizer. char: characters of the text. byte: UTF-8 bytes. bpe: byte-pair encoding trained
+    on the text. word: words separated by spaces. pretrained: the tokenizer of init_from."""
     init_from: str | None = None
     """Model to start from, along with its tokenizer: a run folder, whose matching parameters are
     used, or the folder or id of a published model."""
@@ -72,7 +71,7 @@ class TrainConfig:
     steps: Size = 2000
     """Number of optimizer steps."""
     batch_size: Size = 12
-    """Number of sequences in a micro-batch, on all devices together."""
+    """Number of sequences in a micro-batch, over all devices."""
     context: Size | None = None
     """Number of tokens in a training sequence. None uses the model's max_len, or 64 if it has
     none."""
@@ -96,8 +95,8 @@ class TrainConfig:
     clip_norm: Positive = 1.0
     """Maximum global norm of the gradient."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Storage dtype of the parameters. bfloat16 halves the memory: steps are computed in float32
-    and rounded stochastically, so that small steps take effect on average."""
+    """Storage dtype of the parameters. bfloat16 halves memory; steps are computed in float32 and
+    rounded stochastically, so that small ones take effect on average."""
     ema_decay: Fraction | None = None
     """Decay of a float32 moving average of the parameters, which is then evaluated and used (Polyak
     & Juditsky 1992). None keeps no average."""
@@ -107,8 +106,8 @@ class TrainConfig:
     """Coefficient of log(Z)^2 in the training loss, where Z is the denominator of the softmax. 1e-4
     keeps logits from drifting (Chowdhery et al. 2022, 5)."""
     loss_chunk: Size | None = None
-    """Number of tokens per row whose logits are in memory at a time in the loss. None chooses by
-    their size. A value of at least the row length computes all logits at once."""
+    """Number of tokens per row whose logits the loss computes at a time. None chooses by their
+    size. A value of at least the row length computes all logits at once."""
     eval_every: Size = 250
     """Number of steps between evaluations on the held-out data."""
     eval_batches: Size | None = None
@@ -152,7 +151,7 @@ class TrainConfig:
             fail("log", self.log, f"must name some of {', '.join(TRACKERS)}, each once")
         if self.profile is not None:
             parts = self.profile.split("-")
-            # `isdigit` also accepts superscripts, which `int` rejects, and digits of other scripts
+            # `isdigit` also accepts superscripts, which `int` rejects, and digits of other scripts.
             if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
                 fail("profile", self.profile, "must be a first and a last step, such as 10-12")
             if not 1 <= int(parts[0]) <= int(parts[1]) <= self.steps:
@@ -163,7 +162,7 @@ class TrainConfig:
         if isinstance(self.optimizer, Muon):
             self.model.check_supports("muon", "optimizer", "muon", "the blocks of transformers")
         if isinstance(self.optimizer, ScheduleFree):
-            # its average replaces both the schedule and the average of `ema_decay`
+            # Its average replaces both the schedule and the average of `ema_decay`.
             needed = dict(schedule="constant", param_dtype="float32", ema_decay=None)
             for name, value in needed.items():
                 if getattr(self, name) != value:
@@ -193,7 +192,7 @@ class TrainConfig:
                 fail("lora.trained", self.lora.trained, rule)
             rule = "cannot be used with lora: use lora.base and lora.trained"
             unread(self, rule, "frozen", "param_dtype")
-        # a run must not silently ignore a field that was set
+        # A run must not silently ignore a field that was set.
         if not self.model.supports("output_layer"):
             unread(self, "needs a transformer", "loss_chunk")
         if isinstance(self.task, ClassifyTask):
