@@ -31,8 +31,7 @@ class ModelOptions:
     model: str
     """Folder of a run or of a published model, or the model's ID on the Hugging Face hub."""
     checkpoint: Literal["best", "last"] | None = None
-    """For a run: the checkpoint with the lowest held-out loss, or the last one; default: best, if
-    there is one."""
+    """For a run: the checkpoint with the lowest held-out loss or the last; default: best if any."""
     init_from: str | None = None
     """For a LoRA run: new location of the base model, if it has moved."""
 

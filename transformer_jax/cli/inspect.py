@@ -45,8 +45,7 @@ class Inspect(ModelOptions):
     answer: str | None = None
     """The answer, one token; default: the model's likeliest."""
     other_answer: str | None = None
-    """The token whose logit is subtracted; default: none; for patch, the likeliest after --other.
-    """
+    """Token whose logit is subtracted; default: none; for patch, the likeliest after --other."""
     baseline: str | None = None
     """For attribution: an uninformative token; default: the first of mask, padding, <unk>, end and
     space that the tokenizer has."""

@@ -136,13 +136,9 @@ def _place(kind: type | str) -> str:
 def later(
     module: str, names: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a module that imports names on first use.
+    """Return `__getattr__` and `__dir__` of a module that imports `names` on first use.
 
-    This lets a module export names of a higher layer without importing that layer.
-
-    Args:
-        module: name of the module.
-        names: names to import, with the modules that define them.
+    A module can thus export names of a higher layer. `names` maps each to the module to import.
     """
 
     def attribute(name: str) -> Any:

@@ -50,13 +50,12 @@ class ModelConfig(AnyModelConfig):
     """A transformer: `kind` selects its stacks, the other fields describe a block."""
 
     kind: Kind = "decoder"
-    """Architecture: decoder (causal language model), encoder (bidirectional), or
-    encoder-decoder."""
+    """Architecture: decoder (causal language model), encoder (bidirectional) or encoder-decoder."""
     vocab_size: Size = 256
     """Size of the vocabulary (V). With source_vocab_size, the vocabulary of the target."""
     source_vocab_size: Size | None = None
-    """encoder-decoder: size of the source vocabulary, which then has its own embeddings. None
-    shares the vocabulary and the embeddings of the target."""
+    """encoder-decoder: size of a separate source vocabulary with its own embeddings. None shares
+    those of the target."""
     d_model: Size = 128
     """Width of the residual stream (D)."""
     num_layers: Size = 4
@@ -73,15 +72,13 @@ class ModelConfig(AnyModelConfig):
     """Number of key/value heads (K). None uses num_heads (MHA), 1 is MQA, values in between are
     GQA."""
     head_dim: Size | None = None
-    """Width of a query or key head (H). None uses d_model / num_heads. `key_dim` is the resulting
-    width."""
+    """Width of a query or key head (H). None uses d_model / num_heads. `key_dim` has the result."""
     value_head_dim: Size | None = None
-    """Width of a value head. None uses head_dim. `value_dim` is the resulting width."""
+    """Width of a value head. None uses head_dim. `value_dim` has the result."""
     d_ff: Count | None = None
-    """Hidden width of the feed-forward (F). None uses 4 * d_model. 0 removes the feed-forward, so
-    that blocks contain only attention."""
+    """Hidden width of the feed-forward (F). None uses 4 * d_model. 0 removes the feed-forward."""
     experts: Experts | None = None
-    """Mixture of experts that replaces each feed-forward. None uses a single feed-forward."""
+    """Mixture of experts that replaces each feed-forward. None has no experts."""
     block: CustomBlock | None = None
     """Custom block: an instance of your subclass of CustomBlock. Only available in Python."""
     max_len: Size = 256
@@ -99,8 +96,7 @@ class ModelConfig(AnyModelConfig):
     is two-sided. A tuple is a repeating pattern over the layers of a looped stack: layer i uses
     item i % len(window)."""
     sink_tokens: Count = 0
-    """Number of first positions that every query sees in addition to its window (Xiao et al.
-    2024)."""
+    """Number of first positions that queries see in addition to a window (Xiao et al. 2024)."""
 
     norm: Norm | None = "layernorm"
     """Norm layer: layernorm (Ba et al. 2016) or rmsnorm (Zhang & Sennrich 2019). None has no norms
@@ -120,8 +116,7 @@ class ModelConfig(AnyModelConfig):
     embedding_norm: bool = False
     """Normalize the embeddings before the first block (BERT)."""
     activation: AnyActivation = "gelu_tanh"
-    """Activation of the feed-forward and of masked_token_head: a name, or a function of an array,
-    such as `jax.nn.mish`."""
+    """Activation of feed-forward and masked_token_head: a name or a function (`jax.nn.mish`)."""
     glu: bool = False
     """Gated feed-forward: act(x W_gate) * (x W_up)."""
     glu_limit: Factor | None = None
@@ -204,8 +199,7 @@ class ModelConfig(AnyModelConfig):
     scan_layers: bool = False
     """Run one stacked block under lax.scan instead of a Python loop."""
     implementation: str | None = None
-    """Name of the attention implementation, checked by `build`. None uses the best one that
-    supports the call."""
+    """Attention implementation, checked by `build`. None uses the best that supports the call."""
 
     functions = ("activation",)  # fields that accept a function
 

@@ -298,14 +298,11 @@ class CustomPositions(_Positions):
         positions: Any,  # i32[B or 1, T]; configs do not import JAX
         d_model: int,
     ) -> Any:  # [B or 1, T, D]
-        """Return the vectors to add to the embeddings, or None.
+        """Return the vectors [B or 1, T, D] to add to the embeddings, or None.
 
         Args:
             positions: i32[B or 1, T].
             d_model: D.
-
-        Returns:
-            [B or 1, T, D].
         """
         return None
 
@@ -314,16 +311,13 @@ class CustomPositions(_Positions):
         x: Any,  # [B, T, N, H]
         positions: Any,  # i32[B or 1, T]
     ) -> Any:  # [B, T, N, H]
-        """Return queries or keys, transformed so that their products depend on distances.
+        """Return queries or keys x, transformed so that their products depend on distances.
 
         None leaves them unchanged.
 
         Args:
             x: [B, T, N, H].
             positions: i32[B or 1, T].
-
-        Returns:
-            [B, T, N, H].
         """
         return None
 

@@ -287,8 +287,7 @@ class PreferenceTask(Task):
     """Learn preferences between pairs of answers, relative to the model of init_from (DPO)."""
 
     beta: Positive = 0.1
-    """Weight per nat of the difference between a log-probability and that of the reference
-    model."""
+    """Multiplier of log-probabilities relative to the reference model's (DPO's beta)."""
     messages: bool | None = None
     """Whether prompts are messages instead of texts. None detects it from the data."""
 

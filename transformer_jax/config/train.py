@@ -58,8 +58,7 @@ class TrainConfig:
     bpe_vocab_size: Size = 1024
     """bpe: vocabulary size."""
     word_count: Size = 1
-    """word: minimum number of occurrences for a word to be a token. Rarer words are unknown
-    tokens."""
+    """word: minimum number of occurrences of a word. Rarer words become the unknown token."""
     text_errors: Literal["strict", "replace"] = "strict"
     """Handling of invalid UTF-8: strict stops with the offset, replace inserts U+FFFD."""
     val_fraction: float = 0.1
@@ -73,8 +72,7 @@ class TrainConfig:
     batch_size: Size = 12
     """Number of sequences in a micro-batch, over all devices."""
     context: Size | None = None
-    """Number of tokens in a training sequence. None uses the model's max_len, or 64 if it has
-    none."""
+    """Number of tokens in a training sequence. None uses the model's max_len, or 64 without one."""
     accumulation: Size = 1
     """Number of micro-batches per step. Their gradients are weighted by tokens."""
     learning_rate: Positive = 1e-3
@@ -88,8 +86,7 @@ class TrainConfig:
     decay_steps: Size | None = None
     """wsd: number of final steps with a decreasing learning rate. None uses a tenth of steps."""
     warmup_steps: Count | None = None
-    """Number of steps of the linear warm-up from 0. None uses 100, or a tenth of the steps if that
-    is less."""
+    """Number of steps of the linear warm-up from 0. None uses 100, but at most a tenth of steps."""
     optimizer: Optimizer = field(default_factory=AdamW)
     """Optimizer: adamw, sgd, adafactor, lion, muon or schedulefree."""
     clip_norm: Positive = 1.0
@@ -98,8 +95,8 @@ class TrainConfig:
     """Storage dtype of the parameters. bfloat16 halves memory; steps are computed in float32 and
     rounded stochastically, so that small ones take effect on average."""
     ema_decay: Fraction | None = None
-    """Decay of a float32 moving average of the parameters, which is then evaluated and used (Polyak
-    & Juditsky 1992). None keeps no average."""
+    """Decay of a float32 moving average of the parameters, which replaces them in evaluation and
+    use (Polyak & Juditsky 1992). None keeps no average."""
     label_smoothing: Fraction = 0.0
     """Share of each label's probability to spread over the vocabulary, in training only."""
     z_loss: NonNegative = 0.0
@@ -119,8 +116,7 @@ class TrainConfig:
     log_every: Size = 10
     """Number of steps between lines of metrics.jsonl."""
     log: tuple[str, ...] | None = None
-    """Trackers that receive the metrics in addition to metrics.jsonl: tensorboard, wandb,
-    trackio."""
+    """Trackers that also receive the metrics: tensorboard, wandb, trackio."""
     profile: str | None = None
     """Steps to profile, such as 10-12. The profile is written to OUT/profile."""
     dump_batch: float | None = None

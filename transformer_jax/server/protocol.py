@@ -88,13 +88,7 @@ class TextRequest:
 
 
 def read_request(endpoint: Endpoint, body: bytes, model: str) -> TextRequest:
-    """Parse and check the body of a request; RequestError describes the first problem.
-
-    Args:
-        endpoint: "completion" or "chat".
-        body: JSON.
-        model: the name of the served model.
-    """
+    """Parse and check a request to the named model; RequestError describes the first problem."""
     parsed = read_json(body)
     prompt = parsed.get("prompt") if isinstance(parsed, dict) else None
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int | float):
@@ -158,7 +152,7 @@ class EmbeddingRequest(NamedTuple):
 
 
 def read_embedding_request(body: bytes, model: str) -> EmbeddingRequest:
-    """Parse and check a request for embeddings; RequestError describes the first problem."""
+    """Parse and check an embeddings request; RequestError describes the first problem."""
     fields = _checked(read_json(body), EMBEDDING, model)
     inputs = fields["input"]
     if isinstance(inputs, str) or not isinstance(inputs[0], str | list):
@@ -334,15 +328,7 @@ def answer(request: TextRequest, stamp: Stamp, part: Part, prompt_tokens: int) -
 def chunks(
     request: TextRequest, stamp: Stamp, part: Part, prompt_tokens: int, *, first: bool
 ) -> list[JsonObject]:
-    """Return the JSON chunks that a stream sends for a part of an answer.
-
-    Args:
-        request: the request.
-        stamp: the fields shared by all parts.
-        part: the newest part.
-        prompt_tokens: number of tokens in the prompt.
-        first: whether this is the first part.
-    """
+    """Return the JSON chunks that a stream sends for a part, which may be an answer's `first`."""
     choices: list[JsonObject] = []
     if request.endpoint == "chat":
         kind = "chat.completion.chunk"

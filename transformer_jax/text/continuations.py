@@ -113,7 +113,7 @@ def score_requests(
         requests: contexts and continuations, each with at least one id.
         batch_size: number of rows in a batch, at least 1.
         longest: maximum number of tokens to read; None is max_len.
-        report: called after each batch with the number of its requests.
+        report: called after each batch with its number of requests.
 
     Raises:
         DataError: if a continuation is longer than the model can read.

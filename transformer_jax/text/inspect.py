@@ -331,14 +331,14 @@ class Inspect:
 
     @known_keywords
     def attention(self, text: str | tuple[str, str]) -> AttentionMaps:
-        """Return the attention weights of every layer and head, with the tokens as labels.
+        """Return the attention weights of every layer and head.
 
         Args:
             text: a string; for an encoder-decoder and a run on pairs `(source, target)`, or only
                 a source, for which the model writes the target.
 
         Returns:
-            The weights with their tokens; `plot()` draws them.
+            The weights, with tokens as labels; `plot()` draws them.
 
         Raises:
             ConfigError: if the model has no attention over tokens.

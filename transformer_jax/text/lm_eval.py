@@ -66,13 +66,7 @@ else:
 
 @dataclass(frozen=True)
 class Generation:
-    """Generation settings of a task.
-
-    Attributes:
-        until: stop strings.
-        num_tokens: maximum number of new tokens.
-        sampler: how a token is chosen.
-    """
+    """Generation settings of a task; `until` contains the stop strings."""
 
     until: tuple[str, ...]
     num_tokens: int

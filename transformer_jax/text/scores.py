@@ -74,13 +74,7 @@ class Score:
 
 
 class Windows(NamedTuple):
-    """How to read a text that exceeds one window; `LanguageModel.score` documents the defaults.
-
-    Attributes:
-        size: number of tokens to read at a time.
-        stride: number of tokens between the starts of windows.
-        batch_size: number of windows in a batch.
-    """
+    """How to read a text that exceeds one window; see `LanguageModel.score`."""
 
     size: int | None
     stride: int | None
