@@ -35,7 +35,7 @@ def here_or_elsewhere(
     """
     leaves, structure = jax.tree.flatten(tree)
     plain = lambda *leaves: elsewhere(*jax.tree.unflatten(structure, leaves))  # noqa: E731
-    # traced, so that JAX finds the operations to partition, and the types in a `shard_map`
+    # trace it, so that JAX finds the operations to partition, and the types in a `shard_map`
     traced = jax.make_jaxpr(here)(*tree)
     return tuple(_either.bind(*leaves, here=traced, elsewhere=plain, single_device=single_device))
 

@@ -347,7 +347,7 @@ class _Tiles:
         row_max, log_sum, D = (x[i][..., None] for x in rows)
         s, seen, t = self.scores(q, k, i, j)
         seen = seen & ~jnp.isposinf(row_max)
-        # replaced before the exponential: a select afterwards would still have a NaN derivative
+        # select before the exponential: a select after it would still have a NaN derivative
         s, row_max = jnp.where(seen, s, 0), jnp.where(jnp.isposinf(row_max), 0, row_max)
         p = jnp.where(seen, jnp.exp((s - row_max) - log_sum), 0)
         dp = self.onto_pairs(do, v)

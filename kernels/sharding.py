@@ -303,9 +303,7 @@ def by_types(
     dtypes = [x.dtype for x in arrays]
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        varied = vary(
-            arrays, parts.first()
-        )  # its transpose adds gradients, before they are rounded
+        varied = vary(arrays, parts.first())  # the transpose sums gradients before they are rounded
         inputs = [x.astype(dtype) for x, dtype in zip(varied, dtypes, strict=True)]
         return function(parts.first(), *parts.read(inputs, names))
 

@@ -207,17 +207,17 @@ class _Program:
 
     def tile(self, rows: _Rows, j: jax.Array, sums: _Sums, partial: bool) -> _Sums:
         problem, operands, stages = self.problem, self.operands, self.blocks.stages
-        # early, because scales come from device memory
+        # load early, because scales come from device memory
         next_scales = self.scales(rows, j + 1)
         await_copies(problem, 2 * (stages - 2))
-        # into the slot of the previous tile, which all warps have read
+        # copy into the slot of the previous tile, which all warps have read
         self.copy(rows, j + stages - 1)
         k, v = self.tiles(slot_of(j, stages), sums.scales)
         start, hidden = self.keys_of(rows, j)
         columns = self.vectors.of_columns(None, 0, rows.b, start, self.blocks.k)
         position = TilePosition(rows.b, rows.head, 0, start, rows.vectors, columns, rows.slopes)
         raw = filled((ROWS, self.blocks.k), 0)
-        # part by part, which needs fewer registers
+        # multiply in parts, which needs fewer registers
         for part in parts_of_rows(k):
             raw = add_product(problem, raw, self.q_tile.at[part], k.at[part].transpose((1, 0)))
         s, _ = scores(problem, operands, raw, position, ROW, partial)

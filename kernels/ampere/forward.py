@@ -131,7 +131,7 @@ class _Program:
 
     def tile(self, rows: TileRows, j: Index, sums: _Sums, partial: bool) -> _Sums:
         problem, operands = self.problem, self.operands
-        # with two stages they were loaded into registers while the previous tile was multiplied
+        # with two stages, these were loaded into registers while the previous tile was multiplied
         self.k_tile[...], self.v_tile[...] = sums.ahead or self.load(rows, j)
         ahead = self.ahead(rows, j + 1)
         k0 = self.k0(rows, j)

@@ -29,7 +29,7 @@ def takes(rows: int, width: int, eps: float | jax.Array, *parameters: jax.Array 
     return (
         not isinstance(eps, jax.core.Tracer)
         and all(one is None or one.shape == (width,) for one in parameters)
-        # symbolic in some exports
+        # the number of rows is symbolic in some exports
         and isinstance(rows, int)
         and 1 <= rows <= MOST_ROWS
         and width >= SMALLEST

@@ -27,7 +27,7 @@ DTYPES = "float32", "bfloat16", "int8"
 def takes(rows: int, dtype: jax.typing.DTypeLike, weights: jax.Array) -> bool:
     """Whether to use `product` for this number of rows and this dtype on this platform."""
     return (
-        # symbolic in some exports
+        # the number of rows is symbolic in some exports
         isinstance(rows, int)
         and 1 <= rows <= MOST_ROWS
         and weights.size >= SMALLEST

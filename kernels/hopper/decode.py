@@ -268,7 +268,7 @@ class _Consumer:
         columns = self.vectors.of_columns(slots.columns, slot, rows.b, k0, ROWS)
         position = TilePosition(rows.b, rows.head, 0, k0, rows.vectors, columns, rows.slopes)
 
-        # early, because scales come from device memory
+        # load early, because scales come from device memory
         next_scales = self.scales(rows, j + 1)
         plgpu.barrier_wait(slots.full.at[slot])
         k, v = slots.k_tile.at[slot], slots.v_tile.at[slot]

@@ -241,7 +241,7 @@ class _Consumer:
         if self.blocks.q == 2 * ROWS:
             plgpu.barrier_wait(self.turn.at[w])
         q, k = walk.q_tile.at[opaque(w)], walk.k_tile.at[slot].transpose((1, 0))
-        # there are no values of an earlier tile to add
+        # the first tile has no earlier values to add
         if first:
             p, row_max, total, _, _ = softmax(product(q, k, self.hand_over))
         else:

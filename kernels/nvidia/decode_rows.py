@@ -92,7 +92,7 @@ def merged(
     """Combine the sums of all parts and the sink into output, m and log l."""
     T, N, K = *operands.query.shape[1:3], operands.key.shape[2]
     packed = PackedQueries(T, N // K, ROWS)
-    # sum in the order of the parts, not in which programs finish, so that every run has equal bits
+    # sum in a fixed order, not that in which programs finish, so that all runs have the same bits
     top = row_max.max(axis=2)
     weight = jnp.exp2(row_max - top[:, :, None])
     total = packed.unpacked((weight * total).sum(axis=2), OF_ROWS)  # f32[B, N, T]

@@ -242,7 +242,7 @@ def score_gradient(
     grow = 1 / (1 - problem.dropout_rate)
     d = jnp.where(weight < 0, 0, dp * grow) if problem.dropout_rate else dp
     ds = (jnp.abs(weight) if problem.dropout_rate else weight) * (d - D)
-    # dp may have overflowed
+    # dp of hidden pairs may have overflowed
     return jnp.where(weight == 0, 0, ds) if partial else ds
 
 

@@ -119,7 +119,6 @@ def decode(
         def _() -> None:
             top, whole, shrink = m[...], total[...], jnp.ones(m.shape, jnp.float32)
             fully_masked = whole == 0
-            # add the sink
             if x.sinks is not None:
                 sink = x.sinks[...] * unit(x)
                 top = jnp.maximum(top, sink)

@@ -49,7 +49,6 @@ def forward(
         def _() -> None:
             top, total, shrink = m[...], sums[...], jnp.ones(m.shape, jnp.float32)
             fully_masked = total == 0
-            # add the sink
             if x.sinks is not None:
                 sink = step.scalar(x.sinks) * unit(x)
                 top = jnp.maximum(top, sink)

@@ -276,7 +276,7 @@ def _run(
     inputs: list[TileInputs | jax.Array] = [arrays]
     aliases = {}
     in_specs = [jax.tree.map(lambda kind, x: walk.spec(kind, x.shape), kinds, arrays)]
-    # tiles that are not visited stay zero
+    # results of tiles that are not visited stay zero
     if classes is not None:
         inputs += [jnp.zeros(shape, dtype) for _, shape, dtype in writes]
         in_specs += [pl.BlockSpec(memory_space=pl.ANY)]
