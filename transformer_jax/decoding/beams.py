@@ -146,15 +146,16 @@ def beam_search(
         stop: one or more token ids that end a text.
         lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens. Or a mask
             [B, P], as in `generate`. None means P for every row.
-        limits: i32[B], the `num_tokens` of each row; 0 has no result. None means num_tokens.
+        limits: i32[B], the `num_tokens` of each row, or 0 for no result. None means num_tokens.
         processors: change the logits based on the text so far, from left to right.
-        length_penalty: divisor of log p, such as `LengthPenalty(1.0)`. None favors short texts.
+        length_penalty: divisor of log p, such as `LengthPenalty(1.0)`. None, which is no penalty,
+            tends to favor short texts.
         groups: G, the number of separate searches, each with num_beams / G beams; must divide
             num_beams. A text that several groups find is returned once.
         diversity: at least 0, and 0 for a single group. Each group ranks its extensions by log p -
             diversity * (beams of earlier groups that chose this token at this step), the Hamming
             diversity of Vijayakumar et al. 2018, equation 5. log p itself does not change.
-        early_exit: end a row once no living beam can enter its result, which does not change.
+        early_exit: end a row once no living beam can enter its result. The result is the same.
         chunk: number of prompt tokens to read at a time, as in `prefill`; None reads all at once.
 
     Returns:
@@ -230,7 +231,7 @@ class _Scoring:
     ) -> jax.Array:  # f32[B]
         """Return the factor of the best score that each row can still reach after n tokens.
 
-        Its length will be from n + 1 to the row's limit; at the end, it is the limit.
+        Its length will be from n + 1 to the row's limit, or the limit itself at the end.
         """
         length, limits = 1 + jnp.arange(len(self.factors))[None], limits[:, None]
         # log p is at most 0, so the smallest factor bounds the score.
@@ -419,7 +420,7 @@ def _best_extensions(
     totals: jax.Array,  # f32[B, M, V]
     diversity: jax.Array,
 ) -> tuple[_Extensions, _Extensions]:
-    """Return the best extensions that do not stop, and those that stop among the best."""
+    """Return the best extensions that do not stop, and those of the overall best that stop."""
     rows, M, vocab = totals.shape
     width = M // options.groups
     # Each beam has one extension per stop token, so at least `width` of these do not stop.

@@ -105,7 +105,7 @@ class TextGenerator:
         and `MinLength` count all generated tokens.
 
         Args:
-            prompt: a string or ids i32[P]. An empty prompt starts at a newline.
+            prompt: a string or ids i32[P]. An empty prompt starts a new text.
             num_tokens: the maximum number of new tokens.
         """
         matcher = None if self.grammar is None else self.grammar.start()

@@ -42,7 +42,8 @@ class Slots(Generic[State]):
         decode_state: the state of all rows.
         step: the step of the model.
         options: the static options of the decoding program.
-        capacity: the maximum length of a prompt and its continuation, without the last token.
+        capacity: the maximum length of a prompt and its continuation, without the last token, which
+            is never read.
     """
 
     decode_state: DecodeState[State]

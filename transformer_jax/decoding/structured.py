@@ -41,8 +41,7 @@ _JSON = json.JSONDecoder(parse_float=Decimal)
 _ESCAPE = re.compile(rb"\\(?:u([0-9A-Fa-f]{0,4})|.|$)", re.DOTALL)
 _CODES = {f"{code:04x}"[:n].encode() for code in (*range(32), 127) for n in range(5)}
 _CODES -= {f"{ord(letter):04x}".encode() for letter in "\b\t\n\f\r"}
-"""Codes of characters that need an escape and have no shorter one, and all prefixes of these codes.
-"""
+"""Codes, and their prefixes, of characters that need an escape and have no shorter one."""
 
 _HEAD = '%llguidance {"no_forcing": true}\nstart: @text'
 """Header that allows every tokenization of a text, not only the tokenizer's."""

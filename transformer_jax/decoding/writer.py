@@ -18,7 +18,7 @@ def pieces(
 ) -> Iterator[str]:
     """Yield text as soon as it is final; invalid UTF-8 becomes U+FFFD.
 
-    The text ends before the stop string that is completed first, at any token boundary, or before a
+    The text ends before the stop string that is completed first, even inside a token, or before a
     token of `stop_ids`. After that, no more `ids` are consumed.
     """
     writer = TextWriter(tokenizer, check_stop_strings(stop), stop_ids)

@@ -61,7 +61,7 @@ def circuits(
         model: a decoder, an encoder with logits, or an encoder-decoder (its decoder is used).
         params: its parameters, looped or scanned.
         circuit: "qk" or "ov".
-        count: number R of singular values to return, largest first; None returns min(D, H).
+        count: number R of singular values to return, largest first; None returns all min(D, H).
         fold_norm: multiply the input kernels by the scale of the preceding norm, diag(scale) W, and
             center them for a LayerNorm. M then applies to the normalized stream.
         branch: "attention"; for an encoder-decoder also "cross_attention", whose keys and values

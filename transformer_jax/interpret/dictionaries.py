@@ -154,7 +154,7 @@ def feature_examples(
         tokens: i32[B, T], the rows to search.
         features: i32[n], indices of features.
         count: number of tokens for each feature, at most B T.
-        batch_size: rows that run together.
+        batch_size: number of rows that run together.
         **arguments: other arguments of `model.apply` that have no row axis.
 
     Returns:
@@ -228,7 +228,7 @@ def dictionary_scores(
         params: its parameters.
         dictionary: a trained dictionary, such as `load_dictionary` returns.
         tokens: i32[B, T], held-out rows.
-        batch_size: rows that run together.
+        batch_size: number of rows that run together.
 
     Raises:
         ValueError: if the model is not a decoder, or rows have fewer than two tokens.

@@ -182,7 +182,7 @@ class _CaptureWindows:
 
 
 class DictionaryWindows(TrainingTask):
-    """Train a dictionary on windows of one long text."""
+    """Training of a dictionary on windows of one long text."""
 
     def __init__(self, config: TrainConfig, task: DictionaryTask, model: TextModel) -> None:
         studied = model.config

@@ -5,8 +5,8 @@
     step = make_step(model, edit=edit)
 
 `heads` and `at` (tokens) select the part of a value that changes; None selects everything. An index
-out of range raises an error; if it is traced, it turns the whole value into NaN. `at` counts from
-the first token of the sequence, not of a prompt chunk or decoding step, and skips padding.
+out of range raises an error; a traced one turns the whole value into NaN. `at` counts from the
+first token of the sequence, not of a prompt chunk or decoding step, and skips padding.
 
 Sources: Meyes et al. 2019 (zero), Michel et al. 2019 (scale), Wang et al. 2023 (mean), Chan et al.
 2022, "Causal scrubbing" (resampling), Turner et al. 2023, "Activation addition" (steering).

@@ -58,7 +58,7 @@ def patch(
         **arguments: other arguments of `model.apply` for both prompts, such as `source`.
 
     Returns:
-        [P, T], [P, N], [P, T, N] or [P], in the order of the names, plus the axes of the metric.
+        [P, T], [P, N], [P, T, N] or [P] for P places in order, followed by the metric's axes.
 
     Raises:
         ValueError: if the prompts differ in shape, a name matches no place, or a place lacks an

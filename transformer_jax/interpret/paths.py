@@ -63,7 +63,7 @@ def path_patching(
         **arguments: other arguments of `model.apply` for both prompts, such as `source`.
 
     Returns:
-        [P, N], [P, T], [P, T, N] or [P], in the order of the senders, plus the axes of the metric.
+        [P, N], [P, T], [P, T, N] or [P] for P senders in order, followed by the metric's axes.
 
     Raises:
         ValueError: if the prompts differ in shape, a name matches no place, a sender does not write

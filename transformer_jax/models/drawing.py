@@ -42,9 +42,9 @@ class _Part:
 
 
 def draw(traced: ClosedJaxpr, key: jax.Array) -> list[jax.Array]:
-    """Return the results of a traced function for a key, using small programs.
+    """Return the exact results of a traced function for a key, computed by small programs.
 
-    The bits do not change. Results of one loop, such as a scanned stack, share one program.
+    Results of one loop, such as those of a scanned stack, share one program.
     """
     found: dict[int, jax.Array] = {}
     # the shared CPU program supports only the default: uncommitted Threefry keys, bits by index

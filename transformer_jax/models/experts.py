@@ -203,7 +203,7 @@ def _over_devices(
     """Run `each` on a mesh whose `experts` axes shard the matrices and whose `rows` axes shard B.
 
     Each device applies its own experts to the rows of all devices along `experts`; the results are
-    summed. Along other axes, the matrices are gathered once, before the scan, to avoid waiting.
+    summed. Along other axes, the matrices are gathered before the scan, so that no block waits.
     """
     axes = axis_names(experts)
     others = tuple(name for name in axis_names(rows) if name not in axes) or None

@@ -87,7 +87,7 @@ def build(config: AnyModelConfig | CheckedModule) -> Any:
 
 @known_keywords
 def init_params(config: AnyModelConfig, key: jax.Array) -> Params:
-    """Initialise f32 parameters as a nested dict.
+    """Initialize f32 parameters as a nested dict.
 
     Args:
         config: config of any kind of model. An n-gram config must have `nodes`; its parameters are
@@ -191,7 +191,7 @@ def init_paged_cache(
         dtype: dtype of keys and values, as in `init_cache`; None is the compute dtype.
 
     Raises:
-        ValueError: if the config is of another kind, its stack is scanned, or an argument invalid.
+        ValueError: if the config is not of a looped decoder, or a size or the dtype is invalid.
     """
     _check_config(config)
     if not config.supports("cache") or config.kind != "decoder":
@@ -278,13 +278,13 @@ def init_decode_state(
         params: parameters of the model; only read if there is a source.
         batch: number of rows B.
         capacity: number of positions per cache row, as in `init_cache`.
-        source: for a model with one, ids i32[B, S] or an array that matches the config's `inputs`.
+        source: ids i32[B, S] or an array that matches the config's `inputs`; None without a source.
         source_valid: bool[B, S], False is padding; None is no padding.
         dtype: dtype of a cache's keys and values; None is the compute dtype.
 
     Raises:
-        ValueError: if a source is missing, or passed to a model without one, the model is not
-            generative, `dtype` is passed to a model without a cache, or a size is invalid.
+        ValueError: if a source is missing or the model takes none, the model is not generative,
+            `dtype` is passed to a model without a cache, or a size is invalid.
     """
     model: Any = build(config)
     cfg: AnyModelConfig = model.config

@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 def init_lora(params: Params, config: LoraConfig, key: jax.Array) -> Params:
-    """Initialise f32 adapters with B = 0, which do not change the model yet.
+    """Initialize f32 adapters with B = 0, which do not change the model yet.
 
     A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)), PEFT's initialization (He et al. 2015 with a = sqrt 5).
     Looped and scanned stacks draw the same numbers. In a scanned stack, blocks that are not

@@ -75,7 +75,7 @@ def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
         block_i/residual_mid the stream before the feed-forward branch, unless branches are parallel
         .../input, output    the input (after the norm) and the output of a branch
         .../query            after `qk_norm` and rotation
-        .../key              as the query; only the tokens of the call, without cached ones
+        .../key              like the query; only the tokens of the call, without cached ones
         .../value            only the tokens of the call, without cached ones
         .../weights          attention after the softmax, before dropout: a row sums to 1, to less
                              with `attention_sinks`, and to 0 if it sees nothing

@@ -1,8 +1,8 @@
-"""Quantised kernels in 8 or 4 bits and their products: symmetric, absmax, no zero point.
+"""Quantized kernels in 8 or 4 bits and their products: symmetric, absmax, no zero point.
 
 W' = scale q, with integer q. 8-bit kernels have one scale per output; 4-bit kernels have one per
-output and group of inputs. Outliers are not separate, unlike in LLM.int8 (Dettmers et al. 2022),
-and levels are uniform, unlike in NF4 (Dettmers et al. 2023).
+output and group of inputs. Unlike in LLM.int8 (Dettmers et al. 2022), outliers are not separate;
+unlike in NF4 (Dettmers et al. 2023), levels are uniform.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ TABLES = "tokens", "source_tokens", "output"
 
 @known_keywords
 def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
-    """Quantise the kernels in a transformer's blocks.
+    """Quantize the kernels in a transformer's blocks.
 
     The error of each weight is |W - W'| <= scale / 2. In 8 bits that is at most 1/254 of the
     largest weight of the same output; in 4 bits, 1/14 of the largest weight in its group of 32

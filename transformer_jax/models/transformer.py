@@ -2,7 +2,7 @@
 
 `model.apply({"params": params}, tokens, ...) -> (logits f32, cache)` serves training, prefill and
 decoding: any number of tokens per call, with or without a cache. A token with a negative position
-is padding: no query sees it, and it is not cached. A `key` turns dropout on, not flax's `rngs`.
+is padding: no query sees it, and it is not cached. A `key` turns dropout on; flax's `rngs` do not.
 """
 
 from __future__ import annotations
