@@ -448,7 +448,7 @@ def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[ExcludePadd
 
 @dataclass(frozen=True)
 class _RereadProcessor:
-    """Processor for re-read text, of which only the first tokens belong to the prompt."""
+    """Processor for re-read text, whose first `prompt_length` tokens are the prompt."""
 
     processor: HistoryProcessor
     prompt_length: int

@@ -28,7 +28,7 @@ COMPUTED = {
     "mlp.hook_pre": "`feed_forward/input` times the kernel of `up`, or `gate`, plus its bias",
     "mlp.hook_pre_linear": "`feed_forward/input` times the kernel of `up`",
 }
-"""Formulas for hooks that have no place of their own."""
+"""Formulas for hooks without a place."""
 
 
 def place_of_hook(config: ModelConfig, hook: str) -> str:

@@ -65,7 +65,7 @@ _BLOCK = re.compile(r"block_(\d+)/(.*)")
 def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
     """Return the name and shape of each place of a model, given its config or the model itself.
 
-    Letters stand for the sizes of a call: B rows, T tokens, S keys. With a cache, S counts its
+    Letters are the sizes of a call: B rows, T tokens, S keys. With a cache, S counts its
     slots, plus the new tokens if the cache is shorter than its window. In an encoder-decoder, names
     of the encoder start with "encoder/", and their T counts source tokens. For a
     `StreamingEncoder`, pass the model itself: it has no logits, and T counts frames.

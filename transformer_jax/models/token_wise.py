@@ -53,7 +53,7 @@ def is_wise(
             [B, T], so their axis is 1, or 0 if `axis` is 0.
         axis: axis of the first array.
         size: size of the axis for tracing.
-        alike: whether indices must be treated alike; if False, `x.at[0].add(1)` passes.
+        alike: whether indices must be treated the same; if False, `x.at[0].add(1)` passes.
     """
     axes = [axis, *(min(axis, 1) for _ in values[1:])]
 
