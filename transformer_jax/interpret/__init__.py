@@ -8,6 +8,8 @@
 - `dictionaries`: sparse autoencoders and transcoders; `dictionary_task` trains them.
 - `hooks`: TransformerLens hook names.
 
+For example, patch the residual stream of each block:
+
     from transformer_jax import interpret
 
     table = interpret.patch(model, params, clean, corrupted, "block_*/residual", metric)
