@@ -1,7 +1,7 @@
 """Training: data, batches, losses, optimizers, the step, the tasks and the loop.
 
-`loop.fit` runs a `TrainConfig`; `step` and `losses` are the building blocks for a custom loop.
-The names in `_LATER` need optax and other heavy packages, and are imported on first use.
+`loop.fit` trains a `TrainConfig`; `step` and `losses` are the building blocks for a custom loop.
+Names in `_LATER` need optax and other heavy packages, so they are imported on first use.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name that needs optax on first use."""
+    """Import the module of a name in `_LATER`."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """Return all public names, including those not yet imported, so that editors complete them."""
+    """Return all public names, including those not imported yet, for completion in editors."""
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -1,7 +1,7 @@
-"""Adapter training (LoRA): the state of such a run, and its frozen base model.
+"""Adapter training (LoRA): the trained state and the frozen base model.
 
-The state contains the adapters and the parameters that are trained whole. All other parameters,
-the base, are an argument of each step and are not in any checkpoint: a resumed run loads them from
+The state contains the adapters and the parameters that are trained whole. The other parameters, the
+base, are an argument of each step and are not saved in checkpoints: a resumed run loads them from
 `init_from` and verifies their SHA-256.
 """
 
@@ -22,13 +22,13 @@ from transformer_jax.training.step import TrainState, split_seed, start_state
 from transformer_jax.untrusted_files import JsonObject
 
 _ADAPTERS = 1
-"""`fold_in` constant for the adapters' key; the parameters are drawn from the key itself."""
+"""`fold_in` constant of the adapters' key; the model's parameters use the unfolded key."""
 
 
 def adapted_loss(loss: Loss, lora: LoraConfig, *, relative: bool = False) -> Loss:
     """Wrap `loss(params, batch, key)` as `loss(trained, batch, key, base)`.
 
-    A loss that is `relative` to the initial model also gets the base as its reference.
+    If `relative`, the loss also takes the base as its reference model.
     """
 
     def adapted(
@@ -50,7 +50,7 @@ def fresh_trained(config: TrainConfig, params: Params, key: jax.Array) -> Params
 def fresh_adapters(
     config: TrainConfig, optimizer: optax.GradientTransformation, seed: jax.typing.ArrayLike
 ) -> TrainState:
-    """Return the state of step 0 of a run that trains adapters of a fresh model."""
+    """Return the state of step 0 with adapters on a newly initialized model."""
     init_key, key = split_seed(seed)
     params = fresh_trained(config, init_params(config.model, init_key), init_key)
     return start_state(params, optimizer, key, average=config.ema_decay is not None)
@@ -62,11 +62,11 @@ class FrozenBase:
     params: Params
     """Shapes until `load`, then arrays on the devices."""
     sha256: str
-    """Hash of the loaded parameters, before any of them is quantized."""
+    """Hash of the loaded parameters, before quantization."""
 
     def __init__(self, config: TrainConfig, placement: Placement) -> None:
         self.config, self._placement = config, placement
-        # the base is not loaded before the step is known to fit in memory
+        # load the base only once the step is known to fit in memory
         shapes = jax.eval_shape(lambda: self.part(init_params(config.model, jax.random.key(0))))
         self.params = placement.state(shapes)
 
@@ -77,7 +77,7 @@ class FrozenBase:
         return self.config.lora
 
     def part(self, params: Params) -> Params:
-        """Return the frozen ones of all parameters."""
+        """Return the frozen parameters."""
         return split_frozen(params, self.lora, self.config.trained_whole)
 
     def trained(self, loaded: Params, params: Params, key: jax.Array) -> Params:
@@ -97,10 +97,10 @@ class FrozenBase:
     def load(
         self, start: StartModel, key: jax.Array, metadata: JsonObject | None = None
     ) -> tuple[Params, list[str]]:
-        """Load the frozen parameters; return the trainable ones, and lines about new parts.
+        """Load the frozen parameters; return the trainable ones and a line about each new part.
 
-        Raises CheckpointError if the checkpoint `metadata` names another base model, and
-        ConfigError if a parameter is new and not trained.
+        Raises CheckpointError if `metadata`, that of a checkpoint, names another base model, and
+        ConfigError if a new parameter is not trained.
         """
         config = self.config
         loaded = start.params(config.model.scan_layers)

@@ -1,7 +1,7 @@
-"""Batches of examples, and the logits, loss and scores of any model on them.
+"""Batches of examples, and any model's logits, loss and scores on them.
 
-All tasks except `preference` share one loss, the cross-entropy of the labels of a batch. The labels
-are next tokens, hidden tokens, targets or classes, depending on the task.
+All tasks except `preference` share one loss: the cross-entropy of a batch's labels, which are next
+tokens, masked tokens, targets or classes.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 from transformer_jax.values import value_class
 
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
-"""`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; a key of None disables dropout."""
+"""`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; None disables dropout."""
 
 
 @value_class(pytree=True)
 class Batch:
-    """Inputs of a model and their labels; leaves lead with [..., B].
+    """Model inputs and their labels; the leading axes of each leaf are [..., B].
 
-    Unused fields are None. T is the length of the rows, S of their sources. A single example is a
-    batch without leading axes: tokens and labels [T].
+    Unused fields are None. T is the length of a row, S that of its source. A single example has no
+    leading axes: tokens and labels are [T].
 
     Attributes:
         tokens: i32[..., B, T]; images for an encoder are f32[..., B, H, W, C].
-        labels: i32[..., B, T], or [..., B] for classes; IGNORE marks positions without a label.
-        segments: i32[..., B, T], ids of the documents packed in a row; 0 is padding.
+        labels: i32[..., B, T], or i32[..., B] for classes; IGNORE marks positions without a label.
+        segments: i32[..., B, T], document numbers in a packed row; 0 is padding.
         valid: bool[..., B, T], False is padding.
-        prefix: bool[..., B, T], tokens that the whole document can attend to.
+        prefix: bool[..., B, T], True for tokens that every token of the document can attend to.
         source: i32[..., B, S], frames f32[..., B, S, D_in] or images f32[..., B, H, W, C].
         source_valid: bool[..., B, S], False is padding.
     """
@@ -64,17 +64,16 @@ class Batch:
 
 
 def identity(batch: Batch) -> Batch:
-    """Return the batch unchanged: for most tasks, a step's inputs are already batches."""
+    """Return the batch unchanged, for tasks whose inputs are already batches."""
     return batch
 
 
 def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
     """Return `logits(params, batch, key) -> f32[B, T, V]` of a model, or [B, C] of a classifier.
 
-    A decoder is causal within a document, except that the tokens of a prefix attend in both
-    directions; an encoder attends in both directions; an encoder-decoder also reads the source.
-    `config` may be a model, possibly edited. With `method="output_layer"`, the function returns
-    the inputs of the output layer instead of logits.
+    Decoders are causal within a document, except for a bidirectional prefix; encoders are
+    bidirectional; encoder-decoders also read the source. `config` can be a model, possibly edited.
+    With `method="output_layer"`, the function returns the inputs of the output layer instead.
     """
     model = build(config)
     config = model.config
@@ -98,12 +97,12 @@ def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
             sides["source_"] = batch.source_valid
         for side, valid in sides.items():
             if valid is not None and config.supports("positions"):
-                # position -1 means padding for every positional encoding
+                # every positional encoding treats position -1 as padding
                 index = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
                 kwargs[side + "positions"] = jnp.where(valid, index, -1)
             elif valid is not None:
                 kwargs[side + "valid"] = valid
-        several = len(batch.tokens) > 1  # some rows may only fill the batch
+        several = len(batch.tokens) > 1  # some rows may be fillers
         module = model.with_facts(apart=several, padded=several and batch.valid is not None)
         name = method or ("classify" if batch.labels.ndim == 1 else "__call__")
         experts = None if routed is None else config.experts
@@ -123,9 +122,9 @@ def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
 
 
 def _router_mask(batch: Batch, source: bool, kind: str, logits: jax.Array) -> jax.Array | None:
-    """Return the non-padding mask, bool[B, T], of the tokens behind a router's logits.
+    """Return the mask of real tokens, bool[B, T], for a router's logits.
 
-    None means all tokens, for example if an encoder changes the number of tokens.
+    None includes all tokens, for example if an encoder changes their number.
     """
     valid = batch.source_valid if source and kind == "encoder-decoder" else batch.valid
     if valid is None and batch.segments is not None:
@@ -135,22 +134,22 @@ def _router_mask(batch: Batch, source: bool, kind: str, logits: jax.Array) -> ja
 
 
 LOGITS_AT_ONCE = 2**26
-"""Logits of a batch above which a loss computes them in chunks: 256 MiB of float32."""
+"""Number of logits above which a loss computes them in chunks: 256 MiB of float32."""
 
 TOKENS_OF_CHUNK = 1024
-"""Tokens per chunk, over all rows, if the loss chooses its size. On a CPU, 512 and 1024 are as fast
-as no chunks, and 128 takes 10 to 25 % longer (benchmarks/chunked_loss.py)."""
+"""Default number of tokens per chunk, over all rows. On a CPU, 512 and 1024 are as fast as no
+chunks, and 128 takes 10 to 25 % longer (benchmarks/chunked_loss.py)."""
 
 ON_ACCELERATORS = 2**28
-"""Logits per chunk on an accelerator, 1 GiB of float32, unless those of `TOKENS_OF_CHUNK` are more.
-Each chunk reads the output matrix twice, and reads and writes its gradient, so larger chunks move
-less data."""
+"""Number of logits per chunk on an accelerator, 1 GiB of float32, if `TOKENS_OF_CHUNK` has fewer.
+Each chunk reads the output matrix twice and updates its gradient, so larger chunks move less
+data."""
 
 
 def chosen_chunk(rows: int, length: int, vocab_size: int) -> int:
-    """Return the number of tokens per row whose logits a loss computes at a time.
+    """Return the number of tokens per row whose logits are computed at a time.
 
-    `rows` are those of one device. The chunks of a row are as equal in length as possible.
+    `rows` counts the rows on one device. Chunks of a row are as equal in length as possible.
     """
     if rows * length * vocab_size <= LOGITS_AT_ONCE:
         return length
@@ -169,16 +168,16 @@ def batch_loss(
     chunk: int | None = None,
     row_shards: int = 1,
 ) -> Loss:
-    """Return the loss of a batch: the mean cross-entropy of its labels, in nats.
+    """Return a loss function: the mean cross-entropy of a batch's labels, in nats.
 
-    The load-balancing loss of a mixture of experts is added to the mean.
+    A mixture of experts adds its router losses to the mean.
 
     Args:
         config: config of the model.
         label_smoothing: at least 0 and below 1, as in `cross_entropy`.
         z_loss: at least 0, as in `cross_entropy`.
         chunk: tokens per row whose logits a transformer computes at a time, forward and backward;
-            None chooses by their size (`chosen_chunk`).
+            None uses `chosen_chunk`.
         row_shards: number of devices that the rows of a batch are split over.
 
     Returns:
@@ -199,7 +198,7 @@ def batch_loss(
         if config.supports("output_layer") and labels.ndim == 2:
             rows, length = labels.shape
             size = chosen_chunk(rows // row_shards, length, config.vocab_size)
-            # an explicit chunk applies whatever the sizes are
+            # an explicit chunk always applies
             size = size if chunk is None else chunk
             if size < labels.shape[1]:
                 x, table, bias = read(params, batch, key, routed, method="output_layer")
@@ -219,12 +218,12 @@ def batch_scores(
 ) -> Callable[..., jax.Array]:
     """Return `scores(params, batch) -> f32[3]`: summed loss, labels, and correct predictions.
 
-    `config` may be a model, possibly edited. Large logits are computed in chunks, as in
-    `batch_loss`, unless they are edited.
+    `config` can be a model, possibly edited. Large logits are computed in chunks, as in
+    `batch_loss`, unless an edit changes them.
     """
     model = build(config)
     read, config = batch_logits(model), model.config
-    # an edit of the logits needs those of whole rows
+    # an edit of the logits needs whole rows
     whole = "logits" in dict(model.edits)
 
     def judged(found: jax.Array, labels: jax.Array) -> jax.Array:  # [..., V], i32[...] -> f32[3]
@@ -272,7 +271,7 @@ def batch_scores(
 def token_nats(
     config: AnyModelConfig | AnyModel, params: Params, batch: Batch
 ) -> jax.Array:  # f32[B, T]
-    """Return -log p of each label; 0 for ignored labels."""
+    """Return -log p of each label in nats; 0 for ignored labels."""
     labels, model = batch.labels, build(config)
     config = model.config
     if config.supports("output_layer") and not model.edits:

@@ -1,4 +1,4 @@
-"""Programs of a run: its initial state, its step and its evaluation."""
+"""Compiled programs of a run: initial state, training step and evaluation."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ R = TypeVar("R")
 
 
 class CompiledAhead(Generic[R]):
-    """A jitted function of (state, *inputs), compiled ahead of time for each shape of the inputs.
+    """Jitted function of (state, *inputs), compiled ahead of time for each shape of the inputs.
 
-    The state and the keyword arguments must always have the same shapes.
+    State and keyword arguments must always have the same shapes.
     """
 
     def __init__(self, function: Callable[..., R]) -> None:
         self.function: Any = function  # the type of `jax.jit` loses R
-        # `jax.jit` would compile at the first call, when the arrays must already exist
+        # `jax.jit` would compile at the first call, which needs the arrays
         self._programs: dict[Hashable, Compiled] = {}
 
     def __call__(self, *args: PyTree, **named: PyTree) -> R:
@@ -61,7 +61,7 @@ class CompiledAhead(Generic[R]):
         return found
 
     def program(self, *args: PyTree, **named: PyTree) -> Compiled:
-        """Return the compiled program for arguments, or for their shapes."""
+        """Return the compiled program for these arguments, which may be shapes."""
         leaves, structure = jax.tree.flatten(args[1:])
         key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         if key not in self._programs:
@@ -71,7 +71,7 @@ class CompiledAhead(Generic[R]):
 
 @value_class
 class Programs:
-    """Functions that create the state of a run and advance and evaluate it."""
+    """Functions that create, advance and evaluate the state of a run."""
 
     fresh_state: Callable[[jax.typing.ArrayLike], TrainState]
     """Create the state of step 0 from a seed, u32[]."""
@@ -83,14 +83,14 @@ class Programs:
 
 
 def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
-    """Return a task's config and programs; a model that counts (an n-gram) gets its sizes here.
+    """Return a task's config and programs; the config of an n-gram model gets its table sizes here.
 
-    Another run with the same numerics compiles nothing.
+    Runs with the same numerics share compiled programs.
     """
     config = task.config
     if not config.model.supports("gradients"):
         return counted(config, task)
-    # fields that enter no program: at their defaults, runs in other folders share programs
+    # fields that no program depends on: resetting them lets runs share programs
     others = (MAY_CHANGE | {"seed"}) - {"steps", "mesh"}
     defaults: dict[str, FieldValue] = {
         x.name: x.default for x in fields(config) if x.name in others
@@ -104,7 +104,7 @@ def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
 
 @lru_cache(maxsize=8)
 def cached_programs(config: TrainConfig, prepare: Prepare, settings: Hashable) -> Programs:
-    """Return the programs of a config from a cache.
+    """Return the programs of a config, cached.
 
     `settings` are global settings that tracing depends on, such as `jax_enable_x64`.
     """
@@ -116,7 +116,7 @@ def make_programs(
 ) -> Programs:
     """Return the programs of a config, not yet compiled.
 
-    A learner is trained instead of the config's model.
+    A `learner` is trained instead of the config's model.
     """
     optimizer = make_optimizer(config)
     row_shards = 1 if config.mesh is None else config.mesh.row_shards
@@ -146,7 +146,7 @@ def make_programs(
             return start_state(make_params(init_key), optimizer, key, **state_options)
 
         fresh = fresh_learner
-    # XLA then drops the operations that only the gradients of frozen parameters need
+    # XLA then removes operations that only frozen gradients need
     if config.frozen is not None:
         loss = without_frozen(loss, config.frozen)
     if config.lora is not None:
@@ -164,12 +164,12 @@ def make_programs(
 
 
 def counted(config: TrainConfig, task: TrainingTask) -> tuple[TrainConfig, Programs]:
-    """Return the config and programs of a model whose only step counts."""
+    """Return the config and programs of a model whose single step counts tokens (an n-gram)."""
     model, params = config.model.count(task.documents())
     scores = batch_scores(model)
 
     def step(state: TrainState, *inputs: PyTree, frozen: PyTree) -> tuple[TrainState, Metrics]:
-        """Store the counts; the loss is that of the first micro-batch."""
+        """Store the counts; return the loss of the first micro-batch."""
         first = jax.tree.map(lambda leaf: leaf[0], task.prepare(*inputs))
         total, labels, _ = jax.jit(scores)(params, first)
         none = jnp.zeros((), jnp.int32)

@@ -1,7 +1,7 @@
-"""Text data: reading, tokenization, the held-out split, and the windows of a step.
+"""Text data: reading, tokenization, the held-out split, and training windows.
 
-A text in one piece keeps its newlines; `tokenizers.plain_text` defines text, line and document.
-The windows of a step follow from (seed, step) only, so a resumed run needs no iterator state.
+A single text keeps its newlines; `tokenizers.plain_text` defines text, line and document. The
+windows of a step depend only on (seed, step), so a resumed run needs no iterator state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IGNORE = -100
 
 
 class ShortText(DataError):
-    """Raised if a text does not fill a window; `tokens` is its length."""
+    """Error: a text does not fill a window; `tokens` is its length."""
 
     def __init__(self, message: str, tokens: int) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class ShortText(DataError):
 
 @value_class
 class Source:
-    """Content of a file or of a named data set."""
+    """Content of a file or a named data set."""
 
     name: str
     content: bytes
@@ -59,15 +59,15 @@ class Source:
 def read(data: str, out: str | None = None) -> list[Source]:
     """Read `TrainConfig.data`: a file, a folder's files sorted by path, `-`, or a named data set.
 
-    In a folder, hidden files, links to folders and the folders of runs, such as `out`, are skipped;
-    a newline is appended to files that do not end with one.
+    In a folder, hidden files, links to folders, and run folders such as `out` are skipped. A file
+    that does not end with a newline gets one.
     """
     if data == "-":
         if sys.stdin is None:
             raise DataError("data is '-': standard input is closed")
         return [Source("standard input", sys.stdin.buffer.read())]
     if data == "python-docs":
-        # included in every Python, so a first run needs neither a file nor a network
+        # part of every Python, so a first run needs neither a file nor a network
         topics = importlib.import_module("pydoc_data.topics").topics  # what help() shows
         return [Source(data, "\n\n".join(topics[name] for name in sorted(topics)).encode())]
     if data == "shakespeare":
@@ -98,7 +98,7 @@ def read(data: str, out: str | None = None) -> list[Source]:
 
 
 def _files(path: Path, out: str | None) -> list[Path]:
-    """Return all files below a folder; raises OSError for a folder that cannot be listed."""
+    """Return all files below a folder; raises OSError if a folder cannot be listed."""
 
     def unreadable(error: OSError) -> None:
         raise error
@@ -107,7 +107,7 @@ def _files(path: Path, out: str | None) -> list[Path]:
     of_a_run = "config.json", "tokenizer.json", "metrics.jsonl"
     for folder, folders, names in os.walk(path, onerror=unreadable):
         visible = [Path(folder, name) for name in folders if not name.startswith(".")]
-        # os.walk skips folders removed here: a run must not train on its own samples
+        # os.walk skips folders removed here: a run must not train on its own output
         folders[:] = [
             inner.name
             for inner in visible
@@ -119,7 +119,7 @@ def _files(path: Path, out: str | None) -> list[Path]:
 
 
 def _download(url: str, sha256: str, name: str) -> bytes:
-    """Return the file with this hash from the user's cache, downloading it if necessary."""
+    """Return the content with this hash from the user's cache; download it if necessary."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     file = Path(cache, "transformer_jax", f"{name}.txt")
     if file.is_file():
@@ -141,7 +141,7 @@ def _download(url: str, sha256: str, name: str) -> bytes:
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(f"{name}: the download of {url} does not have sha256 {sha256}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    # two runs may download at once: each writes its own file, and the last rename wins
+    # concurrent runs each write their own file; the last rename wins
     handle, partial = tempfile.mkstemp(dir=file.parent)
     with os.fdopen(handle, "wb") as stream:
         stream.write(content)
@@ -151,22 +151,22 @@ def _download(url: str, sha256: str, name: str) -> bytes:
 
 @value_class
 class Dataset:
-    """A tokenized text with its last part held out."""
+    """Tokenized text, whose last part is held out."""
 
     tokenizer: Tokenizer
     train: np.ndarray  # unsigned or i32[n]
     val: np.ndarray  # unsigned or i32[m]
     val_characters: int
-    """Characters of the held-out part: loss per token x m / this is the loss per character."""
+    """Number of characters in the held-out part, for the loss per character."""
     sha256: str
-    """Hash of the bytes that were read."""
+    """Hash of the bytes read."""
 
 
 def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:
     """Read `config.data`, train the tokenizer unless one is passed, encode and split.
 
-    The split is by characters (bytes for `byte`): the last `val_fraction` is held out, or all of
-    `val_data`. See `train_tokenizer` for the part that a tokenizer learns from.
+    The last `val_fraction` of the characters (bytes for `byte`) is held out, or all of `val_data`.
+    See `train_tokenizer` for the part that a tokenizer is trained on.
     """
     sources, kept = _read_all(config, config.data), 1.0 - config.val_fraction
     held_out = [] if config.val_data is None else _read_all(config, config.val_data)
@@ -191,7 +191,7 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
             rule = f"{config.init_from} has only {config.model.vocab_size} tokens"
             raise DataError(f"data is {config.data!r}: it contains token {largest}: {rule}")
         val_characters = len(text) - cut
-    # a text of bytes then stays as small as its file
+    # byte tokens then take no more memory than the file
     small = np.min_scalar_type(tokenizer.vocab_size - 1)
     dtype = small if small.itemsize < 4 else np.dtype(np.int32)
     needed = config.sequence_len + 1
@@ -216,7 +216,7 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
 
 
 def _read_all(config: TrainConfig, data: str) -> list[Source]:
-    """Read data as `read` does; raises DataError if it is empty."""
+    """Call `read`; raises DataError if the data is empty."""
     sources = read(data, config.out)
     if not any(source.content for source in sources):
         hint = "; pipe a text into the command" if data == "-" else ""
@@ -228,8 +228,7 @@ def _read_all(config: TrainConfig, data: str) -> list[Source]:
 def train_tokenizer(config: TrainConfig, text: str, training: str) -> Tokenizer:
     """Create the tokenizer that a config names.
 
-    `char` takes its characters from the whole text; `word` and `bpe` learn their words and merges
-    from the training part.
+    `char` takes its characters from the whole text; `word` and `bpe` are trained on `training`.
     """
     match config.tokenizer:
         case "byte":
@@ -245,7 +244,7 @@ def train_tokenizer(config: TrainConfig, text: str, training: str) -> Tokenizer:
 
 
 def line_tokenizer(config: TrainConfig, lines: Iterable[str], training: Iterable[str]) -> Tokenizer:
-    """Create the tokenizer for lines as `train_tokenizer` does; `char` has no newline then."""
+    """Create the tokenizer for lines as `train_tokenizer` does; `char` then has no newline."""
     if config.tokenizer == "char":
         return CharTokenizer.train("".join(lines))
     return train_tokenizer(config, "\n".join(lines), "\n".join(training))
@@ -254,18 +253,18 @@ def line_tokenizer(config: TrainConfig, lines: Iterable[str], training: Iterable
 def random_starts(
     seed: int, step: int, shape: tuple[int, ...], count: int
 ) -> np.ndarray:  # i32[shape]
-    """Draw the window starts of a step, uniform in [0, count), from the arguments only.
+    """Draw the window starts of a step, uniform in [0, count); they depend only on the arguments.
 
-    A step of A micro-batches of B windows reads the same windows as one micro-batch of A x B.
+    A micro-batches of B windows read the same windows as one micro-batch of A x B.
     """
     if not (0 <= seed < 2**32 and 0 <= step < 2**63 and 0 < count < 2**31):
         raise ValueError(f"seed {seed}, step {step}, count {count}: out of range")
-    # NumPy guarantees this raw stream across versions, unlike the methods of a Generator
+    # unlike the methods of Generator, this raw stream is the same in all NumPy versions
     words = np.random.Philox(key=(seed << 64) + step).random_raw(int(np.prod(shape)))
     scaled = (words >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)
     return scaled.astype(np.int32).reshape(shape)
 
 
 def consecutive_starts(tokens: int, length: int) -> np.ndarray:  # i32[n]
-    """Return starts of windows that cover a text once; the last one may extend past its end."""
+    """Return the starts of windows that cover a text once; the last may extend past its end."""
     return np.arange(0, tokens - 1, length, dtype=np.int32)

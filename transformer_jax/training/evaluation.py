@@ -30,7 +30,7 @@ class Scores(NamedTuple):
     """Result of an evaluation."""
 
     loss: float
-    """In nats per label."""
+    """Mean in nats per label."""
     accuracy: float
 
 
@@ -40,20 +40,20 @@ def evaluate(
     held_out: tuple[jax.Array | np.ndarray, ...],
     batches: Iterable[Inputs],
 ) -> Scores:
-    """Return the mean loss and accuracy over batches, weighted by their labels.
+    """Return the mean loss and accuracy over all labels of the batches.
 
     Args:
         eval_step: from `make_eval_step`.
         params: parameters of the model.
-        held_out: arrays that the step reads in every call, such as a corpus.
-        batches: the inputs of each call.
+        held_out: arrays passed to every call, such as a corpus.
+        batches: inputs of each call.
     """
 
     def placed(leaf: jax.Array | np.ndarray) -> jax.Array:
         return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)
 
     parts = [eval_step(params, *held_out, jax.tree.map(placed, batch)) for batch in batches]
-    # one transfer at the end: reading each result would wait for its batch
+    # one transfer at the end: reading each result would block on its batch
     losses, weights, right = np.array(jax.device_get(parts), np.float64).T
     # padding rows have no labels and add no weight
     labels = max(weights.sum(), 1.0)
@@ -61,7 +61,7 @@ def evaluate(
 
 
 def evaluate_run(run: Run, state: TrainState) -> Scores:
-    """Return the mean loss and accuracy over the held-out part of a run's task."""
+    """Return the mean loss and accuracy on the held-out part of a run's task."""
     place = run.placement.rows
     if run.task.place is not None:  # each process reads only its own rows
         place = run.placement.rows_of_process
@@ -76,10 +76,10 @@ def evaluate_run(run: Run, state: TrainState) -> Scores:
 
 
 def reevaluate_checkpoints(run: Run, last: int, before: TrainConfig, progress: Progress) -> None:
-    """Reevaluate the checkpoints up to step `last` whose loss used different `eval_batches`.
+    """Reevaluate checkpoints up to step `last` whose loss used different `eval_batches`.
 
-    These losses select the best checkpoint, so they must be comparable. `before` is the run's
-    previous config, which applies to checkpoints that do not record `eval_batches`.
+    The best checkpoint is chosen by these losses, so they must be comparable. `before`, the run's
+    previous config, applies to checkpoints that do not record `eval_batches`.
     """
     now, folder = run.config.eval_batches, run.folder.checkpoints
     for step in checkpoint.saved_steps(folder):
@@ -90,7 +90,7 @@ def reevaluate_checkpoints(run: Run, last: int, before: TrainConfig, progress: P
             if step > last or old is None or was == now:
                 continue
             loss = evaluate_run(run, checkpoint.restore(path, run.template)).loss
-        except checkpoint.CheckpointError as error:  # a damaged one cannot be the best
+        except checkpoint.CheckpointError as error:  # a damaged checkpoint cannot be the best
             progress.say(f"{error}; not evaluated")
             continue
         found = loss if math.isfinite(loss) else None
@@ -102,9 +102,9 @@ def reevaluate_checkpoints(run: Run, last: int, before: TrainConfig, progress: P
 def decode_held_out(
     run: Run, state: TrainState, progress: Progress
 ) -> tuple[str, dict[str, float]]:
-    """Decode held-out examples; return a sample and the scores, which the first process saves."""
+    """Decode held-out examples; return a sample and scores, which the first process saves."""
     sample, judged = "", dict[str, float]()
-    # all processes take part in the gathering; only the first decodes
+    # gathering needs all processes; only the first decodes
     params = gathered_here(run.eval_params(state))
     if is_first():
         if run.config.sample_tokens:

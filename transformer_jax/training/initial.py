@@ -1,7 +1,7 @@
-"""Initial parameters of a run from another model: a run, or a published model.
+"""Initial parameters of a run from another run or a published model.
 
-The vocabulary may have grown by special tokens at its end, and the head may be new. Existing rows
-are copied; new ones are drawn.
+The vocabulary may have new special tokens at its end, and the head may be new. Existing rows are
+copied; new ones are drawn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TASK_FIELDS = frozenset(
     masked_token_head logit_bias
     """.split()
 )
-"""Fields of a model that may change with the task."""
+"""Model fields that can change with the task."""
 
 
 @value_class
@@ -45,14 +45,14 @@ class StartModel:
     config: AnyModelConfig
     tokenizers: Tokenizers
     params: Callable[[bool], Params]
-    """Load the parameters, f32; the argument is `scan_layers` of the run."""
+    """Load the parameters, f32; the argument is the run's `scan_layers`."""
     labels: tuple[str, ...] | None = None
     """Class names of the head in order, if the model is a classifier with named classes."""
 
 
 def start_model(init_from: str) -> StartModel:
-    """Open the model to start from; raises ConfigError or CheckpointError if it is unusable."""
-    # imported here: a run from scratch does not need the tables of the published families
+    """Open the model that a run starts from; raises ConfigError or CheckpointError."""
+    # imported here: a run from scratch does not need the tables of published families
     from transformer_jax.loading import base_params, is_run, published_tokenizer, with_targets
     from transformer_jax.pretrained.load import pretrained_config
     from transformer_jax.pretrained.weights import open_weights
@@ -70,9 +70,9 @@ def start_model(init_from: str) -> StartModel:
 
 
 def _published_labels(config: ModelConfig, folder: WeightFolder) -> tuple[str, ...] | None:
-    """Return the class names of a published classifier, or None if its classes are unnamed."""
+    """Return the class names of a published classifier; None if its classes are unnamed."""
     names = folder.config.get("id2label")
-    # BERT's next-sentence head has two outputs, which are not classes of texts
+    # the two outputs of BERT's next-sentence head are not text classes
     if config.num_classes is None or config.masked_token_head or not isinstance(names, dict):
         return None
     found = [names.get(str(i)) for i in range(config.num_classes)]
@@ -100,14 +100,14 @@ def start_params(
 ) -> tuple[Params, list[str]]:
     """Return the initial parameters of a run, and a line about each part that changed.
 
-    Parameters of the initial model (`loaded`) are used wherever their shapes match. If a table has
-    grown, its existing rows are kept. A head with the same classes is kept, in the run's order; a
-    head with other classes is drawn. Raises ConfigError if any other shape differs.
+    Parameters in `loaded` are used if their shapes match. A table that has grown keeps its rows. A
+    head with the same classes is kept, in the run's order; otherwise it is drawn. Raises
+    ConfigError if any other shape differs.
     """
     model, params, task = config.model, loaded, config.task
     if isinstance(task, ClassifyTask) and "classifier" in params:
         params = _match_head(task.labels or (), start, params)
-    # drawing parameters is slow: do it only if some are missing
+    # drawing parameters is slow, so draw only if some are missing
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     if jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes):
         return params, []
@@ -115,10 +115,10 @@ def start_params(
 
 
 def _match_head(labels: tuple[str, ...], start: StartModel, params: Params) -> Params:
-    """Reorder the head to these classes, or drop it if it has others.
+    """Reorder the head to these classes, or drop it if its classes differ.
 
-    BERT's next-sentence head is not a classifier of texts and is always dropped. Unnamed classes
-    match labels that are their numbers; other labels are assigned to them in order.
+    BERT's next-sentence head is always dropped. Unnamed classes match labels that are their
+    numbers; other labels are assigned in order.
     """
     head, names = params["classifier"], start.labels
     next_sentence = start.config.masked_token_head
@@ -127,7 +127,7 @@ def _match_head(labels: tuple[str, ...], start: StartModel, params: Params) -> P
     count = kernel.shape[-1]
     if next_sentence or count != len(labels) or (names is not None and {*names} != {*labels}):
         return {name: part for name, part in params.items() if name != "classifier"}
-    # labels may spell class 0 as LABEL_0, as transformers does, or as 0
+    # class 0 may be labeled LABEL_0, as in transformers, or 0
     for form in ("LABEL_{}", "{}") if names is None else ():
         numbered = tuple(form.format(i) for i in range(count))
         names = numbered if {*numbered} == {*labels} else names

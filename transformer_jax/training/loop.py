@@ -1,11 +1,11 @@
 """Training loop: read data, step, evaluate, save checkpoints, stop and resume.
 
-`fit` is the complete loop; `step` has the building blocks for a custom loop. The task (`tasks`)
-defines data and loss; the loop is the same for all tasks.
+The loop is the same for all tasks; a task (`tasks`) defines data and loss. For a custom loop, use
+the building blocks in `step`.
 
     run         programs, state and checkpoints of a run
     evaluation  loss of held-out examples, and metrics of decoded outputs
-    report      measurements that are written and shown for each step
+    report      measurements of each step, written and shown
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class Result:
         state: state after the last step.
         step: number of the last step.
         interrupted: whether `stop` ended the run before the last step.
-        val_loss: held-out loss at `step`, nats per token; None if it is not finite, or if the run
-            stopped between two evaluations.
-        val_loss_per_character: the same in nats per `unit`, comparable across tokenizers; None if
-            the task does not define it.
-        best_step: step of the checkpoint with the lowest held-out loss, or None if there is none.
-        sample: sample of the model's output, a text or held-out examples.
+        val_loss: held-out loss at `step` in nats per token; None if it is not finite, or if the run
+            stopped between evaluations.
+        val_loss_per_character: held-out loss in nats per `unit`, comparable across tokenizers; None
+            if the task does not define it.
+        best_step: step of the checkpoint with the lowest held-out loss, or None.
+        sample: sample of the model's output: a text or decoded held-out examples.
         rejected: number of steps with a non-finite loss or gradient.
-        accuracy: share of the held-out labels that the model predicts, at `step`.
+        accuracy: share of held-out labels predicted correctly at `step`.
         scores: metrics of the decoded held-out examples.
-        unit: unit of `val_loss_per_character`, character or byte; token if it is None.
+        unit: unit of `val_loss_per_character`: character or byte; token if the loss is None.
     """
 
     config: TrainConfig
@@ -84,12 +84,12 @@ class Result:
 
     @property
     def perplexity(self) -> float | None:
-        """Return exp(val_loss) per token; None if the loss is not per token, or not finite."""
+        """Return exp(val_loss); None if the loss is not per token or not finite."""
         task = self.config.task
         custom = isinstance(task, CustomTask) and task.loaded_by is not None
         if self.val_loss is None or custom or isinstance(task, PreferenceTask):
             return None
-        # exp(710) is infinite in float64
+        # exp(710) overflows float64
         return math.exp(min(self.val_loss, 700.0))
 
 
@@ -103,22 +103,22 @@ def fit(
     stop: Callable[[], bool] = lambda: False,
     task: CustomTask | None = None,
 ) -> Result:
-    """Train as configured, and write the run to its folder.
+    """Train as configured and write the run to its folder.
 
-    With several processes (`jax.distributed`), each calls `fit` with the same config, whose mesh
-    spans all their devices, and with a folder that all of them can access; the first process writes
-    it. They check whether to stop every `log_every` steps.
+    With several processes (`jax.distributed`), each calls `fit` with the same config. The mesh must
+    span all devices, and all processes must be able to read the folder, which the first one writes.
+    They check whether to stop every `log_every` steps.
 
     Args:
         config: config of the run; `config.out` is the folder. With `config.init_from`, parameters
-            and tokenizer start from that run or published model. `config.model` must then be its
+            and tokenizer come from that run or published model. `config.model` must then match its
             config, except for `OVERRIDABLE_FIELDS` and table rows that the task appends;
             `fine_tuning` creates such a config.
-        resume: continue the run in the folder from its last checkpoint, bit for bit as if it had
-            never stopped. The fields in `run_folder.MAY_CHANGE` may differ (with another `steps`,
-            the schedule follows the new value).
+        resume: whether to continue the run in the folder from its last checkpoint, bit for bit as
+            if it had never stopped. Only fields in `run_folder.MAY_CHANGE` can differ; the schedule
+            follows a new `steps`.
         vocab_size: vocabulary size of the model, at least the tokenizer's; None is the tokenizer's.
-        progress: receives the progress; None prints in a notebook, and nothing elsewhere.
+        progress: receives the progress; None prints lines in a notebook and nothing elsewhere.
         stop: called after every step; if it returns True, the run saves and returns.
         task: a custom task, used instead of `config.task` (docs/howto_task.md).
 
@@ -126,7 +126,7 @@ def fit(
         ConfigError: if the config is invalid; nothing is written.
         DataError: if the data cannot be used; nothing is written.
         CheckpointError: if the initial model or checkpoint cannot be read; nothing is written.
-        RunError: for errors during the run, as is OSError; existing checkpoints stay valid.
+        RunError: for errors during the run; like OSError, it leaves existing checkpoints valid.
     """
     if not isinstance(config, TrainConfig):
         kind = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
@@ -135,7 +135,7 @@ def fit(
     if task is not None:
         config = replace(config, task=task)
     progress = progress_for_notebook() if progress is None else progress
-    # all processes see the same numbers: only the first reports them
+    # all processes have the same numbers, so only the first reports them
     progress = progress if is_first() else Silent()
     needs_base = config.lora is not None or isinstance(config.task, PreferenceTask)
     if needs_base and config.init_from is None:
@@ -143,7 +143,7 @@ def fit(
         raise ConfigError(f"init_from is None: must name the model that {reason}")
     if is_first():
         check_trackers(config.log or ())
-    folder = RunFolder(Path(config.out).absolute())  # the process may change its directory
+    folder = RunFolder(Path(config.out).absolute())  # the working directory may change
     with ExitStack() as stack:
         found, start = None, None
         if resume:
@@ -163,7 +163,7 @@ def fit(
                 start = start_model(config.init_from)
                 check_model(config.model, start, config.init_from)
             data = load_task(config, None if start is None else start.tokenizers, vocab_size)
-        # nothing is written before the step is known to fit in memory
+        # write nothing until the step is known to fit in memory
         run = Run(data, folder)
         first = run.check_memory(0 if found is None else found.step)
         if not resume:
@@ -190,13 +190,13 @@ def fit(
                 logging.getLogger(__name__).warning(line)
         stack.callback(progress.stop)
         report = stack.enter_context(closing(Report(run, progress)))
-        # an error in the last save is raised here, not in its thread
+        # an error in the last save is raised here rather than in its thread
         with run.saver:
             return _train(run, report, state, first, stop)
 
 
 def _warnings(config: TrainConfig) -> Iterator[str]:
-    """Yield a line about each setting that is probably unintended."""
+    """Yield a warning for each setting that is probably a mistake."""
     model = config.model
     if config.warmup >= config.steps:
         rule = f"learning_rate {config.learning_rate:g} is not reached in {config.steps} steps"
@@ -214,7 +214,7 @@ def _warnings(config: TrainConfig) -> Iterator[str]:
 
 @contextmanager
 def _claim_folder(path: Path) -> Iterator[None]:
-    """Create and lock the folder of a new run; raises RunError if another run was faster."""
+    """Create and lock the folder of a new run; raises RunError if another run started there."""
     path.mkdir(parents=True, exist_ok=True)
     try:
         with locked(path):
@@ -222,7 +222,7 @@ def _claim_folder(path: Path) -> Iterator[None]:
                 raise RunError(f"{path}: another run has just started here")
             yield
     except BaseException:
-        with suppress(OSError):  # removed only if empty
+        with suppress(OSError):  # fails unless empty
             path.rmdir()
         raise
 
@@ -247,14 +247,14 @@ def _train(
         with phases.of("step"):
             state, metrics = run.step(state, inputs)
         report.profile.after(done + 1, state)
-        # a step's measurements are read while the next one runs: waiting would idle the device
+        # read a step's measurements while the next one runs, so that the device never idles
         if pending is not None:
             report.write(report.read(*pending))
         done += 1
         pending = (done, metrics, None if report.spikes is None else inputs)
         stop_requested = stop_requested or stop()
         interrupted = stop_requested
-        if jax.process_count() > 1:  # processes agree only every `log_every` steps
+        if jax.process_count() > 1:  # processes synchronize only every `log_every` steps
             interrupted = done % config.log_every == 0 and any_process(stop_requested)
         last = done == config.steps
         evaluated = last or done % config.eval_every == 0
@@ -269,7 +269,7 @@ def _train(
                     scores = evaluate_run(run, state)
                 val_loss = finite(scores.loss)
             report.write(numbers, scores)
-            # the best so far is saved, whether or not a checkpoint is due
+            # the best model so far is always saved
             if val_loss is not None and (best_loss is None or val_loss < best_loss):
                 best_loss, kept = val_loss, True
             if kept:
