@@ -1,10 +1,6 @@
 """Cross-entropy of tokens in float32: masked, weighted, smoothed, or in chunks.
 
-    loss = lse(x) - (1 - e) x[label] - e mean(x) + z lse(x)^2
-
-with label smoothing e (Szegedy et al. 2016, 7) and z-loss z (Chowdhery et al. 2022, 5). Means are
-weighted, over the tokens whose label is not `ignore_label`. The logits of ignored tokens are not
-read, so NaN there changes nothing, forward or backward.
+Ignored tokens never contribute, forward or backward, even if their logits are NaN.
 """
 
 from __future__ import annotations
@@ -44,16 +40,16 @@ def cross_entropy(
         logits: x; converted to float32.
         labels: from 0 to V - 1, or `ignore_label`.
         weights: weight of each token; None means 1. A weight of 0 ignores the token.
-        ignore_label: label of ignored tokens, whose logits may be NaN.
+        ignore_label: label of ignored tokens; their logits may be NaN.
         label_smoothing: e, at least 0 and below 1 (Szegedy et al. 2016, section 7).
         z_loss: z, at least 0 (Chowdhery et al. 2022, section 5).
 
     Returns:
-        The weighted mean and the sum of the weights; 0 and 0 if all tokens are ignored.
+        The weighted mean and the sum of the weights; both are 0 if all tokens are ignored.
 
     Raises:
-        ValueError: if shapes do not match, or if a label that counts is outside 0 to V - 1. Under a
-            trace, such a label makes the loss and the gradient of its logits NaN.
+        ValueError: if shapes do not match, or if a label with nonzero weight is outside 0 to V - 1.
+            Under a trace, such a label makes the loss and the gradient of its logits NaN.
     """
     terms = _Terms(label_smoothing, z_loss)
     check_array("logits", logits, "[..., V]")
@@ -87,19 +83,19 @@ def chunked_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
-    """Return `cross_entropy` of logits that never exist all at once.
+    """Return `cross_entropy` without storing all logits at once.
 
         logits = softcap tanh((hidden output_weights^T + logit_bias) / softcap)
 
-    Only B * chunk_size rows of logits exist at a time, forward and backward. Gradients are computed
-    chunk by chunk together with the loss, so nothing is computed twice. Products use the dtype of
-    `hidden`, and sums float32.
+    Only B * chunk_size rows of logits exist at a time, forward and backward. Each chunk computes
+    its loss and gradients together, so nothing is computed twice. Products use the dtype of
+    `hidden`, sums float32.
 
     Args:
         hidden: input of the output matrix.
         output_weights: the output matrix.
         labels: from 0 to V - 1, or `ignore_label`.
-        chunk_size: number of the T positions whose logits exist at a time, at least 1.
+        chunk_size: positions per row whose logits exist at a time, at least 1.
         softcap: above 0; None applies no cap.
         logit_bias: None adds nothing.
         weights: weight of each token; None means 1.
@@ -111,8 +107,8 @@ def chunked_cross_entropy(
         The weighted mean loss in nats and the sum of the weights.
 
     Raises:
-        ValueError: if shapes do not match, a number is out of its range, or a concrete label that
-            counts is outside 0 to V - 1.
+        ValueError: if shapes do not match, a number is out of range, or a concrete label with
+            nonzero weight is outside 0 to V - 1.
     """
     terms = _Terms(label_smoothing, z_loss)
     check_array("hidden", hidden, "[B, T, D]")
@@ -157,7 +153,7 @@ def label_scores(
     logit_bias: jax.Array | None = None,  # [V]
     ignore_label: int = -100,
 ) -> tuple[jax.Array, jax.Array]:  # f32[B, T], bool[B, T]
-    """Return the log-probability of each label, in nats, and whether it is the most likely one.
+    """Return the log-probability of each label, in nats, and whether that label is the likeliest.
 
     Logits are those of `chunked_cross_entropy`; the backward pass recomputes them. A label outside
     0 to V - 1 gives NaN, and `ignore_label` gives 0.
@@ -204,7 +200,7 @@ class _Terms:
 
 @dataclass(frozen=True)
 class _Head:
-    """Options of the logits and of the chunked loss; static."""
+    """Options of the logits and the chunked loss; static."""
 
     terms: _Terms
     chunk_size: int
@@ -228,7 +224,7 @@ def _mask_ignored(
         isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
         for x in values
     ):
-        # checked before the conversion, which would wrap 2**32 + 1 around to a valid label
+        # checked before the conversion to int32, which would wrap 2**32 + 1 to a valid label
         concrete = np.asarray(labels)
         wrong = (concrete != ignore_label) & ((concrete < 0) | (concrete >= vocab))
         if weights is not None:
@@ -264,7 +260,7 @@ def _token_loss(
 def _token_loss_jvp(
     terms: _Terms, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    # One pass over the logits, backward too; autodiff of the formula takes several, with 0 * NaN.
+    # One pass over the logits, also backward; autodiff would take several and compute 0 * NaN.
     loss, slope = _loss_and_slope(terms, *primals)
     return loss, jnp.sum(slope * tangents[0].astype(jnp.float32), axis=-1)
 
@@ -272,9 +268,9 @@ def _token_loss_jvp(
 def _loss_and_slope(
     terms: _Terms, logits: jax.Array, labels: jax.Array, counts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return losses [...] and their derivatives by the logits [..., V]; 0 for ignored tokens.
+    """Return losses [...] and their derivatives with respect to the logits [..., V]; 0 if ignored.
 
-    All values are relative to the largest logit: at 1e4, float32 has a spacing of 1e-3.
+    Values are relative to the largest logit, because float32 values near 1e4 are 1e-3 apart.
     """
     vocab = logits.shape[-1]
     x = logits.astype(jnp.float32)
@@ -309,7 +305,7 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
 
 
 def _chunked_sum(head: _Head, arrays: Arrays) -> tuple[jax.Array]:
-    """Return the sum of weights * losses; JAX's own derivative recomputes the logits."""
+    """Return the sum of weights * losses; JAX's derivative of it recomputes the logits."""
     hidden, table, bias, labels, weights = arrays
 
     @jax.checkpoint
@@ -332,13 +328,13 @@ def _chunked_sum(head: _Head, arrays: Arrays) -> tuple[jax.Array]:
 
 
 def _sum_and_gradients(head: _Head, arrays: Arrays) -> tuple[tuple[jax.Array], Arrays]:
-    """Return the sum and its gradients, which take two products: the logits are not recomputed."""
+    """Return the sum and its gradients, in two products per chunk: no logits are recomputed."""
     hidden, table, bias, labels, weights = arrays
 
     def add(sums: PyTree, chunk: tuple[jax.Array, ...]) -> tuple[PyTree, tuple[jax.Array, ...]]:
         hidden, labels, weights = chunk
         counts = weights != 0
-        hidden = jnp.where(counts[..., None], hidden, 0)  # 0 * NaN in the gradient of the table
+        hidden = jnp.where(counts[..., None], hidden, 0)  # avoids 0 * NaN in the table's gradient
         total, pull = jax.vjp(
             lambda products, bias, weights: _loss_of_products(
                 head, products, bias, labels, weights
@@ -367,7 +363,7 @@ def _sum_and_gradients(head: _Head, arrays: Arrays) -> tuple[tuple[jax.Array], A
 def _scaled_gradients(
     arrays: Arrays, gradients: Arrays, cotangents: tuple[jax.Array, ...], wanted: PyTree
 ) -> Arrays:
-    """Return the gradients times the cotangent of the sum, in the dtypes of the arrays."""
+    """Return the gradients times the cotangent of the sum, cast to the dtypes of the arrays."""
     (cotangent,) = cotangents
     return jax.tree.map(
         lambda x, to: (cotangent * x.astype(jnp.float32)).astype(to.dtype), gradients, arrays
@@ -394,13 +390,13 @@ def _loss_of_products(
 
 
 def _rows(chunk_size: int, length: int) -> int:
-    """Return the number of positions per chunk; all if an export leaves the length open."""
+    """Return the number of positions per chunk; all if the length is symbolic in an export."""
     # a Python int: -size would wrap around for NumPy's uint8
     return int(min(chunk_size, max(length, 1))) if are_concrete(length) else length
 
 
 def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Cut [B, T, ...] into [chunks, B, size, ...], with zeros after the end."""
+    """Cut [B, T, ...] into [chunks, B, size, ...], padded with zeros."""
     if not are_concrete(size):
         return tuple(x[None] for x in arrays)
 

@@ -1,7 +1,7 @@
 """Optimizers of a run, composed of optax transformations.
 
 Each clips the gradient's global norm (Pascanu et al. 2013) and follows the run's schedule. Weight
-decay, if any, applies only to matrices and tables.
+decay applies only to matrices and tables.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from transformer_jax.training.batch import Batch, Loss, Params
 
 
 def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
-    """Return the learning rate of update 0, 1, ...: a linear warm-up, then `config.schedule`.
+    """Return the learning rate by update number: a linear warm-up, then `config.schedule`.
 
-    With W warm-up steps of N, peak p, end m, and n = (count - W) / (N - W):
+    With W warm-up steps out of N, peak p, end m, and n = (count - W) / (N - W):
         p (count + 1) / (W + 1)                  count < W
         m + (p - m) (1 + cos(pi n)) / 2          cosine (Loshchilov & Hutter 2017)
         p + (m - p) n                            linear
         p sqrt((W + 1) / (count + 1)), >= m      inverse_sqrt (Vaswani et al. 2017, 5.3)
         p, and linear to m in the last D steps   wsd (Hu et al. 2024), D = decay_steps
         p                                        constant
-    and from N on the rate of N, which is m except for inverse_sqrt and constant. If the run ends
-    within its warm-up, the schedule is only the warm-up.
+    From N on, the rate stays constant. If N <= W, the schedule is only the warm-up.
     """
     peak, end = config.learning_rate, config.min_learning_rate
     warmup, first = config.warmup, config.learning_rate / (config.warmup + 1)
@@ -61,8 +60,8 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Return the optimizer that `config.optimizer` names, with clipping and the schedule.
 
-    Frozen parameters get no update, and their gradients do not count in the clipped norm. Raises
-    ConfigError, once the parameters are known, for a frozen name that matches none of them.
+    Frozen parameters get no update and do not count in the clipped norm. The optimizer's `init`
+    raises ConfigError if a frozen name matches no parameter.
     """
     rate, last = learning_rate_schedule(config), []
     if config.frozen is not None:
@@ -111,17 +110,16 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def scale_by_adafactor(settings: Adafactor) -> optax.GradientTransformation:
-    """Scale by a factored root mean square, then clip (Shazeer & Stern 2018, algorithm 4).
+    """Scale by the factored root mean square, then clip (Shazeer & Stern 2018, algorithm 4).
 
-    optax treats an array as one parameter, so the layers of a scanned stack would share the root
-    mean square of the clipping. Here each layer and each expert is a separate parameter. The state
-    is that of `optax.scale_by_factored_rms`.
+    Unlike optax, which clips whole arrays, this clips each layer of a scanned stack and each expert
+    separately. The state is that of `optax.scale_by_factored_rms`.
     """
 
     def axes(path: KeyPath, leaf: jax.Array) -> tuple[int, tuple[int, int] | None]:
         """Return the number of leading axes, and the second longest and longest other axes.
 
-        None replaces the two axes if each element has its settings second moment.
+        None replaces the two axes if each element has its own second moment.
         """
         first = stacked_axes(path_name(path).split("/"), leaf.ndim)
         longest = [first + int(axis) for axis in np.argsort(leaf.shape[first:], kind="stable")[-2:]]
@@ -173,9 +171,9 @@ def scale_by_adafactor(settings: Adafactor) -> optax.GradientTransformation:
 
 
 def without_frozen(loss: Loss, names: tuple[str, ...]) -> Loss:
-    """Return the loss without gradients of the parameters whose names begin with one of `names`.
+    """Return the loss with zero gradient for parameters whose names begin with one of `names`.
 
-    The backward pass then skips their products, and they do not count in a norm.
+    The backward pass skips their products, and they do not count in a norm.
     """
 
     def partly_frozen(
@@ -189,9 +187,9 @@ def without_frozen(loss: Loss, names: tuple[str, ...]) -> Loss:
 
 
 def is_frozen(names: tuple[str, ...], params: Params) -> Params:
-    """Mark the parameters whose names begin with one of `names`, such as decoder/block_0.
+    """Mark parameters whose names begin with one of `names`, such as decoder/block_0.
 
-    Raises ConfigError for a name that matches no parameter.
+    Raises ConfigError if a name matches no parameter.
     """
     used = set[str]()
 
@@ -214,8 +212,8 @@ def is_frozen(names: tuple[str, ...], params: Params) -> Params:
 def decays(params: Params) -> Params:
     """Mark the parameters that weight decay shrinks: all except biases, norm scales and sinks.
 
-    The name matters because a bias of heads has two axes; the rank is that within one layer,
-    because stacked layers add an axis.
+    Biases are recognized by name, because those of heads have two axes. The rank excludes the axis
+    of stacked layers.
     """
 
     def decay(path: KeyPath, leaf: jax.Array) -> bool:
@@ -227,10 +225,10 @@ def decays(params: Params) -> Params:
 
 
 def matrix_dimensions(params: Params) -> Params:
-    """Return the input and output axes of each block's matrices, None for other parameters.
+    """Return the input and output axes of each matrix in a block, and None for other parameters.
 
-    A kernel is [inputs, outputs]: query [D, (N H)], attention output [(N Hv), D]. Stacked layers
-    lead with L and experts with E; each of them is a separate matrix.
+    A kernel is [inputs, outputs]: query [D, (N H)], attention output [(N Hv), D]. Each stacked
+    layer (leading axis L) and expert (E) is a separate matrix.
     """
 
     def dimensions(path: KeyPath, leaf: jax.Array) -> MuonDimensionNumbers | None:
@@ -245,7 +243,7 @@ def matrix_dimensions(params: Params) -> Params:
 
 
 def averaged_params(opt_state: optax.OptState, params: Params) -> Params:
-    """Return the parameters to evaluate and use: for ScheduleFree, their average."""
+    """Return the parameters for evaluation and use: for ScheduleFree, their average."""
     found = [part for part in opt_state if isinstance(part, ScheduleFreeState)]
     if not found:
         return params
@@ -259,8 +257,7 @@ def round_stochastically(
 ) -> jax.Array:  # bf16[...]
     """Round to one of the two nearest bfloat16 values, with mean x (Zamirai et al. 2020).
 
-    If weights were rounded to the nearest, updates below half the spacing of bfloat16, 2^-8 of a
-    weight, would be lost.
+    Rounding to nearest would lose updates below half the bfloat16 spacing, 2^-8 of a weight.
     """
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

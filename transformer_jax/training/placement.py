@@ -1,14 +1,14 @@
-"""Placement of a run's arrays on devices: parameters and optimizer by parts, batches by rows.
+"""Placement of a run's arrays: parameters and optimizer state are sharded, batches split by rows.
 
-The axes of the mesh are explicit: the placement here decides how every step is split
-(docs/meshes.md). A matrix [inputs, outputs] of a block is split as follows:
+The axes of the mesh are explicit, so the placement here decides how every step is split
+(docs/meshes.md). Matrices are split as follows:
 
     query, key, value [D, N, H]   up, gate [D, F]     inputs by fsdp, heads or width by tensor
     out [N, H, D]                 down [F, D]         heads or width by tensor, outputs by fsdp
     of each expert up, gate [E, D, F] and down [E, F, D]: the same, and experts by expert
     tables of tokens [V, D]                           vocabulary by tensor, width by fsdp
 
-The optimizer's state is split like its parameter. An axis that the number of devices does not
+The optimizer's state is split like its parameter. An axis whose size the number of devices does not
 divide is replicated.
 """
 
@@ -40,7 +40,7 @@ _KERNELS: dict[str, tuple[str | None, ...]] = {
     "gate": ("fsdp", "tensor"),
     "down": ("tensor", "fsdp"),
 }
-"""Mesh axes that split a module's kernel."""
+"""Mesh axes that split the kernel of a module."""
 
 _BIASES: dict[str, tuple[str | None, ...]] = {
     "query": ("tensor", None),
@@ -49,7 +49,7 @@ _BIASES: dict[str, tuple[str | None, ...]] = {
     "up": ("tensor",),
     "gate": ("tensor",),
 }
-"""Mesh axes that split a module's bias."""
+"""Mesh axes that split the bias of a module."""
 
 _TABLES: dict[str, tuple[str | None, ...]] = {
     "tokens": ("tensor", "fsdp"),
@@ -58,7 +58,7 @@ _TABLES: dict[str, tuple[str | None, ...]] = {
     "positions": (None, "fsdp"),
     "target_positions": (None, "fsdp"),
 }
-"""Mesh axes that split a table of the embeddings."""
+"""Mesh axes that split an embedding table."""
 
 
 def parameter_spec(
@@ -66,8 +66,8 @@ def parameter_spec(
     shape: tuple[int, ...],
     sizes: dict[str, int],  # of the axes of the mesh
 ) -> PartitionSpec:
-    """Return how a parameter, or an array of the optimizer with the same path, is split."""
-    # Adafactor's sums of rows and columns lack an axis of the parameter at the same path
+    """Return the split of a parameter, or of an optimizer array with the same path."""
+    # Adafactor's row and column sums lack one axis of the parameter
     if {"v_row", "v_col"} & set(names):
         return PartitionSpec()
     first = 1 if "blocks" in names else 0  # the layers of a scanned stack
@@ -91,12 +91,12 @@ def parameter_spec(
 
 @dataclass(frozen=True)
 class Placement:
-    """Location of a run's arrays: on one device, or split over a mesh."""
+    """Placement of a run's arrays: on one device, or split over a mesh."""
 
     mesh: Mesh | None = None
 
     def state(self, template: PyTree) -> PyTree:
-        """Return the tree of shapes with the sharding of each array; unchanged without a mesh."""
+        """Return the shapes with the sharding of each array; unchanged without a mesh."""
         if self.mesh is None:
             return template
         mesh, sizes = self.mesh, dict(self.mesh.shape)
@@ -115,13 +115,13 @@ class Placement:
         return jax.tree.map(lambda leaf: leaf.sharding, self.state(template))
 
     def rows(self, batch: T, axis: int) -> T:
-        """Put a batch on the devices, split along the axis of its rows."""
+        """Put a batch on the devices, split along its row axis."""
         if self.mesh is None:
             return jax.device_put(batch)
         return self._put(batch, PartitionSpec(*(None,) * axis, ROWS))
 
     def rows_of_process(self, batch: T, axis: int) -> T:
-        """Put a batch on the devices as `rows` does, from this process's 1/P of its rows only."""
+        """Put a batch on the devices as `rows` does, given only this process's 1/P of its rows."""
         if self.mesh is None:
             return jax.device_put(batch)
         sharding = NamedSharding(self.mesh, PartitionSpec(*(None,) * axis, ROWS))
@@ -152,9 +152,9 @@ class Placement:
         return jax.tree.map(put, tree)
 
     def settled(self, tree: T) -> T:
-        """Return arrays; on a mesh of CPU devices, wait until they are computed.
+        """Return the tree; on a CPU mesh, wait until it is computed.
 
-        On CPU devices, the collectives of two programs in flight can deadlock.
+        There, the collectives of two concurrent programs can deadlock.
         """
         if self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu":
             jax.block_until_ready(tree)
@@ -173,7 +173,7 @@ class Placement:
 def make_placement(config: MeshConfig | None) -> Placement:
     """Return the placement on the available devices.
 
-    Raises ConfigError unless the mesh has as many devices as are available.
+    Raises ConfigError unless the mesh uses all of them.
     """
     if config is None:
         if jax.process_count() > 1:
@@ -185,6 +185,6 @@ def make_placement(config: MeshConfig | None) -> Placement:
         found = "there is one" if available == 1 else f"there are {available}"
         raise ConfigError(f"mesh is {str(config)!r}: needs {config.devices} devices, {found}")
     shape = config.shape
-    # explicit axes put the sharding into an array's type, where modules can read it
+    # explicit axes make the sharding part of an array's type, which modules read
     axes = (AxisType.Explicit,) * len(shape)
     return Placement(jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=axes))

@@ -1,11 +1,11 @@
-"""Direct preference optimization: learning from pairs of answers which one is preferred.
+"""Direct preference optimization: learning which of two answers is preferred.
 
-The reward of an answer y to a prompt x is r(y) = beta (log p(y | x) - log p0(y | x)), with p0 the
-initial model of the run; the loss of a pair is -log sigmoid(r(chosen) - r(rejected)) (Rafailov et
-al. 2023, 4).
+An answer y to a prompt x has the reward r(y) = beta (log p(y | x) - log p0(y | x)), where p0 is the
+initial model; the loss of a pair is -log sigmoid(r(chosen) - r(rejected)) (Rafailov et al. 2023,
+4).
 
-A row of a batch contains both answers, each after its prompt: the chosen one in its first half, the
-rejected one in its second half. The model reads the halves as two rows.
+The first half of a row contains the prompt and the chosen answer, the second half the prompt and
+the rejected answer. The model reads the halves as two rows.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from transformer_jax.training.losses import label_scores
 def answer_log_probs(
     config: ModelConfig, *, chunk: int | None = None, row_shards: int = 1
 ) -> Callable[..., jax.Array]:
-    """Return `log_probs(params, batch, key) -> f32[B, 2]`, of the two answers of each row, in nats.
+    """Return `log_probs(params, batch, key) -> f32[B, 2]` of each row's two answers, in nats.
 
-    Each is a sum over the answer's labels; the prompt has none. Logits exist for `chunk` tokens of
-    each row at a time; None chooses by their size.
+    Each sums over the answer's labels. Logits exist for `chunk` tokens of each row at a time; None
+    uses `chosen_chunk`.
     """
     model = build(config)
 
@@ -58,7 +58,7 @@ def answer_log_probs(
 def preference_loss(config: TrainConfig, beta: float, *, row_shards: int = 1) -> Loss:
     """Return `loss(params, batch, key, reference) -> (mean, pairs)`, in nats per pair.
 
-    The reference is evaluated without dropout, and has no gradient.
+    The reference has neither dropout nor gradient.
     """
     margins = _margins(config, beta, row_shards)
 
@@ -82,7 +82,7 @@ def preference_scores(
 ) -> Callable[..., jax.Array]:
     """Return `scores(params, batch, reference) -> f32[3]`: summed loss, pairs, correct pairs.
 
-    A pair is correct if the chosen answer has the larger reward.
+    A pair is correct if its chosen answer has the larger reward.
     """
     margins = _margins(config, beta, row_shards)
 
@@ -102,7 +102,7 @@ def preference_scores(
 def _margins(
     config: TrainConfig, beta: float, row_shards: int
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return a function for r(chosen) - r(rejected), f32[B], and 1 for each row with a pair."""
+    """Return a function for r(chosen) - r(rejected) and 1 for each row with a pair, f32[B] each."""
     model = as_transformer(config.model)
     log_probs = answer_log_probs(model, chunk=config.loss_chunk, row_shards=row_shards)
 
@@ -126,10 +126,10 @@ def _margins(
 
 
 class Reference(FrozenBase):
-    """Frozen copy of the initial parameters (reference policy) of a run without adapters."""
+    """Reference policy of a run without adapters: a frozen copy of the initial parameters."""
 
     def part(self, params: Params) -> Params:
-        """Return a copy of all parameters, in the dtype of the run's parameters."""
+        """Return a copy of all parameters in `param_dtype`."""
         dtype = jnp.dtype(self.config.param_dtype)
         return jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
 
@@ -138,5 +138,5 @@ class Reference(FrozenBase):
         return params
 
     def join_parts(self, trained: Params) -> Params:
-        """Return the trained parameters, which are the whole model."""
+        """Return the trained parameters: they are the whole model."""
         return trained

@@ -1,9 +1,8 @@
-"""Input pipeline of prepared folders: shuffled, mixed, batched and read ahead.
+"""Input pipeline for prepared folders: shuffles, mixes, batches and reads ahead.
 
-The order of rows is a grain pipeline (https://google-grain.readthedocs.io): the rows of each
-folder are shuffled by (seed, epoch), the folders are mixed by weight, and the rows are batched.
-Every stage is random access, so step n reads rows that follow from the seed and n, and a resumed
-run needs no iterator state.
+A grain pipeline (https://google-grain.readthedocs.io) orders the rows: it shuffles each folder by
+(seed, epoch) and mixes folders by weight. Every stage has random access: the rows of step n depend
+only on the seed and n, so a resumed run needs no iterator state.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ THREADS = 4
 """Number of threads that read ahead."""
 
 AHEAD = 8
-"""Number of steps that are read and placed on the device in advance."""
+"""Number of steps that are read and put on the device in advance."""
 
 
 class PartRows(Protocol):
@@ -42,24 +41,24 @@ class PartRows(Protocol):
 
     @property
     def separate(self) -> bool:
-        """Whether a row packs several documents that cannot attend to each other."""
+        """Whether a row packs documents that cannot attend to each other."""
 
     def __len__(self) -> int: ...
 
     def read(
         self, row: int, tokens: np.ndarray, labels: np.ndarray, segments: np.ndarray | None
     ) -> None:
-        """Fill in a row, i32[T] each; positions without a token are left unchanged."""
+        """Write a row into the arrays, i32[T] each; positions without a token stay unchanged."""
 
 
 @value_class
 class WindowRows:
-    """Consecutive windows of a part's token stream; each token is a label once."""
+    """Consecutive windows of a part's token stream; each token is a label exactly once."""
 
     part: Part
     length: int
     whole: bool = False
-    """Whether to include the last window if it has fewer labels."""
+    """Whether to include a last window with fewer labels."""
     separate: bool = False
 
     def __len__(self) -> int:
@@ -75,10 +74,10 @@ class WindowRows:
 
 
 class DocumentRows:
-    """Documents laid out in rows: several short ones per row, long ones over several rows.
+    """Documents in rows: short ones share a row, long ones span several.
 
-    In the order of the corpus, each piece goes into the fullest open row with room for it; the
-    OPEN_ROWS most recent rows are open. Labels are the next tokens of the same document.
+    In corpus order, each piece goes into the fullest of the OPEN_ROWS open rows with room for it.
+    Labels are the next tokens of the same document.
     """
 
     def __init__(self, part: Part, length: int, packed: bool = True) -> None:
@@ -121,7 +120,7 @@ def _pieces(
     length: int,
     skipped: int,
 ) -> tuple[np.ndarray, np.ndarray]:  # i64[n], i32[n]
-    """Return the start and the number of labels, at most `length`, of each piece of a document.
+    """Return the start and number of labels, at most `length`, of each piece of each document.
 
     A document begins `skipped` tokens after the end token of the previous document, and its last
     label is its own end token.
@@ -141,16 +140,16 @@ def _pieces(
 def row_order(
     counts: Sequence[int], seed: int, weights: Sequence[float] | None = None
 ) -> grain.MapDataset:
-    """Return an endless order of (folder, row), for folders of `counts` rows.
+    """Return an endless order of (folder, row) pairs for folders of `counts` rows.
 
-    Each epoch of a folder reads each of its rows once, in a new order. Folders are mixed by weight
+    Each epoch of a folder reads its rows once, in a new order. Folders are mixed by weight
     (`Mixture`), by default their number of rows.
     """
     for count in counts:
         if not 0 < count < 2**31:
             raise DataError(f"a folder has {count} rows: must be at least 1 and below 2**31")
     orders = [
-        # an odd factor keeps distinct seeds distinct
+        # an odd factor is invertible modulo 2**32, so distinct seeds stay distinct
         grain.MapDataset.range(count)
         .shuffle(seed=(seed * 0x9E3779B1 + folder) % 2**32)
         .repeat()
@@ -164,9 +163,9 @@ def row_order(
 
 
 class Mixture:
-    """Mixture of folders: maps each row of an endless order to (folder, row of that folder).
+    """Mixture of folders: maps each index of an endless order to (folder, row in that folder).
 
-    The pattern repeats every MIXTURE rows. Folder f gets round(MIXTURE w_f / sum(w)) of them, at
+    The pattern repeats every MIXTURE rows, of which folder f gets round(MIXTURE w_f / sum(w)), at
     least one, evenly spaced.
     """
 
@@ -197,7 +196,7 @@ class RowReader:
         self,
         chosen: np.ndarray,  # i64[..., B, 2]: folder and row; folder -1 is an empty row
     ) -> Batch:  # leaves i32[..., B, T]
-        """Return the rows; labels are IGNORE at empty positions."""
+        """Return the chosen rows; labels are IGNORE at empty positions."""
         shape = (*chosen.shape[:-1], self.rows[0].length)
         tokens, labels = np.zeros(shape, np.int32), np.full(shape, IGNORE, np.int32)
         segments = np.zeros(shape, np.int32) if self.rows[0].separate else None
@@ -210,7 +209,7 @@ class RowReader:
 
 
 def rows_of_process(batch_size: int, process: tuple[int, int]) -> slice:
-    """Return the rows of a batch that belong to process p of P: p B / P to (p + 1) B / P.
+    """Return the batch rows of process p of P: p B / P to (p + 1) B / P.
 
     Raises ConfigError unless P divides B.
     """
@@ -229,7 +228,7 @@ def step_batches(
     batch_size: int,
     process: tuple[int, int] = (0, 1),  # index and count
 ) -> grain.MapDataset:
-    """Return the input of each step: Batch, leaves [A, B / P, T], of this process only.
+    """Return this process's input of each step, a Batch with leaves [A, B / P, T].
 
     Raises ConfigError unless P divides B.
     """
@@ -243,17 +242,17 @@ def step_batches(
 
 
 class Prefetcher:
-    """Prefetcher of a random-access pipeline; reads ahead while access is sequential."""
+    """Random-access pipeline that reads ahead while access is sequential."""
 
     def __init__(self, steps: grain.MapDataset, place: Callable[[Batch], Batch]) -> None:
-        """Read `steps` ahead; `place` puts each element on its devices."""
+        """Wrap the pipeline `steps`; `place` puts each element on its devices."""
         options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)
         self._iterator = iter(steps.map(place).to_iter_dataset(options))
         self._next = 0
 
     def __call__(self, step: int) -> Batch:
         """Return element `step`."""
-        # after a resume or a step back, continue from there and not from the beginning
+        # jump after a resume or a step back
         if step != self._next:
             self._iterator.set_state({"next_index": step})
         self._next = step + 1

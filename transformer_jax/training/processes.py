@@ -1,6 +1,6 @@
-"""Coordination of the processes of a run: the first writes, and all continue or stop together.
+"""Coordination of a run's processes: the first writes, and all stop together.
 
-With a single process, nothing here communicates.
+A single process never communicates.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ConfigError, RunError, CheckpointError, OSError)
 }
 _MAX_BYTES = 4096
-"""Maximum bytes of an error's name and message that are sent to the other processes."""
+"""Maximum bytes of an error's name and message sent to the other processes."""
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes the run's folder."""
+    """Whether this process writes the run's folder."""
     return jax.process_index() == 0
 
 
 def by_first(work: Callable[[], T]) -> T | None:
-    """Do work in the first process only, and return its result there and None in the others.
+    """Do work in the first process only; return its result there and None elsewhere.
 
-    All processes wait for it; an error in the first is raised in all.
+    All processes wait; an error in the first is raised in all.
     """
     if jax.process_count() == 1:
         return work()
@@ -45,11 +45,11 @@ def by_first(work: Callable[[], T]) -> T | None:
             error = raised
     from jax.experimental import multihost_utils
 
-    # only arrays can be broadcast, so an error is sent as bytes of a fixed length
+    # only arrays can be broadcast, so an error is sent as a fixed number of bytes
     sent = np.zeros(_MAX_BYTES, np.uint8)
     if error is not None:
         content = f"{type(error).__name__}\n{error}".encode()[:_MAX_BYTES]
-        # truncated if too long: part of a message is better than none
+        # part of a message is better than none
         sent[: len(content)] = np.frombuffer(content, np.uint8)
     received = bytes(np.asarray(multihost_utils.broadcast_one_to_all(sent))).rstrip(b"\0")
     if received and not is_first():
@@ -61,7 +61,7 @@ def by_first(work: Callable[[], T]) -> T | None:
 
 
 def any_process(flag: bool) -> bool:
-    """Whether a flag is set in any process; all processes must call this."""
+    """Whether `flag` is set in any process; all processes must call this."""
     if jax.process_count() == 1:
         return flag
     from jax.experimental import multihost_utils
@@ -70,7 +70,7 @@ def any_process(flag: bool) -> bool:
 
 
 def time_of_first() -> str:
-    """Return the time of the first process in ISO 8601, to the second."""
+    """Return the first process's time in ISO 8601, to the second."""
     now = datetime.now().isoformat(timespec="seconds")
     if jax.process_count() == 1:
         return now
@@ -81,7 +81,7 @@ def time_of_first() -> str:
 
 
 def gathered_here(tree: T) -> T:
-    """Return arrays that are split over several processes in full, on the host of each."""
+    """Return arrays that are split over processes in full, on each host."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils

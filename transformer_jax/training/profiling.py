@@ -1,4 +1,4 @@
-"""Profile of selected steps of a run, for XProf and Perfetto."""
+"""Profiles of selected steps, for XProf and Perfetto."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from transformer_jax.pytree import PyTree
 
 
 class Profile:
-    """Profiler of steps a to b of `config.profile` ("a-b") in OUT/profile; inactive if None."""
+    """Profiler of steps a to b, from `config.profile` ("a-b"), in OUT/profile; inactive if None."""
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         self._steps, self._folder, self._on = config.profiled_steps, folder / "profile", False
 
     def before(self, step: int, state: PyTree) -> None:
-        """Start recording before the first profiled step; steps are numbered from 1."""
-        # earlier steps may still be running, and must not appear in the profile
+        """Start recording if `step` (from 1) is the first profiled step."""
+        # wait for earlier steps, which must not appear in the profile
         if self._steps is not None and not self._on and step == self._steps[0]:
             jax.block_until_ready(state)
             jax.profiler.start_trace(self._folder)
             self._on = True
 
     def after(self, step: int, state: PyTree) -> None:
-        """Stop recording once the last profiled step is computed."""
+        """Stop recording after the last profiled step."""
         if self._on and self._steps is not None and step >= self._steps[1]:
             jax.block_until_ready(state)
             self.close()

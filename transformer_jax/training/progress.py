@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, plain lines on any other output."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Progress(Protocol):
-    """Receiver of the progress of `fit`."""
+    """Receiver of progress from `fit`."""
 
     def start(self, step: int, steps: int) -> None:
         """Start the display; `step` of `steps` steps are already done."""
@@ -19,7 +19,7 @@ class Progress(Protocol):
         """Show the loss of a finished step."""
 
     def decoded(self, done: int, total: int) -> None:
-        """Show how many held-out examples are decoded, from 0 on, after the last step."""
+        """Show how many held-out examples are decoded; the first call has `done=0`."""
 
     def say(self, line: str) -> None:
         """Show a line."""
@@ -43,14 +43,14 @@ class Silent:
 
 
 class DecodingLine:
-    """Count of decoded examples on standard error, shown after ten seconds.
+    """Count of decoded examples, shown on standard error after ten seconds.
 
-    A terminal shows one line, which is rewritten and finally erased; any other output gets at most
-    about twenty lines.
+    A terminal shows one line, which is erased at the end; other outputs get about twenty lines at
+    most.
     """
 
     def __call__(self, done: int, total: int) -> None:
-        """Show that `done` of `total` examples are decoded; 0 starts the count."""
+        """Show that `done` of `total` examples are decoded; `done=0` starts the clock."""
         now = time.monotonic()
         if done == 0:
             self._begun, self._last = now, (0, now)
@@ -81,7 +81,7 @@ class DecodingLine:
 
 
 class Lines:
-    """Progress as about twenty lines per run."""
+    """Progress in about twenty lines per run."""
 
     def __init__(self) -> None:
         self.decoded = DecodingLine()
@@ -142,7 +142,7 @@ class Bar:
         self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}", rate=rate)
 
     def decoded(self, done: int, total: int) -> None:
-        self._bar.stop()  # it controls the terminal
+        self._bar.stop()  # frees the terminal
         self._decoding(done, total)
 
     def say(self, line: str) -> None:
@@ -153,22 +153,22 @@ class Bar:
 
 
 def progress_for_output() -> Progress:
-    """Return a bar for a terminal, or lines for any other standard output."""
+    """Return `Bar` if standard output is a terminal, otherwise `Lines`."""
     return Bar() if sys.stdout is not None and sys.stdout.isatty() else Lines()
 
 
 def progress_for_notebook() -> Progress:
-    """Return lines in a notebook, where a call shows nothing else; otherwise `Silent`."""
+    """Return `Lines` in a notebook, otherwise `Silent`."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return Lines() if hasattr(shell, "kernel") else Silent()
 
 
 def show(line: str) -> None:
-    """Print a line; after the reader closes the pipe (`| head`), print nothing more."""
+    """Print a line, or nothing once the reader has closed the pipe (`| head`)."""
     try:
         print(line, flush=True)
     except BrokenPipeError:
-        # Python flushes standard output again at exit, which would fail again
+        # Python flushes standard output at exit, which would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

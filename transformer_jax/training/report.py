@@ -1,4 +1,4 @@
-"""Reports on a run: metrics.jsonl, trackers, the profile, and batches with loss spikes."""
+"""Reports on a run: metrics.jsonl, trackers, profile, and batches with loss spikes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformer_jax.training.tasks.task import Inputs
 from transformer_jax.training.trackers import Trackers
 
 MAX_REJECTED = 10
-"""Number of consecutive steps with a non-finite loss or gradient that stops a run."""
+"""Number of consecutive steps with a non-finite loss or gradient after which a run stops."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class StepNumbers:
     loss: float
     grad_norm: float
     updates: int
-    """Number of earlier steps that were not rejected."""
+    """Number of earlier steps that changed the parameters."""
     tokens_per_second: float | None
 
 
 class Report:
-    """Collector of each step's measurements, which writes and shows those that are due."""
+    """Writer of measurements: shows every step, and writes the lines that are due."""
 
     def __init__(self, run: Run, progress: Progress) -> None:
         self.run, self.progress = run, progress
@@ -63,14 +63,13 @@ class Report:
         before = time.perf_counter()
         yield
         pause = time.perf_counter() - before
-        # shift the start times, so that the window of steps still consists of clock times
+        # shift the recorded times by the pause
         self._times = [t + pause for t in self._times]
 
     def read(self, step: int, metrics: Metrics, inputs: Inputs | None) -> StepNumbers:
         """Wait for a step's measurements and show them.
 
-        The batch of a loss spike is saved, up to a limit. Raises RunError after MAX_REJECTED
-        rejected steps in a row.
+        Saves the batch of a loss spike. Raises RunError after MAX_REJECTED rejected steps in a row.
         """
         with self.phases.of("step"):
             metrics = jax.device_get(metrics)
@@ -99,7 +98,7 @@ class Report:
         config, step, held_out = self.run.config, numbers.step, {}
         if scores is not None and math.isfinite(scores.loss):
             held_out = {"val_loss": scores.loss, "val_accuracy": scores.accuracy}
-            if config.eval_batches is not None:  # the loss is not of the whole held-out part
+            if config.eval_batches is not None:  # the loss covers only some of the held-out part
                 held_out["eval_batches"] = config.eval_batches
             perplexity = ""
             of_tokens = self.run.task.learner is None
@@ -111,7 +110,7 @@ class Report:
             )
         elif step % config.log_every and step not in (1, config.steps):
             return
-        # a rejected step moves neither the parameters nor the schedule
+        # a rejected step advances neither parameters nor schedule
         learning_rate = self.run.programs.rate(jax.device_put(np.int32(numbers.updates)))
         line = {
             "step": step,
@@ -131,5 +130,5 @@ class Report:
 
 
 def finite(value: float) -> float | None:
-    """Return a number, or None for NaN and infinity, which JSON cannot represent."""
+    """Return the value, or None for NaN and infinity, which JSON lacks."""
     return value if math.isfinite(value) else None

@@ -1,8 +1,7 @@
-"""Layout of examples in rows of batches: bucketed by length, or several packed into a row.
+"""Layout of examples in rows: bucketed by length, or several packed into a row.
 
-The rows of a step follow from (seed, step) only. Every epoch reads each row, in an order given by
-the seed and the number of the epoch, so a resumed run needs no iterator state. If the rows of a
-bucket do not fill its last step, rows of another step are repeated.
+The rows of a step depend only on (seed, step), so a resumed run needs no iterator state. Every
+epoch reads each row, in a new order.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from transformer_jax.training.data import IGNORE
 from transformer_jax.values import value_class
 
 BUCKETS = 4
-"""Maximum number of padded lengths: a program is compiled for each."""
+"""Maximum number of padded lengths; each compiles a program."""
 
 BUCKET_ROWS = 1000
-"""Minimum rows of a bucket: with fewer, its program costs more than the padding it saves."""
+"""Minimum rows per bucket: with fewer, the program costs more than the padding it saves."""
 
 MULTIPLE = 8
-"""Lengths of rows are rounded up to a multiple of this."""
+"""Row lengths are rounded up to a multiple of this."""
 
 OPEN_ROWS = 64
-"""Rows that remain open when examples are packed: without a limit, packing is quadratic."""
+"""Number of open rows in packing: without a limit, packing takes quadratic time."""
 
 FILL = {"labels": IGNORE}
-"""Fill values of fields after the end of a row; 0 or False for the others."""
+"""Padding value by field; 0 or False for the others."""
 
 
 @value_class
 class Rows:
-    """Examples as rows, in buckets of equal length."""
+    """Examples as rows, in buckets of equal row length."""
 
     buckets: tuple[Batch, ...]  # leaves [n, ...]
     counts: tuple[int, ...] = field(init=False)
@@ -48,7 +47,7 @@ class Rows:
 
     @property
     def labels(self) -> int:
-        """Return the number of labels of all rows."""
+        """Return the number of labels in all rows."""
         return sum(int((bucket.labels != IGNORE).sum()) for bucket in self.buckets)
 
     def step(self, seed: int, step: int, accumulation: int, size: int) -> Batch:
@@ -82,20 +81,20 @@ class Rows:
 @lru_cache(maxsize=16)
 def _shuffled(seed: int, epoch: int, part: int, count: int) -> np.ndarray:  # i64[count]
     """Return a permutation of `count` items that depends only on the arguments."""
-    # NumPy guarantees the raw stream of Philox across versions; bit 63 is not in `random_starts`
+    # Philox's raw stream is the same in all NumPy versions; `random_starts` never sets bit 63
     key = (seed << 64) + (1 << 63) + (epoch << 8) + part
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
 def _filled(batch: Batch, size: int) -> Batch:
-    """Append empty rows to a batch, up to `size` rows."""
+    """Append empty rows to a batch until it has `size`."""
     short = size - len(batch.labels)
     if not short:
         return batch
 
     def longer(name: str, leaf: np.ndarray) -> np.ndarray:
         last = np.full((short, *leaf.shape[1:]), FILL.get(name, 0), leaf.dtype)
-        if name.endswith("valid"):  # a row without any valid token has no finite logits
+        if name.endswith("valid"):  # a row without valid tokens has no finite logits
             last[:, 0] = True
         return np.concatenate([leaf, last])
 
@@ -104,9 +103,9 @@ def _filled(batch: Batch, size: int) -> Batch:
 
 
 def bucketed(examples: Sequence[Batch], padding: bool = False) -> Rows:
-    """Lay out one example per row, in at most BUCKETS lengths; `padding` adds `valid`.
+    """Lay out one example per row, in at most BUCKETS row lengths; `padding` adds `valid`.
 
-    A causal model does not need to know about padding at the end of a row.
+    Causal models need no `valid`, because padding comes last.
     """
     sizes = [len(e.tokens) + (0 if e.source is None else len(e.source)) for e in examples]
     order = np.argsort(sizes, kind="stable")
@@ -133,7 +132,7 @@ def stack_rows(
     """Stack rows, padding shorter ones with `fill`; also return a mask of the valid entries.
 
     The length is rounded up to a multiple of MULTIPLE. Images [H, W, C] and classes [] have equal
-    shapes: they are not padded, and the mask is None.
+    shapes, so they are not padded and the mask is None.
     """
     first = rows[0]
     kind = first.dtype if first.dtype == bool else np.dtype(np.float32)
@@ -149,7 +148,7 @@ def stack_rows(
 
 
 def padded(examples: Sequence[Batch], padding: bool) -> Batch:
-    """Lay out one example per row, all of one length; `padding` adds a mask of the real tokens."""
+    """Lay out one example per row, all of one length; `padding` adds `valid`."""
 
     def column(name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         rows = [getattr(example, name) for example in examples]
@@ -165,14 +164,14 @@ def pack(
     length: int,
     fullest: bool = False,
 ) -> np.ndarray:  # i32[n]
-    """Return the row of each piece: the first of the last OPEN_ROWS rows that has room for it.
+    """Return the row of each piece: the first of the last OPEN_ROWS rows with room for it.
 
-    With `fullest`, the row with the least sufficient room, among OPEN_ROWS rows that are not full.
-    Either way, the time is linear in the number of pieces.
+    With `fullest`, it is the fullest open row with room, of at most OPEN_ROWS. The time is linear
+    in the number of pieces.
     """
     found, count = np.empty(len(sizes), np.int32), 0
     rooms, rows = list[int](), list[int]()  # of open rows; with `fullest`, the least room first
-    for block in range(0, len(sizes), 2**16):  # in blocks: Python ints take more memory
+    for block in range(0, len(sizes), 2**16):  # in blocks, because Python ints take more memory
         for piece, size in enumerate(sizes[block : block + 2**16].tolist(), start=block):
             if fullest:
                 at = bisect_left(rooms, size)
@@ -197,8 +196,7 @@ def pack(
 def packed(examples: Sequence[Batch], length: int) -> Rows:
     """Lay out several examples per row, as `pack` does.
 
-    A model uses the segments to keep examples from attending to each other, and to start the
-    positions of each at 0.
+    Segments keep examples from attending to each other and restart positions at 0.
 
     Args:
         examples: one batch each, tokens and labels [T].
@@ -228,7 +226,7 @@ def packed(examples: Sequence[Batch], length: int) -> Rows:
 
 
 def laid_out(examples: Sequence[Batch], length: int | None) -> Rows:
-    """Pack examples if two of the mean length fit into a row, else lay out one per row.
+    """Pack examples if two of mean length fit into a row, otherwise lay out one per row.
 
     Args:
         examples: one batch each, tokens and labels [T].

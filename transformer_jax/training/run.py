@@ -1,4 +1,4 @@
-"""A new or resumed run: its programs, placement, state and checkpoints."""
+"""Programs, placement, state and checkpoints of a new or resumed run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from transformer_jax.training.tasks.task import Inputs
 
 
 class Run:
-    """Everything that is constant between the steps of one call of `fit`."""
+    """Constants of one call of `fit`: task, programs, placement and folder."""
 
     def __init__(self, task: TrainingTask, folder: RunFolder) -> None:
         self.task, self.folder = task, folder
@@ -53,7 +53,7 @@ class Run:
             self.base = FrozenBase(self.config, self.placement)
         elif isinstance(self.config.task, PreferenceTask):
             self.base = Reference(self.config, self.placement)
-        # before compiling: a model that cannot fit may take minutes to compile
+        # before compiling: a model that does not fit may take minutes to compile
         check_state(self.template, self.frozen)
         if task.place is not None:
             task.place = partial(self.placement.rows_of_process, axis=1)
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def frozen(self) -> tuple[Params, ...]:
-        """Return the frozen parameters; only their shapes until a state is created."""
+        """Return the frozen parameters, or their shapes until a state exists."""
         return () if self.base is None else (self.base.params,)
 
     def inputs(self, step: int) -> Inputs:
@@ -74,7 +74,7 @@ class Run:
     def check_memory(self, step: int) -> list[Inputs]:
         """Compile the first step; raises ConfigError if it needs more memory than a device has.
 
-        Returns the inputs of that step, if they had to be read, for the caller to pop.
+        Returns that step's inputs in a list, which is empty if they were not read.
         """
         program = self.programs.train_step
         if not isinstance(program, CompiledAhead) or step >= self.config.steps:
@@ -86,7 +86,7 @@ class Run:
         return [inputs]
 
     def first_state(self, start: StartModel | None, progress: Progress) -> TrainState:
-        """Return the state of step 0: new, or from the model to start from."""
+        """Return the state of step 0, new or from `start`."""
         config, shardings = self.config, self.placement.shardings(self.template)
         if start is None:
             create, seed = self.programs.fresh_state, self.placement.whole(np.uint32(config.seed))
@@ -140,7 +140,7 @@ class Run:
 
     def save(self, state: TrainState, val_loss: float | None) -> None:
         """Write a checkpoint in the background."""
-        # gradients are taken at `params`, but the parameters to use are an average
+        # the parameters to use are an average, not those of the gradient
         if isinstance(self.config.optimizer, ScheduleFree):
             state = replace(state, average=state.eval_params)
         metadata = {
@@ -156,13 +156,13 @@ class Run:
         self.saver.save(int(state.step), state, metadata)
 
     def saved_val_loss(self, step: int) -> float | None:
-        """Return the held-out loss of a checkpoint, or None if either does not exist."""
+        """Return the held-out loss of a checkpoint; None if there is no loss or no checkpoint."""
         path = checkpoint.step_path(self.folder.checkpoints, step)
         return checkpoint.read_manifest(path).metadata["val_loss"] if path.exists() else None
 
 
 def _check_finite(step: int, arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise RunError if parameters are not finite, so that they are not saved."""
+    """Raise RunError if parameters are not finite, which prevents saving them."""
     for name, array in arrays.items():
         if name.startswith(("params/", "average/")) and not np.isfinite(array).all():
             raise RunError(f"step {step}: parameters are no longer finite; not saved")
@@ -175,15 +175,14 @@ def continued(
     vocab_size: int | None,
     progress: Progress,
 ) -> tuple[TrainingTask, checkpoint.Manifest | None]:
-    """Return the task and the checkpoint of a resumed run; None before the first checkpoint.
+    """Return the task of a resumed run and its last intact checkpoint, or None if none was saved.
 
-    The last intact checkpoint is used; a line reports each damaged one after it. Raises
-    CheckpointError if all are damaged or lost, and ConfigError with all changed settings that a
-    resumed run may not change.
+    Each damaged checkpoint is reported. Raises CheckpointError if all are damaged or lost, and
+    ConfigError if settings differ that a resumed run cannot change.
     """
     by_first(lambda: checkpoint.remove_partial(folder.checkpoints))
     found, damage, tokenizers = None, None, None
-    # verifying reads every byte, so damage is found before the run continues
+    # verifying reads every byte, so damage is found now
     for step in reversed(checkpoint.saved_steps(folder.checkpoints)):
         try:
             found = checkpoint.verify(checkpoint.step_path(folder.checkpoints, step))
@@ -201,10 +200,10 @@ def continued(
     else:
         lines = folder.read_metrics()
         evaluated = [line["step"] for line in lines if line.get("val_loss") is not None]
-        # the first evaluation saves a checkpoint: it is the best so far
+        # the first evaluation saves a checkpoint, the best so far
         first = min([stored.checkpoint_every, *evaluated])
         last = max((line["step"] for line in lines), default=0)
-        # a run that never saved may start over; one that lost its checkpoints may not
+        # start over only if no checkpoint was ever saved
         if last > first:
             rule = f"metrics.jsonl reaches step {last}, and step {first} was saved"
             raise CheckpointError(f"{folder.checkpoints}: no checkpoint is left ({rule})")

@@ -1,8 +1,7 @@
 """Loss spikes: batches of steps with an unusually high loss, saved for inspection and replay.
 
-OUT/spikes/step-00000120.npz contains the arrays of the step's micro-batches, leaves [A, B, ...],
-under the field names of `Batch`, with `step`, `loss` and `grad_norm`. The .txt file next to it
-contains the rows as text.
+OUT/spikes/step-00000120.npz contains the step's micro-batches, leaves [A, B, ...], under the field
+names of `Batch`, and `step`, `loss` and `grad_norm`. The .txt file contains the rows as text.
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.training.batch import Batch
 
 RECENT = 50
-"""Number of recent losses whose median a loss is compared with."""
+"""Number of losses in the running median."""
 
 LEAST = 10
 """Minimum number of losses before one can count as a spike."""
 
 MOST = 10
-"""Maximum number of batches in a run's folder."""
+"""Maximum number of saved batches per run."""
 
 
 class Spikes:
-    """Detector of losses that are above `factor` times the recent median, or not finite."""
+    """Detector of losses above `factor` times the recent median, or not finite."""
 
     def __init__(self, factor: float, folder: Path) -> None:
         self.factor, self.folder = factor, folder / "spikes"
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def is_spike(self, loss: float, grad_norm: float) -> bool:
-        """Whether a step is a spike; if not, its loss enters the median."""
+        """Whether a step is a spike; otherwise its loss enters the median."""
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         enough = len(self._recent) >= LEAST
         high = finite and enough and loss > self.factor * statistics.median(self._recent)
-        # an outlier would raise the median for the following losses
+        # a spike would raise the median for later losses
         if finite and not high:
             self._recent.append(loss)
         return not finite or high
 
     def is_full(self) -> bool:
-        """Whether the folder has the maximum number of batches."""
+        """Whether the folder contains the maximum number of batches."""
         return len(list(self.folder.glob("step-*.npz"))) >= MOST
 
     def save(
@@ -79,7 +78,7 @@ class Spikes:
 
 
 def read_batch(path: str | Path) -> Batch:
-    """Load the micro-batches of a step that a run saved, leaves [A, B, ...]."""
+    """Load the micro-batches of a saved step, leaves [A, B, ...]."""
     with np.load(path) as found:
         names = [part.name for part in fields(Batch) if part.name in found.files]
         return Batch(**{"labels": None, **{name: found[name] for name in names}})

@@ -37,7 +37,7 @@ class TrainState:
         opt_state: state of the optimizer.
         key: a single key.
         rejected: number of steps with a non-finite loss or gradient.
-        rejected_in_a_row: number of consecutive rejected steps up to now.
+        rejected_in_a_row: number of rejected steps since the last accepted one.
         average: moving average of the parameters, f32, or None.
     """
 
@@ -51,7 +51,7 @@ class TrainState:
 
     @property
     def eval_params(self) -> Params:
-        """Return the parameters to evaluate and use: an average, if there is one."""
+        """Return the parameters for evaluation and use: the average, if there is one."""
         if self.average is not None:
             return self.average
         return averaged_params(self.opt_state, self.params)
@@ -69,7 +69,7 @@ class Metrics:
 
 
 Prepare = Callable[..., Batch]
-"""Function from a step's inputs to its micro-batches, leaves [A, B, T]."""
+"""Function that converts a step's inputs to micro-batches, leaves [A, B, T]."""
 
 
 def init_state(
@@ -80,7 +80,7 @@ def init_state(
     param_dtype: jax.typing.DTypeLike = jnp.float32,
     average: bool = False,
 ) -> TrainState:
-    """Return the state of step 0 with new parameters.
+    """Return the state of step 0 with newly initialized parameters.
 
     Args:
         config: config of the model.
@@ -150,8 +150,8 @@ def windows(
     starts: jax.Array,  # i32[..., B]
     length: int,
 ) -> Batch:
-    """Return `length` tokens from each start, labeled with the next; ignored past the end."""
-    # an index past the end is clamped and its label ignored, so all windows have one shape
+    """Return `length` tokens from each start, labeled with the next ones; IGNORE past the end."""
+    # past the end, indices are clamped and labels ignored, so all windows have one shape
     last = corpus.shape[0] - 1
 
     def cut(corpus: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -174,15 +174,14 @@ def make_train_step(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Return the jitted `step(state, *inputs, frozen=()) -> (state, metrics)`.
 
-    The state is donated. If the loss or the gradient is not finite, parameters and optimizer are
-    left unchanged, and the step counts as rejected. `frozen` values are passed to the loss after
-    its other arguments, and have no gradient.
+    The state is donated. If the loss or gradient is not finite, the step is rejected: parameters
+    and optimizer stay unchanged. `frozen` values are passed to the loss last and have no gradient.
 
     Args:
-        loss: called with (params, batch, key, *frozen); returns a mean and the sum of its weights.
+        loss: called with (params, batch, key, *frozen); returns (mean, sum of weights).
         optimizer: an optax optimizer.
-        prepare: called with the inputs of a step; returns its micro-batches, leaves [A, B, T].
-        ema_decay: d in the average, which becomes d a + (1 - d) params; None keeps no average.
+        prepare: called with a step's inputs; returns its micro-batches, leaves [A, B, T].
+        ema_decay: d in average = d average + (1 - d) params; None keeps no average.
     """
 
     def total(
@@ -202,7 +201,7 @@ def make_train_step(
             average = optax.incremental_update(new, average, 1 - ema_decay)
         old, structure = jax.tree.flatten(params)
         key = jax.random.fold_in(key, _ROUNDING)
-        # rounding to the nearest would leave most bfloat16 values unchanged
+        # rounding to nearest would leave most bfloat16 values unchanged
         found = [
             value.astype(leaf.dtype)
             if leaf.dtype != jnp.bfloat16
@@ -223,8 +222,8 @@ def make_train_step(
             wide = cast_floats(grads, jnp.float32)
             return jax.tree.map(jnp.add, carry, (found, wide)), None
 
-        # micro-batches are weighted by their tokens, as in one big batch: with g_a the mean
-        # gradient of w_a tokens, the gradient is sum(w_a g_a) / sum(w_a)
+        # as in one big batch, micro-batches are weighted by their tokens: sum(w_a g_a) / sum(w_a),
+        # where g_a is the mean gradient of w_a tokens
         count = jax.tree.leaves(batches)[0].shape[0]
         if count == 1:
             only = jax.tree.map(lambda leaf: leaf[0], batches)
@@ -239,11 +238,11 @@ def make_train_step(
         mean = summed / divisor
         grads = jax.tree.map(lambda g: g / divisor, cast_floats(grads, jnp.float32))
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
-        # a finite loss can have a gradient that is not finite, as sqrt at 0
+        # a finite loss can have an infinite gradient, such as sqrt at 0
         accepted = jnp.isfinite(mean) & jnp.isfinite(norm)
 
         parts = params, state.opt_state, state.average
-        # optax does not know the mesh, so the compiler splits the update like the state
+        # optax ignores the mesh, so the compiler splits the update like the state
         parts = by_compiler(
             lambda parts, grads, accepted, key: jax.lax.cond(
                 accepted, update, lambda parts, *_: parts, parts, grads, key
@@ -262,7 +261,7 @@ def make_train_step(
         )
         return state, Metrics(mean, weight, norm, state.rejected, state.rejected_in_a_row)
 
-    # the old state is donated, so a run needs memory for only one
+    # the old state is donated: memory holds only one
     return jax.jit(step, donate_argnums=0)
 
 

@@ -1,7 +1,7 @@
-"""Trackers of a run's measurements: TensorBoard, Weights & Biases and trackio.
+"""Experiment trackers: TensorBoard, Weights & Biases and trackio.
 
-Each is an optional package, imported when a run that names it starts. If a tracker fails later, for
-example because of the network or a full disk, a line reports it and the run continues without it.
+Each needs an optional package, which is imported at the start of a run that names it. If a tracker
+fails, for example because of the network or a full disk, the run reports it and continues without.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.untrusted_files import JsonObject
 
 PACKAGES: dict[str, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
-"""Package that each tracker needs."""
+"""Package of each tracker."""
 
 PROJECT = "transformer_jax"
 
@@ -48,7 +48,7 @@ class TensorBoard:
 
 
 class _RunLogger:
-    """Tracker that logs to the `log` and `finish` methods of a package's run."""
+    """Tracker for a package whose run object has `log` and `finish`."""
 
     _run: Any  # its package may not be installed
 
@@ -60,7 +60,7 @@ class _RunLogger:
 
 
 class WeightsAndBiases(_RunLogger):
-    """Weights & Biases tracker; a resumed run continues in the same W&B run."""
+    """Weights & Biases tracker; a resumed run continues the same W&B run."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         import wandb
@@ -73,7 +73,7 @@ class WeightsAndBiases(_RunLogger):
 
 
 class Trackio(_RunLogger):
-    """Tracker for trackio; a resumed run continues in the trackio run of the same name."""
+    """trackio tracker; a resumed run continues the trackio run of the same name."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         import trackio
@@ -99,7 +99,7 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 class Trackers:
-    """Trackers of a run; one that fails is reported once and removed."""
+    """Trackers of a run; a failing tracker is reported once and removed."""
 
     def __init__(
         self,
