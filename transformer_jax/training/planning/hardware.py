@@ -24,7 +24,7 @@ _GRIDS = {
     "3d": {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8",
            256: "4x8x8", 512: "8x8x8"},
 }  # fmt: skip
-"""Shapes of slices by their number of chips; v5e and v6e have two dimensions, v5p has three."""
+"""Slice shapes by number of chips; v5e and v6e have two dimensions, v5p has three."""
 
 H200 = """
 gpu_device_info {
@@ -56,7 +56,7 @@ device_description_str: "NVIDIA H200"
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hardware that a plan is made for."""
+    """Target hardware of a plan."""
 
     name: str
     chip: Chip | None
@@ -65,7 +65,7 @@ class Hardware:
     """Number of chips; each is one JAX device."""
 
     def devices(self) -> list[jax.Device]:
-        """Return devices to compile for; raises ConfigError if a package for them is missing."""
+        """Return the devices to compile for; raises ConfigError if their package is missing."""
         kind = self.name.split("-")[0]
         if kind == "cpu":
             return jax.devices()[: self.count]
@@ -75,7 +75,7 @@ class Hardware:
             model = self.name.split("-")[1]
             shape = _GRIDS["3d" if model == "v5p" else "2d"][self.count]
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no host to query
-            # compiling uses no TPU, so there is no need to wait for /tmp/libtpu_lockfile
+            # compiling uses no TPU, so do not wait for /tmp/libtpu_lockfile
             os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
             try:
                 with _quiet():
@@ -101,9 +101,9 @@ class Hardware:
 
     @property
     def memory(self) -> int:
-        """Return the bytes of memory per chip that JAX may use; on a CPU, those of this machine.
+        """Return the bytes per chip that JAX can use; on a CPU, the memory of this machine.
 
-        On a GPU, JAX uses three quarters of the memory, or XLA_PYTHON_CLIENT_MEM_FRACTION of it.
+        On a GPU, JAX uses three quarters of the memory, or XLA_PYTHON_CLIENT_MEM_FRACTION.
         """
         if self.chip is None:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.count
@@ -118,10 +118,10 @@ class Hardware:
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return hardware by its name: cpu, h200, h200-8, tpu-v5e-256, tpu-v6e-8, tpu-v5p-8.
+    """Return hardware by name, such as cpu, h200, h200-8, tpu-v5e-256, tpu-v6e-8 or tpu-v5p-8.
 
-    The number counts chips, except for v5p: its maker counts cores, two per chip, so tpu-v5p-8 has
-    4 chips. Raises ConfigError for any other name, and for a number that no slice has.
+    The number counts chips, except for v5p: Google counts its cores, two per chip, so tpu-v5p-8 has
+    4 chips. Raises ConfigError for other names, and for a number that no slice has.
     """
     parts = name.split("-")
     last = parts[-1]
@@ -162,7 +162,7 @@ def _missing(name: str, how: str, error: Exception) -> ConfigError:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the output of a library to standard error of the process."""
+    """Suppress output on standard error, including that of native libraries."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)

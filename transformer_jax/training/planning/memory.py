@@ -1,4 +1,4 @@
-"""Memory of a compiled step on each device, known before its arrays exist."""
+"""Memory of a compiled step per device, before its arrays exist."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class StepMemory:
 
     parameters: int
     optimizer: int
-    """State of the optimizer, and the moving average of the parameters if there is one."""
+    """Optimizer state, and the moving average of the parameters if there is one."""
     inputs: int
-    """The batch, and other arrays that stay on the device, such as a text."""
+    """Batch, and arrays that stay on the device, such as a text."""
     working: int
-    """Temporary arrays of the step: gradients, activations and buffers."""
+    """Temporary arrays: gradients, activations and buffers."""
 
     @property
     def total(self) -> int:
-        """Return the sum, with the state counted once because it is donated."""
+        """Return the sum; the donated state counts once."""
         return self.parameters + self.optimizer + self.inputs + self.working
 
     def described(self) -> str:
@@ -46,7 +46,7 @@ class StepMemory:
 
 
 def bytes_on_device(tree: PyTree) -> int:
-    """Return the bytes of arrays, or shapes, on one of the devices that they are split over."""
+    """Return the bytes of arrays, or of their shapes, on each device."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         shape, sharding = leaf.shape, getattr(leaf, "sharding", None)
@@ -62,7 +62,7 @@ def bytes_on_device(tree: PyTree) -> int:
 def step_memory(
     program: Compiled, state: PyTree, inputs: PyTree, frozen: PyTree = ()
 ) -> StepMemory:
-    """Return the memory of a compiled step on a device for a state and inputs of these shapes.
+    """Return the memory per device of a step compiled for a state and inputs of these shapes.
 
     `frozen` parameters count among the parameters.
     """
@@ -80,7 +80,7 @@ def step_memory(
 
 
 def device_memory() -> int:
-    """Return the bytes that a device may use; for a CPU device, its share of the host's memory."""
+    """Return the bytes that a device can use; a CPU device has its share of the host's memory."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -92,7 +92,7 @@ def device_memory() -> int:
 def check_state(state: PyTree, frozen: PyTree = ()) -> None:
     """Raise ConfigError if the state, its gradients and `frozen` exceed a device's memory.
 
-    Nothing is compiled, because a model that cannot fit might take long to compile.
+    Nothing is compiled: a model that does not fit may take minutes to compile.
     """
     gradients = bytes_on_device(state.params)
     parameters = gradients + bytes_on_device(frozen)

@@ -1,8 +1,8 @@
-"""Published peak rates of chips; none of them was measured here.
+"""Published peak rates of chips, not measured here.
 
-TPUs: cloud.google.com/tpu/docs, pages v5e, v5p and v6e. H200: NVIDIA's data sheet of the H200 SXM;
-A100 and H100 likewise. Rates are those of dense products in bfloat16. The memory of a TPU is the
-amount that its compiler allows a program; that of an H200 is the amount that the device reports.
+Sources: for TPUs, cloud.google.com/tpu/docs, pages v5e, v5p and v6e; for GPUs, NVIDIA's data sheets
+of the SXM models. Rates are those of dense products in bfloat16. Memory is the amount that a TPU's
+compiler allows a program, and that an H200 reports.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class Chip:
 
     name: str
     flops: float
-    """Multiplications and additions of dense bfloat16 products per second."""
+    """Multiplications and additions per second in dense bfloat16 products."""
     memory: int
     """Bytes of memory."""
     bandwidth: float
-    """Bytes per second to or from its memory."""
+    """Bytes per second to and from memory."""
     network: float
-    """Bytes per second, in one direction, to the other chips of its slice or machine."""
+    """Bytes per second in one direction to the other chips of the slice or machine."""
 
 
 CHIPS = {
@@ -46,11 +46,11 @@ _KINDS = {
     "NVIDIA H100": "h100",
     "NVIDIA A100": "a100",
 }
-"""Short names of chips by prefix of JAX's `device_kind`."""
+"""Short names by prefix of JAX's `device_kind`."""
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Return the chip that JAX calls `device_kind`, or None if its peak is unknown."""
+    """Return the chip that JAX calls `device_kind`, or None if it is not listed."""
     # longest first, because "TPU v5" is also a prefix of "TPU v5 lite"
     for kind, name in sorted(_KINDS.items(), key=lambda item: -len(item[0])):
         if device_kind.startswith(kind):

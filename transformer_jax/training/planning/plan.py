@@ -1,8 +1,7 @@
-"""Plans of training and decoding steps, compiled for hardware that need not be attached.
+"""Plans of training and decoding steps, compiled for hardware that may not be attached.
 
-The program is the real one, from `make_train_step` or a decoder's step, with the placement of a
-run; it is compiled but not run. The compiler reports the memory; the peak rates of the chips give
-a lower bound on the time.
+The real step, with the placement of a run, is compiled but not run. The compiler reports its
+memory; the chips' peak rates bound its time from below.
 """
 
 from __future__ import annotations
@@ -39,24 +38,24 @@ from transformer_jax.training.planning.network import Traffic, network_traffic
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds on the seconds of a step, by limiting resource."""
+    """Lower bounds on the time of a step in seconds, by resource."""
 
     compute: float
-    """All products at the chip's peak of bfloat16."""
+    """All products at the chip's bfloat16 peak."""
     memory: float
-    """Reading and writing the arrays of the step once."""
+    """Reading and writing each array of the step once."""
     network: float | None
-    """Traffic between chips at the network's peak; None if unknown."""
+    """Traffic between chips at the network's peak, or None if unknown."""
 
     @property
     def least(self) -> float:
-        """Return the largest bound, as if the others overlapped with it."""
+        """Return the largest bound, assuming that the others overlap with it."""
         return max(self.compute, self.memory, self.network or 0.0)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and time of a step on each chip of a target."""
+    """Memory and time of a step per chip."""
 
     hardware: Hardware
     mesh: MeshConfig
@@ -64,25 +63,24 @@ class Plan:
     cache: int
     """Bytes of the decoder's cache; 0 in training."""
     tokens: int
-    """Tokens per step, on all chips."""
+    """Tokens per step on all chips."""
     flops: float
-    """Operations of a step's products, on all chips."""
+    """Operations of a step's products on all chips."""
     compiled: bool
     """Whether the step was compiled; if not, memory excludes activations."""
     traffic: Traffic | None = None
     """None if nothing was compiled, or if this jaxlib cannot read the program."""
     looked_up: int = 0
-    """Bytes of tables from which a decoding step reads only a few rows: positions, and tokens if
-    the logits have a separate table."""
+    """Bytes of tables of which a decoding step reads few rows: positions, and untied tokens."""
 
     @property
     def total(self) -> int:
-        """Return the peak memory of a chip in bytes."""
+        """Return the peak memory per chip in bytes."""
         return self.memory.total + self.cache
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits in a chip's memory."""
+        """Whether the step fits in each chip's memory."""
         return self.compiled and self.total <= self.hardware.memory
 
     @property
@@ -104,10 +102,9 @@ class Plan:
 def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = True) -> Plan:
     """Compile a training step of a transformer for hardware, and return its memory and time.
 
-    The tokens are `config.batch_size` x `config.sequence_len`, in `config.accumulation`
-    micro-batches; the source of an encoder-decoder has the same length. If the state and its
-    gradients already exceed a chip's memory, or if `compiled` is False, nothing is compiled and
-    activations are excluded. Raises ConfigError if the mesh and the hardware differ in size.
+    The source of an encoder-decoder also has `sequence_len` tokens. If the state and its gradients
+    alone exceed a chip's memory, or if `compiled` is False, nothing is compiled and activations are
+    excluded. Raises ConfigError if mesh and hardware differ in size.
     """
     model = config.model
     if not isinstance(model, ModelConfig):
@@ -160,10 +157,10 @@ def plan_decoding(
     length: int,
     mesh: MeshConfig | None = None,
 ) -> Plan:
-    """Compile a decoder's step of one token per row, with a cache of `length` positions.
+    """Compile a decoding step of one token per row, with a cache of `length` positions.
 
-    Parameters and cache use the model's compute dtype. Raises ConfigError if the model is not a
-    decoder, or if the mesh and the hardware differ in size.
+    Parameters and cache use the compute dtype. Raises ConfigError if the model is not a decoder, or
+    if mesh and hardware differ in size.
     """
     if model.kind != "decoder":
         raise ConfigError(f"kind is {model.kind!r}: decoding plans support only decoders")
@@ -191,7 +188,7 @@ def plan_decoding(
     names = {"positions"} if model.tie_embeddings else {"positions", "tokens"}
     tables = [table for name, table in params["embed"].items() if name in names]
     looked_up = bytes_on_device(tables)
-    # the last token that fits into the cache reads all of it
+    # the last token that fits in the cache reads all of it
     flops = forward_flops(model, length) - forward_flops(model, length - 1)
     flops *= batch_size
     if isinstance(found, int):
@@ -215,7 +212,7 @@ def plan_decoding(
 
 
 def _compile(program: Lowered) -> Compiled | int:
-    """Compile a program; if a TPU's compiler rejects its size, return the bytes it needs."""
+    """Compile a program; if a TPU compiler rejects its size, return the bytes that it needs."""
     try:
         return program.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -226,8 +223,8 @@ def _compile(program: Lowered) -> Compiled | int:
 
 
 def _traffic(program: Compiled, devices: int) -> Traffic | None:
-    """Return the traffic of a compiled program, or None if this jaxlib cannot read its text."""
-    # a newer libtpu may write instructions that an older jaxlib does not know
+    """Return a compiled program's traffic, or None if this jaxlib cannot read its text."""
+    # an older jaxlib may not know the instructions of a newer libtpu
     try:
         return network_traffic(str(program.as_text()), devices)
     except jax.errors.JaxRuntimeError:
@@ -237,9 +234,9 @@ def _traffic(program: Compiled, devices: int) -> Traffic | None:
 def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple[int, Plan] | None:
     """Return the largest batch_size that fits and its plan, or None if not even the smallest fits.
 
-    The size is a multiple of the mesh's row shards. Memory is nearly linear in the batch size: a
-    line through two sizes predicts a third, which is compiled, followed by up to four more that
-    bracket the limit. The result is usually within a sixteenth of the largest size that fits.
+    The size is a multiple of the mesh's row shards. Because memory is nearly linear in the batch
+    size, two sizes predict a third; up to four more compilations bracket the limit. The result is
+    usually within a sixteenth of the largest size that fits.
     """
     unit = first.mesh.row_shards
     plans = {config.batch_size: first}
@@ -261,7 +258,7 @@ def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple
     for _ in range(4):
         fitting = max((size for size, plan in plans.items() if plan.fits), default=0)
         failing = min((size for size, plan in plans.items() if not plan.fits), default=None)
-        if failing is None:  # more room than predicted: a quarter more rows
+        if failing is None:  # more room than predicted: add a quarter
             at(max(fitting * 5 // 4 // unit * unit, fitting + unit))
         elif failing - fitting <= max(unit, fitting // 16):
             break
@@ -272,9 +269,9 @@ def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple
 
 
 def remedies(config: TrainConfig, hardware: Hardware) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield changes for a run that does not fit, mildest first; each includes the previous ones.
+    """Yield changes that may make a run fit, mildest first; each includes the previous ones.
 
-    A change is yielded only if its state and gradients would fit.
+    Changes whose state and gradients alone do not fit are skipped.
     """
     model = as_transformer(config.model)
     mesh = config.mesh or MeshConfig(fsdp=hardware.count)
@@ -316,9 +313,9 @@ def remedies(config: TrainConfig, hardware: Hardware) -> Iterator[tuple[str, Tra
 
 
 def least_chips(config: TrainConfig, hardware: Hardware) -> int | None:
-    """Return the smallest power of two of chips on which `fsdp` fits the state and gradients.
+    """Return the smallest power-of-two number of chips whose `fsdp` fits state and gradients.
 
-    Returns None if 4096 are not enough: axes that the chips do not divide are replicated.
+    Returns None if 4096 chips are not enough, because axes that they do not divide are replicated.
     """
     for count in (2**n for n in range(13)):
         run = replace(config, mesh=MeshConfig(fsdp=count), batch_size=count)
@@ -329,7 +326,7 @@ def least_chips(config: TrainConfig, hardware: Hardware) -> int | None:
 
 
 def _placement(mesh: MeshConfig, hardware: Hardware, devices: list[jax.Device] | None) -> Placement:
-    """Return the placement over devices, or over an abstract mesh if None."""
+    """Return the placement on devices, or on an abstract mesh if `devices` is None."""
     if mesh.devices != hardware.count:
         found = "has one chip" if hardware.count == 1 else f"has {hardware.count} chips"
         rule = f"has {mesh.devices} devices, but {hardware.name} {found}"
@@ -348,7 +345,7 @@ def _sharding(placement: Placement, spec: PartitionSpec) -> NamedSharding:
 
 
 def _batch(model: ModelConfig, shape: tuple[int, int, int], placement: Placement) -> Batch:
-    """Return the shapes of a step's micro-batches [A, B, T], split by rows."""
+    """Return the shapes of micro-batches [A, B, T], split by rows."""
     rows = _sharding(placement, PartitionSpec(None, ROWS))
 
     def array(

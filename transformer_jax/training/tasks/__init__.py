@@ -1,7 +1,7 @@
-"""Training tasks: how files become batches, and how a model is judged.
+"""Training tasks: how files become batches, and how models are evaluated.
 
-`load_task` reads the data of a config. `training.loop` trains all tasks with the same steps,
-through the interface `task.TrainingTask`.
+`load_task` reads the data of a config. `training.loop` trains every task in the same way, through
+the interface `task.TrainingTask`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = ["Tokenizers", "TrainingTask", "compare_texts", "edit_distance", "load
 def load_task(
     config: TrainConfig, tokenizers: Tokenizers | None = None, vocab_size: int | None = None
 ) -> TrainingTask:
-    """Read the data of a config's task, and create its tokenizers unless they are passed.
+    """Read the data of a config's task; create its tokenizers unless they are passed.
 
     Args:
         config: config of the run.
-        tokenizers: tokenizers of the run; None creates them from its data.
+        tokenizers: tokenizers of the run; None creates them from the data.
         vocab_size: a vocabulary larger than the tokenizer's; None is the tokenizer's.
 
     Raises:
@@ -65,7 +65,7 @@ def load_task(
     if folders:
         if importlib.util.find_spec("grain") is None:
             fail("data", config.data, "reading prepared folders needs grain: pip install grain")
-        from transformer_jax.training.tasks.prepared import PreparedText  # which imports grain
+        from transformer_jax.training.tasks.prepared import PreparedText  # imports grain
 
         return PreparedText(config, folders, tokenizers, vocab_size)
     match config.task:

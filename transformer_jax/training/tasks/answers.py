@@ -1,4 +1,4 @@
-"""Targets of sources, decoded by a run on pairs (of texts or signals) or by a published model."""
+"""Decoding of targets from sources, by a run on pairs (texts or signals) or a published model."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from transformer_jax.training.tasks.turns import source_ids
 from transformer_jax.values import value_class
 
 BATCH = 32
-"""Number of sources that are decoded together."""
+"""Number of sources decoded together."""
 
 
 @dataclass(frozen=True)
 class PrefixStep(ModelStep):
     """Step of a decoder trained with prefixes: tokens of a prompt attend in both directions.
 
-    Every call with more than one token per row is a complete prompt.
+    A call with more than one token per row is a complete prompt.
     """
 
     def arguments(
@@ -59,7 +59,7 @@ class PrefixStep(ModelStep):
         state: ModelCache,
         valid: jax.Array | None,  # bool[B, T]
     ) -> dict[str, object]:
-        """Return the arguments of the model, with a prefix mask for a prompt."""
+        """Return the model's arguments, with a prefix mask for a prompt."""
         arguments = super().arguments(tokens, state, valid)
         if tokens.shape[1] > 1:
             positions = arguments["positions"]
@@ -70,18 +70,18 @@ class PrefixStep(ModelStep):
 
 @value_class(eq=False)
 class Targets:
-    """Decoder of targets from sources.
+    """Decoder that generates targets from sources.
 
     Attributes:
-        config: config of the run; for a published model, of a run that would fine-tune it.
+        config: config of the run; for a published model, that of a run that would fine-tune it.
         tokenizers: tokenizers of targets and sources.
         params: parameters of the model.
-        model: model of the config, possibly edited; None builds it.
-        published: read sources as published models do: a special token spelled out in a text counts
-            as one, and each source is read separately, without padding.
+        model: model of the config, possibly edited; None builds it from the config.
+        published: whether to read sources as published models do: special tokens can be spelled
+            out, and each source is read separately, without padding.
         stop: tokens that end a target; None uses the tokenizer's.
-        processors: change the logits before a token is chosen.
-        cache_dtype: dtype of keys and values; None is the compute dtype.
+        processors: functions that change the logits before a token is chosen.
+        cache_dtype: dtype of cached keys and values; None uses the compute dtype.
     """
 
     config: TrainConfig
@@ -115,10 +115,10 @@ class Targets:
         return ids.astype(np.int32)
 
     def text(self, ids: np.ndarray) -> str:
-        """Return the text of a target, without end tokens and special tokens.
+        """Return the text of a target without end tokens and special tokens.
 
-        Raises ValueError if a published model found no valid token; a run is judged even if its
-        training diverged.
+        Raises ValueError if a published model found no valid token; a diverged run is still
+        evaluated.
         """
         if self.published and (ids < 0).any():
             raise ValueError(NO_TOKEN)
@@ -140,10 +140,10 @@ class Targets:
         length_penalty: float = 1.0,
         report: Report | None = None,
     ) -> list[str]:
-        """Return the likeliest target of each source, by greedy decoding or beam search.
+        """Return the likeliest target of each source, found by greedy decoding or beam search.
 
-        Sources of similar length are decoded together; an answer does not depend on other sources.
-        The score of a beam is log p / n^length_penalty over its n tokens.
+        Sources of similar length are decoded together, but answers do not depend on each other. A
+        beam of n tokens has the score log p / n^length_penalty.
 
         Raises:
             DataError: if a source does not fit the model.
@@ -157,7 +157,7 @@ class Targets:
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
             part = [rows[i] for i in chosen]
-            # padded with copies, so that one program serves all batches
+            # pad with copies, so that one program serves all batches
             part += [part[-1]] * (batch - len(part) if len(rows) > batch else 0)
             args, kwargs = self._decoding_arguments(part, num_tokens)
             if beams == 1:
@@ -179,7 +179,7 @@ class Targets:
     def draw(
         self, source: str, num_tokens: int | None, count: int, sampler: Sample, key: jax.Array
     ) -> list[str]:
-        """Sample `count` targets of one source, which an encoder reads once."""
+        """Sample `count` targets of one source, which the encoder reads once."""
         args, kwargs = self._decoding_arguments([self.encode(source)], num_tokens)
         step, params, prompt, state = args
         for name in kwargs.keys() & {"lengths", "limits"}:
@@ -199,7 +199,7 @@ class Targets:
         results: int = 1,
         length_penalty: float = 1.0,
     ) -> list[tuple[float, str]]:
-        """Return the best targets of a beam search, with their scores."""
+        """Return the best targets of a beam search and their scores."""
         args, kwargs = self._decoding_arguments([self.encode(source)], num_tokens)
         found = beam_search(
             *args, num_beams=beams, num_results=results,
@@ -217,7 +217,7 @@ class Targets:
     def _decoding_arguments(
         self, rows: Sequence[np.ndarray], num_tokens: int | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments of `generate` and `beam_search`."""
+        """Return the positional and keyword arguments for `generate` and `beam_search`."""
         config, tokenizer = self.config, self.tokenizers.tokenizer
         module = build(config.model) if self.model is None else self.model
         model = module.config
@@ -226,7 +226,7 @@ class Targets:
         count = config.sequence_len if num_tokens is None else num_tokens
         kwargs: dict[str, Any] = {}
         if any(name.startswith("encoder/") for name, _ in module.edits):
-            # an edit of the encoder must not see padding that all rows share
+            # encoder edits must not see padding that all rows share
             tokens = tokens[:, : lengths.max()]
             valid = None if valid is None else valid[:, : lengths.max()]
         step: Any = make_step(module).with_facts(apart=True)  # some rows may be padding
@@ -250,7 +250,7 @@ class Targets:
             capacity = config.sequence_len
             if model.supports("cache"):
                 kwargs["limits"] = np.minimum(config.sequence_len + 1 - lengths, count)
-                # sizes depend only on the bucket: one program for all its sources
+                # depends only on the bucket, so one program serves all its sources
                 count = min(count, config.sequence_len)
                 capacity = min(capacity, bucket(tokens.shape[1]) + count)
             if isinstance(config.task, PrefixTask) and config.task.bidirectional:
@@ -277,8 +277,7 @@ def answer_sources(
 ) -> list[str]:
     """Return the target that a run decodes for each source; see `Targets.answer`.
 
-    If `beams` is None, the task's value is used. `model` is the model of the config, possibly
-    edited.
+    `beams` defaults to the task's value. `model` is the model of the config, possibly edited.
     """
     task = config.task
     if beams is None:

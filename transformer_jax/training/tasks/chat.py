@@ -1,7 +1,7 @@
-"""Training on conversations: the assistant's turns are learned, everything else is only read.
+"""Training on conversations: the loss covers only the assistant's turns.
 
-Each line of the file is an object {"messages": [{"role": ..., "content": ...}, ...]}. A published
-tokenizer writes it with its chat template; other tokenizers use a special token for each role:
+Each line of the file is an object {"messages": [{"role": ..., "content": ...}, ...]}. Published
+tokenizers use their chat template; others use a special token per role:
 <user> text <assistant> text <eos> <user> ...
 """
 
@@ -44,13 +44,13 @@ from transformer_jax.training.tasks.turns import (
 from transformer_jax.untrusted_files import Json, Untrusted
 
 SHOWN = 3
-"""Number of held-out conversations in the sample of a run."""
+"""Number of held-out conversations in a run's sample."""
 
 T = TypeVar("T")
 
 
 class Conversations(RowsTask):
-    """Conversations; only the assistant's turns are learned."""
+    """Conversations whose assistant turns are learned."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -79,11 +79,11 @@ class Conversations(RowsTask):
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
 
     def described(self) -> str:
-        """Describe the number and length of the rows, and the end of an answer."""
+        """Describe the rows and the token that ends an answer."""
         return "; ".join(filter(None, (super().described(), self.end)))
 
     def sample(self, params: Params) -> str:
-        """Return the first held-out questions with the model's answers."""
+        """Return the first held-out conversations with the model's answers."""
         lines = []
         for number, messages in enumerate(self.talks[:SHOWN]):
             first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
@@ -105,7 +105,7 @@ def answer_messages(
     num_tokens: int,
     what: str = "the messages have",
 ) -> str:
-    """Sample an answer to messages or to a text; answers with another `number` differ."""
+    """Sample an answer to messages or to a text; `number` selects the random key."""
     tokenizer = tokenizers.tokenizer
     prompt = prompt_ids(tokenizer, messages)
     check_token_ids(config.model.vocab_size, tokenizer, what.rpartition(" ")[0], prompt)
@@ -124,10 +124,10 @@ def answer_messages(
 def _examples(
     config: TrainConfig, tokenizer: Tokenizer, where: str, messages: Messages
 ) -> list[Batch]:
-    """Tokenize a conversation into a row; only the assistant's tokens are labels.
+    """Encode a conversation as rows; only the assistant's tokens are labels.
 
-    If a later turn does not continue the row, a new row starts: a template may write less of an
-    answer once another message follows it.
+    A turn that does not continue the row starts a new one, because a template may shorten an answer
+    once another message follows it.
     """
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     for prompt, answer in talk_turns(tokenizer, where, messages):
@@ -145,7 +145,7 @@ def _examples(
 def read_objects(
     config: TrainConfig, unit: str, check: Callable[[str, Json], T]
 ) -> tuple[list[tuple[str, T]], list[tuple[str, T]], bytes]:
-    """Return the JSON values of both parts with their locations, and all bytes.
+    """Return the JSON values of both parts with their locations, and the bytes read.
 
     `check(where, value)` converts a value or raises DataError.
     """
@@ -184,7 +184,7 @@ def _messages(where: str, read: Json) -> Messages:
 
 
 def check_messages(where: str, messages: Sequence[object]) -> Messages:
-    """Return messages; raises DataError for one without a role and a content."""
+    """Return messages; raises DataError if one lacks a role or a content."""
     found = []
     for number, message in enumerate(messages, start=1):
         fields = message if isinstance(message, dict) else {}

@@ -1,8 +1,8 @@
-"""Classification of texts: by the head of an encoder, or by a token that a model generates.
+"""Text classification, by the head of an encoder or by a generated token.
 
-An encoder reads <cls> text (a published one reads the text between its own special tokens), and its
-classification head predicts the class from the first token. A generative model reads text <cls>,
-and generates the class as a special token.
+An encoder reads <cls> text (a published one uses its own special tokens), and its head predicts the
+class from the first token. A generative model reads text <cls> and generates the class as a special
+token.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RULE = "must be a label, one tab and a text"
 
 
 class Classes(RowsTask):
-    """Texts with classes, from lines "label TAB text"."""
+    """Classified texts, from lines "label TAB text"."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -67,7 +67,7 @@ class Classes(RowsTask):
             if pair.source not in labels:
                 listed = ", ".join(labels[:10])
                 raise DataError(f"{pair.where}: label {pair.source!r}: must be one of {listed}")
-        # the run's config stores the labels, so that a resumed run has the same order
+        # stored in the config, so that a resumed run has the same order
         config = replace(config, task=ClassifyTask(labels=labels))
         if tokenizers is None:
             texts = [[pair.target for pair in part] for part in ([*train, *val], train)]
@@ -88,7 +88,7 @@ class Classes(RowsTask):
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
 
     def sample(self, params: Params) -> str:
-        """Return the first held-out texts with the labels that the model predicts."""
+        """Return the first held-out texts with their predicted labels."""
         pairs = self.pairs[:SHOWN]
         predictions = label_texts(
             self.config, self.tokenizers, params, [pair.target for pair in pairs], self.model
@@ -100,7 +100,7 @@ class Classes(RowsTask):
         return "\n".join(lines)
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return accuracy, macro F1 and the confused labels on the held-out texts."""
+        """Return accuracy, macro F1 and the confused labels of the held-out texts."""
         labels = labels_of(self.config)
         texts = [pair.target for pair in self.pairs]
         predictions = label_texts(self.config, self.tokenizers, params, texts, self.model)
@@ -131,7 +131,7 @@ def label_names(config: TrainConfig) -> list[str]:
 
 
 def class_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Batch:
-    """Encode a text, with its class, for the model of the config."""
+    """Encode a text and its class for the model of the config."""
     text = encode_line(tokenizers.tokenizer, pair.target, pair.where)
     names = label_names(config)
     number = labels_of(config).index(pair.source)
@@ -175,7 +175,7 @@ def label_texts(
         if names:
             filler = Batch(filler.tokens, np.full(longest, IGNORE, np.int32))
         batch = padded([*part, *[filler] * (size - len(part) + 1)], not names)
-        if model.edits:  # edits must see neither padding nor filler rows
+        if model.edits:  # edits must not see padding or filler rows
             batch = Batch(part[0].tokens[None], part[0].labels[None])
         logits = _class_logits(model, params, batch, columns if names else None)
         for row in np.asarray(jax.nn.softmax(logits, axis=-1))[: len(part)]:
@@ -190,7 +190,7 @@ def label_texts(
 def _class_logits(
     model: AnyModel, params: Params, batch: Batch, columns: Array | None
 ) -> jax.Array:  # f32[B, C]
-    """Return the logits of the classes: from a head, or of the class tokens after <cls>."""
+    """Return the class logits: from a head, or those of the class tokens after <cls>."""
     logits = batch_logits(model)(params, batch, None)
     if columns is None:
         return logits

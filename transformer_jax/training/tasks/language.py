@@ -46,7 +46,7 @@ _EVAL_STREAM = 2**62
 
 @dataclass(frozen=True)
 class Windows:
-    """Function that cuts windows out of a text on the device."""
+    """Function that cuts windows from a text on the device."""
 
     length: int
 
@@ -55,10 +55,10 @@ class Windows:
 
 
 def write_sample(self: TrainingTask, params: Params) -> str:
-    """Return a text of `sample_tokens` tokens that the model generates without a prompt."""
+    """Generate `sample_tokens` tokens without a prompt, and return the text."""
     config, model = self.config, self.config.model
     if config.init_from is not None:
-        model = model.with_max_len(config.sequence_len)  # limits the cache to that length
+        model = model.with_max_len(config.sequence_len)  # limits the cache
     tokenizer = self.tokenizers.tokenizer
     prompt, stop = read_prompt(tokenizer, ""), tuple[int, ...]()
     if isinstance(config.task, LanguageTask) and config.task.documents is not None:
@@ -77,7 +77,7 @@ def write_sample(self: TrainingTask, params: Params) -> str:
 
 
 class LanguageWindows(TrainingTask):
-    """Windows of one long text, which start anywhere."""
+    """Windows that start anywhere in one long text."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -98,14 +98,15 @@ class LanguageWindows(TrainingTask):
         return random_starts(config.seed, step, shape, count)
 
     def evaluation(self) -> Iterator[np.ndarray]:  # i32[B] each
-        """Yield window starts: `eval_batches` random batches, or windows that cover the part."""
+        """Yield starts of `eval_batches` random batches, or of windows that cover the held-out
+        part."""
         config, length, size = self.config, self.config.sequence_len, self.config.batch_size
         if config.eval_batches is not None:
             shape, count = (config.eval_batches, size), len(self.data.val) - length
             yield from random_starts(config.seed, _EVAL_STREAM, shape, count)
             return
         starts = consecutive_starts(len(self.data.val), length)
-        # one shape for all batches compiles one program
+        # equal shapes compile one program
         padding = np.full(-len(starts) % size, len(self.data.val), np.int32)  # no labels there
         yield from np.concatenate([starts, padding]).reshape(-1, size)
 
@@ -132,7 +133,7 @@ class LanguageWindows(TrainingTask):
 class LanguageDocuments(RowsTask):
     """Documents that end with <eos>.
 
-    A document begins with the tokens that its tokenizer puts before a text, or else with <eos>.
+    A document begins with the tokens that its tokenizer prepends, or else with <eos>.
     """
 
     def __init__(

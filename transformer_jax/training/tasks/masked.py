@@ -1,9 +1,9 @@
-"""Masked language modeling (Devlin et al. 2019, 3.1), with new masks at every step.
+"""Masked language modeling (Devlin et al. 2019, 3.1) with new masks in every step.
 
-The model predicts a share `rate` of the tokens. A share `replaced` of these become the mask token,
-`random` become a random token, and the rest stay, so that the model learns to attend to every
-token. An evaluation hides the same tokens every time. A published model reads each window between
-the special tokens of its tokenizer; special tokens are never hidden.
+The model predicts the share `rate` of the tokens. Of these, the share `replaced` become the mask
+token, `random` become a random token, and the rest stay, so that the model learns to attend to
+every token. Evaluations always hide the same tokens. Published models read each window between
+their special tokens, which are never hidden.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from transformer_jax.training.tasks.task import (
 )
 
 _EVAL_STREAM = 2**61
-"""`step` number that selects the tokens hidden in evaluations; no training step has it."""
+"""`step` number that selects the tokens hidden in evaluations; no training step reaches it."""
 
 PSEUDO_WINDOWS = 4
 """Number of held-out windows for the pseudo-perplexity."""
@@ -62,7 +62,7 @@ class MaskedWindows(TrainingTask):
         self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
         counts = np.bincount(self.data.train, minlength=tokenizer.vocab_size) + 1.0
         self.unigram = float(-np.log(counts / counts.sum())[self.data.val].mean())
-        """Nats per token of a guess by frequency, with one added to each count."""
+        """Nats per token of a unigram guess, with one added to each count."""
 
     def inputs(self, step: int) -> Batch:
         """Return the windows of a step, leaves [A, B, ...], with tokens hidden."""
@@ -74,7 +74,7 @@ class MaskedWindows(TrainingTask):
     def evaluation(self) -> Iterator[Batch]:
         """Yield windows that cover the held-out part, or `eval_batches` batches of random ones.
 
-        A remainder shorter than a window is left out.
+        A remainder shorter than a window is omitted.
         """
         config = self.config
         length, size = self.length, config.batch_size
@@ -91,7 +91,7 @@ class MaskedWindows(TrainingTask):
             yield Batch(tokens, np.pad(batch.labels, ((0, empty), (0, 0)), constant_values=IGNORE))
 
     def described(self) -> str:
-        """Describe the length of the text, and the loss of a guess by frequency."""
+        """Describe the length of the text and the loss of a unigram guess."""
         train, held_out = len(self.data.train), len(self.data.val)
         return (
             f"text: {train:,} tokens and {held_out:,} held out, {self.tokens_per_step:,} in a "
@@ -115,7 +115,7 @@ class MaskedWindows(TrainingTask):
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return the pseudo-perplexity of the first held-out windows.
 
-        exp(-mean log p(token | all others)), hiding one token at a time (Salazar et al. 2020).
+        It is exp(-mean log p(token | others)), hiding one token at a time (Salazar et al. 2020).
         """
         length = self.length
         count = min(PSEUDO_WINDOWS, len(self.data.val) // length)
@@ -135,13 +135,13 @@ class MaskedWindows(TrainingTask):
 
 
 class Masking:
-    """Masking of rows, which follows from the seed, the step and the number of a row only."""
+    """Masking of rows, which depends only on seed, step and row number."""
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer) -> None:
         assert isinstance(config.task, MaskedTask)
         self.task, self.seed, self.mask = config.task, config.seed, special_ids(tokenizer)["mask"]
         base = plain(tokenizer)
-        # a random token is a text token that the model has
+        # random tokens are text tokens that the model has
         self.kinds = min(base.vocab_size, config.model.vocab_size)
         self.frame, self.special = frame(tokenizer), np.zeros(0, np.int32)
         added = np.array([self.mask, *self.frame.first, *self.frame.last])
@@ -196,12 +196,13 @@ class Masking:
 def _uniform(
     seed: int, step: int, first: int, shape: tuple[int, ...]
 ) -> np.ndarray:  # f64[3, *shape] in [0, 1)
-    """Draw three numbers per token from the arguments only, for rows numbered from `first`.
+    """Draw three numbers per token, for rows numbered from `first`.
 
-    The stream differs from that of window starts. A row gets the same numbers in every batch.
+    They depend only on the arguments, so a row gets the same numbers in every batch. The stream
+    differs from that of window starts.
     """
     *rows, tokens = shape
-    # a whole number of Philox blocks per row, so that its numbers do not depend on the batch
+    # whole Philox blocks per row, so that its numbers do not depend on the batch
     blocks = -(-3 * tokens // 4)  # a block has four words
     philox = np.random.Philox(key=(seed << 64) + (1 << 63) + step, counter=1 + first * blocks)
     words = philox.random_raw(math.prod(rows) * 4 * blocks).reshape(-1, 4 * blocks)
@@ -224,9 +225,9 @@ def _text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
 
 
 def masked_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:  # i32[n]
-    """Encode a text with masks, "[MASK]" or "_", between the tokenizer's special tokens.
+    """Encode a text with masks ("[MASK]" or "_") between the tokenizer's special tokens.
 
-    The mask token of a published tokenizer can also be spelled out.
+    A published tokenizer's mask token can also be spelled out.
     """
     base, mask = plain(tokenizer), special_ids(tokenizer).get("mask")
     spelled = dict(base.roles).get("mask") if isinstance(base, PretrainedTokenizer) else None
@@ -249,7 +250,7 @@ def _read(
     text: str,
     model: AnyModel | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # i32[n], bool[n], f32[n, V]
-    """Return the tokens of a text, which of them are masks, and the logits.
+    """Return the tokens of a text, whether each is a mask, and the logits.
 
     Raises DataError if there is no mask.
     """

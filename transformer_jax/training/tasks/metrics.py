@@ -14,10 +14,10 @@ def compare_texts(
     """Compare texts with references: exact_match, word_error_rate, and bleu and chrf in 0..100.
 
     exact_match is the share of equal texts, ignoring spaces at both ends. word_error_rate is the
-    number of words to insert, delete or replace, divided by the words of the references. BLEU
+    number of words to insert, delete or replace, divided by the number of reference words. BLEU
     (Papineni et al. 2002) and chrF (Popović 2015) are sacrebleu's corpus scores with default
-    settings; they are omitted if it is not installed. BLEU is also omitted if no reference has four
-    words: it counts 4-grams, so sacrebleu would score even a perfect copy 0.
+    settings, if it is installed. BLEU is omitted if no reference has four words, because even a
+    perfect copy would score 0.
 
     Args:
         written: n texts, at least one.
@@ -46,13 +46,11 @@ def compare_texts(
 
 
 def edit_distance(one: Sequence[object], two: Sequence[object]) -> int:
-    """Return the minimum number of insertions, deletions and replacements between two sequences.
-
-    Levenshtein (1966), one row of the table at a time.
+    """Return the minimum number of insertions, deletions and replacements (Levenshtein 1966).
 
     Args:
-        one: items that are compared with ==.
-        two: likewise.
+        one: sequence of items, compared with ==.
+        two: sequence of items.
     """
     before = list(range(len(two) + 1))
     for i, item in enumerate(one, start=1):
@@ -68,14 +66,14 @@ def confusion_matrix(
     wanted: np.ndarray,  # i32[n]
     classes: int,
 ) -> np.ndarray:  # i64[C, C]
-    """Return how often class i was predicted as class j, at [i, j]."""
+    """Return the confusion matrix: [i, j] counts examples of class i predicted as class j."""
     return np.bincount(wanted * classes + predicted, minlength=classes**2).reshape(classes, classes)
 
 
 def macro_f1(confusion: np.ndarray) -> float:  # [C, C]
     """Return the mean over classes of F1 = 2 TP / (2 TP + FP + FN).
 
-    A class that neither occurs nor is predicted has no F1 and is excluded.
+    Classes that neither occur nor are predicted are excluded.
     """
     right = np.diag(confusion)
     total = confusion.sum(axis=0) + confusion.sum(axis=1)

@@ -1,9 +1,8 @@
-"""Training on pairs of a source and its target, in two rows or in one.
+"""Training on pairs of a source and its target, in one row or two.
 
-An encoder-decoder reads the source and generates <bos> target <eos>; if it starts from a published
-model, it uses that model's rows (see `target_of`). A decoder reads both in one row, source <sep>
-target <eos>, and learns only the target; with a prefix, the tokens of the source attend to each
-other in both directions.
+An encoder-decoder reads the source and generates <bos> target <eos>; one that starts from a
+published model uses that model's rows (see `target_of`). A decoder reads source <sep> target <eos>
+in one row and learns only the target; with a prefix, source tokens attend in both directions.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ from transformer_jax.training.tasks.turns import source_ids, target_ids
 from transformer_jax.values import short_repr
 
 SHOWN = 5
-"""Number of held-out pairs in the sample of a run."""
+"""Number of held-out pairs in a run's sample."""
 
 
 @short_repr
 class Pair(NamedTuple):
-    """A source, its target, and their location."""
+    """Source, target, and their location."""
 
     source: str
     target: str
@@ -60,14 +59,14 @@ class Pair(NamedTuple):
 
 
 class Pairs(RowsTask):
-    """Pairs of texts, from files or generated (`made`)."""
+    """Pairs of texts, from files or from `made`."""
 
     def __init__(
         self,
         config: TrainConfig,
         tokenizers: Tokenizers | None,
         vocab_size: int | None,
-        made: Sequence[tuple[str, str]] | None = None,  # instead of those of the files
+        made: Sequence[tuple[str, str]] | None = None,  # used instead of files
     ) -> None:
         if made is None:
             train, val, content = _read(config)
@@ -89,7 +88,7 @@ class Pairs(RowsTask):
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
 
     def sample(self, params: Params) -> str:
-        """Return the first held-out sources with the model's targets."""
+        """Return the first held-out sources with the generated targets."""
         pairs = self.pairs[:SHOWN]
         written = answer_sources(self.config, self.tokenizers, params, [p.source for p in pairs])
         lines = []
@@ -99,7 +98,7 @@ class Pairs(RowsTask):
         return "\n".join(lines)
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Compare the targets that the model generates with the held-out ones."""
+        """Compare generated targets with the held-out ones."""
         task: Any = self.config.task  # a task on pairs
         pairs = self.pairs[: task.judged]
         if not pairs:
@@ -137,7 +136,7 @@ def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Bat
     labels = whole[1:].copy()
     labels[: len(source) - 1] = IGNORE
     prefix = None
-    # a model without masks reads the source from left to right, like the target
+    # a model without masks reads the source from left to right
     wanted = isinstance(config.task, PrefixTask) and config.task.bidirectional
     if wanted and config.model.supports("masks"):
         prefix = np.arange(len(labels)) < len(source)
@@ -151,7 +150,7 @@ def _tokenizers(
     val: Sequence[Pair],
     two_rows: bool,
 ) -> Tokenizers:
-    """Return the run's tokenizers, trained on its pairs unless some are passed."""
+    """Return the run's tokenizers, trained on its pairs unless they are passed."""
     names = ["bos", "eos"] if two_rows else ["sep", "eos"]
     separate = isinstance(config.task, Seq2SeqTask) and config.task.vocabulary == "separate"
     if loaded is None:
@@ -173,7 +172,7 @@ def _tokenizers(
 
 
 def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:
-    """Return the training pairs, the held-out pairs, and all bytes."""
+    """Return the training pairs, the held-out pairs, and the bytes read."""
     task = config.task
     assert isinstance(task, Seq2SeqTask | PrefixTask)
     train, content = read_pairs(config, "data", config.data, task.targets)
@@ -201,7 +200,7 @@ def read_lines(config: TrainConfig, name: str, data: str) -> tuple[list[str], by
 
 
 def _check_none_blank(found: Sequence[str], data: str) -> None:
-    """Raise DataError for a blank line: dropping it would misalign parallel files."""
+    """Raise DataError for a blank line, because dropping it would misalign parallel files."""
     for number, line in enumerate(found, start=1):
         if not line.strip():
             raise DataError(f"{data}, line {number}: it is empty")
@@ -216,7 +215,7 @@ def read_pairs(
 ) -> tuple[list[Pair], bytes]:
     """Return the pairs of a file with lines "source TAB target", or of two parallel files.
 
-    DataError names the file and line that is wrong, or the files if their lengths differ.
+    DataError names the malformed line, or the files if their lengths differ.
     """
     sources, content = read_lines(config, name, data)
     _check_none_blank(sources, data)

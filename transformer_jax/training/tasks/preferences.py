@@ -1,9 +1,8 @@
 """Preference data: prompts with a chosen and a rejected answer.
 
 Each line of the file is an object {"prompt": ..., "chosen": ..., "rejected": ...}. All three are
-strings, or all are lists of messages {"role": ..., "content": ...} as in conversations, with
-answers from the assistant. Messages are encoded as in `chat`; an answer of plain text ends with
-<eos>.
+strings, or all are lists of messages {"role": ..., "content": ...} with the assistant's answers.
+Messages are encoded as in `chat`; a plain-text answer ends with <eos>.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ from transformer_jax.values import short_repr
 FIELDS = "prompt", "chosen", "rejected"
 
 PROMPT_HAS = "the prompt has"
-"""Start of an error about a prompt."""
+"""Start of error messages about a prompt."""
 
 
 @short_repr
 class Pair(NamedTuple):
-    """A prompt and two answers: strings, or lists of messages."""
+    """Prompt and two answers: all strings, or all lists of messages."""
 
     where: str
     prompt: str | Messages
@@ -72,7 +71,7 @@ class Pair(NamedTuple):
 
 
 class Preferences(RowsTask):
-    """Pairs of answers to learn a preference from."""
+    """Prompts with a chosen and a rejected answer."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -111,7 +110,7 @@ class Preferences(RowsTask):
         super().__init__(config, tokenizers, sha256_of(content), *rows)
 
     def described(self) -> str:
-        """Describe the number and length of the rows, and the end of an answer."""
+        """Describe the rows and the token that ends an answer."""
         return "; ".join(filter(None, (super().described(), self.end)))
 
     def sample(self, params: Params) -> str:
@@ -130,7 +129,7 @@ class Preferences(RowsTask):
 
 
 def reads_messages(task: PreferenceTask, tokenizer: Tokenizer) -> bool:
-    """Whether a run's prompts are messages; the tokenizer decides if the task does not."""
+    """Whether a run's prompts are messages; by default, if the tokenizer supports them."""
     if task.messages is not None:
         return task.messages
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -156,7 +155,7 @@ def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> R
             check_lengths(config, {f"{pair.where}, {name}": len(ids) - 1})
             found.append((ids, len(turn.prompt)))
         both.append(found)
-    # different texts may have the same tokens: a template may trim them
+    # different texts may have equal tokens if a template trims them
     for pair, ((chosen, _), (rejected, _)) in zip(pairs, both, strict=True):
         if np.array_equal(chosen, rejected):
             rule = "there is nothing to learn"

@@ -1,4 +1,4 @@
-"""Next-token training on prepared folders, which are read during the run."""
+"""Next-token training on prepared folders, which are read while training."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class PreparedText(TrainingTask):
         self.rows = tuple(self._rows(part, whole=False) for part in self.parts)
         self.val_rows = tuple(self._rows(part, whole=True) for part in self.val_parts)
         self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
-        self.place = jax.device_put  # overlaps with the computation of other steps
+        self.place = jax.device_put  # overlaps with computation
         self._ahead: Prefetcher | None = None
 
     def _rows(self, part: Part, whole: bool) -> PartRows:
@@ -110,9 +110,9 @@ class PreparedText(TrainingTask):
     def inputs(
         self, step: int, process_index: int | None = None, process_count: int | None = None
     ) -> Batch:  # leaves [A, B / P, T]
-        """Return the rows of a step that belong to a process, by default this one.
+        """Return a process's rows of a step, by default this one's.
 
-        Rows of this process are read ahead, and are on its devices.
+        This process's rows are read ahead and are on its devices.
         """
         if process_index is not None and process_count is not None:
             found: Batch = self.steps((process_index, process_count))[step]
@@ -123,7 +123,7 @@ class PreparedText(TrainingTask):
         return self._ahead(step)
 
     def steps(self, process: tuple[int, int]) -> grain.MapDataset:
-        """Return the inputs of each step in a process, (index, count), as a `grain.MapDataset`."""
+        """Return the inputs of each step in a `process`, (index, count)."""
         config = self.config
         order = row_order([len(rows) for rows in self.rows], config.seed, config.data_weights)
         size = config.accumulation, config.batch_size
@@ -134,7 +134,7 @@ class PreparedText(TrainingTask):
     ) -> Iterator[Batch]:  # leaves [B / P, T]
         """Yield the held-out rows in order, or `eval_batches` random batches of them.
 
-        Each batch contains the rows that belong to a process, by default this one.
+        Each batch contains the rows of one process, by default this one.
         """
         config, counts = self.config, [len(rows) for rows in self.val_rows]
         total, size = sum(counts), config.batch_size

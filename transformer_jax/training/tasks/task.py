@@ -1,4 +1,4 @@
-"""Interface between the training loop and a task; the loop special-cases only `preference`."""
+"""Interface between the training loop and its tasks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Inputs: TypeAlias = Batch | np.ndarray
 """Data of a step: its micro-batches, or the starts of its windows, i32[A, B]."""
 
 Report: TypeAlias = Callable[[int, int], None]
-"""Callback for the number of decoded examples, from 0 on, and the total."""
+"""Callback that receives the number of decoded examples, from 0 on, and the total."""
 
 
 @short_repr
 class Tokenizers(NamedTuple):
-    """Tokenizer of a run, and the tokenizer of the sources if it is a different one."""
+    """Tokenizer of a run, and that of its sources if they have a separate one."""
 
     tokenizer: Tokenizer
     source: Tokenizer | None = None
@@ -53,7 +53,7 @@ class Tokenizers(NamedTuple):
 
 @value_class
 class Learner:
-    """Parameters and loss that are trained instead of the config's model."""
+    """Custom parameters and loss, trained instead of the config's model."""
 
     fresh: Callable[[jax.Array], Params]
     """Create the parameters of step 0 from a key."""
@@ -65,10 +65,10 @@ class Learner:
 
 
 class TrainingTask:
-    """Examples of a task, and the evaluation of a model on them.
+    """Examples of a task, and the evaluation of models on them.
 
     On the device, `prepare(*resident, inputs)` converts a step's inputs to micro-batches. `prepare`
-    must be hashable, and equal values share compiled programs.
+    must be hashable; equal values share compiled programs.
     """
 
     config: TrainConfig
@@ -77,21 +77,21 @@ class TrainingTask:
     sha256: str
     """Hash of all data that was read."""
     tokens_per_step: int
-    """Tokens of the longest step, including padding; for pairs, only those of the targets."""
+    """Tokens in the longest step, including padding; for pairs, only target tokens."""
     prepare: Callable[..., Batch] = staticmethod(identity)
     resident: tuple[np.ndarray, ...] = ()
-    """Arrays of the training part that stay on the device."""
+    """Training arrays that stay on the device."""
     held_out: tuple[np.ndarray, ...] = ()
-    """Arrays of the held-out part that stay on the device."""
+    """Held-out arrays that stay on the device."""
     learner: Learner | None = None
     """Trained instead of `config.model`; None trains the model."""
     place: Callable[[Batch], Batch] | None = None
-    """Function that puts a batch on the devices, for a task that reads ahead, and in each process
-    only its own rows. If None, the loop places the result of `inputs`."""
+    """Function that puts a process's rows on its devices, for a task that reads ahead. If None, the
+    loop places the result of `inputs`."""
 
     @cached_property
     def model(self) -> AnyModel:
-        """Model of `config`, possibly edited, which `sample` and `judge` run."""
+        """Model of `config`, possibly edited, for `sample` and `judge`."""
         return build(self.config.model)
 
     def edited(self, edit: Mapping[str, Edit]) -> Self:
@@ -101,11 +101,11 @@ class TrainingTask:
         return task
 
     def inputs(self, step: int) -> Inputs:
-        """Return the inputs of step `step` (from 0), a function of the run's seed and the step."""
+        """Return the inputs of step `step` (from 0); they depend only on it and the run's seed."""
         raise NotImplementedError
 
     def evaluation(self) -> Iterable[Inputs]:
-        """Yield the batches of an evaluation, the same every time."""
+        """Yield the batches of an evaluation, which are always the same."""
         raise NotImplementedError
 
     def described(self) -> str:
@@ -113,7 +113,7 @@ class TrainingTask:
         raise NotImplementedError
 
     def per_character(self, loss: float) -> tuple[float, str] | None:
-        """Return a loss in nats per unit that does not depend on the tokenizer, and the unit.
+        """Return the loss in nats per unit, which does not depend on the tokenizer, and the unit.
 
         Returns None if the labels are not all tokens of a text.
         """
@@ -124,7 +124,7 @@ class TrainingTask:
         raise NotImplementedError
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return metrics of the decoded held-out examples; empty if the held-out loss suffices.
+        """Return metrics of decoded held-out examples; empty if the held-out loss suffices.
 
         Args:
             params: parameters of the model.
@@ -139,7 +139,7 @@ class TrainingTask:
 
 @runtime_checkable
 class LoadsExamples(Protocol):
-    """Settings of a task that load its examples, such as those of a custom task."""
+    """Task settings that load their own examples, such as a custom task's."""
 
     def load(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -155,7 +155,7 @@ class LoadsExamples(Protocol):
 
 
 class ReadsNumbers(Protocol):
-    """Settings of a task whose examples are numbers from a file (`reads_numbers`)."""
+    """Task settings whose examples are numbers from a file (`reads_numbers`)."""
 
     def load_file(self, config: TrainConfig, tokenizers: Tokenizers, path: str) -> TrainingTask:
         """Return the examples of a file, all of them held out."""
@@ -169,7 +169,7 @@ class ReadsNumbers(Protocol):
 
 
 class RowsTask(TrainingTask):
-    """Base class of tasks whose examples are rows (all except text windows and prepared data)."""
+    """Base class of all tasks except text windows and prepared data: the examples are rows."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers, sha256: str, train: Rows, val: Rows
@@ -223,13 +223,13 @@ def with_vocabulary(
 ) -> TrainConfig:
     """Return the config with the vocabulary sizes of these tokenizers.
 
-    An initial model keeps its sizes, except for special tokens that its tokenizer did not have.
+    An initial model keeps its sizes, except for new special tokens.
 
     Args:
         config: config of the run.
         tokenizers: tokenizers of its data.
         vocab_size: a vocabulary larger than the tokenizer's; None is the tokenizer's.
-        **changes: other fields of the model to change.
+        **changes: other model fields to change.
 
     Raises:
         ConfigError: if `vocab_size` is below the tokenizer's.
@@ -237,7 +237,7 @@ def with_vocabulary(
     model, tokenizer = config.model, tokenizers.tokenizer
     needed = tokenizer.vocab_size
     if config.init_from is not None:
-        published = isinstance(tokenizer, PretrainedTokenizer)  # it may know more than its model
+        published = isinstance(tokenizer, PretrainedTokenizer)  # may exceed its model's
         changes["vocab_size"] = model.vocab_size if published else max(needed, model.vocab_size)
     elif vocab_size is not None and vocab_size < needed:
         rule = f"must be at least {needed}, the number of tokens of the tokenizer"
@@ -253,7 +253,7 @@ def with_vocabulary(
 
 
 def split_held_out(config: TrainConfig, found: list[T], unit: str) -> tuple[list[T], list[T]]:
-    """Split off the last examples, which are held out."""
+    """Return the training examples and the last examples, which are held out."""
     cut = int(len(found) * (1 - config.val_fraction))
     if not 0 < cut < len(found):
         rule = "must have at least one for training and one held out"
@@ -262,7 +262,7 @@ def split_held_out(config: TrainConfig, found: list[T], unit: str) -> tuple[list
 
 
 def check_lengths(config: TrainConfig, sizes: Mapping[str, int]) -> None:
-    """Raise DataError for the first example that is longer than a sequence may be."""
+    """Raise DataError for the first example that exceeds the maximum sequence length."""
     for where, size in sizes.items():
         if size > config.sequence_len:
             limit = "max_len" if config.context is None else "context"
@@ -271,7 +271,7 @@ def check_lengths(config: TrainConfig, sizes: Mapping[str, int]) -> None:
 
 
 def located(where: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `work`, and prefix its DataError with the location of the data."""
+    """Call `work`; prefix its DataError with the location of the data."""
     try:
         return work(*args, **kwargs)
     except DataError as error:
@@ -287,7 +287,7 @@ def known_sources(config: TrainConfig) -> int:
 
 
 def check_token_ids(vocab_size: int, tokenizer: Tokenizer, where: str, *parts: np.ndarray) -> None:
-    """Raise DataError for the first id that is not below `vocab_size`, that of the model."""
+    """Raise DataError for the first id outside the model's `vocab_size`."""
     for ids in parts:
         if len(ids) and ids.max() >= vocab_size:
             i = int(ids[np.argmax(ids >= vocab_size)])
@@ -296,7 +296,7 @@ def check_token_ids(vocab_size: int, tokenizer: Tokenizer, where: str, *parts: n
 
 
 def check_has(tokenizer: Tokenizer, *names: str) -> None:
-    """Raise DataError for the first of these special tokens that a tokenizer lacks."""
+    """Raise DataError for the first special token that the tokenizer lacks."""
     for name in names:
         if name not in special_ids(tokenizer):
             rule = "the model was not trained with one"
@@ -311,7 +311,7 @@ def encode_line(tokenizer: Tokenizer, text: str, where: str) -> np.ndarray:  # i
 
 
 def sha256_of(*parts: bytes) -> str:
-    """Return the hash of several contents, concatenated."""
+    """Return the hash of the concatenated parts."""
     found = hashlib.sha256()
     for part in parts:
         found.update(part)

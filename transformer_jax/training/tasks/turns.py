@@ -1,7 +1,7 @@
-"""Token ids of prompts and answers, identical in rows, samples, evaluation and generation.
+"""Token ids of prompts and answers, the same in training, samples, evaluation and generation.
 
-A model is prompted with the same ids that it was trained on: a row consists of the prompt, encoded
-as if it had no answer, and the answer, all of whose ids are learned.
+A training row consists of the prompt, encoded as if it had no answer, and the answer, all of whose
+ids are learned.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformer_jax.values import short_repr
 ROLES = "system", "user", "assistant"
 
 BESIDE_CONTENT = "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call"
-"""Fields of an assistant's message that add to its content."""
+"""Fields of an assistant's message in addition to its content."""
 
 _REMEDY = "change the file, or the chat_template of the tokenizer"
 
@@ -41,14 +41,14 @@ Messages: TypeAlias = Sequence[Message]
 
 @short_repr
 class Turn(NamedTuple):
-    """A prompt, which is only read, and the answer, which is learned."""
+    """Prompt, which is only read, and answer, which is learned."""
 
     prompt: np.ndarray  # i32[n]
     answer: np.ndarray  # i32[m]
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages) -> np.ndarray:  # i32[n]
-    """Return the ids of a text or of messages, up to the start of the answer."""
+    """Return the ids of a text or messages, up to the start of the answer."""
     if isinstance(prompt, str):
         return _ids(frame(tokenizer).first, encode_text(tokenizer, prompt))
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -65,7 +65,7 @@ def text_turn(tokenizer: Tokenizer, prompt: str, answer: str) -> Turn:
     """Encode a text and its continuation, which ends with <eos>.
 
     Args:
-        tokenizer: has "eos" among its special tokens.
+        tokenizer: tokenizer with the special token "eos".
         prompt: text that is only read.
         answer: continuation that is learned.
     """
@@ -76,12 +76,12 @@ def text_turn(tokenizer: Tokenizer, prompt: str, answer: str) -> Turn:
 
 
 def source_ids(tokenizer: Tokenizer, source: str) -> np.ndarray:  # i32[n]
-    """Return the ids of a source and of the separator that precedes its target."""
+    """Return the ids of a source and the following separator."""
     return _ids(prompt_ids(tokenizer, source), [special_ids(tokenizer)["sep"]])
 
 
 def target_ids(tokenizer: Tokenizer, target: str) -> np.ndarray:  # i32[n]
-    """Return the ids of a target, which follows a separator and ends with <eos>."""
+    """Return the ids of a target that follows a separator, including <eos>."""
     ids = encode_text(tokenizer, target, begins=False)
     return _ids(ids, [special_ids(tokenizer)["eos"]])
 
@@ -89,12 +89,12 @@ def target_ids(tokenizer: Tokenizer, target: str) -> np.ndarray:  # i32[n]
 def message_turn(tokenizer: Tokenizer, messages: Messages) -> Turn:
     """Encode messages; the last one, from the assistant, is the answer to the others.
 
-    With a chat template, the answer is everything that it writes after the generation prompt, plus
-    <eos> if that does not end with a token that ends a text. If a template shortens an answer, for
-    example by dropping its reasoning, the full content is learned.
+    With a chat template, the answer is everything after the generation prompt, plus <eos> unless it
+    already ends with an end token. If a template shortens an answer, for example by dropping its
+    reasoning, the full content is learned.
 
     Args:
-        tokenizer: has a chat template, or special tokens for roles.
+        tokenizer: tokenizer with a chat template or special tokens for roles.
         messages: `{"role": ..., "content": ...}`, at least one.
 
     Raises:
@@ -121,7 +121,7 @@ def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
     write = partial(tokenizer.chat, add_generation_prompt=False)
     written = whole = write(messages)
     content: str = last["content"]
-    # a character that occurs nowhere else shows where the content goes, and what surrounds it
+    # a unique character shows where the content goes and what surrounds it
     mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in prompt + written + content)
     marked = write([*before, {**last, "content": mark}])
     around = marked.split(mark)
@@ -153,7 +153,7 @@ def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
             break
         if role not in ("system", "user") or not isinstance(text, str):
             continue
-        other = {**before[number - 1], "content": mark}  # another message may have the same text
+        other = {**before[number - 1], "content": mark}  # other messages may have the same text
         others = [*before[: number - 1], other, *before[number:]]
         is_dropped = tokenizer.chat(others, add_generation_prompt=True) == prompt
         if is_dropped or not _loose_pattern(text).search(prompt):
@@ -175,13 +175,13 @@ def _common_prefix(one: str, two: str) -> int:
 
 
 def _loose_pattern(content: str) -> re.Pattern[str]:
-    """Return a pattern for a content that allows spaces around it, and around its reasoning."""
+    """Return a pattern that allows spaces around a content and around its reasoning."""
     parts = ["", *re.split("(</?think>)", content), ""]
     return re.compile(r"\s*".join(re.escape(part.strip()) for part in parts))
 
 
 def _last_visible_id(tokenizer: PretrainedTokenizer, answer: np.ndarray) -> int | None:
-    """Return the last id whose text is not white space."""
+    """Return the last id whose text is not whitespace."""
     return next((int(i) for i in answer[::-1] if tokenizer.to_bytes([i]).strip()), None)
 
 
@@ -190,7 +190,7 @@ def _ids(*parts: Sequence[int] | np.ndarray) -> np.ndarray:  # i32[n]
 
 
 def talk_turns(tokenizer: Tokenizer, where: str, messages: Messages) -> list[Turn]:
-    """Return each assistant turn, with all messages before it as prompt; a DataError names it."""
+    """Return each assistant turn with all messages before it as its prompt."""
     found = []
     for number, message in enumerate(messages, start=1):
         if message["role"] == "assistant":
@@ -202,11 +202,10 @@ def talk_turns(tokenizer: Tokenizer, where: str, messages: Messages) -> list[Tur
 def tokenizer_of_talks(
     tokenizer: Tokenizer, where: str, messages: Messages
 ) -> tuple[Tokenizer, str | None]:
-    """Return the tokenizer of a run on messages like these, and a line about the end of answers.
+    """Return the tokenizer for a run on such messages, and a line about the end of answers.
 
-    The token that ends an answer in its chat template becomes the end of a text, and the time that
-    the template may write is fixed at the start of the run. Raises DataError if nothing ends an
-    answer.
+    The token that ends answers in the chat template becomes an end token, and the time that the
+    template may write is fixed for the run. Raises DataError if nothing ends an answer.
     """
     if not (isinstance(tokenizer, PretrainedTokenizer) and tokenizer.chat_templates):
         return tokenizer, None
