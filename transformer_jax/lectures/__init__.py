@@ -1,1 +1,1 @@
-"""Lecture material: models that preceded transformers, toy tasks, demonstrations, comparisons."""
+"""Lecture material: models before transformers, toy tasks, demonstrations and comparisons."""

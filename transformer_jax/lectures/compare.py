@@ -4,11 +4,11 @@
     python -m transformer_jax compare --data book.txt --models ngram lstm transformer --steps 2000
 
 Every trained model has the same number of parameters, within 3 %, as a decoder with 4 layers and
-width `--d-model`, and reads the same number of tokens in the same windows. A search picks the
-learning rate of each model: it trains for a fifth of the steps at 0.008, then moves up or down by
-factors of 2. An n-gram model is counted over the whole training part, and its order is searched in
-the same way. No search reads the last tenth of the text, on which all models are evaluated in
-windows of `--context` characters.
+width `--d-model`, and reads the same number of tokens in the same windows. A search picks each
+model's learning rate: it trains for a fifth of the steps at 0.008, then moves up or down by factors
+of 2. The n-gram model counts the whole training part; the same search picks its order. All models
+are evaluated on the last tenth of the text, which no search reads, in windows of `--context`
+characters.
 
 Each model is a separate run in `--out`, which `generate`, `evaluate` and `plot` accept.
 """
@@ -54,11 +54,11 @@ class ModelScore:
 
     model: str
     parameters: int
-    """Trained parameters, or the number of distinct n-grams of an n-gram model."""
+    """Number of trained parameters, or of distinct n-grams."""
     learning_rate: float | None
     order: int | None
     tokens: int
-    """Characters read; a character that is read twice counts twice."""
+    """Characters read, counting repetitions."""
     nats: float
     """Held-out loss per character."""
     bits: float
@@ -101,7 +101,7 @@ def compare(options: Compare) -> None:
     from transformer_jax.checkpoints.run_folder import RunFolder, json_text
     from transformer_jax.training.tasks import load_task
 
-    # training frees and allocates large arrays at every step, which causes page faults
+    # training frees and allocates large arrays in every step, which would cause page faults
     keep_freed_memory()
     out = options.out
     if not options.resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -155,7 +155,7 @@ def compare(options: Compare) -> None:
 def equal_models(
     vocab_size: int, d_model: int, context: int, names: Sequence[str] = MODELS
 ) -> dict[str, AnyModelConfig]:
-    """Return a decoder, other models with as many parameters, and an n-gram model, by name.
+    """Return models by name: a decoder, others with as many parameters, and an n-gram model.
 
     Raises:
         ConfigError: if a model in `names` cannot match the number of parameters within 3 %.
@@ -171,9 +171,9 @@ def equal_models(
     wanted = num_params(decoder)
 
     def nearest(make: Callable[[int], AnyModelConfig]) -> AnyModelConfig:
-        """Return the model with the width that is closest to the target number of parameters."""
+        """Return the model whose width gives the closest number of parameters."""
         one, two, three = (num_params(make(width)) for width in (1, 2, 3))
-        square = (three - 2 * two + one) / 2  # the number is a quadratic polynomial of the width
+        square = (three - 2 * two + one) / 2  # the number is quadratic in the width
         line = two - one - 3 * square
         left = one - square - line - wanted
         width = 1.0 if left >= 0 else 2 * -left / (line + (line**2 - 4 * square * left) ** 0.5)
@@ -205,9 +205,9 @@ def search(
     scratch: str,
     received: list[int],
 ) -> float:
-    """Return the best learning rate of a model, or the best order of an n-gram; print each loss.
+    """Return the best learning rate, or the best order of an n-gram; print each loss.
 
-    A hill climb: the search moves to the better neighbour until no neighbour is better.
+    A hill climb moves to the better neighbor until none is better.
     """
     steps = max(base.steps // 5, 1)
     base = replace(base, data=str(training_part), steps=steps, eval_every=steps)
@@ -230,10 +230,10 @@ def search(
 
 
 def settings(base: TrainConfig, model: AnyModelConfig, value: float) -> TrainConfig:
-    """Return the config of a run with this learning rate, or with this order of an n-gram."""
+    """Return the config of a run with this learning rate, or with this n-gram order."""
     if isinstance(model, NgramConfig):
         return replace(base, model=replace(model, order=int(value)), steps=1, warmup_steps=0)
-    # a tenth of the steps in the search and in the run, so that a rate means the same in both
+    # a tenth of the steps in both search and run, so that rates are comparable
     warmup = base.steps // 10
     return replace(
         base, model=model, learning_rate=value, min_learning_rate=value / 10, warmup_steps=warmup
@@ -241,7 +241,7 @@ def settings(base: TrainConfig, model: AnyModelConfig, value: float) -> TrainCon
 
 
 def setting_of(config: TrainConfig) -> float:
-    """Return the learning rate or order of a run: the inverse of `settings`."""
+    """Return the learning rate or order of a run, the inverse of `settings`."""
     model = config.model
     return model.order if isinstance(model, NgramConfig) else config.learning_rate
 
@@ -251,7 +251,7 @@ def train(
 ) -> Result:
     """Train silently; raise KeyboardInterrupt after the step in which a signal arrives.
 
-    An interrupted search has no best value to start a run with.
+    An interrupted search has no best value.
     """
     stop = lambda: bool(received)  # noqa: E731
     result = fit(config, resume=resume, vocab_size=vocab_size, progress=Silent(), stop=stop)

@@ -1,7 +1,7 @@
 """Training on images and sound: the encoder reads numbers instead of tokens.
 
 An encoder-decoder reads an image or frames and writes <bos> target <eos>, letter by letter. An
-encoder reads an image, and its classification head predicts the class.
+encoder reads an image and predicts its class.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from transformer_jax.training.tasks.task import (
 )
 
 SAMPLES = 5
-"""Held-out examples in the sample of a run."""
+"""Held-out examples in a run's sample."""
 
 CLASSIFY_ROWS = 128
-"""Images per batch of classification."""
+"""Images per classification batch."""
 
 
 class Signals(RowsTask):
-    """Training task of generated images or sounds; evaluates on `held_out` signals, if passed."""
+    """Training task of generated images or sounds; `held_out` signals replace generated ones."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Signals(RowsTask):
         if held_out is None:
             made = make_signals(self.task, config.seed)
             cut = int(len(made) * (1 - config.val_fraction))
-        else:  # a dummy training part, which is never read
+        else:  # placeholder for the training part, never read
             made, cut = [held_out[0], *held_out], 1
         if not 0 < cut < len(made):
             rule = "must leave at least one example for training and one held out"
@@ -81,7 +81,7 @@ class Signals(RowsTask):
                 ]
             )
 
-        # a run can only be resumed with the examples that it started with
+        # a run can only resume with its original examples
         content = [np.ascontiguousarray(signal.values).tobytes() for signal in made]
         sha256 = sha256_of("\n".join(signal.target for signal in made).encode(), *content)
         super().__init__(config, tokenizers, sha256, rows(0, made[:cut]), rows(cut, self.signals))
@@ -91,7 +91,7 @@ class Signals(RowsTask):
             self.tokens_per_step *= config.model.inputs.num_tokens(1)
 
     def described(self) -> str:
-        """Return the number and kind of the examples."""
+        """Describe the number and kind of the examples."""
         kind = "pictures" if isinstance(self.task.inputs, Patches) else "sounds"
         return f"{sum(self.train.counts):,} {kind}; {sum(self.val.counts):,} held out"
 
@@ -110,8 +110,8 @@ class Signals(RowsTask):
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Compare the answers with the held-out targets.
 
-        Returns exact_match and letter_error_rate for text (the letters to insert, delete or replace
-        divided by the letters of the targets), and accuracy and macro_f1 for classes.
+        Text gets exact_match and letter_error_rate (letters to insert, delete or replace, divided
+        by the target letters); classes get accuracy and macro_f1.
         """
         signals = self.signals[: self.task.judged]
         if not signals:
@@ -140,7 +140,7 @@ class Signals(RowsTask):
         longest = max(len(self.tokenizers.tokenizer.encode(signal.target)) for signal in signals)
         return answer_signals(
             self.config, self.tokenizers, params, signals, longest + 1, report, self.model
-        )  # with <eos>; a longer text would be wrong in any case
+        )  # with <eos>; a longer text is wrong anyway
 
 
 def answer_signals(
@@ -154,7 +154,7 @@ def answer_signals(
 ) -> list[str]:
     """Return the text that a model writes for each signal, or the name of its class.
 
-    Texts have at most `num_tokens`. Pass `model` to use an edited model of the config.
+    Texts have at most `num_tokens`. `model` is the model of the config, possibly edited.
     """
     model = build(config.model) if model is None else model
     if config.model.kind == "encoder":
@@ -172,7 +172,7 @@ def answer_signals(
 def signal_example(
     config: TrainConfig, tokenizers: Tokenizers, signal: Signal, where: str
 ) -> Batch:
-    """Convert a signal to the example that the model reads; raise DataError if it is too long."""
+    """Convert a signal to the model's example; raise DataError if it is too long."""
     model = as_transformer(config.model)
     assert model.inputs is not None
     if model.kind == "encoder":

@@ -1,15 +1,15 @@
 """Gated convolutional language model (Dauphin et al. 2017).
 
-As in the other models, `model.apply({"params": params}, tokens, state=state, valid=valid) ->
-(logits f32, state)` serves training, prefill and decoding.
+`model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` serves
+training, prefill and decoding, as in all models.
 
     a_t, b_t = W_0 x_(t-k+1) + ... + W_(k-1) x_t + c     k tokens at once, W: [k, D, 2 D]
     x'_t     = x_t + a_t sigmoid(b_t)                    repeated for each of L layers
     logits   = U x + d
 
-The convolutions are causal, so a prediction sees the last L (k - 1) + 1 tokens. One learned vector,
-`begin`, fills the positions before the first token. The state contains only the last tokens: each
-decoding step recomputes their layers.
+The convolutions are causal: a prediction sees the last L (k - 1) + 1 tokens. A learned vector,
+`begin`, fills the positions before the first token. The state contains only the last tokens, so
+each decoding step recomputes their layers.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ConvolutionLM(RecentTokensLM):
         normal = nn.initializers.normal(cfg.init_std)
         self.begin = parameter(self, "begin", normal, (cfg.d_embed,))
         self.convolution = [
-            # no padding: a line includes all tokens that its first prediction sees
+            # no padding: a line starts with all tokens that its first prediction sees
             nn.Conv(2 * cfg.d_hidden, (cfg.kernel_size,), padding="VALID")
             for _ in range(cfg.num_layers)
         ]
@@ -113,7 +113,7 @@ class ConvolutionLM(RecentTokensLM):
     ) -> jax.Array:  # f32[B, Q, V]
         cfg = self.config
         count = windows.shape[1]
-        if whole:  # the windows overlap, so each layer runs once along the sequence
+        if whole:  # overlapping windows: each layer runs once along the sequence
             lines = jnp.concatenate([windows[:, 0, :-1], windows[:, :, -1]], axis=1)
         else:
             lines = rearrange(windows, "B Q C -> (B Q) C")

@@ -1,4 +1,4 @@
-"""Run a demonstration of the lectures with your numbers: print a table and save a picture.
+"""Run a demonstration from the lectures with your numbers: print a table and save a picture.
 
     python -m transformer_jax demo
     python -m transformer_jax demo streaming_windows --window 7 --out runs/demos
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for option, (default, _) in demonstration.OPTIONS.items():
         kind: Any = str if option in ("data", "preset", "sentence") else int
         text = f"{MEANINGS[option]}; default: {default}."
-        # None, because --quick has other defaults
+        # None, because --quick changes the defaults
         fields.append((option, kind, dataclasses.field(default=None, metadata={"help": text})))
     bases = (DemoOptions,)
     options = dataclasses.make_dataclass("Demo", fields, bases=bases, frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.format, arguments.dark = options.format, options.dark
         if arguments.dark and arguments.format != "svg":
             raise ConfigError("dark needs --format svg")
-        options.out.mkdir(parents=True, exist_ok=True)  # first, because the work can take minutes
+        options.out.mkdir(parents=True, exist_ok=True)  # before the work, which can take minutes
         demonstration.demonstrate(arguments)
 
     return run(options, rest, demonstrate, name=f"demo {name}", about=demonstration.__doc__)

@@ -5,8 +5,8 @@ The published weights are plain arrays in PyTorch's layout. A cell of width H ha
     w_ih [3 H, E], w_hh [3 H, H], b_ih [3 H], b_hh [3 H] with the gates r, z, n stacked
 
 and flax has the kernels `ir`, `iz`, `in` and `hr`, `hz`, `hn`, each [inputs, H]. Only the sum of
-the two biases of gates r and z matters, so flax stores the sum. The candidate
-n = tanh(W x + b + r (U h + u)) needs both, because r multiplies u.
+the two biases of gates r and z matters, so flax stores the sum. The candidate n = tanh(W x + b + r
+(U h + u)) needs both biases, because r multiplies u.
 
     with np.load("checkpoint20.npz") as arrays:
         config, params = read_g2p(arrays)
@@ -42,8 +42,8 @@ START, END = SOUNDS.index("<s>"), SOUNDS.index("</s>")
 def read_g2p(arrays: Mapping[str, np.ndarray]) -> tuple[RecurrentConfig, Params]:
     """Convert the published arrays to a config and the parameters of `build(config)`.
 
-    The arrays are enc_emb, dec_emb, fc_w and fc_b, and the arguments of `gru_cell` for each cell,
-    named enc_* and dec_*. A missing array or a wrong shape raises CheckpointError.
+    The arrays are enc_emb, dec_emb, fc_w, fc_b, and the arguments of `gru_cell` for each cell,
+    named enc_* and dec_*. Raises CheckpointError if an array is missing or has a wrong shape.
     """
     letters, embed = _shape(arrays, "enc_emb")
     sounds, hidden = _shape(arrays, "fc_w")
@@ -88,9 +88,9 @@ def gru_cell(
 
 
 def letters(words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # i32[B, S], bool[B, S]
-    """Return the tokens of words, each followed by </s>, and a mask that excludes padding."""
+    """Return the tokens of words, each followed by </s>, and the mask of real tokens."""
     ids_by_letter = {letter: i for i, letter in enumerate(LETTERS)}
-    # 1 is <unk>: accented letters, digits and other characters
+    # 1 is <unk>, such as accented letters and digits
     end = ids_by_letter["</s>"]
     rows = [[*(ids_by_letter.get(c, 1) for c in word.lower()), end] for word in words]
     source = np.zeros((len(rows), max(map(len, rows), default=1)), np.int32)

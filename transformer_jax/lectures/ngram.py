@@ -9,13 +9,13 @@ At the highest order (h has n - 1 tokens), c(h w) is the count of h w. At lower 
 number of distinct tokens that precede h w (Kneser & Ney 1995). c(h .) is the sum over w, and N(h .)
 is the number of w with c(h w) > 0. If nothing follows h, P_k = P_(k-1). The discount of each order
 is d = n1 / (n1 + 2 n2), where n1 and n2 are the numbers of n-grams with c = 1 and c = 2 (Ney et al.
-1994; Chen & Goodman 1999, section 2.7). If n1 or n2 is 0, d = 1/2, so d is strictly between 0 and 1
-and no probability is 0.
+1994; Chen & Goodman 1999, section 2.7), or 1/2 if either is 0. Because 0 < d < 1, no probability is
+0.
 
-Each document is preceded by n - 1 start symbols, which serve as context and are never predicted.
+Each document starts with n - 1 start symbols, the word V, which are never predicted.
 
 The n-grams are stored in a trie with one sorted array per order: the tokens that follow node i of
-order k are `words[start[i]:start[i + 1]]` of order k + 1. The start symbol is the word V.
+order k are `words[start[i]:start[i + 1]]` of order k + 1.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from transformer_jax.pytree import Params
 F32 = jnp.float32
 
 CHUNK = 64
-"""Number of followers of a context that are added per iteration."""
+"""Number of a context's followers that are added per iteration."""
 
 
 @config_class
@@ -60,8 +60,8 @@ class NgramConfig(AnyModelConfig):
     order: Size = 5
     """n: a prediction sees n - 1 tokens."""
     nodes: tuple[int, ...] | None = None
-    """Numbers of distinct 1-grams, 2-grams, ... n-grams, which are the sizes of the parameters.
-    `count_ngrams` sets them; None before counting."""
+    """Numbers of distinct 1-grams to n-grams, which are the sizes of the parameters. `count_ngrams`
+    sets them; None before counting."""
 
     abilities: ClassVar[frozenset[Ability]] = frozenset()
 
@@ -104,7 +104,7 @@ def count_ngrams(
 ) -> tuple[NgramConfig, Params]:
     """Count the n-grams of documents; return the config with `nodes`, and the parameters.
 
-    The cost is that of sorting the tokens once per order.
+    The cost is one sort of the tokens per order.
 
     Args:
         config: the config of the model; its `nodes` are ignored.
@@ -115,7 +115,7 @@ def count_ngrams(
     """
     if getattr(documents, "ndim", None) == 1:
         documents = [np.asarray(documents)]
-    # concatenate all documents, each after its start symbols; room counts the tokens to its end
+    # concatenate the documents, each after its start symbols; room counts the tokens to its end
     begin = np.full(config.context, config.vocab_size, np.int64)
     line, rooms = [], []
     for document in documents:
@@ -163,17 +163,17 @@ def _smooth(
     size: int,  # V + 1
     parents: int,  # P: n-grams one token shorter
 ) -> dict[str, np.ndarray]:
-    """Return the words and weights of an order, and the starts and backoff of the order below."""
+    """Return the words and weights of an order, and the starts and backoffs of the order below."""
     parent, word = np.divmod(keys, size)
     counts = np.where(word == size - 1, 0, counts)  # the start symbol is never predicted
     once, twice = np.sum(counts == 1), np.sum(counts == 2)
-    # if no n-gram occurs once, or none twice, the estimate is 0, 1 or undefined
+    # without counts of 1 or of 2, the estimate is 0, 1 or undefined
     discount = once / (once + 2 * twice) if once and twice else 0.5
     total = np.bincount(parent, counts, parents)
     kinds = np.bincount(parent, counts > 0, parents)
     followed = np.maximum(total, 1)
     weights = np.maximum(counts - discount, 0) / followed[parent]
-    # if nothing follows a context, the shorter context gets all of the probability
+    # if nothing follows a context, the shorter context gets all the probability
     backoff = np.where(total > 0, discount * kinds / followed, 1.0)
     start = np.searchsorted(parent, np.arange(parents + 1))
     return {
@@ -188,7 +188,7 @@ class NgramLM(CheckedModule):
     """N-gram language model whose parameters come from `count_ngrams`.
 
     Attributes:
-        config: a config with `nodes`, as `count_ngrams` returns it.
+        config: config from `count_ngrams`, with `nodes`.
     """
 
     config: NgramConfig
@@ -211,7 +211,7 @@ class NgramLM(CheckedModule):
         refuse_surplus(self)
 
     def _array(self, name: str, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Declare an array of the trie, initially zeros."""
+        """Declare an array of the trie, initialized to zeros."""
         value = self.param(name, lambda key: jnp.zeros((size,), dtype))
         return jnp.asarray(value)  # a NumPy array cannot be indexed by a tracer
 
@@ -249,7 +249,7 @@ class NgramLM(CheckedModule):
         windows, state, visit = slide_window(cfg, tokens, state, valid, segments, at, places)
         shape = (*windows.shape[:2], cfg.vocab_size)
         contexts = rearrange(windows, "B Q C -> (B Q) C")
-        # V marks a token outside the vocabulary here, but the start symbol in the trie
+        # V marks an unknown token here, but the start symbol in the trie
         unknown = (contexts == cfg.vocab_size).any(axis=1, keepdims=True)
         nodes = self._walk(jnp.where(contexts < 0, cfg.vocab_size, contexts))
         lowest = jnp.full((1, cfg.vocab_size), 1 / cfg.vocab_size, F32)
@@ -263,7 +263,8 @@ class NgramLM(CheckedModule):
     def _walk(self, contexts: jax.Array) -> jax.Array:  # i32[X, C] -> i32[X, C]
         """Return the nodes of the last 1, 2, ... C tokens of each context; -1 if never counted.
 
-        All lengths descend the trie together; at depth d, those with more than d tokens remain.
+        All lengths descend the trie together; at depth d, only those with more than d tokens
+        remain.
         """
         nodes = jnp.zeros_like(contexts)
         for depth in range(self.config.context):
@@ -299,13 +300,13 @@ class NgramLM(CheckedModule):
         p: jax.Array,  # f32[X, V]: P of the context that is one token shorter
         node: jax.Array,  # i32[X]
     ) -> jax.Array:  # f32[X, V]
-        """Return the discounted probabilities after these contexts plus the backoff times `p`.
+        """Return the discounted probabilities in these contexts plus the backoff times `p`.
 
-        The weights are scattered in chunks, as many as the longest list of followers needs.
+        Weights are scattered in as many chunks as the longest list of followers needs.
         """
         words, weights = self.words[order], self.weights[order]
         low, end = self._followers(order, node)
-        # a context that was never counted uses the probabilities of the shorter context
+        # an uncounted context uses the probabilities of the shorter context
         p = p * jnp.where(node < 0, 1.0, self.backoff[order][node])[:, None]
         rows, longest = jnp.arange(len(p))[:, None], (end - low).max(initial=0)
 

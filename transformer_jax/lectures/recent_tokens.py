@@ -1,7 +1,7 @@
-"""State of models that see a fixed number of tokens: the last tokens of each row.
+"""State of models that see a fixed number of the last tokens.
 
-The convolutional, feed-forward and n-gram models use `RecentTokens`. A training pass gathers all
-windows at once; decoding moves the window by one token at a time.
+The convolutional, feed-forward and n-gram models use `RecentTokens`. Training gathers all windows
+at once; decoding slides the window by one token at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transformer_jax.values import value_class
 
 @value_class(pytree=True, exportable=True)
 class RecentTokens:
-    """The last tokens of each row; immutable, each call returns a new one.
+    """Immutable last tokens of each row; each call returns new ones.
 
     Attributes:
         tokens: i32[B, C], the newest last; -1 before the first token.
@@ -57,7 +57,7 @@ class WindowSizes(Protocol):
 
 
 def init_recent_tokens(config: WindowSizes, batch: int) -> RecentTokens:
-    """Make the initial state: C times -1 in each row.
+    """Create the initial state, with C times -1 in each row.
 
     Args:
         config: a `ConvolutionConfig`, a `WindowConfig` or an `NgramConfig`.
@@ -96,10 +96,10 @@ def slide_window(
 ) -> tuple[jax.Array, RecentTokens, Visit]:  # i32[B, T, C] or i32[B, Q, C]
     """Return the window of each token, the state after all tokens, and a visit of the tokens.
 
-    A window contains the last C valid tokens up to and including its token. Tokens before the
-    beginning or of another document are -1. Tokens outside the vocabulary, which cannot be refused
-    while tracing, are V, and so are the windows of an index `at` that is out of range. An edit sees
-    all tokens, so `at` is ignored with edits. Raise ValueError if the arguments do not fit.
+    A window contains the last C valid tokens, including its own. Tokens before the beginning or
+    from another document are -1. While tracing, tokens outside the vocabulary become V, as do the
+    windows of an out-of-range `at`. Edits see all tokens, so they ignore `at`. Raises ValueError if
+    the arguments do not fit.
     """
     size, positions = config.vocab_size, None
     check_tokens(tokens, size)
@@ -115,7 +115,7 @@ def slide_window(
     check_recent_tokens(config, state, tokens.shape[0])
     is_token = check_valid("tokens", tokens, valid)
     tokens = jnp.asarray(tokens).astype(jnp.int32)
-    # a traced token cannot be refused; V marks it, so that its logits become NaN
+    # a traced token cannot be rejected; V makes its logits NaN
     tokens = jnp.where((tokens < 0) | (tokens >= size), size, tokens)
     documents = jnp.zeros_like(tokens) if segments is None else number_documents(segments)
     seen = documents if valid is None else last_document(documents, is_token)
@@ -128,7 +128,7 @@ def slide_window(
         order = jnp.argsort(~is_token, axis=1, stable=True)
         tokens = jnp.take_along_axis(tokens, order, axis=1)
         documents = jnp.take_along_axis(documents, order, axis=1)
-    # the valid tokens of each row directly follow those of the state, so a window is a slice
+    # a row's valid tokens directly follow those of the state, so a window is a slice
     line = jnp.concatenate([state.tokens, tokens], axis=1)
     owner = jnp.concatenate([jnp.zeros_like(state.tokens), documents], axis=1)
     last_seen = seen.max(axis=1, initial=0, keepdims=True)
@@ -155,9 +155,9 @@ def result_of(
     state: RecentTokens,
     at: jax.Array | None,  # i32[B, Q]
 ) -> Any:
-    """Return the result of a call: logits (of `at` only), the state, and captured values."""
+    """Return the result of a call: logits (only of `at`), the state, and captured values."""
     captured = places.in_order(visit.captured)
-    if places.edit and at is not None:  # the edit required all tokens
+    if places.edit and at is not None:  # the edit needed all tokens
         logits, captured = jax.tree.map(lambda x: gather_tokens(x, at), (logits, captured))
     return (logits, state, captured) if places.capture else (logits, state)
 
@@ -177,7 +177,7 @@ def _windows(
 
 
 class RecentTokensLM(CheckedModule):
-    """Language model that predicts each token from a window of the last ones."""
+    """Language model that predicts each token from a window of previous ones."""
 
     config: Any
 
@@ -235,7 +235,7 @@ class RecentTokensLM(CheckedModule):
         visit: Visit,
         whole: bool,
     ) -> jax.Array:  # f32[B, Q, V]
-        """Return the logits after each window; if `whole`, consecutive windows shift by a token."""
+        """Return the logits after each window; if `whole`, each starts one token after the last."""
         raise NotImplementedError
 
 
@@ -247,7 +247,7 @@ class RecentTokensStep(AppliedStep[RecentTokens]):
         model: a model that `build(config)` returned.
     """
 
-    model: Any  # a ConvolutionLM, a WindowLM or an NgramLM, which import this module
+    model: Any  # a ConvolutionLM, WindowLM or NgramLM, which import this module
 
     def check(self, prompt: np.ndarray, state: RecentTokens, total: np.ndarray) -> None:
         """Raise ValueError if the prompt or the state does not fit; any length is allowed."""

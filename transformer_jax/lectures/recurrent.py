@@ -1,8 +1,8 @@
 """Recurrent models: a language model, a tagger, and an encoder-decoder with attention.
 
-As in the transformers, `model.apply({"params": params}, tokens, state=state, valid=valid) ->
-(logits f32, state)` serves training, prefill and decoding, with any number of tokens at a time. A
-token that is not `valid` is padding and does not change the state of its row.
+`model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` serves
+training, prefill and decoding, as in all models, with any number of tokens at a time. Padding,
+which is not `valid`, does not change the state.
 
     RNN    h' = tanh(W x + U h + b)
     LSTM   i, f, o = sigmoid(W x + U h + b);  g = tanh(W_g x + U_g h + b_g)
@@ -11,14 +11,14 @@ token that is not `valid` is padding and does not change the state of its row.
            h' = (1 - z) n + z h
 
 Dropout is applied between layers, not between time steps (Zaremba et al. 2014). Attention averages
-the encoder's states m_s to a context c. The config's `context` determines where it is used:
+the encoder's states m to a context c, which the config's `context` places:
 
     output   h' = cell(y, h);      c = attend(h', m);  logits from tanh(W [c; h'])
     input    c = attend(h, m);     h' = cell([y; c], h);  logits from tanh(W [c; h'])
     state    h~ = cell(y, h);      c = attend(h~, m);  h' = tanh(W [c; h~]);  logits from h'
 
 h is the top state before the token y. The first is from Luong et al. 2015 and the second from
-Bahdanau et al. 2015; in the third, the combined state is also the next recurrent state.
+Bahdanau et al. 2015; in the third, the combined state is also the recurrent state.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ StateAttention = Literal["dot", "general", "additive"]
 ContextUse = Literal["output", "input", "state"]
 
 LayerCarry = jax.Array | tuple[jax.Array, jax.Array]
-"""The state of a layer: h [B, H] of an RNN or a GRU, (c, h) of an LSTM."""
+"""State of a layer: h [B, H] of an RNN or GRU, (c, h) of an LSTM."""
 Carry = tuple[LayerCarry, ...]
 
 
@@ -83,9 +83,8 @@ Carry = tuple[LayerCarry, ...]
 class RecurrentConfig(AnyModelConfig):
     """Config of a recurrent language model, tagger or encoder-decoder.
 
-    With `source_vocab_size` the model is an encoder-decoder (`RecurrentSeq2Seq`). Without it, the
-    model is a bidirectional tagger if `bidirectional` (`RecurrentTagger`), else a language model
-    (`RecurrentLM`).
+    With `source_vocab_size`, it is an encoder-decoder (`RecurrentSeq2Seq`); otherwise a tagger
+    (`RecurrentTagger`) if `bidirectional`, or a language model (`RecurrentLM`).
     """
 
     vocab_size: Size = 256
@@ -153,14 +152,14 @@ class RecurrentConfig(AnyModelConfig):
 
     @property
     def context_use(self) -> ContextUse | None:
-        """Return where the context is used; None without attention."""
+        """Return the use of the context; None without attention."""
         if self.attention is None or self.context is not None:
             return self.context
         return "input" if self.attention == "additive" else "output"
 
     @property
     def is_tagger(self) -> bool:
-        """Whether the model is bidirectional without a source, so that it cannot generate."""
+        """Whether the model is bidirectional and has no source, so it cannot generate."""
         return self.bidirectional and self.source_vocab_size is None
 
     @property
@@ -233,8 +232,7 @@ class SourceMemory:
     Attributes:
         states: [B, S, M], zeros at padding.
         valid: bool[B, S], False marks padding.
-        keys: [B, S, A], the products states @ w_key of additive attention, computed once; otherwise
-            None.
+        keys: [B, S, A], states @ w_key of additive attention, computed once; otherwise None.
     """
 
     states: jax.Array  # [B, S, M]
@@ -244,14 +242,13 @@ class SourceMemory:
 
 @value_class(pytree=True, exportable=True)
 class RecurrentState:
-    """State of a recurrent model; immutable, each call returns a new one.
+    """Immutable state of a recurrent model; each call returns a new one.
 
     Attributes:
-        carry: the state of each layer: h [B, H] of an RNN or a GRU, (c, h) of an LSTM.
+        carry: the state of each layer: h [B, H] of an RNN or GRU, (c, h) of an LSTM.
         length: i32[B], the number of tokens read.
         memory: the encoder states to attend to; None without attention.
-        weights: f32[B, S], the attention weights of the last token, initially zeros; None without
-            attention.
+        weights: f32[B, S], the last token's attention weights, initially 0; None without attention.
     """
 
     carry: Carry
@@ -274,7 +271,7 @@ class RecurrentEncoder(Module):
         places: Places = NOWHERE,
         positions: jax.Array | None = None,  # i32[S] or [B, S], for edits
     ) -> tuple[jax.Array, Carry, Captured]:  # [B, S, M], zeros at padding
-        """Return the states of the source, the initial carry of the decoder, and captured values.
+        """Return the source's states, the decoder's initial carry, and captured values.
 
         Layer i of the decoder starts from the last state of layer i of the encoder, or from
         tanh(W [forward; backward] + b) if the encoder is bidirectional.
@@ -288,14 +285,14 @@ class RecurrentEncoder(Module):
         for i in range(cfg.num_layers):
             if i > 0:
                 x = dropout(x, cfg.dropout, keys[i])
-            # a source is a single document, so the carry is never reset
+            # a source is one document, so the carry is never reset
             x, last, first = _encoder_layer(cfg, i, x, valid)
             x = visit(f"layer_{i}/output", x)
             if first is not None:
                 ends = jnp.concatenate(jax.tree.leaves((last, first)), axis=-1)
                 parts, tree = jax.tree.flatten(last)
                 bridge = nn.Dense(len(parts) * cfg.d_hidden, name=f"bridge_{i}")
-                # the two directions together are twice as wide as the decoder's state
+                # both directions together are twice as wide as the decoder's state
                 start = jnp.split(jnp.tanh(bridge(ends)), len(parts), axis=-1)
                 last = jax.tree.unflatten(tree, start)
             carry.append(last)
@@ -327,7 +324,7 @@ class RecurrentDecoder(Module):
 
     def remember(self, states: jax.Array, valid: jax.Array) -> SourceMemory:
         """Return the encoder's states in the form that attention reads."""
-        valid = jnp.array(valid, copy=True)  # decoding donates the state, not the caller's mask
+        valid = jnp.array(valid, copy=True)  # decoding donates the state, but not the caller's mask
         if self.config.attention != "additive":
             return SourceMemory(states, valid)
         return SourceMemory(states, valid, jnp.einsum("BSM,MA->BSA", states, self.w_key))
@@ -342,7 +339,7 @@ class RecurrentDecoder(Module):
         places: Places = NOWHERE,
         positions: jax.Array | None = None,  # i32[T] or [B, T], for edits
     ) -> tuple[jax.Array, RecurrentState, Captured]:  # [B, T, H]
-        """Return the input of the output layer, the new state, and captured values."""
+        """Return the output layer's input, the new state, and captured values."""
         cfg, memory = self.config, state.memory
         between = key if cfg.num_layers > 1 and cfg.dropout > 0 else None
         keys = None if between is None else jax.random.split(between, x.shape[1])
@@ -421,7 +418,7 @@ class RecurrentDecoder(Module):
             context, weights = state_attention(query, memory.states, w=w, mask=mask)
         context, weights = context[:, 0], visit.token("attention/weights", weights[:, 0])
         if "attention/weights" in visit.edits:
-            # attention computed the context from the weights before the edit
+            # attention used the weights before the edit
             context = jnp.einsum("BS,BSM->BM", weights, memory.states)
         return visit.token("attention/context", context), weights
 
@@ -440,7 +437,7 @@ class BothDirections(Module):
         key: jax.Array | None,
         visit: Visit,
     ) -> jax.Array:  # [B, T, 2 H], zeros at padding
-        """Return the forward and backward state of the top layer at each token."""
+        """Return the top layer's forward and backward states at each token."""
         cfg = self.config
         starts = ends = None
         if segments is not None:
@@ -456,7 +453,7 @@ class BothDirections(Module):
 
 
 class _GateWeights(Module):
-    """Kernel of a gate, and its bias if an initial value is set."""
+    """Kernel of a gate, and its bias if it has an initial value."""
 
     features: int
     kernel_init: nn.initializers.Initializer
@@ -498,7 +495,7 @@ class LSTMCell(nn.OptimizedLSTMCell):
             kernel, bias = weights(self.features)
             state_kernels.append(kernel)
             biases.append(bias)
-        # one product for the four gates, as in flax's cell
+        # one product for all four gates, as in flax's cell
         state_part = h @ jnp.concatenate(state_kernels, axis=-1) + jnp.concatenate(biases)[None]
         i, f, g, o = jnp.split(
             state_part + inputs @ jnp.concatenate(input_kernels, axis=-1), 4, axis=-1
@@ -527,12 +524,12 @@ def _hidden(layer: LayerCarry) -> jax.Array:  # [B, H]
 
 
 def _keep(valid: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Return `new` in the rows that are valid [B], and `old` in the others."""
+    """Return `new` in valid rows and `old` in the others."""
     return jax.tree.map(lambda n, o: jnp.where(valid[:, None], n, o), new, old)
 
 
 def _zero_at(start: jax.Array | None, carry: Tree) -> Tree:
-    """Reset the carry of the rows that start a document, bool[B]; None resets nothing."""
+    """Reset the carry of rows that start a document, bool[B]; None resets nothing."""
     if start is None:
         return carry
     return _keep(start, jax.tree.map(jnp.zeros_like, carry), carry)
@@ -550,12 +547,12 @@ def _encoder_layer(
 ]:  # [B, S, M]; the last carry forward, and backward or None
     """Run one layer over a sequence, in one or both directions; padding becomes zeros.
 
-    Call it inside a compact module, which then owns the parameters `cell_i` and `back_i`.
+    The calling compact module owns the parameters `cell_i` and `back_i`.
     """
     zero, first = zero_carry(config, x.shape[0])[0], None
     last, out = _run(_cell(config, f"cell_{index}"), zero, x, valid, starts)
     if config.bidirectional:
-        # padding keeps the carry, so each row effectively starts at its own last token
+        # padding keeps the carry, so each row starts at its own last token
         back_cell = _cell(config, f"back_{index}")
         first, back = _run(back_cell, zero, x, valid, ends, reverse=True)
         out = jnp.concatenate([out, back], axis=-1)
@@ -570,7 +567,7 @@ def _run(
     starts: jax.Array | None = None,  # bool[B, S]: tokens before which the carry is reset
     reverse: bool = False,
 ) -> tuple[LayerCarry, jax.Array]:  # [B, S, H]
-    """Scan a cell over a sequence, optionally in reverse; return its last carry and its outputs."""
+    """Scan a cell over a sequence, optionally in reverse; return the last carry and the outputs."""
 
     def read(
         cell: nn.RNNCellBase,
@@ -601,7 +598,7 @@ RecurrentResult: TypeAlias = (
 
 
 def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
-    """Make the initial state of a language model.
+    """Create the initial state of a language model.
 
     For an encoder-decoder, call `model.apply(..., source, method="init_state")` instead.
 
@@ -724,7 +721,7 @@ class RecurrentTagger(CheckedModule):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, None] | tuple[jax.Array, None, Captured]:
-        """Return the logits of each token itself, and None in place of a state.
+        """Return the logits of each token itself, and None instead of a state.
 
         Args:
             tokens: i32[B, T].
@@ -765,8 +762,8 @@ class RecurrentTagger(CheckedModule):
     ) -> jax.Array:  # f32[B, C]
         """Return the class logits W [forward; backward] + b of each row.
 
-        forward is the top layer's forward state at the last token, and backward is its backward
-        state at the first token, so each one covers the whole row.
+        They use the top layer's forward state at the last token and its backward state at the first
+        token, each of which covers the whole row.
 
         Args:
             tokens: i32[B, T].
@@ -795,7 +792,7 @@ class RecurrentTagger(CheckedModule):
         key: jax.Array | None,
         visit: Visit,
     ) -> tuple[jax.Array, jax.Array]:  # [B, T, 2 H], bool[B, T]
-        """Return the states of both directions at each token, and the mask of valid tokens."""
+        """Return both directions' states at each token, and the mask of valid tokens."""
         refuse_rngs(self, key)
         check_tokens(tokens, self.config.vocab_size)
         valid = check_valid("tokens", tokens, valid)
@@ -893,7 +890,7 @@ class RecurrentSeq2Seq(CheckedModule):
             tokens: i32[B, T], the target.
             source: i32[B, S]; required unless `state` is passed.
             source_valid: bool[B, S], False marks padding; None means no padding.
-            state: the state after the source and the previous target tokens, instead of a source.
+            state: the state after the source and previous target tokens, instead of a source.
             valid: bool[B, T], False marks padding; None means no padding.
             at: i32[B, Q], indices of the tokens to return logits for; None means all tokens.
             key: a single key, which turns on dropout.
@@ -921,7 +918,7 @@ class RecurrentSeq2Seq(CheckedModule):
         whole = state is None
         if source is not None:
             state, captured = self._read(source, source_valid, encoder_key, inside)
-        else:  # edits that the model itself carries were applied when the state was made
+        else:  # the model's own edits were applied when the state was created
             requested = Places.of(self.config, capture, edit).inside("encoder/")
             for name in (*requested.capture, *dict(requested.edit)):
                 raise ValueError(f"encoder/{name} needs a source: a state already includes it")
@@ -946,7 +943,7 @@ def read_tokens(
     places: Places = NOWHERE,
     whole: bool,  # whether the sequences start with these tokens
 ) -> tuple[jax.Array, RecurrentState, Captured]:
-    """Embed tokens, run the decoder's cells and compute the logits; shared by both models."""
+    """Embed tokens, run the decoder's cells and compute the logits, for both models."""
     refuse_rngs(model, key)
     check_recurrent_state(model.config, state, tokens.shape[0])
     positions = None
@@ -982,7 +979,7 @@ def check_recurrent_state(
     state_rows = state.length.shape[0]
     if state_rows != rows:
         raise ValueError(f"{subject} {rows} rows, the state {state_rows}")
-    # only shapes, to refuse the state of another model before anything is computed
+    # only shapes, to reject another model's state before computing anything
     zero = jax.eval_shape(lambda: zero_carry(config, rows))
     found, expected = (jax.tree.map(lambda leaf: leaf.shape, c) for c in (state.carry, zero))
     if found != expected:

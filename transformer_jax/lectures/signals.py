@@ -48,7 +48,7 @@ WINDOW, HOP = 128, 64
 """Length of a frame and distance between frames, in samples."""
 
 BINS = 4
-"""Adjacent frequencies that are averaged to one feature of a frame."""
+"""Adjacent frequencies averaged to one feature."""
 
 TONE = 4 * HOP, 8 * HOP
 """Minimum and maximum length of a tone, in samples."""
@@ -59,7 +59,7 @@ SILENCE = 2 * HOP, 4 * HOP
 
 @short_repr
 class Signal(NamedTuple):
-    """An image or the frames of a sound, with its target text."""
+    """Image or frames of a sound, with its target text."""
 
     values: np.ndarray  # f32[H, W, C] or f32[T, D_in]
     target: str
@@ -69,7 +69,7 @@ def make_signals(task: Any, seed: int) -> list[Signal]:
     """Return the signals of a task in random order.
 
     Args:
-        task: a `DigitsTask` or a `TonesTask`; its `examples` is the maximum number of signals.
+        task: a `DigitsTask` or `TonesTask`; its `examples` is the maximum number of signals.
         seed: the seed of the random numbers.
 
     Raises:
@@ -126,7 +126,7 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
     if inputs.dtype.kind not in "fiu" or not inputs.size or inputs.shape[1:] != shape:
         wanted = ", ".join(map(str, shape if picture else ("T", *shape[1:])))
         raise DataError(f"{path}: inputs is {_described(inputs)}: must be numbers [N, {wanted}]")
-    with np.errstate(over="ignore"):  # numbers that overflow are refused as not finite
+    with np.errstate(over="ignore"):  # numbers that overflow are rejected as not finite
         inputs = inputs.astype(np.float32)
     count = len(inputs)
     lengths = arrays.get("lengths", np.full(count, inputs.shape[1]))
@@ -194,12 +194,12 @@ def _tones(task: Any, random: np.random.Generator) -> Signal:
 
 
 def log_energies(sound: np.ndarray) -> np.ndarray:  # f64[samples] -> f32[T, 16]
-    """Return the log energies of each frame by the equation of the module.
+    """Return the log energies of each frame by the equation above.
 
     T = 1 + floor((samples - 128) / 64).
     """
     windows = np.lib.stride_tricks.sliding_window_view(sound, WINDOW)[::HOP]
-    # frequency 0 is the mean of the samples, which carries no information about the tone
+    # frequency 0 is the mean, which carries no information about the tone
     spectrum = np.fft.rfft(windows * np.hanning(WINDOW))[:, 1:]
     power = rearrange(np.abs(spectrum) ** 2 / WINDOW, "T (D k) -> T D k", k=BINS)
     return np.log(1e-3 + power.mean(axis=2)).astype(np.float32)

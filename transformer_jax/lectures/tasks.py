@@ -1,4 +1,4 @@
-"""Tasks of the lectures: pairs, images and sounds that are generated from the seed."""
+"""Tasks of the lectures: pairs, images and sounds generated from the seed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ MONTHS = (
     "october", "november", "december",
 )  # fmt: skip
 TRIES = 1000, 20
-"""Generation stops after this many consecutive duplicates: a constant, plus a number for each
-example found so far."""
+"""Maximum number of consecutive duplicates: a constant, plus a number per example found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ class _GeneratedTask(Task):
         return dict(learning_rate=3e-3, steps=2000, batch_size=64, eval_every=500)
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        # with the usual 0.02, a model as narrow as this one does not learn to recall
+        # with the usual 0.02, so narrow a model does not learn to recall
         return transformer_with(model, d_model=64, num_layers=2, init_std=0.2)
 
     def on_a_file(self, model: AnyModelConfig) -> Task:
@@ -155,8 +154,8 @@ class DatesTask(_GeneratedTask):
 class RecallTask(_GeneratedTask):
     """Associative recall: a3c7b1 ca -> c7a3 (Ba et al. 2016, section 4.1; Arora et al. 2023).
 
-    Several queries per example make the task learnable in minutes: with three pairs and one query,
-    small models plateau at guessing among the three digits (benchmarks/NOTES.md).
+    Several queries per example make the task learnable in minutes; with three pairs and one query,
+    small models only guess among the three digits (benchmarks/NOTES.md).
     """
 
     pairs: Size = 6
@@ -219,11 +218,11 @@ class _ContinuousTask(_GeneratedTask):
 
     @property
     def inputs(self) -> Inputs:
-        """Return the input config of a model that can read the examples."""
+        """Return the input config of a model that reads the examples."""
         raise NotImplementedError
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        return model  # `fit_model` has already set it up
+        return model  # `fit_model` has set it up
 
     def on_a_file(self, model: AnyModelConfig) -> Task:
         return self
@@ -246,10 +245,10 @@ class _ContinuousTask(_GeneratedTask):
         return answer_signals(config, tokenizers, params, signals)
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return a transformer with the inputs of the task; other models are returned unchanged.
+        """Return a transformer with the task's inputs; return other models unchanged.
 
-        init_std is 0.1, about one over the square root of the width. With GPT-2's 0.02, an encoder
-        as small as this one makes no progress for hundreds of steps.
+        init_std is 0.1, about one over the square root of the width. With GPT-2's 0.02, so small an
+        encoder makes no progress for hundreds of steps.
         """
         return transformer_with(model, inputs=self.inputs, init_std=0.1)
 
@@ -329,14 +328,14 @@ GeneratedTask = ReverseTask | CopyTask | AdditionTask | DatesTask | RecallTask |
 """Tasks whose pairs are generated from a seed."""
 
 ContinuousTask = DigitsTask | TonesTask
-"""Tasks whose inputs are numbers instead of tokens, generated from a seed."""
+"""Tasks whose inputs are numbers generated from a seed."""
 
 
 def generate_pairs(task: _GeneratedTask, seed: int) -> list[tuple[str, str]]:
     """Return up to `task.examples` distinct pairs of source and target, in random order."""
     random = np.random.Generator(np.random.Philox(seed))
     pairs, duplicates = dict[str, str](), 0
-    # without a limit, a task with too few distinct examples would never finish
+    # a task can have fewer distinct examples
     while len(pairs) < task.examples and duplicates < TRIES[0] + TRIES[1] * len(pairs):
         source, target = task.draw(random)
         duplicates = duplicates + 1 if source in pairs else 0

@@ -1,4 +1,4 @@
-"""Embedding and output matrices, shared by the models of the lectures."""
+"""Embedding and output matrices of the lectures' models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_jax.models.ops import lookup
 class Vocabulary(Module):
     """Embedding and output layer of a model."""
 
-    config: Any  # a RecurrentConfig, a ConvolutionConfig or a WindowConfig
+    config: Any  # a RecurrentConfig, ConvolutionConfig or WindowConfig
 
     def setup(self) -> None:
         cfg = self.config
@@ -44,6 +44,6 @@ def embed(
 ) -> jax.Array:  # [B, T, E]
     """Look up tokens and apply dropout.
 
-    Padding becomes zeros, because 0 * NaN would otherwise enter the gradients.
+    Padding becomes zeros, to avoid 0 * NaN in the gradients.
     """
     return dropout(jnp.where(valid[:, :, None], lookup(table, tokens), 0.0), rate, key)

@@ -1,14 +1,14 @@
 """Feed-forward language model over the last C tokens (Bengio et al. 2003).
 
-As in the other models, `model.apply({"params": params}, tokens, state=state, valid=valid) ->
-(logits f32, state)` serves training, prefill and decoding.
+`model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` serves
+training, prefill and decoding, as in all models.
 
     x = [E w_(t-C+1); ...; E w_t]          the concatenated vectors of the last C tokens
     h = tanh(W x + b)                      repeated for each of `num_layers`
     logits = U h + D x + d                 D only with `direct`
 
-One learned vector, `begin`, fills the positions before the first token. A training pass computes
-all tokens at once: it gathers their windows instead of looping.
+A learned vector, `begin`, fills the positions before the first token. Training gathers all windows
+and computes them at once.
 """
 
 from __future__ import annotations

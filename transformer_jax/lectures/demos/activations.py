@@ -4,8 +4,8 @@
 
     sigmoid 1 / (1 + exp(-z)), tanh z, ReLU max(z, 0), GELU z Phi(z) (Hendrycks & Gimpel 2016)
 
-The slope of a sigmoid is at most 1/4 and that of tanh is at most 1; both fall to 0 when the
-function saturates. The slope of ReLU is 0 or 1. Each layer multiplies a gradient by one slope.
+Each layer multiplies a gradient by one slope. The slope of a sigmoid is at most 1/4, that of tanh
+at most 1; both approach 0 when the function saturates. The slope of ReLU is 0 or 1.
 """
 
 from __future__ import annotations

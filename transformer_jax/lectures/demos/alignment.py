@@ -3,9 +3,9 @@
     python -m transformer_jax demo alignment
 
 A bidirectional GRU reads the French words, and a GRU with additive attention writes the English
-words (Bahdanau et al. 2015). The data are all sentences of a small grammar; tokens are words. After
-300 steps, the model translates all of them correctly. Row i of the alignment contains the decoder's
-attention weights over the French words j when it writes word i:
+ones (Bahdanau et al. 2015). The data are all sentences of a small grammar; after 300 steps, the
+model translates them all correctly. Row i of the alignment contains the decoder's attention weights
+over the French words j when it writes word i:
 
     a_ij = softmax_j(v . tanh(W_q s_{i-1} + W_k h_j))
 """
@@ -72,7 +72,7 @@ def sentence_pairs() -> list[tuple[str, str]]:
 
 
 def encode(sentences: list[list[str]]) -> tuple[list[str], np.ndarray]:
-    """Return the vocabulary and the ids i32[B, T] of the sentences, padded with -1."""
+    """Return the vocabulary, and the ids i32[B, T] of the sentences, padded with -1."""
     words = sorted({word for sentence in sentences for word in sentence})
     longest = max(map(len, sentences))
     ids = [[words.index(word) for word in sentence] for sentence in sentences]
@@ -87,7 +87,7 @@ def translate(
     end: int,
     num_tokens: int,
 ) -> tuple[list[np.ndarray], np.ndarray]:  # the ids of each row, f32[B, T, S]
-    """Return greedy translations and the attention weights of each of their words."""
+    """Return greedy translations and the attention weights of each word."""
     model, valid = RecurrentSeq2Seq(config), source >= 0
     variables = {"params": params}
     state = model.apply(variables, np.maximum(source, 0), valid=valid, method="init_state")

@@ -8,9 +8,9 @@ Query-key products of one head of one layer; step t has t tokens:
     cache       sum of t             = n (n + 1) / 2            one query per step
     window W    sum of min(t, W)     = n W - W (W - 1) / 2      one query per step, n >= W
 
-The counts are sums over the masks of the steps and the positions in the cache. The times are
-medians of interleaved runs, each of which generates n tokens with a small decoder. Without a cache,
-every step reads n tokens, because the program has fixed shapes.
+The counts are sums over the masks of all steps. The times are medians of interleaved runs, in which
+a small decoder generates n tokens. Without a cache, every step reads n tokens, because the program
+has fixed shapes.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def generators(n: int, window: int, width: int) -> list[Callable[[], Any]]:
 
 
 def measure_times(n: int, window: int, width: int, runs: int) -> list[float]:
-    """Return the median seconds of each method to generate n tokens, from interleaved runs."""
+    """Return the median seconds that each method takes to generate n tokens."""
     calls = generators(n, window, width)
     for call in calls:
         jax.block_until_ready(call())

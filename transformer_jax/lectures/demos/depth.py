@@ -2,17 +2,17 @@
 
     python -m transformer_jax demo depth
 
-A block is attention and a feed-forward network, written out in this module. A part f of a block can
-be connected in four ways:
+A block consists of attention and a feed-forward network, both written out here. A part f of a block
+can be connected in four ways:
 
     f(x)             no residual connection
     x + f(x)         no norm
     norm(x + f(x))   post-norm (Vaswani et al. 2017)
     x + f(norm(x))   pre-norm, with a final norm after the last block (Xiong et al. 2020)
 
-The picture shows, for untrained models, the Jacobian of one feed-forward part, d(x + f)/dx = I +
-df/dx, and the norm of the gradient of the loss before each of 48 blocks, relative to the gradient
-before the last block.
+For untrained models, the picture shows the Jacobian of one feed-forward part, d(x + f)/dx = I +
+df/dx, and the norm of the loss gradient before each of 48 blocks, relative to that before the last
+block.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def loss_of(kind: str, params: Any, texts: jax.Array, nudges: jax.Array) -> jax.
 def gradients(
     kind: str, layers: int, texts: np.ndarray, seed: int, seeds: int
 ) -> np.ndarray:  # f64[L]
-    """Return the gradient norm before each block relative to the last, a geometric mean."""
+    """Return the gradient norm before each block relative to the last, averaged geometrically."""
     nudges = jnp.zeros((layers, *texts[:, 1:].shape, WIDTH))
     slope = jax.jit(lambda key: jax.grad(loss_of, 3)(kind, init(layers, key), texts, nudges))
     keys = jax.random.split(jax.random.key(seed), seeds)

@@ -2,8 +2,8 @@
 
     python -m transformer_jax demo drawings --preset transformer-base
 
-Each `draw_*` function of a subject returns a figure. The boxes of a model are named after its
-parameters, and the library computes the numbers in the other drawings.
+The boxes of a model are named after its parameters, and the library computes the numbers in the
+other drawings.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ OPTIONS: Options = {
     "seed": (0, 0),
 }
 
-LINE, GAP, SIDE = 0.19, 0.24, 0.3  # inches: a line of text, between boxes, next to a column
+LINE, GAP, SIDE = 0.19, 0.24, 0.3  # inches: line of text, gap between boxes, margin of a column
 FILLS = {"embed": "#e3f1e6", "norm": "#f4f0d8", "attention": "#fbe5d6", "feed_forward": "#dbe7f6",
          "head": "#eedff0"}  # fmt: skip
 
 
 class Box(NamedTuple):
-    """A labelled box: the name of a group of parameters and lines about them."""
+    """Labeled box: the name of a group of parameters and lines about them."""
 
     name: str
     lines: Sequence[str]
@@ -57,14 +57,14 @@ class Box(NamedTuple):
 
 
 Item = Box | str
-"""An element of a column, listed from bottom to top: a box; "text ..." for a label; "plus", the sum
-with the stream of the last "split"; "fork", where parallel branches leave the stream; "beside", the
-start of the next parallel branch; "start" and any other string, where the blocks begin and end;
-"states", the output of the stack."""
+"""Element of a column, from bottom to top: a box; "text ..." for a label; "plus", which adds the
+stream of the last "split"; "fork", where parallel branches leave the stream; "beside", the start of
+the next parallel branch; "start" and any other string, where the blocks begin and end; "states",
+the output of the stack."""
 
 
 def attention_box(config: ModelConfig, stack: str, cross: bool = False) -> Box:
-    """Return the box of attention with its visible keys, heads and widths."""
+    """Return the attention box with its visible keys, heads and widths."""
     name = "cross_attention" if cross else "attention"
     windows = ", ".join("all" if w is None else str(w) for w in config.windows)
     sees = "causal" if stack == "decoder" else "sees both ways"
@@ -145,7 +145,7 @@ def activation_name(config: ModelConfig) -> str:
 
 
 def norm_boxes(config: ModelConfig, name: str, width: int | None = None) -> list[Box]:
-    """Return the box of a norm, or an empty list if the config has no norm."""
+    """Return the box of a norm; empty if the config has no norm."""
     if config.norm is None:
         return []
     return [Box(name, [f"{config.norm} {config.d_model if width is None else width}"], "norm")]
@@ -233,7 +233,7 @@ def stack_items(config: ModelConfig, stack: str) -> list[Item]:
 
 
 def class_boxes(config: ModelConfig) -> list[Item]:
-    """Return the column of an encoder's pooler and classifier, or an empty list without them."""
+    """Return the column of an encoder's pooler and classifier; empty without them."""
     each = config.classes_of != "text"
     items: list[Item] = ["states"]
     if config.pooling is not None and (not each or config.pooler_reads == "each"):
@@ -254,7 +254,7 @@ def class_boxes(config: ModelConfig) -> list[Item]:
 
 
 def new_page() -> tuple[Figure, Axes]:
-    """Make a figure with one pair of axes in inches."""
+    """Create a figure with one pair of axes in inches."""
     figure = Figure(figsize=(1, 1), facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))
@@ -271,7 +271,7 @@ def finish(figure: Figure, axes: Axes, width: float, height: float) -> Figure:
 
 
 def write(axes: Axes, x: float, y: float, text: str, size: float = 9, **styles: Any) -> None:
-    """Write a string, by default centred at a point."""
+    """Write a string, by default centered at a point."""
     defaults: dict[str, Any] = dict(ha="center", va="center", color=INK, fontsize=size)
     axes.text(x, y, text, parse_math=False, **(defaults | styles))
 
@@ -295,11 +295,11 @@ def text_width(figure: Figure, texts: Sequence[str], size: float, **styles: Any)
 
 
 def draw_model(config: ModelConfig) -> Figure:
-    """Draw the embeddings, blocks and output of any config from bottom to top, with their widths.
+    """Draw the embeddings, blocks and output of a model from bottom to top, with their widths.
 
-    Boxes are named after the modules of `init_params(config)`; inside a block, the name follows the
-    name of the block. The line around the boxes of a branch is the residual stream, and a plus adds
-    the output of the branch.
+    Boxes are named after the modules of `init_params(config)`; names inside a block omit the
+    block's name. The line around a branch is the residual stream, and a plus adds the branch's
+    output.
     """
     names = ["encoder", "decoder"] if config.kind == "encoder-decoder" else [config.kind]
     columns = [stack_items(config, name) for name in names]
@@ -331,8 +331,8 @@ def draw_items(
 ) -> tuple[float, dict[str, float]]:
     """Draw items from y upwards, with arrows between them.
 
-    The residual stream passes a branch on the side `outer`. Return the top of the last item and the
-    heights of the boxes and of the states.
+    The residual stream passes a branch on the side `outer`. Return the top of the last item, and
+    the heights of the boxes and states.
     """
     places, past = dict[str, float](), x + outer * (wide / 2 + SIDE / 2)
     inner = x - outer * (wide / 2 + SIDE / 2)
@@ -371,7 +371,7 @@ def draw_items(
         elif item == "states":
             places["states"] = y
             last = y if last is None else last
-        else:  # the end of the blocks; the item contains their names
+        else:  # the end of the blocks; the item names them
             y += LINE
             corner, size = (x - wide / 2 - SIDE, start), (wide + 2 * SIDE, y - start)
             dashes: Any = (0, (4, 3))
@@ -397,7 +397,7 @@ def draw_box(axes: Axes, box: Box, corner: tuple[float, float], wide: float, hei
 def draw_attention(
     tokens: Sequence[str], width: int = 4, head_dim: int = 2, causal: bool = False, seed: int = 0
 ) -> Figure:
-    """Draw one head of self-attention with its shapes and with random numbers from a seed.
+    """Draw one head of self-attention with its shapes and random numbers from a seed.
 
     S = Q K^T / sqrt(H),  A = softmax(S) over keys,  O = A V.
     """
@@ -416,7 +416,7 @@ def draw_attention(
     size, half = T * cell, T * cell / 2
     low, middle, high = (0.45 + i * (size + room) for i in range(3))
     tokens, fonts = spelled(tokens)
-    # use the reader's fonts in an svg if the default font has all letters
+    # an svg uses the reader's fonts if the default font has all letters
     style: dict[str, Any] = {} if fonts == ["DejaVu Sans"] else {"fontfamily": fonts}
     left = text_width(figure, tokens, 9, **style) + 0.25
     projected, scored = left + D * cell + 1.0, left + (D + H) * cell + 2.0
@@ -494,9 +494,9 @@ def cache_positions(tokens: int, capacity: int) -> np.ndarray:  # i32[T, capacit
 
 
 def draw_cache(tokens: int = 8, window: int = 4) -> Figure:
-    """Draw the position in each slot after each token, for a full cache and for a ring.
+    """Draw the position in each slot after each token, for a full cache and a ring.
 
-    A ring has one slot for each position of the window: position t is in slot t mod W.
+    A ring has one slot per position of the window: position t is in slot t mod W.
     """
     figure, axes = new_page()
     cell, x, top = 0.36, 1.0, 0.6 + tokens * 0.36
@@ -527,8 +527,8 @@ def draw_cache(tokens: int = 8, window: int = 4) -> Figure:
 def draw_stream(layers: int = 2, window: int = 3, chunk: int = 3, chunks: int = 4) -> Figure:
     """Draw the work of a causal stack for its last chunk, streaming and with overlapping windows.
 
-    A stream keeps the last W inputs of each layer. Overlapping windows recompute the
-    R - 1 = L (W - 1) frames before the chunk that its outputs depend on.
+    A stream keeps the last W inputs of each layer. Overlapping windows recompute the R - 1 previous
+    frames that the outputs depend on, R - 1 = L (W - 1).
     """
     frames, overlap = chunk * chunks, layers * (window - 1)
     start = frames - chunk
@@ -572,7 +572,7 @@ def draw_stream(layers: int = 2, window: int = 3, chunk: int = 3, chunks: int = 
 
 
 def write_legend(figure: Figure, axes: Axes, x: float, legend: dict[str, str]) -> float:
-    """Write the legend of the colours in a line at the bottom; return where it ends."""
+    """Write the color legend in a line at the bottom; return where it ends."""
     for text, fill in legend.items():
         axes.add_patch(Rectangle((x, 0.2), 0.18, 0.18, fc=fill, ec="#999999", lw=0.7))
         write(axes, x + 0.25, 0.29, text, 8, ha="left")

@@ -3,13 +3,13 @@
     python -m transformer_jax demo embeddings
 
 The sentences come from a small grammar: kings and queens rule and walk, cats and dogs eat and run.
-A random fifth of them is held out. A feed-forward model of the last three words (Bengio et al.
-2003) is trained on the others. Words that occur in the same contexts get vectors with a small angle
-between them, so the model generalises from one word to the other:
+A feed-forward model of the last three words (Bengio et al. 2003) is trained on four fifths of them.
+Words that occur in the same contexts get vectors with a small angle between them, so the model
+generalizes from one word to the other:
 
     cos(a, b) = a . b / (|a| |b|)
 
-N-gram counts cannot do this: a word that never followed the same three words has probability 0.
+N-gram counts cannot: a word that never followed the same three words has probability 0.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ GROUPS = {
     "place": "castle river village market",
     "food": "bread fruit meat",
 }
-"""Words that occur in the same contexts, by the name of their group."""
+"""Words that occur in the same contexts, by group."""
 WORDS = {name: words.split() for name, words in GROUPS.items()}
 START, CONTEXT = "<s>", 3
 
@@ -71,7 +71,7 @@ def sentences() -> list[list[str]]:
 
 
 def windows(texts: list[list[str]], vocabulary: list[str]) -> np.ndarray:  # i32[M, CONTEXT + 1]
-    """Return each word of each text, preceded by its CONTEXT previous words."""
+    """Return each word of each text after its CONTEXT previous words."""
     rows = []
     for text in texts:
         ids = [vocabulary.index(word) for word in [START] * CONTEXT + text]
@@ -94,7 +94,7 @@ def cosines(vectors: np.ndarray) -> np.ndarray:  # [V, E] -> [V, V]
 def learn(
     training: np.ndarray, held_out: np.ndarray, words: int, steps: int, seed: int, width: int
 ) -> Any:
-    """Return the trained table [V, E], and the loss and lowest probability of held-out words."""
+    """Return the trained table [V, E], and the held-out words' loss and lowest probability."""
     config = WindowConfig(
         vocab_size=words, context=CONTEXT, d_embed=width, d_hidden=width, tie_embeddings=True
     )

@@ -2,18 +2,17 @@
 
     python -m transformer_jax demo exposure_bias
 
-During training, the model reads the true previous tokens (teacher forcing). During generation, it
-reads its own output (free running), which can contain errors that it was not trained on (Bengio et
-al. 2015; Ranzato et al. 2016). In this demonstration each prompt has one correct continuation, so
-that errors can be counted:
+In training, the model reads the true previous tokens (teacher forcing). In generation, it reads its
+own output (free running), whose errors it was not trained on (Bengio et al. 2015; Ranzato et al.
+2016). Here, each prompt has one correct continuation, so errors can be counted:
 
     x_t = (x_{t-1} + x_{t-2}) mod 11
 
-The model is a decoder with a window of two tokens. It is deliberately undertrained, so that it
-continues some pairs incorrectly. If a teacher-forced token is wrong with probability e and every
-token after an error is wrong, then free-running token t is wrong with probability 1 - (1 - e)^t.
-The measured errors are lower at later positions: the sequences repeat after 5 or 10 tokens, so a
-sequence stays correct if the model has learned all of its pairs.
+The model is a decoder with a window of two tokens, deliberately undertrained so that it continues
+some pairs incorrectly. If a teacher-forced token is wrong with probability e and every token after
+an error is wrong, then free-running token t is wrong with probability 1 - (1 - e)^t. At later
+positions, the measured errors are lower: sequences repeat after 5 or 10 tokens, so a sequence stays
+correct once the model has predicted all of its pairs.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ MODULUS, PROMPT = 11, 2
 
 
 def continue_texts(first: np.ndarray, length: int) -> np.ndarray:  # i32[B, 2] -> i32[B, length]
-    """Return the correct continuation up to `length` tokens."""
+    """Return the correct continuations up to `length` tokens."""
     tokens = [first[:, 0], first[:, 1]]
     while len(tokens) < length:
         tokens.append((tokens[-1] + tokens[-2]) % MODULUS)
@@ -63,7 +62,7 @@ def continue_texts(first: np.ndarray, length: int) -> np.ndarray:  # i32[B, 2] -
 
 
 def train_model(config: ModelConfig, steps: int, length: int, seed: int) -> Any:
-    """Return parameters trained by teacher forcing on random sequences."""
+    """Return parameters trained with teacher forcing on random sequences."""
     draw, rows = np.random.default_rng(seed), 16
     texts = continue_texts(draw.integers(0, MODULUS, (steps * rows, 2)), length + 1)
 

@@ -2,10 +2,10 @@
 
     python -m transformer_jax demo length_extrapolation
 
-For each kind of positions, a decoder is trained on sequences of n tokens and evaluated on sequences
-of 4 n tokens. In a causal model, the loss at position t is the loss at length t. Each token is a
-random function of the two previous tokens, so their order matters. A tenth of the tokens is random
-noise, so no model can beat the entropy rate. Press et al. 2022 make this measurement on English.
+For each kind of positional encoding, a decoder is trained on n tokens and evaluated on 4 n. In a
+causal model, the loss at position t is the loss at length t. Each token is a random function of the
+two previous tokens, so their order matters. A tenth of the tokens is noise, so no model can beat
+the entropy rate. Press et al. 2022 measure this on English.
 """
 
 from __future__ import annotations

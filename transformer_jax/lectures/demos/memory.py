@@ -4,10 +4,9 @@
 
 A sequence contains one of eight letters, followed by k random distractors from eight other symbols.
 After the last one, the network must name the letter; chance is one in eight. An Elman network
-overwrites its state at every token. An LSTM keeps its cell to the extent that its forget gate is
-open, about sigmoid(b_f) before training, so b_f determines whether the gradient survives k steps
-(Gers et al. 2000, Jozefowicz et al. 2015). The models are `RecurrentLM`, with `forget_bias` of
-`RecurrentConfig`.
+overwrites its state at every token. An untrained LSTM keeps about the share sigmoid(b_f) of its
+cell, so b_f determines whether the gradient survives k steps (Gers et al. 2000, Jozefowicz et al.
+2015). The models are `RecurrentLM`; b_f is `forget_bias` of `RecurrentConfig`.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def texts(rows: int, length: int, delay: int, seed: int) -> tuple[np.ndarray, np
 def accuracies(
     config: RecurrentConfig, delays: list[int], steps: int, keys: jax.Array
 ) -> np.ndarray:  # f64[delays, seeds]
-    """Train a network for each delay and key; return the share of letters that it names."""
+    """Train a network for each delay and key; return the share of letters named correctly."""
     model, length = build(config), delays[-1] + 1
 
     def logits(params: Params, tokens: jax.Array) -> jax.Array:  # f32[B, V] after the last token

@@ -2,12 +2,12 @@
 
     python -m transformer_jax demo norm_order
 
-The blocks are those of `depth`. According to Xiong et al. 2020, the gradients of post-norm are
-large near the output before training, so post-norm needs a warmup, and pre-norm does not. The
-picture shows the norm of the gradient of each block's last matrix, W_2, at the first step, and the
-loss after training with Adam at several rates, either constant or with a linear warmup over the
-first half of the steps. Each token is determined by the previous one, except for a tenth of random
-noise, so the lowest possible loss is `entropy_rate()`, and guessing costs log 11 = 2.4.
+The blocks are those of `depth`. According to Xiong et al. 2020, post-norm has large gradients near
+the output before training, so it needs a warmup, and pre-norm does not. The picture shows the norm
+of the gradient of each block's last matrix, W_2, in the first step, and the loss after training
+with Adam at several rates, constant or with a linear warmup over the first half of the steps. The
+previous token determines each token, except for a tenth of random noise, so the lowest possible
+loss is `entropy_rate()`, and guessing costs log 11 = 2.4.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_texts(rows: int, seed: int) -> np.ndarray:  # i32[B, T + 1]
 
 
 def schedules(steps: int) -> np.ndarray:  # f32[rates, 2, steps]
-    """Return each rate at every step: constant, and with a warmup over half of the steps."""
+    """Return each rate at every step, constant and with a warmup over half of the steps."""
     warmup = np.minimum(np.arange(1, steps + 1) / max(1, steps // 2), 1.0)
     shapes = np.stack([np.ones(steps), warmup])
     return (np.array(RATES)[:, None, None] * shapes).astype(np.float32)

@@ -9,10 +9,10 @@ Table 1 of Vaswani et al. 2017, for n tokens, width d and a convolution over k t
     convolution       O(k n d^2)    k n d^2
     feed-forward      O(n d^2)      8 n d^2: to 4 d and back
 
-In addition, the four projections of attention take 4 n d^2. The counts come from the traced
-programs: the products of each matrix multiplication and convolution, times the steps of its loops.
-The demonstration also measures the time and the temporary memory of one call of attention by n,
-with materialised scores ("xla") and in tiles ("blockwise").
+The four projections of attention take another 4 n d^2. The counts come from the traced programs:
+the products of each matrix multiplication and convolution, times the steps of its loops. The
+demonstration also measures the time and temporary memory of one call of attention by n, with
+materialized scores ("xla") and in tiles ("blockwise").
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NAMES = ("self-attention", "recurrent", f"convolution of {KERNEL}", "feed-forwar
 
 
 def products(program: Jaxpr) -> int:
-    """Count the products of a program's matrix multiplications; loop bodies count per step."""
+    """Count the products of a program's matrix multiplications, once per step of a loop."""
     total = 0
     for equation in program.eqns:
         inner = sum(map(products, programs_within(equation)))
@@ -100,7 +100,7 @@ def formulas(n: int, d: int) -> list[int]:
 
 
 def measure(n: int, d: int, rounds: int) -> dict[str, tuple[float, int]]:
-    """Return the median seconds and the temporary bytes of one call, by implementation."""
+    """Return the median seconds and temporary bytes of one call by implementation."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, n, 1, d))
     found = {}
     for name in ("xla", "blockwise"):

@@ -9,9 +9,9 @@ Table 1 of Vaswani et al. 2017, for n tokens and windows of W:
     self-attention    O(1)                O(1)
     window            O(1)                O(n / W): ceil((n - 1) / (W - 1)) layers
 
-The sequential steps are the lengths of the loops in the program of one layer. The path is measured
-with derivatives: all positions take a step at once, and the path is the number of steps until the
-last position depends on the first input.
+Sequential steps are the lengths of the loops in the program of one layer. Paths are measured with
+derivatives: all positions take a step at once, and the path is the number of steps until the last
+position depends on the first input.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m transformer_jax demo permutation
 
 Self-attention without positions is equivariant: f(P x) = P f(x) for every permutation P. Only
-positional encodings give an encoder the order of its tokens. The demonstration measures the largest
-element of |f(P x) - P f(x)| over the outputs of a random encoder.
+positional encodings give an encoder the order of its tokens. The table shows the largest element of
+|f(P x) - P f(x)| for a random encoder.
 """
 
 from __future__ import annotations

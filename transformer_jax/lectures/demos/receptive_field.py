@@ -2,9 +2,8 @@
 
     python -m transformer_jax demo receptive_field
 
-In a causal layer with window W, a query sees W keys, including its own. So L layers see
-L (W - 1) + 1 inputs. The demonstration counts the inputs x_t for which the gradient of the last
-output is not zero.
+In a causal layer with window W, a query sees W keys, including its own. So L layers see L (W - 1) +
+1 inputs. The demonstration counts the inputs for which the gradient of the last output is not zero.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ FRAME = 5
 
 
 def gradient_norms(config: ModelConfig, length: int, seed: int) -> np.ndarray:  # f32[T]
-    """Return the norm of the last output's gradient by distance to the input, starting at 0."""
+    """Return the norm of the last output's gradient by distance to the input, from 0."""
     model = StreamingEncoder(config, frame_dim=FRAME)
     frames = jax.random.normal(jax.random.key(seed), (1, length, FRAME))  # [B, T, frame_dim]
     params = model.init(jax.random.key(1), frames)

@@ -2,10 +2,10 @@
 
     python -m transformer_jax demo rotations
 
-Left: P[p, 2i] = sin(p w_i), P[p, 2i + 1] = cos(p w_i), w_i = 10000^(-2i/D), with frequencies from
-high to low. Every pair is a point on a circle, so P(t + k) is P(t) rotated by k w_i, for every t.
-Right: the first pair of a query with rotary positions (Su et al. 2021). At positions 0 to 5, the
-vector [1, 0] has the angles 0, 1, 2, ... radians and keeps the length 1.
+Left: P[p, 2i] = sin(p w_i), P[p, 2i + 1] = cos(p w_i), w_i = 10000^(-2i/D), from high to low
+frequencies. Every pair is a point on a circle, so P(t + k) is P(t) rotated by k w_i. Right: the
+first pair of a query with rotary positions (Su et al. 2021). At positions 0 to 5, the vector [1, 0]
+has the angles 0, 1, 2, ... radians and keeps its length of 1.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     python -m transformer_jax demo score_variance
 
-For q and k with independent elements of mean 0 and variance 1, q.k is a sum of d products and has
-variance d; q.k / sqrt(d) has variance 1 (Vaswani et al. 2017, 3.2.1, note 4). Large scores make the
-softmax one-hot, so its entropy and its gradient fall to 0. Uniform weights over S keys have entropy
-ln S.
+If the elements of q and k are independent with mean 0 and variance 1, q.k has variance d, and after
+scaling by 1/sqrt(d) variance 1 (Vaswani et al. 2017, 3.2.1, note 4). Large scores make the softmax
+one-hot, so its entropy and gradient fall to 0. Uniform weights over S keys have entropy ln S.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def measure(d: int, keys: int, scale: float | None) -> tuple[jax.Array, jax.Arra
     query_key, key_key = jax.random.split(jax.random.key(d))
     query = jax.random.normal(query_key, (QUERIES, 1, 1, d))  # [B, T, N, H]
     key = jax.random.normal(key_key, (QUERIES, keys, 1, d))  # [B, S, K, H]
-    one = key[:, :1]  # with a single key, the log-sum-exp is the score itself
+    one = key[:, :1]  # with one key, the log-sum-exp is the score
     _, scores = dot_product_attention(query, one, one, scale=scale, return_lse=True)
     weights = dot_product_attention_weights(query, key, scale=scale)
     entropy = jax.scipy.special.entr(weights).sum(axis=-1)

@@ -1,4 +1,4 @@
-"""Options, tables, pictures and training, shared by the demonstrations."""
+"""Options, tables, pictures and training shared by the demonstrations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INK = "#444444"
 
 
 Options = Mapping[str, tuple[Any, Any]]
-"""Options of a demonstration by name: the default, and the default with --quick."""
+"""Defaults of a demonstration's options by name: the usual one, and that with --quick."""
 
 MEANINGS = {
     "data": "a text file, UTF-8",
@@ -42,7 +42,7 @@ MEANINGS = {
 
 
 def settings(options: Options, out: Path, quick: bool = False, **values: Any) -> Namespace:
-    """Return the arguments of a demonstration: the passed values, otherwise the defaults.
+    """Return the arguments of a demonstration: the passed values, or else the defaults.
 
     Raises:
         ConfigError: for an unknown option, a number that is not positive, or a seed that is too
@@ -76,8 +76,8 @@ def check_least(name: str, value: int, least: int, reason: str) -> None:
 
 
 def halved(largest: int, count: int) -> list[int]:
-    """Return up to `count` increasing lengths that end with `largest`, each half of the next."""
-    # a set, because repeated halving of small lengths gives 1 several times
+    """Return up to `count` increasing lengths, each half of the next, ending with `largest`."""
+    # a set, because halving small lengths gives 1 several times
     return sorted({max(1, largest >> i) for i in range(count)})
 
 
@@ -91,7 +91,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> No
 
 
 def new_figure(columns: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes]]:
-    """Make a figure with a row of empty plots in the style of `plot_losses`."""
+    """Create a figure with a row of empty plots in the style of `plot_losses`."""
     # without pyplot, which keeps every figure and may need a display
     figure = Figure(figsize=(7.0 if columns == 1 else 4.7 * columns, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -138,13 +138,13 @@ def draw_matrix(
 def save_picture(figure: Figure, arguments: Namespace, name: str, text: bool = False) -> Path:
     """Save a figure in the folder and format of the arguments, reproducibly.
 
-    With `text`, an svg stores its labels as text in the reader's fonts instead of as outlines.
+    With `text`, an svg stores its labels as text instead of outlines.
     """
     import matplotlib
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{name}.{arguments.format}"
-    # by default, Matplotlib names clips and markers by a hash with a random salt
+    # Matplotlib's default names of clips and markers have a random salt
     style: Any = {"svg.hashsalt": name, "svg.fonttype": "none" if text else "path"}
     metadata = {"Date": None} if arguments.format == "svg" else {}
     with matplotlib.rc_context(style):
@@ -156,10 +156,10 @@ def save_picture(figure: Figure, arguments: Namespace, name: str, text: bool = F
 
 
 def darkened(svg: str) -> str:
-    """Invert the lightness of a picture but keep its hues: x -> 1 - 0.88 H x.
+    """Invert the lightness of a picture and keep its hues: x -> 1 - 0.88 H x.
 
-    H rotates hues by 180 degrees (`hue-rotate` of the W3C's Filter Effects), which cancels the
-    effect of the inversion on hues. White becomes dark grey, not black.
+    H rotates hues by 180 degrees (`hue-rotate` of the W3C's Filter Effects), which undoes their
+    inversion. White becomes dark gray, not black.
     """
     rows = "0.505 -1.258 -0.127 0 1 -0.375 -0.378 -0.127 0 1 -0.375 -1.258 0.753 0 1 0 0 0 1 0"
     matrix = f'<feColorMatrix values="{rows}"/>'
@@ -175,7 +175,7 @@ def train(
     batches: PyTree,  # arrays [steps, ...]
     learning_rate: float,
 ) -> tuple[PyTree, jax.Array]:  # params, f32[steps]
-    """Minimise loss(params, batch) with Adam, one step per batch; return params and losses.
+    """Minimize loss(params, batch) with Adam, one step per batch; return params and losses.
 
     The learning rate decays to zero along a half cosine.
     """
@@ -194,7 +194,7 @@ def train(
 
 
 def programs_within(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yield the programs inside an equation, such as the body of a loop or of a called function."""
+    """Yield the programs inside an equation, such as the body of a loop or a called function."""
     for value in jax.tree.leaves(list(equation.params.values())):
         inner = getattr(value, "jaxpr", value)
         if isinstance(inner, Jaxpr):

@@ -9,7 +9,7 @@ Frames arrive in chunks of C. L causal layers with window W see R = L (W - 1) + 
     streaming     keep the last W keys and values of each layer: 1 frame per new frame, always
                   correct
 
-The demonstration also counts the query-key products of a head from the masks of the layers.
+The layers' masks give the query-key products per head.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ The measure is the Frobenius norm of the Jacobian d h_T / d x_t by distance T - 
 parameters, averaged over seeds. In an Elman network, each step back multiplies by diag(1 - h^2) U,
 so the norm falls exponentially (Bengio et al. 1994). In an LSTM, the path through the cell
 multiplies by the forget gate f = sigmoid(... + b_f). With b_f = 0, that is about 1/2 per step, so
-the gradient vanishes equally fast; a larger forget bias preserves it (Gers et al. 2000, Jozefowicz
-et al. 2015). The cells are those of `transformer_jax.lectures.recurrent.RecurrentLM`.
+the gradient vanishes as fast; a larger forget bias preserves it (Gers et al. 2000, Jozefowicz et
+al. 2015). The cells are those of `lectures.recurrent.RecurrentLM`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CELLS: dict[str, Callable[[int], nn.RNNCellBase]] = {
     "LSTM, forget bias 1": partial(LSTMCell, forget_bias=1.0),
     "LSTM, forget bias 3": partial(LSTMCell, forget_bias=3.0),
 }
-"""Functions that make the cell of each network for a width."""
+"""Functions that create each network's cell for a width."""
 
 
 def jacobian(
@@ -62,12 +62,12 @@ def jacobian(
 def measure(
     length: int, width: int, seed: int, seeds: int
 ) -> dict[str, np.ndarray]:  # f64[T] of each network
-    """Return the mean norm over seeds for each distance T - t, starting at 0."""
+    """Return the mean norm over seeds for each distance T - t, from 0."""
     norms = {}
     for name, cell in CELLS.items():
         of_key = partial(jacobian, cell(width), length, width)
         keys = jax.random.split(jax.random.key(seed), seeds)
-        # float64, because the squares of the smallest elements underflow in float32
+        # float64, because squares of the smallest elements underflow in float32
         jacobians = np.asarray(jax.jit(jax.vmap(of_key))(keys), np.float64)
         norms[name] = np.sqrt((jacobians**2).sum(axis=(1, 3))).mean(axis=0)[::-1]
     return norms

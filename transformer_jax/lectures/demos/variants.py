@@ -2,14 +2,14 @@
 
     python -m transformer_jax demo variants --data input.txt --steps 300
 
-Each decoder is trained on the first nine tenths of a text with the same number of steps, seeds and
-rows. The byte-pair tokenizer is also trained on this part. The loss is measured on the last tenth.
-The table also shows the parameters and the bytes of a cache of 1024 tokens:
+The decoders and the byte-pair tokenizer are trained on the first nine tenths of a text, each
+decoder with the same steps, seeds and rows. The table shows the loss on the last tenth, the
+parameters, and the bytes of a cache of 1024 tokens:
 
     8 key heads (MHA), 2 (GQA, Ainslie et al. 2023), 1 (MQA, Shazeer 2019); 1 head of the same width
     no norm; separate or shared embedding and output matrices (Press & Wolf 2017)
 
-Without --data, the text is the small grammar of `embeddings`, which is enough only for a test.
+Without --data, the text is the small grammar of `embeddings`, which suffices only for tests.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def held_out_losses(
     for seed in seeds:
         batches = texts[np.random.default_rng(seed).integers(0, len(texts), (steps, 12))]
         params = learn(init_params(config, jax.random.key(seed)), batches)
-        # drop the remainder, because parts of one size share a program; but keep a single part
+        # drop the remainder, because equal parts share a program, but keep a single part
         parts = np.split(held_out, range(32, len(held_out), 32))
         losses = [float(measure(params, rows)) for rows in parts if len(rows) == 32] or [
             float(measure(params, held_out))

@@ -4,8 +4,8 @@
 
 The frames are those of `--task tones`: log energies of noisy tones, one every 16 ms. A tone lasts 4
 to 8 frames, and the encoder labels each frame with its letter or as silence. A causal encoder with
-one layer sees W frames and may answer D frames late: its answer at frame t is for frame t - D. So D
-determines the latency, and W determines the work per frame and the memory of the stream.
+one layer sees W frames and answers D frames late: its answer at frame t is for frame t - D. D
+determines the latency, and W the work per frame and the memory of the stream.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TIME = 1000 * HOP / RATE
 
 
 def sounds(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:  # f32[B, T, 16], i32[B, T]
-    """Return frames of noisy tones and the letter at the centre of each frame; 0 is silence."""
+    """Return frames of noisy tones and the letter at the center of each frame; 0 is silence."""
     random = np.random.default_rng(seed)
     samples = WINDOW + (FRAMES - 1) * HOP
     middles = WINDOW // 2 + HOP * np.arange(FRAMES)
@@ -90,7 +90,7 @@ def examples(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def accuracies(windows: list[int], steps: int, seeds: int) -> np.ndarray:
     """Train an encoder for each window and seed; return accuracies f64[windows, seeds, delays].
 
-    The window is a traced number, so that a single program trains all encoders at once.
+    The window is a traced number, so that one program trains all encoders at once.
     """
     model = build(CONFIG)
 

@@ -7,10 +7,10 @@
     S = Q K^T / sqrt(4)           scores
     A = softmax(S)                weights, one row per query
     O = A V                       output
-    Y = norm(O + P)               positions added again, then normalised
+    Y = norm(O + P)               positions added again, then normalized
 
-The equations are from Vaswani et al. 2017, 3.2.1, and the numbers from the lecture, which adds the
-positions again. That is not a residual connection: a transformer block adds X, Z = norm(O + X).
+The equations are from Vaswani et al. 2017, 3.2.1, and the numbers from the lecture. Adding P again
+is not a residual connection: a transformer block adds X, Z = norm(O + X).
 """
 
 from __future__ import annotations

@@ -98,8 +98,7 @@ class LanguageWindows(TrainingTask):
         return random_starts(config.seed, step, shape, count)
 
     def evaluation(self) -> Iterator[np.ndarray]:  # i32[B] each
-        """Yield starts of `eval_batches` random batches, or of windows that cover the held-out
-        part."""
+        """Yield starts of `eval_batches` random batches, or of windows that cover `data.val`."""
         config, length, size = self.config, self.config.sequence_len, self.config.batch_size
         if config.eval_batches is not None:
             shape, count = (config.eval_batches, size), len(self.data.val) - length
