@@ -1,7 +1,7 @@
 """Training checkpoints and run folders, written atomically.
 
 `checkpoint` stores arrays with checksums, and `run_folder` is the folder that `train.py` writes.
-`pretrained` reads published checkpoints of other libraries.
+For published checkpoints, see `pretrained`.
 """
 
 from transformer_jax.checkpoints.checkpoint import CheckpointError

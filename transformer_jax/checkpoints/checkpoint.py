@@ -7,10 +7,9 @@
         manifest.json   names, dtypes, shapes; size and sha256 of each file, and its own sha256
 
 A save copies the values to the host and returns; a thread writes them to `step-00000500.tmp`. Each
-process writes its shards, reads them back and compares them with the original values. Process 0
-then writes the manifest, syncs the folder to disk and renames it. A `step-N` is therefore always
-complete, and a killed process leaves only a `.tmp`. Nothing in the folder can run code, and the
-hash of each file is checked before use.
+process writes its shards, reads them back and compares them. Process 0 then writes the manifest,
+syncs the folder to disk and renames it. A `step-N` is therefore always complete, and a killed
+process leaves only a `.tmp`. Nothing in the folder can run code, and hashes are checked before use.
 """
 
 from __future__ import annotations
@@ -51,25 +50,25 @@ from transformer_jax.pytree import Array, PyTree
 from transformer_jax.untrusted_files import Json, JsonObject
 
 READ_BACK_BYTES = 2**28
-"""Bytes that are read back at once to verify a save."""
+"""Bytes read back at once to verify a save."""
 
 Check: TypeAlias = Callable[[int, Mapping[str, np.ndarray]], None]
-"""Function of a step and its arrays by name that raises if they must not be saved. A sharded array
-is passed as the shards of this process."""
+"""Function of a step and its arrays by name that raises an error to prevent saving. For a sharded
+array, it receives the shards of this process."""
 
 
 class Saver:
     """Background writer of checkpoints; as a context manager, it waits for the last save.
 
-    Saves are written one at a time: the next `save` waits for the previous one. The next `save`,
-    `wait` or the end of the context raises an error of writing; other checkpoints are not affected.
-    With several processes, all call the same methods and share the folder.
+    Each `save` waits for the previous one. An error in writing is raised by the next `save`, `wait`
+    or the end of the context, and affects no other checkpoint. With several processes, all call the
+    same methods and share the folder.
     """
 
     def __init__(
         self, folder: str | Path, keep: int | None = None, check: Check | None = None
     ) -> None:
-        """Save into `folder`, and after each save `prune` to `keep` checkpoints unless it is None.
+        """Save into `folder`; unless `keep` is None, `prune` to `keep` checkpoints after each save.
 
         `check` is called with the arrays before they are written.
         """
@@ -86,14 +85,14 @@ class Saver:
         try:
             self.wait()
         except Exception:
-            if kind is None:  # otherwise the exception of the context is more important
+            if kind is None:  # otherwise, the context's exception is more important
                 raise
 
     def save(self, step: int, tree: PyTree, metadata: JsonObject | None = None) -> Path:
-        """Start writing `tree` to `folder/step-N`, and return this path.
+        """Start writing `tree` to `folder/step-N`; return this path.
 
-        Leaves are arrays, including PRNG keys, or Python numbers. Their values at the time of the
-        call are saved, even if the caller donates the arrays next. An older `step-N` is replaced.
+        Leaves are arrays, including PRNG keys, or Python numbers. The caller can donate the arrays
+        right after the call. An older `step-N` is replaced.
         """
         self.wait()
         leaves, keys, arrays = list[Leaf](), dict[str, str](), dict[str, Array]()
@@ -132,7 +131,7 @@ class Saver:
         return step_path(self._path, step)
 
     def wait(self) -> None:
-        """Wait until the last save is on disk, and raise its error."""
+        """Wait until the last save is on disk; raise its error, if any."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -174,7 +173,7 @@ class Saver:
                     names = sorted(name for name, is_folder in contents(partial) if not is_folder)
                     files = {name: digest_of(partial / name) for name in names}
                     write_synced(partial / MANIFEST, sealed(content | {"files": files}))
-                    # sync all of the folder before the rename, in case of a crash
+                    # sync the whole folder before the rename, in case of a crash
                     for name, is_folder in contents(partial):
                         if is_folder:
                             sync(partial / name)
@@ -203,13 +202,13 @@ def save(folder: str | Path, step: int, tree: PyTree, metadata: JsonObject | Non
 def restore(path: str | Path, like: PyTree, *, verified: bool = False) -> PyTree:
     """Restore a saved tree, bit for bit, in the structure of `like`.
 
-    `path` is the path of one step, which `save` returned. Leaves of `like` are arrays, numbers or
-    `jax.ShapeDtypeStruct`, and determine the types of the result, regardless of the types that were
-    saved: NumPy array, Python number, or JAX array with the sharding of the `ShapeDtypeStruct`, if
-    any. If `like` has only some of the top-level entries, such as `{"params": ...}`, only their
-    files are read. With `verified`, hashes are not compared again, because `verify` was just
-    called, and each process reads only the shards of its devices. CheckpointError names the damaged
-    file, or the leaves that are missing, unexpected or of a different shape.
+    `path` is the path that `save` returned. Leaves of `like` are arrays, numbers or
+    `jax.ShapeDtypeStruct`, and determine the types of the result, whatever was saved: NumPy array,
+    Python number, or JAX array with the sharding of the `ShapeDtypeStruct`, if any. If `like` has
+    only some of the top-level entries, such as `{"params": ...}`, only their files are read. After
+    a call of `verify`, pass `verified=True` to skip the hashes; each process then reads only the
+    shards of its devices. CheckpointError names the damaged file, or the leaves that are missing,
+    unexpected or of a different shape.
     """
     manifest = read_manifest(path)
     wanted = _named_leaves(like)
@@ -229,7 +228,7 @@ def restore(path: str | Path, like: PyTree, *, verified: bool = False) -> PyTree
                 arrays[leaf.name] = np.zeros(leaf.shape, leaf.numpy_dtype)
                 continue
             if leaf.name in manifest.keys:
-                sharding = None  # keys are wrapped and placed after reading their data
+                sharding = None  # keys are wrapped and placed after their data is read
             if sharding is not None:
                 _check_width(leaf.numpy_dtype)
             requests[leaf.name] = jax.ShapeDtypeStruct(
@@ -270,7 +269,7 @@ def step_path(folder: str | Path, step: int) -> Path:
 
 
 def set_metadata(path: str | Path, **changes: Json) -> None:
-    """Change values in the metadata of a checkpoint; its arrays are not changed."""
+    """Change values in the metadata of a checkpoint, but not its arrays."""
     manifest = Path(path) / MANIFEST
     read_manifest(path)  # raises CheckpointError if it is damaged
     content = json.loads(manifest.read_text())
@@ -309,7 +308,7 @@ def set_aside(folder: Path, step: int) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove the partial checkpoints that a killed process left."""
+    """Remove the partial checkpoints of a killed process."""
     for path in folder.glob("step-*.tmp"):
         shutil.rmtree(path)
 
@@ -334,7 +333,7 @@ def _on_host(array: Array) -> Array:
 
 
 def _shards(arrays: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """Return the arrays of a process; a sharded array as its addressable shards."""
+    """Return the arrays of this process, with its shards of sharded arrays."""
     parts: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
         if isinstance(array, jax.Array):
@@ -383,7 +382,7 @@ _save_numbers = itertools.count()
 
 @contextlib.contextmanager
 def _synchronized(name: str) -> Iterator[None]:
-    """Wait for all processes at the end of the context; an error in one is raised in all."""
+    """Wait for all processes at the end of the context; raise an error of one in all."""
     try:
         yield
     except BaseException as error:
@@ -394,7 +393,7 @@ def _synchronized(name: str) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, after renaming it so that a `step-N` never lacks files."""
+    """Rename, then remove a checkpoint, so that a `step-N` never lacks files."""
     renamed = path.with_name(path.name + ".old.tmp")
     shutil.rmtree(renamed, ignore_errors=True)
     path.rename(renamed)

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: its content and the hashes of its files."""
+"""Manifest of a checkpoint: the leaves and the hashes of the files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPES = {
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, or does not match the tree it is restored into."""
+    """Error: a checkpoint is damaged, or does not match the tree it is restored into."""
 
 
 @value_class
@@ -56,7 +56,7 @@ class Leaf:
 
 @value_class
 class Manifest:
-    """Contents of a checkpoint, after its own checksum has been verified."""
+    """Contents of a checkpoint's manifest, whose checksum was verified."""
 
     path: Path
     step: int
@@ -66,7 +66,7 @@ class Manifest:
     leaves: tuple[Leaf, ...]
     """All leaves, in tree order."""
     keys: Mapping[str, str]
-    """Implementation of each PRNG key, by name; the leaf contains its uint32 key data."""
+    """Implementation of each PRNG key by name; the leaf contains its uint32 key data."""
 
 
 _FILES = Untrusted(CheckpointError)
@@ -80,14 +80,14 @@ def verify(path: str | Path) -> Manifest:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """Read and check the manifest of a checkpoint, without reading the other files."""
+    """Read and check the manifest of a checkpoint, but no other file."""
     path = Path(path)
     file = path / MANIFEST
     text = _read(file, None).decode("utf-8", "replace")
     try:
         content = json.loads(text)
         del content["sha256"]
-        # compare texts instead of contents, which would ignore the order of keys
+        # compare texts: parsed contents would ignore the order of keys
         if text != sealed(content):
             raise ValueError("its checksum is wrong")
         if content["format"] != FORMAT:
@@ -113,7 +113,7 @@ def read_manifest(path: str | Path) -> Manifest:
         groups, folders = {leaf.group for leaf in leaves if 0 not in leaf.shape}, set[str]()
         for name in manifest.files:
             parts = name.split("/")
-            # a leading dot or other characters could lead to a path outside the folder
+            # a leading dot or another character could lead outside the folder
             if len(parts) < 2 or any(not re.fullmatch(r"\w[\w.-]*", p, re.ASCII) for p in parts):
                 raise ValueError(f"file name {name!r} is invalid")
             folders.add(parts[0])

@@ -1,6 +1,6 @@
-"""Named arrays in orbax format, with one writer per process, and a barrier between processes.
+"""Named arrays in orbax format with one writer per process, and a barrier between processes.
 
-Orbax is imported on first use, so that programs that neither save nor restore do not pay for it.
+Orbax is imported on first use, so programs that neither save nor restore do not load it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMEOUT = 600
 """Seconds to wait for other processes."""
 
 LATE_REPORTS = 0.2
-"""Seconds to wait after an error for the reports of TensorStore's other threads."""
+"""Seconds to wait after an error for reports from TensorStore's other threads."""
 
 
 def staged(array: jax.Array) -> jax.Array:
@@ -57,7 +57,7 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> None:
 
 
 def finish(folder: Path) -> None:
-    """Merge the data of all processes; call it in process 0 after all have written."""
+    """Merge the data of all processes; call in process 0 after all have written."""
     with _quiet(), _safe_path(folder) as path:
         _handler().finalize(path)
 
@@ -65,7 +65,7 @@ def finish(folder: Path) -> None:
 def read(
     folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, np.ndarray | jax.Array]:
-    """Read arrays: a JAX array if the request has a sharding, else a NumPy array.
+    """Read arrays: JAX arrays for requests with a sharding, otherwise NumPy arrays.
 
     Each process reads only the shards of its devices. Raises ValueError if the folder lacks an
     array.
@@ -86,7 +86,7 @@ def read(
 
 
 def agree(name: str, error: BaseException | None = None) -> None:
-    """Wait for all processes, and raise an error in each of them if one has an error.
+    """Wait for all processes; if one has an error, raise it in all.
 
     `name` must be unique to this call.
     """
@@ -118,7 +118,7 @@ def _handler() -> PyTreeCheckpointHandler:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress orbax's output about an error, which is also raised.
+    """Suppress orbax's output about an error that is also raised.
 
     Orbax logs the traceback of each thread, and closes its event loops at the first error.
     TensorStore then reports "Event loop is closed" for the other writes, outside Python's threads.

@@ -43,7 +43,7 @@ CONFIG_LIMIT = 2**23
 """Maximum size of config.json, in bytes."""
 
 SOURCES = "-", "python-docs", "shakespeare"
-"""Names of texts that are not files."""
+"""Values of `data` that are not files."""
 
 MAY_CHANGE = frozenset(
     {
@@ -53,12 +53,12 @@ MAY_CHANGE = frozenset(
         "dump_batch",
     }
 )  # fmt: skip
-"""Fields that a resumed run may change. `data` may move, but its content must have the same hash;
-quantities that are counted in it follow."""
+"""Fields that a resumed run can change. `data` can move, but its content must have the same hash;
+`model.nodes` is counted in it."""
 
 
 class RunError(RuntimeError):
-    """A run cannot continue: its folder is in use, or its numbers are not finite."""
+    """Error: a run cannot continue because its folder is in use or its numbers are not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class RunFolder:
         def locate(name: str) -> str:
             if os.path.exists(name) or os.path.isabs(name) != os.path.isabs(config.out):
                 return name
-            # if the file was moved together with the run, its relative path is unchanged
+            # a file that was moved together with the run keeps its relative path
             moved = os.path.abspath(self.path / os.path.relpath(name, config.out))
             return moved if os.path.exists(moved) else name
 
@@ -112,11 +112,11 @@ class RunFolder:
         return self.path / "source_tokenizer.json"
 
     def read_tokenizer(self, sha256: str | None = None) -> Tokenizer:
-        """Read the tokenizer of the run, and check the hash of the file unless it is None."""
+        """Read the tokenizer of the run; check the hash of the file unless it is None."""
         return _read_tokenizer(self.tokenizer_file, sha256)
 
     def read_source_tokenizer(self, sha256: str | None = None) -> Tokenizer | None:
-        """Read the tokenizer for sources; None if it is the same as that of the run."""
+        """Read the tokenizer for sources; None if sources use that of the run."""
         file = self.source_tokenizer_file
         return _read_tokenizer(file, sha256) if file.exists() or sha256 is not None else None
 
@@ -155,7 +155,7 @@ class RunFolder:
         if not self.metrics_file.is_file():
             return []
         found: list[JsonObject | None] = []
-        # text after the last newline is a line that was never finished
+        # text after the last newline is an unfinished line
         for text in self.metrics_file.read_text(errors="replace").split("\n")[:-1]:
             try:
                 line = json.loads(text, parse_constant=lambda _: None)  # NaN is not valid JSON
@@ -197,9 +197,9 @@ def json_text(content: JsonObject, indent: int | None = None) -> str:
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return a config with absolute paths, independent of the working directory.
+    """Return a config with absolute paths, which do not depend on the working directory.
 
-    Names that are not existing paths, such as repositories or built-in texts, are not changed.
+    Other names, such as repositories or built-in texts, are not changed.
     """
 
     def absolute(name: str) -> str:
@@ -217,7 +217,7 @@ def _map_paths(config: TrainConfig, function: Callable[[str], str]) -> TrainConf
             value = getattr(config, name, None)
             if value and value not in SOURCES:
                 whole = changes[name] = function(value)
-                # commas separate prepared folders, but may also be part of a file name
+                # commas separate prepared folders, but can also be part of a file name
                 if "," in value and not os.path.exists(whole):
                     changes[name] = ",".join(map(function, value.split(",")))
         return replace(config, **changes)
@@ -281,7 +281,7 @@ def _build(cls: type[C], content: Json, path: str) -> C:
 
 
 def _build_field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
-    """Return the value of a field: the JSON value, or the config that it describes."""
+    """Return a field's value: the JSON value, or the config that it describes."""
     if dataclasses.is_dataclass(hint):
         return _build(cast(type, hint), value, f"{path}.")
     options = [cls for cls in get_args(hint) if isinstance(cls, type)]
@@ -320,7 +320,7 @@ def _build_field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
 def differences(
     old: TrainConfig, new: TrainConfig, may_change: Collection[str] = MAY_CHANGE
 ) -> list[str]:
-    """Return "key: old -> new" for each changed field that a resumed run may not change."""
+    """Return "key: old -> new" for each changed field that a resumed run cannot change."""
     found = _differences(with_absolute_paths(old), with_absolute_paths(new), "")
     return [line for key, line in found if not {key, key.partition(".")[0]} & set(may_change)]
 

@@ -1,8 +1,7 @@
 """Prepared folders: the tokens of files of any size.
 
 `documents` divides files into chunks and reads their documents, `prepare` writes a folder with
-several processes, and `folder` reads it. `training` makes batches. Text that fits into memory does
-not need a prepared folder.
+several processes, and `folder` reads it. Text that fits in memory does not need one.
 """
 
 from transformer_jax.corpus.folder import Corpus, Part, is_prepared, open_corpus

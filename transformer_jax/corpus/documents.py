@@ -1,7 +1,7 @@
 """Documents of files, read in chunks.
 
-A chunk is a contiguous range of documents of one file, so that several processes can each read one.
-The boundaries of chunks depend only on the file and the chunk size.
+A chunk is a contiguous range of documents of one file, so that processes can read in parallel.
+Chunk boundaries depend only on the file and the chunk size.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ class Input(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Range of documents of a file: bytes, or the row groups of a Parquet file."""
+    """Range of documents of a file: bytes, or row groups of a Parquet file."""
 
     path: str
     format: DocumentFormat
     start: int
     end: int
     bytes: int
-    """Size, for the progress."""
+    """Size in bytes, for progress reports."""
     of: Input
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reader of the documents in chunks."""
+    """Reader of the documents in a chunk."""
 
     field: str
-    """Field or column that contains the document, for JSON lines and Parquet."""
+    """Field or column of the document in JSON lines and Parquet."""
     text_errors: str
-    """strict: DataError for invalid UTF-8; replace: substitute U+FFFD."""
+    """For invalid UTF-8: strict raises DataError; replace substitutes U+FFFD."""
 
     def documents(self, chunk: Chunk) -> Iterator[str]:
         """Yield the nonempty documents. DataError names the file and the position."""
@@ -113,7 +113,7 @@ class Reader:
 
 
 def read_input(path: str) -> Input:
-    """Read a file for its size and hash. Raises DataError if it cannot be read."""
+    """Return the size and hash of a file. Raises DataError if it cannot be read."""
     found, size = hashlib.sha256(), 0
     try:
         with open(path, "rb") as stream:
@@ -128,7 +128,7 @@ def read_input(path: str) -> Input:
 
 
 def cut_file(file: Input, format: DocumentFormat, size: int) -> list[Chunk]:
-    """Divide a file into chunks of about `size` bytes, without cutting a document."""
+    """Divide a file into chunks of about `size` bytes without splitting documents."""
     if format == "parquet":
         groups = open_parquet(file.path).num_row_groups
         each = file.bytes // max(groups, 1)
@@ -165,7 +165,7 @@ def open_parquet(path: str) -> ParquetFile:
         raise DataError(f"{path}: Parquet needs pyarrow: run pip install pyarrow") from None
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except Exception as error:  # the library raises its own, and OSError
+    except Exception as error:  # pyarrow's own exceptions, and OSError
         raise _invalid(path, error) from None
 
 

@@ -6,13 +6,12 @@ r"""Prepared folder: the tokens of a corpus in files, with an index of documents
     train-index.bin    i64: positions of the tokens that end documents
     val-...            the same for the held-out documents
 
-A part is one stream: eos, document, eos, document, eos. Document d is between the tokens
-`index[d]` and `index[d + 1]`, which are eos; it begins with the tokens that its tokenizer adds
-before a text, if any.
+A part is one stream: eos, document, eos, document, eos. Document d is between the eos tokens at
+`index[d]` and `index[d + 1]`; it begins with the tokens that its tokenizer prepends, if any.
 
-Tokens are copied with pread instead of being mapped: if a file is truncated meanwhile, that is an
-error instead of the end of the process (SIGBUS), and the data do not count as memory of the
-process. You can also map the files: `np.memmap(file, "<u2", "r")`.
+Tokens are copied with pread instead of being mapped: truncating a file then raises an error instead
+of killing the process (SIGBUS), and the data does not count as its memory. You can also map the
+files: `np.memmap(file, "<u2", "r")`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from transformer_jax.values import value_class
 
 MANIFEST = "manifest.json"
 PLAN = "prepare.json"
-"""Present while the preparation of a folder is unfinished."""
+"""File that exists until the preparation of a folder is finished."""
 TOKENIZER = "tokenizer.json"
 FORMAT = "transformer_jax tokens, 1"
 PARTS = ("train", "val")
@@ -60,7 +59,7 @@ def shard_file(part: str, number: int) -> str:
 
 @value_class
 class Part:
-    """One part of a prepared folder; threads can share it.
+    """Part of a prepared folder, safe to share between threads.
 
     Attributes:
         folder: the prepared folder.
@@ -70,7 +69,7 @@ class Part:
         characters: the number of characters in all documents, without end tokens.
         shard_tokens: tokens per file; the last file may have fewer.
         dtype: the dtype of tokens in the files.
-        begins: whether tokens added by the tokenizer precede each document, after the previous eos.
+        begins: whether the tokenizer's tokens precede each document, after the previous eos.
     """
 
     folder: Path
@@ -99,7 +98,7 @@ class Part:
 
         Args:
             start: index of the first token.
-            into: receives the tokens `start` to `start + n`.
+            into: array that receives tokens `start` to `start + n`.
 
         Raises:
             DataError: if a file cannot be read, or has become shorter.
@@ -110,7 +109,7 @@ class Part:
             part = into[done : done + self.shard_tokens - at]
             size, offset = part.nbytes, at * self.dtype.itemsize
             try:
-                # unlike read, pread has no file position, which threads would share
+                # unlike read, pread uses no file position, which threads would share
                 found = os.preadv(self._handle(shard), [part.view(np.uint8)], offset)
             except OSError as error:
                 where = self.folder / shard_file(self.name, shard)
@@ -148,7 +147,7 @@ class Corpus:
 
     Attributes:
         path: the folder.
-        sha256: the hash of the manifest, which contains the hash of each file.
+        sha256: the hash of the manifest, which contains each file's hash.
         tokenizer: the tokenizer of the corpus.
         train: the training part.
         val: the held-out part.
@@ -163,9 +162,9 @@ class Corpus:
     files: Mapping[str, FileDigest]
 
     def check(self, vocab_size: int | None = None) -> None:
-        """Read each file and raise DataError for the first that differs from the manifest.
+        """Raise DataError for the first file that differs from the manifest; read all files.
 
-        Ids must be below `vocab_size`; None is the vocabulary size of the tokenizer.
+        Ids must be below `vocab_size`; None is the tokenizer's.
         """
         limit = self.tokenizer.vocab_size if vocab_size is None else vocab_size
         dtype = self.train.dtype
@@ -184,16 +183,16 @@ class Corpus:
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether a folder is a prepared one, even if its preparation is unfinished."""
+    """Whether a folder is a prepared folder, possibly unfinished."""
     folder = Path(path)
     complete = (folder / MANIFEST).is_file() and (folder / TOKENIZER).is_file()
     return complete or (folder / PLAN).is_file()
 
 
 def prepared_folders(data: str) -> tuple[str, ...]:
-    """Return the prepared folders that `TrainConfig.data` names; empty if it names a text.
+    """Return the prepared folders that `TrainConfig.data` names, or () if it names a text.
 
-    Several names are separated by commas. Raises DataError if only some are prepared folders.
+    Commas separate names. Raises DataError if only some are prepared folders.
     """
     if is_prepared(data):
         return (data,)
@@ -258,7 +257,7 @@ def end_id(tokenizer: Tokenizer) -> int:
 def scan_file(
     file: Path, look: Callable[[np.ndarray], None] | None = None, dtype: np.dtype | None = None
 ) -> FileDigest:
-    """Return the size and the hash of a file; `look` receives its tokens in blocks."""
+    """Return the size and hash of a file; `look` receives its tokens in blocks."""
     found, size = hashlib.sha256(), 0
     try:
         with open(file, "rb", buffering=0) as stream:

@@ -1,14 +1,14 @@
-"""Preparation of a folder: several processes read documents, one appends their tokens in order.
+"""Preparation of a folder: several processes encode documents, one appends their tokens in order.
 
 The result depends only on the files and the settings, not on the number of processes or on
-interruptions. During preparation the folder also contains:
+interruptions. During preparation, the folder also contains:
 
     prepare.json    the settings, and the size and sha256 of each input file
     progress.json   the number of chunks already written, and the resulting lengths of the files
     lock            locked by the process that is writing
 
-When you run the command again, data after the lengths in `progress.json` are discarded. The
-manifest is written last, and a folder without a manifest is not read.
+When you run the command again, data past the lengths in `progress.json` is discarded. The manifest
+is written last; a folder without one is not read.
 """
 
 from __future__ import annotations
@@ -109,16 +109,16 @@ def prepare(
     report: Report = lambda progress: None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Corpus:
-    """Write a folder of tokens, or continue an interrupted preparation, and return it opened.
+    """Write a folder of tokens, or resume an interrupted preparation; return the opened folder.
 
     Args:
         config: the files, their format and the tokenizer.
         out: the folder to write.
-        tokenizer: required if `config.tokenizer` is not one that is trained here.
-        workers: the number of processes. With more than one, the main module of the calling program
-            must be importable.
+        tokenizer: required unless `config.tokenizer` is trained here.
+        workers: the number of processes. More than one requires that the calling program's main
+            module is importable.
         report: called with the progress.
-        chunk_bytes: the approximate size of the chunks that files are divided into.
+        chunk_bytes: the approximate size of a chunk.
 
     Raises:
         ConfigError: if the tokenizer is missing or superfluous, or `out` cannot be created.
@@ -148,9 +148,7 @@ def prepare(
                 work.finish(plan)
             except _ResumableDataError:
                 raise
-            except (
-                DataError
-            ):  # these files and settings can never succeed, so remove what was written
+            except DataError:  # these files and settings can never succeed, so remove the output
                 for file in folder.iterdir():
                     if file.name != "lock":
                         file.unlink()
@@ -165,7 +163,7 @@ class _ResumableDataError(DataError):
 
 
 class _EncodedChunk(NamedTuple):
-    """Tokens of the documents of a chunk in one part, each followed by its end token."""
+    """Tokens of a chunk's documents in one part, each followed by its end token."""
 
     tokens: np.ndarray  # dtype[n]
     ends: np.ndarray  # i64[documents]: positions of the end tokens
@@ -210,7 +208,7 @@ class _Encoder:
 
 
 def part_of(text: str, val_fraction: float) -> str:
-    """Return the part of a text by its hash, so that equal texts are never in both parts."""
+    """Return the part of a text by its hash, so that equal texts are in the same part."""
     return "val" if _hash(text) < val_fraction * 2**64 else "train"
 
 
@@ -233,7 +231,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _letters(reader: Reader, chunk: Chunk) -> frozenset[str]:
-    """Return the set of characters of a chunk."""
+    """Return the set of characters in a chunk."""
     return frozenset("".join({letter for text in reader.documents(chunk) for letter in text}))
 
 
@@ -292,7 +290,7 @@ class _Preparation:
         return BPETokenizer.train(text, config.bpe_vocab_size)
 
     def _split_error(self) -> DataError:
-        """Return an error for documents that are all in one part; it suggests a fraction."""
+        """Return an error that all documents are in one part; it suggests a fraction."""
         lists = self.pool.map(partial(_hashes, self.reader), self.chunks)
         hashes = [value for part in lists for value in part]
         if not hashes:
@@ -376,7 +374,7 @@ class _PartWriter:
         self._index: BinaryIO | None = None
 
     def resume(self, recorded: dict[str, int] | None) -> None:
-        """Truncate the files to their recorded lengths; None starts from the beginning."""
+        """Truncate the files to their recorded lengths; None starts over."""
         counts = recorded or {"tokens": 0, "documents": 0, "characters": 0}
         self.tokens, self.documents = counts["tokens"], counts["documents"]
         self.characters = counts["characters"]
@@ -448,7 +446,7 @@ class _PartWriter:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Close the files. Errors are ignored: data lost on a full disk are not recorded."""
+        """Close the files; ignore errors, because data lost on a full disk is not recorded."""
         for stream in (self._shard and self._shard[1], self._index):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -497,8 +495,8 @@ class _WorkerPool:
 
 
 def _start_worker() -> None:
-    """Ignore Ctrl-C in a worker, and end the worker when its parent ends for any reason."""
-    # Ctrl-C reaches all processes of a terminal; the parent then ends the workers
+    """Ignore Ctrl-C in a worker, and end it when its parent ends for any reason."""
+    # Ctrl-C reaches all processes of a terminal; the parent ends the workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # otherwise each worker would start one thread per core
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -515,7 +513,7 @@ def _start_worker() -> None:
 def _reporting(
     phase: str, found: Iterable[Found], sizes: Sequence[int], report: Report
 ) -> Iterator[Found]:
-    """Yield the results, one for each of `sizes`, and report the bytes so far."""
+    """Yield the results, one for each of `sizes`; report the bytes so far."""
     done = 0
     for size, result in zip(sizes, found, strict=True):
         done += size
@@ -530,7 +528,7 @@ def _sizes(chunks: Sequence[Chunk]) -> list[int]:
 def _plan(
     config: PrepareConfig, inputs: list[Input], tokenizer: Tokenizer | None, chunk_bytes: int
 ) -> JsonObject:
-    """Return the JSON that determines the content of the folder: settings and inputs."""
+    """Return the settings and inputs, which determine the content of the folder."""
     settings = dataclasses.asdict(config) | {"chunk_bytes": chunk_bytes}
     if tokenizer is not None:
         text = tokenizer.to_json().encode("utf-8", "surrogatepass")
@@ -542,7 +540,7 @@ def _plan(
 
 
 def _claim(folder: Path, plan: JsonObject) -> None:
-    """Write the plan, or compare it with the plan of a folder that was started before."""
+    """Write the plan, or compare it with that of an existing folder."""
     stored = _read_json(folder / MANIFEST) or _read_json(folder / PLAN)
     if stored is None:
         if {entry.name for entry in folder.iterdir()} - {"lock", f"{PLAN}.tmp"}:
@@ -603,5 +601,5 @@ def _locked_folder(folder: Path) -> Iterator[None]:
         with locked(folder, lambda owner: DataError(f"{folder}: process {owner} is preparing it")):
             yield
     finally:
-        with contextlib.suppress(OSError):  # fails on purpose unless the folder is empty
+        with contextlib.suppress(OSError):  # fails unless the folder is empty
             folder.rmdir()

@@ -1,7 +1,7 @@
 """Conversion between the config.json of a published checkpoint and `ModelConfig`.
 
 A family (in `families`) lists the keys and their meaning. This module finds the family, rejects
-unread keys, and reads back each config that it writes, so a config is saved exactly or not at all.
+unread keys, and reads back each config that it writes: a config is saved exactly or not at all.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from transformer_jax.pretrained.safetensors_folder import CONFIG
 from transformer_jax.untrusted_files import JsonObject
 
 RUNTIME_FIELDS = ("dtype", "remat", "scan_layers", "implementation", "init_std")
-"""Fields of a config that config.json does not store: how a model runs or was initialised."""
+"""Fields that config.json does not store: how a model runs or was initialized."""
 
 OVERRIDABLE_FIELDS = frozenset(
     {*RUNTIME_FIELDS, "dropout", "attention_dropout"} - {"init_std"}
 )  # fmt: skip
-"""Fields that you can change while the parameters of a checkpoint stay valid."""
+"""Fields that you can change without invalidating the parameters of a checkpoint."""
 
 UNSUPPORTED_HEADS = ("ForMultipleChoice",)
-"""Suffixes of `architectures` whose tensor names may collide with those of a supported head."""
+"""Suffixes of `architectures` whose tensor names can collide with those of a supported head."""
 
 _LATENT = "its multi-head latent attention is not in this library"
 WITHOUT_PARTS = dict.fromkeys(
     ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "minicpm3"), _LATENT
 ) | dict.fromkeys(("deberta", "deberta-v2"), "its disentangled attention is not in this library")
-"""Unsupported values of `model_type` that users request, with the missing part."""
+"""Unsupported values of `model_type` that users try, with the missing feature."""
 
 
 def family_of(content: JsonObject, where: str) -> Family:
@@ -47,7 +47,7 @@ def family_of(content: JsonObject, where: str) -> Family:
 
 
 def read_config(content: JsonObject, tensors: Iterable[str], where: str) -> ModelConfig:
-    """Return the config described by a config.json, in a folder with tensors of these names.
+    """Return the config described by a config.json whose folder has tensors of these names.
 
     ConfigError names `where`, the key, and its value if the key is unknown, has the wrong type, or
     would change the numbers in an unsupported way.
@@ -58,7 +58,7 @@ def read_config(content: JsonObject, tensors: Iterable[str], where: str) -> Mode
 def read_keys(
     content: JsonObject, tensors: Iterable[str], where: str
 ) -> tuple[ModelConfig, ConfigKeys]:
-    """Return the config and the keys, which record whether they were read."""
+    """Return the config, and the keys, which record which of them were read."""
     family, names = family_of(content, where), frozenset(tensors)
     counting = DEPTH_KEYS - EXPERT_KEYS if family.joined_experts else DEPTH_KEYS
     keys = ConfigKeys(content, where, family.name, names, counting)
@@ -85,11 +85,11 @@ def read_keys(
 def write_config(family: Family, config: ModelConfig) -> JsonObject:
     """Return the keys of config.json that describe a config.
 
-    ConfigError names the fields that the family cannot express: the keys are read back, and every
-    field except `RUNTIME_FIELDS` must have the same meaning.
+    ConfigError names the fields that the family cannot express: read back, every field except
+    `RUNTIME_FIELDS` must have the same meaning.
     """
     rope = config.positions
-    if isinstance(rope, Rope) and rope.length is not None:  # a runtime setting as well
+    if isinstance(rope, Rope) and rope.length is not None:  # also a runtime setting
         rope = dataclasses.replace(rope, length=None)
         config = dataclasses.replace(config, positions=rope, max_len=rope.original_len or 1)
     if not config.ff_dim:
@@ -157,7 +157,7 @@ def table_names(family: Family, config: ModelConfig) -> frozenset[str]:
 
 
 def _unrotated(family: Family, config: ModelConfig) -> str | None:
-    """Return an error if the config rotates part of each head but transformers rotates all."""
+    """Return an error message if transformers would rotate all of each head instead of a part."""
     rope, width = config.positions, config.key_dim
     if not isinstance(rope, Rope) or rope.dims in (None, width) or family.rotates_parts:
         return None

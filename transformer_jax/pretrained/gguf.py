@@ -1,4 +1,4 @@
-"""GGUF files presented as the checkpoint folder they were converted from, for the families to read.
+"""GGUF files, presented to the families as the checkpoint folders they were converted from.
 
 llama.cpp's converter renames the keys and tensors of a Hugging Face folder. It also changes some
 tensors; reading a tensor undoes the change:
@@ -38,7 +38,7 @@ from transformer_jax.untrusted_files import MISSING, Json, JsonObject, ObjectKey
 from transformer_jax.values import value_class
 
 Change = Callable[[np.ndarray], np.ndarray]
-"""A function that undoes the converter's change to a tensor."""
+"""Function that undoes the converter's change to a tensor."""
 
 
 @value_class
@@ -46,9 +46,9 @@ class GgufModel(WeightFolder):
     """Opened GGUF file that behaves like a folder with a config.json and tensors."""
 
     gguf: GgufFile = field(repr=False)
-    """The file, whose metadata also defines the tokenizer."""
+    """File whose metadata also defines the tokenizer."""
     sources: Mapping[str, _Source] = field(repr=False)
-    """The source of each tensor, by the folder's name."""
+    """Source of each tensor, by its name in the folder."""
 
     @property
     def where(self) -> str:
@@ -82,7 +82,7 @@ class GgufModel(WeightFolder):
 
 @dataclass(frozen=True)
 class _Source:
-    """Location of a folder's tensor: a tensor of the file, or a slice along its first axis."""
+    """Location of a folder's tensor: a tensor of the file, or a slice of its first axis."""
 
     tensor: str
     part: int | None = None
@@ -92,7 +92,7 @@ class _Source:
 
 
 def open_gguf_model(path: str | Path) -> GgufModel:
-    """Check a file and map each of its tensors to the folder's name, without reading any tensor.
+    """Check a file and map its tensors to the folder's names, without reading any tensor.
 
     CheckpointError names a tensor, and ConfigError a key, that the architecture does not have.
     """
@@ -186,7 +186,7 @@ def _placed(
 
 
 class _Keys(ConfigKeys):
-    """Keys of an architecture in the metadata, plus the tensors that belong to the config."""
+    """Metadata keys of an architecture, plus the tensors that belong to the config."""
 
     def __init__(self, file: GgufFile, prefix: str) -> None:
         super().__init__(file.metadata, str(file.path), "gguf", prefix=prefix)
@@ -225,7 +225,7 @@ class _Keys(ConfigKeys):
         return self.file.read(tensor).reshape(-1)
 
     def vocab_size(self) -> int:
-        """Return the rows of the embeddings, after checking their columns against the key."""
+        """Return the number of embedding rows, after checking their width against the key."""
         # The table defines the vocabulary size; taking the key marks it as read.
         self.take("vocab_size", None)
         found = self.file.tensors.get("token_embd.weight")
@@ -259,7 +259,7 @@ class _Names:
     )  # fmt: skip
     block: str = "model.layers"
     rotated: tuple[str, ...] = ()
-    """Tensors whose rows interleave the two halves of a head, because ggml rotates neighbours."""
+    """Tensors whose rows interleave the two halves of a head, because ggml rotates neighbors."""
     offset_norms: bool = False
     transposed: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
@@ -408,7 +408,7 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
                 num_experts_per_tok=keys.integer("expert_used_count"),
                 moe_intermediate_size=keys.integer("expert_feed_forward_length"),
             )
-            # No key specifies whether the weights of a token's experts are normalised.
+            # No key specifies whether the weights of a token's experts are normalized.
             config["norm_topk_prob"] = architecture == "qwen3moe"
             names = expert_names("mlp", "gate_proj", "up_proj", "down_proj")
             if architecture == "qwen3moe":

@@ -3,12 +3,12 @@
     "GGUF", version, counts of tensors and keys
     key, type, value                   for each key; a value may be a list, such as the vocabulary
     name, sizes, type, offset          for each tensor
-    bytes of the tensors               quantised types: blocks of 32 or 256 numbers share scales
+    bytes of the tensors               quantized types: blocks of 32 or 256 numbers share scales
 
 The format is defined by ggml's docs/gguf.md; versions 2 and 3, little-endian, are supported. Files
-are untrusted: each length is compared with the remaining bytes of the file before anything is
-allocated. The package `gguf` defines the types and dequantises blocks. Its own reader is not used
-because it trusts the lengths and takes ten seconds for 100,000 strings. Files are not mapped.
+are untrusted: each length is compared with the remaining bytes before anything is allocated. The
+package `gguf` defines the types and dequantizes blocks. Its reader is not used because it trusts
+the lengths and takes ten seconds for 100,000 strings. Files are not mapped.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ NAME_LIMIT = 256
 RANK_LIMIT = 4
 """Maximum number of axes of a tensor, as in ggml."""
 CHUNK = 2**22
-"""Numbers to dequantise at a time."""
+"""Numbers to dequantize at a time."""
 
 _FILES = Untrusted(CheckpointError)
 _SCALARS = dict(zip(range(8), "BbHhIif?", strict=True)) | dict(
     zip((10, 11, 12), "Qqd", strict=True)
 )
-"""Maps the code of a value's type to the format of `struct`; 8 is a string and 9 a list."""
+"""Formats of `struct` by type code; 8 is a string and 9 a list."""
 _TEXT, _LIST = 8, 9
 _PLAIN = {
     "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16),
@@ -62,7 +62,7 @@ class GgufTensor:
     kind: str
     """ggml's name of the type, such as "Q4_K"."""
     shape: tuple[int, ...]
-    """In NumPy's order, with the contiguous axis last; the file stores it first."""
+    """Axes in NumPy's order, with the contiguous one last; the file lists it first."""
     start: int
     """Offset of the first byte in the file."""
     row_bytes: int
@@ -78,9 +78,9 @@ class GgufFile:
     """Values by key. A float32 is stored as the shortest decimal that rounds to it, which is the
     value in the original config. Lists are lists of strings, or arrays."""
     tensors: Mapping[str, GgufTensor]
-    """In the order of the file."""
+    """Tensors by name, in the order of the file."""
     stamp: tuple[int, ...] = field(repr=False)
-    """Identity of the file when it was opened; `read` fails if the file changed since then."""
+    """Identity of the file when it was opened; `read` fails if it has changed."""
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:
         """Read a tensor, or a slice along its first axis.
@@ -100,7 +100,7 @@ class GgufFile:
                 _fill(stream, flat.view(np.uint8), self.path)
                 return flat.reshape(shape)
             numbers = np.empty((rows, shape[-1]), np.float32)
-            # In chunks, so that the raw bytes and all numbers are not in memory together.
+            # In chunks, so that memory never holds all raw bytes and all numbers.
             step = max(1, CHUNK // shape[-1])
             for first in range(0, rows, step):
                 raw = np.empty((min(step, rows - first), found.row_bytes), np.uint8)
@@ -129,7 +129,7 @@ def open_gguf(path: str | Path) -> GgufFile:
         header = _Header(path, stream)
         if header.take(4) != b"GGUF":
             raise CheckpointError(f"{path}: not a GGUF file")
-        # Only now require the package: an invalid file is reported even without it.
+        # An invalid file is reported even without the package.
         _library()
         version = header.number("I")
         if version not in (2, 3):
@@ -234,7 +234,7 @@ def _located(
         kind = library.GGMLQuantizationType(code)
         block, block_bytes = library.GGML_QUANT_SIZES[kind]
         if kind.name not in _PLAIN:
-            # The package knows the sizes of types that it cannot dequantise: try a block of zeros.
+            # The package knows the sizes of types that it cannot dequantize: try a block of zeros.
             _dequantise(np.zeros((1, block_bytes), np.uint8), kind.name)
     except (ValueError, KeyError):
         raise CheckpointError(f"{where} has the unknown type {code}") from None
@@ -256,7 +256,7 @@ def _located(
 
 
 def _dequantise(raw: np.ndarray, kind: str) -> np.ndarray:
-    """Return the float32 values of rows of quantised bytes."""
+    """Return the float32 values of rows of quantized bytes."""
     library = _library()
     with np.errstate(all="ignore"):  # scales that are NaN or inf are kept
         return library.quants.dequantize(raw, library.GGMLQuantizationType[kind])

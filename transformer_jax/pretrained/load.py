@@ -1,7 +1,7 @@
 """Loading of published checkpoints: Hugging Face folders (config.json, safetensors) and GGUF files.
 
 A family (in `families`) defines the meaning of config.json and the location of each parameter. This
-module converts the tensors of the files to parameters, one at a time. No code of a checkpoint runs.
+module converts tensors to parameters, one at a time. No code of a checkpoint runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.pytree import Params, PyTree
 
 Shardings = jax.sharding.Sharding | Mapping[str, PyTree] | None
-"""One sharding for all parameters, a nested mapping with one per parameter, or JAX's default."""
+"""One sharding for all parameters, a nested mapping with one for each, or JAX's default."""
 
 
 @known_keywords
@@ -46,15 +46,15 @@ def load_pretrained(
     max_len: int | None = None,
     revision: str | None = None,
 ) -> tuple[ModelConfig, Params]:
-    """Load the config and the parameters of a published checkpoint; run them with `build(config)`.
+    """Load the config and the parameters of a published checkpoint, one tensor at a time.
 
-    Reads one tensor at a time.
+    `build(config)` returns the model that runs them.
 
     Args:
         path_or_id: a folder, a GGUF file (requires the package `gguf`), or a repository ID of the
             Hugging Face Hub, "ORG/NAME" (requires the package `huggingface_hub`).
         dtype: float32, bfloat16, or float16, for the parameters and the computation; None keeps the
-            dtype of the file, with float32 for quantised tensors of a GGUF file.
+            dtype of the file, with float32 for quantized tensors of a GGUF file.
         sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them that matches the
             parameters; None is JAX's default.
         scan_layers: stack the layers, for a model that uses `lax.scan`.
@@ -78,8 +78,7 @@ def load_pretrained(
         if isinstance(config.positions, Learned) and max_len != config.max_len:
             rule = f"the table of learned positions has {config.max_len} rows"
             raise ConfigError(f"max_len is {max_len}: {rule}")
-        # These scalings depend on the sequence length. With a fixed length the angles never
-        # change, so cached keys stay valid.
+        # With a fixed length, the angles never change, so cached keys stay valid.
         positions = config.positions
         if isinstance(positions, Rope) and positions.scaling in ("dynamic", "longrope"):
             positions = dataclasses.replace(positions, length=max_len)
@@ -154,7 +153,7 @@ def _opened(path_or_id: str | Path, revision: str | None) -> tuple[ModelConfig, 
 def _dtype_name(dtype: jax.typing.DTypeLike) -> DType:
     """Return the name of a dtype: "bfloat16" for that string or for `jnp.bfloat16`."""
     name: Any = dtype
-    # NumPy raises for an invalid dtype; the error below lists the choices instead.
+    # NumPy raises for an invalid dtype; instead, the error below lists the choices.
     with contextlib.suppress(TypeError):
         name = np.dtype(dtype).name
     if name not in DTYPES:

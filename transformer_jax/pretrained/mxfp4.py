@@ -1,4 +1,4 @@
-"""Folders of MXFP4 weights, the format of gpt-oss, presented as folders of bfloat16 weights.
+"""Folders of MXFP4 weights (the format of gpt-oss), presented as folders of bfloat16 weights.
 
 A matrix NAME is stored as two uint8 tensors, NAME_blocks [..., rows, G, 16] and NAME_scales [...,
 rows, G]. Each byte contains two 4-bit numbers, the lower half first, and 32 numbers share the scale
@@ -74,8 +74,8 @@ def dequantise(
     blocks: np.ndarray,  # u8[..., rows, G, 16]
     scales: np.ndarray,  # u8[..., rows, G]
 ) -> np.ndarray:  # bf16[..., 32 G, rows]
-    """Return the values of a matrix, or of a stack of one matrix per expert."""
-    if blocks.ndim > 3:  # one expert at a time: the f32 intermediate is twice the size
+    """Return the values of a matrix, or of a stack with one matrix per expert."""
+    if blocks.ndim > 3:  # one expert at a time: float32 intermediates are twice as large
         return np.stack([dequantise(*one) for one in zip(blocks, scales, strict=True)])
     scale = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     numbers = (_PAIRS[blocks] * scale[..., None, None]).astype(jnp.bfloat16)

@@ -42,7 +42,7 @@ Names = Mapping[str, Sequence[str]]
 
 
 class InterleavedKernels(tuple[str, ...]):
-    """Kernels of one weight whose outputs are interleaved, in `runs` runs with a part of each."""
+    """Kernels of one weight with interleaved outputs: each of `runs` runs has a part of each."""
 
     runs: int
     renamed_by: str
@@ -50,16 +50,16 @@ class InterleavedKernels(tuple[str, ...]):
     def __new__(
         cls, names: Iterable[str], runs: int = 1, renamed_by: str = ""
     ) -> InterleavedKernels:
-        """Take the paths in the order within a run, and the number of runs.
+        """Store the paths, in their order within a run, and the number of runs.
 
-        `renamed_by` is a family whose module names in transformers differ from its tensor names.
+        `renamed_by` names a family whose module names in transformers differ from its tensor names.
         """
         made = super().__new__(cls, names)
         made.runs, made.renamed_by = runs, renamed_by
         return made
 
     def rows(self, widths: Sequence[int]) -> np.ndarray:
-        """Return, for each row of the weight, its row in the concatenation of the kernels."""
+        """Return the row of the concatenated kernels for each row of the weight."""
         ends = np.cumsum(widths)
         parts = [np.arange(end - width, end) for width, end in zip(widths, ends, strict=True)]
         return np.concatenate([x.reshape(self.runs, -1) for x in parts], axis=1).reshape(-1)
@@ -102,9 +102,9 @@ def save_lora(
 ) -> LoraConfig:
     """Write adapters, in f32, as a folder that PEFT can load, and return the config as written.
 
-    A weight that contains several kernels of this library has a single A in PEFT. If the kernels'
-    matrices A differ, they are stacked, which is exact: A is [A_1; A_2], B is block diagonal, and
-    rank and alpha grow by the same factor. All other adapters are padded with zeros to that rank.
+    A weight that contains several kernels has a single A in PEFT. If the kernels' matrices A
+    differ, they are stacked, which is exact: A is [A_1; A_2], B is block diagonal, and rank and
+    alpha grow by the same factor. The other adapters are padded with zeros to that rank.
 
     Args:
         path: the folder; other files in it are kept.
@@ -116,8 +116,8 @@ def save_lora(
             the order of its outputs.
         base_model: the base model to record in the folder, such as the ID of a repository.
         task_type: the task type in PEFT, such as "CAUSAL_LM" or "SEQ_2_SEQ_LM".
-        fan_in_fan_out: True for models with `Conv1D` layers (GPT-2), as PEFT requires.
-        overwrite: replace an adapter that the folder already contains.
+        fan_in_fan_out: whether layers are `Conv1D` (GPT-2), as PEFT requires.
+        overwrite: whether to replace an adapter that the folder already contains.
 
     Raises:
         CheckpointError: if the folder contains an adapter and `overwrite` is False.
@@ -192,7 +192,7 @@ def save_lora(
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    # In a new folder the config is written last, so an incomplete folder cannot be loaded.
+    # The config is written last, so an incomplete new folder cannot be loaded.
     partial = folder / (TENSORS + ".tmp")
     try:
         save_file(tensors, partial, metadata={"format": "pt"})
@@ -221,7 +221,7 @@ def load_lora(
     Raises:
         CheckpointError: if a file or key is corrupt, does not fit the parameters, or requires an
             unsupported feature: DoRA, trained biases or whole modules, a rank or alpha per module,
-            initialisations that change the base weights (PiSSA, ...), and adapters of embeddings.
+            initializations that change the base weights (PiSSA, ...), and adapters of embeddings.
         ValueError: if `names` does not fit the parameters.
     """
     check_path("path", path)
@@ -267,7 +267,7 @@ def _modules(names: Names, found: Matrices) -> dict[str, InterleavedKernels]:
 
 
 def _joined(parts: Sequence[Mapping[str, Array] | None], widths: list[int], rank: int) -> Pair:
-    """Join the adapters of a weight's kernels; r is the rank if all kernels have the same A."""
+    """Join the adapters of a weight's kernels; the rank stays r if they all have the same A."""
     arrays = [None if x is None else (np.asarray(x["a"]), np.asarray(x["b"])) for x in parts]
     present = [x for x in arrays if x is not None]
     shared = all(np.array_equal(a, present[0][0]) for a, _ in present)
@@ -361,12 +361,12 @@ def _targeted(file: Path, content: JsonObject, modules: list[str]) -> set[str] |
         listed = isinstance(items, list) and all(type(item) is kind for item in items)
         if not (items is None or listed or (kind is str and isinstance(items, str))):
             raise CheckpointError(f"{file}: {key}: must be a list of {kind.__name__}")
-    # An untrusted pattern could run forever, so it is not evaluated.
+    # Matching an untrusted pattern could run forever.
     if not isinstance(targets, list) or isinstance(without, str):
         return None
     chosen = set(_matching(targets, modules)) - set(_matching(without or [], modules))
     if layers:
-        # PEFT's own rule for the layer of a module is greedy: it takes the last such number.
+        # PEFT's rule for a module's layer is greedy: it takes the last such number.
         number = {m: re.match(r".*\.[^.]*\.(\d+)\.", m) for m in chosen}
         chosen = {module for module, n in number.items() if n and int(n[1]) in layers}
     return chosen

@@ -4,10 +4,10 @@
     model.safetensors                  or model-00001-of-00003.safetensors, ... and then
     model.safetensors.index.json       the file of every tensor
 
-Folders are untrusted. Sizes are compared before anything is allocated, and names before anything
-is opened. The `safetensors` package reads tensors with `pread`: each tensor has its own memory, no
-file is mapped, and a file that is truncated during the read raises an error instead of SIGBUS.
-There is no fallback loader. Corrupted values are not detected because safetensors has no checksum.
+Folders are untrusted. Sizes are compared before anything is allocated, and names before anything is
+opened. The `safetensors` package reads tensors with `pread`: each tensor has its own memory, and a
+file that is truncated during the read raises an error instead of SIGBUS. Corrupted values are not
+detected because safetensors has no checksum.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from transformer_jax.values import value_class
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
-"""Written by PEFT instead of CONFIG."""
+"""File that PEFT writes instead of CONFIG."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -53,8 +53,7 @@ HEADER_VALUES = 2**20
 RANK_LIMIT = 32
 """Maximum number of axes of a tensor."""
 SHARD_BYTES = 5 * 10**9
-"""Maximum size in bytes of each file that is written: the default of huggingface_hub, a tenth of
-that of transformers 5."""
+"""Maximum size of a written file in bytes: huggingface_hub's default."""
 
 _FILES = Untrusted(CheckpointError)
 
@@ -81,7 +80,7 @@ class TensorInfo:
 
     file: str
     dtype: str
-    """The name in NumPy or ml_dtypes: "float32", "bfloat16"."""
+    """Name in NumPy or ml_dtypes: "float32", "bfloat16"."""
     shape: tuple[int, ...]
 
 
@@ -95,7 +94,7 @@ class WeightFolder:
     tensors: Mapping[str, TensorInfo]
     """All tensors by name, in the order of the files and of the bytes in each file."""
     stamps: Mapping[str, tuple[int, ...]] = field(repr=False)
-    """Identity of each file when the folder was opened; reading fails if a file changed since."""
+    """Identity of each file when the folder was opened; reading fails if it has changed."""
 
     @property
     def where(self) -> str:
@@ -109,20 +108,20 @@ class WeightFolder:
     def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield tensors one at a time, file by file, in the order of `names` within each file.
 
-        Only one tensor is in memory if the caller drops each before requesting the next.
+        Memory holds only one tensor if the caller drops each before requesting the next.
         """
         files: dict[str, list[str]] = {}
         for name in dict.fromkeys(names):
             if name not in self.tensors:
                 raise CheckpointError(f"{self.path}: there is no tensor {shown(name)}")
             files.setdefault(self.tensors[name].file, []).append(name)
-        # Unlike the variable of a generator, chain keeps no reference to the yielded tensor.
+        # Unlike a generator's variable, chain keeps no reference to the yielded tensor.
         return itertools.chain.from_iterable(itertools.starmap(self._read, files.items()))
 
     def file(self, name: str) -> Path | None:
         """Return the path of a file such as "1_Pooling/config.json", or None if it does not exist.
 
-        CheckpointError if the name or a link leads outside the folder.
+        Raises CheckpointError if the name or a link leads outside the folder.
         """
         return _FILES.inside(self.path, name) if _FILES.there(self.path, name) else None
 
@@ -145,7 +144,7 @@ class WeightFolder:
                 yield name, self._tensor(path, reader, name)
 
     def _tensor(self, path: Path, reader: Any, name: str) -> np.ndarray:
-        # A separate function, since a local variable of the generator would keep the tensor alive.
+        # A separate function, because a generator's local variable would keep the tensor alive.
         info = self.tensors[name]
         try:
             array = reader.get_tensor(name)
@@ -168,7 +167,7 @@ def open_folder(path_or_id: str | Path, *, revision: str | None = None) -> Weigh
     CheckpointError names the file, and the invalid tensor if there is one.
     """
     folder = _located(path_or_id, revision)
-    # Otherwise the error would be about the missing config.json, which PEFT does not write.
+    # Otherwise, the error would be about config.json, which PEFT does not write.
     if _FILES.there(folder, ADAPTER) and not any(_FILES.there(folder, n) for n in (SINGLE, INDEX)):
         adapter = _FILES.json_object(_FILES.inside(folder, ADAPTER), CONFIG_LIMIT)
         base = adapter.get("base_model_name_or_path")
@@ -204,13 +203,12 @@ def write_folder(
 ) -> None:
     """Write a folder that `open_folder` and `transformers` read, completely or not at all.
 
-    Tensors are grouped into files of up to `shard_bytes`; each file is released once it is written,
-    and a larger tensor has its own file. The files are written to `NAME.*.tmp` next to the folder,
+    Tensors are grouped into files of up to `shard_bytes`; a larger tensor has its own file, and
+    memory holds one file at a time. The files are written to `NAME.*.tmp` next to the folder,
     synced, checked with `open_folder`, and renamed. An existing folder is replaced if it contains
     only files of these names (config.json, the model's files, the index, `files`); processes that
-    have its files open keep the old ones. A folder with any other file is refused
-    (CheckpointError). If the process is killed between the two renames of a replacement, both
-    folders remain, complete, as `NAME.*.tmp`.
+    have its files open keep the old ones. Any other file raises CheckpointError. If the process is
+    killed between the two renames of a replacement, both complete folders remain as `NAME.*.tmp`.
     """
     final, files = Path(os.path.realpath(path)), dict(files or {})
     for name in files:
@@ -234,7 +232,7 @@ def write_folder(
         open_folder(partial)
         _check_replaceable(final, files)
         _replace(final, partial)
-    except BaseException:  # also clean up after an interrupt
+    except BaseException:  # clean up after an interrupt, too
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
@@ -266,7 +264,7 @@ def _located(path_or_id: str | Path, revision: str | None) -> Path:
     try:
         found = snapshot_download(path_or_id, revision=revision, allow_patterns=_DOWNLOADED)
     except Exception as error:  # underlying libraries raise various types
-        # The cause is somewhere in the chain: huggingface_hub wraps errors that httpx wrapped.
+        # huggingface_hub wraps errors that httpx wrapped, so search the chain for the cause.
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
             chain.append(cause)
@@ -315,8 +313,8 @@ def _listed(folder: Path) -> dict[str, set[str] | None]:
 def _header(path: Path, file: str) -> dict[str, TensorInfo]:
     """Describe the tensors of a file, in the order of their bytes.
 
-    This function parses the header to identify invalid tensors and reject duplicate names. Then the
-    library parses it again, and both results must agree.
+    This parser names invalid tensors and rejects duplicate names. The library parses the header
+    again, and both results must agree.
     """
     with _FILES.opened(path) as stream:
         size, start = os.fstat(stream.fileno()).st_size, stream.read(9)
@@ -381,7 +379,7 @@ def _opened(path: Path) -> Iterator[Any]:
     """Open a file with the library's reader."""
     library = _library()
     try:
-        # With mmap, a file that is truncated during the read would kill the process by SIGBUS.
+        # With mmap, truncating the file during the read would kill the process (SIGBUS).
         reader = library.safe_open(path, "numpy", backend="pread")
     except (library.SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: {brief(error)}") from None
@@ -473,7 +471,7 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_byt
 
 
 def _checked(name: str, value: Array, seen: set[str]) -> np.ndarray:
-    """Return a tensor in the written form: C order and native bytes, with the same shape."""
+    """Return a tensor as it is written: in C order and native byte order, with the same shape."""
     if not isinstance(name, str) or name == "__metadata__" or name in seen:
         raise CheckpointError(
             f"tensor {shown(name)}: the name must be a unique string other than __metadata__"

@@ -1,4 +1,4 @@
-"""Saving of parameters as a folder of config.json and safetensors for Hugging Face's libraries."""
+"""Saving of parameters as a folder that Hugging Face's libraries read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from transformer_jax.untrusted_files import JsonObject, check_path
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TARGET_TOKEN_IDS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
-"""Token ids whose defaults in transformers' classes would be wrong for a model of other tokens."""
+"""Token ids whose defaults in transformers' classes are wrong for other vocabularies."""
 
 TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -54,7 +54,7 @@ TEXT_FILES = (
     "encoder.json", "vocab.bpe", "tokenizer.model", "chat_template.jinja", "chat_template.json",
     "generation_config.json",
 )  # fmt: skip
-"""Files that are copied from the folder `like`."""
+"""Files copied from the folder `like`."""
 
 HEAD_KEYS = (
     "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
@@ -63,7 +63,7 @@ HEAD_KEYS = (
 """Keys that describe the original head, dropped when the head changes."""
 
 Fetch = Callable[[tuple[int, ...]], np.ndarray]
-"""Copies one parameter, or its part at this index, to the host when it is written."""
+"""Function that copies one parameter, or its part at this index, to the host."""
 
 
 @known_keywords
@@ -88,7 +88,7 @@ def save_pretrained(
         params: parameters of a looped or a scanned stack; they keep their dtype.
         family: a `model_type`, such as "llama"; None selects the first that can express the config.
         like: the folder that the model was loaded from. The new folder keeps its family, tensor
-            naming, unrelated keys of config.json, and tokenizer. None keeps nothing.
+            names, unrelated keys of config.json, and tokenizer. None keeps nothing.
         files: extra files, as a dict of contents by name.
         keys: extra keys of config.json that do not change the numbers, such as "eos_token_id".
         shard_bytes: maximum size of a file of weights before it is split; at least 1.
@@ -129,7 +129,7 @@ def save_pretrained(
     chosen = FAMILIES[written_family(config, family)]
     written = write_config(chosen, config)
     more = {n: value for n, value in (keys or {}).items() if written.get(n) is None}
-    if original is None:  # null overrides the ids of transformers' default model
+    if original is None:  # null overrides transformers' default ids
         named = (*TOKEN_IDS, *(TARGET_TOKEN_IDS if config.kind == "encoder-decoder" else ()))
         written = dict.fromkeys(named) | written
         check_tokenizer(chosen.name, extra.get("tokenizer.json"))
@@ -190,7 +190,7 @@ def check_tokenizer(family: str, definition: bytes | None) -> None:
 
 
 class _Original:
-    """The checkpoint that a model was loaded from, with everything a saved folder keeps of it."""
+    """Checkpoint that a model was loaded from, with everything that a saved folder keeps."""
 
     def __init__(self, path: str | Path, family: str | None) -> None:
         self._folder: WeightFolder = open_weights(path)
@@ -211,7 +211,7 @@ class _Original:
         return {name: path.read_bytes() for name, path in paths.items() if path is not None}
 
     def merged(self, written: JsonObject) -> tuple[JsonObject, JsonObject]:
-        """Return the keys to keep from the original and the keys of the new config.
+        """Return the keys to keep from the original, and the keys of the new config.
 
         An unchanged config keeps the original's spelling of equivalent keys.
         """
@@ -280,5 +280,5 @@ def _tensors(
             path, part = whole_path(mapping.param, scanned=False)
             pieces.append(mapping.layout.write(params[path](part)))
         whole = joined([mapping.layout for mapping in mappings], pieces)
-        # A checkpoint without a head lacks the prefix, and keeps it that way.
+        # A checkpoint without a head lacks the prefix, so it is written without it.
         yield name.removeprefix(family.prefix) if bare else name, whole

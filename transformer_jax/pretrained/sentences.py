@@ -38,7 +38,7 @@ from transformer_jax.values import value_class
 
 Pooling = Literal["mean", "cls", "max", "last"]
 _POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
-"""Kinds of pooling by their names in sentence-transformers."""
+"""Pooling by its name in sentence-transformers."""
 _CONFIG_NAMES = (
     "bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet",
 )  # fmt: skip
@@ -67,7 +67,7 @@ def pool_sentences(
         hidden: [B, T, D], h.
         valid: bool[B, T]; tokens that are not valid have no effect, even if they are NaN.
         pooling: "mean", "cls", "max", or "last".
-        normalise: divide s by max(|s|, 1e-12).
+        normalise: whether to divide s by max(|s|, 1e-12).
 
     Returns:
         f32[B, D], 0 in rows without valid tokens.
@@ -136,7 +136,7 @@ class SentenceEncoder:
         tokens: jax.Array | np.ndarray,  # i32[B, T]
         positions: jax.Array | np.ndarray | None = None,  # i32[B, T]
     ) -> jax.Array:  # f32[B, D]
-        """Return a vector for each row. Compiles once per new shape.
+        """Return a vector for each row; each new shape compiles a program.
 
         Args:
             tokens: i32[B, T], including special tokens.
@@ -155,8 +155,8 @@ class SentenceEncoder:
     ) -> np.ndarray:  # f32[n, D]
         """Return a vector for each text, truncated to `max_len` tokens.
 
-        Texts of similar length share a batch, and batch sizes are powers of two, so that few
-        programs are compiled.
+        Texts of similar length share a batch, and batch sizes are powers of two, to limit
+        compilations.
 
         Args:
             texts: a list of n strings.
@@ -202,14 +202,14 @@ class SentenceEncoder:
         return out
 
     def _ids(self, text: str, tokenizer: TextTokenizer) -> np.ndarray:  # i32[n]
-        """Return the ids of a text; an overlong one is truncated but keeps the special tokens."""
+        """Return the ids of a text; truncating an overlong text keeps its special tokens."""
         text = text.lower() if self.lower_case else text
         whole = np.asarray(tokenizer.encode(text, special_tokens=True), np.int32)
         if len(whole) <= self.max_len:
             return whole
         plain = np.asarray(tokenizer.encode(text, special_tokens=False), np.int32)
         room = self.max_len - (len(whole) - len(plain))
-        # Find the text without special tokens inside the one with them, and keep what surrounds it.
+        # Find the text's own ids within all ids, and keep the special tokens around them.
         for front in range(len(whole) - len(plain) + 1):
             after = front + len(plain)
             if room >= 0 and np.array_equal(whole[front:after], plain):
@@ -307,7 +307,7 @@ def _object(folder: WeightFolder, name: str) -> ConfigKeys | None:
 
 
 def _parts(folder: WeightFolder) -> tuple[str, bool]:
-    """Return the folder of the pooling's config, and whether vectors are normalised."""
+    """Return the folder of the pooling's config, and whether vectors are normalized."""
     where, parts = folder.path / "modules.json", folder.read_json("modules.json")
     if parts is None:
         raise CheckpointError(

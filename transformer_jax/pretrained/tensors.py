@@ -35,8 +35,8 @@ DTYPES: tuple[DType, ...] = get_args(DType)
 def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of every parameter of a looped model by its path; nothing is allocated.
 
-    Traces one block per stack. All blocks of a stack have the same parameters, except that the
-    first may lack a norm.
+    Only one block per stack is traced, because all have the same parameters, except that the first
+    may lack a norm.
     """
     # Remove patterns over layers, which do not fit a model of one layer and change no shape.
     positions = config.positions
@@ -76,7 +76,7 @@ def table_shapes(shapes: Shapes, listed: Collection[str]) -> dict[str, jax.Shape
 
 
 def whole_path(path: str, *, scanned: bool) -> tuple[str, tuple[int, ...]]:
-    """Return the parameter that contains a path of `table_shapes`, and the index in it.
+    """Return the parameter that contains a path of `table_shapes`, and its index there.
 
     In a scanned stack the layer is the first index, followed by the expert:
     "decoder/block_3/.../up/kernel/5" becomes ("decoder/blocks/.../up/kernel", (3, 5)).
@@ -95,13 +95,13 @@ def tensor_names(
 ) -> dict[str, tuple[str, ...]]:
     """Return the parameters that each tensor of a published checkpoint contains, by its name.
 
-    If a tensor contains several parameters, their paths are in the order of its rows, as required
-    by `save_lora` and `load_lora`; `peft.InterleavedKernels` marks rows that are interleaved.
+    If a tensor contains several parameters, their paths are in the order of its rows, as
+    `save_lora` and `load_lora` require; `peft.InterleavedKernels` marks interleaved rows.
 
     Args:
         config: the config of the model.
         family: a `model_type`; None selects the first that can express the config.
-        bare: use the names of a model without its head, such as `BertModel` or `LlamaModel`:
+        bare: whether to use the names of a model without its head, such as `BertModel`:
             "encoder.layer.0..." instead of "bert.encoder.layer.0...".
     """
     chosen = FAMILIES[written_family(config, family)]
@@ -131,8 +131,8 @@ def scanned_path(path: str) -> tuple[str, int] | None:
 class CheckpointTensors:
     """Tensors of an opened folder, addressed by the names of a family's table.
 
-    CheckpointError names the file and the tensor that is missing or unknown, or whose shape or
-    dtype does not match the config.
+    CheckpointError names the file and a tensor that is missing, unknown, or does not match the
+    config.
     """
 
     def __init__(self, folder: WeightFolder, family: Family) -> None:
@@ -167,7 +167,7 @@ class CheckpointTensors:
         return frozenset(self._in_file)
 
     def dtype(self, config: ModelConfig) -> DType:
-        """Return the dtype of the token embeddings, which counts as that of the checkpoint."""
+        """Return the checkpoint's dtype: that of the token embeddings."""
         for mapping in self._table(config):
             if mapping.param == "embed/tokens" and mapping.tensor in self._in_file:
                 return self._float_dtype(self._in_file[mapping.tensor])
@@ -254,9 +254,7 @@ class CheckpointTensors:
                 if not same or one.tobytes() != two.tobytes():
                     rule = f"must equal {first}, to which config.json ties it"
                     raise CheckpointError(f"{self._where(actual)} {rule}")
-            elif (
-                name in self._family.computed_tensors
-            ):  # compared within the precision of its dtype
+            elif name in self._family.computed_tensors:  # equal within the precision of its dtype
                 tolerance = 1e-5 if self._float_dtype(actual) == "float32" else 5e-3
                 shape = tuple(self._folder.tensors[actual].shape)
                 expected = self._family.computed_tensors[name](config, shape)
@@ -289,9 +287,7 @@ class CheckpointTensors:
                 if dtype is not None:
                     param = cast(self._where(name), param, dtype)
                 elif re.search(r"/(kernel|tokens|output)(/\d+)?$", mapping.param):
-                    check_range(
-                        self._where(name), param, computes_in
-                    )  # it will be cast in each product
+                    check_range(self._where(name), param, computes_in)  # each product casts it
                 yield mapping.param, np.ascontiguousarray(param)
                 del param
             del tensor

@@ -1,4 +1,4 @@
-"""Opening of published weights: a folder, a repository of the hub, or a GGUF file."""
+"""Opening of published weights: a folder, a repository on the Hub, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def open_weights(path_or_id: str | Path, *, revision: str | None = None) -> Weig
         return open_folder(path_or_id, revision=revision)  # raises the error
     path = Path(path_or_id)
     named = path.suffix.lower() == ".gguf" and not path.is_dir()
-    if not named and path.is_file():  # the hub's cache names files by their hashes
+    if not named and path.is_file():  # the Hub's cache names files by their hashes
         with open(path, "rb") as stream:
             named = stream.read(4) == b"GGUF"
     if named:

@@ -1,8 +1,7 @@
 """Tokenizers: text to token ids and back.
 
-`trained` has the tokenizers that `train.py` creates, `special` adds ids without text, `pretrained`
-and `hf_files` load published tokenizers, and `chat_template` renders conversations. `training.data`
-makes batches of tokens.
+`trained` contains the tokenizers that `train.py` creates, `special` adds ids without text,
+`pretrained` and `hf_files` load published tokenizers, and `chat_template` renders conversations.
 """
 
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder

@@ -3,9 +3,9 @@
 The environment is the same as Hugging Face's: immutable and sandboxed, `trim_blocks`,
 `lstrip_blocks`, `break` and `continue`, `raise_exception`, `strftime_now`, and a `tojson` that does
 not escape HTML. Templates see only plain data and an allowlist of filters and methods. Each loop
-iteration, call, operation and output character is charged to one budget before it happens, so a
-template finishes or fails at the same point on every machine. The time inside one comparison or
-filter cannot be metered; the size of its arguments and a deadline for the whole rendering bound it.
+iteration, call, operation and output character is charged to one budget in advance, so a template
+finishes or fails at the same point on every machine. The time of one comparison or filter is
+bounded by the size of its arguments and a deadline for the rendering.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from transformer_jax.tokenizers.utf8 import DataError
 TEMPLATE_LIMIT = 2**17
 """Maximum length of a template, in characters."""
 BUDGET = 2**22
-"""Units that one rendering may spend, plus 64 for each character and 1,024 for each input value."""
+"""Units that one rendering may spend, plus 64 per character and 1,024 per input value."""
 SECONDS = 10.0
 """Time limit of one rendering."""
 
-_STEP = 64  # units for an iteration, a call or an operation; a character costs one
-_VALUE = 16  # units for a value, including each value in a list
+_STEP = 64  # units per iteration, call or operation; a character costs one
+_VALUE = 16  # units per value, including each value in a list
 _DEPTH = 64  # maximum nesting of the data
 _BITS = 4096  # maximum size of an integer
 _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
@@ -76,7 +76,7 @@ def render(template: str, variables: Mapping[str, Value], now: datetime | None =
         )
     plain = {name: _plain(value, name) for name, value in variables.items()}
     meter = _Meter(BUDGET)
-    # A long conversation may spend more: the budget grows with the input.
+    # The budget grows with the input, for long conversations.
     meter.left += _STEP * meter.weight(plain, limit=2**31)
     try:
         sandbox = _Sandbox(meter, now)
@@ -109,7 +109,7 @@ def _compile(template: str) -> CodeType:
 
 
 class _Meter:
-    """The remaining budget of one rendering."""
+    """Remaining budget of one rendering."""
 
     def __init__(self, units: int) -> None:
         self.left = units
@@ -128,7 +128,7 @@ class _Meter:
     def weight(self, value: Value, limit: int) -> int:
         """Return the cost of printing a value, or any number above `limit`."""
         total, stack = 0, [value]
-        # A list may contain the same list a million times, so counting stops at the limit.
+        # A list may contain another list a million times, so counting stops at the limit.
         while stack and total <= limit:
             value = stack.pop()
             total += _VALUE

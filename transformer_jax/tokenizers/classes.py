@@ -1,7 +1,7 @@
-"""Tokenizer classes of published models: defaults that are in code instead of in the folder.
+"""Tokenizer classes of published models: defaults that the folder does not contain.
 
 A class assigns roles to tokens, applies some keys of tokenizer_config.json, and adds tokens around
-a text. These are the classes of transformers 5, by name without "Tokenizer" and "Fast".
+a text. These are the classes of transformers 5, without the suffixes "Tokenizer" and "Fast".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TokenizerClass:
     """Defaults that a class adds to the files of a folder."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Token of each role, unless the folder specifies another one."""
+    """Token of each role, unless the folder specifies another."""
     options: Mapping[str, Json] = field(default_factory=dict)
     """Keys of tokenizer_config.json that override tokenizer.json, with their defaults;
     `add_prefix_space` of None leaves the file unchanged."""
@@ -31,7 +31,7 @@ class TokenizerClass:
     special: str | None = None
     """Pattern of additional special tokens in the vocabulary."""
     mask_strips: bool = False
-    """Whether a mask token that no file lists absorbs the space before it."""
+    """Whether a mask token that no file lists strips the space before it."""
     built_from: Literal["bytes", "words"] | None = None
     """Files to build it from: vocab.json and merges.txt ("bytes"), or vocab.txt ("words")."""
 
@@ -139,10 +139,10 @@ OF_MODEL_TYPE: Mapping[str, str] = {
     ),
     **dict.fromkeys(("llama", "smollm3", "bloom", "falcon", "gpt_oss"), ""),
 }
-"""Class of each `model_type`; "" is `FILE`, unless the folder names another class."""
+"""Class of each `model_type`; "" means `FILE`, unless the folder names another class."""
 
 _IGNORE_NAMED = frozenset({"qwen2"})
-"""Models that ignore the class named in the folder, as do all with "TokenizersBackend"."""
+"""Models that ignore the class named in their folder, as do all of class TokenizersBackend."""
 
 
 def class_name(config: JsonObject, model: JsonObject) -> tuple[str, str]:

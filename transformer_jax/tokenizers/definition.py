@@ -1,4 +1,4 @@
-"""Checks of the definition of a published tokenizer, which comes from an untrusted file."""
+"""Checks of a published tokenizer's definition, which is an untrusted file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_model(content: JsonObject) -> None:
                 rule = f"must be at least 0 and below {MAX_IDS}"
                 raise DataError(f"vocabulary: {shown(token)} has id {shown(i)}: {rule}")
         merges = model.get("merges")
-        # The library drops bytes without a token silently.
+        # The library silently drops bytes without a token.
         fallback = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
         if isinstance(merges, list) and not model.get("unk_token"):
             if not (model.get("byte_fallback") and fallback) and "ByteLevel" not in step_kinds(
@@ -90,7 +90,7 @@ def check_growth(normalizer: Json) -> None:
 
 
 def check_added(content: JsonObject, added: Mapping[int, AddedToken]) -> None:
-    """Check that the library assigns each added token its id in the file."""
+    """Raise DataError unless the library assigns each added token its id in the file."""
     tokens = content.get("added_tokens") or []
     for token in tokens:
         i, text = token["id"], token["content"]

@@ -7,8 +7,8 @@
     tokenizer.chat_template      Jinja
 
 The file has no tokenizer.json, so this module reconstructs the published one. The ids equal those
-of the published tokenizer; llama.cpp's differ for rare texts (it does not compose Unicode for
-Qwen).
+of the published tokenizer; llama.cpp's differ for rare texts, because it does not compose Unicode
+for Qwen.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
     kinds = keys.numbers("token_type", len(tokens), np.full(len(tokens), _NORMAL))
     ids: dict[str, int] = {}
     for i, token in enumerate(tokens):
-        if kinds[i] == _UNUSED:  # pads the vocabulary to the length of the embedding table
+        if kinds[i] == _UNUSED:  # pads the vocabulary to the embedding table
             continue
         # llama.cpp uses the same name for an empty token.
         token = tokens[i] = token or f"[EMPTY_{i}]"
@@ -152,7 +152,7 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
 
 
 def _byte_level(keys: _Keys, pre: Any, ids: Mapping[str, int]) -> JsonObject:
-    """Return the definition of a byte-level BPE with merges in the order of a list."""
+    """Return the definition of a byte-level BPE with a list of merges."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     if not isinstance(pre, str) or pre not in _SPLITS:

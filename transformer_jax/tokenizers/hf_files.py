@@ -12,8 +12,7 @@ config.json                the model's end tokens; or else the token with the ro
 chat_template.jinja        overrides the template of the config (chat_template.json: if it has none)
 additional_chat_templates  NAME.jinja, more templates
 
-Only files with these names are opened, and no links that leave the folder. Nothing in them is
-executed.
+Only these files are opened, and no links that leave the folder. Nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ def _frame(
     ids: Mapping[str, int],
     requires_language: bool,
 ) -> tuple[list[str], list[str]] | None:
-    """Return the tokens that the class adds before and after a text; None if it adds none."""
+    """Return the tokens that the class adds before and after a text, or None if it adds none."""
     if kind.frame is None:
         return None
     frame, tokens = kind.frame, {**kind.roles, **roles}
@@ -273,8 +272,8 @@ def _roles(
 ) -> tuple[dict[str, str], list[str], dict[str, str], dict[str, JsonObject]]:
     """Return the token of each role, more special tokens, tokens named in templates, and flags.
 
-    special_tokens_map.json has priority if the config has no `added_tokens_decoder`, because such
-    folders are older. A role that is null has no token; a missing one has the default of its class.
+    special_tokens_map.json has priority in older folders, whose config has no
+    `added_tokens_decoder`. A null role has no token; a missing one has the default of its class.
     """
     extra: list[str] = []
     named: dict[str, str] = {}
@@ -284,7 +283,7 @@ def _roles(
         for role, token in kind.roles.items()
         if token in added or token in vocabulary
     }
-    # Some classes define no mask, such as ModernBERT's: find the token by its usual names.
+    # Some classes, such as ModernBERT's, define no mask: find it by its usual names.
     mask = next((token for token in ("[MASK]", "<mask>") if token in added), None)
     files = [
         ("tokenizer_config.json", config),
@@ -339,7 +338,7 @@ def _roles(
 
 
 def _read_added(folder: Path, config: JsonObject, definition: JsonObject) -> dict[str, JsonObject]:
-    """Return the added tokens of the definition and the other files, with the flags given there.
+    """Return the added tokens of the definition and other files, with their flags.
 
     Tokens of added_tokens.json have no flags.
     """
@@ -410,7 +409,7 @@ def _complete_added(
             if text in extra:
                 rule = "not in the vocabulary"
                 raise DataError(f"additional_special_tokens has {shown(text)}: {rule}")
-            continue  # the token of a role, which `PretrainedTokenizer` rejects
+            continue  # a role whose token is missing: `PretrainedTokenizer` rejects it
         new = {"id": vocabulary.get(text), "content": text} | flags.get(text, {})
         token = added.get(text, new | {"special": True})
         if taken.setdefault(token["id"], text) != text or type(token["id"]) is not int:
@@ -485,14 +484,14 @@ def _create(path: Path, model: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def _json(folder: Path, name: str) -> JsonObject | None:
-    """Read a JSON object, with duplicate keys rejected; None if the file does not exist."""
+    """Read a JSON object without duplicate keys; return None if the file does not exist."""
     if not _FILES.there(folder, name):
         return None
     return _FILES.json_object(_FILES.inside(folder, name), LIMITS[name], VALUES)
 
 
 def _read(folder: Path, name: str, limit: int | None = None) -> str | None:
-    """Read a text file; None if it does not exist."""
+    """Read a text file; return None if it does not exist."""
     if not _FILES.there(folder, name):
         return None
     content = _FILES.content(_FILES.inside(folder, name), limit or LIMITS[name])

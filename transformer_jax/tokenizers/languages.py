@@ -1,7 +1,7 @@
 """Source and target languages of published translators.
 
-mBART, M2M-100 and NLLB have a token for each language. The tokenizer adds the token of the source
-language to each text, and targets begin with the token of the target language.
+mBART, M2M-100 and NLLB have a token for each language. The tokenizer adds the source language's
+token to each text, and targets begin with the target language's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def with_languages(tokenizer: PretrainedTokenizer, source: str, target: str) -> 
         target: another language token.
 
     Raises:
-        DataError: if the tokenizer adds no language token to a text, or does not have these tokens.
+        DataError: if the tokenizer adds no language token to a text, or lacks these tokens.
     """
     languages = tokenizer.languages
     names = {i: name for name, i in languages.items()}

@@ -1,4 +1,4 @@
-"""The tokens of a text, and the merges that a BPE builds them from."""
+"""Tokens of a text, and the BPE merges that build them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transformer_jax.tokenizers.trained import BPETokenizer, Tokenizer, WordToke
 def pieces(tokenizer: Tokenizer, text: str) -> list[tuple[int, str]]:
     """Return the id and the string of each token of a text, including tokens added around it.
 
-    Only tokenizers of published models add tokens around a text, such as <s> or [CLS]. A special
-    token that is spelled out in the text is ordinary text.
+    Only published tokenizers add tokens around a text, such as <s> or [CLS]. Special tokens spelled
+    out in the text are ordinary text.
     """
     base = plain(tokenizer)
     if isinstance(base, PretrainedTokenizer):
@@ -29,10 +29,10 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[tuple[int, str]]:
 def merge_steps(tokenizer: Tokenizer, text: str) -> list[list[list[int]]]:
     """Return the merges that build each word in a BPE (Sennrich et al. 2016, section 3.2).
 
-    For each word, the first entry contains the ids of its letters (bytes in a byte-level BPE), and
-    each further entry its ids after one more merge: the neighbors whose merge was learned first
-    become one token; ties go to the leftmost. The result is empty for other tokenizers, and for a
-    BPE that marks the position in a word by a prefix or suffix.
+    Each word starts with the ids of its letters (bytes in a byte-level BPE), and each further entry
+    contains its ids after one more merge: the neighbors whose merge was learned first become one
+    token; ties go to the leftmost. The result is empty for other tokenizers, and for a BPE that
+    marks positions in a word with a prefix or suffix.
     """
     from tokenizers import Tokenizer as Library
 
@@ -54,7 +54,7 @@ def merge_steps(tokenizer: Tokenizer, text: str) -> list[list[list[int]]]:
         words.setdefault(number, []).append(token)
     found = []
     for tokens in words.values():
-        # tokens that no merge produces, such as the byte <0xE2> or an unknown letter, stay whole
+        # tokens without a merge, such as the byte <0xE2> or an unknown letter, stay whole
         row = [part for token in tokens for part in (token if token in merged else [token])]
         if model.get("ignore_merges") and len(tokens) == 1:
             row = tokens
@@ -92,7 +92,7 @@ def marked(text: str) -> str:
     r"""Return a visible label of a token: spaces as ␣, invisible characters as \n or \xa0."""
 
     def mark(at: int, letter: str) -> str:
-        # a combining mark at the start would be drawn over the previous label
+        # an initial combining mark would be drawn over the previous label
         if letter.isprintable() and not (at == 0 and unicodedata.combining(letter)):
             return "␣" if letter == " " else letter
         return letter.encode("unicode_escape").decode()

@@ -49,10 +49,10 @@ RESERVED = frozenset(
 """Arguments of transformers' `apply_chat_template` that are not passed to templates."""
 
 Message: TypeAlias = Mapping[str, Any]
-"""A message, a tool or a document; the chat template determines its fields."""
+"""Message, tool or document; the chat template determines its fields."""
 
 Written = Literal["parse", "text", "refuse"]
-"""How to read a special token spelled out in a text: as the token, as text, or as an error."""
+"""How to read a special token spelled out in a text: as its id, as text, or as an error."""
 
 _LETTERS = byte_letters()
 # These bytes never occur in UTF-8, so a vocabulary may lack them.
@@ -61,7 +61,7 @@ _NEVER_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 
 @dataclass(frozen=True)
 class PretrainedTokenizer:
-    """Published `Tokenizer`: the JSON of the `tokenizers` library and settings of other files.
+    """Published `Tokenizer`, from the JSON of the `tokenizers` library and settings in other files.
 
     `encode(text)` adds special tokens only if `add_special_tokens` is set. By default, a special
     token spelled out in the text becomes its id, as in Hugging Face's library.
@@ -77,8 +77,7 @@ class PretrainedTokenizer:
             templates.
         target_ids: first and last tokens of an encoder-decoder's targets, by names of `TARGET_IDS`.
         banned: sequences of tokens that an encoder-decoder never generates.
-        now: the current time for chat templates, such as "2026-11-26T13:10:00"; None is the actual
-            time.
+        now: time for chat templates, such as "2026-11-26T13:10:00"; None is the current time.
     """
 
     definition: str
@@ -133,7 +132,7 @@ class PretrainedTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Return the largest id plus one; an unused id below it decodes to nothing."""
+        """Return the largest id plus one; unused ids below it decode to nothing."""
         return max([*self._vocabulary.values(), *self._added]) + 1
 
     @cached_property
@@ -144,7 +143,7 @@ class PretrainedTokenizer:
 
     @cached_property
     def languages(self) -> Mapping[str, int]:
-        """Map the possible language tokens, the special tokens without a role, to their ids.
+        """Map the special tokens without a role, which may be language tokens, to their ids.
 
         Empty if no token has a role, because any special token could then be an end token.
         """
@@ -164,7 +163,7 @@ class PretrainedTokenizer:
         return tuple(found.ids[:start]), tuple(found.ids[len(added) - end :])
 
     def is_added(self, i: int) -> bool:
-        """Whether an id belongs to a token that was added to the vocabulary, or marked in it."""
+        """Whether an id is that of an added token, which may also be in the vocabulary."""
         return i in self._added
 
     def encode(
@@ -179,12 +178,11 @@ class PretrainedTokenizer:
 
         Args:
             text: the text to encode.
-            special_tokens: add the tokens that the model was trained with around a text; None uses
-                `add_special_tokens`.
+            special_tokens: whether to add the special tokens that the model expects around a text;
+                None uses `add_special_tokens`.
             written: how to read a special token spelled out in the text: "parse" as its id, "text"
                 as ordinary text, "refuse" as an error. Use "text" or "refuse" for untrusted text.
-            begins: False if the text continues another one: some tokenizers add a space at the
-                beginning.
+            begins: whether the text is the start of a text, where some tokenizers add a space.
 
         Raises:
             DataError: if the text contains a byte without a token, or a token that `written`
@@ -202,7 +200,7 @@ class PretrainedTokenizer:
 
         def read(begins: bool) -> list[int]:
             library = self._reader(written == "text", begins)
-            # The fast call skips the offsets of tokens, which are unused.
+            # The fast call skips token offsets, which are unused.
             (found,) = _rust("text", library.encode_batch_fast, [text], add_special_tokens=add)
             return list(found.ids)
 
@@ -218,8 +216,8 @@ class PretrainedTokenizer:
     def to_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of ids that continue a text.
 
-        A SentencePiece or WordPiece word includes the space before it, even at the start of a text;
-        `decode` drops that space.
+        A SentencePiece or WordPiece word includes the space before it; `decode` drops it at the
+        start.
         """
         pieces = self._pieces
         return b"".join(pieces[self._check_id(i)] for i in ids)
@@ -229,12 +227,12 @@ class PretrainedTokenizer:
     ) -> str:
         """Decode a whole text; bytes that are not UTF-8 become U+FFFD.
 
-        Hugging Face's library replaces a whole run of byte tokens if one of them is invalid.
+        Unlike here, Hugging Face's library replaces a whole run of byte tokens if one is invalid.
 
         Args:
             ids: integers below `vocab_size`.
-            skip_special_tokens: omit special tokens.
-            begins: False if the text continues another one and keeps the space of its first word.
+            skip_special_tokens: whether to omit special tokens.
+            begins: whether the text is the start of a text, whose first word drops its space.
 
         Raises:
             DataError: if an id is outside the vocabulary.
@@ -268,7 +266,7 @@ class PretrainedTokenizer:
 
         Args:
             messages: `{"role": ..., "content": ...}`, at least one.
-            add_generation_prompt: end with the beginning of the assistant's answer.
+            add_generation_prompt: whether to end with the beginning of the assistant's answer.
             tools: tools that the model may call, in the format of the template.
             documents: documents that the model may read, in the format of the template.
             template: the name of a template; None is "tool_use" if there are tools and a template
@@ -541,7 +539,7 @@ def _rust(what: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
     try:
         return call(*args, **kwargs)
     except BaseException as error:
-        # A panic of the Rust library is a BaseException, but must not end the program.
+        # A Rust panic is a BaseException, but must not end the program.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise DataError(f"{what}: {' '.join(str(error).split())[:300]}") from None

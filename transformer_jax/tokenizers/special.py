@@ -86,7 +86,7 @@ def encode_answer(
     """Return the ids of a prompt, and those of the rest of `whole`, which begins with the prompt.
 
     If a token would cross the boundary, both are encoded separately, because at inference the
-    prompt ends there, too. `encode(text, begins=...)` returns ids.
+    prompt also ends there. `encode(text, begins=...)` returns ids.
     """
     prompt_ids, ids = encode(prompt), encode(whole)
     if np.array_equal(ids[: len(prompt_ids)], prompt_ids):  # no token crosses the boundary
@@ -97,7 +97,7 @@ def encode_answer(
 def check_unpadded(tokenizer: object, ids: np.ndarray, what: str) -> None:
     """Raise DataError if ids begin or end with a padding token.
 
-    A padding token that also has another role, such as the end of a text, is accepted.
+    A padding token with another role, such as the end of a text, is accepted.
     """
     base = tokenizer.base if isinstance(tokenizer, SpecialTokens) else tokenizer
     if not isinstance(base, PretrainedTokenizer) or not len(ids):
@@ -202,7 +202,7 @@ def encoder_frame(tokenizer: Tokenizer) -> Frame:
 
 
 def with_special_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
-    """Return the tokenizer with the missing ones of these special tokens appended."""
+    """Return the tokenizer with any missing special tokens appended."""
     present = special_ids(tokenizer)
     missing = tuple(name for name in names if name not in present)
     if not missing:

@@ -12,13 +12,13 @@ from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.untrusted_files import Json, shown
 
 Step: TypeAlias = Callable[[str, bool, bool], str]
-"""Function that maps (token, whether it is the first, whether it is the last) to its new text."""
+"""Function that maps (token, is first, is last) to its new text."""
 
 _CLEANED = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
     (" 'm", "'m"), (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
-"""Replacements of BERT's decoder when it cleans up spaces: (old, new)."""
+"""Replacements by which BERT's decoder cleans up spaces: (old, new)."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Spelling:
     byte_level: bool = False
     byte_fallback: bool = False
     steps: tuple[Step, ...] = ()
-    """Functions applied in order."""
+    """Functions that are applied in order."""
     ends: tuple[tuple[str, int, int], ...] = ()
-    """(character, maximum number removed at the start of a whole text, and at its end)."""
+    """(character, maximum number removed at the start of a text, and at its end)."""
     marks_spaces: bool = True
-    """Whether each token shows by itself if a space precedes it."""
+    """Whether each token itself shows if a space precedes it."""
 
     def piece(self, token: str, first: bool, last: bool) -> bytes:
         """Return the bytes of a token."""

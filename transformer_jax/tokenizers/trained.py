@@ -17,7 +17,7 @@ from transformer_jax.tokenizers.utf8 import byte_letters, utf8
 from transformer_jax.untrusted_files import Json, JsonObject
 from transformer_jax.values import tokens_repr
 
-# BPE merges within these pieces: GPT-2's, but of bounded length, so that time is linear.
+# BPE merges within these pieces: GPT-2's, but of bounded length for linear time.
 _PIECE = r" ?\p{L}{1,32}| ?\p{N}{1,8}| ?[^\s\p{L}\p{N}]{1,16}|\s{1,16}(?!\S)"
 
 
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
 
 class HasBytes(Protocol):
-    """The part of a `Tokenizer` that `WholeText` needs."""
+    """Methods of a `Tokenizer` that `WholeText` needs."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -96,7 +96,7 @@ class CharTokenizer(WholeText):
 
     def encode(self, text: str) -> np.ndarray:
         points, known = _code_points(text), _code_points(self.characters)
-        # An unknown character gets the id of another one, which the comparison below detects.
+        # An unknown character gets another's id, which the comparison below detects.
         ids = np.minimum(np.searchsorted(known, points), len(known) - 1).astype(np.int32)
         wrong = np.flatnonzero(known[ids] != points)
         if len(wrong):
@@ -139,7 +139,7 @@ class ByteTokenizer(WholeText):
 class BPETokenizer(WholeText):
     """Byte-level BPE tokenizer (Sennrich et al. 2016; Radford et al. 2019).
 
-    Every byte is a token, so any text is encoded and decoded without loss.
+    Every byte is a token, so encoding is lossless for any text.
 
     Attributes:
         definition: the JSON of the `tokenizers` library.
@@ -216,8 +216,8 @@ class BPETokenizer(WholeText):
 class WordTokenizer(WholeText):
     """Tokenizer with one id per word between spaces; all unknown words share an id.
 
-    Id 0 is an unknown word, and id 1 the end of a line. Decoding puts one space between words, so
-    it does not restore the original spaces.
+    Id 0 is an unknown word, and id 1 the end of a line. Decoding puts one space between words
+    instead of the original spaces.
 
     Attributes:
         words: distinct and without spaces, with ids from 2 on.
@@ -226,7 +226,7 @@ class WordTokenizer(WholeText):
     words: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        # A text is split at spaces, so a word with a space would never match.
+        # Texts are split at spaces, so a word with a space would never match.
         if len(set(self.words)) != len(self.words) or not all(
             w == "".join(w.split()) and w for w in self.words
         ):

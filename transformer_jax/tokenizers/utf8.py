@@ -1,10 +1,10 @@
-"""Shared by all tokenizers: their error, UTF-8 encoding, and GPT-2's byte alphabet."""
+"""UTF-8 encoding, GPT-2's byte alphabet, and the error of all tokenizers."""
 
 from __future__ import annotations
 
 
 class DataError(ValueError):
-    """Text or data that cannot be read, encoded or cut into windows."""
+    """Error: text or data that cannot be read, encoded or cut into windows."""
 
 
 def utf8(text: str) -> bytes:

@@ -2,8 +2,9 @@
 
     python -m transformer_jax demo receptive_field
 
-In a causal layer with window W, a query sees W keys, including its own. So L layers see L (W - 1) +
-1 inputs. The demonstration counts the inputs for which the gradient of the last output is not zero.
+With a window of W, a query of a causal layer sees W keys, including its own, so the last output of
+L layers depends on L (W - 1) + 1 inputs. The demonstration counts the inputs for which the gradient
+of the last output is not zero.
 """
 
 from __future__ import annotations

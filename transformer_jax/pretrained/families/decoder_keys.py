@@ -1,6 +1,6 @@
 """Keys of config.json that many families of decoders share.
 
-They define sizes, the rotary embedding (RoPE) with its scaling, and windows per layer.
+They define sizes, RoPE with its scaling, and the windows of layers.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def read_rope(
     dims = _rotated_dims((inner, keys), fields, part)
     longest = fields["max_len"]
     trained = inner.integer("original_max_position_embeddings", None)
-    # Phi 3 stores it outside the object, which takes precedence.
+    # Phi 3 stores it outside the object; that value takes precedence.
     trained = keys.integer("original_max_position_embeddings", None) or trained or longest
     if scaling == "dynamic":
         # Transformers ignores the key for dynamic and uses max_position_embeddings.
@@ -260,7 +260,7 @@ WINDOW = k.Code(
 
 
 def layer_types(keys: k.ConfigKeys, layers: int) -> list[str] | None:
-    """Return the type of every layer, "sliding_attention" for those with a window, or None."""
+    """Return the type of every layer, such as "sliding_attention", or None if absent."""
     types = keys.take("layer_types", None)
     if types is None:
         return None

@@ -64,9 +64,9 @@ class ConfigKeys(ObjectKeys):
         counting: frozenset[str] = DEPTH_KEYS,
         prefix: str = "",
     ) -> None:
-        """Take the object, the name of the file, the tensor names, and the keys that count layers.
+        """Store the object, the name of the file, the tensor names, and the keys that count layers.
 
-        `names` determine the heads of a model. Without names, counts are not checked.
+        The tensor `names` determine the heads of a model. Without them, counts are not checked.
         """
         super().__init__(content, where, prefix)
         self.names, self._counting, self._ignored = names, counting, set[str]()
@@ -82,7 +82,7 @@ class ConfigKeys(ObjectKeys):
                 self._check(name, self.content[name], allowed)
 
     def take(self, name: str, default: JsonValue = MISSING) -> JsonValue:
-        """Return the value of a key as stored in the file; raise an error if it has no default."""
+        """Return the value of a key as stored; raise an error if it is absent without a default."""
         value = super().take(name, default)
         if value is MISSING:
             raise self.error(f"{self.where}: {name} is missing")
@@ -165,7 +165,7 @@ class ConfigKeys(ObjectKeys):
         return options[value]
 
     def require(self, name: str, *allowed: object) -> None:
-        """Check that a key is absent or has one of these values."""
+        """Raise an error unless a key is absent or has one of these values."""
         self._check(name, self.take(name, allowed[0]), allowed)
         self._ignored.add(name)
 
@@ -176,7 +176,7 @@ class ConfigKeys(ObjectKeys):
             # 1 == True in Python, but a Boolean key must not be a number.
             return type(value) is type(option) and value == option
 
-        off = value is None and not any(allowed)  # null is equivalent to false or empty
+        off = value is None and not any(allowed)  # null means false or empty
         if not off and not any(map(same, allowed)):
             rules = (f"a list of {x[0]!r}" if isinstance(x, tuple) else shown(x) for x in allowed)
             self.fail(name, value, f"must be {' or '.join(rules)}")

@@ -1,6 +1,6 @@
 """Keys of config.json that no family reads: their allowed values, and why they have no effect.
 
-Each key is read by a family's `read`, must have a value listed here, or is ignored for the reason
+A key that no `read` of a family reads must have a value listed here, or is ignored for the reason
 stated here. Any other key is rejected by name unless it is null. A test compares the keys with the
 configuration classes of transformers.
 """
