@@ -32,7 +32,7 @@ DTYPES = {
 
 
 class CheckpointError(ValueError):
-    """Error: a checkpoint is damaged, or does not match the tree it is restored into."""
+    """Error for a checkpoint that is damaged or does not match the tree to restore."""
 
 
 @value_class

@@ -58,7 +58,7 @@ MAY_CHANGE = frozenset(
 
 
 class RunError(RuntimeError):
-    """Error: a run cannot continue because its folder is in use or its numbers are not finite."""
+    """Error for a run that cannot continue: its folder is in use, or its numbers are not finite."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -194,10 +194,7 @@ def _tones(task: Any, random: np.random.Generator) -> Signal:
 
 
 def log_energies(sound: np.ndarray) -> np.ndarray:  # f64[samples] -> f32[T, 16]
-    """Return the log energies of each frame by the equation above.
-
-    T = 1 + floor((samples - 128) / 64).
-    """
+    """Return log energies by the equation above, T = 1 + floor((samples - 128) / 64)."""
     windows = np.lib.stride_tricks.sliding_window_view(sound, WINDOW)[::HOP]
     # frequency 0 is the mean, which carries no information about the tone
     spectrum = np.fft.rfft(windows * np.hanning(WINDOW))[:, 1:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class DataError(ValueError):
-    """Error: text or data that cannot be read, encoded or cut into windows."""
+    """Error for text or data that cannot be read, encoded or cut into windows."""
 
 
 def utf8(text: str) -> bytes:

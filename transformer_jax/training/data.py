@@ -37,7 +37,7 @@ IGNORE = -100
 
 
 class ShortText(DataError):
-    """Text that does not fill a window; `tokens` is its length."""
+    """Error for a text that does not fill a window; `tokens` is its length."""
 
     def __init__(self, message: str, tokens: int) -> None:
         super().__init__(message)

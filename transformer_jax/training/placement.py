@@ -171,10 +171,7 @@ class Placement:
 
 
 def make_placement(config: MeshConfig | None) -> Placement:
-    """Return the placement on the available devices.
-
-    Raises ConfigError unless the mesh uses all of them.
-    """
+    """Return the placement on all available devices; raises ConfigError if the mesh differs."""
     if config is None:
         if jax.process_count() > 1:
             found = f"{jax.process_count()} processes with {len(jax.devices())} devices"
