@@ -126,7 +126,7 @@ def run(
 
     `name` defaults to the name of the options class; `about`, the beginning of the help, to the
     docstring of its module. `work` receives the options and, for each of `more`, the texts of its
-    fields. The exit status is what `work` returns, or 0; 1: something cannot be read; 2: usage;
+    fields, and returns the exit status, or None for 0; 1: something cannot be read; 2: usage;
     130: interrupted.
     """
     # A model may write characters that the terminal lacks.

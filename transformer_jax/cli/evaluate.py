@@ -49,7 +49,7 @@ class Evaluate(ModelOptions):
     targets: str | None = None
     """For pairs: file with the targets, one per line."""
     examples: int | None = None
-    """For pairs and signals: decode the first N; default: all."""
+    """For pairs and signals: number of examples to decode; default: all."""
     beams: int | None = None
     """For pairs: number of beams; default: as in the run."""
     context: int | None = None

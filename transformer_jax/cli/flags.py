@@ -209,10 +209,7 @@ class ConfigFlags:
         return {path: found[".".join(path)] for path in self.fields if ".".join(path) in found}
 
     def options(self, arguments: argparse.Namespace) -> Any:
-        """Return the options dataclass, whose fields are all plain values.
-
-        ConfigError for an invalid text or a missing required flag.
-        """
+        """Return the options dataclass; ConfigError for an invalid or missing flag."""
         texts = self.texts(arguments)
         for path, (field,) in self.fields.items():
             if field.default is MISSING and path not in texts:

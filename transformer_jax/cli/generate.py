@@ -49,23 +49,23 @@ class Generate(TypedModelOptions):
     num_tokens: int | None = None
     """Maximum number of new tokens; default: 400, or as many as fit."""
     temperature: float | None = None
-    """Values below 1 sharpen the distribution, 0 picks the likeliest token; default: 0.8."""
+    """Values below 1 sharpen the distribution; 0 picks the likeliest token; default: 0.8."""
     top_k: int | None = None
-    """Sample from the K likeliest tokens."""
+    """Sample from this many of the likeliest tokens."""
     top_p: float | None = None
-    """Sample from the likeliest tokens with total probability P."""
+    """Sample from the likeliest tokens with this total probability."""
     min_p: float | None = None
-    """Sample from tokens at least P times as likely as the likeliest."""
+    """Sample from tokens at least this many times as likely as the likeliest."""
     typical_p: float | None = None
-    """Sample from the most typical tokens with total probability P."""
+    """Sample from the most typical tokens with this total probability."""
     repetition_penalty: float | None = None
-    """Values above 1 make tokens of the text so far less likely."""
+    """Values above 1 make tokens less likely that are already in the text."""
     presence_penalty: float | None = None
-    """Subtract A from the logit of each token generated so far."""
+    """Subtract this from the logit of each token generated so far."""
     frequency_penalty: float | None = None
-    """Subtract A times the count of the token from its logit."""
+    """Subtract this from a token's logit for each time it was generated."""
     no_repeat_ngram: int | None = None
-    """Never generate the same N tokens twice."""
+    """Never generate the same sequence of this many tokens twice."""
     ban: str | None = None
     """Never generate the tokens of this text."""
     force: str | None = None
@@ -79,17 +79,17 @@ class Generate(TypedModelOptions):
     grammar: str | None = None
     """File with a grammar, in Lark's syntax, that the output must match."""
     samples: int | None = None
-    """Number of texts to sample; with --beams, the best N; for a [MASK], its N likeliest tokens."""
+    """Number of texts to sample; with --beams, of best texts; for a [MASK], of likeliest tokens."""
     beams: int | None = None
-    """Use beam search with N beams; prints the best, or --samples of them."""
+    """Width of a beam search, which prints the best text, or --samples of them."""
     length_penalty: float | None = None
-    """For beam search: divide log p by length^A; default: 0, or 1 for a run on pairs."""
+    """Beam search: power of the length that divides log p; default: 0, or 1 for a run on pairs."""
     lookup: int | None = None
-    """Propose N tokens at a time from the text so far (prompt lookup)."""
+    """Propose this many tokens at a time from the text so far (prompt lookup)."""
     prompts: str | None = None
     """Continue every line of a file; - reads standard input."""
     slots: int | None = None
-    """Number of --prompts that run at the same time; default: 8."""
+    """Number of --prompts to process at the same time; default: 8."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
     """Dtype of the key/value cache; default: the model's; int8 takes a quarter of float32."""
     max_len: int | None = None

@@ -49,7 +49,7 @@ class PlanOptions:
     decode: bool = False
     """Plan a decoding step instead of a training step."""
     quick: bool = False
-    """Skip the search for the largest batch and for remedies."""
+    """Skip the search for the largest batch and for changes that would make the step fit."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,7 +29,7 @@ class Tokens:
     tokenizer: Literal["char", "byte", "word", "bpe"] | None = None
     """With --data: kind of tokenizer; default: char."""
     bpe_vocab_size: int | None = None
-    """With --tokenizer bpe: vocabulary size, 256 bytes and N - 256 merges; default: train.py's."""
+    """With --tokenizer bpe: vocabulary size, the 256 bytes included; default: as in train.py."""
     prompt: str
     """The text to tokenize."""
 

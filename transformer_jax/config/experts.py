@@ -37,7 +37,7 @@ class Experts:
     router_bias: bool = False
     """Add a learned bias for each expert to the router's logits (gpt-oss)."""
     shared_d_ff: Size | None = None
-    """Hidden width of a shared feed-forward that processes every token. None has none."""
+    """Hidden width of a shared feed-forward that processes every token. None omits it."""
     shared_gate: bool = False
     """Multiply the output of the shared feed-forward by sigmoid(x w) (Qwen 1.5)."""
     balance_loss: NonNegative = 0.01

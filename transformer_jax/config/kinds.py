@@ -92,10 +92,7 @@ def kind_name(kind: type | str) -> str:
 
 
 def names_in_files(kind: type | str) -> tuple[str, ...]:
-    """Return the values of `kind` that identify a class in a file.
-
-    Usually this is one; a class with a field `kind`, such as ModelConfig, has all its values.
-    """
+    """Return the values of `kind` in files that mean a class: one, or all of its field `kind`."""
     has_field = "kind" in getattr(kind, "__dataclass_fields__", ())
     return get_args(field_hints(kind)["kind"]) if has_field else (kind_name(kind),)
 

@@ -33,8 +33,7 @@ class LoraConfig:
     """Storage format of the frozen parameters during training. int8 and int4 apply to the kernels
     of blocks; all other frozen parameters are then bfloat16."""
     trained: tuple[str, ...] = ()
-    """Parameters to train in full in addition to the adapters, by the beginnings of their names:
-    embed,decoder/norm."""
+    """Name prefixes of parameters to train in full, next to the adapters: embed,decoder/norm."""
 
     def __post_init__(self) -> None:
         check_types(self)

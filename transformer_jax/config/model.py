@@ -59,8 +59,7 @@ class ModelConfig(AnyModelConfig):
     d_model: Size = 128
     """Width of the residual stream (D)."""
     num_layers: Size = 4
-    """Number of blocks. In an encoder-decoder: blocks of each stack, unless num_decoder_layers is
-    set."""
+    """Number of blocks, in an encoder-decoder of each stack unless num_decoder_layers is set."""
     share_layers: bool = False
     """encoder: all layers share the parameters of block_0, which is applied num_layers times
     (ALBERT). Needs a looped stack of identical layers."""
@@ -69,8 +68,7 @@ class ModelConfig(AnyModelConfig):
     num_heads: Size = 4
     """Number of query heads (N)."""
     num_kv_heads: Size | None = None
-    """Number of key/value heads (K). None uses num_heads (MHA), 1 is MQA, values in between are
-    GQA."""
+    """Number of key/value heads (K): 1 is MQA, fewer than num_heads GQA. None uses num_heads."""
     head_dim: Size | None = None
     """Width of a query or key head (H). None uses d_model / num_heads. `key_dim` has the result."""
     value_head_dim: Size | None = None
@@ -169,8 +167,8 @@ class ModelConfig(AnyModelConfig):
     num_classes: Size | None = None
     """encoder: number of classes of the classification head. None has no classification head."""
     classes_of: ClassesOf = "text"
-    """encoder: unit that is classified. text: each row, from the pooler. token: each token (such as
-    named entities). span: two numbers per token, for whether an answer begins and ends there."""
+    """encoder: unit to classify. text: each row, from the pooler. token: each token (such as named
+    entities). span: two numbers per token, for whether an answer begins and ends there."""
     pooler: Pooler | None = None
     """encoder: activation of the pooler, a dense layer before the classification head (BERT: tanh,
     DistilBERT: relu, ELECTRA: gelu). transform: the layers of masked_token_head, which are dense,

@@ -67,7 +67,7 @@ class Lion:
     """
 
     beta1: Fraction = 0.9
-    """Weight of the mean gradient, relative to the current gradient, in a step."""
+    """Weight of the mean gradient in a step; the current gradient has weight 1 - beta1."""
     beta2: Fraction = 0.99
     """Decay of the mean gradient."""
     weight_decay: NonNegative = 1.0

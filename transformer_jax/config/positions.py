@@ -23,8 +23,7 @@ class _Positions:
     """Base class of all kinds of positions."""
 
     absolute = False
-    """Whether vectors of absolute positions are added to the embeddings; otherwise attention uses
-    distances."""
+    """Whether vectors are added to the embeddings; otherwise attention uses distances."""
 
     def __repr__(self) -> str:
         """Return the kind and the fields that differ from their defaults, as Python code."""
@@ -213,7 +212,7 @@ class Rope(_Positions):
                 fail("positions.pattern", self.pattern, rule)
 
     def in_layer(self, window: int | None, number: int | None = None) -> Rope | None:
-        """Return the rotation of a layer, or None if it has none.
+        """Return the rotation of a layer, or None if the layer does not rotate.
 
         Args:
             window: the window of the layer.

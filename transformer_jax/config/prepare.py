@@ -32,8 +32,7 @@ class PrepareConfig:
     word_count: Size = 1
     """word: minimum number of occurrences in the sample for a word to be a token."""
     sample_mb: Size = 64
-    """bpe and word: size of the sample that the tokenizer is trained on, in 10**6 bytes spread
-    evenly over the files."""
+    """bpe and word: size of the tokenizer's training sample, in 10**6 bytes from all files."""
     val_fraction: float = 0.01
     """Fraction of the documents to hold out, chosen by each document's hash."""
     text_errors: Literal["strict", "replace"] = "strict"

@@ -200,7 +200,7 @@ class _PairFilesTask(Task):
     val_targets: str | None = None
     """File of targets for `val_data`."""
     beams: Size = 4
-    """Number of beams when held-out pairs are decoded. 1 is greedy decoding."""
+    """Number of beams for decoding held-out pairs. 1 is greedy decoding."""
     judged: Count = 200
     """Number of held-out pairs to decode at the end of a run. 0 decodes none."""
 

@@ -51,10 +51,10 @@ class TrainConfig:
     """Model to start from, along with its tokenizer: a run folder, whose matching parameters are
     used, or the folder or id of a published model."""
     frozen: tuple[str, ...] | None = None
-    """Parameters to keep fixed, by the beginnings of their names: embed,decoder/block_0."""
+    """Name prefixes of parameters to keep fixed: embed,decoder/block_0."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters and keep the model of init_from fixed: rank=16,targets=all-linear.
-    None trains all parameters."""
+    """Train only low-rank adapters of the model of init_from: rank=16,targets=all-linear. None
+    trains all parameters."""
     bpe_vocab_size: Size = 1024
     """bpe: vocabulary size."""
     word_count: Size = 1
@@ -103,8 +103,8 @@ class TrainConfig:
     """Coefficient of log(Z)^2 in the training loss, where Z is the denominator of the softmax. 1e-4
     keeps logits from drifting (Chowdhery et al. 2022, 5)."""
     loss_chunk: Size | None = None
-    """Number of tokens per row whose logits the loss computes at a time. None chooses by their
-    size. A value of at least the row length computes all logits at once."""
+    """Number of tokens per row whose logits the loss computes at a time. None chooses by size; the
+    row length or more computes all at once."""
     eval_every: Size = 250
     """Number of steps between evaluations on the held-out data."""
     eval_batches: Size | None = None

@@ -144,7 +144,7 @@ def spelled(labels: Sequence[str]) -> tuple[list[str], list[str]]:
         font.name: font.fname
         for font in sorted(font_manager.fontManager.ttflist, key=lambda font: font.name)
         if all(getattr(font, name) == value for name, value in usual.items())
-        and not font.name.startswith("Last Resort")  # it draws boxes
+        and not font.name.startswith("Last Resort")  # its glyphs are boxes
     }
     families = list[str]()
     # DejaVu Sans comes with matplotlib, so most labels look the same everywhere.

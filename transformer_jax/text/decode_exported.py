@@ -55,7 +55,7 @@ def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> 
 
 
 def likeliest(logits: jax.Array, ended: np.ndarray) -> jax.Array:  # [B, V], bool[B] -> i32[B]
-    """Return each row's likeliest token; ValueError if its logit is not finite before the end."""
+    """Return each row's likeliest token; ValueError if an unfinished row has no finite maximum."""
     # On a CPU, XLA's maximum can lose a NaN in a long row.
     top = np.asarray(jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1))
     if len(wrong := np.flatnonzero(~np.isfinite(top) & ~ended)):

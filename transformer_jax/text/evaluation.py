@@ -54,8 +54,7 @@ def evaluate(
         targets: for pairs: the file of the targets, one per line.
         examples: for pairs and signals: number of examples to decode; None decodes all.
         beams: for pairs: width of the beam search; None is the run's.
-        context: for a published model: tokens in a window; None is 512. A shorter text is one
-            window.
+        context: for a published model: tokens in a window; None is 512. A shorter text fills one.
         task: for a published decoder: "chat" evaluates its answers in lines {"messages": [...]},
             as for a run of a `ChatTask`; None evaluates it on plain text.
         report: called with the number of examples decoded so far.
@@ -179,7 +178,7 @@ def judge_file(
             rule = "must have at least two"
             raise DataError(f"data is {config.data!r}: tokens are {text.tokens}: {rule}") from None
         task = load_task(dataclasses.replace(config, context=text.tokens - 1), tokenizers, size)
-    # As in training, a task adds the special tokens that it needs; new ones would be untrained.
+    # A task adds the special tokens that it needs, but new ones would be untrained.
     if isinstance(needed := task.tokenizers.tokenizer, SpecialTokens):
         check_has(tokenizers.tokenizer, *needed.names)
     return judge(task, params, report, model)

@@ -57,8 +57,7 @@ class Lens(TableResult):
 
     Attributes:
         tokens: the T input tokens, as strings.
-        top: [L + 1][T][count], likeliest tokens at each position, after the embedding and after
-            each block.
+        top: [L + 1][T][count], likeliest tokens after the embedding and after each block.
         probabilities: f32[L + 1, T, count], probabilities of `top`.
         masks: positions of the masks; None for a model that writes the next token.
     """
@@ -383,8 +382,7 @@ class Inspect:
 
         Args:
             text: a string, or (source, target) for a model of pairs, whose decoder is inspected.
-            count: number of tokens to return for each position, likeliest first; at most the size
-                of the vocabulary.
+            count: number of tokens to return for each position, at most the vocabulary size.
 
         Raises:
             ConfigError: if the model is not a transformer that writes tokens.
@@ -409,8 +407,8 @@ class Inspect:
     ) -> Patching:
         """Measure which values of a text restore its answer when copied into another prompt.
 
-        A warning is issued if z differs between the prompts by less than 0.1, or by less than a
-        tenth of the largest change that a value causes. Shares of such a difference mean little.
+        Shares mean little, and a warning is issued, if z differs between the prompts by less than
+        0.1, or by less than a tenth of the largest change that a value causes.
 
         Args:
             text: the prompt to copy values from; (source, target) for a model of pairs.
@@ -420,8 +418,7 @@ class Inspect:
 
         Raises:
             ConfigError: if the model is not a transformer that writes tokens.
-            ValueError: if the prompts differ in length or have the same answer, or if an answer is
-                not a token.
+            ValueError: if the prompts differ in length or share an answer, or one is not a token.
         """
         model = self.model
         config, clean, inputs = _read(model, "patch", text)
@@ -564,15 +561,13 @@ class Inspect:
     ) -> list[tuple[str, float]]:
         """Return the tokens whose embeddings are closest in direction to that of a word.
 
-        e is the input embedding (the embedding of the sources, if an encoder-decoder has two
-        vocabularies), and u = e / |e|. With words to subtract and to add (Mikolov et al. 2013),
-        the direction is
+        e is the input embedding (of the sources, if an encoder-decoder has two vocabularies), and
+        u = e / |e|. Tokens w are ranked by their cosine with x (Mikolov et al. 2013):
 
             x = u(word) - sum of u(minus) + sum of u(plus)
             cos(x, e(w)) = x . e(w) / (|x| |e(w)|)
 
-        A word is looked up with a leading space, as it appears inside a text, if the tokenizer has
-        that token.
+        A word is looked up with a leading space if the tokenizer has that token.
 
         Args:
             word: a word of one token.
@@ -581,8 +576,7 @@ class Inspect:
             count: number of tokens to return, at least 1.
 
         Returns:
-            Pairs of a token and its cosine, largest first. The words of the query and special
-            tokens are left out.
+            Pairs of a token and its cosine, largest first, without special tokens and the query's.
 
         Raises:
             ConfigError: if the model has no embeddings of tokens.
@@ -707,7 +701,7 @@ def _listed(texts: list[str], p: np.ndarray) -> str:
 
 
 def _difference(answer: str, other: str | None) -> str:
-    """Return a description of z."""
+    """Describe z in words."""
     logit = f"logit of {marked(answer)!r}"
     return logit if other is None else f"{logit} - {marked(other)!r}"
 

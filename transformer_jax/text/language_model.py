@@ -202,8 +202,7 @@ class LanguageModel(Reader):
             **options: other fields of `GenerateOptions`, except `results` and `length_penalty`.
 
         Returns:
-            A string; with a list or `samples`, a list of strings; with `stream`, an iterator of
-            pieces.
+            A string; with a list or `samples`, a list; with `stream`, an iterator of pieces.
 
         Raises:
             ValueError: if an argument is invalid or does not fit the task of the model.
@@ -296,8 +295,7 @@ class LanguageModel(Reader):
             **options: other fields of `GenerateOptions`, except those of beam search.
 
         Returns:
-            A string; with a list or `samples`, a list of strings; with `stream`, an iterator of
-            pieces.
+            A string; with a list or `samples`, a list; with `stream`, an iterator of pieces.
 
         Raises:
             ConfigError: if the model has no chat template.
@@ -336,7 +334,7 @@ class LanguageModel(Reader):
             prompt: a string, or its ids i32[P].
             num_tokens: maximum number of new tokens; see `GenerateOptions`.
             **options: `beams` (default 4), `results`, `length_penalty`, `processors` and
-                `cache_dtype` of `GenerateOptions`.
+                `cache_dtype`; see `GenerateOptions`.
 
         Returns:
             Pairs of a score and a text, best first.
@@ -385,8 +383,7 @@ class LanguageModel(Reader):
             prompt: a string, or its ids i32[P].
             num_tokens: maximum number of new tokens, which must fit; see `GenerateOptions`.
             num_draft: maximum number of tokens to propose at a time.
-            **options: `stop`, `sampler`, `key`, `processors` and `cache_dtype` of
-                `GenerateOptions`.
+            **options: `stop`, `sampler`, `key`, `processors`, `cache_dtype`; see `GenerateOptions`.
 
         Returns:
             The text, and a `Speculation` that counts proposals and model calls.
@@ -521,8 +518,7 @@ class LanguageModel(Reader):
             stride: number of tokens between the starts of windows, from 1 to `window`; None is
                 window / 2. Each token counts once, in the first window that contains it. After the
                 first window, it has more than window - stride tokens of context.
-            batch_size: number of windows in a batch, at least 1. An edited model reads one at a
-                time.
+            batch_size: number of windows in a batch, at least 1; edited models always use 1.
 
         Raises:
             ConfigError: if the model has no probability of a text, such as a masked model.
@@ -562,11 +558,10 @@ class LanguageModel(Reader):
 
         Args:
             pairs: a list of (context, continuation). Equal contexts are read once.
-            batch_size: number of rows in a batch, at least 1. An edited model reads one at a time.
+            batch_size: number of rows in a batch, at least 1; edited models always use 1.
 
         Returns:
-            A `Continuation` for each pair, in order: log p in nats, whether every token is the
-            likeliest, and the number of tokens.
+            A `Continuation` for each pair, in order.
 
         Raises:
             ConfigError: if the model does not continue text.
@@ -591,12 +586,11 @@ class LanguageModel(Reader):
         Args:
             questions: a file of JSON lines {"context": ..., "choices": [...], "answer": INDEX}, or
                 a list of such objects.
-            batch_size: number of choices in a batch, at least 1. An edited model reads one at a
-                time.
+            batch_size: number of choices in a batch, at least 1; edited models always use 1.
 
         Raises:
             ConfigError: if the model does not continue text.
-            ValueError: if a question is invalid; names the file, line, field and rule.
+            ValueError: if a question is invalid. The message names file, line, field and rule.
         """
         check_count("batch_size", batch_size, 1)
         return score_choices(self, questions, batch_size)
@@ -610,8 +604,7 @@ class LanguageModel(Reader):
             count: number of tokens to return for each mask, at least 1.
 
         Returns:
-            For each mask, pairs of a token and p = softmax(logits) over all tokens of the model,
-            likeliest first.
+            For each mask, pairs of a token and p = softmax(logits) over all tokens, best first.
 
         Raises:
             ConfigError: if the model does not fill masks.

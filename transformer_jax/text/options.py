@@ -58,13 +58,13 @@ class GenerateOptions:
     """Generation options: the keywords of `generate`, `chat` and `search`.
 
     ValueError if a value has the wrong type or is out of range, or if two options exclude each
-    other. TypeError for an unknown option; names the intended one.
+    other. TypeError for an unknown option, with a suggestion.
     """
 
     num_tokens: int | None = None
     """Maximum number of new tokens, at least 1. None is 400, or the trained length for a run on
     pairs. If a text exceeds `max_len`, the model re-reads the last half and continues. A search and
-    `samples` must fit; None is then at most as many tokens as fit."""
+    `samples` must fit in `max_len`; None limits them to it."""
     stop: str | Sequence[str] = ()
     """A string or list of strings; the text ends before the first one that occurs."""
     stream: bool = False

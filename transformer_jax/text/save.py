@@ -147,7 +147,7 @@ def tokenizer_files(
 ) -> tuple[dict[str, bytes], str]:
     """Return the files that describe a tokenizer to other libraries, and a line about them.
 
-    If the model `classifies`, the files frame each text with the special tokens it expects.
+    If the model `classifies`, the files frame each text with the special tokens that it expects.
     """
     settings: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast"}
     match plain(tokenizer):
