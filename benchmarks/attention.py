@@ -326,7 +326,7 @@ def plot(cases: list[dict[str, Any]], limit: float, device: str, path: Path) -> 
 def _selected(
     options: argparse.Namespace, platform: str
 ) -> list[tuple[AttentionCase, Direction, set[str] | None]]:
-    """Return what to measure and the contenders, of which None means all."""
+    """Return the cells to measure, each with its contenders; None means all contenders."""
     chosen: list[tuple[AttentionCase, Direction, set[str] | None]]
     if options.goals:
         cases = {case.name: case for case in specs.attention_cases("gpu")}

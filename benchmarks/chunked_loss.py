@@ -3,8 +3,8 @@
     python -m benchmarks.chunked_loss --out benchmarks/results/chunked_loss.json
 
 The inputs are hidden states [B, T, D] and an output matrix [V, D] of GPT-2 124M. The plain loss
-computes all logits, the others those of some tokens of each row at a time. Memory is what the
-compiler allocates in addition to arguments and results.
+computes all logits, the others those of some tokens of each row at a time. Memory is the
+temporary memory that the compiler allocates.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ in_matrix = causal & Program((), ("pair", 0))
 
 
 class Chip(jax.sharding.AbstractDevice):
-    """GPU for which Pallas lowers."""
+    """GPU that Pallas compiles for."""
 
     compute_capability: str
 
@@ -232,7 +232,7 @@ def configurations(
 
 
 def print_steps(capability: str) -> None:
-    """Print the memory of decoding steps besides the cache, and their results of its size."""
+    """Print the memory of decoding steps without the cache, and their results of its size."""
     place = jax.sharding.SingleDeviceSharding(device(capability))
     target = Target("hopper", chip="NVIDIA H200") if capability == HOPPER else Target("ampere")
     print("cache                      its bytes   temporaries   as large as keys or values")

@@ -116,7 +116,7 @@ def ours(case: AttentionCase, name: str | None) -> Attend:
 
 
 def settings(case: AttentionCase) -> dict[str, Any]:
-    """Return the arguments of `dot_product_attention` besides the inputs of the case."""
+    """Return the arguments of `dot_product_attention` other than the inputs of the case."""
     bias = ALiBi(case.slopes()) if case.bias == "alibi" else None
     return dict(mask=case.mask(), bias=bias, softcap=case.softcap)
 

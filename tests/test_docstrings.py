@@ -50,13 +50,13 @@ def functions():
             function = inspect.unwrap(getattr(x, "__func__", x))
             called = method == "__call__" and issubclass(kind, nn.Module)
             if inspect.isfunction(function) and (called or not method.startswith("_")):
-                said = [
+                docs = [
                     getattr(base, method).__doc__ or ""
                     for base in kind.mro()
                     if hasattr(base, method)
                 ]
-                full = [inspect.cleandoc(one) for one in said if "Args:" in one]
-                found[f"{name}.{method}"] = function, (full or said)[0]
+                full = [inspect.cleandoc(one) for one in docs if "Args:" in one]
+                found[f"{name}.{method}"] = function, (full or docs)[0]
     return found
 
 

@@ -262,10 +262,10 @@ def test_no_class_with_arrays_has_a_generated_repr():
             has_fields = dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
             if not has_fields or not is_shown(kind) or kind.__module__ != module.__name__:
                 continue
-            held = " ".join(str(v) for v in inspect.get_annotations(kind).values())
-            if re.search(r"\b(Array|ndarray|Tokenizer)\b", held):
+            annotations = " ".join(str(v) for v in inspect.get_annotations(kind).values())
+            if re.search(r"\b(Array|ndarray|Tokenizer)\b", annotations):
                 file = inspect.unwrap(kind.__repr__).__code__.co_filename
-                assert "transformer_jax" in file or "flax" in file, f"{kind}: {held}"
+                assert "transformer_jax" in file or "flax" in file, f"{kind}: {annotations}"
 
 
 def test_repr_shows_shapes_and_non_default_fields():

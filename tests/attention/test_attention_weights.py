@@ -279,8 +279,11 @@ def test_weights_of_quantised_cache_use_stored_keys():
     params, tokens = parameters(config), draw(PROMPT)
     state = init_cache(config, ROWS, PROMPT, jnp.int8)
     _, cache, weights = attend(config, params, tokens, cache=state)
-    held = cache.layers[0]
-    keys = np.asarray(held.k, np.float64) * np.asarray(held.k_scale, np.float64)[..., None]
+    layer_cache = cache.layers[0]
+    keys = (
+        np.asarray(layer_cache.k, np.float64)
+        * np.asarray(layer_cache.k_scale, np.float64)[..., None]
+    )
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     block = p["decoder"]["block_0"]
     x = oracle._norm(config, block["norm_attention"], p["embed"]["tokens"][tokens[:, -1]])

@@ -43,11 +43,11 @@ class Call:
             x[2, :128] = x[0, :128]
         self.query, self.key, self.value = jax.device_put(drawn)
         self.at = LENGTHS[:, None] - T + np.arange(T)  # negative for the row of length 0
-        held = np.where(np.arange(S) < LENGTHS[:, None], np.arange(S), -1)
-        far = self.at[:, :, None] - held[:, None]
-        self.seen = (held >= 0)[:, None] & (far >= 0) & (far < (window or S))
+        key_positions = np.where(np.arange(S) < LENGTHS[:, None], np.arange(S), -1)
+        far = self.at[:, :, None] - key_positions[:, None]
+        self.seen = (key_positions >= 0)[:, None] & (far >= 0) & (far < (window or S))
         self.mask = Causal() if window is None else Causal() & Window(window)
-        self.positions = jax.device_put(dict(q_positions=self.at, k_positions=held))
+        self.positions = jax.device_put(dict(q_positions=self.at, k_positions=key_positions))
         some = self.seen.any(axis=1)
         arrays, names = (self.key, self.value), ("key", "value")
         if dtype == "int8":

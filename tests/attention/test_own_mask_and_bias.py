@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
 
 T, S = 139, 271
 HEADS = dict(batch=3, heads=8, kv_heads=4)
-"""Sizes for which rows do not share a tile of "blockwise", and heads only in groups."""
+"""Sizes at which rows do not share tiles of "blockwise", and only groups of heads do."""
 EVERYWHERE = "xla", "blockwise", "pallas"
 
 

@@ -520,15 +520,15 @@ def test_scanned_layers_are_rewound_separately(rng):
 def test_rewound_cache_decodes_as_if_tokens_were_never_read(changes, capacity, more, rng):
     """Rings with four extra slots drop up to five tokens, a different number in each row."""
     config, _, apply = make(**changes)
-    said, other = (rng.integers(0, VOCAB, (3, 23), dtype=np.int32) for _ in range(2))
+    texts, other = (rng.integers(0, VOCAB, (3, 23), dtype=np.int32) for _ in range(2))
     read = np.array([18, 18, 18], np.int32)
     kept = np.array([13, 18, 15], np.int32)
     columns = np.arange(23, dtype=np.int32)[None]
     empty = init_cache(config, 3, capacity, **more)
-    _, cache = fed(apply, said, np.where(columns < read[:, None], columns, -1), empty, 4)
+    _, cache = fed(apply, texts, np.where(columns < read[:, None], columns, -1), empty, 4)
     cache = jax.jit(rewind_cache)(cache, kept)
     assert cache.length.tolist() == kept.tolist()
-    _, never = fed(apply, said, np.where(columns < kept[:, None], columns, -1), empty, 4)
+    _, never = fed(apply, texts, np.where(columns < kept[:, None], columns, -1), empty, 4)
     for chunk in (1, 4):
         positions = np.where(columns < 6, kept[:, None] + columns, -1)
         got, after = fed(apply, other[:, :6], positions[:, :6], cache, chunk)

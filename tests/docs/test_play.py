@@ -157,7 +157,7 @@ def check_mask(case: dict, found: dict) -> None:
 
 
 def sentences(count: int) -> list[list[int]]:
-    """Return the ids of stories of three lengths, each of which needs one program."""
+    """Return the ids of stories of only three lengths, to compile few programs."""
     ids, _ = play.stories(np.random.default_rng(73), count)
     return [row[: (5, 11, 17)[i % 3]].tolist() for i, row in enumerate(ids)]
 

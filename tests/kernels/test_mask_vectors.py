@@ -75,7 +75,7 @@ def test_mask_vectors_match_mask(name, ragged, rng):
 
 
 def test_equal_masks_have_equal_vectors():
-    """Masks of equal structure share a compiled program, whatever their values are."""
+    """Masks of equal structure share a compiled program for all values."""
 
     def visible(n, ids):
         mask = Causal() & Window(n) & Segments(jnp.asarray(ids)[None])

@@ -40,7 +40,7 @@ HALF, NEARLY = 1e5, 3.4e38
 
 
 def with_weight(value, config=CONFIG, dtype=jnp.float32):
-    """Return random parameters, one of which is `value`."""
+    """Return random parameters, with `value` as one of the numbers."""
     params = cast_floats(init_params(config, jax.random.key(0)), dtype)
     at = params
     for name in PATH[:-1]:
@@ -137,11 +137,11 @@ def test_quantization_overflow_raises_error(kind):
     largest = float(np.finfo(np.float32).max)
     for value in (largest, NEARLY, 1e30):
         try:
-            held = quantize(with_weight(value, replace(CONFIG, d_ff=8)), kind)
+            weights = quantize(with_weight(value, replace(CONFIG, d_ff=8)), kind)
         except ConfigError as error:
             assert NAME in str(error) and value == largest
             continue
-        back = held["decoder"]["block_0"]["feed_forward"]["up"]["kernel"].astype(jnp.float32)
+        back = weights["decoder"]["block_0"]["feed_forward"]["up"]["kernel"].astype(jnp.float32)
         assert np.isfinite(np.asarray(back)).all()
 
 

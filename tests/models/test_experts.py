@@ -304,13 +304,15 @@ def test_adapters_and_quantization_apply_per_expert(base):
 
     @jax.jit
     def fewer_bits(params):
-        held = params if base == "float32" else quantize(params, base)
+        base_params = params if base == "float32" else quantize(params, base)
         is_leaf = lambda leaf: hasattr(leaf, "bits")  # noqa: E731
-        return held, jax.tree.map(lambda x: x.astype(jnp.float32), held, is_leaf=is_leaf)
+        return base_params, jax.tree.map(
+            lambda x: x.astype(jnp.float32), base_params, is_leaf=is_leaf
+        )
 
-    held, plain = fewer_bits(params)
+    base_params, plain = fewer_bits(params)
     if base != "float32":
-        own = held["decoder"]["block_0"]["feed_forward"]
+        own = base_params["decoder"]["block_0"]["feed_forward"]
         assert own["up"]["kernel"].bits and isinstance(own["router"]["kernel"], jax.Array)
         for e in range(4):  # each expert has its own scales
             of = lambda tree: tree["decoder"]["block_0"]["feed_forward"]["up"]["kernel"][e]  # noqa: B023, E731
@@ -322,9 +324,9 @@ def test_adapters_and_quantization_apply_per_expert(base):
     def logits(params):
         return build(config).apply({"params": params}, TOKENS)[0]
 
-    beside = logits(with_adapters(held, adapters, lora))
+    unmerged = logits(with_adapters(base_params, adapters, lora))
     summed = logits(jax.jit(apply_lora, static_argnums=2)(plain, adapters, lora))
-    np.testing.assert_allclose(beside, summed, rtol=2e-3, atol=2e-4)
+    np.testing.assert_allclose(unmerged, summed, rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.slow

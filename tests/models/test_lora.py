@@ -451,8 +451,8 @@ KEYS = [
 @pytest.mark.parametrize(("key", "value"), KEYS, ids=lambda x: str(x))
 def test_unsupported_config_key_error_names_key(saved, params, key, value):
     file = changed(saved, **{key: value})
-    said = refused(saved, params)
-    assert said.startswith(f"{file}: {key}") and "\n" not in said
+    line = refused(saved, params)
+    assert line.startswith(f"{file}: {key}") and "\n" not in line
 
 
 @pytest.mark.parametrize(
@@ -497,8 +497,8 @@ def test_damaged_config_raises_error(saved, params, text):
     file.write_bytes(GOOD + b"}")
     load_lora(saved, params, NAMES)
     file.write_bytes(text)
-    said = refused(saved, params)
-    assert said.startswith(f"{file}: ") and len(said) < 400
+    line = refused(saved, params)
+    assert line.startswith(f"{file}: ") and len(line) < 400
 
 
 @pytest.mark.slow
@@ -512,12 +512,12 @@ def test_damaged_tensor_error_names_tensor(saved, params):
             named = {"a": a, "b": b}
             new = tensors | {named.get(name, name): value for name, value in changes.items()}
             safetensors.save_file({n: x for n, x in new.items() if x is not None}, file)
-        said = refused(saved, params)
-        assert said.startswith(f"{file}: ") and message in said
+        line = refused(saved, params)
+        assert line.startswith(f"{file}: ") and message in line
 
     check(f"{b} is missing", b=None)
-    said = f"{a} has shape [14, 2]: must be [2, 14] for rank 2 and these parameters"
-    check(said, a=tensors[a].T.copy())
+    line = f"{a} has shape [14, 2]: must be [2, 14] for rank 2 and these parameters"
+    check(line, a=tensors[a].T.copy())
     check(f"{b} has dtype I32: must be F32, F16, or BF16", b=np.ones((24, 2), np.int32))
     other = "base_model.model.lm_head.lora_A.weight"
     check(f"{other}: matches no kernel in names", **{other: np.ones((2, 14), np.float32)})

@@ -51,7 +51,7 @@ def draw(columns: int, seed: int = 17) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, (B, columns), dtype=np.int32)
 
 
-def run(kind: str, *, scanned: bool = False, params=None, **asked):
+def run(kind: str, *, scanned: bool = False, params=None, **requested):
     config = config_of(kind, scan_layers=scanned)
     params = params_of(kind) if params is None else params
     more = dict(source=draw(S, 5)) if config.kind == "encoder-decoder" else {}
@@ -59,7 +59,7 @@ def run(kind: str, *, scanned: bool = False, params=None, **asked):
     @jax.jit
     def apply(params):
         params = stack_layers(params) if scanned else params
-        return build(config).apply({"params": params}, draw(T), **more, **asked)
+        return build(config).apply({"params": params}, draw(T), **more, **requested)
 
     return apply(params)
 
@@ -97,10 +97,10 @@ def test_captured_values_have_stated_shapes_and_agree_looped_and_scanned(kind):
 
 
 def test_scan_captures_requested_blocks():
-    asked = "block_1/residual", "block_0/attention/weights", "block_*/attention/output"
+    requested = "block_1/residual", "block_0/attention/weights", "block_*/attention/output"
     edit = {"block_1/residual": tilted}
     looped, scanned = (
-        run("attention alone", scanned=scanned, capture=asked, edit=edit)[2]
+        run("attention alone", scanned=scanned, capture=requested, edit=edit)[2]
         for scanned in (False, True)
     )
     assert set(looped) == set(scanned) and len(scanned) == 4
@@ -111,16 +111,16 @@ def test_scan_captures_requested_blocks():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
 def test_captured_values_keep_requested_order(kind):
-    asked = ["logits", "block_1/residual", "block_0/attention/weights", "embedding"]
+    requested = ["logits", "block_1/residual", "block_0/attention/weights", "embedding"]
     model = build(config_of(kind))
     more = dict(source=draw(S, 5)) if kind == "encoder-decoder" else {}
     found = []
 
     def names(params):
-        found.extend(model.apply({"params": params}, draw(T), capture=asked, **more)[2])
+        found.extend(model.apply({"params": params}, draw(T), capture=requested, **more)[2])
 
     jax.eval_shape(names, params_of(kind))
-    assert found == asked
+    assert found == requested
 
 
 @pytest.mark.slow
@@ -163,12 +163,12 @@ def test_parallel_branches_read_block_input(kind):
     config, rng = config_of(kind, num_layers=1), np.random.default_rng(3)
     shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
     params, place = oracle.randomised(shapes, rng), "block_0/attention/output"
-    asked = ("embedding", "block_0/*", "block_0/*/input", "block_0/*/output")
+    requested = ("embedding", "block_0/*", "block_0/*/input", "block_0/*/output")
 
     @jax.jit
     def read(added):
         edit = {place: lambda x: x + added}
-        return build(config).apply({"params": params}, draw(T), capture=asked, edit=edit)[2]
+        return build(config).apply({"params": params}, draw(T), capture=requested, edit=edit)[2]
 
     found, edited = (jax.tree.map(np.asarray, read(added)) for added in (0.0, 3.0))
     block = jax.tree.map(lambda x: np.asarray(x, np.float64), params["decoder"]["block_0"])
@@ -321,8 +321,8 @@ def test_identity_edit_changes_nothing_with_any_remat(remat):
         params = stack_layers(params) if scanned else params
         edit = {name: lambda x: x for name in editable("decoder")}
 
-        def loss(params, config=config, **asked):
-            out = build(config).apply({"params": params}, draw(T), **asked)
+        def loss(params, config=config, **requested):
+            out = build(config).apply({"params": params}, draw(T), **requested)
             return (out[0] ** 2).mean(), out[2:]
 
         names = ("block_1/attention/weights", "block_0/residual")
@@ -382,19 +382,19 @@ def test_custom_implementation_provides_weights_or_raises_error(monkeypatch, sca
     monkeypatch.setitem(IMPLEMENTATIONS, "closed", Sigmoid())
     place = "block_1/attention/weights"
 
-    def read(name, **asked):
+    def read(name, **requested):
         config = config_of("decoder", scan_layers=scanned, implementation=name)
         params = params_of("decoder")
         params = stack_layers(params) if scanned else params
-        return jax.jit(partial(build(config).apply, **asked))({"params": params}, draw(T))
+        return jax.jit(partial(build(config).apply, **requested))({"params": params}, draw(T))
 
     plain, _, captured = read("open", capture=(place,))
     assert np.abs(captured[place].sum(axis=-1) - 1).max() > 0.1, "rows of a softmax sum to 1"
     assert_near(read("open", edit={place: lambda x: x})[0], plain, NEAR)
     assert_near(read("closed")[0], plain, NEAR)
-    for asked in (dict(capture=(place,)), dict(edit={place: lambda x: x})):
+    for requested in (dict(capture=(place,)), dict(edit={place: lambda x: x})):
         with pytest.raises(NotImplementedError, match="the weights of Sigmoid are not known: give"):
-            read("closed", **asked)
+            read("closed", **requested)
 
 
 # Generation
@@ -458,7 +458,7 @@ def test_values_captured_in_generation_match_full_forward():
     "asked6-edit is a list: must be a dict", "asked8-can be captured, not edited", "*float64*",
 )  # fmt: skip
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requested", "message"),
     [
         (dict(capture=("block_2/residual",)), "no place is named 'block_2/residual', nearest"),
         (dict(capture=("block_*/heads",)), r"no place is named 'block_\*/heads'"),
@@ -478,9 +478,9 @@ def test_values_captured_in_generation_match_full_forward():
         (dict(edit={"logits": np.zeros((2, 3))}), r"edit\['logits'\] is float64\[2,3\]: must be a"),
     ],
 )  # fmt: skip
-def test_invalid_capture_or_edit_raises_error(asked, message):
+def test_invalid_capture_or_edit_raises_error(requested, message):
     with pytest.raises(ValueError, match=message):
-        run("decoder", **asked)
+        run("decoder", **requested)
 
 
 WRONG = {
@@ -523,9 +523,12 @@ def test_encoder_places_require_source():
     config = config_of("encoder-decoder")
     variables = {"params": params_of("encoder-decoder")}
     state = build(config).apply(variables, draw(S, 5), capacity=T, method="init_cache")
-    for asked in (dict(capture=("encoder/embedding",)), dict(edit={"encoder/embedding": tilted})):
+    for requested in (
+        dict(capture=("encoder/embedding",)),
+        dict(edit={"encoder/embedding": tilted}),
+    ):
         with pytest.raises(ValueError, match="encoder/embedding with a cache: its source was read"):
-            build(config).apply(variables, draw(T), cache=state, **asked)
+            build(config).apply(variables, draw(T), cache=state, **requested)
 
 
 @pytest.mark.slow

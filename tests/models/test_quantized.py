@@ -151,11 +151,11 @@ def test_logits_of_8_bit_table_match_float64_with_bias(rng, rows):
 
     @jax.jit
     def multiplied(x, table, bias):
-        held = quantize({"embed": {"output": table}}, "int8", embeddings=True)["embed"]["output"]
-        return held, table_logits(x, held, bias), table_logits(x, held, None)
+        stored = quantize({"embed": {"output": table}}, "int8", embeddings=True)["embed"]["output"]
+        return stored, table_logits(x, stored, bias), table_logits(x, stored, None)
 
-    held, biased, plain = multiplied(x, table.astype(np.float32), bias)
-    exact = np.asarray(held.values, np.float64) * np.asarray(held.scale, np.float64)[:, None]
+    stored, biased, plain = multiplied(x, table.astype(np.float32), bias)
+    exact = np.asarray(stored.values, np.float64) * np.asarray(stored.scale, np.float64)[:, None]
     assert_near(biased, x @ exact.T + bias, 1e-5)
     assert_near(plain, x @ exact.T, 1e-5)
 

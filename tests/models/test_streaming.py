@@ -685,19 +685,19 @@ def test_rebased_keys_match_keys_at_smaller_positions(rng, scaling):
     keys = jnp.asarray(draw(rng, 1, 7, 1, 6))
     places = jnp.array([[14, 15, 16, 17, 18, 19, 13]])
     turn = jax.jit(lambda keys, places: apply_rope(keys, places, rope))
-    held = kv.KVCache(turn(keys, places), keys, places, jnp.array([20]))
-    (moved,) = jax.jit(lambda cache: rebase_cache(cache, config))(ModelCache((held,))).layers
+    layer_cache = kv.KVCache(turn(keys, places), keys, places, jnp.array([20]))
+    (moved,) = jax.jit(lambda cache: rebase_cache(cache, config))(ModelCache((layer_cache,))).layers
     assert moved.length.tolist() == [13]
     want = jnp.where((places >= 7)[..., None, None], turn(keys, places - 7), 0)
     assert_near(moved.k, want, STREAMED)
-    assert float(jnp.abs(moved.k - held.k).max()) > 0.1
+    assert float(jnp.abs(moved.k - layer_cache.k).max()) > 0.1
 
 
 def test_rebase_keeps_keys_of_unrotated_layers(rng):
     config = settings(positions=Rope(pattern=(False, True)), window=7, num_layers=2)
     keys, places = draw(rng, 1, 7, 1, 6), np.arange(14, 21, dtype=np.int32)[None]
-    held = kv.KVCache(keys, keys, places, np.array([21], np.int32))
-    cache = ModelCache((held, held))
+    layer_cache = kv.KVCache(keys, keys, places, np.array([21], np.int32))
+    cache = ModelCache((layer_cache, layer_cache))
     still, turned = jax.jit(lambda cache: rebase_cache(cache, config))(cache).layers
     assert still.positions.tolist() == turned.positions.tolist() == [list(range(7))]
     np.testing.assert_array_equal(still.k, keys)

@@ -1008,11 +1008,11 @@ def test_positions_of_any_integer_dtype_become_int32():
     state = init_cache(SMALL, 1, 255)
     for dtype in (np.uint8, np.int64):
         given = jnp.asarray(positions, dtype) if dtype == np.uint8 else positions.astype(dtype)
-        held = (
+        stored = (
             positions_and_masks(SMALL, tokens.shape, given, None, None)[0],
             check_cache_room(SMALL, state, tokens, given)[0],
         )
-        for x in held:
+        for x in stored:
             assert x.dtype == np.int32 and (np.asarray(x) == positions).all()
     with pytest.raises(ValueError, match="positions contains 4294967296"):
         positions_and_masks(SMALL, tokens.shape, positions + 2**32, None, None)

@@ -5,8 +5,8 @@
 that folder, each alone in a copy of the project. The 60 quickest of the tests that run the
 mutant's line come first, then all tests of the three files that have the most of them, then the
 rest of them, until one fails or three minutes are over. `--slow` also runs the slow
-tests of those files on the mutants that survived. Results are kept in
-`build/mutants/results.jsonl`, so that a second run does only what is left. `--write` writes the
+tests of those files on the mutants that survived. Results are stored in
+`build/mutants/results.jsonl`, so that a second run does only the rest. `--write` writes the
 table.
 
 `mutmut` and `cosmic-ray` start a process for each mutant, which imports JAX and Flax for longer
@@ -102,7 +102,7 @@ class LineMap:
     def tests(self, mutant: Mutant) -> list[str]:
         """Return the tests that run the mutant's line, quickest first; none if no test does.
 
-        A line that runs at import has none of its own: there, those that run any line of the file.
+        For a line that runs only at import, these are the tests that run any line of the file.
         """
         lines = self.lines.get(mutant.file, {})
         found = lines.get(mutant.line, set())
@@ -123,12 +123,12 @@ def files_of(mutant: Mutant, tests: list[str]) -> list[str]:
 
 
 def attempt(mutant: Mutant, copy: Path, arguments: list[str], limit: float) -> dict[str, Any]:
-    """Return what the tests say of a mutant that is planted in a copy of the project."""
-    path, said = copy / mutant.file, copy / "said"
+    """Plant a mutant in a copy of the project, and return the result of the tests."""
+    path, output = copy / mutant.file, copy / "output"
     source = path.read_bytes()
     path.write_bytes(mutant.text(source))
     try:
-        run = Run(copy, arguments, said)
+        run = Run(copy, arguments, output)
         while (status := run.status(limit)) is None:
             time.sleep(0.05)
     finally:
@@ -138,7 +138,9 @@ def attempt(mutant: Mutant, copy: Path, arguments: list[str], limit: float) -> d
         return result | {"timeout": True}
     if status in (0, 5):  # all passed, or none was selected
         return result
-    lines = [line for line in said.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
+    lines = [
+        line for line in output.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))
+    ]
     return result | {"killed": lines[0][:200] if lines else f"pytest ended with {status}"}
 
 

@@ -1,6 +1,6 @@
-"""What a reader found about each mutant that the tests let pass.
+"""Judgements of the mutants that survived the tests, with reasons.
 
-Each key is that of `python -m tests.mutants --list`. "equivalent": no caller can tell the
+Keys are those of `python -m tests.mutants --list`. "equivalent": no caller can observe the
 difference. "speed": only time or memory changes. "hole": a test was missing; the reason names it.
 """
 

@@ -60,7 +60,7 @@ class Mutant:
 
 
 SYMMETRIC = "isinstance", "max", "min", "maximum", "minimum"
-"""Functions of which no exchange of two arguments would be a fault that a test can see."""
+"""Functions with arguments whose exchange cannot cause an observable fault."""
 
 
 def is_number(node: ast.AST) -> bool:

@@ -39,7 +39,7 @@ LIMIT = 300
 """Seconds for the tests of one slip; if they take longer, the slip counts as not caught."""
 
 FAILED = r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$"
-"""Pattern of the line in which pytest reports a failed test and the reason."""
+"""Pattern of pytest's line about a failed test and the reason."""
 
 IMPORTED = "jax", "jax.experimental.pallas.tpu", "flax.linen", "optax"
 """Modules imported before the forks; none of them starts a JAX backend."""
@@ -72,9 +72,9 @@ class Run:
     """Test run in a copy of the project, in a fork of this process."""
 
     def __init__(
-        self, folder: Path, tests: Sequence[str], said: Path, failures: str = "--maxfail=1"
+        self, folder: Path, tests: Sequence[str], log: Path, failures: str = "--maxfail=1"
     ) -> None:
-        self.start, self.said = time.monotonic(), said
+        self.start, self.log = time.monotonic(), log
         self.pid = os.fork()
         if self.pid == 0:
             status = 70
@@ -85,7 +85,7 @@ class Run:
 
     def _test(self, folder: Path, arguments: Sequence[str]) -> int:
         """Return pytest's status, and redirect its output to the file."""
-        out = os.open(self.said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        out = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(out, stream)
         os.setpgid(0, 0)
@@ -119,14 +119,14 @@ class Run:
         return time.monotonic() - self.start
 
 
-def result_of(slip: Slip, status: int, said: str, seconds: float) -> dict[str, Any]:
+def result_of(slip: Slip, status: int, log: str, seconds: float) -> dict[str, Any]:
     """Return the result of a slip: the failed test and the reason, or why no test failed."""
-    failed = re.search(FAILED, said, re.MULTILINE)
+    failed = re.search(FAILED, log, re.MULTILINE)
     found = {"name": slip.name, "key": key_of(slip), "seconds": round(seconds, 1)}
     if status == 1 and failed is not None and "Timeout" not in (why := failed[2] or ""):
         return found | {"seen": failed[1], "why": why[:200]}
     why = {-1: "took too long", 0: "no test failed"}.get(status, f"pytest ended with {status}")
-    return found | {"seen": None, "why": why if status in (-1, 0) else f"{why}: {said[-600:]}"}
+    return found | {"seen": None, "why": why if status in (-1, 0) else f"{why}: {log[-600:]}"}
 
 
 def planted(slips: Sequence[Slip], folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
@@ -138,7 +138,7 @@ def planted(slips: Sequence[Slip], folders: Sequence[Path]) -> Iterator[dict[str
             slip, folder = waiting.pop(0), free.pop()
             text = (folder / slip.file).read_text()
             (folder / slip.file).write_text(text.replace(slip.old, slip.new))
-            running.append((slip, folder, text, Run(folder, slip.tests, folder / "said")))
+            running.append((slip, folder, text, Run(folder, slip.tests, folder / "log")))
         time.sleep(0.1)
         for item in list(running):
             slip, folder, text, run = item
@@ -147,19 +147,19 @@ def planted(slips: Sequence[Slip], folders: Sequence[Path]) -> Iterator[dict[str
                 running.remove(item)
                 (folder / slip.file).write_text(text)
                 free.append(folder)
-                yield result_of(slip, status, run.said.read_text(), run.seconds)
+                yield result_of(slip, status, run.log.read_text(), run.seconds)
 
 
 def without_slips(folder: Path, lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Run the failed tests without slips; a slip is not caught if its test still fails."""
-    run = Run(folder, sorted({line["seen"] for line in lines}), folder / "said", "--maxfail=1000")
+    run = Run(folder, sorted({line["seen"] for line in lines}), folder / "log", "--maxfail=1000")
     while (status := run.status(None)) is None:
         time.sleep(0.1)
-    said = run.said.read_text()
-    print(f"without a slip: {(said.strip().splitlines() or [''])[-1]}", flush=True)
-    failed = {match[1] for match in re.finditer(FAILED, said, re.MULTILINE)}
+    log = run.log.read_text()
+    print(f"without a slip: {(log.strip().splitlines() or [''])[-1]}", flush=True)
+    failed = {match[1] for match in re.finditer(FAILED, log, re.MULTILINE)}
     if status not in (0, 1) or (status == 1 and not failed):
-        raise SystemExit(said[-4000:])
+        raise SystemExit(log[-4000:])
     for line in lines:
         if line["seen"] in failed:
             yield line | {"seen": None, "why": f"{line['seen']} fails without it too"}
@@ -171,7 +171,7 @@ def table(results: dict[str, dict[str, Any]], earlier: str) -> str:
     """Return the results as a page; slips without a result keep the row of the earlier page."""
     known = [(slip, results[slip.name]) for slip in SLIPS if slip.name in results]
     seen = sum(result["seen"] is not None for _, result in known)
-    said = dict(re.findall(r"^\| `.+?` \| (.+?) \| (.+?) \|", earlier, re.MULTILINE))
+    earlier_rows = dict(re.findall(r"^\| `.+?` \| (.+?) \| (.+?) \|", earlier, re.MULTILINE))
     lines = [
         "# Planted bugs",
         "",
@@ -188,7 +188,7 @@ def table(results: dict[str, dict[str, Any]], earlier: str) -> str:
     for slip in sorted(SLIPS, key=lambda slip: slip.file):
         result = results.get(slip.name)
         if result is None:
-            test, seconds = said.get(slip.name, ""), "not rerun"
+            test, seconds = earlier_rows.get(slip.name, ""), "not rerun"
         else:
             found = result["seen"]
             test = "no test" if found is None else f"`{found.removeprefix('tests/')}`"
@@ -234,8 +234,8 @@ def main() -> int:
             copy_project(folder)
         for result in planted(left, folders):
             record(result)
-            said = result["seen"] or f"NOT SEEN ({result['why']})"
-            print(f"{result['name']}: {said}, {result['seconds']} s", flush=True)
+            outcome = result["seen"] or f"NOT SEEN ({result['why']})"
+            print(f"{result['name']}: {outcome}, {result['seconds']} s", flush=True)
         lines = [old[key] for slip in chosen if (key := key_of(slip)) in old]
         unproven = [line for line in lines if line["seen"] and not line.get("green")]
         if unproven:

@@ -549,7 +549,7 @@ def test_rope_scaling_is_read(content, rope, max_len):
 
 @pytest.mark.parametrize(("factor", "trained"), [(4.0, 16), (6.0, 32), (2.5, 24)])
 def test_max_position_embeddings_is_written_as_scaled_length(factor, trained):
-    """When read, max_len is the trained length, up to which nothing is scaled."""
+    """When read, max_len is the trained length, which needs no scaling."""
     content = scaled("longrope", factor=factor, **FACTORS)
     content["original_max_position_embeddings"] = trained
     written = write_config(FAMILIES["llama"], read_config(content, (), "config.json"))

@@ -367,7 +367,7 @@ def folders(tmp_path_factory):
 
 
 def ours(folder: Path, **options: Any) -> tuple[Any, Any]:
-    """Load the model, scanned if all layers are alike, to compile faster."""
+    """Load the model, scanned if all layers have the same structure, to compile faster."""
     keys = json.loads((folder / "config.json").read_text())
     patterns = [keys.get(name) or () for name in ("layer_types", "no_rope_layers")]
     return load_pretrained(folder, scan_layers=all(len(set(p)) < 2 for p in patterns), **options)

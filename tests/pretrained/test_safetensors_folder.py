@@ -702,10 +702,10 @@ def test_missing_parts_are_named(tmp_path, monkeypatch):
 
 
 def test_adapter_folder_error_names_base_model(tmp_path):
-    for base, said in (("org/base", ", 'org/base',"), (None, "")):
+    for base, part in (("org/base", ", 'org/base',"), (None, "")):
         content = json.dumps({"peft_type": "LORA", "base_model_name_or_path": base})
         (tmp_path / "adapter_config.json").write_text(content)
-        rule = f"not a model: load its base model{said} and then load_lora\\(path, params, names\\)"
+        rule = f"not a model: load its base model{part} and then load_lora\\(path, params, names\\)"
         for load in (open_folder, load_model, load_sentence_encoder):
             with pytest.raises(CheckpointError, match=rule):
                 load(tmp_path)

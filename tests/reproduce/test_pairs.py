@@ -34,8 +34,8 @@ def folder(tmp_path_factory):
         english = [" ".join(WORDS[word] for word in row) for row in rows]
         (path / f"{stem}.en").write_text("".join(f"{line.title()}.\n" for line in english))
         stem = "dev" if part == "val" else part
-        said = ["".join(random.choice(list("áb"), random.integers(2, 6))) for _ in range(count)]
-        lines = [f"{word}\t{' '.join(word.replace('á', 'aː'))}\n" for word in said]
+        spoken = ["".join(random.choice(list("áb"), random.integers(2, 6))) for _ in range(count)]
+        lines = [f"{word}\t{' '.join(word.replace('á', 'aː'))}\n" for word in spoken]
         (path / f"xyz_{stem}.tsv").write_text("".join(lines))
     return path
 
@@ -61,14 +61,14 @@ def run(folder, out, name, task, capsys):
 @pytest.mark.parametrize("task", ["seq2seq", "prefix"])
 @pytest.mark.parametrize("name", ["multi30k", "g2p"])
 def test_run_is_evaluated_on_test_part_and_drawn(folder, small, tmp_path, capsys, name, task):
-    figures, said = run(folder, tmp_path, name, task, capsys)
+    figures, printed = run(folder, tmp_path, name, task, capsys)
     stem = name if name == "multi30k" else "g2p_xyz"
     out = tmp_path / f"{stem}_{task}"
     assert figures["step"] == 3 and 0 <= figures["exact_match"] <= 1
     assert figures["perplexity"] == pytest.approx(np.exp(figures["nats_per_token"]))
     assert json.loads((out / "test.json").read_text())["figures"] == figures
     assert all((out / f"{picture}.png").stat().st_size > 5000 for picture in ("curve", "alignment"))
-    assert re.search(r"^perplexity +\d", said, re.MULTILINE) and said.count("\n  > ") == 5
+    assert re.search(r"^perplexity +\d", printed, re.MULTILINE) and printed.count("\n  > ") == 5
     model = load_run(out)
     source = "ein hund läuft ." if name == "multi30k" else "á b"
     rows, weights = pairs.alignment(model, source, "a dog" if name == "multi30k" else "aː")
@@ -81,8 +81,8 @@ def test_complete_run_is_evaluated_again_and_vocabulary_comes_from_training_part
     folder, small, tmp_path, capsys
 ):
     first, _ = run(folder, tmp_path, "multi30k", "seq2seq", capsys)
-    again, said = run(folder, tmp_path, "multi30k", "seq2seq", capsys)
-    assert "is complete: judged again" in said and "seconds" not in again
+    again, printed = run(folder, tmp_path, "multi30k", "seq2seq", capsys)
+    assert "is complete: judged again" in printed and "seconds" not in again
     timed = {"seconds", "CPU seconds", "test seconds"}
     assert {k: v for k, v in first.items() if k not in timed} == {
         k: v for k, v in again.items() if k not in timed

@@ -48,15 +48,18 @@ def token_over_a_ring(width, capacity, window, sinks):
     def step(query, key, value, cache):
         at = cache.length[:, None]
         new = (jnp.take_along_axis(x, at[..., None, None], axis=1) for x in (key, value))
-        _, key, value, held = kv.extend(cache, *new, at, window)
+        _, key, value, slot_positions = kv.extend(cache, *new, at, window)
         mask = Causal() & (Window(window) | Prefix(np.full(1, sinks, np.int32)))
         attend, inputs = program(
-            dict(query=query, key=key, value=value), mask=mask, q_positions=at, k_positions=held
+            dict(query=query, key=key, value=value),
+            mask=mask,
+            q_positions=at,
+            k_positions=slot_positions,
         )
-        return *attend(*inputs), held
+        return *attend(*inputs), slot_positions
 
-    out, lse, held = jax.jit(step)(arrays["query"], arrays["key"], arrays["value"], cache)
-    assert (np.diff(held[0]) < 0).any()
+    out, lse, slot_positions = jax.jit(step)(arrays["query"], arrays["key"], arrays["value"], cache)
+    assert (np.diff(slot_positions[0]) < 0).any()
     far = lengths[:, None] - np.arange(701)
     seen = (far >= 0) & ((far < window) | (np.arange(701) < sinks))
     expected = reference(arrays, np.broadcast_to(seen[:, None, None], (2, 8, 1, 701)))

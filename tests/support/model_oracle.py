@@ -356,7 +356,7 @@ def _feed_forward(config, p: Params, x: np.ndarray) -> np.ndarray:
 
 
 def _affine(x: np.ndarray, p: Params) -> np.ndarray:
-    """x W + b, over as many trailing axes of x as W has leading ones to spare."""
+    """Return x W + b, contracting the trailing axes of x with the leading axes of W."""
     kernel = p["kernel"]
     inputs = x.reshape(len(x), -1)
     split = next(i for i in range(1, kernel.ndim) if math.prod(kernel.shape[:i]) == inputs.shape[1])
@@ -380,8 +380,10 @@ def _rms(x: np.ndarray, eps: float) -> np.ndarray:
 
 
 def _rotate(x: np.ndarray, places: list[int], rope: Any, base=None) -> np.ndarray:  # [T, N, H]
-    """Pair k turns by place * base^(-2k/dims): one complex multiplication. A `base` of its own
-    stretches nothing, that of rope at most linearly."""
+    """Rotate pair k by place * base^(-2k/dims), as one complex multiplication.
+
+    Linear scaling applies only to the base of `rope`, not to a separate `base`.
+    """
     assert rope.scaling in (None, "linear"), "other frequencies are not part of this oracle"
     base, stretch = (rope.base, rope.factor) if base is None else (base, 1.0)
     dims = x.shape[-1] if rope.dims is None else rope.dims

@@ -19,12 +19,12 @@ def in_pages(rng, page, seen, *arrays, unseen=np.nan):
     B, S = seen.shape
     M = S // page
     assert S == M * page
-    held = [np.asarray(x).copy() for x in arrays]
-    for x in held:
+    copies = [np.asarray(x).copy() for x in arrays]
+    for x in copies:
         x[~seen] = 77 if x.dtype == np.int8 else unseen
-    blocks = [x.reshape(B, M, page, *x.shape[2:]) for x in held]
-    own = rng.permutation(B * M + FREE).astype(np.int32)
-    table = own[: B * M].reshape(B, M)
+    blocks = [x.reshape(B, M, page, *x.shape[2:]) for x in copies]
+    shuffled = rng.permutation(B * M + FREE).astype(np.int32)
+    table = shuffled[: B * M].reshape(B, M)
     for b in range(1, B):
         for j in range(M):
             if all(np.array_equal(x[b, j], x[0, j], equal_nan=True) for x in map(_wide, blocks)):

@@ -144,10 +144,10 @@ def assert_same_gradients(
     config: Any, params: Any, loss: Any, model: Any, want_loss: Any, table: Any,
     constants: tuple[str, ...] = (),
 ) -> None:  # fmt: skip
-    """Compare d loss / d parameter of every tensor, ours in the layout of the file, with torch's.
+    """Compare the gradient of every tensor, in the layout of the file, with that of torch.
 
-    `loss(params)` and the torch scalar `want_loss` are the same function; `table` the family's.
-    Tensors named in `constants` are not trained in our model, whether or not torch has a gradient.
+    `loss(params)` and the torch scalar `want_loss` are the same function; `table` is that of the
+    family. Our model does not train the tensors named in `constants`.
     """
     model.zero_grad()
     want_loss.backward()

@@ -103,7 +103,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "MBart50": dict(src_lang=LANGUAGES["MBart50"]),
     "Nllb": dict(src_lang=LANGUAGES["Nllb"], legacy_behaviour=(True, False)),
 }  # fmt: skip
-"""Keys of tokenizer_config.json that each class obeys, and the values to try."""
+"""Keys of tokenizer_config.json that affect each class, and the values to try."""
 
 USUAL = {
     "gpt2": "GPT2", "gptj": "GPT2", "phi": "GPT2", "starcoder2": "GPT2", "opt": "GPT2",
@@ -118,21 +118,21 @@ USUAL = {
     **dict.fromkeys(("granite", "smollm3", "bloom", "falcon", "gpt_oss", "stablelm"), "GPT2"),
     **dict.fromkeys(("olmo2", "olmo3"), "GPT2"),
 }  # fmt: skip
-"""A class whose files the folders of each family may have."""
+"""Map each family to a class whose files its folders may contain."""
 assert USUAL.keys() == FAMILIES.keys()
 
 
 class NotReadByTransformers(Exception):
-    """What is not in these files, or would need a package that is not installed."""
+    """Error for a folder that `transformers` cannot read, or only with another package."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a folder holds: everything that is not here is not in it."""
+    """Complete content of a tokenizer folder."""
 
     model_type: str
     kind: str
-    """The class whose files they are."""
+    """The class that writes the files."""
     named: str | None = None
     """`tokenizer_class`."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -146,19 +146,19 @@ class Layout:
     decoder: bool = False
     """Whether tokenizer_config.json has `added_tokens_decoder`."""
     whole: bool = True
-    """Whether there is a tokenizer.json, and not the vocabulary in files of its own."""
+    """Whether the vocabulary is in tokenizer.json, not in separate files."""
     framed: bool = True
-    """Whether tokenizer.json puts tokens around a text."""
+    """Whether tokenizer.json adds tokens around a text."""
     listed: bool = True
-    """Whether tokenizer.json lists its special tokens, and not only in the vocabulary."""
+    """Whether tokenizer.json lists its special tokens outside the vocabulary, too."""
     model_names_it: bool = False
     """Whether `tokenizer_class` is in config.json instead of tokenizer_config.json."""
 
 
 def folder_of(layout: Layout, folder: Path) -> Path:
-    given = VOCABULARIES[layout.kind]()
+    vocabulary = VOCABULARIES[layout.kind]()
     folder.mkdir(parents=True)
-    tokenizer = getattr(transformers, f"{layout.kind}Tokenizer")(**given, **layout.built)
+    tokenizer = getattr(transformers, f"{layout.kind}Tokenizer")(**vocabulary, **layout.built)
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     if not layout.framed:
         content["post_processor"] = None
@@ -175,12 +175,12 @@ def folder_of(layout: Layout, folder: Path) -> Path:
         content["added_tokens"] = []
     if layout.whole:
         (folder / "tokenizer.json").write_text(json.dumps(content))
-    elif "merges" in given:
-        (folder / "vocab.json").write_text(json.dumps(given["vocab"]))
-        lines = [" ".join(pair) for pair in given["merges"]]
+    elif "merges" in vocabulary:
+        (folder / "vocab.json").write_text(json.dumps(vocabulary["vocab"]))
+        lines = [" ".join(pair) for pair in vocabulary["merges"]]
         (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *lines]) + "\n")
     else:
-        (folder / "vocab.txt").write_text("\n".join(given["vocab"]) + "\n")
+        (folder / "vocab.txt").write_text("\n".join(vocabulary["vocab"]) + "\n")
     if config:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if layout.mapped:

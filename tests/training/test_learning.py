@@ -236,7 +236,7 @@ def test_masked_letters_are_predicted_far_better_than_by_frequency(tmp_path, mod
 
 
 def labelled(tmp_path) -> str:
-    """Generate words, one of which determines the label."""
+    """Generate words; a single one determines the label."""
     random = np.random.default_rng(5)
     lines = []
     for _ in range(1200):

@@ -314,7 +314,7 @@ def main() -> None:
 
 
 def page(cells: dict[tuple[str, str], str]) -> str:
-    """Return the page with the rows of which every cell is known."""
+    """Return the page with all rows that have a result in every cell."""
     notes: dict[str, int] = {}
 
     def short(text: str) -> str:
