@@ -454,8 +454,10 @@ def test_values_captured_in_generation_match_full_forward():
 
 
 @pytest.mark.slow_except(
-    "asked2-capture is 'logits*", "asked5-edit\\\\['logits'\\\\] is 3.0: must be a function",
-    "asked6-edit is a list: must be a dict", "asked8-can be captured, not edited", "*float64*",
+    "requested2-capture is 'logits*",
+    "requested5-edit\\\\['logits'\\\\] is 3.0: must be a function",
+    "requested6-edit is a list: must be a dict", "requested8-can be captured, not edited",
+    "*float64*",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("requested", "message"),
