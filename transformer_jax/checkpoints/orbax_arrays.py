@@ -67,8 +67,7 @@ def read(
 ) -> dict[str, np.ndarray | jax.Array]:
     """Read arrays: JAX arrays for requests with a sharding, otherwise NumPy arrays.
 
-    Each process reads only the shards of its devices. Raises ValueError if the folder lacks an
-    array.
+    Each process reads only its devices' shards. Raises ValueError if the folder lacks an array.
     """
     from orbax.checkpoint import ArrayRestoreArgs, RestoreArgs, args
 

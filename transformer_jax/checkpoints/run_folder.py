@@ -53,8 +53,8 @@ MAY_CHANGE = frozenset(
         "dump_batch",
     }
 )  # fmt: skip
-"""Fields that a resumed run can change. `data` can move, but its content must have the same hash;
-`model.nodes` is counted in it."""
+"""Fields that a resumed run can change. `data` can move, but must have the same hash, and
+`model.nodes` follows from it."""
 
 
 class RunError(RuntimeError):

@@ -7,8 +7,7 @@ Every trained model has the same number of parameters, within 3 %, as a decoder 
 width `--d-model`, and reads the same number of tokens in the same windows. A search picks each
 model's learning rate: it trains for a fifth of the steps at 0.008, then moves up or down by factors
 of 2. The n-gram model counts the whole training part; the same search picks its order. All models
-are evaluated on the last tenth of the text, which no search reads, in windows of `--context`
-characters.
+are evaluated in windows of `--context` characters on the last tenth, which no search reads.
 
 Each model is a separate run in `--out`, which `generate`, `evaluate` and `plot` accept.
 """

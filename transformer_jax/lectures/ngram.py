@@ -9,8 +9,8 @@ At the highest order (h has n - 1 tokens), c(h w) is the count of h w. At lower 
 number of distinct tokens that precede h w (Kneser & Ney 1995). c(h .) is the sum over w, and N(h .)
 is the number of w with c(h w) > 0. If nothing follows h, P_k = P_(k-1). The discount of each order
 is d = n1 / (n1 + 2 n2), where n1 and n2 are the numbers of n-grams with c = 1 and c = 2 (Ney et al.
-1994; Chen & Goodman 1999, section 2.7), or 1/2 if either is 0. Because 0 < d < 1, no probability is
-0.
+1994; Chen & Goodman 1999, section 2.7), or 1/2 if either is 0. So 0 < d < 1, and every P is
+positive.
 
 Each document starts with n - 1 start symbols, the word V, which are never predicted.
 
@@ -263,8 +263,7 @@ class NgramLM(CheckedModule):
     def _walk(self, contexts: jax.Array) -> jax.Array:  # i32[X, C] -> i32[X, C]
         """Return the nodes of the last 1, 2, ... C tokens of each context; -1 if never counted.
 
-        All lengths descend the trie together; at depth d, only those with more than d tokens
-        remain.
+        All lengths descend the trie together; at depth d, those with more than d tokens remain.
         """
         nodes = jnp.zeros_like(contexts)
         for depth in range(self.config.context):

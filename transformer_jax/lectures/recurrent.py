@@ -104,8 +104,7 @@ class RecurrentConfig(AnyModelConfig):
     """lstm: initial bias of the forget gates. At 1, a cell keeps most of its content from one token
     to the next (Gers et al. 2000, Jozefowicz et al. 2015)."""
     bidirectional: bool = False
-    """Read in both directions (Schuster & Paliwal 1997): the encoder, or the whole model if it has
-    no source."""
+    """Read in both directions (Schuster & Paliwal 1997): the encoder, or a model without one."""
     attention: StateAttention | None = None
     """How the decoder scores the encoder's states: dot or general (Luong et al. 2015), or additive
     (Bahdanau et al. 2015). None uses only the encoder's last state."""
@@ -726,16 +725,14 @@ class RecurrentTagger(CheckedModule):
         Args:
             tokens: i32[B, T].
             valid: bool[B, T], False marks padding; None means no padding.
-            segments: i32[B, T], ids of packed documents; both directions restart at each run of
-                equal ids.
+            segments: i32[B, T], ids of packed documents, at which both directions restart.
             at: i32[B, Q], indices of the tokens to return logits for; None means all tokens.
             key: a single key, which turns on dropout.
             capture: names of places (`transformer_jax.places`) to return the values of.
             edit: functions that change the values at places, by name.
 
         Returns:
-            Logits f32[B, T, V], or [B, Q, V] with `at`; None; and with `capture` the values by
-            name.
+            Logits f32[B, T, V], or [B, Q, V] with `at`; None; and the values of `capture` by name.
 
         Raises:
             ValueError: if the arguments do not fit.

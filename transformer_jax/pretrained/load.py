@@ -63,8 +63,8 @@ def load_pretrained(
         revision: branch, tag, or commit of the repository; None is its default branch.
 
     Raises:
-        CheckpointError: if a tensor is missing, unknown, or has the wrong shape, or a file cannot
-            be read.
+        CheckpointError: if a tensor is missing, unknown, or of the wrong shape, or a file cannot be
+            read.
         ConfigError: if a key of config.json would change the numbers in an unsupported way, or
             `dtype` or `max_len` is invalid.
         ValueError: if a weight overflows `dtype`, or the structure of `sharding` differs from that

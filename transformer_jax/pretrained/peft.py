@@ -108,8 +108,7 @@ def save_lora(
 
     Args:
         path: the folder; other files in it are kept.
-        params: parameters of a looped or a scanned stack, or their shapes; only the shapes are
-            used.
+        params: parameters of a looped or a scanned stack; only their shapes are used.
         adapters: adapters from `init_lora`; those whose A and B are zero are omitted.
         config: the config of the adapters.
         names: maps Hugging Face's name of each weight to the paths of the kernels it contains, in

@@ -95,8 +95,7 @@ def save_pretrained(
 
     Raises:
         CheckpointError: if the folder contains any other file, or `files` has an invalid name.
-        ConfigError: if the family cannot express a field of the config, or `keys` would change its
-            meaning.
+        ConfigError: if the family cannot express the config, or `keys` would change its meaning.
         ValueError: if a parameter does not fit the config, or an argument is invalid.
     """
     if not isinstance(params, Mapping):

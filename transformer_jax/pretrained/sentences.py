@@ -155,8 +155,7 @@ class SentenceEncoder:
     ) -> np.ndarray:  # f32[n, D]
         """Return a vector for each text, truncated to `max_len` tokens.
 
-        Texts of similar length share a batch, and batch sizes are powers of two, to limit
-        compilations.
+        Texts of similar length share a batch; batch sizes are powers of two, to limit compilation.
 
         Args:
             texts: a list of n strings.

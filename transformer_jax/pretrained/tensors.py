@@ -131,8 +131,7 @@ def scanned_path(path: str) -> tuple[str, int] | None:
 class CheckpointTensors:
     """Tensors of an opened folder, addressed by the names of a family's table.
 
-    CheckpointError names the file and a tensor that is missing, unknown, or does not match the
-    config.
+    CheckpointError names the file, and a tensor that is missing, unknown, or does not fit.
     """
 
     def __init__(self, folder: WeightFolder, family: Family) -> None:

@@ -6,9 +6,8 @@
     tokenizer.ggml.*_token_id    roles: bos, eos, ...
     tokenizer.chat_template      Jinja
 
-The file has no tokenizer.json, so this module reconstructs the published one. The ids equal those
-of the published tokenizer; llama.cpp's differ for rare texts, because it does not compose Unicode
-for Qwen.
+The file has no tokenizer.json, so this module reconstructs the published one, with the same ids.
+llama.cpp's ids differ for rare texts, because it does not compose Unicode for Qwen.
 """
 
 from __future__ import annotations

@@ -73,8 +73,7 @@ class PretrainedTokenizer:
         chat_templates: pairs of name and Jinja source; the main template is named "default".
         add_special_tokens: whether `encode` adds special tokens by default, such as <bos> before a
             text and </s> after it.
-        named_tokens: pairs such as `("image_token", "<img>")`, further token names for chat
-            templates.
+        named_tokens: more token names for chat templates, as pairs: `("image_token", "<img>")`.
         target_ids: first and last tokens of an encoder-decoder's targets, by names of `TARGET_IDS`.
         banned: sequences of tokens that an encoder-decoder never generates.
         now: time for chat templates, such as "2026-11-26T13:10:00"; None is the current time.
@@ -216,8 +215,7 @@ class PretrainedTokenizer:
     def to_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of ids that continue a text.
 
-        A SentencePiece or WordPiece word includes the space before it; `decode` drops it at the
-        start.
+        A SentencePiece or WordPiece word includes the space before it; `decode` drops the first.
         """
         pieces = self._pieces
         return b"".join(pieces[self._check_id(i)] for i in ids)

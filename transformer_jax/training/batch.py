@@ -142,8 +142,7 @@ chunks, and 128 takes 10 to 25 % longer (benchmarks/chunked_loss.py)."""
 
 ON_ACCELERATORS = 2**28
 """Number of logits per chunk on an accelerator, 1 GiB of float32, if `TOKENS_OF_CHUNK` has fewer.
-Each chunk reads the output matrix twice and updates its gradient, so larger chunks move less
-data."""
+Each chunk reads the output matrix twice and updates its gradient: larger chunks move less data."""
 
 
 def chosen_chunk(rows: int, length: int, vocab_size: int) -> int:

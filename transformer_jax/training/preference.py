@@ -1,8 +1,7 @@
 """Direct preference optimization: learning which of two answers is preferred.
 
 An answer y to a prompt x has the reward r(y) = beta (log p(y | x) - log p0(y | x)), where p0 is the
-initial model; the loss of a pair is -log sigmoid(r(chosen) - r(rejected)) (Rafailov et al. 2023,
-4).
+initial model. A pair has the loss -log sigmoid(r(chosen) - r(rejected)) (Rafailov et al. 2023).
 
 The first half of a row contains the prompt and the chosen answer, the second half the prompt and
 the rejected answer. The model reads the halves as two rows.

@@ -45,8 +45,7 @@ class Silent:
 class DecodingLine:
     """Count of decoded examples, shown on standard error after ten seconds.
 
-    A terminal shows one line, which is erased at the end; other outputs get about twenty lines at
-    most.
+    A terminal shows one line, erased at the end; other outputs get about twenty lines at most.
     """
 
     def __call__(self, done: int, total: int) -> None:

@@ -10,9 +10,8 @@ can be connected in four ways:
     norm(x + f(x))   post-norm (Vaswani et al. 2017)
     x + f(norm(x))   pre-norm, with a final norm after the last block (Xiong et al. 2020)
 
-For untrained models, the picture shows the Jacobian of one feed-forward part, d(x + f)/dx = I +
-df/dx, and the norm of the loss gradient before each of 48 blocks, relative to that before the last
-block.
+For untrained models, the picture shows the Jacobian d(x + f)/dx = I + df/dx of a feed-forward part,
+and the norm of the loss gradient before each of 48 blocks, relative to the last block.
 """
 
 from __future__ import annotations

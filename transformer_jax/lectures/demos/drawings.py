@@ -297,9 +297,8 @@ def text_width(figure: Figure, texts: Sequence[str], size: float, **styles: Any)
 def draw_model(config: ModelConfig) -> Figure:
     """Draw the embeddings, blocks and output of a model from bottom to top, with their widths.
 
-    Boxes are named after the modules of `init_params(config)`; names inside a block omit the
-    block's name. The line around a branch is the residual stream, and a plus adds the branch's
-    output.
+    Boxes are named after the modules of `init_params(config)`, relative to their block. The line
+    around a branch is the residual stream, and a plus adds the branch's output.
     """
     names = ["encoder", "decoder"] if config.kind == "encoder-decoder" else [config.kind]
     columns = [stack_items(config, name) for name in names]

@@ -1,8 +1,7 @@
 """Keys of config.json: each entry defines both how a key is read and how it is written.
 
 A family lists its entries. `Key` maps to one field of `ModelConfig`, `Flag` chooses between fields,
-`Fixed` contains the constant fields of the family, and `Code` is a pair of functions for keys that
-require logic.
+`Fixed` contains the family's constant fields, and `Code` is a pair of functions for other keys.
 """
 
 from __future__ import annotations

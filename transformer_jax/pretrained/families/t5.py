@@ -37,8 +37,7 @@ FEED_FORWARDS: dict[str, tuple[Activation, bool]] = {
     **{f"gated-{name}": (activation, True) for name, activation in k.ACTIVATIONS.items()},
     "gated-gelu": ("gelu_tanh", True),
 }
-"""Maps feed_forward_proj to the activation and whether there is a gate; "gated-gelu" is the tanh
-approximation."""
+"""Activation and gate of each feed_forward_proj; "gated-gelu" is the tanh approximation."""
 
 
 def _table(config: ModelConfig) -> list[t.TensorMapping]:

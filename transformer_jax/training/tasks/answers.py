@@ -117,8 +117,7 @@ class Targets:
     def text(self, ids: np.ndarray) -> str:
         """Return the text of a target without end tokens and special tokens.
 
-        Raises ValueError if a published model found no valid token; a diverged run is still
-        evaluated.
+        Raises ValueError if a published model found no valid token; a diverged run is still scored.
         """
         if self.published and (ids < 0).any():
             raise ValueError(NO_TOKEN)

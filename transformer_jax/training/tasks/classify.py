@@ -1,8 +1,7 @@
 """Text classification, by the head of an encoder or by a generated token.
 
 An encoder reads <cls> text (a published one uses its own special tokens), and its head predicts the
-class from the first token. A generative model reads text <cls> and generates the class as a special
-token.
+class from the first token. A generative model reads text <cls> and generates a token for the class.
 """
 
 from __future__ import annotations
