@@ -162,7 +162,7 @@ class Corpus:
     files: Mapping[str, FileDigest]
 
     def check(self, vocab_size: int | None = None) -> None:
-        """Raise DataError for the first file that differs from the manifest; read all files.
+        """Read the files; raise DataError for the first that differs from the manifest.
 
         Ids must be below `vocab_size`; None is the tokenizer's.
         """

@@ -1,4 +1,4 @@
-"""Checks of a published tokenizer's definition, which is an untrusted file."""
+"""Checks of the untrusted definition of a published tokenizer."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[tuple[int, str]]:
 def merge_steps(tokenizer: Tokenizer, text: str) -> list[list[list[int]]]:
     """Return the merges that build each word in a BPE (Sennrich et al. 2016, section 3.2).
 
-    Each word starts with the ids of its letters (bytes in a byte-level BPE), and each further entry
-    contains its ids after one more merge: the neighbors whose merge was learned first become one
-    token; ties go to the leftmost. The result is empty for other tokenizers, and for a BPE that
-    marks positions in a word with a prefix or suffix.
+    For each word, the first entry contains the ids of its letters (bytes in a byte-level BPE), and
+    each further entry the ids after one more merge: the neighbors whose merge was learned first
+    become one token; ties go to the leftmost. The result is empty for other tokenizers, and for a
+    BPE that marks positions in a word with a prefix or suffix.
     """
     from tokenizers import Tokenizer as Library
 

@@ -181,7 +181,7 @@ class PretrainedTokenizer:
                 None uses `add_special_tokens`.
             written: how to read a special token spelled out in the text: "parse" as its id, "text"
                 as ordinary text, "refuse" as an error. Use "text" or "refuse" for untrusted text.
-            begins: whether the text is the start of a text, where some tokenizers add a space.
+            begins: whether `text` begins a text, where some tokenizers add a space.
 
         Raises:
             DataError: if the text contains a byte without a token, or a token that `written`
@@ -215,7 +215,8 @@ class PretrainedTokenizer:
     def to_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of ids that continue a text.
 
-        A SentencePiece or WordPiece word includes the space before it; `decode` drops the first.
+        A SentencePiece or WordPiece word includes the space before it; `decode` drops a leading
+        one.
         """
         pieces = self._pieces
         return b"".join(pieces[self._check_id(i)] for i in ids)
@@ -225,12 +226,12 @@ class PretrainedTokenizer:
     ) -> str:
         """Decode a whole text; bytes that are not UTF-8 become U+FFFD.
 
-        Unlike here, Hugging Face's library replaces a whole run of byte tokens if one is invalid.
+        Hugging Face's library instead replaces a whole run of byte tokens if one is invalid.
 
         Args:
             ids: integers below `vocab_size`.
             skip_special_tokens: whether to omit special tokens.
-            begins: whether the text is the start of a text, whose first word drops its space.
+            begins: whether `ids` begin a text, whose first word drops its space.
 
         Raises:
             DataError: if an id is outside the vocabulary.

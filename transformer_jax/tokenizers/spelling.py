@@ -28,7 +28,7 @@ class Spelling:
     byte_level: bool = False
     byte_fallback: bool = False
     steps: tuple[Step, ...] = ()
-    """Functions that are applied in order."""
+    """Functions applied in order."""
     ends: tuple[tuple[str, int, int], ...] = ()
     """(character, maximum number removed at the start of a text, and at its end)."""
     marks_spaces: bool = True

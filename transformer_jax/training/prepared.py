@@ -53,7 +53,7 @@ class PartRows(Protocol):
 
 @value_class
 class WindowRows:
-    """Consecutive windows of a part's token stream; each token is a label exactly once."""
+    """Consecutive windows of a part's token stream; no token is a label twice."""
 
     part: Part
     length: int

@@ -87,7 +87,7 @@ def _shuffled(seed: int, epoch: int, part: int, count: int) -> np.ndarray:  # i6
 
 
 def _filled(batch: Batch, size: int) -> Batch:
-    """Append empty rows to a batch until it has `size`."""
+    """Append empty rows to a batch until it has `size` rows."""
     short = size - len(batch.labels)
     if not short:
         return batch

@@ -1,7 +1,7 @@
 """Experiment trackers: TensorBoard, Weights & Biases and trackio.
 
 Each needs an optional package, which is imported at the start of a run that names it. If a tracker
-fails, for example because of the network or a full disk, the run reports it and continues without.
+fails, for example because of the network or a full disk, the run reports it and continues.
 """
 
 from __future__ import annotations
