@@ -115,8 +115,8 @@ def prepare(
         config: the files, their format and the tokenizer.
         out: the folder to write.
         tokenizer: required unless `config.tokenizer` is trained here.
-        workers: the number of processes. More than one requires that the calling program's main
-            module is importable.
+        workers: the number of processes. With more than one, the calling program's main module must
+            be importable.
         report: called with the progress.
         chunk_bytes: the approximate size of a chunk.
 
