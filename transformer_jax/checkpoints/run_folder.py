@@ -227,7 +227,7 @@ def _map_paths(config: TrainConfig, function: Callable[[str], str]) -> TrainConf
 
 
 def config_to_json(config: TrainConfig) -> str:
-    """Return the content of config.json."""
+    """Return a config as the JSON text of config.json."""
     return json.dumps(_to_json(config), indent=1) + "\n"
 
 

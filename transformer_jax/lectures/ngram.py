@@ -195,7 +195,7 @@ class NgramLM(CheckedModule):
 
     @nn.nowrap
     def as_step(self) -> RecentTokensStep:
-        """Return the step of `make_step`."""
+        """Return the decoding step for `make_step`."""
         return RecentTokensStep(self)
 
     def setup(self) -> None:

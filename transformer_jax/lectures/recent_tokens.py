@@ -47,12 +47,12 @@ class WindowSizes(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Return V."""
+        """Return the vocabulary size, V."""
         ...
 
     @property
     def context(self) -> int:
-        """Return C."""
+        """Return the number of tokens in a window, C."""
         ...
 
 
@@ -183,7 +183,7 @@ class RecentTokensLM(CheckedModule):
 
     @nn.nowrap
     def as_step(self) -> RecentTokensStep:
-        """Return the step of `make_step`."""
+        """Return the decoding step for `make_step`."""
         return RecentTokensStep(self)
 
     def __call__(

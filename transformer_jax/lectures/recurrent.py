@@ -512,7 +512,7 @@ def _cell(config: RecurrentConfig, name: str | None = None) -> nn.RNNCellBase:
 
 
 def zero_carry(config: RecurrentConfig, rows: int) -> Carry:
-    """Return the initial carry."""
+    """Return the initial carry: zeros for each layer."""
     zero = jnp.zeros((rows, config.d_hidden), F32)
     return ((zero, zero) if config.cell == "lstm" else zero,) * config.num_layers
 
@@ -629,7 +629,7 @@ class RecurrentLM(CheckedModule):
 
     @nn.nowrap
     def as_step(self) -> RecurrentStep:
-        """Return the step of `make_step`."""
+        """Return the decoding step for `make_step`."""
         return RecurrentStep(self)
 
     def setup(self) -> None:
@@ -821,7 +821,7 @@ class RecurrentSeq2Seq(CheckedModule):
 
     @nn.nowrap
     def as_step(self) -> RecurrentStep:
-        """Return the step of `make_step`."""
+        """Return the decoding step for `make_step`."""
         return RecurrentStep(self)
 
     def setup(self) -> None:

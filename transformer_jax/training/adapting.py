@@ -77,7 +77,7 @@ class FrozenBase:
         return self.config.lora
 
     def part(self, params: Params) -> Params:
-        """Return the frozen parameters."""
+        """Return the parameters that this run does not train."""
         return split_frozen(params, self.lora, self.config.trained_whole)
 
     def trained(self, loaded: Params, params: Params, key: jax.Array) -> Params:

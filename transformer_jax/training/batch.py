@@ -290,5 +290,5 @@ def token_nats(
 
 @program(static=("model",))
 def scored(model: AnyModel, params: Params, batch: Batch) -> jax.Array:  # f32[3]
-    """Return `batch_scores` of one batch."""
+    """Return the `batch_scores` of one batch, compiled."""
     return batch_scores(model)(params, batch)

@@ -133,7 +133,7 @@ class Reference(FrozenBase):
         return jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
 
     def trained(self, loaded: Params, params: Params, key: jax.Array) -> Params:
-        """Return all parameters."""
+        """Return all parameters: this run trains the whole model."""
         return params
 
     def join_parts(self, trained: Params) -> Params:

@@ -130,7 +130,7 @@ class ConfigKeys(ObjectKeys):
     def positive(
         self, name: str, default: JsonValue = MISSING, *, above: float = 0
     ) -> float | None:
-        """Return a number above `above`."""
+        """Return a number greater than `above`, or the default if the key is absent."""
         value = self.number(name, default)
         if value is not None and not value > above:
             self.fail(name, value, f"must exceed {above}" if above else "must be positive")
