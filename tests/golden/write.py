@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python tests/golden/write.py [NAME ...]
 
-writes NAME/config.json, NAME/model.safetensors and NAME/golden.npz of every recipe, or of those
-that are named: the inputs, the logits at some positions and the likeliest token at every one.
+writes NAME/config.json, NAME/model.safetensors and NAME/golden.npz for the named recipes, by
+default for all: inputs, the logits at some positions and the likeliest token at every position.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ LIMIT = 60_000
 
 @dataclass(frozen=True)
 class Recipe:
-    """Describe a model and its inputs: `tokens`, and if it needs them `valid` (False is padding),
-    `source`, `source_valid` and `types`."""
+    """A model and its inputs.
+
+    These are `tokens` and, if the model needs them, `valid` (False is padding), `source`,
+    `source_valid` and `types`.
+    """
 
     model: Callable[[], Any]
     arrays: Callable[[np.random.Generator], dict[str, np.ndarray]]
@@ -41,7 +44,7 @@ def _ids(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def _padded(rng: np.random.Generator, length: int, starts: list[int]) -> dict[str, np.ndarray]:
-    """Draw rows that are padded on the left."""
+    """Draw rows with padding on the left."""
     tokens = _ids(rng, len(starts), length)
     return dict(tokens=tokens, valid=np.arange(length) >= np.array(starts)[:, None])
 
@@ -85,7 +88,7 @@ RECIPES = {
 
 
 def _arguments(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Name the arrays as `transformers` does."""
+    """Return the arrays under the argument names of `transformers`."""
     names = dict(tokens="input_ids", valid="attention_mask", types="token_type_ids")
     if "source" in arrays:
         names = dict(tokens="decoder_input_ids", valid="decoder_attention_mask")

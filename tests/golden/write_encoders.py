@@ -1,7 +1,7 @@
 """Write the golden encoders next to this file: `python tests/golden/write_encoders.py [NAME ...]`.
 
-Each is a folder as `transformers` saves it and, in golden.npz, what it then computes: tokens,
-positions, types where there are any, and logits or classes. Needs torch and transformers.
+Each is a folder as saved by `transformers`; golden.npz contains tokens, positions, types if the
+model has them, and the resulting logits or classes. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ V, T = 53, 13
 
 
 def bert_masked_lm():
-    """Make two layers and two types of tokens; one row is padded right, another left."""
+    """Return a model with two layers and two token types; one row is padded right, another left."""
     auto = transformers.BertForMaskedLM
     config = transformers.BertConfig(
         vocab_size=V, hidden_size=12, num_attention_heads=3, num_hidden_layers=2,
@@ -33,14 +33,14 @@ def bert_masked_lm():
 
 
 def distilbert_classes():
-    """Make one layer and three classes; a row padded left is classified without its padding."""
+    """Return a model with one layer and three classes; padding on the left is ignored."""
     auto = transformers.DistilBertForSequenceClassification
     config = transformers.DistilBertConfig(
         vocab_size=V, dim=12, n_heads=3, n_layers=1, hidden_dim=19, max_position_embeddings=17,
         num_labels=3,
     )  # fmt: skip
     model = randomised(auto(config), seed=12)
-    with torch.no_grad():  # classes far apart
+    with torch.no_grad():  # well-separated classes
         model.pre_classifier.weight.mul_(4)
         model.classifier.weight.mul_(4)
     return model, auto

@@ -1,9 +1,9 @@
-"""Write names.json: names that transformers gives to tensors and to tokens.
+"""Write names.json: the names of tensors and tokens in transformers.
 
     python -m tests.golden.write_names
 
-Tensors are those that it saves of a model of one layer of each family; tokens are the defaults of
-the roles of its classes of tokenizers. Needs torch and transformers.
+The tensors are those of a saved model with one layer of each family; the tokens are the default
+roles of the tokenizer classes. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
 
 
 def saved(family: str) -> dict[str, Any]:
-    """Save a small model of a family; return its config, and the names of its tensors."""
+    """Save a small model of a family; return its config and the names of its tensors."""
     sizes = SIZES.get(family, BERT if family in ENCODERS else LLAMA)
     content = sizes | TOKENS | dict(vocab_size=VOCAB)
     content |= dict.fromkeys(LAYERS & content.keys(), 1)
@@ -51,7 +51,7 @@ def saved(family: str) -> dict[str, Any]:
 
 
 def roles(name: str) -> dict[str, str]:
-    """Return the token of each role that a class of tokenizers has unless it is told another."""
+    """Return the default token of each role of a tokenizer class."""
     parameters = inspect.signature(getattr(transformers, f"{name}Tokenizer").__init__).parameters
     given = {role: parameters.get(f"{role}_token") for role in ROLES}
     return {role: str(p.default) for role, p in given.items() if p and p.default is not None}

@@ -1,10 +1,11 @@
-"""Write the goldens of encoder-decoders: a small random T5 and Marian, and torch's results.
+"""Write golden encoder-decoders: a small random T5 and Marian, with the results of torch.
 
     python -m tests.golden.write_seq2seq
 
-Needs the extra `parity`. Each folder holds config.json, model.safetensors and case.npz: a source
-(-1 in `source_positions` is padding), a target, its logits, and continuations of the start token,
-greedy and of 4 beams by their mean log-probability, no pair of tokens twice, -1 after the end.
+Needs the extra `parity`. Each folder contains config.json, model.safetensors and case.npz: a source
+(-1 in `source_positions` is padding), a target, its logits, and continuations of the start token:
+greedy, and the best of 4 beams by mean log-probability without repeated pairs of tokens; -1 follows
+the end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def t5() -> Any:
     )  # fmt: skip
     model = random(transformers.T5ForConditionalGeneration, config, 3)
     with torch.no_grad():
-        model.shared.weight[1] *= 1.5  # the end, so that texts do end
+        model.shared.weight[1] *= 1.5  # the end token, so that texts end
     return model
 
 
@@ -93,7 +94,7 @@ def write(name: str, model: Any) -> None:
 
 
 def texts(rows: Any, end: int) -> np.ndarray:  # i32[B, NEW]
-    """Drop the start token, and write -1 after the end."""
+    """Remove the start token, and replace tokens after the end by -1."""
     found = np.full((len(rows), NEW), -1, np.int32)
     for i, row in enumerate(rows.numpy()[:, 1:]):
         length = list(row).index(end) + 1 if end in row else len(row)

@@ -38,7 +38,7 @@ from tests.mutants.reached import FOLDER
 from tests.planted_bugs.__main__ import IMPORTED, ROOT, Run, copy_project
 
 LIMIT = {"default": 180.0, "slow": 900.0}
-"""Seconds of the tests of one mutant. One that takes longer survives, and the table says so."""
+"""Seconds for the tests of one mutant; if they take longer, it survives, as the table notes."""
 FIRST = 60
 """Tests of the mutant's line that run before whole files."""
 

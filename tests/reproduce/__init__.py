@@ -1,1 +1,1 @@
-"""Tests of the scripts that repeat published and lectured results."""
+"""Tests of the scripts that reproduce results of papers and lectures."""
