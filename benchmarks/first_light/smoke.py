@@ -30,8 +30,8 @@ SANITIZED = "one tile, forward", "one tile, single-pass"
 ATTACHED = tuple(
     f"tests/kernels/test_attached.py::{name}"
     for name in (
-        "test_250_runs_give_the_same_bits[groups-]",
-        "test_250_runs_give_the_same_bits[wide-window in documents]",
+        "test_250_runs_are_bit_identical[groups-]",
+        "test_250_runs_are_bit_identical[wide-window in documents]",
         "test_single_pass_runs_differ_only_in_last_bits_of_dq",
         "test_long_odd_lengths_match_oracle_at_every_width[(2047, 2049)-64-pallas]",
         "test_long_odd_lengths_match_oracle_at_every_width[(2047, 2049)-128-pallas]",
