@@ -115,4 +115,4 @@ def _attached() -> Target | str:
             kind: Name = "hopper" if major == "9" else "ampere"
             return Target(kind, chip=chip, processors=processors)
         return f"needs an NVIDIA GPU of compute capability 8 or later, the device has {capability}"
-    return f"needs a TPU or an NVIDIA GPU of capability 8 or later, the backend is {backend}"
+    return f"needs a TPU or an NVIDIA GPU of capability 8 or later; the backend is {backend}"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 
-def dequantise(
+def dequantize(
     q: jax.Array,  # i8[..., H]
     scale: jax.Array,  # f32[...]
     dtype: DTypeLike = jnp.float32,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from transformer_jax.kernels import Target, portable
-from transformer_jax.kernels.caches import dequantise, rows_of_pages
+from transformer_jax.kernels.caches import dequantize, rows_of_pages
 from transformer_jax.kernels.contract import (
     Kernels,
     Kind,
@@ -183,7 +183,7 @@ def widened(operands: Operands) -> tuple[Operands, Callable[[list[jax.Array]], T
         if pages is not None:
             arrays = jax.tree.map(lambda x: rows_of_pages(x, pages), arrays)
         dtype = operands.query.dtype
-        wide = [x if scale is None else dequantise(x, scale, dtype) for x, scale in arrays]
+        wide = [x if scale is None else dequantize(x, scale, dtype) for x, scale in arrays]
         return [
             x if x.shape[1] == S else jnp.pad(x, ((0, 0), (0, S - x.shape[1]), (0, 0), (0, 0)))
             for x in wide

@@ -66,7 +66,7 @@ def look(options: argparse.Namespace) -> dict[str, Any]:
     if options.rehearse:
         print(rehearsal.SAID)
     elif where["platform"] == "cpu":
-        raise SystemExit("no accelerator, the backend is cpu: try `--rehearse`")
+        raise SystemExit("no accelerator; the backend is cpu: try `--rehearse`")
     print(machine.shown(where), flush=True)
     return where
 

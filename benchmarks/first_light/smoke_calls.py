@@ -31,7 +31,7 @@ from tests.support.tolerances import (
 from transformer_jax import ALiBi, dot_product_attention, explain_attention
 from transformer_jax.attention.biases import alibi_slopes
 from transformer_jax.attention.masks import Causal, Mask, Segments, Window
-from transformer_jax.cache import dequantise, quantise
+from transformer_jax.cache import dequantize, quantize
 from transformer_jax.kernels import Name, Target, target, using
 
 Arrays = dict[str, jax.Array]
@@ -251,10 +251,10 @@ def decode(where: Where, int8: bool = False, paged: bool = False) -> Shares:
     )
     expected = arrays
     if int8:
-        (key, k_scale), (value, v_scale) = (quantise(arrays[name]) for name in INPUTS[1:])
+        (key, k_scale), (value, v_scale) = (quantize(arrays[name]) for name in INPUTS[1:])
         arrays = arrays | {"key": key, "value": value}
         places |= {"key_scale": k_scale, "value_scale": v_scale}
-        wide = [dequantise(x, scale, "bfloat16") for x, scale in ((key, k_scale), (value, v_scale))]
+        wide = [dequantize(x, scale, "bfloat16") for x, scale in ((key, k_scale), (value, v_scale))]
         expected = expected | dict(zip(INPUTS[1:], wide, strict=True))
     if paged:
         keys = (arrays[name] for name in INPUTS[1:])

@@ -28,7 +28,7 @@ from transformer_jax.kernels.contract import (
 from transformer_jax.kernels.hopper.forward import has_room
 from transformer_jax.kernels.hopper.producer import KeyWalk, QueryWalk, wait_from
 from transformer_jax.kernels.hopper.products import add_products, opaque, product
-from transformer_jax.kernels.hopper.programs import each_item, launch, specialise
+from transformer_jax.kernels.hopper.programs import each_item, launch, specialize
 from transformer_jax.kernels.nvidia.memory import (
     COLUMN,
     ROW,
@@ -130,7 +130,7 @@ def _backward_dq(
         items = query_items(operands, blocks).number
         each_item(items, consumer.walk_item, jnp.int32(0))
 
-    specialise(blocks.q // ROWS, produce, consume)
+    specialize(blocks.q // ROWS, produce, consume)
 
 
 @dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
@@ -288,7 +288,7 @@ def _backward_dkdv(
         pl.when(w == 0)(lambda: consume(0, ("dv",)))
         pl.when(w == 1)(lambda: consume(0, ("dk",)))
 
-    specialise(consumers, produce, consume_part if parts == consumers else consume_half)
+    specialize(consumers, produce, consume_part if parts == consumers else consume_half)
 
 
 class _SharedWeights(NamedTuple):

@@ -35,7 +35,7 @@ from transformer_jax.kernels.contract import (
 )
 from transformer_jax.kernels.hopper.producer import KeyWalk
 from transformer_jax.kernels.hopper.products import add_products, opaque
-from transformer_jax.kernels.hopper.programs import each_item, launch, specialise
+from transformer_jax.kernels.hopper.programs import each_item, launch, specialize
 from transformer_jax.kernels.nvidia.memory import (
     COLUMN,
     ROWS,
@@ -193,7 +193,7 @@ def _backward_single_pass(
         items = key_items(operands, blocks).number
         each_item(items, consumer.walk_item, jnp.int32(0))
 
-    specialise(PARTS, produce, consume)
+    specialize(PARTS, produce, consume)
 
 
 class _Sums(NamedTuple):

@@ -28,7 +28,7 @@ from transformer_jax.kernels.contract import (
 )
 from transformer_jax.kernels.hopper.producer import wait_from
 from transformer_jax.kernels.hopper.products import opaque, product
-from transformer_jax.kernels.hopper.programs import Carry, each_item, launch, specialise
+from transformer_jax.kernels.hopper.programs import Carry, each_item, launch, specialize
 from transformer_jax.kernels.nvidia.bias import digits, sum_shape, visited
 from transformer_jax.kernels.nvidia.memory import (
     ROW,
@@ -115,7 +115,7 @@ def _backward_bias(
     def consume(w: jax.Array) -> None:
         each_item(math.prod(outer), functools.partial(program.sum_item, w), jnp.int32(0))
 
-    specialise(blocks.q // ROWS, produce, consume)
+    specialize(blocks.q // ROWS, produce, consume)
 
 
 @dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable

@@ -32,7 +32,7 @@ from jax import lax
 from transformer_jax.kernels.contract import LOWEST, Blocks, Index, Operands, Problem, TileLists
 from transformer_jax.kernels.hopper.producer import wait_from
 from transformer_jax.kernels.hopper.products import add_products, opaque, product
-from transformer_jax.kernels.hopper.programs import each_item, launch, most_programs, specialise
+from transformer_jax.kernels.hopper.programs import each_item, launch, most_programs, specialize
 from transformer_jax.kernels.nvidia.decode_rows import (
     as_rows,
     columns_at_once,
@@ -141,7 +141,7 @@ def _decode(
         consumer = _Consumer(problem, blocks, parts, lists, operands, vectors, slots, results, w)
         each_item(items, consumer.attend, (jnp.int32(0), jnp.int32(0)))
 
-    specialise(blocks.k // ROWS, produce, consume)
+    specialize(blocks.k // ROWS, produce, consume)
 
 
 class _Slots(NamedTuple):

@@ -30,7 +30,7 @@ from transformer_jax.kernels.hopper.products import (
     overlapped_products,
     product,
 )
-from transformer_jax.kernels.hopper.programs import each_item, launch, specialise
+from transformer_jax.kernels.hopper.programs import each_item, launch, specialize
 from transformer_jax.kernels.nvidia.memory import (
     HAS_JAX_11,
     ROW,
@@ -148,7 +148,7 @@ def _forward(
         if consumers == 2:
             pl.when(w == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
 
-    specialise(consumers, produce, consume)
+    specialize(consumers, produce, consume)
 
 
 class _Sums(NamedTuple):

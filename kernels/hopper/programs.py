@@ -86,7 +86,7 @@ def compiler_params(auto_barriers: bool) -> plgpu.CompilerParams:
     )
 
 
-def specialise(
+def specialize(
     consumers: int, produce: Callable[[], None], consume: Callable[[jax.Array], None]
 ) -> None:
     """Assign the roles: one warpgroup produces, the others consume."""

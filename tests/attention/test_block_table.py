@@ -51,10 +51,10 @@ class Call:
         some = self.seen.any(axis=1)
         arrays, names = (self.key, self.value), ("key", "value")
         if dtype == "int8":
-            (key, key_scale), (value, value_scale) = map(cache.quantise, arrays)
+            (key, key_scale), (value, value_scale) = map(cache.quantize, arrays)
             self.key, self.value = (
-                cache.dequantise(key, key_scale),
-                cache.dequantise(value, value_scale),
+                cache.dequantize(key, key_scale),
+                cache.dequantize(value, value_scale),
             )
             arrays = key, value, key_scale, value_scale
             names = *names, "key_scale", "value_scale"

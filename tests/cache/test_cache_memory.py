@@ -320,10 +320,10 @@ def test_quantisation_error_is_at_most_half_a_step(rng):
     x[0, 0], x[0, 1], x[0, 2] = 0, 1e-41, np.array([127, 0.5, 1.5, -2.5, 3, -127, 126.5])
     for dtype in (np.float32, jnp.bfloat16):
         given = x.astype(dtype).astype(np.float64)
-        q, scale = jax.jit(kv.quantise)(x.astype(dtype))
+        q, scale = jax.jit(kv.quantize)(x.astype(dtype))
         assert q.dtype == jnp.int8 and scale.dtype == jnp.float32 and scale.shape == (3, 101, 2)
         assert int(np.abs(np.asarray(q, np.int32)).max()) == 127
-        got = np.asarray(jax.jit(kv.dequantise)(q, scale)).astype(np.float64)
+        got = np.asarray(jax.jit(kv.dequantize)(q, scale)).astype(np.float64)
         step = np.abs(given).max(axis=-1, keepdims=True) / 127
         step = np.maximum(step, np.finfo(np.float32).tiny)
         np.testing.assert_allclose(scale, step[..., 0], rtol=2**-22)
@@ -331,7 +331,7 @@ def test_quantisation_error_is_at_most_half_a_step(rng):
         assert 0.99 < excess.max() <= 1 + 2**-14
         assert (got[0, 0] == 0).all()
     np.testing.assert_array_equal(
-        jax.jit(kv.quantise)(x)[0][0, 2, 0], [127, 0, 2, -2, 3, -127, 126]
+        jax.jit(kv.quantize)(x)[0][0, 2, 0], [127, 0, 2, -2, 3, -127, 126]
     )
 
 
@@ -339,8 +339,8 @@ def test_quantisation_error_is_at_most_half_a_step(rng):
 def test_nonfinite_row_dequantises_to_nan_without_affecting_others(bad, rng):
     x = rng.standard_normal((2, 3, 1, 5)).astype(np.float32)
     x[1, 2, 0, 3] = bad
-    q, scale = jax.jit(kv.quantise)(x)
-    got = np.array(jax.jit(kv.dequantise)(q, scale))
+    q, scale = jax.jit(kv.quantize)(x)
+    got = np.array(jax.jit(kv.dequantize)(q, scale))
     assert np.isnan(got[1, 2]).all()
     got[1, 2] = x[1, 2] = 0
     assert largest_error(got, x) <= np.abs(x).max() / 254 * 1.001

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import transformer_jax as tj
-from transformer_jax.cache.kv_cache import quantise
+from transformer_jax.cache.kv_cache import quantize
 from transformer_jax.checks import has_finite_maximum
 from transformer_jax.config import Experts
 from transformer_jax.decoding import beams, speculative
@@ -135,7 +135,7 @@ PLACES = {
     "speculation": proposed,
     "pooling": lambda x: ~jnp.isfinite(
         pool_sentences(x[:, :, None], jnp.ones(x.shape, bool), "max", False)[:, 0]),
-    "cache": lambda x: ~jnp.isfinite(quantise(x)[1]),
+    "cache": lambda x: ~jnp.isfinite(quantize(x)[1]),
     "kernel": lambda x: ~jnp.isfinite(_rounded(x[:, :, None], 8)[1]).all((-1,)),
     "experts": lambda x: jnp.isnan(route(Experts(count=x.shape[1], top_k=2), x)[1]).all(-1),
     "dictionary": encoded,

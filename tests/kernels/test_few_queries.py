@@ -219,9 +219,9 @@ def test_number_of_tiles_read_does_not_depend_on_capacity():
 @each_backend
 def test_int8_cache_is_read_without_conversion(backend, monkeypatch):
     calls, arrays = named(monkeypatch, backend), arrays_of(2)
-    (key, key_scale), (value, value_scale) = (kv.quantise(arrays[x]) for x in ("key", "value"))
-    query, wide = arrays["query"], [kv.dequantise(key, key_scale, "bfloat16")]
-    wide.append(kv.dequantise(value, value_scale, "bfloat16"))
+    (key, key_scale), (value, value_scale) = (kv.quantize(arrays[x]) for x in ("key", "value"))
+    query, wide = arrays["query"], [kv.dequantize(key, key_scale, "bfloat16")]
+    wide.append(kv.dequantize(value, value_scale, "bfloat16"))
     settings = dict(mask=Causal(), q_positions=jnp.array([190, 199]), implementation="pallas")
     scales = dict(key_scale=key_scale, value_scale=value_scale)
 

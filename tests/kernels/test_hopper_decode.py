@@ -23,7 +23,7 @@ from tests.support.hopper_kernels import (
     window_in_document,
     within_length,
 )
-from transformer_jax.cache import dequantise, quantise
+from transformer_jax.cache import dequantize, quantize
 from transformer_jax.kernels import ampere, chips, hopper
 from transformer_jax.kernels.hopper import programs
 from transformer_jax.kernels.nvidia import schedule
@@ -196,10 +196,10 @@ INT8 = {
 def test_int8_is_bit_identical_to_dequantised_cache(module, case, lengths):
     skip_widths_of_hopper(module, case)
     operands = draw_few(case, lengths=lengths)
-    (key, k_scale), (value, v_scale) = quantise(operands.key), quantise(operands.value)
+    (key, k_scale), (value, v_scale) = quantize(operands.key), quantize(operands.value)
     quantized = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
     dtype = operands.query.dtype
-    wide = [dequantise(x, scale, dtype) for x, scale in ((key, k_scale), (value, v_scale))]
+    wide = [dequantize(x, scale, dtype) for x, scale in ((key, k_scale), (value, v_scale))]
     got = run_decode(case, quantized, module=module)
     wide = operands._replace(key=wide[0], value=wide[1])
     expected = run_decode(case, wide, module=module)
@@ -231,7 +231,7 @@ def test_every_head_dim_has_at_least_two_stages(H, Hv):
 def test_int8_requires_two_stages():
     case = INT8["no mask, float16"][0]
     operands = draw_few(case)
-    (key, k_scale), (value, v_scale) = quantise(operands.key), quantise(operands.value)
+    (key, k_scale), (value, v_scale) = quantize(operands.key), quantize(operands.value)
     quantized = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
     with pytest.raises(ValueError, match="stages=1 must be at least 2 for int8"):
         run_decode(case, quantized, stages=1)

@@ -211,7 +211,7 @@ def test_paged_row_has_same_number_of_parts_as_contiguous_row(backend, tile, con
 def test_int8_pages_are_bit_identical_to_contiguous_rows_on_gpu(module):
     case = Case(B=2, T=2, S=384, N=4, K=2, H=32, Hv=96, visible=within_length)
     operands = draw_few(case, lengths=[384, 130])
-    (key, k_scale), (value, v_scale) = (kv.quantise(x) for x in (operands.key, operands.value))
+    (key, k_scale), (value, v_scale) = (kv.quantize(x) for x in (operands.key, operands.value))
     quantized = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
     expected, got = (run_gpu(module, case, quantized, page) for page in (None, 192))
     for name, x in got.items():
@@ -224,7 +224,7 @@ def test_int8_pages_are_bit_identical_to_contiguous_rows_on_gpu(module):
 def test_int8_pages_are_bit_identical_to_contiguous_rows(heads):
     case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=96, visible=within_length)
     operands = draw_few(case, lengths=[S, 130])
-    (key, k_scale), (value, v_scale) = (kv.quantise(x) for x in (operands.key, operands.value))
+    (key, k_scale), (value, v_scale) = (kv.quantize(x) for x in (operands.key, operands.value))
     quantized = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
     mask = seen_by(case, operands)
     expected, got = (run_tpu(case, x, mask) for x in (quantized, paged(case, quantized, 384)))

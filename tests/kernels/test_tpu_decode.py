@@ -166,8 +166,8 @@ def test_int8_matches_dequantised_oracle(heads):
     """Keys, values and scales end within a tile; the interpreter reads NaN past the end."""
     case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=96, visible=within_length)
     operands = draw_few(case, lengths=[S, 130])
-    (key, k_scale), (value, v_scale) = (kv.quantise(x) for x in (operands.key, operands.value))
-    wide = [kv.dequantise(key, k_scale), kv.dequantise(value, v_scale)]
+    (key, k_scale), (value, v_scale) = (kv.quantize(x) for x in (operands.key, operands.value))
+    wide = [kv.dequantize(key, k_scale), kv.dequantize(value, v_scale)]
     expected, _ = oracle(
         case, operands._replace(key=wide[0], value=wide[1]), jnp.zeros((2, 2, 2 * heads, 96))
     )

@@ -43,7 +43,7 @@ from transformer_jax import (
     stream,
 )
 from transformer_jax.attention.masks import Causal, Segments
-from transformer_jax.cache import quantise
+from transformer_jax.cache import quantize
 from transformer_jax.config import Experts, MeshConfig
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.kernels import using
@@ -135,7 +135,7 @@ def weights() -> dict[str, Any]:
 def int8(implementation: str) -> dict[str, Any]:
     """Keys and values in int8 with their scales, rows and heads split."""
     arrays = draw(3, batch=4, queries=9, keys=9, heads=4, kv_heads=2)
-    (key, k_scale), (value, v_scale) = (quantise(arrays[name]) for name in ("key", "value"))
+    (key, k_scale), (value, v_scale) = (quantize(arrays[name]) for name in ("key", "value"))
     mesh, inputs = explicit(), (arrays["query"], key, value, k_scale, v_scale)
 
     def attend(query, key, value, k_scale, v_scale):

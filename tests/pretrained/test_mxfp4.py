@@ -16,7 +16,7 @@ from tests.support.model_folders import assert_loads
 from transformer_jax.config import ConfigError
 from transformer_jax.pretrained.config_json import read_config
 from transformer_jax.pretrained.load import load_pretrained, pretrained_config
-from transformer_jax.pretrained.mxfp4 import dequantise
+from transformer_jax.pretrained.mxfp4 import dequantize
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.save import save_pretrained
 
@@ -85,7 +85,7 @@ def test_mxfp4_is_saved_as_bfloat16(folders, tmp_path):
 @pytest.mark.parametrize("scale", [0, 1, 127, 252])
 def test_mxfp4_values_are_exact(scale):
     blocks = np.arange(256, dtype=np.uint8).reshape(4, 4, 16)
-    found = dequantise(blocks, np.full((4, 4), scale, np.uint8))
+    found = dequantize(blocks, np.full((4, 4), scale, np.uint8))
     wanted = [[number(int(b) >> shift & 15, scale) for shift in (0, 4)] for b in blocks.ravel()]
     np.testing.assert_array_equal(found.T.ravel().astype(np.float64), np.ravel(wanted))
 

@@ -46,7 +46,7 @@ from transformer_jax.models.positions import rope_frequencies
 from transformer_jax.models.stack import stack_layers
 from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.load import load_pretrained
-from transformer_jax.pretrained.mxfp4 import dequantise
+from transformer_jax.pretrained.mxfp4 import dequantize
 from transformer_jax.pretrained.save import save_pretrained
 
 AUTO = transformers.AutoModelForCausalLM
@@ -578,5 +578,5 @@ def test_mxfp4_matches_transformers(shape, rng):
     scales = rng.integers(100, 140, shape[:-1], dtype=np.uint8)
     want = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
     np.testing.assert_array_equal(
-        dequantise(blocks, scales).astype(np.float32), want.float().numpy()
+        dequantize(blocks, scales).astype(np.float32), want.float().numpy()
     )

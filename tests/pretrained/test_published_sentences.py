@@ -73,7 +73,7 @@ def by_transformers(texts: list[str]) -> np.ndarray:
 
 
 def test_embeddings_match_transformers(encoder):
-    assert (encoder.pooling, encoder.normalise, encoder.max_len) == ("mean", True, 256)
+    assert (encoder.pooling, encoder.normalize, encoder.max_len) == ("mean", True, 256)
     texts = SENTENCES + list(QUERIES)
     lengths = [len(Library().encode(text, special_tokens=True)) for text in texts]
     assert min(lengths) == 2 and max(lengths) > 256
@@ -102,8 +102,8 @@ def library_modules():
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
-@pytest.mark.parametrize("normalise", [False, True])
-def test_folders_written_by_sentence_transformers_load(pooling, normalise, tmp_path):
+@pytest.mark.parametrize("normalize", [False, True])
+def test_folders_written_by_sentence_transformers_load(pooling, normalize, tmp_path):
     theirs = pytest.importorskip("sentence_transformers")
     config = transformers.BertConfig(
         vocab_size=30522, hidden_size=12, num_attention_heads=2, num_hidden_layers=1,
@@ -117,12 +117,12 @@ def test_folders_written_by_sentence_transformers_load(pooling, normalise, tmp_p
     parts = [
         modules.Transformer(str(tmp_path / "bert"), max_seq_length=37),
         modules.Pooling(12, pooling_mode=pooling),
-        *([modules.Normalize()] if normalise else []),
+        *([modules.Normalize()] if normalize else []),
     ]
     model = theirs.SentenceTransformer(modules=parts, device="cpu")
     model.save(str(tmp_path / "whole"))
     encoder = load_sentence_encoder(tmp_path / "whole")
-    assert (encoder.pooling, encoder.normalise, encoder.max_len) == (pooling, normalise, 37)
+    assert (encoder.pooling, encoder.normalize, encoder.max_len) == (pooling, normalize, 37)
     want = model.encode(SENTENCES[-4:], show_progress_bar=False)
     assert np.abs(encoder.encode_texts(SENTENCES[-4:], Library()) - want).max() <= TOLERANCE
 
@@ -187,7 +187,7 @@ def test_decoder_vectors_are_last_hidden_states(qwen):
     model, path = qwen
     laid(path, dict(word_embedding_dimension=16, pooling_mode_lasttoken=True, include_prompt=True))
     encoder = load_sentence_encoder(path)
-    assert (encoder.pooling, encoder.normalise, encoder.max_len) == ("last", True, 20)
+    assert (encoder.pooling, encoder.normalize, encoder.max_len) == ("last", True, 20)
     for prompt in ("", encoder.prompts["query"]):
         want = unpadded_vectors(model, Words(), prompt, 1, lambda states: states[:, -1])
         got = encoder.encode_texts(TEXTS, Words(), prompt=prompt)

@@ -69,7 +69,7 @@ def test_ids_and_logits_match_transformers(model):
         assert (got.argmax(-1) == want.argmax(-1)).all()
 
 
-def dequantised(path: Path) -> Path:
+def dequantized(path: Path) -> Path:
     """Rewrite the file with F32 numbers, which llama.cpp multiplies without rounding."""
     file = open_gguf(FILE)
     left_out = "general.architecture", "general.file_type"
@@ -82,7 +82,7 @@ def dequantised(path: Path) -> Path:
 def test_greedy_tokens_match_llama_cpp(model, tmp_path):
     """Compare in F32, because llama.cpp rounds more with quantised weights."""
     pytest.importorskip("xllamacpp")
-    complete = llama_cpp(dequantised(tmp_path / "m.gguf"))
+    complete = llama_cpp(dequantized(tmp_path / "m.gguf"))
     apply = jax.jit(lambda params, ids: build(model.config).apply({"params": params}, ids)[0])
     compared = 0
     for question in QUESTIONS:

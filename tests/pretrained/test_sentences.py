@@ -20,7 +20,7 @@ CONFIG = tj.ModelConfig(
 )  # fmt: skip
 
 
-def plainly(hidden, valid, pooling, normalise):
+def plainly(hidden, valid, pooling, normalize):
     """Pool row by row in float64."""
     out = []
     for row, keep in zip(np.asarray(hidden, np.float64), valid, strict=True):
@@ -30,22 +30,22 @@ def plainly(hidden, valid, pooling, normalise):
             continue
         found = dict(mean=real.mean(0), cls=real[0], max=real.max(0), last=real[-1])
         vector = found[pooling]
-        out.append(vector / np.linalg.norm(vector) if normalise else vector)
+        out.append(vector / np.linalg.norm(vector) if normalize else vector)
     return np.stack(out)
 
 
 @pytest.mark.slow_except("cls-True", "max-*", "mean-False", "last-True")
-@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max", "last"])
-def test_pooling_ignores_invalid_tokens(pooling, normalise, rng):
+def test_pooling_ignores_invalid_tokens(pooling, normalize, rng):
     hidden = (
         rng.normal(size=(4, 7, 5)).astype(np.float32) - 1.0
     )  # so that a padded 0 would be the maximum
     valid = np.ones((4, 7), bool)
     valid[1, 3:] = valid[2, :2] = valid[3] = False
-    want = plainly(hidden, valid, pooling, normalise)
+    want = plainly(hidden, valid, pooling, normalize)
     hidden = np.where(valid[..., None], hidden, np.nan)
-    got = np.asarray(pool_sentences(hidden, valid, pooling, normalise))
+    got = np.asarray(pool_sentences(hidden, valid, pooling, normalize))
     assert got.dtype == np.float32 and got.shape == (4, 5)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
@@ -67,7 +67,7 @@ def test_padding_row_has_finite_gradient(pooling, rng):
 @pytest.mark.slow
 def test_zero_vector_has_finite_gradient():
     hidden, valid = np.zeros((1, 3, 5), np.float32), np.ones((1, 3), bool)
-    gradient = jax.grad(lambda hidden: pool_sentences(hidden, valid, normalise=True).sum())(hidden)
+    gradient = jax.grad(lambda hidden: pool_sentences(hidden, valid, normalize=True).sum())(hidden)
     assert np.isfinite(np.asarray(gradient)).all()
 
 
@@ -192,7 +192,7 @@ def folder(params, tmp_path):
 def test_folder_defines_sentence_encoder(folder, encoder):
     found = tj.load_sentence_encoder(folder)
     tokens = np.array([[1, 9, 4, 2, 0]], np.int32)
-    for name in ("config", "pooling", "normalise", "max_len", "lower_case"):
+    for name in ("config", "pooling", "normalize", "max_len", "lower_case"):
         assert getattr(found, name) == getattr(encoder, name), name
     np.testing.assert_array_equal(found.encode(tokens), encoder.encode(tokens))
 
@@ -203,7 +203,7 @@ def test_folder_defines_sentence_encoder(folder, encoder):
     lay(folder, {"modules.json": OLD["modules.json"][:2], "1_Pooling/config.json": pooling})
     lay(folder, {"sentence_bert_config.json": {"max_seq_length": None, "do_lower_case": True}})
     found = tj.load_sentence_encoder(folder, dtype="bfloat16")
-    assert (found.pooling, found.normalise, found.lower_case) == ("max", False, True)
+    assert (found.pooling, found.normalize, found.lower_case) == ("max", False, True)
     assert (found.max_len, found.config.dtype) == (29, "bfloat16")
     assert found.encode(tokens).dtype == np.float32
 
@@ -249,7 +249,7 @@ def test_newer_sentence_transformers_keys_are_read(folder):
         "tokenizer_config.json": {"model_max_length": 19},
     })  # fmt: skip
     found = tj.load_sentence_encoder(folder)
-    assert (found.pooling, found.normalise, found.max_len) == ("cls", True, 19)
+    assert (found.pooling, found.normalize, found.max_len) == ("cls", True, 19)
     lay(folder, {"tokenizer_config.json": {"model_max_length": 1e30}})
     assert tj.load_sentence_encoder(folder).max_len == 29
 

@@ -395,7 +395,7 @@ def _candidates(
         names = [implementation] if isinstance(implementation, str) else list(implementation)
         if not names or not set(names) <= IMPLEMENTATIONS.keys():
             known = ", ".join(IMPLEMENTATIONS)
-            raise ValueError(f"implementation is {implementation!r}: must be of {known}")
+            raise ValueError(f"implementation is {implementation!r}: must be one of {known}")
         return names
     B, T, N, S = call.sizes
     # symbolic sizes of `jax.export`: tiles need numbers
@@ -435,7 +435,7 @@ def _run(one: Implementation, call: AttentionCall) -> tuple[jax.Array, jax.Array
     if call.block_table is not None and not call.plan.reads_pages:
         call = call.gathered()
     if call.key_scale is not None and not call.plan.reads_int8:
-        call = call.dequantised()
+        call = call.dequantized()
     # drop another implementation's lists of tiles, so they do not become arguments of the program
     if type(one).share is Implementation.share:
         call = replace(call, shared=None)

@@ -15,7 +15,7 @@ from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.dropout import key_words
 from transformer_jax.attention.mask import Mask, check_mask
 from transformer_jax.checks import as_int32, as_number, check_factor, check_finite, check_key
-from transformer_jax.kernels.caches import dequantise, rows_of_pages
+from transformer_jax.kernels.caches import dequantize, rows_of_pages
 from transformer_jax.kernels.contract import Refused as Refused
 from transformer_jax.kernels.contract import Shaped
 from transformer_jax.kernels.dropout import exact_rate, head_words
@@ -139,11 +139,11 @@ class AttentionCall:
         gathered: dict[str, Any] = dict(zip(names, results, strict=True))
         return dataclasses.replace(self, **gathered, block_table=None)
 
-    def dequantised(self) -> AttentionCall:
+    def dequantized(self) -> AttentionCall:
         """Return the call with keys and values in the query's dtype."""
         assert self.key_scale is not None and self.value_scale is not None
-        key = dequantise(self.key, self.key_scale, self.query.dtype)
-        value = dequantise(self.value, self.value_scale, self.query.dtype)
+        key = dequantize(self.key, self.key_scale, self.query.dtype)
+        value = dequantize(self.value, self.value_scale, self.query.dtype)
         return dataclasses.replace(self, key=key, value=value, key_scale=None, value_scale=None)
 
     def plain_shapes(self) -> AttentionCall:

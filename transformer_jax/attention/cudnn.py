@@ -19,7 +19,7 @@ class Cudnn(Implementation):
         B, T, _, S = call.sizes
         H, Hv = query.shape[3], value.shape[3]
         if jax.default_backend() not in ("gpu", "cuda"):
-            return f"needs an NVIDIA GPU, the backend is {jax.default_backend()}"
+            return f"needs an NVIDIA GPU; the backend is {jax.default_backend()}"
         capability = getattr(jax.devices()[0], "compute_capability", None)
         if capability is None or float(capability) < 8.0:
             return f"needs compute capability 8.0, the device has {capability}"

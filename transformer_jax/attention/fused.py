@@ -239,7 +239,7 @@ class Native(Pallas):
     def target(self) -> Target | str:
         """Return the target with its instruction set, or the reason why there is none."""
         if platform() != "cpu":
-            return f"needs a CPU, the backend is {platform()}"
+            return f"needs a CPU; the backend is {platform()}"
         from transformer_jax.kernels import cpu
 
         found = cpu.library()

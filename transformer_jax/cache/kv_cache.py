@@ -29,7 +29,7 @@ from transformer_jax.checks import (
     check_not_consumed,
     largest,
 )
-from transformer_jax.kernels.caches import dequantise as dequantise
+from transformer_jax.kernels.caches import dequantize as dequantize
 from transformer_jax.pytree import Tree
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.values import shown, value_class
@@ -262,7 +262,7 @@ def read(
     """
     if cache.k_scale is None or cache.v_scale is None:
         return cache.k, cache.v
-    return dequantise(cache.k, cache.k_scale, dtype), dequantise(cache.v, cache.v_scale, dtype)
+    return dequantize(cache.k, cache.k_scale, dtype), dequantize(cache.v, cache.v_scale, dtype)
 
 
 def rewind(
@@ -291,7 +291,7 @@ def rewind(
     return replace(cache, positions=kept, length=length)
 
 
-def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[..., H], f32[...]
+def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[..., H], f32[...]
     """Return (q, scale) of each row: scale = max|x| / 127, q = round(x / scale), so |q| <= 127.
 
     A nonfinite row has no finite scale, and is dequantized to NaN.
@@ -320,7 +320,7 @@ def as_stored(cache: SlottedCache, k: jax.Array, v: jax.Array, positions: jax.Ar
     if cache.k_scale is None:
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
         return KVCache(k, v, positions, cache.length)
-    (k, k_scale), (v, v_scale) = quantise(k), quantise(v)
+    (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
     return KVCache(k, v, positions, cache.length, k_scale, v_scale)
 
 

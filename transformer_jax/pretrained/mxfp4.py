@@ -50,7 +50,7 @@ class Mxfp4Folder(WeightFolder):
         if (largest := scales.max(initial=0)) > LARGEST:
             rule = f"must be at most {LARGEST}, or a product overflows bfloat16"
             raise CheckpointError(f"{self.path}: {shown(name + SCALES)} has {largest}: {rule}")
-        return name, dequantise(blocks, scales)
+        return name, dequantize(blocks, scales)
 
 
 def open_mxfp4(folder: WeightFolder) -> WeightFolder:
@@ -70,13 +70,13 @@ def open_mxfp4(folder: WeightFolder) -> WeightFolder:
     return Mxfp4Folder(folder.path, config, MappingProxyType(tensors), folder.stamps, folder)
 
 
-def dequantise(
+def dequantize(
     blocks: np.ndarray,  # u8[..., rows, G, 16]
     scales: np.ndarray,  # u8[..., rows, G]
 ) -> np.ndarray:  # bf16[..., 32 G, rows]
     """Return the values of a matrix, or of a stack with one matrix per expert."""
     if blocks.ndim > 3:  # one expert at a time: float32 intermediates are twice as large
-        return np.stack([dequantise(*one) for one in zip(blocks, scales, strict=True)])
+        return np.stack([dequantize(*one) for one in zip(blocks, scales, strict=True)])
     scale = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     numbers = (_PAIRS[blocks] * scale[..., None, None]).astype(jnp.bfloat16)
     return np.ascontiguousarray(numbers.reshape(len(blocks), -1).T)

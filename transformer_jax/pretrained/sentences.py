@@ -56,7 +56,7 @@ def pool_sentences(
     hidden: jax.Array,  # [B, T, D]
     valid: jax.Array,  # bool[B, T]
     pooling: Pooling = "mean",
-    normalise: bool = False,
+    normalize: bool = False,
 ) -> jax.Array:  # f32[B, D]
     """Pool the n valid tokens h_t of each row into one vector s.
 
@@ -67,7 +67,7 @@ def pool_sentences(
         hidden: [B, T, D], h.
         valid: bool[B, T]; tokens that are not valid have no effect, even if they are NaN.
         pooling: "mean", "cls", "max", or "last".
-        normalise: whether to divide s by max(|s|, 1e-12).
+        normalize: whether to divide s by max(|s|, 1e-12).
 
     Returns:
         f32[B, D], 0 in rows without valid tokens.
@@ -98,7 +98,7 @@ def pool_sentences(
             seen = jnp.where(valid[:, :, None], kept, -jnp.inf)
             pooled = jnp.where(jnp.isnan(kept).any(axis=1), jnp.nan, largest(seen, axis=1))
             pooled = jnp.where(some, pooled, 0.0)
-    if normalise:  # the square root has no finite gradient at 0
+    if normalize:  # the square root has no finite gradient at 0
         square = (pooled * pooled).sum(axis=1, keepdims=True)
         length = jnp.sqrt(jnp.where(square > 0, square, 1.0))
         pooled = pooled / jnp.maximum(length, 1e-12)
@@ -113,7 +113,7 @@ class SentenceEncoder:
         config: the config of the model.
         params: the parameters of the model.
         pooling: "mean", "cls", "max", or "last".
-        normalise: whether vectors are scaled to length 1.
+        normalize: whether vectors are scaled to length 1.
         max_len: the maximum length of a text in tokens, including special tokens.
         lower_case: whether texts are lowercased.
         prompts: prompts to prepend to texts, by purpose: "query", "document".
@@ -124,7 +124,7 @@ class SentenceEncoder:
     config: ModelConfig
     params: Params
     pooling: Pooling
-    normalise: bool
+    normalize: bool
     max_len: int
     lower_case: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class SentenceEncoder:
             positions: i32[B, T], negative for padding; None is arange(T).
         """
         check_tokens(tokens, self.config.vocab_size)
-        return _encode(self.config, self.params, tokens, positions, self.pooling, self.normalise)
+        return _encode(self.config, self.params, tokens, positions, self.pooling, self.normalize)
 
     def encode_texts(
         self,
@@ -218,14 +218,14 @@ class SentenceEncoder:
         raise ValueError(f"tokenizer cannot truncate a text to max_len {self.max_len}: {rule}")
 
 
-@program(static=("config", "pooling", "normalise"))
+@program(static=("config", "pooling", "normalize"))
 def _encode(
     config: ModelConfig,
     params: Params,
     tokens: jax.Array | np.ndarray,
     positions: jax.Array | np.ndarray | None,
     pooling: Pooling,
-    normalise: bool,
+    normalize: bool,
 ) -> jax.Array:
     apply = partial(build(config).apply, {"params": params}, tokens, positions=positions)
     hidden: PyTree
@@ -237,7 +237,7 @@ def _encode(
             place = f"block_{config.num_layers - 1}/residual"
         hidden = apply(capture=(place,))[-1][place]
     valid = jnp.ones(tokens.shape, bool) if positions is None else jnp.asarray(positions) >= 0
-    return pool_sentences(hidden, valid, pooling, normalise)
+    return pool_sentences(hidden, valid, pooling, normalize)
 
 
 def _power(number: int, least: int = 1) -> int:
@@ -262,7 +262,7 @@ def load_sentence_encoder(
         CheckpointError: if a file cannot be read.
     """
     folder = open_folder(path_or_id, revision=revision)
-    pooling_path, normalise = _parts(folder)
+    pooling_path, normalize = _parts(folder)
     keys = _object(folder, f"{pooling_path}/config.json")
     if keys is None:
         raise CheckpointError(f"{folder.path / pooling_path / 'config.json'}: is missing")
@@ -291,7 +291,7 @@ def load_sentence_encoder(
     sides = {"right": False, "left": True}
     truncate_left = settings is not None and settings.choice("truncation_side", sides, "right")
     return SentenceEncoder(
-        config, params, on[0], normalise, max_len, lower_case, prompts, prompt, truncate_left
+        config, params, on[0], normalize, max_len, lower_case, prompts, prompt, truncate_left
     )
 
 
@@ -327,15 +327,15 @@ def _parts(folder: WeightFolder) -> tuple[str, bool]:
         raise ConfigError(f"{where}: parts are {kinds}: must be {', '.join(known)}")
     # The transformer's files are in the root folder, where `load_hidden` reads them.
     found[0].require("path", "")
-    normalise = len(found) == 3
-    if normalise:
+    normalize = len(found) == 3
+    if normalize:
         path = _path(found[2])
         settings = _object(folder, f"{path}/config.json")
         if settings is not None:
             settings.require("module_input_name", "sentence_embedding")
             settings.require("module_output_name", "sentence_embedding")
             settings.check_all_read()
-    return _path(found[1]), normalise
+    return _path(found[1]), normalize
 
 
 def _path(keys: ConfigKeys) -> str:
