@@ -166,7 +166,7 @@ def _difference(ours: list[np.ndarray], other: list[np.ndarray]) -> float | None
 def geometric_means(cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return per direction and contender the mean speedup of ours, the worst cell and the count.
 
-    A cell in which a contender computes another function does not count for it.
+    Cells with another function than ours do not count for a contender.
     """
     means: dict[str, dict[str, Any]] = {}
     for direction in get_args(Direction):

@@ -5,9 +5,9 @@
 
 - products: rows sorted by expert, each times the matrix of its expert, in blocks as in the model
   and by `jax.lax.ragged_dot`, compared with all rows times one matrix. Medians of calls in turns.
-- decode: the time of one token for increasing numbers of experts, of which 2 are chosen, compared
-  with a dense model with as many active parameters; and the bytes that XLA counts, without those
-  that the compiled kernels of a dense model read.
+- decode: the time of one token for increasing numbers of experts (2 are chosen), compared with a
+  dense model with as many active parameters; and the bytes that XLA counts, without those that the
+  compiled kernels of a dense model read.
 - train: a model with experts, a dense one with as many active parameters and one with as many in
   total, for the same steps; and how evenly experts are used on held-out text, with and without
   balance loss.

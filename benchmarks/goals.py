@@ -33,7 +33,7 @@ class Goal:
     direction: Direction
     ratio: float
     than: tuple[str, ...]
-    """Contenders, of which the fastest counts; `MATMUL`; or another case, whose rate counts."""
+    """Contenders (the fastest counts), `MATMUL`, or another case (its rate counts)."""
     of: str = OURS
 
     @property

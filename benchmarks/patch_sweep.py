@@ -6,7 +6,7 @@
 The model is a GPT-2 124M with random weights and two random prompts. The clean stream replaces that
 of the corrupted pass at each layer and position. `patch` runs one compiled program, which reports
 its progress. The alternatives are one jitted pass called from a Python loop, and passes that are
-compiled one by one, of which a few are timed and the rest extrapolated.
+compiled one by one; only a few of these are timed, and the rest is extrapolated.
 """
 
 from __future__ import annotations

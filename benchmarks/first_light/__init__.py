@@ -8,7 +8,7 @@
     tune       step 4: tile sizes, and the goals again with them (goals_with_rows)
     ampere     the kernels for all other NVIDIA GPUs, on request
     models     decoding and training, on request
-    summary    one page: what passed, what was reached, what to change first
+    summary    one page: passed checks, reached goals, suggested changes
 
 With `--rehearse` everything runs on a CPU over few tokens (rehearsal), as a test of the scripts.
 """

@@ -2,9 +2,9 @@
 
     python -m benchmarks.first_light.ablations causal-16k-h128-s2048
 
-Chained calls are many calls in one program, each with numbers from the previous one, like in a
-training step, in which the host does not wait between calls. A part is disabled by replacing a
-function of the library in this process.
+Chained calls are many calls in one program, each with numbers from the previous one. As in a
+training step, the host does not wait between calls. A part is disabled by replacing a function of
+the library in this process.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Ended:
 
     @property
     def found(self) -> list[Any]:
-        """Return what the process reported, in order."""
+        """Reports of the process, in order."""
         lines = [line for line in self.output.splitlines() if line.startswith(MARK)]
         reports = []
         for line in lines:

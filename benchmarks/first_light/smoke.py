@@ -25,7 +25,7 @@ NAMES = (
     "softcap and documents, gradients",
     "65,536 tokens, gradients",
 )
-"""Checks in the order in which they run; `smoke_calls` computes them."""
+"""Checks in running order; `smoke_calls` computes them."""
 SANITIZED = "one tile, forward", "one tile, single-pass"
 ATTACHED = tuple(
     f"tests/kernels/test_attached.py::{name}"

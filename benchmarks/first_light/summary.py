@@ -1,4 +1,4 @@
-"""Summary on one page: what passed, what was reached, and what to change first."""
+"""Summary on one page: passed checks, reached goals, and suggested changes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def outcomes(step: str, records: Sequence[Record]) -> str:
 
 
 def change_first(records: Records) -> list[str]:
-    """Return what to change: first what is wrong, then what costs most."""
+    """Return suggested changes: first wrong results, then the largest costs."""
     return [*_wrong(records), *_costs(records), *_missed(records), *_limits(records)]
 
 
