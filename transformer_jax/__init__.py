@@ -1,6 +1,6 @@
 """Transformers in JAX: one attention function, one algebra of masks, one immutable cache.
 
-The names of axes, everywhere in this library (as in `jax.nn`):
+Axis names used throughout the library (as in `jax.nn`):
 
     B  batch             N  query heads          D  model dim
     T  query length      K  key/value heads      F  feed-forward dim
@@ -275,7 +275,7 @@ _LATER = {
     "save_lora": "pretrained.peft",
     "save_pretrained": "pretrained.save",
 }
-"""Names that are imported on first use, with their modules."""
+"""Names imported on first use, each mapped to its module."""
 
 _MODULES = {
     "interpret": "interpret",
@@ -283,11 +283,11 @@ _MODULES = {
     "pretrained": "pretrained",
     "server": "server",
 }
-"""Modules that are imported on first use as an attribute."""
+"""Modules imported on first use as an attribute."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `_LATER` or `_MODULES` on first use.
+    """Import a name in `_LATER` or `_MODULES` on first use.
 
     For any other name, raise AttributeError with the module that defines it or the nearest name.
     """

@@ -32,7 +32,7 @@ LECTURES = "compare", "demo"
 """The commands whose modules are in `transformer_jax.lectures`."""
 
 MOVED = {"attention": "inspect --what attention", "inside": "inspect"}
-"""Former names of commands, and their replacements."""
+"""Former command names, with their replacements."""
 
 RUN_PROGRAMS = "generate", "serve", "evaluate", "inspect"
 """The commands whose compiled programs are cached on disk; `train` decides this itself."""

@@ -35,7 +35,7 @@ def as_int32(name: str, values: None) -> None: ...
 @overload
 def as_int32(name: str, values: Integers) -> Integers: ...
 def as_int32(name: str, values: Any) -> Any:
-    """Return integers as i32 (a NumPy array stays one), and any other dtype unchanged.
+    """Convert integers to i32 (NumPy stays NumPy); return any other dtype unchanged.
 
     Raises ValueError if a known value does not fit. A traced value is clipped to int32.
     """
@@ -123,13 +123,13 @@ def check_array(name: str, value: object, shape: str) -> None:
 
 
 def check_finite(name: str, value: float) -> None:
-    """Raise ValueError unless this is a finite number whose products fit float32."""
+    """Raise ValueError unless this is from -1e30 to 1e30, so that its products fit float32."""
     if not isinstance(value, Real) or not -1e30 <= value <= 1e30:
         raise ValueError(f"{name} is {value!r}: must be finite, from -1e30 to 1e30")
 
 
 def check_factor(name: str, value: float) -> None:
-    """Raise ValueError unless products with this number, and quotients by it, fit float32."""
+    """Raise ValueError unless this is from 1e-30 to 1e30, so products and quotients fit float32."""
     if not isinstance(value, Real) or not 1e-30 <= value <= 1e30:
         raise ValueError(f"{name} is {value!r}: must be finite and above 0, from 1e-30 to 1e30")
 
@@ -146,7 +146,7 @@ def largest(x: jax.Array, axis: int = -1, *, keepdims: bool = False) -> jax.Arra
     """Return the maximum along an axis: inf if an element is NaN, -inf if the axis is empty.
 
     Use it to detect NaN. XLA's maximum on a CPU loses a NaN in rows of 1,000 elements, and
-    `lax.top_k` ranks a NaN last if its sign bit is set, as arithmetic does.
+    `lax.top_k` ranks a NaN last if its sign bit is set, which arithmetic may do.
     """
     # infinity stays the largest in every reduction, whatever the backend does with NaN
     without_nan = jnp.where(jnp.isnan(x), jnp.inf, x)

@@ -13,7 +13,7 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content, or a folder's list of names, to disk if the file system can."""
+    """Flush a file's content, or a folder's entries, to disk if the file system supports it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         _fsync(handle, path)
@@ -54,7 +54,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError without one, such as an error while writing."""
+    """Add the file name to an OSError that lacks one, such as a write error."""
     try:
         yield
     except OSError as error:
@@ -65,10 +65,10 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path, busy: Callable[[str], Exception]) -> Iterator[None]:
-    """Acquire `folder/lock`, a file with the id of this process, for the duration of the context.
+    """Acquire `folder/lock`, a file with the ID of this process, while the context is active.
 
-    Raises `busy(pid)` if another process has the lock, and OSError if the file system has no locks.
-    The operating system releases the lock when the process ends, even after a crash.
+    Raises `busy(pid)` if another process has the lock, and OSError if the file system does not
+    support locks. The operating system releases the lock when the process ends, even after a crash.
     """
     file = folder / "lock"
     while True:
@@ -91,7 +91,7 @@ def locked(folder: Path, busy: Callable[[str], Exception]) -> Iterator[None]:
         # the previous owner deleted the file between `open` and `flock`, so this lock is void
         os.close(handle)
     try:
-        with contextlib.suppress(OSError):  # the id is only for error messages
+        with contextlib.suppress(OSError):  # the ID is only for error messages
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield

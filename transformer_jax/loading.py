@@ -49,7 +49,7 @@ class TextModel:
     params: Params
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a text."""
+    """Tokens that end the text."""
     processors: tuple[HistoryProcessor, ...] = ()
     """Processors that ban the tokens that the published model must not generate."""
     which: Which | None = None
@@ -70,8 +70,8 @@ def load_run(
     """Load the model of a training run with its tokenizer.
 
     `which` selects the checkpoint: "best" has the lowest held-out loss, "last" is the latest. None
-    means "best", or "last" if none was evaluated yet; the result's `which` is the choice.
-    `init_from` is the new path of the base model of the run's adapters, if it has moved.
+    means "best", or "last" if no checkpoint was evaluated yet; `which` of the result tells. If the
+    base model of the run's adapters has moved, pass its new path as `init_from`.
 
     Raises ConfigError if there is no run, and CheckpointError if it is damaged or if the base model
     is not the one that the run started from.
@@ -113,7 +113,7 @@ def _with_base(config: TrainConfig, init_from: str | Path | None) -> TrainConfig
 
 @contextmanager
 def naming_run(path: str | Path, init_from: str | None) -> Iterator[None]:
-    """Add to an error about a missing base model which run needs it, and how to pass its path."""
+    """Add to an error about a missing base model the name of the run, and how to pass the path."""
     try:
         yield
     except (ConfigError, CheckpointError, OSError) as error:
@@ -196,7 +196,7 @@ def load_adapters(
 
 
 def _chosen_step(folder: RunFolder, which: Which | None) -> tuple[Which, int]:
-    """Return the checkpoint of a run to read, and its step."""
+    """Return which checkpoint of a run to load, and its step."""
     if which not in (None, "best", "last"):
         raise ConfigError(f"checkpoint is {which!r}: must be 'best', 'last' or None")
     steps = checkpoint.saved_steps(folder.checkpoints)
@@ -231,7 +231,7 @@ def load_text_model(
 def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:
     """Load the tokenizer of a model's folder or file.
 
-    Raises CheckpointError if none is usable, or ConfigError if source and target have one each.
+    Raises CheckpointError if none is usable, ConfigError if source and target use different ones.
     """
     if folder.config.get("share_encoder_decoder_embeddings") is False:
         rule = "source and target have separate tokenizers; use load_pretrained with token ids"
@@ -248,7 +248,7 @@ def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:
 def with_targets(
     tokenizer: PretrainedTokenizer, folder: WeightFolder, config: ModelConfig
 ) -> PretrainedTokenizer:
-    """Add the ids that begin, end or never occur in targets to an encoder-decoder's tokenizer.
+    """Set the IDs that begin, end or never occur in targets on an encoder-decoder's tokenizer.
 
     Raises ConfigError if the folder specifies no start token.
     """
@@ -286,7 +286,7 @@ def with_param_dtype(model: TextModel, dtype: DType) -> TextModel:
 
 
 def with_quantized_weights(model: TextModel, kind: Kind) -> TextModel:
-    """Return the model with weights in fewer bits; its compute dtype does not change.
+    """Return the model with quantized weights; its compute dtype does not change.
 
     "int8" and "int4" `quantize` the kernels, and store embeddings and the output matrix in 8 bits.
     Raises ConfigError if the model is not a transformer.
@@ -298,7 +298,7 @@ def with_quantized_weights(model: TextModel, kind: Kind) -> TextModel:
 
 
 def _within(ids: tuple[int, ...], config: AnyModelConfig) -> tuple[int, ...]:
-    """Return the ids within the model's vocabulary, sorted."""
+    """Return the IDs within the model's vocabulary, sorted."""
     return tuple(sorted({i for i in ids if i < config.vocab_size}))
 
 
@@ -315,7 +315,7 @@ def _generation(folder: WeightFolder) -> JsonObject:
 def _ids(
     folder: WeightFolder, content: JsonObject, name: str, config: ModelConfig
 ) -> tuple[int, ...]:
-    """Return the ids of a key with one id or a list; none if the key is absent or null."""
+    """Return the IDs under a key (one ID or a list); empty if the key is absent or null."""
     value = content.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for i in ids:
@@ -343,6 +343,6 @@ def _banned(
     if not isinstance(words, list) or not all(isinstance(w, list) and w for w in words):
         raise ConfigError(f"{folder.path}: {name} is {words!r:.80}: must be lists of ids")
     words = [_ids(folder, {name: word}, name, config) for word in words]
-    # as in transformers: otherwise a text could not end
+    # as in transformers: otherwise text could not end
     words = [word for word in words if word not in {(end,) for end in stop}]
     return tuple(dict.fromkeys([*words, *((i,) for i in suppressed)]))

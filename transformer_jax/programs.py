@@ -28,7 +28,7 @@ LIBRARIES = {"transformer_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "
 PLAIN = (int, float, complex, bytes, type(None), np.ndarray, np.generic, np.dtype, enum.Enum,
          jax.Array, jax.core.Tracer, jax.ShapeDtypeStruct, jax.sharding.Mesh)  # fmt: skip
 MOST = 256
-"""Maximum number of programs per function cached by text; the least recently used is dropped."""
+"""Maximum number of programs cached by text per function; the least recently used is dropped."""
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -91,8 +91,8 @@ class Program(Generic[P, Result]):
         jaxpr, consts = trace.jaxpr.jaxpr, trace.jaxpr.consts
         if len(jaxpr.invars) > len(leaves):  # the code's closure belongs to an outer trace
             return self.function(**named)
-        # arrays that the code reads become arguments, so that other values compile nothing;
-        # explicitly, because the caller may disallow implicit transfers
+        # arrays that the code reads become arguments, so that new values reuse the program; they
+        # are transferred explicitly, because the caller may disallow implicit transfers
         consts = [
             jax.device_put(x) if isinstance(x, np.ndarray | np.generic) else x for x in consts
         ]

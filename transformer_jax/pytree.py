@@ -1,7 +1,7 @@
-"""Types of arrays and parameter trees, their axes and digests, and casts that check the range.
+"""Types for arrays and parameter trees, their axes and digests, and range-checked casts.
 
-All conversions of parameters use `cast` and `cast_floats`, which refuse a dtype that cannot
-represent a finite number.
+All conversions of parameters use `cast` and `cast_floats`, which raise an error if the new dtype
+would turn a finite number into infinity.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Array: TypeAlias = jax.Array | np.ndarray
 """An array on a device, or on the host."""
 
 AnyArray = TypeVar("AnyArray", bound=Array)
-"""An array whose result is in the same place, on the device or the host."""
+"""An array on the device or the host; the result is in the same place."""
 
 PyTree: TypeAlias = Any
 """A JAX pytree: nested containers of arrays or of shapes. JAX has no type for it."""
 
 Leaf: TypeAlias = Any
-"""A leaf of a tree: an array on the device or the host, or a shape or sharding instead of one."""
+"""A leaf of a tree: an array on the device or the host, or a shape or sharding in its place."""
 
 Tree = TypeVar("Tree")
-"""A JAX pytree that is returned with the same structure and other leaves."""
+"""A JAX pytree that is returned with the same structure but different leaves."""
 
 
 class Parameter(Protocol):
-    """A parameter of a model: an array, its shape, or a kernel in another form (quantized)."""
+    """A model parameter: an array, its shape, or a quantized kernel."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -61,7 +61,7 @@ def stacked_axes(names: Sequence[str], ndim: int) -> int:
 
 
 def kernel_axes(names: Sequence[str], ndim: int) -> tuple[int, int]:
-    """Return how many axes of a block's kernel stack matrices, and how many are their inputs.
+    """Return the number of stacking axes and the number of input axes of a block's kernel.
 
     Inputs and outputs follow the `stacked_axes`: query [D, N, H], attention's out [N, Hv, D],
     up [D, F]. `names` is the path of the kernel.
@@ -128,5 +128,5 @@ def cast_floats(tree: Tree, dtype: jax.typing.DTypeLike) -> Tree:
 
 
 def path_name(path: KeyPath) -> str:
-    """Return the path of a leaf as the name of a parameter, "decoder/norm/scale"."""
+    """Return the path of a leaf as a parameter name, such as "decoder/norm/scale"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -42,7 +42,7 @@ def explicit_mesh(*trees: object) -> AbstractMesh | None:
 
 
 def split(x: ArrayLike, axes: slice = slice(None), after: Iterable[Axis] = ()) -> PartitionSpec:
-    """Return the PartitionSpec of some axes of an array, by its type, followed by `after`.
+    """Return the PartitionSpec of some axes of an array, from its type, followed by `after`.
 
     Entries of `after` that repeat a mesh axis become None: an axis may split an array only once.
     """

@@ -34,7 +34,7 @@ class FileDigest(TypedDict):
 
 
 DEPTH_LIMIT = 64
-"""Maximum nesting of objects and lists in JSON."""
+"""Maximum nesting depth of objects and lists in JSON."""
 VALUE_LIMIT = 2**17
 """Default maximum number of values in JSON, which take up to 100 times their bytes in memory."""
 
@@ -114,7 +114,7 @@ class Untrusted:
                 raise self.error(f"{where}: {shown(text)} is not a finite number")
             try:
                 return Decimal(text) if decimals else value
-            except ArithmeticError:  # an exponent of twenty digits
+            except ArithmeticError:  # an exponent with twenty digits
                 raise self.error(f"{where}: the number {shown(text)} is too small") from None
 
         return self.parse(data, where, parse_float=number, parse_constant=number)
@@ -178,7 +178,7 @@ def brief(error: BaseException) -> str:
 
 
 MISSING: Any = object()
-"""The default of a required key."""
+"""Default value that marks a key as required."""
 
 
 class ObjectKeys:

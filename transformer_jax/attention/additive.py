@@ -1,4 +1,4 @@
-"""Attention of recurrent decoders: additive, general and dot.
+"""Attention for recurrent decoders: additive, general and dot.
 
 Sources: Bahdanau et al. 2015 (additive), Luong et al. 2015 (general, dot).
 """
@@ -89,7 +89,7 @@ def state_attention(
         query: [B, T, Dq].
         states: [B, S, Dk].
         w: [Dq, Dk] for "general" attention; None for "dot", which requires Dq = Dk.
-        scale: factor of the scores.
+        scale: number that multiplies the scores.
         mask: the states that a query sees; None means all.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Public functions of attention, and the choice of an implementation.
+"""Public attention functions, and the choice of an implementation.
 
     dot_product_attention           softmax(scale q k + bias, masked) v
     explain_attention               the implementations that would run, and why others would not
@@ -136,7 +136,7 @@ def dot_product_attention(
         blockwise         memory O(T + S); O(T S) in forward mode and in derivatives of the gradient
         native            compiled C++ on a CPU; memory O(T + S) for all derivatives
         pallas            fused kernels, also O(T + S), for TPUs and for NVIDIA GPUs from Ampere on
-        pallas_unordered  on Hopper, a faster backward pass with last bits that vary between runs
+        pallas_unordered  on Hopper, a faster backward pass whose last bits vary between runs
         cudnn             NVIDIA's library, on NVIDIA GPUs
 
     Args:
@@ -145,10 +145,10 @@ def dot_product_attention(
         value: [B, S, K, Hv], in the key's dtype; paged [P, page, K, Hv].
         mask: the keys that a query sees, such as `Causal() & Window(32)`; None means all.
         bias: an array that broadcasts to [B, N, T, S], or a `Bias`, which depends on positions
-            instead of indices, such as `ALiBi`; None adds nothing.
-        scale: factor of q.k: a number, or [N] with one for each query head, which may be traced and
+            instead of indices, such as `ALiBi`; None means no bias.
+        scale: factor for q.k: a number, or [N] with one per query head, which may be traced and
             differentiated; None means 1 / sqrt(H).
-        softcap: limit of the scores before the bias, above 0; None does not cap them.
+        softcap: bound on the scores, applied before the bias; above 0. None means no bound.
         sinks: [N]; exp(sinks[n]) is added to the denominator of the softmax.
         q_positions: i32[T] or [B, T], the positions for mask and bias; None means arange(T).
         k_positions: i32[S] or [B, S]; a key at a negative position is an empty slot. None is
@@ -158,7 +158,7 @@ def dot_product_attention(
         dropout_key: a single PRNG key, required if the rate is above 0.
         key_scale: f32[B, S, K], the scales of int8 keys, which are dequantized to scale * key;
             paged [P, page, K].
-        value_scale: the same for values.
+        value_scale: f32[B, S, K], the scales of int8 values; paged [P, page, K].
         block_table: i32[B, M], the page of each block of a row.
         return_lse: also return the natural logarithm of the softmax's denominator, including sinks.
         implementation: a name, a sequence of names to try in order, or None for the best one that
@@ -283,7 +283,7 @@ def plan_mask(
     implementation: str | Sequence[str] | None = None,
     **options: Unpack[Options],
 ) -> Mask | PlannedMask | None:
-    """Return a mask with precomputed lists of tiles, for many calls of `dot_product_attention`.
+    """Return a mask with precomputed tile lists, for many calls of `dot_product_attention`.
 
     All layers of a model share their mask and positions. In a `lax.scan` or under `jax.checkpoint`,
     XLA would otherwise recompute the lists of tiles of a fused kernel for each layer.
@@ -293,7 +293,7 @@ def plan_mask(
         key: [B, S, K, H].
         value: [B, S, K, Hv].
         implementation: as in the calls.
-        **options: the mask of the calls, and the arguments that affect the choice of tiles.
+        **options: the mask for the calls, and the arguments that affect the choice of tiles.
 
     Returns:
         The mask with its lists of tiles, or the mask itself if there is nothing to share or the
@@ -336,9 +336,9 @@ def dot_product_attention_weights(
         query: [B, T, N, H].
         key: [B, S, K, H], K divides N.
         mask: the keys that a query sees; None means all.
-        bias: an array that broadcasts to [B, N, T, S], or a `Bias`; None adds nothing.
-        scale: factor of q.k: a number, or [N] with one for each query head; None means 1 / sqrt(H).
-        softcap: limit of the scores before the bias, above 0; None does not cap them.
+        bias: an array that broadcasts to [B, N, T, S], or a `Bias`; None means no bias.
+        scale: factor for q.k: a number, or [N] with one per query head; None means 1 / sqrt(H).
+        softcap: bound on the scores, applied before the bias; above 0. None means no bound.
         sinks: [N], logits added only to the denominator of the softmax.
         q_positions: i32[T] or [B, T]; None means arange(T).
         k_positions: i32[S] or [B, S]; negative marks an empty slot. None means arange(S).
@@ -375,7 +375,7 @@ def dot_product_attention_weights(
     return _weights(call)
 
 
-# Choosing one
+# Choosing an implementation
 
 
 def _candidates(
@@ -426,12 +426,12 @@ def _plan(name: str, call: AttentionCall) -> Plan | str:
     return IMPLEMENTATIONS[name].plan(call)
 
 
-# Running one
+# Running an implementation
 
 
 @program(static=("one",))
 def _run(one: Implementation, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
-    """Run an implementation with only the arguments that it reads."""
+    """Run an implementation, passing only the arguments that it reads."""
     if call.block_table is not None and not call.plan.reads_pages:
         call = call.gathered()
     if call.key_scale is not None and not call.plan.reads_int8:

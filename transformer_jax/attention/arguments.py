@@ -1,4 +1,4 @@
-"""The arguments of attention: checked once, then passed as one value."""
+"""Attention arguments, which are checked once and then passed as one value."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class AttentionCall:
     mask: Mask | None = None
     bias: jax.Array | Bias | None = None  # [B or 1, N or 1, T or 1, S or 1], or a Bias
     sinks: jax.Array | None = None  # [N]
-    scale: float | None = None  # None is 1 / sqrt(H), unless `scale_array` is set
+    scale: float | None = None  # None means 1 / sqrt(H), unless `scale_array` is set
     scale_array: jax.Array | None = None  # [] or [N], if the scale may be traced
     softcap: float | None = None
     q_positions: jax.Array | None = None  # i32[T] or [B or 1, T]
@@ -163,7 +163,7 @@ class AttentionCall:
         )
 
     def head_words(self) -> jax.Array | None:  # u32[2, B, N]
-        """Return the hash of the dropout key with each batch row and head."""
+        """Return a hash of the dropout key for each batch row and head."""
         if self.dropout_key is None:
             return self.dropout_words
         B, _, N, _ = self.query.shape
@@ -186,7 +186,7 @@ class PlannedMask:
 
 
 class Implementation:
-    """An implementation of attention for the calls that it does not refuse. It must be hashable."""
+    """Base class of attention implementations. Instances must be hashable."""
 
     def refuse(self, call: AttentionCall) -> str | None:
         """Return the reason why this implementation does not support a call, or None."""

@@ -1,4 +1,4 @@
-"""Biases of attention scores as functions of positions: ALiBi and T5's relative bias."""
+"""Attention biases as functions of positions: ALiBi and T5's relative bias."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ALiBi:
         q_positions: jax.Array,  # i32[T] or [B, T]
         k_positions: jax.Array,  # i32[S] or [B, S]
     ) -> jax.Array:  # f32[B or 1, N, T, S]
-        """Return the bias of every pair of a query and a key, f32[B or 1, N, T, S].
+        """Return the bias for each query-key pair, f32[B or 1, N, T, S].
 
         Args:
             q_positions: i32[T] or [B, T].
@@ -140,7 +140,7 @@ class RelativeBias:
         q_positions: jax.Array,  # i32[T] or [B, T]
         k_positions: jax.Array,  # i32[S] or [B, S]
     ) -> jax.Array:  # f32[B or 1, N, T, S]
-        """Return the bias of every pair of a query and a key, f32[B or 1, N, T, S].
+        """Return the bias for each query-key pair, f32[B or 1, N, T, S].
 
         Args:
             q_positions: i32[T] or [B, T].
@@ -168,7 +168,7 @@ class Bias(Protocol):
         q_positions: jax.Array,  # i32[B or 1, T]
         k_positions: jax.Array,  # i32[B or 1, S]
     ) -> jax.Array:  # f32[B or 1, N or 1, T, S]
-        """Return the bias of every pair of a query and a key, f32[B or 1, N or 1, T, S].
+        """Return the bias for each query-key pair, f32[B or 1, N or 1, T, S].
 
         Args:
             q_positions: i32[B or 1, T].

@@ -1,6 +1,6 @@
 """Classes and lists of the tiles of an attention matrix: skipped, partial or full.
 
-A tile is `block_q` queries by `block_k` keys. Bounds of the positions or ids in a tile determine
+A tile is `block_q` queries by `block_k` keys. Bounds of the positions or IDs in a tile determine
 whether any and whether all of its pairs may attend. Kernels visit only tiles with a visible pair,
 and apply the mask only in partial tiles.
 """
@@ -70,7 +70,7 @@ class BlockPlan:
 
 
 def lists_of(classes: Array) -> TileLists:
-    """Return the `tile_lists` of classes. Known classes give constants and compile nothing."""
+    """Return the `tile_lists` of classes. If these are not traced, the lists are constants."""
     if traced(classes):
         return tile_lists(classes)
     with eagerly(classes):
@@ -104,7 +104,7 @@ class Tiles:
         return lib.expand_dims(low, axis), lib.expand_dims(high, axis)
 
     def pairs(self, visible: Array) -> tuple[Array, Array]:  # bool[B, N, T, S]
-        """Return (some, every) of each tile by checking all its pairs."""
+        """Return (some, every) for each tile by checking all its pairs."""
         empty = (self.k < 0)[:, None, None, :]
 
         def reduce(visible: Array, every: bool) -> Array:

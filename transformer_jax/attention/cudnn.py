@@ -50,7 +50,7 @@ class Cudnn(Implementation):
         """Return cuDNN's output, with NaN for queries that see a row with NaN or inf."""
         query, key, value, causal = call.query, call.key, call.value, call.mask is not None
         (left,) = (None,) if call.mask is None else _causal_window(call.mask) or (None,)
-        # drop a window as long as the keys: it hides none, and may not fit int32
+        # drop a window as long as the keys: it hides no key, and may not fit int32
         left = None if left is None or left >= key.shape[1] else left
         good_query = finite_rows(query)
         good_key = finite_rows(key) & finite_rows(value)  # [B, S, K]

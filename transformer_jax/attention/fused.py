@@ -1,4 +1,4 @@
-"""Attention by the fused kernels: padded arrays, mask vectors and lists of tiles.
+"""Attention with the fused kernels: padded arrays, mask vectors and tile lists.
 
 `Pallas.plan` makes all decisions that depend on shapes, options and the device, once per call.
 `mask_operands` converts a mask to arrays that kernels read. `Pallas.attend` runs the kernels.
@@ -71,7 +71,7 @@ class Pallas(Implementation):
     pads = True
     """Whether arrays are padded to whole tiles."""
     evaluates_biases = False
-    """Whether a `Bias` other than ALiBi is evaluated to an array."""
+    """Whether a `Bias` other than ALiBi is materialized as an array."""
 
     def target(self) -> Target | str:
         """Return the target (see `kernels.using`), or the reason why there is none."""
@@ -188,7 +188,7 @@ class Pallas(Implementation):
         )
 
     def share(self, call: AttentionCall) -> MaskOperands | None:
-        """Return the arrays that the kernels read of the mask; None if all are constants."""
+        """Return the mask's arrays for the kernels; None if all are constants."""
         if 0 in (*call.query.shape, *call.key.shape, *call.value.shape):
             return None
         if not jax.tree.leaves((call.mask, call.q_positions, call.k_positions)):
@@ -247,7 +247,7 @@ class Native(Pallas):
 
 
 MOST_BIAS = 2**30
-"""Maximum bytes of a `Bias` that is evaluated to an array for the native kernels."""
+"""Maximum number of bytes of a `Bias` that is materialized for the native kernels."""
 
 
 def _with_scale(
@@ -255,8 +255,8 @@ def _with_scale(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return query, key and value with a scale [] or [N] multiplied into the query.
 
-    For kernels that multiply only 16 bits, the query is split into two parts side by side, and keys
-    are repeated to twice the width.
+    For kernels that multiply only 16-bit numbers, the query is split into two parts side by side,
+    and keys are repeated to twice the width.
     """
     # in float32, because rounding would lose digits of the scale
     wide = scaled(query, scale)
@@ -265,7 +265,7 @@ def _with_scale(
     # the rounded value and the remainder have at least 16 bits of precision together
     info = jnp.finfo(query.dtype)
     # `reduce_precision`, because XLA may remove a cast to 16 bits and back. The first part has no
-    # gradient, so that of the second is the query's
+    # gradient, so the second part carries the query's
     first = lax.stop_gradient(lax.reduce_precision(wide, info.nexp, info.nmant))
     parts = [x.astype(query.dtype) for x in (first, wide - first)]
     return jnp.concatenate(parts, axis=-1), jnp.concatenate([key, key], axis=-1), value

@@ -34,7 +34,7 @@ OURS = __name__, "transformer_jax.attention.masks"
 
 
 class Mask:
-    """The pairs of a query and a key that may attend. A subclass implements `sees`.
+    """The set of query-key pairs that may attend. A subclass implements `sees`.
 
     A subclass is a frozen dataclass, registered as a pytree. The other methods follow from `sees`;
     override them to make them faster:
@@ -112,13 +112,13 @@ class Mask:
 
         Args:
             T: the number of queries, at positions arange(T); None if the caller passes positions.
-            S: the number of keys, likewise.
+            S: the number of keys, at positions arange(S); None if the caller passes positions.
         """
 
     # Methods that follow from these
 
     def part(self, first: Pair, full: tuple[int, int], size: tuple[int, int]) -> Mask:
-        """Return the mask of some batch rows and heads.
+        """Return the part of the mask for some batch rows and heads.
 
         It slices the arrays by their `leaf_axes`, unless they have length `size` already. Without
         such axes, it slices the result of `sees`.
@@ -308,7 +308,7 @@ class PartOfMask(Mask):
 
 
 class _Pair(Mask):
-    """Two masks under one operator."""
+    """Two masks combined by an operator."""
 
     __slots__ = ()
     is_foreign = False

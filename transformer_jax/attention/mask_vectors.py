@@ -1,6 +1,6 @@
 """Masks in the form that kernels evaluate: integers per query and per key, and a program.
 
-    Causal() & Segments(ids)    vectors q: positions, ids    k: positions, ids
+    Causal() & Segments(ids)    vectors q: positions, IDs    k: positions, IDs
                                 visible: (k[0] >= 0) & ((k[0] <= q[0]) & (q[1] == k[1]))
 
 The `sees` of each mask under `&`, `|` and `~` is traced separately, for one pair. Operations of any
@@ -193,7 +193,7 @@ class _Sides(ValueReader):
     def evaluate(
         self, equation: JaxprEqn, inputs: Sequence[_Side | Array | Program]
     ) -> list[_Side] | None:
-        """Return the results of an operation; None if it reads a query and a key."""
+        """Return the results of an operation; None if it reads both a query and a key."""
         known = [
             x if isinstance(x, _Side) else _Side("", x, True)
             for x in inputs
@@ -258,7 +258,7 @@ class _Sides(ValueReader):
         )
         rows = lib.moveaxis(rows, 0, 2)
         result = vectors._append(value.side or "q", rows if inner[1] > 1 else rows[:, 0])
-        # keep the array alive, so that its id stays unique
+        # keep the array alive, so that its ID stays unique
         self.read_before[id(value.array), part] = value.array, result
         return result
 

@@ -18,7 +18,7 @@ Each mask below is drawn for positions 0..3, with queries in rows and keys in co
            3 # # # #
 
 A key at a negative position is an empty slot. No query attends to it, not even under `~`; every
-implementation adds this rule. Positions outside a mask's array are hidden. Positions, ids and
+implementation adds this rule. Positions outside a mask's array are hidden. Positions, IDs and
 lengths may have any integer dtype; a known value that does not fit int32 raises ValueError.
 
 To write your own mask, see docs/own_mask_and_bias.md.
@@ -156,7 +156,7 @@ class Window(_BuiltinMask):
 
 @value_class(arrays=("valid",), repr=False, eq=False)
 class Padding(_BuiltinMask):
-    """Mask of a padded batch: a query sees key k if valid[b, k].
+    """Mask for a padded batch: a query sees key k if valid[b, k].
 
     Padding([[True, True, True, False]])
 
@@ -196,7 +196,7 @@ class Padding(_BuiltinMask):
 
 @value_class(arrays=("q_ids", "k_ids"), repr=False, eq=False)
 class Segments(_BuiltinMask):
-    """Packed documents see only themselves: q_ids[b, q] == k_ids[b, k].
+    """A query sees only keys of its own document: q_ids[b, q] == k_ids[b, k].
 
     Segments([[1, 1, 1, 2]])
 
@@ -210,7 +210,7 @@ class Segments(_BuiltinMask):
         k_ids: i32[B, S], the document of each key; None uses `q_ids`.
 
     Raises:
-        ValueError: if they are not arrays of these shapes and dtypes, or have different rows.
+        ValueError: if they are not arrays of these shapes and dtypes, or differ in number of rows.
     """
 
     q_ids: jax.Array  # i32[B, T]
@@ -298,7 +298,7 @@ class Dense(_BuiltinMask):
     Attributes:
         array: bool[B or 1, N or 1, T or 1, S or 1], or its last two axes. An axis of length 1 is
             broadcast. Positions outside a longer axis are hidden; without positions, more queries
-            or keys than entries are an error.
+            or keys than entries raise an error.
 
     Raises:
         ValueError: if it is not an array of this shape and dtype.
@@ -373,7 +373,8 @@ class Predicate(Mask):
 
     Attributes:
         fn: called with positions [..., T, 1] and [..., 1, S]; returns bool elementwise. It may read
-            other arrays, even traced ones, with batch rows [B, 1, 1, 1] and heads [1, N, 1, 1].
+            other arrays, even traced ones, of shape [B, 1, 1, 1] (per row) or [1, N, 1, 1] (per
+            head).
 
     Raises:
         ValueError: if `fn` is not callable, or does not return bool.

@@ -98,7 +98,7 @@ class Nonfinite(NamedTuple):
 
 
 class Xla(Implementation):
-    """The reference: every option, every derivative, memory O(T S)."""
+    """The reference implementation: supports every option and derivative; memory O(T S)."""
 
     def refuse(self, call: AttentionCall) -> str | None:
         """Return None, because the reference supports every call."""
@@ -191,7 +191,7 @@ def softmax(
     nonfinite: Nonfinite,
     sinks: jax.Array | None = None,  # [N]
 ) -> Softmax:
-    """Return the softmax of the visible scores; it breaks rows that see a nonfinite one."""
+    """Return the softmax of the visible scores; rows that see a nonfinite score are broken."""
     if visible is not None:
         assert nonfinite.keys is not None
         scores = jnp.where(visible, scores + nonfinite.keys.astype(scores.dtype), -jnp.inf)

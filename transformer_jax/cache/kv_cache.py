@@ -119,7 +119,7 @@ def init(
         num_kv_heads: K.
         head_dim: H.
         value_head_dim: Hv; None means H.
-        dtype: of keys and values: int8 or a float of at least 16 bits.
+        dtype: dtype of keys and values, int8 or a float of at least 16 bits.
         sinks: number of slots that are never overwritten; must be below the capacity.
 
     Raises:
@@ -161,7 +161,7 @@ def update(
     first, as `refuse_past_capacity` does for a model.
 
     Args:
-        cache: a cache of B rows.
+        cache: a cache with B rows.
         k: [B, T, K, H], keys of the new tokens.
         v: [B, T, K, Hv], their values.
         positions: i32[B, T]; tokens at negative positions are padding and are not written.
@@ -205,10 +205,10 @@ def extend(
     """Update a cache, and return the keys and values that the new tokens may attend to.
 
     Args:
-        cache: a cache of B rows.
+        cache: a cache with B rows.
         k: [B, T, K, H], keys of the new tokens.
         v: [B, T, K, Hv], their values.
-        positions: i32[B, T]; negative is padding.
+        positions: i32[B, T]; negative means padding.
         window: the number of keys that a query sees; None means all keys in the cache.
 
     Returns:
@@ -234,10 +234,10 @@ def extend_quantized(
     number of tokens per call.
 
     Args:
-        cache: a cache of B rows.
+        cache: a cache with B rows.
         k: [B, T, K, H], keys of the new tokens.
         v: [B, T, K, Hv], their values.
-        positions: i32[B, T]; negative is padding.
+        positions: i32[B, T]; negative means padding.
         window: the number of keys that a query sees; None means all keys in the cache.
     """
     new = update(cache, k, v, positions)
@@ -275,7 +275,7 @@ def rewind(
     `S - sinks - W + 1` dropped tokens; allocate one extra slot for each token that you may drop.
 
     Args:
-        cache: a cache of B rows.
+        cache: a cache with B rows.
         length: i32[B]; clipped to the range from 0 to the row's current length.
 
     Raises:
@@ -292,7 +292,7 @@ def rewind(
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[..., H], f32[...]
-    """Return (q, scale) of each row: scale = max|x| / 127, q = round(x / scale), so |q| <= 127.
+    """Return (q, scale) for each row: scale = max|x| / 127, q = round(x / scale), so |q| <= 127.
 
     A nonfinite row has no finite scale, and is dequantized to NaN.
     """
@@ -309,7 +309,7 @@ def next_positions(length: jax.Array, valid: jax.Array) -> jax.Array:
 
     Args:
         length: i32[B], the number of tokens in each row so far.
-        valid: bool[B, T]; False is padding.
+        valid: bool[B, T]; False means padding.
     """
     return jnp.where(valid, length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
 

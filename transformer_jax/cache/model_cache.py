@@ -73,7 +73,7 @@ def rewind_cache(
     (single window) or `slack` (window pattern).
 
     Args:
-        cache: a cache of B rows.
+        cache: a cache with B rows.
         length: i32[B], the number of tokens to keep in each row; clipped to the row's length.
 
     Returns:
@@ -102,10 +102,10 @@ def share_cache(
     rows: jax.Array,  # i32[R]
     length: jax.Array | None = None,  # i32[R]
 ) -> ModelCache:
-    """Return a paged cache of R rows that share the pages of this one; see `paged_cache.share`.
+    """Return a paged cache with R rows that share the pages of this one; see `paged_cache.share`.
 
     Args:
-        cache: a paged cache of B rows.
+        cache: a paged cache with B rows.
         rows: i32[R], the row of this cache whose tokens each new row takes.
         length: i32[R], the number of tokens to take; None means all.
 
@@ -136,7 +136,7 @@ def check_pages(
 
 
 def refuse_pages(state: object, what: str) -> None:
-    """Raise ValueError if a state contains a `PagedCache`, whose arrays have no axis of rows."""
+    """Raise ValueError if a state contains a `PagedCache`, whose arrays have no batch axis."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, paged.PagedCache))
     if any(isinstance(node, paged.PagedCache) for node in nodes):
         rule = "rows share its pages; use share_cache to copy and reorder rows"
@@ -166,7 +166,7 @@ def empty_layers(
     depth: int,
     batch: int,
     capacity: int,
-    dtype: jax.typing.DTypeLike | None = None,  # None is the compute dtype
+    dtype: jax.typing.DTypeLike | None = None,  # None means the compute dtype
     slack: int = 0,
 ) -> Layers:
     """Make the empty self-attention caches of a stack. No two of their leaves share memory.

@@ -37,7 +37,7 @@ class PagedCache:
         k: [P, page_size, K, H], the keys.
         v: [P, page_size, K, Hv], the values.
         positions: i32[P, page_size], the position stored in each slot; -1 marks an empty slot.
-        block_table: i32[B, M], the page of each block of a row; -1 is none.
+        block_table: i32[B, M], the page of each block of a row; -1 means none.
         length: i32[B], the position of the next token.
         exhausted: bool[B], rows that got no free page; they accept no tokens until rewound.
         k_scale: f32[P, page_size, K] if k is int8, else None.
@@ -93,7 +93,7 @@ def init(
         num_kv_heads: K.
         head_dim: H.
         value_head_dim: Hv; None means H.
-        dtype: of keys and values: int8 or a float of at least 16 bits.
+        dtype: dtype of keys and values, int8 or a float of at least 16 bits.
         num_pages: P, the number of pages in the pool.
         page_size: the number of slots per page.
 
@@ -124,7 +124,7 @@ def update(
     """Write token t of row b at its position, and allocate the pages that this needs.
 
     Args:
-        cache: a cache of B rows.
+        cache: a cache with B rows.
         k: [B, T, K, H], keys of the new tokens.
         v: [B, T, K, Hv], their values.
         positions: i32[B, T]; tokens at negative positions are padding and are not written.
@@ -182,12 +182,12 @@ def _write(cache: PagedCache, new: kv.KVCache) -> PagedCache:
 
 def _take_pages(
     cache: PagedCache,
-    block: jax.Array,  # i32[B, T], of each new token; -1 is none
+    block: jax.Array,  # i32[B, T], of each new token; -1 means none
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Allocate pages; return the block table i32[B, M] and what the allocation affects.
+    """Allocate pages; return the block table i32[B, M] and three masks.
 
-    The rest are the blocks to write, those of them with a new page, both bool[B, M], and the rows
-    without enough pages, bool[B].
+    The masks are the blocks to write, bool[B, M]; those of them on a new page, bool[B, M]; and the
+    rows without enough pages, bool[B].
     """
     table, (B, M) = cache.block_table, cache.block_table.shape
     at = jnp.arange(B)[:, None], jnp.where(block < 0, M, block)
@@ -264,7 +264,7 @@ def share(
     rows: jax.Array,  # i32[R]
     length: jax.Array | None = None,  # i32[R]
 ) -> PagedCache:
-    """Return a cache of R rows, each with the prefix of a row of this cache.
+    """Return a cache with R rows, each with the prefix of a row of this cache.
 
     Use it to fork, reorder or rewind rows, to share a prefix, or, with a length of 0, to free the
     pages of a finished row. Nothing is copied: the rows refer to the same pages, and the result
@@ -272,7 +272,7 @@ def share(
     (`fork(cache, 1)` copies the arrays).
 
     Args:
-        cache: a cache of B rows.
+        cache: a cache with B rows.
         rows: i32[R], from 0 to B - 1; traced ones are clipped.
         length: i32[R]: new row r has the first `length[r]` tokens of row `rows[r]`; None means all.
 
@@ -316,7 +316,7 @@ def rewind(
     An exhausted row may continue if this drops at least one token, or if its length is 0.
 
     Args:
-        cache: a cache of B rows.
+        cache: a cache with B rows.
         length: i32[B], the number of tokens to keep in each row.
 
     Raises:
@@ -329,7 +329,7 @@ def count_needed(
     cache: PagedCache,
     length: jax.Array,  # i32[B]
 ) -> jax.Array:  # i32[]
-    """Return how many free pages the rows need to grow to length[b]."""
+    """Return the total number of free pages needed to grow each row b to length[b]."""
     table, at = cache.block_table, jnp.arange(cache.block_table.shape[1])[None]
     first = (cache.length // cache.page_size)[:, None]
     written = (at >= first) & (at < (-(-length // cache.page_size))[:, None])
@@ -338,6 +338,6 @@ def count_needed(
 
 
 def _references(cache: PagedCache) -> jax.Array:  # i32[P]
-    """Return how many blocks of all rows are stored in each page."""
+    """Return the number of blocks, over all rows, that are stored in each page."""
     pages = jnp.where(cache.block_table < 0, cache.num_pages, cache.block_table)
     return jnp.zeros(cache.num_pages, jnp.int32).at[pages].add(1, mode="drop")

@@ -26,7 +26,7 @@ from transformer_jax.values import short_repr
 Array: TypeAlias = jax.Array | np.ndarray
 
 TokenRows: TypeAlias = Array | Sequence[Sequence[int]]
-"""Token ids i32[B, P]: an array, or rows of equal length."""
+"""Token IDs i32[B, P]: an array, or rows of equal length."""
 
 PerRow: TypeAlias = Array | Sequence[int]
 """One integer for each row, i32[B]."""
@@ -98,7 +98,7 @@ def check_arguments(
     chunk: int | None,
     capture: Sequence[str] = (),
 ) -> CheckedArguments[State]:
-    """Check the arguments of `generate` before compiling anything; ValueError if one is wrong.
+    """Check the arguments of `generate` before anything compiles; raise ValueError if one is wrong.
 
     The returned prompts are padded to their bucket, and the returned state can be donated.
     """
@@ -143,7 +143,7 @@ def check_with_step(
     limits: Array | int,  # i32[B], or one for all
     state: State,
 ) -> Array:  # i32[B, P]
-    """Return the prompts; ValueError if the step cannot process them.
+    """Return the prompts; raise ValueError if the step cannot process them.
 
     A row reads its prompt and all new tokens but the last. If an edit names a token beyond the end
     of a row and the lengths are traced, the row's tokens become -1 and its logits NaN.
@@ -266,7 +266,7 @@ def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry
 
 
 def stop_tokens(stop: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return one or more stop tokens, or None, as a tuple; ValueError if one is not a token id."""
+    """Return one or more stop tokens, or None, as a tuple; raise ValueError for invalid IDs."""
     if isinstance(stop, str | bytes):
         rule = "must be token ids; load(FOLDER).generate(..., stop=...) takes stop strings"
         raise ValueError(f"stop is {stop!r}: {rule}")

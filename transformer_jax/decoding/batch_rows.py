@@ -19,11 +19,11 @@ from transformer_jax.config.keywords import known_keywords
 from transformer_jax.sharding import by_compiler, split
 
 State = TypeVar("State")
-"""State of a model between tokens: any pytree with B first in every leaf, as in `ModelCache`."""
+"""A model's state between tokens: any pytree whose leaves start with axis B, as in `ModelCache`."""
 
 
 def count_rows(state: State) -> int:
-    """Return B, the first axis of all leaves; ValueError if they differ or there are none."""
+    """Return B, the first axis of all leaves; raise ValueError if they differ or there are none."""
     refuse_pages(state, "decoding by rows of arrays")
     leaves = jax.tree.leaves(state)
     if not leaves:
@@ -36,7 +36,7 @@ def count_rows(state: State) -> int:
     return leaves[0].shape[0]
 
 
-def gather_rows(state: State, rows: jax.Array) -> State:  # i32[R] -> a state of R rows
+def gather_rows(state: State, rows: jax.Array) -> State:  # i32[R] -> a state with R rows
     """Return a state whose row r is row `rows[r]` of `state`.
 
     Indices may repeat. An index outside 0..B-1 is clipped, because a traced one cannot be refused.

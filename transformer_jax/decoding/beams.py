@@ -5,7 +5,7 @@ end in a stop token become hypotheses. The `num_beams` best extensions that do n
 next beams (as in fairseq and Hugging Face). Beams that are alive after a row's last step become
 hypotheses, too. The result contains the hypotheses with the best log p / length penalty.
 
-Ties go to the lower beam, then to the lower token id, and among hypotheses to the first that ended.
+Ties go to the lower beam, then to the lower token ID, and among hypotheses to the first that ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transformer_jax.values import value_class
 
 
 class Penalty(Protocol):
-    """A function of the length that divides the score: score = log p / penalty(length)."""
+    """A function of the length, by which log p is divided: score = log p / penalty(length)."""
 
     def __call__(self, length: np.ndarray) -> np.ndarray:  # f64[n] -> f64[n], positive
         ...
@@ -45,12 +45,12 @@ class Penalty(Protocol):
 
 @value_class
 class LengthPenalty:
-    """Score log p / length^alpha: alpha 0 is log p itself, 1 its mean over tokens (as in HF).
+    """Score log p / length^alpha: log p itself if alpha is 0, its mean per token if 1 (as in HF).
 
     The length counts the new tokens, including the stop token.
 
     Attributes:
-        alpha: positive values favor long texts, negative ones short texts; from -1e30 to 1e30.
+        alpha: positive values favor long text, negative ones short text; from -1e30 to 1e30.
 
     Raises:
         ValueError: if alpha is not a finite number in that range.
@@ -70,7 +70,7 @@ class GNMTPenalty:
     """Score log p / ((5 + length) / 6)^alpha (Wu et al. 2016, equation 14, without coverage).
 
     Attributes:
-        alpha: positive values favor long texts, negative ones short texts; from -1e30 to 1e30.
+        alpha: positive values favor long text, negative ones short text; from -1e30 to 1e30.
 
     Raises:
         ValueError: if alpha is not a finite number in that range.
@@ -138,20 +138,20 @@ def beam_search(
         step: `make_step(model)`, or a function `step(params, tokens, state, *, valid=None) ->
             (logits, state)`.
         params: the model's parameters, passed to the step.
-        prompt: i32[B, P], token ids, as an array or as rows of equal length.
+        prompt: i32[B, P], token IDs, as an array or as rows of equal length.
         state: the state to continue, with B rows. It is consumed; pass `fork(state, 1)` to keep it.
         num_tokens: the maximum number of new tokens of a row, at least 1.
         num_beams: M, the number of beams of each row, at least 1.
         num_results: R, the number of continuations to return for each row, from 1 to num_beams.
-        stop: one or more token ids that end a text.
-        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens. Or a mask
-            [B, P], as in `generate`. None means P for every row.
+        stop: one or more token IDs that end the text.
+        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens; or a mask, as
+            in `generate`. None means P for every row.
         limits: i32[B], the `num_tokens` of each row, or 0 for no result. None means num_tokens.
-        processors: change the logits based on the text so far, from left to right.
+        processors: functions that change the logits based on the text so far, left to right.
         length_penalty: divisor of log p, such as `LengthPenalty(1.0)`. None, which is no penalty,
-            tends to favor short texts.
+            tends to favor short text.
         groups: G, the number of separate searches, each with num_beams / G beams; must divide
-            num_beams. A text that several groups find is returned once.
+            num_beams. Text that several groups find is returned once.
         diversity: at least 0, and 0 for a single group. Each group ranks its extensions by log p -
             diversity * (beams of earlier groups that chose this token at this step), the Hamming
             diversity of Vijayakumar et al. 2018, equation 5. log p itself does not change.
@@ -229,7 +229,7 @@ class _Scoring:
         n: jax.Array,  # i32[]
         limits: jax.Array,  # i32[B]
     ) -> jax.Array:  # f32[B]
-        """Return the factor of the best score that each row can still reach after n tokens.
+        """Return the factor for the best score that each row can still reach after n tokens.
 
         Its length will be from n + 1 to the row's limit, or the limit itself at the end.
         """
@@ -420,7 +420,7 @@ def _best_extensions(
     totals: jax.Array,  # f32[B, M, V]
     diversity: jax.Array,
 ) -> tuple[_Extensions, _Extensions]:
-    """Return the best extensions that do not stop, and those of the overall best that stop."""
+    """Return the best extensions that do not stop, and those among the overall best that stop."""
     rows, M, vocab = totals.shape
     width = M // options.groups
     # Each beam has one extension per stop token, so at least `width` of these do not stop.
@@ -481,7 +481,7 @@ def _gather_beams(
 
 
 def _length_divisors(penalty: Penalty | None, count: int) -> np.ndarray:  # f64[count]
-    """Return the divisor of every length from 1 to `count`.
+    """Return the divisor for each length from 1 to `count`.
 
     Raise ValueError if float32 cannot represent a divisor or its inverse.
     """

@@ -43,12 +43,12 @@ from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.values import value_class
 
 TextOrIds = str | np.ndarray
-"""A string, or its token ids i32[P]."""
+"""A string, or its token IDs i32[P]."""
 
 
 @dataclass(frozen=True)
 class ExcludePadding:
-    """Processor that excludes the padding of a vocabulary, ids from `count` on."""
+    """Processor that excludes the padding of a vocabulary, IDs from `count` on."""
 
     count: int
 
@@ -73,7 +73,7 @@ class TextGenerator:
         stop_ids: stop tokens; a result ends before the first that occurs.
         cache_dtype: dtype of the cached keys and values; None means the compute dtype.
         edits: the edits of the model, `model.edits`.
-        grammar: the grammar that a text must follow; None allows any text.
+        grammar: the grammar that the text must follow; None allows any text.
     """
 
     config: AnyModelConfig
@@ -105,7 +105,7 @@ class TextGenerator:
         and `MinLength` count all generated tokens.
 
         Args:
-            prompt: a string or ids i32[P]. An empty prompt starts a new text.
+            prompt: a string or IDs i32[P]. An empty prompt starts a new text.
             num_tokens: the maximum number of new tokens.
         """
         matcher = None if self.grammar is None else self.grammar.start()
@@ -118,7 +118,7 @@ class TextGenerator:
         With `processors`, which need the prompt in their history, it is read `count` times.
 
         Args:
-            prompt: a string or ids i32[P].
+            prompt: a string or IDs i32[P].
             num_tokens: the maximum number of new tokens of each sample.
             count: the number of samples, at least 1.
         """
@@ -161,7 +161,7 @@ class TextGenerator:
         """Return the best texts of a beam search with their scores; the search is deterministic.
 
         Args:
-            prompt: a string or ids i32[P].
+            prompt: a string or IDs i32[P].
             num_tokens: the maximum number of new tokens of each text.
             beams: the number of beams, at least 1.
             results: the number of texts to return, from 1 to beams.
@@ -182,7 +182,7 @@ class TextGenerator:
         """Generate by speculative decoding with `PromptLookup`, which copies from earlier text.
 
         Args:
-            prompt: a string or ids i32[P].
+            prompt: a string or IDs i32[P].
             num_tokens: the maximum number of new tokens.
             num_draft: the maximum number of tokens to propose at a time.
         """
@@ -214,10 +214,10 @@ class TextGenerator:
         Up to max_len, the text of prompt n equals that of `complete` with key `fold_in(key, n)`.
 
         Args:
-            prompts: strings or ids i32[P].
+            prompts: strings or IDs i32[P].
             num_tokens: the maximum number of new tokens of each prompt.
             slots: the number of prompts to run at once.
-            numbers: the number n of each prompt; None counts from 0.
+            numbers: the number n of each prompt; None numbers them from 0.
         """
         read = [self._read(prompt) for prompt in prompts]
         requests = [
@@ -242,11 +242,11 @@ class TextGenerator:
             yield completion.id, self._text(completion.tokens.tolist())
 
     def search_processors(self) -> tuple[HistoryProcessor, ...]:
-        """Return the processors of a search, which has no sampler to exclude padding ids."""
+        """Return the processors of a search, which has no sampler to exclude padding IDs."""
         return (*map(WithoutHistory, known_ids(self.config, self.tokenizer)), *self.processors)
 
     def known_sampler(self) -> Sample:
-        """Return the sampler, limited to ids of the tokenizer."""
+        """Return the sampler, limited to IDs of the tokenizer."""
         return Sample(*known_ids(self.config, self.tokenizer), *self.sampler.processors)
 
     def _step(self) -> Any:
@@ -255,12 +255,12 @@ class TextGenerator:
         return make_step(model).with_facts(apart=True)
 
     def _empty(self, capacity: int | None = None) -> Any:
-        """Return the state of one row before any token."""
+        """Return a one-row state before any token."""
         capacity = max_text_tokens(self.config) if capacity is None else capacity
         return init_decode_state(self.config, None, 1, capacity, dtype=self.cache_dtype)
 
     def _read(self, prompt: TextOrIds) -> np.ndarray:  # i32[P]
-        """Return the prompt's tokens; ValueError if one is outside the model's vocabulary."""
+        """Return the prompt's tokens; raise ValueError if one is outside the model's vocabulary."""
         ids, count = read_prompt(self.tokenizer, prompt), self.config.vocab_size
         if len(ids) and not 0 <= ids.min() <= ids.max() < count:
             wrong = int(ids[np.argmax((ids < 0) | (ids >= count))])
@@ -330,7 +330,7 @@ class TextGenerator:
         processors: Sequence[HistoryProcessor],
         step: Any = None,
     ) -> Iterator[tuple[int, int]]:
-        """Yield the number of a sample and its next token; ValueError if none can follow.
+        """Yield the number of a sample and its next token; raise ValueError if none can follow.
 
         Sample n continues the prompt with `keys[n]` under the constraint `matchers[n]`.
         """
@@ -362,7 +362,7 @@ _prefill = program(static=("step",))(prefill)
 
 
 def scored_texts(found: Beams, text_of: Callable[[list[int]], str]) -> list[tuple[float, str]]:
-    """Return the scores and texts of a search with one row; ValueError if it found none."""
+    """Return the scores and texts of a search with one row; raise ValueError if it found none."""
     scores, tokens, lengths = (
         np.asarray(x)[0] for x in (found.scores, found.tokens, found.lengths)
     )
@@ -387,18 +387,18 @@ def shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:
 
 
 def room(config: AnyModelConfig, tokenizer: Tokenizer, prompt: TextOrIds) -> int:
-    """Return how many tokens fit after a prompt before the model must re-read text."""
+    """Return the number of tokens that fit after a prompt before the model must re-read text."""
     return max_text_tokens(config) + 1 - len(read_prompt(tokenizer, prompt))
 
 
 def first_key(key: jax.Array) -> jax.Array:
-    """Return the key that `complete` uses for the first part of a text."""
+    """Return the key that `complete` uses for the first part of the text."""
     return jax.random.fold_in(jax.random.fold_in(key, 0), 0)
 
 
 @dataclass(frozen=True)
 class WithoutHistory:
-    """Adapter that calls a processor of logits with (history, logits)."""
+    """Adapter that lets a processor of logits be called with (history, logits)."""
 
     processor: ExcludePadding
 
@@ -411,8 +411,8 @@ def read_prompt(
 ) -> np.ndarray:  # i32[P]
     """Return the prompt's tokens, preceded by the special tokens of a published tokenizer.
 
-    If the model was trained with `begin` as the first token of a text, that token replaces them. An
-    empty prompt becomes the tokens that begin a text, otherwise a newline, otherwise token 0.
+    If the model was trained with `begin` as the first token, that token replaces them. An
+    empty prompt becomes the tokens that begin text, otherwise a newline, otherwise token 0.
     """
     if not isinstance(prompt, str):
         return prompt
@@ -421,7 +421,7 @@ def read_prompt(
     if isinstance(published := plain(tokenizer), PretrainedTokenizer):
         text = published.encode(prompt, special_tokens=False)
         ids = np.concatenate([frame(published).first, text]).astype(np.int32)
-        # Many models, such as GPT-2, begin a text with the end-of-text token.
+        # Many models, such as GPT-2, begin text with the end-of-text token.
         starts = [published.special_ids[r] for r in ("bos", "eos") if r in published.special_ids]
         if len(ids) or starts:
             return ids if len(ids) else np.array(starts[:1], np.int32)
@@ -433,7 +433,7 @@ def read_prompt(
 
 
 def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[ExcludePadding, ...]:
-    """Return a processor that excludes the padding ids of the vocabulary, if there are any.
+    """Return a processor that excludes the padding IDs of the vocabulary, if there are any.
 
     Raise ValueError if the tokenizer has more tokens than the model.
     """

@@ -25,7 +25,7 @@ class Constraint(Protocol):
         """Whether the text is complete, and only a stop token can follow."""
 
     def read(self, token: int) -> None:
-        """Append an allowed token to the text; ValueError if nothing can follow it."""
+        """Append an allowed token to the text; raise ValueError if nothing can follow it."""
 
 
 def allowed_tokens(constraints: Sequence[Constraint | None]) -> np.ndarray | None:  # bool[B, V]

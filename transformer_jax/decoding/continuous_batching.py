@@ -5,7 +5,7 @@ program, and decides when each ends. `serve_requests`, the HTTP engine, the lm-e
 constrained generation are loops around it. A request gets the same tokens as from `generate` with
 `key=request.key[None]`, independent of the other rows (Yu et al. 2022, Orca, section 3.2).
 
-Requests of an encoder-decoder, and those that continue a prefix, include a state of one row. Pad
+Requests to an encoder-decoder, and those that continue a prefix, include a state with one row. Pad
 all sources to one length, with position -1 for padding, because slots have equal shapes.
 """
 
@@ -49,15 +49,15 @@ class Request:
     """A prompt to continue.
 
     Attributes:
-        prompt: token ids, at least one.
+        prompt: token IDs, at least one.
         num_tokens: the maximum number of new tokens, at least 1.
         key: a single key, required if the sampler draws; the tokens equal those of `generate` with
             `key[None]`.
         id: returned with the completion; None means the request's number, counted from 0.
-        state: the state to continue, of one row, such as a prefix or an encoder's source; not
-            consumed. None means the empty state.
+        state: the state to continue, with one row, such as a prefix or an encoder's source; it is
+            not consumed. None means the empty state.
         constraint: restricts each next token of this request; None allows all.
-        sampling: settings of one row, for slots with `sampling`.
+        sampling: settings for one row, for slots with `sampling`.
         top: number of likeliest tokens to return with each token.
     """
 
@@ -79,7 +79,7 @@ class Completion:
     """The tokens of a request: all of them, or the newest ones when streaming.
 
     Attributes:
-        id: the id of the request.
+        id: the ID of the request.
         tokens: new tokens, including a stop token.
         log_probs: as in `Generation.log_probs`.
         end: why the request ended: "stop" (also if its constraint ended), "length", "nonfinite" (no
@@ -134,9 +134,9 @@ def serve_requests(
         pause: end a call as soon as a slot is free for a waiting request, instead of wasting the
             slot's share of the remaining steps. This results in more calls, so it pays off if a
             step takes much longer than the overhead of a call.
-        sampler: chooses a token, called with (key, logits); None takes the likeliest.
-        processors: change the logits based on the text so far, before the sampler.
-        stop: one or more token ids that end a request.
+        sampler: function of (key, logits) that chooses a token; None picks the likeliest.
+        processors: functions that change the logits based on the text so far, before sampling.
+        stop: one or more token IDs that end a request.
         chunk: number of prompt tokens to read at a time; None reads all at once.
         stream: yield the newest tokens of each request after each call.
 
@@ -187,7 +187,7 @@ class Batcher(Generic[State]):
         slots: the result of `init_slots`; each turn consumes it.
         params: the model's parameters.
         requests: requests in order of arrival; None means that none is waiting now.
-        empty: the state of one row before any token; not consumed.
+        empty: a one-row state before any token; not consumed.
         steps: the maximum number of tokens of each row per turn.
         pause: whether to end a call as soon as a slot is free; called only if all are occupied.
         chunk: number of prompt tokens to read at a time; None reads all at once.
@@ -284,8 +284,8 @@ class Batcher(Generic[State]):
             if occupant is not None:
                 yield from self._emit(row, jax.tree.map(lambda x, row=row: x[:, row], output))
 
-    def drop(self, name: Any) -> None:  # the id of the request's parts
-        """Cancel the request with this id: free its slot and emit nothing more for it."""
+    def drop(self, name: Any) -> None:  # the ID of the request's parts
+        """Cancel the request with this ID: free its slot and emit nothing more for it."""
         for row, occupant in enumerate(self.rows):
             if occupant is not None and _is_same_id(occupant.id, name):
                 self._free(row)
@@ -374,7 +374,7 @@ class Batcher(Generic[State]):
 
 
 def _is_same_id(left: Any, right: Any) -> bool:
-    """Whether two ids are the same object or equal."""
+    """Whether two IDs are the same object or equal."""
     try:
         return left is right or bool(left == right)
     except (TypeError, ValueError):  # arrays have no single truth value

@@ -54,12 +54,13 @@ def prefill(
 ) -> tuple[jax.Array, State]:  # f32[B, V], state
     """Read the prompts; return the logits after the last token of each row, and the state.
 
-    Pure, for use inside your own `jit`. A step that implements `read` computes only these logits.
+    This function is pure, so you can call it inside your own `jit`. A step that implements `read`
+    computes only these logits.
 
     Args:
         step: the step of the model, as in `generate`.
         params: the model's parameters, passed to the step.
-        prompt: i32[B, P], token ids, with P at least 1.
+        prompt: i32[B, P], token IDs, with P at least 1.
         state: the state to continue, with B rows; not consumed.
         lengths: i32[B], prompt length of each row, from 1 to P, or a mask [B, P], as in `generate`.
         chunk: number of tokens to read at a time, which saves memory. None reads all at once.
@@ -173,7 +174,7 @@ class DecodeState(Generic[State]):
 
 
 NO_TOKEN = "no token can follow: all tokens are excluded, or the logits are not finite"
-"""Error for token -1 with log-probability NaN."""
+"""Error message for token -1 with log-probability NaN."""
 
 
 @short_repr
@@ -328,18 +329,18 @@ def generate(
         step: `make_step(model)`, or a function `step(params, tokens, state, *, valid=None) ->
             (logits, state)`.
         params: the model's parameters, passed to the step.
-        prompt: i32[B, P], token ids, as an array or as rows of equal length.
+        prompt: i32[B, P], token IDs, as an array or as rows of equal length.
         state: the state to continue, with B rows, such as `init_cache(config, B, capacity)`. It is
             consumed: the result reuses its memory. Pass `fork(state, 1)` to keep it.
         num_tokens: the maximum number of new tokens of a row, at least 1.
         lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens. None means P
-            for every row. Or a mask [B, P] of the tokens, bool or 0/1, such as the `attention_mask`
-            of transformers, with padding on either side.
-        sampler: chooses a token, called with (key, logits); None takes the likeliest.
+            for every row. Alternatively, a mask [B, P] of the tokens, bool or 0/1, such as the
+            `attention_mask` of transformers, with padding on either side.
+        sampler: function of (key, logits) that chooses a token; None picks the likeliest.
         key: a single key, so that row b uses `fold_in(key, b)`, or one key for each row, [B]. Token
             n of a row is drawn with `fold_in(the row's key, n)`. Optional only for `Greedy`.
-        processors: change the logits based on the text so far, from left to right.
-        stop: one or more token ids that end a row.
+        processors: functions that change the logits based on the text so far, left to right.
+        stop: one or more token IDs that end a row.
         limits: i32[B], from 0 to num_tokens: the maximum number of new tokens of each row; None
             means num_tokens. A row with 0 gets no token; its state has read the whole prompt.
         chunk: number of prompt tokens to read at a time, as in `prefill`; None reads all at once.
@@ -368,7 +369,7 @@ def generate(
 
 
 _Carry: TypeAlias = tuple[jax.Array, DecodeState[State], StepOutput]
-"""Tokens so far, i32[]; the rows; the outputs of all steps, [num_tokens, B]."""
+"""Number of tokens so far, i32[]; the rows; the outputs of all steps, [num_tokens, B]."""
 
 
 def _generate_tokens(
@@ -444,14 +445,14 @@ def stream(
     Args:
         step: the step of the model, as in `generate`.
         params: the model's parameters, passed to the step.
-        prompt: i32[B, P], token ids, as an array or as rows of equal length.
+        prompt: i32[B, P], token IDs, as an array or as rows of equal length.
         state: the state to continue, with B rows; it is consumed.
         num_tokens: the maximum number of new tokens of a row, at least 1.
         lengths: i32[B], prompt length of each row, or a mask, as in `generate`; None means P.
-        sampler: chooses a token, called with (key, logits); None takes the likeliest.
+        sampler: function of (key, logits) that chooses a token; None picks the likeliest.
         key: one key, or one key for each row, [B], as in `generate`. Optional only for `Greedy`.
-        processors: change the logits based on the text so far, before the sampler.
-        stop: one or more token ids that end a row.
+        processors: functions that change the logits based on the text so far, before sampling.
+        stop: one or more token IDs that end a row.
         limits: i32[B], the `num_tokens` of each row, as in `generate`; None means num_tokens.
         chunk: number of prompt tokens to read at a time; None reads all at once.
 

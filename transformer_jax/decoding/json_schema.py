@@ -60,12 +60,12 @@ _INSTEAD = {
 }
 _LARGEST = 2**53 - 1
 _MOST_CHARACTERS = 2**32 - 1
-"""Limit of a length, which the parser stores in 32 bits."""
+"""Maximum length; the parser stores lengths in 32 bits."""
 _MOST_PLACES = 8
-"""Limit of the decimals of a multiple: the parser computes 9 * 10^decimals in 32 bits."""
+"""Maximum decimal places in a multiple: the parser computes 9 * 10^places in 32 bits."""
 _MOST_REMAINDERS, _MOST_STATES = 2**16 - 1, 2**14
-"""Limits of the parser's states: one per remainder (0.4 s for 65,537, 7 s for 1,000,003), times the
-number of digits of a bound. With bounds, it failed at 40,000 states."""
+"""Limits on the number of parser states: one per remainder (0.4 s for 65,537, 7 s for 1,000,003),
+times the number of digits of a bound. With bounds, it failed at 40,000 states."""
 
 
 def check_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -291,11 +291,11 @@ def _plain(value: Any, where: str, depth: int) -> Any:
 
 
 def _exact(value: float | Decimal, where: str) -> float:
-    """Return a number that the parser reads exactly; ValueError for others.
+    """Return a number that the parser reads exactly; raise ValueError for others.
 
     The parser stores float64, computed from the digits by one multiplication or division. This is
-    exact for integers below 2^53, and correctly rounded for 15 digits with at most 22 decimals. A
-    number of 2^63 or more can crash the process.
+    exact for integers below 2^53, and correctly rounded for 15 digits with at most 22 decimal
+    places. A number of 2^63 or more can crash the process.
     """
     number = Decimal(float.__repr__(value)) if isinstance(value, float) else Decimal(value)
     if not number.is_finite():
@@ -315,7 +315,7 @@ def _exact(value: float | Decimal, where: str) -> float:
 
 
 def _decimals(number: Decimal) -> int:
-    """Return how many digits a number needs after the decimal point."""
+    """Return the number of decimal places that a number needs."""
     exponent = number.as_tuple().exponent
     digits = "".join(map(str, number.as_tuple().digits))
     assert isinstance(exponent, int)

@@ -206,10 +206,10 @@ class Ban:
     """Exclude tokens at every step: `Ban(0, 5)`.
 
     Attributes:
-        tokens: the token ids, at least one.
+        tokens: the token IDs, at least one.
 
     Raises:
-        ValueError: if one is not a token id, or at the call, if one is outside the vocabulary.
+        ValueError: if one is not a token ID, or, when called, if one is outside the vocabulary.
     """
 
     tokens: tuple[int, ...]
@@ -226,11 +226,11 @@ class BanSequences:
     """Exclude tokens that would complete one of these sequences: `BanSequences([3, 4], [5])`.
 
     Attributes:
-        sequences: sequences of token ids, at least one; a match may begin in the prompt.
+        sequences: sequences of token IDs, at least one; a match may begin in the prompt.
 
     Raises:
-        ValueError: if there is no sequence, a sequence is empty or contains anything but token ids,
-            or at the call, if a token is outside the vocabulary.
+        ValueError: if there is no sequence, a sequence is empty or contains anything but token IDs,
+            or, when called, if a token is outside the vocabulary.
     """
 
     sequences: tuple[tuple[int, ...], ...]
@@ -261,10 +261,10 @@ class Force:
     """Force the first new tokens: `Force(7, 2)`.
 
     Attributes:
-        tokens: the token ids, at least one, in order.
+        tokens: the token IDs, at least one, in order.
 
     Raises:
-        ValueError: if one is not a token id, or at the call, if one is outside the vocabulary.
+        ValueError: if one is not a token ID, or, when called, if one is outside the vocabulary.
     """
 
     tokens: tuple[int, ...]
@@ -287,11 +287,11 @@ class MinLength:
 
     Attributes:
         n: minimum number of new tokens, at least 0.
-        stop: one or more token ids that end a text.
+        stop: one or more token IDs that end the text.
 
     Raises:
-        ValueError: if n is not an integer of at least 0, `stop` contains anything but token ids, or
-            at the call, if one is outside the vocabulary.
+        ValueError: if n is not an integer of at least 0, `stop` contains anything but token IDs,
+            or, when called, if one is outside the vocabulary.
     """
 
     n: int
@@ -309,15 +309,15 @@ class MinLength:
 
 @value_class
 class ForceLast:
-    """Force the n-th new token, for example to end a text that has not ended earlier.
+    """Force the n-th new token, for example to end text that has not ended earlier.
 
     Attributes:
         n: number of the token, counted from 1.
-        token: id of the forced token.
+        token: ID of the forced token.
 
     Raises:
-        ValueError: if n is not an integer of at least 1, `token` is not a token id, or at the call,
-            if it is outside the vocabulary.
+        ValueError: if n is not an integer of at least 1, `token` is not a token ID, or, when
+            called, if it is outside the vocabulary.
     """
 
     n: int
@@ -334,7 +334,7 @@ class ForceLast:
 
 
 def never(sequences: Sequence[Sequence[int]]) -> tuple[HistoryProcessor, ...]:
-    """Return processors that exclude token sequences; those of one token share one `Ban`."""
+    """Return processors that exclude token sequences; all single tokens share one `Ban`."""
     single = [sequence[0] for sequence in sequences if len(sequence) == 1]
     longer = [sequence for sequence in sequences if len(sequence) > 1]
     processors: list[HistoryProcessor] = [Ban(*single)] if single else []
@@ -400,12 +400,12 @@ def _check_vocab(processor: HistoryProcessor, tokens: Sequence[int], vocab: int)
 
 
 def as_token_ids(name: str, ids: int | Iterable[int], *, least: int = 1) -> tuple[int, ...]:
-    """Return one or more token ids as a tuple of ints; a zero-dimensional array is one id.
+    """Return one or more token IDs as a tuple of ints; a zero-dimensional array is one ID.
 
-    Raise ValueError if one is not a token id, or there are fewer than `least`.
+    Raise ValueError if one is not a token ID, or there are fewer than `least`.
     """
     if isinstance(ids, jax.Array | np.ndarray | np.generic) and ids.ndim == 0:
-        if isinstance(ids, jax.core.Tracer):  # ids are static: a program is compiled for them
+        if isinstance(ids, jax.core.Tracer):  # IDs are static: a program is compiled for them
             raise ValueError(f"{name} is {ids!r}: must be a concrete token id, not a traced one")
         ids = ids.item()
     if not isinstance(ids, Integral | Iterable):

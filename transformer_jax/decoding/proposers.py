@@ -1,4 +1,4 @@
-"""Proposers of speculative decoding, which guess tokens from earlier text or a smaller model.
+"""Proposers for speculative decoding, which guess tokens from earlier text or a smaller model.
 
 A `Proposer` is a value: `speculate` requests proposals from it and reports which were accepted.
 """

@@ -4,7 +4,7 @@ Both are frozen, hashable values, passed to jitted functions as static arguments
 a compiled program. All arithmetic is float32.
 
 A processor maps logits [..., V] to logits [..., V] and sets those of excluded tokens to -inf. It
-keeps the best token, except for `Typical`. Among equal logits, the lower id counts as better.
+keeps the best token, except for `Typical`. Among equal logits, the lower ID counts as better.
 `Sample` applies its processors from left to right, so `Sample(Temperature(0.8), TopP(0.95))` cuts
 the distribution that the temperature has sharpened.
 
@@ -157,7 +157,7 @@ class RowSampling:
     """A temperature and a top-p for each row of a batch, as arrays.
 
     Row b is processed like `Temperature(temperature[b])` followed by `TopP(top_p[b])`, up to
-    rounding. Unlike these, whose numbers are compiled into a program, all `RowSampling` share one.
+    rounding. The numbers of those are compiled into a program; all `RowSampling` values share one.
     If every top_p is 1, nothing is sorted.
 
     Attributes:
@@ -219,10 +219,10 @@ class Typical:
     """Keep the smallest set of typical tokens whose probabilities sum to at least p.
 
     Tokens are ordered by |-log q_i - H|, where H = -sum_j q_j log q_j is the entropy; ties go to
-    the lower id (Meister et al. 2022). The best token is excluded if its -log q is far from H.
+    the lower ID (Meister et al. 2022). The best token is excluded if its -log q is far from H.
 
     Attributes:
-        p: from 0 to 1, which keeps all.
+        p: from 0 to 1; 1 keeps all tokens.
 
     Raises:
         ValueError: if p is not a number from 0 to 1.
@@ -250,7 +250,7 @@ class Typical:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Pick the best token; ties go to the lowest id."""
+    """Pick the best token; ties go to the lowest ID."""
 
     def __call__(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
         """Return the best token of each row.
@@ -297,7 +297,7 @@ class Sample:
         object.__setattr__(self, "processors", processors)
 
     def __call__(self, key: jax.Array, logits: jax.Array) -> jax.Array:
-        """Draw one token of each row.
+        """Draw one token for each row.
 
         Args:
             key: a single key, converted to Threefry.
@@ -389,7 +389,7 @@ def _count_to_reach(
     p: jax.Array | float,  # [..., 1]
     rest: jax.Array | float,  # [..., 1], 1 - p
 ) -> jax.Array:  # i32[..., 1]
-    """Return how many leading weights sum to the fraction p of the total; at least 1.
+    """Return the number of leading weights that sum to the fraction p of the total; at least 1.
 
     If p is above 1/2, sum the rest instead: float32 is finer near 0 than near 1.
     """
@@ -410,7 +410,7 @@ def _check_between(name: str, value: float, low: float, high: float) -> None:
 
 
 def _as_float32(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-    """Return float32 logits; ValueError if they are concrete and a row's maximum is not finite."""
+    """Return float32 logits; raise ValueError if a row's concrete maximum is not finite."""
     dtype = getattr(logits, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise ValueError(f"logits is {dtype}: pass the arguments of a sampler as (key, logits)")
@@ -441,7 +441,7 @@ def _keep_best(
     cut: jax.Array,  # [..., 1]: the n-th best value
     n: jax.Array | int,  # [..., 1]
 ) -> jax.Array:  # [..., V]
-    """Keep the n best values: those above `cut`, and among those equal to it the lowest ids."""
+    """Keep the n best values: those above `cut`, and among those equal to it the lowest IDs."""
     above, equal = x > cut, x == cut
     room = n - jnp.sum(above, axis=-1, keepdims=True)
     return jnp.where(above | (equal & (jnp.cumsum(equal, axis=-1) <= room)), x, -jnp.inf)

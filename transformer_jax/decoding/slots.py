@@ -1,9 +1,9 @@
-"""Slots of continuous batching: a batch of fixed shapes whose rows are occupied and freed.
+"""Slots for continuous batching: a batch of fixed shape whose rows are occupied and freed.
 
 `Slots` contains a `DecodeState` of B rows. `admit` reads prompts into free rows, `advance_slots`
 chooses the next tokens of all rows, and an ended row does not change until a new request replaces
-it. Shapes never change, so there is one decoding program, and one admission program per bucket of
-prompts. They consume their slots, except inside your own `jit`.
+it. Shapes never change, so there is one decoding program, and one admission program per prompt
+bucket. They consume their slots, except inside your own `jit`.
 
 `admit_rows`, `advance_rows` and `free_rows` are the compiled programs behind `admit`,
 `advance_slots` and `release`. They check nothing and never wait for the device.
@@ -74,12 +74,12 @@ def init_slots(
     Args:
         step: the step of the model, as in `generate`.
         params: the model's parameters, passed to the step; only their shapes are used.
-        state: a state of one row; not consumed.
+        state: a state with one row; not consumed.
         slots: B, the number of requests to decode at the same time, at least 1.
         capacity: the maximum length of a prompt and its continuation, without the last token.
-        sampler: chooses a token, called with (key, logits); None takes the likeliest.
-        processors: change the logits based on the text so far, before the sampler.
-        stop: one or more token ids that end a row.
+        sampler: function of (key, logits) that chooses a token; None picks the likeliest.
+        processors: functions that change the logits based on the text so far, before sampling.
+        stop: one or more token IDs that end a row.
         sampling: whether each row has its own `RowSampling`, applied before the sampler.
 
     Raises:
@@ -150,14 +150,14 @@ def admit(
     Args:
         slots: the slots to fill; they are consumed.
         params: the model's parameters, passed to the step.
-        rows: the slot of each prompt.
-        prompt: token ids.
+        rows: the index of the slot for each prompt.
+        prompt: token IDs.
         state: the state to continue, with R rows; not consumed, so prompts can share a prefix.
         limits: maximum number of new tokens of each prompt, at least 1.
         lengths: from 1 to P, the length of each prompt, or a mask [R, P]; None means P.
         key: a single key, so that prompt r uses `fold_in(key, r)`, or one key per prompt, [R].
         chunk: number of prompt tokens to read at a time; None reads all at once.
-        sampling: settings of R rows, for slots with `sampling`.
+        sampling: settings for R rows, for slots with `sampling`.
         top: number of likeliest tokens to return with each token.
         allowed: the tokens allowed as the first one, applied before the sampler; None allows all.
 
@@ -259,7 +259,7 @@ def advance_slots(
 
 
 _Carry: TypeAlias = tuple[jax.Array, DecodeState[State], StepOutput]
-"""Steps so far, i32[]; the rows; the outputs of all steps, [steps, B]."""
+"""Number of steps so far, i32[]; the rows; the outputs of all steps, [steps, B]."""
 
 
 @program(static=("steps", "top"), donate=("slots",))
@@ -337,7 +337,7 @@ def check_slots(slots: Slots[State]) -> None:
 
 
 def check_slot_rows(slots: Slots[State], rows: int | arguments.PerRow) -> arguments.Array:  # [R]
-    """Return the rows as an array; ValueError unless they are distinct slots."""
+    """Return the rows as an array; raise ValueError unless they are distinct slots."""
     numpy: ModuleType = jnp if traced(rows) else np
     array = numpy.atleast_1d(rows)
     count = len(slots.active)

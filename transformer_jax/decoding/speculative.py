@@ -109,7 +109,7 @@ def speculate(
     Args:
         step: the step of the model, as in `generate`.
         params: the model's parameters, passed to the step.
-        prompt: i32[B, P], token ids, as an array or as rows of equal length.
+        prompt: i32[B, P], token IDs, as an array or as rows of equal length.
         state: the state to continue, with B rows and as much room as for `generate`; a ring needs
             num_draft more slots than its window. It is consumed.
         proposer: `PromptLookup()`, `Draft(...)` or your own `Proposer`; not consumed.
@@ -120,8 +120,8 @@ def speculate(
             takes the likeliest.
         key: one key, or one key for each row, [B]; a row's tokens depend only on its own key.
             Optional only for `Greedy`.
-        processors: change the logits of the model, but not of a draft, based on the text so far.
-        stop: one or more token ids that end a row.
+        processors: functions that change the model's logits, but not a draft's, based on the text.
+        stop: one or more token IDs that end a row.
         limits: i32[B], the `num_tokens` of each row, as in `generate`; None means num_tokens.
         chunk: number of prompt tokens to read at a time; None reads all at once.
 

@@ -66,7 +66,7 @@ class Step(Generic[State]):
         tokens: jax.Array,  # i32[B, T]
         state: State,
         *,
-        valid: jax.Array | None = None,  # bool[B, T]; False is padding
+        valid: jax.Array | None = None,  # bool[B, T]; False means padding
     ) -> tuple[jax.Array, State]:  # f32[B, T, V], state
         raise NotImplementedError
 
@@ -151,7 +151,7 @@ class Step(Generic[State]):
         """Raise ValueError if a state cannot be rewound. The default accepts every state.
 
         Args:
-            state: a state of B rows.
+            state: a state with B rows.
             count: maximum number of tokens to rewind.
         """
 

@@ -2,7 +2,8 @@ r"""Structured output: text that follows a JSON schema, a regular expression or 
 
 A `Grammar` is compiled for the tokens of a model. Its `start` method returns a `Matcher`, the
 constraint of a single text. A token is allowed if the text plus its bytes is a prefix of some
-matching text, however tokenized, and a stop token if the text may end. Special tokens are not text.
+matching text, however tokenized. A stop token is allowed if the text may end. Special tokens are
+not text.
 
 The parser is llguidance (Earley's algorithm over a lexer based on derivatives). It runs on the host
 and is an optional dependency: `pip install 'transformer_jax[structured]'`.
@@ -41,10 +42,10 @@ _JSON = json.JSONDecoder(parse_float=Decimal)
 _ESCAPE = re.compile(rb"\\(?:u([0-9A-Fa-f]{0,4})|.|$)", re.DOTALL)
 _CODES = {f"{code:04x}"[:n].encode() for code in (*range(32), 127) for n in range(5)}
 _CODES -= {f"{ord(letter):04x}".encode() for letter in "\b\t\n\f\r"}
-"""Codes, and their prefixes, of characters that need an escape and have no shorter one."""
+"""Codes, with all their prefixes, of control characters that have no short JSON escape."""
 
 _HEAD = '%llguidance {"no_forcing": true}\nstart: @text'
-"""Header that allows every tokenization of a text, not only the tokenizer's."""
+"""Header that allows every tokenization of the text, not only the tokenizer's."""
 
 
 class Grammar:
@@ -57,7 +58,7 @@ class Grammar:
         content: a string, or the schema as a mapping whose numbers may be `Decimal`.
         tokenizer: the tokenizer of the model.
         vocab_size: V of the model.
-        stop_ids: tokens that end a text.
+        stop_ids: tokens that end the text.
         name: the name of the grammar in errors; None uses `form`.
 
     Raises:
@@ -141,7 +142,7 @@ class Grammar:
 
 
 class Matcher:
-    """`Constraint` that makes one text follow a grammar.
+    """`Constraint` that makes a single text follow a grammar.
 
     Args:
         grammar: the grammar of the text.
@@ -162,7 +163,7 @@ class Matcher:
         return f"Matcher({self.grammar!r})"
 
     def read(self, token: int) -> None:
-        """Append a token; ValueError if it is not allowed, or the grammar is too complex."""
+        """Append a token; raise ValueError if it is not allowed, or the grammar is too complex."""
         self._parser.consume_token(int(token))
         tail = self._escape + self.grammar.texts[int(token)]
         self._escape = next(

@@ -48,7 +48,7 @@ class TextWriter:
         self.ended = False
 
     def feed(self, token: int) -> str:
-        """Append a token and return the text that is now final; ValueError for token -1."""
+        """Append a token and return the text that is now final; raise ValueError for token -1."""
         if token < 0:
             raise ValueError(NO_TOKEN)
         if token in self.stop_ids:
@@ -110,7 +110,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def check_stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Return one or more stop strings as a tuple; ValueError if one is empty."""
+    """Return one or more stop strings as a tuple; raise ValueError if one is empty."""
     strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
     if not isinstance(strings, list | tuple | set | frozenset):
         raise ValueError(f"stop is {stop!r:.80}: must be a string or several strings")

@@ -31,7 +31,7 @@ class AdaptedKernel:
     base: jax.Array | QuantizedKernel  # [*inputs, *outputs]
     a: jax.Array  # f32[inputs, r], or f32[n, inputs, r] for n adapters
     b: jax.Array  # f32[r, outputs], or f32[n, r, outputs]
-    rows: jax.Array | None = None  # i32[B]: the adapter of each row of the batch; -1 is none
+    rows: jax.Array | None = None  # i32[B]: the adapter of each row of the batch; -1 means none
     scale: float
     dropout: float = 0.0
     """Dropout rate on the input of A."""

@@ -1,4 +1,4 @@
-"""Checks and default values of a model's arguments: tokens, positions, masks, cache capacity."""
+"""Checks and default values for a model's arguments: tokens, positions, masks, cache capacity."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CheckedModule(Module, kw_only=True):
     """Linen module with edits, whose `apply` suggests the right name after a typo.
 
     Attributes:
-        edits: functions by the name of their place, added by `edited`; no effect on parameters.
+        edits: functions keyed by place name, added by `edited`; they do not affect parameters.
     """
 
     edits: Edits = field(default=(), repr=False)
@@ -142,7 +142,7 @@ class CheckedModule(Module, kw_only=True):
 def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
     """Raise ValueError unless tokens are integers [B, T] within the vocabulary.
 
-    Traced ids are not checked here; one outside the vocabulary results in NaN.
+    Traced IDs are not checked here; one outside the vocabulary results in NaN.
     """
     if not hasattr(tokens, "ndim"):
         raise ValueError(f"tokens are a {type(tokens).__name__}: must be an array [B, T]")
@@ -185,7 +185,7 @@ def visited_logits(
     at: jax.Array | None,  # i32[B, Q]
     visit: Visit,
 ) -> jax.Array:  # f32[B, T, V] or [B, Q, V]
-    """Return the logits of the tokens `at` (None is every token) after edits."""
+    """Return the logits of the tokens `at` (None means every token) after edits."""
     edited = "logits" in visit.edits  # an edit receives the logits of all tokens
     logits = visit("logits", embed.logits(x if at is None or edited else gather_tokens(x, at)))
     if at is not None and edited:
@@ -229,9 +229,9 @@ def positions_and_masks(
             raise ValueError(f"segments {segments.shape} and tokens {shape} differ in shape")
         same = Segments(documents_of(segments))
         mask = same if mask is None else mask & same
-        # each token's distance from the first token of its run of equal ids
+        # each token's distance from the first token of its run of equal IDs
         index = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-        # column 0 always starts a document, since its id differs from the prepended one
+        # column 0 always starts a document, since its ID differs from the prepended one
         starts = jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
         token_positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
         if sinks is not None:

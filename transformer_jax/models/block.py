@@ -66,12 +66,12 @@ LayerCache = kv.KVCache | PagedCache
 class BlockInputs:
     """Inputs shared by all blocks of a stack."""
 
-    positions: jax.Array | None = None  # i32[B, T]: for masks and caches; None is arange(T)
+    positions: jax.Array | None = None  # i32[B, T]: for masks and caches; None means arange(T)
     token_positions: jax.Array | None = None  # i32[B, T] or [T]: for rotation, per document
     mask: Mask | None = None
     bias: PositionBias | None = None
     memory: jax.Array | None = None  # [B, S, D]: an encoder's output
-    memory_positions: jax.Array | None = None  # i32[B, S]; negative is padding
+    memory_positions: jax.Array | None = None  # i32[B, S]; negative means padding
     places: Places = NOWHERE
 
 
@@ -83,8 +83,8 @@ class _Heads(NamedTuple):
     v: jax.Array  # [B, S, K, Hv]
     mask: Mask | None
     bias: PositionBias | None
-    q_positions: jax.Array | None  # i32[B, T]; None is arange(T)
-    k_positions: jax.Array | None  # i32[B, S]; None is arange(S)
+    q_positions: jax.Array | None  # i32[B, T]; None means arange(T)
+    k_positions: jax.Array | None  # i32[B, S]; None means arange(S)
     k_scale: jax.Array | None = None  # f32[B, S, K] if k is int8
     v_scale: jax.Array | None = None  # f32[B, S, K] if v is int8
     block_table: jax.Array | None = None  # i32[B, M] if k, v and scales are [P, page, ..]
@@ -121,7 +121,7 @@ class Attention(Module):
     config: ModelConfig
     cross: bool = False
     depth: int | None = None
-    """Number of blocks in the stack; None is num_layers."""
+    """Number of blocks in the stack; None means num_layers."""
     window: int | None = None
     """Window of the mask; a cache uses it to decide which keys new tokens still see."""
     number: int | None = None
@@ -456,7 +456,7 @@ class Block(Module):
     config: ModelConfig
     cross: bool = False
     depth: int | None = None
-    """Number of blocks in the stack; None is num_layers."""
+    """Number of blocks in the stack; None means num_layers."""
     window: int | None = None
     """Window of the block's mask."""
     number: int | None = None

@@ -27,7 +27,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from transformer_jax.pytree import Array
 
 CHUNK = 2**16
-"""Numbers per call of the CPU program; few enough for a core's cache."""
+"""Count of random numbers per call of the CPU program; they fit in a core's cache."""
 IN_FLIGHT = 16
 """Maximum number of calls whose results have not been copied yet."""
 

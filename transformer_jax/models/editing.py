@@ -26,7 +26,7 @@ Edit: TypeAlias = Callable[..., jax.Array]
 
 @dataclass(frozen=True)
 class Call:
-    """Facts about a call's tokens that are known while tracing; None is unknown."""
+    """Facts about a call's tokens that are known while tracing; None means unknown."""
 
     whole: bool = True
     """Whether no earlier call read tokens of these sequences."""
@@ -40,12 +40,12 @@ class Call:
     lengths: tuple[int, ...] | None = None
     """Last position + 1 of each row, if `positions` are passed and not traced."""
     layer: Index | None = None
-    """Index of the block, traced in a scan; None is outside of blocks."""
+    """Index of the block, traced in a scan; None means outside the blocks."""
 
     @classmethod
     def of(
         cls,
-        positions: jax.Array | None,  # i32[B, T], negative is padding; None is arange(T)
+        positions: jax.Array | None,  # i32[B, T], negative means padding; None means arange(T)
         *,
         whole: bool = True,
         packed: bool = False,
@@ -114,7 +114,7 @@ def apply_edit(
     place: str,
     spec: EditSpec,
     value: jax.Array,
-    positions: jax.Array | None,  # i32[B, T], negative is padding; None is arange(T)
+    positions: jax.Array | None,  # i32[B, T], negative means padding; None means arange(T)
     call: Call,
     single: bool = False,
 ) -> jax.Array:
@@ -205,6 +205,6 @@ def _needs(
     found = set() if single or is_wise(call, shapes, axis, 13) else {"tokens"}
     rows = value.shape[0]
     by_row = rows == 1 or is_wise(call, shapes, 0, rows)
-    # an edit may treat rows differently, unless they are unrelated texts
+    # an edit may treat rows differently, unless their texts are unrelated
     by_row = by_row or (not apart and is_wise(call, shapes, 0, rows, alike=False))
     return found if by_row else {*found, "rows"}

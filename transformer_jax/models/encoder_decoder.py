@@ -55,9 +55,9 @@ class EncoderDecoder(CheckedModule):
         """Return the memory: the encoder's output, which the decoder attends to.
 
         Args:
-            source: token ids, or an array that matches the config's `inputs`.
-            positions: negative is padding; None is arange(S).
-            mask: which source tokens each source token sees; None is all.
+            source: token IDs, or an array that matches the config's `inputs`.
+            positions: negative means padding; None means arange(S).
+            mask: which source tokens each source token sees; None means all.
             key: a single key; turns dropout on.
             capture: names of the encoder's places ("encoder/...") to return.
 
@@ -85,10 +85,10 @@ class EncoderDecoder(CheckedModule):
         The keys and values of the source are stored in the compute dtype.
 
         Args:
-            source: token ids, or an array that matches the config's `inputs`.
+            source: token IDs, or an array that matches the config's `inputs`.
             capacity: positions per target row, as in `transformer_jax.init_cache`.
-            positions: source positions; negative is padding, None is arange(S).
-            dtype: dtype of the target's keys and values; None is the compute dtype.
+            positions: source positions; negative means padding, None means arange(S).
+            dtype: dtype of the target's keys and values; None means the compute dtype.
             slack: as in `transformer_jax.init_cache`.
         """
         cfg = self.config
@@ -104,7 +104,7 @@ class EncoderDecoder(CheckedModule):
         source: jax.Array | None = None,  # i32[B, S], or an array that matches the config's inputs
         source_positions: jax.Array | None = None,  # i32[B, S]
         positions: jax.Array | None = None,  # i32[B, T]
-        mask: Mask | None = None,  # on the target; None is Causal()
+        mask: Mask | None = None,  # on the target; None means Causal()
         cache: ModelCache | None = None,
         at: jax.Array | None = None,  # i32[B, Q]
         key: jax.Array | None = None,
@@ -121,13 +121,13 @@ class EncoderDecoder(CheckedModule):
 
         Args:
             tokens: the target.
-            source: token ids, or an array that matches the config's `inputs`; None with a cache.
-            source_positions: negative is padding; None is arange(S).
-            positions: target positions; negative is padding, None is arange(T), or with a cache the
-                positions that follow it.
+            source: token IDs, or an array that matches the config's `inputs`; None with a cache.
+            source_positions: negative means padding; None means arange(S).
+            positions: target positions; negative means padding, None means arange(T), or with a
+                cache the positions that follow it.
             mask: mask on the target; replaces `Causal()`.
             cache: the cache of the source and of earlier target tokens; None with a source.
-            at: i32[B, Q], indices of the tokens whose logits to compute; None is every token.
+            at: i32[B, Q], indices of the tokens whose logits to compute; None means every token.
             key: a single key; turns dropout on in both stacks.
             capture: names of the places to return; those of the encoder require a source.
             edit: dict from the name of a place to a function that changes its value.
@@ -180,9 +180,9 @@ class EncoderDecoder(CheckedModule):
 
         Args:
             tokens: the target.
-            source: token ids, or an array that matches the config's `inputs`.
-            source_positions: negative is padding; None is arange(S).
-            positions: target positions; negative is padding, None is arange(T).
+            source: token IDs, or an array that matches the config's `inputs`.
+            source_positions: negative means padding; None means arange(S).
+            positions: target positions; negative means padding, None means arange(T).
             key: a single key; turns dropout on in both stacks.
         """
         source_key, key = split_key(key, 2)
@@ -197,14 +197,14 @@ class EncoderDecoder(CheckedModule):
     def _read(
         self, source: jax.Array, places: Places, **arguments: Any
     ) -> tuple[jax.Array, Captured]:  # [B, S, D]
-        """Return the memory of a source, and the encoder's captured values by full name."""
+        """Return the memory of a source, and the encoder's captured values, keyed by full name."""
         memory, visit = run_encoder(self, source, places.inside("encoder/"), **arguments)
         return memory, {f"encoder/{name}": value for name, value in visit.captured.items()}
 
     def _memory_positions(
         self, memory: jax.Array, positions: jax.Array | None
     ) -> jax.Array:  # i32[B, S]
-        """Return the positions of a memory; negative is padding."""
+        """Return the positions of a memory; negative means padding."""
         positions = input_positions(self.config.inputs, positions)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(memory.shape[1]), memory.shape[:2])

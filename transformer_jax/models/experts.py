@@ -40,7 +40,7 @@ f32[B, T, E], or f32[L, B, T, E] for a scanned stack."""
 
 
 Matrix = tuple[jax.Array | QuantizedKernel | AdaptedKernel, jax.Array | None]
-"""Kernels [E, D, F] and biases [E, F] of one linear layer of all experts, or the kernel [D, F] and
+"""Kernels [E, D, F] and biases [E, F] of one linear layer for all experts, or the kernel [D, F] and
 bias [F] of a single expert."""
 
 
@@ -108,7 +108,7 @@ def router_loss(
     Args:
         experts: the experts of the config.
         logits: router logits, f32[B, T, E] of a block or f32[L, B, T, E] of a scanned stack.
-        valid: for each of `logits`, bool[B, T] of the tokens that count; None is all.
+        valid: for each of `logits`, a mask bool[B, T] of the tokens that count; None means all.
     """
     losses = []
     for each, mask in zip(logits, valid, strict=True):
@@ -119,7 +119,7 @@ def router_loss(
 
 
 def block_size(rows: int, count: int) -> int:
-    """Return the rows per block: a power of 2, at most half the average rows per expert."""
+    """Return the number of rows per block: a power of 2, at most half the average per expert."""
     size = 1
     while 4 * size * count <= rows and size < LARGEST_BLOCK:
         size *= 2
@@ -253,7 +253,7 @@ class ExpertFeedForward(Module):
 
     config: ModelConfig
     depth: int | None = None
-    """Number of blocks in the stack; None is num_layers."""
+    """Number of blocks in the stack; None means num_layers."""
 
     @nn.compact
     def __call__(

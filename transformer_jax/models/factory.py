@@ -1,4 +1,4 @@
-"""Functions of a config: build the model, initialize and count parameters, create caches."""
+"""Functions that take a config: build a model, initialize parameters, create caches."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def init_cache(
     config: ModelConfig,
     batch: int,
     capacity: int,
-    dtype: jax.typing.DTypeLike | None = None,  # None is the compute dtype
+    dtype: jax.typing.DTypeLike | None = None,  # None means the compute dtype
     slack: int = 0,
 ) -> ModelCache:
     """Create an empty cache for a decoder.
@@ -148,7 +148,7 @@ def init_cache(
             without a window have `capacity` slots, and the others are rings of min(capacity, window
             + sink_tokens + slack) slots.
         dtype: dtype of keys and values: int8, with the error documented in `transformer_jax.cache`,
-            or floating with at least 16 bits. None is the compute dtype.
+            or floating with at least 16 bits. None means the compute dtype.
         slack: extra slots in the rings of a window pattern, needed for `rewind_cache`; at least 0.
 
     Raises:
@@ -175,7 +175,7 @@ def init_paged_cache(
     *,
     num_pages: int,
     page_size: int = 128,
-    dtype: jax.typing.DTypeLike | None = None,  # None is the compute dtype
+    dtype: jax.typing.DTypeLike | None = None,  # None means the compute dtype
 ) -> ModelCache:
     """Create an empty paged cache for a decoder, whose rows allocate pages as they grow.
 
@@ -188,7 +188,7 @@ def init_paged_cache(
         capacity: maximum number of positions per row, a multiple of `page_size`.
         num_pages: number of pages per layer, shared by all rows.
         page_size: tokens per page.
-        dtype: dtype of keys and values, as in `init_cache`; None is the compute dtype.
+        dtype: dtype of keys and values, as in `init_cache`; None means the compute dtype.
 
     Raises:
         ValueError: if the config is not of a looped decoder, or a size or the dtype is invalid.
@@ -221,7 +221,7 @@ def cache_bytes(
         config: config of a decoder or an encoder-decoder.
         batch: number of rows B.
         capacity: number of positions per row, as in `init_cache`.
-        dtype: dtype of keys and values; None is the compute dtype.
+        dtype: dtype of keys and values; None means the compute dtype.
         source_length: number of tokens, vectors or frames of an encoder-decoder's source, which is
             also cached. Must be None for a decoder; may be None for images.
         slack: as in `init_cache`.
@@ -278,9 +278,9 @@ def init_decode_state(
         params: parameters of the model; only read if there is a source.
         batch: number of rows B.
         capacity: number of positions per cache row, as in `init_cache`.
-        source: ids i32[B, S] or an array that matches the config's `inputs`; None without a source.
-        source_valid: bool[B, S], False is padding; None is no padding.
-        dtype: dtype of a cache's keys and values; None is the compute dtype.
+        source: IDs i32[B, S] or an array that matches the config's `inputs`; None without a source.
+        source_valid: bool[B, S], False means padding; None means no padding.
+        dtype: dtype of a cache's keys and values; None means the compute dtype.
 
     Raises:
         ValueError: if a source is missing or the model takes none, the model is not generative,

@@ -1,4 +1,4 @@
-"""Floating-point operations of a transformer's matrix products, computed from its config."""
+"""Number of floating-point operations in a transformer's matrix products, from its config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Product(NamedTuple):
 
 
 def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> float:
-    """Return the operations of one forward pass over a sequence, with logits for all tokens.
+    """Count the operations of one forward pass over a sequence, with logits for all tokens.
 
     Each matrix counts 2 x its elements x the tokens that it multiplies. Each attention counts
     2 N (H + Hv) for each pair of a query and a visible key (Kaplan et al. 2020, 2.1, count the full
@@ -48,7 +48,7 @@ def training_flops(
     lora: LoraConfig | None = None,
     whole: tuple[str, ...] = (),
 ) -> float:
-    """Return the operations of one training step (forward and backward) on a sequence.
+    """Count the operations of one training step (forward and backward) on a sequence.
 
     For each product of the forward pass, the backward pass computes one product per factor that
     depends on a trained parameter: two if all parameters are trained. Recomputation by `remat` is
@@ -56,7 +56,7 @@ def training_flops(
 
     Args:
         config: config of the model.
-        length: tokens per sequence.
+        length: number of tokens per sequence.
         source_length: length of an encoder-decoder's source.
         frozen: prefixes of the names of parameters that are not trained.
         lora: config of the adapters. Then only these, `lora.trained` and `whole` are trained.
@@ -122,7 +122,7 @@ def training_flops(
 
 @lru_cache(maxsize=1)  # a run calls this for every log line
 def step_flops(config: TrainConfig) -> float:
-    """Return the training operations of one row of `sequence_len` tokens."""
+    """Count the training operations per row of `sequence_len` tokens."""
     model, length = as_transformer(config.model), config.sequence_len
     return training_flops(
         model, length, length,

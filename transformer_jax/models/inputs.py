@@ -1,4 +1,4 @@
-"""Input layers of an encoder for vectors, images and audio frames.
+"""Input layers that let an encoder read vectors, images and audio frames.
 
     Vectors  h_t = W x_t + b
     Patches  h_p = W patch_p + b, patches in row-major order after a learned class token
@@ -40,14 +40,14 @@ def frame_positions(
     inputs: Frames,
     positions: jax.Array,  # i32[B, T]
 ) -> jax.Array:  # i32[B, T']
-    """Return the positions of the tokens that the convolutions make of padded frames.
+    """Return the positions of the tokens that the convolutions make from padded frames.
 
     A row with n valid frames yields ceil(n / stride^layers) tokens at positions 0, 1, ...,
     regardless of where in the row the frames are.
 
     Args:
         inputs: config of the convolutions.
-        positions: positions of the frames; negative is padding.
+        positions: positions of the frames; negative means padding.
 
     Returns:
         i32[B, T'], with -1 for padding.
@@ -139,7 +139,7 @@ def _without_padding(x: jax.Array, positions: jax.Array | None) -> jax.Array:
 
 def frames_to_front(
     x: jax.Array,  # [B, T, D]
-    positions: jax.Array,  # i32[B, T]; negative is padding
+    positions: jax.Array,  # i32[B, T]; negative means padding
 ) -> jax.Array:  # [B, T, D]
     """Move the valid frames of each row to its front, in their original order.
 

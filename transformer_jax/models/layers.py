@@ -64,7 +64,7 @@ _FIELDS = {
     "cell_": "num_layers", "hidden_": "num_layers", "words_": "order", "direct": "direct",
     "w_query": "attention", "w_key": "attention", "v": "attention", "w": "attention",
 }  # fmt: skip
-"""Config field that creates a parameter, by the end of the parameter's path."""
+"""Config field that creates each parameter, keyed by the end of the parameter's path."""
 
 
 def refuse_surplus(module: nn.Module) -> None:
@@ -185,7 +185,7 @@ class FeedForward(Module):
 
     config: ModelConfig
     depth: int | None = None
-    """Number of blocks in the stack; None is num_layers."""
+    """Number of blocks in the stack; None means num_layers."""
 
     @nn.compact
     def __call__(

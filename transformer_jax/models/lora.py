@@ -32,7 +32,7 @@ from transformer_jax.models.stack import stack_layers, unstack_layers
 from transformer_jax.pytree import Parameter, Params, cast_floats, kernel_axes, path_name
 
 Matrices = dict[str, tuple[int, ...]]
-"""Shapes of kernels by the path of their module in a looped stack: (inputs, outputs), or
+"""Kernel shapes, keyed by the path of their module in a looped stack: (inputs, outputs), or
 (E, inputs, outputs) for experts."""
 
 Adapter = Mapping[str, jax.Array]
@@ -267,7 +267,7 @@ def _filled(frozen: Params, trained: Params) -> Params:
 def lora_loss(
     loss: Callable[[Params, Batch, jax.Array | None], Result], config: LoraConfig
 ) -> Callable[[Params, Batch, jax.Array | None, Params], Result]:
-    """Convert a loss of parameters to a loss of adapters.
+    """Convert a loss function of parameters to one of adapters.
 
     This works for any model; for a transformer, training with `with_adapters` is cheaper. Pass the
     parameters with `make_train_step(..., frozen=(params,))`; in a closure, they would become
@@ -288,7 +288,7 @@ def lora_loss(
 
 
 def matrices(params: Params) -> Matrices:
-    """Return the shapes of all kernels by the path of their module, without computing anything."""
+    """Return the shapes of all kernels, keyed by module path, without computing anything."""
     if not isinstance(params, Mapping):
         raise ConfigError(f"params is a {type(params).__name__}: must be parameters")
     shapes = jax.eval_shape(unstack_layers, params)
@@ -300,7 +300,7 @@ def matrices(params: Params) -> Matrices:
 
 
 def select(found: Matrices, config: LoraConfig) -> list[str]:
-    """Return the sorted paths that match targets and layers; ConfigError if one matches nothing."""
+    """Return the sorted paths that match; raise ConfigError if a target or layer matches none."""
     depth = 1 + max((layer(path) or 0 for path in found), default=0)
     if config.layers is not None and max(config.layers) >= depth:
         rule = f"the stacks have {depth} blocks"
@@ -348,7 +348,7 @@ def nest(adapters: Params, params: Params) -> Params:
 
 
 def flatten(adapters: Params) -> dict[str, dict[str, jax.Array]]:
-    """Return adapters by the path of their module in a looped stack, undoing `nest`."""
+    """Undo `nest`: return adapters keyed by the path of their module in a looped stack."""
     found: dict[str, dict[str, jax.Array]] = {}
     for at, leaf in flatten_dict(unstack_layers(adapters), sep="/").items():
         path, _, name = at.rpartition("/")

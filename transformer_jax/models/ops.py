@@ -35,8 +35,8 @@ def layer_norm(
 
     Args:
         x: array of any floating dtype.
-        scale: factor of the result; None is 1.
-        bias: added to the result; None is 0.
+        scale: factor for the result; None means 1.
+        bias: added to the result; None means 0.
         eps: added to the variance.
 
     Raises:
@@ -56,7 +56,7 @@ def rms_norm(
 
     Args:
         x: array of any floating dtype.
-        scale: factor of the result; None is 1.
+        scale: factor for the result; None means 1.
         eps: added to the mean square.
 
     Raises:
@@ -171,7 +171,7 @@ def logits(
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], i32[...] -> [..., D]
-    """Look up rows of a table; an id out of range results in NaN, never in another row."""
+    """Look up rows of a table; an ID out of range results in NaN, never in another row."""
     if ids.dtype.itemsize < 4:  # the table's length may exceed the range of a narrow type
         ids = ids.astype(jnp.int32)
     # a negative index would count from the end, even in mode "fill"

@@ -1,7 +1,7 @@
 """Document boundaries in packed rows, given by `segments` and `valid`.
 
-A packed row contains several documents. `segments` assigns an id to each token, and a run of equal
-ids is a document. A token that is not `valid` is padding and never starts a document.
+A packed row contains several documents. `segments` assigns an ID to each token, and a run of equal
+IDs is a document. A token that is not `valid` is padding and never starts a document.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def check_valid(
     tokens: Array,  # i32[B, T]
     valid: Array | None,  # bool[B, T]
 ) -> jax.Array:  # bool[B, T]
-    """Return `valid` as an array, all True if None; ValueError if its shape or dtype is wrong."""
+    """Return `valid` as an array, all True if None, after checking its shape and dtype."""
     if valid is None:
         return jnp.ones(tokens.shape, bool)
     valid = jnp.asarray(valid)
@@ -44,15 +44,15 @@ def check_segments(tokens: jax.Array, segments: jax.Array | None, state: object)
 
 
 def documents_of(segments: jax.Array) -> jax.Array:  # i32[B, T]
-    """Return ids that are equal exactly if two tokens belong to the same document.
+    """Return IDs that are equal exactly if two tokens belong to the same document.
 
-    If a known id returns after another one, raise ValueError; traced ids are renumbered by run.
+    If a known ID returns after another one, raise ValueError; traced IDs are renumbered by run.
     """
     known = concrete_value(segments)
     if known is None:
         return number_documents(segments)
     for row, ids in enumerate(known):
-        # column 0 always starts a document, since its id differs from the prepended one
+        # column 0 always starts a document, since its ID differs from the prepended one
         starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
         first = np.unique(ids[starts], return_index=True)[1]
         repeated = np.delete(starts, first)
@@ -64,7 +64,7 @@ def documents_of(segments: jax.Array) -> jax.Array:  # i32[B, T]
 
 
 def number_documents(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T]
-    """Return the number of each token's run of equal ids in its row, from 0."""
+    """Return the number of each token's run of equal IDs in its row, from 0."""
     segments = jnp.asarray(segments)
     changes = segments[:, 1:] != segments[:, :-1]
     return jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
@@ -89,7 +89,7 @@ def first_tokens(
 
 def sequence_positions(
     tokens: Array,  # i32[B, T]
-    length: jax.Array | None = None,  # i32[B], number of earlier tokens; None is 0
+    length: jax.Array | None = None,  # i32[B], number of earlier tokens; None means 0
     valid: Array | None = None,  # bool[B, T]
     segments: jax.Array | None = None,  # i32[B, T]
 ) -> jax.Array:  # i32[T] or [B, T]

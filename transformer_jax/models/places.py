@@ -58,7 +58,7 @@ IN_BLOCK = {
 }
 """Place within a block for each TransformerLens hook of a block."""
 OF_ATTEND = "query", "key", "value", "weights", "key_positions", "heads"
-"""Attention places of a custom block; `attend` visits them."""
+"""Attention places in a custom block; `attend` visits them."""
 _BLOCK = re.compile(r"block_(\d+)/(.*)")
 
 
@@ -163,7 +163,7 @@ OF_SOURCE = "cross_attention/key", "cross_attention/value"
 
 
 Edits = tuple[tuple[str, EditSpec], ...]
-"""Edits by the name of their place, hashable so that they can be a static argument."""
+"""Edits, keyed by place name; hashable so that they can be a static argument."""
 
 
 def named_edits(config: AnyModelConfig | nn.Module, edit: Mapping[str, Edit]) -> Edits:
@@ -207,7 +207,7 @@ class Places:
         capture: Iterable[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> Places:
-        """Expand `*` in names and check them; ValueError if a name matches no place.
+        """Expand `*` in names and check them; raise ValueError if a name matches no place.
 
         Edits of the model come before those of the call.
         """
@@ -259,7 +259,7 @@ class Places:
         positions: jax.Array | None = None,  # i32[B, T] or [T], of the tokens
         source: jax.Array | None = None,  # i32[B, S], positions for cross-attention
     ) -> Visit:
-        """Return a visit to the places of one block, or without `layer`, those outside of blocks.
+        """Return a visit to the places in one block, or, without `layer`, to those outside blocks.
 
         `layer` is the index of the block, an i32[] in a scan. A scan visits the places of all
         blocks in one trace and applies an edit only if the block matches.
@@ -292,7 +292,7 @@ class Places:
         return Visit(capture, edits, layer, positions, source, self.call)
 
     def sparse(self, depth: int) -> dict[str, tuple[str, int]]:
-        """Return place and block of each name whose place is captured in at most half the blocks.
+        """Map each name whose place is captured in at most half the blocks to its place and block.
 
         A scan carries these values; stacking them would store the values of all blocks.
         """
@@ -301,7 +301,7 @@ class Places:
         return {name: (at[2], int(at[1])) for name, at in found if counts[at[2]] * 2 <= depth}
 
     def empty(self, shapes: Mapping[str, jax.ShapeDtypeStruct], depth: int) -> Captured:
-        """Return zeros as the initial carry of the `sparse` values, by full name."""
+        """Return zeros as the initial carry of the `sparse` values, keyed by full name."""
         sparse = self.sparse(depth)
         return {name: jnp.zeros_like(shapes[place]) for name, (place, _) in sparse.items()}
 
@@ -322,7 +322,7 @@ class Places:
         return carried, {name: x for name, x in captured.items() if name not in taken}
 
     def collect(self, scanned: Captured) -> Captured:  # leaves [B, L, ...], by name in a block
-        """Return the stacked values of a scan by full name."""
+        """Return the stacked values of a scan, keyed by full name."""
         found = ((name, _BLOCK.match(name)) for name in self.capture)
         return {
             name: scanned[at[2]][:, int(at[1])] for name, at in found if at and at[2] in scanned
@@ -339,7 +339,7 @@ class BlockEdit(NamedTuple):
     place: str
     """Name in the user's edit."""
     blocks: tuple[int, ...]
-    """Blocks that a scan edits; empty is the current block."""
+    """Blocks that a scan edits; empty means the current block."""
     spec: EditSpec
 
 

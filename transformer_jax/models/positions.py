@@ -314,7 +314,7 @@ def shaw_values(
 ) -> jax.Array:  # [B, T, N, Hv], in the dtype of weights
     """Sum weights[s] value_table[clip(k - q)] over s: the second term of Shaw's equation 3.
 
-    Weights of equal clipped distance are summed first, which is the transpose of `_pick`.
+    Weights with equal clipped distances are summed first, which is the transpose of `_pick`.
 
     Args:
         weights: attention weights [B, N, T, S].

@@ -1,4 +1,4 @@
-"""Quantized kernels in 8 or 4 bits and their products: symmetric, absmax, no zero point.
+"""Kernels quantized to 8 or 4 bits, and their products: symmetric, absmax, no zero point.
 
 W' = scale q, with integer q. 8-bit kernels have one scale per output; 4-bit kernels have one per
 output and group of inputs. Unlike in LLM.int8 (Dettmers et al. 2022), outliers are not separate;
@@ -28,7 +28,7 @@ from transformer_jax.values import value_class
 Kind = Literal["bf16", "int8", "int4"]
 
 GROUP = 32
-"""Inputs per scale in 4 bits; if it does not divide their number, all inputs share one scale."""
+"""Inputs per scale in 4 bits; if this does not divide the inputs, all of them share a scale."""
 
 
 @value_class(
@@ -104,7 +104,7 @@ class QuantizedTable:
         return (self.values.astype(jnp.float32) * self.scale[:, None]).astype(dtype)
 
     def look_up(self, ids: jax.Array) -> jax.Array:  # i32[...] -> f32[..., D]
-        """Return rows of the table; as in `ops.lookup`, an id out of range results in NaN."""
+        """Return rows of the table; as in `ops.lookup`, an ID out of range results in NaN."""
         values = ops.lookup(self.values, ids).astype(jnp.float32)
         return values * ops.lookup(self.scale, ids)[..., None]
 
@@ -151,7 +151,7 @@ def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
 
 
 def count(params: PyTree) -> int:
-    """Count the elements of parameters or of their shapes, with quantized arrays at full size."""
+    """Count the elements of parameters or of their shapes; quantized arrays count at full size."""
     quantized = QuantizedKernel, QuantizedTable
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, quantized))
     return sum(math.prod(leaf.shape) for leaf in leaves)

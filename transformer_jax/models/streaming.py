@@ -72,7 +72,7 @@ class _Chunks:
 
 
 def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
-    """Return a mask of a query's whole chunk, including later frames, and of frames before it.
+    """Return a mask that shows a query its whole chunk and `history` frames before the chunk.
 
     chunk_mask(2, 1)
 
@@ -102,7 +102,7 @@ class StreamingEncoder(CheckedModule):
     Attributes:
         config: a config of kind "decoder" with one window for all layers.
         frame_dim: size of a frame.
-        chunk: chunk size C; None is causal. A frame sees its whole chunk (which starts at a
+        chunk: chunk size C; None means causal. A frame sees its whole chunk (which starts at a
             multiple of C), the W - C frames before it, and the sinks that do not follow it. Every
             row of a call must start at a multiple of C; a traced row that does not becomes NaN.
     """
@@ -155,8 +155,8 @@ class StreamingEncoder(CheckedModule):
 
         Args:
             frames: [B, T, frame_dim].
-            positions: negative is padding; None is arange(T), or with a cache the positions that
-                follow it. For a ragged chunk, use `cache.next_positions(state.length, valid)`.
+            positions: negative means padding; None means arange(T), or with a cache the positions
+                that follow it. For a ragged chunk, use `cache.next_positions(state.length, valid)`.
             cache: the cache from `init_cache` or the last call; None starts a new stream.
             key: a single key; turns dropout on.
             capture: names of the places (`transformer_jax.places`) to return.
@@ -257,13 +257,14 @@ def stream_attention(
         query: [B, T, N, H].
         key: [B, T, K, H].
         value: [B, T, K, Hv].
-        window: keys that a query sees, itself included; None is the ring's capacity minus sinks.
-        positions: negative is padding; None follows the positions of the state.
+        window: number of keys that a query sees, including its own; None means the ring's capacity
+            minus sinks.
+        positions: negative means padding; None means the positions that follow the state.
         mask: replaces `Causal()`; the window also applies.
-        rope: rotation to apply to queries and keys; None is no rotation.
-        bias: a position bias such as `ALiBi`; None is no bias.
-        scale: factor of q.k; None is 1 / sqrt(H).
-        softcap: softcap of the scores, above 0; None is no softcap.
+        rope: rotation to apply to queries and keys; None means no rotation.
+        bias: a position bias such as `ALiBi`; None means no bias.
+        scale: factor for q.k; None means 1 / sqrt(H).
+        softcap: softcap of the scores, above 0; None means no softcap.
         sinks: [N], sink logits in the denominator of the softmax.
         implementation: name of the attention implementation; None chooses one.
 

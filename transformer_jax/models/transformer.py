@@ -103,11 +103,11 @@ class Encoder(CheckedModule):
         """Return the hidden state of each token (or of each frame after the convolutions).
 
         Args:
-            tokens: token ids, or an array that matches the config's `inputs`.
-            positions: negative is padding; None is arange(T).
-            mask: which tokens each token sees; None is all. The config's window also applies.
-            segments: ids of packed documents, as in `Decoder`; None is one document.
-            types: BERT's token types; None is 0. Requires `type_vocab_size`.
+            tokens: token IDs, or an array that matches the config's `inputs`.
+            positions: negative means padding; None means arange(T).
+            mask: which tokens each token sees; None means all. The config's window also applies.
+            segments: IDs of packed documents, as in `Decoder`; None means one document.
+            types: BERT's token types; None means 0. Requires `type_vocab_size`.
             key: a single key; turns dropout on.
             capture: names of the places (`transformer_jax.places`) to return.
 
@@ -140,10 +140,10 @@ class Encoder(CheckedModule):
 
         Args:
             tokens: i32[B, T].
-            positions: negative is padding; None is arange(T).
-            mask: which tokens each token sees; None is all. The config's window also applies.
-            segments: ids of packed documents; None is one document.
-            types: BERT's token types; None is 0.
+            positions: negative means padding; None means arange(T).
+            mask: which tokens each token sees; None means all. The config's window also applies.
+            segments: IDs of packed documents; None means one document.
+            types: BERT's token types; None means 0.
             key: a single key; turns dropout on.
             capture: names of the places (`transformer_jax.places`) to return.
             edit: dict from the name of a place to a function that changes its value.
@@ -199,7 +199,7 @@ class Encoder(CheckedModule):
         If the config's `pooler_reads` is "each", token logits are also computed from `pool`.
 
         Args:
-            tokens: token ids, or an array that matches the config's `inputs`.
+            tokens: token IDs, or an array that matches the config's `inputs`.
             **arguments: the other arguments of `encode`.
 
         Returns:
@@ -221,7 +221,7 @@ class Encoder(CheckedModule):
         The config's `pooler_reads` can select the mean over the row, or each token, instead.
 
         Args:
-            tokens: token ids, or an array that matches the config's `inputs`.
+            tokens: token IDs, or an array that matches the config's `inputs`.
             **arguments: the other arguments of `encode`.
 
         Returns:
@@ -278,7 +278,7 @@ class Decoder(CheckedModule):
         tokens: jax.Array,  # i32[B, T]
         *,
         positions: jax.Array | None = None,  # i32[B, T]
-        mask: Mask | None = None,  # None is Causal(); another mask replaces it
+        mask: Mask | None = None,  # None means Causal(); another mask replaces it
         cache: ModelCache | None = None,
         segments: jax.Array | None = None,  # i32[B, T]
         at: jax.Array | None = None,  # i32[B, Q]
@@ -290,17 +290,17 @@ class Decoder(CheckedModule):
 
         Args:
             tokens: i32[B, T].
-            positions: negative is padding; None is arange(T), or with a cache the positions that
-                follow it.
+            positions: negative means padding; None means arange(T), or with a cache the positions
+                that follow it.
             mask: replaces `Causal()`, so write `Causal() & Padding(valid)`. A mask that does not
                 restrict future tokens, such as `Padding(valid)` by itself, raises an error, unless
                 it includes `Everything()`. The config's window and the segments also apply.
             cache: the cache from `init_cache` or the last call; None starts a new sequence.
-            segments: ids of packed documents. A document is a run of equal ids (padding may be one,
-                too): attention stays within it, and its positions start at 0. An id that returns
+            segments: IDs of packed documents. A document is a run of equal IDs (padding may be one,
+                too): attention stays within it, and its positions start at 0. An ID that returns
                 after another one raises an error; under a trace, it starts a new document.
-            at: i32[B, Q], indices of the tokens whose logits to compute; None is every token. After
-                a prompt, usually only the last token's logits are needed.
+            at: i32[B, Q], indices of the tokens whose logits to compute; None means every token.
+                After a prompt, usually only the last token's logits are needed.
             key: a single key; turns dropout on.
             capture: names of the places (`transformer_jax.places`) to return.
             edit: dict from the name of a place to a function that changes its value.
@@ -325,7 +325,7 @@ class Decoder(CheckedModule):
         tokens: jax.Array,  # i32[B, T]
         *,
         positions: jax.Array | None = None,  # i32[B, T]
-        mask: Mask | None = None,  # None is Causal(); another mask replaces it
+        mask: Mask | None = None,  # None means Causal(); another mask replaces it
         segments: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
     ) -> OutputLayer:
@@ -335,9 +335,9 @@ class Decoder(CheckedModule):
 
         Args:
             tokens: i32[B, T].
-            positions: negative is padding; None is arange(T).
+            positions: negative means padding; None means arange(T).
             mask: replaces `Causal()`.
-            segments: ids of packed documents.
+            segments: IDs of packed documents.
             key: a single key; turns dropout on.
         """
         x = run_decoder(
@@ -380,7 +380,7 @@ def run_encoder(
     else:
         check_inputs(cfg.inputs, source)
         x = model.inputs(source, positions)
-        # from here on, positions of the vectors that the convolutions made of frames
+        # from here on, positions of the vectors that the convolutions made from frames
         positions = input_positions(cfg.inputs, positions)
     token_positions, masks = positions_and_masks(cfg, x.shape[:2], positions, segments, mask)
     places = places.with_facts(token_positions, packed=segments is not None)

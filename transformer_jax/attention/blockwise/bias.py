@@ -1,4 +1,4 @@
-"""Bias of blockwise attention by tile: an array is sliced, a `Bias` is evaluated."""
+"""Bias for one tile of blockwise attention: a slice of an array, or an evaluated `Bias`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from transformer_jax.sharding import vary
 from transformer_jax.values import value_class
 
 Sum = jax.Array | list[jax.Array] | None
-"""The gradient of a bias so far: of an array, of the floating leaves of a `Bias`, or None."""
+"""The accumulated gradient of a bias array or of a `Bias`'s floating-point leaves, or None."""
 
 
 def _bias_slices(place: Place) -> tuple[tuple[int, Index, int], ...]:
-    """Return (axis, start, length) of a tile for each axis of the bias."""
+    """Return (axis, start, length) of the tile along each axis of the bias."""
     sizes = place.sizes
     heads = sizes.heads * sizes.G
     return (
@@ -64,7 +64,7 @@ def bias_zeros(bias: jax.Array | Bias | None, sizes: Sizes) -> Sum:
 
 
 def bias_add(place: Place, total: Sum, call: AttentionCall, ds: jax.Array) -> Sum:
-    """Return total + d(bias) of one tile."""
+    """Add the gradient of the bias in one tile to the total."""
     bias = call.bias
     assert bias is not None
     if isinstance(bias, Bias):

@@ -158,10 +158,10 @@ class Blockwise(Implementation):
 
 
 def parts_of_types(call: AttentionCall) -> Parts | None:
-    """Return how types split rows and heads on a mesh of explicit axes, or None.
+    """Return how types split rows and heads on a mesh with explicit axes, or None.
 
-    Also None if the mesh has other axes too, or if the call contains user code, whose loops may not
-    work inside a `shard_map`.
+    It is also None if the mesh has other axes, or if the call contains user code, whose loops may
+    not work inside a `shard_map`.
     """
     query, bias = call.query, call.bias
     mesh = jax.typeof(query).sharding.mesh
@@ -419,7 +419,7 @@ class _Rows(NamedTuple):
 def _forward(call: AttentionCall) -> tuple[jax.Array, ...]:
     """Return (out, m, log l, whether a repair pass was necessary [B, N]).
 
-    Loops over the query tiles of each head group. In a fully masked row m is -inf; in a broken row
+    Loop over the query tiles of each head group. In a fully masked row, m is -inf; in a broken row,
     all three are NaN. lse is m + log l, but if scores are large, rounding the sum loses log l, so
     the backward pass receives the two separately.
     """
@@ -538,7 +538,7 @@ def _forward_tile(
 
 
 _Gradients = tuple[jax.Array, jax.Array, jax.Array, Sum]
-"""The gradients of queries, keys, values and bias, so far."""
+"""The accumulated gradients of queries, keys, values and bias."""
 
 
 class _QueryTile(NamedTuple):

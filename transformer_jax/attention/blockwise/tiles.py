@@ -94,7 +94,7 @@ def _divisors(n: int, most: int) -> list[int]:
 
 
 def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
-    """List the key tiles of each head group and query tile, full first: order [.., nQ, nK]."""
+    """List the key tiles for each head group and query tile, full first: order [.., nQ, nK]."""
     positions = (call.q_positions, sizes.T), (call.k_positions, sizes.S)
     with eagerly(call.mask, call.q_positions, call.k_positions):
         # NumPy indices compile nothing for the plan of a mask without arrays; compiling took two
