@@ -55,13 +55,13 @@ class Target:
     chip: str = ""
     """JAX's name of the chip, such as "NVIDIA H200"; tile sizes depend on it."""
     blocks: tuple[tuple[Kind, Blocks], ...] = ()
-    """Tile sizes that replace those of the table, by kernel."""
+    """Tile sizes that replace those in the table, keyed by kernel."""
     processors: int | None = None
-    """Number of multiprocessors of an NVIDIA chip; None: the number in `chips`."""
+    """Number of multiprocessors of an NVIDIA chip; None means the number in `chips`."""
 
     @property
     def backend(self) -> Backend:
-        """The backend of this name; ValueError if there is none."""
+        """The backend of this name; raise ValueError if there is none."""
         path = f"transformer_jax.kernels.{self.name}"
         try:
             found: Backend = importlib.import_module(path).BACKEND

@@ -20,15 +20,16 @@ MEASURED: dict[tuple[str, str, Kind, int, int, int], Blocks] = {
     ("hopper", _H100, "forward", 128, 128, 2): Blocks(128, 128, 2, slack=8.0),
     ("hopper", _H100, "forward", 256, 256, 2): Blocks(128, 64, 2, slack=8.0),
 }
-"""Tiles that were faster than the defaults, by (backend, JAX's name of the chip, kernel, H, Hv,
-bytes per element): causal, 16 heads, S 8192 (benchmarks/results/h100/tiles.txt; for H 256, only the
-winner was recorded). For H 64, forward tiles of 192 queries were 1.05 times as fast, but with tiles
-of 128 in the backward pass they would pad queries to multiples of 384."""
+"""Tiles that were faster than the defaults, keyed by (backend, JAX's name of the chip, kernel,
+H, Hv, bytes per element). Measured with a causal mask, 16 heads and S 8192
+(benchmarks/results/h100/tiles.txt; for H 256, only the winner was recorded). For H 64, forward
+tiles of 192 queries were 1.05 times as fast, but with tiles of 128 in the backward pass they would
+pad queries to multiples of 384."""
 
 FASTEST: dict[tuple[str, str], int] = {("hopper", _H100): 512}
-"""The smallest number of queries that was timed, by (backend, chip) on which a training step was
-fastest with the kernels. From this number on, `implementation=None` selects the kernels if they
-support the call. Elsewhere they must be requested by name."""
+"""The smallest number of queries that was timed, keyed by the (backend, chip) pairs on which a
+training step was fastest with the kernels. From this number on, `implementation=None` selects the
+kernels if they support the call. On other chips they must be requested by name."""
 
 # Hopper
 
@@ -107,9 +108,9 @@ def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> 
 TPU_LIST_BYTES = 768 * 1024  # limit of the tile lists; scalar memory has 1 MiB
 TPU_VMEM_BYTES = 32 * 1024 * 1024
 TPU_SUM_BYTES = 16 * 1024 * 1024
-"""Limit of the VMEM bytes of the sums of dk and dv for all keys of a head, without the tiles."""
+"""Limit on the VMEM bytes for the sums of dk and dv over all keys of a head, without tiles."""
 TPU_FEW_BYTES = 4 * 1024 * 1024
-"""Limit of the VMEM bytes of one double-buffered tile of keys and values of the decode kernel."""
+"""Limit on the VMEM bytes for a double-buffered tile of keys and values in the decode kernel."""
 TPU_LANES = 128  # elements in a row of a register, and the minimum width of a tile
 
 
@@ -138,7 +139,7 @@ def processors_of(target: Target) -> int | None:
 
 
 def kinds(nondeterministic: bool, decode: bool = False, by_rows: bool = False) -> tuple[Kind, ...]:
-    """Return the kernels of a call; `by_rows` selects the deterministic single-pass backward."""
+    """Return the kernels for a call; `by_rows` selects the deterministic single-pass backward."""
     gradients: tuple[Kind, ...] = ("single_pass",) if nondeterministic else ("dq", "dkdv")
     if by_rows:
         gradients = ("single_pass_rows",)

@@ -57,7 +57,7 @@ class Problem:
     visible: Program | None = None
     """The mask, called with (query vectors, key vectors) of shapes that broadcast to a tile. It
     hides every key at a negative position (key vector 0). The tile of `Operands.pairs`, if present,
-    is passed as an additional key vector. None: every listed tile is full.
+    is passed as an additional key vector. If None, every listed tile is full.
     """
     nondeterministic: bool = False
     """Whether dq may be summed in the order in which programs finish, with varying last bits."""
@@ -69,12 +69,12 @@ class Problem:
     packs: bool = False
     """Whether `transformer_jax.kernels.packed_queries` wraps every kernel except `decode`. Then the
     queries of the call are not padded, and its lists have one tile of queries, shared by the heads
-    that read one key head. The kernel itself just gets more queries and fewer heads.
+    that read one key head. The kernel itself receives more queries and fewer heads.
     """
     interpret: Any = False
     """False on the device; on a CPU the argument of the backend's interpreter."""
     processors: int | None = None
-    """Number of multiprocessors of an NVIDIA chip; None if unknown."""
+    """Number of multiprocessors of an NVIDIA chip, or None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Blocks:
 class Operands(NamedTuple):
     """Arrays of a call. Except on a CPU, T and S are multiples of all tile sizes.
 
-    `decode` takes unpadded queries, and keys and values of any length up to that of the vectors.
+    `decode` accepts unpadded queries, and keys and values that are no longer than the vectors.
     With `pages`, key and value are pools [P, page, K, H or Hv], and their scales [P, page, K].
     """
 
@@ -179,7 +179,7 @@ SKIPPED, PARTIAL, FULL = 0, 1, 2  # classes of tiles, as in transformer_jax.atte
 
 
 def tile_lists(classes: Array) -> TileLists:  # from [B or 1, N or 1, rows, columns]
-    """Return the `TileLists` of classes, as NumPy arrays if these are a NumPy array."""
+    """Return the `TileLists` for tile classes, as NumPy arrays if `classes` is one."""
     xp: ModuleType = np if isinstance(classes, np.ndarray) else jnp
     is_full, is_partial = classes == FULL, classes == PARTIAL
     full = is_full.sum(axis=-1, dtype=np.int32)
@@ -226,7 +226,7 @@ class Backend:
 
     A backend has `single_pass_rows`, or `dq` and `dkdv`, or only `single_pass` if that is
     deterministic; `single_pass` is called only if `refuse` accepts a `nondeterministic` problem.
-    `decode` gets T queries without padding and without dropout. Its lists have one row, shared by
+    `decode` receives T queries, without padding or dropout. Its lists have one row, shared by
     the heads that read one key head. Only `decode` reads keys and values in int8 and from pages of
     a pool: key j of batch row b is in page `pages[b, j // page]`, in slot j % page. Vectors, pairs,
     bias and lists are still indexed by j, with S = M page.
@@ -238,13 +238,13 @@ class Backend:
     blocks: Callable[..., Blocks]
     """Return the default tile sizes for (kind, H, Hv, bytes per element, K)."""
     list_bytes: int | None = None
-    """The most bytes that tile lists may take; None: no limit."""
+    """Maximum size of tile lists in bytes; None means no limit."""
     heads_first: bool = False
     """Whether results are transposed: [B, N, T, H]."""
     shortest: int | None = None
-    """The shortest tile for a short sequence; None: short sequences are padded to whole tiles."""
+    """Shortest tile for a short sequence; if None, short sequences are padded to whole tiles."""
     decode_rows: int = 0
-    """The most queries per key head, T N / K, that `decode` takes."""
+    """Maximum number of queries per key head, T N / K, for `decode`."""
     int8: bool = False
     """Whether `decode` reads int8 with scales."""
     page: int = 0

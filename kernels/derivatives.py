@@ -156,7 +156,7 @@ class _LeafPasses:
 
 
 def _nonzero(zero: type, tangents: Leaves) -> dict[int, Tree]:
-    """Return the tangents that are not symbolic zeros, by index."""
+    """Return the tangents that are not symbolic zeros, keyed by index."""
     return {i: x for i, x in enumerate(tangents) if not isinstance(x, zero)}
 
 

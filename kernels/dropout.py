@@ -56,7 +56,7 @@ def keep(
     k_index: jax.Array,  # u32[1, block_k] or broadcast
     rate: float,
 ) -> jax.Array:  # bool[block_q, block_k]
-    """Return which weights of a tile are kept, from the words of its head."""
+    """Return a mask of the weights to keep in a tile, from the words of its head."""
     # absorb the query once per row and mix the key index once per column: one `mix` per pair
     a = mix(a ^ q_index)
     b = mix(b + a)

@@ -34,7 +34,7 @@ from transformer_jax.kernels.sharding import (
 )
 
 ListsByKernel = dict[Kind, TileLists]
-"""Tile lists of each kernel of a call; the rows of the kernels in `BY_KEY` are key tiles."""
+"""Tile lists for each kernel in a call; the rows of the kernels in `BY_KEY` are key tiles."""
 BY_KEY: tuple[Kind, ...] = ("dkdv", "single_pass")
 FORWARD = QUERIES, ROWS, ROWS  # out, m, log l
 
@@ -48,9 +48,9 @@ def fused_attention(
     """Return attention and the logarithm of its denominator.
 
     Except on a CPU, T and S are multiples of the tile sizes of each kernel, but with a decode
-    kernel keys and values may be shorter, and packed queries are not padded. Differentiable in
-    query, key, value, bias, slopes, sinks and the int8 scales: the backward kernels compute
-    gradients, and `portable` all other derivatives.
+    kernel keys and values may be shorter, and packed queries are not padded. The result is
+    differentiable in query, key, value, bias, slopes, sinks and the int8 scales. The backward
+    kernels compute gradients, and `portable` computes all other derivatives.
     """
     backend, blocks = target.backend, dict(target.blocks)
 
@@ -58,7 +58,7 @@ def fused_attention(
         problem: Problem, kind: Kind, results: tuple[AxisNames, ...], *, of_bias: bool = False,
         plainly: Kernels | None = None,
     ) -> KernelCall:  # fmt: skip
-        """Return a kernel of (operands, lists[, saved]), with rules for `vmap` and for a mesh.
+        """Return a kernel that takes (operands, lists[, saved]), with rules for `vmap` and meshes.
 
         The kernels of `plainly` are plain JAX and need no rules.
         """

@@ -1,7 +1,7 @@
 """Packing of the queries of all heads that read one key head into the rows of one tile.
 
 With few queries, a tile of a single head is mostly empty, and each head reads the keys again. When
-packed, row g T + t of key head h is query t of query head h G + g, with G = N / K: a kernel gets K
+packed, row g T + t of key head h is query t of query head h G + g, with G = N / K: a kernel has K
 heads with G T rows each, padded to whole tiles. Every tile of rows visits all tiles that any of its
 queries sees. The decode kernels pack queries themselves; `packed` wraps all other kernels.
 
@@ -139,7 +139,7 @@ class PackedQueries:
     def unpacked(
         self, x: jax.Array, names: AxisNames, bias: tuple[int, ...] | None = None
     ) -> jax.Array:
-        """Unpack a result to queries and heads; the gradient of a bias gets the bias's shape."""
+        """Unpack a result to queries and heads, or the gradient of a bias to the bias's shape."""
         if names == KEYS:
             return x
         if names == QUERIES:  # [B, rows, K, d] -> [B, T, N, d]

@@ -94,7 +94,7 @@ def forward(
 def backward_single_pass(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, ...]:
-    """Return dq, dk, dv, and with learned slopes f32[B, N, S], sums of -ds |q - k|."""
+    """Return dq, dk, dv and, with learned slopes, the sums of -ds |q - k|, f32[B, N, S]."""
     tiles = _Tiles(problem, operands, blocks)
     q, do, keys, values, rows = _backward_inputs(tiles, operands, saved)
     visits, slopes = _visited(lists), learns_slopes(problem, operands)
@@ -132,7 +132,7 @@ def backward_single_pass(
 def backward_bias(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
-    """Return the gradient of an array bias, in float32 and in its shape."""
+    """Return the gradient of an array bias, in the bias's shape and float32."""
     assert operands.bias is not None
     tiles, shape = _Tiles(problem, operands, blocks), operands.bias.shape
     q, do, keys, values, rows = _backward_inputs(tiles, operands, saved)
@@ -189,13 +189,13 @@ def _visit(visits: jax.Array, step: Callable[[jax.Array, State], State], state: 
 
 
 def _clean(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return rows in float32, with zeros for non-finite rows, and which rows are finite."""
+    """Return rows in float32, with zeros for non-finite rows, and a mask of the finite rows."""
     finite = jnp.isfinite(x).all(axis=-1)
     return jnp.where(finite[..., None], x, 0).astype(jnp.float32), finite
 
 
 def _clean_keys(operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return keys and values, zeros if either is not finite, and which keys have both finite."""
+    """Return keys and values, zeros if either is not finite, and a mask of the finite keys."""
     (k, finite_k), (v, finite_v) = _clean(operands.key), _clean(operands.value)
     finite = finite_k & finite_v
     k, v = (jnp.where(finite[..., None], x, 0) for x in (k, v))
@@ -203,7 +203,7 @@ def _clean_keys(operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 class _Rows(NamedTuple):
-    """Forward results by tile of queries: f32[rows, B, N, block] each."""
+    """Forward results in tiles of queries, each f32[rows, B, N, block]."""
 
     row_max: jax.Array
     log_sum: jax.Array
@@ -213,7 +213,7 @@ class _Rows(NamedTuple):
 def _backward_inputs(
     tiles: _Tiles, operands: Operands, saved: Residuals
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, _Rows]:
-    """Return queries and cotangents by tile, keys and values, and the forward results."""
+    """Return queries and cotangents in tiles, keys and values, and the forward results."""
     q, do = _clean(tiles.by_tile(operands.query))[0], tiles.by_tile(saved.do).astype(jnp.float32)
     rows = _Rows(
         tiles.rows_by_tile(saved.row_max, jnp.inf),

@@ -8,7 +8,7 @@ is gathered, unless neither the number of parts nor that of the key heads divide
     partitioned   the compiler splits a function in the same way as the query
     by_types      types determine the split, on a mesh of explicit axes
     over_devices  `partitioned` with a rule for `vmap`; a mesh may also split the axis of `vmap`
-    batched       the same for a kernel, which gets the axis of `vmap` as additional batch rows
+    batched       the same for a kernel, which sees the axis of `vmap` as additional batch rows
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Parts:
     """
 
     mesh: Mesh | AbstractMesh
-    full: dict[str, int]  # total number of rows and heads, by name
-    axes: dict[str, tuple[str, ...]]  # of the mesh, by name
+    full: dict[str, int]  # total numbers of rows and heads, keyed by name
+    axes: dict[str, tuple[str, ...]]  # axes of the mesh, keyed by name
 
     @classmethod
     def of(

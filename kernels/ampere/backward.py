@@ -72,7 +72,7 @@ class _Inputs(NamedTuple):
     D: Ref  # f32[B, N, T]
 
     def of_queries(self, b: Index, n: Index, q0: Index) -> tuple[jax.Array, jax.Array]:
-        """Load base and D of 64 queries."""
+        """Load base and D for 64 queries."""
         place = b, n, pl.ds(q0, ROWS)
         base, D = (load(x.at[place], WGMMA.reduce(1)) for x in (self.base, self.D))
         return base, D
@@ -88,7 +88,7 @@ def _inputs(operands: Operands, saved: Residuals) -> _Inputs:
 def backward_dq(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return dq [B, T, N, H], and with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|."""
+    """Return dq [B, T, N, H] and, with learned slopes, -sum_j ds_ij |q_i - k_j|, f32[B, N, T]."""
     check_rows("dq", blocks.q)
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype, has_slopes = operands.query.dtype, learns_slopes(problem, operands)
@@ -189,7 +189,7 @@ class _QueryTiles:
 def backward_bias(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
-    """Return ds summed over the bias's axes of size 1; f32 in the bias's shape."""
+    """Return ds summed over the bias's axes of size 1, in the bias's shape and float32."""
     check_rows("bias", blocks.q)
     assert operands.bias is not None
     H, Hv, shape = operands.query.shape[-1], operands.value.shape[-1], operands.bias.shape
@@ -211,7 +211,7 @@ def _backward_bias(
     problem: Problem, blocks: Blocks, outer: tuple[int, ...], visits: Ref, inputs: _Inputs,
     out: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run a program: the visited tiles of all batch rows and heads that share a tile of the sum."""
+    """Run a program over the visited tiles of all rows and heads that share a tile of the sum."""
     operands = inputs.operands
     tiles = _QueryTiles(problem, blocks, inputs, TileVectors(problem, operands, ROW, copies=False),
                         **memory)  # fmt: skip
@@ -268,7 +268,7 @@ def _backward_dkdv(
     problem: Problem, blocks: Blocks, parts: tuple[tuple[str, ...], ...], lists: TileLists,
     inputs: _Inputs, dk_out: Ref, dv_out: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run a program: dk, dv or both of 64 keys."""
+    """Run a program, which computes dk, dv or both for 64 keys."""
     program = lax.axis_index("program")
     vectors = TileVectors(problem, inputs.operands, COLUMN, copies=False)
     outs = {"dk": dk_out, "dv": dv_out}
@@ -282,7 +282,7 @@ def _backward_dkdv(
 
 @dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _KeyTiles:
-    """Computation of dk, dv or both of 64 keys."""
+    """Computation of dk, dv or both for 64 keys."""
 
     problem: Problem
     blocks: Blocks

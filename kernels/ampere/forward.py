@@ -102,7 +102,7 @@ def _forward(
 
 @dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _Program:
-    """Computation of the output of 64 queries."""
+    """Computation of the output for 64 queries."""
 
     problem: Problem
     blocks: Blocks

@@ -56,7 +56,7 @@ HANDLERS = (
     "weight_product", "row_norm",
 )  # fmt: skip
 FEW_ROWS = 16
-"""The most queries per key head, T N / K, for which keys and values are read without repacking."""
+"""Maximum queries per key head, T N / K, for which keys and values are read without repacking."""
 _EMPTY: list[Any] = [np.zeros((0,) * ndim, np.int32) for ndim in (4, 3, 3)]  # NumPy: no device
 NO_LISTS = TileLists(*_EMPTY)
 INSTRUCTIONS = "avx512", "avx2", "neon", "plain"
@@ -153,7 +153,7 @@ def forward(
 def backward_single_pass(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, ...]:
-    """Return dq, dk, dv, and with learned slopes f32[B, N, S], sums of -ds |q - k|."""
+    """Return dq, dk, dv and, with learned slopes, the sums of -ds |q - k|, f32[B, N, S]."""
     shapes = [(x.shape, x.dtype) for x in operands[:3]]
     if learns_slopes(problem, operands):
         B, _, N, _ = operands.query.shape
@@ -164,7 +164,7 @@ def backward_single_pass(
 def backward_bias(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
-    """Return the gradient of an array bias, in float32 and in its shape."""
+    """Return the gradient of an array bias, in the bias's shape and float32."""
     assert operands.bias is not None
     shapes = [(operands.bias.shape, jnp.float32)]
     name = "attention_backward_bias"

@@ -2,7 +2,7 @@
 
 Every kernel is persistent and warp-specialized. One warpgroup, the producer, copies tiles into
 slots of shared memory (TMA, with barriers). The others are consumers: `Blocks.q / 64` or
-`Blocks.k / 64` warpgroups that multiply (wgmma), with 64 rows of the scores each. In the forward
+`Blocks.k / 64` warpgroups that multiply (wgmma), each for 64 rows of the scores. In the forward
 pass two consumers alternate at the tensor cores, so that the softmax of one overlaps with the
 products of the other (FlashAttention-3, Shah et al. 2024, section 3.1). With a positive
 `Blocks.slack`, a warp rescales its sums only if a maximum has risen by more than that

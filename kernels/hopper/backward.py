@@ -70,7 +70,7 @@ QuerySums = tuple[jax.Array, jax.Array, jax.Array]  # dq, dslopes, step
 def backward_dq(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return dq [B, T, N, H], and with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|."""
+    """Return dq [B, T, N, H] and, with learned slopes, -sum_j ds_ij |q_i - k_j|, f32[B, N, T]."""
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
@@ -151,7 +151,7 @@ class _QueryConsumer:
     w: jax.Array
 
     def walk_item(self, item: jax.Array, step: jax.Array) -> jax.Array:
-        """Compute an item: dq of some queries."""
+        """Compute an item: dq for some queries."""
         H, w = self.operands.query.shape[-1], self.w
         b, n, row = query_items(self.operands, self.blocks).at(self.lists, item)
         q0 = row * self.blocks.q + w * ROWS
@@ -260,7 +260,7 @@ def _backward_dkdv(
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program.
 
-    Two consumers have 64 keys each. If dk and dv need too many registers for one warpgroup, both
+    Each of two consumers has 64 keys. If dk and dv need too many registers for one warpgroup, both
     have the same 64 keys: the first computes the scores and sums dv, the second reads the weights
     from shared memory and sums dk.
     """
@@ -315,7 +315,7 @@ class _KeyConsumer:
     wanted: tuple[str, ...]  # "dk", "dv"
 
     def walk_item(self, item: jax.Array, step: jax.Array) -> jax.Array:
-        """Compute an item: dk, dv or both of some keys."""
+        """Compute an item: dk, dv or both for some keys."""
         (_, _, K, H), N = self.operands.key.shape, self.operands.query.shape[2]
         G = N // K
         b, head, row = key_items(self.operands, self.blocks).at(self.lists, item, G)

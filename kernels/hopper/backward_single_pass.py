@@ -7,9 +7,9 @@ device memory (a TMA reduction) in an arbitrary order, so two runs may differ in
 
     s = k q^T    dp = v do^T    dv += p do    dk += du q    dq[tile] += du^T k
 
-with keys as rows. Two warpgroups have 64 keys each. Both write du to shared memory, then each sums
-half of a tile of dq over the keys of both and writes it to shared memory. The producer adds it to
-device memory, as in FlashAttention-3 (Shah et al. 2024), so that no consumer waits for a copy.
+with keys as rows. Each of two warpgroups has 64 keys. Both write du to shared memory, and each then
+sums half of a tile of dq over the keys of both and writes it to shared memory. The producer adds
+it to device memory, as in FlashAttention-3 (Shah et al. 2024), so no consumer waits for a copy.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ PARTS = 2  # number of consumers
 def backward_single_pass(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, ...]:
-    """Return dq, dk, dv, and with learned slopes f32[B, N, S] of -sum_i ds_ij |q_i - k_j|.
+    """Return dq, dk, dv and, with learned slopes, -sum_i ds_ij |q_i - k_j|, f32[B, N, S].
 
     The rows of `lists` are key tiles.
     """
@@ -228,7 +228,7 @@ class _Consumer:
         plgpu.barrier_wait(self.walk.both)
 
     def walk_item(self, item: jax.Array, step: jax.Array) -> jax.Array:
-        """Compute an item: dk and dv of some keys, and their part of dq."""
+        """Compute an item: dk and dv for some keys, and their part of dq."""
         (_, _, K, H), N = self.operands.key.shape, self.operands.query.shape[2]
         G, Hv = N // K, self.operands.value.shape[-1]
         b, head, row = key_items(self.operands, self.blocks).at(self.lists, item, G)

@@ -50,7 +50,7 @@ from transformer_jax.kernels.sharding import result
 def backward_bias(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
-    """Return ds summed over the bias's axes of size 1; f32 in the bias's shape."""
+    """Return ds summed over the bias's axes of size 1, in the bias's shape and float32."""
     H, Hv = operands.query.shape[-1], operands.value.shape[-1]
     assert operands.bias is not None
     dtype, shape = operands.query.dtype, operands.bias.shape

@@ -16,7 +16,7 @@ def sum_shape(operands: Operands, blocks: Blocks) -> tuple[int, int, int, int]:
     """Return the shape of the kernel's sum.
 
     If axis T or S of the bias has size 1, the kernel sums over tiles in registers, and the caller
-    sums over the rows or columns of the last tile. If both do, the kernel keeps T.
+    sums over the rows or columns of the last tile. If both have size 1, the kernel keeps T.
     """
     assert operands.bias is not None
     T, S = operands.query.shape[1], operands.key.shape[1]

@@ -24,7 +24,7 @@ def for_copies(operands: Operands, listed: int | None = None) -> Operands:
 
     Copies need at least 64 keys, and a multiple of 8: past the end, Hopper's copies read zeros, and
     Ampere's begin earlier. Hopper reads scales without copies, so it needs `listed` of them, the
-    number of keys in listed tiles; None: as many as keys. Pages need no padding.
+    number of keys in listed tiles; None means as many as keys. Pages need no padding.
     """
     if operands.pages is not None:
         return operands

@@ -219,7 +219,7 @@ def weights(
     problem: Problem, operands: Operands, raw: jax.Array, base: jax.Array, position: TilePosition,
     q_axis: int, partial: bool,
 ) -> Weights:  # fmt: skip
-    """Return the weights of a tile; takes the arguments of `probabilities`."""
+    """Return the weights of a tile, from the same arguments as `probabilities`."""
     s, tanh = scores(problem, operands, raw, position, q_axis, partial)
     weight = dropped = jnp.exp2(s * score_unit(problem, operands) - base)
     grow = 1 / (1 - problem.dropout_rate)

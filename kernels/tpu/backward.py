@@ -65,7 +65,7 @@ class QuerySums(NamedTuple):
 def backward_dq(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, jax.Array | None]:  # [B, T, N, H], f32[B, N, T]
-    """Return dq, and with learned slopes the rows -sum_j ds_ij |q_i - k_j|."""
+    """Return dq and, with learned slopes, the rows -sum_j ds_ij |q_i - k_j|."""
     B, T, N, H = operands.query.shape
     sloped = learns_slopes(problem, operands)
 

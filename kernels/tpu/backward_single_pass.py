@@ -30,7 +30,7 @@ from transformer_jax.kernels.tpu.scores import dot, score_gradients
 
 
 def sums_fit(S: int, H: int, Hv: int) -> bool:
-    """Whether the sums of dk and dv of a key head fit VMEM; a row takes whole registers."""
+    """Whether the sums of dk and dv for a key head fit in VMEM; a row fills whole registers."""
     lanes = sum(-(-width // 128) * 128 for width in (H, Hv))
     return S * lanes * 4 <= TPU_SUM_BYTES
 
@@ -38,7 +38,7 @@ def sums_fit(S: int, H: int, Hv: int) -> bool:
 def backward_single_pass_rows(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, ...]:  # [B, T, N, H], [B, S, K, H], [B, S, K, Hv][, f32[B, N, T]]
-    """Return dq, dk, dv, and with learned slopes the rows -sum_j ds_ij |q_i - k_j|."""
+    """Return dq, dk, dv and, with learned slopes, the rows -sum_j ds_ij |q_i - k_j|."""
     (B, T, N, H), (_, S, K, _) = operands.query.shape, operands.key.shape
     Hv, dtype = operands.value.shape[3], operands.query.dtype
     sloped = learns_slopes(problem, operands)

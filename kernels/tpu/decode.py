@@ -242,7 +242,7 @@ class Walk:
         )  # fmt: skip
 
     def spec(self, kind: str, shape: tuple[int, ...]) -> pl.BlockSpec:
-        """Return the BlockSpec of an array of a kind; axes of size 1 are shared."""
+        """Return the BlockSpec for an array of this kind; axes of size 1 are shared."""
         heads = self.heads if shape[1] > 1 else 1
         tile = {
             "row": (heads, *shape[2:]),

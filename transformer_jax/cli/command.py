@@ -26,7 +26,7 @@ PICTURES = ".png", ".svg", ".pdf"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of a command that loads a model."""
+    """Options for a command that loads a model."""
 
     model: str
     """Folder of a run or of a published model, or the model's ID on the Hugging Face hub."""
@@ -56,7 +56,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TypedModelOptions(ModelOptions):
-    """Options of a command that loads a model and can convert its weights."""
+    """Options for a command that loads a model and can convert its weights."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """For a published model: dtype of its parameters; default: as stored."""
@@ -124,10 +124,10 @@ def run(
 ) -> int:
     """Read the options of a command, call `work` and return the exit status.
 
-    `name` defaults to the name of the options class; `about`, the beginning of the help, to the
-    docstring of its module. `work` receives the options and, for each of `more`, the texts of its
-    fields, and returns the exit status, or None for 0; 1: something cannot be read; 2: usage;
-    130: interrupted.
+    `name` defaults to the name of the options class, and `about`, the first part of the help, to
+    the docstring of its module. `work` receives the options and, for each item of `more`, the texts
+    of its fields. It returns the exit status, or None for 0. Status 1 means that something cannot
+    be read, 2 a usage error, and 130 an interrupt.
     """
     # A model may write characters that the terminal lacks.
     escape_unprintable()

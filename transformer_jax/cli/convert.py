@@ -25,7 +25,7 @@ TASK_TYPES = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
 
 @dataclass(frozen=True, kw_only=True)
 class Convert(ModelOptions):
-    """Options of the command."""
+    """Command-line options."""
 
     to: str
     """Output folder; must be new or empty."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(ModelOptions):
-    """Options of the command."""
+    """Command-line options."""
 
     data: str | None = None
     """A file in the format of the training data; plain text for a published model."""
@@ -39,13 +39,13 @@ class Evaluate(ModelOptions):
     text: Path | None = None
     """Evaluate a text file: its perplexity, with sliding windows."""
     window: int | None = None
-    """With --text: tokens in a window; default: max_len."""
+    """With --text: number of tokens per window; default: max_len."""
     stride: int | None = None
-    """With --text: tokens between the starts of windows; default: half a window."""
+    """With --text: number of tokens between the starts of windows; default: half a window."""
     choices: Path | None = None
     """Evaluate questions, lines {"context": ..., "choices": [...], "answer": INDEX}."""
     batch_size: int | None = None
-    """With --text or --choices: rows in a batch; default: 8."""
+    """With --text or --choices: number of rows per batch; default: 8."""
     targets: str | None = None
     """For pairs: file with the targets, one per line."""
     examples: int | None = None
@@ -53,11 +53,11 @@ class Evaluate(ModelOptions):
     beams: int | None = None
     """For pairs: number of beams; default: as in the run."""
     context: int | None = None
-    """For a published model: tokens in a window; default: 512."""
+    """For a published model: number of tokens per window; default: 512."""
     task: str | None = None
     """For a published model: chat evaluates its answers in lines of messages; default: text."""
     zero: str | None = None
-    """Set a place of the model (transformer_jax.places) to 0; * matches any block."""
+    """Set a place in the model (transformer_jax.places) to 0; * matches any block."""
     heads: tuple[int, ...] | None = field(default=None, metadata=WORDS)
     """With --zero: indices of the heads; default: all."""
     json: bool = False

@@ -16,7 +16,7 @@ from transformer_jax.config.fields import check_new_folder
 
 @dataclass(frozen=True, kw_only=True)
 class Export(TypedModelOptions):
-    """Options of the command."""
+    """Command-line options."""
 
     context: int | None = None
     """Maximum number of tokens of a prompt and its answer, not counting the last token, which is
@@ -24,7 +24,7 @@ class Export(TypedModelOptions):
     to: str
     """Output folder; must be new or an earlier export."""
     batch: int | None = None
-    """Rows of a batch; default: any number."""
+    """Number of rows per batch; default: any number."""
     platforms: str = "cpu,cuda,tpu"
     """Comma-separated list of cpu, cuda, rocm and tpu."""
 

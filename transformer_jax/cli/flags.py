@@ -42,7 +42,7 @@ POSITIONAL = {"positional": True, **WORDS}
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command; every error is a ConfigError."""
+    """Argument parser for a command; every error raises ConfigError."""
 
     def __init__(self, command: str, description: str | None, epilog: str | None = None) -> None:
         super().__init__(
@@ -57,9 +57,9 @@ class Parser(argparse.ArgumentParser):
 
 def spelled(
     argv: Sequence[str],
-    names: Mapping[str, str],  # full name of a flag by every spelling, with dashes
+    names: Mapping[str, str],  # full name of each flag, keyed by spelling, with dashes
 ) -> list[str]:
-    """Return `argv` with the full name of every flag.
+    """Return `argv` with every flag spelled out in full.
 
     An `_` in a flag is read as `-`. A word with a space before any `=` is a value, even if it
     starts with dashes. Raises ConfigError for an unknown flag, with the nearest known one.
@@ -121,9 +121,9 @@ class ConfigFlags:
     ) -> None:
         """Collect the fields, except those in `without`, which the command sets itself.
 
-        `whole` is the help title of the fields of `config` itself. With `none`, the word None sets
-        None. It is False for options of a command, where None means that the flag is absent, and a
-        string may be "none".
+        `whole` is the help title for the fields of `config` itself. If `none` is true, the word
+        None sets a field to None. Pass False for the options of a command, where None means that
+        the flag is absent, and a string may be "none".
         """
         self.config, self._whole, self._without, self._none = config, whole, without, none
         self.collect()
@@ -148,11 +148,11 @@ class ConfigFlags:
             for start in range(1, len(path))
             if (counts_first if path in first else counts)[path[start:]] == 1
         }
-        """The full name of a flag by every spelling."""
+        """Full name of each flag, keyed by spelling."""
         self.names |= {flag_of(path): flag_of(path) for path in self.fields}
 
     def groups(self) -> dict[str, Path]:
-        """Return the paths of the configs that have flags, by their titles in help."""
+        """Return the paths of the configs that have flags, keyed by help title."""
         within = sorted(dict.fromkeys(path[:-1] for path in self.fields), key=len)
         return {".".join(path) or self._whole: path for path in within}
 
@@ -209,7 +209,7 @@ class ConfigFlags:
         return {path: found[".".join(path)] for path in self.fields if ".".join(path) in found}
 
     def options(self, arguments: argparse.Namespace) -> Any:
-        """Return the options dataclass; ConfigError for an invalid or missing flag."""
+        """Return the options dataclass; raise ConfigError for an invalid or missing flag."""
         texts = self.texts(arguments)
         for path, (field,) in self.fields.items():
             if field.default is MISSING and path not in texts:
@@ -219,7 +219,7 @@ class ConfigFlags:
         })  # fmt: skip
 
     def read(self, texts: Mapping[Path, Text], base: FieldValue) -> dict[Path, FieldValue]:
-        """Return the flags' changes to `base`: values by path; a kind of config is a class.
+        """Return the flags' changes to `base`, keyed by path; a kind of config is a class.
 
         ConfigError names the field, its text and the rule.
         """
@@ -316,7 +316,7 @@ def value_at(config: object, path: Path) -> object:
 
 
 def _at(base: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -> FieldValue:
-    """Return the value at a path after changes of kinds."""
+    """Return the value at a path after kinds have changed."""
     value = base
     for end, name in enumerate(path, start=1):
         value = _changed_value(getattr(value, name), changes, path[:end])
@@ -368,7 +368,7 @@ def _kind_name(kind: type) -> str:
 
 
 def _read(name: str, hint: Hint, text: Text) -> FieldValue:
-    """Convert a flag's text to the type of its field; ConfigError states the expected values.
+    """Convert a flag's text to the type of its field; a ConfigError states the valid values.
 
     A unique prefix of a kind's name is enough. Values of a Literal must match exactly.
     """
@@ -404,7 +404,7 @@ def _read(name: str, hint: Hint, text: Text) -> FieldValue:
 
 
 def _options(hint: Hint) -> tuple[Hint, ...]:
-    """Return the types of a union, None first, or a tuple that contains only the type."""
+    """Return the types in a union, None first, or a one-item tuple for any other type."""
     options = (hint,) if get_origin(hint) in (None, Literal, tuple) else get_args(hint)
     return tuple(sorted(options, key=lambda option: option is not NoneType))
 

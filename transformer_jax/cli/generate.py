@@ -33,12 +33,12 @@ FORMS = "schema", "regex", "grammar"
 """Options that constrain the output."""
 
 SAMPLING = "temperature", "top_k", "top_p", "min_p", "typical_p", "seed"
-"""Options of sampling."""
+"""Sampling options."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(TypedModelOptions):
-    """Options of the command."""
+    """Command-line options."""
 
     prompt: str | None = None
     """The text to continue, or the source of an encoder-decoder; default: a newline."""
@@ -79,7 +79,7 @@ class Generate(TypedModelOptions):
     grammar: str | None = None
     """File with a grammar, in Lark's syntax, that the output must match."""
     samples: int | None = None
-    """Number of texts to sample; with --beams, of best texts; for a [MASK], of likeliest tokens."""
+    """Number of texts to sample (with --beams: best texts; for a [MASK]: likeliest tokens)."""
     beams: int | None = None
     """Width of a beam search, which prints the best text, or --samples of them."""
     length_penalty: float | None = None
@@ -273,7 +273,7 @@ def _prompts(path: str, every_line: bool = False) -> list[str]:
 
 
 def _processors(options: Generate, model: LanguageModel) -> tuple[HistoryProcessor, ...]:
-    """Return the logit processors of the options."""
+    """Return the logit processors that the options select."""
     from transformer_jax.decoding import logit_processors as kinds
 
     out: list[HistoryProcessor] = []

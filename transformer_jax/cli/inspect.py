@@ -1,4 +1,4 @@
-"""Show what happens inside a model as it reads a text: a picture, or an interactive HTML page.
+"""Show what happens inside a model as it reads text: a picture or an interactive HTML page.
 
 python -m transformer_jax inspect --model RUN --prompt TEXT --what lens --out lens.html
 python -m transformer_jax inspect --model FOLDER_OR_ID --prompt TEXT --other TEXT --what patch
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect(ModelOptions):
-    """Options of the command."""
+    """Command-line options."""
 
     prompt: str
     """The text, or the source for a model of pairs."""
@@ -68,8 +68,8 @@ READS = {
 """Values of --what, with the options that each one reads in addition to the prompt."""
 
 LENS_TOKENS = 40
-"""Maximum length of a target that the model generates for the lens, or half of max_len if less: a
-re-encoded text may have more tokens than were generated."""
+"""Maximum length of a target that the model generates for the lens, or half of max_len if that is
+less. Re-encoded text may have more tokens than were generated."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

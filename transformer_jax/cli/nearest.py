@@ -15,7 +15,7 @@ from transformer_jax.cli.flags import WORDS
 
 @dataclass(frozen=True, kw_only=True)
 class Nearest(ModelOptions):
-    """Options of the command."""
+    """Command-line options."""
 
     word: str
     """A word that is a single token."""

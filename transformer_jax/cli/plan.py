@@ -37,7 +37,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of the command, in addition to the fields of a run."""
+    """Command-line options, in addition to the fields of a run."""
 
     target: str
     """Hardware: cpu, h200, tpu-v5e-256, ..."""
@@ -139,7 +139,7 @@ def plan(options: PlanOptions, texts: Mapping[Path, Text]) -> bool:
 
 
 def _print(found: Plan) -> None:
-    """Print the memory that one chip needs, by purpose, and the minimum time of a step."""
+    """Print the memory that one chip needs for each purpose, and the minimum time of a step."""
     memory, hardware = found.memory, found.hardware
     chip = "this machine" if hardware.chip is None else f"a chip ({hardware.chip.name})"
     kinds = [

@@ -81,7 +81,7 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """Options of the command."""
+    """Command-line options."""
 
     runs: tuple[Path, ...] = field(metadata=POSITIONAL)
     """Folders of runs."""
@@ -109,7 +109,7 @@ def plot(options: Plot) -> None:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Curves]:
-    """Read runs; ConfigError for a folder without a run or without metrics."""
+    """Read runs; raise ConfigError for a folder without a run or without metrics."""
     from transformer_jax.checkpoints.run_folder import RunFolder
 
     configs = {path: RunFolder(path).read_config() for path in paths}
@@ -248,7 +248,7 @@ def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
 
 
 def _zoom(panel: Axes, curves: Sequence[Curves], axis: Axis) -> None:
-    """Set the limits of the losses, ignoring the first tenth of the longest run."""
+    """Set the limits of the loss axis, ignoring the first tenth of the longest run."""
     every = [one.points(name, axis) for one in curves for name in ("loss", "val_loss")]
     longest = max((points[-1][0] for points in every if points), default=0.0)
     # The initial fall from ln V would leave no room for the differences.
@@ -261,7 +261,7 @@ def _zoom(panel: Axes, curves: Sequence[Curves], axis: Axis) -> None:
 
 
 def _label_ends(panel: Axes, ends: Sequence[tuple[float, float, str, str, str]]) -> None:
-    """Write the name, loss and perplexity of each run after its curve, without overlaps."""
+    """Write the name, loss and perplexity of each run at the end of its curve, without overlaps."""
     finite = sorted((end for end in ends if math.isfinite(end[1])), key=lambda end: end[1])
     low, high = panel.get_ylim()
     room = (high - low) / 22

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(PrepareConfig):
-    """Options of the command."""
+    """Command-line options."""
 
     data: tuple[str, ...] = field(metadata=WORDS)
     """Input files in order: text, JSON lines or Parquet."""

@@ -68,7 +68,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def _prepare(folder: Path) -> None:
-    """Create the folder and limit its size; OSError if it is not writable or another user's."""
+    """Create the folder and limit its size; raise OSError unless the user owns and can write it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
         # Programs in the folder run with our permissions.

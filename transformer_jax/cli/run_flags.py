@@ -104,7 +104,7 @@ class RunFlags:
         return changed(_TaskOnly(LanguageTask()), FLAGS.read(texts, TrainConfig())).task
 
     def check_start(self) -> None:
-        """Raise ConfigError if several starts are passed, or a folder as the kind of model."""
+        """Raise ConfigError if several starts are passed, or the kind of model is a folder."""
         for name in ("preset", "model"):
             if getattr(self.start, name) is None:
                 continue
@@ -118,7 +118,7 @@ class RunFlags:
             raise ConfigError(f"model is {kind!r}: {rule}")
 
     def base(self) -> TrainConfig:
-        """Return the config that the flags change, of a preset or a kind of model."""
+        """Return the config that the flags change, from a preset or a kind of model."""
         name, task = self.start.preset, self.task
         if name is None:
             return task_recipe(task, self.start.model or "transformer")
@@ -163,7 +163,7 @@ def _parser(
     defaults: TrainConfig | None = None,
     shown: Collection[str] = (),
 ) -> Parser:
-    """Return a parser whose help contains the groups `shown`, with the defaults of a run."""
+    """Return a parser whose help contains the groups in `shown`, with the defaults of a run."""
     others = textwrap.fill(", ".join(name for name in FLAGS.groups() if name not in shown), 79)
     whole = "run" in shown
     parser = Parser(

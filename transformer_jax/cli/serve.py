@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(TypedModelOptions):
-    """Options of the command."""
+    """Command-line options."""
 
     context: int | None = None
     """Maximum number of tokens of a prompt and its answer, not counting the last token, which is

@@ -1,4 +1,4 @@
-"""Show how a text is tokenized: pieces, IDs and, for BPE, the merges.
+"""Show how text is tokenized: pieces, IDs and, for BPE, the merges.
 
 python -m transformer_jax tokens --model RUN --prompt TEXT
 python -m transformer_jax tokens --model FOLDER_OR_ID --prompt TEXT
@@ -20,7 +20,7 @@ from transformer_jax.config import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Options of the command."""
+    """Command-line options."""
 
     model: str | None = None
     """Folder of a run or of a published model, or the model's ID on the Hugging Face hub."""
@@ -29,7 +29,7 @@ class Tokens:
     tokenizer: Literal["char", "byte", "word", "bpe"] | None = None
     """With --data: kind of tokenizer; default: char."""
     bpe_vocab_size: int | None = None
-    """With --tokenizer bpe: vocabulary size, the 256 bytes included; default: as in train.py."""
+    """With --tokenizer bpe: vocabulary size, including the 256 bytes; default: as in train.py."""
     prompt: str
     """The text to tokenize."""
 

@@ -1,6 +1,6 @@
 """Interpretability tools built on the `capture=` and `edit=` arguments of `model.apply`.
 
-- `lens`: logits and logit attribution from the stream; `tuned_lens`: through trained translators.
+- `lens`: logits and logit attribution from the stream; `tuned_lens`: logits through translators.
 - `edits`: ablation and steering; `steering`: steering vectors.
 - `patching`: activation patching and attribution patching; `paths`: path patching.
 - `heads`: head scores, attention rollout and entropy; `circuits`: singular values of QK and OV.

@@ -36,7 +36,7 @@ ARRAYS = (
 
 @value_class(kw_only=True, arrays=ARRAYS, static=("place", "target", "active"))
 class Dictionary:
-    """Sparse autoencoder or transcoder of the value of a place.
+    """Sparse autoencoder or transcoder for the value at a place.
 
     The heads of a value are concatenated into one vector.
 
@@ -46,12 +46,12 @@ class Dictionary:
         decoder: W_d, f32[F, D']: the direction of each feature.
         bias: b_d, f32[D'].
         centre: f32[D], subtracted from an input value.
-        size: f32[], divides the difference.
-        target_centre: f32[D'], the same for the target.
-        target_size: f32[], the same for the target.
+        size: f32[], divisor of the centered value.
+        target_centre: f32[D'], subtracted from a target value.
+        target_size: f32[], divisor of the centered target value.
         place: the place of the input value.
         target: the place of the reconstructed value; equal to `place` for an autoencoder.
-        active: K, the number of features to keep for each token; None is a ReLU.
+        active: K, the number of features to keep for each token; None means a ReLU.
     """
 
     encoder: jax.Array
@@ -158,7 +158,7 @@ def feature_examples(
         **arguments: other arguments of `model.apply` that have no row axis.
 
     Returns:
-        Values, rows and positions, [n, count] each. If a feature is active at fewer than `count`
+        Values, rows and positions, each [n, count]. If a feature is active at fewer than `count`
         tokens, its last values are 0.
 
     Raises:
@@ -219,7 +219,7 @@ def dictionary_scores(
     *,
     batch_size: int = 8,
 ) -> DictionaryScores:
-    """Return the variance explained, the sparsity and the model's losses with a dictionary.
+    """Return a dictionary's explained variance and sparsity, and the model's losses with it.
 
     The loss is the mean cross-entropy of the tokens from the second on (Bricken et al. 2023).
 

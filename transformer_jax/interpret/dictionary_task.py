@@ -1,4 +1,4 @@
-"""Training of dictionaries of a model's values: `fit(config, task=DictionaryTask(...))`.
+"""Training of dictionaries on a model's values: `fit(config, task=DictionaryTask(...))`.
 
 The model is frozen. Each step captures the values of a place on windows of the text and updates the
 dictionary. Checkpoints, resuming and evaluation work as in every other run.
@@ -48,7 +48,7 @@ class DictionaryTask(CustomTask):
     place: str
     """The name of the place, such as block_3/residual."""
     target: str | None = None
-    """The place to reconstruct, for a transcoder; None is `place`."""
+    """The place to reconstruct, for a transcoder; None means `place`."""
     features: Size
     """Number of directions (F)."""
     active: Size | None = None
@@ -102,9 +102,10 @@ def dictionary_learner(
         width: D, width of the values.
         target_width: D', width of the targets.
         features: F, number of features.
-        active: K of TopK; None is a ReLU.
+        active: K of TopK; None means a ReLU.
         l1: weight of the L1 term; None omits it.
-        sizes: center [D] and scale [] of values, and [D'] and [] of targets; None is 0 and 1.
+        sizes: center [D] and scale [] of the values, then [D'] and [] of the targets; None means
+            0 and 1.
     """
     if sizes is None:
         one = jnp.ones(())
@@ -262,7 +263,7 @@ def load_dictionary(run: str | Path, step: int | None = None) -> Dictionary:
 
     Args:
         run: the folder of the run.
-        step: the step of the checkpoint; None is the last.
+        step: the step of the checkpoint; None loads the last.
 
     Raises:
         ConfigError: if the run has another task, or has no such checkpoint.

@@ -37,8 +37,8 @@ def zero(place: str, *, heads: Indices | None = None, at: Indices | None = None)
 
     Args:
         place: a name of `transformer_jax.places`; may contain `*`.
-        heads: indices of heads, for a place with a head axis; None is all.
-        at: indices of tokens; None is all.
+        heads: indices of heads, for a place with a head axis; None means all.
+        at: indices of tokens; None means all.
 
     Returns:
         A dict for `edit=`.
@@ -65,8 +65,8 @@ def scale(
         place: a name of `transformer_jax.places`; may contain `*`.
         by: f32[], one factor; f32[N], one factor per head of a place with a head axis; or, with
             "block_*/...", f32[L, N], one factor per block and head. May be traced.
-        heads: indices of the heads that change; None is all.
-        at: indices of the tokens that change; None is all.
+        heads: indices of the heads that change; None means all.
+        at: indices of the tokens that change; None means all.
 
     Returns:
         A dict for `edit=`.
@@ -117,8 +117,8 @@ def mean(
     Args:
         place: a name of `transformer_jax.places`; may contain `*`.
         over: average over the tokens of each row, the rows at each token, or both.
-        heads: indices of heads, each with its own mean; None is all.
-        at: indices of the tokens to replace; None is all.
+        heads: indices of heads, each with its own mean; None means all.
+        at: indices of the tokens to replace; None means all.
 
     Returns:
         A dict for `edit=`.
@@ -145,7 +145,7 @@ def mean(
 
 
 def resample(
-    captured: Mapping[str, jax.Array],  # [B, T, ...] or [1, T, ...] by the name of a place
+    captured: Mapping[str, jax.Array],  # [B, T, ...] or [1, T, ...], keyed by place name
     *,
     heads: Indices | None = None,
     at: Indices | None = None,
@@ -153,11 +153,11 @@ def resample(
     """Return an edit that replaces values with those of another run.
 
     Args:
-        captured: values by place, as `capture=` returned them for the other prompt, or their means.
-            They must have as many tokens as the sequence (with `at`, enough tokens) and either as
-            many rows or one row, which is used for all.
-        heads: indices of heads, for places with a head axis; None is all.
-        at: indices of tokens; None is all.
+        captured: values keyed by place, as `capture=` returned them for the other prompt, or their
+            means. They must have as many tokens as the sequence (with `at`, enough tokens) and
+            either as many rows or one row, which is used for all.
+        heads: indices of heads, for places with a head axis; None means all.
+        at: indices of tokens; None means all.
 
     Returns:
         A dict for `edit=`.
@@ -199,8 +199,8 @@ def add(
     Args:
         place: a name of `transformer_jax.places`; may contain `*`.
         vector: [D] for a stream, [H] or [N, H] for heads, [T, D] for each token; may be traced.
-        heads: indices of heads, for a place with a head axis; None is all.
-        at: indices of tokens; None is all.
+        heads: indices of heads, for a place with a head axis; None means all.
+        at: indices of tokens; None means all.
 
     Returns:
         A dict for `edit=`.
@@ -237,7 +237,7 @@ def _take_tokens(
     """Return the entries of `new`, one per token of a sequence, for the tokens of a call.
 
     Tokens past the end of `new` get NaN. If a call reads whole sequences and the lengths agree,
-    entries belong to columns, as captured.
+    entries are matched to columns, as captured.
     """
     size = new.shape[axis]
     if call.whole and size == value.shape[axis]:
@@ -286,7 +286,7 @@ class _SelectiveEdit:
     def check_parts(self, lengths: jax.Array | np.ndarray) -> jax.Array | None:  # bool[B]
         """Return a mask, bool[B], of rows that the edit does not fit, given their lengths i32[B].
 
-        Without traced values, raise ValueError if there is one, and otherwise return None.
+        If nothing is traced, raise ValueError for such a row, or else return None.
         """
         name, size = self.length or ("", 0)
         if self.at is None and not name:
@@ -348,7 +348,7 @@ class _SelectiveEdit:
 
 
 def _select(name: str, index: Indices, size: int, ending: str = "") -> jax.Array:  # bool[size]
-    """Return a mask of the items that `index` selects; ValueError if it is out of range."""
+    """Return a mask of the items that `index` selects; raise ValueError if it is out of range."""
     if not isinstance(index, jax.core.Tracer):
         indices = np.atleast_1d(np.asarray(index))
         if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.integer):

@@ -99,7 +99,7 @@ def attention_rollout(weights: jax.Array) -> jax.Array:  # f32[B, L, T, T]
         weights: f32[B, L, N, T, T], as `attention_weights` returns them.
 
     Returns:
-        f32[B, L, T, T] with rows that sum to 1. The last layer's entry is that of the model.
+        f32[B, L, T, T] with rows that sum to 1. The last layer's entry covers the whole model.
 
     Raises:
         ValueError: if the weights are not [B, L, N, T, T].
@@ -138,7 +138,7 @@ def attention_entropy(weights: jax.Array) -> jax.Array:  # f32[..., T]
 
 
 def _check_weights(weights: jax.Array) -> int:
-    """Return T for weights [B, ..., T, T]; ValueError for other shapes."""
+    """Return T for weights [B, ..., T, T]; raise ValueError for other shapes."""
     shape = list(getattr(weights, "shape", ()))
     if len(shape) < 3 or shape[-1] != shape[-2]:
         rule = "must be [B, ..., T, T], from a prompt that is read at once, without a cache"

@@ -36,7 +36,7 @@ def check_model(
 
 
 def resolve_places(model: Transformer, names: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the places that match names, possibly with `*`; ValueError if one matches none."""
+    """Return the places that match names or `*` patterns; raise ValueError if one has none."""
     return Places.of(model.config, (names,) if isinstance(names, str) else names, {}).capture
 
 

@@ -54,7 +54,7 @@ def patch(
         metric: a function of logits f32[B, T, V] to an array, such as f32[] or f32[B].
         each: axes to patch separately: ("token",) returns a table over tokens, ("head",) over
             heads, ("token", "head") over both; () patches the whole value of a place at once.
-        batch_size: entries that run together. Each needs the memory of one forward pass.
+        batch_size: number of entries that run together. Each needs the memory of one forward pass.
         **arguments: other arguments of `model.apply` for both prompts, such as `source`.
 
     Returns:
@@ -80,7 +80,7 @@ def patch(
 
 def map_entries(
     entry: Callable[[dict[str, Edit]], jax.Array],
-    values: dict[str, jax.Array],  # of each place [B, T, ...]
+    values: dict[str, jax.Array],  # [B, T, ...] for each place
     each: Sequence[Axis],
     batch_size: int,
 ) -> jax.Array:  # [P, ...]
@@ -185,7 +185,7 @@ def check_prompts(
     each: Sequence[Axis],
     arguments: dict[str, Any],
 ) -> tuple[str, ...]:
-    """Return the places that match the names; ValueError for invalid arguments."""
+    """Return the places that match the names; raise ValueError for invalid arguments."""
     check_model(tool, model, arguments, "capture edit")
     if np.shape(clean) != np.shape(corrupted):
         rule = f"must be the shape of corrupted, {list(np.shape(corrupted))}"
@@ -203,7 +203,7 @@ def check_prompts(
 
 
 def _axis_sizes(values: dict[str, jax.Array], each: Sequence[Axis]) -> list[int]:
-    """Return the sizes of the axes of a table; ValueError if places differ in size."""
+    """Return the sizes of the axes of a table; raise ValueError if places differ in size."""
     found: dict[str, int] = {}
     for name, value in values.items():
         axes = axes_of(name, value.ndim)

@@ -54,12 +54,12 @@ def path_patching(
         senders: places that write to the stream; may contain `*`: "block_*/attention/heads", an
             "output", "embedding", a "residual".
         receivers: places that read the stream, such as "logits", "block_3/attention/query" or
-            "block_3/feed_forward/input"; or a dict from places to receiving heads (None is all).
+            "block_3/feed_forward/input"; or a dict from places to receiving heads (None means all).
         metric: a function of logits f32[B, T, V] to an array, such as f32[] or f32[B].
         recomputed: places of branches that are not frozen, so that paths may pass through them:
             "block_*/feed_forward/output", as in Wang et al.
         each: axes to patch separately, as in `patch`; with (), the whole value of a place.
-        batch_size: entries that run together. Each needs the memory of one forward pass.
+        batch_size: number of entries that run together. Each needs the memory of one forward pass.
         **arguments: other arguments of `model.apply` for both prompts, such as `source`.
 
     Returns:

@@ -33,8 +33,8 @@ class Probe(NamedTuple):
     """f32[]: accuracy on the held-out labels; for numbers, R^2 = 1 - sum (y - y')^2 / sum (y -
     m)^2, with m the mean of the training labels."""
     baseline: jax.Array
-    """f32[]: accuracy of the most frequent class of the training labels; for numbers, 0 (the score
-    of m)."""
+    """f32[]: accuracy of always guessing the most frequent training label; for numbers, 0 (the
+    score of m)."""
 
     def __call__(self, values: jax.Array) -> jax.Array:  # [..., D] -> f32[..., C]
         """Return the logits of the classes, or the predicted numbers."""
@@ -62,8 +62,8 @@ def probe(
         labels: integers are classes, ignored if negative; floats are numbers, one or C per vector.
         held_out: share of the rows to hold out, from the end.
         penalty: weight of |W|^2, positive; b is not penalized.
-        num_classes: C; None is the largest label + 1, which requires labels that are not traced.
-        steps: steps of L-BFGS; at most 100 are needed if the values have similar scales.
+        num_classes: C; None means the largest label + 1, which requires labels that are not traced.
+        steps: number of L-BFGS steps; 100 suffice if the values have similar scales.
         key: a single key that shuffles the rows first; None keeps their order.
 
     Returns:

@@ -142,9 +142,9 @@ def fit_tuned_lens(
         tokens: i32[n, T], training rows of equal length.
         key: a single key that draws the rows of each step.
         steps: number of Adam steps.
-        batch_size: rows of a step.
+        batch_size: number of rows per step.
         learning_rate: the rate of the first step.
-        start: initial translators; None is the logit lens.
+        start: initial translators; None means the logit lens.
 
     Returns:
         The translators, and the `lens_divergence` of the rows of each step before its update.

@@ -57,7 +57,7 @@ class ModelScore:
     learning_rate: float | None
     order: int | None
     tokens: int
-    """Characters read, counting repetitions."""
+    """Number of characters read, counting repetitions."""
     nats: float
     """Held-out loss per character."""
     bits: float
@@ -68,7 +68,7 @@ class ModelScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Options of the command."""
+    """Command-line options."""
 
     data: str
     """A text file."""
@@ -77,11 +77,11 @@ class Compare:
     models: tuple[Name, ...] = field(default=MODELS, metadata=WORDS)
     """The models to compare."""
     steps: int = 500
-    """Training steps of each model."""
+    """Number of training steps for each model."""
     batch_size: int = 32
-    """Windows per step."""
+    """Number of windows per step."""
     context: int = 64
-    """Characters per window."""
+    """Number of characters per window."""
     d_model: int = 64
     """Width of the decoder, which determines the number of parameters of all models."""
     seed: int = 0
@@ -154,7 +154,7 @@ def compare(options: Compare) -> None:
 def equal_models(
     vocab_size: int, d_model: int, context: int, names: Sequence[str] = MODELS
 ) -> dict[str, AnyModelConfig]:
-    """Return models by name: a decoder, others with as many parameters, and an n-gram model.
+    """Return models keyed by name: a decoder, others with as many parameters, and an n-gram model.
 
     Raises:
         ConfigError: if a model in `names` cannot match the number of parameters within 3 %.

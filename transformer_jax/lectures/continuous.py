@@ -38,14 +38,14 @@ from transformer_jax.training.tasks.task import (
 )
 
 SAMPLES = 5
-"""Held-out examples in a run's sample."""
+"""Number of held-out examples in a run's sample."""
 
 CLASSIFY_ROWS = 128
-"""Images per classification batch."""
+"""Number of images per classification batch."""
 
 
 class Signals(RowsTask):
-    """Training task of generated images or sounds; `held_out` signals replace generated ones."""
+    """Training task on generated images or sounds; `held_out` signals replace generated ones."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ class Signals(RowsTask):
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Compare the answers with the held-out targets.
 
-        Text gets exact_match and letter_error_rate (letters to insert, delete or replace, divided
-        by the target letters); classes get accuracy and macro_f1.
+        Text is scored by exact_match and letter_error_rate (letters to insert, delete or replace,
+        divided by the number of target letters), and classes by accuracy and macro_f1.
         """
         signals = self.signals[: self.task.judged]
         if not signals:
@@ -154,7 +154,7 @@ def answer_signals(
 ) -> list[str]:
     """Return the text that a model writes for each signal, or the name of its class.
 
-    Texts have at most `num_tokens`. `model` is the model of the config, possibly edited.
+    Each text has at most `num_tokens` tokens. `model` is the model of the config, possibly edited.
     """
     model = build(config.model) if model is None else model
     if config.model.kind == "encoder":

@@ -38,7 +38,7 @@ from transformer_jax.models.places import Visit
 
 @config_class
 class ConvolutionConfig(AnyModelConfig):
-    """Config of a gated convolutional language model (Dauphin et al. 2017)."""
+    """Config for a gated convolutional language model (Dauphin et al. 2017)."""
 
     vocab_size: Size = 256
     """Size of the vocabulary."""

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Options of every demonstration."""
+    """Options for every demonstration."""
 
     out: Path = Path("runs/demos")
     """The folder for the picture."""

@@ -23,7 +23,7 @@ from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pytree import Params
 
 LETTERS = ("<pad>", "<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz")
-"""Source tokens by id; a word ends with </s>."""
+"""Source tokens in ID order; a word ends with </s>."""
 
 SOUNDS = (
     "<pad>", "<unk>", "<s>", "</s>", "AA0", "AA1", "AA2", "AE0", "AE1", "AE2", "AH0", "AH1", "AH2",
@@ -33,7 +33,7 @@ SOUNDS = (
     "P", "R", "S", "SH", "T", "TH", "UH0", "UH1", "UH2", "UW", "UW0", "UW1", "UW2", "V", "W", "Y",
     "Z", "ZH",
 )  # fmt: skip
-"""Target tokens by id: ARPAbet with stress (CMUdict)."""
+"""Target tokens in ID order: ARPAbet with stress (CMUdict)."""
 
 START, END = SOUNDS.index("<s>"), SOUNDS.index("</s>")
 """First and last token of a target."""

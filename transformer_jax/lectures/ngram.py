@@ -53,7 +53,7 @@ CHUNK = 64
 
 @config_class
 class NgramConfig(AnyModelConfig):
-    """Config of an n-gram model with interpolated Kneser-Ney smoothing (Chen & Goodman 1999)."""
+    """Config for an n-gram model with interpolated Kneser-Ney smoothing (Chen & Goodman 1999)."""
 
     vocab_size: Size = 256
     """Size of the vocabulary."""
@@ -232,15 +232,15 @@ class NgramLM(CheckedModule):
             tokens: i32[B, T].
             state: the state after the previous tokens; None starts a sequence.
             valid: bool[B, T], False marks padding; None means no padding.
-            segments: i32[B, T], ids of packed documents, which do not see each other. Cannot be
+            segments: i32[B, T], IDs of packed documents, which do not see each other. Cannot be
                 combined with `state`.
             at: i32[B, Q], indices of the tokens to compute logits for; None means all tokens.
             capture: names of places (`transformer_jax.places`) to return the values of.
-            edit: functions that change the values at places, by name.
+            edit: functions that change values, keyed by place.
 
         Returns:
             Logits f32[B, T, V], or [B, Q, V] with `at`; the new state; and with `capture` the
-            values by name.
+            values keyed by place.
 
         Raises:
             ValueError: if the arguments do not fit.

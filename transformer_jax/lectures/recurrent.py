@@ -11,7 +11,7 @@ which is not `valid`, does not change the state.
            h' = (1 - z) n + z h
 
 Dropout is applied between layers, not between time steps (Zaremba et al. 2014). Attention averages
-the encoder's states m to a context c, which the config's `context` places:
+the encoder's states m to a context c; the config's `context` says where c is used:
 
     output   h' = cell(y, h);      c = attend(h', m);  logits from tanh(W [c; h'])
     input    c = attend(h, m);     h' = cell([y; c], h);  logits from tanh(W [c; h'])
@@ -81,7 +81,7 @@ Carry = tuple[LayerCarry, ...]
 
 @config_class
 class RecurrentConfig(AnyModelConfig):
-    """Config of a recurrent language model, tagger or encoder-decoder.
+    """Config for a recurrent language model, tagger or encoder-decoder.
 
     With `source_vocab_size`, it is an encoder-decoder (`RecurrentSeq2Seq`); otherwise a tagger
     (`RecurrentTagger`) if `bidirectional`, or a language model (`RecurrentLM`).
@@ -257,7 +257,7 @@ class RecurrentState:
 
 
 class RecurrentEncoder(Module):
-    """Encoder of the source, in one or both directions (Schuster & Paliwal 1997)."""
+    """Encoder for the source, in one or both directions (Schuster & Paliwal 1997)."""
 
     config: RecurrentConfig
 
@@ -655,17 +655,17 @@ class RecurrentLM(CheckedModule):
             tokens: i32[B, T].
             state: the state after the previous tokens; None starts a sequence.
             valid: bool[B, T], False marks padding; None means no padding.
-            segments: i32[B, T], ids of packed documents. The carry is reset before the first token
-                of each run of equal ids, and the new state is that of the last document. Cannot be
+            segments: i32[B, T], IDs of packed documents. The carry is reset before the first token
+                of each run of equal IDs, and the new state is that of the last document. Cannot be
                 combined with `state`.
             at: i32[B, Q], indices of the tokens to return logits for; None means all tokens.
             key: a single key, which turns on dropout.
             capture: names of places (`transformer_jax.places`) to return the values of.
-            edit: functions that change the values at places, by name.
+            edit: functions that change values, keyed by place.
 
         Returns:
             Logits f32[B, T, V], or [B, Q, V] with `at`; the new state; and with `capture` the
-            values by name.
+            values keyed by place.
 
         Raises:
             ValueError: if the arguments do not fit.
@@ -725,14 +725,14 @@ class RecurrentTagger(CheckedModule):
         Args:
             tokens: i32[B, T].
             valid: bool[B, T], False marks padding; None means no padding.
-            segments: i32[B, T], ids of packed documents, at which both directions restart.
+            segments: i32[B, T], IDs of packed documents, at which both directions restart.
             at: i32[B, Q], indices of the tokens to return logits for; None means all tokens.
             key: a single key, which turns on dropout.
             capture: names of places (`transformer_jax.places`) to return the values of.
-            edit: functions that change the values at places, by name.
+            edit: functions that change values, keyed by place.
 
         Returns:
-            Logits f32[B, T, V], or [B, Q, V] with `at`; None; and the values of `capture` by name.
+            Logits f32[B, T, V], or [B, Q, V] with `at`; None; and the captured values.
 
         Raises:
             ValueError: if the arguments do not fit.
@@ -893,11 +893,11 @@ class RecurrentSeq2Seq(CheckedModule):
             key: a single key, which turns on dropout.
             capture: names of places (`transformer_jax.places`) to return the values of; those of
                 the encoder require a source.
-            edit: functions that change the values at places, by name.
+            edit: functions that change values, keyed by place.
 
         Returns:
             Logits f32[B, T, V], or [B, Q, V] with `at`; the new state; and with `capture` the
-            values by name.
+            values keyed by place.
 
         Raises:
             ValueError: unless exactly one of source and state is passed and the arguments fit.

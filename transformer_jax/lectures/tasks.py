@@ -56,7 +56,7 @@ class _GeneratedTask(Task):
         return dict(learning_rate=3e-3, steps=2000, batch_size=64, eval_every=500)
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        # with the usual 0.02, so narrow a model does not learn to recall
+        # with the usual 0.02, a model this narrow does not learn to recall
         return transformer_with(model, d_model=64, num_layers=2, init_std=0.2)
 
     def on_a_file(self, model: AnyModelConfig) -> Task:
@@ -247,8 +247,8 @@ class _ContinuousTask(_GeneratedTask):
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
         """Return a transformer with the task's inputs; return other models unchanged.
 
-        init_std is 0.1, about one over the square root of the width. With GPT-2's 0.02, so small an
-        encoder makes no progress for hundreds of steps.
+        init_std is 0.1, about one over the square root of the width. With GPT-2's 0.02, an encoder
+        this small makes no progress for hundreds of steps.
         """
         return transformer_with(model, inputs=self.inputs, init_std=0.1)
 

@@ -37,7 +37,7 @@ from transformer_jax.models.places import Visit
 
 @config_class
 class WindowConfig(AnyModelConfig):
-    """Config of a feed-forward language model over the last tokens (Bengio et al. 2003)."""
+    """Config for a feed-forward language model over the last tokens (Bengio et al. 2003)."""
 
     vocab_size: Size = 256
     """Size of the vocabulary."""

@@ -199,7 +199,7 @@ def _model(name: str, created: int) -> dict[str, object]:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """Return the body of a request; RequestError if it is not declared as JSON or is too large.
+    """Return the body of a request; raise RequestError unless it is declared as JSON and fits.
 
     Any web page can send forms or plain text to any address, but needs permission to send JSON.
     """

@@ -18,7 +18,7 @@ from transformer_jax.tokenizers.utf8 import DataError
 
 
 class Embedder:
-    """Encoder of the texts of many clients.
+    """Encoder for texts from many clients.
 
     Args:
         encoder: the sentence encoder.
@@ -38,7 +38,7 @@ class Embedder:
         self.encoder, self.tokenizer, self.slots, self.queue = encoder, tokenizer, slots, queue
         self.context = encoder.max_len
         self.alive = True
-        self._present = 0  # requests that wait or are encoded
+        self._present = 0  # requests that are waiting or being encoded
         self._counting, self._encoding = threading.Lock(), threading.Lock()
         # One thread for each waiting request, the current one and one to reject. In asyncio's
         # smaller default pool, requests would wait without being counted.
@@ -65,7 +65,7 @@ class Embedder:
             pass
 
     def embed(self, request: EmbeddingRequest) -> tuple[np.ndarray, int]:  # f32[n, D]
-        """Return a vector for each input and the number of tokens; RequestError for invalid inputs.
+        """Return a vector for each input, and the number of tokens; raise RequestError if invalid.
 
         Call it from any thread; it waits for earlier requests.
         """
@@ -93,7 +93,7 @@ class Embedder:
         return vectors, sum(map(len, ids))
 
     def _ids(self, value: str | tuple[int, ...], n: int) -> np.ndarray:  # i32[1..max_len]
-        """Return the tokens of the n-th input. Token ids are used unchanged."""
+        """Return the tokens of the n-th input. Token IDs are used unchanged."""
         encoder, name = self.encoder, f"input[{n}]"
         if isinstance(value, str):
             text = encoder.prompt + value

@@ -63,7 +63,7 @@ class Ticket:
         ids: the tokens of its prompt.
         num_tokens: maximum number of new tokens.
         deliver: called from the engine's thread with each part; the last part has an `end`.
-        matcher: matcher of the required form; None allows any text.
+        matcher: matcher for the required form; None allows any text.
         cancelled: whether the client stopped waiting.
         writer: converts tokens to text; set by `submit`.
         count: number of tokens generated so far.
@@ -84,13 +84,13 @@ class Ticket:
 
 
 class Engine:
-    """Decoder of many clients' requests, in the slots of one batch.
+    """Decoder for requests from many clients, in the slots of one batch.
 
     Args:
         model: a model that continues text or answers messages.
         slots: number of requests to decode in parallel.
-        context: maximum number of tokens of a prompt and its answer, without the last token, which
-            is never read. None is the model's limit, at most 2048.
+        context: maximum number of tokens in a prompt and its answer, not counting the last token,
+            which is never read. None means the model's limit, at most 2048.
         queue: maximum number of requests that wait for a slot.
         steps: maximum number of tokens per row between checks of the queue.
         cache_dtype: dtype of keys and values; None uses the compute dtype.
@@ -187,7 +187,7 @@ class Engine:
     def read(self, request: TextRequest) -> tuple[np.ndarray, int]:  # i32[P]
         """Return the tokens of a request's prompt and the maximum number of new tokens.
 
-        RequestError if the model cannot read the prompt, or if it does not fit.
+        Raise RequestError if the model cannot read the prompt, or if the prompt does not fit.
         """
         chat = request.endpoint == "chat"
         name = "messages" if chat else "prompt"
@@ -219,7 +219,7 @@ class Engine:
         return ids, count
 
     def match(self, request: TextRequest) -> Matcher | None:
-        """Return a matcher of the requested form, or None; RequestError if the form is invalid."""
+        """Return a matcher for the requested form, or None; raise RequestError if it is invalid."""
         if request.form is None:
             return None
         form, content, param = request.form
@@ -239,7 +239,7 @@ class Engine:
         deliver: Callable[[Part], None],
         matcher: Matcher | None = None,
     ) -> Ticket:
-        """Add a request to the queue; RequestError if the queue is full."""
+        """Add a request to the queue; raise RequestError if the queue is full."""
         ticket = Ticket(request, ids, num_tokens, deliver, matcher)
         ticket.writer = TextWriter(self.model.tokenizer, request.stop, self.model.model.stop_ids)
         with self._changed:
@@ -370,7 +370,7 @@ class Engine:
         return Token(self._bytes(token), log_prob, offset, top)
 
     def _bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; b"" for an id that only pads the vocabulary."""
+        """Return the bytes of a token; b"" for an ID that only pads the vocabulary."""
         known = token < self.model.tokenizer.vocab_size
         return self.model.tokenizer.to_bytes([token]) if known else b""
 

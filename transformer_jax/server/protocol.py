@@ -22,7 +22,7 @@ Endpoint = Literal["completion", "chat"]
 
 
 class RequestError(ValueError):
-    """Rejection of a request, in the form of OpenAI's API."""
+    """Rejection of a request, in OpenAI's error format."""
 
     def __init__(
         self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
@@ -62,8 +62,8 @@ class TextRequest:
 
     Attributes:
         endpoint: "completion" or "chat".
-        prompt: a string or token ids for a completion, messages for a chat.
-        num_tokens: maximum number of new tokens; None is as many as fit.
+        prompt: a string or token IDs for a completion, messages for a chat.
+        num_tokens: maximum number of new tokens; if None, as many as fit.
         temperature: from 0, which takes the likeliest token, to 2.
         top_p: total probability of the tokens to sample from, 0 to 1.
         seed: random seed; None draws one.
@@ -123,7 +123,7 @@ def read_request(endpoint: Endpoint, body: bytes, model: str) -> TextRequest:
 
 
 def _checked(body: Json, schema: Schema, model: str) -> dict[str, Any]:
-    """Return the parameters of a body, without nulls; RequestError if it violates its schema."""
+    """Return a body's parameters, without nulls; raise RequestError if it violates its schema."""
     try:
         check(body, schema)
     except Misfit as error:
@@ -184,7 +184,7 @@ def embedding_answer(
 
 
 def _form(body: bytes, fields: JsonObject) -> AnswerForm | None:
-    """Return the form that a request specifies; RequestError if it specifies two."""
+    """Return the form that a request specifies; raise RequestError if it specifies two."""
     if not fields.keys() & {"response_format", "structured_outputs"}:
         return None
     # Parse again with decimals, so that numbers in a schema, such as 0.1, stay exact.
@@ -400,7 +400,7 @@ def _named(piece: bytes) -> str:
 
 
 def _by_name(top: Sequence[tuple[bytes, float]]) -> JsonObject:
-    """Return log-probabilities by token text, numbered if several tokens have the same text."""
+    """Return log-probabilities keyed by token text, with a number if several tokens share it."""
     found: JsonObject = {}
     for piece, log_prob in top:
         # JSON keys must be unique, but tokens such as parts of characters may share a text.

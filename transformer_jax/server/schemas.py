@@ -246,7 +246,7 @@ def check(value: Json, schema: Schema, name: str = "") -> None:
         if not fits_kind:
             raise misfit(_describe(schema))
         fits = [kind for kind in schema["anyOf"] if _is_kind(value, kind)]
-        # Decide between strings and ids by the first item, for a better error.
+        # Decide between strings and IDs by the first item, for a better error.
         if isinstance(value, list) and value:
             fits = [kind for kind in fits if _is_kind(value[0], kind["items"])] or fits
         for kind in fits:

@@ -48,7 +48,7 @@ def draw_maps(parts: Sequence[Maps]) -> Figure:
     FigureCanvasAgg(figure)
     styles: dict[str, Any] = dict(color=INK, fontfamily=families, parse_math=False)
 
-    def width(texts: Sequence[str], size: float) -> float:  # of the longest, in inches
+    def width(texts: Sequence[str], size: float) -> float:  # width of the longest, in inches
         drawn = [figure.text(0, 0, text, fontsize=size, **styles) for text in set(texts)]
         longest = max(text.get_window_extent().width for text in drawn)
         for text in drawn:

@@ -61,7 +61,7 @@ class Question:
 class Choices:
     """Log-probabilities of choices, and how often the correct choice is the likeliest.
 
-    Because log p decreases with length, there are also accuracies by log p / length. The length is
+    Because log p decreases with length, two accuracies use log p / length instead. The length is
     that of the choice without its context, in characters (lm-eval's `acc_norm`) or UTF-8 bytes
     (lm-eval's `acc_bytes`, closer to the number of tokens for non-Latin alphabets and emoji). Ties
     go to the first choice. If any log p is NaN, every accuracy is NaN.

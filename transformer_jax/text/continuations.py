@@ -61,9 +61,9 @@ class ScoringRequest:
 def split_pair(
     encode: Callable[[str], Sequence[int] | np.ndarray], context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
-    """Return the ids of a context and the ids that its continuation adds.
+    """Return the IDs of a context and the IDs that its continuation adds.
 
-    As in lm-eval, both are encoded as one string, which is split after as many ids as the context
+    As in lm-eval, both are encoded as one string, which is split after as many IDs as the context
     has by itself. Trailing blanks of the context first move to the continuation, because most
     tokenizers put a space into the token of the following word.
     """
@@ -106,14 +106,14 @@ def score_requests(
     longest: int | None = None,
     report: Callable[[int], object] = lambda count: None,
 ) -> list[Continuation]:
-    """Score continuations. Contexts that are too long lose their beginning.
+    """Score continuations. A context that is too long is cut at its beginning.
 
     Args:
         model: a model that continues text.
         requests: contexts and continuations, each with at least one id.
         batch_size: number of rows in a batch, at least 1.
-        longest: maximum number of tokens to read; None is max_len.
-        report: called after each batch with its number of requests.
+        longest: maximum number of tokens to read; None means max_len.
+        report: called after each batch with the number of requests in it.
 
     Raises:
         DataError: if a continuation is longer than the model can read.

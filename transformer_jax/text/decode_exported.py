@@ -3,7 +3,7 @@
 This file is copied into the folder as decode.py. It needs jax, flatbuffers and safetensors:
 
     python FOLDER/decode.py "Once upon a time" --num-tokens 40   needs tokenizer.json and tokenizers
-    python FOLDER/decode.py 12,5,9 7,3 --num-tokens 40           two prompts as token ids
+    python FOLDER/decode.py 12,5,9 7,3 --num-tokens 40           two prompts as token IDs
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT = "transformer_jax export 1"
 def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """Decode up to `count` tokens greedily after each prompt; a stop token ends a row.
 
-    ValueError if the folder is not such an export, the prompts do not fit it, or a logit is NaN.
+    Raises ValueError if the folder is no such export, the prompts do not fit it, or a logit is NaN.
     """
     folder = Path(folder)
     about = read_about(folder)
@@ -55,7 +55,7 @@ def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> 
 
 
 def likeliest(logits: jax.Array, ended: np.ndarray) -> jax.Array:  # [B, V], bool[B] -> i32[B]
-    """Return each row's likeliest token; ValueError if an unfinished row has no finite maximum."""
+    """Return each row's likeliest token; raise ValueError if an open row has no finite maximum."""
     # On a CPU, XLA's maximum can lose a NaN in a long row.
     top = np.asarray(jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1))
     if len(wrong := np.flatnonzero(~np.isfinite(top) & ~ended)):
@@ -83,7 +83,7 @@ def load_programs(folder: Path) -> tuple[Any, Any]:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Read config.json; ValueError if its format is unknown or a field is missing."""
+    """Read config.json; raise ValueError if its format is unknown or a field is missing."""
     file = folder / "config.json"
     about = _read(file, lambda file: json.loads(file.read_text()))
     if not isinstance(about, dict) or about.get("format") != FORMAT:
@@ -120,7 +120,7 @@ def check_prompts(about: dict[str, Any], lengths: np.ndarray, count: int) -> Non
 
 
 def check_ids(about: dict[str, Any], prompts: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError unless prompts are lists of ids of the vocabulary."""
+    """Raise ValueError unless prompts are lists of IDs in the vocabulary."""
     for prompt in prompts:
         if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
             raise ValueError(f"a prompt is {prompt!r:.80}: must be a list of token ids")
@@ -131,7 +131,7 @@ def check_ids(about: dict[str, Any], prompts: Sequence[Sequence[int]]) -> None:
 
 
 def main() -> None:
-    """Print the continuation of each prompt, or its ids if there is no tokenizer."""
+    """Print the continuation of each prompt, or its IDs if there is no tokenizer."""
     folder = Path(__file__).parent
     parser = argparse.ArgumentParser(description="Continue prompts greedily.")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text, or ids: 12,5,9")
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def _ids(prompt: str) -> list[int]:
-    """Return the ids of a prompt such as "12,5,9"."""
+    """Return the IDs of a prompt such as "12,5,9"."""
     # `int` also accepts 1_000 and digits of other alphabets.
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", prompt, re.ASCII):
         rule = "must be token ids, such as 12,5,9: the folder has no tokenizer.json"

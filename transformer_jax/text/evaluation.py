@@ -51,16 +51,16 @@ def evaluate(
     Args:
         model: the model that `load` returned.
         data: a file in the format of the training data; for pictures and sounds, a .npz file.
-        targets: for pairs: the file of the targets, one per line.
+        targets: for pairs: a file with the targets, one per line.
         examples: for pairs and signals: number of examples to decode; None decodes all.
-        beams: for pairs: width of the beam search; None is the run's.
-        context: for a published model: tokens in a window; None is 512. A shorter text fills one.
-        task: for a published decoder: "chat" evaluates its answers in lines {"messages": [...]},
+        beams: for pairs: width of the beam search; None means the run's.
+        context: for a published model: number of tokens per window; None means 512.
+        task: for a published decoder: "chat" scores its answers in lines {"messages": [...]},
             as for a run of a `ChatTask`; None evaluates it on plain text.
         report: called with the number of examples decoded so far.
 
     Returns:
-        Numbers by name, such as "nats_per_token", "perplexity" and the metrics of the task.
+        Numbers keyed by name, such as "nats_per_token", "perplexity" and the metrics of the task.
 
     Raises:
         ConfigError: if an option does not apply to the model's task, or the file contains

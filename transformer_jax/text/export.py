@@ -31,13 +31,13 @@ from transformer_jax.text import decode_exported
 from transformer_jax.untrusted_files import check_path
 
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"
-"""Platforms that a program can be exported for, by their names in JAX."""
+"""JAX's names of the platforms that a program can be exported for."""
 
 CONTEXT = 2048
 """Default context, unless the model's limit is smaller."""
 
 Named = dict[str, jax.Array]
-"""Leaves of a tree by path, such as "layers/0/k"."""
+"""Leaves of a tree, keyed by path, such as "layers/0/k"."""
 
 
 @known_keywords
@@ -64,13 +64,14 @@ def export_decoder(
         path: a new folder, or an earlier export, which is replaced.
         config: config of a model that continues text.
         params: parameters, in the dtypes to write.
-        context: maximum number of tokens of a prompt and its answer, without the last token, which
-            is never read. None is the model's limit, at most 2048.
+        context: maximum number of tokens in a prompt and its answer, not counting the last token,
+            which is never read. None means the model's limit, at most 2048.
         batch: B, the number of rows; None leaves it symbolic, so one file serves any batch.
         platforms: where the programs run: any of "cpu", "cuda", "rocm" and "tpu".
-        first: ids that decode.py puts before a text.
-        stop: ids after which decode.py ends a row.
-        files: additional files, content by name. With `tokenizer.json`, decode.py reads text.
+        first: IDs that decode.py puts before a text.
+        stop: IDs after which decode.py ends a row.
+        files: contents of additional files, keyed by name. With `tokenizer.json`, decode.py reads
+            text.
 
     Raises:
         CheckpointError: if the folder contains other files, or a parameter cannot be written.
@@ -164,7 +165,7 @@ def decoding_programs(
 
 
 def named(tree: PyTree) -> Named:
-    """Return the leaves of a tree by path, in order."""
+    """Return the leaves of a tree in order, keyed by path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
@@ -179,7 +180,7 @@ def check_is_decoder(config: AnyModelConfig) -> None:
 
 
 def check_context(config: AnyModelConfig, context: int | None) -> int:
-    """Return the context, or its default if it is None; ConfigError if it is too long."""
+    """Return the context, or its default if it is None; raise ConfigError if it is too long."""
     longest = max_text_tokens(config)
     if context is None:
         return min(longest, CONTEXT)

@@ -45,10 +45,10 @@ Text = str | tuple[str, str]
 """A string, or (source, target) for a model of pairs. The target may be incomplete."""
 
 Inputs = dict[str, Array]
-"""Inputs of the model other than the tokens, by name."""
+"""Model inputs other than the tokens, keyed by name."""
 
 PERIOD, ROWS = 25, 4
-"""Length of the repeated sequence and number of rows of the random text that scores heads."""
+"""Length of the repeated sequence, and number of rows, in the random text for scoring heads."""
 
 
 @value_class
@@ -102,8 +102,8 @@ class Patching(TableResult):
         answer: the answer to the text; `other_answer` is subtracted in z.
         clean: z of the text.
         corrupted: z of the other prompt.
-        by_token: shares f32[L, T] by place in a block, if one token is copied.
-        by_head: shares f32[L, N] by place in a block, if all tokens of one head are copied.
+        by_token: shares f32[L, T], keyed by place in a block, if one token is copied.
+        by_head: shares f32[L, N], keyed by place in a block, if all tokens of one head are copied.
     """
 
     tokens: list[str]
@@ -129,7 +129,7 @@ class Patching(TableResult):
         return found
 
     def summary(self) -> str:
-        """Return z of both prompts, and the heads with the largest shares."""
+        """Return z for both prompts, and the heads with the largest shares."""
         z = _difference(self.answer, self.other_answer)
         lines = [f"{z}: {self.clean:.3f} for the text, {self.corrupted:.3f} for the other prompt"]
         lines += [f"{name}: {_largest(x)}" for name, x in self.by_head.items()]
@@ -254,7 +254,7 @@ class AttentionMaps:
     """Attention weights of every layer and head over the tokens of a text.
 
     Attributes:
-        tokens: the input tokens, as strings; special tokens by name.
+        tokens: the input tokens, as strings; special tokens appear by name.
         weights: f32[L, N, T, T], the weight of key token s for query token t at
             [layer, head, t, s]. L is 0 for a recurrent model, which has no self-attention.
         source_tokens: tokens of the source, as strings, for an encoder-decoder.
@@ -275,7 +275,7 @@ class AttentionMaps:
     def plot(
         self, *, part: Part | None = None, layer: int | None = None, head: int | None = None
     ) -> Figure:
-        """Draw a map for each layer and head: rows attend to columns, darker cells more.
+        """Draw a map for each layer and head: rows attend to columns; darker means more weight.
 
         The rows of "cross" are the written tokens. A single map is larger and shows its numbers.
         `plot().savefig("map.png")` writes the picture.
@@ -309,7 +309,7 @@ def _maps(title: str, weights: np.ndarray, rows: list[str], columns: list[str]) 
 
 
 def _select(maps: Maps, layer: int | None, head: int | None) -> Maps:
-    """Select a layer and a head, unless None; ConfigError if they do not exist."""
+    """Select a layer and a head, unless None; raise ConfigError if they do not exist."""
     for axis, (name, index) in enumerate(dict(layer=layer, head=head).items()):
         if index is None:
             continue
@@ -413,8 +413,8 @@ class Inspect:
         Args:
             text: the prompt to copy values from; (source, target) for a model of pairs.
             other: the prompt to copy them into, with the same number of tokens and source.
-            answer: a word of one token, the answer to the text; None is the model's likeliest.
-            other_answer: the answer to the other prompt; None is the model's likeliest.
+            answer: a word of one token, the answer to the text; None means the model's likeliest.
+            other_answer: the answer to the other prompt; None means the model's likeliest.
 
         Raises:
             ConfigError: if the model is not a transformer that writes tokens.
@@ -469,7 +469,7 @@ class Inspect:
 
         Args:
             text: a string, or (source, target) for a model of pairs.
-            answer: a word of one token; None is the model's likeliest.
+            answer: a word of one token; None means the model's likeliest.
             other_answer: a word whose logit is subtracted; None subtracts nothing.
 
         Raises:
@@ -510,10 +510,10 @@ class Inspect:
 
         Args:
             text: a string, or (source, target) for a model of pairs, which attributes the target.
-            answer: a word of one token; None is the model's likeliest.
+            answer: a word of one token; None means the model's likeliest.
             other_answer: a word whose logit is subtracted; None subtracts nothing.
-            baseline: a neutral token that replaces every token. None is the first of mask, padding,
-                unknown token and end of text that the tokenizer has, or else a space.
+            baseline: a neutral token that replaces every token. None means the first of mask,
+                padding, unknown token and end of text that the tokenizer has, or else a space.
 
         Raises:
             ConfigError: if the model is not a transformer that writes tokens.
@@ -576,7 +576,7 @@ class Inspect:
             count: number of tokens to return, at least 1.
 
         Returns:
-            Pairs of a token and its cosine, largest first, without special tokens and the query's.
+            Pairs of a token and its cosine, largest first, without special tokens or the query.
 
         Raises:
             ConfigError: if the model has no embeddings of tokens.
@@ -618,13 +618,13 @@ class Inspect:
             if len(found) == count:
                 break
             text = "" if i in excluded else token_texts(tokenizer, [i])[0]
-            if text:  # an id may be unused
+            if text:  # an ID may be unused
                 found.append((text, float(cosines[i])))
         return found
 
 
 def _read(model: Reader, tool: str, text: Text) -> tuple[ModelConfig, WholeText, Inputs]:
-    """Tokenize a text; ConfigError if the model has no blocks or no logits of tokens."""
+    """Tokenize a text; raise ConfigError if the model has no blocks or no logits of tokens."""
     config = model.config
     if model.kind in ("labels", "signals", "vectors"):
         raise ConfigError(f"{tool}: {model.instead()}; it has no logits of tokens")
@@ -663,7 +663,7 @@ def _masks(model: Reader, prompt: WholeText) -> list[int]:
 def _answer(
     model: Reader, word: str | None, prompt: WholeText, inputs: Inputs, at: int, name: str
 ) -> int:
-    """Return the id of a word, or of the model's likeliest token if the word is None."""
+    """Return the ID of a word, or of the model's likeliest token if the word is None."""
     if word is not None:
         return token_id(model.tokenizer, name, word, model.config.vocab_size)
     logits = programs.logits(model.module, model.params, prompt.ids[None], inputs, at)
@@ -673,7 +673,7 @@ def _answer(
 def _answers(
     model: Reader, prompt: WholeText, inputs: Inputs, answer: str | None, other: str | None
 ) -> tuple[np.ndarray, int, tuple[str, str | None]]:
-    """Return the ids of one or two answers, i32[1] or i32[2], their position, and their texts."""
+    """Return the IDs of one or two answers, i32[1] or i32[2], their position, and their texts."""
     at = _answer_position(model, prompt)
     ids = [_answer(model, answer, prompt, inputs, at, "answer")]
     if other is not None:

@@ -28,7 +28,7 @@ Metric = Callable[[jax.Array], jax.Array]
 
 
 def _metric(ids: Array, at: int) -> Metric:
-    """Return z as a function of logits f32[1, T, V]; ids are i32[1] or i32[2]."""
+    """Return z as a function of logits f32[1, T, V]; IDs are i32[1] or i32[2]."""
 
     def metric(logits: jax.Array) -> jax.Array:
         first, *rest = (logits[0, at, i] for i in ids)
@@ -55,7 +55,7 @@ def logits(
 def lens(
     model: Any, params: Params, tokens: Array, inputs: dict[str, Array], count: int, size: int
 ) -> tuple[jax.Array, jax.Array]:  # f32[L + 1, T, count], i32[L + 1, T, count]
-    """Return probabilities and ids of the likeliest tokens below id `size` after each block."""
+    """Return probabilities and IDs (below `size`) of the likeliest tokens after each block."""
     logits = interpret.logit_lens(model, params, jnp.asarray(tokens), **call_arguments(inputs))[0]
     p = jax.nn.softmax(logits, axis=-1)
     best, ids = jax.lax.top_k(p[..., :size], count)
@@ -83,7 +83,7 @@ def patched(
     model: Any, params: Params, clean: Array, corrupted: Array, inputs: dict[str, Array],
     ids: Array, at: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
-    """Return z of both prompts, and of the corrupted one with values copied from the clean one.
+    """Return z for both prompts, and for the corrupted one with values copied from the clean one.
 
     The latter are f32[P, L, T] for the `streams`, and f32[L, N] for each of the `branches`.
     """
@@ -104,7 +104,7 @@ def patched(
 def without(
     model: Any, params: Params, tokens: Array, inputs: dict[str, Array], ids: Array, at: int
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Return z, and its change without each head f32[L, N] for each of the `branches`."""
+    """Return z and, for each of the `branches`, its change without each head, f32[L, N]."""
     config, metric, rest = model.config, _metric(ids, at), call_arguments(inputs)
     size = depth(config), config.num_heads
 
@@ -130,7 +130,7 @@ def without(
 def weights(
     model: Any, params: Params, tokens: Array, inputs: dict[str, Array]
 ) -> jax.Array:  # f32[B, L, N, T, T]
-    """Return the weights of self-attention; for an encoder-decoder, of the decoder."""
+    """Return the weights of self-attention; for an encoder-decoder, those of the decoder."""
     capture = ("block_*/attention/weights",)
     found = model.apply(
         {"params": params}, jnp.asarray(tokens), capture=capture, **call_arguments(inputs)
@@ -142,7 +142,7 @@ def weights(
 def attention_weights(
     model: Any, params: Params, tokens: Array, inputs: dict[str, Array]
 ) -> dict[str, jax.Array]:
-    """Return the weights of every attention layer by place."""
+    """Return the weights of every attention layer, keyed by place."""
     capture = tuple(name for name in places(model) if name.endswith("attention/weights"))
     found = model.apply(
         {"params": params}, jnp.asarray(tokens), capture=capture, **call_arguments(inputs)

@@ -61,7 +61,7 @@ from transformer_jax.training.tasks.masked import fill_masks, mask_candidates
 from transformer_jax.untrusted_files import check_path
 
 Written = str | list[str] | Iterator[str]
-"""A text; a list for a list of prompts or for `samples`; or the pieces of a stream."""
+"""A string; a list for several prompts or for `samples`; or the pieces of a stream."""
 
 
 @known_keywords
@@ -78,8 +78,8 @@ def load(
 
     Args:
         path_or_id: the folder of a run (`fit`, train.py), a Hugging Face folder, a GGUF file, or
-            the id of a repository on the Hugging Face hub, "ORG/NAME".
-        checkpoint: for a run: "best" (lowest held-out loss) or "last". None is "best" if it exists.
+            the ID of a repository on the Hugging Face hub, "ORG/NAME".
+        checkpoint: for a run: "best" (lowest held-out loss) or "last". None prefers "best".
         init_from: for a run with adapters: the current path of the model that they adapt.
         dtype: for a published model: "float32", "bfloat16" or "float16"; None keeps the file's.
         max_len: for a published model: maximum length of a text, in tokens; None keeps its own.
@@ -142,8 +142,8 @@ class LanguageModel(Reader):
         or window at once.
 
         Args:
-            edit: functions by the names of places in the model (`transformer_jax.places`), such as
-                the edits of `transformer_jax.interpret`. They run after the model's existing edits.
+            edit: functions keyed by place in the model (`transformer_jax.places`), such as the
+                edits of `transformer_jax.interpret`. They run after the model's existing edits.
 
         Raises:
             ValueError: if a name is not a place, or a value is not a function.
@@ -192,7 +192,7 @@ class LanguageModel(Reader):
     ) -> Written:
         """Continue a prompt, translate a source, or fill in masks, depending on the model's task.
 
-        The texts of a list do not affect each other.
+        The prompts in a list do not affect each other.
 
         Args:
             prompt: a string or a list of strings; a list returns a list. An empty prompt means the
@@ -331,7 +331,7 @@ class LanguageModel(Reader):
         """Return the best continuations that a beam search finds, with their scores.
 
         Args:
-            prompt: a string, or its ids i32[P].
+            prompt: a string, or its IDs i32[P].
             num_tokens: maximum number of new tokens; see `GenerateOptions`.
             **options: `beams` (default 4), `results`, `length_penalty`, `processors` and
                 `cache_dtype`; see `GenerateOptions`.
@@ -380,7 +380,7 @@ class LanguageModel(Reader):
         The text has the same distribution as with `generate`.
 
         Args:
-            prompt: a string, or its ids i32[P].
+            prompt: a string, or its IDs i32[P].
             num_tokens: maximum number of new tokens, which must fit; see `GenerateOptions`.
             num_draft: maximum number of tokens to propose at a time.
             **options: `stop`, `sampler`, `key`, `processors`, `cache_dtype`; see `GenerateOptions`.
@@ -409,7 +409,7 @@ class LanguageModel(Reader):
 
         Args:
             num_tokens: the requested number of new tokens.
-            prompts: ids i32[P] of each prompt.
+            prompts: the IDs of each prompt, i32[P].
 
         Raises:
             ConfigError: if the requested tokens do not fit.
@@ -482,7 +482,7 @@ class LanguageModel(Reader):
         return found
 
     def _length_penalty(self, settings: GenerateOptions) -> float:
-        """Return alpha of a beam search. As in evaluation, a run on pairs uses the mean log p."""
+        """Return alpha for a beam search. As in evaluation, a run on pairs uses the mean log p."""
         if settings.length_penalty is not None:
             return settings.length_penalty
         return 1.0 if self.kind == "targets" and self.task is not None else 0.0
@@ -514,8 +514,8 @@ class LanguageModel(Reader):
             text: a string for a decoder; `(source, target)` for an encoder-decoder and for a run on
                 pairs or preferences, which scores the target; messages for a chat model, which
                 scores the last one, by the assistant.
-            window: number of tokens to read at a time, from 1 to max_len; None is max_len.
-            stride: number of tokens between the starts of windows, from 1 to `window`; None is
+            window: number of tokens to read at a time, from 1 to max_len; None means max_len.
+            stride: number of tokens between the starts of windows, from 1 to `window`; None means
                 window / 2. Each token counts once, in the first window that contains it. After the
                 first window, it has more than window - stride tokens of context.
             batch_size: number of windows in a batch, at least 1; edited models always use 1.
@@ -664,7 +664,7 @@ class LanguageModel(Reader):
 
         Args:
             path: the folder.
-            family: for a run: a model_type, such as "llama"; None is the first one that can express
+            family: for a run: a model_type, such as "llama"; None means the first that can express
                 the config. A published model keeps its own.
             dtype: dtype of the parameters; None keeps theirs.
             shard_bytes: maximum size of a weight file, in bytes; larger ones are split.

@@ -43,11 +43,11 @@ from transformer_jax.tokenizers.utf8 import DataError
 NAME = "transformer_jax"
 """Name of the model for lm-eval's `--model`."""
 DEFAULT_LENGTH = 2048
-"""Window of a model without a maximum length, the same as in lm-eval's backend."""
+"""Window size for a model without a maximum length, as in lm-eval's backend."""
 STEPS = 8
 """Number of tokens to generate between searches for a stop string."""
 COUNTS = "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"
-"""Names that a task may use for the maximum number of new tokens, by precedence."""
+"""Names that a task may use for the maximum number of new tokens, in order of precedence."""
 
 CONTINUES = "\0continues "
 """Mark at the end of the last message. Its space shows whether the template strips messages."""
@@ -74,7 +74,7 @@ class Generation:
 
 
 def read_generation(options: Mapping[str, Any], num_tokens: int) -> Generation:
-    """Parse a task's `generation_kwargs`; ConfigError for an unknown option.
+    """Parse a task's `generation_kwargs`; raise ConfigError for an unknown option.
 
     Args:
         options: `until`, `max_gen_toks` (or another of `COUNTS`), `do_sample`, `temperature`,
@@ -106,10 +106,10 @@ def read_generation(options: Mapping[str, Any], num_tokens: int) -> Generation:
 
 
 def rolling_windows(ids: Sequence[int], prefix: int, longest: int) -> list[ScoringRequest]:
-    """Return requests that score each id once and read at most `longest` tokens each.
+    """Return requests that score each ID once and read at most `longest` tokens each.
 
     The first request follows the token `prefix`; each later one follows the last token of the
-    previous request. The last one has as much context as fits. For ids 0 to 9 and `longest` 4:
+    previous request. The last one has as much context as fits. For IDs 0 to 9 and `longest` 4:
 
         prefix | 0 1 2 3     3 | 4 5 6 7     5 6 7 | 8 9
     """
@@ -135,7 +135,7 @@ class TransformerJaxLM(_Base):
     Args:
         pretrained: a loaded model, or an argument of `load`.
         batch_size: number of rows in a batch, at least 1.
-        max_length: maximum number of tokens to read at a time; None is the model's max_len.
+        max_length: maximum number of tokens to read at a time; None means the model's max_len.
         max_gen_toks: default maximum number of new tokens.
         add_bos_token: whether each context starts with the model's begin token; None follows the
             tokenizer, as in lm-eval's own backend.
@@ -229,7 +229,7 @@ class TransformerJaxLM(_Base):
         left_truncate_len: int | None = None,
         **unused: Any,
     ) -> list[int]:
-        """Return the ids of a text. The spelling of a special token becomes that token."""
+        """Return the IDs of a text. The spelling of a special token becomes that token."""
         base, begin = plain(self.model.tokenizer), self.model.model.begin_id
         adds = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if isinstance(base, PretrainedTokenizer):
@@ -288,7 +288,7 @@ class TransformerJaxLM(_Base):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return log p of each text, in windows of `rolling_windows`."""
+        """Return log p of each text, in the windows from `rolling_windows`."""
         begins = None if self.model.model.begin_id is None else False  # the prefix is that token
         parts = [
             rolling_windows(
@@ -361,7 +361,7 @@ class TransformerJaxLM(_Base):
         for part in batcher:
             ids = tokens[part.id]
             ids += part.tokens.tolist()
-            # Decode all ids each time: a token may be part of a character, or add a space.
+            # Decode all IDs each time: a token may be part of a character, or add a space.
             text = self.tok_decode([token for token in ids if token not in stop_ids])
             is_cut = any(stop in text for stop in until)
             if part.error is not None and not is_cut:

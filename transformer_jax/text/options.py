@@ -41,28 +41,28 @@ FORMS: tuple[Form, ...] = ("schema", "regex", "grammar")
 CHATS = (
     "stop", "stream", "sampler", "key", "processors", "samples", "slots", "cache_dtype", *FORMS,
 )  # fmt: skip
-"""Options of `chat`."""
+"""Options for `chat`."""
 
 GENERATES = *CHATS, "beams"
-"""Options of `generate`."""
+"""Options for `generate`."""
 
 SEARCHES = "processors", "cache_dtype", "beams", "results", "length_penalty"
-"""Options of `search`."""
+"""Options for `search`."""
 
 LOOKS_UP = "stop", "sampler", "key", "processors", "cache_dtype"
-"""Options of `look_up`."""
+"""Options for `look_up`."""
 
 
 @config_class
 class GenerateOptions:
     """Generation options: the keywords of `generate`, `chat` and `search`.
 
-    ValueError if a value has the wrong type or is out of range, or if two options exclude each
-    other. TypeError for an unknown option, with a suggestion.
+    Raises ValueError if a value has the wrong type or is out of range, or if two options exclude
+    each other, and TypeError, with a suggestion, for an unknown option.
     """
 
     num_tokens: int | None = None
-    """Maximum number of new tokens, at least 1. None is 400, or the trained length for a run on
+    """Maximum number of new tokens, at least 1. None means 400, or the trained length for a run on
     pairs. If a text exceeds `max_len`, the model re-reads the last half and continues. A search and
     `samples` must fit in `max_len`; None limits them to it."""
     stop: str | Sequence[str] = ()
@@ -80,21 +80,21 @@ class GenerateOptions:
     results: int = 1
     """Number of texts that a search returns, from 1 to `beams`."""
     length_penalty: float | None = None
-    """alpha in the score of a search, log p / length^alpha; 0 favors short texts. None is 0, or 1
-    for a run on pairs, as in its evaluation."""
+    """alpha in the score of a search, log p / length^alpha; 0 favors short texts. None means 0,
+    or 1 for a run on pairs, as in its evaluation."""
     samples: int | None = None
     """Draw this many texts for one prompt and return a list; None draws one."""
     slots: int = 8
-    """Number of texts of a list to generate at a time."""
+    """Number of texts in a list to generate at a time."""
     cache_dtype: jax.typing.DTypeLike | None = None
-    """dtype of cached keys and values; None is the compute dtype."""
+    """dtype of cached keys and values; None means the compute dtype."""
     schema: Mapping[str, Any] | None = None
     """A JSON schema; the text is JSON that satisfies it. `schema`, `regex` and `grammar` need
     `pip install 'transformer_jax[structured]'`, and at most one may be set."""
     regex: str | None = None
     """A regular expression, in Rust's syntax, that the whole text matches."""
     grammar: str | None = None
-    """A grammar of the text, in llguidance's variant of Lark's syntax."""
+    """A grammar that the text matches, in llguidance's variant of Lark's syntax."""
 
     def __post_init__(self) -> None:
         for name in ("beams", "results", "samples", "slots"):
@@ -141,7 +141,7 @@ class GenerateOptions:
         num_tokens: int | None,
         options: Mapping[str, Any],
     ) -> GenerateOptions:
-        """Return the options of a call to `function`; TypeError for one not in `names`."""
+        """Return the options of a call to `function`; raise TypeError for one not in `names`."""
         unknown = {name: value for name, value in options.items() if name not in names}
         refuse_keywords(function, unknown, names)
         return cls(num_tokens=num_tokens, **options)

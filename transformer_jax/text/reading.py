@@ -59,7 +59,7 @@ class Reader:
 
     model: TextModel
     name: str
-    """The folder or id that the model was loaded from."""
+    """The folder or ID that the model was loaded from."""
     edited_module: CheckedModule | None = None
     """The module of an edited model; None builds it from the config."""
 
@@ -80,7 +80,7 @@ class Reader:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer: `encode(text)` returns ids, `decode(ids)` returns text."""
+        """The tokenizer: `encode(text)` returns IDs, `decode(ids)` returns text."""
         return self.model.tokenizer
 
     @property
@@ -167,7 +167,7 @@ class Reader:
         return self.known(ids, "messages")
 
     def warn_of_unknown(self, texts: Sequence[str], target: Sequence[str] = ()) -> None:
-        """Warn about words of texts and targets that a word tokenizer reads as <unk>."""
+        """Warn about words in texts and targets that a word tokenizer reads as <unk>."""
         found = (
             unknown_words(self.tokenizers.of_source, texts, self.masks),
             unknown_words(self.tokenizer, target),
@@ -187,15 +187,15 @@ class Reader:
             raise DataError(f"text is {text!r:.60}: must have at least one token")
 
     def known(self, ids: np.ndarray, what: str) -> np.ndarray:  # i32[n]
-        """Return ids; DataError if one is not in the model's vocabulary."""
+        """Return IDs; raise DataError if one is not in the model's vocabulary."""
         size = self.config.vocab_size
-        # An id outside the embedding table would make all later logits NaN.
+        # An ID outside the embedding table would make all later logits NaN.
         if len(ids) and ids.max() >= size:
             raise DataError(f"{what} has id {ids.max()}: the model has {size} tokens")
         return ids
 
     def room(self, ids: np.ndarray) -> int:
-        """Return how many tokens fit after a prompt before the model must re-read text."""
+        """Return the number of tokens that fit after a prompt before text must be re-read."""
         return completion.room(self.config, self.tokenizer, ids)
 
     def targets(
@@ -262,7 +262,7 @@ def published_run(
 
 
 def checked_messages(messages: Conversation) -> list[Message]:
-    """Return messages as a list; a string is a user message. DataError if they are invalid."""
+    """Return messages as a list; a string is a user message. Raise DataError if invalid."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     rule = 'must be a string or [{"role": "user", "content": "..."}, ...]'
@@ -305,7 +305,7 @@ def call_arguments(inputs: dict[str, Array]) -> dict[str, Any]:
 
 
 def read_whole(model: Reader, text: Any) -> WholeText:
-    """Tokenize a text or (source, target); DataError if it has the wrong type or is too long."""
+    """Tokenize text or (source, target); raise DataError for a wrong type or excessive length."""
     config = model.config
     pairs = model.kind == "targets"
     if pairs != (isinstance(text, tuple) and len(text) == 2) or not all(
@@ -343,7 +343,7 @@ def read_whole(model: Reader, text: Any) -> WholeText:
 
 
 def token_id(tokenizer: Tokenizer, name: str, word: str, vocab_size: int) -> int:
-    """Return the single token of a word; DataError if it has several tokens or is unknown.
+    """Return the single token of a word; raise DataError if it has several tokens or is unknown.
 
     If the word with a leading space, as it appears inside a text, is one token, return that one.
     """

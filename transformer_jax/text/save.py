@@ -49,7 +49,7 @@ def save_run(
 ) -> list[str]:
     """Save the model of a run, and return lines that describe the folder.
 
-    `family` is a model_type; None is the first that can express the config.
+    `family` is a model_type; None means the first that can express the config.
     """
     config, params, lines = model.config, model.params, list[str]()
     if not isinstance(config, ModelConfig):
@@ -133,7 +133,7 @@ def token_ids(tokenizer: Tokenizer, kind: str, vocab_size: int) -> JsonObject:
         begins = target.start, target.forced_bos, target.forced_eos
         found |= dict(zip(TARGET_IDS, begins, strict=True))
     found = {n: None if i is None or i >= vocab_size else i for n, i in found.items()}
-    # A tokenizer may have more ids than the model has rows.
+    # A tokenizer may have more IDs than the model has rows.
     stop = tuple(i for i in stop if i < vocab_size)
     found["eos_token_id"] = None if not stop else stop[0] if len(stop) == 1 else list(stop)
     return found
@@ -174,7 +174,7 @@ def tokenizer_files(
             from tokenizers import Regex, decoders, models, pre_tokenizers
             from tokenizers import Tokenizer as Library
 
-            # Unknown characters share an id past the vocabulary.
+            # Unknown characters share an ID past the vocabulary.
             ids = {character: i for i, character in enumerate(base.characters)}
             ids |= {"<unk>": vocab_size}
             library: Any = Library(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
@@ -217,7 +217,7 @@ def _with_added(definition: JsonObject, tokenizer: SpecialTokens) -> dict[str, s
         # An ordinary piece of the vocabulary must not become a special token.
         while text in taken:
             text = f"<{text}>"
-        if isinstance(vocabulary, dict):  # fixes the id
+        if isinstance(vocabulary, dict):  # fixes the ID
             vocabulary[text] = i
         added.append(dict(id=i, content=text, **flags))
         if name in ROLES:

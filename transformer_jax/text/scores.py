@@ -154,7 +154,7 @@ def _bytes_of_first(model: Reader, ids: np.ndarray, text: str) -> int:
 def _score_ids(
     model: Reader,
     ids: np.ndarray,  # i32[n]
-    first: int,  # ids before this one are read but not scored
+    first: int,  # IDs before this one are read but not scored
     size: int,  # bytes of the scored text
     read: Windows,
 ) -> Score:
@@ -205,7 +205,7 @@ def windows(
     *,
     exactly: bool = False,
 ) -> Iterator[Batch]:
-    """Yield rows [1, T] of at most `longest` tokens that score each label from `first` on once.
+    """Yield rows [1, T] of at most `longest` tokens that score each label once, from `first` on.
 
     Rows are padded to one length; with `exactly`, they contain only the tokens of the text.
     """

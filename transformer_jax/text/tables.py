@@ -35,7 +35,7 @@ class Table:
     columns: Sequence[str]
     values: np.ndarray  # f32[R, C]
     most: float | None = None
-    """Absolute value of the darkest shade; None is the largest one in the table."""
+    """Absolute value of the darkest shade; None means the largest one in the table."""
     cells: Sequence[Sequence[str]] | None = None
     """Strings to show in the cells instead of the numbers."""
     hints: Sequence[Sequence[str]] | None = None
@@ -85,7 +85,7 @@ def draw_tables(tables: Sequence[Table]) -> Figure:
     FigureCanvasAgg(figure)
     styles: dict[str, Any] = dict(fontfamily=families, parse_math=False)
 
-    def width(texts: Sequence[str], size: float) -> float:  # of the longest, in inches
+    def width(texts: Sequence[str], size: float) -> float:  # width of the longest, in inches
         drawn = [figure.text(0, 0, text, fontsize=size, **styles) for text in {*texts}]
         longest = max((text.get_window_extent().width for text in drawn), default=0.0)
         for text in drawn:

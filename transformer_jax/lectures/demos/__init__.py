@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 
 
 def demonstrations() -> dict[str, str]:
-    """Return the summary line of each demonstration by name, without importing the modules."""
+    """Return each demonstration's summary line, keyed by name, without importing the modules."""
     summaries = {}
     for path in sorted(FOLDER.glob("*.py")):
         if path.stem not in ("__init__", "shared"):

@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
-    """Run the demonstration; return the points "z", and values and slopes [2, Z] by activation."""
+    """Run the demonstration; return points "z", and (values, slopes) keyed by activation."""
     z = np.linspace(-4, 4, 17 if arguments.quick else 161, dtype=np.float32)
     found: dict[str, np.ndarray] = {"z": z}
     figure, plots = new_figure(2, height=3.4)

@@ -72,7 +72,7 @@ def sentence_pairs() -> list[tuple[str, str]]:
 
 
 def encode(sentences: list[list[str]]) -> tuple[list[str], np.ndarray]:
-    """Return the vocabulary, and the ids i32[B, T] of the sentences, padded with -1."""
+    """Return the vocabulary, and the IDs i32[B, T] of the sentences, padded with -1."""
     words = sorted({word for sentence in sentences for word in sentence})
     longest = max(map(len, sentences))
     ids = [[words.index(word) for word in sentence] for sentence in sentences]
@@ -86,7 +86,7 @@ def translate(
     start: int,
     end: int,
     num_tokens: int,
-) -> tuple[list[np.ndarray], np.ndarray]:  # the ids of each row, f32[B, T, S]
+) -> tuple[list[np.ndarray], np.ndarray]:  # the IDs of each row, f32[B, T, S]
     """Return greedy translations and the attention weights of each word."""
     model, valid = RecurrentSeq2Seq(config), source >= 0
     variables = {"params": params}
@@ -101,7 +101,7 @@ def translate(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return the accuracy, and words and weights by sentence."""
+    """Run the demonstration; return the accuracy, and words and weights keyed by sentence."""
     pairs = sentence_pairs()
     examples = EXAMPLES if arguments.sentence is None else (arguments.sentence,)
     french, source = encode([fr.split() for fr, _ in pairs])

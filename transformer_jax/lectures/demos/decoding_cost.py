@@ -112,7 +112,7 @@ def generators(n: int, window: int, width: int) -> list[Callable[[], Any]]:
 
 
 def measure_times(n: int, window: int, width: int, runs: int) -> list[float]:
-    """Return the median seconds that each method takes to generate n tokens."""
+    """Return the median time in seconds that each method takes to generate n tokens."""
     calls = generators(n, window, width)
     for call in calls:
         jax.block_until_ready(call())

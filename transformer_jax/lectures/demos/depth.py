@@ -141,7 +141,7 @@ def jacobians() -> dict[str, np.ndarray]:  # f64[D, D] of each
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return Jacobians, and gradients by kind and depth."""
+    """Run the demonstration; return Jacobians, and gradients keyed by kind and depth."""
     seed, seeds = arguments.seed, 2 if arguments.quick else 4
     depths = sorted({min(2, arguments.layers), max(2, arguments.layers // 4), arguments.layers})
     depths = [depth for depth in depths if depth <= arguments.layers]

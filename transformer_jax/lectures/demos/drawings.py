@@ -580,7 +580,7 @@ def write_legend(figure: Figure, axes: Axes, x: float, legend: dict[str, str]) -
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Figure]:
-    """Draw all four subjects and return the figures by name."""
+    """Draw all four subjects and return the figures keyed by name."""
     window, seed = arguments.window, arguments.seed
     figures = {
         "drawings": draw_model(preset(arguments.preset)),

@@ -46,7 +46,7 @@ GROUPS = {
     "place": "castle river village market",
     "food": "bread fruit meat",
 }
-"""Words that occur in the same contexts, by group."""
+"""Groups of words that occur in the same contexts."""
 WORDS = {name: words.split() for name, words in GROUPS.items()}
 START, CONTEXT = "<s>", 3
 
@@ -135,7 +135,7 @@ def draw(table: np.ndarray, vocabulary: list[str], similarity: np.ndarray, argum
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return cosines by seed and the held-out results."""
+    """Run the demonstration; return cosines for each seed, and the held-out results."""
     check_least("width", arguments.width, 2, "the vectors are drawn in a plane")
     first, steps = arguments.seed, 400 if arguments.quick else 1500
     seeds = range(first, first + (1 if arguments.quick else 5))

@@ -91,7 +91,7 @@ def measure_errors(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
-    """Run the demonstration; return the errors of both modes by position."""
+    """Run the demonstration; return the errors of both modes at each position."""
     check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     steps, length = 60, arguments.tokens
     config = ModelConfig(

@@ -83,7 +83,7 @@ def losses_by_position(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return the loss by position of each kind, or None if unsupported."""
+    """Run the demonstration; return each kind's loss by position, or None if unsupported."""
     check_least("tokens", arguments.tokens, 3, "a token is a function of the two before it")
     check_multiple("width", arguments.width, 8, "for 4 heads of even width")
     kinds = ("learned", "sinusoidal", "alibi") if arguments.quick else KINDS

@@ -80,7 +80,7 @@ def accuracies(
 
 
 def demonstrate(arguments: Namespace) -> tuple[list[int], dict[str, np.ndarray]]:
-    """Run the demonstration; return the delays and the accuracies [delays, seeds] by network."""
+    """Run the demonstration; return delays, and accuracies [delays, seeds] keyed by network."""
     delays = halved(arguments.tokens, 2 if arguments.quick else 4)
     keys = jax.random.split(jax.random.key(arguments.seed), 1 if arguments.quick else 3)
     found = {}

@@ -91,7 +91,7 @@ def train_all(
 
 
 def demonstrate(arguments: Namespace) -> dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]:
-    """Run the demonstration; return losses [rates, 2] and gradients [L] by kind and depth."""
+    """Run the demonstration; return (losses, gradients) keyed by kind and depth."""
     depths = sorted({min(2, arguments.layers), max(1, arguments.layers // 4), arguments.layers})
     found = {
         (kind, layers): train_all(kind, layers, arguments.steps, arguments.seed)

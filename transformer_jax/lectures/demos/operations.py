@@ -11,7 +11,7 @@ Table 1 of Vaswani et al. 2017, for n tokens, width d and a convolution over k t
 
 The four projections of attention take another 4 n d^2. The counts come from the traced programs:
 the products of each matrix multiplication and convolution, times the steps of its loops. The
-demonstration also measures the time and temporary memory of one call of attention by n, with
+demonstration also measures the time and temporary memory of one call of attention for each n, with
 materialized scores ("xla") and in tiles ("blockwise").
 """
 
@@ -100,7 +100,7 @@ def formulas(n: int, d: int) -> list[int]:
 
 
 def measure(n: int, d: int, rounds: int) -> dict[str, tuple[float, int]]:
-    """Return the median seconds and temporary bytes of one call by implementation."""
+    """Return the median seconds and temporary bytes per call, keyed by implementation."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, n, 1, d))
     found = {}
     for name in ("xla", "blockwise"):
@@ -118,7 +118,7 @@ def measure(n: int, d: int, rounds: int) -> dict[str, tuple[float, int]]:
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return the width, and counts and measurements by length."""
+    """Run the demonstration; return the width, and counts and measurements keyed by length."""
     width, rounds = arguments.width, 2 if arguments.quick else 9
     lengths = (4, 16, 64) if arguments.quick else (16, 64, 256, 1024)
     timed = halved(arguments.tokens, 2 if arguments.quick else 5)

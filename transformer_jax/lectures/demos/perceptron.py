@@ -104,7 +104,7 @@ def draw(learned: dict[str, Any], arguments: Any) -> None:
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return the learned weights and outputs by gate."""
+    """Run the demonstration; return the learned weights and outputs keyed by gate."""
     learned: dict[str, Any] = {}
     for name, answers in GATES.items():
         weights, epochs = learn_perceptron(answers, epochs=1000)

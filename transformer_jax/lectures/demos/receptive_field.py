@@ -33,7 +33,7 @@ FRAME = 5
 
 
 def gradient_norms(config: ModelConfig, length: int, seed: int) -> np.ndarray:  # f32[T]
-    """Return the norm of the last output's gradient by distance to the input, from 0."""
+    """Return the norm of the last output's gradient for each distance to the input, from 0."""
     model = StreamingEncoder(config, frame_dim=FRAME)
     frames = jax.random.normal(jax.random.key(seed), (1, length, FRAME))  # [B, T, frame_dim]
     params = model.init(jax.random.key(1), frames)
@@ -48,7 +48,7 @@ def gradient_norms(config: ModelConfig, length: int, seed: int) -> np.ndarray:  
 
 
 def demonstrate(arguments: Namespace) -> dict[tuple[int, int], tuple[int, int]]:
-    """Run the demonstration; return the measured and the computed field by layers and window."""
+    """Run the demonstration; return (measured, computed) fields keyed by (layers, window)."""
     check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     last, deepest = arguments.window, arguments.layers
     windows = sorted({max(1, last // 2), last})

@@ -47,7 +47,7 @@ def measure(d: int, keys: int, scale: float | None) -> tuple[jax.Array, jax.Arra
 
 
 def demonstrate(arguments: Namespace) -> dict[int, Any]:
-    """Run the demonstration; return (variance, entropy), unscaled and scaled, by width."""
+    """Run the demonstration; return (variance, entropy), unscaled and scaled, keyed by width."""
     keys, widths = arguments.tokens, [4**i for i in range(1, 16) if 4**i <= arguments.width]
     if not widths:
         fail("width", arguments.width, "must be at least 4")

@@ -25,7 +25,7 @@ INK = "#444444"
 
 
 Options = Mapping[str, tuple[Any, Any]]
-"""Defaults of a demonstration's options by name: the usual one, and that with --quick."""
+"""Default values of a demonstration's options, keyed by name: usual, and with --quick."""
 
 MEANINGS = {
     "data": "a text file, UTF-8",

@@ -2,7 +2,7 @@
 
     python -m transformer_jax demo vanishing_gradients
 
-The measure is the Frobenius norm of the Jacobian d h_T / d x_t by distance T - t, for untrained
+The measure is the Frobenius norm of the Jacobian d h_T / d x_t at distance T - t, for untrained
 parameters, averaged over seeds. In an Elman network, each step back multiplies by diag(1 - h^2) U,
 so the norm falls exponentially (Bengio et al. 1994). In an LSTM, the path through the cell
 multiplies by the forget gate f = sigmoid(... + b_f). With b_f = 0, that is about 1/2 per step, so
@@ -74,7 +74,7 @@ def measure(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
-    """Run the demonstration; return the norms by distance of each network."""
+    """Run the demonstration; return each network's norm for each distance."""
     length, seeds = arguments.tokens, 3 if arguments.quick else 8
     norms = measure(length, arguments.width, arguments.seed, seeds)
     distances = [d for d in (0, 1, 5, 10, 20, 50, 100) if d < length]

@@ -4,7 +4,7 @@
 
 The decoders and the byte-pair tokenizer are trained on the first nine tenths of a text, each
 decoder with the same steps, seeds and rows. The table shows the loss on the last tenth, the
-parameters, and the bytes of a cache of 1024 tokens:
+number of parameters, and the size in bytes of a cache for 1024 tokens:
 
     8 key heads (MHA), 2 (GQA, Ainslie et al. 2023), 1 (MQA, Shazeer 2019); 1 head of the same width
     no norm; separate or shared embedding and output matrices (Press & Wolf 2017)

@@ -147,7 +147,7 @@ def state_bytes(window: int) -> int:
 
 
 def draw(means: dict[int, np.ndarray], arguments: Namespace) -> None:
-    """Plot percentages f64[delays] by window, over the window and over the latency."""
+    """Plot percentages f64[delays], keyed by window, against the window and the latency."""
     windows, latency = list(means), [TIME * delay for delay in DELAYS]
     figure, (left, right) = new_figure(2)
     for colour, i in zip(COLOURS, range(len(DELAYS)), strict=False):
@@ -163,7 +163,7 @@ def draw(means: dict[int, np.ndarray], arguments: Namespace) -> None:
 
 
 def demonstrate(arguments: Namespace) -> dict[int, np.ndarray]:
-    """Run the demonstration; return the accuracies f64[seeds, delays] by window."""
+    """Run the demonstration; return the accuracies f64[seeds, delays] keyed by window."""
     windows = [1, 8] if arguments.quick else [1, 2, 4, 8, 16]
     seeds = 1 if arguments.quick else 3
     found = dict(zip(windows, accuracies(windows, arguments.steps, seeds), strict=True))

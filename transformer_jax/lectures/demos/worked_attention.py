@@ -48,7 +48,7 @@ def one_head(matrix: jax.Array) -> jax.Array:  # [T, H] -> [B, T, N, H]
 def compute(
     embeddings: jax.Array = EMBEDDINGS,  # f32[T, D]
 ) -> dict[str, np.ndarray]:
-    """Return every intermediate value of the example by name, one row per token."""
+    """Return every intermediate value of the example, keyed by name, one row per token."""
     positions = sinusoidal(jnp.arange(len(embeddings)), 4)
     x = embeddings + positions
     q, k, v = x @ W_Q, x @ W_K, x @ W_V
@@ -72,7 +72,7 @@ def compute(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
-    """Run the demonstration; return every intermediate value by name."""
+    """Run the demonstration; return every intermediate value, keyed by name."""
     words, embeddings = TOKENS, EMBEDDINGS
     if arguments.sentence is not None:
         words = tuple(arguments.sentence.split())
