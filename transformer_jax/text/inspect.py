@@ -57,7 +57,7 @@ class Lens(TableResult):
 
     Attributes:
         tokens: the T input tokens, as strings.
-        top: [L + 1][T][count], likeliest tokens after the embedding and after each block.
+        top: [L + 1, T, count], the likeliest tokens after the embedding and after each block.
         probabilities: f32[L + 1, T, count], probabilities of `top`.
         masks: positions of the masks; None for a model that writes the next token.
     """
