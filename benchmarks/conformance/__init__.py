@@ -1,0 +1,1 @@
+"""Which attention functions agree: small cases, many libraries, one definition in float64."""

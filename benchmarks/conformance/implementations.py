@@ -1,0 +1,400 @@
+"""One adapter for each library: how its user would write a case, and what its arguments cannot say."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.conformance.cases import Case
+
+OPTIONS = ("causal", "window", "segments", "lengths", "mask", "bias", "scale", "softcap", "sinks")
+Attend = Callable[[Any, Any, Any], Any]
+
+
+class CannotSay(Exception):
+    """The function has no argument for an option of the case."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A library's attention function.
+
+    Attributes:
+        package: the distribution whose version is printed.
+        takes: options that have an argument of their own, in the library's words; the mask options
+            among the others are drawn as one bool mask, when `mask` is taken.
+        build: returns the function of query, key and value for a case.
+        run: computes output and gradients of such a function.
+    """
+
+    package: str
+    takes: tuple[str, ...]
+    build: Callable[[Case], Attend]
+    run: Callable[[Case, Attend], dict[str, np.ndarray]]
+    gradient: bool = True  # whether it has one on a CPU
+
+    def version(self) -> str:
+        module = importlib.import_module(self.package.replace("-", "_"))
+        return getattr(module, "__version__", None) or importlib.metadata.version(self.package)
+
+    def __call__(self, case: Case) -> dict[str, np.ndarray]:
+        for option in OPTIONS:
+            value = getattr(case, option)
+            if value is None or value is False or option in self.takes:
+                continue
+            if option in ("causal", "window", "segments", "lengths") and "mask" in self.takes:
+                continue
+            raise CannotSay(f"no argument for {option}")
+        case = case if self.gradient else case.changed(grads=False)
+        return self.run(case, self.build(case))
+
+
+def drawn(case: Case, *own: str) -> np.ndarray | None:
+    """Return the mask options that have no argument of their own as one bool array, or None."""
+    own_off = {name: None for name in ("window", "segments", "lengths", "mask") if name in own}
+    if "causal" in own:
+        own_off["causal"] = False  # type: ignore[assignment]
+    rest = case.changed(**own_off)
+    masked = rest.causal or any(
+        getattr(rest, name) is not None for name in ("window", "segments", "lengths", "mask")
+    )
+    return rest.visible() if masked else None
+
+
+# ---- how results are computed
+
+
+def in_jax(case: Case, attend: Attend) -> dict[str, np.ndarray]:
+    import jax
+    import jax.numpy as jnp
+
+    q, k, v, dout = (jnp.asarray(x) for x in case.inputs)
+    if not case.grads:
+        return {"out": np.asarray(jax.jit(attend)(q, k, v)).astype(np.float64)}
+
+    def both(q: Any, k: Any, v: Any) -> Any:
+        out, back = jax.vjp(attend, q, k, v)
+        return out, *back(dout.astype(out.dtype))
+
+    results = jax.jit(both)(q, k, v)
+    return _named([np.asarray(x).astype(np.float64) for x in results])
+
+
+def in_torch(case: Case, attend: Attend) -> dict[str, np.ndarray]:
+    import torch
+
+    dtype = getattr(torch, case.dtype)
+    q, k, v, dout = (torch.tensor(x.astype(np.float32)).to(dtype) for x in case.inputs)
+    for x in (q, k, v):
+        x.requires_grad_(case.grads)
+    out = attend(q, k, v)
+    results = [out]
+    if case.grads:
+        results += torch.autograd.grad(out, (q, k, v), dout.to(out.dtype), allow_unused=True)
+    zeros = [q, q, k, v]
+    return _named(
+        [
+            (torch.zeros_like(z) if x is None else x).detach().to(torch.float64).numpy()
+            for x, z in zip(results, zeros, strict=False)
+        ]
+    )
+
+
+def _named(arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
+    return dict(zip(("out", "query", "key", "value"), arrays, strict=False))
+
+
+# ---- adapters
+
+
+def ours(name: str | None, case: Case) -> Attend:
+    from transformer_jax import Causal, Dense, Padding, Segments, Window, dot_product_attention
+
+    parts: list[Any] = [Causal()] if case.causal else []
+    if case.window is not None:
+        left, right = case.window
+        parts.append(
+            Window(
+                None if left is None else left + 1,
+                None if right is None else right + 1,
+            )
+        )
+    if case.segments is not None:
+        parts.append(Segments(*case.segments))
+    if case.lengths is not None:
+        parts.append(Padding(np.arange(case.shape[2]) < case.lengths[:, None]))
+    if case.mask is not None:
+        B, T, S, N, _, _ = case.shape
+        parts.append(Dense(np.broadcast_to(case.mask, (*case.mask.shape[:2], T, S))))
+    mask = functools.reduce(lambda a, b: a & b, parts) if parts else None
+    return functools.partial(
+        dot_product_attention, mask=mask, bias=case.bias, scale=case.scale, softcap=case.softcap,
+        sinks=case.sinks, implementation=name,
+    )  # fmt: skip
+
+
+def jax_nn(case: Case) -> Attend:
+    import jax
+
+    return functools.partial(
+        jax.nn.dot_product_attention, bias=case.bias, mask=drawn(case, "causal", "window", "lengths"),
+        scale=case.scale, is_causal=case.causal, key_value_seq_lengths=case.lengths,
+        local_window_size=_both_sides(case),
+    )  # fmt: skip
+
+
+def _both_sides(case: Case) -> tuple[int, int] | None:
+    """Return a window as two numbers; no limit on a side is a window as long as the keys."""
+    if case.window is None:
+        return None
+    left, right = (case.shape[2] if side is None else side for side in case.window)
+    return left, right
+
+
+def flax_linen(case: Case) -> Attend:
+    from flax import linen
+
+    return functools.partial(_flax, linen.dot_product_attention, case, drawn(case))
+
+
+def flax_nnx(case: Case) -> Attend:
+    from flax import nnx
+
+    attend = functools.partial(nnx.dot_product_attention, is_causal=case.causal)
+    return functools.partial(_flax, attend, case, drawn(case, "causal"))
+
+
+def _flax(attend: Attend, case: Case, mask: np.ndarray | None, q: Any, k: Any, v: Any) -> Any:
+    """Flax has no argument for a scale: its users scale the query, whose heads it divides by sqrt(H)."""
+    if case.scale is not None:
+        q = q * (case.scale * q.shape[-1] ** 0.5)
+    return attend(q, k, v, bias=case.bias, mask=mask)  # type: ignore[call-arg]
+
+
+def keras(case: Case) -> Attend:
+    import keras
+
+    return functools.partial(
+        keras.ops.dot_product_attention, bias=case.bias, mask=drawn(case, "causal"), scale=case.scale,
+        is_causal=case.causal, attn_logits_soft_cap=case.softcap,
+    )  # fmt: skip
+
+
+def tokamax(name: str | None, case: Case) -> Attend:
+    import tokamax
+
+    return functools.partial(
+        tokamax.dot_product_attention, bias=case.bias, mask=drawn(case, "causal", "window", "lengths"),
+        scale=case.scale, is_causal=case.causal, key_value_seq_lengths=case.lengths,
+        local_window_size=_both_sides(case), logits_soft_cap=case.softcap, implementation=name,
+    )  # fmt: skip
+
+
+def attnax(case: Case) -> Attend:
+    import attnax
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        if case.scale is not None:
+            q = q * (case.scale * q.shape[-1] ** 0.5)
+        mask = drawn(case)
+        attend = functools.partial(attnax.memory_efficient_attention, block_size=4)
+        return attend(q, k, v, mask=mask).swapaxes(1, 2)
+
+    return attend
+
+
+def ejkernel(case: Case) -> Attend:
+    from ejkernel.modules import flash_attention
+    from ejkernel.types.mask import MaskInfo
+
+    options: dict[str, Any] = {}
+    if (mask := drawn(case, "causal", "window", "segments")) is not None:
+        options["mask_info"] = MaskInfo.from_attention_mask(mask)
+    if case.segments is not None:
+        options["mask_info"] = MaskInfo.from_segments(*case.segments)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return flash_attention(
+            q, k, v, case.bias, None, None, case.sinks, None, softmax_scale=case.scale,
+            causal=case.causal, sliding_window=_both_sides(case), logits_soft_cap=case.softcap,
+            platform="xla", **options,
+        )  # fmt: skip
+
+    return attend
+
+
+def torch_sdpa(case: Case) -> Attend:
+    import torch
+
+    B, T, S, N, K, H = case.shape
+    mask = drawn(case, "causal") if case.bias is None else drawn(case)
+    bias = None if case.bias is None else torch.tensor(case.bias)
+    if bias is not None:
+        if mask is not None:
+            bias = torch.where(torch.tensor(mask), bias, -torch.inf)
+        bias = bias.to(getattr(torch, case.dtype))
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias if bias is not None else None if mask is None else torch.tensor(mask),
+            is_causal=case.causal and bias is None, scale=case.scale, enable_gqa=N != K,
+        )  # fmt: skip
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def torch_flex(case: Case) -> Attend:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    B, T, S, N, K, H = case.shape
+    seen = drawn(case)
+    block_mask = None
+    if seen is not None:
+        table = torch.tensor(np.ascontiguousarray(np.broadcast_to(seen, (B, N, T, S))))
+        block_mask = create_block_mask(lambda b, h, q, k: table[b, h, q, k], B, N, T, S, device="cpu")
+    bias = None if case.bias is None else torch.tensor(np.broadcast_to(case.bias, (B, N, T, S)).copy())
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        if case.softcap is not None:
+            score = case.softcap * torch.tanh(score / case.softcap)
+        return score if bias is None else score + bias[b, h, q, k]
+
+    changes = case.softcap is not None or bias is not None
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = flex_attention(
+            q, k, v, score_mod=score_mod if changes else None, block_mask=block_mask, scale=case.scale,
+            enable_gqa=N != K,
+        )  # fmt: skip
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def x_transformers(case: Case) -> Attend:
+    import torch
+    from x_transformers.attend import Attend as Module
+
+    module = Module(
+        causal=case.causal,
+        scale=case.scale,
+        softclamp_logits=case.softcap is not None,
+        logit_softclamp_value=case.softcap or 50.0,
+    )
+    B, T, S, N, K, H = case.shape
+    mask = drawn(case, "causal")
+    if mask is not None:
+        mask = np.broadcast_to(mask, (B, N, T, S)).copy()
+    bias = None if case.bias is None else torch.tensor(case.bias)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, _ = module(q, k, v, mask=None if mask is None else torch.tensor(mask), attn_bias=bias)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def onnxruntime(case: Case) -> Attend:
+    """Return a function of arrays: one node `Attention` of opset 24, whose window and padding are a mask."""
+    import onnx
+    from onnx import TensorProto, helper
+    from onnxruntime import InferenceSession
+
+    if case.dtype == "bfloat16":
+        raise CannotSay("bfloat16 arrays do not pass through NumPy")
+    B, T, S, N, K, H = case.shape
+    kind = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}[case.dtype]
+    mask = drawn(case, "causal")
+    names = ["Q", "K", "V"]
+    extra = {}
+    if mask is not None or case.bias is not None:
+        bias = np.zeros((1, 1, 1, 1)) if case.bias is None else case.bias
+        full = bias if mask is None else np.where(mask, bias, -np.inf)
+        full = np.broadcast_to(full, (full.shape[0], full.shape[1], T, S))
+        extra["mask"] = np.ascontiguousarray(full if case.bias is not None else mask)
+        if case.bias is not None:
+            extra["mask"] = extra["mask"].astype(case.inputs[0].dtype)
+        else:
+            extra["mask"] = np.ascontiguousarray(np.broadcast_to(mask, (B, N, T, S)))
+    attributes: dict[str, Any] = {"is_causal": int(case.causal)}
+    if case.scale is not None:
+        attributes["scale"] = case.scale
+    if case.softcap is not None:
+        attributes["softcap"] = case.softcap
+    inputs = [helper.make_tensor_value_info(n, kind, [B, heads, length, H]) for n, heads, length in zip(names, (N, K, K), (T, S, S), strict=True)]
+    for name, array in extra.items():
+        inputs.append(helper.make_tensor_value_info(name, TensorProto.BOOL if array.dtype == bool else kind, array.shape))
+    node = helper.make_node("Attention", [*names, *extra], ["Y"], **attributes)
+    graph = helper.make_graph([node], "attention", inputs, [helper.make_tensor_value_info("Y", kind, [B, N, T, H])])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)])
+    model.ir_version = 10
+    onnx.checker.check_model(model)
+    session = InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        arrays = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v))
+        (out,) = session.run(None, dict(zip(names, arrays, strict=True)) | extra)
+        return out.swapaxes(1, 2)
+
+    return attend
+
+
+def in_numpy(case: Case, attend: Attend) -> dict[str, np.ndarray]:
+    """Run a function that has no gradient."""
+    return {"out": attend(*case.inputs[:3]).astype(np.float64)}
+
+
+ALL = ("causal", "window", "segments", "lengths", "mask", "bias", "scale")
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    **{
+        f"transformer_jax {name or ''}".strip(): Implementation(
+            "transformer_jax", OPTIONS, functools.partial(ours, name), in_jax
+        )
+        for name in ("xla", "blockwise", "native")
+    },
+    "jax.nn": Implementation("jax", (*ALL,), jax_nn, in_jax),
+    "flax.linen": Implementation("flax", ("mask", "bias", "scale"), flax_linen, in_jax),
+    "flax.nnx": Implementation("flax", ("causal", "mask", "bias", "scale"), flax_nnx, in_jax),
+    "keras": Implementation("keras", ("causal", "mask", "bias", "scale", "softcap"), keras, in_jax),
+    "tokamax": Implementation("tokamax", (*ALL, "softcap"), functools.partial(tokamax, "xla"), in_jax),
+    "tokamax xla_chunked": Implementation(
+        "tokamax", (*ALL, "softcap"), functools.partial(tokamax, "xla_chunked"), in_jax
+    ),
+    "attnax": Implementation("attnax", ("mask", "scale"), attnax, in_jax),
+    "ejkernel": Implementation("ejkernel", OPTIONS, ejkernel, in_jax),
+    "torch SDPA": Implementation("torch", ("causal", "mask", "bias", "scale"), torch_sdpa, in_torch),
+    "torch FlexAttention": Implementation(
+        "torch", ("causal", "mask", "bias", "scale", "softcap"), torch_flex, in_torch, gradient=False
+    ),
+    "x-transformers": Implementation(
+        "x-transformers", ("causal", "mask", "bias", "scale", "softcap"), x_transformers, in_torch
+    ),
+    "onnxruntime": Implementation(
+        "onnxruntime", ("causal", "mask", "bias", "scale", "softcap"), onnxruntime, in_numpy,
+        gradient=False,
+    ),
+}
+"""Every implementation by its name."""
+
+
+def reason_absent(name: str) -> str | None:
+    """Return why an implementation cannot run here, or None."""
+    modules = {"x-transformers": "x_transformers", "torch SDPA": "torch", "torch FlexAttention": "torch"}
+    module = modules.get(name, name.split()[0].split(".")[0])
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001  a peer may raise anything when it is imported
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    return None
