@@ -60,6 +60,8 @@ class Case:
         if self.poison is not None:
             array, value, at = self.poison
             {"key": k, "value": v}[array][:, list(at)] = value
+        if self.dtype == "float16":
+            q = np.clip(q, -6e4, 6e4)  # finite inputs, whose scores overflow
         return tuple(x.astype(DTYPES[self.dtype]) for x in (q, k, v, dout))  # type: ignore[return-value]
 
     def changed(self, **fields: Any) -> Case:
@@ -103,7 +105,7 @@ class Case:
         seen = self.visible(words)
         scale = 1 / np.sqrt(H) if self.scale is None else self.scale
         if words.hidden == "excluded":  # a key that no query sees takes no part, whatever it contains
-            used = seen.any((1, 2))[:, :, None, None]
+            used = (seen.any((1, 2)) | (words.empty == "mean"))[:, :, None, None]
             k, v = (np.where(used, x, 0.0) for x in (k, v))
         keys, values = k[:, :, group], v[:, :, group]
         with np.errstate(all="ignore"):
@@ -128,6 +130,8 @@ class Case:
             dp = _weighted("btnh,bsnh->bnts", dout, values, words)
             delta = _times(p, dp, words).sum(-1, keepdims=True)
             dx = _times(p * (1 - capped**2), dp - delta, words)
+            if words.empty == "mean":  # the scores were replaced, so they have no gradient
+                dx = np.where(nothing, 0.0, dx)
             arrays = {
                 "out": out,
                 "query": scale * _weighted("bnts,bsnh->btnh", dx, keys, words),
@@ -155,11 +159,13 @@ class Case:
         error = (weight + gamma(H + 4) + u) * sums + (score * 2 / cap if cap else 0) * sums
         rounded = u * np.einsum("btnh,btnh->bnt", ad, size(out))[..., None]
         error = ap * (error + (ap * error).sum(-1, keepdims=True) + rounded) + u * adx
+        flushed = float(np.finfo(np.float32).tiny)  # smaller weights become 0
+        error += flushed * (sums + (ap * sums).sum(-1, keepdims=True))
         terms = gamma(max(S, T) * (N // K) + 4) + u
         key = np.einsum("bnts,btnh->bsnh", error + terms * adx, aq)
-        value = np.einsum("bnts,btnh->bsnh", ap * (weight + terms), ad)
+        value = np.einsum("bnts,btnh->bsnh", ap * (weight + terms) + flushed, ad)
         bounds = {
-            "out": np.einsum("bnts,bsnh->btnh", ap * (weight + gamma(S + 4)), av),
+            "out": np.einsum("bnts,bsnh->btnh", ap * (weight + gamma(S + 4)) + flushed, av),
             "query": abs(scale) * np.einsum("bnts,bsnh->btnh", error + terms * adx, ak),
             "key": _by_key(abs(scale) * key, group, K),
             "value": _by_key(value, group, K),
