@@ -33,7 +33,14 @@ from benchmarks.conformance.cases import Case, cases
 from benchmarks.conformance.definition import DEFINITION, MEANING, Words, alternatives
 from benchmarks.conformance.implementations import IMPLEMENTATIONS, CannotSay, reason_absent
 
-LETTERS = {"equal": "=", "another": "other", "wrong": "WRONG", "refused": "refused", "no word": "·", "crashed": "CRASHED"}
+LETTERS = {
+    "equal": "=",
+    "another": "other",
+    "wrong": "WRONG",
+    "refused": "refused",
+    "no word": "·",
+    "crashed": "CRASHED",
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,9 @@ class Cell:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=list(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS))
+    parser.add_argument(
+        "--only", nargs="+", choices=list(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS)
+    )
     parser.add_argument("--case", default="", help="run cases whose name contains this text")
     parser.add_argument("--write", metavar="PATH", type=Path, help="write PATH.json and PATH.md")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -57,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen:
         parser.error(f"no case has {given.case!r} in its name")
     if given.child:
+        sys.argv[1:] = []  # tokamax parses the command line of the process on its first call
         for case in chosen[given.skip :]:
             print(json.dumps(asdict(judge(given.only[0], case))), flush=True)
         return 0
@@ -70,13 +80,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = in_process(name, chosen, given.case)
         cells += found
         counts = collections.Counter(cell.kind for cell in found)
-        print(f"{name} {versions[name]}:", ", ".join(f"{n} {kind}" for kind, n in counts.most_common()), flush=True)
+        print(
+            f"{name} {versions[name]}:",
+            ", ".join(f"{n} {kind}" for kind, n in counts.most_common()),
+            flush=True,
+        )
     text = table(chosen, versions, cells)
     if given.write is None:
         print("\n" + text)
     else:
-        machine = {"python": platform.python_version(), "machine": platform.machine(), "versions": versions}
-        given.write.with_suffix(".json").write_text(json.dumps(machine | {"cells": [asdict(c) for c in cells]}, indent=1) + "\n")
+        machine = {
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "versions": versions,
+        }
+        given.write.with_suffix(".json").write_text(
+            json.dumps(machine | {"cells": [asdict(c) for c in cells]}, indent=1) + "\n"
+        )
         given.write.with_suffix(".md").write_text(text + "\n")
     return 0
 
@@ -84,18 +104,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 def in_process(name: str, chosen: list[Case], part: str) -> list[Cell]:
     """Run one implementation's cases in processes; a new one begins after each crash."""
     cells: list[Cell] = []
-    environment = {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | os.environ
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "KERAS_BACKEND": "jax",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    } | os.environ
     while len(cells) < len(chosen):
-        command = [sys.executable, "-m", "benchmarks.conformance", "--child", "--only", name, "--case", part]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.conformance",
+            "--child",
+            "--only",
+            name,
+            "--case",
+            part,
+        ]
         child = subprocess.run(
-            [*command, "--skip", str(len(cells))], capture_output=True, text=True, check=False, env=environment
+            [*command, "--skip", str(len(cells))],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
         )
         for line in child.stdout.splitlines():
             if line.startswith('{"implementation"'):
                 cells.append(Cell(**json.loads(line)))
         if len(cells) < len(chosen):
             reason = (child.stderr.strip().splitlines() or [""])[-1]
-            cells.append(Cell(name, chosen[len(cells)].name, "crashed", f"exit status {child.returncode}: {reason[:200]}"))
+            cells.append(
+                Cell(
+                    name,
+                    chosen[len(cells)].name,
+                    "crashed",
+                    f"exit status {child.returncode}: {reason[:200]}",
+                )
+            )
     return cells
 
 
@@ -105,8 +149,13 @@ def judge(name: str, case: Case) -> Cell:
         result = IMPLEMENTATIONS[name](case)
     except CannotSay as error:
         return Cell(name, case.name, "no word", str(error))
-    except Exception as error:  # noqa: BLE001  libraries refuse by errors of any class
-        return Cell(name, case.name, "refused", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    except Exception as error:
+        return Cell(
+            name,
+            case.name,
+            "refused",
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+        )
     if difference(case, DEFINITION, result) is None:
         return Cell(name, case.name, "equal")
     for words in alternatives():
@@ -132,7 +181,8 @@ def difference(case: Case, words: Words, result: dict[str, np.ndarray]) -> str |
         over = off - bounds[name]
         if (over > 0).any():
             at = np.unravel_index(np.argmax(over), over.shape)
-            worst = f"{'output' if name == 'out' else f'gradient of {name}'}: off by {off[at]:.2g}, bound {bounds[name][at]:.1g}"
+            what = "output" if name == "out" else f"gradient of {name}"
+            worst = f"{what}: off by {off[at]:.2g}, bound {bounds[name][at]:.1g}"
             break
     return worst
 

@@ -46,7 +46,9 @@ class Case:
     sinks: np.ndarray | None = None
     size: float = 1.0  # of queries
     shift: float = 0.0  # added to values
-    poison: tuple[str, float, Sequence[int]] | None = None  # array, value, index of [S] it is put at
+    poison: tuple[str, float, Sequence[int]] | None = (
+        None  # array, value, index of [S] it is put at
+    )
     grads: bool = True
 
     @functools.cached_property
@@ -92,19 +94,21 @@ class Case:
         return seen
 
     def result(self, words: Words = DEFINITION) -> tuple[Arrays, Arrays]:
-        """Return `out` and the gradients `query`, `key`, `value` in float64, and bounds on rounding.
+        """Return `out`, the gradients `query`, `key` and `value` in float64, and their bounds.
 
         The bounds follow from the dtype, the lengths and the sizes of the terms, to first order and
-        doubled: a sum of n products in float32 has a relative error of n u / (1 - n u) (Higham 2002,
-        section 3.1), an error e in a score changes its weight by the factor 1 + e, and of inputs of
-        16 bits the weights, their gradients and the results may be rounded to 16 bits.
+        doubled. A sum of n products in float32 has a relative error of n u / (1 - n u) (Higham
+        2002, section 3.1), and an error e in a score changes its weight by the factor 1 + e. For
+        inputs of 16 bits, weights, their gradients and results may be rounded to 16 bits.
         """
-        B, T, S, N, K, H = self.shape
+        _, T, S, N, K, H = self.shape
         q, k, v, dout = (x.astype(np.float64) for x in self.inputs)
         group = np.arange(N) % K if words.heads == "n % K" else np.arange(N) // (N // K)
         seen = self.visible(words)
         scale = 1 / np.sqrt(H) if self.scale is None else self.scale
-        if words.hidden == "excluded":  # a key that no query sees takes no part, whatever it contains
+        if (
+            words.hidden == "excluded"
+        ):  # a key that no query sees takes no part, whatever it contains
             used = (seen.any((1, 2)) | (words.empty == "mean"))[:, :, None, None]
             k, v = (np.where(used, x, 0.0) for x in (k, v))
         keys, values = k[:, :, group], v[:, :, group]
@@ -114,7 +118,11 @@ class Case:
             cap, after = self.softcap, words.softcap == "after the bias"
             capped = np.tanh((x + bias if after else x) / cap) if cap else np.zeros(1)
             z = x + bias if cap is None else cap * capped + (0 if after else bias)
-            sink = -np.inf if self.sinks is None else self.sinks.astype(np.float64)[None, :, None, None]
+            sink = (
+                -np.inf
+                if self.sinks is None
+                else self.sinks.astype(np.float64)[None, :, None, None]
+            )
             z = np.where(seen, z, -np.inf)
             top = np.max(z, -1, keepdims=True, initial=-np.inf)
             top = np.where(np.isinf(top), 0.0, top)
@@ -151,7 +159,8 @@ class Case:
 
         aq, ak, av, ad, ap, adx = (size(array) for array in (q, keys, values, dout, p, dx))
         score = (gamma(H + 4) + 4 * fine) * (
-            abs(scale) * np.einsum("btnh,bsnh->bnts", aq, ak) + np.where(size(bias) < 1e4, size(bias), 0)
+            abs(scale) * np.einsum("btnh,bsnh->bnts", aq, ak)
+            + np.where(size(bias) < 1e4, size(bias), 0)
         )
         weight = score + (ap * score).sum(-1, keepdims=True) + gamma(S + 4) + u
         weight = np.expm1(np.minimum(weight, 1.0))
@@ -177,11 +186,15 @@ class Case:
 
 def _times(weights: np.ndarray, terms: np.ndarray, words: Words) -> np.ndarray:
     """Return the product; a weight of 0 excludes its term unless the words say otherwise."""
-    return np.where(weights == 0, 0.0, weights * terms) if words.hidden == "excluded" else weights * terms
+    return (
+        np.where(weights == 0, 0.0, weights * terms)
+        if words.hidden == "excluded"
+        else weights * terms
+    )
 
 
 def _weighted(form: str, weights: np.ndarray, rows: np.ndarray, words: Words) -> np.ndarray:
-    """Return the weighted sum of rows; a weight of 0 excludes its row unless the words say otherwise."""
+    """Return the weighted sum of rows; a weight of 0 excludes its row, unless words differ."""
     if words.hidden == "excluded" and not np.isfinite(rows).all():
         clean = np.einsum(form, weights, np.where(np.isfinite(rows), rows, 0.0))
         bad = np.einsum(form, (weights != 0).astype(float), (~np.isfinite(rows)).astype(float))
@@ -241,24 +254,72 @@ def cases() -> list[Case]:
     add("fully masked rows", "a query that sees no key, causal", mask=blind(5, 5, 0), causal=True)
     add("fully masked rows", "a row of length 0", lengths=np.array([5, 0]))
     add("fully masked rows", "a row of length 0, causal", lengths=np.array([3, 0]), causal=True)
-    add("fully masked rows", "bias of -inf for a query", bias=np.where(blind(5, 5, 1), 0, -np.inf).astype(np.float32))
-    add("fully masked rows", "left padding, causal", causal=True, mask=(np.arange(5) >= np.array([[0], [2]]))[:, None, None])
-    add("fully masked rows", "a query that sees no key, sinks", mask=blind(5, 5, 2), sinks=np.array([0.3, -1.2], np.float32))
+    add(
+        "fully masked rows",
+        "bias of -inf for a query",
+        bias=np.where(blind(5, 5, 1), 0, -np.inf).astype(np.float32),
+    )
+    add(
+        "fully masked rows",
+        "left padding, causal",
+        causal=True,
+        mask=(np.arange(5) >= np.array([[0], [2]]))[:, None, None],
+    )
+    add(
+        "fully masked rows",
+        "a query that sees no key, sinks",
+        mask=blind(5, 5, 2),
+        sinks=np.array([0.3, -1.2], np.float32),
+    )
 
     # T != S
     for T, S in ((3, 7), (7, 3), (1, 6)):
         add("T and S differ", f"causal, T = {T}, S = {S}", causal=True, shape=(1, T, S, 2, 2, 4))
-    add("T and S differ", "window of 2 keys before, T = 3, S = 7", window=(2, 0), causal=True, shape=(1, 3, 7, 2, 2, 4))
-    add("T and S differ", "window of 2 keys on both sides, T = 3, S = 7", window=(2, 2), shape=(1, 3, 7, 2, 2, 4))
-    add("T and S differ", "causal, lengths, T = 3, S = 7", causal=True, lengths=np.array([6]), shape=(1, 3, 7, 2, 2, 4))
+    add(
+        "T and S differ",
+        "window of 2 keys before, T = 3, S = 7",
+        window=(2, 0),
+        causal=True,
+        shape=(1, 3, 7, 2, 2, 4),
+    )
+    add(
+        "T and S differ",
+        "window of 2 keys on both sides, T = 3, S = 7",
+        window=(2, 2),
+        shape=(1, 3, 7, 2, 2, 4),
+    )
+    add(
+        "T and S differ",
+        "causal, lengths, T = 3, S = 7",
+        causal=True,
+        lengths=np.array([6]),
+        shape=(1, 3, 7, 2, 2, 4),
+    )
 
     # Windows
     for left in (0, 1, 3, 20):
-        add("windows", f"causal, window of {left} keys before", causal=True, window=(left, 0), shape=(1, 9, 9, 2, 2, 4))
+        add(
+            "windows",
+            f"causal, window of {left} keys before",
+            causal=True,
+            window=(left, 0),
+            shape=(1, 9, 9, 2, 2, 4),
+        )
     for left, right in ((2, 2), (0, 0), (1, 3), (20, 20)):
-        add("windows", f"window of {left} before, {right} after", window=(left, right), shape=(1, 9, 9, 2, 2, 4))
+        add(
+            "windows",
+            f"window of {left} before, {right} after",
+            window=(left, right),
+            shape=(1, 9, 9, 2, 2, 4),
+        )
     add("windows", "window of 2 before, no limit after", window=(2, None), shape=(1, 9, 9, 2, 2, 4))
-    add("windows", "causal, window, length 130", causal=True, window=(33, 0), shape=(1, 130, 130, 2, 2, 8))
+    add(
+        "windows",
+        "causal, window, length 130",
+        causal=True,
+        window=(33, 0),
+        shape=(1, 130, 130, 2, 2, 8),
+    )
 
     # Documents in one row
     ids = np.array([[1, 1, 2, 2, 2, 3], [1, 2, 2, 3, 3, 3]])
@@ -266,15 +327,35 @@ def cases() -> list[Case]:
     add("packed documents", "documents", segments=(ids, ids), shape=row)
     add("packed documents", "documents, causal", segments=(ids, ids), causal=True, shape=row)
     padded = np.where(ids == 3, 0, ids)
-    add("packed documents", "documents, padding with id 0", segments=(padded, padded), causal=True, shape=row)
-    add("packed documents", "documents that return", segments=(ids[:, [0, 2, 1, 3, 5, 4]],) * 2, shape=row)
-    add("packed documents", "documents, window", segments=(ids, ids), causal=True, window=(1, 0), shape=row)
+    add(
+        "packed documents",
+        "documents, padding with id 0",
+        segments=(padded, padded),
+        causal=True,
+        shape=row,
+    )
+    add(
+        "packed documents",
+        "documents that return",
+        segments=(ids[:, [0, 2, 1, 3, 5, 4]],) * 2,
+        shape=row,
+    )
+    add(
+        "packed documents",
+        "documents, window",
+        segments=(ids, ids),
+        causal=True,
+        window=(1, 0),
+        shape=row,
+    )
     add("packed documents", "keys of other documents", segments=(ids, ids[:, ::-1]), shape=row)
 
     # Padding and masks
     add("padding", "padding on the right", lengths=np.array([5, 3]))
     add("padding", "padding on the right, causal", lengths=np.array([4, 3]), causal=True)
-    add("padding", "padding on the left", mask=(np.arange(5) >= np.array([[0], [2]]))[:, None, None])
+    add(
+        "padding", "padding on the left", mask=(np.arange(5) >= np.array([[0], [2]]))[:, None, None]
+    )
     add("padding", "mask [1, 1, 1, S]", mask=only(True, False, True, True, False)[None, None, None])
     add("padding", "mask [B, 1, T, S]", mask=random.random((2, 1, 5, 5)) < 0.7)
     add("padding", "mask [B, N, T, S]", mask=random.random((2, 2, 5, 5)) < 0.7)
@@ -283,11 +364,19 @@ def cases() -> list[Case]:
     # Groups of heads
     for K in (1, 2, 3):
         add("grouped heads", f"6 heads, {K} key/value heads", shape=(2, 5, 5, 6, K, 4))
-    add("grouped heads", "6 heads, 2 key/value heads, causal", shape=(2, 5, 5, 6, 2, 4), causal=True)
+    add(
+        "grouped heads", "6 heads, 2 key/value heads, causal", shape=(2, 5, 5, 6, 2, 4), causal=True
+    )
 
     # Sinks, softcap, bias
     add("sinks", "sinks", sinks=np.array([0.3, -1.2], np.float32))
-    add("sinks", "sinks, causal, window", sinks=np.array([0.3, 2.0], np.float32), causal=True, window=(1, 0))
+    add(
+        "sinks",
+        "sinks, causal, window",
+        sinks=np.array([0.3, 2.0], np.float32),
+        causal=True,
+        window=(1, 0),
+    )
     add("sinks", "a large sink", sinks=np.array([80.0, 0.0], np.float32))
     add("softcap", "softcap 2", softcap=2.0, size=3.0)
     add("softcap", "softcap 2, causal", softcap=2.0, size=3.0, causal=True)
@@ -297,9 +386,25 @@ def cases() -> list[Case]:
         add("biases", f"bias {list(shape)}", bias=bias(*shape))
     add("biases", "bias, causal", bias=bias(1, 2, 5, 5), causal=True)
     add("biases", "bias, mask", bias=bias(1, 2, 5, 5), mask=random.random((2, 1, 5, 5)) < 0.7)
-    add("biases", "bias of -inf hides a key", bias=np.where(only(True, False, True, True, True), 0, -np.inf).astype(np.float32)[None, None, None])
-    add("biases", "bias of -1e9 hides a key", bias=np.where(only(True, False, True, True, True), 0, -1e9).astype(np.float32)[None, None, None])
-    add("biases", "bias of -3.4e38 for all keys of a query", bias=np.where(blind(5, 5, 1), 0, -3.4e38).astype(np.float32))
+    add(
+        "biases",
+        "bias of -inf hides a key",
+        bias=np.where(only(True, False, True, True, True), 0, -np.inf).astype(np.float32)[
+            None, None, None
+        ],
+    )
+    add(
+        "biases",
+        "bias of -1e9 hides a key",
+        bias=np.where(only(True, False, True, True, True), 0, -1e9).astype(np.float32)[
+            None, None, None
+        ],
+    )
+    add(
+        "biases",
+        "bias of -3.4e38 for all keys of a query",
+        bias=np.where(blind(5, 5, 1), 0, -3.4e38).astype(np.float32),
+    )
 
     # Large scores, values that are not finite
     add("large scores", "scores near 1e4", size=5e3)
@@ -313,16 +418,43 @@ def cases() -> list[Case]:
         for value in (np.nan, np.inf):
             text = f"{value} in a hidden {array}"
             add("NaN and inf", text, mask=hide, poison=(array, value, (4,)), grads=False)
-            add("NaN and inf", f"{text}, padding by length", lengths=np.array([4, 4]), poison=(array, value, (4,)), grads=False)
-    add("NaN and inf", "NaN in a later value, causal", causal=True, poison=("value", np.nan, (4,)), grads=False)
+            add(
+                "NaN and inf",
+                f"{text}, padding by length",
+                lengths=np.array([4, 4]),
+                poison=(array, value, (4,)),
+                grads=False,
+            )
+    add(
+        "NaN and inf",
+        "NaN in a later value, causal",
+        causal=True,
+        poison=("value", np.nan, (4,)),
+        grads=False,
+    )
     add("NaN and inf", "NaN in a visible value", poison=("value", np.nan, (4,)), grads=False)
 
     # 16 bits
     for dtype in ("bfloat16", "float16"):
         add("16 bits", f"{dtype}", dtype=dtype)
         add("16 bits", f"{dtype}, causal", dtype=dtype, causal=True)
-        add("16 bits", f"{dtype}, 2,048 equal values", dtype=dtype, scale=0.0, shift=300.0, shape=(1, 2, 2048, 1, 1, 4), grads=False)
-        add("16 bits", f"{dtype}, grouped heads, window", dtype=dtype, causal=True, window=(2, 0), shape=(2, 5, 5, 4, 2, 8))
+        add(
+            "16 bits",
+            f"{dtype}, 2,048 equal values",
+            dtype=dtype,
+            scale=0.0,
+            shift=300.0,
+            shape=(1, 2, 2048, 1, 1, 4),
+            grads=False,
+        )
+        add(
+            "16 bits",
+            f"{dtype}, grouped heads, window",
+            dtype=dtype,
+            causal=True,
+            window=(2, 0),
+            shape=(2, 5, 5, 4, 2, 8),
+        )
 
     # Nothing to do
     add("empty", "no keys", shape=(2, 5, 0, 2, 2, 4))

@@ -3,9 +3,9 @@
     x = scale q k^T        c = softcap tanh(x / softcap)        z = c + bias, only at visible pairs
     p = exp(z) / (sum exp(z) + exp(sink))        out = p v
 
-Positions start at 0 for queries and for keys. A window of `(left, right)` shows that many keys on each
-side of the query, in addition to the key at the query's own position. Query head n reads key/value
-head n // (N / K). A query that sees no key returns zeros and has no gradient.
+Positions start at 0 for queries and for keys. A window of `(left, right)` shows that many keys on
+each side of the query, in addition to the key at the query's own position. Query head n reads
+key/value head n // (N / K). A query that sees no key returns zeros and has no gradient.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
-
-import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +34,17 @@ MEANING = {
     ("align", "last"): "the last query is aligned with the last key",
     ("empty", "mean"): "a query that sees no key returns the mean of all values",
     ("empty", "nan"): "a query that sees no key returns NaN",
-    ("window", "with the query"): "the window counts the query's own position: one key fewer on each side",
+    (
+        "window",
+        "with the query",
+    ): "the window counts the query's own position: one key fewer on each side",
     ("window", "one more"): "the window shows one key more on each side",
     ("softcap", "after the bias"): "the softcap is applied to the sum of score and bias",
     ("heads", "n % K"): "query head n reads key/value head n % K",
-    ("hidden", "multiplied by 0"): "NaN or inf in a hidden key or value reaches the output (0 x NaN)",
+    (
+        "hidden",
+        "multiplied by 0",
+    ): "NaN or inf in a hidden key or value reaches the output (0 x NaN)",
     ("sums", "of the inputs"): "weights and sums are rounded to the inputs' dtype",
 }
 """What each other choice means, for the text under the table."""

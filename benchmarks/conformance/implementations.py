@@ -1,4 +1,4 @@
-"""One adapter for each library: how its user would write a case, and what its arguments cannot say."""
+"""Adapters: how a user of each library writes a case, and what its arguments cannot express."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def ours(name: str | None, case: Case) -> Attend:
     if case.lengths is not None:
         parts.append(Padding(np.arange(case.shape[2]) < case.lengths[:, None]))
     if case.mask is not None:
-        B, T, S, N, _, _ = case.shape
+        T, S = case.shape[1:3]
         parts.append(Dense(np.broadcast_to(case.mask, (*case.mask.shape[:2], T, S))))
     mask = functools.reduce(lambda a, b: a & b, parts) if parts else None
     return functools.partial(
@@ -143,8 +143,9 @@ def jax_nn(case: Case) -> Attend:
     import jax
 
     return functools.partial(
-        jax.nn.dot_product_attention, bias=case.bias, mask=drawn(case, "causal", "window", "lengths"),
-        scale=case.scale, is_causal=case.causal, key_value_seq_lengths=case.lengths,
+        jax.nn.dot_product_attention, bias=case.bias,
+        mask=drawn(case, "causal", "window", "lengths"), scale=case.scale,
+        is_causal=case.causal, key_value_seq_lengths=case.lengths,
         local_window_size=_both_sides(case),
     )  # fmt: skip
 
@@ -171,7 +172,7 @@ def flax_nnx(case: Case) -> Attend:
 
 
 def _flax(attend: Attend, case: Case, mask: np.ndarray | None, q: Any, k: Any, v: Any) -> Any:
-    """Flax has no argument for a scale: its users scale the query, whose heads it divides by sqrt(H)."""
+    """Scale the query, because flax has no argument for a scale and divides by sqrt(H)."""
     if case.scale is not None:
         q = q * (case.scale * q.shape[-1] ** 0.5)
     return attend(q, k, v, bias=case.bias, mask=mask)  # type: ignore[call-arg]
@@ -181,17 +182,20 @@ def keras(case: Case) -> Attend:
     import keras
 
     return functools.partial(
-        keras.ops.dot_product_attention, bias=case.bias, mask=drawn(case, "causal"), scale=case.scale,
-        is_causal=case.causal, attn_logits_soft_cap=case.softcap,
+        keras.ops.dot_product_attention, bias=case.bias, mask=drawn(case, "causal"),
+        scale=case.scale, is_causal=case.causal, attn_logits_soft_cap=case.softcap,
     )  # fmt: skip
 
 
 def tokamax(name: str | None, case: Case) -> Attend:
+    import jax.numpy as jnp
     import tokamax
 
+    mask = drawn(case, "causal", "window", "lengths")
     return functools.partial(
-        tokamax.dot_product_attention, bias=case.bias, mask=drawn(case, "causal", "window", "lengths"),
-        scale=case.scale, is_causal=case.causal, key_value_seq_lengths=case.lengths,
+        tokamax.dot_product_attention, bias=None if case.bias is None else jnp.asarray(case.bias),
+        mask=None if mask is None else jnp.asarray(mask), scale=case.scale,
+        is_causal=case.causal, key_value_seq_lengths=case.lengths,
         local_window_size=_both_sides(case), logits_soft_cap=case.softcap, implementation=name,
     )  # fmt: skip
 
@@ -220,9 +224,12 @@ def ejkernel(case: Case) -> Attend:
     if case.segments is not None:
         options["mask_info"] = MaskInfo.from_segments(*case.segments)
 
+    B, T, S, N = case.shape[:4]
+    bias = None if case.bias is None else np.broadcast_to(case.bias, (B, N, T, S))
+
     def attend(q: Any, k: Any, v: Any) -> Any:
         return flash_attention(
-            q, k, v, case.bias, None, None, case.sinks, None, softmax_scale=case.scale,
+            q, k, v, bias, None, None, case.sinks, None, softmax_scale=case.scale,
             causal=case.causal, sliding_window=_both_sides(case), logits_soft_cap=case.softcap,
             platform="xla", **options,
         )  # fmt: skip
@@ -233,18 +240,19 @@ def ejkernel(case: Case) -> Attend:
 def torch_sdpa(case: Case) -> Attend:
     import torch
 
-    B, T, S, N, K, H = case.shape
+    N, K = case.shape[3:5]
     mask = drawn(case, "causal") if case.bias is None else drawn(case)
     bias = None if case.bias is None else torch.tensor(case.bias)
     if bias is not None:
         if mask is not None:
             bias = torch.where(torch.tensor(mask), bias, -torch.inf)
         bias = bias.to(getattr(torch, case.dtype))
+    attn_mask = torch.tensor(mask) if bias is None and mask is not None else bias
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias if bias is not None else None if mask is None else torch.tensor(mask),
+            q, k, v, attn_mask=attn_mask,
             is_causal=case.causal and bias is None, scale=case.scale, enable_gqa=N != K,
         )  # fmt: skip
         return out.transpose(1, 2)
@@ -256,13 +264,17 @@ def torch_flex(case: Case) -> Attend:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    B, T, S, N, K, H = case.shape
+    B, T, S, N, K, _ = case.shape
     seen = drawn(case)
     block_mask = None
     if seen is not None:
         table = torch.tensor(np.ascontiguousarray(np.broadcast_to(seen, (B, N, T, S))))
-        block_mask = create_block_mask(lambda b, h, q, k: table[b, h, q, k], B, N, T, S, device="cpu")
-    bias = None if case.bias is None else torch.tensor(np.broadcast_to(case.bias, (B, N, T, S)).copy())
+        block_mask = create_block_mask(
+            lambda b, h, q, k: table[b, h, q, k], B, N, T, S, device="cpu"
+        )
+    bias = (
+        None if case.bias is None else torch.tensor(np.broadcast_to(case.bias, (B, N, T, S)).copy())
+    )
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         if case.softcap is not None:
@@ -274,8 +286,8 @@ def torch_flex(case: Case) -> Attend:
     def attend(q: Any, k: Any, v: Any) -> Any:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = flex_attention(
-            q, k, v, score_mod=score_mod if changes else None, block_mask=block_mask, scale=case.scale,
-            enable_gqa=N != K,
+            q, k, v, score_mod=score_mod if changes else None, block_mask=block_mask,
+            scale=case.scale, enable_gqa=N != K,
         )  # fmt: skip
         return out.transpose(1, 2)
 
@@ -292,7 +304,7 @@ def x_transformers(case: Case) -> Attend:
         softclamp_logits=case.softcap is not None,
         logit_softclamp_value=case.softcap or 50.0,
     )
-    B, T, S, N, K, H = case.shape
+    B, T, S, N = case.shape[:4]
     mask = drawn(case, "causal")
     if mask is not None:
         mask = np.broadcast_to(mask, (B, N, T, S)).copy()
@@ -307,7 +319,7 @@ def x_transformers(case: Case) -> Attend:
 
 
 def onnxruntime(case: Case) -> Attend:
-    """Return a function of arrays: one node `Attention` of opset 24, whose window and padding are a mask."""
+    """Return a function of arrays: one `Attention` node of opset 24, with a drawn mask."""
     import onnx
     from onnx import TensorProto, helper
     from onnxruntime import InferenceSession
@@ -333,11 +345,20 @@ def onnxruntime(case: Case) -> Attend:
         attributes["scale"] = case.scale
     if case.softcap is not None:
         attributes["softcap"] = case.softcap
-    inputs = [helper.make_tensor_value_info(n, kind, [B, heads, length, H]) for n, heads, length in zip(names, (N, K, K), (T, S, S), strict=True)]
+    inputs = [
+        helper.make_tensor_value_info(n, kind, [B, heads, length, H])
+        for n, heads, length in zip(names, (N, K, K), (T, S, S), strict=True)
+    ]
     for name, array in extra.items():
-        inputs.append(helper.make_tensor_value_info(name, TensorProto.BOOL if array.dtype == bool else kind, array.shape))
+        inputs.append(
+            helper.make_tensor_value_info(
+                name, TensorProto.BOOL if array.dtype == bool else kind, array.shape
+            )
+        )
     node = helper.make_node("Attention", [*names, *extra], ["Y"], **attributes)
-    graph = helper.make_graph([node], "attention", inputs, [helper.make_tensor_value_info("Y", kind, [B, N, T, H])])
+    graph = helper.make_graph(
+        [node], "attention", inputs, [helper.make_tensor_value_info("Y", kind, [B, N, T, H])]
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)])
     model.ir_version = 10
     onnx.checker.check_model(model)
@@ -368,21 +389,32 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "flax.linen": Implementation("flax", ("mask", "bias", "scale"), flax_linen, in_jax),
     "flax.nnx": Implementation("flax", ("causal", "mask", "bias", "scale"), flax_nnx, in_jax),
     "keras": Implementation("keras", ("causal", "mask", "bias", "scale", "softcap"), keras, in_jax),
-    "tokamax": Implementation("tokamax", (*ALL, "softcap"), functools.partial(tokamax, "xla"), in_jax),
+    "tokamax": Implementation(
+        "tokamax", (*ALL, "softcap"), functools.partial(tokamax, "xla"), in_jax
+    ),
     "tokamax xla_chunked": Implementation(
         "tokamax", (*ALL, "softcap"), functools.partial(tokamax, "xla_chunked"), in_jax
     ),
     "attnax": Implementation("attnax", ("mask", "scale"), attnax, in_jax),
     "ejkernel": Implementation("ejkernel", OPTIONS, ejkernel, in_jax),
-    "torch SDPA": Implementation("torch", ("causal", "mask", "bias", "scale"), torch_sdpa, in_torch),
+    "torch SDPA": Implementation(
+        "torch", ("causal", "mask", "bias", "scale"), torch_sdpa, in_torch
+    ),
     "torch FlexAttention": Implementation(
-        "torch", ("causal", "mask", "bias", "scale", "softcap"), torch_flex, in_torch, gradient=False
+        "torch",
+        ("causal", "mask", "bias", "scale", "softcap"),
+        torch_flex,
+        in_torch,
+        gradient=False,
     ),
     "x-transformers": Implementation(
         "x-transformers", ("causal", "mask", "bias", "scale", "softcap"), x_transformers, in_torch
     ),
     "onnxruntime": Implementation(
-        "onnxruntime", ("causal", "mask", "bias", "scale", "softcap"), onnxruntime, in_numpy,
+        "onnxruntime",
+        ("causal", "mask", "bias", "scale", "softcap"),
+        onnxruntime,
+        in_numpy,
         gradient=False,
     ),
 }
@@ -391,10 +423,14 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 def reason_absent(name: str) -> str | None:
     """Return why an implementation cannot run here, or None."""
-    modules = {"x-transformers": "x_transformers", "torch SDPA": "torch", "torch FlexAttention": "torch"}
+    modules = {
+        "x-transformers": "x_transformers",
+        "torch SDPA": "torch",
+        "torch FlexAttention": "torch",
+    }
     module = modules.get(name, name.split()[0].split(".")[0])
     try:
         importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001  a peer may raise anything when it is imported
+    except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
     return None

@@ -1,0 +1,147 @@
+"""The conformance table: its definition, and how a result is judged."""
+
+import dataclasses
+import json
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks.conformance import __main__ as conformance
+from benchmarks.conformance.cases import cases
+from benchmarks.conformance.definition import DEFINITION, Words, alternatives
+from benchmarks.conformance.implementations import IMPLEMENTATIONS, CannotSay, Implementation
+from tests.support import oracle
+
+CASES = {case.name: case for case in cases()}
+FINITE = [
+    name for name, case in CASES.items()
+    if case.poison is None and case.dtype == "float32" and case.size <= 3 and 0 not in case.shape
+    and case.shape[2] < 100 and (case.bias is None or np.isfinite(case.bias).all())
+]  # fmt: skip
+
+
+def test_table_has_at_least_eighty_cases_with_unique_names():
+    assert len(CASES) == len(cases()) >= 80
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_definition_matches_oracle(name):
+    case = CASES[name]
+    q, k, v, dout = (x.astype(np.float64) for x in case.inputs)
+    options = dict(
+        mask=case.visible(),
+        bias=case.bias,
+        scale=case.scale,
+        softcap=case.softcap,
+        sinks=case.sinks,
+    )
+    expected = {"out": oracle.attention(q, k, v, **options).out}
+    gradients = oracle.attention_gradients(q, k, v, dout, **options)
+    expected |= {one: getattr(gradients, one) for one in ("query", "key", "value")}
+    found, bounds = case.result()
+    assert found.keys() == bounds.keys() == expected.keys()
+    for one in found:
+        np.testing.assert_allclose(found[one], expected[one], rtol=1e-9, atol=1e-12)
+        assert (bounds[one] >= 0).all() and bounds[one].max() < 1e-2
+
+
+def test_visible_pairs_of_windows_documents_and_lengths():
+    causal = CASES["causal, window of 1 keys before"].visible()[0, 0].astype(int)
+    assert causal[3].tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0]
+    both = CASES["window of 1 before, 3 after"].visible()[0, 0].astype(int)
+    assert both[3].tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 0]
+    padded = CASES["padding on the right, causal"].visible()[1, 0].astype(int)
+    assert padded[4].tolist() == [1, 1, 1, 0, 0]
+    last = CASES["causal, T = 3, S = 7"].visible(Words(align="last"))[0, 0].astype(int)
+    assert last[0].tolist() == [1, 1, 1, 1, 1, 0, 0]
+
+
+def fake(monkeypatch, result, takes=("causal", "mask")):
+    def run(case, attend):
+        found = result(case) if callable(result) else result
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    one = Implementation("fake", takes, lambda case: None, run)
+    monkeypatch.setitem(IMPLEMENTATIONS, "fake", one)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("causal, T = 3, S = 7", Words(align="last")),
+        ("a query that sees no key", Words(empty="mean")),
+        ("a query that sees no key", Words(empty="nan")),
+        ("causal, T = 7, S = 3", Words(align="last", empty="mean")),
+        ("6 heads, 3 key/value heads", Words(heads="n % K")),
+        ("nan in a hidden value", Words(hidden="multiplied by 0")),
+        ("no options", DEFINITION),
+    ],
+)
+def test_result_of_a_definition_is_recognized(name, words, monkeypatch):
+    case = dataclasses.replace(CASES[name], window=None)
+    fake(monkeypatch, lambda case: case.result(words)[0])
+    cell = conformance.judge("fake", case)
+    assert cell.kind == ("equal" if words == DEFINITION else "another")
+    assert cell.text == "; ".join(conformance.other_words(words))
+
+
+def test_other_results_are_wrong_refused_or_not_expressible(monkeypatch):
+    case = CASES["causal"]
+    right = case.result()[0]
+    off = right | {"key": right["key"] + 1e-2}
+    fake(monkeypatch, off)
+    assert conformance.judge("fake", case).kind == "wrong"
+    assert "gradient of key: off by 0.01" in conformance.judge("fake", case).text
+    fake(monkeypatch, {"out": right["out"][:1]})
+    assert "shape of out" in conformance.judge("fake", case).text
+    fake(monkeypatch, ValueError("no\n  such option"))
+    assert conformance.judge("fake", case).text == "ValueError: no such option"
+    fake(monkeypatch, CannotSay("no argument"))
+    assert conformance.judge("fake", case).kind == "no word"
+    fake(monkeypatch, right, takes=("causal",))
+    assert conformance.judge("fake", CASES["sinks"]).text == "no argument for sinks"
+    assert conformance.judge("fake", CASES["documents"]).text == "no argument for segments"
+
+
+def test_crash_costs_one_cell_and_the_next_process_continues(monkeypatch):
+    chosen, calls = cases()[:4], []
+
+    def run(command, **options):
+        skip = int(command[command.index("--skip") + 1])
+        calls.append(skip)
+        stop = 1 if skip == 0 else len(chosen)
+        lines = [
+            json.dumps(dict(implementation="fake", case=case.name, kind="equal", text=""))
+            for case in chosen[skip:stop]
+        ]
+        return SimpleNamespace(stdout="\n".join(lines), stderr="Fatal error", returncode=-11)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    cells = conformance.in_process("fake", chosen, "")
+    assert [cell.kind for cell in cells] == ["equal", "crashed", "equal", "equal"]
+    assert calls == [0, 2] and cells[1].text == "exit status -11: Fatal error"
+    text = conformance.table(chosen, {"fake": "1.0"}, cells)
+    assert f"| {chosen[1].name} | CRASHED 1 |" in text and "1. exit status -11: Fatal error" in text
+
+
+def test_alternatives_start_with_a_single_other_choice():
+    found = list(alternatives())
+    assert DEFINITION not in found and len(set(found)) == len(found)
+    changed = [
+        sum(
+            getattr(words, f.name) != getattr(DEFINITION, f.name) for f in dataclasses.fields(words)
+        )
+        for words in found
+    ]
+    assert changed == sorted(changed) and set(changed) == {1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["xla", "blockwise"])
+def test_ours_equals_the_definition(name):
+    for case in cases()[:: 7 if name == "xla" else 11]:
+        assert conformance.judge(f"transformer_jax {name}", case).kind == "equal", case.name
