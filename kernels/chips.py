@@ -117,7 +117,7 @@ TPU_LANES = 128  # elements in a row of a register, and the minimum width of a t
 def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
     """Return the default tile sizes of a TPU kernel.
 
-    A tile of the decode kernel has all K key heads, and 128 to 2048 slots that fit 2 MiB.
+    A tile of the decode kernel has all K key heads, and 128 to 2048 slots that fit in 2 MiB.
     """
     if kind == "decode":
         # registers are padded to 128 lanes, so narrow heads need as much memory as wide ones

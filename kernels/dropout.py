@@ -1,6 +1,6 @@
 """Dropout masks of attention weights, from a hash of the position in the attention matrix.
 
-Each decision hashes (key, batch row and head, query index, key index). So every implementation
+Each decision hashes (key, batch row and head, query index, key index), so every implementation
 drops the same weights, forward and backward and in any order of tiles, without a buffer of T x S
 bits. The hash uses only integer operations, so kernels in any language can compute it.
 

@@ -30,7 +30,7 @@ def here_or_elsewhere(
 ) -> Results:
     """Return `here(*tree)` in a program for this machine's CPU, else `elsewhere(*tree)`.
 
-    Both must compute the same values. Derivatives are those of `elsewhere`. With `single_device`,
+    Both must compute the same values. Derivatives come from `elsewhere`. With `single_device`,
     `elsewhere` also runs under `vmap` and on several devices, for which `here` has no rules.
     """
     leaves, structure = jax.tree.flatten(tree)

@@ -2,7 +2,7 @@
 
 The sharded functions compute each batch row and key head independently, so every device computes
 its own part, and only sums over a whole array (the gradient of a shared bias) are reduced. Nothing
-is gathered, unless neither the number of parts nor that of the key heads divides the other.
+is gathered, unless neither the number of parts nor the number of key heads divides the other.
 `AxisNames` describes the axes of an array, and `Parts` the mesh axes that split them.
 
     partitioned   the compiler splits a function in the same way as the query

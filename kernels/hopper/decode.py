@@ -1,7 +1,7 @@
 """The decode kernel: attention of few queries over many keys, split over the keys.
 
-The queries of all heads that read one key head, R = T N / K of them, are the rows of one tile. So
-each key and value is read once, directly from a cache [B, S, K, H], and only listed tiles are read:
+The queries of all heads that read one key head, R = T N / K of them, are the rows of one tile, so
+each key and value is read once, directly from a cache [B, S, K, H]. Only listed tiles are read, so
 the cost depends on the filled length. An item is a batch row, a key head and a part of its list;
 two warpgroups share each tile of keys. Each warpgroup writes its own sums, which `merged` adds in a
 fixed order (Flash-Decoding, Dao et al. 2023), in base 2:

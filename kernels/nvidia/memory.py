@@ -52,7 +52,7 @@ def tile_slots(
 def swizzle_of(size: int, *widths: int) -> int:
     """Return the widest swizzle, in bytes, that divides rows of all widths.
 
-    `size` is the bytes per element; widths are those of a tile and of the array that contains it.
+    `size` is the number of bytes per element; `widths` are the tile's and its array's widths.
     """
     return next(s for s in (128, 64, 32) if all(width * size % s == 0 for width in widths))
 

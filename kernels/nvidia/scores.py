@@ -265,7 +265,7 @@ def visible_pairs(
 class TileVectors:
     """The mask's vectors of a tile.
 
-    Those of rows are loaded once per row of tiles; those of columns are copied with each tile.
+    Row vectors are loaded once per row of tiles, and column vectors are copied with each tile.
     """
 
     def __init__(

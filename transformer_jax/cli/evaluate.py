@@ -55,7 +55,7 @@ class Evaluate(ModelOptions):
     context: int | None = None
     """For a published model: number of tokens per window; default: 512."""
     task: str | None = None
-    """For a published model: chat evaluates its answers in lines of messages; default: text."""
+    """For a published model: chat scores the answers in lines of messages; default: text."""
     zero: str | None = None
     """Set a place in the model (transformer_jax.places) to 0; * matches any block."""
     heads: tuple[int, ...] | None = field(default=None, metadata=WORDS)

@@ -129,7 +129,7 @@ class ConfigFlags:
         self.collect()
 
     def collect(self) -> None:
-        """Collect the fields again, including those of kinds registered in the meantime."""
+        """Collect the fields again, including the fields of newly registered kinds."""
         self.fields: dict[Path, list[Field]] = {}
         for field in _walk(self.config, (), self._none):
             if field.path not in self._without:
@@ -180,7 +180,7 @@ class ConfigFlags:
                 options: dict[str, Any] = {"dest": ".".join(path)}
                 if name in shown:
                     kinds = ""
-                    if ".".join(path) not in shown:  # its fields have no lines of their own
+                    if ".".join(path) not in shown:  # its fields are not listed separately
                         names = {
                             _kind_name(kind): [one.name for one in fields(kind)]
                             for kind in _kinds(hint)
@@ -390,7 +390,7 @@ def _read(name: str, hint: Hint, text: Text) -> FieldValue:
             if text in get_args(option):
                 return text
         elif get_origin(option) is tuple:
-            # A text without a comma is a tuple of one item, unless it may match another option.
+            # Text without a comma is a tuple of one item, unless it may match another option.
             literals = [one for one in options if get_origin(one) is Literal]
             others = [one for one in options if one not in (NoneType, option)]
             single = others == literals and not any(text in get_args(one) for one in literals)

@@ -75,7 +75,7 @@ StateAttention = Literal["dot", "general", "additive"]
 ContextUse = Literal["output", "input", "state"]
 
 LayerCarry = jax.Array | tuple[jax.Array, jax.Array]
-"""State of a layer: h [B, H] of an RNN or GRU, (c, h) of an LSTM."""
+"""State of a layer: h [B, H] for an RNN or GRU, (c, h) for an LSTM."""
 Carry = tuple[LayerCarry, ...]
 
 
@@ -244,7 +244,7 @@ class RecurrentState:
     """Immutable state of a recurrent model; each call returns a new one.
 
     Attributes:
-        carry: the state of each layer: h [B, H] of an RNN or GRU, (c, h) of an LSTM.
+        carry: the state of each layer: h [B, H] for an RNN or GRU, (c, h) for an LSTM.
         length: i32[B], the number of tokens read.
         memory: the encoder states to attend to; None without attention.
         weights: f32[B, S], the last token's attention weights, initially 0; None without attention.

@@ -119,7 +119,7 @@ def make_app(
                 loop.call_soon_threadsafe(parts.put_nowait, part)
 
             ticket = engine.submit(parsed, ids, count, deliver, matcher)
-            # Headers are sent with the first event, so errors before that have their own status.
+            # Headers are sent with the first event, so earlier errors can set the status.
             if parsed.stream:
                 return Stream(engine, ticket, _events(ticket, parts, stamp, until))
             try:

@@ -403,7 +403,7 @@ def _by_name(top: Sequence[tuple[bytes, float]]) -> JsonObject:
     """Return log-probabilities keyed by token text, with a number if several tokens share it."""
     found: JsonObject = {}
     for piece, log_prob in top:
-        # JSON keys must be unique, but tokens such as parts of characters may share a text.
+        # JSON keys must be unique, but tokens such as parts of characters may share their text.
         name, n = _named(piece), 1
         while name in found:
             n += 1

@@ -62,7 +62,7 @@ class Choices:
     """Log-probabilities of choices, and how often the correct choice is the likeliest.
 
     Because log p decreases with length, two accuracies use log p / length instead. The length is
-    that of the choice without its context, in characters (lm-eval's `acc_norm`) or UTF-8 bytes
+    measured without the context, in characters (lm-eval's `acc_norm`) or UTF-8 bytes
     (lm-eval's `acc_bytes`, closer to the number of tokens for non-Latin alphabets and emoji). Ties
     go to the first choice. If any log p is NaN, every accuracy is NaN.
 

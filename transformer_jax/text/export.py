@@ -67,8 +67,8 @@ def export_decoder(
         context: maximum number of tokens in a prompt and its answer, not counting the last token,
             which is never read. None means the model's limit, at most 2048.
         batch: B, the number of rows; None leaves it symbolic, so one file serves any batch.
-        platforms: where the programs run: any of "cpu", "cuda", "rocm" and "tpu".
-        first: IDs that decode.py puts before a text.
+        platforms: any of "cpu", "cuda", "rocm" and "tpu".
+        first: IDs that decode.py puts before the text.
         stop: IDs after which decode.py ends a row.
         files: contents of additional files, keyed by name. With `tokenizer.json`, decode.py reads
             text.
@@ -94,7 +94,7 @@ def export_decoder(
             check_count(f"{name}[{place}]", token, 0, config.vocab_size - 1)
     programs, state = decoding_programs(config, params, context)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), named(params))
-    sizes = {  # one scope each: a program may only name sizes of its own arguments
+    sizes = {  # one scope per program, which may only name sizes of its own arguments
         "prefill": export.symbolic_shape("b, t", constraints=[f"t <= {context}"]),
         "step": export.symbolic_shape("b"),
     }

@@ -1,7 +1,7 @@
 """Tools that inspect a model as it reads text: `transformer_jax.interpret` with a tokenizer.
 
 `Inspect` has the methods. Their results contain arrays; `plot()` draws them as a figure and
-`html()` as a page. Most methods measure the model's answer to a text:
+`html()` as a page. Most methods measure the model's answer to the text:
 
     z = logit(answer) - logit(other answer), or logit(answer) if there is no other
 
@@ -92,7 +92,7 @@ class Lens(TableResult):
 
 @value_class
 class Patching(TableResult):
-    """Result of activation patching: activations of a text are copied into another prompt.
+    """Result of activation patching: activations of one prompt are copied into another.
 
     A share is (z(patched) - z(other)) / (z(text) - z(other)): 0 keeps the answer to the other
     prompt, 1 restores the answer to the text (Meng et al. 2022; Wang et al. 2023).
@@ -251,7 +251,7 @@ Part = Literal["self", "cross", "encoder"]
 
 @value_class
 class AttentionMaps:
-    """Attention weights of every layer and head over the tokens of a text.
+    """Attention weights of every layer and head over the input tokens.
 
     Attributes:
         tokens: the input tokens, as strings; special tokens appear by name.
@@ -324,7 +324,7 @@ def _select(maps: Maps, layer: int | None, head: int | None) -> Maps:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Tools that show the internal values of a model for a text: `LanguageModel.inspect`."""
+    """Tools that show the internal values of a model as it reads text: `LanguageModel.inspect`."""
 
     model: Reader
 
@@ -405,7 +405,7 @@ class Inspect:
     def patch(
         self, text: Text, other: Text, *, answer: str | None = None, other_answer: str | None = None
     ) -> Patching:
-        """Measure which values of a text restore its answer when copied into another prompt.
+        """Measure which values of one prompt restore its answer when copied into another.
 
         Shares mean little, and a warning is issued, if z differs between the prompts by less than
         0.1, or by less than a tenth of the largest change that a value causes.
@@ -579,7 +579,7 @@ class Inspect:
             Pairs of a token and its cosine, largest first, without special tokens or the query.
 
         Raises:
-            ConfigError: if the model has no embeddings of tokens.
+            ConfigError: if the model has no token embeddings.
             ValueError: if a word is not a single token, or an argument has the wrong type.
         """
         check_count("count", count, 1)
@@ -624,7 +624,7 @@ class Inspect:
 
 
 def _read(model: Reader, tool: str, text: Text) -> tuple[ModelConfig, WholeText, Inputs]:
-    """Tokenize a text; raise ConfigError if the model has no blocks or no logits of tokens."""
+    """Tokenize text; raise ConfigError if the model has no blocks or no token logits."""
     config = model.config
     if model.kind in ("labels", "signals", "vectors"):
         raise ConfigError(f"{tool}: {model.instead()}; it has no logits of tokens")
@@ -714,7 +714,7 @@ def _largest(table: np.ndarray) -> str:  # [L, N]
 
 
 def _input_embedding(model: Reader) -> np.ndarray:  # f64[V, D]
-    """Return the input embedding; with two vocabularies, that of the sources."""
+    """Return the input embedding; with two vocabularies, the one for sources."""
     config, params = model.config, model.params
     if (table := config.word_vectors(params)) is None:
         kind = type(config).__name__

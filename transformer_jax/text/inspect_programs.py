@@ -130,7 +130,7 @@ def without(
 def weights(
     model: Any, params: Params, tokens: Array, inputs: dict[str, Array]
 ) -> jax.Array:  # f32[B, L, N, T, T]
-    """Return the weights of self-attention; for an encoder-decoder, those of the decoder."""
+    """Return the weights of self-attention; for an encoder-decoder, the decoder's."""
     capture = ("block_*/attention/weights",)
     found = model.apply(
         {"params": params}, jnp.asarray(tokens), capture=capture, **call_arguments(inputs)

@@ -82,7 +82,7 @@ def load(
         checkpoint: for a run: "best" (lowest held-out loss) or "last". None prefers "best".
         init_from: for a run with adapters: the current path of the model that they adapt.
         dtype: for a published model: "float32", "bfloat16" or "float16"; None keeps the file's.
-        max_len: for a published model: maximum length of a text, in tokens; None keeps its own.
+        max_len: for a published model: maximum text length, in tokens; None keeps the model's own.
         weights: "bf16", "int8" or "int4" store the weights in fewer bits; None keeps them.
 
     Raises:
@@ -123,7 +123,7 @@ class LanguageModel(Reader):
 
     @property
     def inspect(self) -> Inspect:
-        """Tools that show the internal values of the model for a text."""
+        """Tools that show the internal values of the model as it reads text."""
         return Inspect(self)
 
     if not TYPE_CHECKING:
@@ -337,7 +337,7 @@ class LanguageModel(Reader):
                 `cache_dtype`; see `GenerateOptions`.
 
         Returns:
-            Pairs of a score and a text, best first.
+            Pairs (score, text), best first.
 
         Raises:
             ConfigError: if the model does not generate text after a prompt.
@@ -467,7 +467,7 @@ class LanguageModel(Reader):
             if self.room(prompt) >= count:
                 fitting.append(n)
                 continue
-            # Generate a text that outgrows the model separately, with its key from the list.
+            # Generate text that outgrows the model separately, with its key from the list.
             single = replace(generator, key=jax.random.fold_in(generator.key, n))
             found[n] = "".join(single.sized([prompt], count).complete(prompt, count))
         if fitting:
@@ -506,9 +506,9 @@ class LanguageModel(Reader):
         stride: int | None = None,
         batch_size: int = 8,
     ) -> Score | list[Score]:
-        """Return the probability of a text as a `Score`, in nats; a list returns a list.
+        """Return the probability of the text as a `Score`, in nats; a list returns a list.
 
-        If the model puts no token before a text, the first token of the text is not scored.
+        If the model puts no token before the text, the first token of the text is not scored.
 
         Args:
             text: a string for a decoder; `(source, target)` for an encoder-decoder and for a run on
@@ -521,7 +521,7 @@ class LanguageModel(Reader):
             batch_size: number of windows in a batch, at least 1; edited models always use 1.
 
         Raises:
-            ConfigError: if the model has no probability of a text, such as a masked model.
+            ConfigError: if the model, such as a masked model, assigns no probability to text.
             ValueError: if the text has the wrong type or too few tokens, or if `window` or `stride`
                 is out of range.
         """
@@ -597,7 +597,7 @@ class LanguageModel(Reader):
 
     @known_keywords
     def candidates(self, text: str, *, count: int = 5) -> list[list[tuple[str, float]]]:
-        """Return the likeliest tokens for each `[MASK]` (or `_`) of a text, with probabilities.
+        """Return the likeliest tokens for each `[MASK]` (or `_`) in the text, with probabilities.
 
         Args:
             text: a string with masks.
@@ -624,7 +624,7 @@ class LanguageModel(Reader):
     def classify(self, text: list[str] | tuple[str, ...]) -> list[tuple[str, float]]: ...
     @known_keywords
     def classify(self, text: str | Sequence[str]) -> tuple[str, float] | list[tuple[str, float]]:
-        """Return the likeliest class of a text and its probability.
+        """Return the likeliest class of the text, and its probability.
 
         Args:
             text: a string or a list of strings; a list returns a list.
@@ -637,7 +637,7 @@ class LanguageModel(Reader):
         if self.kind != "labels":
             raise ConfigError(f"classify: {self.instead()}; classes need a run of task 'classify'")
         for one in texts:
-            # Batches are padded, so a text without tokens would contain only padding.
+            # Batches are padded, so text without tokens would contain only padding.
             self.check_tokens(one)
         self.warn_of_unknown(texts)
         found = label_texts(self.run, self.tokenizers, self.params, texts, self.module)

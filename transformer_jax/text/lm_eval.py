@@ -123,7 +123,7 @@ def rolling_windows(ids: Sequence[int], prefix: int, longest: int) -> list[Scori
 
 
 def cut_at(text: str, until: Iterable[str]) -> str:
-    """Cut a text at the first stop string, then the rest at the next one, and so on."""
+    """Cut text at the first stop string, then the rest at the next one, and so on."""
     for stop in until:
         text = text.split(stop)[0]
     return text
@@ -203,7 +203,7 @@ class TransformerJaxLM(_Base):
 
     @property
     def eot_token_id(self) -> int | None:
-        """Token that ends a text, or None."""
+        """Token that marks the end of text, or None."""
         special = special_ids(self.model.tokenizer)
         return special.get("eos", next(iter(self.model.model.stop_ids), None))
 
@@ -229,7 +229,7 @@ class TransformerJaxLM(_Base):
         left_truncate_len: int | None = None,
         **unused: Any,
     ) -> list[int]:
-        """Return the IDs of a text. The spelling of a special token becomes that token."""
+        """Return the IDs for a string. The spelling of a special token becomes that token."""
         base, begin = plain(self.model.tokenizer), self.model.model.begin_id
         adds = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if isinstance(base, PretrainedTokenizer):

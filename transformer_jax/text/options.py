@@ -36,7 +36,7 @@ class Options(TypedDict, total=False):
 
 
 FORMS: tuple[Form, ...] = ("schema", "regex", "grammar")
-"""Options that constrain the form of a text. At most one may be set."""
+"""Options that constrain the form of the text. At most one may be set."""
 
 CHATS = (
     "stop", "stream", "sampler", "key", "processors", "samples", "slots", "cache_dtype", *FORMS,

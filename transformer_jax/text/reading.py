@@ -182,7 +182,7 @@ class Reader:
             warnings.warn(line, stacklevel=level)
 
     def check_tokens(self, text: str) -> None:
-        """Raise DataError if a text has no tokens, such as blanks for a `WordTokenizer`."""
+        """Raise DataError if the text has no tokens, such as blanks for a `WordTokenizer`."""
         if not text or (text.isspace() and not len(encode_text(self.tokenizer, text))):
             raise DataError(f"text is {text!r:.60}: must have at least one token")
 
@@ -281,7 +281,7 @@ def checked_messages(messages: Conversation) -> list[Message]:
 
 @value_class
 class WholeText:
-    """All tokens of a text, as a model reads them."""
+    """All tokens of the text, as a model reads them."""
 
     ids: np.ndarray  # i32[T]
     source: np.ndarray | None = None  # i32[S], for an encoder-decoder

@@ -82,7 +82,7 @@ class Windows(NamedTuple):
 
 
 def score_text(model: Reader, text: ScoreInput, read: Windows) -> Score:
-    """Score a text, a pair or messages; `LanguageModel.score` documents them."""
+    """Score text, a pair or messages; `LanguageModel.score` documents them."""
     if model.kind == "targets":
         for name, value in (("window", read.size), ("stride", read.stride)):
             if value is not None:
@@ -132,7 +132,7 @@ def _turn(model: Reader, text: ScoreInput) -> tuple[Turn, str]:
         if has_template or model.kind == "chat":
             if not has_template:
                 messages = [*check_messages("messages", messages)]
-            # In a published folder, the token that ends a turn may differ from the end of a text.
+            # In a published folder, the token that ends a turn may differ from the end of text.
             used = tokenizer_of_talks(base, "messages", messages)[0] if has_template else None
             turn = located("messages[-1]", message_turn, used or model.tokenizer, messages)
             return turn, str(messages[-1]["content"])
@@ -141,7 +141,7 @@ def _turn(model: Reader, text: ScoreInput) -> tuple[Turn, str]:
 
 
 def _bytes_of_first(model: Reader, ids: np.ndarray, text: str) -> int:
-    """Return the number of bytes of a text that its first token covers."""
+    """Return the number of bytes that the first token of the text covers."""
     tokenizer = plain(model.tokenizer)
     if isinstance(tokenizer, WordTokenizer):  # its tokens do not store spaces
         # Token 1 is the newline; other blanks only separate words and have no tokens.
@@ -226,5 +226,5 @@ def windows(
 
 
 def is_pair(text: ScoreInput) -> TypeGuard[tuple[str, str]]:
-    """Whether a text is a tuple of two strings."""
+    """Whether the input is a tuple of two strings."""
     return isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)

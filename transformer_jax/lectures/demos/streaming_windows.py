@@ -61,7 +61,7 @@ def products(window: int, queries: np.ndarray, keys: np.ndarray) -> int:
 def run_overlapping(
     apply: Any, frames: jax.Array, history: int, config: ModelConfig
 ) -> tuple[jax.Array, int, int]:
-    """Return outputs [B, T, D], and numbers of frames and products, with overlapping windows."""
+    """Return outputs [B, T, D], frames, and products per head, for overlapping windows."""
     outputs, run, pairs, window = [], 0, 0, only_window(config)
     for start in range(0, frames.shape[1], CHUNK):
         first = max(0, start - history)
@@ -74,7 +74,7 @@ def run_overlapping(
 
 
 def run_streaming(apply: Any, frames: jax.Array, config: ModelConfig) -> tuple[jax.Array, int, int]:
-    """Return outputs [B, T, D], and numbers of frames and products per head, when streaming."""
+    """Return outputs [B, T, D], frames, and products per head, for a stream."""
     outputs, run, pairs, window = [], 0, 0, only_window(config)
     state = init_cache(config, batch=len(frames), capacity=window)
     for start in range(0, frames.shape[1], CHUNK):

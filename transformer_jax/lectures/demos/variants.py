@@ -2,8 +2,8 @@
 
     python -m transformer_jax demo variants --data input.txt --steps 300
 
-The decoders and the byte-pair tokenizer are trained on the first nine tenths of a text, each
-decoder with the same steps, seeds and rows. The table shows the loss on the last tenth, the
+The decoders and the byte-pair tokenizer are trained on the first nine tenths of the data,
+each decoder with the same steps, seeds and rows. The table shows the loss on the last tenth, the
 number of parameters, and the size in bytes of a cache for 1024 tokens:
 
     8 key heads (MHA), 2 (GQA, Ainslie et al. 2023), 1 (MQA, Shazeer 2019); 1 head of the same width
@@ -59,7 +59,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def rows_of(ids: np.ndarray, length: int) -> np.ndarray:  # i32[M, length + 1]
-    """Cut a text into consecutive rows; the last token of a row is the first of the next row."""
+    """Cut text into consecutive rows; the last token of a row is the first of the next row."""
     count = (len(ids) - 1) // length
     return np.stack([ids[i * length : (i + 1) * length + 1] for i in range(count)])
 
