@@ -49,7 +49,7 @@ Index = jax.Array | int  # i32[]
 
 @dataclass(frozen=True)
 class Problem:
-    """Static description of a call; hashable."""
+    """Hashable static description of a call."""
 
     scale: float
     softcap: float | None = None

@@ -71,7 +71,7 @@ def differentiable(
 
 @dataclass(frozen=True, eq=False)
 class _LeafPasses:
-    """`Passes` as functions of the leaves of the tree, each of them differentiable."""
+    """`Passes` as functions of the tree's leaves, each of them differentiable."""
 
     passes: Passes
     structure: jax.tree_util.PyTreeDef
@@ -161,7 +161,7 @@ def _nonzero(zero: type, tangents: Leaves) -> dict[int, Tree]:
 
 
 def _along(function: Callable[[Leaves], Tree], leaves: Leaves, tangents: dict[int, Tree]) -> Tree:
-    """Return the tangents of a function of leaves from the tangents of some of them."""
+    """Return a function's tangents, given the tangents of some of its input leaves."""
     of_some, some = _restricted(function, leaves, tangents)
     return jax.jvp(of_some, some, list(tangents.values()))[1]
 

@@ -41,7 +41,7 @@ FORWARD = QUERIES, ROWS, ROWS  # out, m, log l
 
 def fused_attention(
     problem: Problem,
-    target: Target,  # with the tile sizes of every kernel of the call
+    target: Target,  # with tile sizes for every kernel in the call
     operands: Operands,  # slopes and sinks are f32[1, N]
     lists: ListsByKernel,
 ) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, N, T]

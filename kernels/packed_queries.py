@@ -1,4 +1,4 @@
-"""Packing of the queries of all heads that read one key head into the rows of one tile.
+"""Packing of the queries of all heads that share a key head into the rows of one tile.
 
 With few queries, a tile of a single head is mostly empty, and each head reads the keys again. When
 packed, row g T + t of key head h is query t of query head h G + g, with G = N / K: a kernel has K
@@ -49,7 +49,7 @@ def packed(
 
 @dataclass(frozen=True)
 class PackedQueries:
-    """Rows of one key head: the T queries of each of `group` query heads, head by head."""
+    """Rows of one key head: T queries for each of `group` query heads, head by head."""
 
     T: int
     group: int
@@ -120,7 +120,7 @@ class PackedQueries:
         return self._filled(x.reshape(x.shape[0], -1, self.number), 2, fill)
 
     def pairs(self, x: jax.Array) -> jax.Array:  # [.., N or 1, T or 1, S or 1] to rows
-        """Pack an array of pairs: an axis of rows or of size 1, and K heads or one."""
+        """Pack an array of pairs; the result has packed rows (or size 1), and K heads or one."""
         b, n, t, s = x.shape
         if n == 1 == t:
             return x

@@ -189,7 +189,7 @@ class Program:
     def bounds(self, ranges: Callable[[Operand], Range]) -> Range:
         """Return the lowest and the highest result, by interval arithmetic on 32-bit integers.
 
-        `ranges` returns the range of a vector, or of a bit of the pairs. A result that may wrap
+        `ranges` returns the range of a vector or of a pair's bit. A result that may wrap
         around has the full range.
         """
         done: list[Range] = []
@@ -360,7 +360,7 @@ class ValueReader(Protocol[Value]):
 
 
 class _ConstantReader:
-    """`ValueReader` of arrays that become constants of the program."""
+    """`ValueReader` for arrays that become constants in the program."""
 
     def evaluate(
         self, equation: JaxprEqn, inputs: Sequence[Array | Program]

@@ -79,7 +79,7 @@ class Parts:
     ) -> Parts:
         """Choose the parts from the sharding of arrays, the query first.
 
-        The first array with an axis of a name determines its split, if it divides evenly.
+        The first array with an axis of that name determines its split, if it divides evenly.
         """
         axes: dict[str, tuple[str, ...]] = {}
         for spec, array_names in zip(specs, names, strict=True):

@@ -86,13 +86,13 @@ def slots(count: int, rows: int, width: int, dtype: DTypeLike) -> Scratch:
 
 
 def copy_layout(tile: Ref) -> Layout:
-    """Return the register layout of a copy of a tile: a thread has parts of its rows."""
+    """Return the register layout for copying a tile; each thread has parts of its rows."""
     (rows, width), dtype = tile.shape, tile.dtype
     return LAYOUT.SMEM_GMEM_COPY((rows, width), dtype, swizzle_of(rows, width, dtype))
 
 
 def parts_of_rows(tile: Ref) -> list[tuple[slice, Span]]:
-    """Return the indices of the groups of columns that the swizzle of a tile keeps together."""
+    """Return the indices of the column groups that the tile's swizzle keeps together."""
     (rows, width), size = tile.shape, jnp.dtype(tile.dtype).itemsize
     columns = swizzle_of(rows, width, tile.dtype) // size
     return [(slice(None), pl.ds(first, columns)) for first in range(0, width, columns)]
@@ -107,7 +107,7 @@ def fetch(source: Ref, like: Ref | None = None) -> jax.Array:
 
 
 def start_copy(problem: Problem, source: Ref, tile: Ref) -> None:
-    """Start a group of copies of device memory into a tile of `slots` (`cp.async`)."""
+    """Start a group of copies from device memory to a tile of `slots` (`cp.async`)."""
     # Pallas emits `cp.async` only on capability 8 and only for contiguous rows, but all later GPUs
     # have the instruction; the interpreter has no copy without a barrier
     if problem.interpret:

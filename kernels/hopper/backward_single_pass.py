@@ -127,7 +127,7 @@ class Share(NamedTuple):
 
 
 def swizzle(blocks: Blocks, H: int) -> int:
-    """Return the swizzle, in bytes, of tiles of width H and of du, which is multiplied with them.
+    """Return the swizzle, in bytes, for tiles of width H, and for du, which multiplies them.
 
     A tile of 64 queries is shared by columns, so it needs two or more parts.
     """
@@ -294,7 +294,7 @@ class _Consumer:
         return _Sums(dk, dv, slope, step + 1)
 
     def sum_dq(self, share: Share, staged: Ref, buffer: jax.Array) -> None:
-        """Sum a share of a tile of dq over the keys of both warpgroups, for the producer to add.
+        """Sum a share of a dq tile over both warpgroups' keys, for the producer to add.
 
         The producer has read the previous tile, because `meet` waited for it.
         """

@@ -163,7 +163,7 @@ class _Slots(NamedTuple):
         self, blocks: Blocks, parts: int, items: int, lists: TileLists, operands: Operands,
         vectors: TileVectors,
     ) -> None:  # fmt: skip
-        """Copy the queries of every item, and the keys and values of its part of the list."""
+        """Copy the queries of every item, and the keys and values in its part of the list."""
         K, consumers = operands.key.shape[2], blocks.k // ROWS
         sources: list[tuple[Ref, Ref]]
         sources = [(operands.key, self.k_tile), (operands.value, self.v_tile)]

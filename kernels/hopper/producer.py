@@ -140,7 +140,7 @@ class KeyWalk(NamedTuple):
         vectors: TileVectors, do: Ref, base: Ref, D: Ref, *,
         together: bool = False, after: AfterTile | None = None,
     ) -> None:  # fmt: skip
-        """Copy the keys and values of every item, and the query side of every tile of its lists.
+        """Copy the keys and values of every item, and the query side of every tile in its lists.
 
         Each query head that reads the key head has a list. `together`: the parts of the keys share
         their barriers. `after` is called for every tile, once the copy that reuses the tile's slot,
@@ -174,7 +174,7 @@ class KeyWalk(NamedTuple):
                 plgpu.barrier_arrive(self.both)
 
             def finish(n: Index, j: Index, step: Index) -> None:
-                """Call `after` for the tile of a step, tile j of a head's list, if there is one."""
+                """Call `after` for the tile of a step (tile j in a head's list), if it exists."""
 
                 @pl.when(step >= first)
                 def _() -> None:

@@ -1,4 +1,4 @@
-"""Code shared by the decode kernels of Hopper and Ampere: layout, parts of lists, sum of parts."""
+"""Code shared by the Hopper and Ampere decode kernels: layout, list parts, and their sum."""
 
 from __future__ import annotations
 

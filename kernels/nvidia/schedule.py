@@ -36,7 +36,7 @@ def prepare(lists: TileLists) -> TileLists:
 
 
 class Items(NamedTuple):
-    """Items of a kernel: every row of tiles of every batch row and head."""
+    """Items of a kernel: every row of tiles, for every batch row and head."""
 
     batch: int
     heads: int

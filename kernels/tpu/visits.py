@@ -67,7 +67,7 @@ class VisitLists(NamedTuple):
 
 
 def prepare(lists: TileLists) -> TileLists:
-    """Add the visits to tile lists; concrete lists become constants of the program."""
+    """Add the visits to tile lists; concrete lists become constants in the program."""
     if not any(isinstance(x, jax.core.Tracer) for x in lists):
         # then everything below is NumPy, and becomes constants
         concrete: Any = map(np.asarray, lists[:3])
@@ -102,7 +102,7 @@ def _by_row(
 
 
 def _counts(lists: TileLists, heads: int) -> jax.Array:  # i32[.., rows * heads]
-    """Return the number of visits of each row of each head; at least one for the first head."""
+    """Return the number of visits per row and head; at least one for the first head."""
     seen = _by_row(lists.seen, heads)
     at_least = np.arange(seen.shape[2], dtype=np.int32) % heads == 0
     xp: ModuleType = np if isinstance(seen, np.ndarray) else jnp

@@ -1,4 +1,4 @@
-"""Flags from dataclasses: the fields of a run's config and the options of every command.
+"""Flags from dataclasses: the fields of a run's config and the options for every command.
 
 The flag of a field is its path: `--model.d-model 64`, `--model.positions.base 5e5`. A unique suffix
 of the path is enough: `--d-model`, `--positions.base`. A field that can contain several kinds of

@@ -91,7 +91,7 @@ class Generate(TypedModelOptions):
     slots: int | None = None
     """Number of --prompts to process at the same time; default: 8."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
-    """Dtype of the key/value cache; default: the model's; int8 takes a quarter of float32."""
+    """Dtype of the key/value cache; default: the model's; int8 is a quarter the size of float32."""
     max_len: int | None = None
     """For a published model: override its maximum length."""
     seed: int | None = None

@@ -1,4 +1,4 @@
-"""Process setup of a command: memory, signals, output streams and error messages."""
+"""Process setup for a command: memory, signals, output streams and error messages."""
 
 from __future__ import annotations
 

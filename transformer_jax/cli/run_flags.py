@@ -86,7 +86,7 @@ class _TaskOnly:
 
 @dataclass(frozen=True)
 class RunFlags:
-    """Parsed flags: the start of the run and the texts of config fields."""
+    """Parsed flags: how the run starts, and the text of each config field."""
 
     start: Start
     fields: Mapping[Path, Text]

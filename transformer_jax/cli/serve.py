@@ -42,7 +42,7 @@ class Serve(TypedModelOptions):
     timeout: float = 600.0
     """Maximum time from the arrival of a request to the end of its answer, in seconds."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
-    """Dtype of the key/value cache; default: the model's; int8 takes a quarter of float32."""
+    """Dtype of the key/value cache; default: the model's; int8 is a quarter the size of float32."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

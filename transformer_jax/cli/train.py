@@ -3,7 +3,7 @@
     python train.py                                  on Python's documentation, about two minutes
     python train.py --data book.txt --out runs/book
     python train.py --data book.txt --model lstm --out runs/lstm
-    python train.py --data FOLDER                    on the output of the command prepare
+    python train.py --data FOLDER                    on the output of `prepare`
     python train.py --task masked --data book.txt --out runs/masked
     python train.py --task seq2seq --data pairs.tsv --out runs/translator
     python train.py --task classify --data labels.tsv --init-from runs/masked --out runs/classes

@@ -74,7 +74,7 @@ class DictionaryTask(CustomTask):
         """Return the windows of the text and the model that reads them.
 
         Args:
-            config: the config of the run.
+            config: the run's config.
             tokenizers: the tokenizers of a resumed run; None for a new run.
             vocab_size: ignored, because the model has its own vocabulary.
         """
@@ -226,7 +226,7 @@ class DictionaryWindows(TrainingTask):
         )  # fmt: skip
 
     def inputs(self, step: int) -> np.ndarray:  # i32[A, B]
-        """Return the window starts of a step."""
+        """Return the window starts for a step."""
         return self.text.inputs(step)
 
     def evaluation(self) -> Iterator[np.ndarray]:  # i32[B] each

@@ -234,7 +234,7 @@ def _along(x: jax.Array, ndim: int, axis: int) -> jax.Array:
 def _take_tokens(
     new: jax.Array, value: jax.Array, axis: int, positions: jax.Array, call: Call
 ) -> jax.Array:
-    """Return the entries of `new`, one per token of a sequence, for the tokens of a call.
+    """Return the entries of `new`, one per token in a sequence, for the tokens in a call.
 
     Tokens past the end of `new` get NaN. If a call reads whole sequences and the lengths agree,
     entries are matched to columns, as captured.

@@ -101,7 +101,7 @@ class LogitAttribution(NamedTuple):
     feed_forward: jax.Array | None
     """f32[B, L, T]: each feed-forward branch, including its last bias; None without branches."""
     bias: jax.Array
-    """f32[B, T]: the biases of attention's output matrices, of the final norm and of the logits."""
+    """f32[B, T]: the biases of the attention output matrices, the final norm and the logits."""
     cross_heads: jax.Array | None = None
     """f32[B, L, N, T]: each cross-attention head of an encoder-decoder."""
 

@@ -229,7 +229,7 @@ def search(
 
 
 def settings(base: TrainConfig, model: AnyModelConfig, value: float) -> TrainConfig:
-    """Return the config of a run with this learning rate, or with this n-gram order."""
+    """Return a run config with this learning rate or n-gram order."""
     if isinstance(model, NgramConfig):
         return replace(base, model=replace(model, order=int(value)), steps=1, warmup_steps=0)
     # a tenth of the steps in both search and run, so that rates are comparable

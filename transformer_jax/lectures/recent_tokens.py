@@ -155,7 +155,7 @@ def result_of(
     state: RecentTokens,
     at: jax.Array | None,  # i32[B, Q]
 ) -> Any:
-    """Return the result of a call: logits (only of `at`), the state, and captured values."""
+    """Return the result of a call: logits (only at `at`), the state, and captured values."""
     captured = places.in_order(visit.captured)
     if places.edit and at is not None:  # the edit needed all tokens
         logits, captured = jax.tree.map(lambda x: gather_tokens(x, at), (logits, captured))

@@ -266,7 +266,7 @@ def _shared_program(
     labels: jax.Array,  # i32[R, C]
     counts: jax.Array,  # i32[R]
 ) -> tuple[jax.Array, jax.Array]:  # f32[R, C], bool[R, C]
-    """Return log p of the labels of row r after prompt `of[r]`, and whether they are likeliest."""
+    """Return log p of row r's labels after prompt `of[r]`, and whether they are likeliest."""
     step: Any = make_step(build(config))
     size, length = prompts.shape
     state = init_decode_state(config, None, size, as_transformer(config).max_len)

@@ -133,7 +133,7 @@ def export_decoder(
 def decoding_programs(
     config: AnyModelConfig, params: Params, context: int
 ) -> tuple[dict[str, Callable[..., tuple[jax.Array, Named]]], Named]:
-    """Return prefill and step as functions of dicts of arrays, and the state of one row."""
+    """Return prefill and step, which take dicts of arrays, and the state of one row."""
     if hasattr(config, "implementation"):
         # Kernels of this package contain code for this machine; XLA's operations run anywhere.
         config = replace(config, implementation="xla")

@@ -1,6 +1,6 @@
 """Compiled programs of `inspect`.
 
-z is the logit of an answer at one position of a prompt, minus that of another answer, if any.
+z is the logit of an answer at one prompt position, minus the logit of another answer, if any.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def attributed(
     model: Any, params: Params, tokens: Array, inputs: dict[str, Array], ids: Array,
     baseline: Array, at: int,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], interpret.LogitAttribution | None]:  # fmt: skip
-    """Return (z, z of the baseline, shares of the tokens) and the contributions of the parts.
+    """Return (z, z of the baseline, token shares) and the contributions of the parts.
 
     The second is None if z is not a sum of parts.
     """

@@ -80,7 +80,7 @@ class GenerateOptions:
     results: int = 1
     """Number of texts that a search returns, from 1 to `beams`."""
     length_penalty: float | None = None
-    """alpha in the score of a search, log p / length^alpha; 0 favors short texts. None means 0,
+    """alpha in the search score, log p / length^alpha; 0 favors short texts. None means 0,
     or 1 for a run on pairs, as in its evaluation."""
     samples: int | None = None
     """Draw this many texts for one prompt and return a list; None draws one."""
@@ -141,7 +141,7 @@ class GenerateOptions:
         num_tokens: int | None,
         options: Mapping[str, Any],
     ) -> GenerateOptions:
-        """Return the options of a call to `function`; raise TypeError for one not in `names`."""
+        """Return the options for a call to `function`; raise TypeError for one not in `names`."""
         unknown = {name: value for name, value in options.items() if name not in names}
         refuse_keywords(function, unknown, names)
         return cls(num_tokens=num_tokens, **options)

@@ -90,7 +90,7 @@ class Reader:
 
     @property
     def task(self) -> tasks.Task | None:
-        """The task of the run; None for a published model."""
+        """The run's task, or None for a published model."""
         return None if self.model.run is None else self.model.run.task
 
     @cached_property

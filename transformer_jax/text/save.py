@@ -47,7 +47,7 @@ def save_published(
 def save_run(
     target: Path, model: TextModel, family: str | None = None, shard_bytes: int = SHARD_BYTES
 ) -> list[str]:
-    """Save the model of a run, and return lines that describe the folder.
+    """Save a run's model, and return lines that describe the folder.
 
     `family` is a model_type; None means the first that can express the config.
     """
