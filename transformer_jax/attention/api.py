@@ -67,7 +67,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "cudnn": Cudnn(),
     "native": Native(),
 }
-"""The implementations by name. Add an entry to use your own."""
+"""Implementations, keyed by name. Add an entry to use your own."""
 # compiled programs are cached by these names, so a replaced value must cause a new trace
 depends_on_names(IMPLEMENTATIONS)
 
@@ -160,7 +160,8 @@ def dot_product_attention(
             paged [P, page, K].
         value_scale: f32[B, S, K], the scales of int8 values; paged [P, page, K].
         block_table: i32[B, M], the page of each block of a row.
-        return_lse: also return the natural logarithm of the softmax's denominator, including sinks.
+        return_lse: whether to also return the natural logarithm of the softmax's denominator,
+            including sinks.
         implementation: a name, a sequence of names to try in order, or None for the best one that
             runs here; `explain_attention` reports it.
 
@@ -215,7 +216,7 @@ class Explanation(Mapping[str, str | None]):
     """Mapping from each implementation to the reason why it would not run, or to None.
 
     Attributes:
-        reasons: the reason or None, by name.
+        reasons: the reason or None for each implementation, keyed by name.
         chosen: the implementation that `implementation=None` would run.
         reads_pages: the implementations that read the pages of a `block_table` in place, unless the
             call is differentiated; the others gather them.

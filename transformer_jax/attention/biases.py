@@ -81,9 +81,9 @@ def relative_bucket(
 
     Args:
         distance: i32[...], the key's position minus the query's.
-        bidirectional: give keys after the query (distance > 0) the upper half of the buckets;
-            otherwise they all share bucket 0.
-        num_buckets: total for both directions; even, and at least 4 if bidirectional, else 2.
+        bidirectional: whether keys after the query (distance > 0) get the upper half of the
+            buckets; otherwise they all share bucket 0.
+        num_buckets: total number for both directions, even; at least 4 if bidirectional, else 2.
         max_distance: above e; sets the width of the logarithmic buckets.
 
     Returns:

@@ -31,8 +31,8 @@ class BlockPlan:
 
     Attributes:
         classes: i8[B or 1, N or 1, nQ, nK].
-        block_q: queries per tile.
-        block_k: keys per tile.
+        block_q: number of queries per tile.
+        block_k: number of keys per tile.
     """
 
     classes: Array  # i8[B or 1, N or 1, nQ, nK]

@@ -209,8 +209,8 @@ class Mask:
         Args:
             q_positions: i32[T] or [B, T].
             k_positions: i32[S] or [B, S].
-            block_q: queries per tile, at least 1.
-            block_k: keys per tile, at least 1.
+            block_q: number of queries per tile, at least 1.
+            block_k: number of keys per tile, at least 1.
 
         Raises:
             ValueError: if a size is below 1, or shapes or dtypes do not match.

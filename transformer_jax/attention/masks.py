@@ -207,7 +207,7 @@ class Segments(_BuiltinMask):
 
     Attributes:
         q_ids: i32[B, T], the document of each query.
-        k_ids: i32[B, S], the document of each key; None uses `q_ids`.
+        k_ids: i32[B, S], the document of each key; None means `q_ids`.
 
     Raises:
         ValueError: if they are not arrays of these shapes and dtypes, or differ in number of rows.
@@ -372,9 +372,8 @@ class Predicate(Mask):
     . # . #
 
     Attributes:
-        fn: called with positions [..., T, 1] and [..., 1, S]; returns bool elementwise. It may read
-            other arrays, even traced ones, of shape [B, 1, 1, 1] (per row) or [1, N, 1, 1] (per
-            head).
+        fn: function of positions [..., T, 1] and [..., 1, S] that returns bool elementwise. It may
+            read other arrays, even traced ones: [B, 1, 1, 1] for rows or [1, N, 1, 1] for heads.
 
     Raises:
         ValueError: if `fn` is not callable, or does not return bool.

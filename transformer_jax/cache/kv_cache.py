@@ -36,7 +36,7 @@ from transformer_jax.values import shown, value_class
 
 
 class SlottedCache(Protocol):
-    """Keys and values by slot, as in `KVCache` and `PagedCache`."""
+    """Keys and values, indexed by slot, as in `KVCache` and `PagedCache`."""
 
     # properties, because a frozen field does not satisfy a mutable attribute of a protocol
     @property
@@ -58,8 +58,8 @@ class KVCache:
     """Immutable keys and values of the tokens so far.
 
     Attributes:
-        k: [B, S, K, H], the keys by slot.
-        v: [B, S, K, Hv], the values by slot.
+        k: [B, S, K, H], the key in each slot.
+        v: [B, S, K, Hv], the value in each slot.
         positions: i32[B, S], the position stored in each slot; -1 marks an empty slot.
         length: i32[B], the position of the next token.
         k_scale: f32[B, S, K] if k is int8, else None.

@@ -48,7 +48,7 @@ class DecodeOptions(NamedTuple):
     top: int = 0
     """Number of likeliest tokens to return with each chosen token."""
     chunk: int | None = None
-    """Number of prompt tokens to read at a time; None reads all at once."""
+    """Number of prompt tokens to read at a time; None means all at once."""
 
 
 @short_repr
@@ -60,7 +60,7 @@ class Prompts(NamedTuple):
     keys: jax.Array  # key[B]
     limits: jax.Array  # i32[B]; maximum number of new tokens
     sampling: RowSampling | None = None
-    """Temperature and top-p of each row; None uses only the sampler of the options."""
+    """Temperature and top-p of each row; None means the options' sampler alone."""
     allowed: jax.Array | None = None  # bool[B, V]
     """Tokens allowed as the first new token; None allows all."""
 
@@ -73,7 +73,7 @@ class CheckedArguments(NamedTuple, Generic[State]):
     options: DecodeOptions
     prompts: Prompts
     state: State
-    """Safe to donate."""
+    """State that is safe to donate."""
 
 
 def bucket(length: int) -> int:

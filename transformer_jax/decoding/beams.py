@@ -155,8 +155,9 @@ def beam_search(
         diversity: at least 0, and 0 for a single group. Each group ranks its extensions by log p -
             diversity * (beams of earlier groups that chose this token at this step), the Hamming
             diversity of Vijayakumar et al. 2018, equation 5. log p itself does not change.
-        early_exit: end a row once no living beam can enter its result. The result is the same.
-        chunk: number of prompt tokens to read at a time, as in `prefill`; None reads all at once.
+        early_exit: whether to end a row once no living beam can enter its result. The result is the
+            same.
+        chunk: number of prompt tokens to read at a time, as in `prefill`; None means all at once.
 
     Returns:
         `Beams`: the R best texts of each row with their lengths, scores and log-probabilities.

@@ -66,9 +66,9 @@ class TextGenerator:
         config: config of a model that generates tokens.
         params: parameters of the model.
         tokenizer: tokenizer of the model.
-        sampler: draws the tokens.
+        sampler: sampler that draws the tokens.
         key: a single key.
-        processors: change the logits based on the text that the model has read.
+        processors: functions that change the logits based on the text that the model has read.
         stop: one or more stop strings; a result ends before the first that occurs.
         stop_ids: stop tokens; a result ends before the first that occurs.
         cache_dtype: dtype of the cached keys and values; None means the compute dtype.
@@ -105,7 +105,7 @@ class TextGenerator:
         and `MinLength` count all generated tokens.
 
         Args:
-            prompt: a string or IDs i32[P]. An empty prompt starts a new text.
+            prompt: a string or token IDs i32[P]. An empty prompt starts a new text.
             num_tokens: the maximum number of new tokens.
         """
         matcher = None if self.grammar is None else self.grammar.start()
@@ -118,7 +118,7 @@ class TextGenerator:
         With `processors`, which need the prompt in their history, it is read `count` times.
 
         Args:
-            prompt: a string or IDs i32[P].
+            prompt: a string or token IDs i32[P].
             num_tokens: the maximum number of new tokens of each sample.
             count: the number of samples, at least 1.
         """
@@ -161,7 +161,7 @@ class TextGenerator:
         """Return the best texts of a beam search with their scores; the search is deterministic.
 
         Args:
-            prompt: a string or IDs i32[P].
+            prompt: a string or token IDs i32[P].
             num_tokens: the maximum number of new tokens of each text.
             beams: the number of beams, at least 1.
             results: the number of texts to return, from 1 to beams.
@@ -182,7 +182,7 @@ class TextGenerator:
         """Generate by speculative decoding with `PromptLookup`, which copies from earlier text.
 
         Args:
-            prompt: a string or IDs i32[P].
+            prompt: a string or token IDs i32[P].
             num_tokens: the maximum number of new tokens.
             num_draft: the maximum number of tokens to propose at a time.
         """
@@ -214,10 +214,10 @@ class TextGenerator:
         Up to max_len, the text of prompt n equals that of `complete` with key `fold_in(key, n)`.
 
         Args:
-            prompts: strings or IDs i32[P].
+            prompts: strings or token IDs i32[P].
             num_tokens: the maximum number of new tokens of each prompt.
             slots: the number of prompts to run at once.
-            numbers: the number n of each prompt; None numbers them from 0.
+            numbers: the number n of each prompt; None means 0, 1, ...
         """
         read = [self._read(prompt) for prompt in prompts]
         requests = [

@@ -53,10 +53,10 @@ class Request:
         num_tokens: the maximum number of new tokens, at least 1.
         key: a single key, required if the sampler draws; the tokens equal those of `generate` with
             `key[None]`.
-        id: returned with the completion; None means the request's number, counted from 0.
+        id: ID returned with the completion; None means the request's number, counted from 0.
         state: the state to continue, with one row, such as a prefix or an encoder's source; it is
             not consumed. None means the empty state.
-        constraint: restricts each next token of this request; None allows all.
+        constraint: the constraint on each next token; None means that all are allowed.
         sampling: settings for one row, for slots with `sampling`.
         top: number of likeliest tokens to return with each token.
     """
@@ -131,14 +131,14 @@ def serve_requests(
         slots: number of requests to decode at the same time, at least 1.
         capacity: the maximum length of a prompt and its continuation, without the last token.
         steps_per_call: the maximum number of tokens per slot and call of the program, at least 1.
-        pause: end a call as soon as a slot is free for a waiting request, instead of wasting the
-            slot's share of the remaining steps. This results in more calls, so it pays off if a
-            step takes much longer than the overhead of a call.
-        sampler: function of (key, logits) that chooses a token; None picks the likeliest.
+        pause: whether to end a call as soon as a slot is free for a waiting request, instead of
+            wasting the slot's share of the remaining steps. This results in more calls, so it pays
+            off if a step takes much longer than the overhead of a call.
+        sampler: function of (key, logits) that chooses a token; None means `Greedy()`.
         processors: functions that change the logits based on the text so far, before sampling.
         stop: one or more token IDs that end a request.
-        chunk: number of prompt tokens to read at a time; None reads all at once.
-        stream: yield the newest tokens of each request after each call.
+        chunk: number of prompt tokens to read at a time; None means all at once.
+        stream: whether to yield the newest tokens of each request after each call.
 
     Yields:
         A `Completion` with the request's `id`, its tokens i32[n], their log-probabilities f32[n],
@@ -190,8 +190,9 @@ class Batcher(Generic[State]):
         empty: a one-row state before any token; not consumed.
         steps: the maximum number of tokens of each row per turn.
         pause: whether to end a call as soon as a slot is free; called only if all are occupied.
-        chunk: number of prompt tokens to read at a time; None reads all at once.
-        stream: emit the newest tokens of each request; otherwise all of them at its end.
+        chunk: number of prompt tokens to read at a time; None means all at once.
+        stream: whether to emit the newest tokens of each request; otherwise, all of them at its
+            end.
         shares: whether a prompt that begins like the text of a slot continues from a copy of its
             cache; only for states that `rewind_cache` restores exactly.
     """

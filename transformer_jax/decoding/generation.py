@@ -63,7 +63,7 @@ def prefill(
         prompt: i32[B, P], token IDs, with P at least 1.
         state: the state to continue, with B rows; not consumed.
         lengths: i32[B], prompt length of each row, from 1 to P, or a mask [B, P], as in `generate`.
-        chunk: number of tokens to read at a time, which saves memory. None reads all at once.
+        chunk: number of tokens to read at a time, which saves memory. None means all at once.
 
     Returns:
         Logits f32[B, V] (-inf for a traced length outside 1..P) and the state after the prompts.
@@ -336,16 +336,16 @@ def generate(
         lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens. None means P
             for every row. Alternatively, a mask [B, P] of the tokens, bool or 0/1, such as the
             `attention_mask` of transformers, with padding on either side.
-        sampler: function of (key, logits) that chooses a token; None picks the likeliest.
+        sampler: function of (key, logits) that chooses a token; None means `Greedy()`.
         key: a single key, so that row b uses `fold_in(key, b)`, or one key for each row, [B]. Token
             n of a row is drawn with `fold_in(the row's key, n)`. Optional only for `Greedy`.
         processors: functions that change the logits based on the text so far, left to right.
         stop: one or more token IDs that end a row.
         limits: i32[B], from 0 to num_tokens: the maximum number of new tokens of each row; None
             means num_tokens. A row with 0 gets no token; its state has read the whole prompt.
-        chunk: number of prompt tokens to read at a time, as in `prefill`; None reads all at once.
-        early_exit: end the loop as soon as every row has ended, which does not change the tokens;
-            None means True if a row can end early.
+        chunk: number of prompt tokens to read at a time, as in `prefill`; None means all at once.
+        early_exit: whether to end the loop as soon as every row has ended, which does not change
+            the tokens; None means True if a row can end early.
         capture: names of places inside the model (`transformer_jax.places`), such as
             "block_*/attention/weights", whose values are returned for each new token.
 
@@ -449,12 +449,12 @@ def stream(
         state: the state to continue, with B rows; it is consumed.
         num_tokens: the maximum number of new tokens of a row, at least 1.
         lengths: i32[B], prompt length of each row, or a mask, as in `generate`; None means P.
-        sampler: function of (key, logits) that chooses a token; None picks the likeliest.
+        sampler: function of (key, logits) that chooses a token; None means `Greedy()`.
         key: one key, or one key for each row, [B], as in `generate`. Optional only for `Greedy`.
         processors: functions that change the logits based on the text so far, before sampling.
         stop: one or more token IDs that end a row.
         limits: i32[B], the `num_tokens` of each row, as in `generate`; None means num_tokens.
-        chunk: number of prompt tokens to read at a time; None reads all at once.
+        chunk: number of prompt tokens to read at a time; None means all at once.
 
     Yields:
         i32[B], one token of each row, or -1 for rows that have ended. The iterator ends after

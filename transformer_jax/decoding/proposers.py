@@ -36,7 +36,7 @@ class Turn(NamedTuple):
     keys: jax.Array  # key[B]; fold in `history.new + j` for proposal j
     num_draft: int
     sampler: Sampler
-    """Draws the model's tokens."""
+    """Sampler that draws the model's tokens."""
 
 
 @short_repr
@@ -91,7 +91,7 @@ class Proposer:
         Args:
             prompt: i32[B, P].
             lengths: i32[B], prompt length of each row.
-            chunk: number of tokens to read at a time; None reads all at once.
+            chunk: number of tokens to read at a time; None means all at once.
         """
         return ()
 
@@ -197,7 +197,7 @@ class Draft(Proposer, Generic[State]):
         params: parameters of the smaller model.
         state: state of the smaller model, with the rows of the large model's state and after the
             same tokens. It is not consumed, so a draft with an empty cache can serve many requests.
-        sampler: draws proposals; must have `distribution(logits)`. None uses the model's sampler.
+        sampler: sampler for proposals, with `distribution(logits)`; None means the model's sampler.
     """
 
     step: StepLike[State]

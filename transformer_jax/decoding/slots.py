@@ -77,7 +77,7 @@ def init_slots(
         state: a state with one row; not consumed.
         slots: B, the number of requests to decode at the same time, at least 1.
         capacity: the maximum length of a prompt and its continuation, without the last token.
-        sampler: function of (key, logits) that chooses a token; None picks the likeliest.
+        sampler: function of (key, logits) that chooses a token; None means `Greedy()`.
         processors: functions that change the logits based on the text so far, before sampling.
         stop: one or more token IDs that end a row.
         sampling: whether each row has its own `RowSampling`, applied before the sampler.
@@ -156,7 +156,7 @@ def admit(
         limits: maximum number of new tokens of each prompt, at least 1.
         lengths: from 1 to P, the length of each prompt, or a mask [R, P]; None means P.
         key: a single key, so that prompt r uses `fold_in(key, r)`, or one key per prompt, [R].
-        chunk: number of prompt tokens to read at a time; None reads all at once.
+        chunk: number of prompt tokens to read at a time; None means all at once.
         sampling: settings for R rows, for slots with `sampling`.
         top: number of likeliest tokens to return with each token.
         allowed: the tokens allowed as the first one, applied before the sampler; None allows all.
@@ -237,7 +237,7 @@ def advance_slots(
         slots: the slots to advance; they are consumed.
         params: the model's parameters, passed to the step.
         steps: maximum number of tokens, at least 1.
-        pause: end the loop as soon as a slot is free, so that it can be filled.
+        pause: whether to end the loop as soon as a slot is free, so that it can be filled.
         top: number of likeliest tokens to return with each token.
         allowed: the tokens allowed next in each row, for a single step; None allows all.
 

@@ -116,14 +116,14 @@ def speculate(
         num_tokens: the maximum number of new tokens of a row, at least 1.
         num_draft: the maximum number of proposals in a turn, at least 1.
         lengths: i32[B], prompt length of each row, or a mask, as in `generate`; None means P.
-        sampler: draws the model's tokens; a custom sampler must have `distribution(logits)`. None
-            takes the likeliest.
+        sampler: sampler for the model's tokens; a custom one must have `distribution(logits)`. None
+            means `Greedy()`.
         key: one key, or one key for each row, [B]; a row's tokens depend only on its own key.
             Optional only for `Greedy`.
         processors: functions that change the model's logits, but not a draft's, based on the text.
         stop: one or more token IDs that end a row.
         limits: i32[B], the `num_tokens` of each row, as in `generate`; None means num_tokens.
-        chunk: number of prompt tokens to read at a time; None reads all at once.
+        chunk: number of prompt tokens to read at a time; None means all at once.
 
     Returns:
         `Speculation`: a `Generation` with the numbers of proposals, acceptances and model calls.

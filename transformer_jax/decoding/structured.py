@@ -59,7 +59,7 @@ class Grammar:
         tokenizer: the tokenizer of the model.
         vocab_size: V of the model.
         stop_ids: tokens that end the text.
-        name: the name of the grammar in errors; None uses `form`.
+        name: the name of the grammar in errors; None means `form`.
 
     Raises:
         ConfigError: if llguidance is not installed.

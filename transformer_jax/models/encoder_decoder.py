@@ -58,7 +58,7 @@ class EncoderDecoder(CheckedModule):
             source: token IDs, or an array that matches the config's `inputs`.
             positions: negative means padding; None means arange(S).
             mask: which source tokens each source token sees; None means all.
-            key: a single key; turns dropout on.
+            key: a single PRNG key, which turns dropout on.
             capture: names of the encoder's places ("encoder/...") to return.
 
         Returns:
@@ -86,7 +86,7 @@ class EncoderDecoder(CheckedModule):
 
         Args:
             source: token IDs, or an array that matches the config's `inputs`.
-            capacity: positions per target row, as in `transformer_jax.init_cache`.
+            capacity: number of positions per target row, as in `transformer_jax.init_cache`.
             positions: source positions; negative means padding, None means arange(S).
             dtype: dtype of the target's keys and values; None means the compute dtype.
             slack: as in `transformer_jax.init_cache`.
@@ -125,10 +125,10 @@ class EncoderDecoder(CheckedModule):
             source_positions: negative means padding; None means arange(S).
             positions: target positions; negative means padding, None means arange(T), or with a
                 cache the positions that follow it.
-            mask: mask on the target; replaces `Causal()`.
+            mask: mask on the target, which replaces `Causal()`.
             cache: the cache of the source and of earlier target tokens; None with a source.
             at: i32[B, Q], indices of the tokens whose logits to compute; None means every token.
-            key: a single key; turns dropout on in both stacks.
+            key: a single PRNG key, which turns dropout on in both stacks.
             capture: names of the places to return; those of the encoder require a source.
             edit: dict from the name of a place to a function that changes its value.
 
@@ -183,7 +183,7 @@ class EncoderDecoder(CheckedModule):
             source: token IDs, or an array that matches the config's `inputs`.
             source_positions: negative means padding; None means arange(S).
             positions: target positions; negative means padding, None means arange(T).
-            key: a single key; turns dropout on in both stacks.
+            key: a single PRNG key, which turns dropout on in both stacks.
         """
         source_key, key = split_key(key, 2)
         places = Places.of(self)

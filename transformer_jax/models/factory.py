@@ -149,7 +149,8 @@ def init_cache(
             + sink_tokens + slack) slots.
         dtype: dtype of keys and values: int8, with the error documented in `transformer_jax.cache`,
             or floating with at least 16 bits. None means the compute dtype.
-        slack: extra slots in the rings of a window pattern, needed for `rewind_cache`; at least 0.
+        slack: number of extra slots in the rings of a window pattern, needed for `rewind_cache`; at
+            least 0.
 
     Raises:
         ValueError: if the config is of another kind, or a size or the dtype is invalid.
@@ -187,7 +188,7 @@ def init_paged_cache(
         batch: number of rows B.
         capacity: maximum number of positions per row, a multiple of `page_size`.
         num_pages: number of pages per layer, shared by all rows.
-        page_size: tokens per page.
+        page_size: number of tokens per page.
         dtype: dtype of keys and values, as in `init_cache`; None means the compute dtype.
 
     Raises:
@@ -278,7 +279,8 @@ def init_decode_state(
         params: parameters of the model; only read if there is a source.
         batch: number of rows B.
         capacity: number of positions per cache row, as in `init_cache`.
-        source: IDs i32[B, S] or an array that matches the config's `inputs`; None without a source.
+        source: token IDs i32[B, S], or an array that matches the config's `inputs`; None without a
+            source.
         source_valid: bool[B, S], False means padding; None means no padding.
         dtype: dtype of a cache's keys and values; None means the compute dtype.
 

@@ -58,9 +58,9 @@ def training_flops(
         config: config of the model.
         length: number of tokens per sequence.
         source_length: length of an encoder-decoder's source.
-        frozen: prefixes of the names of parameters that are not trained.
+        frozen: name prefixes of parameters that are not trained.
         lora: config of the adapters. Then only these, `lora.trained` and `whole` are trained.
-        whole: prefixes of the names of parameters that are trained in addition to the adapters.
+        whole: name prefixes of parameters that are trained in addition to the adapters.
     """
     names, found = [*_shapes(config)], matrices(_fresh(config))
     adapted = set() if lora is None else {f"{path}/kernel" for path in select(found, lora)}

@@ -120,7 +120,7 @@ def with_adapters(
         params: parameters of the model.
         adapters: adapters from `init_lora`, or a sequence of adapters with the same config.
         config: config of the adapters.
-        rows: i32[B], only with several adapters: the adapter of each row; -1 is the base model.
+        rows: i32[B], only with several adapters: the adapter of each row; -1 means the base model.
 
     Raises:
         ValueError: if an adapter does not fit, or belongs to a kernel outside of the blocks, or

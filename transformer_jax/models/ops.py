@@ -36,8 +36,8 @@ def layer_norm(
     Args:
         x: array of any floating dtype.
         scale: factor for the result; None means 1.
-        bias: added to the result; None means 0.
-        eps: added to the variance.
+        bias: array added to the result; None means 0.
+        eps: number added to the variance.
 
     Raises:
         ValueError: if shapes do not fit.
@@ -57,7 +57,7 @@ def rms_norm(
     Args:
         x: array of any floating dtype.
         scale: factor for the result; None means 1.
-        eps: added to the mean square.
+        eps: number added to the mean square.
 
     Raises:
         ValueError: if shapes do not fit.

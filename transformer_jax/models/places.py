@@ -91,7 +91,7 @@ def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
 
         layer_i/hidden       the state h of layer i, input of the next token and layer
         layer_i/cell         the cell state c of an LSTM, input of the next token
-        layer_i/output       the output of an encoder or tagger layer, both directions
+        layer_i/output       the output of an encoder or tagger layer, in both directions
         attention/weights    attention over the source's tokens
         attention/context    the weighted average of their states
         read_out             the input of the output matrix
@@ -321,7 +321,7 @@ class Places:
         taken = {at[2] for at in places.values() if at}
         return carried, {name: x for name, x in captured.items() if name not in taken}
 
-    def collect(self, scanned: Captured) -> Captured:  # leaves [B, L, ...], by name in a block
+    def collect(self, scanned: Captured) -> Captured:  # leaves [B, L, ...], by name within a block
         """Return the stacked values of a scan, keyed by full name."""
         found = ((name, _BLOCK.match(name)) for name in self.capture)
         return {

@@ -82,8 +82,8 @@ def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
     . # # #
 
     Args:
-        chunk: frames per chunk, at least 1.
-        history: visible frames before the chunk, at least 0.
+        chunk: number of frames per chunk, at least 1.
+        history: number of visible frames before the chunk, at least 0.
         sinks: number of frames at the start that are also visible, unless they follow the query's
             chunk; at least 0.
 
@@ -157,8 +157,8 @@ class StreamingEncoder(CheckedModule):
             frames: [B, T, frame_dim].
             positions: negative means padding; None means arange(T), or with a cache the positions
                 that follow it. For a ragged chunk, use `cache.next_positions(state.length, valid)`.
-            cache: the cache from `init_cache` or the last call; None starts a new stream.
-            key: a single key; turns dropout on.
+            cache: the cache from `init_cache` or the last call; None means a new stream.
+            key: a single PRNG key, which turns dropout on.
             capture: names of the places (`transformer_jax.places`) to return.
             edit: dict from the name of a place to a function that changes its value.
 
@@ -260,7 +260,7 @@ def stream_attention(
         window: number of keys that a query sees, including its own; None means the ring's capacity
             minus sinks.
         positions: negative means padding; None means the positions that follow the state.
-        mask: replaces `Causal()`; the window also applies.
+        mask: mask that replaces `Causal()`; the window also applies.
         rope: rotation to apply to queries and keys; None means no rotation.
         bias: a position bias such as `ALiBi`; None means no bias.
         scale: factor for q.k; None means 1 / sqrt(H).

@@ -108,7 +108,7 @@ class Encoder(CheckedModule):
             mask: which tokens each token sees; None means all. The config's window also applies.
             segments: IDs of packed documents, as in `Decoder`; None means one document.
             types: BERT's token types; None means 0. Requires `type_vocab_size`.
-            key: a single key; turns dropout on.
+            key: a single PRNG key, which turns dropout on.
             capture: names of the places (`transformer_jax.places`) to return.
 
         Returns:
@@ -144,7 +144,7 @@ class Encoder(CheckedModule):
             mask: which tokens each token sees; None means all. The config's window also applies.
             segments: IDs of packed documents; None means one document.
             types: BERT's token types; None means 0.
-            key: a single key; turns dropout on.
+            key: a single PRNG key, which turns dropout on.
             capture: names of the places (`transformer_jax.places`) to return.
             edit: dict from the name of a place to a function that changes its value.
 
@@ -292,16 +292,17 @@ class Decoder(CheckedModule):
             tokens: i32[B, T].
             positions: negative means padding; None means arange(T), or with a cache the positions
                 that follow it.
-            mask: replaces `Causal()`, so write `Causal() & Padding(valid)`. A mask that does not
-                restrict future tokens, such as `Padding(valid)` by itself, raises an error, unless
-                it includes `Everything()`. The config's window and the segments also apply.
-            cache: the cache from `init_cache` or the last call; None starts a new sequence.
+            mask: mask that replaces `Causal()`, so write `Causal() & Padding(valid)`. A mask that
+                does not restrict future tokens, such as `Padding(valid)` by itself, raises an
+                error, unless it includes `Everything()`. The config's window and the segments also
+                apply.
+            cache: the cache from `init_cache` or the last call; None means a new sequence.
             segments: IDs of packed documents. A document is a run of equal IDs (padding may be one,
                 too): attention stays within it, and its positions start at 0. An ID that returns
                 after another one raises an error; under a trace, it starts a new document.
             at: i32[B, Q], indices of the tokens whose logits to compute; None means every token.
                 After a prompt, usually only the last token's logits are needed.
-            key: a single key; turns dropout on.
+            key: a single PRNG key, which turns dropout on.
             capture: names of the places (`transformer_jax.places`) to return.
             edit: dict from the name of a place to a function that changes its value.
 
@@ -336,9 +337,9 @@ class Decoder(CheckedModule):
         Args:
             tokens: i32[B, T].
             positions: negative means padding; None means arange(T).
-            mask: replaces `Causal()`.
+            mask: mask that replaces `Causal()`.
             segments: IDs of packed documents.
-            key: a single key; turns dropout on.
+            key: a single PRNG key, which turns dropout on.
         """
         x = run_decoder(
             self, tokens, Places.of(self), positions=positions, mask=mask, segments=segments,
