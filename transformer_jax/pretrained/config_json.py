@@ -1,7 +1,7 @@
 """Conversion between the config.json of a published checkpoint and `ModelConfig`.
 
-A family (in `families`) lists the keys and their meaning. This module finds the family, rejects
-unread keys, and reads back each config that it writes: a config is saved exactly or not at all.
+A family (in `families`) lists the keys and their meaning. This module finds the family and rejects
+unread keys. It reads back each config that it writes, so a config is saved exactly or not at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformer_jax.pretrained.safetensors_folder import CONFIG
 from transformer_jax.untrusted_files import JsonObject
 
 RUNTIME_FIELDS = ("dtype", "remat", "scan_layers", "implementation", "init_std")
-"""Fields that config.json does not store: how a model runs or was initialized."""
+"""Fields that config.json does not store, because they specify how to run or initialize a model."""
 
 OVERRIDABLE_FIELDS = frozenset(
     {*RUNTIME_FIELDS, "dropout", "attention_dropout"} - {"init_std"}
@@ -32,11 +32,11 @@ _LATENT = "its multi-head latent attention is not in this library"
 WITHOUT_PARTS = dict.fromkeys(
     ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "minicpm3"), _LATENT
 ) | dict.fromkeys(("deberta", "deberta-v2"), "its disentangled attention is not in this library")
-"""Unsupported values of `model_type` that users try, with the missing feature."""
+"""Reason why each unsupported `model_type` that users are likely to try cannot be loaded."""
 
 
 def family_of(content: JsonObject, where: str) -> Family:
-    """Return the family that `model_type` names; `where` names the file in errors."""
+    """Return the family for the `model_type` in `content`; `where` is the file name in errors."""
     kind = content.get("model_type")
     if isinstance(kind, str) and kind in WITHOUT_PARTS:
         raise ConfigError(f"{where}: model_type is {kind!r}: {WITHOUT_PARTS[kind]}")
@@ -47,10 +47,10 @@ def family_of(content: JsonObject, where: str) -> Family:
 
 
 def read_config(content: JsonObject, tensors: Iterable[str], where: str) -> ModelConfig:
-    """Return the config described by a config.json whose folder has tensors of these names.
+    """Return the config that a config.json describes, given the names of the folder's tensors.
 
-    ConfigError names `where`, the key, and its value if the key is unknown, has the wrong type, or
-    would change the numbers in an unsupported way.
+    Raises ConfigError, which names `where`, the key, and its value, if a key is unknown, has the
+    wrong type, or would change the model's outputs in an unsupported way.
     """
     return read_keys(content, tensors, where)[0]
 
@@ -58,7 +58,7 @@ def read_config(content: JsonObject, tensors: Iterable[str], where: str) -> Mode
 def read_keys(
     content: JsonObject, tensors: Iterable[str], where: str
 ) -> tuple[ModelConfig, ConfigKeys]:
-    """Return the config, and the keys, which record which of them were read."""
+    """Return the config, and a `ConfigKeys` that records which keys were read."""
     family, names = family_of(content, where), frozenset(tensors)
     counting = DEPTH_KEYS - EXPERT_KEYS if family.joined_experts else DEPTH_KEYS
     keys = ConfigKeys(content, where, family.name, names, counting)
@@ -70,7 +70,7 @@ def read_keys(
             keys.fail("architectures", architectures, rule)
     try:
         config = family.read(keys)
-    # In an untrusted file, the scaling factors may overflow or divide by zero.
+    # In an untrusted file, scaling factors may overflow or cause a division by zero.
     except ArithmeticError as error:
         raise ConfigError(f"{where}: its numbers are inconsistent ({error})") from None
     except ConfigError as error:
@@ -85,8 +85,8 @@ def read_keys(
 def write_config(family: Family, config: ModelConfig) -> JsonObject:
     """Return the keys of config.json that describe a config.
 
-    ConfigError names the fields that the family cannot express: read back, every field except
-    `RUNTIME_FIELDS` must have the same meaning.
+    Raises ConfigError if the family cannot express a field, that is, if any field other than
+    `RUNTIME_FIELDS` would have a different meaning when read back.
     """
     rope = config.positions
     if isinstance(rope, Rope) and rope.length is not None:  # also a runtime setting
@@ -116,10 +116,11 @@ def write_config(family: Family, config: ModelConfig) -> JsonObject:
 
 
 def written_family(config: ModelConfig, name: str | None = None) -> str:
-    """Return the `model_type` for saving a config; None selects the first that can express it.
+    """Return the `model_type` under which to save a config.
 
-    ConfigError explains why the config cannot be saved as that family, or as any family: either
-    the family cannot express it, or transformers would compute different numbers.
+    If `name` is None, this is the first family that can express the config. Raises ConfigError if
+    the family (or, without a name, every family) cannot express the config, or if transformers
+    would compute different outputs.
     """
     if name is not None and name not in FAMILIES:
         raise ConfigError(f"family is {name!r}: must be one of {', '.join(FAMILIES)}")
@@ -157,7 +158,7 @@ def table_names(family: Family, config: ModelConfig) -> frozenset[str]:
 
 
 def _unrotated(family: Family, config: ModelConfig) -> str | None:
-    """Return an error message if transformers would rotate all of each head instead of a part."""
+    """Return an error message if transformers would rotate whole heads instead of parts."""
     rope, width = config.positions, config.key_dim
     if not isinstance(rope, Rope) or rope.dims in (None, width) or family.rotates_parts:
         return None
@@ -169,7 +170,7 @@ def _unrotated(family: Family, config: ModelConfig) -> str | None:
 
 
 def _meaning(config: ModelConfig, name: str) -> object:
-    """Return the value of a field, with None replaced by the default that it means."""
+    """Return a field's value, with None replaced by the default that it stands for."""
     match name:
         case "attention_scale":
             # Some families store the inverse square; its root differs in the last bits.

@@ -1,15 +1,15 @@
 """GGUF files, presented to the families as the checkpoint folders they were converted from.
 
-llama.cpp's converter renames the keys and tensors of a Hugging Face folder. It also changes some
-tensors; reading a tensor undoes the change:
+llama.cpp's converter renames the keys and tensors of a Hugging Face folder. It also makes the
+following changes to tensors, which are undone when a tensor is read:
 
-    Llama, Mistral, Mixtral    rows of query and key are reordered for ggml's rotation
-    Gemma 1 to 3               norm weights have 1 added
+    Llama, Mistral, Mixtral    the rows of query and key are reordered for ggml's rotation
+    Gemma 1 to 3               1 is added to norm weights
     GPT-2                      matrices are transposed
-    experts                    the matrices of a layer are one tensor
-    gpt-oss                    gate and up are two tensors, and expert matrices are transposed
+    experts                    all expert matrices of a layer are stored in one tensor
+    gpt-oss                    gate and up are separate tensors, and expert matrices are transposed
 
-Every key of the architecture is either read or rejected by name.
+Every metadata key of the architecture is either read or rejected with an error that names it.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ Change = Callable[[np.ndarray], np.ndarray]
 
 @value_class
 class GgufModel(WeightFolder):
-    """Opened GGUF file that behaves like a folder with a config.json and tensors."""
+    """Open GGUF file that behaves like a folder with a config.json and tensors."""
 
     gguf: GgufFile = field(repr=False)
-    """File whose metadata also defines the tokenizer."""
+    """The file; its metadata also defines the tokenizer."""
     sources: Mapping[str, _Source] = field(repr=False)
-    """Source of each tensor, by its name in the folder."""
+    """Source of each tensor, keyed by its name in the folder."""
 
     @property
     def where(self) -> str:
-        """The file that errors name in place of config.json."""
+        """File that errors name instead of config.json."""
         return str(self.path)
 
     def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield tensors one at a time, in the order of `names` and the folder's layout."""
+        """Yield tensors one at a time, in the order of `names` and with the folder's layout."""
         return map(self._read_one, dict.fromkeys(names))
 
     def file(self, name: str) -> Path | None:
@@ -82,19 +82,20 @@ class GgufModel(WeightFolder):
 
 @dataclass(frozen=True)
 class _Source:
-    """Location of a folder's tensor: a tensor of the file, or a slice of its first axis."""
+    """Location of a folder's tensor: a tensor in the file, or a slice along its first axis."""
 
     tensor: str
     part: int | None = None
     change: Change | None = None
     interleaved: tuple[str, ...] = ()
-    """Another tensor, whose columns alternate with those of the first."""
+    """Another tensor, whose columns alternate with the columns of this one."""
 
 
 def open_gguf_model(path: str | Path) -> GgufModel:
     """Check a file and map its tensors to the folder's names, without reading any tensor.
 
-    CheckpointError names a tensor, and ConfigError a key, that the architecture does not have.
+    Raises CheckpointError for a tensor and ConfigError for a key that the architecture does not
+    have.
     """
     file = open_gguf(path)
     split = _Keys(file, "split.")
@@ -107,7 +108,7 @@ def open_gguf_model(path: str | Path) -> GgufModel:
     sources: dict[str, _Source] = {}
     infos: dict[str, TensorInfo] = {}
     for name, tensor in file.tensors.items():
-        # Scaling factors of RoPE: they were read with the config and are not parameters.
+        # RoPE scaling factors were read with the config and are not parameters.
         if name in keys.factors_read:
             continue
         for to, source, info in _placed(file, name, tensor, names, config):
@@ -123,7 +124,7 @@ def open_gguf_model(path: str | Path) -> GgufModel:
 def _placed(
     file: GgufFile, name: str, tensor: GgufTensor, names: _Names, config: JsonObject
 ) -> Iterator[tuple[str, _Source, TensorInfo]]:
-    """Yield the folder's tensors for a tensor of the file: one, or one for each expert."""
+    """Yield the folder's tensors for a tensor in the file: one tensor, or one for each expert."""
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+?)\.(weight|bias)", name)
     layer, base, end = found.groups() if found else (None, "", "")
     to = (names.layer if layer else names.outer).get(base)
@@ -170,8 +171,8 @@ def _placed(
             raise CheckpointError(f"{file.path}: {shown(name)} is {list(shape)}: {rule}")
 
         def untwisted(rows: np.ndarray, heads: int = heads) -> np.ndarray:
-            # ggml rotates the pairs (2i, 2i + 1), the folder (i, i + H/2). The converter
-            # interleaves the rows of the two halves of a head; this undoes it.
+            # ggml rotates the pairs (2i, 2i + 1), but the folder's model rotates (i, i + H/2), so
+            # the converter interleaves the rows of a head's two halves. This undoes it.
             pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
             return pairs.swapaxes(1, 2).reshape(rows.shape)
 
@@ -186,7 +187,7 @@ def _placed(
 
 
 class _Keys(ConfigKeys):
-    """Metadata keys of an architecture, plus the tensors that belong to the config."""
+    """Metadata keys of an architecture, and the tensors that belong to the config."""
 
     def __init__(self, file: GgufFile, prefix: str) -> None:
         super().__init__(file.metadata, str(file.path), "gguf", prefix=prefix)
@@ -218,14 +219,14 @@ class _Keys(ConfigKeys):
             self.fail(name, value, "must be " + " or ".join(shown(one) for one in allowed))
 
     def factors(self, tensor: str) -> np.ndarray:
-        """Return the values of a tensor of RoPE scaling factors."""
+        """Return the RoPE scaling factors stored in a tensor."""
         if tensor not in self.file.tensors:
             raise CheckpointError(f"{self.where}: tensor {tensor} is missing")
         self.factors_read.add(tensor)
         return self.file.read(tensor).reshape(-1)
 
     def vocab_size(self) -> int:
-        """Return the number of embedding rows, after checking their width against the key."""
+        """Return the number of embedding rows, after checking that their width matches the key."""
         # The table defines the vocabulary size; taking the key marks it as read.
         self.take("vocab_size", None)
         found = self.file.tensors.get("token_embd.weight")
@@ -263,7 +264,7 @@ class _Names:
     offset_norms: bool = False
     transposed: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
-    """Vectors that the folder stores as matrices of one row."""
+    """Vectors that the folder stores as matrices with one row."""
     plain: tuple[str, ...] = ()
     """Tensors whose folder names lack ".weight" and have "_bias" instead of ".bias"."""
 
@@ -284,7 +285,7 @@ _SANDWICH = {
 
 
 def _common(keys: _Keys, model_type: str) -> JsonObject:
-    """Read the sizes and the rotation, under the names of config.json."""
+    """Read the sizes and the rotary embedding; return them as keys of config.json."""
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
     if (found := keys.integer("attention.value_length", head_dim)) != head_dim:
@@ -338,10 +339,10 @@ def _common(keys: _Keys, model_type: str) -> JsonObject:
 
 
 def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObject:
-    """Recover the Llama 3.1 scaling, whose frequency divisors the converter stored in a tensor.
+    """Recover the Llama 3.1 scaling from the tensor where the converter stored frequency divisors.
 
     The tensor must match low factor 1, high factor 4, and 8192 trained positions, for some factor
-    f: wavelengths up to 8192/4 are unchanged, and those from 8192 are multiplied by f.
+    f. Wavelengths up to 8192/4 are then unchanged, and wavelengths from 8192 are multiplied by f.
     """
     factors = keys.factors("rope_freqs.weight").astype(np.float64)
     low, high, trained = 1.0, 4.0, 8192
@@ -379,7 +380,7 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
         }  # fmt: skip
 
     match architecture := keys.file.architecture:
-        case "llama":  # llama.cpp uses this name for Mistral and Mixtral (with experts) too
+        case "llama":  # llama.cpp also uses this name for Mistral and Mixtral (with experts)
             keys.require("rope.scaling.attn_factor", 1.0)
             keys.take("expert_used_count", None)  # 0 without experts, like expert_count
             if keys.take("expert_count", 0) != 0:
@@ -430,7 +431,7 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
                 keys.number("rope.freq_base")  # required: unlike Gemma 2, it has no safe default
             config = _common(keys, "gemma2" if first else "gemma3_text")
             scalar = head_dim = keys.integer("attention.key_length")
-            # No key stores the different scale of the 27B model; llama.cpp also detects its depth.
+            # No key stores the 27B model's different scale: detect it by depth, as llama.cpp does.
             if config["num_hidden_layers"] == (46 if first else 62):
                 scalar = config["hidden_size"] // config["num_attention_heads"]
             config |= dict(
@@ -467,7 +468,7 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
                 scaling: JsonObject = dict(rope_type="longrope")
                 for name in ("long", "short"):
                     factors = keys.factors(f"rope_factors_{name}.weight")
-                    # The shortest decimal of the float32 is the value in config.json.
+                    # The shortest decimal for the float32 is the value in config.json.
                     scaling[f"{name}_factor"] = [float(str(factor)) for factor in factors]
                 if stretch is not None:
                     scaling["attention_factor"] = stretch

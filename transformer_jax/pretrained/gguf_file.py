@@ -1,14 +1,15 @@
 """Reader for GGUF, llama.cpp's single-file model format: metadata followed by tensors.
 
-    "GGUF", version, counts of tensors and keys
-    key, type, value                   for each key; a value may be a list, such as the vocabulary
+    "GGUF", version, number of tensors, number of keys
+    key, type, value                   for each key; a value can be a list, such as the vocabulary
     name, sizes, type, offset          for each tensor
     bytes of the tensors               quantized types: blocks of 32 or 256 numbers share scales
 
-The format is defined by ggml's docs/gguf.md; versions 2 and 3, little-endian, are supported. Files
-are untrusted: each length is compared with the remaining bytes before anything is allocated. The
-package `gguf` defines the types and dequantizes blocks. Its reader is not used because it trusts
-the lengths and takes ten seconds for 100,000 strings. Files are not mapped.
+The format is defined in ggml's docs/gguf.md. Little-endian files of versions 2 and 3 are supported.
+Files are untrusted, so each length is compared with the number of remaining bytes before anything
+is allocated. The package `gguf` defines the types and dequantizes blocks. Its reader is not used,
+because it trusts the lengths and takes ten seconds for 100,000 strings. Files are not
+memory-mapped.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from transformer_jax.values import value_class
 HEADER_LIMIT = 2**26
 """Maximum size of the metadata in bytes; a vocabulary of 262,144 tokens takes about ten million."""
 COUNT_LIMIT = 2**17
-"""Maximum number of keys, and of tensors."""
+"""Maximum number of keys and maximum number of tensors."""
 NAME_LIMIT = 256
-"""Maximum length of the name of a key or tensor, in bytes; ggml's limit for tensors is 64."""
+"""Maximum length of a key or tensor name, in bytes; ggml's limit for tensors is 64."""
 RANK_LIMIT = 4
 """Maximum number of axes of a tensor, as in ggml."""
 CHUNK = 2**22
-"""Numbers to dequantize at a time."""
+"""Number of values to dequantize at a time."""
 
 _FILES = Untrusted(CheckpointError)
 _SCALARS = dict(zip(range(8), "BbHhIif?", strict=True)) | dict(
     zip((10, 11, 12), "Qqd", strict=True)
 )
-"""Formats of `struct` by type code; 8 is a string and 9 a list."""
+"""`struct` format for each type code; code 8 is a string and 9 is a list."""
 _TEXT, _LIST = 8, 9
 _PLAIN = {
     "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16),
@@ -60,27 +61,27 @@ class GgufTensor:
     """Description of a tensor from the header of a file."""
 
     kind: str
-    """ggml's name of the type, such as "Q4_K"."""
+    """ggml's type name, such as "Q4_K"."""
     shape: tuple[int, ...]
-    """Axes in NumPy's order, with the contiguous one last; the file lists it first."""
+    """Shape in NumPy's order, with the contiguous axis last; the file lists that axis first."""
     start: int
     """Offset of the first byte in the file."""
     row_bytes: int
-    """Bytes of a row along the last axis."""
+    """Size in bytes of a row along the last axis."""
 
 
 @value_class
 class GgufFile:
-    """Metadata of a file and the locations of its tensors, which are not read yet."""
+    """Metadata of a file and the locations of its tensors, which have not been read."""
 
     path: Path
     metadata: Mapping[str, Value]
-    """Values by key. A float32 is stored as the shortest decimal that rounds to it, which is the
-    value in the original config. Lists are lists of strings, or arrays."""
+    """Values, keyed by name. A float32 is represented by the shortest decimal that rounds to it,
+    which is the value in the original config. A list is a list of strings or an array."""
     tensors: Mapping[str, GgufTensor]
-    """Tensors by name, in the order of the file."""
+    """Tensors, keyed by name, in file order."""
     stamp: tuple[int, ...] = field(repr=False)
-    """Identity of the file when it was opened; `read` fails if it has changed."""
+    """Identity of the file when it was opened; `read` fails if the file has changed."""
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:
         """Read a tensor, or a slice along its first axis.
@@ -100,7 +101,7 @@ class GgufFile:
                 _fill(stream, flat.view(np.uint8), self.path)
                 return flat.reshape(shape)
             numbers = np.empty((rows, shape[-1]), np.float32)
-            # In chunks, so that memory never holds all raw bytes and all numbers.
+            # Read in chunks, so that memory never contains all raw bytes and all numbers.
             step = max(1, CHUNK // shape[-1])
             for first in range(0, rows, step):
                 raw = np.empty((min(step, rows - first), found.row_bytes), np.uint8)
@@ -122,14 +123,14 @@ class GgufFile:
 def open_gguf(path: str | Path) -> GgufFile:
     """Read the metadata of a file and check the locations of its tensors, without reading them.
 
-    CheckpointError names the file and the invalid key or tensor.
+    Raises CheckpointError, which names the file and the invalid key or tensor.
     """
     path = Path(path)
     with _FILES.opened(_resolved(path)) as stream:
         header = _Header(path, stream)
         if header.take(4) != b"GGUF":
             raise CheckpointError(f"{path}: not a GGUF file")
-        # An invalid file is reported even without the package.
+        # An invalid file is reported even if the package is missing.
         _library()
         version = header.number("I")
         if version not in (2, 3):
@@ -137,7 +138,7 @@ def open_gguf(path: str | Path) -> GgufFile:
             big = " (of a big-endian machine)" if version % 2**16 == 0 else ""
             raise CheckpointError(f"{path}: version {version}{big}: must be 2 or 3")
         counts = header.number("Q"), header.number("Q")
-        # A file of 24 bytes may claim 2^62 keys.
+        # A 24-byte file can claim to contain 2^62 keys.
         for count, kind in zip(counts, ("tensors", "keys"), strict=True):
             if count > COUNT_LIMIT:
                 raise header.wrong(f"{count} {kind}: must be at most {COUNT_LIMIT}")
@@ -190,7 +191,7 @@ class _Header:
 
     def number(self, code: str) -> Any:
         (found,) = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))
-        # 1e-05 instead of 9.999999747378752e-06: the value in the original config.
+        # The value in the original config is 1e-05, for example, not 9.999999747378752e-06.
         return float(str(np.float32(found))) if code == "f" else found
 
     def text(self, what: str, limit: int = HEADER_LIMIT) -> str:
@@ -234,7 +235,7 @@ def _located(
         kind = library.GGMLQuantizationType(code)
         block, block_bytes = library.GGML_QUANT_SIZES[kind]
         if kind.name not in _PLAIN:
-            # The package knows the sizes of types that it cannot dequantize: try a block of zeros.
+            # The package lists types that it cannot dequantize, so try it on a block of zeros.
             _dequantise(np.zeros((1, block_bytes), np.uint8), kind.name)
     except (ValueError, KeyError):
         raise CheckpointError(f"{where} has the unknown type {code}") from None
@@ -256,7 +257,7 @@ def _located(
 
 
 def _dequantise(raw: np.ndarray, kind: str) -> np.ndarray:
-    """Return the float32 values of rows of quantized bytes."""
+    """Dequantize rows of bytes to float32."""
     library = _library()
     with np.errstate(all="ignore"):  # scales that are NaN or inf are kept
         return library.quants.dequantize(raw, library.GGMLQuantizationType[kind])
@@ -268,7 +269,7 @@ def _fill(stream: BinaryIO, target: np.ndarray, path: Path) -> None:
 
 
 def _resolved(path: Path) -> Path:
-    # The hub's cache consists of links, which `Untrusted.opened` does not follow.
+    # The Hub's cache consists of links, which `Untrusted.opened` does not follow.
     return Path(os.path.realpath(path))
 
 

@@ -1,7 +1,7 @@
 """Loading of published checkpoints: Hugging Face folders (config.json, safetensors) and GGUF files.
 
 A family (in `families`) defines the meaning of config.json and the location of each parameter. This
-module converts tensors to parameters, one at a time. No code of a checkpoint runs.
+module converts tensors to parameters, one at a time. Code in a checkpoint is never executed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.pytree import Params, PyTree
 
 Shardings = jax.sharding.Sharding | Mapping[str, PyTree] | None
-"""One sharding for all parameters, a nested mapping with one for each, or JAX's default."""
+"""One sharding for all parameters, a nested mapping with a sharding for each, or JAX's default."""
 
 
 @known_keywords
@@ -51,24 +51,24 @@ def load_pretrained(
     `build(config)` returns the model that runs them.
 
     Args:
-        path_or_id: a folder, a GGUF file (requires the package `gguf`), or a repository ID of the
-            Hugging Face Hub, "ORG/NAME" (requires the package `huggingface_hub`).
-        dtype: float32, bfloat16, or float16, for the parameters and the computation; None keeps the
-            dtype of the file, with float32 for quantized tensors of a GGUF file.
-        sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them that matches the
-            parameters; None is JAX's default.
-        scan_layers: stack the layers, for a model that uses `lax.scan`.
-        max_len: the maximum sequence length in tokens; None keeps that of the file. A RoPE scaling
+        path_or_id: a folder, a GGUF file (requires the package `gguf`), or a Hugging Face Hub
+            repository ID, "ORG/NAME" (requires the package `huggingface_hub`).
+        dtype: dtype of the parameters and the computation: float32, bfloat16, or float16. None uses
+            the checkpoint's dtype, or float32 for quantized tensors in a GGUF file.
+        sharding: a `jax.sharding.Sharding` for all parameters, or a tree of shardings that matches
+            the parameters; None uses JAX's default.
+        scan_layers: whether to stack the layers, for a model that uses `lax.scan`.
+        max_len: maximum sequence length in tokens; None uses the checkpoint's value. A RoPE scaling
             that depends on the sequence length (dynamic, longrope) is then fixed for this length.
-        revision: branch, tag, or commit of the repository; None is its default branch.
+        revision: branch, tag, or commit of the repository; None uses the default branch.
 
     Raises:
-        CheckpointError: if a tensor is missing, unknown, or of the wrong shape, or a file cannot be
-            read.
-        ConfigError: if a key of config.json would change the numbers in an unsupported way, or
-            `dtype` or `max_len` is invalid.
-        ValueError: if a weight overflows `dtype`, or the structure of `sharding` differs from that
-            of the parameters.
+        CheckpointError: if a tensor is missing, unknown, or of the wrong shape, or if a file cannot
+            be read.
+        ConfigError: if a key in config.json would change the model's outputs in an unsupported way,
+            or if `dtype` or `max_len` is invalid.
+        ValueError: if a weight overflows `dtype`, or if the structures of `sharding` and of the
+            parameters differ.
     """
     as_dtype = None if dtype is None else _dtype_name(dtype)
     config, tensors = _opened(path_or_id, revision)
@@ -78,7 +78,7 @@ def load_pretrained(
         if isinstance(config.positions, Learned) and max_len != config.max_len:
             rule = f"the table of learned positions has {config.max_len} rows"
             raise ConfigError(f"max_len is {max_len}: {rule}")
-        # With a fixed length, the angles never change, so cached keys stay valid.
+        # With a fixed length, the angles never change, so cached keys remain valid.
         positions = config.positions
         if isinstance(positions, Rope) and positions.scaling in ("dynamic", "longrope"):
             positions = dataclasses.replace(positions, length=max_len)
@@ -136,8 +136,8 @@ def pretrained_config(path_or_id: str | Path, *, revision: str | None = None) ->
     """Return the config that `load_pretrained` returns, without reading any tensor.
 
     Args:
-        path_or_id: a folder, a GGUF file, or a repository ID of the Hugging Face Hub.
-        revision: branch, tag, or commit of the repository; None is its default branch.
+        path_or_id: a folder, a GGUF file, or a Hugging Face Hub repository ID.
+        revision: branch, tag, or commit of the repository; None uses the default branch.
     """
     config, tensors = _opened(path_or_id, revision)
     tensors.check_size(config)
@@ -151,9 +151,9 @@ def _opened(path_or_id: str | Path, revision: str | None) -> tuple[ModelConfig, 
 
 
 def _dtype_name(dtype: jax.typing.DTypeLike) -> DType:
-    """Return the name of a dtype: "bfloat16" for that string or for `jnp.bfloat16`."""
+    """Return the name of a dtype, for example "bfloat16" for `jnp.bfloat16`."""
     name: Any = dtype
-    # NumPy raises for an invalid dtype; instead, the error below lists the choices.
+    # Suppress NumPy's error for an invalid dtype; the error below lists the choices.
     with contextlib.suppress(TypeError):
         name = np.dtype(dtype).name
     if name not in DTYPES:
@@ -165,7 +165,7 @@ def _stacked(
     leaves: Iterable[tuple[str, np.ndarray]], shapes: Shapes, scanned: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield each parameter as soon as the last of its layers and experts has been read."""
-    # A stack is allocated when its first layer is read; the paths determine its size.
+    # A stack is allocated when its first layer is read; its size is determined from the paths.
     sizes: dict[str, tuple[int, ...]] = {}
     for path in shapes:
         whole, index = whole_path(path, scanned=scanned)

@@ -1,9 +1,10 @@
 """Folders of MXFP4 weights (the format of gpt-oss), presented as folders of bfloat16 weights.
 
 A matrix NAME is stored as two uint8 tensors, NAME_blocks [..., rows, G, 16] and NAME_scales [...,
-rows, G]. Each byte contains two 4-bit numbers, the lower half first, and 32 numbers share the scale
-2^(byte - 127) (Open Compute Project, OCP Microscaling Formats, 1.0). Each product is exact in
-bfloat16. A row contains the inputs of one output, so the result is transposed: [..., 32 G, rows].
+rows, G]. Each byte of a block contains two 4-bit numbers, the lower half first. Each scale byte
+applies to 32 numbers, as the factor 2^(byte - 127) (Open Compute Project, OCP Microscaling Formats,
+1.0). Each product is exact in bfloat16. A row contains the weights of one output, so the result is
+transposed: [..., 32 G, rows].
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from transformer_jax.values import value_class
 
 BLOCKS, SCALES = "_blocks", "_scales"
 LARGEST = 252
-"""Byte of the largest scale whose product with 6 is finite in bfloat16."""
+"""Byte for the largest scale whose product with 6 is finite in bfloat16."""
 _HALF = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _NUMBERS = np.concatenate([_HALF, -_HALF])
 _PAIRS = np.stack([_NUMBERS[np.arange(256) % 16], _NUMBERS[np.arange(256) // 16]], axis=-1)
-"""The two numbers of each byte."""
+"""The two numbers encoded by each byte."""
 
 
 @value_class
@@ -54,7 +55,7 @@ class Mxfp4Folder(WeightFolder):
 
 
 def open_mxfp4(folder: WeightFolder) -> WeightFolder:
-    """Wrap a folder whose config.json specifies mxfp4 in `Mxfp4Folder`; return others unchanged."""
+    """Wrap a folder in `Mxfp4Folder` if its config.json specifies mxfp4."""
     quantization = folder.config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4":
         return folder
@@ -75,7 +76,7 @@ def dequantize(
     scales: np.ndarray,  # u8[..., rows, G]
 ) -> np.ndarray:  # bf16[..., 32 G, rows]
     """Return the values of a matrix, or of a stack with one matrix per expert."""
-    if blocks.ndim > 3:  # one expert at a time: float32 intermediates are twice as large
+    if blocks.ndim > 3:  # one expert at a time, because float32 intermediates are twice as large
         return np.stack([dequantize(*one) for one in zip(blocks, scales, strict=True)])
     scale = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     numbers = (_PAIRS[blocks] * scale[..., None, None]).astype(jnp.bfloat16)

@@ -1,19 +1,19 @@
 """LoRA adapters in the format of Hugging Face's PEFT.
 
-    adapter_config.json         rank, alpha, the modules that have an adapter
+    adapter_config.json         rank, alpha, and the modules that have an adapter
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, inputs]
                                 base_model.model.<module>.lora_B.weight [outputs, r]
 
-`names` maps each Hugging Face weight to the kernels it contains, by their paths in a looped stack:
+`names` maps each Hugging Face weight to the paths, in a looped stack, of the kernels it contains:
 
     {"model.layers.3.self_attn.q_proj.weight": ("decoder/block_3/attention/query/kernel",)}
 
-A weight that contains several kernels lists them in the order of its outputs: GPT-2's `c_attn`
-contains query, key, and value. `InterleavedKernels` marks outputs that are interleaved by head
-(GPT-NeoX). Entries that are not kernels (biases, norms) are skipped.
+If a weight contains several kernels, they are listed in the order of its outputs. For example,
+GPT-2's `c_attn` contains query, key, and value. `InterleavedKernels` marks outputs that are
+interleaved by head (GPT-NeoX). Entries that are not kernels (biases, norms) are skipped.
 
-Each key of adapter_config.json must be supported, irrelevant to inference, or empty. Shapes are
-compared with the parameters before anything is read. Requires the package `safetensors`.
+Each key in adapter_config.json must be supported, irrelevant to inference, or empty. Shapes are
+compared with the parameters before any tensor is read. Requires the package `safetensors`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from transformer_jax.pytree import Array, Params
 from transformer_jax.untrusted_files import JsonObject, Untrusted, check_path
 
 Names = Mapping[str, Sequence[str]]
-"""Maps a Hugging Face weight to the paths of its kernels, in the order of its outputs."""
+"""Paths of the kernels in each Hugging Face weight, in the order of the weight's outputs."""
 
 
 class InterleavedKernels(tuple[str, ...]):
-    """Kernels of one weight with interleaved outputs: each of `runs` runs has a part of each."""
+    """Kernels of a weight whose outputs form `runs` runs, each with a part of every kernel."""
 
     runs: int
     renamed_by: str
@@ -52,7 +52,7 @@ class InterleavedKernels(tuple[str, ...]):
     ) -> InterleavedKernels:
         """Store the paths, in their order within a run, and the number of runs.
 
-        `renamed_by` names a family whose module names in transformers differ from its tensor names.
+        `renamed_by` is a family whose module names in transformers differ from its tensor names.
         """
         made = super().__new__(cls, names)
         made.runs, made.renamed_by = runs, renamed_by
@@ -66,7 +66,7 @@ class InterleavedKernels(tuple[str, ...]):
 
 
 Pair = tuple[np.ndarray, np.ndarray]
-"""A f32[r, inputs] and B f32[outputs, r] of a module, in PEFT's layout."""
+"""Matrices A f32[r, inputs] and B f32[outputs, r] of a module, in PEFT's layout."""
 
 CONFIG, TENSORS = ADAPTER, "adapter_model.safetensors"
 CONFIG_LIMIT = 2**20
@@ -102,26 +102,26 @@ def save_lora(
 ) -> LoraConfig:
     """Write adapters, in f32, as a folder that PEFT can load, and return the config as written.
 
-    A weight that contains several kernels has a single A in PEFT. If the kernels' matrices A
-    differ, they are stacked, which is exact: A is [A_1; A_2], B is block diagonal, and rank and
-    alpha grow by the same factor. The other adapters are padded with zeros to that rank.
+    In PEFT, a weight that contains several kernels has a single A. If the kernels' A matrices
+    differ, they are stacked, which is exact: A is [A_1; A_2], B is block-diagonal, and rank and
+    alpha increase by the same factor. The other adapters are padded with zeros to that rank.
 
     Args:
         path: the folder; other files in it are kept.
-        params: parameters of a looped or a scanned stack; only their shapes are used.
-        adapters: adapters from `init_lora`; those whose A and B are zero are omitted.
-        config: the config of the adapters.
-        names: maps Hugging Face's name of each weight to the paths of the kernels it contains, in
-            the order of its outputs.
-        base_model: the base model to record in the folder, such as the ID of a repository.
+        params: parameters of a looped or scanned stack; only their shapes are used.
+        adapters: adapters from `init_lora`; adapters whose A and B are zero are omitted.
+        config: the adapter config.
+        names: maps each weight's Hugging Face name to the paths of the kernels it contains, in the
+            order of its outputs.
+        base_model: name of the base model to record in the folder, such as a repository ID.
         task_type: the task type in PEFT, such as "CAUSAL_LM" or "SEQ_2_SEQ_LM".
         fan_in_fan_out: whether layers are `Conv1D` (GPT-2), as PEFT requires.
         overwrite: whether to replace an adapter that the folder already contains.
 
     Raises:
         CheckpointError: if the folder contains an adapter and `overwrite` is False.
-        ValueError: if the adapters do not fit the parameters, config, or names, or all are zero; or
-            if PEFT would not find the modules, as in a nomic_bert.
+        ValueError: if the adapters do not match the parameters, config, or names; if all are zero;
+            or if PEFT would not find the modules, as for nomic_bert.
     """
     check_path("path", path)
     if renamed_by := next(
@@ -207,21 +207,21 @@ def save_lora(
 def load_lora(
     path: str | os.PathLike[str], params: Params, names: Names
 ) -> tuple[LoraConfig, Params]:
-    """Load the config and the f32 adapters of a folder that PEFT or `save_lora` wrote.
+    """Load the config and the f32 adapters from a folder written by PEFT or `save_lora`.
 
     If a weight contains several kernels, each gets a copy of its A and the matching part of its B.
 
     Args:
         path: the folder.
-        params: parameters of a looped or a scanned stack, or their shapes.
-        names: maps Hugging Face's name of each weight to the paths of the kernels it contains, in
-            the order of its outputs.
+        params: parameters of a looped or scanned stack, or their shapes.
+        names: maps each weight's Hugging Face name to the paths of the kernels it contains, in the
+            order of its outputs.
 
     Raises:
-        CheckpointError: if a file or key is corrupt, does not fit the parameters, or requires an
+        CheckpointError: if a file or key is corrupt, does not match the parameters, or requires an
             unsupported feature: DoRA, trained biases or whole modules, a rank or alpha per module,
-            initializations that change the base weights (PiSSA, ...), and adapters of embeddings.
-        ValueError: if `names` does not fit the parameters.
+            an initialization that changes base weights (PiSSA, ...), or adapters for embeddings.
+        ValueError: if `names` does not match the parameters.
     """
     check_path("path", path)
     folder = Path(path)
@@ -328,7 +328,7 @@ def _read_config(file: Path) -> JsonObject:
     if content.get("peft_type") != "LORA":
         fail("peft_type", "must be 'LORA'")
     for key in sorted(content.keys() - _READ_KEYS - _IGNORED_KEYS):
-        # An unknown key of a newer PEFT has no effect while it is empty.
+        # An unknown key from a newer version of PEFT has no effect while it is empty.
         if content[key] not in (None, False, "", [], {}):
             fail(key, "is not supported")
     r, alpha = content.get("r"), content.get("lora_alpha")
@@ -348,7 +348,10 @@ def _read_config(file: Path) -> JsonObject:
 
 
 def _targeted(file: Path, content: JsonObject, modules: list[str]) -> set[str] | None:
-    """Return the modules that the config selects, or None for a pattern, which is not evaluated."""
+    """Return the modules that the config selects, or None if it uses a pattern.
+
+    A pattern is not evaluated.
+    """
     targets, without = content.get("target_modules"), content.get("exclude_modules")
     layers = content.get("layers_to_transform")
     layers = [layers] if type(layers) is int else layers
@@ -365,7 +368,7 @@ def _targeted(file: Path, content: JsonObject, modules: list[str]) -> set[str] |
         return None
     chosen = set(_matching(targets, modules)) - set(_matching(without or [], modules))
     if layers:
-        # PEFT's rule for a module's layer is greedy: it takes the last such number.
+        # PEFT's pattern for a module's layer is greedy, so it matches the last such number.
         number = {m: re.match(r".*\.[^.]*\.(\d+)\.", m) for m in chosen}
         chosen = {module for module, n in number.items() if n and int(n[1]) in layers}
     return chosen

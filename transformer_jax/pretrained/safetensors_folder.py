@@ -1,13 +1,13 @@
 """Folders of weights in Hugging Face's layout: reading and writing, independent of any model.
 
     config.json
-    model.safetensors                  or model-00001-of-00003.safetensors, ... and then
-    model.safetensors.index.json       the file of every tensor
+    model.safetensors                  or model-00001-of-00003.safetensors, ..., together with
+    model.safetensors.index.json       the name of the file that contains each tensor
 
-Folders are untrusted. Sizes are compared before anything is allocated, and names before anything is
-opened. The `safetensors` package reads tensors with `pread`: each tensor has its own memory, and a
-file that is truncated during the read raises an error instead of SIGBUS. Corrupted values are not
-detected because safetensors has no checksum.
+Folders are untrusted. Sizes are checked before anything is allocated, and names before anything is
+opened. The `safetensors` package reads tensors with `pread`, so each tensor has its own memory, and
+truncating a file during the read raises an error instead of SIGBUS. Corrupted values are not
+detected, because safetensors has no checksum.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 CONFIG_LIMIT = 2**23
-"""Maximum size in bytes of config.json and of other JSON files except the index. It allows for the
-names of 65,000 classes in `id2label` and `label2id`."""
+"""Maximum size in bytes of config.json and of other JSON files except the index. This is enough for
+65,000 class names in `id2label` and `label2id`."""
 HEADER_LIMIT = 10**8
-"""Maximum size of a safetensors header in bytes, from the format; also the limit for an index."""
+"""Maximum size in bytes of a safetensors header (set by the format) and of an index."""
 HEADER_VALUES = 2**20
 """Maximum number of values in a header (about 130,000 tensors) or an index (a million names)."""
 RANK_LIMIT = 32
 """Maximum number of axes of a tensor."""
 SHARD_BYTES = 5 * 10**9
-"""Maximum size of a written file in bytes: huggingface_hub's default."""
+"""Maximum size in bytes of each file that is written (huggingface_hub's default)."""
 
 _FILES = Untrusted(CheckpointError)
 
@@ -80,21 +80,21 @@ class TensorInfo:
 
     file: str
     dtype: str
-    """Name in NumPy or ml_dtypes: "float32", "bfloat16"."""
+    """Name of the dtype in NumPy or ml_dtypes, such as "float32" or "bfloat16"."""
     shape: tuple[int, ...]
 
 
 @value_class
 class WeightFolder:
-    """Opened folder: its config and the headers of its files, without any tensor."""
+    """Open folder: its config and the headers of its files, without any tensor."""
 
     path: Path
     config: JsonObject
-    """The object in config.json."""
+    """Content of config.json."""
     tensors: Mapping[str, TensorInfo]
-    """All tensors by name, in the order of the files and of the bytes in each file."""
+    """All tensors, keyed by name, in the order of the files and of the bytes in each file."""
     stamps: Mapping[str, tuple[int, ...]] = field(repr=False)
-    """Identity of each file when the folder was opened; reading fails if it has changed."""
+    """Identity of each file when the folder was opened; reading fails if a file has changed."""
 
     @property
     def where(self) -> str:
@@ -108,7 +108,7 @@ class WeightFolder:
     def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield tensors one at a time, file by file, in the order of `names` within each file.
 
-        Memory holds only one tensor if the caller drops each before requesting the next.
+        Memory contains only one tensor if the caller drops each before requesting the next.
         """
         files: dict[str, list[str]] = {}
         for name in dict.fromkeys(names):
@@ -158,16 +158,16 @@ class WeightFolder:
 
 
 def open_folder(path_or_id: str | Path, *, revision: str | None = None) -> WeightFolder:
-    """Check config.json and the header of each file of a folder, without reading any tensor.
+    """Check config.json and the header of each file in a folder, without reading any tensor.
 
-    A path that exists must be a folder, which is read without network access. Otherwise, "NAME" or
-    "ORG/NAME" is a repository at `revision`, downloaded or found in the cache by huggingface_hub
-    (cache only with HF_HUB_OFFLINE=1). Links may lead to other places in the folder and, in the
-    cache, from `models--ORG--NAME/snapshots/REVISION` to `models--ORG--NAME/blobs`.
-    CheckpointError names the file, and the invalid tensor if there is one.
+    If the path exists, it must be a folder, which is read without network access. Otherwise, "NAME"
+    or "ORG/NAME" is a repository at `revision`, which huggingface_hub finds in its cache or
+    downloads (cache only with HF_HUB_OFFLINE=1). Links can lead to other places in the folder and,
+    in the cache, from `models--ORG--NAME/snapshots/REVISION` to `models--ORG--NAME/blobs`. Raises
+    CheckpointError, which names the file and the invalid tensor, if any.
     """
     folder = _located(path_or_id, revision)
-    # Otherwise, the error would be about config.json, which PEFT does not write.
+    # Without this check, the error would be about config.json, which PEFT does not write.
     if _FILES.there(folder, ADAPTER) and not any(_FILES.there(folder, n) for n in (SINGLE, INDEX)):
         adapter = _FILES.json_object(_FILES.inside(folder, ADAPTER), CONFIG_LIMIT)
         base = adapter.get("base_model_name_or_path")
@@ -201,13 +201,13 @@ def write_folder(
     shard_bytes: int = SHARD_BYTES,
     files: Mapping[str, bytes] | None = None,  # extra files, such as "tokenizer.json"
 ) -> None:
-    """Write a folder that `open_folder` and `transformers` read, completely or not at all.
+    """Write a folder for `open_folder` and `transformers`, completely or not at all.
 
-    Tensors are grouped into files of up to `shard_bytes`; a larger tensor has its own file, and
-    memory holds one file at a time. The files are written to `NAME.*.tmp` next to the folder,
-    synced, checked with `open_folder`, and renamed. An existing folder is replaced if it contains
-    only files of these names (config.json, the model's files, the index, `files`); processes that
-    have its files open keep the old ones. Any other file raises CheckpointError. If the process is
+    Tensors are grouped into files of up to `shard_bytes`; a larger tensor gets its own file. Memory
+    contains one file at a time. The files are written to `NAME.*.tmp` next to the folder, synced,
+    checked with `open_folder`, and renamed. An existing folder is replaced if it contains only
+    files with these names (config.json, the model's files, the index, `files`); processes that have
+    its files open keep the old ones. Any other file raises CheckpointError. If the process is
     killed between the two renames of a replacement, both complete folders remain as `NAME.*.tmp`.
     """
     final, files = Path(os.path.realpath(path)), dict(files or {})
@@ -228,7 +228,7 @@ def write_folder(
         # A file's name is stored in its directory, which needs its own sync.
         for folder, _, _ in os.walk(partial):
             sync(Path(folder))
-        # Detect unreadable output before the old folder is removed.
+        # Detect unreadable output before removing the old folder.
         open_folder(partial)
         _check_replaceable(final, files)
         _replace(final, partial)
@@ -263,7 +263,7 @@ def _located(path_or_id: str | Path, revision: str | None) -> Path:
         raise CheckpointError(f"{name}: no such folder, and {need}") from None
     try:
         found = snapshot_download(path_or_id, revision=revision, allow_patterns=_DOWNLOADED)
-    except Exception as error:  # underlying libraries raise various types
+    except Exception as error:  # the underlying libraries raise various types
         # huggingface_hub wraps errors that httpx wrapped, so search the chain for the cause.
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
@@ -279,7 +279,7 @@ def _located(path_or_id: str | Path, revision: str | None) -> Path:
 
 
 def _listed(folder: Path) -> dict[str, set[str] | None]:
-    """Return each tensor file with the names it must contain, or None if there is no index."""
+    """Map each tensor file to the tensor names it must contain, or to None without an index."""
     if _FILES.there(folder, SINGLE):
         return {SINGLE: None}
     if not _FILES.there(folder, INDEX):
@@ -302,7 +302,7 @@ def _listed(folder: Path) -> dict[str, set[str] | None]:
         names = listed.setdefault(file, set())
         assert names is not None
         names.add(name)
-    # On a case-insensitive file system, two such names are the same file.
+    # On a case-insensitive file system, names that differ only in case are the same file.
     if len({file.lower() for file in listed}) < len(listed):
         clash = sorted(listed, key=str.lower)
         a, b = next((a, b) for a, b in itertools.pairwise(clash) if a.lower() == b.lower())
@@ -311,10 +311,10 @@ def _listed(folder: Path) -> dict[str, set[str] | None]:
 
 
 def _header(path: Path, file: str) -> dict[str, TensorInfo]:
-    """Describe the tensors of a file, in the order of their bytes.
+    """Describe the tensors in a file, in the order of their bytes.
 
-    This parser names invalid tensors and rejects duplicate names. The library parses the header
-    again, and both results must agree.
+    Errors from this parser name the invalid tensor, and duplicate names are rejected. The library
+    parses the header again, and both results must agree.
     """
     with _FILES.opened(path) as stream:
         size, start = os.fstat(stream.fileno()).st_size, stream.read(9)
@@ -376,7 +376,7 @@ def _header(path: Path, file: str) -> dict[str, TensorInfo]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file with the library's reader."""
+    """Open a file with the `safetensors` reader."""
     library = _library()
     try:
         # With mmap, truncating the file during the read would kill the process (SIGBUS).
@@ -405,7 +405,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _is_weight_file(name: str) -> bool:
-    """Whether a file with that name belongs to the weights."""
+    """Whether a file with this name contains weights or their index."""
     return name in (CONFIG, INDEX) or bool(_WEIGHTS.fullmatch(name))
 
 
@@ -424,7 +424,7 @@ def _check_replaceable(path: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_bytes: int) -> None:
-    """Write tensors in order into files of up to `shard_bytes`, split like huggingface_hub does."""
+    """Write tensors in order to files of up to `shard_bytes`, split as huggingface_hub does."""
     shards: list[list[str]] = []  # the tensor names of each file
     shard: dict[str, np.ndarray] = {}
     seen: set[str] = set()
@@ -457,7 +457,7 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_byt
         del value, array  # before the next tensor is computed
     if shard or not shards:
         flush(shard)
-    # The final names contain the number of files, which is known only now.
+    # The final file names contain the number of files, which is known only now.
     if len(shards) == 1:
         (folder / "1.safetensors").rename(folder / SINGLE)
         return
@@ -471,7 +471,7 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_byt
 
 
 def _checked(name: str, value: Array, seen: set[str]) -> np.ndarray:
-    """Return a tensor as it is written: in C order and native byte order, with the same shape."""
+    """Convert a tensor to C order and native byte order for writing; the shape is unchanged."""
     if not isinstance(name, str) or name == "__metadata__" or name in seen:
         raise CheckpointError(
             f"tensor {shown(name)}: the name must be a unique string other than __metadata__"

@@ -1,4 +1,4 @@
-"""Saving of parameters as a folder that Hugging Face's libraries read."""
+"""Saving parameters as a folder that Hugging Face's libraries can read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from transformer_jax.untrusted_files import JsonObject, check_path
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TARGET_TOKEN_IDS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
-"""Token ids whose defaults in transformers' classes are wrong for other vocabularies."""
+"""Keys of token IDs whose defaults in transformers' classes are wrong for other vocabularies."""
 
 TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -63,7 +63,7 @@ HEAD_KEYS = (
 """Keys that describe the original head, dropped when the head changes."""
 
 Fetch = Callable[[tuple[int, ...]], np.ndarray]
-"""Function that copies one parameter, or its part at this index, to the host."""
+"""Function that copies a parameter, or the part of it at an index, to the host."""
 
 
 @known_keywords
@@ -78,25 +78,26 @@ def save_pretrained(
     keys: JsonObject | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a folder that `transformers` and `load_pretrained` read, completely or not at all.
+    """Write a folder for `transformers` and `load_pretrained`, completely or not at all.
 
-    An existing folder is replaced if it contains only files that are written again.
+    An existing folder is replaced only if all of its files are written again.
 
     Args:
         path: the folder.
-        config: the config of the model.
-        params: parameters of a looped or a scanned stack; they keep their dtype.
+        config: the model config.
+        params: parameters of a looped or scanned stack; they keep their dtype.
         family: a `model_type`, such as "llama"; None selects the first that can express the config.
-        like: the folder that the model was loaded from. The new folder keeps its family, tensor
-            names, unrelated keys of config.json, and tokenizer. None keeps nothing.
-        files: extra files, as a dict of contents by name.
-        keys: extra keys of config.json that do not change the numbers, such as "eos_token_id".
-        shard_bytes: maximum size of a file of weights before it is split; at least 1.
+        like: the folder that the model was loaded from. Its family, tensor names, tokenizer, and
+            any unrelated keys in config.json are kept. None keeps nothing.
+        files: contents of extra files, keyed by file name.
+        keys: extra keys for config.json that do not affect the model's outputs, such as
+            "eos_token_id".
+        shard_bytes: maximum size of a weight file in bytes; at least 1.
 
     Raises:
-        CheckpointError: if the folder contains any other file, or `files` has an invalid name.
-        ConfigError: if the family cannot express the config, or `keys` would change its meaning.
-        ValueError: if a parameter does not fit the config, or an argument is invalid.
+        CheckpointError: if the folder contains any other file, or if `files` has an invalid name.
+        ConfigError: if the family cannot express the config, or if `keys` would change its meaning.
+        ValueError: if a parameter does not match the config, or if an argument is invalid.
     """
     if not isinstance(params, Mapping):
         kind = repr(params) if isinstance(params, str) else f"a {type(params).__name__}"
@@ -123,18 +124,18 @@ def save_pretrained(
     if like is not None:
         original = _Original(like, family)
         family = original.family.name
-        # The caller's files replace those of the original folder.
+        # The caller's files replace the original folder's files.
         extra = original.text_files() | extra
     chosen = FAMILIES[written_family(config, family)]
     written = write_config(chosen, config)
     more = {n: value for n, value in (keys or {}).items() if written.get(n) is None}
-    if original is None:  # null overrides transformers' default ids
+    if original is None:  # null overrides transformers' default IDs
         named = (*TOKEN_IDS, *(TARGET_TOKEN_IDS if config.kind == "encoder-decoder" else ()))
         written = dict.fromkeys(named) | written
         check_tokenizer(chosen.name, extra.get("tokenizer.json"))
         check_tables(chosen.name, config)
     names = table_names(chosen, config)
-    # Parse before merging `like` and `keys`, which must not change the numbers.
+    # Parse before merging `like` and `keys`, which must not change the model's outputs.
     meant = read_config(written, names, CONFIG)
     tensors = _tensors(chosen, config, fetched, original is not None and original.bare)
     kept: JsonObject = {}
@@ -160,13 +161,13 @@ def save_pretrained(
 BPE_OPTIONS = (
     "byte_fallback", "continuing_subword_prefix", "dropout", "end_of_word_suffix", "ignore_merges"
 )  # fmt: skip
-"""Options of `tokenizers`' BPE that Qwen 2 lacks."""
+"""BPE options of the `tokenizers` library that Qwen 2 lacks."""
 
 
 def check_tokenizer(family: str, definition: bytes | None) -> None:
-    """Raise ConfigError if transformers would produce other ids than this tokenizer.json.
+    """Raise ConfigError if transformers would produce different IDs than this tokenizer.json.
 
-    AutoTokenizer uses the file unchanged, except for a `qwen2`, where it reads only the vocabulary.
+    AutoTokenizer uses the file unchanged, except that for `qwen2` it reads only the vocabulary.
     """
     if family != "qwen2" or definition is None:
         return
@@ -189,7 +190,7 @@ def check_tokenizer(family: str, definition: bytes | None) -> None:
 
 
 class _Original:
-    """Checkpoint that a model was loaded from, with everything that a saved folder keeps."""
+    """Checkpoint that a model was loaded from, with everything to keep in a saved folder."""
 
     def __init__(self, path: str | Path, family: str | None) -> None:
         self._folder: WeightFolder = open_weights(path)
@@ -212,11 +213,11 @@ class _Original:
     def merged(self, written: JsonObject) -> tuple[JsonObject, JsonObject]:
         """Return the keys to keep from the original, and the keys of the new config.
 
-        An unchanged config keeps the original's spelling of equivalent keys.
+        If the config is unchanged, its keys are spelled as in the original.
         """
         kept = self._keys.kept()
         before = {"model_type": self.family.name, **self.family.write(self._config)}
-        # Many spellings express the same config; keep the original's.
+        # Many spellings express the same config; keep the original one.
         if before == written:
             content = self._folder.config
             return kept, {name: value for name, value in content.items() if name not in kept}
@@ -230,10 +231,10 @@ class _Original:
 
 
 def _looped(flat: Mapping[str, Array], shapes: Shapes) -> dict[str, Fetch]:
-    """Return a function that fetches each parameter of the looped model from `flat`.
+    """Return, for each parameter of the looped model, a function that fetches it from `flat`.
 
-    `flat` may be scanned. ValueError names a parameter that is missing, unknown, or has the wrong
-    shape or dtype.
+    `flat` can be scanned. Raises ValueError, which names the parameter, if one is missing, unknown,
+    or has the wrong shape or dtype.
     """
     found: dict[str, Fetch] = {}
     used = set()
@@ -269,7 +270,7 @@ def _looped(flat: Mapping[str, Array], shapes: Shapes) -> dict[str, Fetch]:
 def _tensors(
     family: Family, config: ModelConfig, params: Mapping[str, Fetch], bare: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of the file with their names, one at a time."""
+    """Yield the file's tensors with their names, one at a time."""
     by_tensor: dict[str, list[TensorMapping]] = {}
     for mapping in family.table(config):
         by_tensor.setdefault(mapping.tensor, []).append(mapping)
@@ -279,5 +280,5 @@ def _tensors(
             path, part = whole_path(mapping.param, scanned=False)
             pieces.append(mapping.layout.write(params[path](part)))
         whole = joined([mapping.layout for mapping in mappings], pieces)
-        # A checkpoint without a head lacks the prefix, so it is written without it.
+        # In a checkpoint without a head, names have no prefix, so write them without it.
         yield name.removeprefix(family.prefix) if bare else name, whole

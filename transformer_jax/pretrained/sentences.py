@@ -1,14 +1,14 @@
-"""Sentence encoders, which map texts to vectors (Reimers & Gurevych 2019).
+"""Sentence encoders, which map text to vectors (Reimers & Gurevych 2019).
 
-A folder of sentence-transformers contains
+A sentence-transformers folder contains:
 
     modules.json                the modules: Transformer, Pooling, and optionally Normalize
     config.json, model*         the encoder, or a decoder as in Qwen3-Embedding
     sentence_*_config.json      the maximum length, and whether to lowercase the text
-    1_Pooling/config.json       how to pool the vectors of the tokens
-    config_sentence_transformers.json    prompts to prepend to texts
+    1_Pooling/config.json       how to pool the token vectors
+    config_sentence_transformers.json    prompts to prepend to the text
 
-Other modules of sentence-transformers are rejected by name.
+Other sentence-transformers modules are rejected with an error that names them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from transformer_jax.values import value_class
 
 Pooling = Literal["mean", "cls", "max", "last"]
 _POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
-"""Pooling by its name in sentence-transformers."""
+"""Pooling, keyed by its name in sentence-transformers."""
 _CONFIG_NAMES = (
     "bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet",
 )  # fmt: skip
@@ -46,10 +46,10 @@ _CONFIG_NAMES = (
 
 
 class TextTokenizer(Protocol):
-    """Tokenizer that converts a string to ids."""
+    """Tokenizer that converts a string to IDs."""
 
     def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:  # i32[n]
-        """Return the ids, with or without the special tokens that the model was trained with."""
+        """Return the IDs, with or without the special tokens that the model was trained with."""
 
 
 def pool_sentences(
@@ -64,13 +64,13 @@ def pool_sentences(
         last: s = h of the last
 
     Args:
-        hidden: [B, T, D], h.
-        valid: bool[B, T]; tokens that are not valid have no effect, even if they are NaN.
+        hidden: h.
+        valid: mask of valid tokens; other tokens have no effect, even if they are NaN.
         pooling: "mean", "cls", "max", or "last".
         normalize: whether to divide s by max(|s|, 1e-12).
 
     Returns:
-        f32[B, D], 0 in rows without valid tokens.
+        The vectors; 0 for rows without valid tokens.
 
     Raises:
         ConfigError: if `pooling` is unknown.
@@ -107,18 +107,18 @@ def pool_sentences(
 
 @value_class(eq=False)
 class SentenceEncoder:
-    """Encoder or decoder with its parameters and the pooling of its tokens into one vector.
+    """Encoder or decoder with its parameters, and the pooling of its tokens into one vector.
 
     Attributes:
-        config: the config of the model.
-        params: the parameters of the model.
+        config: the model config.
+        params: the model parameters.
         pooling: "mean", "cls", "max", or "last".
         normalize: whether vectors are scaled to length 1.
-        max_len: the maximum length of a text in tokens, including special tokens.
-        lower_case: whether texts are lowercased.
-        prompts: prompts to prepend to texts, by purpose: "query", "document".
+        max_len: maximum length of the text in tokens, including special tokens.
+        lower_case: whether to lowercase the text.
+        prompts: prompts to prepend to the text, keyed by purpose, such as "query" or "document".
         prompt: the default prompt.
-        truncate_left: whether an overlong text loses its beginning instead of its end.
+        truncate_left: whether to truncate overlong text at its beginning instead of its end.
     """
 
     config: ModelConfig
@@ -136,11 +136,11 @@ class SentenceEncoder:
         tokens: jax.Array | np.ndarray,  # i32[B, T]
         positions: jax.Array | np.ndarray | None = None,  # i32[B, T]
     ) -> jax.Array:  # f32[B, D]
-        """Return a vector for each row; each new shape compiles a program.
+        """Return a vector for each row; a program is compiled for each new shape.
 
         Args:
-            tokens: i32[B, T], including special tokens.
-            positions: i32[B, T], negative for padding; None is arange(T).
+            tokens: token IDs, including special tokens.
+            positions: positions, negative for padding; None uses arange(T).
         """
         check_tokens(tokens, self.config.vocab_size)
         return _encode(self.config, self.params, tokens, positions, self.pooling, self.normalize)
@@ -153,18 +153,20 @@ class SentenceEncoder:
         batch_size: int = 32,
         prompt: str | None = None,
     ) -> np.ndarray:  # f32[n, D]
-        """Return a vector for each text, truncated to `max_len` tokens.
+        """Return a vector for each string, after truncation to `max_len` tokens.
 
-        Texts of similar length share a batch; batch sizes are powers of two, to limit compilation.
+        Strings of similar length share a batch. Batch sizes are powers of two, to limit
+        compilation.
 
         Args:
             texts: a list of n strings.
-            tokenizer: has `encode(text, special_tokens=...)`, as from `load_tokenizer_folder`.
-            batch_size: the maximum number of texts in a batch, at least 1.
-            prompt: prefix of each text, such as `prompts["query"]`; None is the default prompt.
+            tokenizer: a tokenizer with `encode(text, special_tokens=...)`, for example from
+                `load_tokenizer_folder`.
+            batch_size: the maximum number of strings per batch, at least 1.
+            prompt: prefix for each string, such as `prompts["query"]`; None uses `self.prompt`.
 
         Raises:
-            ValueError: if `texts` is a single string, or the tokenizer's special tokens do not
+            ValueError: if `texts` is a single string, or if the tokenizer's special tokens do not
                 surround the text.
         """
         if isinstance(texts, str):
@@ -179,18 +181,18 @@ class SentenceEncoder:
     def encode_ids(
         self, ids: Sequence[np.ndarray], *, batch_size: int = 32
     ) -> np.ndarray:  # f32[n, D]
-        """Return a vector for each list of ids, like `encode_texts` for texts.
+        """Return a vector for each list of IDs, as `encode_texts` does for strings.
 
         Args:
-            ids: integer arrays of 1 to `max_len` ids, including special tokens.
-            batch_size: the maximum number of rows in a batch, at least 1.
+            ids: integer arrays of 1 to `max_len` IDs each, including special tokens.
+            batch_size: the maximum number of rows per batch, at least 1.
         """
         # Sorting by length keeps the padding of each batch small.
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         out = np.zeros((len(ids), self.config.d_model), np.float32)
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            # Powers of two limit the number of shapes, each of which compiles a program.
+            # Powers of two limit the number of shapes; a program is compiled for each shape.
             length = min(_power(max(len(ids[i]) for i in rows), 16), self.max_len)
             shape = min(_power(len(rows)), batch_size), length
             tokens, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
@@ -201,14 +203,14 @@ class SentenceEncoder:
         return out
 
     def _ids(self, text: str, tokenizer: TextTokenizer) -> np.ndarray:  # i32[n]
-        """Return the ids of a text; truncating an overlong text keeps its special tokens."""
+        """Return the IDs for a string; if it is truncated, its special tokens are kept."""
         text = text.lower() if self.lower_case else text
         whole = np.asarray(tokenizer.encode(text, special_tokens=True), np.int32)
         if len(whole) <= self.max_len:
             return whole
         plain = np.asarray(tokenizer.encode(text, special_tokens=False), np.int32)
         room = self.max_len - (len(whole) - len(plain))
-        # Find the text's own ids within all ids, and keep the special tokens around them.
+        # Find the text's own IDs within all IDs, and keep the special tokens around them.
         for front in range(len(whole) - len(plain) + 1):
             after = front + len(plain)
             if room >= 0 and np.array_equal(whole[front:after], plain):
@@ -241,7 +243,7 @@ def _encode(
 
 
 def _power(number: int, least: int = 1) -> int:
-    """Return the next power of two, at least `least`."""
+    """Return the smallest power of two that is at least `number` and `least`."""
     return max(least, 1 << max(number - 1, 0).bit_length())
 
 
@@ -249,12 +251,12 @@ def _power(number: int, least: int = 1) -> int:
 def load_sentence_encoder(
     path_or_id: str | Path, *, dtype: DType | None = None, revision: str | None = None
 ) -> SentenceEncoder:
-    """Load a sentence encoder from a folder or repository of sentence-transformers.
+    """Load a sentence encoder from a sentence-transformers folder or repository.
 
     Args:
-        path_or_id: a folder, or a repository ID of the Hugging Face Hub, "ORG/NAME".
-        dtype: "float32", "bfloat16", or "float16"; None keeps the dtype of the file.
-        revision: branch, tag, or commit of the repository; None is its default branch.
+        path_or_id: a folder, or a Hugging Face Hub repository ID, "ORG/NAME".
+        dtype: "float32", "bfloat16", or "float16"; None uses the checkpoint's dtype.
+        revision: branch, tag, or commit of the repository; None uses the default branch.
 
     Raises:
         ConfigError: if the folder requires an unsupported feature, such as weighted pooling or a
@@ -296,7 +298,7 @@ def load_sentence_encoder(
 
 
 def _object(folder: WeightFolder, name: str) -> ConfigKeys | None:
-    """Read a JSON file of the folder; return None if it does not exist."""
+    """Read a JSON file in the folder; return None if it does not exist."""
     content = folder.read_json(name)
     if content is None:
         return None
@@ -306,7 +308,7 @@ def _object(folder: WeightFolder, name: str) -> ConfigKeys | None:
 
 
 def _parts(folder: WeightFolder) -> tuple[str, bool]:
-    """Return the folder of the pooling's config, and whether vectors are normalized."""
+    """Return the folder that contains the pooling config, and whether vectors are normalized."""
     where, parts = folder.path / "modules.json", folder.read_json("modules.json")
     if parts is None:
         raise CheckpointError(
@@ -346,7 +348,7 @@ def _path(keys: ConfigKeys) -> str:
 
 
 def _prompts(folder: WeightFolder) -> tuple[dict[str, str], str]:
-    """Return the prompts by name, and the default prompt."""
+    """Return the prompts, keyed by name, and the default prompt."""
     keys = _object(folder, "config_sentence_transformers.json")
     if keys is None:
         return {}, ""

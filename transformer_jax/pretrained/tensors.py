@@ -1,7 +1,7 @@
-"""Lookup of the tensors of a published checkpoint by the names of its family's table.
+"""Lookup of tensors in a published checkpoint by the names in its family's table.
 
 Names from old files and from models saved without their head are translated. Names, shapes, and
-dtypes are compared with the config before any tensor is read.
+dtypes are checked against the config before any tensor is read.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from transformer_jax.pretrained.safetensors_folder import CheckpointError, Weigh
 from transformer_jax.pytree import cast, check_range
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
-"""Maps the path of a parameter, "decoder/block_0/attention/query/kernel", to its shape."""
+"""Shape of each parameter, keyed by path, such as "decoder/block_0/attention/query/kernel"."""
 
 DTYPES: tuple[DType, ...] = get_args(DType)
 """Dtypes that parameters can have."""
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shape of every parameter of a looped model by its path; nothing is allocated.
+    """Return the shape of every parameter of a looped model, keyed by path.
 
-    Only one block per stack is traced, because all have the same parameters, except that the first
-    may lack a norm.
+    Nothing is allocated. Only one block per stack is traced, because all blocks have the same
+    parameters, except that the first block may lack a norm.
     """
-    # Remove patterns over layers, which do not fit a model of one layer and change no shape.
+    # Remove patterns over layers, which do not fit a one-layer model and do not affect shapes.
     positions = config.positions
     if isinstance(positions, Rope):
         positions = dataclasses.replace(positions, window_base=None, pattern=None)
@@ -62,8 +62,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
 def table_shapes(shapes: Shapes, listed: Collection[str]) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of parameters under the paths of a family's table.
 
-    "decoder/block_0/feed_forward/up/kernel" of [E, D, F] becomes E paths that end with "kernel/0",
-    "kernel/1", ... if `listed` contains those.
+    "decoder/block_0/feed_forward/up/kernel" with shape [E, D, F] becomes E paths that end with
+    "kernel/0", "kernel/1", ... if `listed` contains these paths.
     """
     found: dict[str, jax.ShapeDtypeStruct] = {}
     for path, shape in shapes.items():
@@ -76,9 +76,9 @@ def table_shapes(shapes: Shapes, listed: Collection[str]) -> dict[str, jax.Shape
 
 
 def whole_path(path: str, *, scanned: bool) -> tuple[str, tuple[int, ...]]:
-    """Return the parameter that contains a path of `table_shapes`, and its index there.
+    """Return the parameter that contains a path from `table_shapes`, and the index in it.
 
-    In a scanned stack the layer is the first index, followed by the expert:
+    In a scanned stack, the layer is the first index, followed by the expert:
     "decoder/block_3/.../up/kernel/5" becomes ("decoder/blocks/.../up/kernel", (3, 5)).
     """
     index: tuple[int, ...] = ()
@@ -93,15 +93,15 @@ def whole_path(path: str, *, scanned: bool) -> tuple[str, tuple[int, ...]]:
 def tensor_names(
     config: ModelConfig, family: str | None = None, *, bare: bool = False
 ) -> dict[str, tuple[str, ...]]:
-    """Return the parameters that each tensor of a published checkpoint contains, by its name.
+    """Return the paths of the parameters in each tensor of a published checkpoint, keyed by name.
 
     If a tensor contains several parameters, their paths are in the order of its rows, as
-    `save_lora` and `load_lora` require; `peft.InterleavedKernels` marks interleaved rows.
+    `save_lora` and `load_lora` require. `peft.InterleavedKernels` marks interleaved rows.
 
     Args:
-        config: the config of the model.
+        config: the model config.
         family: a `model_type`; None selects the first that can express the config.
-        bare: whether to use the names of a model without its head, such as `BertModel`:
+        bare: whether to use the tensor names of a model without its head, such as `BertModel`:
             "encoder.layer.0..." instead of "bert.encoder.layer.0...".
     """
     chosen = FAMILIES[written_family(config, family)]
@@ -118,9 +118,9 @@ def tensor_names(
 
 
 def scanned_path(path: str) -> tuple[str, int] | None:
-    """Return the path in a scanned stack and the layer, for a parameter of a looped block.
+    """Return the scanned-stack path and the layer number for a parameter of a looped block.
 
-    "decoder/block_3/norm/scale" becomes ("decoder/blocks/norm/scale", 3). Return None for a
+    "decoder/block_3/norm/scale" becomes ("decoder/blocks/norm/scale", 3). Returns None for a
     parameter outside the stacks.
     """
     stack, _, rest = path.partition("/block_")
@@ -129,15 +129,16 @@ def scanned_path(path: str) -> tuple[str, int] | None:
 
 
 class CheckpointTensors:
-    """Tensors of an opened folder, addressed by the names of a family's table.
+    """Tensors in an open folder, addressed by the names in a family's table.
 
-    CheckpointError names the file, and a tensor that is missing, unknown, or does not fit.
+    Raises CheckpointError, which names the file and the tensor, if a tensor is missing, unknown, or
+    does not match the config.
     """
 
     def __init__(self, folder: WeightFolder, family: Family) -> None:
         """Translate names from old files and from models without their head."""
         self._folder, self._family = folder, family
-        self._in_file: dict[str, str] = {}  # maps names in the table to names in the file
+        self._in_file: dict[str, str] = {}  # names in the file, keyed by the names in the table
         for name in folder.tensors:
             today = name
             for old, new in family.old_suffixes.items():
@@ -147,7 +148,7 @@ class CheckpointTensors:
                     f"{self._where(name)}: appears twice, as {name!r} and {today!r}"
                 )
             self._in_file[today] = name
-        # AutoModel saves models without their head, and then no name has the prefix.
+        # AutoModel saves models without their head; no name then has the prefix.
         self.bare = bool(family.prefix) and not any(
             name.startswith(family.prefix) for name in self._in_file
         )
@@ -162,23 +163,23 @@ class CheckpointTensors:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all tensors, as in the table."""
+        """Names of all tensors, as in the table."""
         return frozenset(self._in_file)
 
     def dtype(self, config: ModelConfig) -> DType:
-        """Return the checkpoint's dtype: that of the token embeddings."""
+        """Return the checkpoint's dtype, which is the dtype of the token embeddings."""
         for mapping in self._table(config):
             if mapping.param == "embed/tokens" and mapping.tensor in self._in_file:
                 return self._float_dtype(self._in_file[mapping.tensor])
         raise CheckpointError(f"{self._folder.path}: the token embeddings are missing")
 
     def without_output(self, config: ModelConfig) -> bool:
-        """Whether the model was saved without its head and its files lack an output matrix."""
+        """Whether the model was saved without its head and the files lack an output matrix."""
         outputs = [m.tensor for m in self._table(config) if m.param == "embed/output"]
         return self.bare and not any(name in self._in_file for name in outputs)
 
     def check_size(self, config: ModelConfig) -> None:
-        """Reject sizes that are impossible for these files, before tracing or allocating."""
+        """Reject a config whose sizes are impossible for these files, before anything is traced."""
         depth = config.num_layers + (
             config.decoder_layers if config.kind == "encoder-decoder" else 0
         )
@@ -274,8 +275,8 @@ class CheckpointTensors:
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yield every parameter with its path, in the order of the files, one at a time.
 
-        Parameters are cast to `dtype`, unless it is None. ValueError names a tensor with a weight
-        that overflows that dtype or the dtype of the computation.
+        Parameters are cast to `dtype`, unless it is None. Raises ValueError, which names the
+        tensor, if a weight overflows `dtype` or `computes_in`.
         """
         wanted = dict[str, list[TensorMapping]]()
         for mapping in mappings:
@@ -286,7 +287,7 @@ class CheckpointTensors:
                 if dtype is not None:
                     param = cast(self._where(name), param, dtype)
                 elif re.search(r"/(kernel|tokens|output)(/\d+)?$", mapping.param):
-                    check_range(self._where(name), param, computes_in)  # each product casts it
+                    check_range(self._where(name), param, computes_in)  # products use this dtype
                 yield mapping.param, np.ascontiguousarray(param)
                 del param
             del tensor
@@ -302,7 +303,7 @@ class CheckpointTensors:
         return found
 
     def _table(self, config: ModelConfig) -> list[TensorMapping]:
-        """Return the family's table, using the copy of a tied tensor if the original is missing."""
+        """Return the family's table, with the copy of a tied tensor if the original is missing."""
         table = self._family.table(config)
         wanted = {mapping.tensor for mapping in table}
         for copy, first in self._family.copies(config).items():

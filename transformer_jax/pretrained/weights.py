@@ -1,4 +1,4 @@
-"""Opening of published weights: a folder, a repository on the Hub, or a GGUF file."""
+"""Opening of published weights in a folder, a Hub repository, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from transformer_jax.untrusted_files import shown
 def open_weights(path_or_id: str | Path, *, revision: str | None = None) -> WeightFolder:
     """Open and check the weights of a published model, without reading any parameter.
 
-    A path with the suffix ".gguf" or a file that starts with "GGUF" is opened with
-    `open_gguf_model`; everything else with `open_folder`. MXFP4 weights appear as bfloat16.
+    If the path has the suffix ".gguf" or the file starts with "GGUF", it is opened with
+    `open_gguf_model`, otherwise with `open_folder`. MXFP4 weights appear as bfloat16.
     """
     if not isinstance(path_or_id, str | os.PathLike):
         return open_folder(path_or_id, revision=revision)  # raises the error

@@ -1,6 +1,6 @@
-"""Tokenizers: text to token ids and back.
+"""Tokenizers, which convert text to token IDs and back.
 
-`trained` contains the tokenizers that `train.py` creates, `special` adds ids without text,
+`trained` contains the tokenizers that `train.py` creates, `special` adds IDs without text,
 `pretrained` and `hf_files` load published tokenizers, and `chat_template` renders conversations.
 """
 

@@ -1,11 +1,11 @@
-"""Chat templates: untrusted Jinja, rendered in a sandbox with a fixed budget.
+"""Chat templates: untrusted Jinja, rendered in a sandbox with a limited budget.
 
-The environment is the same as Hugging Face's: immutable and sandboxed, `trim_blocks`,
+The environment matches Hugging Face's: it is immutable and sandboxed, with `trim_blocks`,
 `lstrip_blocks`, `break` and `continue`, `raise_exception`, `strftime_now`, and a `tojson` that does
-not escape HTML. Templates see only plain data and an allowlist of filters and methods. Each loop
-iteration, call, operation and output character is charged to one budget in advance, so a template
-finishes or fails at the same point on every machine. The time of one comparison or filter is
-bounded by the size of its arguments and a deadline for the rendering.
+not escape HTML. Templates can access only plain data and an allowlist of filters and methods. Each
+loop iteration, call, operation, and output character is charged to the budget in advance, so a
+template finishes or fails at the same point on every machine. The time for a comparison or filter
+is limited by the size of its arguments and by a deadline for the rendering.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from transformer_jax.tokenizers.utf8 import DataError
 TEMPLATE_LIMIT = 2**17
 """Maximum length of a template, in characters."""
 BUDGET = 2**22
-"""Units that one rendering may spend, plus 64 per character and 1,024 per input value."""
+"""Units that a rendering may spend; the input adds 64 per character and 1,024 per value."""
 SECONDS = 10.0
-"""Time limit of one rendering."""
+"""Time limit for a rendering, in seconds."""
 
-_STEP = 64  # units per iteration, call or operation; a character costs one
+_STEP = 64  # units per iteration, call, or operation; a character costs one unit
 _VALUE = 16  # units per value, including each value in a list
 _DEPTH = 64  # maximum nesting of the data
-_BITS = 4096  # maximum size of an integer
+_BITS = 4096  # maximum size of an integer, in bits
 _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (str, frozenset({
         "capitalize", "casefold", "count", "endswith", "find", "index", "isalnum",
@@ -62,13 +62,13 @@ _FILTERS = frozenset({
 
 
 Value: TypeAlias = Any
-"""Any value of a template expression: JSON data, or a function of the sandbox."""
+"""Value of a template expression: JSON data, or a function from the sandbox."""
 
 
 def render(template: str, variables: Mapping[str, Value], now: datetime | None = None) -> str:
     """Render a template. Raises DataError if it fails or calls `raise_exception`.
 
-    `now` is the time that `strftime_now` formats; None is the time of the call.
+    `now` is the time that `strftime_now` formats; None uses the time of the call.
     """
     if len(template) > TEMPLATE_LIMIT:
         raise DataError(
@@ -76,7 +76,7 @@ def render(template: str, variables: Mapping[str, Value], now: datetime | None =
         )
     plain = {name: _plain(value, name) for name, value in variables.items()}
     meter = _Meter(BUDGET)
-    # The budget grows with the input, for long conversations.
+    # The budget grows with the input, to allow long conversations.
     meter.left += _STEP * meter.weight(plain, limit=2**31)
     try:
         sandbox = _Sandbox(meter, now)
@@ -92,7 +92,7 @@ def render(template: str, variables: Mapping[str, Value], now: datetime | None =
 
 
 def literals(template: str) -> str:
-    """Return the literal text and string constants of a template, separated by null characters."""
+    """Return the literal text and string constants in a template, separated by null characters."""
     try:
         tree = _Sandbox(_Meter(BUDGET)).parse(template[:TEMPLATE_LIMIT])
     except (jinja2.TemplateError, RecursionError):
@@ -126,7 +126,7 @@ class _Meter:
         return value
 
     def weight(self, value: Value, limit: int) -> int:
-        """Return the cost of printing a value, or any number above `limit`."""
+        """Return the cost of printing a value; a result above `limit` is only a lower bound."""
         total, stack = 0, [value]
         # A list may contain another list a million times, so counting stops at the limit.
         while stack and total <= limit:
@@ -147,7 +147,7 @@ class _Meter:
 
 
 class _Names(Namespace):
-    """Jinja's namespace, restricted to names without a leading underscore."""
+    """Jinja's `namespace`, restricted to names without a leading underscore."""
 
     def __init__(*args: Value, **kwargs: Value) -> None:
         # A template may pass a keyword argument named `self`.
@@ -171,7 +171,7 @@ def _check_name(name: object) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks the assistant's text; only its body is rendered."""
+    """Tag `{% generation %}`, which marks the assistant's text; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -182,7 +182,7 @@ class _Generation(Extension):
 
 
 class _MeterCalls(NodeTransformer):
-    """Replace each loop, literal, slice and concatenation with a call to the sandbox."""
+    """Transformer that replaces loops, literals, slices, and concatenations with sandbox calls."""
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
         return nodes.Const(
@@ -248,7 +248,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: self._metered(name, f) for name, f in filters.items()}
         names = {name: self.globals[name] for name in ("range", "cycler", "joiner")}
         self.globals = names | {
-            # a function, because a template could access the methods of the class
+            # a function, because a template could access the methods of the class `dict`
             "dict": lambda *args, **kwargs: dict(*args, **kwargs),
             "namespace": _Names,
             "raise_exception": _raise_exception,
@@ -272,7 +272,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Value, function: Value, /, *args: Value, **kwargs: Value) -> Value:
         self.meter.spend(_STEP)
         owner = getattr(function, "__self__", None)
-        # Plain values allow only some methods; Jinja's own objects guard theirs.
+        # For plain values, only some methods are allowed; Jinja's own objects guard theirs.
         if owner is not None and not isinstance(owner, _Sandbox | LoopContext | Cycler):
             name = getattr(function, "__name__", "?")
             allowed = next((names for kind, names in _METHODS if isinstance(owner, kind)), ())
@@ -288,7 +288,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self.meter.pay(super().call(context, function, *args, **kwargs))
 
     def wrap_str_format(self, value: Value) -> Callable[..., str] | None:
-        """Return Jinja's guarded `str.format`, charged in advance."""
+        """Return Jinja's guarded `str.format`, which is charged in advance."""
         guarded = super().wrap_str_format(value)
         if guarded is None:
             return None
@@ -318,7 +318,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self.meter.pay(super().call_binop(context, operator, left, right))
 
     def _metered(self, name: str, function: Callable[..., Value]) -> Callable[..., Value]:
-        """Wrap a filter to charge for its result, in advance if the result may be longer."""
+        """Wrap a filter to charge for its result, in advance if it may be longer than the input."""
         passes = hasattr(function, "jinja_pass_arg")
 
         @functools.wraps(function)  # copies `jinja_pass_arg`, which Jinja reads
@@ -378,7 +378,7 @@ def _raise_exception(message: object) -> None:
 
 
 def _clock(now: datetime | None) -> Callable[[str], str]:
-    """Return the function `strftime_now` for a time; None is the current time."""
+    """Return the function `strftime_now` for a time; None uses the current time."""
 
     def strftime_now(format: str) -> str:
         if len(format) > 100:

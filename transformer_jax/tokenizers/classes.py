@@ -1,7 +1,8 @@
-"""Tokenizer classes of published models: defaults that the folder does not contain.
+"""Tokenizer classes of published models, with defaults that the folder does not contain.
 
-A class assigns roles to tokens, applies some keys of tokenizer_config.json, and adds tokens around
-a text. These are the classes of transformers 5, without the suffixes "Tokenizer" and "Fast".
+A class assigns roles to tokens, applies some keys from tokenizer_config.json, and adds tokens
+around the text. The classes are those in transformers 5, without the suffixes "Tokenizer" and
+"Fast".
 """
 
 from __future__ import annotations
@@ -13,27 +14,28 @@ from typing import Literal, TypeAlias
 from transformer_jax.untrusted_files import Json, JsonObject, shown
 
 Frame: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
-"""Roles of the tokens before and after a text; "lang" is the language of `src_lang`."""
+"""Roles of the tokens before and after the text; "lang" is the language set by `src_lang`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerClass:
-    """Defaults that a class adds to the files of a folder."""
+    """Defaults that a class adds to the files in a folder."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Token of each role, unless the folder specifies another."""
+    """Default token for each role; the folder can specify another."""
     options: Mapping[str, Json] = field(default_factory=dict)
-    """Keys of tokenizer_config.json that override tokenizer.json, with their defaults;
-    `add_prefix_space` of None leaves the file unchanged."""
+    """Keys in tokenizer_config.json that override tokenizer.json, with their defaults. If
+    `add_prefix_space` is None, the file is unchanged."""
     frame: Frame | None = None
-    """Tokens that the class adds around a text; None follows the file, or `add_bos_token` and
-    `add_eos_token`."""
+    """Tokens that the class adds around the text. If None, the file determines them, or
+    `add_bos_token` and `add_eos_token` do."""
     special: str | None = None
-    """Pattern of additional special tokens in the vocabulary."""
+    """Pattern that matches additional special tokens in the vocabulary."""
     mask_strips: bool = False
-    """Whether a mask token that no file lists strips the space before it."""
+    """Whether a mask token that is not listed in any file strips the space before it."""
     built_from: Literal["bytes", "words"] | None = None
-    """Files to build it from: vocab.json and merges.txt ("bytes"), or vocab.txt ("words")."""
+    """Files to build the tokenizer from: vocab.json and merges.txt ("bytes"), or vocab.txt
+    ("words")."""
 
 
 _BERT = dict(unk="[UNK]", sep="[SEP]", pad="[PAD]", cls="[CLS]", mask="[MASK]")
@@ -54,7 +56,7 @@ _LLAMA = TokenizerClass(
 )
 
 FILE = TokenizerClass()
-"""A class without defaults: PreTrainedTokenizerFast, TokenizersBackend."""
+"""Class without defaults, such as PreTrainedTokenizerFast or TokenizersBackend."""
 
 CLASSES: Mapping[str, TokenizerClass] = {
     **dict.fromkeys(("Bert", "DistilBert", "Electra"), _WORDS),
@@ -139,16 +141,16 @@ OF_MODEL_TYPE: Mapping[str, str] = {
     ),
     **dict.fromkeys(("llama", "smollm3", "bloom", "falcon", "gpt_oss"), ""),
 }
-"""Class of each `model_type`; "" means `FILE`, unless the folder names another class."""
+"""Class for each `model_type`; "" means `FILE`, unless the folder names another class."""
 
 _IGNORE_NAMED = frozenset({"qwen2"})
-"""Models that ignore the class named in their folder, as do all of class TokenizersBackend."""
+"""Models for which the class named in the folder is ignored, as for class TokenizersBackend."""
 
 
 def class_name(config: JsonObject, model: JsonObject) -> tuple[str, str]:
-    """Return the name of a folder's class, and the key and value that name it; or "" and "".
+    """Return the name of a folder's class, and the key and value that specify it, or "" and "".
 
-    `config` is the content of tokenizer_config.json, and `model` that of config.json.
+    `config` is the content of tokenizer_config.json, and `model` is the content of config.json.
     """
     kind = model.get("model_type")
     default = OF_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
@@ -196,7 +198,7 @@ def apply_options(definition: JsonObject, options: Mapping[str, Json]) -> JsonOb
                 return other | {"prepend_scheme": scheme}
             case "Prepend" if space is False:
                 return None
-            case "Strip" if space is False and "content" in part:  # the decoder of Prepend
+            case "Strip" if space is False and "content" in part:  # decoder for Prepend
                 return None
         return part
 

@@ -1,4 +1,4 @@
-"""Checks of the untrusted definition of a published tokenizer."""
+"""Checks for the untrusted definition of a published tokenizer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 MAX_IDS = 2**22
-"""Upper bound of ids; the largest published vocabularies have 2**18."""
+"""Upper bound for IDs; the largest published vocabularies have 2**18 IDs."""
 
 MAX_GROWTH = 1000
-"""Maximum ratio of the length of a normalized text to its original length."""
+"""Maximum ratio of the length of normalized text to the original length."""
 
 
 def read_definition(text: str) -> JsonObject:
-    """Parse a JSON object. Raises DataError if the text is not one."""
+    """Parse a JSON object. Raises DataError if the string is not a JSON object."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -31,7 +31,7 @@ def read_definition(text: str) -> JsonObject:
 
 
 def check_model(content: JsonObject) -> None:
-    """Raise DataError for a model with dropout or invalid ids, or one that would drop bytes."""
+    """Raise DataError if the model has dropout or invalid IDs, or would drop bytes."""
     model = content.get("model")
     if not isinstance(model, dict):
         raise DataError("model: must be an object")
@@ -71,7 +71,7 @@ def step_kinds(content: JsonObject) -> set[str]:
 
 
 def check_growth(normalizer: Json) -> None:
-    """Raise DataError if replacements could lengthen a text more than `MAX_GROWTH`-fold."""
+    """Raise DataError if replacements could lengthen text more than `MAX_GROWTH`-fold."""
     growth, parts = 1.0, [normalizer]
     while parts:
         part = parts.pop()
@@ -83,14 +83,14 @@ def check_growth(normalizer: Json) -> None:
         if isinstance(content, str):
             pattern = part.get("pattern")
             old = str(pattern.get("String") or "") if isinstance(pattern, dict) else ""
-            # Thirty replacements of one letter by two lengthen a text 2^30-fold.
+            # Thirty replacements of one letter with two letters lengthen text 2^30-fold.
             growth *= max(1.0, len(content) / max(1, len(old)))
         if growth > MAX_GROWTH:
             raise DataError(f"normalizer: lengthens text more than {MAX_GROWTH}-fold")
 
 
 def check_added(content: JsonObject, added: Mapping[int, AddedToken]) -> None:
-    """Raise DataError unless the library assigns each added token its id in the file."""
+    """Raise DataError unless the library assigns each added token the ID given in the file."""
     tokens = content.get("added_tokens") or []
     for token in tokens:
         i, text = token["id"], token["content"]
@@ -101,7 +101,7 @@ def check_added(content: JsonObject, added: Mapping[int, AddedToken]) -> None:
 
 
 def strings(value: object, path: str) -> Iterable[tuple[str, str]]:
-    """Yield each string in a value, including field names, with its path."""
+    """Yield the path and the content of each string in a value, including field names."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping):

@@ -1,13 +1,13 @@
 """Tokenizers built from the metadata of a GGUF file.
 
-    tokenizer.ggml.model         "gpt2", byte-level BPE; or "llama", SentencePiece's BPE by score
-    tokenizer.ggml.pre           how "gpt2" splits text before BPE: the name of a model
-    tokenizer.ggml.tokens        all tokens; with .token_type and .scores or .merges
+    tokenizer.ggml.model         "gpt2" (byte-level BPE) or "llama" (SentencePiece's BPE by score)
+    tokenizer.ggml.pre           name of the model whose text splitting "gpt2" applies before BPE
+    tokenizer.ggml.tokens        all tokens; also .token_type, and .scores or .merges
     tokenizer.ggml.*_token_id    roles: bos, eos, ...
-    tokenizer.chat_template      Jinja
+    tokenizer.chat_template      Jinja template
 
-The file has no tokenizer.json, so this module reconstructs the published one, with the same ids.
-llama.cpp's ids differ for rare texts, because it does not compose Unicode for Qwen.
+The file has no tokenizer.json, so this module reconstructs the published one, with the same IDs.
+llama.cpp's IDs differ for rare text, because llama.cpp does not compose Unicode for Qwen.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "tekken": _TEKKEN,
 }
-"""Pattern that splits a text; None is GPT-2's, and "\\p{N}" isolates each digit before GPT-2's."""
+"""Pattern that splits text; None means GPT-2's, and "\\p{N}" first isolates each digit."""
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
-"""Tokenizers that look up whole words before merging, and add bos by default."""
+"""Tokenizers that look up whole words before merging and that add bos by default."""
 _COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
 """Tokenizers that compose Unicode (NFC)."""
 
@@ -56,14 +56,14 @@ _ROLES = {
     "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding",
     "mask": "mask",
 }  # fmt: skip
-"""Name of each role in the keys; "seperator" is the format's spelling."""
+"""Name of each role in the metadata keys; "seperator" is the format's spelling."""
 _END_TOKENS = frozenset(
     """
     <|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <|end_of_text|> </s> <eos>
     <EOT> _<EOT> <end_of_utterance>
     """.split()
 )
-"""Names of special tokens that end a text, as in llama.cpp; few files list more than one."""
+"""Names of special tokens that end text, as in llama.cpp; few files list more than one."""
 _IGNORED = ("add_sep_token", "token_type_count")
 _FILLED = (
     "prefix",
@@ -71,13 +71,13 @@ _FILLED = (
     "middle",
     *(f"fim_{n}" for n in ("pre", "suf", "mid", "pad", "rep", "sep")),
 )
-"""Roles of tokens that mark a gap in a text; unused here."""
+"""Roles of tokens that mark a gap in text; not used here."""
 
 
 def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> PretrainedTokenizer:
-    """Return the tokenizer that the metadata of a GGUF file, `where`, describes.
+    """Return the tokenizer that the metadata of the GGUF file `where` describes.
 
-    DataError names a key that is missing, invalid or unknown.
+    Raises DataError, which names the key, if a key is missing, invalid, or unknown.
     """
     keys = _Keys(metadata, where, "tokenizer.ggml.")
     model, pre, tokens = keys.take("model"), keys.take("pre"), keys.take("tokens")
@@ -88,7 +88,7 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
     kinds = keys.numbers("token_type", len(tokens), np.full(len(tokens), _NORMAL))
     ids: dict[str, int] = {}
     for i, token in enumerate(tokens):
-        if kinds[i] == _UNUSED:  # pads the vocabulary to the embedding table
+        if kinds[i] == _UNUSED:  # pads the vocabulary to the size of the embedding table
             continue
         # llama.cpp uses the same name for an empty token.
         token = tokens[i] = token or f"[EMPTY_{i}]"
@@ -125,7 +125,7 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
         definition["post_processor"] = around(ids, first, last)
     named = [keys.id(name, len(tokens)) for name in ("eos", "eot", "eom")]
     stop = {i for i in named if i is not None}
-    # Few end tokens have keys; like llama.cpp, recognize the others by name.
+    # Most end tokens have no key, so recognize them by name, as llama.cpp does.
     stop |= {i for token, i in ids.items() if token in _END_TOKENS and i in special}
     templates = {}
     for key, value in metadata.items():
@@ -192,8 +192,8 @@ def _sentence_piece(keys: _Keys, ids: Mapping[str, int], kinds: np.ndarray) -> J
     """Return the definition of SentencePiece's BPE.
 
     SentencePiece first merges the neighbors whose joint token has the highest score. The library
-    merges pairs in the order of a list, sorted here as in transformers' converter: by score, then
-    by the length of the left part and of the right part.
+    merges pairs in the order of a list. As in transformers' converter, the list is sorted by score,
+    then by the lengths of the left and right parts.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -227,7 +227,7 @@ def _sentence_piece(keys: _Keys, ids: Mapping[str, int], kinds: np.ndarray) -> J
 
 
 class _Keys(ObjectKeys):
-    """Metadata keys of a tokenizer."""
+    """Metadata keys that describe a tokenizer."""
 
     error = DataError
 

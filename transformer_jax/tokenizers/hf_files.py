@@ -1,18 +1,18 @@
 """Tokenizers of published models, read from their folders.
 
-tokenizer.json             the format of the `tokenizers` library; or else
-vocab.json, merges.txt     GPT-2's byte-level BPE (encoder.json, vocab.bpe); or else
+tokenizer.json             the format of the `tokenizers` library; otherwise:
+vocab.json, merges.txt     GPT-2's byte-level BPE (encoder.json, vocab.bpe); otherwise:
 vocab.txt                  BERT's WordPiece
 tokenizer_config.json      roles of special tokens, added tokens, chat templates
-special_tokens_map.json    roles that are missing in tokenizer_config.json
-added_tokens.json          ids of added tokens
-generation_config.json     tokens that end a text; or else
-config.json                the model's end tokens; or else the token with the role eos;
+special_tokens_map.json    roles that are missing from tokenizer_config.json
+added_tokens.json          IDs of added tokens
+generation_config.json     tokens that end text; otherwise:
+config.json                the model's end tokens; otherwise, the token with the role eos;
                            also `model_type`, which implies a tokenizer class (`classes`)
-chat_template.jinja        overrides the template of the config (chat_template.json: if it has none)
+chat_template.jinja        overrides the config's template (chat_template.json: used if it has none)
 additional_chat_templates  NAME.jinja, more templates
 
-Only these files are opened, and no links that leave the folder. Nothing in them is executed.
+Only these files are opened. Links that leave the folder are not followed, and nothing is executed.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _BARE = {"vocab.json": "GPT2", "encoder.json": "GPT2", "vocab.txt": "Bert"}
 
 @known_keywords
 def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
-    """Load the tokenizer of a model's folder.
+    """Load the tokenizer from a model's folder.
 
     Args:
         path: a folder with tokenizer.json, vocab.json and merges.txt, or vocab.txt.
 
     Raises:
-        DataError: if a file is missing or invalid; the message names it.
+        DataError: if a file is missing or invalid; the message names the file.
     """
     check_path("path", path)
     folder = Path(path)
@@ -97,7 +97,7 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
                 tokens = {r: (roles[r],) if ends[r] and roles.get(r) in ids else () for r in ends}
                 definition["post_processor"] = around(ids, tokens["bos"], tokens["eos"])
         stop = generation.get("eos_token_id")
-        if stop is None:  # the model's end tokens, except ids outside the vocabulary
+        if stop is None:  # the model's end tokens, except IDs outside the vocabulary
             last = max((i for i in ids.values() if isinstance(i, int)), default=-1)
             model_stop = model.get("eos_token_id")
             model_stop = model_stop if isinstance(model_stop, list) else [model_stop]
@@ -112,7 +112,7 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
             named_tokens=tuple(named.items()),
         )
         frame = _frame(kind, options, roles, ids, "src_lang" in config)
-        # A file that already adds the same tokens keeps its post-processor.
+        # If the file already adds the same tokens, its post-processor is kept.
         if frame is None or tokenizer.frame == tuple(tuple(ids[t] for t in w) for w in frame):
             return tokenizer
         framed = read_definition(tokenizer.definition) | {"post_processor": around(ids, *frame)}
@@ -133,7 +133,7 @@ def _definition(
     found = _json(folder, "tokenizer.json")
     if found is not None:
         if name == "Llama" and "ByteLevel" in step_kinds(found):
-            kind = classes.FILE  # Llama 3 names the class of Llama 2
+            kind = classes.FILE  # Llama 3's files name the Llama 2 class
         return "tokenizer.json", found, kind
 
     def class_for(file: str) -> classes.TokenizerClass:
@@ -158,7 +158,7 @@ def _definition(
 
 
 def _options(folder: Path, config: JsonObject, kind: classes.TokenizerClass) -> dict[str, Json]:
-    """Return the value of each option that the class supports; null selects the default."""
+    """Return the value of each option that the class supports; null means the default."""
     found = dict[str, Json]()
     for name, default in kind.options.items():
         value = config.get(name)
@@ -182,7 +182,7 @@ def _frame(
     if kind.frame is None:
         return None
     frame, tokens = kind.frame, {**kind.roles, **roles}
-    if options.get("legacy_behaviour"):  # NLLB's old order, which its tokenizer.json still has
+    if options.get("legacy_behaviour"):  # NLLB's old order, which its tokenizer.json still uses
         frame = classes.CLASSES["MBart"].frame or frame
     if isinstance(language := options.get("src_lang"), str):
         names = [name for name in (language, f"__{language}__") if name in ids]
@@ -206,7 +206,7 @@ def _byte_level_bpe(
     from tokenizers import decoders, models, pre_tokenizers
 
     path, tokens = folder / file, dict[int, str]()
-    for token, i in vocabulary.items():  # ids must be 0, 1, 2, ..., each used once
+    for token, i in vocabulary.items():  # IDs must be 0, 1, 2, ..., each used once
         if type(i) is not int or i < 0:
             raise DataError(f"{path}: {shown(token)} has id {shown(i)}: must be at least 0")
         if tokens.setdefault(i, token) != token:
@@ -270,10 +270,11 @@ def _roles(
     added: Mapping[str, JsonObject],
     vocabulary: Mapping[str, int],
 ) -> tuple[dict[str, str], list[str], dict[str, str], dict[str, JsonObject]]:
-    """Return the token of each role, more special tokens, tokens named in templates, and flags.
+    """Return the token for each role, other special tokens, tokens named in templates, and flags.
 
     special_tokens_map.json has priority in older folders, whose config has no
-    `added_tokens_decoder`. A null role has no token; a missing one has the default of its class.
+    `added_tokens_decoder`. If a role is null, it has no token; if it is missing, the default of the
+    class is used.
     """
     extra: list[str] = []
     named: dict[str, str] = {}
@@ -283,7 +284,7 @@ def _roles(
         for role, token in kind.roles.items()
         if token in added or token in vocabulary
     }
-    # Some classes, such as ModernBERT's, define no mask: find it by its usual names.
+    # Some classes, such as ModernBERT's, do not define a mask, so look for its usual names.
     mask = next((token for token in ("[MASK]", "<mask>") if token in added), None)
     files = [
         ("tokenizer_config.json", config),
@@ -338,9 +339,9 @@ def _roles(
 
 
 def _read_added(folder: Path, config: JsonObject, definition: JsonObject) -> dict[str, JsonObject]:
-    """Return the added tokens of the definition and other files, with their flags.
+    """Return the added tokens in the definition and in other files, with their flags.
 
-    Tokens of added_tokens.json have no flags.
+    Tokens from added_tokens.json have no flags.
     """
     listed = definition.get("added_tokens") or []
     decoder = config.get("added_tokens_decoder") or {}
@@ -352,7 +353,7 @@ def _read_added(folder: Path, config: JsonObject, definition: JsonObject) -> dic
     for token in listed:
         tokens.append(("added_tokens", token, token.get("id") if isinstance(token, dict) else None))
     for key, token in decoder.items():
-        # "²" is a digit too, but int() rejects it.
+        # `isdigit` accepts "²", but int() rejects it.
         number = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
         tokens.append(("added_tokens_decoder of tokenizer_config.json", token, number))
     more = _json(folder, "added_tokens.json") or {}
@@ -373,7 +374,7 @@ def _read_added(folder: Path, config: JsonObject, definition: JsonObject) -> dic
 
 
 def _flags(token: Json, where: str | Path) -> JsonObject:
-    """Return the matching flags of a token that a file specifies."""
+    """Return the flags in a token's JSON that determine how it is matched in text."""
     flags = {flag: token[flag] for flag in _FLAGS if isinstance(token, dict) and flag in token}
     if not all(isinstance(value, bool) for value in flags.values()):
         raise DataError(f"{where}: {shown(token)}: {', '.join(_FLAGS)} must be true or false")
@@ -381,7 +382,7 @@ def _flags(token: Json, where: str | Path) -> JsonObject:
 
 
 def _vocabulary(definition: JsonObject) -> dict[str, int]:
-    """Return the ids of the vocabulary of the model, without added tokens."""
+    """Return the model's vocabulary (IDs, keyed by token), without added tokens."""
     model = definition.get("model")
     found = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(found, list):
@@ -397,9 +398,9 @@ def _complete_added(
     extra: Sequence[str],
     flags: Mapping[str, JsonObject],
 ) -> list[JsonObject]:
-    """Return the added tokens with complete flags, including each special token.
+    """Return the added tokens, including all special tokens, with complete flags.
 
-    `flags` are the flags of tokens that are not in `added`.
+    `flags` contains the flags of tokens that are not in `added`.
     """
     special = {*roles.values(), *extra}
     found: dict[str, JsonObject] = {}
@@ -422,12 +423,12 @@ def _complete_added(
 
 
 def _token(value: Json) -> Json:
-    """Return the text of a token: a string, or an object with its text and flags."""
+    """Return the text of a token, which is a string or an object with its text and flags."""
     return value.get("content") if isinstance(value, dict) else value
 
 
 def around(ids: Mapping[str, int], first: Sequence[str], last: Sequence[str]) -> JsonObject:
-    """Return the library's post-processor that adds the tokens `first` and `last` around a text."""
+    """Return a post-processor for the library that adds the tokens `first` and `last` to text."""
 
     def text(name: str, kind: int) -> list[JsonObject]:
         before, after = (
@@ -446,7 +447,7 @@ def around(ids: Mapping[str, int], first: Sequence[str], last: Sequence[str]) ->
 
 
 def more_templates(folder: Path) -> list[str]:
-    """List the files of `additional_chat_templates`."""
+    """List the files in `additional_chat_templates`."""
     below = folder / "additional_chat_templates"
     if below.is_symlink() or not below.is_dir():
         return []

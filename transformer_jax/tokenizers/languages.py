@@ -1,7 +1,7 @@
-"""Source and target languages of published translators.
+"""Source and target languages of published translation models.
 
-mBART, M2M-100 and NLLB have a token for each language. The tokenizer adds the source language's
-token to each text, and targets begin with the target language's.
+mBART, M2M-100, and NLLB have a token for each language. The tokenizer adds the source language's
+token to each source, and each target begins with the target language's token.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ START, FORCED_BOS, _ = TARGET_IDS
 def with_languages(tokenizer: PretrainedTokenizer, source: str, target: str) -> PretrainedTokenizer:
     """Return a tokenizer for translation from one language to another.
 
-    If targets start with a language token (mBART), they start with `target`; if they start with
-    another token (mBART-50, M2M-100, NLLB), `target` is forced after it.
+    If targets of the model start with a language token (mBART), they start with `target`. If they
+    start with another token (mBART-50, M2M-100, NLLB), `target` is forced after it.
 
     Args:
         tokenizer: the tokenizer of an encoder-decoder, with `target_ids`.
-        source: a language token, such as "en_XX", "__en__" or "eng_Latn".
-        target: another language token.
+        source: source language token, such as "en_XX", "__en__", or "eng_Latn".
+        target: target language token.
 
     Raises:
-        DataError: if the tokenizer adds no language token to a text, or lacks these tokens.
+        DataError: if the tokenizer adds no language token to text, or if it lacks these tokens.
     """
     languages = tokenizer.languages
     names = {i: name for name, i in languages.items()}

@@ -1,4 +1,4 @@
-"""Tokens of a text, and the BPE merges that build them."""
+"""The tokens in a string, and the BPE merges that build them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformer_jax.tokenizers.trained import BPETokenizer, Tokenizer, WordToke
 
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[tuple[int, str]]:
-    """Return the id and the string of each token of a text, including tokens added around it.
+    """Return the ID and the string of each token in a text, including tokens added around it.
 
-    Only published tokenizers add tokens around a text, such as <s> or [CLS]. Special tokens spelled
-    out in the text are ordinary text.
+    Only published tokenizers add tokens such as <s> or [CLS] around the text. Special tokens that
+    are spelled out in the text are treated as ordinary text.
     """
     base = plain(tokenizer)
     if isinstance(base, PretrainedTokenizer):
@@ -27,12 +27,12 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[tuple[int, str]]:
 
 
 def merge_steps(tokenizer: Tokenizer, text: str) -> list[list[list[int]]]:
-    """Return the merges that build each word in a BPE (Sennrich et al. 2016, section 3.2).
+    """Return the BPE merges that build each word (Sennrich et al. 2016, section 3.2).
 
-    For each word, the first entry contains the ids of its letters (bytes in a byte-level BPE), and
-    each further entry the ids after one more merge: the neighbors whose merge was learned first
-    become one token; ties go to the leftmost. The result is empty for other tokenizers, and for a
-    BPE that marks positions in a word with a prefix or suffix.
+    For each word, the first entry contains the IDs of its letters (of its bytes in a byte-level
+    BPE). Each further entry contains the IDs after one more merge. Each step merges the neighboring
+    pair whose merge was learned first; ties go to the leftmost pair. The result is empty for other
+    tokenizers, and for BPE tokenizers that mark positions in a word with a prefix or suffix.
     """
     from tokenizers import Tokenizer as Library
 
@@ -54,7 +54,7 @@ def merge_steps(tokenizer: Tokenizer, text: str) -> list[list[list[int]]]:
         words.setdefault(number, []).append(token)
     found = []
     for tokens in words.values():
-        # tokens without a merge, such as the byte <0xE2> or an unknown letter, stay whole
+        # tokens that no merge creates, such as the byte <0xE2> or an unknown letter, stay whole
         row = [part for token in tokens for part in (token if token in merged else [token])]
         if model.get("ignore_merges") and len(tokens) == 1:
             row = tokens
@@ -70,14 +70,14 @@ def merge_steps(tokenizer: Tokenizer, text: str) -> list[list[list[int]]]:
 
 
 def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
-    r"""Return each token as a string: special tokens by name, partial characters as \\xNN.
+    r"""Return each token as a string, with special tokens by name and partial characters as \\xNN.
 
-    Words of a `WordTokenizer` and added tokens have no leading space.
+    Words from a `WordTokenizer` and added tokens have no leading space.
     """
     base = plain(tokenizer)
     names = {i: f"<{name}>" for name, i in special_ids(tokenizer).items()}
     if isinstance(base, PretrainedTokenizer):
-        # Published special tokens have a text; the ids of `SpecialTokens` have only a name.
+        # Published special tokens have text; IDs from `SpecialTokens` have only a name.
         names = {i: name for i, name in names.items() if i >= base.vocab_size}
     found = []
     for i in map(int, ids):
@@ -89,7 +89,7 @@ def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
 
 
 def marked(text: str) -> str:
-    r"""Return a visible label of a token: spaces as ␣, invisible characters as \n or \xa0."""
+    r"""Return a visible label for a token: spaces as ␣, invisible characters as \n or \xa0."""
 
     def mark(at: int, letter: str) -> str:
         # an initial combining mark would be drawn over the previous label

@@ -1,9 +1,9 @@
-r"""Text, lines and documents of a file: common rules for all readers.
+r"""Text, lines, and documents in a file: common rules for all readers.
 
-A file is UTF-8; a byte-order mark at its beginning is not part of the text. A line ends at \n, \r\n
-or \r, as in Python's text files, and nowhere else: U+2028, U+0085 and form feeds are ordinary
-characters. A blank line contains only whitespace (`str.isspace`). Documents are nonblank lines,
-paragraphs (the lines between blank lines) or whole files, with \n between their lines.
+A file is UTF-8; a byte-order mark at its beginning is not part of the text. Lines end at \n, \r\n,
+or \r, as in Python's text files. U+2028, U+0085, and form feeds are ordinary characters. A blank
+line contains only whitespace (`str.isspace`). Documents are nonblank lines, paragraphs (the lines
+between blank lines), or whole files, with \n between their lines.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _KINDS = (
     (rb"PK\x03\x04", "a zip archive: unpack it first"),
     (rb"PAR1\x15", "Parquet: use python -m transformer_jax prepare --documents parquet"),
 )
-"""First bytes of files that are not UTF-8 text, whatever their suffix."""
+"""Initial bytes of files that are not UTF-8 text, regardless of their suffix."""
 _NO_CONTROL = re.compile(rb"[^\x00-\x1f]")
 _WHITE = re.compile(rb"[\t-\r]")
 
 
 def read_text(content: bytes, where: str, errors: str | None = None, at: int = 0) -> str:
-    """Decode a file, or its part from byte `at` on, as UTF-8.
+    """Decode a file as UTF-8, or a part of it that starts at byte `at`.
 
     `errors` is the setting `text_errors`: strict, or replace, which substitutes U+FFFD for invalid
-    bytes; None is strict, for callers without this setting. DataError names the first invalid byte,
-    or the format of a file that is not text.
+    bytes. None means strict, for callers without this setting. Raises DataError, which names the
+    first invalid byte, or the format of a file that is not text.
     """
     if at == 0:
         for start, kind in _KINDS:
             if re.match(start, content, re.DOTALL):
                 raise DataError(f"{where}: byte 0 is 0x{content[0]:02x}: not UTF-8 but {kind}")
-        # UTF-16 without a byte-order mark: at least three in four bytes at even (or odd) positions
-        # are the same few control characters, the high bytes of one or two alphabets. UTF-8 text
-        # with as many control characters has more kinds of them, or only whitespace.
+        # Detect UTF-16 without a byte-order mark: at least three in four bytes at even (or odd)
+        # positions are the same few control characters, the high bytes of one or two alphabets.
+        # UTF-8 text with as many control characters has more kinds of them, or only whitespace.
         for high in (content[:4096:2], content[1:4096:2]):
             controls = _NO_CONTROL.sub(b"", high)
             many = 10 <= len(high) <= 4 / 3 * len(controls)
@@ -63,13 +63,13 @@ def read_text(content: bytes, where: str, errors: str | None = None, at: int = 0
 
 
 def split_lines(text: str) -> list[str]:
-    """Split a text into lines without line ends; the last line may lack one."""
+    """Split text into lines without line endings; the last line may lack a line ending."""
     found = _unify_line_ends(text).split("\n")
     return found if found[-1] else found[:-1]
 
 
 def split_documents(text: str, kind: Literal["lines", "paragraphs", "files"]) -> list[str]:
-    """Return the nonblank documents in the text of a file."""
+    """Return the nonblank documents in a file's text."""
     text = _unify_line_ends(text)
     if kind == "lines":
         parts = text.split("\n")
@@ -79,5 +79,5 @@ def split_documents(text: str, kind: Literal["lines", "paragraphs", "files"]) ->
 
 
 def _unify_line_ends(text: str) -> str:
-    r"""Replace all line ends by \n."""
+    r"""Replace all line endings with \n."""
     return text.replace("\r\n", "\n").replace("\r", "\n")

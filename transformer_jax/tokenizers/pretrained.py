@@ -1,6 +1,6 @@
 """Tokenizers of published models, with their chat templates.
 
-The `tokenizers` library encodes text. This module decodes ids from the library's definition, so
+The `tokenizers` library encodes text. This module decodes IDs based on the library's definition, so
 that text can be streamed one token at a time. `hf_files` loads a tokenizer from a folder.
 """
 
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 TARGET_IDS = "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"
-"""Keys of config.json: the first input of the decoder, and the forced first and last tokens."""
+"""Keys in config.json for the decoder's first input and the forced first and last tokens."""
 
 RESERVED = frozenset(
     """
@@ -46,13 +46,13 @@ RESERVED = frozenset(
     return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs truncation
     """.split()
 )
-"""Arguments of transformers' `apply_chat_template` that are not passed to templates."""
+"""Arguments to transformers' `apply_chat_template` that are not passed to templates."""
 
 Message: TypeAlias = Mapping[str, Any]
-"""Message, tool or document; the chat template determines its fields."""
+"""Message, tool, or document; the chat template determines its fields."""
 
 Written = Literal["parse", "text", "refuse"]
-"""How to read a special token spelled out in a text: as its id, as text, or as an error."""
+"""How to treat a special token that is spelled out: as its ID, as plain text, or as an error."""
 
 _LETTERS = byte_letters()
 # These bytes never occur in UTF-8, so a vocabulary may lack them.
@@ -61,22 +61,23 @@ _NEVER_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 
 @dataclass(frozen=True)
 class PretrainedTokenizer:
-    """Published `Tokenizer`, from the JSON of the `tokenizers` library and settings in other files.
+    """`Tokenizer` of a published model: the `tokenizers` library's JSON plus other settings.
 
     `encode(text)` adds special tokens only if `add_special_tokens` is set. By default, a special
-    token spelled out in the text becomes its id, as in Hugging Face's library.
+    token that is spelled out in the text becomes its ID, as in Hugging Face's library.
 
     Attributes:
-        definition: the JSON of the library.
+        definition: the library's JSON.
         roles: pairs such as `("bos", "<s>")`, with names from ROLES.
-        stop_ids: tokens that end generation.
+        stop_ids: IDs of the tokens that end generation.
         chat_templates: pairs of name and Jinja source; the main template is named "default".
-        add_special_tokens: whether `encode` adds special tokens by default, such as <bos> before a
-            text and </s> after it.
-        named_tokens: more token names for chat templates, as pairs: `("image_token", "<img>")`.
-        target_ids: first and last tokens of an encoder-decoder's targets, by names of `TARGET_IDS`.
-        banned: sequences of tokens that an encoder-decoder never generates.
-        now: time for chat templates, such as "2026-11-26T13:10:00"; None is the current time.
+        add_special_tokens: whether `encode` by default adds special tokens, such as <bos> before
+            the text and </s> after it.
+        named_tokens: additional token names for chat templates, as pairs such as
+            `("image_token", "<img>")`.
+        target_ids: pairs of a name from `TARGET_IDS` and the ID of a first or last target token.
+        banned: token sequences that an encoder-decoder never generates.
+        now: time for chat templates, such as "2026-11-26T13:10:00"; None uses the current time.
     """
 
     definition: str
@@ -131,28 +132,29 @@ class PretrainedTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Return the largest id plus one; unused ids below it decode to nothing."""
+        """Return the largest ID plus one; unused IDs below it decode to nothing."""
         return max([*self._vocabulary.values(), *self._added]) + 1
 
     @cached_property
     def special_ids(self) -> Mapping[str, int]:
-        """Map each role to its id: {"bos": 1, "eos": 2}."""
+        """Map each role to its ID, as in {"bos": 1, "eos": 2}."""
         found = {role: self._library.token_to_id(token) for role, token in self.roles}
         return {role: i for role, i in found.items() if i is not None}
 
     @cached_property
     def languages(self) -> Mapping[str, int]:
-        """Map the special tokens without a role, which may be language tokens, to their ids.
+        """Map the special tokens without a role, which may be language tokens, to their IDs.
 
-        Empty if no token has a role, because any special token could then be an end token.
+        The result is empty if no token has a role, because any special token could then be an end
+        token.
         """
         others = self.special.difference(self.special_ids.values(), self.stop_ids)
         return {self._added[i].content: i for i in sorted(others)} if self.roles else {}
 
     @cached_property
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the special tokens that are added before and after a text."""
-        for text in ("a", *self._vocabulary):  # until a text has at least one ordinary token
+        """Return the IDs of the special tokens that are added before and after the text."""
+        for text in ("a", *self._vocabulary):  # until there is at least one ordinary token
             found = _rust("text", self._library.encode, text, add_special_tokens=True)
             added = found.special_tokens_mask
             if not all(added):
@@ -162,7 +164,7 @@ class PretrainedTokenizer:
         return tuple(found.ids[:start]), tuple(found.ids[len(added) - end :])
 
     def is_added(self, i: int) -> bool:
-        """Whether an id is that of an added token, which may also be in the vocabulary."""
+        """Whether an ID belongs to an added token, which may also be in the vocabulary."""
         return i in self._added
 
     def encode(
@@ -173,24 +175,26 @@ class PretrainedTokenizer:
         written: Written = "parse",
         begins: bool = True,
     ) -> np.ndarray:  # i32[n]
-        """Return the ids of a text.
+        """Encode text as token IDs.
 
         Args:
             text: the text to encode.
-            special_tokens: whether to add the special tokens that the model expects around a text;
-                None uses `add_special_tokens`.
-            written: how to read a special token spelled out in the text: "parse" as its id, "text"
-                as ordinary text, "refuse" as an error. Use "text" or "refuse" for untrusted text.
-            begins: whether `text` begins a text, where some tokenizers add a space.
+            special_tokens: whether to add the special tokens that the model expects around the
+                text; None uses `add_special_tokens`.
+            written: how to treat a special token that is spelled out in the text: "parse" as its
+                ID, "text" as ordinary text, "refuse" as an error. Use "text" or "refuse" for
+                untrusted text.
+            begins: whether `text` is the beginning of the whole text, where some tokenizers add a
+                space.
 
         Raises:
-            DataError: if the text contains a byte without a token, or a token that `written`
-                refuses.
+            DataError: if the text contains a byte without a token, or a special token and `written`
+                is "refuse".
         """
         if written not in ("parse", "text", "refuse"):
             raise DataError(f"written is {written!r}: must be 'parse', 'text' or 'refuse'")
         utf8(text)
-        # The library would drop such bytes silently.
+        # The library would silently drop such bytes.
         if self._missing_bytes and (lost := self._missing_bytes & set(text.encode())):
             raise DataError(f"the text contains the byte 0x{min(lost):02x}, which has no token")
         if written == "refuse":
@@ -204,7 +208,7 @@ class PretrainedTokenizer:
             return list(found.ids)
 
         ids = read(begins)
-        if not begins:  # `begins` only changes the text before the first added token
+        if not begins:  # `begins` affects only the text before the first added token
             whole = read(True)
             ids = ids[: self._first_added(ids)] + whole[self._first_added(whole) :]
         return np.array(ids, np.int32)
@@ -213,10 +217,10 @@ class PretrainedTokenizer:
         return next((n for n, i in enumerate(ids) if i in self._added), len(ids))
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of ids that continue a text.
+        """Return the bytes for IDs that continue a text.
 
-        A SentencePiece or WordPiece word includes the space before it; `decode` drops a leading
-        one.
+        A SentencePiece or WordPiece word includes the space before it. `decode` drops a leading
+        space.
         """
         pieces = self._pieces
         return b"".join(pieces[self._check_id(i)] for i in ids)
@@ -224,24 +228,25 @@ class PretrainedTokenizer:
     def decode(
         self, ids: Iterable[int], *, skip_special_tokens: bool = False, begins: bool = True
     ) -> str:
-        """Decode a whole text; bytes that are not UTF-8 become U+FFFD.
+        """Decode IDs to a string; bytes that are not UTF-8 become U+FFFD.
 
-        Hugging Face's library instead replaces a whole run of byte tokens if one is invalid.
+        Hugging Face's library instead replaces a whole run of byte tokens if one of them is
+        invalid.
 
         Args:
             ids: integers below `vocab_size`.
             skip_special_tokens: whether to omit special tokens.
-            begins: whether `ids` begin a text, whose first word drops its space.
+            begins: whether `ids` are the beginning of a text; if so, a leading space is dropped.
 
         Raises:
-            DataError: if an id is outside the vocabulary.
+            DataError: if an ID is outside the vocabulary.
         """
         skipped = self.special if skip_special_tokens else frozenset()
         kept = [i for i in map(self._check_id, ids) if i not in skipped]
         spelling, last = self._spelling, len(kept) - 1
         strips = begins or not spelling.marks_spaces
         pieces = [
-            # Only the first and the last token depend on their position.
+            # Only the first and the last token are decoded differently because of their position.
             self._piece(i, n == 0 and strips, n == last) if n in (0, last) else self._pieces[i]
             for n, i in enumerate(kept)
         ]
@@ -258,22 +263,22 @@ class PretrainedTokenizer:
         template: str | None = None,
         **variables: Any,  # passed to the template
     ) -> str:
-        """Render messages in the format the model was trained on.
+        """Render messages in the format that the model was trained on.
 
-        Special tokens are spelled out in the text; `chat_ids` returns ids and checks that no
-        message contains special tokens.
+        Special tokens are spelled out in the result. `chat_ids` returns IDs instead and checks that
+        no message contains special tokens.
 
         Args:
-            messages: `{"role": ..., "content": ...}`, at least one.
+            messages: at least one message, `{"role": ..., "content": ...}`.
             add_generation_prompt: whether to end with the beginning of the assistant's answer.
             tools: tools that the model may call, in the format of the template.
             documents: documents that the model may read, in the format of the template.
-            template: the name of a template; None is "tool_use" if there are tools and a template
-                of that name, else "default".
-            **variables: more variables for the template.
+            template: name of a template. None selects "tool_use" if there are tools and a template
+                with this name, otherwise "default".
+            **variables: additional variables for the template.
 
         Raises:
-            DataError: if a message has neither content nor tool_calls, or the template fails.
+            DataError: if a message has neither content nor tool_calls, or if the template fails.
         """
         try:
             from transformer_jax.tokenizers.chat_template import render
@@ -316,21 +321,23 @@ class PretrainedTokenizer:
         written: Literal["parse", "refuse"] = "refuse",
         **variables: Any,  # passed to the template
     ) -> np.ndarray:  # i32[n]
-        """Return the ids of `chat`; no tokens are added to the output of the template.
+        """Return the IDs for the result of `chat`, without adding any tokens.
 
         Args:
-            messages: `{"role": ..., "content": ...}`, at least one.
+            messages: at least one message, `{"role": ..., "content": ...}`.
             tools: tools that the model may call, in the format of the template.
             documents: documents that the model may read, in the format of the template.
-            template: the name of a template; None is "tool_use" if there are tools and a template
-                of that name, else "default".
-            written: "refuse" rejects a message, tool or document that spells out a special token,
-                which could end its turn and start another one, and any added token that the
-                template itself uses, except in messages of the assistant; "parse" accepts any text.
-            **variables: more variables for the template.
+            template: name of a template. None selects "tool_use" if there are tools and a template
+                with this name, otherwise "default".
+            written: "refuse" rejects messages, tools, and documents that spell out a special token,
+                which could end the turn and start another one. It also rejects any added token that
+                the template itself uses, except in the assistant's messages. "parse" accepts all
+                text.
+            **variables: additional variables for the template.
 
         Raises:
-            DataError: as `chat`, and for tokens that `written` refuses.
+            DataError: in the same cases as `chat`, or if `written` is "refuse" and a token is
+                rejected.
         """
         if written not in ("parse", "refuse"):
             raise DataError(f"written is {written!r}: must be 'parse' or 'refuse'")
@@ -380,7 +387,8 @@ class PretrainedTokenizer:
     def _reader(self, verbatim: bool, begins: bool) -> Library:
         """Return the library's tokenizer, cached by these settings.
 
-        `verbatim` reads special tokens as text; without `begins`, no space is added at the start.
+        If `verbatim`, special tokens are read as text. Unless `begins`, no space is added at the
+        start.
         """
         from tokenizers import Tokenizer as Library
 
@@ -406,12 +414,12 @@ class PretrainedTokenizer:
 
     @cached_property
     def special(self) -> frozenset[int]:
-        """Return the ids of special tokens."""
+        """Return the IDs of special tokens."""
         return frozenset(i for i, token in self._added.items() if token.special)
 
     @cached_property
     def _control(self) -> frozenset[int]:
-        """Return the special tokens, except the one for unknown characters."""
+        """Return the IDs of special tokens, except the token for unknown characters."""
         others = {i for role, i in self.special_ids.items() if role != "unk"}
         return self.special - ({self.special_ids.get("unk", -1)} - others)
 
@@ -428,7 +436,7 @@ class PretrainedTokenizer:
         if token is None:
             return b""
         if self._spelling.byte_level:
-            # The é of an added token is itself, not GPT-2's letter for the byte 0xE9.
+            # An é in an added token stands for itself, not for byte 0xE9 as in GPT-2's alphabet.
             if i in self._added and token not in self._vocabulary:
                 return token.encode()
             if all(letter in _LETTERS for letter in token):
@@ -443,7 +451,7 @@ class PretrainedTokenizer:
 
     @cached_property
     def _missing_bytes(self) -> frozenset[int]:
-        """Return the bytes of UTF-8 that a byte-level vocabulary would drop silently."""
+        """Return the UTF-8 bytes that a byte-level vocabulary would silently drop."""
         model = read_definition(self.definition).get("model", {})
         if not self._spelling.byte_level or not isinstance(model.get("merges"), list):
             return frozenset()
@@ -461,7 +469,7 @@ class PretrainedTokenizer:
                 raise DataError(f"{path}: contains {shown(token)}, which is a reserved token")
 
     def _template(self, name: str | None, tools: bool) -> str:
-        """Return a template by name; None is "tool_use" if there are tools, else "default"."""
+        """Return the template `name`; None selects "tool_use" if there are tools, or "default"."""
         templates = dict(self.chat_templates)
         for key in (name,) if name else ("tool_use", "default") if tools else ("default",):
             if key in templates:
@@ -509,7 +517,7 @@ def _time(now: str) -> datetime:
 
 
 def _without_space(part: Json) -> Json:
-    """Return a definition that neither adds nor strips a space at the start of a text."""
+    """Return a definition that neither adds nor strips a space at the start of the text."""
     if isinstance(part, list):
         return [_without_space(item) for item in part]
     if not isinstance(part, dict):
@@ -529,12 +537,12 @@ def _without_space(part: Json) -> Json:
 
 
 def canonical(definition: JsonObject) -> str:
-    """Return the JSON text of a definition; equal definitions have equal texts."""
+    """Return a definition as JSON; equal definitions yield equal strings."""
     return json.dumps(definition, ensure_ascii=False)
 
 
 def _rust(what: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call the library, and convert its exceptions and panics to DataError."""
+    """Call the library and convert its exceptions and panics to DataError."""
     try:
         return call(*args, **kwargs)
     except BaseException as error:

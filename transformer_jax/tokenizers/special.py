@@ -1,4 +1,4 @@
-"""Special tokens: ids without text, such as the end of a target, a mask or a class."""
+"""Special tokens: IDs without text, such as the end of a target, a mask, or a class."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ STAND_INS = {
     "bos": ("bos", "cls", "eos"), "eos": ("eos", "sep"), "sep": ("sep", "eos", "bos"),
     "cls": ("cls", "bos", "eos"), "mask": ("mask",),
 }  # fmt: skip
-"""Roles that can replace a missing role of a published tokenizer, in order of preference."""
+"""Roles that can replace each missing role of a published tokenizer, in order of preference."""
 
 
 @value_class
 class SpecialTokens:
-    """Tokenizer with additional ids at the end, each with a name but no text.
+    """Tokenizer with additional IDs at the end; each has a name but no text.
 
     Attributes:
         base: the tokenizer for text.
-        names: the names of the additional ids, distinct, at least one.
+        names: one or more distinct names for the additional IDs.
     """
 
     base: Tokenizer
@@ -47,19 +47,19 @@ class SpecialTokens:
 
     @property
     def special_ids(self) -> Mapping[str, int]:
-        """Map each name to its id."""
+        """Map each name to its ID."""
         return {name: self.base.vocab_size + i for i, name in enumerate(self.names)}
 
     def encode(self, text: str) -> np.ndarray:  # i32[n]
-        """Return the ids of a text; special tokens cannot be spelled out in it."""
+        """Encode text as token IDs; special tokens cannot be spelled out in it."""
         return encode_text(self.base, text)
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of ids, without special tokens."""
+        """Return the bytes for the IDs, omitting special tokens."""
         return self.base.to_bytes(i for i in ids if i < self.base.vocab_size)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode a whole text without special tokens. DataError names an id without a token."""
+        """Decode IDs, omitting special tokens. Raises DataError for an ID without a token."""
         checked = known_ids(ids, self.vocab_size)
         return self.base.decode(i for i in checked if i < self.base.vocab_size)
 
@@ -70,9 +70,9 @@ class SpecialTokens:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, *, begins: bool = True) -> np.ndarray:  # i32[n]
-    """Return only the ids of a text: no tokens are added, and spelled-out special tokens are text.
+    """Encode text without adding tokens; special tokens that are spelled out are plain text.
 
-    With `begins=False`, the text continues another one, so no space is added before it.
+    With `begins=False`, the text continues other text, so no space is added before it.
     """
     tokenizer = plain(tokenizer)
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -83,10 +83,10 @@ def encode_text(tokenizer: Tokenizer, text: str, *, begins: bool = True) -> np.n
 def encode_answer(
     encode: Callable[..., np.ndarray], prompt: str, whole: str
 ) -> tuple[np.ndarray, np.ndarray]:  # i32[n], i32[m]
-    """Return the ids of a prompt, and those of the rest of `whole`, which begins with the prompt.
+    """Return the IDs of the prompt, and the IDs of the rest of `whole`, which begins with it.
 
-    If a token would cross the boundary, both are encoded separately, because at inference the
-    prompt also ends there. `encode(text, begins=...)` returns ids.
+    If a token would cross the boundary, the two parts are encoded separately, because at inference
+    the prompt also ends there. `encode(text, begins=...)` returns IDs.
     """
     prompt_ids, ids = encode(prompt), encode(whole)
     if np.array_equal(ids[: len(prompt_ids)], prompt_ids):  # no token crosses the boundary
@@ -95,9 +95,9 @@ def encode_answer(
 
 
 def check_unpadded(tokenizer: object, ids: np.ndarray, what: str) -> None:
-    """Raise DataError if ids begin or end with a padding token.
+    """Raise DataError if `ids` begin or end with a padding token.
 
-    A padding token with another role, such as the end of a text, is accepted.
+    A padding token that has another role, such as the end of the text, is accepted.
     """
     base = tokenizer.base if isinstance(tokenizer, SpecialTokens) else tokenizer
     if not isinstance(base, PretrainedTokenizer) or not len(ids):
@@ -113,7 +113,7 @@ def check_unpadded(tokenizer: object, ids: np.ndarray, what: str) -> None:
 
 
 def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that end generation."""
+    """Return the IDs of the tokens that end generation."""
     base, roles = plain(tokenizer), special_ids(tokenizer)
     stop = base.stop_ids if isinstance(base, PretrainedTokenizer) else ()
     if "eos" in roles and (base is not tokenizer or not stop):
@@ -130,30 +130,30 @@ def with_end(tokenizer: Tokenizer, end: int) -> Tokenizer:
 
 @short_repr
 class Frame(NamedTuple):
-    """Ids that are added before and after a text."""
+    """IDs that are added before and after the text."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
 
     def around(self, ids: np.ndarray) -> np.ndarray:  # i32[n] -> i32[m]
-        """Return the ids with the frame around them."""
+        """Return the IDs with the frame around them."""
         return np.concatenate([self.first, ids, self.last]).astype(np.int32)
 
 
 def frame(tokenizer: Tokenizer) -> Frame:
-    """Return the ids that a published tokenizer adds around a text; empty for others."""
+    """Return the IDs that a published tokenizer adds around text; empty for other tokenizers."""
     base = plain(tokenizer)
     return Frame(*base.frame) if isinstance(base, PretrainedTokenizer) else Frame((), ())
 
 
 @short_repr
 class Target(NamedTuple):
-    """Tokens around the targets of an encoder-decoder."""
+    """Tokens around an encoder-decoder's targets."""
 
     start: int
     """First input of the decoder, before the first label."""
     labels: Frame
-    """Labels before and after those of the text."""
+    """Labels before and after the text's labels."""
     stop: tuple[int, ...]
     """Tokens that end a generated target."""
     forced_bos: int | None = None
@@ -161,23 +161,23 @@ class Target(NamedTuple):
     forced_eos: int | None = None
     """Last token of a generated target that reaches the maximum length."""
     banned: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that are never generated."""
+    """Token sequences that are never generated."""
 
 
 def target_of(tokenizer: Tokenizer) -> Target:
-    """Return the tokens around targets: those of a published model's config, or <bos> and <eos>.
+    """Return the tokens around targets, from a published model's config or else <bos> and <eos>.
 
-    Raises KeyError if the tokenizer lacks one of them.
+    Raises KeyError if the tokenizer lacks one of these tokens.
     """
     base, ids = plain(tokenizer), special_ids(tokenizer)
     if not isinstance(base, PretrainedTokenizer) or not base.target_ids:
         return Target(ids["bos"], Frame((), (ids["eos"],)), (ids["eos"],))
     config, (first, last), stop = dict(base.target_ids), frame(base), base.stop_ids
-    # mBART starts a target with its language; mBART-50 and NLLB force it after another token.
+    # mBART starts a target with its language token; mBART-50 and NLLB force it after another token.
     start, forced_bos = config["decoder_start_token_id"], config.get("forced_bos_token_id")
     named = set(base.languages.values())
     language = next((i for i in (forced_bos, start) if i in named), None)
-    if language is not None:  # labels have the target's language instead of the source's
+    if language is not None:  # labels have the target language's token instead of the source's
         first, last = (tuple(language if i in named else i for i in ids) for ids in (first, last))
     end = [i for i in last if i != language][-1:]
     if "eos" in ids and (not end or end[0] not in {*stop, ids["eos"]}):
@@ -189,14 +189,14 @@ def target_of(tokenizer: Tokenizer) -> Target:
 
 
 def source_frame(tokenizer: Tokenizer) -> Frame:
-    """Return the ids around a source of a published encoder-decoder; empty for others."""
+    """Return the IDs around a source for a published encoder-decoder; empty for other models."""
     base = plain(tokenizer)
     published = isinstance(base, PretrainedTokenizer) and bool(base.target_ids)
     return frame(base) if published else Frame((), ())
 
 
 def encoder_frame(tokenizer: Tokenizer) -> Frame:
-    """Return the ids around a text for an encoder: its tokenizer's frame, or <cls> at the start."""
+    """Return the IDs around an encoder's text: the tokenizer's frame, or <cls> at the start."""
     found = frame(tokenizer)
     return found if found.first else Frame((special_ids(tokenizer)["cls"],), found.last)
 
@@ -213,10 +213,10 @@ def with_special_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Map the names of a tokenizer's special tokens to their ids.
+    """Map the names of a tokenizer's special tokens to their IDs.
 
-    In a published tokenizer, other roles replace missing ones (`STAND_INS`); without <eos> and
-    <sep>, the first token that ends generation is <eos>.
+    In a published tokenizer, other roles replace missing ones (`STAND_INS`). If <eos> and <sep> are
+    both missing, the first token that ends generation is <eos>.
     """
     if isinstance(tokenizer, PretrainedTokenizer):
         ids, stop = dict(tokenizer.special_ids), tokenizer.stop_ids
@@ -237,9 +237,9 @@ def plain(tokenizer: Tokenizer) -> Tokenizer:
 def unknown_words(
     tokenizer: Tokenizer, texts: Iterable[str], masks: Iterable[str] = ()
 ) -> str | None:
-    """Return a warning about words, except masks, that are unknown to a `WordTokenizer`.
+    """Return a warning about words, except masks, that a `WordTokenizer` does not know.
 
-    None if there are none, and for other tokenizers.
+    Returns None if there are no such words, or for any other tokenizer.
     """
     words, text = plain(tokenizer), " ".join(texts)
     for mask in masks:
@@ -252,7 +252,7 @@ def unknown_words(
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-    """Return the tokenizer that `to_json` wrote. Raises DataError for any other text."""
+    """Return the tokenizer that `to_json` wrote. Raises DataError for any other content."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

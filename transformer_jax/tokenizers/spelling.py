@@ -1,4 +1,4 @@
-"""Decoding one token at a time, with the same result as the `tokenizers` library."""
+"""Token-by-token decoding, with the same result as the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.untrusted_files import Json, shown
 
 Step: TypeAlias = Callable[[str, bool, bool], str]
-"""Function that maps (token, is first, is last) to its new text."""
+"""Function that maps (token, is first, is last) to the token's new text."""
 
 _CLEANED = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
     (" 'm", "'m"), (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
-"""Replacements by which BERT's decoder cleans up spaces: (old, new)."""
+"""Replacements (old, new) with which BERT's decoder cleans up spaces."""
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """A decoder of the `tokenizers` library, applied token by token."""
+    """Decoder from the `tokenizers` library, applied token by token."""
 
     byte_level: bool = False
     byte_fallback: bool = False
     steps: tuple[Step, ...] = ()
     """Functions applied in order."""
     ends: tuple[tuple[str, int, int], ...] = ()
-    """(character, maximum number removed at the start of a text, and at its end)."""
+    """(character, maximum number to remove at the start of the text, and at its end)."""
     marks_spaces: bool = True
     """Whether each token itself shows if a space precedes it."""
 
@@ -43,7 +43,7 @@ class Spelling:
         return token.encode()
 
     def strip(self, text: str) -> str:
-        """Remove the characters that the decoder strips at both ends of a whole text."""
+        """Remove the characters that the decoder strips at both ends of the whole text."""
         for character, start, stop in self.ends:
             while start and text.startswith(character):
                 text, start = text[len(character) :], start - 1
@@ -53,7 +53,7 @@ class Spelling:
 
 
 def read_decoder(decoder: Json) -> Spelling:
-    """Read a decoder like GPT-2's, SentencePiece's or BERT's. DataError names any other."""
+    """Read a decoder like GPT-2's, SentencePiece's, or BERT's; raises DataError for any other."""
     if decoder is None:
         return Spelling(steps=(_new_word,), marks_spaces=False)
     if not isinstance(decoder, dict):
@@ -108,7 +108,7 @@ def _replace(old: str, new: str, at_end: str, token: str, first: bool, last: boo
 
 
 def _metaspace(mark: str, prepends: bool, token: str, first: bool, last: bool) -> str:
-    """Decode a SentencePiece token: replace its mark by a space."""
+    """Decode a SentencePiece token: replace its mark with a space."""
     return token.replace(mark, "" if first and prepends else " ")
 
 

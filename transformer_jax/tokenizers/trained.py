@@ -1,4 +1,4 @@
-"""Tokenizers that `train.py` creates: characters, bytes, BPE and words."""
+"""Tokenizers that `train.py` creates: characters, bytes, BPE, and words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_jax.tokenizers.utf8 import byte_letters, utf8
 from transformer_jax.untrusted_files import Json, JsonObject
 from transformer_jax.values import tokens_repr
 
-# BPE merges within these pieces: GPT-2's, but of bounded length for linear time.
+# BPE merges within these pieces, which are GPT-2's with limited length to ensure linear time.
 _PIECE = r" ?\p{L}{1,32}| ?\p{N}{1,8}| ?[^\s\p{L}\p{N}]{1,16}|\s{1,16}(?!\S)"
 
 
@@ -28,19 +28,19 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Return ids i32[n]. DataError names a character without an id."""
+        """Encode text as IDs, i32[n]; raises DataError for a character without an ID."""
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the UTF-8 bytes of ids; a character may be split between calls."""
+        """Return the UTF-8 bytes for the IDs; a character can be split between calls."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode a whole text; invalid UTF-8 becomes U+FFFD. DataError names an unknown id."""
+        """Decode IDs; invalid UTF-8 becomes U+FFFD. Raises DataError for an unknown ID."""
 
     def to_json(self) -> str: ...
 
 
 class HasBytes(Protocol):
-    """Methods of a `Tokenizer` that `WholeText` needs."""
+    """`Tokenizer` methods that `WholeText` needs."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -48,15 +48,15 @@ class HasBytes(Protocol):
 
 
 class WholeText:
-    """Mixin that implements `decode` with `to_bytes`."""
+    """Mixin that implements `decode` by calling `to_bytes`."""
 
     def decode(self: HasBytes, ids: Iterable[int]) -> str:
-        """Decode a whole text; invalid UTF-8 becomes U+FFFD. DataError names an unknown id."""
+        """Decode IDs; invalid UTF-8 becomes U+FFFD. Raises DataError for an unknown ID."""
         return self.to_bytes(known_ids(ids, self.vocab_size)).decode("utf-8", "replace")
 
 
 def known_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
-    """Return ids as a list of integers. DataError names an id outside the vocabulary."""
+    """Return IDs as a list of integers; raises DataError for an ID outside the vocabulary."""
     if not isinstance(ids, Iterable):
         raise DataError(f"ids is {ids!r:.80}: must be a sequence of integers")
     found = np.asarray(ids if hasattr(ids, "dtype") else list(ids))
@@ -70,10 +70,10 @@ def known_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class CharTokenizer(WholeText):
-    """Tokenizer with one id per character, in the order of code points.
+    """Tokenizer with one ID per character, in the order of code points.
 
     Attributes:
-        characters: distinct and sorted, at least one.
+        characters: one or more distinct characters, sorted.
     """
 
     characters: str
@@ -84,7 +84,7 @@ class CharTokenizer(WholeText):
 
     @classmethod
     def train(cls, text: str) -> CharTokenizer:
-        """Create a tokenizer for all characters of a text."""
+        """Create a tokenizer for all characters in a text."""
         return cls("".join(map(chr, np.unique(_code_points(text)))))
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ class CharTokenizer(WholeText):
 
     def encode(self, text: str) -> np.ndarray:
         points, known = _code_points(text), _code_points(self.characters)
-        # An unknown character gets another's id, which the comparison below detects.
+        # An unknown character gets another's ID, which the comparison below detects.
         ids = np.minimum(np.searchsorted(known, points), len(known) - 1).astype(np.int32)
         wrong = np.flatnonzero(known[ids] != points)
         if len(wrong):
@@ -116,7 +116,7 @@ class CharTokenizer(WholeText):
 
 @dataclass(frozen=True)
 class ByteTokenizer(WholeText):
-    """Tokenizer with one id per byte of UTF-8, for any text or file."""
+    """Tokenizer with one ID per UTF-8 byte, for any text or file."""
 
     def __repr__(self) -> str:
         return tokens_repr(self)
@@ -142,7 +142,7 @@ class BPETokenizer(WholeText):
     Every byte is a token, so encoding is lossless for any text.
 
     Attributes:
-        definition: the JSON of the `tokenizers` library.
+        definition: the `tokenizers` library's JSON.
     """
 
     definition: str
@@ -214,19 +214,19 @@ class BPETokenizer(WholeText):
 
 @dataclass(frozen=True)
 class WordTokenizer(WholeText):
-    """Tokenizer with one id per word between spaces; all unknown words share an id.
+    """Tokenizer with one ID per space-separated word; all unknown words share an ID.
 
-    Id 0 is an unknown word, and id 1 the end of a line. Decoding puts one space between words
-    instead of the original spaces.
+    ID 0 is an unknown word, and ID 1 is the end of a line. Decoding puts a single space between
+    words, whatever the original spaces were.
 
     Attributes:
-        words: distinct and without spaces, with ids from 2 on.
+        words: distinct words without spaces; their IDs start at 2.
     """
 
     words: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        # Texts are split at spaces, so a word with a space would never match.
+        # Text is split at spaces, so a word with a space would never match.
         if len(set(self.words)) != len(self.words) or not all(
             w == "".join(w.split()) and w for w in self.words
         ):
@@ -234,11 +234,11 @@ class WordTokenizer(WholeText):
 
     @classmethod
     def train(cls, text: str, count: int = 1) -> WordTokenizer:
-        """Create a tokenizer for the words of a text, the most frequent first.
+        """Create a tokenizer for the words in a text, with the most frequent words first.
 
         Args:
             text: the training text.
-            count: the minimum number of occurrences of a word.
+            count: the minimum number of occurrences for a word to be included.
         """
         found = Counter(text.split())
         known = [word for word, times in found.items() if times >= count]
@@ -264,18 +264,18 @@ class WordTokenizer(WholeText):
         return np.array(ids, np.int32)
 
     def unknown(self, text: str) -> list[str]:
-        """Return the distinct unknown words of a text."""
+        """Return the distinct unknown words in a text."""
         return [word for word in dict.fromkeys(text.split()) if word not in self._ids]
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the UTF-8 bytes of words, each with a space before it."""
+        """Return the UTF-8 bytes for the IDs, with a space before each word."""
         spelled = (
             "\n" if i == 1 else " " + ("<unk>" if i == 0 else self.words[i - 2]) for i in ids
         )
         return "".join(spelled).encode("utf-8", "surrogatepass")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the words with one space between them. DataError names an id without a word."""
+        """Return the words, separated by spaces; raises DataError for an ID without a word."""
         return super().decode(ids).removeprefix(" ")
 
     def to_json(self) -> str:
@@ -317,7 +317,7 @@ def _code_points(text: str) -> np.ndarray:
 
 
 def _lines(text: str, size: int = 1 << 16) -> list[str]:
-    """Split a text into parts of at most `size` characters, after a newline if possible."""
+    """Split text into parts of at most `size` characters, after a newline if possible."""
     parts, start = [], 0
     while start < len(text):
         end = start + size

@@ -1,10 +1,10 @@
-"""UTF-8 encoding, GPT-2's byte alphabet, and the error of all tokenizers."""
+"""UTF-8 encoding, GPT-2's byte alphabet, and the error that all tokenizers raise."""
 
 from __future__ import annotations
 
 
 class DataError(ValueError):
-    """Error for text or data that cannot be read, encoded or cut into windows."""
+    """Error for text or data that cannot be read, encoded, or split into windows."""
 
 
 def utf8(text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Training: data, batches, losses, optimizers, the step, the tasks and the loop.
+"""Training: data, batches, losses, optimizers, the training step, tasks, and the training loop.
 
 `loop.fit` trains a `TrainConfig`; `step` and `losses` are the building blocks for a custom loop.
 Names in `_LATER` need optax and other heavy packages, so they are imported on first use.
@@ -63,11 +63,11 @@ _LATER = {
     "make_train_step": "step",
     "start_state": "step",
 }
-"""Modules of the names that are imported on first use."""
+"""Module that defines each name imported on first use."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a name in `_LATER`."""
+    """Import the module that defines a name in `_LATER`."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -1,8 +1,8 @@
 """Adapter training (LoRA): the trained state and the frozen base model.
 
-The state contains the adapters and the parameters that are trained whole. The other parameters, the
-base, are an argument of each step and are not saved in checkpoints: a resumed run loads them from
-`init_from` and verifies their SHA-256.
+The state contains the adapters and the parameters that are trained in full. All other parameters
+form the base. The base is passed to each step and not saved in checkpoints. A resumed run loads it
+from `init_from` and verifies its SHA-256.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from transformer_jax.training.step import TrainState, split_seed, start_state
 from transformer_jax.untrusted_files import JsonObject
 
 _ADAPTERS = 1
-"""`fold_in` constant of the adapters' key; the model's parameters use the unfolded key."""
+"""`fold_in` constant for the adapters' key; the model's parameters use the unfolded key."""
 
 
 def adapted_loss(loss: Loss, lora: LoraConfig, *, relative: bool = False) -> Loss:
     """Wrap `loss(params, batch, key)` as `loss(trained, batch, key, base)`.
 
-    If `relative`, the loss also takes the base as its reference model.
+    If `relative` is true, the base is also passed to `loss` as the reference model.
     """
 
     def adapted(
@@ -57,7 +57,7 @@ def fresh_adapters(
 
 
 class FrozenBase:
-    """Frozen parameters of a run."""
+    """Frozen base parameters of a run."""
 
     params: Params
     """Shapes until `load`, then arrays on the devices."""
@@ -72,7 +72,7 @@ class FrozenBase:
 
     @property
     def lora(self) -> LoraConfig:
-        """Return the config of the adapters."""
+        """Return the adapter config."""
         assert self.config.lora is not None
         return self.config.lora
 
@@ -83,7 +83,7 @@ class FrozenBase:
     def trained(self, loaded: Params, params: Params, key: jax.Array) -> Params:
         """Return the trainable parameters at the start of the run.
 
-        Raises ConfigError if a parameter is new, or has a new shape, and is not trained whole.
+        Raises ConfigError if a parameter that is new or has a new shape is not trained in full.
         """
         found = fresh_trained(self.config, params, key)
         whole = found["whole"]
@@ -97,10 +97,10 @@ class FrozenBase:
     def load(
         self, start: StartModel, key: jax.Array, metadata: JsonObject | None = None
     ) -> tuple[Params, list[str]]:
-        """Load the frozen parameters; return the trainable ones and a line about each new part.
+        """Load the frozen parameters; return the trainable ones and a message for each new part.
 
-        Raises CheckpointError if `metadata`, that of a checkpoint, names another base model, and
-        ConfigError if a new parameter is not trained.
+        `metadata` is the metadata of a checkpoint. Raises CheckpointError if it names a different
+        base model, and ConfigError if a new parameter is not trained.
         """
         config = self.config
         loaded = start.params(config.model.scan_layers)
@@ -119,5 +119,5 @@ class FrozenBase:
         return trained, changes
 
     def join_parts(self, trained: Params) -> Params:
-        """Return the parameters of the model, with the adapters next to their kernels."""
+        """Return the model's parameters, with each adapter next to its kernel."""
         return join_parts(self.params, trained, self.lora)

@@ -1,7 +1,7 @@
-"""Batches of examples, and any model's logits, loss and scores on them.
+"""Batches of examples, and functions that compute a model's logits, loss, and scores for them.
 
-All tasks except `preference` share one loss: the cross-entropy of a batch's labels, which are next
-tokens, masked tokens, targets or classes.
+All tasks except `preference` use the same loss, the cross-entropy of the labels. Labels are next
+tokens, masked tokens, target tokens, or classes.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Loss = Callable[..., tuple[jax.Array, jax.Array]]
 class Batch:
     """Model inputs and their labels; the leading axes of each leaf are [..., B].
 
-    Unused fields are None. T is the length of a row, S that of its source. A single example has no
-    leading axes: tokens and labels are [T].
+    Unused fields are None. T is the row length and S is the source length. A single example has no
+    leading axes, so its tokens and labels are [T].
 
     Attributes:
-        tokens: i32[..., B, T]; images for an encoder are f32[..., B, H, W, C].
+        tokens: i32[..., B, T], or images f32[..., B, H, W, C] for an image encoder.
         labels: i32[..., B, T], or i32[..., B] for classes; IGNORE marks positions without a label.
-        segments: i32[..., B, T], document numbers in a packed row; 0 is padding.
+        segments: i32[..., B, T], the document number of each token in a packed row; 0 is padding.
         valid: bool[..., B, T], False is padding.
         prefix: bool[..., B, T], True for tokens that every token of the document can attend to.
-        source: i32[..., B, S], frames f32[..., B, S, D_in] or images f32[..., B, H, W, C].
+        source: tokens i32[..., B, S], frames f32[..., B, S, D_in], or images f32[..., B, H, W, C].
         source_valid: bool[..., B, S], False is padding.
     """
 
@@ -69,11 +69,12 @@ def identity(batch: Batch) -> Batch:
 
 
 def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
-    """Return `logits(params, batch, key) -> f32[B, T, V]` of a model, or [B, C] of a classifier.
+    """Return `logits(params, batch, key) -> f32[B, T, V]`; [B, C] for a classifier.
 
-    Decoders are causal within a document, except for a bidirectional prefix; encoders are
-    bidirectional; encoder-decoders also read the source. `config` can be a model, possibly edited.
-    With `method="output_layer"`, the function returns the inputs of the output layer instead.
+    Decoders are causal within a document, except for a bidirectional prefix. Encoders are
+    bidirectional, and encoder-decoders also read the source. Instead of a config, you can pass a
+    model, which can be edited. With `method="output_layer"`, the function returns the inputs of the
+    output layer.
     """
     model = build(config)
     config = model.config
@@ -85,7 +86,7 @@ def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
         routed: list[jax.Array] | None = None,
         method: str | None = None,
     ) -> Any:
-        """Call the model; append the router loss of its experts, if any, to `routed`."""
+        """Call the model; if it has experts, append their router loss to `routed`."""
         kwargs: dict[str, Any] = {"key": key} if config.supports("dropout") else {}
         if batch.segments is not None:
             kwargs["segments"] = batch.segments
@@ -122,9 +123,9 @@ def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
 
 
 def _router_mask(batch: Batch, source: bool, kind: str, logits: jax.Array) -> jax.Array | None:
-    """Return the mask of real tokens, bool[B, T], for a router's logits.
+    """Return the mask of real tokens, bool[B, T], that applies to a router's logits.
 
-    None includes all tokens, for example if an encoder changes their number.
+    None means that all tokens count, for example because an encoder changes the number of tokens.
     """
     valid = batch.source_valid if source and kind == "encoder-decoder" else batch.valid
     if valid is None and batch.segments is not None:
@@ -134,21 +135,21 @@ def _router_mask(batch: Batch, source: bool, kind: str, logits: jax.Array) -> ja
 
 
 LOGITS_AT_ONCE = 2**26
-"""Number of logits above which a loss computes them in chunks: 256 MiB of float32."""
+"""Number of logits above which a loss computes them in chunks (256 MiB in float32)."""
 
 TOKENS_OF_CHUNK = 1024
-"""Default number of tokens per chunk, over all rows. On a CPU, 512 and 1024 are as fast as no
-chunks, and 128 takes 10 to 25 % longer (benchmarks/chunked_loss.py)."""
+"""Default number of tokens per chunk, summed over rows. On a CPU, 512 and 1024 are as fast as no
+chunking, and 128 takes 10 to 25 % longer (benchmarks/chunked_loss.py)."""
 
 ON_ACCELERATORS = 2**28
-"""Number of logits per chunk on an accelerator, 1 GiB of float32, if `TOKENS_OF_CHUNK` has fewer.
-Each chunk reads the output matrix twice and updates its gradient: larger chunks move less data."""
+"""Minimum number of logits per chunk on an accelerator (1 GiB in float32). Each chunk reads the
+output matrix twice and updates its gradient, so larger chunks move less data."""
 
 
 def chosen_chunk(rows: int, length: int, vocab_size: int) -> int:
     """Return the number of tokens per row whose logits are computed at a time.
 
-    `rows` counts the rows on one device. Chunks of a row are as equal in length as possible.
+    `rows` is the number of rows per device. A row is split as evenly as possible.
     """
     if rows * length * vocab_size <= LOGITS_AT_ONCE:
         return length
@@ -167,17 +168,17 @@ def batch_loss(
     chunk: int | None = None,
     row_shards: int = 1,
 ) -> Loss:
-    """Return a loss function: the mean cross-entropy of a batch's labels, in nats.
+    """Return a loss function that computes the mean cross-entropy of a batch's labels, in nats.
 
-    A mixture of experts adds its router losses to the mean.
+    For a mixture of experts, the router losses are added to the mean.
 
     Args:
-        config: config of the model.
-        label_smoothing: at least 0 and below 1, as in `cross_entropy`.
-        z_loss: at least 0, as in `cross_entropy`.
-        chunk: tokens per row whose logits a transformer computes at a time, forward and backward;
-            None uses `chosen_chunk`.
-        row_shards: number of devices that the rows of a batch are split over.
+        config: model config.
+        label_smoothing: as in `cross_entropy`; at least 0 and below 1.
+        z_loss: as in `cross_entropy`; at least 0.
+        chunk: number of tokens per row whose logits a transformer computes at a time, forward and
+            backward; None uses `chosen_chunk`.
+        row_shards: number of devices across which the rows of a batch are split.
 
     Returns:
         A function `loss(params, batch, key) -> (mean, weight)`; a key enables dropout.
@@ -215,14 +216,15 @@ def batch_loss(
 def batch_scores(
     config: AnyModelConfig | AnyModel, *, row_shards: int = 1
 ) -> Callable[..., jax.Array]:
-    """Return `scores(params, batch) -> f32[3]`: summed loss, labels, and correct predictions.
+    """Return `scores(params, batch) -> f32[3]`.
 
-    `config` can be a model, possibly edited. Large logits are computed in chunks, as in
-    `batch_loss`, unless an edit changes them.
+    The scores are the summed loss, the number of labels, and the number of correct predictions.
+    Instead of a config, you can pass a model, which can be edited. Large logits are computed in
+    chunks, as in `batch_loss`, unless an edit changes them.
     """
     model = build(config)
     read, config = batch_logits(model), model.config
-    # an edit of the logits needs whole rows
+    # an edit to the logits needs whole rows
     whole = "logits" in dict(model.edits)
 
     def judged(found: jax.Array, labels: jax.Array) -> jax.Array:  # [..., V], i32[...] -> f32[3]
@@ -290,5 +292,5 @@ def token_nats(
 
 @program(static=("model",))
 def scored(model: AnyModel, params: Params, batch: Batch) -> jax.Array:  # f32[3]
-    """Return the `batch_scores` of one batch, compiled."""
+    """Return the `batch_scores` of one batch, using a compiled function."""
     return batch_scores(model)(params, batch)

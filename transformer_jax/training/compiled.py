@@ -1,4 +1,4 @@
-"""Compiled programs of a run: initial state, training step and evaluation."""
+"""Compiled programs for a run: initial state, training step, and evaluation."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ R = TypeVar("R")
 
 
 class CompiledAhead(Generic[R]):
-    """Jitted function of (state, *inputs), compiled ahead of time for each shape of the inputs.
+    """Jitted function of (state, *inputs), compiled ahead of time for each input shape.
 
-    State and keyword arguments must always have the same shapes.
+    The shapes of the state and of the keyword arguments must not change.
     """
 
     def __init__(self, function: Callable[..., R]) -> None:
         self.function: Any = function  # the type of `jax.jit` loses R
-        # `jax.jit` would compile at the first call, which needs the arrays
+        # `jax.jit` compiles only when called with arrays
         self._programs: dict[Hashable, Compiled] = {}
 
     def __call__(self, *args: PyTree, **named: PyTree) -> R:
@@ -61,7 +61,7 @@ class CompiledAhead(Generic[R]):
         return found
 
     def program(self, *args: PyTree, **named: PyTree) -> Compiled:
-        """Return the compiled program for these arguments, which may be shapes."""
+        """Return the program compiled for these arguments, which can be arrays or shapes."""
         leaves, structure = jax.tree.flatten(args[1:])
         key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         if key not in self._programs:
@@ -83,14 +83,14 @@ class Programs:
 
 
 def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
-    """Return a task's config and programs; the config of an n-gram model gets its table sizes here.
+    """Return a task's config and programs, with the table sizes set if it is an n-gram model.
 
     Runs with the same numerics share compiled programs.
     """
     config = task.config
     if not config.model.supports("gradients"):
         return counted(config, task)
-    # fields that no program depends on: resetting them lets runs share programs
+    # no program depends on these fields; resetting them lets runs share programs
     others = (MAY_CHANGE | {"seed"}) - {"steps", "mesh"}
     defaults: dict[str, FieldValue] = {
         x.name: x.default for x in fields(config) if x.name in others
@@ -104,9 +104,9 @@ def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
 
 @lru_cache(maxsize=8)
 def cached_programs(config: TrainConfig, prepare: Prepare, settings: Hashable) -> Programs:
-    """Return the programs of a config, cached.
+    """Return the cached programs for a config.
 
-    `settings` are global settings that tracing depends on, such as `jax_enable_x64`.
+    `settings` are the global settings that affect tracing, such as `jax_enable_x64`.
     """
     return make_programs(config, prepare)
 
@@ -114,9 +114,9 @@ def cached_programs(config: TrainConfig, prepare: Prepare, settings: Hashable) -
 def make_programs(
     config: TrainConfig, prepare: Prepare = identity, learner: Learner | None = None
 ) -> Programs:
-    """Return the programs of a config, not yet compiled.
+    """Return the programs for a config without compiling them.
 
-    A `learner` is trained instead of the config's model.
+    If a `learner` is passed, it is trained instead of the config's model.
     """
     optimizer = make_optimizer(config)
     row_shards = 1 if config.mesh is None else config.mesh.row_shards
@@ -164,7 +164,7 @@ def make_programs(
 
 
 def counted(config: TrainConfig, task: TrainingTask) -> tuple[TrainConfig, Programs]:
-    """Return the config and programs of a model whose single step counts tokens (an n-gram)."""
+    """Return the config and programs for an n-gram model, whose only step counts tokens."""
     model, params = config.model.count(task.documents())
     scores = batch_scores(model)
 

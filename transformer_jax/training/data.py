@@ -1,7 +1,7 @@
 """Text data: reading, tokenization, the held-out split, and training windows.
 
-A single text keeps its newlines; `tokenizers.plain_text` defines text, line and document. The
-windows of a step depend only on (seed, step), so a resumed run needs no iterator state.
+Text that is read as a whole keeps its newlines; `tokenizers.plain_text` defines text, line, and
+document. A step's windows depend only on (seed, step), so a resumed run needs no iterator state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IGNORE = -100
 
 
 class ShortText(DataError):
-    """Error for a text that does not fill a window; `tokens` is its length."""
+    """Error for text that is shorter than a window; `tokens` is its length."""
 
     def __init__(self, message: str, tokens: int) -> None:
         super().__init__(message)
@@ -46,28 +46,28 @@ class ShortText(DataError):
 
 @value_class
 class Source:
-    """Content of a file or a named data set."""
+    """Content of a file or named data set."""
 
     name: str
     content: bytes
 
     def text(self, errors: str = "strict") -> str:
-        """Decode the content as UTF-8; DataError names the first invalid byte."""
+        """Decode the content as UTF-8; raises DataError that names the first invalid byte."""
         return read_text(self.content, self.name, errors)
 
 
 def read(data: str, out: str | None = None) -> list[Source]:
     """Read `TrainConfig.data`: a file, a folder's files sorted by path, `-`, or a named data set.
 
-    In a folder, hidden files, links to folders, and run folders such as `out` are skipped. A file
-    that does not end with a newline gets one.
+    In a folder, hidden files, links to folders, and run folders such as `out` are skipped. A
+    newline is appended to each file that does not end with one.
     """
     if data == "-":
         if sys.stdin is None:
             raise DataError("data is '-': standard input is closed")
         return [Source("standard input", sys.stdin.buffer.read())]
     if data == "python-docs":
-        # part of every Python, so a first run needs neither a file nor a network
+        # included in every Python installation, so a first run needs neither a file nor a network
         topics = importlib.import_module("pydoc_data.topics").topics  # what help() shows
         return [Source(data, "\n\n".join(topics[name] for name in sorted(topics)).encode())]
     if data == "shakespeare":
@@ -98,7 +98,7 @@ def read(data: str, out: str | None = None) -> list[Source]:
 
 
 def _files(path: Path, out: str | None) -> list[Path]:
-    """Return all files below a folder; raises OSError if a folder cannot be listed."""
+    """Return all files in a folder and its subfolders; raises OSError if one cannot be listed."""
 
     def unreadable(error: OSError) -> None:
         raise error
@@ -107,7 +107,7 @@ def _files(path: Path, out: str | None) -> list[Path]:
     of_a_run = "config.json", "tokenizer.json", "metrics.jsonl"
     for folder, folders, names in os.walk(path, onerror=unreadable):
         visible = [Path(folder, name) for name in folders if not name.startswith(".")]
-        # os.walk skips folders removed here: a run must not train on its own output
+        # os.walk skips folders removed here, so that a run does not train on its own output
         folders[:] = [
             inner.name
             for inner in visible
@@ -119,7 +119,7 @@ def _files(path: Path, out: str | None) -> list[Path]:
 
 
 def _download(url: str, sha256: str, name: str) -> bytes:
-    """Return the content with this hash from the user's cache; download it if necessary."""
+    """Return the content with this hash from the user's cache, downloading it if necessary."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     file = Path(cache, "transformer_jax", f"{name}.txt")
     if file.is_file():
@@ -141,7 +141,7 @@ def _download(url: str, sha256: str, name: str) -> bytes:
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(f"{name}: the download of {url} does not have sha256 {sha256}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    # concurrent runs each write their own file; the last rename wins
+    # each concurrent run writes its own file; the last rename wins
     handle, partial = tempfile.mkstemp(dir=file.parent)
     with os.fdopen(handle, "wb") as stream:
         stream.write(content)
@@ -151,7 +151,7 @@ def _download(url: str, sha256: str, name: str) -> bytes:
 
 @value_class
 class Dataset:
-    """Tokenized text, whose last part is held out."""
+    """Tokenized text with its last part held out."""
 
     tokenizer: Tokenizer
     train: np.ndarray  # unsigned or i32[n]
@@ -159,14 +159,14 @@ class Dataset:
     val_characters: int
     """Number of characters in the held-out part, for the loss per character."""
     sha256: str
-    """Hash of the bytes read."""
+    """Hash of the bytes that were read."""
 
 
 def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:
     """Read `config.data`, train the tokenizer unless one is passed, encode and split.
 
-    The last `val_fraction` of the characters (bytes for `byte`) is held out, or all of `val_data`.
-    See `train_tokenizer` for the part that a tokenizer is trained on.
+    The held-out part is `val_data`, if set, or the last `val_fraction` of the characters (of the
+    bytes for `byte`). See `train_tokenizer` for the text that the tokenizer is trained on.
     """
     sources, kept = _read_all(config, config.data), 1.0 - config.val_fraction
     held_out = [] if config.val_data is None else _read_all(config, config.val_data)
@@ -191,7 +191,7 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
             rule = f"{config.init_from} has only {config.model.vocab_size} tokens"
             raise DataError(f"data is {config.data!r}: it contains token {largest}: {rule}")
         val_characters = len(text) - cut
-    # byte tokens then take no more memory than the file
+    # with this dtype, byte tokens take no more memory than the file
     small = np.min_scalar_type(tokenizer.vocab_size - 1)
     dtype = small if small.itemsize < 4 else np.dtype(np.int32)
     needed = config.sequence_len + 1
@@ -226,9 +226,9 @@ def _read_all(config: TrainConfig, data: str) -> list[Source]:
 
 
 def train_tokenizer(config: TrainConfig, text: str, training: str) -> Tokenizer:
-    """Create the tokenizer that a config names.
+    """Create the tokenizer that a config specifies.
 
-    `char` takes its characters from the whole text; `word` and `bpe` are trained on `training`.
+    `char` collects its characters from all of `text`; `word` and `bpe` are trained on `training`.
     """
     match config.tokenizer:
         case "byte":
@@ -244,7 +244,7 @@ def train_tokenizer(config: TrainConfig, text: str, training: str) -> Tokenizer:
 
 
 def line_tokenizer(config: TrainConfig, lines: Iterable[str], training: Iterable[str]) -> Tokenizer:
-    """Create the tokenizer for lines as `train_tokenizer` does; `char` then has no newline."""
+    """Create a tokenizer for lines as `train_tokenizer` does, but `char` has no newline."""
     if config.tokenizer == "char":
         return CharTokenizer.train("".join(lines))
     return train_tokenizer(config, "\n".join(lines), "\n".join(training))
@@ -253,18 +253,18 @@ def line_tokenizer(config: TrainConfig, lines: Iterable[str], training: Iterable
 def random_starts(
     seed: int, step: int, shape: tuple[int, ...], count: int
 ) -> np.ndarray:  # i32[shape]
-    """Draw the window starts of a step, uniform in [0, count); they depend only on the arguments.
+    """Draw the window starts of a step, uniform in [0, count), from the arguments alone.
 
-    A micro-batches of B windows read the same windows as one micro-batch of A x B.
+    A micro-batches of B windows contain the same windows as one micro-batch of A x B.
     """
     if not (0 <= seed < 2**32 and 0 <= step < 2**63 and 0 < count < 2**31):
         raise ValueError(f"seed {seed}, step {step}, count {count}: out of range")
-    # unlike the methods of Generator, this raw stream is the same in all NumPy versions
+    # unlike Generator methods, this raw stream is the same in all NumPy versions
     words = np.random.Philox(key=(seed << 64) + step).random_raw(int(np.prod(shape)))
     scaled = (words >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)
     return scaled.astype(np.int32).reshape(shape)
 
 
 def consecutive_starts(tokens: int, length: int) -> np.ndarray:  # i32[n]
-    """Return the starts of windows that cover a text once; the last may extend past its end."""
+    """Return window starts that cover the text once; the last window may extend past its end."""
     return np.arange(0, tokens - 1, length, dtype=np.int32)

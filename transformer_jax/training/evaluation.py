@@ -1,4 +1,4 @@
-"""Evaluation on held-out examples: the loss, and the metrics of decoded outputs."""
+"""Evaluation on held-out examples: the loss, and metrics computed on decoded outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scores(NamedTuple):
     """Result of an evaluation."""
 
     loss: float
-    """Mean in nats per label."""
+    """Mean loss in nats per label."""
     accuracy: float
 
 
@@ -44,9 +44,9 @@ def evaluate(
 
     Args:
         eval_step: from `make_eval_step`.
-        params: parameters of the model.
+        params: model parameters.
         held_out: arrays passed to every call, such as a corpus.
-        batches: inputs of each call.
+        batches: inputs for each call.
     """
 
     def placed(leaf: jax.Array | np.ndarray) -> jax.Array:
@@ -61,7 +61,7 @@ def evaluate(
 
 
 def evaluate_run(run: Run, state: TrainState) -> Scores:
-    """Return the mean loss and accuracy on the held-out part of a run's task."""
+    """Return the mean loss and accuracy on the task's held-out data."""
     place = run.placement.rows
     if run.task.place is not None:  # each process reads only its own rows
         place = run.placement.rows_of_process
@@ -76,10 +76,10 @@ def evaluate_run(run: Run, state: TrainState) -> Scores:
 
 
 def reevaluate_checkpoints(run: Run, last: int, before: TrainConfig, progress: Progress) -> None:
-    """Reevaluate checkpoints up to step `last` whose loss used different `eval_batches`.
+    """Reevaluate checkpoints up to step `last` whose loss was computed with other `eval_batches`.
 
-    The best checkpoint is chosen by these losses, so they must be comparable. `before`, the run's
-    previous config, applies to checkpoints that do not record `eval_batches`.
+    The best checkpoint is chosen by these losses, so they must be comparable. `before` is the run's
+    previous config, used for checkpoints that do not record `eval_batches`.
     """
     now, folder = run.config.eval_batches, run.folder.checkpoints
     for step in checkpoint.saved_steps(folder):
@@ -102,7 +102,7 @@ def reevaluate_checkpoints(run: Run, last: int, before: TrainConfig, progress: P
 def decode_held_out(
     run: Run, state: TrainState, progress: Progress
 ) -> tuple[str, dict[str, float]]:
-    """Decode held-out examples; return a sample and scores, which the first process saves."""
+    """Decode held-out examples; return a sample and the scores, which the first process saves."""
     sample, judged = "", dict[str, float]()
     # gathering needs all processes; only the first decodes
     params = gathered_here(run.eval_params(state))

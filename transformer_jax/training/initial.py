@@ -1,7 +1,7 @@
-"""Initial parameters of a run from another run or a published model.
+"""Initial parameters for a run that starts from another run or a published model.
 
-The vocabulary may have new special tokens at its end, and the head may be new. Existing rows are
-copied; new ones are drawn.
+The vocabulary can have new special tokens at its end, and the head can be new. Existing rows are
+copied; new rows are initialized randomly.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class StartModel:
     config: AnyModelConfig
     tokenizers: Tokenizers
     params: Callable[[bool], Params]
-    """Load the parameters, f32; the argument is the run's `scan_layers`."""
+    """Function that loads the f32 parameters, called with the run's `scan_layers`."""
     labels: tuple[str, ...] | None = None
-    """Class names of the head in order, if the model is a classifier with named classes."""
+    """Class names in the order of the head's outputs; None if there are no named classes."""
 
 
 def start_model(init_from: str) -> StartModel:
@@ -70,7 +70,7 @@ def start_model(init_from: str) -> StartModel:
 
 
 def _published_labels(config: ModelConfig, folder: WeightFolder) -> tuple[str, ...] | None:
-    """Return the class names of a published classifier; None if its classes are unnamed."""
+    """Return the class names of a published classifier, or None if its classes are unnamed."""
     names = folder.config.get("id2label")
     # the two outputs of BERT's next-sentence head are not text classes
     if config.num_classes is None or config.masked_token_head or not isinstance(names, dict):
@@ -83,7 +83,7 @@ def _published_labels(config: ModelConfig, folder: WeightFolder) -> tuple[str, .
 
 
 def check_model(model: AnyModelConfig, start: StartModel, init_from: str) -> None:
-    """Raise ConfigError if a run's model differs from the one it starts from."""
+    """Raise ConfigError if the run's model is incompatible with the model it starts from."""
     from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
 
     if type(model) is not type(start.config):
@@ -98,16 +98,16 @@ def check_model(model: AnyModelConfig, start: StartModel, init_from: str) -> Non
 def start_params(
     config: TrainConfig, start: StartModel, loaded: Params, key: jax.Array
 ) -> tuple[Params, list[str]]:
-    """Return the initial parameters of a run, and a line about each part that changed.
+    """Return the initial parameters of a run and a message for each part that changed.
 
-    Parameters in `loaded` are used if their shapes match. A table that has grown keeps its rows. A
-    head with the same classes is kept, in the run's order; otherwise it is drawn. Raises
-    ConfigError if any other shape differs.
+    Parameters in `loaded` are used if their shapes match. A table that has grown keeps its existing
+    rows. A head with the same classes is kept and reordered; any other head is initialized
+    randomly. Raises ConfigError if any other shape differs.
     """
     model, params, task = config.model, loaded, config.task
     if isinstance(task, ClassifyTask) and "classifier" in params:
         params = _match_head(task.labels or (), start, params)
-    # drawing parameters is slow, so draw only if some are missing
+    # drawing parameters is slow, so do it only if some are missing
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     if jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes):
         return params, []
@@ -115,10 +115,10 @@ def start_params(
 
 
 def _match_head(labels: tuple[str, ...], start: StartModel, params: Params) -> Params:
-    """Reorder the head to these classes, or drop it if its classes differ.
+    """Reorder the head's outputs to match `labels`, or drop the head if its classes differ.
 
-    BERT's next-sentence head is always dropped. Unnamed classes match labels that are their
-    numbers; other labels are assigned in order.
+    BERT's next-sentence head is always dropped. If the head's classes are unnamed, numeric labels
+    select classes by number, and other labels are assigned in order.
     """
     head, names = params["classifier"], start.labels
     next_sentence = start.config.masked_token_head

@@ -1,11 +1,11 @@
-"""Training loop: read data, step, evaluate, save checkpoints, stop and resume.
+"""Training loop: read data, step, evaluate, save checkpoints, stop, and resume.
 
-The loop is the same for all tasks; a task (`tasks`) defines data and loss. For a custom loop, use
-the building blocks in `step`.
+The loop is the same for all tasks; a task (`tasks`) defines the data and the loss. For a custom
+loop, use the building blocks in `step`.
 
-    run         programs, state and checkpoints of a run
-    evaluation  loss of held-out examples, and metrics of decoded outputs
-    report      measurements of each step, written and shown
+    run         programs, state, and checkpoints of a run
+    evaluation  loss on held-out examples, and metrics computed on decoded outputs
+    report      measurements of each step, written and displayed
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class Result:
         config: config of the run.
         state: state after the last step.
         step: number of the last step.
-        interrupted: whether `stop` ended the run before the last step.
+        interrupted: whether `stop` ended the run early.
         val_loss: held-out loss at `step` in nats per token; None if it is not finite, or if the run
             stopped between evaluations.
         val_loss_per_character: held-out loss in nats per `unit`, comparable across tokenizers; None
             if the task does not define it.
         best_step: step of the checkpoint with the lowest held-out loss, or None.
-        sample: sample of the model's output: a text or decoded held-out examples.
+        sample: sample of the model's output, either generated text or decoded held-out examples.
         rejected: number of steps with a non-finite loss or gradient.
-        accuracy: share of held-out labels predicted correctly at `step`.
-        scores: metrics of the decoded held-out examples.
-        unit: unit of `val_loss_per_character`: character or byte; token if the loss is None.
+        accuracy: fraction of held-out labels predicted correctly at `step`.
+        scores: metrics for the decoded held-out examples.
+        unit: unit of `val_loss_per_character`, character or byte; token if that loss is None.
     """
 
     config: TrainConfig
@@ -105,28 +105,28 @@ def fit(
 ) -> Result:
     """Train as configured and write the run to its folder.
 
-    With several processes (`jax.distributed`), each calls `fit` with the same config. The mesh must
-    span all devices, and all processes must be able to read the folder, which the first one writes.
-    They check whether to stop every `log_every` steps.
+    With several processes (`jax.distributed`), each process calls `fit` with the same config. The
+    mesh must span all devices. Only the first process writes the folder, but all processes must be
+    able to read it. Every `log_every` steps, the processes agree on whether to stop.
 
     Args:
         config: config of the run; `config.out` is the folder. With `config.init_from`, parameters
-            and tokenizer come from that run or published model. `config.model` must then match its
-            config, except for `OVERRIDABLE_FIELDS` and table rows that the task appends;
-            `fine_tuning` creates such a config.
-        resume: whether to continue the run in the folder from its last checkpoint, bit for bit as
-            if it had never stopped. Only fields in `run_folder.MAY_CHANGE` can differ; the schedule
-            follows a new `steps`.
-        vocab_size: vocabulary size of the model, at least the tokenizer's; None is the tokenizer's.
+            and tokenizer are loaded from that run or published model. `config.model` must then
+            match its config, except for `OVERRIDABLE_FIELDS` and table rows that the task appends.
+            Use `fine_tuning` to create such a config.
+        resume: whether to continue the run in the folder from its last checkpoint. The result is
+            bit for bit the same as without the interruption. Only fields in
+            `run_folder.MAY_CHANGE` can differ; if `steps` changes, the schedule is adjusted.
+        vocab_size: model's vocabulary size, at least the tokenizer's; None uses the tokenizer's.
         progress: receives the progress; None prints lines in a notebook and nothing elsewhere.
-        stop: called after every step; if it returns True, the run saves and returns.
+        stop: called after every step; if it returns True, the run saves a checkpoint and returns.
         task: a custom task, used instead of `config.task` (docs/howto_task.md).
 
     Raises:
         ConfigError: if the config is invalid; nothing is written.
         DataError: if the data cannot be used; nothing is written.
         CheckpointError: if the initial model or checkpoint cannot be read; nothing is written.
-        RunError: for errors during the run; like OSError, it leaves existing checkpoints valid.
+        RunError: if the run fails. After RunError or OSError, existing checkpoints remain valid.
     """
     if not isinstance(config, TrainConfig):
         kind = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
@@ -135,7 +135,7 @@ def fit(
     if task is not None:
         config = replace(config, task=task)
     progress = progress_for_notebook() if progress is None else progress
-    # all processes have the same numbers, so only the first reports them
+    # all processes compute the same numbers, so only the first reports them
     progress = progress if is_first() else Silent()
     needs_base = config.lora is not None or isinstance(config.task, PreferenceTask)
     if needs_base and config.init_from is None:
@@ -190,7 +190,7 @@ def fit(
                 logging.getLogger(__name__).warning(line)
         stack.callback(progress.stop)
         report = stack.enter_context(closing(Report(run, progress)))
-        # an error in the last save is raised here rather than in its thread
+        # raises an error of the last save here rather than in its thread
         with run.saver:
             return _train(run, report, state, first, stop)
 
@@ -214,7 +214,7 @@ def _warnings(config: TrainConfig) -> Iterator[str]:
 
 @contextmanager
 def _claim_folder(path: Path) -> Iterator[None]:
-    """Create and lock the folder of a new run; raises RunError if another run started there."""
+    """Create and lock a new run's folder; raises RunError if another run has started there."""
     path.mkdir(parents=True, exist_ok=True)
     try:
         with locked(path):
@@ -230,7 +230,7 @@ def _claim_folder(path: Path) -> Iterator[None]:
 def _train(
     run: Run, report: Report, state: TrainState, first: list[Inputs], stop: Callable[[], bool]
 ) -> Result:
-    """Take the remaining steps and return the result."""
+    """Run the remaining steps and return the result."""
     config, progress, phases = run.config, report.progress, report.phases
     done = int(state.step)
     scores, val_loss = None, run.saved_val_loss(done)
@@ -247,7 +247,7 @@ def _train(
         with phases.of("step"):
             state, metrics = run.step(state, inputs)
         report.profile.after(done + 1, state)
-        # read a step's measurements while the next one runs, so that the device never idles
+        # read a step's measurements while the next step runs, so that the device never idles
         if pending is not None:
             report.write(report.read(*pending))
         done += 1

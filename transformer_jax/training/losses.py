@@ -1,6 +1,6 @@
-"""Cross-entropy of tokens in float32: masked, weighted, smoothed, or in chunks.
+"""Token cross-entropy in float32, with masking, weights, label smoothing, and chunks.
 
-Ignored tokens never contribute, forward or backward, even if their logits are NaN.
+Ignored tokens contribute neither to the loss nor to the gradient, even if their logits are NaN.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
-    """Return the weighted mean loss of tokens, in nats, and the sum of their weights.
+    """Return the weighted mean loss per token, in nats, and the sum of the token weights.
 
         loss = lse(x) - (1 - e) x[label] - e mean(x) + z lse(x)^2
 
@@ -49,7 +49,7 @@ def cross_entropy(
 
     Raises:
         ValueError: if shapes do not match, or if a label with nonzero weight is outside 0 to V - 1.
-            Under a trace, such a label makes the loss and the gradient of its logits NaN.
+            If labels are traced, such a label makes the loss and its logits' gradient NaN instead.
     """
     terms = _Terms(label_smoothing, z_loss)
     check_array("logits", logits, "[..., V]")
@@ -87,28 +87,28 @@ def chunked_cross_entropy(
 
         logits = softcap tanh((hidden output_weights^T + logit_bias) / softcap)
 
-    Only B * chunk_size rows of logits exist at a time, forward and backward. Each chunk computes
-    its loss and gradients together, so nothing is computed twice. Products use the dtype of
-    `hidden`, sums float32.
+    At most B * chunk_size rows of logits exist at a time, forward and backward. The loss and the
+    gradients of a chunk are computed together, so nothing is computed twice. Products use the dtype
+    of `hidden`, and sums use float32.
 
     Args:
-        hidden: input of the output matrix.
+        hidden: hidden states that the output matrix multiplies.
         output_weights: the output matrix.
         labels: from 0 to V - 1, or `ignore_label`.
-        chunk_size: positions per row whose logits exist at a time, at least 1.
-        softcap: above 0; None applies no cap.
-        logit_bias: None adds nothing.
+        chunk_size: number of positions per row whose logits exist at a time, at least 1.
+        softcap: positive cap on the logits; None applies no cap.
+        logit_bias: bias added to the logits; None adds nothing.
         weights: weight of each token; None means 1.
         ignore_label: label of ignored tokens.
-        label_smoothing: e of `cross_entropy`, at least 0 and below 1.
-        z_loss: z of `cross_entropy`, at least 0.
+        label_smoothing: e in `cross_entropy`, at least 0 and below 1.
+        z_loss: z in `cross_entropy`, at least 0.
 
     Returns:
         The weighted mean loss in nats and the sum of the weights.
 
     Raises:
-        ValueError: if shapes do not match, a number is out of range, or a concrete label with
-            nonzero weight is outside 0 to V - 1.
+        ValueError: if shapes do not match, an option is out of range, or a label that has nonzero
+            weight and is not traced is outside 0 to V - 1.
     """
     terms = _Terms(label_smoothing, z_loss)
     check_array("hidden", hidden, "[B, T, D]")
@@ -153,10 +153,10 @@ def label_scores(
     logit_bias: jax.Array | None = None,  # [V]
     ignore_label: int = -100,
 ) -> tuple[jax.Array, jax.Array]:  # f32[B, T], bool[B, T]
-    """Return the log-probability of each label, in nats, and whether that label is the likeliest.
+    """Return each label's log-probability, in nats, and whether it is the most likely token.
 
-    Logits are those of `chunked_cross_entropy`; the backward pass recomputes them. A label outside
-    0 to V - 1 gives NaN, and `ignore_label` gives 0.
+    Logits are computed as in `chunked_cross_entropy` and recomputed in the backward pass. The
+    result is NaN for a label outside 0 to V - 1, and 0 for `ignore_label`.
     """
     size = _rows(chunk_size, hidden.shape[1])
 
@@ -186,7 +186,7 @@ def label_scores(
 
 @dataclass(frozen=True)
 class _Terms:
-    """Additional terms of the loss; static."""
+    """Additional loss terms; static under `jit`."""
 
     smoothing: float
     z: float
@@ -200,7 +200,7 @@ class _Terms:
 
 @dataclass(frozen=True)
 class _Head:
-    """Options of the logits and the chunked loss; static."""
+    """Options for the logits and the chunked loss; static under `jit`."""
 
     terms: _Terms
     chunk_size: int
@@ -210,7 +210,7 @@ class _Head:
 def _mask_ignored(
     labels: jax.Array, weights: jax.Array | None, ignore_label: int, vocab: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return labels i32[...] and weights f32[...], both 0 for ignored tokens."""
+    """Return labels i32[...] and weights f32[...], which are both 0 for ignored tokens."""
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"labels are {labels.dtype}: must be integers")
     if weights is not None:
@@ -224,7 +224,7 @@ def _mask_ignored(
         isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
         for x in values
     ):
-        # checked before the conversion to int32, which would wrap 2**32 + 1 to a valid label
+        # check before the conversion to int32, which would wrap 2**32 + 1 to a valid label
         concrete = np.asarray(labels)
         wrong = (concrete != ignore_label) & ((concrete < 0) | (concrete >= vocab))
         if weights is not None:
@@ -260,7 +260,7 @@ def _token_loss(
 def _token_loss_jvp(
     terms: _Terms, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    # One pass over the logits, also backward; autodiff would take several and compute 0 * NaN.
+    # One pass over the logits gives loss and slope; autodiff needs several and computes 0 * NaN.
     loss, slope = _loss_and_slope(terms, *primals)
     return loss, jnp.sum(slope * tangents[0].astype(jnp.float32), axis=-1)
 
@@ -268,9 +268,10 @@ def _token_loss_jvp(
 def _loss_and_slope(
     terms: _Terms, logits: jax.Array, labels: jax.Array, counts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return losses [...] and their derivatives with respect to the logits [..., V]; 0 if ignored.
+    """Return the losses [...] and their derivatives with respect to the logits [..., V].
 
-    Values are relative to the largest logit, because float32 values near 1e4 are 1e-3 apart.
+    Both are 0 for ignored tokens. The largest logit is subtracted first, because float32 values
+    near 1e4 are 1e-3 apart.
     """
     vocab = logits.shape[-1]
     x = logits.astype(jnp.float32)
@@ -287,7 +288,7 @@ def _loss_and_slope(
     loss = log - picked
     scale = 1 / denominator
     if terms.smoothing:
-        # log - (1 - e) picked - e mean; an infinite mean makes it infinite, not NaN
+        # log - (1 - e) picked - e mean; if the mean is infinite, so is the loss, not NaN
         mean = jnp.mean(shifted, axis=-1)
         loss = log - (1 - terms.smoothing) * picked - terms.smoothing * mean
     if terms.z:
@@ -305,7 +306,7 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
 
 
 def _chunked_sum(head: _Head, arrays: Arrays) -> tuple[jax.Array]:
-    """Return the sum of weights * losses; JAX's derivative of it recomputes the logits."""
+    """Return the sum of weights * losses; differentiating it with JAX recomputes the logits."""
     hidden, table, bias, labels, weights = arrays
 
     @jax.checkpoint
@@ -328,7 +329,7 @@ def _chunked_sum(head: _Head, arrays: Arrays) -> tuple[jax.Array]:
 
 
 def _sum_and_gradients(head: _Head, arrays: Arrays) -> tuple[tuple[jax.Array], Arrays]:
-    """Return the sum and its gradients, in two products per chunk: no logits are recomputed."""
+    """Return the sum and its gradients without recomputing any logits."""
     hidden, table, bias, labels, weights = arrays
 
     def add(sums: PyTree, chunk: tuple[jax.Array, ...]) -> tuple[PyTree, tuple[jax.Array, ...]]:
@@ -390,13 +391,13 @@ def _loss_of_products(
 
 
 def _rows(chunk_size: int, length: int) -> int:
-    """Return the number of positions per chunk; all if the length is symbolic in an export."""
-    # a Python int: -size would wrap around for NumPy's uint8
+    """Return the number of positions per chunk; if the length is symbolic, use all positions."""
+    # converted to a Python int because -size would wrap around for NumPy's uint8
     return int(min(chunk_size, max(length, 1))) if are_concrete(length) else length
 
 
 def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Cut [B, T, ...] into [chunks, B, size, ...], padded with zeros."""
+    """Split [B, T, ...] into [chunks, B, size, ...], padded with zeros."""
     if not are_concrete(size):
         return tuple(x[None] for x in arrays)
 

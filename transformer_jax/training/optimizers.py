@@ -1,7 +1,7 @@
-"""Optimizers of a run, composed of optax transformations.
+"""Optimizers for a run, composed of optax transformations.
 
-Each clips the gradient's global norm (Pascanu et al. 2013) and follows the run's schedule. Weight
-decay applies only to matrices and tables.
+Each optimizer clips the gradient's global norm (Pascanu et al. 2013) and follows the run's
+learning-rate schedule. Weight decay applies only to matrices and tables.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from transformer_jax.training.batch import Batch, Loss, Params
 
 
 def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
-    """Return the learning rate by update number: a linear warm-up, then `config.schedule`.
+    """Return the learning-rate schedule: a linear warm-up, then `config.schedule`.
 
-    With W warm-up steps out of N, peak p, end m, and n = (count - W) / (N - W):
+    With W warm-up steps out of N, peak rate p, final rate m, and n = (count - W) / (N - W):
         p (count + 1) / (W + 1)                  count < W
         m + (p - m) (1 + cos(pi n)) / 2          cosine (Loshchilov & Hutter 2017)
         p + (m - p) n                            linear
         p sqrt((W + 1) / (count + 1)), >= m      inverse_sqrt (Vaswani et al. 2017, 5.3)
         p, and linear to m in the last D steps   wsd (Hu et al. 2024), D = decay_steps
         p                                        constant
-    From N on, the rate stays constant. If N <= W, the schedule is only the warm-up.
+    After N steps, the rate is constant. If N <= W, the schedule consists only of the warm-up.
     """
     peak, end = config.learning_rate, config.min_learning_rate
     warmup, first = config.warmup, config.learning_rate / (config.warmup + 1)
@@ -45,7 +45,7 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
     elif config.schedule == "linear":
         after = [optax.linear_schedule(peak, end, left)]
     elif config.schedule == "inverse_sqrt":
-        after = [  # of the updates after the warm-up
+        after = [  # schedule for the updates after the warm-up
             lambda count: jnp.maximum(peak * jnp.sqrt((warmup + 1) / (count + warmup + 1)), end)
         ]
     elif config.schedule == "wsd":
@@ -58,10 +58,10 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Return the optimizer that `config.optimizer` names, with clipping and the schedule.
+    """Return the optimizer that `config.optimizer` specifies, with clipping and the schedule.
 
-    Frozen parameters get no update and do not count in the clipped norm. The optimizer's `init`
-    raises ConfigError if a frozen name matches no parameter.
+    Frozen parameters are not updated and do not count toward the clipped norm. The optimizer's
+    `init` raises ConfigError if a frozen name matches no parameter.
     """
     rate, last = learning_rate_schedule(config), []
     if config.frozen is not None:
@@ -113,13 +113,13 @@ def scale_by_adafactor(settings: Adafactor) -> optax.GradientTransformation:
     """Scale by the factored root mean square, then clip (Shazeer & Stern 2018, algorithm 4).
 
     Unlike optax, which clips whole arrays, this clips each layer of a scanned stack and each expert
-    separately. The state is that of `optax.scale_by_factored_rms`.
+    separately. The state has the same type as in `optax.scale_by_factored_rms`.
     """
 
     def axes(path: KeyPath, leaf: jax.Array) -> tuple[int, tuple[int, int] | None]:
-        """Return the number of leading axes, and the second longest and longest other axes.
+        """Return the number of leading axes, and the second-longest and longest of the other axes.
 
-        None replaces the two axes if each element has its own second moment.
+        The two axes are None if each element has its own second moment.
         """
         first = stacked_axes(path_name(path).split("/"), leaf.ndim)
         longest = [first + int(axis) for axis in np.argsort(leaf.shape[first:], kind="stable")[-2:]]
@@ -173,7 +173,7 @@ def scale_by_adafactor(settings: Adafactor) -> optax.GradientTransformation:
 def without_frozen(loss: Loss, names: tuple[str, ...]) -> Loss:
     """Return the loss with zero gradient for parameters whose names begin with one of `names`.
 
-    The backward pass skips their products, and they do not count in a norm.
+    The backward pass skips products with these parameters.
     """
 
     def partly_frozen(
@@ -210,10 +210,10 @@ def is_frozen(names: tuple[str, ...], params: Params) -> Params:
 
 
 def decays(params: Params) -> Params:
-    """Mark the parameters that weight decay shrinks: all except biases, norm scales and sinks.
+    """Mark the parameters that have weight decay: all except biases, norm scales, and sinks.
 
-    Biases are recognized by name, because those of heads have two axes. The rank excludes the axis
-    of stacked layers.
+    Biases are recognized by name, because a bias with one row per head has two axes. The axis of
+    stacked layers does not count toward the rank.
     """
 
     def decay(path: KeyPath, leaf: jax.Array) -> bool:
@@ -227,8 +227,8 @@ def decays(params: Params) -> Params:
 def matrix_dimensions(params: Params) -> Params:
     """Return the input and output axes of each matrix in a block, and None for other parameters.
 
-    A kernel is [inputs, outputs]: query [D, (N H)], attention output [(N Hv), D]. Each stacked
-    layer (leading axis L) and expert (E) is a separate matrix.
+    A kernel is [inputs, outputs], such as [D, (N H)] for the query and [(N Hv), D] for the
+    attention output. Each stacked layer (leading axis L) and each expert (E) is a separate matrix.
     """
 
     def dimensions(path: KeyPath, leaf: jax.Array) -> MuonDimensionNumbers | None:
@@ -243,7 +243,7 @@ def matrix_dimensions(params: Params) -> Params:
 
 
 def averaged_params(opt_state: optax.OptState, params: Params) -> Params:
-    """Return the parameters for evaluation and use: for ScheduleFree, their average."""
+    """Return the parameters to evaluate and use; for ScheduleFree, this is their average."""
     found = [part for part in opt_state if isinstance(part, ScheduleFreeState)]
     if not found:
         return params
@@ -255,9 +255,10 @@ def round_stochastically(
     x: jax.Array,  # f32[...]
     key: jax.Array,
 ) -> jax.Array:  # bf16[...]
-    """Round to one of the two nearest bfloat16 values, with mean x (Zamirai et al. 2020).
+    """Round to one of the two nearest bfloat16 values, so that the mean is x (Zamirai et al. 2020).
 
-    Rounding to nearest would lose updates below half the bfloat16 spacing, 2^-8 of a weight.
+    Rounding to nearest would lose updates smaller than half the bfloat16 spacing, which is 2^-8 of
+    a weight.
     """
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -1,4 +1,4 @@
-"""Wall-clock time, memory and chip utilization of a run."""
+"""Wall-clock time, memory, and chip utilization of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PHASES: tuple[Phase, ...] = ("data", "step", "evaluation", "checkpoint")
 
 
 class Phases:
-    """Wall-clock seconds per phase since the last line of measurements."""
+    """Wall-clock seconds per phase since the last line in metrics.jsonl."""
 
     def __init__(self) -> None:
         self._begun, self._seconds = time.perf_counter(), dict.fromkeys(PHASES, 0.0)
@@ -32,7 +32,7 @@ class Phases:
         try:
             yield
         finally:
-            # counts even if the phase fails
+            # the time counts even if the phase fails
             self._seconds[phase] += time.perf_counter() - start
 
     def taken(self) -> dict[str, float]:
@@ -45,7 +45,7 @@ class Phases:
 
 
 def peak_memory() -> int:
-    """Return the peak memory of this process's device in bytes; on a CPU, that of the process."""
+    """Return the peak memory in bytes: of this process's device or, on a CPU, of the process."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "peak_bytes_in_use" in stats:
@@ -61,11 +61,11 @@ def flops_utilisation(
     device_kind: str | None = None,
     devices: int | None = None,
 ) -> float | None:
-    """Return the model FLOPs utilization, or MFU (Chowdhery et al. 2022, B).
+    """Return the model FLOPs utilization, or MFU (Chowdhery et al. 2022, appendix B).
 
-    Operations are those of `step_flops`; the peak is that of dense bfloat16 products, whatever the
-    run's dtype. Returns None if no peak is listed for the device, as for a CPU, or if the model is
-    not a transformer.
+    Operations are counted by `step_flops`. The peak is the device's peak for dense bfloat16
+    products, regardless of the run's dtype. Returns None if no peak is listed for the device (for
+    example, a CPU) or if the model is not a transformer.
     """
     found = jax.devices()
     chip = chip_of(found[0].device_kind if device_kind is None else device_kind)

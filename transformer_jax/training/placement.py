@@ -1,15 +1,15 @@
-"""Placement of a run's arrays: parameters and optimizer state are sharded, batches split by rows.
+"""Placement of a run's arrays: parameters and optimizer state are sharded, batches split by row.
 
-The axes of the mesh are explicit, so the placement here decides how every step is split
+The mesh axes are explicit, so the placement here determines how every step is split
 (docs/meshes.md). Matrices are split as follows:
 
     query, key, value [D, N, H]   up, gate [D, F]     inputs by fsdp, heads or width by tensor
     out [N, H, D]                 down [F, D]         heads or width by tensor, outputs by fsdp
-    of each expert up, gate [E, D, F] and down [E, F, D]: the same, and experts by expert
-    tables of tokens [V, D]                           vocabulary by tensor, width by fsdp
+    expert up, gate [E, D, F] and down [E, F, D]      like up, gate, and down; experts by expert
+    token embedding tables [V, D]                     vocabulary by tensor, width by fsdp
 
-The optimizer's state is split like its parameter. An axis whose size the number of devices does not
-divide is replicated.
+Optimizer state is split like the parameter it belongs to. An array axis is replicated if its size
+is not divisible by the number of devices.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KERNELS: dict[str, tuple[str | None, ...]] = {
     "gate": ("fsdp", "tensor"),
     "down": ("tensor", "fsdp"),
 }
-"""Mesh axes that split the kernel of a module."""
+"""Mesh axes that split each axis of a kernel, keyed by module name."""
 
 _BIASES: dict[str, tuple[str | None, ...]] = {
     "query": ("tensor", None),
@@ -49,7 +49,7 @@ _BIASES: dict[str, tuple[str | None, ...]] = {
     "up": ("tensor",),
     "gate": ("tensor",),
 }
-"""Mesh axes that split the bias of a module."""
+"""Mesh axes that split each axis of a bias, keyed by module name."""
 
 _TABLES: dict[str, tuple[str | None, ...]] = {
     "tokens": ("tensor", "fsdp"),
@@ -58,16 +58,16 @@ _TABLES: dict[str, tuple[str | None, ...]] = {
     "positions": (None, "fsdp"),
     "target_positions": (None, "fsdp"),
 }
-"""Mesh axes that split an embedding table."""
+"""Mesh axes that split each axis of an embedding table, keyed by table name."""
 
 
 def parameter_spec(
-    names: tuple[str, ...],  # the path of an array, as ("decoder", "block_0", "out", "kernel")
+    names: tuple[str, ...],  # path of the array, such as ("decoder", "block_0", "out", "kernel")
     shape: tuple[int, ...],
-    sizes: dict[str, int],  # of the axes of the mesh
+    sizes: dict[str, int],  # size of each mesh axis
 ) -> PartitionSpec:
-    """Return the split of a parameter, or of an optimizer array with the same path."""
-    # Adafactor's row and column sums lack one axis of the parameter
+    """Return the partition spec for a parameter or for an optimizer array with the same path."""
+    # Adafactor's row and column sums lack one of the parameter's axes
     if {"v_row", "v_col"} & set(names):
         return PartitionSpec()
     first = 1 if "blocks" in names else 0  # the layers of a scanned stack
@@ -91,12 +91,12 @@ def parameter_spec(
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of a run's arrays: on one device, or split over a mesh."""
+    """Placement of a run's arrays, on one device or split across a mesh."""
 
     mesh: Mesh | None = None
 
     def state(self, template: PyTree) -> PyTree:
-        """Return the shapes with the sharding of each array; unchanged without a mesh."""
+        """Add a sharding to each shape; without a mesh, return the shapes unchanged."""
         if self.mesh is None:
             return template
         mesh, sizes = self.mesh, dict(self.mesh.shape)
@@ -109,7 +109,7 @@ class Placement:
         return jax.tree_util.tree_map_with_path(placed, template)
 
     def shardings(self, template: PyTree) -> PyTree:
-        """Return the sharding of each array of a state, or a single None without a mesh."""
+        """Return the sharding of each array in a state, or a single None without a mesh."""
         if self.mesh is None:
             return None
         return jax.tree.map(lambda leaf: leaf.sharding, self.state(template))
@@ -121,7 +121,7 @@ class Placement:
         return self._put(batch, PartitionSpec(*(None,) * axis, ROWS))
 
     def rows_of_process(self, batch: T, axis: int) -> T:
-        """Put a batch on the devices as `rows` does, given only this process's 1/P of its rows."""
+        """Put a batch on the devices like `rows`, given only the rows of this process (1/P)."""
         if self.mesh is None:
             return jax.device_put(batch)
         sharding = NamedSharding(self.mesh, PartitionSpec(*(None,) * axis, ROWS))
@@ -129,7 +129,7 @@ class Placement:
         def put(x: np.ndarray) -> jax.Array:
             rows = x.shape[axis] * jax.process_count()
             shape = (*x.shape[:axis], rows, *x.shape[axis + 1 :])
-            # no process needs the whole batch
+            # each process needs only its own part of the batch
             return jax.make_array_from_process_local_data(sharding, x, shape)
 
         return jax.tree.map(put, batch)
@@ -139,7 +139,7 @@ class Placement:
         return jax.device_put(tree) if self.mesh is None else self._put(tree, PartitionSpec())
 
     def _put(self, tree: PyTree, spec: PartitionSpec) -> PyTree:
-        """Place arrays that every process has in full."""
+        """Put arrays on the devices; every process must have them in full."""
         assert self.mesh is not None
         sharding = NamedSharding(self.mesh, spec)
 
@@ -152,16 +152,16 @@ class Placement:
         return jax.tree.map(put, tree)
 
     def settled(self, tree: T) -> T:
-        """Return the tree; on a CPU mesh, wait until it is computed.
+        """Return the tree; on a CPU mesh, first wait until it is computed.
 
-        There, the collectives of two concurrent programs can deadlock.
+        On CPUs, the collectives of two concurrent programs can deadlock.
         """
         if self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu":
             jax.block_until_ready(tree)
         return tree
 
     def described(self) -> str:
-        """Describe the devices of a run, such as `cpu` or `8 x cpu: data=2, fsdp=4`."""
+        """Describe the run's devices, for example as `cpu` or `8 x cpu: data=2, fsdp=4`."""
         device = jax.local_devices()[0]
         kind = "" if device.device_kind == device.platform else f" ({device.device_kind})"
         if self.mesh is None:
@@ -171,7 +171,7 @@ class Placement:
 
 
 def make_placement(config: MeshConfig | None) -> Placement:
-    """Return the placement on all available devices; raises ConfigError if the mesh differs."""
+    """Return the placement; raises ConfigError unless the mesh uses all available devices."""
     if config is None:
         if jax.process_count() > 1:
             found = f"{jax.process_count()} processes with {len(jax.devices())} devices"

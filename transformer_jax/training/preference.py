@@ -1,10 +1,11 @@
 """Direct preference optimization: learning which of two answers is preferred.
 
-An answer y to a prompt x has the reward r(y) = beta (log p(y | x) - log p0(y | x)), where p0 is the
-initial model. A pair has the loss -log sigmoid(r(chosen) - r(rejected)) (Rafailov et al. 2023).
+The reward of an answer y to a prompt x is r(y) = beta (log p(y | x) - log p0(y | x)), where p0 is
+the initial model. The loss of a pair is -log sigmoid(r(chosen) - r(rejected)) (Rafailov et al.
+2023).
 
-The first half of a row contains the prompt and the chosen answer, the second half the prompt and
-the rejected answer. The model reads the halves as two rows.
+The first half of a row contains the prompt and the chosen answer. The second half contains the
+prompt and the rejected answer. The model reads the halves as two rows.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from transformer_jax.training.losses import label_scores
 def answer_log_probs(
     config: ModelConfig, *, chunk: int | None = None, row_shards: int = 1
 ) -> Callable[..., jax.Array]:
-    """Return `log_probs(params, batch, key) -> f32[B, 2]` of each row's two answers, in nats.
+    """Return `log_probs(params, batch, key) -> f32[B, 2]` for the two answers in each row, in nats.
 
-    Each sums over the answer's labels. Logits exist for `chunk` tokens of each row at a time; None
-    uses `chosen_chunk`.
+    Each value is the sum over the answer's labels. Logits exist for only `chunk` tokens per row at
+    a time; None uses `chosen_chunk`.
     """
     model = build(config)
 
@@ -57,7 +58,7 @@ def answer_log_probs(
 def preference_loss(config: TrainConfig, beta: float, *, row_shards: int = 1) -> Loss:
     """Return `loss(params, batch, key, reference) -> (mean, pairs)`, in nats per pair.
 
-    The reference has neither dropout nor gradient.
+    The reference model runs without dropout and has no gradient.
     """
     margins = _margins(config, beta, row_shards)
 
@@ -79,9 +80,10 @@ def preference_loss(config: TrainConfig, beta: float, *, row_shards: int = 1) ->
 def preference_scores(
     config: TrainConfig, beta: float, *, row_shards: int = 1
 ) -> Callable[..., jax.Array]:
-    """Return `scores(params, batch, reference) -> f32[3]`: summed loss, pairs, correct pairs.
+    """Return `scores(params, batch, reference) -> f32[3]`.
 
-    A pair is correct if its chosen answer has the larger reward.
+    The scores are the summed loss, the number of pairs, and the number of correct pairs, in which
+    the chosen answer has the larger reward.
     """
     margins = _margins(config, beta, row_shards)
 
@@ -101,7 +103,10 @@ def preference_scores(
 def _margins(
     config: TrainConfig, beta: float, row_shards: int
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return a function for r(chosen) - r(rejected) and 1 for each row with a pair, f32[B] each."""
+    """Return a function that computes each row's r(chosen) - r(rejected) and weight, f32[B] each.
+
+    The weight is 1 if the row contains a pair, otherwise 0.
+    """
     model = as_transformer(config.model)
     log_probs = answer_log_probs(model, chunk=config.loss_chunk, row_shards=row_shards)
 
@@ -125,7 +130,7 @@ def _margins(
 
 
 class Reference(FrozenBase):
-    """Reference policy of a run without adapters: a frozen copy of the initial parameters."""
+    """Reference policy for a run without adapters: a frozen copy of the initial parameters."""
 
     def part(self, params: Params) -> Params:
         """Return a copy of all parameters in `param_dtype`."""
@@ -133,9 +138,9 @@ class Reference(FrozenBase):
         return jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
 
     def trained(self, loaded: Params, params: Params, key: jax.Array) -> Params:
-        """Return all parameters: this run trains the whole model."""
+        """Return all parameters, because this run trains the whole model."""
         return params
 
     def join_parts(self, trained: Params) -> Params:
-        """Return the trained parameters: they are the whole model."""
+        """Return the trained parameters, which are already the whole model."""
         return trained

@@ -1,8 +1,8 @@
 """Input pipeline for prepared folders: shuffles, mixes, batches and reads ahead.
 
-A grain pipeline (https://google-grain.readthedocs.io) orders the rows: it shuffles each folder by
-(seed, epoch) and mixes folders by weight. Every stage has random access: the rows of step n depend
-only on the seed and n, so a resumed run needs no iterator state.
+A grain pipeline (https://google-grain.readthedocs.io) orders the rows. It shuffles each folder by
+(seed, epoch) and mixes folders by weight. Every stage supports random access. The rows of step n
+depend only on the seed and n, so a resumed run needs no iterator state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ THREADS = 4
 """Number of threads that read ahead."""
 
 AHEAD = 8
-"""Number of steps that are read and put on the device in advance."""
+"""Number of steps whose inputs are read and put on the device in advance."""
 
 
 class PartRows(Protocol):
@@ -48,7 +48,7 @@ class PartRows(Protocol):
     def read(
         self, row: int, tokens: np.ndarray, labels: np.ndarray, segments: np.ndarray | None
     ) -> None:
-        """Write a row into the arrays, i32[T] each; positions without a token stay unchanged."""
+        """Write a row into the arrays, i32[T] each; positions without a token are not changed."""
 
 
 @value_class
@@ -74,10 +74,10 @@ class WindowRows:
 
 
 class DocumentRows:
-    """Documents in rows: short ones share a row, long ones span several.
+    """Documents packed into rows: short documents share a row, and long ones span several rows.
 
-    In corpus order, each piece goes into the fullest of the OPEN_ROWS open rows with room for it.
-    Labels are the next tokens of the same document.
+    Each piece, in corpus order, goes into the fullest of the OPEN_ROWS open rows that has room for
+    it. Labels are the next tokens of the same document.
     """
 
     def __init__(self, part: Part, length: int, packed: bool = True) -> None:
@@ -120,10 +120,10 @@ def _pieces(
     length: int,
     skipped: int,
 ) -> tuple[np.ndarray, np.ndarray]:  # i64[n], i32[n]
-    """Return the start and number of labels, at most `length`, of each piece of each document.
+    """Return, for each piece of each document, its start and its number of labels (up to `length`).
 
-    A document begins `skipped` tokens after the end token of the previous document, and its last
-    label is its own end token.
+    A document begins `skipped` tokens after the previous document's end token. Its last label is
+    its own end token.
     """
     sizes = np.diff(bounds) - skipped
     counts = -(-sizes // length)
@@ -140,10 +140,10 @@ def _pieces(
 def row_order(
     counts: Sequence[int], seed: int, weights: Sequence[float] | None = None
 ) -> grain.MapDataset:
-    """Return an endless order of (folder, row) pairs for folders of `counts` rows.
+    """Return an endless sequence of (folder, row) pairs; folder f has `counts[f]` rows.
 
-    Each epoch of a folder reads its rows once, in a new order. Folders are mixed by weight
-    (`Mixture`), by default their number of rows.
+    In each epoch, every row of a folder is read once, in a new order. Folders are mixed by weight
+    (see `Mixture`); the default weight of a folder is its number of rows.
     """
     for count in counts:
         if not 0 < count < 2**31:
@@ -163,10 +163,10 @@ def row_order(
 
 
 class Mixture:
-    """Mixture of folders: maps each index of an endless order to (folder, row in that folder).
+    """Mixture of folders that maps each index of an endless sequence to (folder, row).
 
-    The pattern repeats every MIXTURE rows, of which folder f gets round(MIXTURE w_f / sum(w)), at
-    least one, evenly spaced.
+    The pattern repeats every MIXTURE rows. Folder f gets round(MIXTURE w_f / sum(w)) of these rows,
+    but at least one, evenly spaced.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -188,13 +188,13 @@ class Mixture:
 
 @value_class
 class RowReader:
-    """Reader of rows from several folders into batches."""
+    """Reader that collects rows from several folders into batches."""
 
     rows: tuple[PartRows, ...]
 
     def __call__(
         self,
-        chosen: np.ndarray,  # i64[..., B, 2]: folder and row; folder -1 is an empty row
+        chosen: np.ndarray,  # i64[..., B, 2]: folder and row; folder -1 means an empty row
     ) -> Batch:  # leaves i32[..., B, T]
         """Return the chosen rows; labels are IGNORE at empty positions."""
         shape = (*chosen.shape[:-1], self.rows[0].length)
@@ -209,7 +209,7 @@ class RowReader:
 
 
 def rows_of_process(batch_size: int, process: tuple[int, int]) -> slice:
-    """Return the batch rows of process p of P: p B / P to (p + 1) B / P.
+    """Return the batch rows of process p out of P: p B / P to (p + 1) B / P.
 
     Raises ConfigError unless P divides B.
     """
@@ -228,7 +228,7 @@ def step_batches(
     batch_size: int,
     process: tuple[int, int] = (0, 1),  # index and count
 ) -> grain.MapDataset:
-    """Return this process's input of each step, a Batch with leaves [A, B / P, T].
+    """Return this process's input for each step, a Batch with leaves [A, B / P, T].
 
     Raises ConfigError unless P divides B.
     """
@@ -252,7 +252,7 @@ class Prefetcher:
 
     def __call__(self, step: int) -> Batch:
         """Return element `step`."""
-        # jump after a resume or a step back
+        # access is not sequential after a resume or a step back
         if step != self._next:
             self._iterator.set_state({"next_index": step})
         self._next = step + 1

@@ -1,6 +1,6 @@
-"""Coordination of a run's processes: the first writes, and all stop together.
+"""Coordination of a run's processes: only the first writes, and all stop together.
 
-A single process never communicates.
+If there is only one process, nothing is communicated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ConfigError, RunError, CheckpointError, OSError)
 }
 _MAX_BYTES = 4096
-"""Maximum bytes of an error's name and message sent to the other processes."""
+"""Maximum size in bytes of the error name and message sent to the other processes."""
 
 
 def is_first() -> bool:
@@ -31,9 +31,9 @@ def is_first() -> bool:
 
 
 def by_first(work: Callable[[], T]) -> T | None:
-    """Do work in the first process only; return its result there and None elsewhere.
+    """Call `work` in the first process only; return its result there and None elsewhere.
 
-    All processes wait; an error in the first is raised in all.
+    All processes wait for it. An error in the first process is raised in all of them.
     """
     if jax.process_count() == 1:
         return work()
@@ -45,7 +45,7 @@ def by_first(work: Callable[[], T]) -> T | None:
             error = raised
     from jax.experimental import multihost_utils
 
-    # only arrays can be broadcast, so an error is sent as a fixed number of bytes
+    # only arrays can be broadcast, so an error is sent as an array of fixed size
     sent = np.zeros(_MAX_BYTES, np.uint8)
     if error is not None:
         content = f"{type(error).__name__}\n{error}".encode()[:_MAX_BYTES]
@@ -81,7 +81,7 @@ def time_of_first() -> str:
 
 
 def gathered_here(tree: T) -> T:
-    """Return arrays that are split over processes in full, on each host."""
+    """Copy arrays that are split across processes to each host in full."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils

@@ -11,14 +11,17 @@ from transformer_jax.pytree import PyTree
 
 
 class Profile:
-    """Profiler of steps a to b, from `config.profile` ("a-b"), in OUT/profile; inactive if None."""
+    """Profiler that records steps a to b in OUT/profile if `config.profile` is "a-b".
+
+    If it is None, nothing is recorded.
+    """
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         self._steps, self._folder, self._on = config.profiled_steps, folder / "profile", False
 
     def before(self, step: int, state: PyTree) -> None:
         """Start recording if `step` (from 1) is the first profiled step."""
-        # wait for earlier steps, which must not appear in the profile
+        # wait for earlier steps so that they do not appear in the profile
         if self._steps is not None and not self._on and step == self._steps[0]:
             jax.block_until_ready(state)
             jax.profiler.start_trace(self._folder)

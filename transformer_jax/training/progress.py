@@ -19,7 +19,7 @@ class Progress(Protocol):
         """Show the loss of a finished step."""
 
     def decoded(self, done: int, total: int) -> None:
-        """Show how many held-out examples are decoded; the first call has `done=0`."""
+        """Show how many held-out examples have been decoded; the first call has `done=0`."""
 
     def say(self, line: str) -> None:
         """Show a line."""
@@ -45,18 +45,19 @@ class Silent:
 class DecodingLine:
     """Count of decoded examples, shown on standard error after ten seconds.
 
-    A terminal shows one line, erased at the end; other outputs get about twenty lines at most.
+    A terminal shows a single line, which is erased at the end. Any other output gets about twenty
+    lines at most.
     """
 
     def __call__(self, done: int, total: int) -> None:
-        """Show that `done` of `total` examples are decoded; `done=0` starts the clock."""
+        """Show that `done` of `total` examples have been decoded; `done=0` starts the clock."""
         now = time.monotonic()
         if done == 0:
             self._begun, self._last = now, (0, now)
             self._first: tuple[int, float] | None = None
             self._drawn = 0
             return
-        self._first = self._first or (done, now)  # excludes the compilation
+        self._first = self._first or (done, now)  # excludes compilation time
         if done == total:
             self._write("\r" + " " * self._drawn + "\r" if self._drawn else "")
         if done == total or now - self._begun < 10:
@@ -80,7 +81,7 @@ class DecodingLine:
 
 
 class Lines:
-    """Progress in about twenty lines per run."""
+    """Progress display that prints about twenty lines per run."""
 
     def __init__(self) -> None:
         self.decoded = DecodingLine()
@@ -91,7 +92,7 @@ class Lines:
 
     def step(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         now = time.monotonic()
-        self._first = self._first or (step, now)  # excludes the compilation
+        self._first = self._first or (step, now)  # excludes compilation time
         if step % self._every and step != self._steps:
             return
         seconds = (now - self._first[1]) / max(step - self._first[0], 1)
@@ -107,7 +108,7 @@ class Lines:
 
 
 class Bar:
-    """Progress bar with loss, tokens per second and time left; in a notebook, `Lines`."""
+    """Progress bar with loss, tokens per second, and time left; in a notebook, `Lines`."""
 
     def __new__(cls) -> Any:
         """Create a bar, or `Lines` in a notebook."""
@@ -167,7 +168,7 @@ def show(line: str) -> None:
     try:
         print(line, flush=True)
     except BrokenPipeError:
-        # Python flushes standard output at exit, which would fail again
+        # otherwise Python flushes standard output at exit and fails again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

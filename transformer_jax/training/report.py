@@ -1,4 +1,4 @@
-"""Reports on a run: metrics.jsonl, trackers, profile, and batches with loss spikes."""
+"""Reports on a run: metrics.jsonl, trackers, the profile, and batches with loss spikes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepNumbers:
 
 
 class Report:
-    """Writer of measurements: shows every step, and writes the lines that are due."""
+    """Reporter that shows the measurements of every step and writes lines when they are due."""
 
     def __init__(self, run: Run, progress: Progress) -> None:
         self.run, self.progress = run, progress
@@ -50,7 +50,7 @@ class Report:
         self.spikes = None if factor is None else Spikes(factor, folder)
         names = (run.config.log or ()) if is_first() else ()
         self.trackers = Trackers(names, folder, run.config, progress.say)
-        self._times = list[float]()  # arrival times of the last 21 steps' measurements
+        self._times = list[float]()  # when the measurements of the last 21 steps arrived
 
     def close(self) -> None:
         """Close the profile and the trackers."""
@@ -69,7 +69,8 @@ class Report:
     def read(self, step: int, metrics: Metrics, inputs: Inputs | None) -> StepNumbers:
         """Wait for a step's measurements and show them.
 
-        Saves the batch of a loss spike. Raises RunError after MAX_REJECTED rejected steps in a row.
+        If the step is a loss spike, its batch is saved. Raises RunError after MAX_REJECTED
+        consecutive rejected steps.
         """
         with self.phases.of("step"):
             metrics = jax.device_get(metrics)
@@ -98,7 +99,7 @@ class Report:
         config, step, held_out = self.run.config, numbers.step, {}
         if scores is not None and math.isfinite(scores.loss):
             held_out = {"val_loss": scores.loss, "val_accuracy": scores.accuracy}
-            if config.eval_batches is not None:  # the loss covers only some of the held-out part
+            if config.eval_batches is not None:  # the loss covers only some held-out batches
                 held_out["eval_batches"] = config.eval_batches
             perplexity = ""
             of_tokens = self.run.task.learner is None
@@ -130,5 +131,5 @@ class Report:
 
 
 def finite(value: float) -> float | None:
-    """Return the value, or None for NaN and infinity, which JSON lacks."""
+    """Return the value, or None for NaN and infinity, which JSON cannot represent."""
     return value if math.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""Layout of examples in rows: bucketed by length, or several packed into a row.
+"""Layout of examples in rows: bucketed by length, or with several examples packed into each row.
 
-The rows of a step depend only on (seed, step), so a resumed run needs no iterator state. Every
-epoch reads each row, in a new order.
+The rows of a step depend only on (seed, step), so a resumed run needs no iterator state. Each epoch
+reads every row once, in a new order.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from transformer_jax.training.data import IGNORE
 from transformer_jax.values import value_class
 
 BUCKETS = 4
-"""Maximum number of padded lengths; each compiles a program."""
+"""Maximum number of padded lengths. A separate program is compiled for each length."""
 
 BUCKET_ROWS = 1000
-"""Minimum rows per bucket: with fewer, the program costs more than the padding it saves."""
+"""Minimum number of rows per bucket. With fewer, compiling a program costs more than it saves."""
 
 MULTIPLE = 8
 """Row lengths are rounded up to a multiple of this."""
 
 OPEN_ROWS = 64
-"""Number of open rows in packing: without a limit, packing takes quadratic time."""
+"""Maximum number of open rows during packing; without a limit, packing takes quadratic time."""
 
 FILL = {"labels": IGNORE}
-"""Padding value by field; 0 or False for the others."""
+"""Padding value, keyed by field; 0 or False for all other fields."""
 
 
 @value_class
 class Rows:
-    """Examples as rows, in buckets of equal row length."""
+    """Examples laid out as rows, in buckets of equal row length."""
 
     buckets: tuple[Batch, ...]  # leaves [n, ...]
     counts: tuple[int, ...] = field(init=False)
@@ -53,7 +53,7 @@ class Rows:
     def step(self, seed: int, step: int, accumulation: int, size: int) -> Batch:
         """Return the micro-batches of a step, leaves [A, B, ...], all from one bucket.
 
-        If a bucket's rows do not fill its last step, its first rows are repeated.
+        If a bucket has too few rows left to fill its last step, its first rows are repeated.
         """
         total = accumulation * size
         ends = np.cumsum([-(-count // total) for count in self.counts])  # last step of each bucket
@@ -81,13 +81,13 @@ class Rows:
 @lru_cache(maxsize=16)
 def _shuffled(seed: int, epoch: int, part: int, count: int) -> np.ndarray:  # i64[count]
     """Return a permutation of `count` items that depends only on the arguments."""
-    # Philox's raw stream is the same in all NumPy versions; `random_starts` never sets bit 63
+    # the raw Philox stream is the same in all NumPy versions; `random_starts` never sets bit 63
     key = (seed << 64) + (1 << 63) + (epoch << 8) + part
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
 def _filled(batch: Batch, size: int) -> Batch:
-    """Append empty rows to a batch until it has `size` rows."""
+    """Append empty rows to a batch so that it has `size` rows."""
     short = size - len(batch.labels)
     if not short:
         return batch
@@ -103,9 +103,9 @@ def _filled(batch: Batch, size: int) -> Batch:
 
 
 def bucketed(examples: Sequence[Batch], padding: bool = False) -> Rows:
-    """Lay out one example per row, in at most BUCKETS row lengths; `padding` adds `valid`.
+    """Lay out one example per row, with at most BUCKETS row lengths.
 
-    Causal models need no `valid`, because padding comes last.
+    `padding` adds the field `valid`, which causal models do not need because padding comes last.
     """
     sizes = [len(e.tokens) + (0 if e.source is None else len(e.source)) for e in examples]
     order = np.argsort(sizes, kind="stable")
@@ -129,10 +129,10 @@ def stack_rows(
     rows: Sequence[np.ndarray],  # i32[T], bool[T], f32[T, D_in], f32[H, W, C] or i32[] each
     fill: int = 0,
 ) -> tuple[np.ndarray, np.ndarray | None]:  # [B, T, ...], bool[B, T]
-    """Stack rows, padding shorter ones with `fill`; also return a mask of the valid entries.
+    """Stack rows, padding shorter ones with `fill`; return the array and a mask of valid entries.
 
-    The length is rounded up to a multiple of MULTIPLE. Images [H, W, C] and classes [] have equal
-    shapes, so they are not padded and the mask is None.
+    The length is rounded up to a multiple of MULTIPLE. All images [H, W, C] have the same shape, as
+    do classes [], so they are not padded and the mask is None.
     """
     first = rows[0]
     kind = first.dtype if first.dtype == bool else np.dtype(np.float32)
@@ -148,7 +148,7 @@ def stack_rows(
 
 
 def padded(examples: Sequence[Batch], padding: bool) -> Batch:
-    """Lay out one example per row, all of one length; `padding` adds `valid`."""
+    """Lay out one example per row, all with the same length; `padding` adds the field `valid`."""
 
     def column(name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         rows = [getattr(example, name) for example in examples]
@@ -160,17 +160,17 @@ def padded(examples: Sequence[Batch], padding: bool) -> Batch:
 
 
 def pack(
-    sizes: np.ndarray,  # i32[n], from 1 to `length` each
+    sizes: np.ndarray,  # i32[n], each from 1 to `length`
     length: int,
     fullest: bool = False,
 ) -> np.ndarray:  # i32[n]
-    """Return the row of each piece: the first of the last OPEN_ROWS rows with room for it.
+    """Return the row of each piece: the first of the last OPEN_ROWS rows that has room for it.
 
-    With `fullest`, it is the fullest open row with room, of at most OPEN_ROWS. The time is linear
-    in the number of pieces.
+    If `fullest`, choose the fullest of up to OPEN_ROWS open rows instead. The time is linear in the
+    number of pieces.
     """
     found, count = np.empty(len(sizes), np.int32), 0
-    rooms, rows = list[int](), list[int]()  # of open rows; with `fullest`, the least room first
+    rooms, rows = list[int](), list[int]()  # open rows; with `fullest`, sorted by room
     for block in range(0, len(sizes), 2**16):  # in blocks, because Python ints take more memory
         for piece, size in enumerate(sizes[block : block + 2**16].tolist(), start=block):
             if fullest:
@@ -194,9 +194,9 @@ def pack(
 
 
 def packed(examples: Sequence[Batch], length: int) -> Rows:
-    """Lay out several examples per row, as `pack` does.
+    """Lay out several examples per row, using `pack`.
 
-    Segments keep examples from attending to each other and restart positions at 0.
+    Each example is a segment: it cannot attend to other examples, and its positions start at 0.
 
     Args:
         examples: one batch each, tokens and labels [T].
@@ -226,7 +226,7 @@ def packed(examples: Sequence[Batch], length: int) -> Rows:
 
 
 def laid_out(examples: Sequence[Batch], length: int | None) -> Rows:
-    """Pack examples if two of mean length fit into a row, otherwise lay out one per row.
+    """Pack examples if two of average length fit in a row; otherwise, lay out one per row.
 
     Args:
         examples: one batch each, tokens and labels [T].

@@ -1,4 +1,4 @@
-"""Programs, placement, state and checkpoints of a new or resumed run."""
+"""Programs, placement, state, and checkpoints of a new or resumed run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from transformer_jax.training.tasks.task import Inputs
 
 
 class Run:
-    """Constants of one call of `fit`: task, programs, placement and folder."""
+    """Task, programs, placement, and folder, which are constant during a call to `fit`."""
 
     def __init__(self, task: TrainingTask, folder: RunFolder) -> None:
         self.task, self.folder = task, folder
@@ -53,7 +53,7 @@ class Run:
             self.base = FrozenBase(self.config, self.placement)
         elif isinstance(self.config.task, PreferenceTask):
             self.base = Reference(self.config, self.placement)
-        # before compiling: a model that does not fit may take minutes to compile
+        # check before compiling, because a model that does not fit may take minutes to compile
         check_state(self.template, self.frozen)
         if task.place is not None:
             task.place = partial(self.placement.rows_of_process, axis=1)
@@ -72,9 +72,9 @@ class Run:
         return self.placement.rows(found, axis=1) if self.task.place is None else found
 
     def check_memory(self, step: int) -> list[Inputs]:
-        """Compile the first step; raises ConfigError if it needs more memory than a device has.
+        """Compile step `step`; raises ConfigError if it needs more memory than a device has.
 
-        Returns that step's inputs in a list, which is empty if they were not read.
+        Returns a list that contains the step's inputs, or an empty list if they were not read.
         """
         program = self.programs.train_step
         if not isinstance(program, CompiledAhead) or step >= self.config.steps:
@@ -86,7 +86,7 @@ class Run:
         return [inputs]
 
     def first_state(self, start: StartModel | None, progress: Progress) -> TrainState:
-        """Return the state of step 0, new or from `start`."""
+        """Return the state of step 0, newly initialized or loaded from `start`."""
         config, shardings = self.config, self.placement.shardings(self.template)
         if start is None:
             create, seed = self.programs.fresh_state, self.placement.whole(np.uint32(config.seed))
@@ -140,7 +140,7 @@ class Run:
 
     def save(self, state: TrainState, val_loss: float | None) -> None:
         """Write a checkpoint in the background."""
-        # the parameters to use are an average, not those of the gradient
+        # the parameters to use are an average, not those at which gradients are computed
         if isinstance(self.config.optimizer, ScheduleFree):
             state = replace(state, average=state.eval_params)
         metadata = {
@@ -156,13 +156,13 @@ class Run:
         self.saver.save(int(state.step), state, metadata)
 
     def saved_val_loss(self, step: int) -> float | None:
-        """Return the held-out loss of a checkpoint; None if there is no loss or no checkpoint."""
+        """Return a checkpoint's held-out loss, or None if there is no checkpoint or no loss."""
         path = checkpoint.step_path(self.folder.checkpoints, step)
         return checkpoint.read_manifest(path).metadata["val_loss"] if path.exists() else None
 
 
 def _check_finite(step: int, arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise RunError if parameters are not finite, which prevents saving them."""
+    """Raise RunError if parameters are not finite, so that they are not saved."""
     for name, array in arrays.items():
         if name.startswith(("params/", "average/")) and not np.isfinite(array).all():
             raise RunError(f"step {step}: parameters are no longer finite; not saved")
@@ -175,14 +175,14 @@ def continued(
     vocab_size: int | None,
     progress: Progress,
 ) -> tuple[TrainingTask, checkpoint.Manifest | None]:
-    """Return the task of a resumed run and its last intact checkpoint, or None if none was saved.
+    """Return a resumed run's task and its last intact checkpoint, or None if none was ever saved.
 
-    Each damaged checkpoint is reported. Raises CheckpointError if all are damaged or lost, and
-    ConfigError if settings differ that a resumed run cannot change.
+    Each damaged checkpoint is reported. Raises CheckpointError if all checkpoints are damaged or
+    missing, and ConfigError if a setting has changed that must stay the same.
     """
     by_first(lambda: checkpoint.remove_partial(folder.checkpoints))
     found, damage, tokenizers = None, None, None
-    # verifying reads every byte, so damage is found now
+    # verification reads every byte, so damage is found now
     for step in reversed(checkpoint.saved_steps(folder.checkpoints)):
         try:
             found = checkpoint.verify(checkpoint.step_path(folder.checkpoints, step))
@@ -200,7 +200,7 @@ def continued(
     else:
         lines = folder.read_metrics()
         evaluated = [line["step"] for line in lines if line.get("val_loss") is not None]
-        # the first evaluation saves a checkpoint, the best so far
+        # the first evaluation saves a checkpoint, because its loss is the best so far
         first = min([stored.checkpoint_every, *evaluated])
         last = max((line["step"] for line in lines), default=0)
         # start over only if no checkpoint was ever saved
@@ -210,7 +210,7 @@ def continued(
         if config.init_from is not None:
             tokenizers = Tokenizers(folder.read_tokenizer(), folder.read_source_tokenizer())
     task = load_task(config, tokenizers, vocab_size)
-    # a checkpoint stores the hash of its base model, if it needs one
+    # a checkpoint of a run with a base model stores the base model's hash
     may_change = MAY_CHANGE | {"init_from"} if found is not None else MAY_CHANGE
     wrong = differences(stored, task.config, may_change)
     if found is not None and found.metadata["data_sha256"] != task.sha256:

@@ -1,7 +1,7 @@
 """Loss spikes: batches of steps with an unusually high loss, saved for inspection and replay.
 
-OUT/spikes/step-00000120.npz contains the step's micro-batches, leaves [A, B, ...], under the field
-names of `Batch`, and `step`, `loss` and `grad_norm`. The .txt file contains the rows as text.
+OUT/spikes/step-00000120.npz contains the step's micro-batches, leaves [A, B, ...], keyed by `Batch`
+field, and also `step`, `loss`, and `grad_norm`. The .txt file contains the rows as text.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ RECENT = 50
 """Number of losses in the running median."""
 
 LEAST = 10
-"""Minimum number of losses before one can count as a spike."""
+"""Minimum number of recent losses before a loss can count as a spike."""
 
 MOST = 10
 """Maximum number of saved batches per run."""
 
 
 class Spikes:
-    """Detector of losses above `factor` times the recent median, or not finite."""
+    """Detector for losses that exceed `factor` times the recent median or are not finite."""
 
     def __init__(self, factor: float, folder: Path) -> None:
         self.factor, self.folder = factor, folder / "spikes"
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def is_spike(self, loss: float, grad_norm: float) -> bool:
-        """Whether a step is a spike; otherwise its loss enters the median."""
+        """Whether a step is a spike; if not, its loss is added to the median."""
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         enough = len(self._recent) >= LEAST
         high = finite and enough and loss > self.factor * statistics.median(self._recent)
@@ -48,7 +48,7 @@ class Spikes:
         return not finite or high
 
     def is_full(self) -> bool:
-        """Whether the folder contains the maximum number of batches."""
+        """Whether the folder already contains the maximum number of batches."""
         return len(list(self.folder.glob("step-*.npz"))) >= MOST
 
     def save(
@@ -65,7 +65,7 @@ class Spikes:
         partial = file.with_suffix(".tmp")
         with open(partial, "wb") as content:
             np.savez(content, **arrays, step=step, loss=loss, grad_norm=grad_norm)
-        # renamed last: readers of the folder never see a partial file
+        # rename last, so that other processes never see a partial file
         os.replace(partial, file)
         tokens = arrays["tokens"]
         if tokenizer is not None and np.issubdtype(tokens.dtype, np.integer):

@@ -1,7 +1,7 @@
 """One optimizer step as a pure function of its state, and the evaluation of held-out batches.
 
-Step n draws from `fold_in(key, n)`, and its micro-batch i from `fold_in` of that key and i, so a
-restored state continues bit for bit.
+Step n uses the key `fold_in(key, n)`, and its micro-batch i folds i into that key, so a restored
+state continues bit for bit.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from transformer_jax.training.optimizers import averaged_params, round_stochasti
 from transformer_jax.values import value_class
 
 _ROUNDING = np.uint32(2**32 - 1)
-"""`fold_in` constant for a step's rounding; no micro-batch has this number."""
+"""`fold_in` constant for a step's stochastic rounding; no micro-batch has this number."""
 
 
 @value_class(pytree=True)
 class TrainState:
-    """Everything that a step changes, and the key that determines all its randomness.
+    """Everything that a step changes, and the key that determines all randomness.
 
     Attributes:
         step: number of steps taken, including rejected ones.
-        params: parameters of the model.
-        opt_state: state of the optimizer.
+        params: model parameters.
+        opt_state: optimizer state.
         key: a single key.
         rejected: number of steps with a non-finite loss or gradient.
         rejected_in_a_row: number of rejected steps since the last accepted one.
-        average: moving average of the parameters, f32, or None.
+        average: moving average of the parameters in f32, or None.
     """
 
     step: jax.Array  # i32[]
@@ -51,7 +51,7 @@ class TrainState:
 
     @property
     def eval_params(self) -> Params:
-        """Return the parameters for evaluation and use: the average, if there is one."""
+        """Return the parameters to evaluate and use: the average if there is one."""
         if self.average is not None:
             return self.average
         return averaged_params(self.opt_state, self.params)
@@ -59,10 +59,10 @@ class TrainState:
 
 @value_class(pytree=True)
 class Metrics:
-    """Measurements of a step, before its update."""
+    """Measurements of a step, taken before its update."""
 
     loss: jax.Array  # f32[]; mean over the step's tokens, in nats
-    weight: jax.Array  # f32[]; tokens that counted
+    weight: jax.Array  # f32[]; number of tokens that counted
     grad_norm: jax.Array  # f32[]; before clipping
     rejected: jax.Array  # i32[]
     rejected_in_a_row: jax.Array  # i32[]
@@ -107,21 +107,21 @@ def start_state(
     Args:
         params: parameters of the model.
         optimizer: an optax optimizer.
-        key: a single key, the source of all randomness of the steps.
+        key: a single key, the source of all randomness in the steps.
         param_dtype: dtype of the parameters.
         average: also maintain a moving average of the parameters, in f32.
 
     Raises:
-        ValueError: if a parameter is out of range for the dtype.
+        ValueError: if a parameter is out of the range of `param_dtype`.
     """
-    # checked here because a compiled program cannot raise
+    # check here, because a compiled program cannot raise
     check_ranges(params, param_dtype)
     return _start(optimizer, jnp.dtype(param_dtype), average, params, key)
 
 
 @jax.jit
 def split_seed(seed: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the key of the parameters and the key of the steps."""
+    """Return the key for the parameters and the key for the steps."""
     return tuple(jax.random.split(jax.random.key(seed)))
 
 
@@ -150,8 +150,8 @@ def windows(
     starts: jax.Array,  # i32[..., B]
     length: int,
 ) -> Batch:
-    """Return `length` tokens from each start, labeled with the next ones; IGNORE past the end."""
-    # past the end, indices are clamped and labels ignored, so all windows have one shape
+    """Return `length` tokens from each start, labeled with the next tokens; IGNORE past the end."""
+    # past the end, indices are clamped and labels ignored, so all windows have the same shape
     last = corpus.shape[0] - 1
 
     def cut(corpus: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -174,8 +174,9 @@ def make_train_step(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Return the jitted `step(state, *inputs, frozen=()) -> (state, metrics)`.
 
-    The state is donated. If the loss or gradient is not finite, the step is rejected: parameters
-    and optimizer stay unchanged. `frozen` values are passed to the loss last and have no gradient.
+    The state is donated. If the loss or the gradient is not finite, the step is rejected, and the
+    parameters and optimizer state do not change. `frozen` values are passed as the last arguments
+    of the loss and have no gradient.
 
     Args:
         loss: called with (params, batch, key, *frozen); returns (mean, sum of weights).
@@ -261,7 +262,7 @@ def make_train_step(
         )
         return state, Metrics(mean, weight, norm, state.rejected, state.rejected_in_a_row)
 
-    # the old state is donated: memory holds only one
+    # the old state is donated, so that memory contains only one state
     return jax.jit(step, donate_argnums=0)
 
 

@@ -1,7 +1,8 @@
-"""Experiment trackers: TensorBoard, Weights & Biases and trackio.
+"""Experiment trackers: TensorBoard, Weights & Biases, and trackio.
 
-Each needs an optional package, which is imported at the start of a run that names it. If a tracker
-fails, for example because of the network or a full disk, the run reports it and continues.
+Each tracker needs an optional package, which is imported when a run that uses it starts. If a
+tracker fails, for example because of the network or a full disk, the run reports this and
+continues.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.untrusted_files import JsonObject
 
 PACKAGES: dict[str, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
-"""Package of each tracker."""
+"""Name of the package that each tracker requires."""
 
 PROJECT = "transformer_jax"
 
 
 class Tracker(Protocol):
-    """Receiver of a step's measurements."""
+    """Receiver for a step's measurements."""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
@@ -32,7 +33,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Writer of TensorBoard event files in the run folder (`tensorboard --logdir runs`)."""
+    """Writer for TensorBoard event files in the run folder (`tensorboard --logdir runs`)."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         from tensorboardX import SummaryWriter
@@ -99,7 +100,7 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 class Trackers:
-    """Trackers of a run; a failing tracker is reported once and removed."""
+    """Trackers of a run; if a tracker fails, the error is reported once and it is removed."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Trackers:
         self._open[name] = TRACKERS[name](folder, config)
 
     def write(self, step: int, line: JsonObject) -> None:
-        """Send the numbers of a line of metrics.jsonl, labeled with its step."""
+        """Send the numbers from a line of metrics.jsonl, labeled with its step."""
         numbers = {
             name: float(value)
             for name, value in line.items()
