@@ -7,8 +7,8 @@
         manifest.json   names, dtypes, shapes; size and sha256 of each file, and its own sha256
 
 A save copies the values to the host and returns; a thread writes them to `step-00000500.tmp`. Each
-process writes its shards, reads them back and compares them. Process 0 then writes the manifest,
-syncs the folder to disk and renames it. A `step-N` is therefore always complete, and a killed
+process writes its shards, reads them back, and compares them. Process 0 then writes the manifest,
+syncs the folder to disk, and renames it. A `step-N` is therefore always complete, and a killed
 process leaves only a `.tmp`. Nothing in the folder can run code, and hashes are checked before use.
 """
 
@@ -50,19 +50,19 @@ from transformer_jax.pytree import Array, PyTree
 from transformer_jax.untrusted_files import Json, JsonObject
 
 READ_BACK_BYTES = 2**28
-"""Bytes read back at once to verify a save."""
+"""Number of bytes to read back at a time to verify a save."""
 
 Check: TypeAlias = Callable[[int, Mapping[str, np.ndarray]], None]
-"""Function of a step and its arrays by name that raises an error to prevent saving. For a sharded
-array, it receives the shards of this process."""
+"""Function that is called with a step and its arrays, keyed by name, and raises an error to prevent
+saving. For a sharded array, it receives the shards of this process."""
 
 
 class Saver:
     """Background writer of checkpoints; as a context manager, it waits for the last save.
 
-    Each `save` waits for the previous one. An error in writing is raised by the next `save`, `wait`
-    or the end of the context, and affects no other checkpoint. With several processes, all call the
-    same methods and share the folder.
+    Each `save` waits for the previous one. A write error is raised by the next `save` or `wait` or
+    at the end of the context, and affects no other checkpoint. With several processes, all
+    processes call the same methods and share the folder.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Saver:
         """Start writing `tree` to `folder/step-N`; return this path.
 
         Leaves are arrays, including PRNG keys, or Python numbers. The caller can donate the arrays
-        right after the call. An older `step-N` is replaced.
+        immediately after the call. An older `step-N` is replaced.
         """
         self.wait()
         leaves, keys, arrays = list[Leaf](), dict[str, str](), dict[str, Array]()
@@ -131,7 +131,7 @@ class Saver:
         return step_path(self._path, step)
 
     def wait(self) -> None:
-        """Wait until the last save is on disk; raise its error, if any."""
+        """Wait until the last save is on disk; if it failed, raise its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -202,13 +202,13 @@ def save(folder: str | Path, step: int, tree: PyTree, metadata: JsonObject | Non
 def restore(path: str | Path, like: PyTree, *, verified: bool = False) -> PyTree:
     """Restore a saved tree, bit for bit, in the structure of `like`.
 
-    `path` is the path that `save` returned. Leaves of `like` are arrays, numbers or
-    `jax.ShapeDtypeStruct`, and determine the types of the result, whatever was saved: NumPy array,
-    Python number, or JAX array with the sharding of the `ShapeDtypeStruct`, if any. If `like` has
-    only some of the top-level entries, such as `{"params": ...}`, only their files are read. After
-    a call of `verify`, pass `verified=True` to skip the hashes; each process then reads only the
-    shards of its devices. CheckpointError names the damaged file, or the leaves that are missing,
-    unexpected or of a different shape.
+    `path` is the path that `save` returned. The leaves of `like` are arrays, numbers, or
+    `jax.ShapeDtypeStruct`. They determine the types of the result, regardless of what was saved: a
+    NumPy array, a Python number, or a JAX array with the sharding of the `ShapeDtypeStruct`, if
+    any. If `like` has only some of the top-level entries, such as `{"params": ...}`, only their
+    files are read. If you have called `verify`, pass `verified=True` to skip the hashes; each
+    process then reads only the shards for its devices. Raises CheckpointError, which names the
+    damaged file or the leaves that are missing, unexpected, or of a different shape.
     """
     manifest = read_manifest(path)
     wanted = _named_leaves(like)
@@ -264,7 +264,7 @@ def saved_steps(folder: str | Path) -> list[int]:
 
 
 def step_path(folder: str | Path, step: int) -> Path:
-    """Return the path of the checkpoint of a step."""
+    """Return the path of a step's checkpoint."""
     return Path(folder) / f"step-{step:08d}"
 
 
@@ -314,7 +314,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def _named_leaves(tree: PyTree) -> dict[str, PyTree]:
-    """Return the leaves by slash-separated name, in tree order."""
+    """Return the leaves, keyed by slash-separated name, in tree order."""
     found: dict[str, PyTree] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -333,7 +333,7 @@ def _on_host(array: Array) -> Array:
 
 
 def _shards(arrays: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """Return the arrays of this process, with its shards of sharded arrays."""
+    """Return the arrays of this process; for sharded arrays, return its shards."""
     parts: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
         if isinstance(array, jax.Array):
@@ -382,7 +382,7 @@ _save_numbers = itertools.count()
 
 @contextlib.contextmanager
 def _synchronized(name: str) -> Iterator[None]:
-    """Wait for all processes at the end of the context; raise an error of one in all."""
+    """Wait for all processes at the end of the context; if one has an error, raise it in all."""
     try:
         yield
     except BaseException as error:
@@ -401,7 +401,7 @@ def _remove(path: Path) -> None:
 
 
 def _compare(manifest: Manifest, wanted: Mapping[str, PyTree], groups: set[str]) -> None:
-    """Raise CheckpointError if leaves are missing, unexpected or of a different shape."""
+    """Raise CheckpointError if leaves are missing, unexpected, or of a different shape."""
 
     def describe(value: PyTree) -> str:
         return f"{value.dtype}{list(value.shape)}"

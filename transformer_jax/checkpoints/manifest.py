@@ -37,7 +37,7 @@ class CheckpointError(ValueError):
 
 @value_class
 class Leaf:
-    """Description of one array of a checkpoint."""
+    """Description of an array in a checkpoint."""
 
     name: str
     dtype: str
@@ -56,17 +56,17 @@ class Leaf:
 
 @value_class
 class Manifest:
-    """Contents of a checkpoint's manifest, whose checksum was verified."""
+    """Contents of a checkpoint's manifest, whose checksum has been verified."""
 
     path: Path
     step: int
     metadata: JsonObject
     files: Mapping[str, FileDigest]
-    """Size and hash of each file, by its path in the checkpoint folder."""
+    """Size and hash of each file, keyed by its path in the checkpoint folder."""
     leaves: tuple[Leaf, ...]
     """All leaves, in tree order."""
     keys: Mapping[str, str]
-    """Implementation of each PRNG key by name; the leaf contains its uint32 key data."""
+    """Implementation of each PRNG key, keyed by leaf name; the leaf contains uint32 key data."""
 
 
 _FILES = Untrusted(CheckpointError)

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from orbax.checkpoint import PyTreeCheckpointHandler
 
 TIMEOUT = 600
-"""Seconds to wait for other processes."""
+"""Maximum time in seconds to wait for other processes."""
 
 LATE_REPORTS = 0.2
 """Seconds to wait after an error for reports from TensorStore's other threads."""
 
 
 def staged(array: jax.Array) -> jax.Array:
-    """Start copying an array to host memory; the array may be donated afterward.
+    """Start copying an array to host memory; the array can be donated afterward.
 
     Each device copies its shard; a replicated array is copied once.
     """
@@ -45,7 +45,7 @@ def staged(array: jax.Array) -> jax.Array:
 def write(folder: Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> None:
     """Write the shards of this process into an empty folder; `finish` then makes it readable.
 
-    Process 0 writes the NumPy arrays. OSError names the file that could not be written.
+    Process 0 writes the NumPy arrays. An OSError names the file that could not be written.
     """
     from orbax.checkpoint import args
 

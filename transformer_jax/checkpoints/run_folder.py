@@ -1,4 +1,4 @@
-"""Folder of a training run: the files needed to continue, use and inspect it.
+"""Folder of a training run, with the files needed to continue, use, and inspect the run.
 
 config.json     the resolved TrainConfig
 tokenizer.json  and source_tokenizer.json if sources have a different one
@@ -7,7 +7,7 @@ loss.png        training and held-out loss
 checkpoints/    step-N folders, see checkpoint.py
 sample.txt      sample output of the trained model
 scores.json     final scores on held-out examples
-lock            id of the process that is writing; removed when it ends
+lock            ID of the process that is writing; removed when the process ends
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RunError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Paths and files of a run.
+    """Paths and files in a run's folder.
 
     Attributes:
         path: the folder of the run.
@@ -88,7 +88,7 @@ class RunFolder:
         return self.path / "tokenizer.json"
 
     def read_config(self) -> TrainConfig:
-        """Read the config of the run. ConfigError names the invalid key."""
+        """Read the run's config; a ConfigError names the invalid key."""
         if not self.config_file.is_file():
             raise ConfigError(f"{self.path}: no run here (config.json is missing)")
         if self.config_file.stat().st_size > CONFIG_LIMIT:
@@ -112,11 +112,11 @@ class RunFolder:
         return self.path / "source_tokenizer.json"
 
     def read_tokenizer(self, sha256: str | None = None) -> Tokenizer:
-        """Read the tokenizer of the run; check the hash of the file unless it is None."""
+        """Read the run's tokenizer; check the hash of its file unless `sha256` is None."""
         return _read_tokenizer(self.tokenizer_file, sha256)
 
     def read_source_tokenizer(self, sha256: str | None = None) -> Tokenizer | None:
-        """Read the tokenizer for sources; None if sources use that of the run."""
+        """Read the tokenizer for sources; return None if sources use the run's tokenizer."""
         file = self.source_tokenizer_file
         return _read_tokenizer(file, sha256) if file.exists() or sha256 is not None else None
 
@@ -227,7 +227,7 @@ def _map_paths(config: TrainConfig, function: Callable[[str], str]) -> TrainConf
 
 
 def config_to_json(config: TrainConfig) -> str:
-    """Return a config as the JSON text of config.json."""
+    """Return the content of config.json for a config."""
     return json.dumps(_to_json(config), indent=1) + "\n"
 
 
@@ -249,9 +249,9 @@ def _to_json(config: FieldValue) -> JsonObject:
 
 
 def config_from_json(text: str | bytes) -> TrainConfig:
-    """Return the config that `config_to_json` wrote; keys may be missing, but not unknown.
+    """Return the config that `config_to_json` wrote; keys can be missing, but not unknown.
 
-    ConfigError names the invalid key. Files of other versions are not converted.
+    A ConfigError names the invalid key. Files from other versions are not converted.
     """
 
     def constant(name: str) -> None:
@@ -380,7 +380,7 @@ def plot_losses(folder: RunFolder) -> None:
     if held_out:
         steps, losses = zip(*held_out, strict=True)
         axes.plot(steps, losses, color=orange, linewidth=1.8, marker="o", ms=4, label="held out")
-        # only losses over equal numbers of batches are comparable
+        # losses are comparable only if they were computed on the same number of batches
         batches = evaluated[-1].get("eval_batches")
         comparable = [m for m in evaluated if m.get("eval_batches") == batches]
         best, step = min((m["val_loss"], m["step"]) for m in comparable)

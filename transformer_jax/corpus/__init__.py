@@ -1,4 +1,4 @@
-"""Prepared folders: the tokens of files of any size.
+"""Prepared folders, which contain the tokens of files of any size.
 
 `documents` divides files into chunks and reads their documents, `prepare` writes a folder with
 several processes, and `folder` reads it. Text that fits in memory does not need one.

@@ -1,6 +1,6 @@
-"""Documents of files, read in chunks.
+"""Documents in files, read in chunks.
 
-A chunk is a contiguous range of documents of one file, so that processes can read in parallel.
+A chunk is a contiguous range of documents in a file, so that processes can read in parallel.
 Chunk boundaries depend only on the file and the chunk size.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 BLOCK = 2**20
-"""Bytes per read."""
+"""Number of bytes per read."""
 
 _LINE_END = re.compile(rb"\r\n?+|\n")
 _BLANK_LINES = re.compile(rb"(?:\r\n?+|\n)(?:[ \t\f\v]*+(?:\r\n?+|\n))+")
@@ -40,7 +40,7 @@ class Input(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Range of documents of a file: bytes, or row groups of a Parquet file."""
+    """Range of documents in a file, as bytes or as row groups of a Parquet file."""
 
     path: str
     format: DocumentFormat
@@ -56,12 +56,12 @@ class Reader:
     """Reader of the documents in a chunk."""
 
     field: str
-    """Field or column of the document in JSON lines and Parquet."""
+    """Field (JSON lines) or column (Parquet) that contains the document."""
     text_errors: str
-    """For invalid UTF-8: strict raises DataError; replace substitutes U+FFFD."""
+    """How to treat invalid UTF-8: strict raises DataError; replace substitutes U+FFFD."""
 
     def documents(self, chunk: Chunk) -> Iterator[str]:
-        """Yield the nonempty documents. DataError names the file and the position."""
+        """Yield the nonempty documents; a DataError names the file and the position."""
         if chunk.format == "parquet":
             file = open_parquet(chunk.path)
             if self.field not in file.schema_arrow.names:

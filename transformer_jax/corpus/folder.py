@@ -4,14 +4,14 @@ r"""Prepared folder: the tokens of a corpus in files, with an index of documents
     tokenizer.json     the tokenizer, with a token `eos` that ends each document
     train-00000.bin    consecutive tokens, little-endian uint16 or uint32, by vocabulary size
     train-index.bin    i64: positions of the tokens that end documents
-    val-...            the same for the held-out documents
+    val-...            the same files for the held-out documents
 
-A part is one stream: eos, document, eos, document, eos. Document d is between the eos tokens at
-`index[d]` and `index[d + 1]`; it begins with the tokens that its tokenizer prepends, if any.
+A part is a single stream: eos, document, eos, document, eos. Document d is between the eos tokens
+at `index[d]` and `index[d + 1]`; it begins with the tokens that its tokenizer prepends, if any.
 
-Tokens are copied with pread instead of being mapped: truncating a file then raises an error instead
-of killing the process (SIGBUS), and the data does not count as its memory. You can also map the
-files: `np.memmap(file, "<u2", "r")`.
+Tokens are copied with pread instead of being mapped, so truncating a file raises an error instead
+of killing the process (SIGBUS), and the data does not count toward the process's memory. You can
+also map the files: `np.memmap(file, "<u2", "r")`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PARTS = ("train", "val")
 MANIFEST_LIMIT = 64 * 2**20
 """Maximum size of a manifest, in bytes."""
 BLOCK = 2**20
-"""Bytes per read when checking a file."""
+"""Number of bytes per read when checking a file."""
 
 _FILES = Untrusted(DataError)
 
@@ -59,7 +59,7 @@ def shard_file(part: str, number: int) -> str:
 
 @value_class
 class Part:
-    """Part of a prepared folder, safe to share between threads.
+    """Part of a prepared folder; safe to share between threads.
 
     Attributes:
         folder: the prepared folder.
@@ -67,9 +67,9 @@ class Part:
         tokens: the number of tokens.
         documents: the number of documents.
         characters: the number of characters in all documents, without end tokens.
-        shard_tokens: tokens per file; the last file may have fewer.
+        shard_tokens: number of tokens per file; the last file can have fewer.
         dtype: the dtype of tokens in the files.
-        begins: whether the tokenizer's tokens precede each document, after the previous eos.
+        begins: whether tokens from the tokenizer precede each document, after the previous eos.
     """
 
     folder: Path
@@ -101,7 +101,7 @@ class Part:
             into: array that receives tokens `start` to `start + n`.
 
         Raises:
-            DataError: if a file cannot be read, or has become shorter.
+            DataError: if a file cannot be read or has become shorter.
         """
         done = 0
         while done < len(into):
@@ -151,7 +151,7 @@ class Corpus:
         tokenizer: the tokenizer of the corpus.
         train: the training part.
         val: the held-out part.
-        files: the size and hash of each file, by name.
+        files: the size and hash of each file, keyed by name.
     """
 
     path: Path
@@ -164,7 +164,7 @@ class Corpus:
     def check(self, vocab_size: int | None = None) -> None:
         """Read the files; raise DataError for the first that differs from the manifest.
 
-        Ids must be below `vocab_size`; None is the tokenizer's.
+        IDs must be below `vocab_size`; None uses the tokenizer's vocabulary size.
         """
         limit = self.tokenizer.vocab_size if vocab_size is None else vocab_size
         dtype = self.train.dtype
@@ -190,9 +190,9 @@ def is_prepared(path: str | Path) -> bool:
 
 
 def prepared_folders(data: str) -> tuple[str, ...]:
-    """Return the prepared folders that `TrainConfig.data` names, or () if it names a text.
+    """Return the prepared folders that `TrainConfig.data` names, or () if it names text.
 
-    Commas separate names. Raises DataError if only some are prepared folders.
+    Names are separated by commas. Raises DataError if only some of them are prepared folders.
     """
     if is_prepared(data):
         return (data,)
@@ -250,7 +250,7 @@ def check_same_tokenizer(corpora: list[Corpus]) -> None:
 
 
 def end_id(tokenizer: Tokenizer) -> int:
-    """Return the id of the token that ends a document."""
+    """Return the ID of the token that ends a document."""
     return special_ids(tokenizer)["eos"]
 
 
@@ -275,7 +275,7 @@ def scan_file(
 
 
 def _check_file(file: Path, entry: FileDigest, dtype: np.dtype | None, limit: int) -> None:
-    """Raise DataError if a file has a different size or hash, or contains an id >= `limit`."""
+    """Raise DataError if a file has a different size or hash, or contains an ID >= `limit`."""
     try:
         size = file.stat().st_size
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Preparation of a folder: several processes encode documents, one appends their tokens in order.
+"""Preparation of a folder: several processes encode documents; one appends the tokens in order.
 
 The result depends only on the files and the settings, not on the number of processes or on
 interruptions. During preparation, the folder also contains:
@@ -76,10 +76,10 @@ from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.untrusted_files import JsonObject
 
 CHUNK_BYTES = 2**22
-"""Approximate size of a chunk."""
+"""Approximate size of a chunk in bytes."""
 
 RECORD_SECONDS = 2.0
-"""Maximum work lost in an interruption, in addition to the chunks being read."""
+"""Maximum time in seconds whose work an interruption loses, besides the chunks being read."""
 
 PROGRESS = "progress.json"
 
@@ -92,7 +92,7 @@ class Progress(NamedTuple):
 
     phase: str
     done: int
-    """Bytes of the input files."""
+    """Number of bytes of the input files."""
     total: int
     documents: int
 
@@ -112,13 +112,13 @@ def prepare(
     """Write a folder of tokens, or resume an interrupted preparation; return the opened folder.
 
     Args:
-        config: the files, their format and the tokenizer.
+        config: the files, their format, and the tokenizer.
         out: the folder to write.
-        tokenizer: required unless `config.tokenizer` is trained here.
+        tokenizer: required unless the tokenizer that `config.tokenizer` names is trained here.
         workers: the number of processes. With more than one, the calling program's main module must
             be importable.
         report: called with the progress.
-        chunk_bytes: the approximate size of a chunk.
+        chunk_bytes: the approximate size of a chunk in bytes.
 
     Raises:
         ConfigError: if the tokenizer is missing or superfluous, or `out` cannot be created.
@@ -163,7 +163,7 @@ class _ResumableDataError(DataError):
 
 
 class _EncodedChunk(NamedTuple):
-    """Tokens of a chunk's documents in one part, each followed by its end token."""
+    """Tokens of a chunk's documents in one part; each document is followed by its end token."""
 
     tokens: np.ndarray  # dtype[n]
     ends: np.ndarray  # i64[documents]: positions of the end tokens
@@ -172,7 +172,7 @@ class _EncodedChunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Encoder:
-    """Function that encodes chunks with the tokenizer of a folder."""
+    """Function that encodes chunks with the folder's tokenizer."""
 
     folder: Path
     reader: Reader
@@ -208,7 +208,7 @@ class _Encoder:
 
 
 def part_of(text: str, val_fraction: float) -> str:
-    """Return the part of a text by its hash, so that equal texts are in the same part."""
+    """Choose the part for a document by its hash, so that equal documents are in the same part."""
     return "val" if _hash(text) < val_fraction * 2**64 else "train"
 
 
@@ -221,7 +221,7 @@ def _hashes(reader: Reader, chunk: Chunk) -> list[int]:
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Return the dtype of token files: uint16 if every id fits, else uint32."""
+    """Return the dtype of token files: uint16 if every ID fits, otherwise uint32."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
@@ -290,7 +290,7 @@ class _Preparation:
         return BPETokenizer.train(text, config.bpe_vocab_size)
 
     def _split_error(self) -> DataError:
-        """Return an error that all documents are in one part; it suggests a fraction."""
+        """Return an error which says that all documents are in one part and suggests a fraction."""
         lists = self.pool.map(partial(_hashes, self.reader), self.chunks)
         hashes = [value for part in lists for value in part]
         if not hashes:
@@ -496,7 +496,7 @@ class _WorkerPool:
 
 def _start_worker() -> None:
     """Ignore Ctrl-C in a worker, and end it when its parent ends for any reason."""
-    # Ctrl-C reaches all processes of a terminal; the parent ends the workers
+    # Ctrl-C reaches all processes in a terminal; the parent ends the workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # otherwise each worker would start one thread per core
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -513,7 +513,7 @@ def _start_worker() -> None:
 def _reporting(
     phase: str, found: Iterable[Found], sizes: Sequence[int], report: Report
 ) -> Iterator[Found]:
-    """Yield the results, one for each of `sizes`; report the bytes so far."""
+    """Yield the results, one for each of `sizes`, and report the number of bytes so far."""
     done = 0
     for size, result in zip(sizes, found, strict=True):
         done += size
@@ -540,7 +540,7 @@ def _plan(
 
 
 def _claim(folder: Path, plan: JsonObject) -> None:
-    """Write the plan, or compare it with that of an existing folder."""
+    """Write the plan, or compare it with the existing folder's plan."""
     stored = _read_json(folder / MANIFEST) or _read_json(folder / PLAN)
     if stored is None:
         if {entry.name for entry in folder.iterdir()} - {"lock", f"{PLAN}.tmp"}:
