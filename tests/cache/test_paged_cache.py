@@ -572,7 +572,7 @@ def test_functions_that_reorder_rows_refuse_pages():
         frames = jnp.zeros((2, 1, 3))
         windowed = dataclasses.replace(config, window=5)
         StreamingEncoder(windowed, 3).init(jax.random.key(0), frames, cache=cache)
-    with pytest.raises(ValueError, match="no pages that rows may share"):
+    with pytest.raises(ValueError, match="no pages that rows can share"):
         share_cache(init_cache(config, 2, 12), jnp.array([0, 0]))
     with pytest.raises(ValueError, match="scan_layers is True"):
         init_paged_cache(dataclasses.replace(config, scan_layers=True), 2, 12, num_pages=2)
