@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from benchmarks.peers import Absent, cores, imported, torch_and_device
+from benchmarks.peers import Absent, imported, onnx_session, torch_and_device
 from benchmarks.specs import AttentionCase, Direction
 from transformer_jax import ALiBi, dot_product_attention, explain_attention
 from transformer_jax.attention.api import Explanation
@@ -435,27 +435,12 @@ def _onnxruntime_call(
     scores = case.score_bytes() + max(map(len, case.ranges())) * case.queries * case.keys
     if scores > options.memory * 2**30:
         raise Absent(f"materialised scores need {scores / 2**30:.1f} GiB")
-    onnx, runtime = imported("onnx"), imported("onnxruntime")
+    onnx = imported("onnx")
     square = case.queries == case.keys and case.head_dim == case.value_dim
     simple = case.causal and case.bias is None and case.documents is None and not case.padded
     build = _group_query_attention if square and simple else _onnx_attention
     node, feeds, shape = build(onnx, case, [np.array(x, np.float32) for x in case.inputs()])
-    value, operators = onnx.helper.make_tensor_value_info, onnx.helper.make_opsetid
-    kind = onnx.helper.np_dtype_to_tensor_dtype
-    graph = onnx.helper.make_graph(
-        [node],
-        "attention",
-        [value(name, kind(x.dtype), x.shape) for name, x in feeds.items()],
-        [value("y", onnx.TensorProto.FLOAT, shape)],
-    )
-    model = onnx.helper.make_model(
-        graph, opset_imports=[operators("", 23), operators("com.microsoft", 1)], ir_version=11
-    )
-    settings = runtime.SessionOptions()
-    settings.intra_op_num_threads = cores()
-    session = runtime.InferenceSession(
-        model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
-    )
+    session = onnx_session(node, feeds, shape, opset=23)
     return lambda: _Onnx(session.run(["y"], feeds)[0], case.heads)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,31 @@ def imported(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise Absent(f"{error.name} is not installed") from error
+
+
+def onnx_session(node: Any, feeds: dict[str, Any], shape: Sequence[int], opset: int) -> Any:
+    """Return onnxruntime's session for a single node, which runs on a CPU with all cores.
+
+    Args:
+        node: an ONNX node, whose inputs are named in `feeds` and whose only output is "y".
+        feeds: arrays by the name of the input. Their shapes and dtypes become those of the graph,
+            and "y" has the dtype of the first.
+        shape: shape of "y".
+        opset: version of ONNX's operators.
+    """
+    onnx, runtime = imported("onnx"), imported("onnxruntime")
+    value, operators = onnx.helper.make_tensor_value_info, onnx.helper.make_opsetid
+    kinds = {n: onnx.helper.np_dtype_to_tensor_dtype(x.dtype) for n, x in feeds.items()}
+    inputs = [value(name, kinds[name], x.shape) for name, x in feeds.items()]
+    output = value("y", kinds[next(iter(feeds))], shape)
+    graph = onnx.helper.make_graph([node], "attention", inputs, [output])
+    opsets = [operators("", opset), operators("com.microsoft", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=11)
+    settings = runtime.SessionOptions()
+    settings.intra_op_num_threads = cores()
+    return runtime.InferenceSession(
+        model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
+    )
 
 
 def cores() -> int:

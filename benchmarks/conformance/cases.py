@@ -1,4 +1,4 @@
-"""The cases: what is passed to every library, and the result by each definition."""
+"""Inputs and options that every library receives, and the result of each definition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from benchmarks.conformance.definition import DEFINITION, Words
+from benchmarks.conformance.definition import DEFINITION, Definition
 
 Arrays = dict[str, np.ndarray]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -28,7 +28,12 @@ class Case:
         mask: bool, broadcasts to [B, N, T, S]; True lets a query see a key.
         bias: broadcasts to [B, N, T, S].
         sinks: one logit for each query head, [N].
-        grads: also compare the gradients of query, key and value for a fixed cotangent.
+        size: factor of the queries.
+        shift: added to the values.
+        poison: an array, a value and the indices of the keys whose entries have that value.
+        exact: whether queries and keys are small integers times a power of two, so that their
+            products are exact in every dtype, and large scores have no rounding error.
+        grads: whether to compare the gradients of query, key and value for a fixed cotangent.
     """
 
     name: str
@@ -44,11 +49,10 @@ class Case:
     scale: float | None = None
     softcap: float | None = None
     sinks: np.ndarray | None = None
-    size: float = 1.0  # of queries
-    shift: float = 0.0  # added to values
-    poison: tuple[str, float, Sequence[int]] | None = (
-        None  # array, value, index of [S] it is put at
-    )
+    size: float = 1.0
+    shift: float = 0.0
+    poison: tuple[str, float, Sequence[int]] | None = None
+    exact: bool = False
     grads: bool = True
 
     @functools.cached_property
@@ -58,28 +62,28 @@ class Case:
         random = np.random.default_rng(sum(map(ord, self.name)))
         shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H))
         q, k, v, dout = (random.standard_normal(shape) for shape in shapes)
+        if self.exact:
+            q, k = (np.clip(np.rint(2 * x), -3, 3) for x in (q, k))
         q, v = q * self.size, v + self.shift
         if self.poison is not None:
             array, value, at = self.poison
             {"key": k, "value": v}[array][:, list(at)] = value
-        if self.dtype == "float16":
-            q = np.clip(q, -6e4, 6e4)  # finite inputs, whose scores overflow
         return tuple(x.astype(DTYPES[self.dtype]) for x in (q, k, v, dout))  # type: ignore[return-value]
 
     def changed(self, **fields: Any) -> Case:
         """Return the case with other options."""
         return replace(self, **fields)
 
-    def visible(self, words: Words = DEFINITION) -> np.ndarray:
+    def visible(self, definition: Definition = DEFINITION) -> np.ndarray:
         """Return the pairs that the mask lets through, bool [B, N, T, S]."""
         B, T, S, N, _, _ = self.shape
-        q = np.arange(T)[:, None] + (S - T if words.align == "last" else 0)
+        q = np.arange(T)[:, None] + (S - T if definition.align == "last" else 0)
         k = np.arange(S)[None, :]
         seen = np.ones((B, N, T, S), bool)
         if self.causal:
             seen &= k <= q
         if self.window is not None:
-            more = {"next to the query": 0, "with the query": -1, "one more": 1}[words.window]
+            more = {"next to the query": 0, "with the query": -1, "one more": 1}[definition.window]
             left, right = self.window
             if left is not None:
                 seen &= q - k <= left + more
@@ -93,7 +97,7 @@ class Case:
             seen &= self.mask
         return seen
 
-    def result(self, words: Words = DEFINITION) -> tuple[Arrays, Arrays]:
+    def result(self, definition: Definition = DEFINITION) -> tuple[Arrays, Arrays]:
         """Return `out`, the gradients `query`, `key` and `value` in float64, and their bounds.
 
         The bounds follow from the dtype, the lengths and the sizes of the terms, to first order and
@@ -103,19 +107,19 @@ class Case:
         """
         _, T, S, N, K, H = self.shape
         q, k, v, dout = (x.astype(np.float64) for x in self.inputs)
-        group = np.arange(N) % K if words.heads == "n % K" else np.arange(N) // (N // K)
-        seen = self.visible(words)
+        group = np.arange(N) % K if definition.heads == "n % K" else np.arange(N) // (N // K)
+        seen = self.visible(definition)
         scale = 1 / np.sqrt(H) if self.scale is None else self.scale
-        if (
-            words.hidden == "excluded"
-        ):  # a key that no query sees takes no part, whatever it contains
-            used = (seen.any((1, 2)) | (words.empty == "mean"))[:, :, None, None]
+        if definition.hidden == "excluded":  # the content of a key that no query sees has no effect
+            used = (seen.any((1, 2)) | (definition.empty == "mean"))[:, :, None, None]
             k, v = (np.where(used, x, 0.0) for x in (k, v))
         keys, values = k[:, :, group], v[:, :, group]
         with np.errstate(all="ignore"):
             x = scale * np.einsum("btnh,bsnh->bnts", q, keys)
+            if definition.scores == "of the inputs":
+                x = x.astype(DTYPES[self.dtype]).astype(np.float64)
             bias = np.zeros(1) if self.bias is None else self.bias.astype(np.float64)
-            cap, after = self.softcap, words.softcap == "after the bias"
+            cap, after = self.softcap, definition.softcap == "after the bias"
             capped = np.tanh((x + bias if after else x) / cap) if cap else np.zeros(1)
             z = x + bias if cap is None else cap * capped + (0 if after else bias)
             sink = (
@@ -123,26 +127,29 @@ class Case:
                 if self.sinks is None
                 else self.sinks.astype(np.float64)[None, :, None, None]
             )
-            z = np.where(seen, z, -np.inf)
+            if definition.hidden == "added to -inf":
+                z = z + np.where(seen, 0.0, -np.inf)
+            else:
+                z = np.where(seen, z, -np.inf)
             top = np.max(z, -1, keepdims=True, initial=-np.inf)
             top = np.where(np.isinf(top), 0.0, top)
-            e = np.where(seen, np.exp(z - top), 0.0)
+            e = np.where(seen | np.isnan(z), np.exp(z - top), 0.0)
             total = e.sum(-1, keepdims=True) + np.exp(sink - top)
             nothing = total == 0
             p = e / np.where(nothing, 1.0, total)
-            if words.empty != "zeros" and S:
-                p = np.where(nothing, 1 / S if words.empty == "mean" else np.nan, p)
-            if words.sums == "of the inputs":
+            if definition.empty != "zeros" and S:
+                p = np.where(nothing, 1 / S if definition.empty == "mean" else np.nan, p)
+            if definition.weights == "of the inputs":
                 p = p.astype(DTYPES[self.dtype]).astype(np.float64)
-            out = _weighted("bnts,bsnh->btnh", p, values, words)
-            dp = _weighted("btnh,bsnh->bnts", dout, values, words)
-            delta = _times(p, dp, words).sum(-1, keepdims=True)
-            dx = _times(p * (1 - capped**2), dp - delta, words)
-            if words.empty == "mean":  # the scores were replaced, so they have no gradient
+            out = _weighted("bnts,bsnh->btnh", p, values, definition)
+            dp = _weighted("btnh,bsnh->bnts", dout, values, definition)
+            delta = _times(p, dp, definition).sum(-1, keepdims=True)
+            dx = _times(p * (1 - capped**2), dp - delta, definition)
+            if definition.empty == "mean":  # the scores were replaced, so they have no gradient
                 dx = np.where(nothing, 0.0, dx)
             arrays = {
                 "out": out,
-                "query": scale * _weighted("bnts,bsnh->btnh", dx, keys, words),
+                "query": scale * _weighted("bnts,bsnh->btnh", dx, keys, definition),
                 "key": _by_key(scale * np.einsum("bnts,btnh->bsnh", dx, q), group, K),
                 "value": _by_key(np.einsum("bnts,btnh->bsnh", p, dout), group, K),
             }
@@ -158,7 +165,7 @@ class Case:
             return np.nan_to_num(np.abs(array), nan=0.0, posinf=0.0)
 
         aq, ak, av, ad, ap, adx = (size(array) for array in (q, keys, values, dout, p, dx))
-        score = (gamma(H + 4) + 4 * fine) * (
+        score = (0 if self.exact else gamma(H + 4) + 4 * fine) * (
             abs(scale) * np.einsum("btnh,bsnh->bnts", aq, ak)
             + np.where(size(bias) < 1e4, size(bias), 0)
         )
@@ -184,18 +191,20 @@ class Case:
         return {n: arrays[n] for n in compared}, {n: bounds[n] for n in compared}
 
 
-def _times(weights: np.ndarray, terms: np.ndarray, words: Words) -> np.ndarray:
-    """Return the product; a weight of 0 excludes its term unless the words say otherwise."""
+def _times(weights: np.ndarray, terms: np.ndarray, definition: Definition) -> np.ndarray:
+    """Return the product; a weight of 0 excludes its term unless the definition differs."""
     return (
         np.where(weights == 0, 0.0, weights * terms)
-        if words.hidden == "excluded"
+        if definition.hidden == "excluded"
         else weights * terms
     )
 
 
-def _weighted(form: str, weights: np.ndarray, rows: np.ndarray, words: Words) -> np.ndarray:
-    """Return the weighted sum of rows; a weight of 0 excludes its row, unless words differ."""
-    if words.hidden == "excluded" and not np.isfinite(rows).all():
+def _weighted(
+    form: str, weights: np.ndarray, rows: np.ndarray, definition: Definition
+) -> np.ndarray:
+    """Return the weighted sum; a weight of 0 excludes its row, unless the definition differs."""
+    if definition.hidden == "excluded" and not np.isfinite(rows).all():
         clean = np.einsum(form, weights, np.where(np.isfinite(rows), rows, 0.0))
         bad = np.einsum(form, (weights != 0).astype(float), (~np.isfinite(rows)).astype(float))
         return np.where(bad > 0, np.nan, clean)
@@ -407,11 +416,12 @@ def cases() -> list[Case]:
     )
 
     # Large scores, values that are not finite
-    add("large scores", "scores near 1e4", size=5e3)
-    add("large scores", "scores near 1e30", size=1e30)
-    add("large scores", "scores near 1e3, float16", size=500.0, dtype="float16")
-    add("large scores", "scores above 65,504, float16", size=6e4, dtype="float16")
-    add("large scores", "scores near 1e4, bfloat16", size=5e3, dtype="bfloat16")
+    large = dict(exact=True, scale=0.5)
+    add("large scores", "scores near 1e4", size=2.0**12, **large)
+    add("large scores", "scores near 1e30", size=2.0**98, **large)
+    add("large scores", "scores near 1e3, float16", size=2.0**9, dtype="float16", **large)
+    add("large scores", "scores above 65,504, float16", size=2.0**14, dtype="float16", **large)
+    add("large scores", "scores near 1e4, bfloat16", size=2.0**12, dtype="bfloat16", **large)
     add("large scores", "equal scores", scale=0.0, shift=3.0, causal=True)
     hide = only(True, True, True, True, False)[None, None, None]
     for array in ("key", "value"):

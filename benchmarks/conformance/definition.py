@@ -1,4 +1,4 @@
-"""The definition that every library is compared with, and the other definitions in use.
+"""The definition that every library is compared with, and other definitions that are in use.
 
     x = scale q k^T        c = softcap tanh(x / softcap)        z = c + bias, only at visible pairs
     p = exp(z) / (sum exp(z) + exp(sink))        out = p v
@@ -17,7 +17,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Words:
+class Definition:
     """One choice for each question on which libraries differ."""
 
     align: Literal["first", "last"] = "first"
@@ -25,32 +25,29 @@ class Words:
     window: Literal["next to the query", "with the query", "one more"] = "next to the query"
     softcap: Literal["before the bias", "after the bias"] = "before the bias"
     heads: Literal["n // G", "n % K"] = "n // G"
-    hidden: Literal["excluded", "multiplied by 0"] = "excluded"
-    sums: Literal["float32", "of the inputs"] = "float32"
+    hidden: Literal["excluded", "multiplied by 0", "added to -inf"] = "excluded"
+    scores: Literal["float32", "of the inputs"] = "float32"
+    weights: Literal["float32", "of the inputs"] = "float32"
 
 
-DEFINITION = Words()
+DEFINITION = Definition()
 MEANING = {
     ("align", "last"): "the last query is aligned with the last key",
     ("empty", "mean"): "a query that sees no key returns the mean of all values",
     ("empty", "nan"): "a query that sees no key returns NaN",
-    (
-        "window",
-        "with the query",
-    ): "the window counts the query's own position: one key fewer on each side",
+    ("window", "with the query"): "the window counts the query: one key fewer on each side",
     ("window", "one more"): "the window shows one key more on each side",
     ("softcap", "after the bias"): "the softcap is applied to the sum of score and bias",
     ("heads", "n % K"): "query head n reads key/value head n % K",
-    (
-        "hidden",
-        "multiplied by 0",
-    ): "NaN or inf in a hidden key or value reaches the output (0 x NaN)",
-    ("sums", "of the inputs"): "weights and sums are rounded to the inputs' dtype",
+    ("hidden", "multiplied by 0"): "NaN and inf in a hidden value reach the output (0 x NaN)",
+    ("hidden", "added to -inf"): "NaN and inf in a hidden key or value reach the output",
+    ("scores", "of the inputs"): "scores are rounded to the dtype of the inputs",
+    ("weights", "of the inputs"): "weights are rounded to the dtype of the inputs",
 }
-"""What each other choice means, for the text under the table."""
+"""The meaning of every other choice, for the notes under the table."""
 
 
-def alternatives() -> Iterator[Words]:
+def alternatives() -> Iterator[Definition]:
     """Yield the other definitions: those with one other choice first, then those with two."""
     for count in (1, 2):
         for chosen in itertools.combinations(MEANING, count):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +11,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.conformance.cases import Case
+from benchmarks.peers import Absent, imported, onnx_session
 
 OPTIONS = ("causal", "window", "segments", "lengths", "mask", "bias", "scale", "softcap", "sinks")
 Attend = Callable[[Any, Any, Any], Any]
-
-
-class CannotSay(Exception):
-    """The function has no argument for an option of the case."""
 
 
 @dataclass(frozen=True)
@@ -26,48 +22,48 @@ class Implementation:
     """A library's attention function.
 
     Attributes:
-        package: the distribution whose version is printed.
-        takes: options that have an argument of their own, in the library's words; the mask options
-            among the others are drawn as one bool mask, when `mask` is taken.
-        build: returns the function of query, key and value for a case.
-        run: computes output and gradients of such a function.
+        package: name of the module to import.
+        takes: options of a case that the function has an argument for. If `mask` is one of them,
+            the adapter turns the other mask options into a single bool mask.
+        build: function that returns the attention function of query, key and value for a case.
+        run: function that computes the output and gradients of that function.
+        gradient: whether it has a gradient on a CPU. Otherwise only the output is compared.
     """
 
     package: str
     takes: tuple[str, ...]
     build: Callable[[Case], Attend]
     run: Callable[[Case, Attend], dict[str, np.ndarray]]
-    gradient: bool = True  # whether it has one on a CPU
+    gradient: bool = True
 
     def version(self) -> str:
-        module = importlib.import_module(self.package.replace("-", "_"))
+        """Return the version of the library, or raise `Absent` if it cannot be imported."""
+        module = imported(self.package)
         return getattr(module, "__version__", None) or importlib.metadata.version(self.package)
 
     def __call__(self, case: Case) -> dict[str, np.ndarray]:
+        """Return `out` and, if compared, the gradients; raise `Absent` for an option it lacks."""
         for option in OPTIONS:
             value = getattr(case, option)
             if value is None or value is False or option in self.takes:
                 continue
             if option in ("causal", "window", "segments", "lengths") and "mask" in self.takes:
                 continue
-            raise CannotSay(f"no argument for {option}")
+            raise Absent(f"no argument for {option}")
         case = case if self.gradient else case.changed(grads=False)
         return self.run(case, self.build(case))
 
 
-def drawn(case: Case, *own: str) -> np.ndarray | None:
-    """Return the mask options that have no argument of their own as one bool array, or None."""
-    own_off = {name: None for name in ("window", "segments", "lengths", "mask") if name in own}
-    if "causal" in own:
-        own_off["causal"] = False  # type: ignore[assignment]
-    rest = case.changed(**own_off)
-    masked = rest.causal or any(
-        getattr(rest, name) is not None for name in ("window", "segments", "lengths", "mask")
-    )
-    return rest.visible() if masked else None
+def bool_mask(case: Case, *native: str) -> np.ndarray | None:
+    """Return the mask options as one bool array, except `native` ones; None if there are none."""
+    options = dict(causal=False, window=None, segments=None, lengths=None, mask=None)
+    rest = case.changed(**{name: options[name] for name in native})
+    if all(getattr(rest, name) is value for name, value in options.items()):
+        return None
+    return rest.visible()
 
 
-# ---- how results are computed
+# Running a function
 
 
 def in_jax(case: Case, attend: Attend) -> dict[str, np.ndarray]:
@@ -97,20 +93,24 @@ def in_torch(case: Case, attend: Attend) -> dict[str, np.ndarray]:
     results = [out]
     if case.grads:
         results += torch.autograd.grad(out, (q, k, v), dout.to(out.dtype), allow_unused=True)
-    zeros = [q, q, k, v]
-    return _named(
-        [
-            (torch.zeros_like(z) if x is None else x).detach().to(torch.float64).numpy()
-            for x, z in zip(results, zeros, strict=False)
-        ]
-    )
+    # torch returns None as the gradient of an input that has no effect
+    results = [
+        torch.zeros_like(z) if x is None else x for x, z in zip(results, (q, q, k, v), strict=False)
+    ]
+    return _named([x.detach().to(torch.float64).numpy() for x in results])
+
+
+def in_numpy(case: Case, attend: Attend) -> dict[str, np.ndarray]:
+    """Run a function that has no gradient."""
+    return _named([attend(*case.inputs[:3]).astype(np.float64)])
 
 
 def _named(arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
-    return dict(zip(("out", "query", "key", "value"), arrays, strict=False))
+    names = ("out", "query", "key", "value")[: len(arrays)]
+    return dict(zip(names, arrays, strict=True))
 
 
-# ---- adapters
+# Adapters
 
 
 def ours(name: str | None, case: Case) -> Attend:
@@ -144,7 +144,7 @@ def jax_nn(case: Case) -> Attend:
 
     return functools.partial(
         jax.nn.dot_product_attention, bias=case.bias,
-        mask=drawn(case, "causal", "window", "lengths"), scale=case.scale,
+        mask=bool_mask(case, "causal", "window", "lengths"), scale=case.scale,
         is_causal=case.causal, key_value_seq_lengths=case.lengths,
         local_window_size=_both_sides(case),
     )  # fmt: skip
@@ -161,14 +161,14 @@ def _both_sides(case: Case) -> tuple[int, int] | None:
 def flax_linen(case: Case) -> Attend:
     from flax import linen
 
-    return functools.partial(_flax, linen.dot_product_attention, case, drawn(case))
+    return functools.partial(_flax, linen.dot_product_attention, case, bool_mask(case))
 
 
 def flax_nnx(case: Case) -> Attend:
     from flax import nnx
 
     attend = functools.partial(nnx.dot_product_attention, is_causal=case.causal)
-    return functools.partial(_flax, attend, case, drawn(case, "causal"))
+    return functools.partial(_flax, attend, case, bool_mask(case, "causal"))
 
 
 def _flax(attend: Attend, case: Case, mask: np.ndarray | None, q: Any, k: Any, v: Any) -> Any:
@@ -182,7 +182,7 @@ def keras(case: Case) -> Attend:
     import keras
 
     return functools.partial(
-        keras.ops.dot_product_attention, bias=case.bias, mask=drawn(case, "causal"),
+        keras.ops.dot_product_attention, bias=case.bias, mask=bool_mask(case, "causal"),
         scale=case.scale, is_causal=case.causal, attn_logits_soft_cap=case.softcap,
     )  # fmt: skip
 
@@ -191,7 +191,7 @@ def tokamax(name: str | None, case: Case) -> Attend:
     import jax.numpy as jnp
     import tokamax
 
-    mask = drawn(case, "causal", "window", "lengths")
+    mask = bool_mask(case, "causal", "window", "lengths")
     return functools.partial(
         tokamax.dot_product_attention, bias=None if case.bias is None else jnp.asarray(case.bias),
         mask=None if mask is None else jnp.asarray(mask), scale=case.scale,
@@ -207,7 +207,7 @@ def attnax(case: Case) -> Attend:
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         if case.scale is not None:
             q = q * (case.scale * q.shape[-1] ** 0.5)
-        mask = drawn(case)
+        mask = bool_mask(case)
         attend = functools.partial(attnax.memory_efficient_attention, block_size=4)
         return attend(q, k, v, mask=mask).swapaxes(1, 2)
 
@@ -219,11 +219,12 @@ def ejkernel(case: Case) -> Attend:
     from ejkernel.types.mask import MaskInfo
 
     options: dict[str, Any] = {}
-    if (mask := drawn(case, "causal", "window", "segments")) is not None:
+    if (mask := bool_mask(case, "causal", "window", "segments")) is not None:
         options["mask_info"] = MaskInfo.from_attention_mask(mask)
     if case.segments is not None:
+        if options:
+            raise Absent("no mask in addition to segments")
         options["mask_info"] = MaskInfo.from_segments(*case.segments)
-
     B, T, S, N = case.shape[:4]
     bias = None if case.bias is None else np.broadcast_to(case.bias, (B, N, T, S))
 
@@ -241,7 +242,7 @@ def torch_sdpa(case: Case) -> Attend:
     import torch
 
     N, K = case.shape[3:5]
-    mask = drawn(case, "causal") if case.bias is None else drawn(case)
+    mask = bool_mask(case, "causal") if case.bias is None else bool_mask(case)
     bias = None if case.bias is None else torch.tensor(case.bias)
     if bias is not None:
         if mask is not None:
@@ -265,7 +266,7 @@ def torch_flex(case: Case) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     B, T, S, N, K, _ = case.shape
-    seen = drawn(case)
+    seen = bool_mask(case)
     block_mask = None
     if seen is not None:
         table = torch.tensor(np.ascontiguousarray(np.broadcast_to(seen, (B, N, T, S))))
@@ -305,7 +306,7 @@ def x_transformers(case: Case) -> Attend:
         logit_softclamp_value=case.softcap or 50.0,
     )
     B, T, S, N = case.shape[:4]
-    mask = drawn(case, "causal")
+    mask = bool_mask(case, "causal")
     if mask is not None:
         mask = np.broadcast_to(mask, (B, N, T, S)).copy()
     bias = None if case.bias is None else torch.tensor(case.bias)
@@ -319,118 +320,56 @@ def x_transformers(case: Case) -> Attend:
 
 
 def onnxruntime(case: Case) -> Attend:
-    """Return a function of arrays: one `Attention` node of opset 24, with a drawn mask."""
-    import onnx
-    from onnx import TensorProto, helper
-    from onnxruntime import InferenceSession
-
+    """Build a single `Attention` node of opset 24, with a bool mask or a float bias."""
+    onnx = imported("onnx")
     if case.dtype == "bfloat16":
-        raise CannotSay("bfloat16 arrays do not pass through NumPy")
-    B, T, S, N, K, H = case.shape
-    kind = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}[case.dtype]
-    mask = drawn(case, "causal")
-    names = ["Q", "K", "V"]
-    extra = {}
-    if mask is not None or case.bias is not None:
-        bias = np.zeros((1, 1, 1, 1)) if case.bias is None else case.bias
-        full = bias if mask is None else np.where(mask, bias, -np.inf)
-        full = np.broadcast_to(full, (full.shape[0], full.shape[1], T, S))
-        extra["mask"] = np.ascontiguousarray(full if case.bias is not None else mask)
-        if case.bias is not None:
-            extra["mask"] = extra["mask"].astype(case.inputs[0].dtype)
-        else:
-            extra["mask"] = np.ascontiguousarray(np.broadcast_to(mask, (B, N, T, S)))
-    attributes: dict[str, Any] = {"is_causal": int(case.causal)}
-    if case.scale is not None:
-        attributes["scale"] = case.scale
-    if case.softcap is not None:
-        attributes["softcap"] = case.softcap
-    inputs = [
-        helper.make_tensor_value_info(n, kind, [B, heads, length, H])
-        for n, heads, length in zip(names, (N, K, K), (T, S, S), strict=True)
-    ]
-    for name, array in extra.items():
-        inputs.append(
-            helper.make_tensor_value_info(
-                name, TensorProto.BOOL if array.dtype == bool else kind, array.shape
-            )
-        )
-    node = helper.make_node("Attention", [*names, *extra], ["Y"], **attributes)
-    graph = helper.make_graph(
-        [node], "attention", inputs, [helper.make_tensor_value_info("Y", kind, [B, N, T, H])]
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)])
-    model.ir_version = 10
-    onnx.checker.check_model(model)
-    session = InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        arrays = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v))
-        (out,) = session.run(None, dict(zip(names, arrays, strict=True)) | extra)
-        return out.swapaxes(1, 2)
-
-    return attend
+        raise Absent("no bfloat16 arrays of NumPy")
+    B, T, S, N, _, H = case.shape
+    feeds = {name: _heads_first(x) for name, x in zip("qkv", case.inputs, strict=False)}
+    mask = bool_mask(case, "causal")
+    if case.bias is not None:
+        bias = case.bias if mask is None else np.where(mask, case.bias, -np.inf)
+        mask = bias.astype(case.inputs[0].dtype)
+    if mask is not None:
+        feeds["mask"] = np.ascontiguousarray(np.broadcast_to(mask, (B, N, T, S)))
+    options = dict(scale=case.scale, softcap=case.softcap)
+    node = onnx.helper.make_node(
+        "Attention", [*feeds], ["y"], is_causal=int(case.causal),
+        **{name: value for name, value in options.items() if value is not None},
+    )  # fmt: skip
+    session = onnx_session(node, feeds, (B, N, T, H), opset=24)
+    return lambda q, k, v: session.run(["y"], feeds)[0].swapaxes(1, 2)
 
 
-def in_numpy(case: Case, attend: Attend) -> dict[str, np.ndarray]:
-    """Run a function that has no gradient."""
-    return {"out": attend(*case.inputs[:3]).astype(np.float64)}
+def _heads_first(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x.swapaxes(1, 2))
 
 
-ALL = ("causal", "window", "segments", "lengths", "mask", "bias", "scale")
+COMMON = ("causal", "mask", "bias", "scale", "softcap")
+NO_SOFTCAP = ("causal", "mask", "bias", "scale")
+LIKE_JAX = ("causal", "window", "lengths", "mask", "bias", "scale")
 IMPLEMENTATIONS: dict[str, Implementation] = {
     **{
-        f"transformer_jax {name or ''}".strip(): Implementation(
+        f"transformer_jax {name}": Implementation(
             "transformer_jax", OPTIONS, functools.partial(ours, name), in_jax
         )
         for name in ("xla", "blockwise", "native")
     },
-    "jax.nn": Implementation("jax", (*ALL,), jax_nn, in_jax),
+    "jax.nn": Implementation("jax", LIKE_JAX, jax_nn, in_jax),
     "flax.linen": Implementation("flax", ("mask", "bias", "scale"), flax_linen, in_jax),
-    "flax.nnx": Implementation("flax", ("causal", "mask", "bias", "scale"), flax_nnx, in_jax),
-    "keras": Implementation("keras", ("causal", "mask", "bias", "scale", "softcap"), keras, in_jax),
+    "flax.nnx": Implementation("flax", NO_SOFTCAP, flax_nnx, in_jax),
+    "keras": Implementation("keras", COMMON, keras, in_jax),
     "tokamax": Implementation(
-        "tokamax", (*ALL, "softcap"), functools.partial(tokamax, "xla"), in_jax
+        "tokamax", (*LIKE_JAX, "softcap"), functools.partial(tokamax, "xla"), in_jax
     ),
     "tokamax xla_chunked": Implementation(
-        "tokamax", (*ALL, "softcap"), functools.partial(tokamax, "xla_chunked"), in_jax
+        "tokamax", (*LIKE_JAX, "softcap"), functools.partial(tokamax, "xla_chunked"), in_jax
     ),
     "attnax": Implementation("attnax", ("mask", "scale"), attnax, in_jax),
     "ejkernel": Implementation("ejkernel", OPTIONS, ejkernel, in_jax),
-    "torch SDPA": Implementation(
-        "torch", ("causal", "mask", "bias", "scale"), torch_sdpa, in_torch
-    ),
-    "torch FlexAttention": Implementation(
-        "torch",
-        ("causal", "mask", "bias", "scale", "softcap"),
-        torch_flex,
-        in_torch,
-        gradient=False,
-    ),
-    "x-transformers": Implementation(
-        "x-transformers", ("causal", "mask", "bias", "scale", "softcap"), x_transformers, in_torch
-    ),
-    "onnxruntime": Implementation(
-        "onnxruntime",
-        ("causal", "mask", "bias", "scale", "softcap"),
-        onnxruntime,
-        in_numpy,
-        gradient=False,
-    ),
+    "torch SDPA": Implementation("torch", NO_SOFTCAP, torch_sdpa, in_torch),
+    "torch FlexAttention": Implementation("torch", COMMON, torch_flex, in_torch, gradient=False),
+    "x-transformers": Implementation("x_transformers", COMMON, x_transformers, in_torch),
+    "onnxruntime": Implementation("onnxruntime", COMMON, onnxruntime, in_numpy, gradient=False),
 }
 """Every implementation by its name."""
-
-
-def reason_absent(name: str) -> str | None:
-    """Return why an implementation cannot run here, or None."""
-    modules = {
-        "x-transformers": "x_transformers",
-        "torch SDPA": "torch",
-        "torch FlexAttention": "torch",
-    }
-    module = modules.get(name, name.split()[0].split(".")[0])
-    try:
-        importlib.import_module(module)
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-    return None

@@ -10,8 +10,9 @@ import pytest
 
 from benchmarks.conformance import __main__ as conformance
 from benchmarks.conformance.cases import cases
-from benchmarks.conformance.definition import DEFINITION, Words, alternatives
-from benchmarks.conformance.implementations import IMPLEMENTATIONS, CannotSay, Implementation
+from benchmarks.conformance.definition import DEFINITION, Definition, alternatives
+from benchmarks.conformance.implementations import IMPLEMENTATIONS, Implementation
+from benchmarks.peers import Absent
 from tests.support import oracle
 
 CASES = {case.name: case for case in cases()}
@@ -54,7 +55,7 @@ def test_visible_pairs_of_windows_documents_and_lengths():
     assert both[3].tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 0]
     padded = CASES["padding on the right, causal"].visible()[1, 0].astype(int)
     assert padded[4].tolist() == [1, 1, 1, 0, 0]
-    last = CASES["causal, T = 3, S = 7"].visible(Words(align="last"))[0, 0].astype(int)
+    last = CASES["causal, T = 3, S = 7"].visible(Definition(align="last"))[0, 0].astype(int)
     assert last[0].tolist() == [1, 1, 1, 1, 1, 0, 0]
 
 
@@ -70,23 +71,23 @@ def fake(monkeypatch, result, takes=("causal", "mask")):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "definition"),
     [
-        ("causal, T = 3, S = 7", Words(align="last")),
-        ("a query that sees no key", Words(empty="mean")),
-        ("a query that sees no key", Words(empty="nan")),
-        ("causal, T = 7, S = 3", Words(align="last", empty="mean")),
-        ("6 heads, 3 key/value heads", Words(heads="n % K")),
-        ("nan in a hidden value", Words(hidden="multiplied by 0")),
+        ("causal, T = 3, S = 7", Definition(align="last")),
+        ("a query that sees no key", Definition(empty="mean")),
+        ("a query that sees no key", Definition(empty="nan")),
+        ("causal, T = 7, S = 3", Definition(align="last", empty="mean")),
+        ("6 heads, 3 key/value heads", Definition(heads="n % K")),
+        ("nan in a hidden value", Definition(hidden="multiplied by 0")),
         ("no options", DEFINITION),
     ],
 )
-def test_result_of_a_definition_is_recognized(name, words, monkeypatch):
+def test_result_of_a_definition_is_recognized(name, definition, monkeypatch):
     case = dataclasses.replace(CASES[name], window=None)
-    fake(monkeypatch, lambda case: case.result(words)[0])
+    fake(monkeypatch, lambda case: case.result(definition)[0])
     cell = conformance.judge("fake", case)
-    assert cell.kind == ("equal" if words == DEFINITION else "another")
-    assert cell.text == "; ".join(conformance.other_words(words))
+    assert cell.kind == ("equal" if definition == DEFINITION else "another")
+    assert cell.text == "; ".join(conformance.choices(definition))
 
 
 def test_other_results_are_wrong_refused_or_not_expressible(monkeypatch):
@@ -97,11 +98,11 @@ def test_other_results_are_wrong_refused_or_not_expressible(monkeypatch):
     assert conformance.judge("fake", case).kind == "wrong"
     assert "gradient of key: off by 0.01" in conformance.judge("fake", case).text
     fake(monkeypatch, {"out": right["out"][:1]})
-    assert "shape of out" in conformance.judge("fake", case).text
+    assert "output: shape" in conformance.judge("fake", case).text
     fake(monkeypatch, ValueError("no\n  such option"))
     assert conformance.judge("fake", case).text == "ValueError: no such option"
-    fake(monkeypatch, CannotSay("no argument"))
-    assert conformance.judge("fake", case).kind == "no word"
+    fake(monkeypatch, Absent("no argument"))
+    assert conformance.judge("fake", case).kind == "inexpressible"
     fake(monkeypatch, right, takes=("causal",))
     assert conformance.judge("fake", CASES["sinks"]).text == "no argument for sinks"
     assert conformance.judge("fake", CASES["documents"]).text == "no argument for segments"
@@ -121,11 +122,28 @@ def test_crash_costs_one_cell_and_the_next_process_continues(monkeypatch):
         return SimpleNamespace(stdout="\n".join(lines), stderr="Fatal error", returncode=-11)
 
     monkeypatch.setattr(subprocess, "run", run)
+    fake(monkeypatch, {})
     cells = conformance.in_process("fake", chosen, "")
     assert [cell.kind for cell in cells] == ["equal", "crashed", "equal", "equal"]
     assert calls == [0, 2] and cells[1].text == "exit status -11: Fatal error"
-    text = conformance.table(chosen, {"fake": "1.0"}, cells)
-    assert f"| {chosen[1].name} | CRASHED 1 |" in text and "1. exit status -11: Fatal error" in text
+    text = conformance.table(chosen, {"fake": "1.0"}, {"other": "gone"}, cells)
+    assert f"| {chosen[1].name} | **crashed** 1 |" in text
+    assert text.endswith("1. exit status -11: Fatal error\n- other: not run: gone")
+
+
+def test_error_of_the_tool_is_not_reported_as_a_crash(monkeypatch):
+    failed = SimpleNamespace(stdout="", stderr="Traceback\nKeyError: 'x'", returncode=1)
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: failed)
+    with pytest.raises(RuntimeError, match="fake: exit status 1: KeyError: 'x'"):
+        conformance.in_process("fake", cases()[:2], "")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bounds_are_small_enough_to_notice_a_wrong_result(name):
+    expected, bounds = CASES[name].result()
+    for one, values in expected.items():
+        largest = np.abs(np.nan_to_num(values)).max(initial=0)
+        assert bounds[one].max(initial=0) <= max(0.4 * largest, 1e-3), one
 
 
 def test_alternatives_start_with_a_single_other_choice():
@@ -133,9 +151,10 @@ def test_alternatives_start_with_a_single_other_choice():
     assert DEFINITION not in found and len(set(found)) == len(found)
     changed = [
         sum(
-            getattr(words, f.name) != getattr(DEFINITION, f.name) for f in dataclasses.fields(words)
+            getattr(definition, f.name) != getattr(DEFINITION, f.name)
+            for f in dataclasses.fields(definition)
         )
-        for words in found
+        for definition in found
     ]
     assert changed == sorted(changed) and set(changed) == {1, 2}
 
