@@ -223,7 +223,7 @@ def test_invalid_patches_are_rejected(arguments, message):
 def test_encoder_places_are_rejected():
     model, params = model_of("t5")
     with pytest.raises(
-        ValueError, match="encoder/embedding: both prompts are those of the decoder"
+        ValueError, match="encoder/embedding: both prompts are read by the decoder, and they share"
     ):
         jax.eval_shape(
             lambda own: patch(

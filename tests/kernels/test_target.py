@@ -194,8 +194,8 @@ def test_per_head_scale_is_not_rounded_by_16_bit_kernels(where, dtype):
         )
 
     @jax.jit
-    def run(*arrays):
-        (out, lse), pull = jax.vjp(attend, *arrays)
+    def run(*inputs):
+        (out, lse), pull = jax.vjp(attend, *inputs)
         return out, lse, *pull((arrays["out_cotangent"], jnp.zeros_like(lse)))
 
     with using(where):

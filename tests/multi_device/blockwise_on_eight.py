@@ -126,15 +126,15 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
         places = dict(q_positions=at, k_positions=jnp.where(valid, at, -1))
 
         def loss(inputs):
-            bias = inputs.get("bias")
+            values = inputs.get("bias")
             if bias == "slopes":
-                bias = ALiBi(bias)
+                values = ALiBi(values)
             elif bias == "buckets":
-                bias = RelativeBias(bias, bidirectional=True, max_distance=50)
+                values = RelativeBias(values, bidirectional=True, max_distance=50)
             elif bias == "of a user":
-                bias = Steep(bias)
+                values = Steep(values)
             out, lse = dot_product_attention(
-                inputs["query"], inputs["key"], inputs["value"], mask=mask, bias=bias,
+                inputs["query"], inputs["key"], inputs["value"], mask=mask, bias=values,
                 sinks=inputs["sinks"], scale=inputs["scale"] if options.get("scale") else None,
                 softcap=options.get("softcap"), return_lse=True, implementation=implementation,
                 dropout_rate=options.get("dropout_rate", 0.0), dropout_key=jax.random.key(1),

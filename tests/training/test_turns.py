@@ -302,7 +302,8 @@ def test_unreadable_prompt_raises_in_one_line(tmp_path):
     model = ModelConfig(vocab_size=257, d_model=8, num_layers=1, num_heads=1, max_len=17)
     params = init_params(model, jax.random.key(0))
     options = dict(sampler=Sample(), key=jax.random.key(0))
-    with pytest.raises(ValueError, match="the prompt has token ID 263, and the model has 257 tokens"):
+    message = "the prompt has token ID 263, and the model has 257 tokens"
+    with pytest.raises(ValueError, match=message):
         TextGenerator(model, params, tokenizer, **options).complete("<|im_end|>", 3)
     config = TrainConfig(model=model, task=PrefixTask(), init_from="x", tokenizer="pretrained")
     with pytest.raises(DataError, match="prompt is 'a': has token 261"):
@@ -538,7 +539,8 @@ def test_stop_text_unknown_to_model_raises_in_one_line(tmp_path, capsys, flag):
     flags = ["--model", str(tmp_path / "model"), "--prompt", "a", "--num-tokens", "2"]
     assert generate_command([*flags, f"--{flag}", "b<|im_end|>"]) == 2
     error = capsys.readouterr().err
-    assert error == f"generate: {flag} is 'b<|im_end|>': has token ID 263, and the model has 257 tokens\n"
+    message = "has token ID 263, and the model has 257 tokens"
+    assert error == f"generate: {flag} is 'b<|im_end|>': {message}\n"
 
 
 def test_conversation_with_tools_is_rejected_with_line(tmp_path):
