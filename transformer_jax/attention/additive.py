@@ -1,4 +1,4 @@
-"""Attention for recurrent decoders: additive, general and dot.
+"""Attention for recurrent decoders: the additive, general and dot forms.
 
 Sources: Bahdanau et al. 2015 (additive), Luong et al. 2015 (general, dot).
 """
@@ -32,23 +32,23 @@ def additive_attention(
 ) -> tuple[jax.Array, jax.Array]:  # context [B, T, Dv], weights f32[B, T, S]
     """Return softmax_s(v . tanh(query w_query + keys w_key)) values, and the softmax weights.
 
-    Bahdanau et al. 2015, A.1.2. It materializes the hidden layer [B, T, S, A]; T is 1 in the
-    paper's recurrent decoders.
+    Bahdanau et al. 2015, A.1.2. The hidden layer [B, T, S, A] is materialized. In the paper's
+    recurrent decoders, T is 1.
 
     Args:
         query: [B, T, Dq].
         keys: [B, S, Dk], or [B, S, A] if already multiplied by `w_key`.
         values: [B, S, Dv].
         w_query: [Dq, A].
-        w_key: [Dk, A]; None if keys are [B, S, A].
+        w_key: [Dk, A]; None if the keys are already [B, S, A].
         v: [A].
-        mask: the keys that a query sees; None means all.
+        mask: the keys that each query sees; None means all.
 
     Returns:
         The context [B, T, Dv] in the query's dtype, and the weights f32[B, T, S].
 
     Raises:
-        ValueError: if the shapes do not match.
+        ValueError: If the shapes do not match.
     """
     check_states("keys", query, keys, values, mask)
     hidden, key_shape = v.shape[-1:], keys.shape[2:] if w_key is None else w_key.shape
@@ -96,7 +96,7 @@ def state_attention(
         The context [B, T, Dk], and the weights f32[B, T, S].
 
     Raises:
-        ValueError: if the shapes do not match.
+        ValueError: If the shapes do not match.
     """
     check_states("states", query, states, states, mask)
     width = query.shape[2] if w is None else w.shape

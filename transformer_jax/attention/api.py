@@ -1,4 +1,4 @@
-"""Public attention functions, and the choice of an implementation.
+"""Public attention functions, which choose an implementation for each call.
 
     dot_product_attention           softmax(scale q k + bias, masked) v
     explain_attention               the implementations that would run, and why others would not
@@ -6,10 +6,10 @@
     additive_attention              Bahdanau et al. 2015
     state_attention                 Luong et al. 2015
 
-An implementation is a value of `IMPLEMENTATIONS`; all of them compute the same function. An
-implementation requested by name runs, or raises NotImplementedError with the condition that failed.
-`explain_attention` reports this condition in advance, with one exception: it does not see a `vmap`
-around the call, which may make the lists of tiles too long for a TPU.
+The implementations are the values of `IMPLEMENTATIONS`, and all of them compute the same function.
+If you request one by name, it either runs or raises NotImplementedError with the condition that
+failed. `explain_attention` reports this condition in advance, with one exception: it cannot see a
+`vmap` around the call, which may make the tile lists too long for a TPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "native": Native(),
 }
 """Implementations, keyed by name. Add an entry to use your own."""
-# compiled programs are cached by these names, so a replaced value must cause a new trace
+# compiled programs are cached by these names, so replacing a value must cause a new trace
 depends_on_names(IMPLEMENTATIONS)
 
 
@@ -112,23 +112,24 @@ def dot_product_attention(
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], or with lse [B, T, N]
-    """Return attention, softmax(s) v, over the pairs that the mask allows.
+    """Return softmax(s) v over the query-key pairs that the mask allows.
 
         s = softcap tanh(scale q.k / softcap) + bias
 
-    Query head n reads key head n // (N / K). If a query sees no key, its output is zeros, its lse
-    is -inf and it has no gradient.
+    Query head n reads key head n // (N / K). If a query sees no key, its output is zero, its lse is
+    -inf, and it has no gradient.
 
-    NaN or inf in a query, key or value affects exactly the queries that see it: their output is
-    NaN, and they have no gradient. The exceptions, "pallas" and "pallas_unordered", require finite
-    queries, keys and values, even hidden ones; otherwise any query may become NaN.
+    NaN or inf in a query, key or value affects only the queries that see it: their output is NaN,
+    and they have no gradient. "pallas" and "pallas_unordered" are exceptions. They require all
+    queries, keys and values to be finite, even hidden ones; otherwise, any output may become NaN.
 
-    With a `block_table`, keys and values are in the pages of a pool, as in a `PagedCache`: key j of
-    row b is in slot j % page of page block_table[b, j // page]. Then S = M page, and masks, bias
-    and positions refer to j as usual. An invalid entry, such as -1, reads an arbitrary page, so
-    hide its keys with the mask or with `k_positions` of -1. For few queries, the kernels for NVIDIA
-    GPUs and TPUs read int8 directly, and read pages in place if the page size is a multiple of 64
-    (NVIDIA) or 128 (TPU). All other implementations read a gathered, dequantized copy.
+    With a `block_table`, keys and values are stored in the pages of a pool, as in a `PagedCache`:
+    key j of row b is in slot j % page of page block_table[b, j // page]. S is then M * page, and
+    the mask, bias and positions refer to j as usual. An invalid entry, such as -1, reads an
+    arbitrary page, so hide its keys with the mask or with `k_positions` of -1. If there are few
+    queries, the kernels for NVIDIA GPUs and TPUs read int8 directly, and read pages in place if the
+    page size is a multiple of 64 (NVIDIA) or 128 (TPU). All other implementations read a gathered,
+    dequantized copy.
 
     The implementations are:
 
@@ -143,35 +144,36 @@ def dot_product_attention(
         query: [B, T, N, H], in bfloat16, float16, float32 or float64.
         key: [B, S, K, H], K divides N, in the query's dtype or int8; paged [P, page, K, H].
         value: [B, S, K, Hv], in the key's dtype; paged [P, page, K, Hv].
-        mask: the keys that a query sees, such as `Causal() & Window(32)`; None means all.
-        bias: an array that broadcasts to [B, N, T, S], or a `Bias`, which depends on positions
-            instead of indices, such as `ALiBi`; None means no bias.
-        scale: factor for q.k: a number, or [N] with one per query head, which may be traced and
-            differentiated; None means 1 / sqrt(H).
+        mask: the keys that each query sees, for example `Causal() & Window(32)`; None means all.
+        bias: an array that broadcasts to [B, N, T, S], or a `Bias` such as `ALiBi`, which depends
+            on positions instead of indices; None means no bias.
+        scale: factor for q.k, either a number or an array [N] with one factor per query head. It
+            may be traced and differentiated. None means 1 / sqrt(H).
         softcap: bound on the scores, applied before the bias; above 0. None means no bound.
         sinks: [N]; exp(sinks[n]) is added to the denominator of the softmax.
         q_positions: i32[T] or [B, T], the positions for mask and bias; None means arange(T).
-        k_positions: i32[S] or [B, S]; a key at a negative position is an empty slot. None is
+        k_positions: i32[S] or [B, S]; a key at a negative position is an empty slot. None means
             arange(S).
         dropout_rate: probability of dropping a weight after the softmax, at least 0 and below 1.
-            Every implementation drops the same weights.
+            All implementations drop the same weights.
         dropout_key: a single PRNG key, required if the rate is above 0.
-        key_scale: f32[B, S, K], the scales of int8 keys, which are dequantized to scale * key;
-            paged [P, page, K].
-        value_scale: f32[B, S, K], the scales of int8 values; paged [P, page, K].
-        block_table: i32[B, M], the page of each block of a row.
-        return_lse: whether to also return the natural logarithm of the softmax's denominator,
+        key_scale: f32[B, S, K], or paged [P, page, K]: the scales of int8 keys, which are
+            dequantized to scale * key.
+        value_scale: f32[B, S, K], or paged [P, page, K]: the scales of int8 values.
+        block_table: i32[B, M], the page that stores each block of a row.
+        return_lse: whether to also return lse, the natural logarithm of the softmax denominator,
             including sinks.
-        implementation: a name, a sequence of names to try in order, or None for the best one that
-            runs here; `explain_attention` reports it.
+        implementation: a name, or a sequence of names to try in order. None chooses the fastest one
+            that runs here, which `explain_attention` reports.
 
     Returns:
-        The result [B, T, N, Hv] in the query's dtype; with `return_lse` also lse [B, T, N] in
-        float32 (float64 for float64).
+        The output [B, T, N, Hv] in the query's dtype. With `return_lse`, also lse [B, T, N] in
+        float32, or in float64 if the query is float64.
 
     Raises:
-        ValueError: if the arguments are invalid or do not match.
-        NotImplementedError: if no named implementation supports the arguments, with the reasons.
+        ValueError: If the arguments are invalid or do not match.
+        NotImplementedError: If none of the named implementations supports the arguments. The
+            message lists the reasons.
     """
     call = check_call(
         query,
@@ -196,7 +198,7 @@ def dot_product_attention(
         plan: Plan | str = _plan(name, call)
         if isinstance(plan, Plan):
             try:
-                # calls with and without lse share one compiled program; inside your own `jit` the
+                # calls with and without lse share one compiled program; inside an outer `jit`, the
                 # compiler removes an unused lse
                 out, lse = _run(IMPLEMENTATIONS[name], replace(call, plan=plan, return_lse=False))
                 if not return_lse:
@@ -204,8 +206,8 @@ def dot_product_attention(
                 assert lse is not None
                 return out, lse
             except Refused as error:
-                # `plan` sees only shapes: a `vmap` around this call may make the lists of tiles
-                # longer, which only the trace knows
+                # `plan` sees only shapes; only the trace shows whether a `vmap` around this call
+                # makes the tile lists longer
                 plan = str(error)
         refused.append(f"{name}: {plan}")
     raise Refused("; ".join(refused))
@@ -213,13 +215,13 @@ def dot_product_attention(
 
 @dataclass(frozen=True, eq=False)
 class Explanation(Mapping[str, str | None]):
-    """Mapping from each implementation to the reason why it would not run, or to None.
+    """Mapping from each implementation to None, or to the reason why it would not run.
 
     Attributes:
-        reasons: the reason or None for each implementation, keyed by name.
+        reasons: for each implementation, keyed by name, the reason why it would not run, or None.
         chosen: the implementation that `implementation=None` would run.
-        reads_pages: the implementations that read the pages of a `block_table` in place, unless the
-            call is differentiated; the others gather them.
+        reads_pages: the implementations that read the pages of a `block_table` in place if the call
+            is not differentiated; the others gather the pages.
     """
 
     reasons: Mapping[str, str | None]
@@ -254,17 +256,17 @@ def explain_attention(
     """Report which implementations of `dot_product_attention` support these arguments.
 
     Args:
-        query: [B, T, N, H], an array or a `jax.ShapeDtypeStruct`, like all arrays here.
+        query: [B, T, N, H]. Like all arrays here, it may be a `jax.ShapeDtypeStruct`.
         key: [B, S, K, H].
         value: [B, S, K, Hv].
         return_lse: as in `dot_product_attention`.
         **options: the other arguments of `dot_product_attention` except `implementation`.
 
     Returns:
-        For each implementation, None or the reason why it would not run; see `Explanation`.
+        For each implementation, None or the reason why it would not run (see `Explanation`).
 
     Raises:
-        ValueError: if the arguments are invalid or do not match.
+        ValueError: If the arguments are invalid or do not match.
     """
     if unknown := {name: x for name, x in options.items() if name not in Options.__annotations__}:
         refuse_keywords(explain_attention, unknown, Options.__annotations__)
@@ -284,28 +286,29 @@ def plan_mask(
     implementation: str | Sequence[str] | None = None,
     **options: Unpack[Options],
 ) -> Mask | PlannedMask | None:
-    """Return a mask with precomputed tile lists, for many calls of `dot_product_attention`.
+    """Return a mask with precomputed tile lists, for repeated calls of `dot_product_attention`.
 
-    All layers of a model share their mask and positions. In a `lax.scan` or under `jax.checkpoint`,
-    XLA would otherwise recompute the lists of tiles of a fused kernel for each layer.
+    Use it if all layers of a model share a mask and positions. Otherwise, inside a `lax.scan` or
+    under `jax.checkpoint`, XLA would recompute the tile lists of a fused kernel for each layer.
 
     Args:
-        query: [B, T, N, H], as in the calls, or a `jax.ShapeDtypeStruct`.
+        query: [B, T, N, H], as in the calls. Like all arrays here, it may be a
+            `jax.ShapeDtypeStruct`.
         key: [B, S, K, H].
         value: [B, S, K, Hv].
         implementation: as in the calls.
-        **options: the mask for the calls, and the arguments that affect the choice of tiles.
+        **options: the mask for the calls, and all arguments that affect the choice of tiles.
 
     Returns:
-        The mask with its lists of tiles, or the mask itself if there is nothing to share or the
-        mesh has explicit axes.
+        The mask with its tile lists, or the unchanged mask if there is nothing to share or the mesh
+        has explicit axes.
     """
     call = check_call(query, key, value, **options)
     mask, (B, T, N, S) = call.mask, call.sizes
     leaves = jax.tree.leaves((mask, call.q_positions, call.k_positions))
     if any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves):
         return mask
-    # as in `check_call`: with positions, a mask is not looked up at 0 .. T - 1
+    # as in `check_call`: with explicit positions, a mask is not read at 0 .. T - 1
     T_checked = None if call.q_positions is not None else T
     S_checked = None if call.k_positions is not None else S
     checked = B, N, T_checked, S_checked
@@ -336,22 +339,25 @@ def dot_product_attention_weights(
     Args:
         query: [B, T, N, H].
         key: [B, S, K, H], K divides N.
-        mask: the keys that a query sees; None means all.
+        mask: the keys that each query sees; None means all.
         bias: an array that broadcasts to [B, N, T, S], or a `Bias`; None means no bias.
-        scale: factor for q.k: a number, or [N] with one per query head; None means 1 / sqrt(H).
+        scale: factor for q.k, either a number or an array [N] with one factor per query head; None
+            means 1 / sqrt(H).
         softcap: bound on the scores, applied before the bias; above 0. None means no bound.
-        sinks: [N], logits added only to the denominator of the softmax.
+        sinks: [N], logits whose exponentials are added to the denominator of the softmax only.
         q_positions: i32[T] or [B, T]; None means arange(T).
-        k_positions: i32[S] or [B, S]; negative marks an empty slot. None means arange(S).
+        k_positions: i32[S] or [B, S]; a negative position marks an empty slot. None means
+            arange(S).
         implementation: as in `dot_product_attention`. All built-in implementations return the same
-            weights; your own returns them from its method `weights`.
+            weights. Your own implementation must return them from its `weights` method.
 
     Returns:
-        f32[B, N, T, S]. A row sums to 1 minus the share of its sink, or to 0 if it sees no key.
+        f32[B, N, T, S]. The weights of a query sum to 1 minus the share of its sink, or to 0 if the
+        query sees no key.
 
     Raises:
-        ValueError: if the arguments are invalid or do not match.
-        NotImplementedError: if your own implementation has no `weights`.
+        ValueError: If the arguments are invalid or do not match.
+        NotImplementedError: If your own implementation does not define `weights`.
     """
     call = check_call(
         query,
@@ -365,7 +371,7 @@ def dot_product_attention_weights(
         q_positions=q_positions,
         k_positions=k_positions,
     )
-    # `type`, not `isinstance`, because a user's subclass may compute other weights
+    # `type`, not `isinstance`: a user's subclass may compute different weights
     ours = {Xla, Blockwise, Pallas, Cudnn, Native}
     for name in _candidates(call, implementation):
         if type(one := IMPLEMENTATIONS[name]) not in ours:
@@ -382,15 +388,17 @@ def dot_product_attention_weights(
 def _candidates(
     call: AttentionCall, implementation: str | Sequence[str] | None = None
 ) -> Sequence[str]:
-    """Return the implementations to try, in order: the named ones, or the fastest for these sizes.
+    """Return the implementations to try, in order: those named, or the fastest for these sizes.
 
-    On an accelerator, "pallas" comes first only for the chips and lengths for which it measured
-    fastest (kernels/chips.py); "xla" may use up to a gibibyte for scores. On a CPU, the limits are
-    fitted to benchmarks/results/choosing.json by benchmarks/choosing.py. "native" reads keys in
-    place for few queries per key head. For more, it first repacks keys and values and starts
-    threads, which pays off only with many scores, in the gradient too. Otherwise "xla" is fastest
-    while scores, keys and values fit the processor's cache. Beyond that, or if few queries see many
-    keys, "blockwise" is faster, because it stops at the end of a KV cache.
+    On an accelerator, "pallas" comes first only for the chips and lengths for which it was measured
+    to be the fastest (kernels/chips.py). "xla" may use up to 1 GiB for scores.
+
+    On a CPU, benchmarks/choosing.py fits the limits to benchmarks/results/choosing.json. With few
+    queries per key head, "native" reads keys in place. With more, it first repacks keys and values
+    and starts threads, which pays off only if there are many scores. This also applies to the
+    gradient. Otherwise, "xla" is fastest if the scores, keys and values fit in the processor's
+    cache. If they do not fit, or if few queries see many keys, "blockwise" is faster because it
+    stops at the end of a KV cache.
     """
     if implementation is not None:
         names = [implementation] if isinstance(implementation, str) else list(implementation)
@@ -399,7 +407,7 @@ def _candidates(
             raise ValueError(f"implementation is {implementation!r}: must be one of {known}")
         return names
     B, T, N, S = call.sizes
-    # symbolic sizes of `jax.export`: tiles need numbers
+    # `jax.export` has symbolic sizes, but tiles need numbers
     if not are_concrete(B, T, S):
         return ["xla"]
     where = target()
@@ -412,7 +420,7 @@ def _candidates(
     many_scores = T * S >= 64 * 64 or (T * S >= 32 * 32 and products >= 6_000_000)
     few_queries = T * N // call.key.shape[2] <= cpu.FEW_ROWS and S >= 32
     native = ["native"] if few_queries or many_scores else []
-    # count only the keys of the call, which may be in the pages of a larger pool
+    # count only the keys of this call: the pool of pages may be larger
     rows = B * S * call.key.shape[2]
     size = 4 * (B * T * N * S + rows * (call.key.shape[3] + call.value.shape[3]))
     in_cache = T * S < 128 * 128 and size <= 2**23 and not (T <= FEW_QUERIES and S >= 64)
@@ -420,7 +428,7 @@ def _candidates(
 
 
 def _plan(name: str, call: AttentionCall) -> Plan | str:
-    """Return how an implementation runs a call, or the reason why it does not."""
+    """Return the plan of an implementation for a call, or the reason why it cannot run the call."""
     B, T, _, S = call.sizes
     if name != "xla" and not are_concrete(B, T, S):
         return f"needs fixed sizes, but B, T, S are {B}, {T}, {S}: use 'xla' or None"
@@ -432,19 +440,20 @@ def _plan(name: str, call: AttentionCall) -> Plan | str:
 
 @program(static=("one",))
 def _run(one: Implementation, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
-    """Run an implementation, passing only the arguments that it reads."""
+    """Run an implementation with only the arguments that it reads."""
     if call.block_table is not None and not call.plan.reads_pages:
         call = call.gathered()
     if call.key_scale is not None and not call.plan.reads_int8:
         call = call.dequantized()
-    # drop another implementation's lists of tiles, so they do not become arguments of the program
+    # drop the tile lists of another implementation, so that they do not become arguments of the
+    # program
     if type(one).share is Implementation.share:
         call = replace(call, shared=None)
-    # arrays that a predicate reads become arguments, so they can be split over a mesh
+    # arrays that a predicate reads become arguments, so that they can be sharded over a mesh
     if call.mask is not None:
         call = replace(call, mask=call.mask.closed())
-    # if types specify the split, "blockwise" splits rows and heads itself, without gathering; the
-    # compiler cannot split its loops
+    # if types specify the sharding, "blockwise" shards rows and heads itself, without gathering,
+    # because the compiler cannot shard its loops
     if isinstance(one, Blockwise) and parts_of_types(call) is not None:
         return one.attend(call)
     return by_compiler(one.attend, [call], split(call.query, slice(3)))

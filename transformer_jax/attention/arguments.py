@@ -1,4 +1,4 @@
-"""Attention arguments, which are checked once and then passed as one value."""
+"""Arguments of an attention call, checked once and then passed as one value."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ DTYPES = {jnp.dtype(name): name for name in ("bfloat16", "float16", "float32", "
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How an implementation runs a call, as determined by shapes, options and the device.
+    """Plan of an implementation for a call, which depends on shapes, options and the device.
 
-    It is hashable, made once outside the compiled program, and part of the program's cache key.
+    A plan is hashable. It is made once, outside the compiled program, and is part of the program's
+    cache key.
     """
 
     reads_pages: bool = False
@@ -80,7 +81,7 @@ class Options(TypedDict, total=False):
     eq=False,
 )
 class AttentionCall:
-    """The checked arguments of one call of attention. Arrays are leaves, numbers are static."""
+    """Checked arguments of one attention call. Arrays are leaves, and numbers are static."""
 
     query: jax.Array  # [B, T, N, H]
     key: jax.Array  # [B, S, K, H]
@@ -95,7 +96,7 @@ class AttentionCall:
     k_positions: jax.Array | None = None  # i32[S] or [B or 1, S]
     dropout_rate: float = 0.0
     dropout_key: jax.Array | None = None  # None if the rate is 0
-    dropout_words: jax.Array | None = None  # u32[2, B, N], hash of the key, set by "blockwise"
+    dropout_words: jax.Array | None = None  # u32[2, B, N], a hash of the key, set by "blockwise"
     return_lse: bool = False
     key_scale: jax.Array | None = None  # f32[B, S, K] if key is int8
     value_scale: jax.Array | None = None  # f32[B, S, K] if value is int8
@@ -114,7 +115,8 @@ class AttentionCall:
     ) -> tuple[jax.Array, jax.Array]:  # i32[B or 1, T], i32[B or 1, S]
         """Return the positions of queries and keys, by default their indices.
 
-        Known positions stay known inside a trace; under `eagerly`, so does a plan made from them.
+        Known positions remain known inside a trace. Under `eagerly`, a plan made from them also
+        remains known.
         """
         T, S = self.query.shape[1] if T is None else T, self.sizes[3] if S is None else S
         q, k = (
@@ -132,7 +134,7 @@ class AttentionCall:
         def gather(table: jax.Array, *pools: jax.Array) -> list[jax.Array]:
             return [rows_of_pages(x, table) for x in pools]
 
-        # split rows like the query's, and the other axes like those of the pool
+        # shard rows like those of the query, and the other axes like those of the pool
         rows = partial(split, self.query, slice(1))
         specs = [rows((None, *split(x, slice(2, None)))) for x in pools]
         results = by_compiler(gather, [self.block_table, *pools], specs)
@@ -167,22 +169,22 @@ class AttentionCall:
         if self.dropout_key is None:
             return self.dropout_words
         B, _, N, _ = self.query.shape
-        # once per call: tiles mix in only their queries and keys
+        # computed once per call: each tile only mixes in its queries and keys
         return jnp.stack(head_words(key_words(self.dropout_key), B, N))
 
 
 @value_class(arrays=("mask", "shared"), static=("checked",))
 class PlannedMask:
-    """A mask with the arrays that an implementation computes from it and the positions.
+    """Mask with the arrays that an implementation computed from it and from the positions.
 
-    Pass it as the mask of later calls with the same positions, which are not checked. A call with
-    other sizes, with positions if the plan had none, or with another implementation computes its
-    own arrays.
+    Pass it as the mask of later calls with the same positions, which are not checked. A call
+    computes its own arrays if its sizes or its implementation differ, or if it has positions but
+    the plan had none.
     """
 
     mask: Mask
     shared: object
-    checked: tuple[int | None, ...]  # arguments of `check_mask`; calls with these sizes skip it
+    checked: tuple[int | None, ...]  # arguments of `check_mask`, which calls with these sizes skip
 
 
 class Implementation:
@@ -193,21 +195,22 @@ class Implementation:
         raise NotImplementedError
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
-        """Return the output [B, T, N, Hv] and lse f32[B, T, N], or None if it has no lse."""
+        """Return the output [B, T, N, Hv] and lse f32[B, T, N] (None if it is not supported)."""
         raise NotImplementedError
 
     def weights(self, call: AttentionCall) -> jax.Array:
-        """Return the attention weights of `attend`, f32[B, N, T, S], before dropout.
+        """Return the attention weights of `attend` before dropout, f32[B, N, T, S].
 
-        Needed to capture and edit weights. The built-in implementations share one softmax; your own
-        must return the weights with which `attend` averages the values.
+        This method is needed to capture or edit weights. The built-in implementations share one
+        softmax. Your own implementation must return the weights with which `attend` averages the
+        values.
         """
         name = type(self).__name__
         rule = f"give {name} a method `weights(call)` that returns f32[B, N, T, S]"
         raise Refused(f"the weights of {name} are not known: {rule}")
 
     def plan(self, call: AttentionCall) -> Plan | str:
-        """Return how this implementation runs a call, or the reason why it does not.
+        """Return the plan for a call, or the reason why this implementation cannot run it.
 
         `attend` receives the plan as `call.plan`. `refuse` receives the shapes of gathered,
         dequantized keys and values.
@@ -218,8 +221,8 @@ class Implementation:
     def share(self, call: AttentionCall) -> object:
         """Return a pytree that calls with this plan, mask and positions can share, or None.
 
-        It must not depend on the values of query, key and value. `attend` receives it as
-        `call.shared`.
+        The pytree must not depend on the values of `query`, `key` and `value`. `attend` receives it
+        as `call.shared`.
         """
         return None
 
@@ -234,7 +237,7 @@ def check_call(
 ) -> AttentionCall:
     """Check the arguments of `dot_product_attention`, and return them as one value.
 
-    Arrays may be `jax.ShapeDtypeStruct`s. Raises ValueError if an argument is invalid.
+    Arrays may be `jax.ShapeDtypeStruct`s. Raise ValueError if an argument is invalid.
     """
     query, key, value = as_array(query), as_array(key), as_array(value)
     mask, bias, scale = options.get("mask"), options.get("bias"), options.get("scale")
@@ -254,7 +257,7 @@ def check_call(
         )
     )
     inputs = {"query": query, "key": key, "value": value}
-    # a function, because formatting takes longer than all checks of an eager call
+    # a function, because formatting takes longer than all the checks of an eager call
     shapes = lambda: ", ".join(f"{name} {x.shape}" for name, x in inputs.items())  # noqa: E731
     for name, x in inputs.items():
         if x.ndim != 4:
@@ -301,7 +304,7 @@ def check_call(
         mask = mask.mask
     # a mask may be shorter than T or S if positions select its entries
     sizes = B, N, T if q_positions is None else None, S if k_positions is None else None
-    # layers of a model share a mask, so check it only once
+    # the layers of a model share a mask, so check it only once
     if sizes != checked:
         check_mask(mask, *sizes)
     if bias is not None:
@@ -319,7 +322,7 @@ def check_call(
                 rule = f"must be integers ({length},) or ({B}, {length})"
                 raise ValueError(f"{name} is {positions.dtype}{positions.shape}: {rule}")
     is_list = isinstance(scale, list | tuple)
-    # a known scale stays a constant, which is free in a kernel; an array has a gradient
+    # a known scale remains a constant, which costs nothing in a kernel; an array has a gradient
     known = not traced(*scale) if is_list else isinstance(scale, np.ndarray)  # type: ignore[misc]
     numbers: Any = np.ravel(scale) if known else ()  # type: ignore[arg-type]
     if is_list or np.ndim(scale):  # type: ignore[arg-type]  # one number for each head
@@ -336,7 +339,7 @@ def check_call(
         numbers = [scale]
     for one in numbers:
         check_finite("scale", float(one))
-        if one:  # 0 is allowed, but a device would flush a number below 2^-126 to 0
+        if one:  # 0 is allowed, but a device would flush numbers below 2^-126 to 0
             check_factor("scale", abs(float(one)))
     if softcap is not None:
         check_factor("softcap", as_number("softcap", softcap))
@@ -372,7 +375,7 @@ def check_call(
 
 def as_array(x: Shaped) -> jax.Array:
     """Return an argument as an array; a `jax.ShapeDtypeStruct` is returned unchanged."""
-    # `jnp.asarray` of an array is the same array, but takes ten times as long as this type check
+    # `jnp.asarray` would return the same array, but takes ten times as long as this type check
     array: Any = x if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(x)
     return array
 
@@ -405,7 +408,7 @@ def _check_bias(
         )
     else:
         bias = array = as_array(bias)
-    # like NumPy, broadcast from the right
+    # broadcast from the right, as NumPy does
     pairs = zip(array.shape[::-1], full[::-1], strict=False)
     if len(array.shape) > 4 or any(n not in (1, size) for n, size in pairs):
         shape = tuple(array.shape)
@@ -422,7 +425,7 @@ _DECORATORS = "@jax.tree_util.register_dataclass and @dataclass(frozen=True)"
 
 
 def bias_shape(bias: Bias, q_positions: Shaped, k_positions: Shaped) -> jax.ShapeDtypeStruct:
-    """Return the shape of a materialized bias, whatever devices its arrays are on."""
+    """Return the shape of a materialized bias, regardless of the devices of its arrays."""
     bare = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))  # noqa: E731
     shapes = jax.tree.map(bare, (bias, q_positions, k_positions))
     return jax.eval_shape(lambda bias, q, k: bias.materialize(q, k), *shapes)

@@ -1,4 +1,4 @@
-"""Attention biases as functions of positions: ALiBi and T5's relative bias."""
+"""Attention biases that are functions of positions: ALiBi and T5's relative bias."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def key_distances(
 def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
     """Return 2^(-8n/N) for n = 1..N if N is a power of two (Press et al. 2022).
 
-    Otherwise return the slopes for the next lower power of two P, then every other slope for 2P.
+    Otherwise, return the slopes for the next lower power of two P, followed by every other slope
+    for 2P.
 
     Args:
         num_heads: N, at least 1.
     """
     check_count("num_heads", num_heads, 1)
-    num_heads = int(num_heads)  # NumPy's integers have no `bit_length`
+    num_heads = int(num_heads)  # NumPy integers have no `bit_length`
     power = 1 << (num_heads.bit_length() - 1)
     exponents = [8 * n / power for n in range(1, power + 1)]
     exponents += [8 * n / (2 * power) for n in range(1, 2 * (num_heads - power), 2)]
@@ -42,12 +43,12 @@ def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
 
 @value_class(pytree=True, eq=False)
 class ALiBi:
-    """Bias -slopes[n] |q - k|, a penalty linear in the distance (Press et al. 2022).
+    """Bias -slopes[n] |q - k|, a penalty that is linear in the distance (Press et al. 2022).
 
-    Both directions have the same penalty; the paper covers only causal attention.
+    The penalty is the same in both directions. The paper covers only causal attention.
 
     Attributes:
-        slopes: [N], for example `alibi_slopes(N)`.
+        slopes: [N], the slope of each head, for example `alibi_slopes(N)`.
     """
 
     slopes: jax.Array  # [N]
@@ -74,23 +75,24 @@ def relative_bucket(
     num_buckets: int,
     max_distance: int,
 ) -> jax.Array:  # i32[...], from 0 to num_buckets - 1
-    """Return T5's bucket of a distance (Raffel et al. 2020): exact if short, else logarithmic.
+    """Return T5's bucket for each distance (Raffel et al. 2020).
 
-    Each direction has b buckets. The first e = b // 2 contain one distance each, bucket e + i
-    starts at e (max_distance / e)^(i / (b - e)), and the last one is unbounded.
+    Each direction has b buckets. Each of the first e = b // 2 buckets contains one distance. Bucket
+    e + i starts at e (max_distance / e)^(i / (b - e)), and the last bucket is unbounded.
 
     Args:
-        distance: i32[...], the key's position minus the query's.
-        bidirectional: whether keys after the query (distance > 0) get the upper half of the
-            buckets; otherwise they all share bucket 0.
-        num_buckets: total number for both directions, even; at least 4 if bidirectional, else 2.
-        max_distance: above e; sets the width of the logarithmic buckets.
+        distance: i32[...], the position of the key minus that of the query.
+        bidirectional: whether keys after the query (distance > 0) use the upper half of the
+            buckets; otherwise, they all share bucket 0.
+        num_buckets: total number of buckets for both directions. It must be even, and at least 4 if
+            bidirectional or 2 otherwise.
+        max_distance: number above e that determines the width of the logarithmic buckets.
 
     Returns:
         i32[...], from 0 to num_buckets - 1.
 
     Raises:
-        ValueError: if a number is out of range.
+        ValueError: If a number is out of range.
     """
     check_count("num_buckets", num_buckets, 1)
     check_count("max_distance", max_distance, 1)
@@ -104,8 +106,8 @@ def relative_bucket(
     distance = jnp.asarray(as_int32("distance", distance))
     n = jnp.abs(distance) if bidirectional else jnp.maximum(-distance, 0)
     bucket = jnp.minimum(n, exact)
-    # compare with the start of each bucket: a floating-point logarithm would put a distance equal
-    # to a start into the bucket below
+    # compare with the start of each bucket: a floating-point logarithm would place a distance equal
+    # to a start in the bucket below
     for i in range(1, b - exact):
         starts = n >= _bucket_start(i, exact, b - exact, max_distance)
         bucket = bucket + starts.astype(jnp.int32)
@@ -114,7 +116,7 @@ def relative_bucket(
 
 def _bucket_start(i: int, exact: int, logarithmic: int, max_distance: int) -> int:
     """Return the ceiling of exact (max_distance / exact)^(i / logarithmic)."""
-    # count up in exact integers from below the floating-point power
+    # start below the floating-point power, and count up in exact integers
     n = int(exact * (max_distance / exact) ** (i / logarithmic)) - 1
     while n**logarithmic * exact**i < max_distance**i * exact**logarithmic:
         n += 1
@@ -123,10 +125,10 @@ def _bucket_start(i: int, exact: int, logarithmic: int, max_distance: int) -> in
 
 @value_class(pytree=True, eq=False)
 class RelativeBias:
-    """Bias table[relative_bucket(k - q), n], T5's learned bias (Raffel et al. 2020).
+    """T5's learned bias (Raffel et al. 2020): table[relative_bucket(k - q), n].
 
     Attributes:
-        table: [buckets, N], with an even number of buckets.
+        table: [buckets, N], the bias of each bucket and head; the number of buckets must be even.
         bidirectional: whether keys after the query have their own buckets.
         max_distance: as in `relative_bucket`.
     """
@@ -157,10 +159,11 @@ class RelativeBias:
 
 @runtime_checkable
 class Bias(Protocol):
-    """A bias of the scores as a function of positions: ALiBi, T5's relative bias, or your own.
+    """Bias added to the scores, a function of positions: ALiBi, T5's relative bias, or your own.
 
-    Make your own a frozen dataclass, registered as a pytree. Its floating-point arrays have
-    gradients. "blockwise" refuses a bias if its arrays and the positions both differ by batch row.
+    Define your own bias as a frozen dataclass that is registered as a pytree. Its floating-point
+    arrays have gradients. "blockwise" does not support a bias if both its arrays and the positions
+    differ between batch rows.
     """
 
     def materialize(

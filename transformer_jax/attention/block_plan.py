@@ -1,7 +1,7 @@
-"""Classes and lists of the tiles of an attention matrix: skipped, partial or full.
+"""Classification of the tiles of an attention matrix as skipped, partial or full.
 
-A tile is `block_q` queries by `block_k` keys. Bounds of the positions or IDs in a tile determine
-whether any and whether all of its pairs may attend. Kernels visit only tiles with a visible pair,
+A tile consists of `block_q` queries and `block_k` keys. Bounds on the positions or IDs in a tile
+determine whether any or all of its pairs may attend. Kernels visit only tiles with a visible pair,
 and apply the mask only in partial tiles.
 """
 
@@ -24,10 +24,10 @@ __all__ = ["FULL", "PARTIAL", "SKIPPED", "BlockPlan", "TileLists", "Tiles", "pad
 
 @value_class(arrays=("classes",), static=("block_q", "block_k"))
 class BlockPlan:
-    """The class of each tile: 0 skipped, 1 partial or 2 full.
+    """Class of each tile: 0 (skipped), 1 (partial) or 2 (full).
 
-    A skipped tile has no visible pair. A full tile needs no mask: it has no empty slot and ends
-    within S.
+    A skipped tile has no visible pair. A full tile needs no mask: it has no empty slots and does
+    not extend beyond S.
 
     Attributes:
         classes: i8[B or 1, N or 1, nQ, nK].
@@ -40,37 +40,37 @@ class BlockPlan:
     block_k: int
 
     def padded(self, rows: int, columns: int) -> BlockPlan:
-        """Return the plan of a larger grid of tiles; the added tiles are skipped.
+        """Return the plan for a larger grid of tiles, with the added tiles marked as skipped.
 
         Args:
-            rows: nQ of the larger grid.
-            columns: nK of the larger grid.
+            rows: number of query tiles (nQ) in the larger grid.
+            columns: number of key tiles (nK) in the larger grid.
         """
         classes = pad(pad(self.classes, 2, rows, SKIPPED), 3, columns, SKIPPED)
         return BlockPlan(classes, self.block_q, self.block_k)
 
     def of_first_queries(self, group: int) -> BlockPlan:
-        """Return the plan of the first query tile, shared by the query heads of each key head."""
+        """Return the plan for the first query tile, shared by the query heads of each key head."""
         lib, first = numpy_or_jax(self.classes), self.classes[:, :, :1]
         if first.shape[1] > 1:
             heads = first.reshape(first.shape[0], -1, group, *first.shape[2:])
             low, high = (f(axis=2, keepdims=True) for f in (heads.min, heads.max))
-            # a tile that one head skips and another sees must be masked for both
+            # if one head skips a tile and another sees it, both heads must apply the mask
             shared = lib.where(low == high, low, PARTIAL).astype(first.dtype)
             first = lib.broadcast_to(shared, heads.shape).reshape(first.shape)
         return BlockPlan(first, self.block_q, self.block_k)
 
     def key_tiles(self) -> TileLists:
-        """List the key tiles that each query tile visits: order [.., nQ, nK], full tiles first."""
+        """List the key tiles that each query tile visits, full tiles first, in order [.., nQ, nK]."""
         return lists_of(self.classes)
 
     def query_tiles(self) -> TileLists:
-        """List the query tiles that visit each key tile: order [.., nK, nQ], full tiles first."""
+        """List the query tiles that visit each key tile, full tiles first, in order [.., nK, nQ]."""
         return lists_of(self.classes.swapaxes(-1, -2))
 
 
 def lists_of(classes: Array) -> TileLists:
-    """Return the `tile_lists` of classes. If these are not traced, the lists are constants."""
+    """Return the `tile_lists` of classes. If the classes are not traced, the lists are constants."""
     if traced(classes):
         return tile_lists(classes)
     with eagerly(classes):
@@ -79,10 +79,10 @@ def lists_of(classes: Array) -> TileLists:
 
 @value_class
 class Tiles:
-    """Positions divided into tiles, with summaries of each tile that ignore empty slots.
+    """Positions divided into tiles, with a summary of each tile that ignores empty slots.
 
-    Summaries are [B or 1, N or 1, 1, nK] for keys and [B or 1, N or 1, nQ, 1] for queries. NumPy
-    summarizes NumPy arrays, so nothing is compiled.
+    Summaries have the shape [B or 1, N or 1, 1, nK] for keys and [B or 1, N or 1, nQ, 1] for
+    queries. NumPy computes the summaries of NumPy arrays, so nothing is compiled.
     """
 
     q: Array  # i32[B or 1, T]
@@ -93,9 +93,10 @@ class Tiles:
     def range(
         self, side: str, values: Array
     ) -> tuple[Array, Array]:  # of "q" or "k", [B or 1, length] or [B or 1, N, length]
-        """Return the smallest and largest values of each tile; low > high if it has no key."""
+        """Return the smallest and largest values in each tile; low > high if the tile has no keys."""
         values = values if values.ndim == 3 else values[:, None]
-        # ignore empty slots: their position, -1, would keep a tile of later keys
+        # ignore empty slots: because of their position, -1, a tile of later keys would not be
+        # skipped
         where = np.ones((1, 1, 1), bool) if side == "q" else (self.k >= 0)[:, None]
         axis, block = (-1, self.block_q) if side == "q" else (-2, self.block_k)
         lib, (least, most) = numpy_or_jax(values, where), (INT32.min, INT32.max)
@@ -116,8 +117,8 @@ class Tiles:
         return reduce(visible & ~empty, False), reduce(visible | empty, True)
 
     def classes(self, some: Array, every: Array) -> Array:  # i8[.., nQ, nK]
-        """Return the classes; empty slots and the tail after S are not visible."""
-        # if S ends inside the last tile, this tile is never full
+        """Return the class of each tile. Empty slots and the tail beyond S count as hidden."""
+        # if the last tile extends beyond S, it is never full
         lib, real = numpy_or_jax(some, every, self.k), _cut(self.k >= 0, self.block_k, False)
         some = some & lib.any(real, axis=-1)[:, None, None, :]
         every = every & lib.all(real, axis=-1)[:, None, None, :]
@@ -133,7 +134,7 @@ def numpy_or_jax(*arrays: Array) -> ModuleType:
 
 
 def _cut(x: AnyArray, block: int, fill: float) -> AnyArray:
-    """Cut [..., length] into [..., tiles, block], padding the last tile with `fill`."""
+    """Reshape [..., length] to [..., tiles, block], padding the last tile with `fill`."""
     tiles = -(-x.shape[-1] // block)
     x = pad(x, x.ndim - 1, tiles * block, fill)
     return numpy_or_jax(x).reshape(x, (*x.shape[:-1], tiles, block))

@@ -1,4 +1,4 @@
-"""Attention by cuDNN, through `jax.nn`, for calls that it computes correctly."""
+"""Attention with cuDNN, called through `jax.nn`, for arguments that it handles correctly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformer_jax.attention.reference import finite_rows
 
 
 class Cudnn(Implementation):
-    """cuDNN through `jax.nn`; it refuses arguments that cuDNN would ignore, round or get wrong."""
+    """cuDNN, without support for arguments that it would ignore, round or compute incorrectly."""
 
     def refuse(self, call: AttentionCall) -> str | None:
         """Return the reason why cuDNN does not support a call, or None."""
@@ -47,10 +47,10 @@ class Cudnn(Implementation):
         return None
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, None]:  # [B, T, N, H]
-        """Return cuDNN's output, with NaN for queries that see a row with NaN or inf."""
+        """Return cuDNN's output, set to NaN for queries that see a row with NaN or inf."""
         query, key, value, causal = call.query, call.key, call.value, call.mask is not None
         (left,) = (None,) if call.mask is None else _causal_window(call.mask) or (None,)
-        # drop a window as long as the keys: it hides no key, and may not fit int32
+        # drop a window that is as long as the keys: it hides no key and may not fit in int32
         left = None if left is None or left >= key.shape[1] else left
         good_query = finite_rows(query)
         good_key = finite_rows(key) & finite_rows(value)  # [B, S, K]

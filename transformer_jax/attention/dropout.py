@@ -1,4 +1,4 @@
-"""Words of a PRNG key, from which kernels/dropout.py computes the dropout mask by hashing."""
+"""Words of a PRNG key, from which kernels/dropout.py derives the dropout mask by hashing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 
 
 def key_words(key: jax.Array) -> jax.Array:  # u32[words]
-    """Return the words of a PRNG key, typed or raw; two for JAX's default generator."""
+    """Return the words of a typed or raw PRNG key; JAX's default generator uses two words."""
     data = jax.random.key_data(key)
     if data.ndim != 1:
         raise ValueError(f"dropout_key has shape {key.shape}: must be a single key")

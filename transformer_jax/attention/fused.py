@@ -1,7 +1,7 @@
 """Attention with the fused kernels: padded arrays, mask vectors and tile lists.
 
 `Pallas.plan` makes all decisions that depend on shapes, options and the device, once per call.
-`mask_operands` converts a mask to arrays that kernels read. `Pallas.attend` runs the kernels.
+`mask_operands` converts a mask to the arrays that kernels read. `Pallas.attend` runs the kernels.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from transformer_jax.values import value_class
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPlan(Plan):
-    """How the kernels run a call: the target, the tiles and the padding."""
+    """Plan of a kernel call: the target, the tiles and the padding."""
 
-    where: Target  # with the tile sizes of every kernel of the call
+    where: Target  # includes the tile sizes of every kernel in the call
     lengths: tuple[int, int]  # T, S
-    positioned: tuple[bool, bool]  # whether queries, and keys, have explicit positions
+    positioned: tuple[bool, bool]  # whether queries and keys have explicit positions
     padded: tuple[int, int]  # T and S with padding
-    group: int  # query heads per key head
-    packs: bool  # whether the queries of a group are rows of one tile
+    group: int  # number of query heads per key head
+    packs: bool  # whether the queries of a group are packed into one tile
 
 
 @value_class(arrays=("q_vectors", "k_vectors", "pairs", "lists"), static=("visible", "plan"))
 class MaskOperands:
-    """A mask and positions in the form that the kernels read: arrays, and a program."""
+    """Mask and positions in the form that the kernels read: arrays and a program."""
 
     q_vectors: Vectors
     k_vectors: Vectors
     pairs: jax.Array | None
     lists: ListsByKernel
-    visible: Program | None  # compares the vectors; None if every pair is visible
+    visible: Program | None  # compares the vectors; None if all pairs are visible
     plan: KernelPlan
 
 
@@ -66,7 +66,7 @@ class Pallas(Implementation):
     """The fused kernels of kernels/, on the target `kernels.target()`."""
 
     single_pass: bool = False
-    """Whether one backward kernel computes all gradients; on Hopper, its last bits may vary."""
+    """Whether one backward kernel computes all gradients; on Hopper, their last bits may vary."""
 
     pads = True
     """Whether arrays are padded to whole tiles."""
@@ -74,7 +74,7 @@ class Pallas(Implementation):
     """Whether a `Bias` other than ALiBi is materialized as an array."""
 
     def target(self) -> Target | str:
-        """Return the target (see `kernels.using`), or the reason why there is none."""
+        """Return the target (see `kernels.using`), or the reason why none is available."""
         return target()
 
     def refuse(self, call: AttentionCall) -> str | None:
@@ -83,7 +83,7 @@ class Pallas(Implementation):
         return plan if isinstance(plan, str) else None
 
     def plan(self, call: AttentionCall) -> KernelPlan | str:
-        """Return the tile sizes and padded lengths of a call, or the reason why it cannot run."""
+        """Return the tile sizes and padded lengths for a call, or the reason why it cannot run."""
         where = self.target()
         if isinstance(where, str):
             return where
@@ -96,7 +96,7 @@ class Pallas(Implementation):
             inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
             found = jax.eval_shape(partial(_with_scale, where), *inputs, jnp.float32(1))
             query, key, value = map(as_array, found)
-        # kernels read the slopes of ALiBi
+        # the kernels read the slopes of ALiBi instead of an array
         if isinstance(bias, Bias) and not isinstance(bias, ALiBi):
             if not self.evaluates_biases:
                 return f"takes a bias that is an array or ALiBi, not {type(bias).__name__}"
@@ -120,13 +120,14 @@ class Pallas(Implementation):
         group, by_rows = N // K, backend.sums_fit(S, H, Hv)
 
         def tiles(page: int | None) -> dict[Kind, Blocks]:
-            # the kernel for few queries serves only calls that are not differentiated
+            # the kernel for few queries does not support differentiation
             few = T * group <= backend.decode_rows and call.dropout_rate == 0
             run = chips.kinds(self.single_pass, few, by_rows)
             sizes = H, Hv, query.dtype.itemsize, T, S, K, page
             found = {kind: chips.blocks(where, kind, *sizes) for kind in run}
             if few and backend.list_bytes is not None:
-                # its list has the tiles of all rows, with S padded to whole tiles of every kernel
+                # its list contains the tiles of all rows, with S padded to whole tiles of every
+                # kernel
                 whole = math.lcm(*(b.k for b in found.values()))
                 padded = -(-S // whole) * whole
                 listed = B * padded // found["decode"].k
@@ -135,8 +136,8 @@ class Pallas(Implementation):
                     del found["decode"]
             return found
 
-        # only the kernel for few queries reads pages in place; its tiles must divide a page, so
-        # they differ from those of contiguous keys
+        # only the kernel for few queries reads pages in place; its tile size must divide the page
+        # size, so it differs from the tile size for contiguous keys
         page, blocks = None, tiles(None)
         if call.block_table is not None and backend.page and not by_array:
             slots = call.key.shape[1]
@@ -161,9 +162,9 @@ class Pallas(Implementation):
                     most = backend.list_bytes
                     return f"lists of {of_tiles} tiles take {size} bytes: at most {most}"
 
-        # pack the queries of a group if this halves the tiles of the forward kernel. Exceptions:
-        # dropout hashes head and query, ALiBi has one slope per head, and a bias with heads but no
-        # query axis would grow
+        # pack the queries of a group if this halves the number of forward tiles. The exceptions are
+        # dropout (which hashes the head and the query), ALiBi (which has one slope per head), and a
+        # bias with heads but without a query axis (which would grow)
         packs = backend.packs and call.dropout_rate == 0 and not isinstance(bias, ALiBi)
         if bias is not None and not isinstance(bias, Bias) and bias.shape[1] > 1 == bias.shape[2]:
             packs = False
@@ -171,7 +172,7 @@ class Pallas(Implementation):
         packs = packs and 2 * -(-T * group // block_q) <= group * -(-T // block_q)
         padded_T, padded_S = T, S
         if self.pads:
-            # a length that the tiles of every kernel divide, so arrays are padded only once
+            # a multiple of the tile size of every kernel, so that arrays are padded only once
             block_q = math.lcm(*(b.q for kind, b in blocks.items() if kind != "decode"))
             block_k = math.lcm(*(b.k for b in blocks.values()))
             padded_T = T if packs else -(-T // block_q) * block_q
@@ -188,7 +189,7 @@ class Pallas(Implementation):
         )
 
     def share(self, call: AttentionCall) -> MaskOperands | None:
-        """Return the mask's arrays for the kernels; None if all are constants."""
+        """Return the mask's arrays for the kernels, or None if all of them are constants."""
         if 0 in (*call.query.shape, *call.key.shape, *call.value.shape):
             return None
         if not jax.tree.leaves((call.mask, call.q_positions, call.k_positions)):
@@ -209,7 +210,7 @@ class Pallas(Implementation):
         if call.scale_array is not None:
             query, key, value = _with_scale(plan.where, query, key, value, call.scale_array)
             scale = 1.0
-        # recompute the lists of a planned mask if it was planned for other tiles
+        # recompute the lists of a planned mask if it was planned for different tile sizes
         if not isinstance(shared, MaskOperands) or shared.plan != plan:
             shared = mask_operands(call)
         problem = Problem(
@@ -230,14 +231,14 @@ class Pallas(Implementation):
 
 @dataclass(frozen=True)
 class Native(Pallas):
-    """The compiled kernels of kernels/cpu, on a CPU."""
+    """The compiled CPU kernels in kernels/cpu."""
 
-    single_pass: bool = True  # deterministic here: each sum has a fixed order
+    single_pass: bool = True  # deterministic on a CPU, where each sum has a fixed order
     pads = False
     evaluates_biases = True
 
     def target(self) -> Target | str:
-        """Return the target with its instruction set, or the reason why there is none."""
+        """Return the target with its instruction set, or the reason why none is available."""
         if platform() != "cpu":
             return f"needs a CPU; the backend is {platform()}"
         from transformer_jax.kernels import cpu
@@ -247,25 +248,25 @@ class Native(Pallas):
 
 
 MOST_BIAS = 2**30
-"""Maximum number of bytes of a `Bias` that is materialized for the native kernels."""
+"""Maximum size in bytes of a `Bias` that is materialized for the native kernels."""
 
 
 def _with_scale(
     where: Target, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return query, key and value with a scale [] or [N] multiplied into the query.
+    """Return query, key and value, with the query multiplied by a scale [] or [N].
 
-    For kernels that multiply only 16-bit numbers, the query is split into two parts side by side,
-    and keys are repeated to twice the width.
+    For kernels that multiply only 16-bit numbers, the query is split into two concatenated parts,
+    and the keys are repeated to twice their width.
     """
-    # in float32, because rounding would lose digits of the scale
+    # use float32, because 16 bits would round the scale
     wide = scaled(query, scale)
     if not where.backend.narrow or jnp.finfo(query.dtype).bits > 16:
         return wide, key.astype(jnp.float32), value.astype(jnp.float32)
-    # the rounded value and the remainder have at least 16 bits of precision together
+    # together, the rounded value and the remainder have at least 16 bits of precision
     info = jnp.finfo(query.dtype)
-    # `reduce_precision`, because XLA may remove a cast to 16 bits and back. The first part has no
-    # gradient, so the second part carries the query's
+    # use `reduce_precision`, because XLA may remove a cast to 16 bits and back. The first part has
+    # no gradient, so the second part carries the gradient of the query
     first = lax.stop_gradient(lax.reduce_precision(wide, info.nexp, info.nmant))
     parts = [x.astype(query.dtype) for x in (first, wide - first)]
     return jnp.concatenate(parts, axis=-1), jnp.concatenate([key, key], axis=-1), value
@@ -274,8 +275,9 @@ def _with_scale(
 def mask_operands(call: AttentionCall) -> MaskOperands:
     """Return a mask in the form that kernels read: padded vectors, and lists of tiles to visit.
 
-    Start here to learn how a mask reaches a kernel. `MaskVectors.of` traces it, `block_plan` bounds
-    it in every tile, and `prepare` adds what the backend's grid needs to the lists of tiles.
+    Start here to learn how a mask is passed to a kernel. `MaskVectors.of` traces the mask,
+    `block_plan` computes its bounds in each tile, and `prepare` extends the tile lists for the
+    backend's grid.
     """
     plan = call.plan
     assert isinstance(plan, KernelPlan)
@@ -286,18 +288,18 @@ def mask_operands(call: AttentionCall) -> MaskOperands:
         at = call.positions()
         indices = call.q_positions is None and call.k_positions is None
         vectors = MaskVectors.of(mask, *at, indices)
-        # keys after the end are empty slots; queries after the end do not matter, because their
-        # results are cut off
+        # keys past the end are empty slots; queries past the end do not matter, because their
+        # results are discarded
         q_vectors = tuple(pad(x, 1, padded_T, 0) for x in vectors.q)
         k_vectors = tuple(pad(x, 1, padded_S, -1 if i == 0 else 0) for i, x in enumerate(vectors.k))
         pairs = vectors.pairs()
         if pairs is not None:
             pairs = pad(pad(pairs, 2, padded_T, 0), 3, padded_S, 0)
-        if plan.packs:  # one tile has all queries
+        if plan.packs:  # one tile contains all queries
             blocks = {kind: replace(b, q=padded_T) for kind, b in blocks.items()}
         plans = {}
         for b in blocks.values():
-            # tiles after the end are skipped
+            # tiles past the end are skipped
             grid = -(-padded_T // b.q), -(-padded_S // b.k)
             plans[b.q, b.k] = vectors.block_plan(b.q, b.k).padded(*grid)
         lists: ListsByKernel = {}
@@ -307,7 +309,7 @@ def mask_operands(call: AttentionCall) -> MaskOperands:
                 tiles = tiles.of_first_queries(plan.group)
             listed = tiles.query_tiles() if kind in BY_KEY else tiles.key_tiles()
             lists[kind] = plan.where.backend.prepare(listed)
-    # without a program, the kernels are compiled without code for partial tiles
+    # if there is no program, the kernels are compiled without code for partial tiles
     sees_all = vectors.visible == NO_EMPTY_SLOT
     no_empty_slot = call.k_positions is None and call.sizes[3] == padded_S
     visible = None if sees_all and no_empty_slot else vectors.visible
@@ -315,7 +317,7 @@ def mask_operands(call: AttentionCall) -> MaskOperands:
 
 
 def operands_of(call: AttentionCall, shared: MaskOperands) -> Operands:
-    """Return the padded operands; ALiBi becomes its slopes f32[1, N]."""
+    """Return the padded operands, with ALiBi replaced by its slopes f32[1, N]."""
     padded_T, padded_S = shared.plan.padded
     slopes, bias = None, call.bias
     if isinstance(bias, ALiBi):
@@ -323,14 +325,14 @@ def operands_of(call: AttentionCall, shared: MaskOperands) -> Operands:
         slopes, bias = jnp.broadcast_to(slopes, (1, call.query.shape[2])), None
     elif bias is not None:
         assert not isinstance(bias, Bias)
-        # kernels read a bias [.., T, S] in the query's dtype; casting a smaller one costs nothing
+        # kernels read a bias [.., T, S] in the query's dtype; casting from a smaller dtype is free
         keeps_dtype = min(bias.shape[2:]) > 1 and bias.dtype == call.query.dtype
         bias = bias if keeps_dtype else bias.astype(jnp.float32)
         for axis, size, padded in ((2, call.sizes[1], padded_T), (3, call.sizes[3], padded_S)):
             if bias.shape[axis] == size and size != 1:
                 bias = pad(bias, axis, padded, 0)
     keys_values = call.key, call.value
-    # the decode kernels handle keys that end within a tile
+    # the decode kernels support keys that end within a tile
     if "decode" not in shared.lists:
         keys_values = pad(call.key, 1, padded_S, 0), pad(call.value, 1, padded_S, 0)
     return Operands(

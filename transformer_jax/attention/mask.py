@@ -1,6 +1,7 @@
-"""Base class of masks, and their combination with `&`, `|` and `~`.
+"""Base class of masks, and the operators `&`, `|` and `~` that combine masks.
 
-All methods of a mask follow from one, `sees`. The built-in masks are in `masks`.
+A mask only needs to implement `sees`; all other methods follow from it. The built-in masks are in
+`masks`.
 """
 
 from __future__ import annotations
@@ -27,41 +28,43 @@ from transformer_jax.tracing import concrete_value, eagerly
 from transformer_jax.values import value_class
 
 Pair = tuple[Index, Index]
-"""A batch row and a head; either may be traced."""
+"""Indices of a batch row and a head, either of which may be traced."""
 
 OURS = __name__, "transformer_jax.attention.masks"
-"""The modules whose mask classes need no check."""
+"""Modules whose mask classes do not need to be checked."""
 
 
 class Mask:
-    """The set of query-key pairs that may attend. A subclass implements `sees`.
+    """Set of query-key pairs that may attend. Subclasses implement `sees`.
 
-    A subclass is a frozen dataclass, registered as a pytree. The other methods follow from `sees`;
-    override them to make them faster:
+    Define a subclass as a frozen dataclass that is registered as a pytree. The other methods follow
+    from `sees`, and you can override them with faster versions:
 
-        lead            number of batch rows and heads that differ; by default from `sees`
-        leaf_axes       axes of its arrays that are batch rows and heads; by default none
-        comparison      vectors and program for a fused kernel; by default the trace of `sees`
-        some_and_every  bounds in a tile, only for "blockwise"; by default those of the program,
-                        which all fused kernels use
-        check_lengths   refuses arrays without an entry for each query or key; by default none
+        lead            the number of batch rows and heads that differ; by default from `sees`
+        leaf_axes       the axes of its arrays that are batch rows and heads; by default none
+        comparison      the vectors and the program for a fused kernel; by default the trace of
+                        `sees`
+        some_and_every  the bounds in a tile, used only by "blockwise"; by default those of the
+                        program, which all fused kernels use
+        check_lengths   a check that arrays have an entry for each query and key; by default none
     """
 
     __slots__ = ()
     is_foreign: ClassVar[bool] = True
-    """Whether `sees` may call code outside this library."""
+    """Whether `sees` may call code from outside this library."""
     reads_pairs: ClassVar[bool] = False
-    """Whether a kernel needs an integer per pair for this mask."""
+    """Whether a kernel needs one integer per pair for this mask."""
 
-    # Methods that your own mask implements or overrides
+    # Methods that custom masks implement or override
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Whether queries may attend to keys: bool, broadcastable to [B, N, T, S].
+        """Return whether queries may attend to keys, as bool that broadcasts to [B, N, T, S].
 
         Args:
-            q: i32, positions of queries: [B or 1, 1, T, 1]; inside a fused kernel, any shape that
-                broadcasts with k.
-            k: i32, positions of keys: [B or 1, 1, 1, S], except inside a fused kernel.
+            q: i32[B or 1, 1, T, 1], the positions of the queries. Inside a fused kernel, the array
+                may have any shape that broadcasts with k.
+            k: i32[B or 1, 1, 1, S], the positions of the keys. Inside a fused kernel, the array may
+                have any shape that broadcasts with q.
         """
         raise TypeError(f"{type(self).__name__} is a Mask without a method sees(self, q, k)")
 
@@ -70,7 +73,7 @@ class Mask:
         """Return (B or 1, N or 1), the number of batch rows and heads that differ."""
         at = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)
         bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), self)
-        # without `no_mesh`, operations would require the mesh of `jax.set_mesh`
+        # `no_mesh`, because operations would otherwise require the mesh of `jax.set_mesh`
         with no_mesh():
             sees = jax.eval_shape(lambda mask, q, k: mask.sees(q, k), bare, at, at)
         if sees.dtype != np.bool_ or len(sees.shape) > 4:
@@ -82,10 +85,11 @@ class Mask:
         return rows, heads
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
-        """Return whether some and whether every pair of each tile may attend, ignoring empty slots.
+        """Return whether some pair and whether every pair of each tile may attend.
 
-        Both are bool, broadcastable to [B or 1, N or 1, nQ, nK], and conservative: in doubt, `some`
-        is True and `every` is False, as in all tiles of a mask without a program.
+        Both results are bool, broadcast to [B or 1, N or 1, nQ, nK], and ignore empty slots. They
+        are conservative: if in doubt, `some` is True and `every` is False. This applies to all
+        tiles of a mask without a program.
         """
         try:
             vectors = MaskVectors([tiles.q], [tiles.k], False)
@@ -97,35 +101,35 @@ class Mask:
 
     @property
     def leaf_axes(self) -> tuple[AxisNames, ...]:
-        """Name the axes of each array of the mask: "b" for batch rows, "n" for heads, or None."""
+        """Return the axis names of each array: "b" for batch rows, "n" for heads, or None."""
         return tuple((None,) * jnp.ndim(x) for x in jax.tree.leaves(self))
 
     def comparison(self, vectors: MaskVectors) -> Program:
-        """Append the vectors of the mask for a fused kernel, and return its program."""
+        """Append the mask's vectors for a fused kernel, and return the mask's program."""
         return vectors.sees(self.sees)
 
     def check_lengths(self, T: int | None, S: int | None) -> None:
         """Raise ValueError if an array has no entry for some query or key.
 
-        Otherwise such a query or key would be hidden silently. If the caller passes positions, an
-        array may be shorter, and positions outside it are hidden.
+        Without this check, such a query or key would be hidden silently. If the caller passes
+        positions, an array may be shorter, and positions outside it are hidden.
 
         Args:
             T: the number of queries, at positions arange(T); None if the caller passes positions.
             S: the number of keys, at positions arange(S); None if the caller passes positions.
         """
 
-    # Methods that follow from these
+    # Methods that follow from those above
 
     def part(self, first: Pair, full: tuple[int, int], size: tuple[int, int]) -> Mask:
-        """Return the part of the mask for some batch rows and heads.
+        """Return the part of the mask for some of the batch rows and heads.
 
-        It slices the arrays by their `leaf_axes`, unless they have length `size` already. Without
-        such axes, it slices the result of `sees`.
+        The arrays are sliced along their `leaf_axes`, unless these already have length `size`. If
+        no array has such axes, the result of `sees` is sliced instead.
 
         Args:
-            first: the first row and the first head of the part; may be traced.
-            full: the number of rows and heads in total.
+            first: the first row and the first head of the part, which may be traced.
+            full: the total number of rows and heads.
             size: the number of rows and heads in the part.
         """
         axes = self.leaf_axes
@@ -138,13 +142,13 @@ class Mask:
                         n = at[name]
                         leaves[i] = _slice(leaves[i], axis, first[n], full[n], size[n])
             return jax.tree.unflatten(structure, leaves)
-        # a user's mask may index rows itself, so its arrays cannot be sliced
+        # a custom mask may index the rows itself, so its arrays cannot be sliced
         return self if self.lead == (1, 1) else PartOfMask(self, *first, full, size)
 
     def closed(self) -> Mask:
-        """Return the mask with the traced values that its predicates read as leaves.
+        """Return the mask with the traced values that its predicates read converted to leaves.
 
-        Functions with custom derivatives may read traced values only from their arguments.
+        A function with a custom derivative may read traced values only from its arguments.
         """
         open_ones = [x for x in nodes(self) if type(x).closed is not Mask.closed]
         found = {id(node): node.closed() for node in open_ones}
@@ -153,7 +157,7 @@ class Mask:
 
     @property
     def calls_user_code(self) -> bool:
-        """Whether evaluating the mask calls code outside this library."""
+        """Whether evaluating the mask calls code from outside this library."""
         return any(type(node).is_foreign for node in nodes(self))
 
     # Methods that callers use
@@ -170,7 +174,7 @@ class Mask:
             k_positions: i32[S] or [B, S]; a key at a negative position is an empty slot.
 
         Raises:
-            ValueError: if shapes or dtypes do not match.
+            ValueError: If shapes or dtypes do not match.
         """
         q, k = self._positions(q_positions, k_positions)
         return self.allows(jnp.asarray(q), jnp.asarray(k)) & (k >= 0)[:, None, None, :]
@@ -180,14 +184,14 @@ class Mask:
         q_positions: jax.Array,  # i32[B or 1, T]
         k_positions: jax.Array,  # i32[B or 1, S]
     ) -> jax.Array:  # bool[B or 1, N or 1, T, S]
-        """Return bool[B or 1, N or 1, T, S], without checks and without the rule about empty slots.
+        """Return bool[B or 1, N or 1, T, S], without checking arguments or hiding empty slots.
 
         Args:
             q_positions: i32[B or 1, T].
             k_positions: i32[B or 1, S].
         """
         sees = self.sees(q_positions[:, None, :, None], k_positions[:, None, None, :])
-        # a mask that reads only keys, such as padding, has one row for all queries
+        # a mask that reads only keys, such as `Padding`, has one row for all queries
         lead = ((1,) * (4 - sees.ndim) + sees.shape)[:2]
         return jnp.broadcast_to(sees, (*lead, q_positions.shape[1], k_positions.shape[1]))
 
@@ -199,12 +203,13 @@ class Mask:
         block_q: int,
         block_k: int,
     ) -> BlockPlan:
-        """Classify tiles as skipped, partial or full by `some_and_every`, for "blockwise".
+        """Classify tiles as skipped, partial or full with `some_and_every`, for "blockwise".
 
-        Conservative: a skipped tile is entirely False and a full one entirely True; a partial one
-        may be either. The last tiles may extend beyond T and S: keys there count as empty slots, so
-        such a tile is never full, and queries there are ignored. Without traced values, the plan is
-        computed eagerly, even inside `jit`. Memory is O(T + S + tiles), except for `Dense`.
+        The result is conservative: a skipped tile is entirely False and a full tile is entirely
+        True, but a partial tile may be either. The last tiles may extend beyond T and S. Keys
+        beyond S count as empty slots, so such a tile is never full. Queries beyond T are ignored.
+        If no value is traced, the plan is computed eagerly, even inside `jit`. Memory is O(T + S +
+        tiles), except for `Dense`.
 
         Args:
             q_positions: i32[T] or [B, T].
@@ -213,7 +218,7 @@ class Mask:
             block_k: number of keys per tile, at least 1.
 
         Raises:
-            ValueError: if a size is below 1, or shapes or dtypes do not match.
+            ValueError: If a block size is below 1, or if shapes or dtypes do not match.
         """
         for name, size in (("block_q", block_q), ("block_k", block_k)):
             check_count(name, size, 1)
@@ -222,11 +227,11 @@ class Mask:
             return BlockPlan(tiles.classes(*self.some_and_every(tiles)), block_q, block_k)
 
     def _positions(self, q_positions: Array, k_positions: Array) -> tuple[Array, Array]:
-        """Return checked positions as [B or 1, length]; known ones as NumPy arrays."""
+        """Check positions and return them as [B or 1, length], in NumPy arrays if they are known."""
         found, sizes = [], {"the mask": self.lead[0]}
         for name, positions in (("q_positions", q_positions), ("k_positions", k_positions)):
             at = as_int32(name, positions)
-            # NumPy arrays compile nothing, and only they stay known inside a trace
+            # NumPy arrays need no compilation, and only they remain known inside a trace
             known = concrete_value(at)
             at = jnp.asarray(at) if known is None else known
             if at.ndim not in (1, 2) or not jnp.issubdtype(at.dtype, jnp.integer):
@@ -260,7 +265,7 @@ class Mask:
         values = [getattr(self, field.name) for field in dataclasses.fields(self)]
         while values and values[-1] is None:
             values.pop()
-        shown = (  # arrays as their dtype and shape
+        shown = (  # show arrays by their dtype and shape
             f"{x.dtype}[{', '.join(map(str, x.shape))}]"
             if hasattr(x, "shape") and hasattr(x, "dtype")
             else repr(x)
@@ -271,13 +276,13 @@ class Mask:
 
 @value_class(arrays=("mask", "row", "head"), static=("full", "size"), repr=False, eq=False)
 class PartOfMask(Mask):
-    """Some batch rows and heads of a mask, sliced from its results rather than its arrays."""
+    """Part of a mask for some rows and heads, sliced from its results instead of its arrays."""
 
     mask: Mask
-    row: Index  # the first
-    head: Index  # the first
-    full: tuple[int, int]  # rows and heads in total
-    size: tuple[int, int]  # rows and heads in this part
+    row: Index  # index of the first row
+    head: Index  # index of the first head
+    full: tuple[int, int]  # total number of rows and heads
+    size: tuple[int, int]  # number of rows and heads in this part
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -294,7 +299,7 @@ class PartOfMask(Mask):
         return self._cut(some), self._cut(every)
 
     def _of_every_row(self, positions: AnyArray) -> AnyArray | jax.Array:
-        """Return positions [size or 1, ...] as [full or 1, ...], with 0 in other rows."""
+        """Expand positions [size or 1, ...] to [full or 1, ...], with 0 in the other rows."""
         if positions.shape[0] == 1 or self.full[0] == self.size[0]:
             return positions
         zeros = jnp.zeros((self.full[0], *positions.shape[1:]), positions.dtype)
@@ -308,7 +313,7 @@ class PartOfMask(Mask):
 
 
 class _Pair(Mask):
-    """Two masks combined by an operator."""
+    """Base class of masks that combine two masks."""
 
     __slots__ = ()
     is_foreign = False
@@ -335,7 +340,7 @@ class _Pair(Mask):
 
 @value_class(arrays=("left", "right"), repr=False)
 class And(_Pair):
-    """The pairs that both masks allow: Causal() & Window(2).
+    """Pairs that both masks allow, for example Causal() & Window(2).
 
     # . . .
     # # . .
@@ -350,7 +355,8 @@ class And(_Pair):
         return self.left.sees(q, k) & self.right.sees(q, k)
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
-        # bound the masks separately: if one has no program, the other may still exclude the tile
+        # compute the bounds separately: if one mask has no program, the other may still exclude the
+        # tile
         a_some, a_every = self.left.some_and_every(tiles)
         b_some, b_every = self.right.some_and_every(tiles)
         return a_some & b_some, a_every & b_every
@@ -364,7 +370,7 @@ class And(_Pair):
 
 @value_class(arrays=("left", "right"), repr=False)
 class Or(_Pair):
-    """The pairs that either mask allows: Causal() | Prefix([2]).
+    """Pairs that at least one mask allows, for example Causal() | Prefix([2]).
 
     # # . .
     # # . .
@@ -392,7 +398,7 @@ class Or(_Pair):
 
 @value_class(arrays=("mask",), repr=False)
 class Not(Mask):
-    """The pairs that a mask hides: ~Causal(). Empty slots stay hidden.
+    """Pairs that a mask hides, for example ~Causal(). Empty slots remain hidden.
 
     . # # #
     . . # #
@@ -422,7 +428,7 @@ class Not(Mask):
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         some, every = self.mask.some_and_every(tiles)
-        # the rule about empty slots is applied later, so they stay hidden under ~
+        # the rule about empty slots is applied later, so they remain hidden under ~
         return ~every, ~some
 
     def __repr__(self) -> str:
@@ -432,9 +438,10 @@ class Not(Mask):
 def check_mask(
     mask: Mask | None, B: int, N: int, T: int | None = None, S: int | None = None
 ) -> None:
-    """Raise ValueError unless this is None, or a registered mask that matches the sizes.
+    """Raise ValueError unless `mask` is None or a registered mask that matches the sizes.
 
-    T and S are the numbers of queries and keys, or None if the caller passes positions.
+    T and S are the number of queries and the number of keys, or None if the caller passes
+    positions.
     """
     if mask is None:
         return
@@ -466,7 +473,8 @@ def check_mask(
                 f"{cls.__name__} {problem}: write @jax.tree_util.register_dataclass and "
                 f"@dataclass(frozen=True) above class {cls.__name__}(Mask)"
             )
-        # if it overrides only `sees`, it would inherit the tiles and comparisons of our mask
+        # a subclass that overrides only `sees` would inherit the tiles and comparisons of its base
+        # mask
         base = next(x for x in cls.__mro__ if x.__module__ in OURS and issubclass(x, Mask))
         if base is not Mask and cls.sees is not base.sees:
             rule = f"overrides {base.__name__}.sees and inherits the rest of {base.__name__}"
@@ -481,7 +489,7 @@ def check_mask(
 def refuse_mask(mask: Mask) -> str | None:
     """Return the reason why no kernel can evaluate a mask, or None.
 
-    `MaskVectors` may still refuse the mask later, when it is traced with the arrays of the call.
+    `MaskVectors` may still reject the mask later, when it is traced with the arrays of the call.
     """
     matrices = sum(type(node).reads_pairs for node in nodes(mask))
     if matrices > MATRICES:
@@ -495,8 +503,8 @@ def refuse_mask(mask: Mask) -> str | None:
         return [*map(jnp.asarray, (*vectors.q, *vectors.k))]
 
     try:
-        # `trial` is a new function, because the values that a predicate reads may have changed
-        # since a cached trace
+        # define a new function `trial` for each call, because the values that a predicate reads may
+        # have changed since a cached trace
         jax.eval_shape(trial, mask, at, at)
     except Refused as error:
         return f"{error}; the mask is {Mask.__repr__(mask)}"
@@ -506,7 +514,7 @@ def refuse_mask(mask: Mask) -> str | None:
 
 
 def nodes(mask: Mask) -> Iterator[Mask]:
-    """Yield a mask and the masks that it combines, recursively."""
+    """Yield a mask and, recursively, the masks that it combines."""
     yield mask
     for name in getattr(mask, "__dataclass_fields__", ()):
         one = getattr(mask, name)
@@ -521,7 +529,7 @@ def four_axes(sees: AnyArray) -> AnyArray:
 
 
 def _slice(x: AnyArray, axis: int, first: Index, full: int, size: int) -> AnyArray | jax.Array:
-    """Return `size` of the `full` entries of an axis; an axis of another length is unchanged."""
+    """Return `size` of the `full` entries of an axis. An axis of any other length is unchanged."""
     if x.shape[axis] != full or full == size:
         return x
     return lax.dynamic_slice_in_dim(x, first, size, axis)

@@ -1,12 +1,12 @@
-"""Masks in the form that kernels evaluate: integers per query and per key, and a program.
+"""Masks in the form that kernels evaluate: integers for each query and key, and a program.
 
     Causal() & Segments(ids)    vectors q: positions, IDs    k: positions, IDs
                                 visible: (k[0] >= 0) & ((k[0] <= q[0]) & (q[1] == k[1]))
 
-The `sees` of each mask under `&`, `|` and `~` is traced separately, for one pair. Operations of any
-kind (a table lookup, a division, floats) that read only the query, or only the key, are computed
-here and become a vector. Operations that read both become the program. A `Dense` mask becomes one
-bit of an integer per pair.
+The `sees` method of each mask combined with `&`, `|` and `~` is traced separately, for one pair.
+Operations of any kind (such as a table lookup, a division, or floating-point arithmetic) that read
+only the query or only the key are computed here and become a vector. Operations that read both
+become the program. A `Dense` mask becomes one bit of an integer per pair.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from transformer_jax.attention.mask import Mask
 
 MATRICES = 8
-"""Maximum number of `Dense` masks in one mask: the bits of an int8."""
+"""Maximum number of `Dense` masks in one mask: the number of bits in an int8."""
 
 NO_EMPTY_SLOT = combined("ge", Program((), ("k", 0)), number(0))
 
@@ -54,18 +54,19 @@ NO_EMPTY_SLOT = combined("ge", Program((), ("k", 0)), number(0))
 @short_repr
 @dataclass
 class MaskVectors:
-    """The vectors of a mask, [B or 1, T] and [B or 1, S]. Vector 0 of each side is the positions.
+    """Vectors of a mask, [B or 1, T] and [B or 1, S]. Vector 0 of each side contains the positions.
 
-    A vector that differs by head is [B or 1, N, T] or [B or 1, N, S]; kernels do not support it.
+    A vector that differs between heads has the shape [B or 1, N, T] or [B or 1, N, S]. Kernels do
+    not support such vectors.
     """
 
     q: list[Array]
     k: list[Array]
     positions_are_indices: bool
-    """Whether positions are 0, 1, 2, ..; then traces of `sees` treat them as known."""
+    """Whether positions are 0, 1, 2, ... If so, traces of `sees` treat them as known."""
     visible: Program = NO_EMPTY_SLOT
     matrices: list[jax.Array] = field(default_factory=list)
-    """bool[B or 1, N or 1, T, S], one for each `Dense` mask."""
+    """One array bool[B or 1, N or 1, T, S] for each `Dense` mask."""
 
     @classmethod
     def of(
@@ -75,7 +76,7 @@ class MaskVectors:
         k_positions: jax.Array,  # i32[B or 1, S]
         positions_are_indices: bool,
     ) -> MaskVectors:
-        """Return the vectors of a mask, with the program that compares the entries of a pair."""
+        """Return the vectors of a mask, and the program that compares the entries of a pair."""
         vectors = cls([q_positions], [k_positions], positions_are_indices)
         seen = mask.comparison(vectors)
         if not isinstance(seen, Program):
@@ -86,7 +87,7 @@ class MaskVectors:
             raise Refused("takes only masks that are the same for every head, or Dense(array)")
         if len(vectors.matrices) > MATRICES:
             raise Refused(f"takes at most {MATRICES} Dense masks, not {len(vectors.matrices)}")
-        # added outside all masks, so that no `~` can make an empty slot visible
+        # add this outside all masks, so that no `~` can make an empty slot visible
         vectors.visible = NO_EMPTY_SLOT & seen
         return vectors
 
@@ -99,19 +100,19 @@ class MaskVectors:
         return self.k[0]
 
     def key_holds(self, holds: jax.Array) -> Program:  # bool[B or 1, S]
-        """Append a vector of the keys, and return the program that tests it."""
+        """Append a key vector, and return the program that tests it."""
         return combined("ne", self._append("k", holds), number(0))
 
     def pair_holds(self, matrix: jax.Array) -> Program:  # bool[B or 1, N or 1, T, S]
-        """Append a matrix of pairs, and return the program that tests it."""
+        """Append a matrix with one entry per pair, and return the program that tests it."""
         self.matrices.append(matrix)
         return Program((), ("pair", len(self.matrices) - 1))
 
     def sees(self, function: Callable[..., jax.Array]) -> Program:
-        """Append the vectors that `function`, a mask's `sees`, reads, and return its program.
+        """Append the vectors that `function` (a mask's `sees`) reads, and return its program.
 
-        It is traced for one pair per batch row, [B or 1, 1, 1, 1]. Raises `Refused` if it combines
-        a query and a key by an operation that programs do not support.
+        The function is traced for one pair per batch row, [B or 1, 1, 1, 1]. Raise `Refused` if it
+        combines a query and a key with an operation that programs do not support.
         """
         at = []
         # in a `shard_map`, the trace must vary over the same axes as the positions
@@ -120,9 +121,9 @@ class MaskVectors:
             varying = {"manual_axis_type": axes} if axes is not None and axes.varying else {}
             at.append(jax.ShapeDtypeStruct((x.shape[0], 1, 1, 1), jnp.int32, **varying))
         in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        # without `no_mesh`, each operation would require the mesh of `jax.set_mesh`
+        # `no_mesh`, because each operation would otherwise require the mesh of `jax.set_mesh`
         with contextlib.nullcontext() if in_shard_map else no_mesh():
-            # a new function each time, because JAX caches traces by function
+            # define a new function each time, because JAX caches traces by function
             traced_mask = jax.make_jaxpr(lambda q, k: function(q, k))(*at)
         shape = (1, 1, 1, 1, *traced_mask.out_avals[0].shape)
         if shape[-2:] != (1, 1):
@@ -136,7 +137,7 @@ class MaskVectors:
         return value if value.is_bool else combined("ne", value, number(0))
 
     def range_of(self, tiles: Tiles, operand: Operand) -> Range:
-        """Return the lowest and the highest integer of an operand in each tile."""
+        """Return the lowest and highest integers of an operand in each tile."""
         side, index = operand
         if side == "pair":
             some, every = tiles.pairs(self.matrices[index])
@@ -144,13 +145,13 @@ class MaskVectors:
         return tiles.range(side, _known_first((self.q if side == "q" else self.k)[index]))
 
     def block_plan(self, block_q: int, block_k: int) -> BlockPlan:
-        """Classify the tiles of fused kernels by the bounds of the program in each tile."""
+        """Classify the tiles of fused kernels by the program's bounds in each tile."""
         tiles = Tiles(_known_first(self.q[0]), _known_first(self.k[0]), block_q, block_k)
         every, some = self.visible.bounds(functools.partial(self.range_of, tiles))
         return BlockPlan(tiles.classes(some != 0, every != 0), block_q, block_k)
 
     def pairs(self) -> jax.Array | None:  # i8[B or 1, N or 1, T, S]
-        """Return the matrices as the bits of one matrix, or None if there are none."""
+        """Pack the matrices into the bits of one matrix, or return None if there are none."""
         bits = (matrix.astype(jnp.int8) << bit for bit, matrix in enumerate(self.matrices))
         return functools.reduce(jnp.bitwise_or, bits) if self.matrices else None
 
@@ -163,11 +164,11 @@ class MaskVectors:
 
 @dataclass(frozen=True)
 class _Side:
-    """A value that depends only on the queries ("q"), only on the keys ("k"), or on neither ("").
+    """Value that depends only on the queries ("q"), only on the keys ("k"), or on neither ("").
 
     The array has an axis of queries or keys before the axes of the trace. It is `fixed` if it
-    depends only on static values and not on arrays of the mask; then it may become a number in the
-    program.
+    depends only on static values and not on arrays of the mask. A fixed value may become a number
+    in the program.
     """
 
     side: str
@@ -176,7 +177,7 @@ class _Side:
 
 
 class _Sides(ValueReader):
-    """Reader of values that depend on one side; those that a program reads become vectors."""
+    """Reader of values that depend on one side. Values that a program reads become vectors."""
 
     def __init__(self, vectors: MaskVectors) -> None:
         self.vectors = vectors
@@ -193,7 +194,7 @@ class _Sides(ValueReader):
     def evaluate(
         self, equation: JaxprEqn, inputs: Sequence[_Side | Array | Program]
     ) -> list[_Side] | None:
-        """Return the results of an operation; None if it reads both a query and a key."""
+        """Return the results of an operation, or None if it reads both a query and a key."""
         known = [
             x if isinstance(x, _Side) else _Side("", x, True)
             for x in inputs
@@ -208,7 +209,7 @@ class _Sides(ValueReader):
         arrays = [x.array for x in known]
         if name in SHAPES:
             return [_Side(side, _reshaped(known[0], equation), fixed)]
-        # use NumPy for known values, so that a mask without arrays compiles nothing
+        # use NumPy for known values, so that nothing is compiled for a mask without arrays
         if name in _NUMPY and all(isinstance(x, np.ndarray) for x in arrays):
             fitted = [_fit(x, outs[0]) for x in known]
             return [_Side(side, np.asarray(_NUMPY[name](*fitted)), fixed)]
@@ -222,7 +223,7 @@ class _Sides(ValueReader):
         are_known = not traced(*arrays)
         with eagerly(arrays):
             results = compute(*arrays)
-        on_host = are_known and not traced(*results)  # NumPy has no arrays of PRNG keys
+        on_host = are_known and not traced(*results)  # NumPy does not support arrays of PRNG keys
         return [
             _Side(side, np.asarray(x) if on_host and not is_key else x, fixed)
             for x in results
@@ -230,18 +231,18 @@ class _Sides(ValueReader):
         ]
 
     def read(self, value: _Side | Array, shape: tuple[int, ...] = (), part: int = 0) -> Program:
-        """Return the program that reads a value, which becomes a vector or a number."""
+        """Convert a value to a vector or a number, and return the program that reads it."""
         value = value if isinstance(value, _Side) else _Side("", np.asarray(value), True)
         cached = self.read_before.get((id(value.array), part))
         if cached is not None:
             return cached[1]
         array = value.array
-        # programs compute in 32 bits, so 64 bits are read as two halves
+        # programs use 32-bit arithmetic, so 64-bit integers are read as two halves
         if array.dtype.itemsize > 4:
             array = array >> 32 if part else array & 0xFFFFFFFF
         if jnp.issubdtype(array.dtype, jnp.floating):
             raise Refused(f"takes masks of 32-bit integers, not {array.dtype}")
-        # only a static value becomes a number in the program, so equal masks have equal programs
+        # only static values become numbers in the program, so that equal masks have equal programs
         if value.fixed and not traced(array) and (array == (first := array.ravel()[0])).all():
             return number(int(first.astype(np.int32)))
         vectors = self.vectors
@@ -258,12 +259,12 @@ class _Sides(ValueReader):
         )
         rows = lib.moveaxis(rows, 0, 2)
         result = vectors._append(value.side or "q", rows if inner[1] > 1 else rows[:, 0])
-        # keep the array alive, so that its ID stays unique
+        # keep the array alive, so that its ID remains unique
         self.read_before[id(value.array), part] = value.array, result
         return result
 
     def halves(self, value: _Side | Array, shape: tuple[int, ...]) -> list[Program]:
-        """Return the programs that read the lower and the upper 32 bits of 64-bit integers."""
+        """Return the programs that read the lower and upper 32 bits of 64-bit integers."""
         return [self.read(value, shape, part) for part in (0, 1)]
 
 
@@ -280,13 +281,14 @@ _NUMPY: dict[str, Callable[..., np.ndarray]] = {
 }
 """Operations that NumPy computes if all values are known, so nothing is compiled."""
 _ELEMENTWISE = {*_NUMPY, "add", "sub", "mul", "min", "max", "select_n", "convert_element_type"}
-"""Operations that accept an extra axis without `vmap`, if all arrays have it or are scalars."""
+"""Operations that support an extra axis without `vmap` if all arrays have it or are scalars."""
 
 
 def _fit(value: _Side, shape: tuple[int, ...]) -> Array:
-    """Return the array of a side with the shape that an operation expects, after its first axis.
+    """Return the array of a side with the shape that an operation expects after its first axis.
 
-    The array already has this shape, or is a single value, whose shape `_reshaped` keeps.
+    The array either already has this shape, or is a single value whose shape `_reshaped` did not
+    change.
     """
     array, side = value.array, bool(value.side)
     first, inner = array.shape[:side], array.shape[side:]
@@ -297,9 +299,9 @@ def _fit(value: _Side, shape: tuple[int, ...]) -> Array:
 
 
 def _reshaped(value: _Side, equation: JaxprEqn) -> Array:
-    """Return the array of a side after an operation on shapes; a single value is unchanged.
+    """Return the array of a side after a shape operation. A single value is unchanged.
 
-    So positions stay the same vector even if a mask adds axes of length 1.
+    Therefore, positions remain the same vector even if a mask adds axes of length 1.
     """
     before, after = type_of(equation.invars[0]).shape, type_of(equation.outvars[0]).shape
     if before == after or np.prod(before) == np.prod(after) == 1:
@@ -316,6 +318,6 @@ def _reshaped(value: _Side, equation: JaxprEqn) -> Array:
 
 
 def _known_first(x: Array) -> Array:
-    """Return an array as a NumPy array if it is known, so that nothing is compiled."""
+    """Convert an array to a NumPy array if it is known, so that nothing is compiled."""
     known = concrete_value(x)
     return x if known is None else known

@@ -1,6 +1,6 @@
-"""Attention masks as values: functions of positions, not of array indices.
+"""Attention masks that are functions of positions, not of array indices.
 
-A mask is a frozen pytree. Its arrays are leaves and may be traced; its numbers and structure are
+A mask is a frozen pytree. Its arrays are leaves and may be traced. Its numbers and structure are
 static. True means "may attend". Combine masks with `&`, `|` and `~`:
 
     Causal() & Window(4096)              a sliding window
@@ -17,9 +17,10 @@ Each mask below is drawn for positions 0..3, with queries in rows and keys in co
            2 # # # .
            3 # # # #
 
-A key at a negative position is an empty slot. No query attends to it, not even under `~`; every
-implementation adds this rule. Positions outside a mask's array are hidden. Positions, IDs and
-lengths may have any integer dtype; a known value that does not fit int32 raises ValueError.
+A key at a negative position is an empty slot. No query attends to an empty slot, not even under
+`~`: every implementation adds this rule. Positions outside a mask's array are hidden. Positions,
+IDs and lengths may have any integer dtype. A known value that does not fit in int32 raises
+ValueError.
 
 To write your own mask, see docs/own_mask_and_bias.md.
 """
@@ -64,7 +65,7 @@ __all__ = [
 
 
 class _BuiltinMask(Mask):
-    """Base class of this module's masks that call no user code."""
+    """Base class of the masks in this module that do not call user code."""
 
     __slots__ = ()
     is_foreign = False
@@ -72,7 +73,7 @@ class _BuiltinMask(Mask):
 
 @value_class(arrays=(), repr=False)
 class Everything(_BuiltinMask):
-    """Every query sees every key that is not an empty slot, as with `mask=None`.
+    """Mask that lets every query see every key except empty slots, as `mask=None` does.
 
     # # # #
     # # # #
@@ -88,7 +89,7 @@ class Everything(_BuiltinMask):
 
 @value_class(arrays=(), repr=False)
 class Causal(_BuiltinMask):
-    """A query sees its own and earlier positions: k <= q.
+    """Mask that lets a query see its own position and earlier positions: k <= q.
 
     # . . .
     # # . .
@@ -104,9 +105,9 @@ class Causal(_BuiltinMask):
 
 @value_class(static=("left", "right"), repr=False)
 class Window(_BuiltinMask):
-    """A query sees the keys near it: q - k < left, and k - q < right unless it is None.
+    """Mask that lets a query see nearby keys: q - k < left, and k - q < right.
 
-    Both sides count the query itself; 0 hides the query and the whole side.
+    Each side includes the query's own position, so 0 hides that position and the entire side.
 
         Window(2)      # # # #      Window(2, 2)   # # . .
                        # # # #                     # # # .
@@ -114,11 +115,12 @@ class Window(_BuiltinMask):
                        . . # #                     . . # #
 
     Attributes:
-        left: number of keys up to and including the query, at least 0; None means no limit.
-        right: number of keys from the query on, at least 0; None means no limit.
+        left: number of visible keys up to and including the query's position, at least 0; None
+            means no limit.
+        right: number of visible keys from the query's position on, at least 0; None means no limit.
 
     Raises:
-        ValueError: if both are None, or one is not an integer or is below 0.
+        ValueError: If both limits are None, or if a limit is negative or not an integer.
     """
 
     left: int | None
@@ -148,7 +150,7 @@ class Window(_BuiltinMask):
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         if self.left is not None and self.right is not None and self.left + self.right < 2:
             return jnp.zeros((1, 1, 1, 1), bool)
-        # clip to int32, because q - k is at most 2^31 - 1
+        # clip to int32: q - k is at most 2^31 - 1
         sides = [] if self.left is None else [q - k <= min(self.left - 1, INT32.max)]
         sides += [] if self.right is None else [q - k >= max(1 - self.right, INT32.min)]
         return sides[0] if len(sides) == 1 else sides[0] & sides[1]
@@ -156,7 +158,7 @@ class Window(_BuiltinMask):
 
 @value_class(arrays=("valid",), repr=False, eq=False)
 class Padding(_BuiltinMask):
-    """Mask for a padded batch: a query sees key k if valid[b, k].
+    """Mask for a padded batch, in which queries of row b see key k if valid[b, k] is True.
 
     Padding([[True, True, True, False]])
 
@@ -166,10 +168,10 @@ class Padding(_BuiltinMask):
     # # # .
 
     Attributes:
-        valid: bool[B, S].
+        valid: bool[B, S], with False for padding.
 
     Raises:
-        ValueError: if it is not an array of this shape and dtype.
+        ValueError: If it is not an array of this shape and dtype.
     """
 
     valid: jax.Array  # bool[B, S]
@@ -196,7 +198,7 @@ class Padding(_BuiltinMask):
 
 @value_class(arrays=("q_ids", "k_ids"), repr=False, eq=False)
 class Segments(_BuiltinMask):
-    """A query sees only keys of its own document: q_ids[b, q] == k_ids[b, k].
+    """Mask that lets a query see only keys in its own document: q_ids[b, q] == k_ids[b, k].
 
     Segments([[1, 1, 1, 2]])
 
@@ -207,10 +209,11 @@ class Segments(_BuiltinMask):
 
     Attributes:
         q_ids: i32[B, T], the document of each query.
-        k_ids: i32[B, S], the document of each key; None means `q_ids`.
+        k_ids: i32[B, S], the document of each key; None means the same as `q_ids`.
 
     Raises:
-        ValueError: if they are not arrays of these shapes and dtypes, or differ in number of rows.
+        ValueError: If an argument is not an array of this shape and dtype, or if the numbers of
+            rows differ.
     """
 
     q_ids: jax.Array  # i32[B, T]
@@ -248,9 +251,9 @@ class Segments(_BuiltinMask):
 
 @value_class(arrays=("lengths",), repr=False, eq=False)
 class Prefix(_BuiltinMask):
-    """Every query sees the first keys: k < lengths[b].
+    """Mask that lets every query see the first keys of its row: k < lengths[b].
 
-    A prefix language model is Causal() | Prefix(lengths).
+    Use Causal() | Prefix(lengths) for a prefix language model.
 
     Prefix([2])
 
@@ -260,10 +263,10 @@ class Prefix(_BuiltinMask):
     # # . .
 
     Attributes:
-        lengths: i32[B].
+        lengths: i32[B], the number of keys in the prefix of each row.
 
     Raises:
-        ValueError: if it is not an array of this shape and dtype.
+        ValueError: If it is not an array of this shape and dtype.
     """
 
     lengths: jax.Array  # i32[B]
@@ -286,7 +289,9 @@ class Prefix(_BuiltinMask):
 
 @value_class(arrays=("array",), repr=False, eq=False)
 class Dense(_BuiltinMask):
-    """A bool array, indexed by positions: array[b, n, q, k]. Planning its tiles reads all of it.
+    """Mask given by a bool array that is indexed by positions: array[b, n, q, k].
+
+    Planning the tiles reads the whole array.
 
     Dense(numpy.eye(4, dtype=bool))
 
@@ -296,12 +301,12 @@ class Dense(_BuiltinMask):
     . . . #
 
     Attributes:
-        array: bool[B or 1, N or 1, T or 1, S or 1], or its last two axes. An axis of length 1 is
-            broadcast. Positions outside a longer axis are hidden; without positions, more queries
-            or keys than entries raise an error.
+        array: bool[B or 1, N or 1, T or 1, S or 1], or only the last two axes. Axes of length 1 are
+            broadcast. Positions outside a longer axis are hidden. If no positions are passed,
+            having more queries or keys than entries raises an error.
 
     Raises:
-        ValueError: if it is not an array of this shape and dtype.
+        ValueError: If it is not an array of this shape and dtype.
     """
 
     array: jax.Array  # bool[B or 1, N or 1, T or 1, S or 1], or its last two axes
@@ -335,7 +340,7 @@ class Dense(_BuiltinMask):
         if 0 in array.shape[2:]:
             return inside
 
-        # taking whole rows and then columns is faster than gathering elements
+        # gathering whole rows and then columns is faster than gathering elements
         def take(array: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:  # [N or 1, T', S']
             rows = jnp.take(array, q, axis=1, mode="clip")
             return jnp.take(rows, k, axis=2, mode="clip")
@@ -351,7 +356,7 @@ class Dense(_BuiltinMask):
     def comparison(self, vectors: MaskVectors) -> Program:
         q, k = vectors.q_positions, vectors.k_positions
         lengths = q.shape[1], k.shape[1]
-        # no look-up is necessary: the array itself is the matrix
+        # the array itself is the matrix, so no lookup is necessary
         if vectors.positions_are_indices and self.array.shape[-2:] == lengths:
             return vectors.pair_holds(jnp.asarray(self.array).reshape(*self.lead, *lengths))
         return vectors.pair_holds(self.materialize(q, k))
@@ -359,10 +364,10 @@ class Dense(_BuiltinMask):
 
 @value_class(static=("fn",), repr=False)
 class Predicate(Mask):
-    """A mask defined by a function of query and key positions.
+    """Mask defined by a function of query and key positions.
 
-    Hidden tiles are skipped if the function combines the query and the key only by integer
-    operations, without looking up the pair in an array.
+    Hidden tiles are skipped if the function combines the query and key positions only with integer
+    operations and does not use the pair to index an array.
 
     Predicate(lambda q, k: (q - k) % 2 == 0)
 
@@ -372,11 +377,12 @@ class Predicate(Mask):
     . # . #
 
     Attributes:
-        fn: function of positions [..., T, 1] and [..., 1, S] that returns bool elementwise. It may
-            read other arrays, even traced ones: [B, 1, 1, 1] for rows or [1, N, 1, 1] for heads.
+        fn: function of positions [..., T, 1] and [..., 1, S] that returns an elementwise bool
+            result. It may read other arrays, even traced ones, with shape [B, 1, 1, 1] for values
+            per row or [1, N, 1, 1] for values per head.
 
     Raises:
-        ValueError: if `fn` is not callable, or does not return bool.
+        ValueError: If `fn` is not callable or does not return bool.
     """
 
     fn: Callable[[jax.Array, jax.Array], jax.Array]
@@ -385,7 +391,7 @@ class Predicate(Mask):
         if not callable(self.fn):
             raise ValueError(f"Predicate: fn is {self.fn!r}: must be callable")
         if inspect.isfunction(self.fn):
-            # a wrapper may have other parameters than the function that it wraps
+            # the parameters of a wrapper may differ from those of the wrapped function
             signature = inspect.signature(self.fn, follow_wrapped=False)
             try:
                 signature.bind(None, None)
@@ -415,7 +421,7 @@ class Predicate(Mask):
 
 @value_class(arrays=("constants",), static=("jaxpr", "as_written"), repr=False, eq=False)
 class TracedPredicate(Mask):
-    """A Predicate traced for one pair, with the arrays that it reads as leaves."""
+    """`Predicate` traced for one pair, with the arrays that it reads as leaves."""
 
     constants: tuple[jax.Array, ...]
     jaxpr: Jaxpr
@@ -434,7 +440,7 @@ class TracedPredicate(Mask):
             return four_axes(of_one(at(q), at(k))[0])[:, :, 0, 0]
 
         found = of_rows_and_heads(q[:, 0], k[:, 0])  # [rows of positions, T, S, B or 1, N or 1]
-        if found.shape[0] > 1 and found.shape[3] > 1:  # each row's own positions and arrays
+        if found.shape[0] > 1 and found.shape[3] > 1:  # each row has its own positions and arrays
             found = jnp.diagonal(found, axis1=0, axis2=3)  # [T, S, N or 1, B]
             return jnp.transpose(found, (3, 2, 0, 1))
         rows = found[:, ..., 0, :] if found.shape[3] == 1 else jnp.moveaxis(found[0], 2, 0)
@@ -443,17 +449,18 @@ class TracedPredicate(Mask):
     def comparison(self, vectors: MaskVectors) -> Program:
         if self.lead == (1, 1):
             return super().comparison(vectors)
-        # only fused kernels call this, before any derivative, so the predicate may read tracers
+        # only fused kernels call this method, before differentiation, so the predicate may read
+        # tracers
         return vectors.sees(self.as_written)
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         if self.lead == (1, 1):
             return super().some_and_every(tiles)
-        return np.ones((1, 1, 1, 1), bool), np.zeros((1, 1, 1, 1), bool)  # only mixed tiles
+        return np.ones((1, 1, 1, 1), bool), np.zeros((1, 1, 1, 1), bool)  # all tiles are partial
 
 
 def causal_window(mask: Mask) -> tuple[bool, int | None] | None:
-    """Return (is causal, window or None) if the mask is Causal, Window(left) or both; else None."""
+    """Return (is causal, window or None) if the mask is Causal, Window(left) or both, else None."""
     match mask:
         case Everything() | Causal():
             return isinstance(mask, Causal), None
@@ -468,12 +475,12 @@ def causal_window(mask: Mask) -> tuple[bool, int | None] | None:
 
 
 def look_up(table: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return table[b, at] for positions [B or 1, ...], and whether they are inside [B, S]."""
+    """Return table[b, at] for positions [B or 1, ...], and whether each one is within [B, S]."""
     inside = (at >= 0) & (at < table.shape[1])
     rows = jnp.broadcast_shapes(table.shape[:1], at.shape[:1])
-    if table.shape[1] == 0:  # nothing to clip to
+    if table.shape[1] == 0:  # there is no entry to clip to
         return jnp.zeros(rows + at.shape[1:], table.dtype), inside
-    # positions outside read the nearest entry, so they do not widen the bounds of a tile
+    # positions outside the table read the nearest entry, so they do not widen a tile's bounds
     index = jnp.clip(at, 0, table.shape[1] - 1).reshape(at.shape[0], -1)
     found = jnp.take_along_axis(table, index, axis=1, mode="promise_in_bounds")
     return found.reshape(rows + at.shape[1:]), inside
@@ -482,7 +489,7 @@ def look_up(table: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _check_length(
     mask: str, name: str, array: Array, what: str, count: int | None, axis: int = -1
 ) -> None:
-    """Raise ValueError if an array has fewer entries than there are queries or keys."""
+    """Raise ValueError if an array has too few entries for the queries or keys."""
     length = array.shape[axis]
     if count is None or not are_concrete(length, count) or length >= count:
         return

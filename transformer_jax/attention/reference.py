@@ -1,4 +1,4 @@
-"""Reference implementation of attention: it materializes all scores, and JAX differentiates it.
+"""Reference implementation of attention, which materializes all scores and is differentiated by JAX.
 
 With x_ij = q_i . k_j for the pairs that the mask allows:
 
@@ -6,17 +6,17 @@ With x_ij = q_i . k_j for the pairs that the mask allows:
     p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink))
     out_i = sum_j p_ij v_j        lse_i = log(sum_j exp(s_ij) + exp(sink))
 
-The division follows the product with v, so neither pass reads the scores to normalize them. For
-16-bit inputs, the backward pass differentiates the normalized weights instead: separate derivatives
-of product and division would combine a rounded cotangent with an unrounded one, and give a nonzero
-gradient to a query that sees a single key.
+The division comes after the product with v, so neither pass reads the scores just to normalize
+them. For 16-bit inputs, the backward pass differentiates the normalized weights instead. Separate
+derivatives of the product and the division would combine a rounded cotangent with an unrounded one,
+so a query that sees a single key would have a nonzero gradient.
 
-NaN and inf need special care: a product with a masked weight is 0 only if the other factor is
-finite, and a softcap or an exponential may turn inf into a finite number. Therefore rows of query,
-key or value with NaN or inf are replaced by zeros, and their scores become NaN if the mask allows
-them. A query with such a score is broken: its output and lse are NaN and it has no gradient, but no
-other query is affected. Without a mask, a key reaches every query of its heads, so no score needs
-to change.
+NaN and inf need special care. The product with a masked weight is 0 only if the other factor is
+finite, and a softcap or an exponential may turn inf into a finite number. Therefore, rows of the
+query, key or value that contain NaN or inf are replaced by zeros, and their scores become NaN if
+the mask allows them. A query with such a score is broken: its output and lse are NaN, and it has no
+gradient, but no other query is affected. Without a mask, a key affects every query of its heads, so
+no scores need to be changed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transformer_jax.values import short_repr
 
 @short_repr
 class Softmax(NamedTuple):
-    """exp(s - max), its denominator, and which rows are broken (their results are NaN)."""
+    """exp(s - max), its denominator, and a mask of the broken rows, whose results are NaN."""
 
     exponentials: jax.Array  # [B, N, T, S]
     denominator: jax.Array  # [B, N, T]
@@ -51,7 +51,7 @@ class Softmax(NamedTuple):
 
     def average(self, value: jax.Array, keep: jax.Array | None = None) -> jax.Array:
         """Return sum_j weights_ij keep_ij value_j: [B, S, K, Hv] to [B, T, N, Hv]."""
-        # 16-bit dtypes have their own backward pass
+        # 16-bit dtypes use a separate backward pass
         if jnp.finfo(value.dtype).bits < 32:
             out = _average(self.exponentials, self.denominator, keep, value)
         else:
@@ -75,14 +75,14 @@ def _average_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     d_exponentials, d_denominator, _, d_value = tangents
     weights = exponentials / denominator[..., None]
     d_weights = (d_exponentials - weights * d_denominator[..., None]) / denominator[..., None]
-    # if the weight is 0, the product of cotangent and value may overflow
+    # if the weight is 0, the product of the cotangent and the value may overflow
     d_weights = jnp.where(exponentials > 0, d_weights, 0.0)
     d_out = _weigh(d_weights, keep, value) + _weigh(weights, keep, d_value)
     return _average(*primals), d_out
 
 
 def _weigh(weights: jax.Array, keep: jax.Array | None, value: jax.Array) -> jax.Array:
-    """Return sum_j weights_ij keep_ij value_j, with one rounding to the value's dtype."""
+    """Return sum_j weights_ij keep_ij value_j, rounded once to the value's dtype."""
     weights = weights if keep is None else weights * keep
     (B, N, T, _), K = weights.shape, value.shape[2]
     weights = rearrange(weights, "B (K G) T S -> B K (G T) S", K=K).astype(value.dtype)
@@ -91,14 +91,14 @@ def _weigh(weights: jax.Array, keep: jax.Array | None, value: jax.Array) -> jax.
 
 @short_repr
 class Nonfinite(NamedTuple):
-    """The queries that are affected by a row with NaN or inf."""
+    """Queries and keys affected by a row that contains NaN or inf."""
 
-    queries: jax.Array  # bool[B, N, T]: by their own row, or by a key that all queries see
+    queries: jax.Array  # bool[B, N, T]: affected by their own row, or by a key that all queries see
     keys: jax.Array | None  # [B, N, 1, S], NaN or 0, to add to the scores; None without a mask
 
 
 class Xla(Implementation):
-    """The reference implementation: supports every option and derivative; memory O(T S)."""
+    """Reference implementation, which supports all options and derivatives in O(T S) memory."""
 
     def refuse(self, call: AttentionCall) -> str | None:
         """Return None, because the reference supports every call."""
@@ -125,15 +125,15 @@ def reference_weights(call: AttentionCall) -> jax.Array:  # f32[B, N, T, S]
 
 
 def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
-    """Return the softmax of a call's scores, and the value with nonfinite rows as zeros."""
+    """Return the softmax of a call's scores, and the value with nonfinite rows replaced by zeros."""
     visible = see(call)
     bias = call.bias.materialize(*call.positions()) if isinstance(call.bias, Bias) else call.bias
     query, key, value, nonfinite = clean(visible, call.query, call.key, call.value)
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
-    # the heads of a group are rows of one product, so keys are not repeated
+    # the heads of a group form the rows of one product, so keys are not repeated
     rows = rearrange(query, "B T (K G) H -> B K (G T) H", K=K)
     scores = einsum("BKRH,BSKH->BKRS", rows, key).reshape(B, N, T, S)
-    # set hidden scores to 0: if they overflow, their derivative, 0 * inf, would be NaN
+    # set hidden scores to 0: if they overflowed, their derivative, 0 * inf, would be NaN
     masked = (lambda s: s) if visible is None else lambda s: jnp.where(visible, s, 0.0)
     if call.scale_array is not None:
         by_head = call.scale_array.astype(scores.dtype).reshape(1, -1, 1, 1)  # [1, N or 1, 1, 1]
@@ -148,7 +148,7 @@ def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
 
 
 def see(call: AttentionCall) -> jax.Array | None:  # bool[B or 1, N or 1, T or 1, S]
-    """Return the pairs that the mask allows; None if every query sees every key."""
+    """Return the pairs that the mask allows, or None if every query sees every key."""
     if call.mask is None and call.k_positions is None:
         return None
     q, k = call.positions()
@@ -159,9 +159,9 @@ def see(call: AttentionCall) -> jax.Array | None:  # bool[B or 1, N or 1, T or 1
 
 
 def finite_rows(x: jax.Array) -> jax.Array:  # [..., H] to bool[...]
-    """Whether each row is finite."""
+    """Return whether each row contains only finite numbers."""
     x = jax.lax.stop_gradient(x)
-    # a product with a vector is faster on a CPU than a reduction, and this sum cannot overflow
+    # on a CPU, a product with a vector is faster than a reduction, and this sum cannot overflow
     weights = jnp.full(x.shape[-1:], 0.5 / max(x.shape[-1], 1), x.dtype)
     return jnp.isfinite(einsum("...H,H->...", x, weights))
 
@@ -172,13 +172,13 @@ def clean(
     key: jax.Array,  # [B, S, K, H]
     value: jax.Array,  # [B, S, K, Hv]
 ) -> tuple[jax.Array, jax.Array, jax.Array, Nonfinite]:
-    """Return the inputs with nonfinite rows as zeros, and the queries that these rows affect."""
+    """Return the inputs with nonfinite rows replaced by zeros, and the queries that these affect."""
     good_query = finite_rows(query)
     good_key = finite_rows(key) & finite_rows(value)
     query = jnp.where(good_query[..., None], query, 0)
     key, value = (jnp.where(good_key[..., None], x, 0) for x in (key, value))
     bad_query, group = ~good_query.swapaxes(1, 2), query.shape[2] // key.shape[2]
-    if visible is None:  # a key reaches every query of its group
+    if visible is None:  # a key affects every query of its group
         bad_heads = jnp.repeat(~good_key.all(axis=1), group, axis=1)  # [B, N]
         return query, key, value, Nonfinite(bad_query | bad_heads[..., None], None)
     by_key = jnp.where(good_key, 0.0, jnp.nan).swapaxes(1, 2)[:, :, None, :]
@@ -191,7 +191,7 @@ def softmax(
     nonfinite: Nonfinite,
     sinks: jax.Array | None = None,  # [N]
 ) -> Softmax:
-    """Return the softmax of the visible scores; rows that see a nonfinite score are broken."""
+    """Return the softmax of the visible scores. Rows with a visible nonfinite score are broken."""
     if visible is not None:
         assert nonfinite.keys is not None
         scores = jnp.where(visible, scores + nonfinite.keys.astype(scores.dtype), -jnp.inf)
@@ -199,14 +199,14 @@ def softmax(
     fully_masked = jnp.isneginf(row_max)
     broken = jnp.isposinf(row_max) | (nonfinite.queries & ~fully_masked)
     dead, sink = fully_masked | broken, None
-    # a sink may be far above all scores, so the maximum includes it
+    # the maximum includes the sink, which may be far above all scores
     if sinks is not None:
         sink = sinks.astype(scores.dtype)[None, :, None]
         row_max = jnp.maximum(row_max, jax.lax.stop_gradient(sink))
     row_max = jnp.where(dead, 0.0, row_max)
     below = jnp.where(broken[..., None], -jnp.inf, scores) - row_max[..., None]
-    # the compiler may fuse the product of a score with this difference, which then skips a rounding
-    # and may be above 0
+    # the compiler may fuse the multiplication of a score with this subtraction, which skips a
+    # rounding step and may make the difference positive
     below = below - jax.lax.stop_gradient(jnp.maximum(below, 0))
     exponentials = jnp.exp(below)
     denominator = exponentials.sum(axis=-1)
@@ -218,7 +218,7 @@ def softmax(
 
 
 def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return an einsum that sums in float32 or wider, without rounding float32 inputs."""
+    """Compute an einsum that accumulates in at least float32, without rounding float32 inputs."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    wide: Any = np.promote_types(x.dtype, np.float32)  # JAX's promotion may be set to strict
+    wide: Any = np.promote_types(x.dtype, np.float32)  # JAX's dtype promotion may be set to strict
     return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=wide)
