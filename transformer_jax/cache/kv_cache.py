@@ -1,15 +1,15 @@
 """Immutable key/value cache of one layer: each call returns a new cache.
 
-Position p is stored in slot p % S, so a full cache and a ring (window) cache are the same code with
-a different S. The first axis of every array is B, so rows can be gathered, and each has its own
-length. An empty slot has position -1, which no query may attend to.
+Position p is stored in slot p % S, so the same code implements a full cache and a ring (window)
+cache with different values of S. The first axis of every array is B, so rows can be gathered. Each
+row has its own length. An empty slot has position -1, to which no query may attend.
 
 A cache with `sinks` never overwrites the first `sinks` positions (StreamingLLM, Xiao et al. 2024):
 position p < sinks is stored in slot p, and the other positions share the remaining slots as a ring.
-Keys keep their original positions; the paper renumbers them.
+Unlike in the paper, keys are not renumbered.
 
-An int8 cache stores each head's key and value of a token as x ~ scale * q, with
-scale = max|x| / 127 and q = round(x / scale), so the error of an element is at most scale / 2.
+An int8 cache approximates the key and value of each token and head as x ~ scale * q, with scale =
+max|x| / 127 and q = round(x / scale), so the error of an element is at most scale / 2.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from transformer_jax.values import shown, value_class
 
 
 class SlottedCache(Protocol):
-    """Keys and values, indexed by slot, as in `KVCache` and `PagedCache`."""
+    """Keys and values indexed by slot, as in `KVCache` and `PagedCache`."""
 
-    # properties, because a frozen field does not satisfy a mutable attribute of a protocol
+    # these are properties, because a frozen field does not match a mutable attribute of a protocol
     @property
     def k(self) -> jax.Array: ...
     @property
@@ -55,11 +55,11 @@ class SlottedCache(Protocol):
 
 @value_class(pytree=True, exportable=True)
 class KVCache:
-    """Immutable keys and values of the tokens so far.
+    """Immutable keys and values of all tokens so far.
 
     Attributes:
-        k: [B, S, K, H], the key in each slot.
-        v: [B, S, K, Hv], the value in each slot.
+        k: [B, S, K, H], the keys in each slot.
+        v: [B, S, K, Hv], the values in each slot.
         positions: i32[B, S], the position stored in each slot; -1 marks an empty slot.
         length: i32[B], the position of the next token.
         k_scale: f32[B, S, K] if k is int8, else None.
@@ -82,16 +82,16 @@ class KVCache:
 
 
 def check_cache_dtype(name: str, dtype: object) -> np.dtype:
-    """Return a cache's dtype; raise ValueError unless it is int8 or a float of at least 16 bits.
+    """Return a cache's dtype, or raise ValueError unless it is int8 or a float of at least 16 bits.
 
     Args:
-        name: the argument that specified it, for the message.
+        name: name of the argument that specified the dtype, for the message.
         dtype: a dtype, a scalar type such as `jnp.bfloat16`, or the name of a dtype.
     """
     rule = "must be int8 or a float of at least 16 bits"
     value: Any = dtype
     try:
-        # NumPy reads None as float64, and an array as the dtype of its elements
+        # NumPy converts None to float64, and an array to the dtype of its elements
         if value is None or isinstance(value, jax.Array | np.ndarray):
             raise TypeError
         found = jnp.dtype(value)
@@ -111,19 +111,19 @@ def init(
     dtype: jax.typing.DTypeLike = jnp.float32,
     sinks: int = 0,
 ) -> KVCache:
-    """Make an empty cache. No two of its leaves share memory.
+    """Create an empty cache whose leaves do not share memory.
 
     Args:
         batch: B, the number of rows.
         capacity: S, the number of slots per row.
-        num_kv_heads: K.
-        head_dim: H.
-        value_head_dim: Hv; None means H.
-        dtype: dtype of keys and values, int8 or a float of at least 16 bits.
-        sinks: number of slots that are never overwritten; must be below the capacity.
+        num_kv_heads: K, the number of key/value heads.
+        head_dim: H, the size of a key per head.
+        value_head_dim: Hv, the size of a value per head; None means H.
+        dtype: dtype of keys and values, either int8 or a float of at least 16 bits.
+        sinks: number of slots that are never overwritten, which must be below the capacity.
 
     Raises:
-        ValueError: if a size or the dtype is invalid.
+        ValueError: If a size or the dtype is invalid.
     """
     dtype = check_cache_dtype("dtype", dtype)
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
@@ -156,18 +156,19 @@ def update(
 ) -> KVCache:
     """Write token t of row b, at its position p, to slot p % S.
 
-    With s sinks, that slot is `s + (p - s) % (S - s)` for p >= s. If there are more than S tokens,
-    the sinks and the last ones remain. To treat overwriting as an error, check `positions < S`
-    first, as `refuse_past_capacity` does for a model.
+    With s sinks, the slot for p >= s is `s + (p - s) % (S - s)`. If there are more than S tokens,
+    the cache keeps the sinks and the last tokens. To treat overwriting as an error, check
+    `positions < S` first, as `refuse_past_capacity` does for a model.
 
     Args:
         cache: a cache with B rows.
-        k: [B, T, K, H], keys of the new tokens.
-        v: [B, T, K, Hv], their values.
+        k: [B, T, K, H], the keys of the new tokens.
+        v: [B, T, K, Hv], the values of the new tokens.
         positions: i32[B, T]; tokens at negative positions are padding and are not written.
 
     Raises:
-        ValueError: if a shape does not match the cache, or a known position does not fit int32.
+        ValueError: If a shape does not match the cache, or if a known position does not fit in
+            int32.
     """
     check_not_consumed(cache, "cache")
     rows, _, heads, dim = cache.k.shape
@@ -176,21 +177,21 @@ def update(
     if k.shape[1] == 0:
         return cache
     sinks, ring = cache.sinks, cache.capacity - cache.sinks
-    # if a chunk is longer than the ring, write only its last tokens: of two writes to one slot,
-    # either may win
+    # if a chunk is longer than the ring, write only its last tokens, because the order of two
+    # writes to one slot is undefined
     newest = positions.max(axis=1)  # [B]
     keep = (positions < sinks) | (positions > newest[:, None] - ring)
     slots = jnp.where(positions < sinks, positions, sinks + (positions - sinks) % ring)
-    # slot S does not exist, and a scatter drops writes to it
+    # slot S does not exist, so the scatter drops writes to it
     slots = jnp.where(keep & (positions >= 0), slots, cache.capacity)
     old, new = slot_leaves(cache), slot_leaves(as_stored(cache, k, v, positions))
-    # on explicit axes of a mesh, the sharding of a scatter's result must be specified
+    # if a mesh has explicit axes, the sharding of the scatter's result must be specified
     written = by_compiler(_write, [old, new, slots], jax.tree.map(split, old))
     return replace(cache, **written, length=jnp.maximum(cache.length, newest + 1))
 
 
 def _write(old: Tree, new: Tree, slots: jax.Array) -> Tree:
-    """Write token t of row b to slot `slots[b, t]`, if it exists."""
+    """Write token t of row b to slot `slots[b, t]` if that slot exists."""
     rows = jnp.arange(slots.shape[0])[:, None]
     return jax.tree.map(lambda x, token: x.at[rows, slots].set(token, mode="drop"), old, new)
 
@@ -206,14 +207,14 @@ def extend(
 
     Args:
         cache: a cache with B rows.
-        k: [B, T, K, H], keys of the new tokens.
-        v: [B, T, K, Hv], their values.
+        k: [B, T, K, H], the keys of the new tokens.
+        v: [B, T, K, Hv], the values of the new tokens.
         positions: i32[B, T]; negative means padding.
-        window: the number of keys that a query sees; None means all keys in the cache.
+        window: the number of keys that each query sees; None means all keys in the cache.
 
     Returns:
-        The new cache, and the keys, values and positions that `extend_quantized` selects, with
-        keys and values in the dtype of `k`.
+        The new cache, and the keys, values and positions that `extend_quantized` selects. The keys
+        and values have the dtype of `k`.
     """
     new, seen = extend_quantized(cache, k, v, positions, window)
     return new, *read(seen, k.dtype), seen.positions
@@ -228,22 +229,22 @@ def extend_quantized(
 ) -> tuple[KVCache, KVCache]:
     """Return the updated cache, and the cache that the new tokens read.
 
-    The two differ only for a ring of S < window + T - 1 slots (besides its sinks), which overwrites
-    keys that the first of the T queries still see: the queries read the old ring followed by the
-    new keys. New tokens are also read in the dtype of the cache, so results do not depend on the
-    number of tokens per call.
+    The two differ only for a ring of S < window + T - 1 slots (without sinks). Such a ring
+    overwrites keys that the first of the T queries still see, so the queries read the old ring
+    followed by the new keys. New tokens are also read in the dtype of the cache, so results do not
+    depend on the number of tokens per call.
 
     Args:
         cache: a cache with B rows.
-        k: [B, T, K, H], keys of the new tokens.
-        v: [B, T, K, Hv], their values.
+        k: [B, T, K, H], the keys of the new tokens.
+        v: [B, T, K, Hv], the values of the new tokens.
         positions: i32[B, T]; negative means padding.
-        window: the number of keys that a query sees; None means all keys in the cache.
+        window: the number of keys that each query sees; None means all keys in the cache.
     """
     new = update(cache, k, v, positions)
     if window is None or at_most(window + k.shape[1] - 1, cache.capacity - cache.sinks):
         return new, new
-    # a token at a cached position replaces the old key, or queries would count it twice
+    # a token at a cached position replaces the old key; otherwise, queries would count it twice
     replaced = (cache.positions[:, :, None] == positions[:, None, :]).any(axis=2)
     old = replace(cache, positions=jnp.where(replaced, -1, cache.positions))
     both = slot_leaves(old), slot_leaves(as_stored(cache, k, v, positions))
@@ -254,11 +255,11 @@ def read(
     cache: SlottedCache,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
-    """Return keys [B, S, K, H] and values [B, S, K, Hv] for attention, with int8 dequantized.
+    """Return the keys [B, S, K, H] and values [B, S, K, Hv] for attention, dequantized from int8.
 
     Args:
-        cache: a `KVCache`, or a `PagedCache` (then the pools are returned).
-        dtype: the dtype of dequantized int8; other caches keep theirs.
+        cache: a `KVCache`, or a `PagedCache`, for which the pools are returned.
+        dtype: the dtype of dequantized int8 arrays. Other arrays keep their dtype.
     """
     if cache.k_scale is None or cache.v_scale is None:
         return cache.k, cache.v
@@ -269,24 +270,25 @@ def rewind(
     cache: KVCache,
     length: jax.Array,  # i32[B]
 ) -> KVCache:
-    """Drop every position >= length[b]; the next token is written at length[b].
+    """Drop all positions >= length[b], so that the next token is written at length[b].
 
-    A ring cannot restore overwritten keys. With a window of W, rewinding is exact for at most
-    `S - sinks - W + 1` dropped tokens; allocate one extra slot for each token that you may drop.
+    A ring cannot restore overwritten keys. With a window of W, rewinding is exact for at most `S -
+    sinks - W + 1` dropped tokens; allocate one extra slot for each token that you may drop.
 
     Args:
         cache: a cache with B rows.
-        length: i32[B]; clipped to the range from 0 to the row's current length.
+        length: i32[B], the number of tokens to keep in each row, clipped to the range from 0 to the
+            current length.
 
     Raises:
-        ValueError: if `length` is not integers [B].
+        ValueError: If `length` is not an integer array [B].
     """
     check_not_consumed(cache, "cache")
     if length.shape != cache.length.shape or not jnp.issubdtype(length.dtype, jnp.integer):
         shape = f"{length.dtype}{list(length.shape)}"
         raise ValueError(f"length is {shape}: must be integers {list(cache.length.shape)}")
     length = jnp.clip(length.astype(jnp.int32), 0, cache.length)
-    # only positions change: the content of an empty slot is never read
+    # only the positions change, because the content of an empty slot is never read
     kept = jnp.where(cache.positions < length[:, None], cache.positions, -1)
     return replace(cache, positions=kept, length=length)
 
@@ -294,10 +296,10 @@ def rewind(
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[..., H], f32[...]
     """Return (q, scale) for each row: scale = max|x| / 127, q = round(x / scale), so |q| <= 127.
 
-    A nonfinite row has no finite scale, and is dequantized to NaN.
+    A nonfinite row has no finite scale and is dequantized to NaN.
     """
     x = x.astype(jnp.float32)
-    # at least the smallest normal number, because a row of zeros would divide by 0
+    # use at least the smallest normal number, because a row of zeros would cause a division by 0
     scale = jnp.maximum(largest(jnp.abs(x)) / 127, jnp.finfo(jnp.float32).tiny)
     finite = jnp.isfinite(scale)[..., None]
     q = jnp.where(finite, jnp.round(x / scale[..., None]), 0)
@@ -305,10 +307,12 @@ def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[...
 
 
 def next_positions(length: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return i32[B, T], `length[b]` plus the number of earlier valid tokens; -1 for padding.
+    """Return the position of each token: `length[b]` plus the number of earlier valid tokens.
+
+    The result is i32[B, T], with -1 for padding.
 
     Args:
-        length: i32[B], the number of tokens in each row so far.
+        length: i32[B], the current number of tokens in each row.
         valid: bool[B, T]; False means padding.
     """
     return jnp.where(valid, length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
@@ -325,7 +329,7 @@ def as_stored(cache: SlottedCache, k: jax.Array, v: jax.Array, positions: jax.Ar
 
 
 def slot_leaves(cache: SlottedCache) -> dict[str, Any]:  # scales are None unless k is int8
-    """Return the leaves with an entry for each slot."""
+    """Return the leaves that have an entry for each slot."""
     names = "k", "v", "positions", "k_scale", "v_scale"
     return {name: getattr(cache, name) for name in names}
 

@@ -1,4 +1,4 @@
-"""Cache of a whole model, and checks that a cache fits the model and the tokens."""
+"""Cache of a whole model, and checks that a cache matches the model and the tokens."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from transformer_jax.tracing import concrete_value, eagerly
 from transformer_jax.values import value_class
 
 Layers = tuple[kv.KVCache, ...] | tuple[paged.PagedCache, ...] | kv.KVCache
-"""One cache per layer; for a scanned stack, one cache with leaves [B, L, ...]."""
+"""One cache per layer, or for a scanned stack, one cache with leaves [B, L, ...]."""
 
 
 @value_class(pytree=True, exportable=True)
 class ModelCache:
-    """Immutable cache of a model: each call of the model returns a new one.
+    """Immutable cache of a model. Each call of the model returns a new cache.
 
     Attributes:
-        layers: one cache per layer; for a scanned stack, one cache with leaves [B, L, ...].
-        cross: keys and values of an encoder-decoder's source, computed once; None for a decoder.
+        layers: one cache per layer, or for a scanned stack, one cache with leaves [B, L, ...].
+        cross: the keys and values of an encoder-decoder's source, computed once; None for a
+            decoder.
     """
 
     layers: Layers
@@ -34,7 +35,7 @@ class ModelCache:
 
     @property
     def is_scanned(self) -> bool:
-        """Whether one `KVCache` contains all layers, for a scanned stack."""
+        """Whether a single `KVCache` contains all layers, as in a scanned stack."""
         return isinstance(self.layers, kv.KVCache)
 
     @property
@@ -46,7 +47,7 @@ class ModelCache:
 
     @property
     def capacity(self) -> int:
-        """Return the number of slots per row of the longest layer."""
+        """Return the number of slots per row in the layer with the most slots."""
         layers: Any = self.layers
         if self.is_scanned:
             return int(layers.k.shape[2])
@@ -54,7 +55,7 @@ class ModelCache:
 
     @property
     def exhausted(self) -> jax.Array | None:  # bool[B]
-        """Return the rows that got no free page; None if the cache has no pages."""
+        """Return the rows that ran out of free pages, or None if the cache has no pages."""
         found = None
         layers: Any = () if self.is_scanned else self.layers
         for layer in layers:
@@ -67,20 +68,20 @@ def rewind_cache(
     cache: ModelCache,
     length: jax.Array,  # i32[B]
 ) -> ModelCache:
-    """Drop the positions >= length[b] in every layer; an encoder-decoder's source is kept.
+    """Drop all positions >= length[b] in every layer, but keep the source of an encoder-decoder.
 
-    Rings need one extra slot for each dropped token: make the cache with a larger `capacity`
-    (single window) or `slack` (window pattern).
+    Rings need one extra slot for each dropped token. Create the cache with a larger `capacity` (for
+    a single window) or `slack` (for a window pattern).
 
     Args:
         cache: a cache with B rows.
-        length: i32[B], the number of tokens to keep in each row; clipped to the row's length.
+        length: i32[B], the number of tokens to keep in each row, clipped to the row's length.
 
     Returns:
-        The cache as if each row had read only its first `length[b]` tokens.
+        The cache that results if each row reads only its first `length[b]` tokens.
 
     Raises:
-        ValueError: if `length` is not integers [B].
+        ValueError: If `length` is not an integer array [B].
     """
     check_is_cache(cache)
     length = jnp.asarray(length)
@@ -88,7 +89,7 @@ def rewind_cache(
     if cache.is_scanned:
         rewind = jax.vmap(kv.rewind, in_axes=(1, None), out_axes=1)
         return replace(cache, layers=rewind(layers, length))
-    layers = tuple(  # all of one class
+    layers = tuple(  # all layers have the same class
         paged.rewind(layer, length)
         if isinstance(layer, paged.PagedCache)
         else kv.rewind(layer, length)
@@ -102,15 +103,15 @@ def share_cache(
     rows: jax.Array,  # i32[R]
     length: jax.Array | None = None,  # i32[R]
 ) -> ModelCache:
-    """Return a paged cache with R rows that share the pages of this one; see `paged_cache.share`.
+    """Return a paged cache with R rows that share this cache's pages (see `paged_cache.share`).
 
     Args:
         cache: a paged cache with B rows.
-        rows: i32[R], the row of this cache whose tokens each new row takes.
-        length: i32[R], the number of tokens to take; None means all.
+        rows: i32[R], the row of this cache that each new row shares tokens with.
+        length: i32[R], the number of tokens that each new row shares; None means all.
 
     Raises:
-        ValueError: if the cache has no pages, or has a source.
+        ValueError: If the cache has no pages, or if it contains a source.
     """
     check_is_cache(cache)
     if cache.exhausted is None or cache.cross is not None:
@@ -123,7 +124,7 @@ def check_pages(
     cache: ModelCache,
     length: np.ndarray,  # i32[B]
 ) -> None:
-    """Raise ValueError if too few pages are free for the rows to grow to these lengths."""
+    """Raise ValueError if there are too few free pages for the rows to grow to these lengths."""
     layers: Any = () if cache.is_scanned else cache.layers
     for layer in layers:
         if not isinstance(layer, paged.PagedCache):
@@ -144,18 +145,18 @@ def refuse_pages(state: object, what: str) -> None:
 
 
 def max_positions(config: ModelConfig, cache: ModelCache) -> int | None:
-    """Return the number of positions that fit a model's cache; None if it never fills."""
+    """Return the number of positions that fit in a model's cache, or None if it never fills up."""
     return cache.capacity if cache.exhausted is not None else cache_limit(config, cache.capacity)
 
 
 def cache_limit(config: ModelConfig, capacity: int) -> int | None:
-    """Return the number of positions that fit a cache; None if all layers are rings.
+    """Return the number of positions that fit in a cache, or None if all layers are rings.
 
-    A ring has slots for its window and the sink tokens, and never fills.
+    A ring has slots for its window and the sink tokens, and never fills up.
 
     Args:
         config: the config of a decoder or an encoder-decoder.
-        capacity: the number of slots per row in the longest layer.
+        capacity: the number of slots per row in the layer with the most slots.
     """
     rings = [_slots(config, i, capacity)[1] for i in range(config.decoder_layers)]
     return None if all(rings) else capacity
@@ -169,7 +170,7 @@ def empty_layers(
     dtype: jax.typing.DTypeLike | None = None,  # None means the compute dtype
     slack: int = 0,
 ) -> Layers:
-    """Make the empty self-attention caches of a stack. No two of their leaves share memory.
+    """Create the empty self-attention caches of a stack, whose leaves do not share memory.
 
     In a window pattern, windowed layers are rings of min(capacity, window + sinks + slack) slots.
     """
@@ -187,13 +188,14 @@ def empty_layers(
         layers.append(kv.init(batch, slots, *heads, dtype, sinks))
     if not config.scan_layers:
         return tuple(layers)
-    # rows stay the first axis, so beams reorder the leaves of both kinds of stack in the same way
+    # rows remain the first axis, so that beams reorder the leaves of both kinds of stack in the
+    # same way
     return jax.tree.map(lambda leaf: jnp.stack([leaf] * depth, axis=1), layers[0])
 
 
 def _slots(config: ModelConfig, i: int, capacity: int, slack: int = 0) -> tuple[int, bool]:
-    """Return the number of slots of layer i, and whether they are a ring."""
-    # a cache too short for its window and sinks is not a ring, so it needs no sinks
+    """Return the number of slots in layer i, and whether they form a ring."""
+    # a cache that is too short for its window and sinks is not a ring, so it needs no sinks
     window = config.windows[i % len(config.windows)]
     if window is None:
         return capacity, False
@@ -211,9 +213,9 @@ def check_is_cache(cache: object) -> None:
 
 
 def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, crossed: bool) -> None:
-    """Raise ValueError unless the cache matches the model's layout and depth and the tokens' rows.
+    """Raise ValueError unless the cache matches the model and the number of token rows.
 
-    `crossed`: whether the model is the decoder of an encoder-decoder.
+    `crossed` specifies whether the model is the decoder of an encoder-decoder.
     """
     check_is_cache(cache)
     if crossed and cache.cross is None:
@@ -245,16 +247,16 @@ def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, cross
 
 
 def refuse_past_capacity(positions: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
-    """Replace positions past the cache by padding (-1); also return the affected rows, bool[B].
+    """Replace positions past the end of the cache with padding (-1).
 
-    Raises ValueError if a known position is past the cache.
+    Also return the affected rows, bool[B]. Raise ValueError if a known position is past the end.
     """
     known = concrete_value(positions)
     if known is not None and known.size:
         last = known.max()
         if last >= limit:
             raise ValueError(f"position {last} is past the cache: its capacity is {limit}")
-    # a traced position cannot raise, so the caller sets the logits of these rows to NaN
+    # a traced position cannot raise an error, so the caller sets the logits of these rows to NaN
     beyond = positions >= limit
     return jnp.where(beyond, -1, positions), beyond.any(axis=1)
 
@@ -262,12 +264,13 @@ def refuse_past_capacity(positions: jax.Array, limit: int) -> tuple[jax.Array, j
 def refuse_past_int32(
     positions: jax.Array,  # i32[B, T]
 ) -> tuple[jax.Array, jax.Array]:
-    """Replace rows that reach position 2^31 - 1 by padding (-1); also return these rows, bool[B].
+    """Replace rows that reach position 2^31 - 1 with padding (-1).
 
-    Raises ValueError if a known row reaches it. A row that counts past it also contains it.
+    Also return these rows, bool[B]. Raise ValueError if a known position reaches this limit. A row
+    that counts past the limit also contains it.
     """
-    # the only limit of a ring: later positions would wrap to negative ones, which are padding, and
-    # the tokens would be dropped silently
+    # this is the only limit of a ring: later positions would wrap around to negative ones, which
+    # mean padding, so the tokens would be dropped silently
     last = np.iinfo(np.int32).max
     known = concrete_value(positions)
     if known is not None and (known >= last).any():

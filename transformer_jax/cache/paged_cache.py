@@ -1,15 +1,15 @@
 """Immutable key/value cache in pages, which rows allocate as they grow and may share.
 
-Block j of row b, its `page_size` positions from j * page_size on, is stored in page
-`block_table[b, j]` (PagedAttention, Kwon et al. 2023). Short rows leave space for long ones, and
-rows with a common prefix share its pages. A page is free if no entry of the table refers to it;
-there are no reference counts, so no page can leak.
+Block j of row b consists of the `page_size` positions from j * page_size on. It is stored in page
+`block_table[b, j]` (PagedAttention, Kwon et al. 2023). Short rows leave space for long rows, and
+rows with a common prefix share its pages. A page is free if no entry of the table refers to it.
+There are no reference counts, so no page can leak.
 
 A row writes only to pages that it does not share. It copies a shared page first (copy on write), so
-a write never affects another row. Pages are allocated in the order of the rows, lowest page first.
-A row that does not get enough pages is not changed, and is marked in `exhausted`.
+a write never affects another row. Pages are allocated to the rows in order, lowest page first. If
+there are not enough free pages for a row, the row is not changed and is marked in `exhausted`.
 
-There are no rings: every position below `capacity` has its own slot.
+A paged cache is never a ring: every position below `capacity` has its own slot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transformer_jax.values import value_class
 
 @value_class(pytree=True, exportable=True)
 class PagedCache:
-    """Immutable keys and values of the tokens so far, with one pool of pages for all rows.
+    """Immutable keys and values of all tokens so far, with one pool of pages for all rows.
 
     Attributes:
         k: [P, page_size, K, H], the keys.
@@ -39,7 +39,8 @@ class PagedCache:
         positions: i32[P, page_size], the position stored in each slot; -1 marks an empty slot.
         block_table: i32[B, M], the page of each block of a row; -1 means none.
         length: i32[B], the position of the next token.
-        exhausted: bool[B], rows that got no free page; they accept no tokens until rewound.
+        exhausted: bool[B], the rows that ran out of free pages; they accept no tokens until they
+            are rewound.
         k_scale: f32[P, page_size, K] if k is int8, else None.
         v_scale: f32[P, page_size, K] if v is int8, else None.
     """
@@ -85,20 +86,21 @@ def init(
     num_pages: int,
     page_size: int = 128,
 ) -> PagedCache:
-    """Make an empty cache.
+    """Create an empty cache.
 
     Args:
         batch: B, the number of rows.
         capacity: the maximum length of a row, a multiple of `page_size`.
-        num_kv_heads: K.
-        head_dim: H.
-        value_head_dim: Hv; None means H.
-        dtype: dtype of keys and values, int8 or a float of at least 16 bits.
+        num_kv_heads: K, the number of key/value heads.
+        head_dim: H, the size of a key per head.
+        value_head_dim: Hv, the size of a value per head; None means H.
+        dtype: dtype of keys and values, either int8 or a float of at least 16 bits.
         num_pages: P, the number of pages in the pool.
         page_size: the number of slots per page.
 
     Raises:
-        ValueError: if a size or the dtype is invalid, or `page_size` does not divide the capacity.
+        ValueError: If a size or the dtype is invalid, or if `page_size` does not divide the
+            capacity.
     """
     check_count("num_pages", num_pages, 1)
     check_count("page_size", page_size, 1)
@@ -121,17 +123,18 @@ def update(
     v: jax.Array,  # [B, T, K, Hv]
     positions: jax.Array,  # i32[B, T]
 ) -> PagedCache:
-    """Write token t of row b at its position, and allocate the pages that this needs.
+    """Write token t of row b at its position, and allocate the pages that it needs.
 
     Args:
         cache: a cache with B rows.
-        k: [B, T, K, H], keys of the new tokens.
-        v: [B, T, K, Hv], their values.
+        k: [B, T, K, H], the keys of the new tokens.
+        v: [B, T, K, Hv], the values of the new tokens.
         positions: i32[B, T]; tokens at negative positions are padding and are not written.
 
     Raises:
-        ValueError: if too few pages are free or a position is past the capacity (inside `jit`, such
-            a row is not changed, and is marked in `exhausted`), or if axes of a mesh are explicit.
+        ValueError: If there are too few free pages, a position is past the capacity, or a mesh has
+            explicit axes. Inside `jit`, a row without enough pages or capacity is not changed and
+            is marked in `exhausted` instead.
     """
     check_not_consumed(cache, "cache")
     rows, (_, _, heads, dim) = len(cache.block_table), cache.k.shape
@@ -144,7 +147,7 @@ def update(
     new = _write(cache, kv.as_stored(cache, k, v, positions))
     if traced(new.exhausted, cache.exhausted):
         return new
-    # rows that were exhausted before are not a new error; they accept no tokens until rewound
+    # rows that were already exhausted are not a new error; they accept no tokens until rewound
     marked = np.flatnonzero(np.asarray(new.exhausted) & ~np.asarray(cache.exhausted))
     if len(marked):
         row = int(marked[0])
@@ -168,7 +171,7 @@ def _write(cache: PagedCache, new: kv.KVCache) -> PagedCache:
     cache = _prepare_pages(replace(cache, block_table=table), cache, touched, taken, write.shape[1])
 
     block = jnp.where(write, positions // size, 0)
-    # page P does not exist, and a scatter drops writes to it
+    # page P does not exist, so the scatter drops writes to it
     page = jnp.where(write, jnp.take_along_axis(table, block, axis=1), P)
     written = jax.tree.map(
         lambda x, token: x.at[page, positions % size].set(token, mode="drop"),
@@ -182,23 +185,23 @@ def _write(cache: PagedCache, new: kv.KVCache) -> PagedCache:
 
 def _take_pages(
     cache: PagedCache,
-    block: jax.Array,  # i32[B, T], of each new token; -1 means none
+    block: jax.Array,  # i32[B, T], the block of each new token; -1 means none
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Allocate pages; return the block table i32[B, M] and three masks.
+    """Allocate pages, and return the block table i32[B, M] and three masks.
 
-    The masks are the blocks to write, bool[B, M]; those of them on a new page, bool[B, M]; and the
-    rows without enough pages, bool[B].
+    The masks select the blocks to write, bool[B, M], the blocks to write that are on a new page,
+    bool[B, M], and the rows without enough pages, bool[B].
     """
     table, (B, M) = cache.block_table, cache.block_table.shape
     at = jnp.arange(B)[:, None], jnp.where(block < 0, M, block)
     touched = jnp.zeros((B, M), bool).at[at].set(True, mode="drop")
-    # the block in which the row ends is rewritten too: its later slots may contain rewound tokens
+    # the last block of a row is also rewritten, because its later slots may contain rewound tokens
     last = jnp.arange(M)[None] == (cache.length // cache.page_size)[:, None]
     touched |= last & (table >= 0) & touched.any(axis=1, keepdims=True)
     references = _references(cache)
     taken = touched & ((table < 0) | (references[table] > 1))
     order = jnp.cumsum(taken.reshape(-1)).reshape(B, M) - 1
-    # pages are allocated in the order of the rows, so the last rows fail first
+    # pages are allocated to the rows in order, so the last rows are the first to fail
     failed = (taken & (order >= (references == 0).sum())).any(axis=1)
     kept = ~failed[:, None]
     free_first = jnp.argsort(references > 0, stable=True).astype(jnp.int32)
@@ -214,7 +217,7 @@ def _prepare_pages(
     T: int,
 ) -> PagedCache:
     """Initialize newly allocated pages as copies of shared pages, or as empty pages."""
-    # T tokens touch at most T blocks, plus the block in which the row ends
+    # T tokens affect at most T blocks, in addition to the last block of the row
     M, P = touched.shape[1], cache.num_pages
     blocks = jnp.argsort(~touched, axis=1, stable=True)[:, : min(T + 1, M)]
     pick = partial(jnp.take_along_axis, indices=blocks, axis=1)
@@ -222,7 +225,7 @@ def _prepare_pages(
     page = jnp.where(pick(touched), page, P)
     copied = pick(taken) & (old >= 0)
     positions = jnp.where((old >= 0)[..., None], before.positions[old], -1)
-    # a page that was freed or reallocated may still contain later positions
+    # a freed or reallocated page may still contain later positions
     positions = jnp.where(positions < before.length[:, None, None], positions, -1)
     arrays = kv.slot_leaves(cache)
     arrays["positions"] = cache.positions.at[page].set(positions, mode="drop")
@@ -232,7 +235,8 @@ def _prepare_pages(
     copied_first = jnp.argsort(~copied.reshape(-1), stable=True)
     source, target = old.reshape(-1)[copied_first], page.reshape(-1)[copied_first]
 
-    # copy page by page: for a scatter of whole pages, XLA would change the layout of the pool
+    # copy page by page, because XLA would change the layout of the pool for a scatter of whole
+    # pages
     def copy(i: jax.Array, pages: Tree) -> Tree:
         read = partial(jax.lax.dynamic_index_in_dim, index=source[i])
         write = jax.lax.dynamic_update_index_in_dim
@@ -244,16 +248,17 @@ def _prepare_pages(
 
 
 def gather_pages(cache: PagedCache) -> kv.KVCache:
-    """Copy the pages of each row into a full cache of `capacity` slots, position p in slot p.
+    """Copy the pages of each row to a full cache of `capacity` slots, with position p in slot p.
 
-    Attention can also read the pools without this copy, with `block_table` and `gather_positions`.
+    Attention can also read the pools without this copy, by using `block_table` and
+    `gather_positions`.
     """
     gathered = jax.tree.map(lambda x: rows_of_pages(x, cache.block_table), kv.slot_leaves(cache))
     return kv.KVCache(**gathered | {"positions": gather_positions(cache)}, length=cache.length)
 
 
 def gather_positions(cache: PagedCache) -> jax.Array:  # i32[B, capacity]
-    """Return the position stored in each slot of a row; -1 if it is empty."""
+    """Return the position stored in each slot of a row, or -1 if the slot is empty."""
     positions = rows_of_pages(cache.positions, cache.block_table)
     allocated = jnp.repeat(cache.block_table >= 0, cache.page_size, axis=1)
     return jnp.where(allocated & (positions < cache.length[:, None]), positions, -1)
@@ -264,20 +269,21 @@ def share(
     rows: jax.Array,  # i32[R]
     length: jax.Array | None = None,  # i32[R]
 ) -> PagedCache:
-    """Return a cache with R rows, each with the prefix of a row of this cache.
+    """Return a cache with R rows, each of which shares a prefix of a row of this cache.
 
-    Use it to fork, reorder or rewind rows, to share a prefix, or, with a length of 0, to free the
+    Use this function to fork, reorder or rewind rows, or to share a prefix. A length of 0 frees the
     pages of a finished row. Nothing is copied: the rows refer to the same pages, and the result
-    shares the arrays of this cache. If you donate one of the two caches, both are consumed
-    (`fork(cache, 1)` copies the arrays).
+    shares the arrays of this cache. If you donate one of the two caches, both are consumed. To copy
+    the arrays, use `fork(cache, 1)`.
 
     Args:
         cache: a cache with B rows.
-        rows: i32[R], from 0 to B - 1; traced ones are clipped.
-        length: i32[R]: new row r has the first `length[r]` tokens of row `rows[r]`; None means all.
+        rows: i32[R], the row to share for each new row, from 0 to B - 1. Traced values are clipped.
+        length: i32[R], the number of tokens that each new row shares; None means all.
 
     Raises:
-        ValueError: if `rows` or `length` are not integers [R], or a known row is out of range.
+        ValueError: If `rows` or `length` is not an integer array [R], or if a known row is out of
+            range.
     """
     check_not_consumed(cache, "cache")
     rows = jnp.asarray(rows)
@@ -293,7 +299,7 @@ def share(
     if length.shape != rows.shape or not jnp.issubdtype(length.dtype, jnp.integer):
         shape = f"{length.dtype}{list(length.shape)}"
         raise ValueError(f"length is {shape}: must be integers {list(rows.shape)}")
-    # a row that drops tokens, or starts from nothing, may continue
+    # a row that drops tokens or starts empty may continue
     if length is not old_length:
         exhausted &= (length >= old_length) & (length > 0)
     length = jnp.clip(length.astype(jnp.int32), 0, old_length)
@@ -311,16 +317,16 @@ def rewind(
     cache: PagedCache,
     length: jax.Array,  # i32[B]
 ) -> PagedCache:
-    """Drop every position >= length[b], and free the pages that become unused.
+    """Drop all positions >= length[b], and free the pages that become unused.
 
-    An exhausted row may continue if this drops at least one token, or if its length is 0.
+    An exhausted row may continue if at least one of its tokens is dropped or if its length is 0.
 
     Args:
         cache: a cache with B rows.
         length: i32[B], the number of tokens to keep in each row.
 
     Raises:
-        ValueError: if `length` is not integers [B].
+        ValueError: If `length` is not an integer array [B].
     """
     return share(cache, jnp.arange(len(cache.block_table)), length)
 
@@ -329,7 +335,7 @@ def count_needed(
     cache: PagedCache,
     length: jax.Array,  # i32[B]
 ) -> jax.Array:  # i32[]
-    """Return the total number of free pages needed to grow each row b to length[b]."""
+    """Return the total number of free pages needed for each row b to grow to length[b]."""
     table, at = cache.block_table, jnp.arange(cache.block_table.shape[1])[None]
     first = (cache.length // cache.page_size)[:, None]
     written = (at >= first) & (at < (-(-length // cache.page_size))[:, None])
