@@ -9,7 +9,7 @@ Axis names used throughout the library (as in `jax.nn`):
 
 Query head n reads key/value head n // G. Arrays are [B, T, N, H]; masks are functions of positions.
 
-Public names; import the rest from its module, such as `models.lora`:
+The public names are listed below. Import other names from their modules, such as `models.lora`:
 
     Attention      dot_product_attention, dot_product_attention_weights, explain_attention
     Masks, biases  Mask, Causal, Window, Prefix, Segments, Padding, Dense, Predicate, Bias, ALiBi,
@@ -32,8 +32,8 @@ Public names; import the rest from its module, such as `models.lora`:
                    load_lora, save_lora, export_decoder
 
 The modules `decoding`, `interpret`, `masks`, `pretrained`, `server`, `tokenizers` and `training`
-contain more, as in `tj.interpret.zero`. Some of these modules, `fit`, and the functions that read
-and write runs and published models are imported on first use.
+contain more, as in `tj.interpret.zero`. Some of these modules are imported on first use, as are
+`fit` and the functions that read or write training runs and published models.
 """
 
 import dataclasses
@@ -289,7 +289,8 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     """Import a name in `_LATER` or `_MODULES` on first use.
 
-    For any other name, raise AttributeError with the module that defines it or the nearest name.
+    For any other name, raise AttributeError. The message contains the module that defines the name,
+    or the most similar name.
     """
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{_MODULES[name]}")
@@ -309,5 +310,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, including those imported on first use, for completion in editors."""
+    """Return the public names, including those imported on first use.
+
+    Editors use them for completion.
+    """
     return [*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))]

@@ -1,4 +1,4 @@
-"""Run a command of the library: `python -m transformer_jax COMMAND [--FLAG VALUE ...]`."""
+"""Command-line entry point: `python -m transformer_jax COMMAND [--FLAG VALUE ...]`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ COMMANDS = {
     "convert": "write a run or a published model as a published checkpoint",
     "export": "write a decoder as programs that run without this package",
 }
-"""Each command and its purpose. Each is a module of `transformer_jax.cli` with a `main`."""
+"""Purpose of each command. A command is a module in `transformer_jax.cli` with a `main`
+function."""
 
 LECTURES = "compare", "demo"
-"""The commands whose modules are in `transformer_jax.lectures`."""
+"""Commands whose modules are in `transformer_jax.lectures`."""
 
 MOVED = {"attention": "inspect --what attention", "inside": "inspect"}
-"""Former command names, with their replacements."""
+"""Former command names and their replacements."""
 
 RUN_PROGRAMS = "generate", "serve", "evaluate", "inspect"
-"""The commands whose compiled programs are cached on disk; `train` decides this itself."""
+"""Commands that cache compiled programs on disk. The `train` command decides this itself."""
 
 USAGE = "\n".join(
     [
@@ -49,7 +50,10 @@ USAGE = "\n".join(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command named by the first argument; return its exit status, 2 if there is none."""
+    """Run the command that the first argument names and return its exit status.
+
+    The status is 2 if there is no such command.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in COMMANDS:
         if argv[0] in RUN_PROGRAMS:

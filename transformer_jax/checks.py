@@ -1,4 +1,4 @@
-"""Checks of single arguments: integers that must fit int32, counts, finite numbers, keys."""
+"""Checks of single arguments: int32 integers, counts, finite numbers and random keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INT32 = np.iinfo(np.int32)
 def check_positions(
     shape: tuple[int, ...], positions: jax.Array | None
 ) -> jax.Array | None:  # i32[B, T]
-    """Return positions as i32; raise ValueError unless they are integers of the tokens' shape."""
+    """Return positions as int32; raise ValueError unless they are integers with the given shape."""
     if positions is None:
         return None
     check_array("positions", positions, "[B, T]")
@@ -35,9 +35,12 @@ def as_int32(name: str, values: None) -> None: ...
 @overload
 def as_int32(name: str, values: Integers) -> Integers: ...
 def as_int32(name: str, values: Any) -> Any:
-    """Convert integers to i32 (NumPy stays NumPy); return any other dtype unchanged.
+    """Convert integers to int32; return arrays of any other dtype unchanged.
 
-    Raises ValueError if a known value does not fit. A traced value is clipped to int32.
+    NumPy arrays stay NumPy arrays.
+
+    Raises ValueError if a known value does not fit int32. A traced value is clipped to the range of
+    int32.
     """
     if values is None:
         return None
@@ -70,7 +73,10 @@ def check_int32(name: str, values: jax.Array | np.ndarray) -> None:
 
 
 def check_key(name: str, key: object) -> None:
-    """Raise ValueError unless this is a single PRNG key: typed, or raw words as in older JAX."""
+    """Raise ValueError unless this is a single random key.
+
+    A key may be typed or in JAX's older raw format.
+    """
     rule = "must be a single key, such as jax.random.key(0)"
     if not isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         shown = repr(key) if isinstance(key, Real | str | None) else f"a {type(key).__name__}"
@@ -81,11 +87,11 @@ def check_key(name: str, key: object) -> None:
 
 
 def check_count(name: str, value: int, least: int, most: int | None = None) -> None:
-    """Raise ValueError unless this is an integer from `least` to `most`, or a symbolic size.
+    """Raise ValueError unless `value` is an integer from `least` to `most`, or a symbolic size.
 
-    For counts of tokens, pass `most=INT32.max`, the largest position.
+    For a number of tokens, pass `most=INT32.max`, the largest possible position.
     """
-    # the number is known only when the exported program is called
+    # the value is known only when the exported program is called
     if export.is_symbolic_dim(value):
         return
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
@@ -98,7 +104,7 @@ def check_count(name: str, value: int, least: int, most: int | None = None) -> N
 
 
 def at_most(size: int, most: int) -> bool:
-    """Whether a size is at most another; for a symbolic size, whether it always is."""
+    """Whether `size` is at most `most`; for a symbolic size, whether this is always true."""
     try:
         return size <= most
     except jax.errors.InconclusiveDimensionOperation:
@@ -106,7 +112,7 @@ def at_most(size: int, most: int) -> bool:
 
 
 def as_number(name: str, value: float | jax.Array) -> float:
-    """Return a float; raise ValueError if this is not a number, or is traced."""
+    """Return `value` as a float; raise ValueError if it is traced or not a number."""
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
@@ -117,25 +123,28 @@ def as_number(name: str, value: float | jax.Array) -> float:
 
 
 def check_array(name: str, value: object, shape: str) -> None:
-    """Raise ValueError unless this is an array."""
+    """Raise ValueError unless `value` is an array."""
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         raise ValueError(f"{name} is a {type(value).__name__}: must be an array {shape}")
 
 
 def check_finite(name: str, value: float) -> None:
-    """Raise ValueError unless this is from -1e30 to 1e30, so that its products fit float32."""
+    """Raise ValueError unless `value` is from -1e30 to 1e30, so that its products fit float32."""
     if not isinstance(value, Real) or not -1e30 <= value <= 1e30:
         raise ValueError(f"{name} is {value!r}: must be finite, from -1e30 to 1e30")
 
 
 def check_factor(name: str, value: float) -> None:
-    """Raise ValueError unless this is from 1e-30 to 1e30, so products and quotients fit float32."""
+    """Raise ValueError unless `value` is from 1e-30 to 1e30.
+
+    Products and quotients with such a value fit float32.
+    """
     if not isinstance(value, Real) or not 1e-30 <= value <= 1e30:
         raise ValueError(f"{name} is {value!r}: must be finite and above 0, from 1e-30 to 1e30")
 
 
 def check_not_consumed(state: object, name: str = "state") -> None:
-    """Raise ValueError if an earlier call reused (donated) the memory of a state."""
+    """Raise ValueError if an earlier call has consumed (donated) the memory of `state`."""
     for leaf in jax.tree.leaves(state):
         if isinstance(leaf, jax.Array) and not traced(leaf) and leaf.is_deleted():
             rule = f"fork({name}, 1) keeps a copy"
@@ -143,16 +152,16 @@ def check_not_consumed(state: object, name: str = "state") -> None:
 
 
 def largest(x: jax.Array, axis: int = -1, *, keepdims: bool = False) -> jax.Array:
-    """Return the maximum along an axis: inf if an element is NaN, -inf if the axis is empty.
+    """Return the maximum along an axis; inf if any element is NaN, and -inf if the axis is empty.
 
-    Use it to detect NaN. XLA's maximum on a CPU loses a NaN in rows of 1,000 elements, and
-    `lax.top_k` ranks a NaN last if its sign bit is set, which arithmetic may do.
+    Use this function to detect NaN. On a CPU, XLA's maximum loses a NaN in rows of 1,000 elements.
+    `lax.top_k` ranks a NaN last if its sign bit is set, and arithmetic can set the sign bit.
     """
-    # infinity stays the largest in every reduction, whatever the backend does with NaN
+    # every backend returns inf as the maximum, but backends differ in how they treat NaN
     without_nan = jnp.where(jnp.isnan(x), jnp.inf, x)
     return jnp.max(without_nan, axis=axis, keepdims=keepdims, initial=-jnp.inf)
 
 
 def has_finite_maximum(x: jax.Array) -> jax.Array:  # [..., V] -> bool[...]
-    """Whether the maximum of a row is finite; it is not if an element is NaN."""
+    """Whether the maximum of each row is finite. It is not if any element is NaN."""
     return jnp.isfinite(largest(x))

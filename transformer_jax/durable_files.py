@@ -1,4 +1,4 @@
-"""Atomic, durable writes of files and folders, and the lock of a folder."""
+"""Atomic and durable file writes, and a lock for a folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _fsync(handle: int, path: Path) -> None:
 
 
 def write_synced(path: Path, content: str | bytes) -> None:
-    """Write a file and flush it to the disk."""
+    """Write a file and flush it to disk."""
     if isinstance(content, str):
         content = content.encode("utf-8", "surrogatepass")
     with naming(path), open(path, "wb") as stream:
@@ -41,7 +41,10 @@ def write_synced(path: Path, content: str | bytes) -> None:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Replace a small file atomically: even after a crash it has either the old or new content."""
+    """Replace a small file atomically.
+
+    After a crash, the file has either its old or its new content.
+    """
     partial = path.with_name(path.name + ".tmp")
     try:
         write_synced(partial, content)
@@ -54,7 +57,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError that lacks one, such as a write error."""
+    """Add the name of the file to an OSError that has none, such as a write error."""
     try:
         yield
     except OSError as error:
@@ -65,10 +68,13 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path, busy: Callable[[str], Exception]) -> Iterator[None]:
-    """Acquire `folder/lock`, a file with the ID of this process, while the context is active.
+    """Lock a folder while the context is active.
 
-    Raises `busy(pid)` if another process has the lock, and OSError if the file system does not
-    support locks. The operating system releases the lock when the process ends, even after a crash.
+    The lock is the file `folder/lock`, which contains the ID of this process.
+
+    Raises `busy(pid)` if another process has locked the folder, and OSError if the file system does
+    not support locks. The operating system releases the lock when the process ends, even after a
+    crash.
     """
     file = folder / "lock"
     while True:
@@ -88,10 +94,10 @@ def locked(folder: Path, busy: Callable[[str], Exception]) -> Iterator[None]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.stat(file)):
                 break
-        # the previous owner deleted the file between `open` and `flock`, so this lock is void
+        # the previous owner deleted the file between `open` and `flock`, so this lock is not valid
         os.close(handle)
     try:
-        with contextlib.suppress(OSError):  # the ID is only for error messages
+        with contextlib.suppress(OSError):  # the ID is only used in error messages
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield

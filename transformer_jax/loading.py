@@ -1,4 +1,4 @@
-"""Loading of text models: a training run or a published model, with its tokenizer."""
+"""Loading of text models and their tokenizers from training runs and published models."""
 
 from __future__ import annotations
 
@@ -43,38 +43,40 @@ Which = Literal["best", "last"]
 
 @value_class
 class TextModel:
-    """A model, its tokenizer, and the tokens that begin and end its texts."""
+    """Text model with its tokenizer and its start and end tokens."""
 
     config: AnyModelConfig
     params: Params
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end the text."""
+    """Tokens that end a text."""
     processors: tuple[HistoryProcessor, ...] = ()
-    """Processors that ban the tokens that the published model must not generate."""
+    """Processors that ban tokens which the published model must not generate."""
     which: Which | None = None
-    """The checkpoint of the run; None for a published model."""
+    """Which checkpoint of the run was loaded; None for a published model."""
     step: int | None = None
-    """The step of that checkpoint."""
+    """Training step of the checkpoint."""
     begin_id: int | None = None
-    """The token to add before every text of a document model whose tokenizer adds none."""
+    """Token to add before each text if the model was trained on documents and its tokenizer adds no
+    start token."""
     source_tokenizer: Tokenizer | None = None
-    """The tokenizer of the sources, if different."""
+    """Tokenizer of the source texts, if it is a different one."""
     run: TrainConfig | None = None
-    """The config of the run; None for a published model."""
+    """Config of the run; None for a published model."""
 
 
 def load_run(
     path: str | Path, which: Which | None = None, *, init_from: str | Path | None = None
 ) -> TextModel:
-    """Load the model of a training run with its tokenizer.
+    """Load the model and the tokenizer of a training run.
 
     `which` selects the checkpoint: "best" has the lowest held-out loss, "last" is the latest. None
-    means "best", or "last" if no checkpoint was evaluated yet; `which` of the result tells. If the
-    base model of the run's adapters has moved, pass its new path as `init_from`.
+    selects "best", or "last" if no checkpoint has been evaluated yet. The field `which` of the
+    result contains the choice. If the base model of the run's adapters has moved, pass its new path
+    as `init_from`.
 
-    Raises ConfigError if there is no run, and CheckpointError if it is damaged or if the base model
-    is not the one that the run started from.
+    Raises ConfigError if the folder contains no run, and CheckpointError if the run is damaged or
+    the base model is not the one that the run started from.
     """
     folder = RunFolder(Path(path))
     config = _with_base(folder.read_config(), init_from)
@@ -87,7 +89,7 @@ def load_run(
     tokenizer = folder.read_tokenizer(metadata["tokenizer_sha256"])
     with naming_run(path, config.init_from):
         params = _restore_trained(config, saved)
-        if config.lora is not None:  # added to the base model before its quantization
+        if config.lora is not None:  # adapters are added to the base model before it is quantized
             params = merge_parts(_adapted_base(config, metadata), params, config.lora)
     source = metadata.get("source_tokenizer_sha256")
     stop, begin = end_ids(tokenizer), None
@@ -113,7 +115,7 @@ def _with_base(config: TrainConfig, init_from: str | Path | None) -> TrainConfig
 
 @contextmanager
 def naming_run(path: str | Path, init_from: str | None) -> Iterator[None]:
-    """Add to an error about a missing base model the name of the run, and how to pass the path."""
+    """Add the name of the run, and how to pass the path, to an error about a missing base model."""
     try:
         yield
     except (ConfigError, CheckpointError, OSError) as error:
@@ -131,7 +133,7 @@ def is_run(path: str) -> bool:
 
 
 def base_params(init_from: str, scanned: bool) -> Params:
-    """Load the f32 parameters of a run or a published model, for a scanned or a looped stack."""
+    """Load the float32 parameters of a run or a published model for a scanned or looped stack."""
     if is_run(init_from):
         return (stack_layers if scanned else unstack_layers)(load_run(init_from).params)
     return load_pretrained(init_from, dtype="float32", scan_layers=scanned)[1]
@@ -148,7 +150,7 @@ def _adapted_base(config: TrainConfig, metadata: JsonObject) -> Params:
 
 
 def check_base(init_from: str, base: Params, metadata: JsonObject) -> None:
-    """Raise CheckpointError unless a model is the base of a checkpoint's adapters."""
+    """Raise CheckpointError unless `base` is the base model of a checkpoint's adapters."""
     found, wanted = sha256_of(base), metadata["base_sha256"]
     if found != wanted:
         rule = f"the run started from {wanted[:16]}, so this is a different model"
@@ -156,7 +158,7 @@ def check_base(init_from: str, base: Params, metadata: JsonObject) -> None:
 
 
 def _restore_trained(config: TrainConfig, saved: Path) -> Params:
-    """Return the trained f32 parameters of a checkpoint, averaged if the run averages them."""
+    """Return the trained float32 parameters of a checkpoint, averaged if the run averages them."""
     averages = config.ema_decay is not None or isinstance(config.optimizer, ScheduleFree)
     name = "average" if averages else "params"
     dtype = jnp.float32 if averages else config.param_dtype
@@ -175,7 +177,7 @@ def _restore_trained(config: TrainConfig, saved: Path) -> Params:
 def load_adapters(
     path: str | Path, which: Which | None = None, *, init_from: str | Path | None = None
 ) -> tuple[TrainConfig, Params]:
-    """Load the config and the f32 adapters of a LoRA run; see `load_run`.
+    """Load the config and the float32 adapters of a LoRA run; see `load_run`.
 
     Raises ConfigError if the run trained no adapters, or also trained other parameters.
     """
@@ -187,7 +189,7 @@ def load_adapters(
     trained = _restore_trained(config, saved)
     if init_from is not None:
         config = _with_base(config, init_from)
-        _adapted_base(config, checkpoint.read_manifest(saved).metadata)  # only for its check
+        _adapted_base(config, checkpoint.read_manifest(saved).metadata)  # checks the base model
     if whole := trained["whole"]:
         names = ", ".join(whole)
         rule = f"it also trained {names}, which are not adapter weights"
@@ -196,7 +198,7 @@ def load_adapters(
 
 
 def _chosen_step(folder: RunFolder, which: Which | None) -> tuple[Which, int]:
-    """Return which checkpoint of a run to load, and its step."""
+    """Return "best" or "last", and the step of that checkpoint."""
     if which not in (None, "best", "last"):
         raise ConfigError(f"checkpoint is {which!r}: must be 'best', 'last' or None")
     steps = checkpoint.saved_steps(folder.checkpoints)
@@ -215,8 +217,8 @@ def load_text_model(
 ) -> TextModel:
     """Load a published model and its tokenizer.
 
-    Stop and banned tokens come from generation_config.json, or from config.json for keys that it
-    lacks. The arguments are those of `load_pretrained`.
+    Stop tokens and banned tokens are read from generation_config.json, or from config.json if a key
+    is missing there. The arguments are those of `load_pretrained`.
     """
     folder = open_weights(path_or_id)
     tokenizer = published_tokenizer(folder)
@@ -229,9 +231,10 @@ def load_text_model(
 
 
 def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:
-    """Load the tokenizer of a model's folder or file.
+    """Load the tokenizer from the folder or file of a model.
 
-    Raises CheckpointError if none is usable, ConfigError if source and target use different ones.
+    Raises CheckpointError if no usable tokenizer is found, and ConfigError if the source and the
+    target use different tokenizers.
     """
     if folder.config.get("share_encoder_decoder_embeddings") is False:
         rule = "source and target have separate tokenizers; use load_pretrained with token ids"
@@ -248,11 +251,13 @@ def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:
 def with_targets(
     tokenizer: PretrainedTokenizer, folder: WeightFolder, config: ModelConfig
 ) -> PretrainedTokenizer:
-    """Set the IDs that begin, end or never occur in targets on an encoder-decoder's tokenizer.
+    """Set the token IDs for the targets of an encoder-decoder on its tokenizer.
+
+    These are the IDs of the tokens that begin a target, end it, or never occur in it.
 
     Raises ConfigError if the folder specifies no start token.
     """
-    # a decoder continues its prompt; only the target of a source has a start token
+    # a decoder continues its prompt; only the target of an encoder-decoder has a start token
     if config.kind != "encoder-decoder":
         return tokenizer
     generation = _generation(folder)
@@ -271,9 +276,9 @@ def with_targets(
 
 
 def with_param_dtype(model: TextModel, dtype: DType) -> TextModel:
-    """Return the model with parameters and computation in another dtype.
+    """Return the model with another dtype for its parameters and computation.
 
-    Raises ValueError with the parameter's name if the dtype cannot represent a weight.
+    Raises ValueError with the name of the parameter if a weight is too large for the dtype.
     """
     if not model.config.supports("dtypes"):
         kind = type(model.config).__name__
@@ -286,10 +291,10 @@ def with_param_dtype(model: TextModel, dtype: DType) -> TextModel:
 
 
 def with_quantized_weights(model: TextModel, kind: Kind) -> TextModel:
-    """Return the model with quantized weights; its compute dtype does not change.
+    """Return the model with quantized weights and the same compute dtype.
 
-    "int8" and "int4" `quantize` the kernels, and store embeddings and the output matrix in 8 bits.
-    Raises ConfigError if the model is not a transformer.
+    "int8" and "int4" are the kinds that `quantize` applies to the kernels. Both store embeddings
+    and the output matrix in 8 bits. Raises ConfigError if the model is not a transformer.
     """
     if not model.config.supports("dtypes"):
         name = type(model.config).__name__
@@ -298,7 +303,7 @@ def with_quantized_weights(model: TextModel, kind: Kind) -> TextModel:
 
 
 def _within(ids: tuple[int, ...], config: AnyModelConfig) -> tuple[int, ...]:
-    """Return the IDs within the model's vocabulary, sorted."""
+    """Return the sorted IDs that are in the model's vocabulary."""
     return tuple(sorted({i for i in ids if i < config.vocab_size}))
 
 
@@ -315,11 +320,14 @@ def _generation(folder: WeightFolder) -> JsonObject:
 def _ids(
     folder: WeightFolder, content: JsonObject, name: str, config: ModelConfig
 ) -> tuple[int, ...]:
-    """Return the IDs under a key (one ID or a list); empty if the key is absent or null."""
+    """Return the IDs that a key contains, which is one ID or a list.
+
+    The result is empty if the key is missing or null.
+    """
     value = content.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for i in ids:
-        # `bool` is an `int`, but true is not a token
+        # Python's `bool` is an `int`, but true is not a token ID
         if type(i) is not int or not 0 <= i < config.vocab_size:
             rule = f"must be ids below vocab_size {config.vocab_size}"
             raise ConfigError(f"{folder.path}: {name} is {value!r:.80}: {rule}")
@@ -329,10 +337,10 @@ def _ids(
 def _banned(
     folder: WeightFolder, content: JsonObject, config: ModelConfig, stop: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the banned sequences: `bad_words_ids` and `suppress_tokens`.
+    """Return the banned sequences, which are `bad_words_ids` and `suppress_tokens`.
 
-    Stop tokens stay allowed, even if they are bad words. Raises ConfigError if there are
-    `begin_suppress_tokens`, which transformers bans only in the first step.
+    Stop tokens remain allowed even if `bad_words_ids` contains them. Raises ConfigError for
+    `begin_suppress_tokens`, which transformers bans in the first step only.
     """
     if content.get(first := "begin_suppress_tokens"):
         rule = "bans of a single step are not supported"
@@ -343,6 +351,6 @@ def _banned(
     if not isinstance(words, list) or not all(isinstance(w, list) and w for w in words):
         raise ConfigError(f"{folder.path}: {name} is {words!r:.80}: must be lists of ids")
     words = [_ids(folder, {name: word}, name, config) for word in words]
-    # as in transformers: otherwise text could not end
+    # as in transformers, because otherwise no text could end
     words = [word for word in words if word not in {(end,) for end in stop}]
     return tuple(dict.fromkeys([*words, *((i,) for i in suppressed)]))

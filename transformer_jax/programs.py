@@ -1,9 +1,10 @@
-"""Like `jax.jit`, but a call is traced again if its arguments contain your code.
+"""A variant of `jax.jit` that traces a call again if its arguments contain your own code.
 
 `jax.jit` looks up a program by the equality of its static arguments. This is correct for the values
-of this package, because equal values behave the same. But your functions and classes may read
-globals, closures, arrays and attributes that have changed since the last call. A call with such
-arguments is traced again, and its compiled program is looked up by the text of the trace.
+of this package, because equal values behave the same. However, your own functions and classes may
+read globals, closures, arrays and attributes that have changed since the last call. Therefore, a
+call with such arguments is traced again, and its compiled program is looked up by the text of the
+trace.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LIBRARIES = {"transformer_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "
 PLAIN = (int, float, complex, bytes, type(None), np.ndarray, np.generic, np.dtype, enum.Enum,
          jax.Array, jax.core.Tracer, jax.ShapeDtypeStruct, jax.sharding.Mesh)  # fmt: skip
 MOST = 256
-"""Maximum number of programs cached by text per function; the least recently used is dropped."""
+"""Maximum number of programs that a function caches by text. The least recently used is dropped."""
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -36,12 +37,12 @@ Result = TypeVar("Result")
 def program(
     *, static: tuple[str, ...] = (), donate: tuple[str, ...] = ()
 ) -> Callable[[Callable[P, Result]], Program[P, Result]]:
-    """Compile a function like `jax.jit` with these static and donated arguments."""
+    """Compile a function like `jax.jit`, with the given static and donated arguments."""
     return lambda function: Program(function, static, donate)
 
 
 class Program(Generic[P, Result]):
-    """A function with compiled programs, looked up by value or by the text of a new trace."""
+    """Function whose compiled programs are looked up by value or by the text of a new trace."""
 
     def __init__(
         self, function: Callable[P, Result], static: tuple[str, ...], donate: tuple[str, ...]
@@ -58,8 +59,8 @@ class Program(Generic[P, Result]):
         result: Result
         result = self._run_by_text(named) if _retraces(named) else self.by_value(*args, **kwargs)
         if self.donate:
-            # XLA does not free donated memory that NumPy views or that fits no result; delete it,
-            # so that a donated state is always consumed
+            # XLA does not free donated memory if NumPy has a view of it or no result fits it;
+            # delete it here, so that a donated state is always consumed
             kept = {id(x) for x in jax.tree.leaves(result)}
             for x in jax.tree.leaves([named[name] for name in self.donate]):
                 on_device = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
@@ -68,7 +69,7 @@ class Program(Generic[P, Result]):
         return result
 
     def trace(self, **named: Any) -> Traced:
-        """Trace like `jax.jit`, but again if the arguments contain your code."""
+        """Trace the function like `jax.jit`, without reusing traces of your own code."""
         if not _retraces(named):
             return self.by_value.trace(**named)
         fixed = {name: named.pop(name) for name in self.static}
@@ -85,14 +86,14 @@ class Program(Generic[P, Result]):
         leaves = jax.tree.leaves(arguments)
         if any(
             isinstance(x, jax.core.Tracer) for x in leaves
-        ):  # the outer trace reads the code once
+        ):  # the outer trace runs your code only once
             return self.function(**named)
         trace = self.trace(**named)
         jaxpr, consts = trace.jaxpr.jaxpr, trace.jaxpr.consts
-        if len(jaxpr.invars) > len(leaves):  # the code's closure belongs to an outer trace
+        if len(jaxpr.invars) > len(leaves):  # your code closes over values of an outer trace
             return self.function(**named)
-        # arrays that the code reads become arguments, so that new values reuse the program; they
-        # are transferred explicitly, because the caller may disallow implicit transfers
+        # arrays that your code reads become arguments, so that the program also serves new values;
+        # they are transferred explicitly, because the caller may disallow implicit transfers
         consts = [
             jax.device_put(x) if isinstance(x, np.ndarray | np.generic) else x for x in consts
         ]
@@ -103,12 +104,13 @@ class Program(Generic[P, Result]):
             return jaxpr_as_fun(ClosedJaxpr(jaxpr, arrays[:count]))(*arrays[count:])
 
         run.__name__ = self.function.__name__
-        # keep unused arguments: otherwise reading only the first or only the second looks the same
+        # keep unused arguments; otherwise the text is the same whether the code reads only the
+        # first or only the second argument
         at = [count + i for i, is_donated in enumerate(donated) if is_donated]
         jitted = jax.jit(run, donate_argnums=at, keep_unused=True)
         compiled: Callable[..., list[jax.Array]] = jitted
         text = jitted.lower(*consts, *leaves).as_text()
-        if "callback" not in text:  # the text identifies Python callbacks only by a number
+        if "callback" not in text:  # a callback appears in the text only as a number
             avals = *map(jax.typeof, consts), *trace.jaxpr.in_avals, *trace.jaxpr.out_avals
             key = hashlib.sha256(text.encode()).digest(), avals
             compiled = self.by_text[key] = self.by_text.pop(key, compiled)
@@ -118,7 +120,7 @@ class Program(Generic[P, Result]):
 
 
 def _retraces(named: Mapping[str, Any]) -> bool:
-    # skip the parameters, which are many arrays
+    # skip the parameters, because they contain many arrays
     return disturbed() or any(brings_code(x) for name, x in named.items() if name != "params")
 
 
@@ -127,12 +129,12 @@ _PLAIN_KINDS: set[type] = set()
 
 
 def depends_on_names(named: Mapping[str, object]) -> None:
-    """Register a mapping that this package reads by name, and in which you may replace values."""
+    """Register a mapping in which this package looks up names and you may replace values."""
     _LOOKED_UP.append((named, dict(named)))
 
 
 def disturbed() -> bool:
-    """Whether a flax interceptor is active, or a value in a registered mapping was replaced."""
+    """Whether a flax interceptor is active or a value in a registered mapping has been replaced."""
     return bool(linen._global_interceptor_stack) or any(
         now.get(name) is not value for now, then in _LOOKED_UP for name, value in then.items()
     )
@@ -161,8 +163,8 @@ def brings_code(value: Any) -> bool:
     if kind.__module__.startswith("transformer_jax"):
         fields = getattr(kind, "__dataclass_fields__", None) or vars(value)
         return any(brings_code(getattr(value, name)) for name in fields)
-    # functions and classes of a library are attributes of their module; a lambda, a closure and an
-    # object that wraps a function are not
+    # a library's functions and classes are attributes of their module; lambdas, closures and
+    # objects that wrap a function are not
     name = str(getattr(value, "__module__", ""))
     found: Any = sys.modules.get(name) if name.partition(".")[0] in LIBRARIES else None
     for part in getattr(value, "__qualname__", "").split("."):

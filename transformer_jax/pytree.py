@@ -1,7 +1,7 @@
-"""Types for arrays and parameter trees, their axes and digests, and range-checked casts.
+"""Types of arrays and parameter trees, with their axes, hashes and range-checked casts.
 
-All conversions of parameters use `cast` and `cast_floats`, which raise an error if the new dtype
-would turn a finite number into infinity.
+All conversions of parameters use `cast` or `cast_floats`. These functions raise an error if a
+finite number would become infinite in the new dtype.
 """
 
 from __future__ import annotations
@@ -19,58 +19,59 @@ from jax.tree_util import KeyPath
 C = TypeVar("C", bound=type)
 
 Array: TypeAlias = jax.Array | np.ndarray
-"""An array on a device, or on the host."""
+"""Array on a device or on the host."""
 
 AnyArray = TypeVar("AnyArray", bound=Array)
-"""An array on the device or the host; the result is in the same place."""
+"""Type variable for an array on a device or on the host. The result is in the same place."""
 
 PyTree: TypeAlias = Any
-"""A JAX pytree: nested containers of arrays or of shapes. JAX has no type for it."""
+"""JAX pytree: nested containers of arrays or of shapes. JAX defines no type for it."""
 
 Leaf: TypeAlias = Any
-"""A leaf of a tree: an array on the device or the host, or a shape or sharding in its place."""
+"""Leaf of a tree: an array on a device or on the host, or a shape or sharding that represents
+it."""
 
 Tree = TypeVar("Tree")
-"""A JAX pytree that is returned with the same structure but different leaves."""
+"""Type variable for a JAX pytree. The result has the same structure and different leaves."""
 
 
 class Parameter(Protocol):
-    """A model parameter: an array, its shape, or a quantized kernel."""
+    """Model parameter: an array, the shape of one, or a quantized kernel."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
 
 Params: TypeAlias = Mapping[str, Any]
-"""A model's parameters: nested dicts, as in `params["embed"]["tokens"]`, of arrays or other
-`Parameter`s, or of shapes if nothing is computed."""
+"""Parameters of a model: nested dicts of arrays or other `Parameter`s, as in
+`params["embed"]["tokens"]`. The leaves are shapes if nothing is computed."""
 
 
 def stacked_axes(names: Sequence[str], ndim: int) -> int:
-    """Return the number of leading axes of a parameter that stack layers and experts.
+    """Return the number of leading axes of a parameter over layers and experts.
 
-    The layers of a scanned stack come first, then the experts of a block: [L, E, D, F]. `names` is
-    the path of the parameter, such as ("decoder", "blocks", "feed_forward", "up", "kernel").
+    The axis of the layers of a scanned stack comes before the axis of the experts: [L, E, D, F].
+    `names` is the parameter's path, such as ("decoder", "blocks", "feed_forward", "up", "kernel").
     """
     layers = 1 if "blocks" in names else 0
     if len(names) < 3 or names[-3] != "feed_forward":
         return layers
-    # only the number of axes tells experts from a single feed-forward; the path does not
-    axes_of_one = 1 if names[-1] == "bias" else 2  # 2 for a kernel or an adapter
+    # the path is the same for experts and a single feed-forward; only the number of axes differs
+    axes_of_one = 1 if names[-1] == "bias" else 2  # a kernel or an adapter has two
     return layers + 1 if ndim == layers + axes_of_one + 1 else layers
 
 
 def kernel_axes(names: Sequence[str], ndim: int) -> tuple[int, int]:
     """Return the number of stacking axes and the number of input axes of a block's kernel.
 
-    Inputs and outputs follow the `stacked_axes`: query [D, N, H], attention's out [N, Hv, D],
-    up [D, F]. `names` is the path of the kernel.
+    The axes of the inputs and the outputs follow the `stacked_axes`: [D, N, H] for query, [N, Hv,
+    D] for the output of attention, [D, F] for up. `names` is the path of the kernel.
     """
     return stacked_axes(names, ndim), 2 if names[-2] == "out" else 1
 
 
 def sha256_of(tree: PyTree) -> str:
-    """Return the SHA-256 of the paths, dtypes, shapes and bytes of a tree of arrays."""
+    """Return the SHA-256 hash of the paths, dtypes, shapes and bytes of a tree of arrays."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         array = np.ascontiguousarray(leaf)
@@ -83,7 +84,7 @@ def sha256_of(tree: PyTree) -> str:
 def cast(name: str, array: AnyArray, dtype: jax.typing.DTypeLike) -> AnyArray:
     """Return an array in `dtype`; raise ValueError if a finite number would become infinite.
 
-    `name` is used in the message. NaN and inf pass, and traced arrays are not checked.
+    The error message contains `name`. NaN and inf are allowed. Traced arrays are not checked.
     """
     check_range(name, array, dtype)
     result: Any = array.astype(dtype)
@@ -93,17 +94,18 @@ def cast(name: str, array: AnyArray, dtype: jax.typing.DTypeLike) -> AnyArray:
 def check_range(
     name: str, array: Array | jax.ShapeDtypeStruct, dtype: jax.typing.DTypeLike
 ) -> None:
-    """Raise ValueError if a finite number of an array would be infinite in `dtype`."""
+    """Raise ValueError if a finite number in an array would become infinite in `dtype`."""
     if isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct) or not array.size:
         return
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return
     largest = float(jnp.finfo(dtype).max)
-    # a dtype with at least the same range may lose digits, but no number becomes infinite
+    # no number becomes infinite in a dtype with the same or a larger range, although digits may be
+    # lost
     if float(jnp.finfo(array.dtype).max) <= largest:
         return
     lib: ModuleType = jnp if isinstance(array, jax.Array) else np
-    if max(float(array.max()), -float(array.min())) <= largest:  # False if there is a NaN
+    if max(float(array.max()), -float(array.min())) <= largest:  # False if any number is NaN
         return
     with np.errstate(over="ignore"):
         lost = lib.isfinite(array) & ~lib.isfinite(array.astype(dtype))
@@ -114,13 +116,16 @@ def check_range(
 
 
 def check_ranges(tree: PyTree, dtype: jax.typing.DTypeLike) -> None:
-    """Raise ValueError if a finite number in a tree would be infinite in `dtype`."""
+    """Raise ValueError if a finite number in a tree would become infinite in `dtype`."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         check_range(path_name(path), leaf, dtype)
 
 
 def cast_floats(tree: Tree, dtype: jax.typing.DTypeLike) -> Tree:
-    """Cast the floating-point arrays of a tree to `dtype`, like `cast`; others do not change."""
+    """Cast the floating-point arrays of a tree to `dtype`; leave other arrays unchanged.
+
+    This function checks ranges like `cast`.
+    """
     check_ranges(tree, dtype)
     return jax.tree.map(
         lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree
@@ -128,5 +133,5 @@ def cast_floats(tree: Tree, dtype: jax.typing.DTypeLike) -> Tree:
 
 
 def path_name(path: KeyPath) -> str:
-    """Return the path of a leaf as a parameter name, such as "decoder/norm/scale"."""
+    """Convert the path of a leaf to a parameter name, such as "decoder/norm/scale"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,9 +1,9 @@
 """Support for device meshes with explicit axes, the default of `jax.make_mesh`.
 
-On explicit axes, the type of an array specifies how it is split, and an operation must specify the
-split of its result unless its inputs determine it. This library specifies it only for the results
-of its functions; inside, the compiler decides, as on automatic axes. On other meshes the functions
-below do nothing.
+On explicit axes, the type of an array specifies how it is split. An operation must specify the
+split of its result unless its inputs determine it. This library specifies only how the results of
+its functions are split. Inside the functions the compiler decides, as on automatic axes. On meshes
+without explicit axes, the functions below do nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformer_jax.kernels.sharding import no_mesh, vary
 Result = TypeVar("Result")
 Gathered = TypeVar("Gathered", bound=jax.Array | None)
 Axis = str | tuple[str, ...] | None
-"""The axes of a mesh that split one axis of an array."""
+"""Mesh axes that split one axis of an array."""
 
 __all__ = [
     "Axis",
@@ -36,15 +36,16 @@ __all__ = [
 
 
 def explicit_mesh(*trees: object) -> AbstractMesh | None:
-    """Return the mesh with explicit axes that an array is on, or None."""
+    """Return the mesh of the arrays in these trees if it has explicit axes, otherwise None."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(trees))
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
 def split(x: ArrayLike, axes: slice = slice(None), after: Iterable[Axis] = ()) -> PartitionSpec:
-    """Return the PartitionSpec of some axes of an array, from its type, followed by `after`.
+    """Return the PartitionSpec of these axes of an array, followed by the entries of `after`.
 
-    Entries of `after` that repeat a mesh axis become None: an axis may split an array only once.
+    An entry of `after` becomes None if it repeats a mesh axis, because a mesh axis can split an
+    array only once.
     """
     first = tuple(jax.typeof(x).sharding.spec)[axes]
     if not any(first):
@@ -54,16 +55,17 @@ def split(x: ArrayLike, axes: slice = slice(None), after: Iterable[Axis] = ()) -
 
 
 def split_rows(state: object) -> PartitionSpec:
-    """Return how the rows of a state, the first axis of all its arrays, are split."""
+    """Return the PartitionSpec of a state's rows, which are the first axis of all its arrays."""
     leaves = jax.tree.leaves(state)
     return split(leaves[0], slice(1)) if leaves else PartitionSpec()
 
 
 def gathered(parameter: Gathered, x: jax.Array, axes: slice) -> Gathered:
-    """Gather a parameter along the mesh axes that split these axes of `x`.
+    """Gather a parameter along the mesh axes that split the given axes of `x`.
 
-    If both are split over the same devices, like rows and parameters in "fsdp", the compiler could
-    move the activations instead; gathering the parameter is cheaper. None stays None.
+    If both arrays are split over the same devices, like rows and parameters in "fsdp", the compiler
+    could move the activations instead, but gathering the parameter is cheaper. If `parameter` is
+    None, the result is None.
     """
     if parameter is None or not jax.typeof(parameter).sharding.mesh.explicit_axes:
         return parameter
@@ -82,15 +84,15 @@ def gathered(parameter: Gathered, x: jax.Array, axes: slice) -> Gathered:
 def by_compiler(
     function: Callable[..., Result], arguments: Sequence[object], results: object
 ) -> Result:
-    """Return `function(*arguments)`, letting the compiler split it on explicit axes of a mesh.
+    """Return `function(*arguments)`, where the compiler decides how to split it on explicit axes.
 
-    `results` is the tree, or prefix tree, of the PartitionSpecs of the results.
+    `results` is the tree of PartitionSpecs of the results, or a prefix of this tree.
     """
     mesh = explicit_mesh(*arguments)
     if mesh is None:
         return function(*arguments)
 
-    # without this, the compiler would choose a split for donated arrays that are on no mesh
+    # without this, the compiler would choose how to split donated arrays that are on no mesh
     def place(x: jax.Array) -> jax.Array:
         whole = NamedSharding(mesh, PartitionSpec())
         return jax.sharding.reshard(x, whole) if jax.typeof(x).sharding.mesh.empty else x
@@ -101,5 +103,5 @@ def by_compiler(
 
 
 def axis_names(one: Axis) -> tuple[str, ...]:
-    """Return the mesh axes of one entry of a PartitionSpec."""
+    """Return the names of the mesh axes in one entry of a PartitionSpec."""
     return one if isinstance(one, tuple) else () if one is None else (one,)

@@ -1,7 +1,7 @@
-"""Traced and known values, and computation with known values inside a trace.
+"""Tests for traced and known values, and computation with known values inside a trace.
 
-A check of values calls `concrete_value` and continues in NumPy, because inside a trace every
-operation of `jax.numpy` returns a traced value, even for known arrays.
+A function that checks values calls `concrete_value` and then uses NumPy. Inside a trace, every
+operation of `jax.numpy` returns a traced value, even if its arguments are known.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from jax.typing import ArrayLike
 
 
 def traced(*arrays: object) -> bool:
-    """Whether any of these is traced, so that its value is not known."""
+    """Whether any of these values is traced and therefore unknown."""
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
 def concrete_value(x: ArrayLike | jax.ShapeDtypeStruct) -> np.ndarray | None:
-    """Return an array as a NumPy array; None if it is traced or not fully addressable."""
+    """Convert an array to NumPy; return None if it is traced or not fully addressable."""
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
         return None
     return np.asarray(x) if getattr(x, "is_fully_addressable", True) else None
@@ -33,8 +33,8 @@ def are_concrete(*sizes: object) -> bool:
 def eagerly(*trees: object) -> contextlib.AbstractContextManager[None]:
     """Return a context that computes known values eagerly, even inside a trace.
 
-    It does nothing if a leaf of `trees` is traced, or inside a `shard_map`, which has no mesh to
-    compute on.
+    The context has no effect if any leaf of `trees` is traced. It also has no effect inside a
+    `shard_map`, which provides no mesh to compute on.
     """
     inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
     if inside or traced(*jax.tree.leaves(trees)):

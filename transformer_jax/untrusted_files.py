@@ -1,8 +1,8 @@
-"""Files of an untrusted folder, read with limits and parsed strictly.
+"""Size-limited reading and strict parsing of files in an untrusted folder.
 
-Names must be plain, links must stay in the folder, and sizes are checked before reading. The only
-exception is the cache of the Hugging Face hub, where `models--ORG--NAME/snapshots/REVISION`
-consists of links into `models--ORG--NAME/blobs`.
+Names must be plain, links must stay within the folder, and sizes are checked before reading. The
+only exception is the cache of the Hugging Face Hub, where the files in
+`models--ORG--NAME/snapshots/REVISION` are links into `models--ORG--NAME/blobs`.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeAlias, TypedDict
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
-"""A value of a JSON file, as `json` reads it. Check its type before you use it."""
+"""Value in a JSON file, as returned by the `json` module. Check its type before you use it."""
 
 JsonObject: TypeAlias = dict[str, Any]
-"""A JSON object that is read field by field, from a published file or one of ours."""
+"""JSON object from a published file or from a file that this library wrote."""
 
 
 class FileDigest(TypedDict):
-    """Expected size and SHA-256 of a file."""
+    """Expected size and SHA-256 hash of a file."""
 
     bytes: int
     sha256: str
 
 
 DEPTH_LIMIT = 64
-"""Maximum nesting depth of objects and lists in JSON."""
+"""Maximum nesting depth of JSON objects and lists."""
 VALUE_LIMIT = 2**17
-"""Default maximum number of values in JSON, which take up to 100 times their bytes in memory."""
+"""Default maximum number of JSON values. In memory, a value takes up to 100 times its bytes in the
+file."""
 
 _PLAIN = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
@@ -45,25 +46,28 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def check_path(name: str, value: object) -> None:
-    """Raise ValueError unless this is a path."""
+    """Raise ValueError unless `value` is a path."""
     if not isinstance(value, str | os.PathLike):
         raise ValueError(f"{name} is a {type(value).__name__}: must be the path of a folder")
 
 
 @dataclass(frozen=True)
 class Untrusted:
-    """Reader of untrusted files; it raises `error` with one line that names the file and rule."""
+    """Reader of untrusted files.
+
+    It raises `error` with a one-line message that names the file and the violated rule.
+    """
 
     error: type[ValueError]
 
     def there(self, folder: Path, name: str) -> bool:
-        """Whether an entry of that name exists, even as a broken link."""
+        """Whether the folder has an entry with this name, even if it is a broken link."""
         if not is_plain(name):
             raise self.error(f"{folder}: {shown(name)} is not a plain file name")
         return os.path.lexists(folder / name)
 
     def inside(self, folder: Path, name: str) -> Path:
-        """Return the resolved path of a regular file, whose links must stay in the folder."""
+        """Return the resolved path of a regular file. Links must stay within the folder."""
         if not is_plain(name):
             raise self.error(f"{folder}: {shown(name)} is not a plain file name")
         root = Path(os.path.realpath(folder))
@@ -93,7 +97,7 @@ class Untrusted:
             yield stream
 
     def content(self, path: Path, limit: int) -> bytes:
-        """Return the content of a file of at most `limit` bytes."""
+        """Return the content of a file, which must not exceed `limit` bytes."""
         with self.opened(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size > limit:
@@ -103,9 +107,10 @@ class Untrusted:
     def json(
         self, data: bytes, where: str, values: int = VALUE_LIMIT, *, decimals: bool = False
     ) -> Json:
-        """Parse strict JSON: UTF-8, no duplicate keys, finite numbers, within the limits.
+        """Parse strict JSON: UTF-8 without duplicate keys, with finite numbers, within the limits.
 
-        With `decimals`, non-integers are returned as `Decimal`s with all their digits.
+        If `decimals` is set, numbers other than integers are returned as `Decimal`s with all their
+        digits.
         """
         self._check_limits(data, where, values)
 
@@ -114,7 +119,7 @@ class Untrusted:
                 raise self.error(f"{where}: {shown(text)} is not a finite number")
             try:
                 return Decimal(text) if decimals else value
-            except ArithmeticError:  # an exponent with twenty digits
+            except ArithmeticError:  # such as an exponent with twenty digits
                 raise self.error(f"{where}: the number {shown(text)} is too small") from None
 
         return self.parse(data, where, parse_float=number, parse_constant=number)
@@ -140,14 +145,14 @@ class Untrusted:
             raise self.error(f"{where}: not JSON ({brief(error)})") from None
 
     def json_object(self, path: Path, limit: int, values: int = VALUE_LIMIT) -> JsonObject:
-        """Read the object in a JSON file of at most `limit` bytes."""
+        """Read a JSON file that contains an object and has at most `limit` bytes."""
         content = self.json(self.content(path, limit), str(path), values)
         if not isinstance(content, dict):
             raise self.error(f"{path}: must be an object")
         return content
 
     def _check_limits(self, data: bytes, where: str, limit: int) -> None:
-        """Check depth and size before parsing, because the JSON parser has no limits."""
+        """Check depth and size before parsing, because the JSON parser does not limit them."""
         depth = values = 0
         for chunk in _CHUNK.finditer(data):  # in chunks, because `bare` is a copy of its input
             bare = _STRING.sub(b"", chunk[0])
@@ -161,12 +166,12 @@ class Untrusted:
 
 
 def is_plain(name: object) -> bool:
-    """Whether this is a plain file name, or a path of plain names, without "..", "~" or spaces."""
+    """Whether this is a plain file name or a path of plain names, without "..", "~" or spaces."""
     return isinstance(name, str) and all(_PLAIN.fullmatch(part) for part in name.split("/"))
 
 
 def shown(value: object) -> str:
-    """Format a value from a file for a message: escaped, and at most about 80 characters."""
+    """Format a value from a file for a message: escaped and shortened to about 80 characters."""
     text = ascii(value[:80] if isinstance(value, str | list) else value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
@@ -182,9 +187,9 @@ MISSING: Any = object()
 
 
 class ObjectKeys:
-    """Reader of the keys of an object, which records the keys that were read.
+    """Reader that looks up the keys of an object and records which keys were read.
 
-    Messages of `error` are one line with the file, the key, its value and the rule.
+    The message of an `error` is one line with the file, the key, its value and the violated rule.
     """
 
     error: type[ValueError] = ValueError
@@ -192,7 +197,7 @@ class ObjectKeys:
     def __init__(
         self, content: JsonObject | Mapping[str, Any], where: str, prefix: str = ""
     ) -> None:
-        """Read the keys that start with `prefix`, which is removed from their names."""
+        """Read only the keys that start with `prefix`, and remove the prefix from their names."""
         self.where, self.prefix, self.taken = where, prefix, set[str]()
         self.content = {
             key.removeprefix(prefix): value

@@ -1,7 +1,7 @@
-"""Value classes: frozen dataclasses with a short repr, optionally pytrees.
+"""Value classes: frozen dataclasses with a short repr that can also be pytrees.
 
-A repr shows an array as its dtype and shape. A value class without arrays does not import JAX, so
-configs load fast.
+The repr shows an array as its dtype and shape. A value class without arrays does not import JAX, so
+that configs load quickly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LONGEST_TEXT, MOST_ITEMS, LONGEST = 60, 8, 1200
 
 
 class Shaped(Protocol):
-    """An array, or a `jax.ShapeDtypeStruct`."""
+    """Array or `jax.ShapeDtypeStruct`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -55,14 +55,14 @@ def value_class(
     """Make a class a frozen dataclass with a short repr, and optionally a pytree.
 
     Args:
-        cls: the class, if the decorator has no arguments.
+        cls: the class, if the decorator is used without arguments.
         arrays: fields that are children of the pytree. Transformations rebuild the value without
             `__init__`, so `__post_init__` checks only values that a caller passes.
         static: fields that belong to the pytree's structure.
         pytree: register all fields with `jax.tree_util.register_dataclass`. A field with metadata
             `static=True` belongs to the structure.
-        exportable: whether `jax.export` can serialize calls with such a value. Static fields are
-            written as JSON, under the name of the class.
+        exportable: whether `jax.export` can serialize calls that have such a value as an argument.
+            Static fields are written as JSON, under the name of the class.
         repr: whether to add the short repr.
         **options: `kw_only`, `eq` and `init` of `dataclasses.dataclass`.
     """
@@ -88,7 +88,8 @@ def _register(cls: type, arrays: tuple[str, ...], static: tuple[str, ...]) -> No
     import jax
 
     def getter(names: tuple[str, ...]) -> Callable[[object], tuple[object, ...]]:
-        # every call flattens its arguments, and `attrgetter` reads many fields as fast as two
+        # every call flattens its arguments, and with `attrgetter` many fields take no longer than
+        # two
         if len(names) > 1:
             return attrgetter(*names)
         return lambda node: tuple(getattr(node, name) for name in names)
@@ -131,7 +132,7 @@ def _rebuilt(
     static: tuple[str, ...],
     structure: Iterable[object],
 ) -> object:
-    """Build a value from its fields without running `__post_init__`."""
+    """Create a value from its fields without running `__post_init__`."""
     node: object = object.__new__(cls)
     for name, field in (*zip(arrays, children), *zip(static, structure)):  # noqa: B905
         object.__setattr__(node, name, field)
@@ -139,22 +140,22 @@ def _rebuilt(
 
 
 def short_repr(cls: C) -> C:
-    """Add a repr of the fields that differ from their defaults to a dataclass or a NamedTuple.
+    """Add a repr to a dataclass or a NamedTuple that shows the fields with non-default values.
 
-    Arrays and tracers are shown as dtype and shape, `float32[2,64,4,16]`. A value with a donated
-    buffer is shown as `consumed`.
+    The repr shows an array or a tracer as its dtype and shape, such as `float32[2,64,4,16]`. It
+    shows a value with a donated buffer as `consumed`.
     """
     cls.__repr__ = _repr  # type: ignore[assignment]
     return cls
 
 
 def tokens_repr(tokenizer: Any) -> str:
-    """Return the repr of a tokenizer: its class and its size."""
+    """Return the repr of a tokenizer, which contains its class and its size."""
     return f"{type(tokenizer).__name__}({tokenizer.vocab_size:,} tokens)"
 
 
 def shape_text(leaf: Shaped) -> str:
-    """Return the dtype and the shape of an array: `float32[2,64,4,16]`."""
+    """Return the dtype and the shape of an array as text, such as `float32[2,64,4,16]`."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
@@ -162,7 +163,7 @@ def _repr(self: object) -> str:
     name = type(self).__name__
     values = dict(_fields(self))
     for leaf in _leaves(values):
-        # compare the class's name, because this module does not import JAX
+        # compare the name of the class, because this module does not import JAX
         if type(leaf).__name__ == "ArrayImpl" and getattr(leaf, "is_deleted", bool)():
             return f"{name}(consumed)"
     text = f"{name}({', '.join(f'{key}={shown(value)}' for key, value in values.items())})"
@@ -170,7 +171,7 @@ def _repr(self: object) -> str:
 
 
 def _fields(value: Any) -> Iterator[tuple[str, object]]:
-    """Yield the fields that differ from their defaults."""
+    """Yield the fields with non-default values."""
     if not dataclasses.is_dataclass(value):
         yield from value._asdict().items()
         return
@@ -178,7 +179,7 @@ def _fields(value: Any) -> Iterator[tuple[str, object]]:
         item, default = getattr(value, field.name, None), field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        # `==` of arrays is an array, which is neither true nor false
+        # comparing arrays with `==` returns an array, which has no truth value
         comparable = type(item) is type(default) and next(_leaves(item), None) is None
         if field.repr and not (comparable and item == default):
             yield field.name, item
@@ -189,7 +190,7 @@ def _is_array(value: object) -> TypeGuard[Shaped]:
 
 
 def _leaves(value: object) -> Iterator[Shaped]:
-    """Yield the arrays within dicts, sequences and dataclasses."""
+    """Yield the arrays inside dicts, sequences and dataclasses."""
     if _is_array(value):
         yield value
     elif isinstance(value, Mapping):
@@ -204,7 +205,7 @@ def _leaves(value: object) -> Iterator[Shaped]:
 
 
 def shown(value: object) -> str:
-    """Format a value in at most about a line."""
+    """Format a value in at most about one line."""
     if _is_array(value) and not isinstance(value, type):
         return shape_text(value)
     if isinstance(value, str):
@@ -227,7 +228,7 @@ def shown(value: object) -> str:
 
 
 def _items(items: list[str]) -> str:
-    """Join items: equal items as a count, long lists as the first items and the total."""
+    """Join items; shorten equal items to a count, and a long list to its first items and length."""
     if len(items) > 1 and len(set(items)) == 1:
         return f"{len(items)} × {items[0]}"
     more = f", … {len(items)} in all" if len(items) > MOST_ITEMS else ""
