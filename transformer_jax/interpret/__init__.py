@@ -1,4 +1,4 @@
-"""Interpretability tools built on the `capture=` and `edit=` arguments of `model.apply`.
+"""Interpretability tools based on the `capture=` and `edit=` arguments of `model.apply`.
 
 - `lens`: logits and logit attribution from the stream; `tuned_lens`: logits through translators.
 - `edits`: ablation and steering; `steering`: steering vectors.
@@ -8,7 +8,7 @@
 - `dictionaries`: sparse autoencoders and transcoders; `dictionary_task` trains them.
 - `hooks`: TransformerLens hook names.
 
-For example, patch the residual stream of each block:
+For example, this code patches the residual stream of each block:
 
     from transformer_jax import interpret
 

@@ -1,7 +1,7 @@
-"""Singular value decomposition of the QK and OV circuits of each head.
+"""Singular value decomposition of the QK and OV circuits of attention heads.
 
-A head reads the stream x through two matrices of low rank: its scores are a bilinear form of two
-tokens, and its output is linear in the tokens that it attends to.
+A head reads the stream x through two low-rank matrices. Its scores are a bilinear form of two
+tokens, and its output is linear in the tokens that it attends to:
 
     QK   W_Q W_K^T   scores(t, s) = x_t W_Q W_K^T x_s^T
     OV   W_V W_O     out(t) = sum_s A(t, s) x_s W_V W_O
@@ -53,26 +53,28 @@ def circuits(
 ) -> Circuits:
     """Return the singular values and directions of one circuit of every head.
 
-    M_qk = W_Q W_K^T and M_ov = W_V W_O, [D, D], for query head n and key/value head n // G.
-    Positions, biases and the score scale are not included; with rotary positions, M_qk applies to
+    M_qk = W_Q W_K^T and M_ov = W_V W_O, both [D, D], for query head n and key/value head n // G.
+    Positions, biases and the score scale are not included. With rotary positions, M_qk applies to
     two tokens at the same position.
 
     Args:
-        model: a decoder, an encoder with logits, or an encoder-decoder (its decoder is used).
-        params: its parameters, looped or scanned.
+        model: a decoder, an encoder with logits, or an encoder-decoder, whose decoder is used.
+        params: the parameters of the model, with a looped or a scanned stack.
         circuit: "qk" or "ov".
-        count: number R of singular values to return, largest first; None returns all min(D, H).
-        fold_norm: multiply the input kernels by the scale of the preceding norm, diag(scale) W, and
-            center them for a LayerNorm. M then applies to the normalized stream.
-        branch: "attention"; for an encoder-decoder also "cross_attention", whose keys and values
-            come from the encoder's output, or "encoder/attention".
+        count: R, the number of singular values to return, largest first; None returns all min(D, H)
+            of them.
+        fold_norm: whether to multiply the input kernels by the scale of the preceding norm,
+            diag(scale) W, and also center them if it is a LayerNorm. M then applies to the
+            normalized stream.
+        branch: "attention", or for an encoder-decoder also "encoder/attention" or
+            "cross_attention", whose keys and values come from the output of the encoder.
 
     Returns:
         U, s and V. The sign of each pair of directions is arbitrary.
 
     Raises:
-        ValueError: if the model has no such branch, `count` is not in 1..min(D, H), queries are
-            normalized (`qk_norm`), or there is no norm to fold in.
+        ValueError: if the model does not have the branch, if `count` is not in 1..min(D, H), if the
+            queries are normalized (`qk_norm`), or if there is no norm to fold in.
     """
     check_model("circuits", model, {})
     cfg = model.config
@@ -113,7 +115,8 @@ def circuits(
         first.append(_expand_heads(a, cfg.num_heads))
         second.append(_expand_heads(b, cfg.num_heads))
 
-    # M = A B^T = Q_a (R_a R_b^T) Q_b^T has rank at most H: an SVD of [H, H] instead of [D, D]
+    # M = A B^T = Q_a (R_a R_b^T) Q_b^T has rank at most H, so an SVD of [H, H] instead of [D, D]
+    # suffices
     (qa, ra), (qb, rb) = (jnp.linalg.qr(jnp.stack(x)) for x in (first, second))
     inner = jnp.einsum("LNRH,LNQH->LNRQ", ra, rb, precision="highest")
     u, s, vt = jnp.linalg.svd(inner)
@@ -127,14 +130,14 @@ def _expand_heads(x: jax.Array, heads: int) -> jax.Array:  # [D, K, H] -> [N, D,
 
 
 def _fold(cfg: ModelConfig, norm: Mapping[str, jax.Array], kernel: jax.Array) -> jax.Array:
-    """Return diag(scale) W, centered if the norm subtracts the mean: [D, N, H]."""
+    """Return diag(scale) W, [D, N, H], which is centered if the norm subtracts the mean."""
     scale = norm["scale"].astype(jnp.float32) + (1.0 if cfg.norm_unit_offset else 0.0)
     kernel = kernel * scale[:, None, None]
     return kernel - kernel.mean(axis=0, keepdims=True) if cfg.norm == "layernorm" else kernel
 
 
 def _dense(kernel: jax.Array | QuantizedKernel | AdaptedKernel, contract: int) -> jax.Array:
-    """Return a kernel as one dense array, f32[*inputs, *outputs], including its adapters."""
+    """Convert a kernel to one dense array, f32[*inputs, *outputs], which includes its adapters."""
     if not isinstance(kernel, AdaptedKernel):
         return jnp.asarray(kernel.astype(jnp.float32))
     inputs = kernel.shape[:contract]

@@ -1,12 +1,12 @@
-"""Sparse autoencoders and transcoders: captured values as sums of a few directions.
+"""Sparse autoencoders and transcoders, which represent captured values as sums of a few directions.
 
-With values x and targets y, centered and scaled to unit variance,
+The values x and the targets y are centered and scaled to unit variance:
 
     f = act(x W_e + b_e)      y' = f W_d + b_d      F features, more than D
 
-An autoencoder reconstructs its input. A transcoder reconstructs the value of another place, such as
-the output of the branch whose input it reads. `act` is TopK, which keeps the K largest features of
-each token (and ties with the smallest of them), or a ReLU with an L1 term in the loss.
+An autoencoder reconstructs its input. A transcoder reconstructs the value at another place, such as
+the output of the branch whose input it reads. `act` is either TopK or a ReLU with an L1 term in the
+loss. TopK keeps the K largest features of each token, including ties for the last place.
 
 Sources: Bricken et al. 2023, "Towards monosemanticity"; Gao et al. 2024 (arXiv:2406.04093),
 "Scaling and evaluating sparse autoencoders"; Dunefsky et al. 2024 (arXiv:2406.11944), "Transcoders
@@ -31,27 +31,27 @@ from transformer_jax.values import short_repr, value_class
 ARRAYS = (
     "encoder", "encoder_bias", "decoder", "bias", "centre", "size", "target_centre", "target_size"
 )  # fmt: skip
-"""The arrays of a dictionary; the last four describe the values and are not trained."""
+"""Names of the arrays of a dictionary. The last four describe the values and are not trained."""
 
 
 @value_class(kw_only=True, arrays=ARRAYS, static=("place", "target", "active"))
 class Dictionary:
-    """Sparse autoencoder or transcoder for the value at a place.
+    """Sparse autoencoder or transcoder for the values at a place.
 
-    The heads of a value are concatenated into one vector.
+    If the value has several heads, they are concatenated into one vector.
 
     Attributes:
         encoder: W_e, f32[D, F].
         encoder_bias: b_e, f32[F].
-        decoder: W_d, f32[F, D']: the direction of each feature.
+        decoder: W_d, f32[F, D'], the direction of each feature.
         bias: b_d, f32[D'].
-        centre: f32[D], subtracted from an input value.
-        size: f32[], divisor of the centered value.
-        target_centre: f32[D'], subtracted from a target value.
-        target_size: f32[], divisor of the centered target value.
+        centre: f32[D], the vector subtracted from an input value.
+        size: f32[], the divisor of the centered input value.
+        target_centre: f32[D'], the vector subtracted from a target value.
+        target_size: f32[], the divisor of the centered target value.
         place: the place of the input value.
         target: the place of the reconstructed value; equal to `place` for an autoencoder.
-        active: K, the number of features to keep for each token; None means a ReLU.
+        active: K, the number of features to keep for each token; None uses a ReLU instead of TopK.
     """
 
     encoder: jax.Array
@@ -67,12 +67,12 @@ class Dictionary:
     active: int | None
 
     def encode(self, values: jax.Array) -> jax.Array:  # [..., D] -> f32[..., F]
-        """Return the features of values: nonnegative, and mostly 0."""
+        """Return the features of values, which are nonnegative and mostly 0."""
         x = (values.astype(jnp.float32) - _expand(self.centre, values)) / self.size
         f = jax.nn.relu(x @ self.encoder + _expand(self.encoder_bias, values))
         if self.active is None:
             return f
-        # a threshold instead of a scatter, so ties with the K-th feature are kept
+        # use a threshold instead of a scatter, so that ties with the K-th feature are kept
         least = jax.lax.top_k(f, self.active)[0][..., -1:]
         return jnp.where(f < least, 0, f)  # NaN stays NaN
 
@@ -85,7 +85,7 @@ class Dictionary:
         """Return an edit that replaces the target with its reconstruction.
 
         Raises:
-            ValueError: for a transcoder between two branches or blocks.
+            ValueError: if this is a transcoder between two branches or blocks.
         """
         if self.place == self.target:
 
@@ -96,7 +96,7 @@ class Dictionary:
         if self.place.rpartition("/")[0] != self.target.rpartition("/")[0]:
             rule = "must be in the same branch, so that both values are available together"
             raise ValueError(f"edit of {self.place} and {self.target}: {rule}")
-        inputs: list[jax.Array] = []  # the edit of the place runs before that of the target
+        inputs: list[jax.Array] = []  # the edit at `place` runs before the edit at `target`
 
         def keep(value: jax.Array) -> jax.Array:
             inputs.append(value)
@@ -122,10 +122,10 @@ def _like(flat: jax.Array, value: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T
 
 @short_repr
 class FeatureExamples(NamedTuple):
-    """Tokens with the largest values of each feature, in descending order."""
+    """Tokens at which each feature has its largest values, in descending order."""
 
     values: jax.Array
-    """f32[n, count]: values of the features."""
+    """f32[n, count]: value of the feature at each token."""
     rows: jax.Array
     """i32[n, count]: row of each token."""
     positions: jax.Array
@@ -145,24 +145,25 @@ def feature_examples(
 ) -> FeatureExamples:
     """Return the tokens at which each feature is largest.
 
-    `tokens[row, : position + 1]` is the context up to and including the token.
+    For each token, `tokens[row, : position + 1]` is the context up to and including it.
 
     Args:
         model: the model that the dictionary was trained on.
-        params: its parameters.
+        params: the parameters of the model.
         dictionary: a trained dictionary, such as `load_dictionary` returns.
-        tokens: i32[B, T], the rows to search.
-        features: i32[n], indices of features.
-        count: number of tokens for each feature, at most B T.
-        batch_size: number of rows that run together.
-        **arguments: other arguments of `model.apply` that have no row axis.
+        tokens: i32[B, T], the rows of tokens to search.
+        features: i32[n], the indices of the features.
+        count: the number of tokens to return for each feature, at most B T.
+        batch_size: the number of rows to process at a time.
+        **arguments: other arguments of `model.apply` without a row axis.
 
     Returns:
-        Values, rows and positions, each [n, count]. If a feature is active at fewer than `count`
-        tokens, its last values are 0.
+        The values, rows and positions of the tokens, each of shape [n, count]. If a feature is
+        active at fewer than `count` tokens, its remaining values are 0.
 
     Raises:
-        ValueError: if a feature or `count` is out of range. A traced feature then has NaN values.
+        ValueError: if a feature or `count` is out of range. If such a feature is traced, its values
+            are NaN instead.
     """
     check_model("feature_examples", model, arguments, "capture")
     B, T = tokens.shape
@@ -190,24 +191,27 @@ def feature_examples(
 
 @short_repr
 class DictionaryScores(NamedTuple):
-    """Quality of a dictionary's reconstruction on a set of tokens."""
+    """Quality of the reconstruction by a dictionary on a set of tokens."""
 
     variance_explained: jax.Array
     """f32[]: 1 - sum |y - y'|^2 / sum |y - mean(y)|^2."""
     l0: jax.Array
     """f32[]: average number of nonzero features for each token."""
     dead: jax.Array
-    """f32[]: share of the features that are 0 at every token."""
+    """f32[]: fraction of the features that are 0 at every token."""
     loss: jax.Array
-    """f32[]: loss of the unedited model, nats per token."""
+    """f32[]: loss of the unedited model, in nats per token."""
     loss_rebuilt: jax.Array
-    """f32[]: loss with the value replaced by its reconstruction."""
+    """f32[]: loss if the value is replaced by its reconstruction."""
     loss_without: jax.Array
-    """f32[]: loss with the value replaced by 0."""
+    """f32[]: loss if the value is replaced by 0."""
 
     @property
     def loss_recovered(self) -> jax.Array:
-        """Return (without - rebuilt) / (without - loss): 1 for a perfect reconstruction."""
+        """Return (without - rebuilt) / (without - loss).
+
+        The result is 1 for a perfect reconstruction.
+        """
         return (self.loss_without - self.loss_rebuilt) / (self.loss_without - self.loss)
 
 
@@ -219,19 +223,20 @@ def dictionary_scores(
     *,
     batch_size: int = 8,
 ) -> DictionaryScores:
-    """Return a dictionary's explained variance and sparsity, and the model's losses with it.
+    """Return the reconstruction quality of a dictionary and the losses of the model with it.
 
-    The loss is the mean cross-entropy of the tokens from the second on (Bricken et al. 2023).
+    The loss is the mean cross-entropy of all tokens except the first of each row (Bricken et al.
+    2023).
 
     Args:
         model: the decoder that the dictionary was trained on.
-        params: its parameters.
+        params: the parameters of the model.
         dictionary: a trained dictionary, such as `load_dictionary` returns.
-        tokens: i32[B, T], held-out rows.
-        batch_size: number of rows that run together.
+        tokens: i32[B, T], held-out rows of tokens.
+        batch_size: the number of rows to process at a time.
 
     Raises:
-        ValueError: if the model is not a decoder, or rows have fewer than two tokens.
+        ValueError: if the model is not a decoder, or if the rows have fewer than two tokens.
     """
     if not isinstance(model, Decoder) or tokens.shape[1] < 2:
         got = f"{type(model).__name__} and rows of length {tokens.shape[1]}"
@@ -260,7 +265,7 @@ def dictionary_scores(
         found = jax.lax.map(of_row, tokens, batch_size=min(batch_size, len(tokens)))
         errors, summed, squares, active, used, *losses = found
         n = tokens.size
-        # sum |y - mean|^2 in one pass, without storing the rows
+        # compute sum |y - mean|^2 in one pass, without storing the rows
         spread = squares.sum() - (summed.sum(axis=0) ** 2).sum() / n
         return DictionaryScores(
             1 - errors.sum() / spread, active.sum() / n, 1 - used.any(axis=0).mean(),

@@ -1,7 +1,7 @@
-"""Training of dictionaries on a model's values: `fit(config, task=DictionaryTask(...))`.
+"""Training of dictionaries on the values of a model: `fit(config, task=DictionaryTask(...))`.
 
-The model is frozen. Each step captures the values of a place on windows of the text and updates the
-dictionary. Checkpoints, resuming and evaluation work as in every other run.
+The model is frozen. Each step captures the values at a place on windows of the text and updates the
+dictionary. Checkpoints, resuming and evaluation work as in any other run.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ from transformer_jax.training.tasks.language import LanguageWindows
 from transformer_jax.training.tasks.task import Learner, Report, Tokenizers, TrainingTask
 
 SIZED_BY = 16
-"""Number of windows for estimating the center and the scale of the values."""
+"""Number of windows used to estimate the center and the scale of the values."""
 
 JUDGED = 32
-"""Number of held-out windows in the final evaluation of a dictionary."""
+"""Number of held-out windows for the final evaluation of a dictionary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DictionaryTask(CustomTask):
-    """Learn to represent the values of a place as sums of a few directions."""
+    """Learn to represent the values at a place as sums of a few directions."""
 
     of: str
-    """The model that is studied: the folder of a run or of a published model."""
+    """The model to study, given as the folder of a run or of a published model."""
     place: str
-    """The name of the place, such as block_3/residual."""
+    """The name of the place to represent, such as block_3/residual."""
     target: str | None = None
-    """The place to reconstruct, for a transcoder; None means `place`."""
+    """The place to reconstruct, for a transcoder. None reconstructs `place`."""
     features: Size
     """Number of directions (F)."""
     active: Size | None = None
-    """Number of features to keep for each token (TopK); required unless l1 is set."""
+    """Number of features to keep for each token (TopK). Required unless l1 is set."""
     l1: Positive | None = None
-    """Weight of sum_i f_i |W_d,i| next to the squared error; required unless active is set."""
+    """Weight of sum_i f_i |W_d,i|, which is added to the squared error. Required unless active is
+    set."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,17 +66,17 @@ class DictionaryTask(CustomTask):
 
     @property
     def loaded_by(self) -> str:
-        """Return the name of the function that loads its runs."""
+        """Return the name of the function that loads runs of this task."""
         return "transformer_jax.interpret.load_dictionary"
 
     def load(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
     ) -> TrainingTask:
-        """Return the windows of the text and the model that reads them.
+        """Return the windows of the text together with the model that reads them.
 
         Args:
-            config: the run's config.
-            tokenizers: the tokenizers of a resumed run; None for a new run.
+            config: the config of the run.
+            tokenizers: the tokenizers of the run if it is resumed, or None for a new run.
             vocab_size: ignored, because the model has its own vocabulary.
         """
         model = load_run(self.of) if is_run(self.of) else load_text_model(self.of)
@@ -91,21 +92,22 @@ def dictionary_learner(
     l1: float | None = None,
     sizes: tuple[jax.Array, ...] | None = None,
 ) -> Learner:
-    """Return the initialization and the loss of a dictionary, for use in a custom task.
+    """Return the initialization and the loss of a dictionary for use in a custom task.
 
-    loss = (|y - y'|^2 + l1 sum_i f_i |W_d,i|) / D', averaged over tokens, with y of unit variance.
-    Without the L1 term, this is about 1 minus the variance explained. W_d starts as random unit
-    vectors, and W_e of an autoencoder as their transpose (Gao et al. 2024, A.1). In a batch,
-    `tokens` [..., D] are values, `labels` [..., D'] targets, and only `valid` entries count.
+    loss = (|y - y'|^2 + l1 sum_i f_i |W_d,i|) / D', averaged over tokens, where y has unit
+    variance. Without the L1 term, the loss is about 1 minus the explained variance. W_d is
+    initialized with random unit vectors. In an autoencoder, W_e is initialized with their transpose
+    (Gao et al. 2024, A.1). In a batch, `tokens` [..., D] contains the values and `labels` [..., D']
+    the targets. Only entries marked as `valid` contribute.
 
     Args:
-        width: D, width of the values.
-        target_width: D', width of the targets.
-        features: F, number of features.
-        active: K of TopK; None means a ReLU.
-        l1: weight of the L1 term; None omits it.
-        sizes: center [D] and scale [] of the values, then [D'] and [] of the targets; None means
-            0 and 1.
+        width: D, the width of the values.
+        target_width: D', the width of the targets.
+        features: F, the number of features.
+        active: K of TopK; None uses a ReLU.
+        l1: the weight of the L1 term; None omits the term.
+        sizes: the center [D] and scale [] of the values, then the center [D'] and scale [] of the
+            targets; None uses centers of 0 and scales of 1.
     """
     if sizes is None:
         one = jnp.ones(())
@@ -121,7 +123,7 @@ def dictionary_learner(
         return dict(zip(ARRAYS, arrays, strict=True))
 
     def parts(params: Params, batch: Batch) -> tuple[jax.Array, ...]:
-        """Return sums over valid tokens: loss, count, squared error and squared target."""
+        """Return sums over the valid tokens: loss, count, squared error and squared target."""
         constants = {name: jax.lax.stop_gradient(params[name]) for name in ARRAYS[4:]}
         dictionary = Dictionary(**{**params, **constants}, place="", target="", active=active)
         x, y = (jnp.asarray(part).astype(jnp.float32) for part in (batch.tokens, batch.labels))
@@ -153,7 +155,7 @@ def dictionary_learner(
 
 @dataclass(frozen=True)
 class _CaptureWindows:
-    """Function that maps window starts to a batch with the values of two places."""
+    """Function that maps window starts to a batch that contains the values at two places."""
 
     config: ModelConfig
     place: str
@@ -183,7 +185,7 @@ class _CaptureWindows:
 
 
 class DictionaryWindows(TrainingTask):
-    """Training of a dictionary on windows of one long text."""
+    """Training of a dictionary on windows of a long text."""
 
     def __init__(self, config: TrainConfig, task: DictionaryTask, model: TextModel) -> None:
         studied = model.config
@@ -226,15 +228,15 @@ class DictionaryWindows(TrainingTask):
         )  # fmt: skip
 
     def inputs(self, step: int) -> np.ndarray:  # i32[A, B]
-        """Return the window starts for a step."""
+        """Return the start of each window for a step."""
         return self.text.inputs(step)
 
     def evaluation(self) -> Iterator[np.ndarray]:  # i32[B] each
-        """Yield the starts of held-out windows."""
+        """Yield batches of starts of held-out windows."""
         return self.text.evaluation()
 
     def described(self) -> str:
-        """Describe the dictionary and its model in one line."""
+        """Return a description of the dictionary and its model in one line."""
         task = self.task
         kind = "" if task.target is None else f" from {task.target}"
         return f"dictionary: {task.features:,} features of {task.place}{kind} of {task.of}"
@@ -244,7 +246,7 @@ class DictionaryWindows(TrainingTask):
         return "\n".join(f"{name} {value:.4f}" for name, value in self.judge(params).items())
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return `dictionary_scores` for the first held-out windows."""
+        """Return the `dictionary_scores` on the first held-out windows."""
         text = self.text.data.val
         length = self.config.sequence_len
         count = min(JUDGED, len(text) // length)
@@ -263,10 +265,10 @@ def load_dictionary(run: str | Path, step: int | None = None) -> Dictionary:
 
     Args:
         run: the folder of the run.
-        step: the step of the checkpoint; None loads the last.
+        step: the step of the checkpoint; None loads the last checkpoint.
 
     Raises:
-        ConfigError: if the run has another task, or has no such checkpoint.
+        ConfigError: if the run has a different task, or if the checkpoint does not exist.
         CheckpointError: if a file is damaged.
     """
     folder = RunFolder(Path(run))

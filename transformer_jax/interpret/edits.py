@@ -1,12 +1,13 @@
-"""Edits for ablation and steering: functions that return a dict for `edit=`.
+"""Edits for ablation and steering: functions that return a dict to pass as `edit=`.
 
     edit = zero("block_0/attention/heads", heads=2) | add("block_1/residual", vector, at=5)
     logits, _ = model.apply({"params": params}, tokens, edit=edit)
     step = make_step(model, edit=edit)
 
-`heads` and `at` (tokens) select the part of a value that changes; None selects everything. An index
-out of range raises an error; a traced one turns the whole value into NaN. `at` counts from the
-first token of the sequence, not of a prompt chunk or decoding step, and skips padding.
+`heads` and `at` select the heads and the tokens whose values change. None selects all of them. An
+index that is out of range raises an error. If it is traced, the whole value becomes NaN instead.
+`at` counts tokens from the start of the sequence, not from the start of a prompt chunk or decoding
+step, and skips padding.
 
 Sources: Meyes et al. 2019 (zero), Michel et al. 2019 (scale), Wang et al. 2023 (mean), Chan et al.
 2022, "Causal scrubbing" (resampling), Turner et al. 2023, "Activation addition" (steering).
@@ -27,24 +28,24 @@ from transformer_jax.tracing import traced
 from transformer_jax.values import shape_text, shown
 
 Indices: TypeAlias = int | Sequence[int] | jax.Array | np.ndarray
-"""One index or several: i32[] or i32[n], traced or not."""
+"""One or several indices: i32[] or i32[n]. They may be traced."""
 
 
 def zero(place: str, *, heads: Indices | None = None, at: Indices | None = None) -> dict[str, Edit]:
     """Return an edit that sets a value to 0.
 
-    A zeroed head adds nothing to the stream, as if its rows of the output matrix were 0.
+    A head that is set to 0 adds nothing to the stream, as if its rows in the output matrix were 0.
 
     Args:
-        place: a name of `transformer_jax.places`; may contain `*`.
-        heads: indices of heads, for a place with a head axis; None means all.
-        at: indices of tokens; None means all.
+        place: the name of a place in `transformer_jax.places`; may contain `*` as a wildcard.
+        heads: indices of the heads to edit, if the place has a head axis; None edits all heads.
+        at: indices of the tokens to edit; None edits all tokens.
 
     Returns:
-        A dict for `edit=`.
+        A dict to pass as `edit=`.
 
     Raises:
-        ValueError: when the model runs, if there is no such head or token.
+        ValueError: when the model runs, if a head or token does not exist.
     """
     zeros = lambda value, positions, call: jnp.zeros_like(value)  # noqa: E731
     return {place: _SelectiveEdit("zero", place, zeros, heads, at)}
@@ -57,22 +58,24 @@ def scale(
     heads: Indices | None = None,
     at: Indices | None = None,
 ) -> dict[str, Edit]:
-    """Return an edit that multiplies a value: a differentiable head mask.
+    """Return an edit that multiplies a value by a factor, such as a differentiable head mask.
 
-    A head's importance is the derivative of a loss with respect to its factor (Michel et al. 2019).
+    The importance of a head is the derivative of the loss with respect to its factor (Michel et al.
+    2019).
 
     Args:
-        place: a name of `transformer_jax.places`; may contain `*`.
-        by: f32[], one factor; f32[N], one factor per head of a place with a head axis; or, with
-            "block_*/...", f32[L, N], one factor per block and head. May be traced.
-        heads: indices of the heads that change; None means all.
-        at: indices of the tokens that change; None means all.
+        place: the name of a place in `transformer_jax.places`; may contain `*` as a wildcard.
+        by: f32[], one factor; f32[N], one factor per head, if the place has a head axis; or
+            f32[L, N], one factor per block and head, if `place` is "block_*/...". The array may be
+            traced.
+        heads: indices of the heads to edit; None edits all heads.
+        at: indices of the tokens to edit; None edits all tokens.
 
     Returns:
-        A dict for `edit=`.
+        A dict to pass as `edit=`.
 
     Raises:
-        ValueError: if `by` has a wrong dtype or, when the model runs, a wrong shape.
+        ValueError: if the dtype of `by` is wrong, or, when the model runs, if its shape is wrong.
     """
     rule = "must be a float array [], [N] (heads) or, with block_*/..., [L, N] (blocks, heads)"
     if not hasattr(by, "ndim"):
@@ -110,22 +113,23 @@ def mean(
 ) -> dict[str, Edit]:
     """Return an edit that replaces a value with its mean over tokens or rows.
 
-    To use the mean of other prompts, pass it to `resample`. A mean over tokens includes later
-    tokens, so a call that reads only part of a sequence, such as a decoding step, raises an error.
-    A mean over rows includes only the rows that have the token.
+    To use the mean over other prompts, pass it to `resample`. A mean over tokens includes later
+    tokens. Therefore, a call that reads only part of a sequence, such as a decoding step, raises an
+    error. A mean over rows includes only rows that contain the token.
 
     Args:
-        place: a name of `transformer_jax.places`; may contain `*`.
-        over: average over the tokens of each row, the rows at each token, or both.
-        heads: indices of heads, each with its own mean; None means all.
-        at: indices of the tokens to replace; None means all.
+        place: the name of a place in `transformer_jax.places`; may contain `*` as a wildcard.
+        over: the axes of the mean, which are the tokens of each row, the rows at each token, or
+            both.
+        heads: indices of the heads to edit. Each head has its own mean. None edits all heads.
+        at: indices of the tokens to edit; None edits all tokens.
 
     Returns:
-        A dict for `edit=`.
+        A dict to pass as `edit=`.
 
     Raises:
-        ValueError: if `over` is invalid; when the model runs, if there is no such head or token, or
-            a call lacks tokens or rows of the mean.
+        ValueError: if `over` is invalid, or, when the model runs, if a head or token does not exist
+            or a call lacks tokens or rows that the mean needs.
     """
     if over not in ("tokens", "rows", "both"):
         raise ValueError(f"over is {over!r}: must be 'tokens', 'rows' or 'both'")
@@ -134,7 +138,7 @@ def mean(
         tokens = axes_of(place, value.ndim)["token"]
         axes = {"tokens": (tokens,), "rows": (0,), "both": (0, tokens)}[over]
         valid = None if call.padded is False else _along(positions >= 0, value.ndim, tokens)
-        # float32, because bfloat16 would lose the small terms of a long sum
+        # computed in float32, because bfloat16 would lose the small terms of a long sum
         means = value.astype(jnp.float32).mean(axis=axes, keepdims=True, where=valid)
         return jnp.broadcast_to(means.astype(value.dtype), value.shape)
 
@@ -153,17 +157,18 @@ def resample(
     """Return an edit that replaces values with those of another run.
 
     Args:
-        captured: values keyed by place, as `capture=` returned them for the other prompt, or their
-            means. They must have as many tokens as the sequence (with `at`, enough tokens) and
-            either as many rows or one row, which is used for all.
-        heads: indices of heads, for places with a head axis; None means all.
-        at: indices of tokens; None means all.
+        captured: values keyed by place name, as returned by `capture=` for another prompt, or their
+            means. A value must have the same number of tokens as the sequence, or at least the
+            tokens in `at`. It must have the same number of rows, or one row, which is then used for
+            all rows.
+        heads: indices of the heads to edit, if the places have a head axis; None edits all heads.
+        at: indices of the tokens to edit; None edits all tokens.
 
     Returns:
-        A dict for `edit=`.
+        A dict to pass as `edit=`.
 
     Raises:
-        ValueError: when the model runs, if a shape is wrong, or there is no such head or token.
+        ValueError: when the model runs, if a shape is wrong or a head or token does not exist.
     """
 
     def put(name: str, new: jax.Array) -> Edit:
@@ -197,17 +202,18 @@ def add(
     """Return an edit that adds a vector to a value (activation addition).
 
     Args:
-        place: a name of `transformer_jax.places`; may contain `*`.
-        vector: [D] for a stream, [H] or [N, H] for heads, [T, D] for each token; may be traced.
-        heads: indices of heads, for a place with a head axis; None means all.
-        at: indices of tokens; None means all.
+        place: the name of a place in `transformer_jax.places`; may contain `*` as a wildcard.
+        vector: [D] for a stream, [H] or [N, H] for heads, or [T, D] for a different vector at each
+            token. May be traced.
+        heads: indices of the heads to edit, if the place has a head axis; None edits all heads.
+        at: indices of the tokens to edit; None edits all tokens.
 
     Returns:
-        A dict for `edit=`.
+        A dict to pass as `edit=`.
 
     Raises:
         ValueError: when the model runs, if the shape of `vector` does not match the last axes of
-            the value, or there is no such head or token.
+            the value, or if a head or token does not exist.
     """
     vector = jnp.asarray(vector)
 
@@ -227,22 +233,23 @@ def add(
 
 
 def _along(x: jax.Array, ndim: int, axis: int) -> jax.Array:
-    """Reshape an array [B, T] to `ndim` axes, with T at `axis`."""
+    """Reshape an array [B, T] to `ndim` axes so that T is at `axis`."""
     return x.reshape([x.shape[0], *(x.shape[1] if i == axis else 1 for i in range(1, ndim))])
 
 
 def _take_tokens(
     new: jax.Array, value: jax.Array, axis: int, positions: jax.Array, call: Call
 ) -> jax.Array:
-    """Return the entries of `new`, one per token in a sequence, for the tokens in a call.
+    """Return the entries of `new` that belong to the tokens of a call.
 
-    Tokens past the end of `new` get NaN. If a call reads whole sequences and the lengths agree,
-    entries are matched to columns, as captured.
+    `new` has one entry per token of a sequence. Tokens past its end get NaN. If a call reads whole
+    sequences of the same length as `new`, each column gets the entry that was captured there.
     """
     size = new.shape[axis]
     if call.whole and size == value.shape[axis]:
         return jnp.broadcast_to(new, value.shape)
-    # a partial call reads tokens of the sequence in any order, with padding between them
+    # a call that reads part of a sequence can contain its tokens in any order, with padding between
+    # them
     index = _along(positions, value.ndim, axis)
     whole = jnp.broadcast_to(new, (value.shape[0], *new.shape[1:]))
     found = jnp.take_along_axis(whole, jnp.clip(index, 0, size - 1), axis=axis)
@@ -251,7 +258,7 @@ def _take_tokens(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _SelectiveEdit:
-    """Edit that replaces the selected heads and tokens with the result of a function."""
+    """Edit that replaces the selected heads and tokens of a value with the result of a function."""
 
     name: str
     """Description for the repr: "zero", or "add, float32[16]"."""
@@ -260,11 +267,12 @@ class _SelectiveEdit:
     heads: Indices | None
     at: Indices | None
     needs: frozenset[str] = frozenset()
-    """Values needed in one call: all "tokens", all "rows", or a "batch" with the same rows."""
+    """Values that one call must contain: all "tokens", all "rows", or a "batch" with the same
+    rows."""
     length: tuple[str, int] | None = None
-    """Name and length of an array with an entry for each token."""
+    """Name and length of an array that has an entry for each token."""
     per_block: int | None = None
-    """Number of blocks, if there is a factor for each block."""
+    """Number of blocks, if each block has its own factor."""
 
     def __post_init__(self) -> None:
         last = self.place.rpartition("/")[2]
@@ -278,15 +286,18 @@ class _SelectiveEdit:
         return f"<{self.name}{ending}>"
 
     def check(self, lengths: Sequence[int]) -> None:
-        """Raise ValueError if `at` is out of range for a sequence of one of these lengths."""
+        """Raise ValueError if `at` is out of range for a sequence with one of these lengths."""
         if self.at is not None and not isinstance(self.at, jax.core.Tracer):
             for row, size in enumerate(lengths):
                 _select("at", self.at, size, f" for row {row}" if len(set(lengths)) > 1 else "")
 
     def check_parts(self, lengths: jax.Array | np.ndarray) -> jax.Array | None:  # bool[B]
-        """Return a mask, bool[B], of rows that the edit does not fit, given their lengths i32[B].
+        """Return a mask, bool[B], of the rows that are too short for the edit.
 
-        If nothing is traced, raise ValueError for such a row, or else return None.
+        `lengths` is i32[B].
+
+        If nothing is traced, raise ValueError for such a row instead, or return None if there is
+        none.
         """
         name, size = self.length or ("", 0)
         if self.at is None and not name:
@@ -306,7 +317,7 @@ class _SelectiveEdit:
     def __call__(
         self,
         value: jax.Array,
-        positions: jax.Array | None = None,  # i32[B, T], negative is padding
+        positions: jax.Array | None = None,  # i32[B, T], negative for padding
         call: Call = WHOLE,
     ) -> jax.Array:
         axes, rows = axes_of(self.place, value.ndim), value.shape[0]
@@ -324,7 +335,7 @@ class _SelectiveEdit:
             selected = _select("heads", self.heads, size)
             heads = jnp.atleast_1d(jnp.asarray(self.heads))
             changed = jnp.where(selected.reshape(shape), changed, value)
-            if isinstance(self.heads, jax.core.Tracer):  # an error cannot be raised: NaN
+            if isinstance(self.heads, jax.core.Tracer):  # it cannot raise an error
                 changed = jnp.where(((heads < 0) | (heads >= size)).any(), jnp.nan, changed)
         if self.at is None:
             return changed
@@ -335,7 +346,7 @@ class _SelectiveEdit:
         at = jnp.atleast_1d(jnp.asarray(self.at))
         here = (positions[..., None] == at[None, None]) & (positions >= 0)[..., None]  # [B, T, n]
         changed = jnp.where(_along(here.any(axis=2), value.ndim, axis), changed, value)
-        # a traced index cannot raise an error, so a wrong one makes the value NaN
+        # a traced index cannot raise an error, so an index that is out of range makes the value NaN
         if isinstance(self.at, jax.core.Tracer):
             wrong = (at < 0).any() | (call.whole & (at >= count).any())
             changed = jnp.where(wrong, jnp.nan, changed)
@@ -348,7 +359,10 @@ class _SelectiveEdit:
 
 
 def _select(name: str, index: Indices, size: int, ending: str = "") -> jax.Array:  # bool[size]
-    """Return a mask of the items that `index` selects; raise ValueError if it is out of range."""
+    """Return a mask of the items that `index` selects.
+
+    Raises ValueError if an index is out of range.
+    """
     if not isinstance(index, jax.core.Tracer):
         indices = np.atleast_1d(np.asarray(index))
         if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.integer):

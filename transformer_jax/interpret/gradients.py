@@ -28,28 +28,30 @@ def integrated_gradients(
     steps: int = 64,
     **arguments: Any,
 ) -> jax.Array:  # f32[B, T]
-    """Return the contribution of each token to an output, relative to a baseline token.
+    """Return the contribution of each token to an output, compared to a baseline token.
 
-    a_t = <x_t - x'_t, integral from 0 to 1 of d metric / d x_t at x' + s (x - x') ds>, with x and
-    x' the embeddings of tokens and baseline, by Gauss-Legendre quadrature with `steps` points. The
-    contributions sum to metric(tokens) - metric(baseline).
+    a_t = <x_t - x'_t, integral from 0 to 1 of d metric / d x_t at x' + s (x - x') ds>, where x and
+    x' are the embeddings of the tokens and of the baseline. The integral is computed by
+    Gauss-Legendre quadrature with `steps` points. The contributions sum to metric(tokens) -
+    metric(baseline).
 
     Args:
-        model: a decoder, an encoder with logits, or an encoder-decoder (its source is fixed).
-        params: its parameters, looped or scanned.
+        model: a decoder, an encoder with logits, or an encoder-decoder, whose source is fixed.
+        params: the parameters of the model, with a looped or a scanned stack.
         tokens: i32[B, T].
-        baseline: i32[], [T] or [B, T]: uninformative tokens, such as padding or a mask. An
-            embedding of zeros is not supported, because norms have no usable gradient there.
+        baseline: i32[], i32[T] or i32[B, T], uninformative tokens such as padding or the mask
+            token. A baseline embedding of zeros is not supported, because norms have no usable
+            gradient at 0.
         metric: a differentiable function of logits f32[B, T, V] to f32[].
-        steps: number of quadrature points, each with one forward and backward pass.
+        steps: the number of quadrature points. Each needs one forward and one backward pass.
         **arguments: other arguments of `model.apply`, such as `positions`, `source` or `edit`.
 
     Returns:
         f32[B, T].
 
     Raises:
-        ValueError: if the model has no logits, `steps` is not positive, a token is outside the
-            vocabulary, or `edit` contains `embedding`.
+        ValueError: if the model has no logits, if `steps` is not positive, if a token is not in the
+            vocabulary, or if `edit` contains `embedding`.
     """
     check_model("integrated_gradients", model, arguments, "capture")
     if steps < 1:
@@ -59,7 +61,7 @@ def integrated_gradients(
     start = jnp.asarray(baseline)
     start = jnp.broadcast_to(start.reshape((1,) * (2 - start.ndim) + start.shape), np.shape(tokens))
     check_tokens(start, model.config.vocab_size)
-    nodes, weights = np.polynomial.legendre.leggauss(steps)  # on -1..1: the weights sum to 2
+    nodes, weights = np.polynomial.legendre.leggauss(steps)  # on -1..1, so the weights sum to 2
 
     def attribute(params: Params, tokens: jax.Array, start: jax.Array) -> jax.Array:
         apply = partial(run, model, params, arguments)
@@ -74,7 +76,7 @@ def integrated_gradients(
             return summed + weight * gradient.astype(jnp.float32), None
 
         points = jnp.asarray((nodes + 1) / 2, x1.dtype), jnp.asarray(weights / 2, jnp.float32)
-        # a scan, not a batch, so that memory holds only one backward pass
+        # a scan instead of a batch, so that only one backward pass is in memory at a time
         gradients = jax.lax.scan(point, jnp.zeros(x1.shape, jnp.float32), points)[0]
         return ((x1 - x0).astype(jnp.float32) * gradients).sum(axis=-1)
 

@@ -1,8 +1,8 @@
 """Places that correspond to TransformerLens hook names.
 
-The values equal those of `TransformerBridge` without compatibility mode (TransformerLens 4), or of
-`HookedTransformer.from_pretrained_no_processing` (up to version 3). Compatibility mode folds the
-norms and centers the weights, which changes most values.
+The values are equal to those of `TransformerBridge` without compatibility mode in TransformerLens
+4, or of `HookedTransformer.from_pretrained_no_processing` in versions up to 3. Compatibility mode
+folds the norms and centers the weights, which changes most values.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ COMPUTED = {
     "mlp.hook_pre": "`feed_forward/input` times the kernel of `up`, or `gate`, plus its bias",
     "mlp.hook_pre_linear": "`feed_forward/input` times the kernel of `up`",
 }
-"""Formulas for hooks without a place."""
+"""Formulas for the values of hooks that have no place."""
 
 
 def place_of_hook(config: ModelConfig, hook: str) -> str:
-    """Return the place with the value of a TransformerLens hook.
+    """Return the place that has the same value as a TransformerLens hook.
 
-    If queries are rotated or normalized, `attn.hook_q` is the value before this, and
-    `attn.hook_rot_q` the value after it, which is the place `query`. The same applies to keys.
+    If queries are rotated or normalized, `attn.hook_q` is the value before these operations.
+    `attn.hook_rot_q` is the value after them, which is the place `query`. The same applies to keys.
 
     Args:
-        config: the config of a decoder, pre-norm or with parallel branches.
+        config: the config of a decoder that is pre-norm or has parallel branches.
         hook: a name such as "blocks.0.attn.hook_z".
 
     Returns:
-        A name of `transformer_jax.places`.
+        The name of a place in `transformer_jax.places`.
 
     Raises:
-        ValueError: if the hook has no place (the message contains a formula for its value), if the
-            hook or its block does not exist, or if the model is not supported.
+        ValueError: if the hook has no place, if the hook or its block does not exist, or if the
+            model is not supported. If the hook has no place, the message contains a formula for its
+            value.
     """
     if config.kind != "decoder" or (config.norm_order != "pre" and not config.is_parallel):
         got = f"kind is {config.kind!r} and norm_order {config.norm_order!r}"

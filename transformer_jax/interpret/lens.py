@@ -1,7 +1,7 @@
 """Logit lens and direct logit attribution.
 
-In a pre-norm model the last stream x is the sum of the outputs of its parts. A logit is linear in x
-if the divisor of the final norm is treated as a constant:
+In a pre-norm model, the last stream x is the sum of the outputs of the model's parts. A logit is
+linear in x if the divisor of the final norm is treated as a constant:
 
     x = embedding + sum_l (sum_n heads_ln W_ln + b_l) + sum_l feed_forward_l
     logit_v = <n(x), E_v> + c_v
@@ -35,23 +35,23 @@ def logit_lens(
     tokens: jax.Array,  # i32[B, T]
     **arguments: Any,
 ) -> jax.Array:  # f32[B, L + 1, T, V]
-    """Return the logits that the model would give if it ended after each block.
+    """Return the logits that the model would compute if it ended after each block.
 
-    logits_l = n(x_l) E^T + c, with n the final norm (none in a post-norm model, whose streams are
-    already normalized), x_0 the embedding and x_l the output of block l - 1 (nostalgebraist 2020).
-    The last entry is the model's own logits.
+    logits_l = n(x_l) E^T + c, where n is the final norm, x_0 is the embedding and x_l is the output
+    of block l - 1 (nostalgebraist 2020). A post-norm model has no final norm, because its streams
+    are already normalized. The last entry contains the model's own logits.
 
     Args:
-        model: a decoder, an encoder with logits, or an encoder-decoder (its decoder is used).
-        params: its parameters, looped or scanned.
+        model: a decoder, an encoder with logits, or an encoder-decoder, whose decoder is used.
+        params: the parameters of the model, with a looped or a scanned stack.
         tokens: i32[B, T].
         **arguments: other arguments of `model.apply`, such as `positions`, `source` or `edit`.
 
     Returns:
-        f32[B, L + 1, T, V], starting with the embedding.
+        The logits, f32[B, L + 1, T, V], starting with those of the embedding.
 
     Raises:
-        ValueError: if the model has no logits, or `edit` contains `final_norm` or `logits`.
+        ValueError: if the model has no logits, or if `edit` contains `final_norm` or `logits`.
     """
     check_model("logit_lens", model, arguments, "capture")
     refuse_edits("logit_lens", model, arguments.get("edit", {}), "final_norm", "logits")
@@ -92,21 +92,24 @@ def read_out(
 
 @short_repr
 class LogitAttribution(NamedTuple):
-    """Contributions of the parts of a model to a logit, or to a difference of two logits."""
+    """Contributions of the parts of a model to a logit or to the difference between two logits."""
 
     embedding: jax.Array
-    """f32[B, T]: the input of the first block."""
+    """f32[B, T]: contribution of the input of the first block."""
     heads: jax.Array
-    """f32[B, L, N, T]: each self-attention head, without the bias of the output matrix."""
+    """f32[B, L, N, T]: contribution of each self-attention head, without the bias of the output
+    matrix."""
     feed_forward: jax.Array | None
-    """f32[B, L, T]: each feed-forward branch, including its last bias; None without branches."""
+    """f32[B, L, T]: contribution of each feed-forward branch, including its last bias. None if
+    there are no feed-forward branches."""
     bias: jax.Array
-    """f32[B, T]: the biases of the attention output matrices, the final norm and the logits."""
+    """f32[B, T]: contribution of the biases of the attention output matrices, the final norm and
+    the logits."""
     cross_heads: jax.Array | None = None
-    """f32[B, L, N, T]: each cross-attention head of an encoder-decoder."""
+    """f32[B, L, N, T]: contribution of each cross-attention head of an encoder-decoder."""
 
     def total(self) -> jax.Array:  # f32[B, T]
-        """Return the sum of all contributions: the logit, or the difference."""
+        """Return the sum of all contributions, which is the logit or the difference of logits."""
         heads = self.heads.sum((1, 2))
         heads = heads if self.feed_forward is None else heads + self.feed_forward.sum(1)
         heads = heads if self.cross_heads is None else heads + self.cross_heads.sum((1, 2))
@@ -114,7 +117,7 @@ class LogitAttribution(NamedTuple):
 
 
 def why_not_additive(config: ModelConfig) -> str | None:
-    """Return why a logit is not a sum of contributions of parts, or None if it is."""
+    """Return the reason why a logit is not the sum of contributions of parts, or None if it is."""
     if config.norm_order != "pre" and not config.is_parallel:
         rule = "only in pre-norm and parallel models is the last stream a sum of its parts"
         return f"norm_order is {config.norm_order!r}: {rule}"
@@ -138,26 +141,27 @@ def logit_attribution(
     other: jax.Array | int | None = None,  # i32[], or broadcast to [B, T]
     **arguments: Any,
 ) -> LogitAttribution:
-    """Return the contribution of each part to the logit of a token: direct logit attribution.
+    """Return the contribution of each part of the model to the logit of a token.
 
-    A part c of the last stream x contributes <(c - mean(c)) / sqrt(var(x) + eps) * scale, E_target
-    - E_other>, times `logit_scale`; with an RMSNorm, <c / sqrt(mean(x^2) + eps) * scale, ...>
-    (Elhage et al. 2021; Wang et al. 2023, section 3.1).
+    This is direct logit attribution (Elhage et al. 2021; Wang et al. 2023, section 3.1). A part c
+    of the last stream x contributes <(c - mean(c)) / sqrt(var(x) + eps) * scale, E_target -
+    E_other>, multiplied by `logit_scale`. With an RMSNorm, it contributes <c / sqrt(mean(x^2) +
+    eps) * scale, E_target - E_other>.
 
     Args:
         model: a pre-norm or parallel model whose logits are linear in the output of the final norm.
-        params: its parameters, looped or scanned.
+        params: the parameters of the model, with a looped or a scanned stack.
         tokens: i32[B, T].
-        target: i32[], [T] or [B, T]: the token whose logit is decomposed, at each position.
-        other: the token whose logit is subtracted; None subtracts nothing.
+        target: i32[], i32[T] or i32[B, T], the token whose logit is decomposed at each position.
+        other: the token whose logit is subtracted, in the same shapes; None subtracts nothing.
         **arguments: other arguments of `model.apply`, such as `positions`, `source` or `edit`.
 
     Returns:
         The contributions, which sum to the logit.
 
     Raises:
-        ValueError: if the model is neither pre-norm nor parallel, has a `logit_softcap`, a
-            `residual_scale` or a `masked_token_head`, or a token is outside the vocabulary.
+        ValueError: if the model is neither pre-norm nor parallel, if it has a `logit_softcap`, a
+            `residual_scale` or a `masked_token_head`, or if a token is not in the vocabulary.
     """
     check_model("logit_attribution", model, arguments, "capture")
     cfg = model.config
@@ -186,7 +190,7 @@ def logit_attribution(
         check_tokens(one, cfg.vocab_size)
 
     def difference(rows: Any) -> jax.Array:
-        """Return the row of the target minus the row of the other token, if there is one."""
+        """Return the row of the target, minus the row of the other token if there is one."""
         row = rows.look_up if isinstance(rows, QuantizedTable) else lambda i: ops.lookup(rows, i)
         first, *rest = (row(one).astype(jnp.float32) for one in ids)
         return first - rest[0] if rest else first
@@ -220,7 +224,8 @@ def logit_attribution(
                 out = params[side]["block_0" if cfg.share_layers else f"block_{i}"][branch]["out"]
             heads = found[f"block_{i}/{branch}/heads"]  # [B, T, N, Hv]
             matrix = lambda h, out=out: product(h, out["kernel"], None, 2, None, "out")  # noqa: E731
-            # <h W, d> = <h, d W^T>: one product for all heads; the transpose serves adapters too
+            # <h W, d> = <h, d W^T>, so one product serves all heads; the transpose also works for
+            # adapters
             back = jax.vjp(matrix, heads)[1](d)[0]
             attributed[branch].append((heads * back).sum(axis=-1).swapaxes(1, 2))
             if "bias" in out:

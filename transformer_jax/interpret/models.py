@@ -13,15 +13,16 @@ from transformer_jax.models.transformer import Decoder, Encoder
 from transformer_jax.pytree import Params
 
 Transformer: TypeAlias = Decoder | Encoder | EncoderDecoder
-"""Models with blocks and logits."""
+"""Classes of models with blocks and logits."""
 
 
 def check_model(
     tool: str, model: Transformer, arguments: Mapping[str, Any], sets: str = ""
 ) -> None:
-    """Raise ValueError unless the model has blocks and logits and the arguments are allowed.
+    """Raise ValueError unless the model has blocks and logits and all arguments are allowed.
 
-    `sets` names arguments that the tool sets itself. A `key` would turn dropout on.
+    `sets` contains the names of arguments that the tool sets itself. `key` is not allowed, because
+    it would enable dropout.
     """
     if not isinstance(model, Decoder | Encoder | EncoderDecoder):
         rule = "must be a Decoder, Encoder or EncoderDecoder, as build(config) returns"
@@ -36,7 +37,7 @@ def check_model(
 
 
 def resolve_places(model: Transformer, names: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the places that match names or `*` patterns; raise ValueError if one has none."""
+    """Return the places that match names or `*` patterns; raise ValueError if one has no match."""
     return Places.of(model.config, (names,) if isinstance(names, str) else names, {}).capture
 
 
@@ -56,7 +57,7 @@ def run(
     capture: Iterable[str] = (),
     **more: Any,
 ) -> tuple[jax.Array, Captured]:
-    """Return the logits of a model, f32[B, T, V], and the captured values."""
+    """Run a model and return its logits, f32[B, T, V], and the captured values."""
     places = tuple(capture)
     out: Any = model.apply({"params": params}, tokens, **{**arguments, **more, "capture": places})
     return out[0], out[2] if places else {}

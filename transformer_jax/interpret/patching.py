@@ -1,4 +1,4 @@
-"""Activation patching and attribution patching: find the places that make two prompts differ.
+"""Activation patching and attribution patching, which find the places that make two prompts differ.
 
 Sources: Meng et al. 2022, "Locating and editing factual associations in GPT" (causal tracing);
 Wang et al. 2023 (arXiv:2211.00593); Nanda 2023, "Attribution patching"; Syed et al. 2023
@@ -22,7 +22,7 @@ from transformer_jax.models.places import Edit
 from transformer_jax.pytree import Params
 
 Metric: TypeAlias = Callable[[jax.Array], jax.Array]
-"""A function of logits f32[B, T, V], such as a logit difference at the last position."""
+"""Function of the logits f32[B, T, V], such as a logit difference at the last position."""
 
 Axis = Literal["token", "head"]
 
@@ -41,24 +41,28 @@ def patch(
 ) -> jax.Array:  # [P, ...]
     """Return the metric of a corrupted prompt with one clean value patched in at a time.
 
-    table[p, t] = metric(logits(corrupted | value p at token t := clean value)): activation patching
-    (Meng et al. 2022; Wang et al. 2023). One program computes all entries, `batch_size` at a time.
-    Each call compiles it again, except inside your own `jax.jit`.
+    This is activation patching (Meng et al. 2022; Wang et al. 2023): table[p, t] =
+    metric(logits(corrupted | value p at token t := clean value)). One program computes all entries,
+    `batch_size` at a time. Each call compiles the program again, unless you call `patch` inside
+    your own `jax.jit`.
 
     Args:
         model: a decoder, an encoder with logits, or an encoder-decoder.
-        params: its parameters, looped or scanned.
-        clean: i32[B, T]: the prompt that provides the values.
-        corrupted: i32[B, T]: the prompt that is read.
-        places: names of `transformer_jax.places`; may contain `*`: "block_*/residual".
+        params: the parameters of the model, with a looped or a scanned stack.
+        clean: i32[B, T], the prompt that provides the values.
+        corrupted: i32[B, T], the prompt that the model reads.
+        places: names of places in `transformer_jax.places`; may contain `*` as a wildcard, as in
+            "block_*/residual".
         metric: a function of logits f32[B, T, V] to an array, such as f32[] or f32[B].
-        each: axes to patch separately: ("token",) returns a table over tokens, ("head",) over
-            heads, ("token", "head") over both; () patches the whole value of a place at once.
-        batch_size: number of entries that run together. Each needs the memory of one forward pass.
-        **arguments: other arguments of `model.apply` for both prompts, such as `source`.
+        each: axes to patch separately. ("token",) returns a table over tokens, ("head",) a table
+            over heads, and ("token", "head") a table over both. () patches the whole value of a
+            place at once.
+        batch_size: the number of entries computed at a time. Each needs memory for a forward pass.
+        **arguments: other arguments that `model.apply` gets for both prompts, such as `source`.
 
     Returns:
-        [P, T], [P, N], [P, T, N] or [P] for P places in order, followed by the metric's axes.
+        The table: [P, T], [P, N], [P, T, N] or [P] for P places in the given order, followed by the
+        axes of the metric.
 
     Raises:
         ValueError: if the prompts differ in shape, a name matches no place, or a place lacks an
@@ -84,7 +88,7 @@ def map_entries(
     each: Sequence[Axis],
     batch_size: int,
 ) -> jax.Array:  # [P, ...]
-    """Return `entry(edit)` for every edit that patches one value, in one program.
+    """Return `entry(edit)` for every edit that patches one value, computed in one program.
 
     See `patch` for `each` and the shape of the table.
     """
@@ -104,7 +108,7 @@ def map_entries(
 
         return entry({name: put(number, name) for number, name in enumerate(values)})
 
-    # entries differ only in an index, so one compilation serves all of them
+    # entries differ only in an index, so one compiled program computes all of them
     grid = jnp.asarray(np.stack(np.unravel_index(np.arange(prod(sizes)), sizes), axis=1))
     found = jax.lax.map(one, grid, batch_size=min(batch_size, len(grid)))
     return found.reshape(*sizes, *found.shape[1:])
@@ -121,24 +125,25 @@ def attribution_patching(
     each: Sequence[Axis] = ("token",),
     **arguments: Any,
 ) -> jax.Array:  # f32[P, ...]
-    """Return a first-order estimate of the change of the metric under `patch`.
+    """Return a first-order estimate of how much `patch` changes the metric.
 
     table[p, t] = sum (clean_p,t - corrupted_p,t) * d metric / d value_p,t, with the gradient at the
-    corrupted prompt (Nanda 2023; Syed et al. 2023). Two forward passes and one gradient compute all
-    entries. If the values are close, `patch(...)` is about `metric(corrupted) + table`.
+    corrupted prompt (Nanda 2023; Syed et al. 2023). All entries need only two forward passes and
+    one gradient. If the clean and corrupted values are close, `patch(...)` is about
+    `metric(corrupted) + table`.
 
     Args:
         model: a decoder, an encoder with logits, or an encoder-decoder.
-        params: its parameters, looped or scanned.
-        clean: i32[B, T]: the prompt that provides the values.
-        corrupted: i32[B, T]: the prompt that is read.
-        places: names of `transformer_jax.places`; may contain `*`.
+        params: the parameters of the model, with a looped or a scanned stack.
+        clean: i32[B, T], the prompt that provides the values.
+        corrupted: i32[B, T], the prompt that the model reads.
+        places: names of places in `transformer_jax.places`; may contain `*` as a wildcard.
         metric: a differentiable function of logits f32[B, T, V] to f32[].
-        each: the axes of the table, as in `patch`; the others are summed over.
-        **arguments: other arguments of `model.apply` for both prompts.
+        each: the axes of the table, as in `patch`. The other axes are summed.
+        **arguments: other arguments that `model.apply` gets for both prompts.
 
     Returns:
-        f32[P, T], [P, N], [P, T, N] or [P].
+        The table, f32[P, T], f32[P, N], f32[P, T, N] or f32[P].
 
     Raises:
         ValueError: if the prompts differ in shape, a name matches no place, or a place lacks an
@@ -159,7 +164,7 @@ def attribution_patching(
             logits, captured = apply(corrupted, edit=edit, capture=names)
             return metric(logits), captured
 
-        # the gradient of a zero delta is the gradient of the value itself
+        # the gradient with respect to a delta of zero is the gradient with respect to the value
         zeros = jax.tree.map(jnp.zeros_like, values)
         gradients, before = jax.grad(patched, has_aux=True)(zeros)
 
@@ -185,7 +190,7 @@ def check_prompts(
     each: Sequence[Axis],
     arguments: dict[str, Any],
 ) -> tuple[str, ...]:
-    """Return the places that match the names; raise ValueError for invalid arguments."""
+    """Return the places that match the names; raise ValueError if an argument is invalid."""
     check_model(tool, model, arguments, "capture edit")
     if np.shape(clean) != np.shape(corrupted):
         rule = f"must be the shape of corrupted, {list(np.shape(corrupted))}"
@@ -203,7 +208,7 @@ def check_prompts(
 
 
 def _axis_sizes(values: dict[str, jax.Array], each: Sequence[Axis]) -> list[int]:
-    """Return the sizes of the axes of a table; raise ValueError if places differ in size."""
+    """Return the sizes of the axes of a table; raise ValueError if the places differ in size."""
     found: dict[str, int] = {}
     for name, value in values.items():
         axes = axes_of(name, value.ndim)

@@ -1,7 +1,8 @@
 """Path patching: the effect of a value along selected paths.
 
-A sender writes to the stream, and receivers read it. A value that `patch` inserts changes
-everything after it. Here, branches in between are frozen, so it reaches receivers only directly.
+A sender writes to the residual stream, and receivers read it. A value that `patch` inserts changes
+all later computation. In path patching, the branches between sender and receivers are frozen, so
+the sender affects the receivers only directly.
 
 Sources: Wang et al. 2022 (arXiv:2211.00593), section 3.1 and appendix B; Goldowsky-Dill et al. 2023
 (arXiv:2304.05969), "Localizing model behavior with path patching".
@@ -22,7 +23,7 @@ from transformer_jax.models.places import Edit
 from transformer_jax.pytree import Params
 
 _WRITES = "embedding", "heads", "output", "residual", "residual_mid"
-"""The last parts of places whose value is added to the stream, or is the stream."""
+"""Last parts of the names of places whose value is the stream or is added to it."""
 
 
 def path_patching(
@@ -41,33 +42,37 @@ def path_patching(
 ) -> jax.Array:  # [P, ...]
     """Return the metric of a corrupted prompt with one clean value at a time on selected paths.
 
-    table[s] = metric(logits(corrupted | receivers := r_s)), with r_s the values of the receivers
-    when sender s has its clean value and all heads and feed-forward branches are frozen at their
-    corrupted values (Wang et al. 2022; Goldowsky-Dill et al. 2023). With "logits" as the receiver,
-    this is the direct effect of a sender, through the last stream only.
+    table[s] = metric(logits(corrupted | receivers := r_s)), where r_s are the values of the
+    receivers when sender s has its clean value and all heads and feed-forward branches are frozen
+    at their corrupted values (Wang et al. 2022; Goldowsky-Dill et al. 2023). If the receiver is
+    "logits", the table contains the direct effect of each sender, through the last stream only.
 
     Args:
         model: a decoder, an encoder with logits, or an encoder-decoder.
-        params: its parameters, looped or scanned.
-        clean: i32[B, T]: the prompt that provides the values.
-        corrupted: i32[B, T]: the prompt that is read.
-        senders: places that write to the stream; may contain `*`: "block_*/attention/heads", an
-            "output", "embedding", a "residual".
+        params: the parameters of the model, with a looped or a scanned stack.
+        clean: i32[B, T], the prompt that provides the values.
+        corrupted: i32[B, T], the prompt that the model reads.
+        senders: places that write to the stream, such as "block_*/attention/heads", an "output",
+            the "embedding" or a "residual"; may contain `*` as a wildcard.
         receivers: places that read the stream, such as "logits", "block_3/attention/query" or
-            "block_3/feed_forward/input"; or a dict from places to receiving heads (None means all).
+            "block_3/feed_forward/input". A dict maps each place to its receiving heads (None means
+            all).
         metric: a function of logits f32[B, T, V] to an array, such as f32[] or f32[B].
-        recomputed: places of branches that are not frozen, so that paths may pass through them:
-            "block_*/feed_forward/output", as in Wang et al.
-        each: axes to patch separately, as in `patch`; with (), the whole value of a place.
-        batch_size: number of entries that run together. Each needs the memory of one forward pass.
-        **arguments: other arguments of `model.apply` for both prompts, such as `source`.
+        recomputed: places of branches that are not frozen, so that paths may pass through them,
+            such as "block_*/feed_forward/output" (Wang et al. 2022).
+        each: axes to patch separately, as in `patch`. An empty tuple patches the whole value of a
+            place.
+        batch_size: the number of entries computed at a time. Each needs memory for a forward pass.
+        **arguments: other arguments that `model.apply` gets for both prompts, such as `source`.
 
     Returns:
-        [P, N], [P, T], [P, T, N] or [P] for P senders in order, followed by the metric's axes.
+        The table: [P, N], [P, T], [P, T, N] or [P] for P senders in the given order, followed by
+        the axes of the metric.
 
     Raises:
-        ValueError: if the prompts differ in shape, a name matches no place, a sender does not write
-            to the stream, a receiver does not read it, or a place lacks an axis of `each`.
+        ValueError: if the prompts differ in shape, if a name matches no place, if a sender does not
+            write to the stream, if a receiver does not read it, or if a place lacks an axis in
+            `each`.
     """
     tool = "path_patching"
     names = check_prompts(tool, model, clean, corrupted, senders, each, arguments)

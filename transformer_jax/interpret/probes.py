@@ -1,8 +1,8 @@
 """Linear probes of captured values.
 
-A high score means that a property can be read from the values, not that the model uses it; test its
-use with `patch` and `add`. Compare the score with the baseline, and with probes of the embedding or
-of shuffled labels.
+A high score means that a property can be read from the values, not that the model uses it. To test
+whether the model uses it, use `patch` and `add`. Compare the score with the baseline, with a probe
+of the embedding, and with a probe trained on shuffled labels.
 
 Sources: Alain & Bengio 2016 (arXiv:1610.01644); Hewitt & Liang 2019 (arXiv:1909.03368).
 """
@@ -26,15 +26,15 @@ class Probe(NamedTuple):
     """Fitted linear map and its score on held-out rows."""
 
     kernel: jax.Array
-    """f32[D, C], for C classes or C numbers."""
+    """f32[D, C]: weights for C classes or C numbers."""
     bias: jax.Array
-    """f32[C]."""
+    """f32[C]: biases."""
     score: jax.Array
-    """f32[]: accuracy on the held-out labels; for numbers, R^2 = 1 - sum (y - y')^2 / sum (y -
-    m)^2, with m the mean of the training labels."""
+    """f32[]: accuracy on the held-out labels. For numbers, R^2 = 1 - sum (y - y')^2 / sum (y -
+    m)^2, where m is the mean of the training labels."""
     baseline: jax.Array
-    """f32[]: accuracy of always guessing the most frequent training label; for numbers, 0 (the
-    score of m)."""
+    """f32[]: accuracy of always predicting the most frequent training label. For numbers, 0, which
+    is the score of always predicting m."""
 
     def __call__(self, values: jax.Array) -> jax.Array:  # [..., D] -> f32[..., C]
         """Return the logits of the classes, or the predicted numbers."""
@@ -51,27 +51,30 @@ def probe(
     steps: int = 100,
     key: jax.Array | None = None,
 ) -> Probe:
-    """Fit a linear probe of values and score it on held-out rows.
+    """Fit a linear probe to values and score it on held-out rows.
 
-    For classes y it minimizes sum_i -log softmax(x_i W + b)_y_i + penalty / 2 |W|^2 with L-BFGS;
-    for numbers it minimizes sum_i |x_i W + b - y_i|^2 / 2 + penalty / 2 |W|^2 in closed form. Use
-    `jax.vmap` to probe several layers: `jax.vmap(probe, (0, None))(streams, labels)`.
+    If the labels y are classes, L-BFGS minimizes sum_i -log softmax(x_i W + b)_y_i + penalty / 2
+    |W|^2. If they are numbers, the minimum of sum_i |x_i W + b - y_i|^2 / 2 + penalty / 2 |W|^2 is
+    computed in closed form. To probe several layers, call
+    `jax.vmap(probe, (0, None))(streams, labels)`.
 
     Args:
         values: [B, ..., D], such as a residual [B, T, D].
-        labels: integers are classes, ignored if negative; floats are numbers, one or C per vector.
-        held_out: share of the rows to hold out, from the end.
-        penalty: weight of |W|^2, positive; b is not penalized.
-        num_classes: C; None means the largest label + 1, which requires labels that are not traced.
-        steps: number of L-BFGS steps; 100 suffice if the values have similar scales.
-        key: a single key that shuffles the rows first; None keeps their order.
+        labels: integers are classes, and negative ones are ignored. Floats are numbers, one or C
+            for each vector.
+        held_out: the fraction of the rows to hold out, taken from the end.
+        penalty: the positive weight of |W|^2; b is not penalized.
+        num_classes: C; None uses the largest label + 1, which requires labels that are not traced.
+        steps: the number of L-BFGS steps; 100 are enough if the values have similar scales.
+        key: a single random key, used to shuffle the rows first; None keeps their order.
 
     Returns:
         The map, its score and the baseline.
 
     Raises:
-        ValueError: if shapes do not match, no row is left for training or for scoring, or a number
-            is out of range. Nonfinite values and traced invalid labels make the score NaN.
+        ValueError: if the shapes do not match, if no row remains for training or for scoring, or if
+            a number is out of range. If values are not finite, or invalid labels are traced, the
+            score is NaN.
     """
     values, labels = jnp.asarray(values), jnp.asarray(labels)
     are_classes = jnp.issubdtype(labels.dtype, jnp.integer)
@@ -116,7 +119,7 @@ def _fit(
     penalty: float,
     *,
     cut: int,
-    num_classes: int | None,  # None: labels are numbers
+    num_classes: int | None,  # None if the labels are numbers
     steps: int,
 ) -> Probe:
     """Fit a probe to the rows before `cut` and score it on the others."""
@@ -155,7 +158,7 @@ def _ridge(
     y: jax.Array,  # f32[n, C]
     penalty: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return W = (X^T X + penalty)^-1 X^T Y for centered X and Y, b, and the mean of y."""
+    """Return W = (X^T X + penalty)^-1 X^T Y with centered X and Y, the bias b and the mean of y."""
     centre, mean = (part.mean(axis=0, keepdims=True) for part in (x, y))
     x, y = x - centre, y - mean
     gram = jnp.einsum("nD,nE->DE", x, x, precision="highest")
@@ -182,7 +185,7 @@ def _logistic(
     def loss(weights: tuple[jax.Array, jax.Array]) -> jax.Array:
         log_p = jax.nn.log_softmax(_linear(z, *weights))
         log_p = jnp.take_along_axis(log_p, target[:, None], axis=1)[:, 0]
-        squares = ((weights[0] / size.T) ** 2).sum()  # of W in the units of x
+        squares = ((weights[0] / size.T) ** 2).sum()  # W in the units of x
         return (penalty / 2 * squares - (log_p * counts).sum()) / total
 
     import optax  # imported here, because the import is slow

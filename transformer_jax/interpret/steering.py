@@ -1,4 +1,4 @@
-"""Steering vectors: the mean difference of a value between two kinds of texts.
+"""Steering vectors: the difference between the mean values of two kinds of texts.
 
     vector = steering_vector(model, params, kind, unkind, "block_5/residual")
     edit = add("block_5/residual", 2 * vector)
@@ -23,7 +23,7 @@ from transformer_jax.models.arguments import check_tokens
 from transformer_jax.pytree import Params
 
 Rows: TypeAlias = jax.Array | np.ndarray | Sequence[Sequence[int] | np.ndarray]
-"""Rows of token IDs: i32[n, T], or n rows of different lengths."""
+"""Rows of token IDs: an array i32[n, T], or n lists of different lengths."""
 
 
 def steering_vector(
@@ -38,25 +38,28 @@ def steering_vector(
 ) -> jax.Array:  # f32[D], or the last axes of the value
     """Return the mean of a value over positive texts minus its mean over negative texts.
 
-    vector = mean_i x_i(positive) - mean_i x_i(negative), with x_i the value at the last token of
-    text i or its mean over the tokens of the text (contrastive activation addition, Panickssery et
-    al. 2023). To steer the model, `add` a multiple of the vector.
+    vector = mean_i x_i(positive) - mean_i x_i(negative), where x_i is the value at the last token
+    of text i, or its mean over the tokens of the text (contrastive activation addition, Panickssery
+    et al. 2023). To steer the model, use `add` with a multiple of the vector.
 
     Args:
         model: a decoder, an encoder with logits, or an encoder-decoder.
-        params: its parameters, looped or scanned.
-        positive: texts to steer toward: i32[n, T], or n lists of token IDs of different lengths.
-        negative: texts to steer away from; the number of rows may differ.
-        place: one place whose value has an entry for each token: a residual, heads, an output.
-        over: "last" reads the value at the last token of each text, "all" the mean over its tokens.
-        **arguments: other arguments of `model.apply` that have no row axis, such as `edit`.
+        params: the parameters of the model, with a looped or a scanned stack.
+        positive: texts to steer toward, as i32[n, T] or as n lists of token IDs of different
+            lengths.
+        negative: texts to steer away from. Their number may differ.
+        place: a single place whose value has an entry for each token, such as a residual, heads or
+            an output.
+        over: "last" uses the value at the last token of each text; "all" uses the mean over its
+            tokens.
+        **arguments: other arguments of `model.apply` without a row axis, such as `edit`.
 
     Returns:
-        f32[D] for a stream, f32[N, H] for heads.
+        The vector: f32[D] for a stream, or f32[N, H] for heads.
 
     Raises:
-        ValueError: if there is no such place, its value has no entry for each token, a text is
-            empty, or a token is outside the vocabulary.
+        ValueError: if the place does not exist, if its value does not have an entry for each token,
+            if a text is empty, or if a token is not in the vocabulary.
     """
     check_model("steering_vector", model, arguments, "capture positions")
     names = resolve_places(model, place)
@@ -76,7 +79,7 @@ def steering_vector(
             positions = {"positions": jnp.where(valid, index, -1)}
             value = run(model, params, arguments | positions, tokens, capture=names)[1][names[0]]
             used = index == counts[:, None] - 1 if over == "last" else valid
-            # each text has the same weight, regardless of its length
+            # all texts have the same weight, regardless of their lengths
             share = used / used.sum(axis=1, keepdims=True) / len(tokens)
             return jnp.einsum("BT,BT...->...", share, value.astype(jnp.float32))
 
@@ -86,7 +89,7 @@ def steering_vector(
 
 
 def _pad(name: str, rows: Rows) -> tuple[jax.Array, jax.Array]:  # i32[n, T], i32[n]
-    """Return rows padded with zeros at the end, and their lengths."""
+    """Pad rows with zeros at the end, and return them with their lengths."""
     if isinstance(rows, jax.Array | np.ndarray) and rows.ndim == 2 and rows.size:
         return jnp.asarray(rows), jnp.full(len(rows), rows.shape[1])
     found = [np.asarray(row) for row in rows]

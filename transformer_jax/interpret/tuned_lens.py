@@ -1,7 +1,7 @@
-"""Tuned lens: logits from every stream, through a trained translator for each.
+"""Tuned lens: logits computed from every stream through a trained translator for each stream.
 
-The logit lens treats each stream as if it were the last one, which is biased if the basis changes
-from layer to layer. A translator maps a stream to an estimate of the last one.
+The logit lens treats each stream as if it were the last stream. It is biased if the basis changes
+from layer to layer. A translator maps a stream to an estimate of the last stream.
 
 Source: Belrose et al. 2023 (arXiv:2303.08112), "Eliciting latent predictions from transformers with
 the tuned lens".
@@ -25,7 +25,7 @@ from transformer_jax.values import short_repr
 
 @short_repr
 class Translators(NamedTuple):
-    """Affine maps x + x A + b of all streams except the last, starting with the embedding."""
+    """Affine maps x + x A + b for all streams except the last, starting with the embedding."""
 
     kernel: jax.Array
     """f32[L, D, D]."""
@@ -34,12 +34,12 @@ class Translators(NamedTuple):
 
     @classmethod
     def identity(cls, model: Transformer) -> Translators:
-        """Return identity maps, which turn the tuned lens into the logit lens."""
+        """Return identity maps, with which the tuned lens equals the logit lens."""
         L, D = model.config.decoder_layers, model.config.d_model
         return cls(jnp.zeros((L, D, D)), jnp.zeros((L, D)))
 
     def __call__(self, streams: jax.Array) -> jax.Array:  # [B, L, T, D] -> [B, L, T, D]
-        """Translate each stream by its own map."""
+        """Translate each stream with its own map."""
         x = streams.astype(jnp.float32)
         moved = jnp.einsum("BLTD,LDE->BLTE", x, self.kernel) + self.bias[None, :, None]
         return (x + moved).astype(streams.dtype)
@@ -52,24 +52,24 @@ def tuned_lens(
     tokens: jax.Array,  # i32[B, T]
     **arguments: Any,
 ) -> jax.Array:  # f32[B, L + 1, T, V]
-    """Return the logits of every stream after its translator.
+    """Return the logits computed from every stream after its translator.
 
     logits_l = n(x_l + x_l A_l + b_l) E^T + c (Belrose et al. 2023). The last entry is the model's
     own logits.
 
     Args:
-        model: a decoder, an encoder with logits, or an encoder-decoder (its decoder is used).
-        params: its parameters, looped or scanned.
-        translators: trained translators, as `fit_tuned_lens` returns them.
+        model: a decoder, an encoder with logits, or an encoder-decoder, whose decoder is used.
+        params: the parameters of the model, with a looped or a scanned stack.
+        translators: trained translators, such as those that `fit_tuned_lens` returns.
         tokens: i32[B, T].
         **arguments: other arguments of `model.apply`, such as `positions`, `source` or `edit`.
 
     Returns:
-        f32[B, L + 1, T, V], starting with the embedding.
+        The logits, f32[B, L + 1, T, V], starting with those of the embedding.
 
     Raises:
-        ValueError: if the model has no logits, the translators have another size, or `edit`
-            contains `final_norm` or `logits`.
+        ValueError: if the model has no logits, if the translators have a different size, or if
+            `edit` contains `final_norm` or `logits`.
     """
     check_model("tuned_lens", model, arguments, "capture")
     refuse_edits("tuned_lens", model, arguments.get("edit", {}), "final_norm", "logits")
@@ -86,20 +86,20 @@ def lens_divergence(
     tokens: jax.Array,  # i32[B, T]
     **arguments: Any,
 ) -> jax.Array:  # f32[L]
-    """Return the divergence between the lens of each stream and the model, averaged over tokens.
+    """Return the KL divergence between the model and the lens of each stream, averaged over tokens.
 
-    KL(p || q_l) = sum_v p_v (ln p_v - ln q_lv), in nats, with p the distribution of the model and
-    q_l the lens of stream l.
+    KL(p || q_l) = sum_v p_v (ln p_v - ln q_lv), in nats, where p is the distribution that the model
+    predicts and q_l is the distribution from the lens of stream l.
 
     Args:
-        model: as in `tuned_lens`.
-        params: its parameters.
-        translators: pass `Translators.identity(model)` for the logit lens.
+        model: a model that `tuned_lens` supports.
+        params: the parameters of the model.
+        translators: trained translators, or `Translators.identity(model)` for the logit lens.
         tokens: i32[B, T].
-        **arguments: other arguments of `model.apply`.
+        **arguments: other keyword arguments of `model.apply`.
 
     Returns:
-        f32[L], starting with the embedding.
+        The divergences, f32[L], starting with that of the embedding.
 
     Raises:
         ValueError: under the same conditions as `tuned_lens`.
@@ -110,7 +110,7 @@ def lens_divergence(
     streams = streams_of(model, params, arguments, tokens)
     log_p = jax.nn.log_softmax(read_out(model, params, streams[:, -1:]))
 
-    @jax.checkpoint  # one stream at a time, because logits [B, T, V] are large
+    @jax.checkpoint  # process one stream at a time, because logits [B, T, V] are large
     def divergence(layer: tuple[jax.Array, Translators]) -> jax.Array:
         stream, translator = layer
         translated = jax.tree.map(lambda leaf: leaf[None], translator)(stream[:, None])
@@ -133,26 +133,26 @@ def fit_tuned_lens(
 ) -> tuple[Translators, jax.Array]:  # (trained, f32[steps, L])
     """Train translators so that the lens of each stream agrees with the model.
 
-    Adam, with a rate that decays linearly to 0, minimizes sum_l KL(p || q_l); the model is frozen
-    (Belrose et al. 2023, section 3). One compiled program runs all steps.
+    Adam minimizes sum_l KL(p || q_l) with a learning rate that decays linearly to 0. The model is
+    frozen (Belrose et al. 2023, section 3). One compiled program runs all steps.
 
     Args:
         model: a decoder, or an encoder with logits.
-        params: its parameters, looped or scanned.
-        tokens: i32[n, T], training rows of equal length.
-        key: a single key that draws the rows of each step.
-        steps: number of Adam steps.
-        batch_size: number of rows per step.
-        learning_rate: the rate of the first step.
-        start: initial translators; None means the logit lens.
+        params: the parameters of the model, with a looped or a scanned stack.
+        tokens: i32[n, T], the rows of tokens to train on.
+        key: a single random key, used to draw the rows of each step.
+        steps: the number of Adam steps.
+        batch_size: the number of rows per step.
+        learning_rate: the learning rate at the first step.
+        start: the initial translators; None starts from the logit lens.
 
     Returns:
-        The translators, and the `lens_divergence` of the rows of each step before its update.
+        The translators, and the `lens_divergence` on the rows of each step before its update.
 
     Raises:
-        ValueError: if the model has no logits or reads a source, or a number is not positive.
+        ValueError: if the model has no logits or reads a source, or if a number is not positive.
     """
-    import optax  # imported here, because the import is slow
+    import optax  # imported here because the import is slow
 
     check_model("fit_tuned_lens", model, {})
     if model.config.kind == "encoder-decoder":
