@@ -1,4 +1,4 @@
-"""Documents in files, read in chunks.
+"""Reading of documents from files in chunks.
 
 A chunk is a contiguous range of documents in a file, so that processes can read in parallel.
 Chunk boundaries depend only on the file and the chunk size.
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 BLOCK = 2**20
-"""Number of bytes per read."""
+"""Number of bytes to read at a time."""
 
 _LINE_END = re.compile(rb"\r\n?+|\n")
 _BLANK_LINES = re.compile(rb"(?:\r\n?+|\n)(?:[ \t\f\v]*+(?:\r\n?+|\n))+")
 
 
 class Input(NamedTuple):
-    """Size and hash of an input file when it was first read."""
+    """Size and hash of an input file at the time of its first read."""
 
     path: str
     bytes: int
     sha256: str
     changed: int
-    """Modification time, in nanoseconds."""
+    """Modification time of the file, in nanoseconds."""
 
 
 class Chunk(NamedTuple):
-    """Range of documents in a file, as bytes or as row groups of a Parquet file."""
+    """Range of documents in a file, given as bytes or as row groups of a Parquet file."""
 
     path: str
     format: DocumentFormat
     start: int
     end: int
     bytes: int
-    """Size in bytes, for progress reports."""
+    """Size of the chunk in bytes, for progress reports."""
     of: Input
 
 
@@ -58,10 +58,13 @@ class Reader:
     field: str
     """Field (JSON lines) or column (Parquet) that contains the document."""
     text_errors: str
-    """How to treat invalid UTF-8: strict raises DataError; replace substitutes U+FFFD."""
+    """How to treat invalid UTF-8. strict raises DataError; replace inserts U+FFFD."""
 
     def documents(self, chunk: Chunk) -> Iterator[str]:
-        """Yield the nonempty documents; a DataError names the file and the position."""
+        """Yield the nonempty documents.
+
+        Raises DataError with the file and the position if a document is invalid.
+        """
         if chunk.format == "parquet":
             file = open_parquet(chunk.path)
             if self.field not in file.schema_arrow.names:
@@ -98,7 +101,7 @@ class Reader:
             yield from self._text(found.get(self.field), where)
 
     def _text(self, value: object, where: str) -> Iterator[str]:
-        """Yield a document if it is not empty. Raises DataError if it is not a string."""
+        """Yield a document if it is not empty; raise DataError if it is not a string."""
         if not isinstance(value, str):
             found = "is missing" if value is None else f"has type {type(value).__name__}"
             raise DataError(f"{where}: {self.field} {found}: must be a string")
@@ -113,7 +116,7 @@ class Reader:
 
 
 def read_input(path: str) -> Input:
-    """Return the size and hash of a file. Raises DataError if it cannot be read."""
+    """Return the size and hash of a file; raise DataError if it cannot be read."""
     found, size = hashlib.sha256(), 0
     try:
         with open(path, "rb") as stream:
@@ -150,7 +153,7 @@ def _next_boundary(stream: BinaryIO, start: int, boundary: re.Pattern[bytes], en
     while block := stream.read(BLOCK):
         seen += block
         found = boundary.search(seen)
-        if found and found.end() < len(seen):  # the next block may begin with the \n of a \r\n
+        if found and found.end() < len(seen):  # the next block may begin with the \n of an \r\n
             return start + found.end()
         tail = len(seen.rstrip())  # only trailing whitespace can be the start of a boundary
         start, seen = start + tail, seen[tail:]
@@ -158,7 +161,7 @@ def _next_boundary(stream: BinaryIO, start: int, boundary: re.Pattern[bytes], en
 
 
 def open_parquet(path: str) -> ParquetFile:
-    """Open a Parquet file. Raises DataError without pyarrow, or if the file is invalid."""
+    """Open a Parquet file; raise DataError if pyarrow is not installed or the file is invalid."""
     try:
         import pyarrow.parquet
     except ImportError:

@@ -1,4 +1,4 @@
-r"""Prepared folder: the tokens of a corpus in files, with an index of documents.
+r"""Prepared folders, which contain the tokens of a corpus and an index of its documents.
 
     manifest.json      sizes, counts, and the sha256 of each file and of itself
     tokenizer.json     the tokenizer, with a token `eos` that ends each document
@@ -7,11 +7,11 @@ r"""Prepared folder: the tokens of a corpus in files, with an index of documents
     val-...            the same files for the held-out documents
 
 A part is a single stream: eos, document, eos, document, eos. Document d is between the eos tokens
-at `index[d]` and `index[d + 1]`; it begins with the tokens that its tokenizer prepends, if any.
+at `index[d]` and `index[d + 1]`. It begins with the tokens that the tokenizer prepends, if any.
 
-Tokens are copied with pread instead of being mapped, so truncating a file raises an error instead
-of killing the process (SIGBUS), and the data does not count toward the process's memory. You can
-also map the files: `np.memmap(file, "<u2", "r")`.
+Tokens are copied with pread instead of being memory-mapped. Therefore, truncating a file raises an
+error instead of killing the process (SIGBUS), and the data does not count toward the memory of the
+process. You can also map the files yourself: `np.memmap(file, "<u2", "r")`.
 """
 
 from __future__ import annotations
@@ -35,41 +35,42 @@ from transformer_jax.values import value_class
 
 MANIFEST = "manifest.json"
 PLAN = "prepare.json"
-"""File that exists until the preparation of a folder is finished."""
+"""Name of a file that exists until the preparation of a folder is finished."""
 TOKENIZER = "tokenizer.json"
 FORMAT = "transformer_jax tokens, 1"
 PARTS = ("train", "val")
 MANIFEST_LIMIT = 64 * 2**20
 """Maximum size of a manifest, in bytes."""
 BLOCK = 2**20
-"""Number of bytes per read when checking a file."""
+"""Number of bytes to read at a time when checking a file."""
 
 _FILES = Untrusted(DataError)
 
 
 def index_file(part: str) -> str:
-    """Return the file name of the index of a part."""
+    """Return the name of the index file of a part."""
     return f"{part}-index.bin"
 
 
 def shard_file(part: str, number: int) -> str:
-    """Return the file name of a shard of tokens."""
+    """Return the name of a file that contains one shard of tokens."""
     return f"{part}-{number:05d}.bin"
 
 
 @value_class
 class Part:
-    """Part of a prepared folder; safe to share between threads.
+    """Part of a prepared folder, which threads can safely share.
 
     Attributes:
         folder: the prepared folder.
-        name: "train" or "val".
+        name: the name of the part, "train" or "val".
         tokens: the number of tokens.
         documents: the number of documents.
         characters: the number of characters in all documents, without end tokens.
-        shard_tokens: number of tokens per file; the last file can have fewer.
-        dtype: the dtype of tokens in the files.
-        begins: whether tokens from the tokenizer precede each document, after the previous eos.
+        shard_tokens: the number of tokens per file. The last file can have fewer.
+        dtype: the dtype of the tokens in the files.
+        begins: whether each document begins with tokens that the tokenizer prepends, after the
+            previous eos.
     """
 
     folder: Path
@@ -97,8 +98,8 @@ class Part:
         """Copy tokens into an array.
 
         Args:
-            start: index of the first token.
-            into: array that receives tokens `start` to `start + n`.
+            start: the index of the first token to copy.
+            into: the array to fill with the n tokens from index `start`.
 
         Raises:
             DataError: if a file cannot be read or has become shorter.
@@ -109,7 +110,7 @@ class Part:
             part = into[done : done + self.shard_tokens - at]
             size, offset = part.nbytes, at * self.dtype.itemsize
             try:
-                # unlike read, pread uses no file position, which threads would share
+                # unlike read, pread does not use the file position, which all threads share
                 found = os.preadv(self._handle(shard), [part.view(np.uint8)], offset)
             except OSError as error:
                 where = self.folder / shard_file(self.name, shard)
@@ -121,7 +122,7 @@ class Part:
             done += len(part)
 
     def _handle(self, shard: int) -> int:
-        """Return the file descriptor of a shard, opened on first use."""
+        """Return the file descriptor of a shard, which is opened on first use."""
         handle = self._open.get(shard)
         if handle is None:
             with self._opening:
@@ -136,18 +137,18 @@ class Part:
             os.close(handle)
 
     def bounds(self) -> np.ndarray:  # i64[documents + 1]
-        """Return the positions of the tokens that end documents, mapped from the file."""
+        """Return the memory-mapped positions of the tokens that end documents."""
         shape = (self.documents + 1,)
         return np.memmap(self.folder / index_file(self.name), "<i8", "r", shape=shape)
 
 
 @value_class
 class Corpus:
-    """Prepared folder with a valid manifest; `check` verifies the files.
+    """Prepared folder with a valid manifest, whose files `check` verifies.
 
     Attributes:
         path: the folder.
-        sha256: the hash of the manifest, which contains each file's hash.
+        sha256: the hash of the manifest, which contains the hash of each file.
         tokenizer: the tokenizer of the corpus.
         train: the training part.
         val: the held-out part.
@@ -162,9 +163,9 @@ class Corpus:
     files: Mapping[str, FileDigest]
 
     def check(self, vocab_size: int | None = None) -> None:
-        """Read the files; raise DataError for the first that differs from the manifest.
+        """Read the files and raise DataError if one of them differs from the manifest.
 
-        IDs must be below `vocab_size`; None uses the tokenizer's vocabulary size.
+        All IDs must be below `vocab_size`. None uses the vocabulary size of the tokenizer.
         """
         limit = self.tokenizer.vocab_size if vocab_size is None else vocab_size
         dtype = self.train.dtype
@@ -183,14 +184,14 @@ class Corpus:
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether a folder is a prepared folder, possibly unfinished."""
+    """Whether a folder is a prepared folder, even if its preparation is not finished."""
     folder = Path(path)
     complete = (folder / MANIFEST).is_file() and (folder / TOKENIZER).is_file()
     return complete or (folder / PLAN).is_file()
 
 
 def prepared_folders(data: str) -> tuple[str, ...]:
-    """Return the prepared folders that `TrainConfig.data` names, or () if it names text.
+    """Return the prepared folders that `TrainConfig.data` names, or () if it names text files.
 
     Names are separated by commas. Raises DataError if only some of them are prepared folders.
     """
@@ -207,7 +208,7 @@ def prepared_folders(data: str) -> tuple[str, ...]:
 
 
 def open_corpus(path: str | Path) -> Corpus:
-    """Open a prepared folder. Raises DataError if its manifest or tokenizer is damaged."""
+    """Open a prepared folder; raise DataError if its manifest or tokenizer is damaged."""
     folder = Path(path)
     if not (folder / MANIFEST).is_file():
         rule = f"preparation is unfinished ({MANIFEST} is missing): run the prepare command again"
@@ -234,7 +235,7 @@ def open_corpus(path: str | Path) -> Corpus:
 
 
 def sealed(manifest: JsonObject) -> str:
-    """Return the text of a manifest, with the hash of its other content as the last entry."""
+    """Return a manifest as JSON text whose last entry is the hash of all other entries."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps(content | {"sha256": digest}, indent=1) + "\n"
@@ -257,7 +258,7 @@ def end_id(tokenizer: Tokenizer) -> int:
 def scan_file(
     file: Path, look: Callable[[np.ndarray], None] | None = None, dtype: np.dtype | None = None
 ) -> FileDigest:
-    """Return the size and hash of a file; `look` receives its tokens in blocks."""
+    """Return the size and hash of a file, and pass its tokens to `look` block by block."""
     found, size = hashlib.sha256(), 0
     try:
         with open(file, "rb", buffering=0) as stream:
@@ -275,7 +276,7 @@ def scan_file(
 
 
 def _check_file(file: Path, entry: FileDigest, dtype: np.dtype | None, limit: int) -> None:
-    """Raise DataError if a file has a different size or hash, or contains an ID >= `limit`."""
+    """Raise DataError if a file has the wrong size or hash, or contains an ID >= `limit`."""
     try:
         size = file.stat().st_size
     except OSError as error:

@@ -1,14 +1,15 @@
-"""Preparation of a folder: several processes encode documents; one appends the tokens in order.
+"""Preparation of a folder of tokens by several processes.
 
-The result depends only on the files and the settings, not on the number of processes or on
-interruptions. During preparation, the folder also contains:
+Worker processes encode the documents, and one process writes the tokens in order. The result
+depends only on the files and the settings, not on the number of processes or on interruptions.
+During preparation, the folder also contains these files:
 
     prepare.json    the settings, and the size and sha256 of each input file
     progress.json   the number of chunks already written, and the resulting lengths of the files
     lock            locked by the process that is writing
 
-When you run the command again, data past the lengths in `progress.json` is discarded. The manifest
-is written last; a folder without one is not read.
+When you run the command again, it discards data past the lengths in `progress.json`. The manifest
+is written last. A folder without a manifest cannot be opened.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ CHUNK_BYTES = 2**22
 """Approximate size of a chunk in bytes."""
 
 RECORD_SECONDS = 2.0
-"""Maximum time in seconds whose work an interruption loses, besides the chunks being read."""
+"""Maximum number of seconds of work that an interruption loses, in addition to the chunks being
+read."""
 
 PROGRESS = "progress.json"
 
@@ -88,11 +90,11 @@ Found = TypeVar("Found")
 
 
 class Progress(NamedTuple):
-    """Progress of a preparation."""
+    """Progress of the preparation of a folder."""
 
     phase: str
     done: int
-    """Number of bytes of the input files."""
+    """Total number of bytes in the input files."""
     total: int
     documents: int
 
@@ -109,19 +111,23 @@ def prepare(
     report: Report = lambda progress: None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Corpus:
-    """Write a folder of tokens, or resume an interrupted preparation; return the opened folder.
+    """Write a folder of tokens and open it.
+
+    This function resumes an interrupted preparation.
 
     Args:
         config: the files, their format, and the tokenizer.
         out: the folder to write.
-        tokenizer: required unless the tokenizer that `config.tokenizer` names is trained here.
-        workers: the number of processes. With more than one, the calling program's main module must
-            be importable.
-        report: called with the progress.
+        tokenizer: the tokenizer, which must be passed if `config.tokenizer` is a folder, and must
+            be None otherwise.
+        workers: the number of processes. If it is more than one, the main module of the calling
+            program must be importable.
+        report: a function that is called with the progress.
         chunk_bytes: the approximate size of a chunk in bytes.
 
     Raises:
-        ConfigError: if the tokenizer is missing or superfluous, or `out` cannot be created.
+        ConfigError: if the tokenizer is missing or must not be passed, or if `out` cannot be
+            created.
         DataError: if a file cannot be used.
     """
     if (tokenizer is None) != (config.tokenizer in TRAINED):
@@ -148,7 +154,7 @@ def prepare(
                 work.finish(plan)
             except _ResumableDataError:
                 raise
-            except DataError:  # these files and settings can never succeed, so remove the output
+            except DataError:  # these files and settings will always fail, so remove the output
                 for file in folder.iterdir():
                     if file.name != "lock":
                         file.unlink()
@@ -159,11 +165,11 @@ def prepare(
 
 
 class _ResumableDataError(DataError):
-    """Failure that the same command can recover from."""
+    """Error from which the same command can recover."""
 
 
 class _EncodedChunk(NamedTuple):
-    """Tokens of a chunk's documents in one part; each document is followed by its end token."""
+    """Tokens of the documents of a chunk that are in one part, each followed by its end token."""
 
     tokens: np.ndarray  # dtype[n]
     ends: np.ndarray  # i64[documents]: positions of the end tokens
@@ -172,7 +178,7 @@ class _EncodedChunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Encoder:
-    """Function that encodes chunks with the folder's tokenizer."""
+    """Function that encodes chunks with the tokenizer of the folder."""
 
     folder: Path
     reader: Reader
@@ -208,7 +214,7 @@ class _Encoder:
 
 
 def part_of(text: str, val_fraction: float) -> str:
-    """Choose the part for a document by its hash, so that equal documents are in the same part."""
+    """Choose the part of a document by its hash, so that equal documents are in the same part."""
     return "val" if _hash(text) < val_fraction * 2**64 else "train"
 
 
@@ -221,7 +227,7 @@ def _hashes(reader: Reader, chunk: Chunk) -> list[int]:
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Return the dtype of token files: uint16 if every ID fits, otherwise uint32."""
+    """Return the dtype of token files, which is uint16 if every ID fits and otherwise uint32."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
@@ -257,14 +263,14 @@ class _Preparation:
         self.reader = Reader(config.field, config.text_errors)
 
     def write_tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """Write the tokenizer unless the file exists; None trains one on the input files."""
+        """Write the tokenizer unless its file exists; None trains one on the input files."""
         if (self.folder / TOKENIZER).exists():
             return
         tokenizer = with_special_tokens(tokenizer or self._create_tokenizer(), ["eos"])
         write_whole(self.folder / TOKENIZER, tokenizer.to_json().encode("utf-8", "surrogatepass"))
 
     def _create_tokenizer(self) -> Tokenizer:
-        """Create the tokenizer that the config specifies."""
+        """Create or train the tokenizer that the config specifies."""
         config = self.config
         if config.tokenizer == "byte":
             return ByteTokenizer()
@@ -278,7 +284,7 @@ class _Preparation:
         total, size = sum(_sizes(self.chunks)), config.sample_mb * 10**6
         n = len(self.chunks)
         count = n if total <= size else max(1, n * size // total)
-        sample = [self.chunks[i * n // count] for i in range(count)]  # evenly spaced
+        sample = [self.chunks[i * n // count] for i in range(count)]  # evenly spaced chunks
         read = partial(_training_text, self.reader, config.val_fraction)
         texts = self.pool.map(read, sample)
         text = "".join(_reporting("sample", texts, _sizes(sample), self.report))
@@ -290,7 +296,10 @@ class _Preparation:
         return BPETokenizer.train(text, config.bpe_vocab_size)
 
     def _split_error(self) -> DataError:
-        """Return an error which says that all documents are in one part and suggests a fraction."""
+        """Return an error for the case that all documents are in one part.
+
+        The message suggests another fraction.
+        """
         lists = self.pool.map(partial(_hashes, self.reader), self.chunks)
         hashes = [value for part in lists for value in part]
         if not hashes:
@@ -335,7 +344,7 @@ class _Preparation:
                     last = time.monotonic()
 
     def finish(self, plan: JsonObject) -> None:
-        """Write the manifest. Raises DataError if a part has no documents."""
+        """Write the manifest; raise DataError if a part has no documents."""
         recorded = _read_json(self.folder / PROGRESS) or {}
         parts = {part: recorded.get(part, {"documents": 0}) for part in PARTS}
         counts = [parts[part]["documents"] for part in PARTS]
@@ -364,7 +373,7 @@ class _Preparation:
 
 
 class _PartWriter:
-    """Writer that appends tokens to the files of a part."""
+    """Writer that appends tokens to the files of one part."""
 
     def __init__(self, folder: Path, part: str, tokenizer: Tokenizer, capacity: int) -> None:
         self.folder, self.part, self.capacity = folder, part, capacity
@@ -374,7 +383,7 @@ class _PartWriter:
         self._index: BinaryIO | None = None
 
     def resume(self, recorded: dict[str, int] | None) -> None:
-        """Truncate the files to their recorded lengths; None starts over."""
+        """Truncate the files to their recorded lengths, or start over if `recorded` is None."""
         counts = recorded or {"tokens": 0, "documents": 0, "characters": 0}
         self.tokens, self.documents = counts["tokens"], counts["documents"]
         self.characters = counts["characters"]
@@ -399,7 +408,7 @@ class _PartWriter:
                 self._index.write(np.zeros(1, "<i8").tobytes())
 
     def _truncate(self, file: Path, size: int) -> None:
-        """Truncate a file to its recorded size. Raises DataError if it is shorter."""
+        """Truncate a file to its recorded size; raise DataError if it is shorter."""
         current = file.stat().st_size if file.exists() else 0
         if current < size:
             rule = f"has {current} bytes, {size} were written: remove the folder and start again"
@@ -434,7 +443,7 @@ class _PartWriter:
             done += len(part)
 
     def sync(self) -> dict[str, int]:
-        """Sync the files to disk and return the counts to record."""
+        """Flush the files to disk and return the counts to record."""
         if self._shard is not None:
             with _writing(self.folder / shard_file(self.part, self._shard[0])):
                 _sync(self._shard[1])
@@ -446,7 +455,10 @@ class _PartWriter:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Close the files; ignore errors, because data lost on a full disk is not recorded."""
+        """Close the files.
+
+        Errors are ignored, because data that is lost on a full disk has not been recorded.
+        """
         for stream in (self._shard and self._shard[1], self._index):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -477,7 +489,7 @@ class _WorkerPool:
             self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
     def map(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterator[Found]:
-        """Yield `function(item)` for each item, computing a few items ahead."""
+        """Yield `function(item)` for each item, while the workers compute a few items ahead."""
         if self._pool is None:
             yield from map(function, items)
             return
@@ -495,7 +507,7 @@ class _WorkerPool:
 
 
 def _start_worker() -> None:
-    """Ignore Ctrl-C in a worker, and end it when its parent ends for any reason."""
+    """Ignore Ctrl-C in a worker, and exit when its parent process ends for any reason."""
     # Ctrl-C reaches all processes in a terminal; the parent ends the workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # otherwise each worker would start one thread per core
@@ -513,7 +525,7 @@ def _start_worker() -> None:
 def _reporting(
     phase: str, found: Iterable[Found], sizes: Sequence[int], report: Report
 ) -> Iterator[Found]:
-    """Yield the results, one for each of `sizes`, and report the number of bytes so far."""
+    """Yield the results, one for each item of `sizes`, and report the number of bytes processed."""
     done = 0
     for size, result in zip(sizes, found, strict=True):
         done += size
@@ -528,19 +540,19 @@ def _sizes(chunks: Sequence[Chunk]) -> list[int]:
 def _plan(
     config: PrepareConfig, inputs: list[Input], tokenizer: Tokenizer | None, chunk_bytes: int
 ) -> JsonObject:
-    """Return the settings and inputs, which determine the content of the folder."""
+    """Return the settings and the input files, which determine the content of the folder."""
     settings = dataclasses.asdict(config) | {"chunk_bytes": chunk_bytes}
     if tokenizer is not None:
         text = tokenizer.to_json().encode("utf-8", "surrogatepass")
         settings["tokenizer"] = f"sha256 {hashlib.sha256(text).hexdigest()}"
         if frame(tokenizer).first:
-            settings["begins"] = True  # absent in folders of older versions
+            settings["begins"] = True  # missing in folders from older versions
     read = [{"path": i.path, "bytes": i.bytes, "sha256": i.sha256} for i in inputs]
     return json.loads(json.dumps({"settings": settings, "inputs": read}))
 
 
 def _claim(folder: Path, plan: JsonObject) -> None:
-    """Write the plan, or compare it with the existing folder's plan."""
+    """Write the plan to a new folder, or compare it with the plan of an existing folder."""
     stored = _read_json(folder / MANIFEST) or _read_json(folder / PLAN)
     if stored is None:
         if {entry.name for entry in folder.iterdir()} - {"lock", f"{PLAN}.tmp"}:
@@ -560,7 +572,7 @@ def _claim(folder: Path, plan: JsonObject) -> None:
 
 
 def _read_json(file: Path) -> JsonObject | None:
-    """Read a JSON object that this module wrote; None if the file does not exist."""
+    """Read a JSON object that this module wrote; return None if the file does not exist."""
     try:
         found = json.loads(file.read_bytes())
     except FileNotFoundError:
@@ -584,7 +596,7 @@ def write_whole(file: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _writing(file: Path) -> Iterator[None]:
-    """Convert an OSError, such as a full disk, to a DataError that names the file."""
+    """Convert an OSError, such as one from a full disk, to a DataError that names the file."""
     try:
         yield
     except OSError as error:
@@ -594,7 +606,7 @@ def _writing(file: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
-    """Create a folder and lock it. Raises DataError if another process has locked it."""
+    """Create a folder and lock it; raise DataError if another process has locked it."""
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
