@@ -1,8 +1,8 @@
 """Attention: one function, its implementations, masks and biases.
 
-Masks (`masks`) and biases (`biases`) are functions of positions. `api` contains the public functions
-and chooses the implementation. Layers with projections are in `models`. The fused kernels for CPUs,
-GPUs and TPUs are in `kernels`.
+Masks (`masks`) and biases (`biases`) are functions of positions. `api` contains the public
+functions and chooses the implementation. Layers with projections are in `models`. The fused kernels
+for CPUs, GPUs and TPUs are in `kernels`.
 """
 
 from transformer_jax.attention.additive import additive_attention, state_attention

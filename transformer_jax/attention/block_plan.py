@@ -61,16 +61,16 @@ class BlockPlan:
         return BlockPlan(first, self.block_q, self.block_k)
 
     def key_tiles(self) -> TileLists:
-        """List the key tiles that each query tile visits, full tiles first, in order [.., nQ, nK]."""
+        """List the key tiles that each query tile visits, [.., nQ, nK], with full tiles first."""
         return lists_of(self.classes)
 
     def query_tiles(self) -> TileLists:
-        """List the query tiles that visit each key tile, full tiles first, in order [.., nK, nQ]."""
+        """List the query tiles that visit each key tile, [.., nK, nQ], with full tiles first."""
         return lists_of(self.classes.swapaxes(-1, -2))
 
 
 def lists_of(classes: Array) -> TileLists:
-    """Return the `tile_lists` of classes. If the classes are not traced, the lists are constants."""
+    """Return the `tile_lists` of classes, as constants if the classes are not traced."""
     if traced(classes):
         return tile_lists(classes)
     with eagerly(classes):
@@ -93,7 +93,7 @@ class Tiles:
     def range(
         self, side: str, values: Array
     ) -> tuple[Array, Array]:  # of "q" or "k", [B or 1, length] or [B or 1, N, length]
-        """Return the smallest and largest values in each tile; low > high if the tile has no keys."""
+        """Return the smallest and largest values in each tile; low > high if it has no keys."""
         values = values if values.ndim == 3 else values[:, None]
         # ignore empty slots: because of their position, -1, a tile of later keys would not be
         # skipped

@@ -1,4 +1,4 @@
-"""Reference implementation of attention, which materializes all scores and is differentiated by JAX.
+"""Reference implementation of attention: materializes all scores and is differentiated by JAX.
 
 With x_ij = q_i . k_j for the pairs that the mask allows:
 
@@ -125,7 +125,7 @@ def reference_weights(call: AttentionCall) -> jax.Array:  # f32[B, N, T, S]
 
 
 def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
-    """Return the softmax of a call's scores, and the value with nonfinite rows replaced by zeros."""
+    """Return the softmax of the scores, and the value with nonfinite rows replaced by zeros."""
     visible = see(call)
     bias = call.bias.materialize(*call.positions()) if isinstance(call.bias, Bias) else call.bias
     query, key, value, nonfinite = clean(visible, call.query, call.key, call.value)
@@ -172,7 +172,7 @@ def clean(
     key: jax.Array,  # [B, S, K, H]
     value: jax.Array,  # [B, S, K, Hv]
 ) -> tuple[jax.Array, jax.Array, jax.Array, Nonfinite]:
-    """Return the inputs with nonfinite rows replaced by zeros, and the queries that these affect."""
+    """Return the inputs with nonfinite rows replaced by zeros, and the affected queries."""
     good_query = finite_rows(query)
     good_key = finite_rows(key) & finite_rows(value)
     query = jnp.where(good_query[..., None], query, 0)

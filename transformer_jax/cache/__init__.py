@@ -1,8 +1,8 @@
 """Immutable caches of the keys and values of earlier tokens.
 
-`kv_cache` is the cache of one layer, either full or a ring. `paged_cache` stores the cache of a layer
-in pages that rows may share. `model_cache` is the cache of a whole model, with its checks. These
-modules do not compute attention and do not depend on a model's parameters.
+`kv_cache` is the cache of one layer, either full or a ring. `paged_cache` stores the cache of a
+layer in pages that rows may share. `model_cache` is the cache of a whole model, with its checks.
+These modules do not compute attention and do not depend on a model's parameters.
 """
 
 from transformer_jax.cache.kv_cache import (

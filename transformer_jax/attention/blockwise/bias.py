@@ -1,4 +1,4 @@
-"""Bias for one tile of blockwise attention: a slice of an array, or an evaluated `Bias`."""
+"""Bias of one tile in blockwise attention: a slice of an array, or an evaluated `Bias`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_jax.sharding import vary
 from transformer_jax.values import value_class
 
 Sum = jax.Array | list[jax.Array] | None
-"""The accumulated gradient of a bias array or of a `Bias`'s floating-point leaves, or None."""
+"""Accumulated gradient of a bias array or of the floating-point leaves of a `Bias`, or None."""
 
 
 def _bias_slices(place: Place) -> tuple[tuple[int, Index, int], ...]:
@@ -34,7 +34,7 @@ def _bias_slices(place: Place) -> tuple[tuple[int, Index, int], ...]:
 def bias_tile(
     place: Place, bias: jax.Array | Bias | None, call: AttentionCall, bad: float
 ) -> jax.Array | None:  # f32[group, G block_q, block_k]
-    """Return a tile of the bias, with `bad` in place of NaN and inf."""
+    """Return a tile of the bias, with NaN and inf replaced by `bad`."""
     if bias is None:
         return None
     if not isinstance(bias, Bias):
@@ -53,7 +53,7 @@ def bias_tile(
 
 
 def bias_zeros(bias: jax.Array | Bias | None, sizes: Sizes) -> Sum:
-    """Return f32 zeros for the gradient of the bias; an array is padded to whole tiles."""
+    """Return f32 zeros for the gradient of the bias, with an array padded to whole tiles."""
     if bias is None:
         return None
     if isinstance(bias, Bias):
@@ -68,7 +68,7 @@ def bias_add(place: Place, total: Sum, call: AttentionCall, ds: jax.Array) -> Su
     bias = call.bias
     assert bias is not None
     if isinstance(bias, Bias):
-        # differentiate the evaluation of this tile with respect to the leaves
+        # differentiate the bias of this tile with respect to its leaves
         tile = lambda leaves: bias_tile(place, _replace(bias, leaves), call, 0.0)  # noqa: E731
         (gradient,) = jax.vjp(tile, differentiable(bias))[1](ds)
         return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, gradient)
@@ -83,7 +83,7 @@ def bias_add(place: Place, total: Sum, call: AttentionCall, ds: jax.Array) -> Su
 
 
 def differentiable(tree: Bias) -> list[jax.Array]:
-    """Return the floating leaves of a tree."""
+    """Return the floating-point leaves of a tree."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
 
 
@@ -103,7 +103,7 @@ def bias_sums(bias: jax.Array | Bias | None, total: Sum) -> list[jax.Array]:
 
 
 def bias_gradient(bias: jax.Array | Bias | None, total: list[jax.Array]) -> jax.Array | Bias | None:
-    """Return the bias with its floating leaves replaced by the gradient, in their dtypes."""
+    """Return the bias with its floating-point leaves replaced by the gradient, in their dtypes."""
     if bias is None:
         return None
     if not isinstance(bias, Bias):
@@ -113,7 +113,7 @@ def bias_gradient(bias: jax.Array | Bias | None, total: list[jax.Array]) -> jax.
 
 
 def bias_axes(bias: jax.Array | Bias | None, *, of_gradient: bool = False) -> list[AxisNames]:
-    """Name the axes of a bias; the arrays of a `Bias` are not split, as their axes are unknown."""
+    """Return the axis names of a bias. The axes of a `Bias` are unknown and not sharded."""
     if not isinstance(bias, Bias):
         return [] if bias is None else [TILES]
     leaves = jax.tree.leaves(bias) if not of_gradient else differentiable(bias)
@@ -122,13 +122,13 @@ def bias_axes(bias: jax.Array | Bias | None, *, of_gradient: bool = False) -> li
 
 @value_class(arrays=("bias", "row", "head"), static=("full", "size"), eq=False)
 class PartOfBias:
-    """Some batch rows and heads of a `Bias`, sliced from the array that it materializes."""
+    """Part of a `Bias` for some batch rows and heads, sliced from its materialized array."""
 
     bias: Bias
-    row: Index  # the first
-    head: Index  # the first
-    full: tuple[int, int]  # rows and heads in total
-    size: tuple[int, int]  # rows and heads in this part
+    row: Index  # index of the first row
+    head: Index  # index of the first head
+    full: tuple[int, int]  # total number of rows and heads
+    size: tuple[int, int]  # number of rows and heads in this part
 
     def materialize(self, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
         bias = self.bias.materialize(q_positions, k_positions)

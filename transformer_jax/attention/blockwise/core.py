@@ -1,29 +1,29 @@
-"""Blockwise attention in plain JAX with O(T + S) memory, forward and backward.
+"""Blockwise attention in plain JAX, with O(T + S) memory in the forward and backward passes.
 
 The softmax is computed online over tiles, and the backward pass recomputes every tile, as in
-FlashAttention-2 (Dao 2023, algorithms 1 and 2). With scores s_ij of one head, a tile of keys
+FlashAttention-2 (Dao 2023, algorithms 1 and 2). With the scores s_ij of one head, a tile of keys
 updates the running maximum m, sum l and output a of each query i:
 
     m' = max(m, max_j s_ij)      p_ij = exp(s_ij - m')      r = exp(m - m')
     l' = r l + sum_j p_ij        a' = r a + sum_j p_ij v_j
     out = a / l                  lse = m + log l
 
-and the backward pass, with D_i = do_i . out_i - dlse_i, computes tile by tile:
+With D_i = do_i . out_i - dlse_i, the backward pass computes for each tile:
 
     p_ij = exp(s_ij - lse_i)     ds_ij = p_ij (do_i . v_j - D_i)
     dv_j = sum_i p_ij do_i       dk_j = sum_i ds_ij q_i       dq_i = sum_j ds_ij k_j
 
-Tiles are stored as [queries, keys]. The products for queries multiply row-major matrices, and those
-for keys multiply from the left with transposes made once per tile of queries; otherwise one of the
-two would be two to three times slower on a CPU. The query heads that share a key head are
-concatenated along the queries, so keys are never repeated. Tiles that the mask's plan skips are not
-visited, and only partial tiles evaluate the mask.
+Tiles are stored as [queries, keys]. The products for queries multiply row-major matrices. The
+products for keys multiply from the left by transposes that are computed once per query tile.
+Otherwise, one of the two would be two to three times slower on a CPU. The query heads that share a
+key head are concatenated along the query axis, so keys are never repeated. Tiles that the mask's
+plan skips are not visited, and the mask is evaluated only in partial tiles.
 
-NaN and inf are treated as in `reference`, at no cost while all values are finite: it suffices to
-check one row and one column of the products of a tile, and one row of its output. If one is not
-finite, the forward pass is repeated as a repair pass, and the backward pass runs as one. A repair
-pass reads nonfinite rows as zeros, and sets the running maximum of a query that sees one to inf,
-which makes its result NaN.
+NaN and inf are handled as in `reference`, with almost no cost if all values are finite: it is
+enough to check one row and one column of the products of a tile, and one row of its output. If any
+of them is not finite, the forward pass is repeated as a repair pass, and the backward pass also
+runs as a repair pass. A repair pass replaces nonfinite rows by zeros. If a query sees such a row,
+its running maximum is set to inf, which makes its result NaN.
 """
 
 from __future__ import annotations
@@ -82,36 +82,36 @@ from transformer_jax.values import short_repr
 Tree = TypeVar("Tree")
 
 QUERY_ROWS: AxisNames = ("b", None, "n")
-# axes of the results of the passes
+# axes of the results of each pass
 FORWARD = QUERIES, QUERY_ROWS, QUERY_ROWS, HEADS  # out, row_max, log_sum, repaired
 BACKWARD = QUERIES, KEYS, KEYS  # followed by the gradient of the bias, with `bias_axes`
 
 
 @short_repr
 class SavedRows(NamedTuple):
-    """The results of the forward pass and the cotangents that the backward pass reads."""
+    """Results of the forward pass and cotangents that the backward pass reads."""
 
     do: jax.Array  # f32[B, T, N, Hv]
     D: jax.Array  # f32[B, T, N]
     row_max: jax.Array  # f32[B, T, N], +inf in rows without a gradient
     log_sum: jax.Array  # f32[B, T, N]
-    repaired: jax.Array  # bool[B, N]: whether the forward pass was repeated as a repair pass
+    repaired: jax.Array  # bool[B, N], whether the forward pass was repeated as a repair pass
 
 
 class Blockwise(Implementation):
-    """Attention tile by tile in plain JAX: memory O(T + S), including the gradient.
+    """Tile-by-tile attention in plain JAX, with O(T + S) memory, even for the gradient.
 
-    Forward mode and second derivatives materialize all scores, like "xla".
+    Forward mode and second derivatives materialize all scores, as "xla" does.
     """
 
     def refuse(self, call: AttentionCall) -> str | None:
-        """Refuse float64, and a bias and positions that both differ by batch row."""
+        """Reject float64, and a bias and positions that both differ between batch rows."""
         if call.query.dtype == np.float64:
             return "computes in float32, the inputs are float64"
         places = call.q_positions, call.k_positions
         if isinstance(call.bias, Bias) and any(_differs_by_row(x, 2) for x in places):
-            # a tile evaluates the bias with the positions of some rows, so the bias cannot tell
-            # which rows of its arrays to use
+            # a tile evaluates the bias at the positions of some rows, so the bias cannot know which
+            # rows of its arrays to use
             _, T, _, S = call.sizes
             one_row = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (T, S))
             if _differs_by_row(bias_shape(call.bias, *one_row), 4):
@@ -121,7 +121,7 @@ class Blockwise(Implementation):
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return the output [B, T, N, Hv] in the query's dtype, and lse f32[B, T, N].
 
-        Differentiable with respect to query, key, value, bias, sinks and scale.
+        This method is differentiable with respect to query, key, value, bias, sinks and scale.
         """
         query, key, value = call.query, call.key, call.value
         if 0 in (*query.shape[:3], key.shape[1]):
@@ -130,7 +130,8 @@ class Blockwise(Implementation):
         scale = 1 / math.sqrt(query.shape[3]) if call.scale is None else call.scale
         if call.scale_array is not None:
             query, scale = scaled(query, call.scale_array), 1.0
-        # `api._run` has closed the mask, so the loops read no traced values except arguments
+        # `api._run` has already closed the mask, so the loops read no traced values except
+        # arguments
         inner = dataclasses.replace(
             call,
             query=query,
@@ -158,10 +159,10 @@ class Blockwise(Implementation):
 
 
 def parts_of_types(call: AttentionCall) -> Parts | None:
-    """Return how types split rows and heads on a mesh with explicit axes, or None.
+    """Return how types shard rows and heads on a mesh with explicit axes, or None.
 
-    It is also None if the mesh has other axes, or if the call contains user code, whose loops may
-    not work inside a `shard_map`.
+    The result is also None if the mesh has other axes, or if the call contains user code, whose
+    loops may not work inside a `shard_map`.
     """
     query, bias = call.query, call.bias
     mesh = jax.typeof(query).sharding.mesh
@@ -182,14 +183,14 @@ def _by_compiler(
     call: AttentionCall,
     *saved: SavedRows,
 ) -> tuple[jax.Array, ...]:
-    """Return `function(call, *saved)` as one operation that the compiler can split.
+    """Return `function(call, *saved)` as one operation that the compiler can shard.
 
-    The function is called directly on one device and inside a user's `shard_map`.
+    On a single device or inside a user's `shard_map`, the function is called directly.
     """
     in_shard_map = jax.sharding.get_abstract_mesh().manual_axes
     if jax.device_count() == 1 or in_shard_map:
         return tuple(function(call, *saved))
-    # make positions arguments; otherwise they, and a plan made from them, would become constants
+    # make the positions arguments; otherwise, they and a plan made from them would become constants
     at = call.positions()
     call = dataclasses.replace(call, q_positions=at[0], k_positions=at[1])
     split_up = _of_leaves(function, call, *saved)
@@ -200,7 +201,7 @@ def _by_compiler(
 def _of_leaves(
     function: Callable[..., Sequence[jax.Array]], call: AttentionCall, *saved: SavedRows
 ) -> Function:
-    """Return `function` as a function of the first row and head of a part, and of its leaves."""
+    """Convert `function` to a function of the first row and head of a part, and of its leaves."""
     structure, (B, _, N, _) = jax.tree.structure((call, *saved)), call.query.shape
 
     def of_part(first: First, *leaves: jax.Array) -> tuple[jax.Array, ...]:
@@ -224,7 +225,7 @@ def _full(call: AttentionCall) -> dict[str, int]:
 
 
 def _axis_names(call: AttentionCall, *saved: SavedRows) -> list[AxisNames]:
-    """Name the axes of the leaves of a call and of saved rows, in their order."""
+    """Return the axis names of the leaves of a call and of saved rows, in order."""
     names = [QUERIES, KEYS, KEYS]
     names += [] if call.mask is None else call.mask.leaf_axes
     names += bias_axes(call.bias)
@@ -241,7 +242,7 @@ def _differs_by_row(x: jax.Array | jax.ShapeDtypeStruct | None, ndim: int) -> bo
 
 
 def scaled(query: jax.Array, scale: jax.Array) -> jax.Array:  # f32[B, T, N, H]
-    """Return the query times a scale [] or [N], in float32; nonfinite rows have no gradient."""
+    """Multiply the query by a scale [] or [N] in float32. Nonfinite rows have no gradient."""
     wide = query.astype(jnp.float32)
     finite = jnp.isfinite(wide).all(axis=-1, keepdims=True)
     by_head = scale.astype(jnp.float32).reshape(1, 1, -1, 1)  # [1, 1, N or 1, 1]
@@ -255,21 +256,22 @@ zeros = partial(jnp.zeros, dtype=jnp.float32)
 
 
 def _exp(x: jax.Array) -> jax.Array:
-    """Return e^x for x <= 0 within 2 ulp, and 0 at -inf, in half the time of XLA on a CPU."""
-    # 2^y = 2^n 2^f, n the nearest integer; below -127 the biased exponent would be negative
+    """Return e^x for x <= 0 within 2 ulp, and 0 at -inf, in half of XLA's time on a CPU."""
+    # 2^y = 2^n 2^f, where n is the nearest integer; below -127, the biased exponent would be
+    # negative
     y = jnp.maximum(x * np.float32(1.4426950408889634), np.float32(-127))
     n = lax.round(y, lax.RoundingMethod.TO_NEAREST_EVEN)
     f = y - n
     power = jnp.full_like(f, _EXP2[0])
     for coefficient in _EXP2[1:]:
         power = power * f + coefficient
-    # the low bits of n + 1.5 * 2^23 are n; shift them into the exponent of the polynomial
+    # the low bits of n + 1.5 * 2^23 equal n; shift them into the exponent of the polynomial
     exponent = lax.bitcast_convert_type(n + np.float32(1.5 * 2**23), jnp.int32) << 23
     bits = lax.bitcast_convert_type(power, jnp.int32) + exponent
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-# minimax polynomial on [-1/2, 1/2] with 2^0 = 1 exactly; relative error 1.1e-7
+# minimax polynomial on [-1/2, 1/2] with 2^0 = 1 exactly and a relative error of 1.1e-7
 _EXP2 = [np.float32(x) for x in (0.0013264727, 0.009671513, 0.055507336, 0.24022242, 0.693147, 1.0)]
 
 
@@ -277,7 +279,7 @@ def _dot(
     x: jax.Array, y: jax.Array, axes: tuple[int, int], call: AttentionCall | None = None
 ) -> jax.Array:
     """Multiply two batches of matrices, one pair for each member of a head group."""
-    # tiles are always float32; if the inputs are too, do not let an accelerator round them
+    # tiles are always float32; if the inputs are also float32, do not let an accelerator round them
     exact = call is not None and call.key.dtype == jnp.float32
     precision = lax.Precision.HIGHEST if exact else None
     dims = (((axes[0],), (axes[1],)), ((0,), (0,)))
@@ -290,7 +292,7 @@ def _scores(
     call: AttentionCall,
     bias: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # [group, G block_q, block_k]
-    """Return the products of queries and keys, the scores, and the tanh of a softcap or None."""
+    """Return the products of queries and keys, the scores, and the tanh of the softcap or None."""
     x = s = _dot(q, k, (2, 2), call)
     t = None
     if call.softcap is not None:
@@ -303,20 +305,20 @@ def _scores(
 
 
 def once(condition: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tree:
-    """Return `change(tree)` if the condition is True, else the tree."""
+    """Return `change(tree)` if the condition is True, else return the tree unchanged."""
     # a loop of at most one step, because `lax.cond` would copy the tree
     step = lambda state: (jnp.zeros_like(state[0]), change(state[1]))  # noqa: E731
     return lax.while_loop(lambda state: state[0], step, (condition, tree))[1]
 
 
 def _finite_rows(x: jax.Array) -> jax.Array:  # [group, rows, d] to bool[group, rows, 1]
-    # a product with a vector is faster on a CPU than a reduction, and this sum cannot overflow
+    # on a CPU, a product with a vector is faster than a reduction, and this sum cannot overflow
     weights = jnp.full((x.shape[0], x.shape[2], 1), 0.5 / max(x.shape[2], 1), jnp.float32)
     return jnp.isfinite(_dot(x, weights, (2, 1)))
 
 
 def _clean_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return keys and values with nonfinite rows as zeros, and whether each row is finite."""
+    """Return keys and values with nonfinite rows set to zero, and a mask of the finite rows."""
     good = _finite_rows(k) & _finite_rows(v)  # bool[group, block_k, 1]
     return jnp.where(good, k, 0), jnp.where(good, v, 0), good
 
@@ -325,18 +327,18 @@ def _clean_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-    """Compute the attention of this device's rows and heads, with custom derivatives."""
+    """Compute attention for the rows and heads of this device, with custom derivatives."""
 
     def forward(
         call: AttentionCall,
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
         out, row_max, log_sum, repaired = _by_compiler(_forward, FORWARD, call)
-        # save the output in float32, because D needs it unrounded
+        # save the output in float32, because D must not be computed from a rounded output
         saved = out, row_max, log_sum, repaired
         return (out.astype(call.query.dtype), row_max + log_sum), saved
 
     def plain(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-        """Compute attention with all scores, which JAX can differentiate: O(T S) memory."""
+        """Compute attention from all scores, in O(T S) memory, so that JAX can differentiate it."""
         q, k, v = (x.astype(jnp.float32) for x in (call.query, call.key, call.value))
         sinks = None if call.sinks is None else call.sinks[0]
         wide = dataclasses.replace(call, query=q, key=k, value=v, sinks=sinks)
@@ -349,7 +351,7 @@ def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         cotangents: tuple[jax.Array, ...],
         wanted: AttentionCall,
     ) -> AttentionCall:
-        """Return the gradients; fully masked and broken queries have none."""
+        """Return the gradients, which are 0 for fully masked and broken queries."""
         out, row_max, log_sum, repaired = saved
         dout, dlse = cotangents
         dead = jnp.isneginf(row_max) | jnp.isnan(row_max) | jnp.isnan(out).any(axis=-1)
@@ -364,7 +366,7 @@ def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         rows = SavedRows(dout, D, row_max, log_sum, repaired)
         dq, dk, dv, *dbias = _by_compiler(_backward, names, call, rows)
         return dataclasses.replace(
-            jax.tree.map(jnp.zeros_like, call),  # arrays of a mask have no gradient
+            jax.tree.map(jnp.zeros_like, call),  # the arrays of a mask have no gradient
             query=dq.astype(call.query.dtype),
             key=dk.astype(call.key.dtype),
             value=dv.astype(call.value.dtype),
@@ -407,7 +409,7 @@ def _visit(
 
 
 class _Rows(NamedTuple):
-    """The running sums of a query tile, and whether all values so far were finite."""
+    """Running sums of a query tile, and masks that show whether all values so far were finite."""
 
     row_max: jax.Array  # [group, G block_q, 1]: m
     total: jax.Array  # [group, G block_q, 1]: l
@@ -417,11 +419,11 @@ class _Rows(NamedTuple):
 
 
 def _forward(call: AttentionCall) -> tuple[jax.Array, ...]:
-    """Return (out, m, log l, whether a repair pass was necessary [B, N]).
+    """Return out, m, log l, and whether a repair pass was necessary, [B, N].
 
-    Loop over the query tiles of each head group. In a fully masked row, m is -inf; in a broken row,
-    all three are NaN. lse is m + log l, but if scores are large, rounding the sum loses log l, so
-    the backward pass receives the two separately.
+    The function loops over the query tiles of each head group. In a fully masked row, m is -inf. In
+    a broken row, out, m and log l are NaN. lse is m + log l, but if the scores are large, rounding
+    the sum loses log l, so the backward pass receives the two terms separately.
     """
     sizes = Sizes.of(call)
     lists, padded = visited_tiles(sizes, call), _padded(sizes, call)
@@ -437,12 +439,12 @@ def _forward(call: AttentionCall) -> tuple[jax.Array, ...]:
         *results, finite = lax.fori_loop(np.int32(0), total, step, state)
         return ~(finite | repair), ~finite | repair, results
 
-    # at most two attempts; the second, a repair pass, runs only if some value was not finite
+    # make at most two attempts; the second one, a repair pass, runs only if a value was not finite
     results = [zeros((*q.shape[:3], d)) for d in (call.value.shape[3], 1, 1)]
-    state = jnp.bool_(True), jnp.bool_(False), results  # whether to run, and as a repair pass
+    state = jnp.bool_(True), jnp.bool_(False), results  # whether to run, whether to repair
     _, repaired, results = lax.while_loop(lambda state: state[0], attempt, vary(state, q))
     out, row_max, log_sum = (x[:, : sizes.T] for x in results)
-    # by row and head, so that it can be split like the other results
+    # one value per row and head, so that it can be sharded like the other results
     repaired = jnp.broadcast_to(repaired, (sizes.B, sizes.N))
     return out, row_max[..., 0], log_sum[..., 0], repaired
 
@@ -455,7 +457,7 @@ def _forward_queries(
     n: jax.Array,
     state: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Compute the n-th query tile and write its results."""
+    """Compute the n-th query tile, and write its results."""
     *results, finite = state
     at = unravel(n, (*sizes.groups, sizes.grid[0]))
     place = Place(sizes, *at, 0)
@@ -487,7 +489,7 @@ def _forward_queries(
         new = jnp.maximum(row_max, sink)
         r = jnp.exp(row_max - new)
         row_max, total, weighted = new, total * r + jnp.exp(sink - new), weighted * r
-    total = jnp.where(fully_masked, 1, total)  # so that the output of such a row is 0 / 1
+    total = jnp.where(fully_masked, 1, total)  # makes the output of such a row 0 / 1
     row_max = jnp.where(fully_masked, -jnp.inf, row_max)
     parts = weighted / total, row_max, jnp.log(total)
     parts_or_nan = (jnp.where(broken, jnp.nan, x) for x in parts)
@@ -521,14 +523,14 @@ def _forward_tile(
     k_tile, v_tile, row_max = once(repair, clean, tiles)
     x, s, _ = _scores(q_tile, k_tile, call, bias_tile(place, call.bias, call, jnp.inf))
     s = s if visible is None else jnp.where(visible(), s, -jnp.inf)
-    # `row_max` starts at the lowest finite number, so the differences are never inf - inf
+    # `row_max` starts at the lowest finite number, so no difference is inf - inf
     new = jnp.maximum(row_max, s.max(axis=2, keepdims=True))
     p, r = _exp(s - new), _exp(row_max - new)
     total = rows.total * r + p.sum(axis=2, keepdims=True)
     if call.dropout_rate:
         p = p * dropout_factor(place, call)
     weighted = rows.weighted * r + _dot(p, v_tile, (2, 1), call)
-    # one row and one column of products show whether any query or key of the tile is not finite
+    # one row and one column of the products show whether any query or key of the tile is not finite
     rows_finite = rows.rows_finite & jnp.isfinite(x[:, :, :1])
     columns_finite = rows.columns_finite & jnp.isfinite(x[:, :1])
     return _Rows(new, total, weighted, rows_finite, columns_finite)
@@ -538,11 +540,11 @@ def _forward_tile(
 
 
 _Gradients = tuple[jax.Array, jax.Array, jax.Array, Sum]
-"""The accumulated gradients of queries, keys, values and bias."""
+"""Accumulated gradients of the queries, keys, values and bias."""
 
 
 class _QueryTile(NamedTuple):
-    """The values of a query tile that the backward pass reads, and two transposes made once."""
+    """Values of a query tile that the backward pass reads, including two precomputed transposes."""
 
     q: jax.Array  # [group, G block_q, H], times the scale
     q_across: jax.Array  # [group, H, G block_q]
@@ -554,10 +556,10 @@ class _QueryTile(NamedTuple):
 
 
 def _backward(call: AttentionCall, saved: SavedRows) -> tuple[jax.Array, ...]:
-    """Return (dq, dk, dv, *dbias) in float32; all but dq are accumulated in place."""
+    """Return (dq, dk, dv, *dbias) in float32. All of them except dq are accumulated in place."""
     sizes = Sizes.of(call)
     lists, repair = visited_tiles(sizes, call), saved.repaired.any()
-    # a query without a gradient may be NaN, and 0 * NaN would be NaN in the sums of its keys
+    # a query without a gradient may be NaN, and 0 * NaN = NaN would enter the sums of its keys
     dead = jnp.isposinf(saved.row_max)
     clean = dataclasses.replace(call, query=jnp.where(dead[..., None], 0, call.query))
     padded = _padded(sizes, clean)
@@ -621,7 +623,7 @@ def _backward_tile(
         factor = dropout_factor(place, call)
         kept, dp = p * factor, dp * factor
     ds = p * (dp - of.D)
-    # select rather than multiply, because the products of hidden pairs may have overflowed
+    # select instead of multiplying, because the products of hidden pairs may have overflowed
     if call.bias is not None:
         ds = ds if visible is None else jnp.where(visible(), ds, 0)
         dbias = bias_add(place, dbias, call, ds)
@@ -629,8 +631,8 @@ def _backward_tile(
         ds = ds * (1 - t * t)
     if visible is not None and (call.bias is None or t is not None):
         ds = jnp.where(visible(), ds, 0)
-    # multiplying from the left with transposes made once per query tile is two to three times as
-    # fast on a CPU as a product that sums over rows
+    # on a CPU, multiplying from the left by transposes computed once per query tile is two to three
+    # times as fast as a product that sums over rows
     dv = place.add_keys(dv, _dot(of.do_across, kept, (2, 1), call))
     dk = place.add_keys(dk, _dot(of.q_across, ds, (2, 1), call))
     return dq + _dot(ds, k_tile, (2, 1), call), dk, dv, dbias

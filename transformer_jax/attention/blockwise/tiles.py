@@ -1,7 +1,7 @@
-"""Tiles of blockwise attention: their sizes, the tiles to visit, and the data of a tile.
+"""Tiles of blockwise attention: sizes, the tiles to visit, and the data of each tile.
 
-A tile is block_q queries by block_k keys of a head group: some batch rows and key heads together,
-with the G query heads that share each key head.
+A tile consists of block_q queries and block_k keys of a head group. A head group consists of some
+batch rows and key heads, with the G query heads that share each key head.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformer_jax.tracing import eagerly
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a call's tiles. A tile covers `rows` batch rows by `heads` key heads."""
+    """Sizes of a call's tiles. Each tile covers `rows` batch rows and `heads` key heads."""
 
     B: int
     T: int
@@ -40,31 +40,32 @@ class Sizes:
     block_k: int
     rows: int
     heads: int
-    G: int  # query heads per key head
+    G: int  # number of query heads per key head
     group: int  # size of a head group, rows * heads
-    groups: tuple[int, int]  # number of groups of batch rows, and of key heads
-    grid: tuple[int, int]  # number of tiles of queries, and of keys
+    groups: tuple[int, int]  # number of groups of batch rows, and number of groups of key heads
+    grid: tuple[int, int]  # number of query tiles, and number of key tiles
 
     @classmethod
     def of(cls, call: AttentionCall) -> Sizes:
-        """Return the sizes for the arrays and the mask of a call."""
+        """Choose the sizes for the arrays and the mask of a call."""
         B, T, N, S = call.sizes
         K, H = call.key.shape[2:]
         if T <= FEW_QUERIES:
-            # decoding: all heads of all rows together. Narrow tiles read little beyond the last
-            # visible key. They divide S, because padding would copy the cache; if no divisor is at
+            # in decoding, combine all heads of all rows. Narrow tiles read few keys beyond the last
+            # visible one. They divide S, because padding would copy the cache. If no divisor is at
             # least 16, use padded tiles of 64
             widest = _divisors(S, 64)[-1]
             block_k = widest if widest == S or widest >= 16 else min(S, 64)
             block_q, rows, heads = T, B, K
         else:
-            # half a million scores, which fit the L2 cache of two cores (benchmarks/NOTES.md)
+            # half a million scores, which fit in the L2 caches of two cores (benchmarks/NOTES.md)
             length = max(T, S)
             if not _SMALL_PRODUCTS_THREADED:
                 side = 128 if length <= 256 else 512
             else:
                 side = 128 if length <= 256 or (B * K >= 16 and length <= 1024) else 256
-            # small tiles in large groups, because less of a small tile on the diagonal is wasted
+            # use small tiles in large groups, because less of a small tile on the diagonal is
+            # wasted
             group = max(2, 2**19 // side**2)
             block_q = min(max(side // 8, side // (N // K)), -(-T // 8) * 8)
             block_k = min(side, -(-S // 8) * 8)
@@ -82,7 +83,7 @@ class Sizes:
 
 FEW_QUERIES = 8
 
-# XLA of jax 0.10 computes a batch of small products on a single thread
+# in jax 0.10, XLA computes a batch of small products on a single thread
 _SMALL_PRODUCTS_THREADED = jax.__version_info__ >= (0, 11)
 
 
@@ -94,18 +95,18 @@ def _divisors(n: int, most: int) -> list[int]:
 
 
 def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
-    """List the key tiles for each head group and query tile, full first: order [.., nQ, nK]."""
+    """List the key tiles for each head group and query tile, [.., nQ, nK], full tiles first."""
     positions = (call.q_positions, sizes.T), (call.k_positions, sizes.S)
     with eagerly(call.mask, call.q_positions, call.k_positions):
-        # NumPy indices compile nothing for the plan of a mask without arrays; compiling took two
-        # seconds of the first call
+        # with NumPy indices, nothing is compiled for the plan of a mask without arrays; compiling
+        # took two seconds of the first call
         places = [np.arange(n, dtype=np.int32) if x is None else x for x, n in positions]
         mask = Everything() if call.mask is None else call.mask
         plan = mask.block_plan(*places, block_q=sizes.block_q, block_k=sizes.block_k)
         rows = sizes.rows if plan.classes.shape[0] > 1 else 1
         heads = sizes.heads * sizes.G if plan.classes.shape[1] > 1 else 1
         shares = rearrange(plan.classes, "(b r) (c n) i j -> b c i j (r n)", r=rows, n=heads)
-        # a tile with different classes within a group is partial for all of the group
+        # if the class of a tile differs within a group, the tile is partial for the whole group
         low, high = shares.min(axis=-1), shares.max(axis=-1)
         same = (low == high).astype(low.dtype)
         return lists_of(low * same + PARTIAL * (1 - same))
@@ -115,7 +116,7 @@ def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
 
 
 class Place(NamedTuple):
-    """A query tile (b, c, i) of a head group, and a key tile j. Indices may be traced."""
+    """Indices of a query tile (b, c, i) in a head group and of a key tile j; may be traced."""
 
     sizes: Sizes
     b: Index
@@ -140,11 +141,11 @@ class Place(NamedTuple):
         start = self.b * sizes.rows, self.i * sizes.block_q, self.c * heads, 0
         shape = sizes.rows, sizes.block_q, heads, x.shape[3]
         tile = lax.dynamic_slice(x, int32(start), shape)
-        # concatenate the heads that share a key head, so one product serves all of them
+        # concatenate the heads that share a key head, so that one product serves all of them
         return rearrange(tile, "r t (h G) d -> (r h) (G t) d", G=sizes.G).astype(jnp.float32)
 
     def put_queries(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """Return x [B, nQ block_q, N, d] with the tile's part [group, G block_q, d] written."""
+        """Write `part` [group, G block_q, d] to the tile's part of x [B, nQ block_q, N, d]."""
         sizes = self.sizes
         start = self.b * sizes.rows, self.i * sizes.block_q, self.c * sizes.heads * sizes.G, 0
         part = rearrange(part, "(r h) (G t) d -> r t (h G) d", G=sizes.G, r=sizes.rows)
@@ -159,7 +160,7 @@ class Place(NamedTuple):
         return rearrange(tile, "r s h d -> (r h) s d").astype(jnp.float32)
 
     def add_keys(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """Return x [groups, groups, nK, group, d, block_k] with the tile's part added."""
+        """Add `part` to the tile's part of x [groups, groups, nK, group, d, block_k]."""
         at = self.b, self.c, self.j
         total = (x[at] + part)[None, None, None]
         return lax.dynamic_update_slice(x, total, int32((*at, 0, 0, 0)))
@@ -169,7 +170,7 @@ class Place(NamedTuple):
         sizes = self.sizes
         q, k = call.positions(sizes.T, sizes.S)
         q = pad(q, 1, sizes.grid[0] * sizes.block_q, 0)
-        # pad with empty slots
+        # the padding consists of empty slots
         k = pad(k, 1, sizes.grid[1] * sizes.block_k, -1)
         q = lax.dynamic_slice_in_dim(q, self.i * sizes.block_q, sizes.block_q, 1)
         k = lax.dynamic_slice_in_dim(k, self.j * sizes.block_k, sizes.block_k, 1)
@@ -177,14 +178,14 @@ class Place(NamedTuple):
         return self.take(q, 0, first, sizes.rows), self.take(k, 0, first, sizes.rows)
 
     def indices(self) -> tuple[jax.Array, jax.Array]:
-        """Return the indices of the tile's queries [block_q] and keys [block_k] in the arrays."""
+        """Return the array indices of the tile's queries [block_q] and keys [block_k]."""
         sizes = self.sizes
         q = self.i * sizes.block_q + jnp.arange(sizes.block_q, dtype=jnp.int32)
         return q, self.j * sizes.block_k + jnp.arange(sizes.block_k, dtype=jnp.int32)
 
 
 def visible_at(place: Place, call: AttentionCall) -> jax.Array:  # bool[group, G block_q, block_k]
-    """Evaluate the mask in a tile; padded queries and keys are not visible."""
+    """Evaluate the mask in a tile. Padded queries and keys are hidden."""
     sizes = place.sizes
     heads = sizes.heads * sizes.G
     first = place.b * sizes.rows, place.c * heads
@@ -201,7 +202,7 @@ def dropout_factor(place: Place, call: AttentionCall) -> jax.Array:
     assert call.dropout_words is not None
     sizes, rate = place.sizes, call.dropout_rate
     heads = sizes.heads * sizes.G
-    # the call may be the part of one device, but the words are hashes of global rows and heads
+    # the call may be only one device's part, but the words are hashes of global rows and heads
     words = place.take(call.dropout_words, 1, place.b * sizes.rows, sizes.rows)
     a, b = place.take(words, 2, place.c * heads, heads)[..., None, None]
     q, k = (index.astype(jnp.uint32) for index in place.indices())
@@ -211,7 +212,7 @@ def dropout_factor(place: Place, call: AttentionCall) -> jax.Array:
 
 
 def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # f32[group, G block_q, 1]
-    """Return the sink of each row of a tile, from f32[1, N]."""
+    """Return the sink of each row in a tile, selected from f32[1, N]."""
     sizes = place.sizes
     heads = sizes.heads * sizes.G
     sinks = lax.dynamic_slice_in_dim(sinks[0], place.c * heads, heads)
@@ -220,18 +221,18 @@ def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # f32[group, G bloc
 
 
 def int32(starts: Sequence[Index]) -> list[jax.Array]:
-    """Return the starts of a slice as int32."""
-    # with x64 enabled, Python integers become int64, and `lax` accepts no mixture
+    """Return the start indices of a slice as int32."""
+    # with x64 enabled, Python integers become int64, but `lax` does not accept mixed dtypes
     return [jnp.asarray(start, jnp.int32) for start in starts]
 
 
 def unravel(n: Index, shape: tuple[int, int, int]) -> tuple[Index, Index, Index]:
-    """Return the three indices of the n-th entry of a shape."""
+    """Return the three indices of the n-th entry in an array of this shape."""
     _, c, i = shape
     return n // (c * i), n // i % c, n % i
 
 
 def join_keys(x: jax.Array, sizes: Sizes) -> jax.Array:
-    """Join [groups, groups, nK, group, d, block_k] to [B, S, K, d]."""
+    """Convert [groups, groups, nK, group, d, block_k] to [B, S, K, d]."""
     x = rearrange(x, "b c j (r h) d s -> (b r) (j s) (c h) d", r=sizes.rows)
     return x[:, : sizes.S]
