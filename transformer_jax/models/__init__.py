@@ -1,9 +1,10 @@
-"""Transformers as thin flax modules over pure functions.
+"""Transformers, implemented as thin flax modules over pure functions.
 
-`functional` and `ops` contain arithmetic without parameters (`ops` tunes it for each platform).
-Small modules are in `layers`, attention and a block in `block`, the loop over blocks in `stack`,
-models in `transformer`, `encoder_decoder` and `streaming`. `factory` builds models from configs.
-Other models, such as recurrent ones, are re-exported from `transformer_jax.lectures`.
+`functional` and `ops` contain arithmetic without parameters; `ops` is tuned for each platform.
+Small modules are in `layers`, attention and transformer blocks are in `block`, and the loop over
+blocks is in `stack`. The models are in `transformer`, `encoder_decoder` and `streaming`, and
+`factory` builds them from configs. Other models, such as recurrent networks, are re-exported from
+`transformer_jax.lectures`.
 """
 
 from transformer_jax.config.kinds import later

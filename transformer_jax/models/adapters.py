@@ -1,7 +1,7 @@
 """Products with a kernel that has low-rank adapters: x W + s (x A) B.
 
-W + s A B is never computed, so no kernel is stored twice, and W gets a gradient only on request.
-Each row of a batch can use a different adapter.
+W + s A B is never computed, so no kernel is stored twice, and the gradient of W is computed only on
+request. Each row of a batch can use a different adapter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformer_jax.values import value_class
     kw_only=True, arrays=("base", "a", "b", "rows"), static=("scale", "dropout"), exportable=True
 )
 class AdaptedKernel:
-    """Kernel with its adapters; replaces the plain kernel in a model's parameters.
+    """Kernel with its adapters, which replaces the plain kernel in a model's parameters.
 
     In a scanned stack, all arrays have a leading axis L.
     """
@@ -31,10 +31,10 @@ class AdaptedKernel:
     base: jax.Array | QuantizedKernel  # [*inputs, *outputs]
     a: jax.Array  # f32[inputs, r], or f32[n, inputs, r] for n adapters
     b: jax.Array  # f32[r, outputs], or f32[n, r, outputs]
-    rows: jax.Array | None = None  # i32[B]: the adapter of each row of the batch; -1 means none
+    rows: jax.Array | None = None  # i32[B], the adapter for each batch row; -1 means none
     scale: float
     dropout: float = 0.0
-    """Dropout rate on the input of A."""
+    """Dropout rate for the input of A."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,7 +52,8 @@ def product(
 ) -> jax.Array:  # [..., *outputs]
     """Return x W + b over the last `contract` axes of x, in the dtype of x.
 
-    An adapted kernel adds s (drop(x) A) B. A key turns dropout on; its bits also depend on `name`.
+    An adapted kernel adds s (drop(x) A) B. Passing a key turns dropout on. The dropout bits also
+    depend on `name`.
     """
     if isinstance(kernel, QuantizedKernel):
         return quantized_project(x, kernel, bias, contract)
@@ -60,7 +61,7 @@ def product(
         return project(x, kernel, bias, contract)
     y = product(x, kernel.base, bias, contract, None, name)
     if key is not None and kernel.dropout:
-        # so that modules that share a key draw different bits; `hash` differs between processes
+        # modules that share a key must draw different bits; `hash` would differ between processes
         key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         x = dropout(x, kernel.dropout, key)
     rows = kernel.rows
@@ -76,7 +77,8 @@ def product(
         if rows is None:
             y = (x @ a) @ b
         else:
-            # -1 must not select the last adapter; "fill" makes an index past the last adapter NaN
+            # -1 must not select the last adapter; "fill" returns NaN for an index past the last
+            # adapter
             a, b = (jnp.take(part, jnp.maximum(rows, 0), axis=0, mode="fill") for part in (a, b))
             y = jnp.einsum("B...r,Bro->B...o", jnp.einsum("B...i,Bir->B...r", x, a), b)
             y = jnp.where(rows.reshape(-1, *(1,) * (y.ndim - 1)) < 0, 0, y)

@@ -1,4 +1,4 @@
-"""Checks and default values for a model's arguments: tokens, positions, masks, cache capacity."""
+"""Checks and default values for model arguments: tokens, positions, masks and cache capacity."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ class OutputTable(Protocol):
     """Object that computes logits from hidden states."""
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Return logits [B, T, V] of hidden states [B, T, D]."""
+        """Return the logits [B, T, V] of hidden states [B, T, D]."""
         ...
 
 
 class CheckedModule(Module, kw_only=True):
-    """Linen module with edits, whose `apply` suggests the right name after a typo.
+    """Linen module with edits, whose `apply` method suggests corrections for misspelled names.
 
     Attributes:
-        edits: functions keyed by place name, added by `edited`; they do not affect parameters.
+        edits: functions keyed by place name, which `edited` adds. They do not affect the
+            parameters.
     """
 
     edits: Edits = field(default=(), repr=False)
@@ -64,25 +65,27 @@ class CheckedModule(Module, kw_only=True):
         """Return a copy of the model with functions that change values inside it.
 
         New edits run after existing ones, in all methods of the model and in its decoding step.
-        Edits of a source run when it is read: in `init_cache`, `init_state`, `init_decode_state`.
+        Edits of a source run when the source is read: in `init_cache`, `init_state` or
+        `init_decode_state`.
 
         Args:
-            edit: dict from a place (`transformer_jax.places`; `*` is any block) to a function.
+            edit: dict from the name of a place (see `transformer_jax.places`) to a function. In a
+                name, `*` matches any block number.
 
         Raises:
-            ValueError: if no place has that name, or a value is not a function.
+            ValueError: If a name matches no place, or if a value is not a function.
         """
         return self._with((*self.edits, *named_edits(self, edit)))
 
     @nn.nowrap
     def with_facts(self, **known: Any) -> Self:
-        """Return a copy whose edits store facts about the calls, as `EditSpec.of` takes them."""
+        """Return a copy whose edits store facts about the calls, the arguments of `EditSpec.of`."""
         if not self.edits:  # a copy would cause recompilation
             return self
         return self._with(tuple((name, EditSpec.of(one, **known)) for name, one in self.edits))
 
     def _with(self, edits: Edits) -> Self:
-        # rewind the scope of a bound model, in which the names of its layers are already taken
+        # reset the scope of a bound model, because it already contains the names of the layers
         scope = None if self.scope is None else self.scope.rewound()
         return self.clone(parent=scope, edits=edits)
 
@@ -105,8 +108,8 @@ class CheckedModule(Module, kw_only=True):
         """Call a method of the model with parameters, as `flax.linen.Module.apply` does.
 
         Raises:
-            ValueError: if `variables` is not {"params": params}.
-            TypeError: if the method has no argument of that name.
+            ValueError: If `variables` is not {"params": params}.
+            TypeError: If the method has no argument of that name.
         """
         if not isinstance(variables, Mapping) or (variables and "params" not in variables):
             value = f"a {type(variables).__name__}"
@@ -142,7 +145,7 @@ class CheckedModule(Module, kw_only=True):
 def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
     """Raise ValueError unless tokens are integers [B, T] within the vocabulary.
 
-    Traced IDs are not checked here; one outside the vocabulary results in NaN.
+    Traced IDs are not checked here. A traced ID outside the vocabulary results in NaN.
     """
     if not hasattr(tokens, "ndim"):
         raise ValueError(f"tokens are a {type(tokens).__name__}: must be an array [B, T]")
@@ -166,7 +169,7 @@ def check_one(tokens: jax.Array) -> None:
 
 
 def gather_tokens(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B, Q] -> [B, Q, D]
-    """Gather the tokens at the given indices of each row; an index out of range results in NaN.
+    """Gather the vectors at the given token indices. An index out of range results in NaN.
 
     Raise ValueError unless `at` is an integer array with one row for each row of x.
     """
@@ -185,8 +188,8 @@ def visited_logits(
     at: jax.Array | None,  # i32[B, Q]
     visit: Visit,
 ) -> jax.Array:  # f32[B, T, V] or [B, Q, V]
-    """Return the logits of the tokens `at` (None means every token) after edits."""
-    edited = "logits" in visit.edits  # an edit receives the logits of all tokens
+    """Return the logits of the tokens at indices `at`, or of all tokens if None, after edits."""
+    edited = "logits" in visit.edits  # an edit needs the logits of all tokens
     logits = visit("logits", embed.logits(x if at is None or edited else gather_tokens(x, at)))
     if at is not None and edited:
         logits = gather_tokens(logits, at)
@@ -203,19 +206,19 @@ def positions_and_masks(
     mask: Mask | None,
     causal: bool = False,
 ) -> tuple[jax.Array, tuple[Mask | None, ...]]:
-    """Return the positions for embeddings and rotation, and one mask per window of the config.
+    """Return the positions for embeddings and rotation, and one mask per window in the config.
 
-    The positions are i32[B, T] or [T]; with segments, they start at 0 in each document. Each mask
+    The positions are i32[B, T] or [T]. With segments, they start at 0 in each document. Each mask
     combines `mask` with one window, the sink tokens and the segments.
     """
     positions = check_positions(shape, positions)
-    # with segments each document starts at 0, so a row may be longer than the position table
+    # with segments, each document starts at 0, so a row may be longer than the position table
     if isinstance(config.positions, Learned) and positions is None and segments is None:
         if are_concrete(shape[1]) and shape[1] > config.max_len:
             raise ValueError(f"{shape[1]} tokens are more than max_len {config.max_len}")
     if mask is not None and positions is None:
         check_mask(mask, shape[0], config.num_heads, shape[1], shape[1])
-    # [T] if all rows have the same positions: angles are then computed once, not for each row
+    # [T] if all rows have the same positions, so that angles are computed once instead of per row
     token_positions = jnp.arange(shape[1]) if positions is None else positions
     sinks: Mask | None = None
     if config.sink_tokens:
@@ -229,9 +232,9 @@ def positions_and_masks(
             raise ValueError(f"segments {segments.shape} and tokens {shape} differ in shape")
         same = Segments(documents_of(segments))
         mask = same if mask is None else mask & same
-        # each token's distance from the first token of its run of equal IDs
+        # the distance of each token from the first token in its run of equal IDs
         index = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-        # column 0 always starts a document, since its ID differs from the prepended one
+        # column 0 always starts a document, because its ID differs from the prepended ID
         starts = jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
         token_positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
         if sinks is not None:
@@ -240,7 +243,7 @@ def positions_and_masks(
     for window in config.windows:
         near: Mask | None = None
         if window is not None:
-            # under a causal mask, a right edge would hide nothing but cost a comparison
+            # under a causal mask, a right limit would hide nothing but would cost a comparison
             near = Window(window, None if causal else window)
             near = near if sinks is None else near | sinks
         masks.append(mask if near is None else near if mask is None else mask & near)
@@ -248,9 +251,10 @@ def positions_and_masks(
 
 
 def check_sees_past(mask: Mask) -> None:
-    """Raise ValueError if a decoder's mask does not restrict future tokens at all.
+    """Raise ValueError if a decoder's mask does not hide any future tokens.
 
-    The mask replaces `Causal()`, so this is usually a mistake; `Everything() & ...` allows it.
+    The mask replaces `Causal()`, so this is usually a mistake. To allow it, use `Everything() &
+    ...`.
     """
     unrestricted = all(
         type(node) in (Padding, Segments, And, Or)
@@ -267,13 +271,14 @@ def check_cache_room(
     config: ModelConfig,
     cache: ModelCache,
     tokens: jax.Array,  # [B, T]
-    positions: jax.Array | None,  # i32[B, T]; None follows the tokens in the cache
+    positions: jax.Array | None,  # i32[B, T]; None means the positions after the cached tokens
     is_cross: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # i32[B, T], bool[B]
     """Return the positions of new tokens in a cache, and the rows that have no room for them.
 
-    A known position past the end raises ValueError, as does a cache of another model. A traced one
-    becomes padding, and the caller sets its row's result to NaN. A ring ends only at 2^31 - 1.
+    A known position past the end of the cache raises ValueError, as does the cache of another
+    model. A traced position past the end becomes padding, and the caller sets the result of its row
+    to NaN. A ring ends only at position 2^31 - 1.
     """
     check_cache(config, cache, tokens, is_cross)
     positions = check_positions(tokens.shape, positions)
@@ -291,14 +296,14 @@ def refuse_unread(
     tokens: jax.Array,  # i32[B, T]
     positions: jax.Array,  # i32[B, T]
 ) -> jax.Array:  # i32[B, T]
-    """Replace tokens with -1 in rows whose mask lets a query see keys beyond this call.
+    """Replace the tokens with -1 in rows whose mask lets a query see keys after this call.
 
-    The result would lack those keys, so a prefix that attends ahead must be read in one call. If
-    the positions are known, raise ValueError instead.
+    Those keys would be missing from the result, so a prefix with bidirectional attention must be
+    read in one call. If the positions are known, raise ValueError instead.
     """
     if not _looks_ahead(mask):
         return tokens
-    # inside a trace, jnp turns even known arrays into tracers, and nothing could be raised
+    # inside a trace, jnp would turn even known arrays into tracers, so no error could be raised
     with eagerly(mask, cache.length, positions):
         end = jnp.maximum(cache.length, positions.max(axis=1) + 1)  # [B]
         unread = end[:, None] + jnp.arange(cache.capacity)[None]

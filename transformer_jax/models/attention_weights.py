@@ -19,25 +19,26 @@ def attention_weights(
 ) -> dict[str, jax.Array]:
     """Return the attention weights of all layers and heads.
 
-    The weights are captured after the softmax and before dropout. A row sums to 1, to less with
-    `attention_sinks`, and to 0 if it sees nothing or belongs to a padding token. Under `jax.jit`, a
-    looped stack computes and stores only the layers that the program uses.
+    The weights are captured after the softmax and before dropout. Each row sums to 1, or to less
+    than 1 with `attention_sinks`. The row of a padding token, or of a token that sees no keys, sums
+    to 0. Under `jax.jit`, a looped stack computes and stores only the layers that the program uses.
 
     Args:
         model: a model from `build(config)`, with or without edits.
-        params: its parameters.
+        params: parameters of the model.
         tokens: i32[B, T], or an array that matches the config's `inputs`.
-        **arguments: other arguments of the model's call, such as `positions` and `source`. To get
-            weights over a cache, capture them instead: `model.apply(..., capture=(...))` or
+        **arguments: other arguments of the model, such as `positions` and `source`. To get the
+            weights over a cache, capture them with `model.apply(..., capture=(...))` or
             `generate(..., capture=("block_*/attention/weights",))`.
 
     Returns:
-        Dict from "attention", and for an encoder-decoder also "cross_attention" and
-        "encoder/attention", to weights f32[B, L, N, T, S]. A recurrent model has a single attention
-        without heads: f32[B, T, S], whose rows of padding tokens are not 0.
+        Dict from "attention" to weights f32[B, L, N, T, S]. For an encoder-decoder, it also has the
+        keys "cross_attention" and "encoder/attention". A recurrent model has a single attention
+        layer without heads, so its weights are f32[B, T, S], and the rows of its padding tokens are
+        not 0.
 
     Raises:
-        ValueError: if the model has no attention, or a cache is passed.
+        ValueError: If the model has no attention, or if a cache is passed.
     """
     if "cache" in arguments:
         rule = "capture weights over a cache with capture=('block_*/attention/weights',)"

@@ -1,4 +1,4 @@
-"""Transformer block: attention, cross-attention and feed-forward in residual branches."""
+"""Transformer block: attention, cross-attention and feed-forward layers in residual branches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from transformer_jax.sharding import by_compiler, split
 from transformer_jax.values import short_repr, value_class
 
 PositionBias = biases.ALiBi | biases.RelativeBias
-"""Position biases that a config can request."""
+"""Position biases that a config can specify."""
 
 LayerCache = kv.KVCache | PagedCache
 
@@ -66,17 +66,17 @@ LayerCache = kv.KVCache | PagedCache
 class BlockInputs:
     """Inputs shared by all blocks of a stack."""
 
-    positions: jax.Array | None = None  # i32[B, T]: for masks and caches; None means arange(T)
-    token_positions: jax.Array | None = None  # i32[B, T] or [T]: for rotation, per document
+    positions: jax.Array | None = None  # i32[B, T], for masks and caches; None means arange(T)
+    token_positions: jax.Array | None = None  # i32[B, T] or [T], for rotation; per document
     mask: Mask | None = None
     bias: PositionBias | None = None
-    memory: jax.Array | None = None  # [B, S, D]: an encoder's output
+    memory: jax.Array | None = None  # [B, S, D], the output of an encoder
     memory_positions: jax.Array | None = None  # i32[B, S]; negative means padding
     places: Places = NOWHERE
 
 
 class _Heads(NamedTuple):
-    """Operands of one attention call, projected and split into heads."""
+    """Operands of an attention call, projected and split into heads."""
 
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
@@ -97,7 +97,7 @@ class _Heads(NamedTuple):
 
 
 def _drop_as_kernels(weights: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Apply dropout to weights [B, N, T, S] with the bits of `dot_product_attention`."""
+    """Apply dropout to weights [B, N, T, S], with the same bits as `dot_product_attention`."""
     if key is None or (rate := exact_rate(rate)) == 0.0:
         return weights
 
@@ -114,8 +114,8 @@ def _drop_as_kernels(weights: jax.Array, rate: float, key: jax.Array | None) -> 
 class Attention(Module):
     """Self- or cross-attention with multi-head, grouped-query or multi-query heads.
 
-    out = W_o concat_n softmax(scale q_n k_g^T + bias) v_g, with key head g = n // G of query head n
-    (Vaswani et al. 2017, 3.2; Ainslie et al. 2023).
+    out = W_o concat_n softmax(scale q_n k_g^T + bias) v_g, with key head g = n // G for query head
+    n (Vaswani et al. 2017, section 3.2; Ainslie et al. 2023).
     """
 
     config: ModelConfig
@@ -123,7 +123,7 @@ class Attention(Module):
     depth: int | None = None
     """Number of blocks in the stack; None means num_layers."""
     window: int | None = None
-    """Window of the mask; a cache uses it to decide which keys new tokens still see."""
+    """Window of the mask, from which a cache determines the keys that new tokens can still see."""
     number: int | None = None
     """Index of the block in a looped stack."""
 
@@ -152,7 +152,7 @@ class Attention(Module):
         self.custom = order if isinstance(order, CustomPositions) else None
         self.shaw = order if isinstance(order, Shaw) else None
         if self.shaw is not None:
-            # one vector per distance from -max to max; larger distances are clipped
+            # one vector for each distance from -max to max; larger distances are clipped
             rows, std = 2 * self.shaw.max_distance + 1, nn.initializers.normal(cfg.init_std)
             self.shaw_key = parameter(self, "shaw_key", std, (rows, cfg.key_dim))
             self.shaw_value = parameter(self, "shaw_value", std, (rows, cfg.value_dim))
@@ -161,7 +161,7 @@ class Attention(Module):
     def cross_keys_values(
         self, memory: jax.Array, dropout_key: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
-        """Return the keys and values of a memory [B, S, D]."""
+        """Return the cross-attention keys and values of a memory [B, S, D]."""
         k = self._normed_rotated(self.key(memory, dropout_key), "key", None)
         return k, self.value(memory, dropout_key)
 
@@ -180,7 +180,7 @@ class Attention(Module):
             if cfg.qk_norm_over == "head":
                 x = norm(x, scale)
             elif cfg.qk_norm_over == "own_head":
-                # Cohere: each head has its own scale, which `norm` cannot apply
+                # in Cohere, each head has its own scale, which `norm` cannot apply
                 x = (norm(x.astype(F32)) * scale[None, None]).astype(x.dtype)
             else:
                 # OLMo 2 normalizes all heads together, before splitting them
@@ -212,8 +212,8 @@ class Attention(Module):
     ) -> tuple[jax.Array, LayerCache | None]:
         """Attend from x to itself and to earlier tokens in `cache`, or to a `cross_cache`.
 
-        Return the output [B, T, D] and the updated cache. With `projected` queries, keys and
-        values from a custom block, return the output of each head instead, [B, T, N, Hv].
+        Return the output [B, T, D] and the updated cache. If a custom block passes `projected`
+        queries, keys and values, return the output of each head, [B, T, N, Hv], instead.
         """
         cfg = self.config
         visit = Visit() if visit is None else visit
@@ -231,7 +231,7 @@ class Attention(Module):
                 k, v = projected[1:]
             k = self._normed_rotated(k, "key", inputs.token_positions)
             mask, bias, k_positions = inputs.mask, inputs.bias, inputs.positions
-        else:  # the whole source is visible except its padding, which has negative positions
+        else:  # all of the source is visible except its padding, which has negative positions
             k, v, k_positions = cross_cache.k, cross_cache.v, cross_cache.positions
             mask = bias = None
         q, k = visit(f"{branch}/query", q), visit(f"{branch}/key", k)
@@ -245,7 +245,7 @@ class Attention(Module):
             visit(f"{branch}/key_positions", k_positions)
         if requested:
             weights = self._weights(heads)
-            if heads.q_positions is not None:  # a padding query has no weights
+            if heads.q_positions is not None:  # padding queries have no weights
                 weights = jnp.where(heads.q_positions[:, None, :, None] >= 0, weights, 0.0)
             weights = visit(weights_name, weights)
         if edited and cache is not None:  # an edit must not give weight to an empty slot
@@ -253,7 +253,7 @@ class Attention(Module):
             wrong = (weights != 0) & (heads.k_positions < 0)[:, None, None]
             weights = jnp.where(wrong.any(axis=-1, keepdims=True), jnp.nan, weights)
         if edited:
-            # dropout must remove the same weights as without an edit
+            # dropout must drop the same weights as without an edit
             drop = _drop_as_kernels if self.shaw is None else dropout
             out = self._average(drop(weights, cfg.attention_dropout, dropout_key), heads)
         else:
@@ -268,13 +268,13 @@ class Attention(Module):
     def _update_cache(
         self, cache: LayerCache, heads: _Heads, *, as_stored: bool
     ) -> tuple[LayerCache, _Heads]:
-        """Write new keys and values, and return the cache and heads with all cached keys.
+        """Write new keys and values, and return the cache and the heads with all cached keys.
 
         With `as_stored`, int8 values and pages are passed to attention in their stored form.
         """
         cfg, dtype = self.config, heads.k.dtype
         assert heads.q_positions is not None
-        # Shaw's scores and captured weights are computed from plain arrays
+        # Shaw's scores and captured weights require plain arrays
         as_stored = as_stored and self.shaw is None
         seen: LayerCache
         block_table = None
@@ -306,7 +306,7 @@ class Attention(Module):
         return cache, heads
 
     def _attend(self, heads: _Heads, dropout_key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
-        """Return the output of each head. Shaw positions materialize the attention weights."""
+        """Return the output of each head. Shaw's positions materialize the attention weights."""
         cfg = self.config
         if self.shaw is not None:
             weights = dropout(self._weights(heads), cfg.attention_dropout, dropout_key)
@@ -331,8 +331,8 @@ class Attention(Module):
         )
 
     def _average(self, weights: jax.Array, heads: _Heads) -> jax.Array:
-        """Return the weighted averages of the values: f32[B, N, T, S] -> [B, T, N, Hv]."""
-        # zero non-finite values, since 0 * NaN would be NaN
+        """Average the values with weights f32[B, N, T, S], and return [B, T, N, Hv]."""
+        # set nonfinite values to zero, because 0 * NaN would be NaN
         finite = jnp.isfinite(heads.v).all(axis=-1, keepdims=True)
         v = jnp.where(finite, heads.v, 0)
 
@@ -355,16 +355,16 @@ class Attention(Module):
         return by_compiler(average, arrays, split(heads.q, slice(3)))
 
     def _weights(self, heads: _Heads) -> jax.Array:  # f32[B, N, T, S]
-        """Return the softmax before dropout. The row of a query that sees NaN or inf is NaN."""
+        """Return the softmax before dropout. If a query sees NaN or inf, its row is NaN."""
         cfg, bias = self.config, heads.bias
         finite = jnp.isfinite(heads.v).all(axis=-1, keepdims=True)
-        # The kernels return NaN for a query that sees a non-finite value. Weights do not depend on
-        # the values, so mark such keys.
+        # The kernels return NaN for a query that sees a nonfinite value. Weights do not depend on
+        # the values, so mark the keys of such values.
         k = jnp.where(finite, heads.k, jnp.nan)
         q_positions, k_positions = heads.q_positions, heads.k_positions
         if self.shaw is not None:
             q_positions, k_positions = heads.known_positions()
-            # Shaw's term is scaled like q.k: q (k + a) / sqrt(H). A bias is added unscaled.
+            # Shaw's term is scaled like q.k: q (k + a) / sqrt(H). A bias is not scaled.
             scale = cfg.key_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
             shaw = pos.shaw_scores(heads.q, self.shaw_key, q_positions, k_positions)
             bias = scale * shaw  # type: ignore[assignment]
@@ -385,7 +385,7 @@ class Attention(Module):
 @short_repr
 @dataclass
 class CustomCall:
-    """State and helper methods that one call of a custom block passes to `CustomBlock.run`.
+    """State and helper methods that a custom block passes to `CustomBlock.run` in one call.
 
     Attributes:
         layer: index of the block; traced in a scanned stack.
@@ -409,8 +409,9 @@ class CustomCall:
     ) -> jax.Array:  # [B, T, N, Hv]
         """Return the output of each head, with the config's positions, mask and implementation.
 
-        Pass `q` and `k` before rotation. Earlier tokens are read from the cache, and these are
-        written to it. A second call, or a shape other than the config's, raises ValueError.
+        Pass `q` and `k` before rotation. Earlier tokens are read from the cache, and the new tokens
+        are written to it. Raise ValueError on a second call, or if a shape does not match the
+        config.
         """
         cfg = self.attention.config
         if self.attended:
@@ -434,7 +435,7 @@ class CustomCall:
         return heads
 
     def dropout(self, y: jax.Array) -> jax.Array:
-        """Apply the config's dropout to an array of any shape, if dropout is on."""
+        """Apply the config's dropout to an array of any shape if dropout is on."""
         key = self.keys[1]
         self.dropped += 1
         key = None if key is None else jax.random.fold_in(key, self.dropped)
@@ -442,9 +443,9 @@ class CustomCall:
 
 
 class Block(Module):
-    """Self-attention, optional cross-attention and feed-forward, each in a residual branch.
+    """Self-attention, optional cross-attention and a feed-forward layer, each in a residual branch.
 
-    Each branch f, in that order, updates the stream x according to `norm_order`:
+    In this order, each branch f updates the stream x according to `norm_order`:
 
         pre       x + f(n(x))
         post      n(x + f(x))
@@ -469,13 +470,13 @@ class Block(Module):
             expected = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
             own: Any = {}
             if self.has_variable("params", "own"):
-                self._state.children["own"] = "params"  # declare it, as `parameter` does
+                self._state.children["own"] = "params"  # mark it as declared, as `parameter` does
                 own = self.get_variable("params", "own")
             elif expected:
                 in_f32 = lambda key: jax.tree.map(lambda x: x.astype(F32), init(key))  # noqa: E731
                 own = self.param("own", in_f32)
             own = unfreeze(own)
-            shapes = jax.tree.map(jnp.shape, own)  # before the next line, where flax freezes it
+            shapes = jax.tree.map(jnp.shape, own)  # before flax freezes it in the next line
             self.own: Params = own
             if expected != shapes:
                 path, kind = "/".join((*self.path, "own")), type(cfg.block).__name__
@@ -493,10 +494,10 @@ class Block(Module):
             feed_forward = FeedForward if cfg.experts is None else ExpertFeedForward
             self.feed_forward = feed_forward(cfg, self.depth)
         if cfg.norm_order == "parallel_shared":
-            # GPT-J and Cohere: the branches share one norm
+            # in GPT-J and Cohere, the branches share one norm
             self.norm = dict.fromkeys(branches, Norm(cfg, name="norm"))
         elif cfg.norm_order != "output":
-            # ModernBERT: the norm of the embedding replaces the first norm of block 0
+            # in ModernBERT, the norm of the embedding replaces the first norm of block 0
             skipped = [] if cfg.first_norm or self.number != 0 else ["attention"]
             self.norm = {name: Norm(cfg) for name in branches if name not in skipped}
         if cfg.norm_order in ("sandwich", "output"):
@@ -510,17 +511,18 @@ class Block(Module):
         cache: LayerCache | None = None,
         cross_cache: kv.KVCache | None = None,
         key: jax.Array | None = None,
-        layer: jax.Array | int | None = None,  # i32[] in a scan: index of the block
+        layer: jax.Array | int | None = None,  # index of the block, i32[] in a scan
     ) -> tuple[jax.Array, LayerCache | None, Captured]:
         """Return the stream [B, T, D] after the branches, the updated cache and captured values.
 
-        Cross-attention reads `cross_cache`, or computes its keys and values from the memory.
+        Cross-attention either reads `cross_cache` or computes its keys and values from the memory.
         """
         cfg = self.config
         source = inputs.memory_positions if cross_cache is None else cross_cache.positions
         layer = self.number if layer is None else layer
         visit = inputs.places.visit(layer, inputs.token_positions, source)
-        # always five, so that a branch's random numbers do not depend on which branches exist
+        # always split into five keys, so that the random numbers of a branch do not depend on which
+        # other branches exist
         keys = split_key(key, 5)
         if cfg.block is not None and cfg.block.is_whole:
             call = CustomCall(self.attention, inputs, cache, visit, keys, layer, x)
@@ -564,7 +566,7 @@ class Block(Module):
         return visit("residual", x), cache, visit.captured
 
     def _with_block_edits(self, visit: Visit, edits: Mapping[str, Edit]) -> Visit:
-        """Return a visit that applies the custom block's edits before those of the call."""
+        """Return a visit that applies the edits of the custom block before those of the call."""
         known = {name[8:] for name in places(self.config) if name.startswith("block_0/")}
         found = copy(visit)
         found.edits = dict(visit.edits)
@@ -580,10 +582,10 @@ class Block(Module):
     def init_cross_cache(
         self,
         memory: jax.Array,  # [B, S, D]
-        positions: jax.Array,  # i32[B, S]; negative where padded
+        positions: jax.Array,  # i32[B, S]; negative means padding
         key: jax.Array | None = None,
     ) -> kv.KVCache:
-        """Compute the keys and values of an encoder's output once, for all later queries."""
+        """Compute the keys and values of an encoder's output once for all later queries."""
         k, v = self.cross_attention.cross_keys_values(memory, key)
         positions = jnp.array(positions, jnp.int32)  # copy, so that layers share no buffer
         return kv.KVCache(k, v, positions, jnp.maximum(positions.max(axis=1) + 1, 0))
@@ -591,7 +593,7 @@ class Block(Module):
     def scan_cross_cache(
         self, memory: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, kv.KVCache]:
-        """Adapt `init_cross_cache` to `nn.scan`; the memory is the carry."""
+        """Adapt `init_cross_cache` to `nn.scan`, with the memory as the carry."""
         return memory, self.init_cross_cache(memory, positions)
 
     def scan_step(
@@ -604,9 +606,10 @@ class Block(Module):
     ) -> tuple[tuple[jax.Array, kv.KVCache | None, Captured], Captured]:
         """Adapt `__call__` to `nn.scan`.
 
-        The cache of all layers is in the carry (not scanned over), so that a donated cache is
-        updated in place. Values captured in only a few blocks are also in the carry, by full name;
-        the scan stacks the others, which are the second result.
+        The cache of all layers is part of the carry instead of being scanned over, so that a
+        donated cache is updated in place. Values captured in only a few blocks are also part of the
+        carry, keyed by full name. The scan stacks the other captured values, which form the second
+        result.
         """
 
         def read(leaf: jax.Array) -> jax.Array:

@@ -1,13 +1,14 @@
-"""Parameter initialization with a few small programs, which compile quickly.
+"""Parameter initialization with a few small programs that compile quickly.
 
 A single program for all parameters takes seconds to compile, although the blocks have equal shapes.
-So the initialization is only traced: the part of the trace that makes one parameter is extracted,
-and equal parts share a compiled program. On a CPU, even these take longer to compile than to run,
-so one program draws normal numbers for all shapes:
+Therefore, the initialization is only traced. The part of the trace that creates each parameter is
+extracted, and equal parts share a compiled program. On a CPU, even these programs take longer to
+compile than to run, so one program draws normal numbers for all shapes:
 
     x_i = std sqrt(2) erfinv(u_i),   u_i from the bits of Threefry-2x32(key, i)
 
-Threefry: Salmon et al. 2011. The numbers equal those of `jax.random.normal`, bit for bit.
+Threefry is from Salmon et al. 2011. The numbers are bit-for-bit equal to those of
+`jax.random.normal`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from transformer_jax.pytree import Array
 
 CHUNK = 2**16
-"""Count of random numbers per call of the CPU program; they fit in a core's cache."""
+"""Number of random numbers per call of the CPU program, chosen to fit in the cache of one core."""
 IN_FLIGHT = 16
-"""Maximum number of calls whose results have not been copied yet."""
+"""Maximum number of calls whose results have not yet been copied."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,18 @@ class _Part:
     """Part of a trace that computes some of its results."""
 
     text: str
-    """Printed jaxpr; parts with equal text share a program."""
+    """Printed jaxpr. Parts with equal text share a program."""
     traced: ClosedJaxpr = field(compare=False)
 
 
 def draw(traced: ClosedJaxpr, key: jax.Array) -> list[jax.Array]:
     """Return the exact results of a traced function for a key, computed by small programs.
 
-    Results of one loop, such as those of a scanned stack, share one program.
+    The results of one loop, such as those of a scanned stack, share one program.
     """
     found: dict[int, jax.Array] = {}
-    # the shared CPU program supports only the default: uncommitted Threefry keys, bits by index
+    # the shared CPU program supports only the default: uncommitted Threefry keys, with bits
+    # computed by index
     platforms = {device.platform for device in key.devices()}
     shared = not key.committed and platforms == {"cpu"} and _bits_by_index()
     shared = shared and str(jax.random.key_impl(key)) == "threefry2x32"
@@ -63,7 +65,8 @@ def draw(traced: ClosedJaxpr, key: jax.Array) -> list[jax.Array]:
 def _parts(traced: ClosedJaxpr, key: jax.Array) -> Iterator[tuple[_Part, list[Array], list[int]]]:
     """Yield each part with its arguments and the indices of its results.
 
-    The number folded into a key becomes an argument, because it is all that differs between layers.
+    The number folded into a key becomes an argument, because only this number differs between
+    layers.
     """
     jaxpr, _ = dce_jaxpr(traced.jaxpr, True, instantiate=True)
     values: dict[Var, Array] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
@@ -116,13 +119,13 @@ def _program(part: _Part) -> Callable[..., list[jax.Array]]:
 
 
 def _bits_by_index() -> bool:
-    """Whether JAX computes random bits from each number's index, not from pairs of indices."""
-    config: Any = jax.config  # its settings have no type annotations
+    """Whether JAX computes random bits from the index of each number, not from pairs of indices."""
+    config: Any = jax.config  # the settings of JAX have no type annotations
     return bool(config.jax_threefry_partitionable)
 
 
 def _without_compiling(part: _Part, arguments: Sequence[Array]) -> list[jax.Array] | None:
-    """Compute a constant or normal numbers without compiling for the shape; None for others."""
+    """Compute a constant or normal numbers without compiling for this shape; else return None."""
     jaxpr = part.traced.jaxpr
     shape = jaxpr.outvars[0].aval.shape
     numbers = [x.val for each in jaxpr.eqns for x in each.invars if isinstance(x, Literal)]
@@ -130,7 +133,7 @@ def _without_compiling(part: _Part, arguments: Sequence[Array]) -> list[jax.Arra
         return [jax.device_put(np.full(shape, numbers[0], jaxpr.outvars[0].aval.dtype))]
     if not 0 < len(numbers) < 8 or np.prod(shape) >= 2**32:
         return None
-    for std in dict.fromkeys(map(float, numbers)):  # jax 0.12 has other literals, too
+    for std in dict.fromkeys(map(float, numbers)):  # jax 0.12 also has other literals
         if part.text == _normal_text(std, shape):
             key, folded = jnp.asarray(arguments[0]), np.asarray(arguments[1])
             return [jax.device_put(_normal_numbers(key, folded, np.float32(std), shape))]
@@ -139,7 +142,7 @@ def _without_compiling(part: _Part, arguments: Sequence[Array]) -> list[jax.Arra
 
 @lru_cache(maxsize=1024)
 def _normal_text(std: float, shape: tuple[int, ...]) -> str:
-    """Return the text of a part that draws normal numbers."""
+    """Return the printed jaxpr of a part that draws normal numbers."""
 
     def normal(key: jax.Array) -> jax.Array:
         init = nn.initializers.normal(std)
@@ -153,7 +156,7 @@ def _normal_text(std: float, shape: tuple[int, ...]) -> str:
 def _normal_numbers(
     key: jax.Array, number: np.ndarray, std: np.float32, shape: tuple[int, ...]
 ) -> np.ndarray:  # f32[shape]
-    """Return std times normal numbers from `fold_in(key, number)`, computed in chunks."""
+    """Draw normal numbers from `fold_in(key, number)` in chunks, and multiply them by std."""
     found = np.empty(int(np.prod(shape)), np.float32)
     scale = std * np.float32(np.sqrt(2))  # XLA folds the constants in this order
     words, scale = jax.device_put((_words(key, jax.device_put(number)), scale))
@@ -180,7 +183,7 @@ def _words(key: jax.Array, number: jax.Array) -> jax.Array:  # u32[2]
 
 @jax.jit
 def _normal_chunk(key: jax.Array, start: jax.Array, scale: jax.Array) -> jax.Array:  # f32[CHUNK]
-    """Return CHUNK numbers from index `start`, with the arithmetic of `jax.random.normal`."""
+    """Return CHUNK numbers from index `start` on, with the arithmetic of `jax.random.normal`."""
     index = start + jax.lax.iota(jnp.uint32, CHUNK)
     high, low = _threefry(key, jnp.zeros_like(index), index)
     in_1_to_2 = ((high ^ low) >> np.uint32(9)) | np.uint32(0x3F800000)
@@ -191,10 +194,10 @@ def _normal_chunk(key: jax.Array, start: jax.Array, scale: jax.Array) -> jax.Arr
 
 
 def _threefry(key: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the Threefry-2x32 cipher of pairs of words.
+    """Encrypt pairs of words with the Threefry-2x32 cipher.
 
     The rounds are unrolled, so XLA fuses them into one loop over the words. JAX's own version for
-    CPUs loops over the rounds, and each round passes over all words.
+    CPUs loops over the rounds, each of which reads and writes all words.
     """
     words = key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
     x, y = x + words[0], y + words[1]

@@ -1,8 +1,8 @@
-"""Edits of values inside a model, with the same result however the sequence is split into calls.
+"""Edits of values inside a model, whose results do not depend on how calls split a sequence.
 
-A call may contain a whole sequence or a part of it (a chunk of a prompt, a decoded token), padding,
-and unrelated rows. An edit acts only on the tokens of the sequence and can read their positions. If
-it needs more tokens than the call contains, it raises an error.
+A call may contain a whole sequence or a part of it (such as a chunk of a prompt or a decoded
+token), padding, and unrelated rows. An edit acts only on the tokens of the sequence, and can read
+their positions. An error is raised if an edit needs more tokens than the call contains.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from transformer_jax.models.token_wise import is_wise
 from transformer_jax.tracing import concrete_value
 
 Edit: TypeAlias = Callable[..., jax.Array]
-"""A function of a value, and of `positions` i32[B, T] if it has a parameter with this name."""
+"""Function of a value, and of `positions` i32[B, T] if it has a parameter with this name."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Facts about a call's tokens that are known while tracing; None means unknown."""
+    """Facts about the tokens of a call that are known while tracing; None means unknown."""
 
     whole: bool = True
-    """Whether no earlier call read tokens of these sequences."""
+    """Whether no earlier call has read tokens of these sequences."""
     starts: bool | None = True
     """Whether every row begins with the first token of its sequence."""
     padded: bool | None = False
     aligned: bool | None = True
-    """Whether each column has the same position in all rows."""
+    """Whether the tokens in a column have the same position in all rows."""
     packed: bool = False
     """Whether a row contains several sequences."""
     lengths: tuple[int, ...] | None = None
-    """Last position + 1 of each row, if `positions` are passed and not traced."""
+    """Last position + 1 of each row if `positions` are passed and not traced."""
     layer: Index | None = None
-    """Index of the block, traced in a scan; None means outside the blocks."""
+    """Index of the block, which is traced in a scan; None means outside the blocks."""
 
     @classmethod
     def of(
@@ -70,22 +70,22 @@ class Call:
 
 
 WHOLE = Call()
-"""A call with whole sequences and no padding."""
+"""Facts about a call with whole sequences and no padding."""
 
 
 @dataclass(frozen=True)
 class EditSpec:
-    """Edit function with facts about the calls that will use it."""
+    """Edit function, with facts about the calls that will use it."""
 
     function: Edit
     part: bool = False
     """Whether a call reads only a part of each sequence, as in decoding."""
     apart: bool = False
-    """Whether the rows are unrelated sequences, or unused."""
+    """Whether the rows are unrelated sequences or unused."""
     padded: bool = False
     """Whether shorter rows are padded."""
     first: int = 0
-    """Number of tokens of each sequence that precede those that are read."""
+    """Number of tokens of each sequence before the first one that is read."""
 
     @classmethod
     def of(
@@ -97,15 +97,15 @@ class EditSpec:
         padded: bool = False,
         first: int = 0,
     ) -> EditSpec:
-        """Add facts to an edit; facts that are already set remain."""
+        """Add facts to an edit, without changing facts that are already set."""
         old = edit if isinstance(edit, EditSpec) else cls(edit)
         flags = part or old.part, apart or old.apart, padded or old.padded
         return cls(old.function, *flags, first or old.first)
 
 
 def axes_of(place: str, ndim: int) -> dict[str, int]:
-    """Return the token axis of a value, and its head axis if it has one."""
-    if ndim < 4 or place.endswith("/hidden"):  # 4 axes in the hidden layer of experts
+    """Return the token axis of a value, and the head axis if it has one."""
+    if ndim < 4 or place.endswith("/hidden"):  # the hidden layer of experts also has 4 axes
         return {"token": 1}
     return {"token": 2, "head": 1} if place.endswith("/weights") else {"token": 1, "head": 2}
 
@@ -118,32 +118,34 @@ def apply_edit(
     call: Call,
     single: bool = False,
 ) -> jax.Array:
-    """Apply an edit to a value; rows of a traced call that violate the edit's needs become NaN.
+    """Apply an edit to a value. Rows of a traced call that violate the edit's needs become NaN.
 
-    `single` means that the model reads one token at a time and the value belongs to one token.
+    `single` means that the model reads one token at a time and that the value belongs to one token.
 
     Raises:
-        ValueError: if the edit needs more tokens or rows than the call has, or would see padding.
+        ValueError: If the edit needs more tokens or rows than the call has, or if it would see
+            padding.
     """
     function, axis = spec.function, axes_of(place, value.ndim)["token"]
     rows, count = value.shape[0], value.shape[axis]
     tokens = jnp.arange(count)[None] if positions is None else positions
     tokens = jnp.broadcast_to(tokens, (rows, count))
     if spec.first:
-        # `at` counts from the first token of the sequence, whether or not the call contains it
+        # `at` is relative to the first token of the sequence, whether or not the call contains that
+        # token
         tokens = jnp.where(tokens < 0, tokens, tokens + spec.first)
     if spec.part or single:
         call = replace(call, whole=False)
     try:
         names = set(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a builtin may have no signature
+    except (TypeError, ValueError):  # built-in functions may have no signature
         names = set()
     arguments = {"positions": tokens, "call": call}
     arguments = {name: x for name, x in arguments.items() if name in names}
     needs = getattr(function, "needs", None)
     declared = needs is not None
     if needs is None:
-        # A whole sequence without padding meets every need, so skip the slow analysis.
+        # Whole sequences without padding meet all needs, so skip the slow analysis.
         plain = spec == EditSpec(function) and call.whole
         plain &= positions is None or "positions" in arguments
         needs = set() if plain else _needs(function, value, arguments, axis, single, spec.apart)
@@ -201,10 +203,10 @@ def _needs(
     def call(value: jax.Array, *more: jax.Array) -> jax.Array:
         return function(value, **dict(zip(names, more, strict=True)), **fixed)
 
-    # trace with 13 tokens, so that indexing the last token or a fixed one shows in the jaxpr
+    # trace with 13 tokens, so that the jaxpr shows whether the last token or a fixed one is indexed
     found = set() if single or is_wise(call, shapes, axis, 13) else {"tokens"}
     rows = value.shape[0]
     by_row = rows == 1 or is_wise(call, shapes, 0, rows)
-    # an edit may treat rows differently, unless their texts are unrelated
+    # an edit may treat rows differently unless their texts are unrelated
     by_row = by_row or (not apart and is_wise(call, shapes, 0, rows, alike=False))
     return found if by_row else {*found, "rows"}

@@ -24,8 +24,8 @@ from transformer_jax.models.transformer import DecoderResult, run_decoder, run_e
 class EncoderDecoder(CheckedModule):
     """Sequence-to-sequence model (Vaswani et al. 2017).
 
-    Both stacks share the embedding, unless the config has a `source_vocab_size` or `inputs`. With
-    `inputs`, `source` is f32[B, S, D_in] or f32[B, H, W, C], and its positions belong to the
+    Both stacks share the embedding unless the config has a `source_vocab_size` or `inputs`. With
+    `inputs`, `source` is f32[B, S, D_in] or f32[B, H, W, C], and its positions are those of the
     vectors, the frames, or the class token and the patches.
 
     Attributes:
@@ -52,17 +52,17 @@ class EncoderDecoder(CheckedModule):
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
     ) -> jax.Array | tuple[jax.Array, Captured]:  # [B, S, D]
-        """Return the memory: the encoder's output, which the decoder attends to.
+        """Return the encoder's output (the memory that the decoder attends to).
 
         Args:
             source: token IDs, or an array that matches the config's `inputs`.
             positions: negative means padding; None means arange(S).
-            mask: which source tokens each source token sees; None means all.
+            mask: source tokens that each source token sees; None means all.
             key: a single PRNG key, which turns dropout on.
-            capture: names of the encoder's places ("encoder/...") to return.
+            capture: names of the encoder's places ("encoder/...") whose values to return.
 
         Returns:
-            [B, S, D] in the compute dtype; with `capture`, also a dict of the captured values.
+            [B, S, D] in the compute dtype. With `capture`, also a dict of the captured values.
         """
         places = Places.of(self, capture)
         for name in places.capture:
@@ -86,7 +86,7 @@ class EncoderDecoder(CheckedModule):
 
         Args:
             source: token IDs, or an array that matches the config's `inputs`.
-            capacity: number of positions per target row, as in `transformer_jax.init_cache`.
+            capacity: number of positions in each target row, as in `transformer_jax.init_cache`.
             positions: source positions; negative means padding, None means arange(S).
             dtype: dtype of the target's keys and values; None means the compute dtype.
             slack: as in `transformer_jax.init_cache`.
@@ -113,32 +113,34 @@ class EncoderDecoder(CheckedModule):
     ) -> DecoderResult:
         """Return the logits of the next target token, and the updated cache.
 
-        Pass either the source, as in training, or a cache from `init_cache`, which contains it.
+        Pass either the source, as in training, or a cache from `init_cache` that contains the
+        source.
 
             logits, _ = model.apply({"params": params}, target, source=source)
             cache = model.apply({"params": params}, source, capacity=64, method="init_cache")
             logits, cache = model.apply({"params": params}, target, cache=cache)
 
         Args:
-            tokens: the target.
+            tokens: the token IDs of the target.
             source: token IDs, or an array that matches the config's `inputs`; None with a cache.
             source_positions: negative means padding; None means arange(S).
-            positions: target positions; negative means padding, None means arange(T), or with a
-                cache the positions that follow it.
-            mask: mask on the target, which replaces `Causal()`.
-            cache: the cache of the source and of earlier target tokens; None with a source.
+            positions: target positions; negative means padding. None means arange(T), or the
+                positions that follow the cache if one is passed.
+            mask: mask on the target that replaces `Causal()`.
+            cache: the cache with the source and earlier target tokens; None with a source.
             at: i32[B, Q], indices of the tokens whose logits to compute; None means every token.
             key: a single PRNG key, which turns dropout on in both stacks.
-            capture: names of the places to return; those of the encoder require a source.
-            edit: dict from the name of a place to a function that changes its value.
+            capture: names of the places whose values to return. Encoder places require a source.
+            edit: dict from the name of a place to a function that edits its value.
 
         Returns:
-            Logits f32[B, T, V], or f32[B, Q, V] with `at`, and the cache; with `capture`, also a
-            dict of the captured values.
+            The logits f32[B, T, V], or f32[B, Q, V] with `at`, and the cache. With `capture`, also
+            a dict of the captured values.
 
         Raises:
-            ValueError: if both or neither of source and cache are passed, an argument does not fit
-                the tokens, the config or the cache, or a known position is past the cache's end.
+            ValueError: If both `source` and `cache` or neither are passed, if an argument does not
+                match the tokens, the config or the cache, or if a known position is past the end of
+                the cache.
         """
         places = Places.of(self, capture, edit)
         if (source is None) == (cache is None):
@@ -157,7 +159,7 @@ class EncoderDecoder(CheckedModule):
             )
         elif source_positions is not None:
             raise ValueError("source_positions without a source: a cache already contains them")
-        else:  # the model's permanent edits of its encoder are already in the cache
+        else:  # the cache already includes the effects of the model's own encoder edits
             requested = Places.of(self.config, capture, edit).inside("encoder/")
             for name in (*requested.capture, *dict(requested.edit)):
                 raise ValueError(f"encoder/{name} with a cache: its source was read earlier")
@@ -179,7 +181,7 @@ class EncoderDecoder(CheckedModule):
         The logits are softcap(x table^T + bias). An edit of "logits" has no effect.
 
         Args:
-            tokens: the target.
+            tokens: the token IDs of the target.
             source: token IDs, or an array that matches the config's `inputs`.
             source_positions: negative means padding; None means arange(S).
             positions: target positions; negative means padding, None means arange(T).
@@ -197,14 +199,14 @@ class EncoderDecoder(CheckedModule):
     def _read(
         self, source: jax.Array, places: Places, **arguments: Any
     ) -> tuple[jax.Array, Captured]:  # [B, S, D]
-        """Return the memory of a source, and the encoder's captured values, keyed by full name."""
+        """Return the encoder's output for a source, and its captured values, keyed by full name."""
         memory, visit = run_encoder(self, source, places.inside("encoder/"), **arguments)
         return memory, {f"encoder/{name}": value for name, value in visit.captured.items()}
 
     def _memory_positions(
         self, memory: jax.Array, positions: jax.Array | None
     ) -> jax.Array:  # i32[B, S]
-        """Return the positions of a memory; negative means padding."""
+        """Return the positions of the encoder's output; negative means padding."""
         positions = input_positions(self.config.inputs, positions)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(memory.shape[1]), memory.shape[:2])

@@ -1,10 +1,11 @@
 """Mixture of experts without a capacity limit, so no token is dropped.
 
-The rows of each expert are gathered into blocks of equal size, the last one padded with zeros, and
-a scan multiplies each block by the matrices of its expert. The work is proportional to the chosen
-experts (plus less than one block each), however unevenly the router distributes tokens.
-`jax.lax.ragged_dot` computes the same, but on a CPU it multiplies every row by every expert, which
-takes five to six times as long with 2 of 8 experts (benchmarks/NOTES.md).
+The rows of each expert are gathered into blocks of equal size, and the last block is padded with
+zeros. A scan multiplies each block by the matrices of its expert. The work is proportional to the
+number of chosen experts (plus less than one block per expert), no matter how unevenly the router
+distributes tokens. `jax.lax.ragged_dot` computes the same result, but on a CPU it multiplies every
+row by every expert, which takes five to six times as long with 2 of 8 experts
+(benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from transformer_jax.sharding import Axis, axis_names, by_compiler, split, vary
 from transformer_jax.tracing import are_concrete
 
 LARGEST_BLOCK = 256
-"""Maximum rows per product with an expert; larger blocks are not faster on a CPU."""
+"""Maximum number of rows per product with an expert. Larger blocks are not faster on a CPU."""
 
 
 ROUTED = "routed"
-"""Collection with the router logits of each block, returned by `apply(..., mutable=[ROUTED])`:
-f32[B, T, E], or f32[L, B, T, E] for a scanned stack."""
+"""Collection that contains the router logits of each block, f32[B, T, E], or f32[L, B, T, E] for a
+scanned stack. It is returned by `apply(..., mutable=[ROUTED])`."""
 
 
 Matrix = tuple[jax.Array | QuantizedKernel | AdaptedKernel, jax.Array | None]
@@ -47,25 +48,25 @@ bias [F] of a single expert."""
 def route(
     experts: Experts,
     logits: jax.Array,  # f32[..., E]
-    bias: jax.Array | None = None,  # f32[E]: see `Experts.selection_bias`
+    bias: jax.Array | None = None,  # f32[E], see `Experts.selection_bias`
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose the experts of each token, the likeliest first, and their weights.
+    """Choose the experts of each token, most likely first, and their weights.
 
     Returns:
-        i32[..., k] and f32[..., k].
+        The experts i32[..., k] and their weights f32[..., k].
     """
     score = jax.nn.softmax if experts.score == "softmax" else jax.nn.sigmoid
-    ranked = logits  # not the scores, since scores near 0 and 1 may tie
+    ranked = logits  # not the scores, because scores near 0 and 1 may tie
     if bias is not None:
         ranked = score(logits) + bias.astype(F32).reshape(*(1,) * (logits.ndim - 1), -1)
-    # the choice has no gradient: the router learns through the weights of the chosen experts
+    # the choice has no gradient; the router learns through the weights of the chosen experts
     chosen = jax.lax.top_k(jax.lax.stop_gradient(ranked), experts.top_k)[1]
     if experts.score == "softmax" and experts.normalize:
         weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=-1))
     else:
         weights = jnp.take_along_axis(score(logits), chosen, axis=-1)
         if experts.normalize:
-            # 1e-20 as in DeepSeek-V3's code: all chosen sigmoids may round to 0
+            # 1e-20, as in DeepSeek-V3's code, because all chosen sigmoids may round to 0
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     has_nan = jnp.isnan(logits).any(axis=-1, keepdims=True)  # top_k may skip a NaN
     return chosen, jnp.where(has_nan, jnp.nan, experts.scale * weights)
@@ -73,12 +74,12 @@ def route(
 
 def router_losses(
     experts: Experts,
-    logits: jax.Array,  # f32[B, T, E], of one block
-    valid: jax.Array | None = None,  # bool[B, T]: tokens that count
+    logits: jax.Array,  # f32[B, T, E], for one block
+    valid: jax.Array | None = None,  # bool[B, T], the tokens that count
 ) -> tuple[jax.Array, jax.Array]:
     """Return the balance loss E sum_e f_e P_e and the z-loss of a block, without coefficients.
 
-    Choices are counted from the logits alone, without the `selection_bias`.
+    The choices are counted from the logits, without the `selection_bias`.
     """
 
     def both(
@@ -87,7 +88,7 @@ def router_losses(
         chosen, _ = route(experts, logits)
         # f_e and P_e of the Switch Transformer (Fedus et al. 2021, 2.2), with k choices per token
         chosen = jax.nn.one_hot(chosen, experts.count, dtype=F32).sum(axis=-2)  # [B, T, E]
-        # the z-loss keeps logits small, since bfloat16 would round large ones (Zoph et al. 2022)
+        # the z-loss keeps logits small, because bfloat16 would round large ones (Zoph et al. 2022)
         probabilities, z = jax.nn.softmax(logits), jax.nn.logsumexp(logits, axis=-1) ** 2
         if valid is None:
             f, P, z = chosen.mean((0, 1)), probabilities.mean((0, 1)), z.mean()
@@ -103,12 +104,13 @@ def router_losses(
 def router_loss(
     experts: Experts, logits: Sequence[jax.Array], valid: Sequence[jax.Array | None]
 ) -> jax.Array:
-    """Return the experts' auxiliary training loss, averaged over the blocks: f32[].
+    """Return the auxiliary training loss of the experts, f32[], averaged over the blocks.
 
     Args:
-        experts: the experts of the config.
-        logits: router logits, f32[B, T, E] of a block or f32[L, B, T, E] of a scanned stack.
-        valid: for each of `logits`, a mask bool[B, T] of the tokens that count; None means all.
+        experts: the config of the experts.
+        logits: router logits, f32[B, T, E] for each block, or f32[L, B, T, E] for a scanned stack.
+        valid: for each array in `logits`, a mask bool[B, T] of the tokens that count; None means
+            all.
     """
     losses = []
     for each, mask in zip(logits, valid, strict=True):
@@ -136,8 +138,9 @@ def by_expert(
 ) -> jax.Array:  # [N, W']
     """Apply `function(x, matrices, key)` to blocks of rows that share an expert's matrices.
 
-    If `matrices` contains only a shard of the experts, `shard` is the index of its first expert and
-    the total number of experts. Rows of other experts are skipped and result in zero.
+    If `matrices` contains only a shard of the experts, `shard` specifies the index of the first
+    expert in the shard and the total number of experts. The results for rows of other experts are
+    zero.
     """
     count, size = jax.tree.leaves(matrices)[0].shape[0], rows.shape[0]
     elsewhere, total = None, count
@@ -146,25 +149,25 @@ def by_expert(
         chosen = chosen - first
         elsewhere = (chosen < 0) | (chosen >= count)
         chosen = jnp.where(elsewhere, count, chosen)
-    block = block_size(size, total) if are_concrete(size) else 1  # an export with any batch size
+    block = block_size(size, total) if are_concrete(size) else 1  # an export for any batch size
     if block == 1:
         slots, of_block = jnp.arange(size), chosen
     else:
         order = jnp.argsort(chosen)
-        sizes = jnp.bincount(chosen, length=count)  # rows of each expert
+        sizes = jnp.bincount(chosen, length=count)  # number of rows of each expert
         ends = jnp.cumsum(-(-sizes // block))  # index after each expert's last block
         number = jnp.arange(size) - (jnp.cumsum(sizes) - sizes)[chosen[order]]  # within its expert
         begin = (ends + sizes // -block)[chosen[order]]
         slots = jnp.zeros(size, jnp.int32).at[order].set(begin * block + number)
         at = jnp.arange((size + count * (block - 1)) // block)
         of_block = jnp.searchsorted(ends, at, side="right")
-        if elsewhere is None:  # unused blocks read the last expert's matrices again
+        if elsewhere is None:  # unused blocks read the matrices of the last expert again
             of_block = jnp.minimum(of_block, jnp.max(chosen))
         else:
             slots = jnp.where(elsewhere, at.size * block + jnp.arange(size), slots)
     blocks = of_block.shape[0]
     padded = jnp.zeros((blocks * block, rows.shape[1]), rows.dtype)
-    padded = padded.at[slots].set(rows, unique_indices=True)  # drops slots out of range
+    padded = padded.at[slots].set(rows, unique_indices=True)  # drops slots that are out of range
     keys = None if key is None else jax.random.split(key, blocks)
 
     def step(
@@ -183,7 +186,8 @@ def by_expert(
         return None, jax.lax.cond(expert < count, function, lambda *_: zeros, *arguments)
 
     parts = padded.reshape(blocks, block, rows.shape[1]), of_block, keys
-    # recompute in the backward pass, which would otherwise save a copy of the matrices per block
+    # recompute in the backward pass; otherwise, a copy of the matrices would be saved for each
+    # block
     step = jax.checkpoint(step, prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable)
     found = jax.lax.scan(step, None, parts)[1]
     found = found.reshape(padded.shape[0], found.shape[-1])
@@ -202,8 +206,9 @@ def _over_devices(
 ) -> jax.Array:  # [B, T, k, ...]
     """Run `each` on a mesh whose `experts` axes shard the matrices and whose `rows` axes shard B.
 
-    Each device applies its own experts to the rows of all devices along `experts`; the results are
-    summed. Along other axes, the matrices are gathered before the scan, so that no block waits.
+    Each device applies its own experts to the rows of all devices along the `experts` axes, and the
+    results are summed. Along the other axes, the matrices are gathered before the scan, so that no
+    block has to wait.
     """
     axes = axis_names(experts)
     others = tuple(name for name in axis_names(rows) if name not in axes) or None
@@ -214,7 +219,7 @@ def _over_devices(
         shards, at = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
         count = jax.tree.leaves(matrices)[0].shape[0]
         key = None if key is None else jax.random.fold_in(key, at)
-        x, matrices, key = vary((x, matrices, key))  # sum gradients after the loop, not inside
+        x, matrices, key = vary((x, matrices, key))  # sum gradients after the loop, not in it
         y = each(x, chosen, matrices, key, shard=(at * count, shards * count))
         return jax.lax.psum(y, axes)
 
@@ -224,7 +229,7 @@ def _over_devices(
 
 
 class ExpertMatrix(Module):
-    """One matrix and bias per expert."""
+    """One matrix and one bias per expert."""
 
     config: ModelConfig
     shape: tuple[int, int, int]  # [E, D, F]
@@ -245,10 +250,10 @@ class ExpertMatrix(Module):
 
 
 class ExpertFeedForward(Module):
-    """Mixture of experts: sum_e w_e f_e(x) over the experts that the router chooses, summed in f32.
+    """Mixture of experts: sum_e w_e f_e(x) over the experts that the router chooses.
 
-    Each f_e is a feed-forward layer with the config's activation. The router's product is always
-    computed in f32 (Fedus et al. 2021, 2.4).
+    The sum is computed in f32. Each f_e is a feed-forward layer with the config's activation. The
+    router's product is always computed in f32 (Fedus et al. 2021, section 2.4).
     """
 
     config: ModelConfig
@@ -312,7 +317,7 @@ class ExpertFeedForward(Module):
         if "feed_forward/hidden" in visit.requested:
             y = visit("feed_forward/hidden", run(hidden, x, chosen, inner))
             y = run(out, y, chosen, (down,))
-        else:  # both layers in one scan
+        else:  # run both layers in one scan
             both = lambda x, each, key: out(hidden(x, each[:-1], key), each[-1:], key)  # noqa: E731
             y = run(both, x, chosen, (*inner, down))
         y = (weights[..., None] * y.astype(F32)).sum(axis=-2).astype(x.dtype)

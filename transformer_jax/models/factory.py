@@ -1,4 +1,4 @@
-"""Functions that take a config: build a model, initialize parameters, create caches."""
+"""Functions that build a model, initialize its parameters, or create its caches from a config."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Model = Encoder | Decoder | EncoderDecoder
 
 
 def _check_config(config: AnyModelConfig) -> None:
-    """Raise ValueError if this is not a config, with advice for likely mistakes."""
+    """Raise ValueError if this is not a config. The message helps with common mistakes."""
     if isinstance(config, AnyModelConfig):
         return
     value, rule = f"a {type(config).__name__}", "such as preset('tiny') or ModelConfig(...)"
@@ -60,13 +60,14 @@ def build(config: AnyModelConfig) -> Any: ...
 @overload
 def build(config: CheckedModule) -> CheckedModule: ...
 def build(config: AnyModelConfig | CheckedModule) -> Any:
-    """Build the linen module of a config. It is hashable, so it can be static under `jax.jit`.
+    """Build the linen module for a config. It is hashable, so it can be static under `jax.jit`.
 
     Args:
-        config: config of any kind of model. A model is returned unchanged, with its edits.
+        config: config of any kind of model. If you pass a model, it is returned unchanged, with its
+            edits.
 
     Raises:
-        ConfigError: if `config.implementation` is not one of `IMPLEMENTATIONS`.
+        ConfigError: If `config.implementation` is not a key of `IMPLEMENTATIONS`.
     """
     if isinstance(config, CheckedModule):
         return config
@@ -87,22 +88,22 @@ def build(config: AnyModelConfig | CheckedModule) -> Any:
 
 @known_keywords
 def init_params(config: AnyModelConfig, key: jax.Array) -> Params:
-    """Initialize f32 parameters as a nested dict.
+    """Initialize a nested dict of f32 parameters.
 
     Args:
-        config: config of any kind of model. An n-gram config must have `nodes`; its parameters are
-            an empty table, which `count_ngrams` fills.
+        config: config of any kind of model. An n-gram config must specify `nodes`. Its parameters
+            are an empty table, which `count_ngrams` fills.
         key: a single key.
 
     Raises:
-        ConfigError: if the `nodes` of an n-gram model are None.
-        ValueError: if `key` is not a single key.
+        ConfigError: If `nodes` is None for an n-gram model.
+        ValueError: If `key` is not a single key.
     """
     _check_config(config)
     check_key("key", key)
-    if traced(jax.random.key_data(key)):  # inside any trace, even with a concrete key
+    if traced(jax.random.key_data(key)):  # works inside any trace, even with a concrete key
         return _init(config, key)
-    # a single program for the whole initialization takes much longer to compile than to run
+    # a single program for the whole initialization would take much longer to compile than to run
     found = _init.trace(config=config, key=key)
     return jax.tree.unflatten(jax.tree.structure(found.out_info), draw(found.jaxpr, key))
 
@@ -119,7 +120,7 @@ def _init(config: AnyModelConfig, key: jax.Array) -> Params:
 
 
 def num_params(config: AnyModelConfig) -> int:
-    """Count the parameters of a config without allocating them."""
+    """Count the parameters of a model without allocating them."""
     if isinstance(config, Mapping):
         rule = "must be a config; for arrays, use sum(x.size for x in jax.tree.leaves(params))"
         raise ValueError(f"config is a {type(config).__name__}: {rule}")
@@ -138,22 +139,24 @@ def init_cache(
 ) -> ModelCache:
     """Create an empty cache for a decoder.
 
-    The cache of an encoder-decoder contains its source: `model.apply(..., method="init_cache")`.
+    For an encoder-decoder, call `model.apply(..., method="init_cache")` instead, because its cache
+    contains the source.
 
     Args:
         config: config of a decoder.
-        batch: number of rows B.
-        capacity: number of positions per row. With a window, the window plus the sink tokens is
-            enough: the cache is then a ring, which never fills up. With a window pattern, layers
-            without a window have `capacity` slots, and the others are rings of min(capacity, window
-            + sink_tokens + slack) slots.
-        dtype: dtype of keys and values: int8, with the error documented in `transformer_jax.cache`,
-            or floating with at least 16 bits. None means the compute dtype.
-        slack: number of extra slots in the rings of a window pattern, needed for `rewind_cache`; at
-            least 0.
+        batch: B, the number of rows.
+        capacity: number of positions per row. With a window, the window size plus the number of
+            sink tokens is enough, because the cache is then a ring that never fills up. With a
+            window pattern, layers without a window have `capacity` slots, and the others are rings
+            of min(capacity, window + sink_tokens + slack) slots.
+        dtype: dtype of keys and values, either int8, with the error documented in
+            `transformer_jax.cache`, or a floating-point dtype of at least 16 bits. None means the
+            compute dtype.
+        slack: number of extra slots in the rings of a window pattern, which `rewind_cache`
+            requires; at least 0.
 
     Raises:
-        ValueError: if the config is of another kind, or a size or the dtype is invalid.
+        ValueError: If the config is not that of a decoder, or if a size or the dtype is invalid.
     """
     _check_config(config)
     if not config.supports("cache"):
@@ -185,14 +188,15 @@ def init_paged_cache(
 
     Args:
         config: config of a decoder with a looped stack.
-        batch: number of rows B.
+        batch: B, the number of rows.
         capacity: maximum number of positions per row, a multiple of `page_size`.
         num_pages: number of pages per layer, shared by all rows.
         page_size: number of tokens per page.
         dtype: dtype of keys and values, as in `init_cache`; None means the compute dtype.
 
     Raises:
-        ValueError: if the config is not of a looped decoder, or a size or the dtype is invalid.
+        ValueError: If the config is not that of a looped decoder, or if a size or the dtype is
+            invalid.
     """
     _check_config(config)
     if not config.supports("cache") or config.kind != "decoder":
@@ -213,22 +217,22 @@ def cache_bytes(
     batch: int,
     capacity: int,
     dtype: jax.typing.DTypeLike | None = None,
-    source_length: int | None = None,  # encoder-decoder only
+    source_length: int | None = None,  # only for an encoder-decoder
     slack: int = 0,
 ) -> int:
-    """Count the bytes of a cache without allocating it.
+    """Return the size of a cache in bytes without allocating it.
 
     Args:
         config: config of a decoder or an encoder-decoder.
-        batch: number of rows B.
+        batch: B, the number of rows.
         capacity: number of positions per row, as in `init_cache`.
         dtype: dtype of keys and values; None means the compute dtype.
-        source_length: number of tokens, vectors or frames of an encoder-decoder's source, which is
-            also cached. Must be None for a decoder; may be None for images.
+        source_length: number of tokens, vectors or frames in an encoder-decoder's source, which is
+            also cached. It must be None for a decoder, and may be None for images.
         slack: as in `init_cache`.
 
     Raises:
-        ValueError: if the config has no cache, or `source_length` or a size is invalid.
+        ValueError: If the model has no cache, or if `source_length` or a size is invalid.
     """
     _check_config(config)
     if not config.supports("cache"):
@@ -269,24 +273,27 @@ def init_decode_state(
 ) -> Any:
     """Create the initial state for `make_step(build(config))`, for any generative model.
 
-    The state is an empty cache for a decoder, and a cache with its source for an encoder-decoder.
-    A recurrent model starts from zeros or from the states of its source; convolutional,
-    feed-forward and n-gram models start without previous tokens. Their states are f32 and have no
-    capacity. `config`, `batch`, `capacity` and `dtype` are static under `jax.jit`.
+    The state of a decoder is an empty cache. The state of an encoder-decoder is a cache that
+    contains its source. A recurrent model starts from zeros or from the states of its source.
+    Convolutional, feed-forward and n-gram models start without previous tokens. The states of these
+    models are f32 and have no capacity. `config`, `batch`, `capacity` and `dtype` are static under
+    `jax.jit`.
 
     Args:
-        config: config of a generative model, or the model itself, whose edits apply to the source.
-        params: parameters of the model; only read if there is a source.
-        batch: number of rows B.
-        capacity: number of positions per cache row, as in `init_cache`.
-        source: token IDs i32[B, S], or an array that matches the config's `inputs`; None without a
+        config: config of a generative model, or the model itself. The edits of a model apply to the
             source.
-        source_valid: bool[B, S], False means padding; None means no padding.
+        params: parameters of the model; only read if there is a source.
+        batch: B, the number of rows.
+        capacity: number of positions per cache row, as in `init_cache`.
+        source: token IDs i32[B, S], or an array that matches the config's `inputs`; None if the
+            model has no source.
+        source_valid: bool[B, S]; False means padding. None means no padding.
         dtype: dtype of a cache's keys and values; None means the compute dtype.
 
     Raises:
-        ValueError: if a source is missing or the model takes none, the model is not generative,
-            `dtype` is passed to a model without a cache, or a size is invalid.
+        ValueError: If a required source is missing, if an unsupported source is passed, if the
+            model is not generative, if `dtype` is passed to a model without a cache, or if a size
+            is invalid.
     """
     model: Any = build(config)
     cfg: AnyModelConfig = model.config
@@ -315,17 +322,18 @@ def init_decode_state(
     positions = None
     if source_valid is not None:
         assert source is not None
-        tokens = source if source.ndim == 2 else source[:, :, 0]  # one validity per frame
+        tokens = source if source.ndim == 2 else source[:, :, 0]  # one value per frame
         valid = check_valid("source", tokens, source_valid)
         positions = jnp.where(valid, jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
     return apply(capacity=capacity, dtype=dtype, positions=positions, method="init_cache")
 
 
 def merged(fresh: Params, loaded: Params) -> tuple[Params, list[str]]:
-    """Replace fresh parameters with loaded ones, and describe the differences in lines of text.
+    """Replace newly initialized parameters with loaded ones, and describe the differences.
 
-    If a fresh array has more rows than the loaded one, its last rows remain fresh. The lines name
-    the parameters that remain fresh and the loaded ones that the new model does not have.
+    If a new array has more rows than the loaded one, its last rows are not replaced. The returned
+    lines of text list the parameters that were not replaced, and the loaded parameters that the new
+    model does not have.
     """
     found, old = flatten_dict(fresh), flatten_dict(loaded)
     new = []

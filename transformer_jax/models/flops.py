@@ -1,4 +1,4 @@
-"""Number of floating-point operations in a transformer's matrix products, from its config."""
+"""Number of floating-point operations in the matrix products of a transformer, given its config."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from transformer_jax.pytree import Params
 
 
 class _Product(NamedTuple):
-    """Matrix product of the forward pass."""
+    """Matrix product in the forward pass."""
 
     at: str
     """Path of the kernel, `.../scores` or `.../values` for attention, or `output`."""
     flops: float
     tokens: float
-    """Number of tokens multiplied by the kernel, summed over all blocks that share it."""
+    """Number of tokens that are multiplied by the kernel, summed over all blocks that share it."""
 
 
 def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> float:
     """Count the operations of one forward pass over a sequence, with logits for all tokens.
 
-    Each matrix counts 2 x its elements x the tokens that it multiplies. Each attention counts
-    2 N (H + Hv) for each pair of a query and a visible key (Kaplan et al. 2020, 2.1, count the full
-    square). Only the chosen experts count; norms, activations and lookups do not. A classifier has
-    class logits instead of token logits. An encoder-decoder's `length` is that of its target.
+    A matrix product counts as 2 x the number of matrix elements x the number of tokens. Attention
+    counts as 2 N (H + Hv) for each pair of a query and a visible key (Kaplan et al. 2020, section
+    2.1, count the full square). Only the chosen experts are counted. Norms, activations and lookups
+    are not counted. A classifier has class logits instead of token logits. For an encoder-decoder,
+    `length` is the length of the target.
     """
     return sum(product.flops for product in _products(config, length, source_length))
 
@@ -50,16 +51,17 @@ def training_flops(
 ) -> float:
     """Count the operations of one training step (forward and backward) on a sequence.
 
-    For each product of the forward pass, the backward pass computes one product per factor that
-    depends on a trained parameter: two if all parameters are trained. Recomputation by `remat` is
-    not counted, as is usual for utilization.
+    For each product in the forward pass, the backward pass computes one product for each factor
+    that depends on a trained parameter, so it computes two products if all parameters are trained.
+    Recomputation by `remat` is not counted, as is usual for utilization.
 
     Args:
         config: config of the model.
         length: number of tokens per sequence.
-        source_length: length of an encoder-decoder's source.
+        source_length: length of the source of an encoder-decoder.
         frozen: name prefixes of parameters that are not trained.
-        lora: config of the adapters. Then only these, `lora.trained` and `whole` are trained.
+        lora: config of the adapters. If it is passed, only the adapters, `lora.trained` and `whole`
+            are trained.
         whole: name prefixes of parameters that are trained in addition to the adapters.
     """
     names, found = [*_shapes(config)], matrices(_fresh(config))
@@ -80,7 +82,7 @@ def training_flops(
         place, in_encoder = _place(name, config), name.startswith("encoder/")
         of_source += [place] if in_encoder or place < _FIRST else []
         of_target += [] if both and in_encoder else [place]
-    if both and of_source:  # the source enters the target in the first cross-attention
+    if both and of_source:  # the first cross-attention passes the source to the target
         of_target.append((0, "cross_attention", 1))
 
     def depends(at: str) -> bool:
@@ -97,7 +99,7 @@ def training_flops(
     total = 0.0
     for at, flops, tokens in _products(config, length, source_length):
         module = at.rpartition("/")[0]
-        shared = 0.0  # with shared layers: the share of passes that read another pass's output
+        shared = 0.0  # with shared layers, the share of passes that read the output of another pass
         if config.share_layers and "block_0/" in at and any("block_0/" in x for x in trained):
             shared = 1 - 1 / config.num_layers
         if at.endswith(("/scores", "/values")):
@@ -120,9 +122,9 @@ def training_flops(
     return total
 
 
-@lru_cache(maxsize=1)  # a run calls this for every log line
+@lru_cache(maxsize=1)  # a training run calls this for every log line
 def step_flops(config: TrainConfig) -> float:
-    """Count the training operations per row of `sequence_len` tokens."""
+    """Count the operations per training step and row of `sequence_len` tokens."""
     model, length = as_transformer(config.model), config.sequence_len
     return training_flops(
         model, length, length,
@@ -131,14 +133,14 @@ def step_flops(config: TrainConfig) -> float:
 
 
 _Place: TypeAlias = tuple[int, str, int]
-"""Block, branch and step; tuples sort in the order of computation, because the names of the
-branches happen to be in alphabetical order."""
+"""Block, branch and step. Tuples sort in the order of computation, because the branch names happen
+to be in alphabetical order."""
 
 _FIRST, _LAST = (0, "", 0), 2**31
 
 
 def _place(name: str, config: ModelConfig) -> _Place:
-    """Return the place of a parameter or product in its stack's order of computation."""
+    """Return the place of a parameter or product in the order of computation of its stack."""
     parts = name.split("/")
     at = next((n for n, part in enumerate(parts) if part.startswith("block_")), None)
     if at is None:
@@ -159,7 +161,7 @@ def _place(name: str, config: ModelConfig) -> _Place:
 
 
 def _fresh(config: ModelConfig) -> Params:
-    """Return the shapes of the parameters, as in a looped stack."""
+    """Return the shapes of the parameters in a looped stack."""
     shapes = jax.eval_shape(lambda: unstack_layers(init_params(config, jax.random.key(0))))
     return cast(Params, shapes)
 
@@ -170,7 +172,7 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _products(config: ModelConfig, length: int, source_length: int) -> Iterator[_Product]:
-    """Yield the products of a forward pass over one sequence."""
+    """Yield the matrix products in a forward pass over one sequence."""
     for name, shape in _shapes(config).items():
         names = name.split("/")
         if names[-1] == "kernel":
@@ -207,27 +209,27 @@ def _products(config: ModelConfig, length: int, source_length: int) -> Iterator[
 
 
 def _pairs(window: int | None, length: int, causal: bool, sinks: int) -> float:
-    """Count the pairs of a query and a key that are visible through a window and sink tokens."""
+    """Count the visible query-key pairs, given a window and a number of sink tokens."""
     reach = length if window is None else min(window, length)
     before = reach * (reach + 1) / 2 + (length - reach) * reach  # includes the query itself
-    past = length - reach  # keys before the window of the last query; one less for each earlier one
+    past = length - reach  # keys before the last query's window; each earlier query has one fewer
     visible = min(sinks, past)
     before += visible * (visible + 1) / 2 + (past - visible) * visible
     if causal:
         return before
-    # as many after the query; the query itself is counted in both
+    # as many keys follow the query; both terms count the query itself
     after = reach * (reach + 1) / 2 + (length - reach) * reach
     return before + after - length
 
 
 def active_params(config: ModelConfig) -> int:
-    """Count the parameters used per token: all parameters except those of unchosen experts."""
+    """Count the parameters used per token, which excludes the experts that are not chosen."""
     shapes = _shapes(config).items()
     return round(sum(math.prod(shape) * _share(name.split("/"), config) for name, shape in shapes))
 
 
 def _share(names: list[str], config: ModelConfig) -> float:
-    """Return the fraction of a parameter that is used per token."""
+    """Return the fraction of a parameter's elements that is used per token."""
     of_experts = names[-3:-2] == ["feed_forward"] and names[-2] in ("up", "gate", "down")
     if config.experts is None or not of_experts:
         return 1.0
@@ -235,7 +237,7 @@ def _share(names: list[str], config: ModelConfig) -> float:
 
 
 def _tokens(names: list[str], config: ModelConfig, length: int, source_length: int) -> int:
-    """Return the number of tokens that a kernel multiplies."""
+    """Return the number of tokens that are multiplied by a kernel."""
     if config.kind != "encoder-decoder":
         pools = "head_dense" if config.pooling == "transform" else "pooler"
         once = (pools, "classifier") if config.classes_of == "text" else (pools,)

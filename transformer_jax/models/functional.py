@@ -1,7 +1,7 @@
-"""Activations and dropout as pure functions, written as in their papers.
+"""Activations and dropout as pure functions, written as in the original papers.
 
-Norms, products and table lookups are in `ops`, which also shards them over a mesh and uses the
-compiled CPU kernels for few rows.
+Norms, products and table lookups are in `ops`, which also shards them over a mesh, and uses the
+compiled CPU kernels if there are few rows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def activate(x: jax.Array, name: AnyActivation) -> jax.Array:
 
     Args:
         x: array of any shape.
-        name: "relu", "silu", "gelu" (x Phi(x), Hendrycks & Gimpel 2016), its approximations
+        name: "relu", "silu", "gelu" (x Phi(x), Hendrycks & Gimpel 2016), one of its approximations
             "gelu_tanh" (GPT-2) and "quick_gelu" (x sigmoid(1.702 x)), or a function of an array.
 
     Raises:
-        ValueError: if a function changes the shape.
+        ValueError: If a function changes the shape of the array.
     """
     if callable(name):
         y = jnp.asarray(name(x))
@@ -43,7 +43,7 @@ def activate(x: jax.Array, name: AnyActivation) -> jax.Array:
         case "silu":
             return jax.nn.silu(x)
         case "gelu":
-            # JAX's default is the tanh approximation
+            # by default, JAX uses the tanh approximation
             return jax.nn.gelu(x, approximate=False)
         case "gelu_tanh":
             return jax.nn.gelu(x, approximate=True)
@@ -60,9 +60,9 @@ def gated(
     limit: float | None = None,
     unit_offset: bool = False,
 ) -> jax.Array:  # [..., F]
-    """Return act(gate) * up (Shazeer 2020), or with `unit_offset` act(gate) * (1 + up).
+    """Return act(gate) * up (Shazeer 2020), or act(gate) * (1 + up) with `unit_offset`.
 
-    A limit c clips `gate` from above at c, and clips `up` to [-c, c] (gpt-oss).
+    A limit c clips `gate` to at most c, and clips `up` to [-c, c] (gpt-oss).
     """
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
@@ -70,15 +70,16 @@ def gated(
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zero elements at `rate` and scale the others by 1 / (1 - rate) (Srivastava et al. 2014).
+    """Set elements to zero with probability `rate`, and scale the others by 1 / (1 - rate).
 
-    Without a key, return x unchanged.
+    If there is no key, return x unchanged (Srivastava et al. 2014).
     """
     if key is None or (rate := exact_rate(rate)) == 0.0:
         return x
 
     def drop(x: jax.Array, key: jax.Array) -> jax.Array:
-        # compare 32 bits: a random float32 has only 23, too few for rates near 0 and 1
+        # compare 32 random bits, because a random float32 has only 23, too few for rates near 0 or
+        # 1
         keep = ~jax.random.bits(key, x.shape, jnp.uint32) >= jnp.uint32(threshold(rate))
         return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
@@ -86,7 +87,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def split_key(key: jax.Array | None, parts: int) -> list[jax.Array | None]:
-    """Split a key into `parts` keys; None becomes a list of None."""
+    """Split a key into `parts` keys, or return a list of None if the key is None."""
     if key is None:
         return [None] * parts
     check_key("key", key)

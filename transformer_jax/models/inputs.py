@@ -40,14 +40,14 @@ def frame_positions(
     inputs: Frames,
     positions: jax.Array,  # i32[B, T]
 ) -> jax.Array:  # i32[B, T']
-    """Return the positions of the tokens that the convolutions make from padded frames.
+    """Return the positions of the tokens that the convolutions compute from padded frames.
 
     A row with n valid frames yields ceil(n / stride^layers) tokens at positions 0, 1, ...,
-    regardless of where in the row the frames are.
+    regardless of where the frames are in the row.
 
     Args:
         inputs: config of the convolutions.
-        positions: positions of the frames; negative means padding.
+        positions: i32[B, T], the positions of the frames; negative means padding.
 
     Returns:
         i32[B, T'], with -1 for padding.
@@ -61,19 +61,19 @@ def frame_positions(
 def input_positions(
     inputs: Inputs | None, positions: jax.Array | None
 ) -> jax.Array | None:  # i32[B, T] -> i32[B, T']
-    """Convert positions of an encoder's input to positions of its tokens."""
+    """Convert the positions of an encoder's input to the positions of its tokens."""
     if isinstance(inputs, Frames) and positions is not None:
         return frame_positions(inputs, positions)
     return positions
 
 
 def example_inputs(inputs: Inputs, batch: int, length: int) -> jax.Array:
-    """Return zeros in the shape of a batch of inputs."""
+    """Return an array of zeros with the shape of a batch of inputs."""
     return jnp.zeros((batch, *inputs.row_shape(length)), jnp.float32)
 
 
 class InputLayer(Module):
-    """Projection of the config's `inputs` to vectors, before positions are added."""
+    """Projection of the config's `inputs` to vectors, to which positions are added later."""
 
     config: ModelConfig
 
@@ -81,14 +81,14 @@ class InputLayer(Module):
     def __call__(
         self,
         x: jax.Array,  # [B, T, D_in] or [B, H, W, C]
-        positions: jax.Array | None = None,  # i32[B, T]; with patches, class token included
+        positions: jax.Array | None = None,  # i32[B, T]; with patches, including the class token
     ) -> jax.Array:  # [B, T', D]
         """Return one vector per token. Values in padding do not affect other tokens."""
         inputs, cfg = self.config.inputs, self.config
         assert inputs is not None
         if isinstance(inputs, Patches):
             positions = check_positions((x.shape[0], inputs.num_tokens()), positions)
-            # images to square patches of size P, in row-major order: [B, Y X, P, P, C]
+            # split images into square patches of size P, in row-major order: [B, Y X, P, P, C]
             pattern, P = "B (Y P) (X Q) C -> B (Y X) P Q C", inputs.size
             x = by_compiler(lambda x: rearrange(x, pattern, P=P, Q=P), [x], split(x, slice(1)))
             if positions is not None:
@@ -109,8 +109,8 @@ class InputLayer(Module):
                 x, counts = frames_to_front(x, positions), (positions >= 0).sum(axis=1)
             for i in range(inputs.layers):
                 if counts is not None:
-                    # a convolution with a bias maps zero padding to nonzero values, which the next
-                    # convolution must not read
+                    # a convolution with a bias maps zero padding to nonzero values, which must not
+                    # reach the next convolution
                     index = jnp.arange(x.shape[1])[None]
                     x = _without_padding(x, jnp.where(index < counts[:, None], index, -1))
                     counts = -(-counts // inputs.stride)
@@ -130,7 +130,7 @@ class InputLayer(Module):
 
 
 def _without_padding(x: jax.Array, positions: jax.Array | None) -> jax.Array:
-    """Set padding to 0, so that a NaN in it does not enter the gradient of a matrix."""
+    """Set padding to 0, so that NaN in the padding does not affect the gradient of a matrix."""
     if positions is None:
         return x
     padding = (positions < 0).reshape(*positions.shape, *(1,) * (x.ndim - 2))
@@ -141,13 +141,13 @@ def frames_to_front(
     x: jax.Array,  # [B, T, D]
     positions: jax.Array,  # i32[B, T]; negative means padding
 ) -> jax.Array:  # [B, T, D]
-    """Move the valid frames of each row to its front, in their original order.
+    """Move the valid frames of each row to the front, in their original order.
 
-    Strided convolutions then see them as they would without padding on either side.
+    As a result, strided convolutions process them as if there were no padding on either side.
     """
 
     def move(x: jax.Array, positions: jax.Array) -> jax.Array:
-        # stable, so that frames keep their order
+        # stable sorting keeps the order of the frames
         order = jnp.argsort(positions < 0, axis=1, stable=True)
         return jnp.take_along_axis(x, order[:, :, None], axis=1)
 
@@ -157,7 +157,8 @@ def frames_to_front(
 def strided_windows(x: jax.Array, kernel: int, stride: int) -> jax.Array:
     """Return windows of `kernel` frames, centered on every `stride`-th frame.
 
-    [B, T, D] -> [B, ceil(T / stride), kernel, D]; rows are padded with zeros at both ends.
+    The shape changes from [B, T, D] to [B, ceil(T / stride), kernel, D]. Rows are padded with zeros
+    at both ends.
     """
     reach, last = kernel // 2, stride * (-(-x.shape[1] // stride) - 1)
     x = jnp.pad(x, ((0, 0), (reach, reach), (0, 0)))

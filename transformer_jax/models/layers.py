@@ -1,7 +1,7 @@
 """Layers of a transformer: linen modules that own parameters and call pure functions.
 
-Passing a `key` turns dropout on. A module takes its key as an argument, splits it once and passes
-the parts on, so looped and scanned stacks draw the same random numbers.
+Passing a `key` turns dropout on. A module receives its key as an argument, splits it once and
+passes on the parts, so looped and scanned stacks draw the same random numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def parameter(
 ) -> jax.Array:
     """Declare an f32 parameter, or only check its shape if it already exists.
 
-    `module.param` traces the initializer to compare shapes, which is half of all tracing time.
+    `module.param` would trace the initializer to compare shapes, which takes half of the total
+    tracing time.
     """
     if not module.has_variable("params", name):
         return module.param(name, init, shape, F32)
@@ -70,9 +71,9 @@ _FIELDS = {
 def refuse_surplus(module: nn.Module) -> None:
     """Raise ValueError if `params` contains parameters that the module has not declared.
 
-    flax would silently ignore them, such as a bias that the config does not have, or an extra
-    layer. Subclasses defined elsewhere, and modules that share a scope with their parent, are not
-    checked, because they may declare more parameters later.
+    flax would silently ignore such parameters, for example an extra layer or a bias that the config
+    does not have. Subclasses defined elsewhere, and modules that share a scope with their parent,
+    are not checked because they may declare more parameters later.
     """
     parent_scope = getattr(module.parent, "scope", None)
     ours = type(module).__module__.startswith("transformer_jax.")
@@ -98,9 +99,9 @@ def refuse_surplus(module: nn.Module) -> None:
 def refuse_rngs(module: nn.Module, key: jax.Array | None) -> None:
     """Raise ValueError if `model.apply` received a 'dropout' key in `rngs` and no `key` argument.
 
-    No module here reads flax's `rngs`, so dropout would silently be off. Keys with other names, as
-    `nnx.bridge` passes them, are allowed, as are all keys if the model is inside another module,
-    whose layers may use them.
+    None of these modules reads flax's `rngs`, so dropout would silently be off. Keys with other
+    names, such as those that `nnx.bridge` passes, are allowed. If the model is inside another
+    module, all keys are allowed, because the layers of that module may use them.
     """
     scope = module.scope
     if key is not None or scope is None or scope.path or module.is_initializing():
@@ -135,15 +136,15 @@ class Norm(Module):
 def norm_scale(module: nn.Module, name: str, config: ModelConfig, *shape: int) -> jax.Array:
     """Declare a norm's scale, initially 1, and return it as f32[shape]."""
     if config.norm_unit_offset:
-        # Gemma stores scale - 1
+        # in Gemma, the parameter is scale - 1
         return 1.0 + parameter(module, name, nn.initializers.zeros, shape).astype(F32)
     return parameter(module, name, nn.initializers.ones, shape).astype(F32)
 
 
 class Linear(Module):
-    """Linear layer x W + b over the last `contract` axes, in the compute dtype, W ~ N(0, std^2).
+    """Linear layer x W + b over the last `contract` axes, in the compute dtype.
 
-    Only the dropout of low-rank adapters uses the key.
+    W is initialized from N(0, std^2). Only the dropout of low-rank adapters uses the key.
     """
 
     config: ModelConfig
@@ -171,7 +172,7 @@ class Linear(Module):
 def branch_std(config: ModelConfig, depth: int | None) -> float:
     """Return the initial std of a branch's output matrix: std / sqrt(branches), as in GPT-2.
 
-    A stack adds up 2 L branches, or L without feed-forward branches.
+    A stack sums 2 L branches, or L branches if there are no feed-forward branches.
     """
     depth = config.num_layers if depth is None else depth
     return config.init_std / ((2 if config.ff_dim else 1) * depth) ** 0.5
@@ -218,7 +219,7 @@ class OutputLayer(NamedTuple):
 class Embed(Module):
     """Token, position and type embeddings, and the output matrix.
 
-    Both sides of an encoder-decoder share the token vectors, unless the config has a
+    Both stacks of an encoder-decoder share the token vectors unless the config has a
     `source_vocab_size`. The target has its own position table and its own norm (Lewis et al. 2020).
     """
 
@@ -227,7 +228,7 @@ class Embed(Module):
     def setup(self) -> None:
         cfg = self.config
         width = cfg.embedding_width
-        # `__call__` multiplies by sqrt(width), so the vectors start with unit variance
+        # `__call__` multiplies by sqrt(width), so the vectors initially have unit variance
         std = width**-0.5 if cfg.scale_embeddings else cfg.init_std
         normal = nn.initializers.normal(std)
         if cfg.kind != "encoder" or cfg.inputs is None:
@@ -259,9 +260,9 @@ class Embed(Module):
         key: jax.Array | None = None,
         target: bool = False,
     ) -> jax.Array:  # [B, T, D]
-        """Return E[token] (times a scale) plus position and type vectors; zeros for padding.
+        """Return E[token] (times a scale) plus position and type vectors, or zeros for padding.
 
-        An embedding norm with a bias maps the zeros to that bias.
+        If there is an embedding norm with a bias, it maps the zeros to that bias.
         """
         cfg = self.config
         if tokens.ndim == 3:
@@ -288,7 +289,7 @@ class Embed(Module):
             x = x + (added if added.ndim == 3 else added[None])
         if cfg.type_vocab_size is not None:
             x = x + ops.lookup(self.types, jnp.zeros_like(tokens) if types is None else types)
-        if token_positions.ndim == 2:  # otherwise 0 * NaN of padding would enter gradients
+        if token_positions.ndim == 2:  # otherwise, 0 * NaN from padding would enter gradients
             x = jnp.where((token_positions < 0)[:, :, None], 0.0, x)
         if cfg.embedding_norm:
             x = self.norms[target](x)
@@ -304,7 +305,7 @@ class Embed(Module):
         return OutputLayer(x, table, self.bias if cfg.logit_bias else None)
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> f32[B, T, V]
-        """Return (scale) x E^T (+ bias), softcapped, always in f32."""
+        """Return the softcapped logits (scale) x E^T (+ bias), always in f32."""
         cfg = self.config
         table: jax.Array | QuantizedTable = self.tokens if cfg.tie_embeddings else self.output
         x = x if cfg.logit_scale is None else x * cfg.logit_scale

@@ -1,14 +1,16 @@
 """LoRA as pure functions of parameters (Hu et al. 2021): W + scale A B, with trainable A and B.
 
-Adapters are a nested dict with the paths of the adapted modules:
+Adapters are stored in a nested dict with the paths of the adapted modules:
 
     {"decoder": {"block_0": {"attention": {"query": {"a": f32[D, r], "b": f32[r, N*H]}}}}}
 
-In a scanned stack they are {"blocks": ...} with a leading axis L; `stack_layers` and
-`unstack_layers` convert them, too. Kernels are matrices: query [D, N H], out [N Hv, D].
+In a scanned stack, the adapters are {"blocks": ...} with a leading axis L. `stack_layers` and
+`unstack_layers` also convert adapters. Kernels are treated as matrices: query [D, N H], out [N Hv,
+D].
 
 `with_adapters` stores adapters next to the kernels of a transformer, which then computes two
-products and supports dropout (on the input of A). `apply_lora` adds them to any model's kernels.
+products and supports dropout on the input of A. `apply_lora` adds adapters to the kernels of any
+model.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ from transformer_jax.models.stack import stack_layers, unstack_layers
 from transformer_jax.pytree import Parameter, Params, cast_floats, kernel_axes, path_name
 
 Matrices = dict[str, tuple[int, ...]]
-"""Kernel shapes, keyed by the path of their module in a looped stack: (inputs, outputs), or
+"""Kernel shapes, keyed by the path of the module in a looped stack: (inputs, outputs), or
 (E, inputs, outputs) for experts."""
 
 Adapter = Mapping[str, jax.Array]
-"""The arrays "a" and "b" of one kernel."""
+"""Arrays "a" and "b" for one kernel."""
 Kernel = jax.Array | QuantizedKernel
 
 Batch = TypeVar("Batch")
@@ -44,23 +46,24 @@ Result = TypeVar("Result")
 
 
 def init_lora(params: Params, config: LoraConfig, key: jax.Array) -> Params:
-    """Initialize f32 adapters with B = 0, which do not change the model yet.
+    """Initialize f32 adapters with B = 0, which initially do not change the model.
 
-    A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)), PEFT's initialization (He et al. 2015 with a = sqrt 5).
-    Looped and scanned stacks draw the same numbers. In a scanned stack, blocks that are not
-    targeted have A = B = 0, which get no gradient and stay zero.
+    A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)), as in PEFT (He et al. 2015 with a = sqrt 5). Looped and
+    scanned stacks draw the same numbers. In a scanned stack, blocks that are not targeted have A =
+    B = 0. Their gradients are zero, so they remain zero.
 
     Args:
         params: parameters of a looped or scanned stack, or their shapes.
-        config: the targeted kernels and the rank r.
-        key: a single key.
+        config: config of the adapters, with the targeted kernels and the rank r.
+        key: a single PRNG key.
 
     Returns:
-        A nested dict like the parameters, with "a" f32[inputs, r] and "b" f32[r, outputs] for each
-        kernel. Both have a leading axis L in a scanned stack, and E for experts.
+        A nested dict with the structure of the parameters, and with "a" f32[inputs, r] and "b"
+        f32[r, outputs] for each kernel. Both arrays have a leading axis L in a scanned stack, and a
+        leading axis E for experts.
 
     Raises:
-        ConfigError: if a target or a layer matches no kernel.
+        ConfigError: If a target or a layer matches no kernel.
     """
     check_key("key", key)
     found = matrices(params)
@@ -78,12 +81,14 @@ def init_lora(params: Params, config: LoraConfig, key: jax.Array) -> Params:
 def apply_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
     """Return the parameters of the adapted model: kernel + scale A B for each adapter.
 
-    This works for any model and is differentiable in both arguments. The sum has the wider of the
-    two dtypes; if the model then rounds it to bf16, changes below 2^-9 of a weight are lost.
+    This function works for any model and is differentiable with respect to both arguments. The sum
+    has the wider of the two dtypes. If the model then rounds it to bf16, changes below 2^-9 of a
+    weight are lost.
 
-    The cost is r multiplications per weight, as much as r more tokens in a batch. This is little in
-    training, but would dominate each decoding step, so merge before you decode. Adapted kernels
-    exist twice in memory and their full gradients once; training saves only optimizer state.
+    The cost is r multiplications per weight, the same as for r more tokens in a batch. This is
+    negligible in training, but would dominate each decoding step, so merge the adapters before you
+    decode. Memory contains two copies of the adapted kernels and one copy of their full gradients,
+    so training saves only optimizer state.
 
     Args:
         params: parameters of the model.
@@ -91,14 +96,14 @@ def apply_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
         config: config of the adapters.
 
     Raises:
-        ValueError: if an adapter does not fit, or its kernel is quantized.
+        ValueError: If an adapter does not match its kernel, or if the kernel is quantized.
     """
 
     def add(path: str, kernel: Kernel, part: Adapter) -> jax.Array:
         if isinstance(kernel, QuantizedKernel):
             raise ValueError(f"{path} is quantised: add adapters to the original kernel instead")
         _check_adapter(path, kernel, part, config.rank)
-        # TPUs multiply float32 in bfloat16 by default
+        # by default, TPUs multiply float32 arrays in bfloat16
         delta = config.scale * jnp.matmul(part["a"], part["b"], precision="highest")
         return kernel + delta.reshape(kernel.shape)
 
@@ -113,18 +118,19 @@ def with_adapters(
 ) -> Params:
     """Return a transformer's parameters with adapters next to the kernels of its blocks.
 
-    Use the result like any parameters: the model computes x W + s (drop(x) A) B, with dropout if it
-    gets a key. This function itself computes nothing.
+    Use the result like any other parameters. The model computes x W + s (drop(x) A) B, with dropout
+    if you pass a key. This function itself does no arithmetic.
 
     Args:
         params: parameters of the model.
-        adapters: adapters from `init_lora`, or a sequence of adapters with the same config.
+        adapters: adapters from `init_lora`, or a sequence of several adapters with the same config.
         config: config of the adapters.
-        rows: i32[B], only with several adapters: the adapter of each row; -1 means the base model.
+        rows: i32[B], the adapter to use for each row; -1 means the base model. Required only with
+            several adapters.
 
     Raises:
-        ValueError: if an adapter does not fit, or belongs to a kernel outside of the blocks, or
-            `rows` is missing or passed with a single adapter.
+        ValueError: If an adapter does not match its kernel, if the kernel is outside the blocks, if
+            `rows` is missing, or if `rows` is passed with a single adapter.
     """
     several = not isinstance(adapters, Mapping)
     if several != (rows is not None):
@@ -132,7 +138,7 @@ def with_adapters(
     if isinstance(adapters, Mapping):
         tree: Params = adapters
     else:
-        # stack the adapters of each kernel: [n, ...], or [L, n, ...] in a scanned stack
+        # stack the adapters of each kernel as [n, ...], or as [L, n, ...] in a scanned stack
         def stacked(path: KeyPath, *leaves: jax.Array) -> jax.Array:
             return jnp.stack(leaves, axis=int(_is_scanned(path_name(path))))
 
@@ -163,9 +169,9 @@ def with_adapters(
 
 
 def merge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
-    """Merge adapters into plain parameters; each kernel keeps its dtype.
+    """Merge adapters into plain parameters, without changing the dtype of a kernel.
 
-    In f32 this is exact up to rounding. In bf16, changes below 2^-9 of a weight are lost.
+    In f32, the result is exact up to rounding. In bf16, changes below 2^-9 of a weight are lost.
 
     Args:
         params: parameters of the model.
@@ -173,16 +179,17 @@ def merge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
         config: config of the adapters.
 
     Raises:
-        ValueError: if an adapter does not fit, its kernel is quantized, or a sum overflows.
+        ValueError: If an adapter does not match its kernel, if the kernel is quantized, or if a sum
+            overflows.
     """
     adapted = apply_lora(params, adapters, config)
 
     def restore_dtype(path: KeyPath, new: jax.Array, old: jax.Array) -> jax.Array:
-        if new is old:  # it has no adapter
+        if new is old:  # this kernel has no adapter
             return old
         merged = new.astype(old.dtype)
         if not isinstance(merged, jax.core.Tracer):
-            overflow = jnp.isfinite(old) & ~jnp.isfinite(merged)  # in the sum or in its rounding
+            overflow = jnp.isfinite(old) & ~jnp.isfinite(merged)  # in the sum or its rounding
             if bool(overflow.any()):
                 rule = f"the maximum of {old.dtype} is {float(jnp.finfo(old.dtype).max):.5g}"
                 raise ValueError(f"{path_name(path)} has an infinite weight: {rule}")
@@ -194,8 +201,9 @@ def merge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
 def unmerge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
     """Subtract merged adapters: kernel - scale A B, in the dtype of the kernel.
 
-    Merging and unmerging each round once, so in bf16 a weight can change by 2^-8 of the larger of
-    the original and the merged weight. If you need the exact weights, keep the original parameters.
+    Merging and unmerging each round once. In bf16, a weight can therefore change by 2^-8 of the
+    original or the merged weight, whichever is larger. If you need the exact weights, keep the
+    original parameters.
 
     Args:
         params: parameters from `merge_lora`.
@@ -213,8 +221,8 @@ def split_trained(
 ) -> Params:
     """Return the trainable parameters: {"lora": adapters, "whole": {name: array}}.
 
-    `whole` and `config.trained` are prefixes of the names of parameters that are trained in
-    addition to the adapters; each must match a parameter, and none may match an adapted kernel.
+    `whole` and `config.trained` contain name prefixes of parameters that are trained in addition to
+    the adapters. Each prefix must match a parameter, and no prefix may match an adapted kernel.
     """
     adapters = init_lora(params, config, key)
     flat, found = flatten_dict(params, sep="/"), dict[str, Parameter]()
@@ -232,7 +240,7 @@ def split_trained(
 
 
 def split_frozen(params: Params, config: LoraConfig, whole: Iterable[str] = ()) -> Params:
-    """Return the frozen parameters, stored in the format `config.base`."""
+    """Return the frozen parameters in the format that `config.base` specifies."""
     prefixes = tuple(f"{prefix.strip('/')}/" for prefix in (*config.trained, *whole))
     flat = flatten_dict(params, sep="/")
     kept = {name: leaf for name, leaf in flat.items() if not f"{name}/".startswith(prefixes)}
@@ -250,12 +258,12 @@ def split_frozen(params: Params, config: LoraConfig, whole: Iterable[str] = ()) 
 
 
 def join_parts(frozen: Params, trained: Params, config: LoraConfig) -> Params:
-    """Combine both parts into a model's parameters, with adapters next to their kernels."""
+    """Combine frozen and trained parameters, with adapters stored next to their kernels."""
     return with_adapters(_filled(frozen, trained), trained["lora"], config)
 
 
 def merge_parts(frozen: Params, trained: Params, config: LoraConfig) -> Params:
-    """Combine both parts into a model's plain parameters, with adapters merged into kernels."""
+    """Combine frozen and trained parameters, with adapters merged into their kernels."""
     return merge_lora(_filled(frozen, trained), trained["lora"], config)
 
 
@@ -267,14 +275,14 @@ def _filled(frozen: Params, trained: Params) -> Params:
 def lora_loss(
     loss: Callable[[Params, Batch, jax.Array | None], Result], config: LoraConfig
 ) -> Callable[[Params, Batch, jax.Array | None, Params], Result]:
-    """Convert a loss function of parameters to one of adapters.
+    """Convert a loss function of parameters to a loss function of adapters.
 
-    This works for any model; for a transformer, training with `with_adapters` is cheaper. Pass the
-    parameters with `make_train_step(..., frozen=(params,))`; in a closure, they would become
-    constants of the compiled program.
+    This function works for any model. For a transformer, training with `with_adapters` is cheaper.
+    Pass the parameters with `make_train_step(..., frozen=(params,))`. In a closure, they would
+    become constants of the compiled program.
 
     Args:
-        loss: function of (params, batch, key).
+        loss: a function of (params, batch, key).
         config: config of the adapters.
 
     Returns:
@@ -288,7 +296,7 @@ def lora_loss(
 
 
 def matrices(params: Params) -> Matrices:
-    """Return the shapes of all kernels, keyed by module path, without computing anything."""
+    """Return the shapes of all kernels, keyed by module path, without any computation."""
     if not isinstance(params, Mapping):
         raise ConfigError(f"params is a {type(params).__name__}: must be parameters")
     shapes = jax.eval_shape(unstack_layers, params)
@@ -325,7 +333,7 @@ def select(found: Matrices, config: LoraConfig) -> list[str]:
 
 
 def layer(path: str) -> int | None:
-    """Return the index of the block that contains a path; None outside of blocks."""
+    """Return the index of the block that contains a path, or None outside the blocks."""
     for name in path.split("/"):
         if name.startswith("block_"):
             return int(name.removeprefix("block_"))
@@ -333,10 +341,10 @@ def layer(path: str) -> int | None:
 
 
 def nest(adapters: Params, params: Params) -> Params:
-    """Nest adapters like `params`: looped, or stacked with zeros for the missing blocks."""
+    """Nest adapters like `params`. In a scanned stack, missing blocks are filled with zeros."""
     if not any("blocks" in path for path in flatten_dict(params)):
         return unflatten_dict(adapters, sep="/")
-    # a scanned stack has one array for all blocks, so blocks without an adapter get zeros
+    # a scanned stack has one array for all blocks, so blocks without an adapter contain zeros
     any_block = lambda path: re.sub(r"block_\d+", "blocks", path)  # noqa: E731
     adapted = {any_block(path): adapter for path, adapter in adapters.items()}
     filled = {
@@ -348,7 +356,7 @@ def nest(adapters: Params, params: Params) -> Params:
 
 
 def flatten(adapters: Params) -> dict[str, dict[str, jax.Array]]:
-    """Undo `nest`: return adapters keyed by the path of their module in a looped stack."""
+    """Undo `nest`, and return adapters keyed by the path of their module in a looped stack."""
     found: dict[str, dict[str, jax.Array]] = {}
     for at, leaf in flatten_dict(unstack_layers(adapters), sep="/").items():
         path, _, name = at.rpartition("/")
@@ -357,7 +365,7 @@ def flatten(adapters: Params) -> dict[str, dict[str, jax.Array]]:
 
 
 def _matrix(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a kernel as matrices: (..., inputs, outputs)."""
+    """Return the shape of a kernel that is reshaped to matrices: (..., inputs, outputs)."""
     first, contract = kernel_axes(f"{path}/kernel".split("/"), len(shape))
     inputs = shape[first : first + contract]
     return (*shape[:first], math.prod(inputs), math.prod(shape[first + contract :]))
@@ -372,7 +380,7 @@ def _with_kernels(
     adapters: Params,
     make: Callable[[str, Kernel, Adapter], Parameter],
 ) -> Params:
-    """Return `params` with `make(path, kernel, adapter)` as the kernel of each adapted module."""
+    """Replace the kernel of each adapted module with `make(path, kernel, adapter)`."""
     for argument, tree in dict(params=params, adapters=adapters).items():
         if not isinstance(tree, Mapping):
             raise ValueError(f"{argument} is a {type(tree).__name__}: must be a dict by module")
@@ -398,7 +406,7 @@ def _with_kernels(
 
 
 def _check_adapter(path: str, kernel: Parameter, part: Mapping[str, Parameter], rank: int) -> None:
-    """Raise ValueError if the shapes of A and B do not fit the kernel."""
+    """Raise ValueError if the shapes of A and B do not match the kernel."""
     *lead, inputs, outputs = _matrix(path, tuple(kernel.shape))
     a, b = (*lead, inputs, rank), (*lead, rank, outputs)
     if (np.shape(part["a"]), np.shape(part["b"])) != (a, b):

@@ -1,4 +1,4 @@
-"""Base class of all linen modules of this package."""
+"""Base class of all linen modules in this package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flax import linen as nn
 
 
 class Watched(type):
-    """Metaclass that clears JAX's compilation caches when a method of a module is replaced."""
+    """Metaclass that clears JAX's compilation caches when a module's method is replaced."""
 
     replaced = 0
 
@@ -24,11 +24,11 @@ class Watched(type):
         cls._invalidate(name)
 
     def _invalidate(cls, name: str) -> None:
-        # flax sets methods while it creates a class, and __dataclass_fields__ on its bases
+        # flax sets methods while it creates a class, and sets __dataclass_fields__ on its bases
         if "_complete" in vars(cls) and (name == "__call__" or not name.startswith("__")):
             Watched.replaced += 1
             jax.clear_caches()
 
 
 class Module(nn.Module, metaclass=Watched):
-    """A linen module of this package."""
+    """Base class of the linen modules in this package."""

@@ -1,8 +1,8 @@
 """Norms, products, table lookups and argmax, each in the fastest form for the platform.
 
-On a mesh with explicit axes, a function calls itself through `by_compiler`, inside which no axis is
-explicit; the result is sharded like its rows. On a CPU, up to 16 rows (as in decoding) use the
-compiled kernels. Products that XLA's CPU backend computes slowly are rewritten, which changes only
+On a mesh with explicit axes, a function calls itself through `by_compiler`, which makes no axis
+explicit. The result is sharded like its rows. On a CPU, the compiled kernels are used for up to 16
+rows, as in decoding. Products that are slow in XLA's CPU backend are rewritten, which changes only
 the order of summation.
 """
 
@@ -31,16 +31,17 @@ def layer_norm(
 ) -> jax.Array:
     """Return (x - mean) / sqrt(var + eps) * scale + bias over the last axis (Ba et al. 2016).
 
-    Computed in f32 and returned in the dtype of x. `scale` and `bias` may also be scalars.
+    The result is computed in f32 and returned in the dtype of x. `scale` and `bias` may also be
+    scalars.
 
     Args:
         x: array of any floating dtype.
-        scale: factor for the result; None means 1.
+        scale: factor for the normalized values; None means 1.
         bias: array added to the result; None means 0.
         eps: number added to the variance.
 
     Raises:
-        ValueError: if shapes do not fit.
+        ValueError: If the shapes do not match.
     """
     return _norm(x, scale, bias, eps, centred=True)
 
@@ -52,15 +53,15 @@ def rms_norm(
 ) -> jax.Array:
     """Return x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang & Sennrich 2019).
 
-    Computed in f32 and returned in the dtype of x. `scale` may also be a scalar.
+    The result is computed in f32 and returned in the dtype of x. `scale` may also be a scalar.
 
     Args:
         x: array of any floating dtype.
-        scale: factor for the result; None means 1.
+        scale: factor for the normalized values; None means 1.
         eps: number added to the mean square.
 
     Raises:
-        ValueError: if shapes do not fit.
+        ValueError: If the shapes do not match.
     """
     return _norm(x, scale, None, eps, centred=False)
 
@@ -92,7 +93,7 @@ def _norm(
         y = y.reshape(rows, width)
         y = norms.norm(y, scale, bias, eps, centred=centred, elsewhere=elsewhere)
         return y.reshape(x.shape).astype(x.dtype)
-    # E[x^2] - E[x]^2 would lose all digits of a small variance around a large mean
+    # E[x^2] - E[x]^2 would lose all digits if the variance is small compared to the mean
     y = y - y.mean(axis=-1, keepdims=True) if centred else y
     y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
     y = y if scale is None else y * scale.astype(F32).reshape(*(1,) * (y.ndim - 1), -1)
@@ -108,12 +109,12 @@ def project(
 ) -> jax.Array:  # [..., *outputs]
     """Return x W + b over the last `contract` axes of x, in the dtype of x.
 
-    The operands are reshaped to matrices. For the gradient of a batched product on a CPU, XLA would
-    make a transposed copy of W, which takes a third of a training step.
+    The operands are reshaped to matrices. On a CPU, the gradient of a batched product would make
+    XLA copy the transpose of W, which takes a third of a training step.
     """
     lead, outputs = x.shape[: x.ndim - contract], kernel.shape[contract:]
     inputs, width, rows = math.prod(kernel.shape[:contract]), math.prod(outputs), math.prod(lead)
-    # the compiled kernel reads bfloat16 as stored, half as many bytes
+    # the compiled kernel reads the stored bfloat16 values, which have half as many bytes
     if not (kernel.dtype == jnp.bfloat16 and products.takes(rows, x.dtype, kernel)):
         kernel = kernel.astype(x.dtype)
     if explicit_mesh(x, kernel, bias) is not None:
@@ -127,13 +128,14 @@ def project(
         y = products.product(x, kernel, bias=None if bias is None else bias.reshape(width))
         return y.astype(x.dtype).reshape(*lead, *outputs)
     if on_cpu and are_concrete(rows) and rows >= inputs > width:
-        # Multiply by W^T, with a barrier so that XLA keeps the transpose: the gradient of W is then
-        # g^T x, which has the narrow matrix first and takes two thirds of the time of x^T g.
+        # Multiply by W^T, with a barrier so that XLA keeps the transpose. The gradient of W is then
+        # g^T x, in which the narrow matrix comes first and which takes two thirds of the time of
+        # x^T g.
         transposed = jax.lax.optimization_barrier(kernel.T)
         y = jax.lax.dot_general(x, transposed, (((1,), (1,)), ((), ())))
     elif on_cpu and rows == 1 and inputs % 8 == 0 and x.dtype == F32:
-        # A sum of 8 parallel products reads W at memory bandwidth; one product keeps only one and a
-        # half cores busy.
+        # A sum of 8 parallel products reads W at memory bandwidth. A single product keeps only one
+        # and a half cores busy.
         y = jnp.einsum("PI,PIO->PO", x.reshape(8, -1), kernel.reshape(8, -1, width))
         y = y.sum(axis=0, keepdims=True)
     else:
@@ -148,7 +150,7 @@ def logits(
     table: jax.Array,  # [V, D]
     bias: jax.Array | None,  # [V]
 ) -> jax.Array:  # f32[B, T, V]
-    """Return x E^T + b, with sums in f32."""
+    """Return x E^T + b, accumulated in f32."""
     rows = math.prod(x.shape[:2])
     if not (table.dtype == jnp.bfloat16 and products.takes(rows, x.dtype, table)):
         table = table.astype(x.dtype)
@@ -160,8 +162,8 @@ def logits(
         y = products.product(flat, table, bias=bias, turned=True)
         return y.reshape(*x.shape[:2], len(table))
     if are_concrete(rows) and 1 < rows <= 16 and platform() == "cpu":
-        # (E x^T)^T, with a barrier so that XLA keeps this order: it reads the large matrix E
-        # contiguously and is up to 1.5 times as fast (benchmarks/NOTES.md)
+        # compute (E x^T)^T, with a barrier so that XLA keeps this order, which reads the large
+        # matrix E contiguously and is up to 1.5 times as fast (benchmarks/NOTES.md)
         y = jnp.einsum("VD,XD->VX", table, flat, preferred_element_type=F32)
         y = jax.lax.optimization_barrier(y).T
     else:
@@ -171,8 +173,8 @@ def logits(
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], i32[...] -> [..., D]
-    """Look up rows of a table; an ID out of range results in NaN, never in another row."""
-    if ids.dtype.itemsize < 4:  # the table's length may exceed the range of a narrow type
+    """Look up rows of a table. An ID out of range results in NaN, never in another row."""
+    if ids.dtype.itemsize < 4:  # the length of the table may exceed the range of a narrow dtype
         ids = ids.astype(jnp.int32)
     # a negative index would count from the end, even in mode "fill"
     ids = jnp.where(ids < 0, table.shape[0], ids)
@@ -185,10 +187,11 @@ def argmax(
     x: jax.Array,  # f32[..., V]
     top: jax.Array,  # f32[...]: the maximum of each row
 ) -> jax.Array:  # [...]
-    """Return the first index of the maximum of each row; undefined if the maximum is not finite.
+    """Return the first index of the maximum in each row.
 
-    On a CPU, `jnp.argmax` takes ten times as long (0.2 ms for 50,000 values) as the minimum of the
-    matching indices. Indices are float32, which is faster than integers and exact below 2^24.
+    If the maximum is not finite, the result is undefined. On a CPU, `jnp.argmax` takes ten times as
+    long (0.2 ms for 50,000 values) as computing the minimum of the matching indices. The indices
+    are float32, which is faster than integers and exact below 2^24.
     """
     if platform() != "cpu" or x.shape[-1] >= 2**24:
         return jnp.argmax(x, axis=-1)

@@ -1,7 +1,7 @@
 """Document boundaries in packed rows, given by `segments` and `valid`.
 
-A packed row contains several documents. `segments` assigns an ID to each token, and a run of equal
-IDs is a document. A token that is not `valid` is padding and never starts a document.
+A packed row contains several documents. `segments` assigns an ID to each token, and each run of
+equal IDs is a document. A token that is not `valid` is padding, and never starts a document.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def check_valid(
     tokens: Array,  # i32[B, T]
     valid: Array | None,  # bool[B, T]
 ) -> jax.Array:  # bool[B, T]
-    """Return `valid` as an array, all True if None, after checking its shape and dtype."""
+    """Check the shape and dtype of `valid`, and return it as an array; None means all True."""
     if valid is None:
         return jnp.ones(tokens.shape, bool)
     valid = jnp.asarray(valid)
@@ -31,7 +31,7 @@ def check_valid(
 
 
 def check_segments(tokens: jax.Array, segments: jax.Array | None, state: object) -> None:
-    """Raise ValueError unless segments are integers of the tokens' shape and there is no state."""
+    """Raise ValueError unless segments are integers in the tokens' shape and there is no state."""
     if segments is None:
         return
     if state is not None:
@@ -44,15 +44,15 @@ def check_segments(tokens: jax.Array, segments: jax.Array | None, state: object)
 
 
 def documents_of(segments: jax.Array) -> jax.Array:  # i32[B, T]
-    """Return IDs that are equal exactly if two tokens belong to the same document.
+    """Return IDs that are equal if and only if two tokens belong to the same document.
 
-    If a known ID returns after another one, raise ValueError; traced IDs are renumbered by run.
+    Raise ValueError if a known ID occurs again after another ID. Traced IDs are renumbered by run.
     """
     known = concrete_value(segments)
     if known is None:
         return number_documents(segments)
     for row, ids in enumerate(known):
-        # column 0 always starts a document, since its ID differs from the prepended one
+        # column 0 always starts a document, because its ID differs from the prepended ID
         starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
         first = np.unique(ids[starts], return_index=True)[1]
         repeated = np.delete(starts, first)
@@ -64,7 +64,7 @@ def documents_of(segments: jax.Array) -> jax.Array:  # i32[B, T]
 
 
 def number_documents(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T]
-    """Return the number of each token's run of equal IDs in its row, from 0."""
+    """Return the index of the run of equal IDs that contains each token, from 0 in each row."""
     segments = jnp.asarray(segments)
     changes = segments[:, 1:] != segments[:, :-1]
     return jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
@@ -95,7 +95,7 @@ def sequence_positions(
 ) -> jax.Array:  # i32[T] or [B, T]
     """Return the positions of tokens in their sequences, with -1 for padding.
 
-    Without length, valid and segments, return arange(T).
+    If `length`, `valid` and `segments` are all None, return arange(T).
     """
     if length is None and valid is None and segments is None:
         return jnp.arange(tokens.shape[1])

@@ -1,8 +1,8 @@
 """Named values inside a model, which can be captured or edited.
 
-A place is a named value. `places(config)` lists the names and shapes. `model.apply(...,
-capture=(name, ...))` also returns a dict of the values at those places, as its last result.
-`model.edited({name: function})` replaces a value with the result of a function:
+Each named value is called a place. `places(config)` lists the names and shapes of all places.
+`model.apply(..., capture=(name, ...))` also returns a dict of the values at those places, as its
+last result. `model.edited({name: function})` replaces a value with the result of a function:
 
     capture = "block_1/residual", "block_*/attention/weights"
     logits, cache, captured = model.apply({"params": params}, tokens, capture=capture)
@@ -10,10 +10,10 @@ capture=(name, ...))` also returns a dict of the values at those places, as its 
     without = model.edited({"block_0/attention/heads": lambda heads: heads.at[:, :, 2].set(0)})
     logits, cache = without.apply({"params": params}, tokens)
 
-The argument `edit=` of a call applies to that call only, after the model's own edits. Edits run
-before captures. `*` matches any block number. Names are static. Values, including captured ones,
+The `edit=` argument of a call applies only to that call, after the model's own edits. Edits run
+before captures. `*` matches any block number. Names are static. Values, including captured values,
 may be traced, mapped and differentiated, and an edit function may close over arrays. Places are the
-same in looped and scanned models, with and without a cache. If nothing is captured or edited, the
+same in looped and scanned models, with or without a cache. If nothing is captured or edited, the
 compiled program does not change.
 """
 
@@ -56,19 +56,20 @@ IN_BLOCK = {
     "attn.hook_z": "attention/heads",
     "mlp.hook_post": "feed_forward/hidden",
 }
-"""Place within a block for each TransformerLens hook of a block."""
+"""Place within a block that corresponds to each TransformerLens hook."""
 OF_ATTEND = "query", "key", "value", "weights", "key_positions", "heads"
-"""Attention places in a custom block; `attend` visits them."""
+"""Attention places in a custom block, which `attend` visits."""
 _BLOCK = re.compile(r"block_(\d+)/(.*)")
 
 
 def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
-    """Return the name and shape of each place of a model, given its config or the model itself.
+    """Return the name and shape of each place in a model, given its config or the model itself.
 
-    Letters are the sizes of a call: B rows, T tokens, S keys. With a cache, S counts its
-    slots, plus the new tokens if the cache is shorter than its window. In an encoder-decoder, names
-    of the encoder start with "encoder/", and their T counts source tokens. For a
-    `StreamingEncoder`, pass the model itself: it has no logits, and T counts frames.
+    In a shape, letters denote the sizes of a call: B rows, T tokens and S keys. With a cache, S is
+    the number of its slots, plus the number of new tokens if the cache is shorter than its window.
+    In an encoder-decoder, names of encoder places start with "encoder/", and their T is the number
+    of source tokens. For a `StreamingEncoder`, pass the model itself. It has no logits, and T is
+    the number of frames.
 
         embedding            the input of the first block or layer
         block_i/residual     the output of block i, after its branches
@@ -96,9 +97,9 @@ def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
         attention/context    the weighted average of their states
         read_out             the input of the output matrix
 
-    A function that edits the state or the attention of a recurrent model sees one token at a time,
-    so T is 1. Convolutional models have only `read_out` and `logits`, because they recompute the
-    vectors of earlier tokens; n-gram models have only `logits`.
+    A function that edits the state or the attention of a recurrent model receives one token at a
+    time, so T is 1. Convolutional models have only `read_out` and `logits`, because they recompute
+    the vectors of earlier tokens. N-gram models have only `logits`.
     """
     if isinstance(config, nn.Module) and isinstance(
         own := getattr(config, "config", None), AnyModelConfig
@@ -159,15 +160,15 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
 
 
 OF_SOURCE = "cross_attention/key", "cross_attention/value"
-"""Suffixes of places with one entry per source token."""
+"""Suffixes of the names of places with one entry per source token."""
 
 
 Edits = tuple[tuple[str, EditSpec], ...]
-"""Edits, keyed by place name; hashable so that they can be a static argument."""
+"""Edits keyed by place name, which are hashable so that they can be a static argument."""
 
 
 def named_edits(config: AnyModelConfig | nn.Module, edit: Mapping[str, Edit]) -> Edits:
-    """Expand `*` in the names of an edit; raise ValueError if a name or a function is invalid."""
+    """Expand `*` in the names of an edit. Raise ValueError if a name or function is invalid."""
     if not isinstance(edit, Mapping):
         raise ValueError(f"edit is a {type(edit).__name__}: must be a dict of place to function")
     known = list(places(config)) if edit else []
@@ -191,14 +192,14 @@ def named_edits(config: AnyModelConfig | nn.Module, edit: Mapping[str, Edit]) ->
 
 @value_class(static=("capture", "edit", "prefix", "call"))
 class Places:
-    """Names of the captured and edited places; static, so they are known while tracing."""
+    """Names of the captured and edited places, which are static and thus known while tracing."""
 
     capture: tuple[str, ...] = ()
     edit: Edits = ()
     prefix: str = ""
-    """Prefix that `inside` removed from all names; errors show it again."""
+    """Prefix that `inside` removed from all names, and that error messages restore."""
     call: Call = WHOLE
-    """Facts about the tokens of the call."""
+    """Facts about the tokens in the call."""
 
     @classmethod
     def of(
@@ -207,12 +208,12 @@ class Places:
         capture: Iterable[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> Places:
-        """Expand `*` in names and check them; raise ValueError if a name matches no place.
+        """Expand `*` in names, and raise ValueError if a name matches no place.
 
-        Edits of the model come before those of the call.
+        The edits of the model precede those of the call.
         """
         permanent: Edits = model.edits if isinstance(model, nn.Module) else ()
-        if not capture and not edit and not permanent:  # the usual call: do not list any names
+        if not capture and not edit and not permanent:  # in the usual call, do not list any names
             return NOWHERE
         if isinstance(capture, str):
             raise ValueError(f"capture is {capture!r}: must be names of places, ({capture!r},)")
@@ -241,8 +242,8 @@ class Places:
     ) -> Places:
         """Return the places with facts about a call's tokens (see `Call.of`).
 
-        A model that passes its edits one token at a time sets `count`, the number of tokens; an
-        edit of a later token then raises ValueError.
+        A model that passes one token at a time to its edits must specify `count`, the number of
+        tokens. An edit of a later token then raises ValueError.
         """
         if not self.edit:
             return self
@@ -256,13 +257,13 @@ class Places:
     def visit(
         self,
         layer: Index | None = None,
-        positions: jax.Array | None = None,  # i32[B, T] or [T], of the tokens
-        source: jax.Array | None = None,  # i32[B, S], positions for cross-attention
+        positions: jax.Array | None = None,  # i32[B, T] or [T], positions of the tokens
+        source: jax.Array | None = None,  # i32[B, S], source positions for cross-attention
     ) -> Visit:
-        """Return a visit to the places in one block, or, without `layer`, to those outside blocks.
+        """Return a visit to the places in a block, or outside the blocks if `layer` is None.
 
-        `layer` is the index of the block, an i32[] in a scan. A scan visits the places of all
-        blocks in one trace and applies an edit only if the block matches.
+        `layer` is the index of the block, and is i32[] in a scan. A scan visits the places of all
+        blocks in one trace, and applies an edit only if the block matches.
         """
         if self is NOWHERE:
             return Visit()
@@ -272,7 +273,7 @@ class Places:
             found = _BLOCK.match(name)
             if found is None and layer is None:
                 here[name] = name, None
-            # a scan traces one block for all, so it visits the places of every block
+            # a scan traces a single block, so it visits the places of all blocks
             elif found and layer is not None and known in (None, int(found[1])):
                 here[name] = found[2], int(found[1]) if known is None else None
         capture = {here[name][0] for name in self.capture if name in here}
@@ -284,7 +285,7 @@ class Places:
             earlier = edits.setdefault(place, [])
             same = bool(earlier) and earlier[-1].spec == spec
             if number is not None and same and number not in earlier[-1].blocks:
-                # a scan applies a function of several blocks once, not once per block
+                # a scan applies a function for several blocks once, not once per block
                 earlier[-1] = earlier[-1]._replace(blocks=(*earlier[-1].blocks, number))
             else:
                 blocks = () if number is None else (number,)
@@ -292,16 +293,16 @@ class Places:
         return Visit(capture, edits, layer, positions, source, self.call)
 
     def sparse(self, depth: int) -> dict[str, tuple[str, int]]:
-        """Map each name whose place is captured in at most half the blocks to its place and block.
+        """Map the name of each place captured in at most half the blocks to its place and block.
 
-        A scan carries these values; stacking them would store the values of all blocks.
+        A scan carries these values, because stacking them would store the values of all blocks.
         """
         found = [(name, at) for name in self.capture if (at := _BLOCK.match(name))]
         counts = Counter(at[2] for _, at in found)
         return {name: (at[2], int(at[1])) for name, at in found if counts[at[2]] * 2 <= depth}
 
     def empty(self, shapes: Mapping[str, jax.ShapeDtypeStruct], depth: int) -> Captured:
-        """Return zeros as the initial carry of the `sparse` values, keyed by full name."""
+        """Return zeros as the initial carry for the `sparse` values, keyed by full name."""
         sparse = self.sparse(depth)
         return {name: jnp.zeros_like(shapes[place]) for name, (place, _) in sparse.items()}
 
@@ -310,7 +311,7 @@ class Places:
     ) -> tuple[Captured, Captured]:
         """Update the carried `sparse` values with those of block `layer`, and return the others.
 
-        Names in `captured` are relative to the block.
+        The names in `captured` are relative to the block.
         """
         places = {name: _BLOCK.match(name) for name in sparse}
         carried = {
@@ -322,24 +323,24 @@ class Places:
         return carried, {name: x for name, x in captured.items() if name not in taken}
 
     def collect(self, scanned: Captured) -> Captured:  # leaves [B, L, ...], by name within a block
-        """Return the stacked values of a scan, keyed by full name."""
+        """Convert the stacked values of a scan to values keyed by full name."""
         found = ((name, _BLOCK.match(name)) for name in self.capture)
         return {
             name: scanned[at[2]][:, int(at[1])] for name, at in found if at and at[2] in scanned
         }
 
     def in_order(self, captured: Captured) -> Captured:
-        """Return captured values in the order of the request."""
+        """Return the captured values in the order in which they were requested."""
         return {name: captured[name] for name in self.capture}
 
 
 class BlockEdit(NamedTuple):
-    """Edit of a place within a block."""
+    """Edit of a place in a block."""
 
     place: str
-    """Name in the user's edit."""
+    """Name that the user specified."""
     blocks: tuple[int, ...]
-    """Blocks that a scan edits; empty means the current block."""
+    """Indices of the blocks that a scan edits; empty means the current block."""
     spec: EditSpec
 
 
@@ -347,7 +348,7 @@ NOWHERE = Places()
 
 
 class Visit:
-    """Edits and captures of the named values of one block, or of those outside of blocks."""
+    """Edits and captures of the named values in one block, or of those outside the blocks."""
 
     def __init__(
         self,
@@ -359,17 +360,18 @@ class Visit:
         call: Call = WHOLE,
     ) -> None:
         self.capture, self.edits, self.layer = frozenset(capture), edits or {}, layer
-        # positions [T] are arange(T), the default of an edit
+        # positions [T] are always arange(T), which is the default for an edit
         self.positions = None if positions is None or positions.ndim == 1 else positions
         self.source, self.call = source, call
         self.requested = self.capture.union(self.edits)
-        """The names that are captured or edited."""
+        """Names of the places that are captured or edited."""
         self.captured: Captured = {}
 
     def __call__(self, name: str, value: jax.Array, single: bool = False) -> jax.Array:
-        """Apply the edits of this place and store the result if it is captured.
+        """Apply the edits of this place, and store the result if it is captured.
 
-        `single` means that the model reads one token at a time and the value belongs to one token.
+        `single` means that the model reads one token at a time and that the value belongs to one
+        token.
         """
         if name not in self.requested:
             return value
@@ -380,7 +382,7 @@ class Visit:
         if self.edits and self.layer is not None:
             call = replace(call, layer=self.layer)
         for place, blocks, spec in self.edits.get(name, ()):
-            if of_source:  # every call sees the whole source
+            if of_source:  # every call contains the whole source
                 spec = replace(spec, part=False, first=0)
             result = apply_edit(place, spec, value, positions, call, single)
             rule = f"must be {value.dtype}{list(value.shape)}"
@@ -403,7 +405,7 @@ class Visit:
         return value
 
     def token(self, name: str, value: jax.Array) -> jax.Array:
-        """Visit with the value [B, ...] of a single token, which has no token axis."""
+        """Visit a place with the value [B, ...] of a single token, which has no token axis."""
         if name not in self.requested:
             return value
         value = self(name, value[:, None], single=True)[:, 0]
@@ -413,7 +415,7 @@ class Visit:
 
 
 def _expand(name: str, known: list[str]) -> list[str]:
-    """Return the places that a name, possibly with `*`, matches."""
+    """Return the places that match a name, which may contain `*`."""
     if not isinstance(name, str):
         raise ValueError(f"{name!r} is not the name of a place: must be a string")
     pattern = re.compile("[^/]*".join(map(re.escape, name.split("*"))))

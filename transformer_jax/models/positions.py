@@ -1,9 +1,10 @@
 """Positional encodings: sinusoids, learned tables, rotations and Shaw's relative vectors.
 
-All of them are functions of integer positions, which may start anywhere and differ between rows, so
-cached decoding and a full forward pass agree. Angles are float32 (float64 for sinusoids under
-jax_enable_x64 and for float64 vectors). Whole turns are removed before rounding, so angles are as
-exact at position 2^31 - 1 as at 1. A negative position is padding, which no query attends to.
+All of them are functions of integer positions, which may start anywhere and may differ between
+rows, so cached decoding and a full forward pass agree. Angles are float32. They are float64 for
+float64 vectors, and for sinusoids under jax_enable_x64. Whole turns are removed before rounding, so
+angles are as exact at position 2^31 - 1 as at position 1. A negative position marks padding, to
+which no query attends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from transformer_jax.tracing import concrete_value
 
 
 def in_rows(positions: jax.Array) -> jax.Array:  # i32[T] or i32[B, T] -> i32[B, T]
-    """Return positions with a row axis, of size 1 if all rows have the same positions."""
+    """Add a row axis to positions. Its size is 1 if all rows have the same positions."""
     return positions if positions.ndim == 2 else positions[None]
 
 
@@ -35,19 +36,22 @@ def sinusoidal(
     base: float = 10_000.0,
     layout: Literal["interleaved", "halves"] = "interleaved",
 ) -> jax.Array:  # f32[..., dim], f64 under jax_enable_x64
-    """Return sin(p base^(-2i/dim)) at 2i, and its cosine at 2i + 1 (Vaswani et al. 2017, 3.5).
+    """Return sin(p base^(-2i/dim)) at index 2i, and its cosine at 2i + 1.
+
+    Vaswani et al. 2017, section 3.5.
 
     Args:
         positions: the integer positions p, of any shape.
-        dim: width of the result; even and at least 2.
-        base: base of the wavelengths; above 0.
-        layout: "interleaved", or "halves" for sin at i and cos at dim/2 + i (Marian).
+        dim: width of the result, which must be even and at least 2.
+        base: base of the wavelengths, above 0.
+        layout: "interleaved", or "halves" for the sine at index i and the cosine at dim/2 + i
+            (Marian).
 
     Returns:
         f32[..., dim], or f64 under jax_enable_x64.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: If an argument is out of range.
     """
     check_count("dim", dim, 2)
     if dim % 2:
@@ -77,18 +81,19 @@ def learned(
     positions: jax.Array,  # i32[...]
     offset: int = 0,
 ) -> jax.Array:  # [..., D]
-    """Return table[offset + p], or zeros if p < 0.
+    """Look up table[offset + p], or return zeros if p < 0.
 
     Args:
-        table: [offset + L, D].
-        positions: the integer positions p. A traced position >= L results in NaN.
+        table: [offset + L, D], the vectors.
+        positions: i32[...], the integer positions p. A traced position of L or greater results in
+            NaN.
         offset: number of rows in the table before position 0.
 
     Returns:
         [..., D].
 
     Raises:
-        ValueError: if a known position is L or greater.
+        ValueError: If a known position is L or greater.
     """
     positions = jnp.asarray(as_int32("positions", positions))
     known = concrete_value(positions)
@@ -106,9 +111,9 @@ def learned(
 
 
 def rope_frequencies(config: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Return the radians per position of each pair, f32[dims/2], and the factor of the vectors.
+    """Return the radians per position of each pair, f32[dims/2], and the factor for the vectors.
 
-    With w_k = base^(-2k/d), d rotated dims, factor s, and r_k = original_len w_k / 2 pi turns
+    With d rotated dimensions, factor s, w_k = base^(-2k/d), and r_k = original_len w_k / 2 pi turns
     within the trained length:
 
         linear   w / s (Chen et al. 2023)
@@ -123,14 +128,15 @@ def rope_frequencies(config: Rope, head_dim: int) -> tuple[np.ndarray, float]:
         longrope w_k / f_k, with the short factors f up to original_len and the long ones beyond.
                  The factor is sqrt(1 + ln(s) / ln(original_len)) by default (Ding et al. 2024).
 
-    Computed in float64 and rounded once.
+    The result is computed in float64 and rounded once.
 
     Args:
-        config: base, scaling and the parameters of the scaling.
-        head_dim: H, at least the number of rotated dims.
+        config: config with the base, the scaling and the parameters of the scaling.
+        head_dim: H, at least the number of rotated dimensions.
 
     Raises:
-        ValueError: if dims is odd or more than H, or longrope lacks a factor for each pair.
+        ValueError: If the number of rotated dimensions is odd or more than H, or if longrope does
+            not have one factor for each pair.
     """
     frequencies, factor = _rope_frequencies(config, head_dim)
     return frequencies.astype(np.float32), factor
@@ -161,7 +167,7 @@ def _rope_frequencies(config: Rope, head_dim: int) -> tuple[np.ndarray, float]:
         assert original is not None
 
         def pair(turns: float) -> float:
-            """Return the fractional index k of the pair that makes this many turns."""
+            """Return the fractional index k of the pair that makes this number of turns."""
             return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         fast, slow = pair(config.beta_fast), pair(config.beta_slow)
@@ -199,13 +205,14 @@ def apply_rope(
     Args:
         x: queries or keys.
         positions: the positions p.
-        config: specifies w (see `rope_frequencies`) and which dimensions form a pair.
+        config: config that specifies w (see `rope_frequencies`) and the dimensions that form each
+            pair.
 
     Returns:
         [B, T, N, H], in the dtype of x.
 
     Raises:
-        ValueError: if shapes do not fit, or `config` does not fit H.
+        ValueError: If the shapes do not match, or if `config` does not match H.
     """
     check_array("x", x, "[B, T, N, H]")
     positions = jnp.asarray(as_int32("positions", positions))
@@ -216,11 +223,11 @@ def apply_rope(
         raise ValueError(f"positions have shape {positions.shape}: {rule}")
     frequencies, factor = _rope_frequencies(config, x.shape[-1])
     dims = 2 * len(frequencies)
-    # rotate bfloat16 in float32 and round once, at the end
+    # rotate bfloat16 vectors in float32, and round once, at the end
     wide = np.promote_types(x.dtype, np.float32)
     angles = _angles(positions, frequencies, wide)
     angles = angles[..., None, :] if angles.ndim == 3 else angles[None, :, None]
-    # YaRN and LongRoPE multiply queries and keys, so scores grow by the square of the factor
+    # YaRN and LongRoPE multiply both queries and keys, so scores grow by the square of the factor
     cos, sin = factor * jnp.cos(angles), factor * jnp.sin(angles)  # [B or 1, T, 1, dims/2]
     rotated = x[..., :dims].astype(wide)
     if config.pairing == "half":
@@ -245,9 +252,10 @@ def _angles(
 ) -> jax.Array:  # [..., dims/2]
     """Return p w modulo whole turns, in [-pi, pi].
 
-    Frequencies are 64-bit fractions of a turn. Their product with p wraps around in uint32 (uint64
-    for float64 angles) exactly as turns do, so the phase is exact to 2^-30 turns at every int32
-    position. Floating positions are not reduced: the error of p w in f32 is p w 2^-24.
+    Frequencies are 64-bit fractions of a turn. Their product with p wraps around in uint32 (or in
+    uint64 for float64 angles) exactly as turns do, so the phase is exact to 2^-30 turns at every
+    int32 position. Floating-point positions are not reduced, so the error of p w in f32 is p w
+    2^-24.
     """
     positions = jnp.asarray(as_int32("positions", positions))
     if positions.dtype in (jnp.bfloat16, jnp.float16):
@@ -264,15 +272,15 @@ def _angles(
         angles = signed.astype(dtype) * (2 * math.pi / 2.0**64)
         return jnp.where((positions < 0)[..., None], -angles, angles)
     high, low = (jnp.asarray(x.astype(np.uint32)).reshape(*lead, -1) for x in divmod(turns, 2**32))
-    # multiply 16-bit halves, since JAX has no 64-bit integers without x64
+    # multiply 16-bit halves, because JAX has no 64-bit integers without x64
     (p1, p0), (low1, low0) = ((x >> 16, x & 0xFFFF) for x in (p, low))
     phase = p * high + p1 * low1 + (p1 * low0 >> 16) + (p0 * low1 >> 16)  # in 2^-32 turns
-    signed = phase.astype(jnp.int32)  # the same bits; ONNX has no bitcast before opset 26
+    signed = phase.astype(jnp.int32)  # preserves the bits; ONNX has no bitcast before opset 26
     angles = signed.astype(jnp.float32) * np.float32(2 * math.pi / 2.0**32)
     return jnp.where((positions < 0)[..., None], -angles, angles)
 
 
-# Learned vectors of clipped distances (Shaw et al. 2018)
+# Learned vectors for clipped distances (Shaw et al. 2018)
 
 
 def shaw_scores(
@@ -281,13 +289,15 @@ def shaw_scores(
     q_positions: jax.Array,  # i32[T] or [B, T]
     k_positions: jax.Array,  # i32[S] or [B, S]
 ) -> jax.Array:  # f32[B, N, T, S]
-    """Return query . key_table[clip(k - q)], unscaled: the second term of Shaw's equation 4.
+    """Return the unscaled query . key_table[clip(k - q)], the second term of Shaw's equation 4.
 
-    To avoid an array [T, S, H], all 2 clip + 1 products of a query are computed and then gathered.
+    To avoid an array [T, S, H], all 2 clip + 1 products of each query are computed and then
+    gathered.
 
     Args:
         query: [B, T, N, H].
-        key_table: row clip + d is the vector of a key that is d positions after the query.
+        key_table: [2 clip + 1, H]. Row clip + d is the vector for a key that is d positions after
+            the query.
         q_positions: i32[T] or [B, T].
         k_positions: i32[S] or [B, S].
 
@@ -312,12 +322,12 @@ def shaw_values(
     q_positions: jax.Array,  # i32[T] or [B, T]
     k_positions: jax.Array,  # i32[S] or [B, S]
 ) -> jax.Array:  # [B, T, N, Hv], in the dtype of weights
-    """Sum weights[s] value_table[clip(k - q)] over s: the second term of Shaw's equation 3.
+    """Sum weights[s] value_table[clip(k - q)] over s, the second term of Shaw's equation 3.
 
     Weights with equal clipped distances are summed first, which is the transpose of `_pick`.
 
     Args:
-        weights: attention weights [B, N, T, S].
+        weights: [B, N, T, S], the attention weights.
         value_table: [2 clip + 1, Hv].
         q_positions: i32[T] or [B, T].
         k_positions: i32[S] or [B, S].

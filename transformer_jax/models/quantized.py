@@ -1,8 +1,9 @@
-"""Kernels quantized to 8 or 4 bits, and their products: symmetric, absmax, no zero point.
+"""Kernels quantized to 8 or 4 bits, and products with these kernels.
 
-W' = scale q, with integer q. 8-bit kernels have one scale per output; 4-bit kernels have one per
-output and group of inputs. Unlike in LLM.int8 (Dettmers et al. 2022), outliers are not separate;
-unlike in NF4 (Dettmers et al. 2023), levels are uniform.
+The quantization is symmetric absmax quantization without a zero point: W' = scale q, with integer
+q. An 8-bit kernel has one scale per output. A 4-bit kernel has one scale per output and group of
+inputs. Unlike in LLM.int8 (Dettmers et al. 2022), outliers are not stored separately. Unlike in NF4
+(Dettmers et al. 2023), levels are uniform.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ from transformer_jax.values import value_class
 Kind = Literal["bf16", "int8", "int4"]
 
 GROUP = 32
-"""Inputs per scale in 4 bits; if this does not divide the inputs, all of them share a scale."""
+"""Number of inputs per scale in 4 bits. All inputs share a scale if it does not divide them."""
 
 
 @value_class(
     kw_only=True, arrays=("values", "scale"), static=("inputs", "outputs", "bits"), exportable=True
 )
 class QuantizedKernel:
-    """Integer kernel with scales; replaces a kernel in a model's parameters.
+    """Integer kernel with scales, which replaces a kernel in a model's parameters.
 
-    Both arrays have a leading axis L in a scanned stack, and E for experts.
+    Both arrays have a leading axis L in a scanned stack, and a leading axis E for experts.
 
     Attributes:
-        values: i8[inputs, outputs], or in 4 bits u8[inputs / 2, outputs]: two values per byte,
-            each + 8, the first in the low half.
-        scale: f32[groups, outputs].
-        inputs: sizes of the contracted axes, such as [N, Hv] for an attention's output.
+        values: i8[inputs, outputs] in 8 bits. In 4 bits, u8[inputs / 2, outputs] with two values
+            per byte. 8 is added to each value, and the first value is in the low half.
+        scale: f32[groups, outputs], the scale of each group and output.
+        inputs: sizes of the contracted axes, for example [N, Hv] for the output matrix of
+            attention.
         outputs: sizes of the other axes.
-        bits: 8 or 4.
+        bits: number of bits per value, 8 or 4.
     """
 
     values: jax.Array
@@ -79,11 +81,11 @@ class QuantizedKernel:
 
 @value_class(kw_only=True, arrays=("values", "scale"), exportable=True)
 class QuantizedTable:
-    """8-bit table of vectors W' = scale q; replaces a table in a model's parameters.
+    """8-bit table of vectors W' = scale q, which replaces a table in a model's parameters.
 
     Attributes:
         values: i8[V, D], the integers q.
-        scale: f32[V], one per row.
+        scale: f32[V], the scale of each row.
     """
 
     values: jax.Array  # i8[V, D]
@@ -104,39 +106,40 @@ class QuantizedTable:
         return (self.values.astype(jnp.float32) * self.scale[:, None]).astype(dtype)
 
     def look_up(self, ids: jax.Array) -> jax.Array:  # i32[...] -> f32[..., D]
-        """Return rows of the table; as in `ops.lookup`, an ID out of range results in NaN."""
+        """Look up rows of the table. As in `ops.lookup`, an ID out of range results in NaN."""
         values = ops.lookup(self.values, ids).astype(jnp.float32)
         return values * ops.lookup(self.scale, ids)[..., None]
 
 
 WHOLE = "router", "shared_gate"
-"""Modules that are never quantized: small errors would change which experts are chosen."""
+"""Modules that are never quantized, because small errors would change the choice of experts."""
 
 TABLES = "tokens", "source_tokens", "output"
-"""The tables that `quantize(..., embeddings=True)` stores in 8 bits."""
+"""Tables that `quantize(..., embeddings=True)` stores in 8 bits."""
 
 
 @known_keywords
 def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
     """Quantize the kernels in a transformer's blocks.
 
-    The error of each weight is |W - W'| <= scale / 2. In 8 bits that is at most 1/254 of the
-    largest weight of the same output; in 4 bits, 1/14 of the largest weight in its group of 32
-    inputs (or of all inputs, if their number is not a multiple of 32).
+    The error of each weight is |W - W'| <= scale / 2. In 8 bits, this is at most 1/254 of the
+    largest weight for the same output. In 4 bits, it is at most 1/14 of the largest weight in the
+    same group of 32 inputs, or in all inputs if their number is not a multiple of 32.
 
     Args:
         params: parameters of a looped or scanned stack.
-        kind: "bf16" casts all floats. "int8" and "int4" quantize the kernels of blocks; other
-            parameters (norms, biases, heads, routers of experts) do not change.
-        embeddings: with "int8" and "int4", also store the token vectors and the output matrix in 8
-            bits, with one scale per token. Decoding reads the whole output matrix for each token.
+        kind: "bf16" casts all floating-point arrays. "int8" and "int4" quantize the kernels of
+            blocks, and do not change other parameters (norms, biases, heads and expert routers).
+        embeddings: whether "int8" and "int4" also store the token vectors and the output matrix in
+            8 bits, with one scale per token. Decoding reads the whole output matrix for each token.
 
     Returns:
-        The parameters, with arrays replaced by a `QuantizedKernel` or a `QuantizedTable`.
+        The parameters, with each quantized array replaced by a `QuantizedKernel` or a
+        `QuantizedTable`.
 
     Raises:
-        ConfigError: if `kind` is unknown, or a kernel is not finite, is already quantized, or has
-            an odd number of inputs in 4 bits.
+        ConfigError: If `kind` is unknown, or if a kernel is not finite, is already quantized, or
+            has an odd number of inputs in 4 bits.
     """
     if not isinstance(params, Mapping):
         rule = "must be parameters, such as init_params(config, key)"
@@ -151,7 +154,7 @@ def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
 
 
 def count(params: PyTree) -> int:
-    """Count the elements of parameters or of their shapes; quantized arrays count at full size."""
+    """Count the elements of parameters (arrays or shapes). Quantized arrays count in full."""
     quantized = QuantizedKernel, QuantizedTable
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, quantized))
     return sum(math.prod(leaf.shape) for leaf in leaves)
@@ -217,12 +220,12 @@ def _rounded(
     most = 2 ** (bits - 1) - 1
     grouped = grouped.astype(jnp.float32)
     scale = largest(jnp.abs(grouped), axis=-2) / most
-    # an output with only zero weights has scale 0
+    # the scale of an output with only zero weights is 0
     divisor = jnp.where(scale > 0, scale, 1.0)[..., None, :]
     values = jnp.clip(jnp.round(grouped / divisor), -most, most).astype(jnp.int8)
     values = values.reshape(*values.shape[:-3], -1, values.shape[-1])
     if bits == 4:
-        # -7..7 become 1..15, unsigned 4-bit values
+        # -7..7 become the unsigned 4-bit values 1..15
         pairs = (values + 8).astype(jnp.uint8)
         pairs = pairs.reshape(*pairs.shape[:-2], -1, 2, pairs.shape[-1])
         values = pairs[..., 0, :] | pairs[..., 1, :] << 4
@@ -235,11 +238,11 @@ def quantized_project(
     bias: jax.Array | None,  # [*outputs]
     contract: int,
 ) -> jax.Array:  # [..., *outputs]
-    """Return x W' + b in the dtype of x, like `ops.project`; W' has no gradient.
+    """Return x W' + b in the dtype of x, like `ops.project`, but without a gradient for W'.
 
-    On a CPU, a few rows use the compiled kernel, which reads the 8-bit values directly. Otherwise
-    W' exists only during the product, and the backward pass dequantizes it again. (In a looped
-    stack, XLA's CPU backend saves the first copy for the backward pass nevertheless.)
+    On a CPU, the compiled kernel, which reads the 8-bit values directly, is used for a few rows.
+    Otherwise, W' exists only during the product, and the backward pass dequantizes it again.
+    (However, in a looped stack, XLA's CPU backend saves the first copy for the backward pass.)
     """
     rows = math.prod(x.shape[: x.ndim - contract])
     native = kernel.bits == 8 and products.takes(rows, x.dtype, kernel.values)
@@ -249,7 +252,7 @@ def quantized_project(
 
 @partial(jax.checkpoint, static_argnums=0)
 def _multiply(contract: int, x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-    """Return x W', dequantizing W' only when x is available."""
+    """Return x W', but dequantize W' only when x is available."""
     # without the barrier, XLA could dequantize all layers before the first product
     x, kernel = jax.lax.optimization_barrier((x, jax.lax.stop_gradient(kernel)))
     return ops.project(x, kernel.astype(x.dtype), None, contract)
@@ -257,7 +260,7 @@ def _multiply(contract: int, x: jax.Array, kernel: QuantizedKernel) -> jax.Array
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _multiply_few_rows(contract: int, x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-    """Return x W' without dequantizing, with the compiled CPU kernel."""
+    """Return x W', computed by the compiled CPU kernel without dequantizing W'."""
     lead = x.shape[: x.ndim - contract]
     rows = x.reshape(math.prod(lead), -1)
     y = products.product(rows, kernel.values, scale=kernel.scale[0]).astype(x.dtype)

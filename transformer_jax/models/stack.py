@@ -1,4 +1,4 @@
-"""Looped and scanned stacks of blocks, and the conversion of parameters between the two."""
+"""Looped and scanned stacks of blocks, and the conversion of parameters between them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transformer_jax.pytree import Params
 
 
 class Stack(Module):
-    """Sequence of blocks: a loop (`block_0`, ...) or a scan over stacked parameters."""
+    """Sequence of blocks, run as a loop (`block_0`, ...) or as a scan over stacked parameters."""
 
     config: ModelConfig
     depth: int
@@ -38,10 +38,10 @@ class Stack(Module):
         cfg, windows = self.config, self.config.windows
         block = Block
         if cfg.remat in ("full", "dots"):  # `Attention` itself implements remat="attention"
-            policy = None  # save only the inputs of a block
+            policy = None  # save only the inputs of each block
             if cfg.remat == "dots":
                 policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            # in a loop, XLA would merge the second computation with the first (prevent_cse)
+            # in a loop, XLA would merge the recomputation with the first computation (prevent_cse)
             static = () if cfg.scan_layers else (6,)  # the layer number
             block = nn.remat(
                 Block, prevent_cse=not cfg.scan_layers, policy=policy, static_argnums=static
@@ -55,7 +55,8 @@ class Stack(Module):
             self.blocks = nn.scan(
                 block,
                 methods={
-                    # out_axes=1: [B, L, ...], since rows are the first axis of every cache leaf
+                    # out_axes=1 results in [B, L, ...], because rows are the first axis of every
+                    # cache leaf
                     "scan_step": dict(
                         lifted, in_axes=(0, 0, nn.broadcast, nn.broadcast), out_axes=1
                     ),
@@ -82,7 +83,7 @@ class Stack(Module):
         memory: jax.Array,  # [B, S, D]
         positions: jax.Array,  # i32[B, S]
     ) -> Layers:
-        """Compute each block's cross-attention keys and values from an encoder's output."""
+        """Compute the cross-attention keys and values of each block from an encoder's output."""
         if self.config.scan_layers:
             return cast(Any, self.blocks).scan_cross_cache(memory, positions)[1]
         return tuple(block.init_cross_cache(memory, positions) for block in self.block)
@@ -90,16 +91,16 @@ class Stack(Module):
     def __call__(
         self,
         x: jax.Array,  # [B, T, D]
-        inputs: BlockInputs,  # without mask and bias, which are set here
+        inputs: BlockInputs,  # without mask and bias, which this method sets
         masks: tuple[Mask | None, ...],  # layer i has masks[i % len(masks)]
-        visit: Visit,  # visits the places outside of blocks; collects all captured values
+        visit: Visit,  # visits the places outside the blocks, and collects all captured values
         *,
         cache: ModelCache | None = None,
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, ModelCache | None]:
-        """Run the blocks and return the output and the updated cache.
+        """Run the blocks, and return the output and the updated cache.
 
-        The output passes a final norm, unless `norm_order` is "post".
+        A final norm is applied to the output unless `norm_order` is "post".
         """
         cfg = self.config
         x = visit("embedding", x)
@@ -116,7 +117,7 @@ class Stack(Module):
                 max_distance=distances.max_distance,
             )
         if cache is None and not isinstance(cfg.positions, Shaw):
-            # plan each mask once: all self-attention layers share its tile plan
+            # plan each mask once, because all self-attention layers share its tile plan
             heads = (cfg.num_heads, cfg.kv_heads, cfg.kv_heads)
             widths = (cfg.key_dim, cfg.key_dim, cfg.value_dim)
             sizes = [(*x.shape[:2], n, width) for n, width in zip(heads, widths, strict=True)]
@@ -132,20 +133,20 @@ class Stack(Module):
                 implementation=cfg.implementation,
             )
             planned: Any = tuple(None if mask is None else plan(mask=mask) for mask in masks)
-            masks = planned  # a plan replaces its mask
+            masks = planned  # the plans replace their masks
 
         layers = None if cache is None else cache.layers
         cross = None if cache is None else cache.cross
         if cfg.scan_layers:
             inputs = replace(inputs, mask=masks[0], bias=bias)
-            # split the key as the loop below does, so both draw the same random numbers
+            # split the key as the loop below does, so that both draw the same random numbers
             keys = None if key is None else jax.random.split(key, self.depth)
             numbers, blocks = jnp.arange(self.depth), cast(Any, self.blocks)
             sparse: Captured = {}
             if not self.is_initializing() and inputs.places.sparse(self.depth):
                 block = Block(cfg, self.cross, self.depth, cfg.windows[0], parent=None)
                 step = partial(block.apply, method="scan_step")
-                # get the shapes from one block, since a scan needs its initial carry
+                # get the shapes from one block, because a scan needs an initial carry
                 first = jax.tree.map(lambda leaf: leaf[0], (blocks.variables, numbers, keys))
                 carry: tuple[jax.Array, Layers | None, Captured] = x, layers, {}
                 shapes = jax.eval_shape(step, first[0], carry, *first[1:], cross, inputs)[1]
@@ -156,7 +157,7 @@ class Stack(Module):
             visit.captured |= inputs.places.collect(dense) | sparse
         else:
             updated: list[Any] = []  # KVCache, PagedCache or None
-            # one value per mask of the window pattern, shared by the layers that use it
+            # one value for each mask in the window pattern, shared by the layers that use the mask
             per_mask = [replace(inputs, mask=mask, bias=bias) for mask in masks]
             for i, block_key in enumerate(split_key(key, self.depth)):
                 layer = layers[i] if isinstance(layers, tuple) else None
@@ -175,11 +176,11 @@ class Stack(Module):
 
 
 def stack_layers(params: Params) -> Params:
-    """Convert the parameters of a looped model to those of the same model with a scanned stack.
+    """Convert the parameters of a looped model to the parameters of the scanned model.
 
     `block_0`, `block_1`, ... become `blocks`, whose leaves have a leading axis L.
     """
-    # sort by number: as strings, block_10 would precede block_9
+    # sort by number, because as strings, block_10 would precede block_9
     names = sorted((n for n in params if n.startswith("block_")), key=lambda n: int(n[6:]))
     out: dict[str, Any] = {
         name: stack_layers(value) if isinstance(value, Mapping) else value
@@ -192,7 +193,10 @@ def stack_layers(params: Params) -> Params:
 
 
 def unstack_layers(params: Params) -> Params:
-    """Convert the parameters of a scanned model to those of a looped one (see `stack_layers`)."""
+    """Convert the parameters of a scanned model to the parameters of the looped model.
+
+    This function is the inverse of `stack_layers`.
+    """
     out: dict[str, Any] = {}
     for name, value in params.items():
         if name == "blocks":

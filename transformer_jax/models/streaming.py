@@ -1,15 +1,15 @@
 """Windowed attention over unbounded streams, one chunk at a time.
 
-The results equal those of windowed attention over the whole sequence, however it is split into
-chunks. The state contains the last W keys. Use one of:
+The results equal those of windowed attention over the whole sequence, no matter how the sequence is
+split into chunks. The state contains the last W keys. Use one of the following:
 
     Decoder with a window       tokens; its ModelCache is the state
     StreamingEncoder            vectors, such as speech frames; the state is also a ModelCache
     stream_attention            arrays, one layer; the state is a KVCache
 
-Positions are int32, so `rebase_cache` or `rebase_state` must move a stream to smaller positions
-before 2^31 - 1 (248 days of 10 ms frames). This does not change results, because a window only
-depends on differences of positions.
+Positions are int32, so you must move a stream to smaller positions with `rebase_cache` or
+`rebase_state` before it reaches position 2^31 - 1 (248 days of 10 ms frames). This does not change
+the results, because a window depends only on differences between positions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from transformer_jax.tracing import concrete_value
 
 
 def receptive_field(config: ModelConfig) -> int:
-    """Count the inputs that an output of a causal stack depends on: 1 + sum over layers (W - 1).
+    """Count the inputs that affect one output of a causal stack: 1 + sum over layers (W - 1).
 
     Sinks are not counted, although they affect all outputs.
     """
@@ -66,13 +66,13 @@ class _Chunks:
     sinks: int
 
     def __call__(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        after = k - q // self.chunk * self.chunk  # a sum of positions could overflow int32
+        after = k - q // self.chunk * self.chunk  # adding positions could overflow int32
         kept = (k >= 0) & (k < self.sinks)
         return (kept | (after >= -self.history)) & (after < self.chunk)
 
 
 def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
-    """Return a mask that shows a query its whole chunk and `history` frames before the chunk.
+    """Return a mask that lets a query see its whole chunk and `history` frames before the chunk.
 
     chunk_mask(2, 1)
 
@@ -84,11 +84,11 @@ def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
     Args:
         chunk: number of frames per chunk, at least 1.
         history: number of visible frames before the chunk, at least 0.
-        sinks: number of frames at the start that are also visible, unless they follow the query's
-            chunk; at least 0.
+        sinks: number of frames at the start of the stream that are also visible, unless they follow
+            the query's chunk; at least 0.
 
     Raises:
-        ValueError: if an argument is below its minimum.
+        ValueError: If an argument is below its minimum.
     """
     check_count("chunk", chunk, 1)
     check_count("history", history, 0)
@@ -97,14 +97,15 @@ def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
 
 
 class StreamingEncoder(CheckedModule):
-    """Causal windowed stack over vectors: W_in x, then the blocks of the config.
+    """Causal windowed stack for vectors, which applies W_in x and then the blocks of the config.
 
     Attributes:
         config: a config of kind "decoder" with one window for all layers.
         frame_dim: size of a frame.
-        chunk: chunk size C; None means causal. A frame sees its whole chunk (which starts at a
-            multiple of C), the W - C frames before it, and the sinks that do not follow it. Every
-            row of a call must start at a multiple of C; a traced row that does not becomes NaN.
+        chunk: chunk size C; None means causal attention. A frame sees its whole chunk (which starts
+            at a multiple of C), the W - C frames before the chunk, and the sinks that do not follow
+            the chunk. Every row of a call must start at a multiple of C. Otherwise, a traced row
+            becomes NaN.
     """
 
     config: ModelConfig
@@ -151,24 +152,25 @@ class StreamingEncoder(CheckedModule):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, ModelCache | None] | tuple[jax.Array, ModelCache | None, Captured]:
-        """Return the features of frames, and the updated cache.
+        """Return the features of the frames, and the updated cache.
 
         Args:
             frames: [B, T, frame_dim].
-            positions: negative means padding; None means arange(T), or with a cache the positions
-                that follow it. For a ragged chunk, use `cache.next_positions(state.length, valid)`.
-            cache: the cache from `init_cache` or the last call; None means a new stream.
+            positions: negative means padding. None means arange(T), or the positions that follow
+                the cache if one is passed. For a ragged chunk, use
+                `cache.next_positions(state.length, valid)`.
+            cache: the cache from `init_cache` or the previous call; None means a new stream.
             key: a single PRNG key, which turns dropout on.
-            capture: names of the places (`transformer_jax.places`) to return.
-            edit: dict from the name of a place to a function that changes its value.
+            capture: names of the places (see `transformer_jax.places`) whose values to return.
+            edit: dict from the name of a place to a function that edits its value.
 
         Returns:
-            Features [B, T, D] in the compute dtype, and the cache; with `capture`, also a dict of
-            the captured values.
+            The features [B, T, D] in the compute dtype, and the cache. With `capture`, also a dict
+            of the captured values.
 
         Raises:
-            ValueError: if an argument does not fit the config or the cache, or a row with known
-                positions does not start at a multiple of `chunk`.
+            ValueError: If an argument does not match the config or the cache, or if a row with
+                known positions does not start at a multiple of `chunk`.
         """
         cfg = self.config
         refuse_rngs(self, key)
@@ -194,8 +196,8 @@ class StreamingEncoder(CheckedModule):
                 raise ValueError(f"capacity is {limit}: must be at least window, {cfg.window}")
             positions, refused = check_cache_room(cfg, cache, frames[:, :, 0], positions)
         if self.chunk is not None and positions is not None:
-            # A call that starts inside a chunk would miss frames of this chunk that are in another
-            # call: known positions raise an error, and traced ones result in NaN.
+            # A call that starts inside a chunk would miss the frames of this chunk that are in
+            # another call. Known positions raise an error, and traced positions result in NaN.
             known = concrete_value(positions)
             numpy: ModuleType = jnp if known is None else np
             p: Array = positions if known is None else known
@@ -214,7 +216,7 @@ class StreamingEncoder(CheckedModule):
             cfg, shape[:2], positions, None, mask, causal=True
         )
         input_key, stack_key = split_key(key, 2)
-        if token_positions.ndim == 2:  # otherwise 0 * NaN of padding would enter gradients
+        if token_positions.ndim == 2:  # otherwise, 0 * NaN from padding would enter gradients
             frames = jnp.where((token_positions < 0)[:, :, None], 0.0, frames)
         x = self.input(frames)
         if isinstance(cfg.positions, Sinusoidal):
@@ -248,28 +250,28 @@ def stream_attention(
     sinks: jax.Array | None = None,  # [N]
     implementation: str | None = None,
 ) -> tuple[jax.Array, kv.KVCache | None]:  # [B, T, N, Hv]
-    """Return the windowed attention of T new tokens, for one layer, and the new state.
+    """Return the windowed attention of T new tokens in one layer, and the new state.
 
     Args:
-        state: a ring buffer, `cache.init(batch, window, num_kv_heads, head_dim)`. With n sinks it
-            needs window + n slots, and the first n positions remain visible: Window(window) |
-            Prefix([n]). None processes the whole sequence at once.
+        state: a ring buffer from `cache.init(batch, window, num_kv_heads, head_dim)`. With n sinks,
+            it needs window + n slots, and the first n positions remain visible: Window(window) |
+            Prefix([n]). None means that the call contains the whole sequence.
         query: [B, T, N, H].
         key: [B, T, K, H].
         value: [B, T, K, Hv].
-        window: number of keys that a query sees, including its own; None means the ring's capacity
-            minus sinks.
+        window: number of keys that a query sees, including its own. None means the capacity of the
+            ring minus the number of sinks.
         positions: negative means padding; None means the positions that follow the state.
-        mask: mask that replaces `Causal()`; the window also applies.
+        mask: mask that replaces `Causal()`. The window also applies.
         rope: rotation to apply to queries and keys; None means no rotation.
-        bias: a position bias such as `ALiBi`; None means no bias.
+        bias: position bias, such as `ALiBi`; None means no bias.
         scale: factor for q.k; None means 1 / sqrt(H).
-        softcap: softcap of the scores, above 0; None means no softcap.
-        sinks: [N], sink logits in the denominator of the softmax.
-        implementation: name of the attention implementation; None chooses one.
+        softcap: bound on the scores, above 0; None means no bound.
+        sinks: [N], logits whose exponentials are added to the denominator of the softmax.
+        implementation: name of the attention implementation; None chooses one automatically.
 
     Returns:
-        The result [B, T, N, Hv] and the new state (None without a state).
+        The output [B, T, N, Hv], and the new state, or None if no state was passed.
     """
     if len(query.shape) != 4:
         raise ValueError(f"query has shape {query.shape}: must be [B, T, N, H]")
@@ -329,18 +331,19 @@ def stream_attention(
 
 
 def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1) -> kv.KVCache:
-    """Move a stream to smaller positions, each row by a multiple of its capacity and `multiple`.
+    """Shift a stream to smaller positions, by a multiple of its capacity and of `multiple` per row.
 
-    Masks, biases and rotations depend only on differences of positions, so results do not change.
+    Masks, biases and rotations depend only on differences between positions, so the results do not
+    change.
 
     Args:
-        state: a ring without sinks, since positions of sinks are fixed.
-        rope: the rotation of the keys, None if they are not rotated. Keys are rotated back,
-            R(p - shift) = R(-shift) R(p), and rounded once in their dtype.
-        multiple: chunk size, at least 1.
+        state: a ring without sinks. The positions of sinks are fixed.
+        rope: the rotation of the keys, or None if they are not rotated. Keys are rotated back, R(p
+            - shift) = R(-shift) R(p), and rounded once in their dtype.
+        multiple: the chunk size, at least 1.
 
     Raises:
-        ValueError: if the state has sinks, or keys are rotated and int8.
+        ValueError: If the state has sinks, or if the keys are both rotated and int8.
     """
     if state.sinks:
         raise ValueError(f"sinks is {state.sinks}: must be 0, since positions of sinks are fixed")
@@ -353,7 +356,7 @@ def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1)
         if not jnp.issubdtype(k.dtype, jnp.floating):
             raise ValueError(f"keys are {k.dtype}: must be floating to be rotated")
         if rope.scaling in ("yarn", "longrope"):
-            rope = replace(rope, attention_factor=1.0)  # already applied to the keys
+            rope = replace(rope, attention_factor=1.0)  # the keys already include it
         k = pos.apply_rope(k, jnp.broadcast_to(-shift[:, None], state.positions.shape), rope)
     positions = state.positions - shift[:, None]
     return replace(
@@ -365,15 +368,15 @@ def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1)
 
 
 def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> ModelCache:
-    """Apply `rebase_state` to all layers of a Decoder or StreamingEncoder with a window.
+    """Apply `rebase_state` to all layers of a `Decoder` or `StreamingEncoder` with a window.
 
     Args:
-        cache: a cache of rings.
+        cache: a cache whose layers are rings.
         config: config of the model.
         multiple: the chunk size of a StreamingEncoder, if it has one.
 
     Raises:
-        ValueError: if a layer is not a ring, or its positions or sinks cannot be moved.
+        ValueError: If a layer is not a ring, or if its positions or sinks cannot be shifted.
     """
     if config.positions is not None and config.positions.absolute:
         rule = "absolute positions cannot be moved"

@@ -1,8 +1,8 @@
-"""Static check that a function treats all indices of an axis independently and in the same way.
+"""Static check that a function treats all indices of an axis independently and identically.
 
-Along such an axis, applying a function to parts of an array equals applying it to the whole array.
-An edit needs this property if the model reads only a few tokens per call. The analysis of the
-function's jaxpr is conservative: False means "not proven".
+Along such an axis, applying the function to parts of an array is equivalent to applying it to the
+whole array. An edit needs this property if the model reads only a few tokens per call. The analysis
+of the function's jaxpr is conservative: False means "not proven".
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxprs_in_params
 
 Constant = frozenset[int]
-"""Axes along which an array is uniform; it does not depend on the edited value."""
+"""Axes along which an array is uniform. The array does not depend on the edited value."""
 State = int | Constant
-"""The axis of an array along which indices remain independent, or a constant."""
+"""Axis of an array along which indices remain independent, or a constant."""
 
 ELEMENTWISE = set(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
@@ -35,7 +35,7 @@ ALONG = set("cumsum cumprod cummax cummin cumlogsumexp sort rev top_k".split())
 
 
 class _Mixed(Exception):
-    """Raised when an index may depend on others."""
+    """Exception raised when an index may depend on other indices."""
 
 
 def is_wise(
@@ -48,12 +48,13 @@ def is_wise(
     """Whether a function provably processes the indices of an axis independently.
 
     Args:
-        function: maps arrays to one array of the shape of the first.
-        values: shapes of the arguments. All but the first have one element per row and token,
+        function: function that maps arrays to one array with the shape of the first array.
+        values: shapes of the arguments. All except the first have one element per row and token,
             [B, T], so their axis is 1, or 0 if `axis` is 0.
-        axis: axis of the first array.
-        size: size of the axis for tracing.
-        alike: whether indices must be treated the same; if False, `x.at[0].add(1)` passes.
+        axis: axis of the first array to check.
+        size: size of this axis for tracing.
+        alike: whether all indices must be treated identically. If False, `x.at[0].add(1)` passes
+            the check.
     """
     axes = [axis, *(min(axis, 1) for _ in values[1:])]
 
@@ -70,7 +71,7 @@ def is_wise(
 
     if (closed := traced(size)) is None:
         return False
-    if axis:  # other sizes reveal branches and constants that depend on the size
+    if axis:  # tracing with other sizes reveals branches and constants that depend on the size
         others = [traced(other) for other in (1, 2 * size + 1)]
         if any(x is None or _arithmetic(x) != _arithmetic(closed) for x in others):
             return False
@@ -101,7 +102,7 @@ def _arithmetic(closed: ClosedJaxpr) -> list[object]:
 
 
 def _constant(x: Any, alike: bool) -> Constant:
-    """Return the uniform axes of a constant; all axes unless `alike`."""
+    """Return the uniform axes of a constant, which are all axes unless `alike`."""
     return frozenset(i for i, size in enumerate(jnp.shape(x)) if size == 1 or not alike)
 
 
@@ -123,7 +124,7 @@ def _outputs(
 
 
 def _equation(eqn: Any, inputs: list[State], alike: bool) -> list[State]:
-    """Return the states of an equation's outputs; raise _Mixed if they are unknown."""
+    """Return the states of an equation's outputs, or raise _Mixed if they are unknown."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [jnp.shape(x.aval) for x in eqn.invars]
     outs = [x.aval.shape for x in eqn.outvars]
@@ -168,7 +169,7 @@ def _equation(eqn: Any, inputs: list[State], alike: bool) -> list[State]:
     written = name.startswith("scatter") or name == "dynamic_update_slice"
     if written and not alike and isinstance(first, int) and along == {first}:
         if not any(isinstance(x, int) for x in inputs[1:]):
-            return [first]  # neither the updates nor their indices depend on the value
+            return [first]  # the updates and their indices do not depend on the value
     if name.startswith("scatter"):
         return [_of_scatter(params["dimension_numbers"], inputs, shapes)]
     (k,) = along if len(along) == 1 else (_mixed(),)
@@ -189,7 +190,7 @@ def _mixed() -> Any:
 def _moved_axes(
     name: str, params: Any, shape: tuple[int, ...], out: tuple[int, ...]
 ) -> Callable[[int], int | None] | None:
-    """Return a function from an axis of the first operand to its output axis, None if removed."""
+    """Return a function that maps axes of the first operand to output axes, or None if removed."""
     if name in REDUCE:
         gone = params["axes"]
         return lambda k: None if k in gone else k - sum(i < k for i in gone)

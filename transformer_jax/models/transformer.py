@@ -1,8 +1,9 @@
 """Encoder and decoder, both built from `Block`; `encoder_decoder` combines the two.
 
 `model.apply({"params": params}, tokens, ...) -> (logits f32, cache)` serves training, prefill and
-decoding: any number of tokens per call, with or without a cache. A token with a negative position
-is padding: no query sees it, and it is not cached. A `key` turns dropout on; flax's `rngs` do not.
+decoding, with any number of tokens per call, and with or without a cache. A token with a negative
+position is padding. No query sees padding, and padding is not cached. Passing a `key` turns dropout
+on. flax's `rngs` have no effect.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Encoder(CheckedModule):
     """Bidirectional stack with masked-token and classification heads (Devlin et al. 2019).
 
     If the config has `inputs`, the encoder reads vectors, images or frames and has no logits. The
-    argument `tokens` is then f32[B, T, D_in] or f32[B, H, W, C], and `positions` belong to the
+    `tokens` argument is then f32[B, T, D_in] or f32[B, H, W, C], and `positions` are those of the
     vectors, the frames, or the class token and the patches.
 
     Attributes:
@@ -84,7 +85,7 @@ class Encoder(CheckedModule):
             self.head_norm = Norm(cfg)
         if cfg.pooling not in (None, "transform"):
             self.pooler = Linear(cfg, (cfg.d_model,))
-        if cfg.num_classes is not None:  # ModernBERT has this bias although it has no other
+        if cfg.num_classes is not None:  # ModernBERT has this bias, although it has no other biases
             bias = True if cfg.pooling == "transform" else None
             self.classifier = Linear(cfg, (cfg.num_classes,), use_bias=bias)
         refuse_surplus(self)
@@ -100,22 +101,22 @@ class Encoder(CheckedModule):
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
     ) -> jax.Array | tuple[jax.Array, Captured]:  # [B, T, D]
-        """Return the hidden state of each token (or of each frame after the convolutions).
+        """Return the hidden state of each token, or of each frame after the convolutions.
 
         Args:
             tokens: token IDs, or an array that matches the config's `inputs`.
             positions: negative means padding; None means arange(T).
-            mask: which tokens each token sees; None means all. The config's window also applies.
+            mask: tokens that each token sees; None means all. The config's window also applies.
             segments: IDs of packed documents, as in `Decoder`; None means one document.
             types: BERT's token types; None means 0. Requires `type_vocab_size`.
             key: a single PRNG key, which turns dropout on.
-            capture: names of the places (`transformer_jax.places`) to return.
+            capture: names of the places (see `transformer_jax.places`) whose values to return.
 
         Returns:
-            [B, T, D] in the compute dtype; with `capture`, also a dict of the captured values.
+            [B, T, D] in the compute dtype. With `capture`, also a dict of the captured values.
 
         Raises:
-            ValueError: if an argument does not fit the tokens or the config.
+            ValueError: If an argument does not match the tokens or the config.
         """
         places = Places.of(self, capture)
         x, visit = run_encoder(
@@ -141,19 +142,20 @@ class Encoder(CheckedModule):
         Args:
             tokens: i32[B, T].
             positions: negative means padding; None means arange(T).
-            mask: which tokens each token sees; None means all. The config's window also applies.
+            mask: tokens that each token sees; None means all. The config's window also applies.
             segments: IDs of packed documents; None means one document.
             types: BERT's token types; None means 0.
             key: a single PRNG key, which turns dropout on.
-            capture: names of the places (`transformer_jax.places`) to return.
-            edit: dict from the name of a place to a function that changes its value.
+            capture: names of the places (see `transformer_jax.places`) whose values to return.
+            edit: dict from the name of a place to a function that edits its value.
 
         Returns:
-            Logits f32[B, T, V] and None; with `capture`, also a dict of the captured values.
+            The logits f32[B, T, V] and None. With `capture`, also a dict of the captured values.
 
         Raises:
-            ValueError: if an argument does not fit, or the model has no logits (for example because
-                its config has `inputs`). Use `encode`, `pool` or `classify` for such a model.
+            ValueError: If an argument does not match the tokens or the config, or if the model has
+                no logits (for example because its config has `inputs`). Use `encode`, `pool` or
+                `classify` for such a model.
         """
         if not self.config.has_logits and not self.is_initializing():
             name = "embedding_dim" if self.config.inputs is None else "inputs"
@@ -165,7 +167,7 @@ class Encoder(CheckedModule):
             key=key,
         )  # fmt: skip
         if self.is_initializing():
-            # flax creates parameters when their layer is called, so `init` calls each head
+            # flax creates the parameters of a layer when it is called, so `init` calls each head
             if self.config.pooling is not None:
                 self._pool(x, None)
             if self.config.num_classes is not None:
@@ -184,7 +186,7 @@ class Encoder(CheckedModule):
         """Return the hidden states and the output matrix, so a loss can compute logits in chunks.
 
         Args:
-            tokens: i32[B, T].
+            tokens: i32[B, T], the token IDs.
             **arguments: the other arguments of `encode`.
         """
         x: Any = self.encode(tokens, **arguments)
@@ -196,7 +198,8 @@ class Encoder(CheckedModule):
     ) -> jax.Array:  # f32[B, C] or [B, T, C]
         """Return the class logits of each row, W pool(h), or of each token, W h.
 
-        If the config's `pooler_reads` is "each", token logits are also computed from `pool`.
+        If the config's `pooler_reads` is "each", the logits of each token are also computed from
+        `pool`.
 
         Args:
             tokens: token IDs, or an array that matches the config's `inputs`.
@@ -206,7 +209,7 @@ class Encoder(CheckedModule):
             f32[B, C], or f32[B, T, C] if the config's `classes_of` is not "text".
 
         Raises:
-            ValueError: if the config has no `num_classes`.
+            ValueError: If the config has no `num_classes`.
         """
         if self.config.num_classes is None:
             raise ValueError("num_classes is None: this encoder has no classification head")
@@ -216,9 +219,10 @@ class Encoder(CheckedModule):
     def pool(
         self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]
     ) -> jax.Array:  # f32[B, D] or [B, T, D]
-        """Return one vector per row: act(P h + p), with h the state of its first non-padding token.
+        """Return one vector per row: act(P h + p), with the state h of the first non-padding token.
 
-        The config's `pooler_reads` can select the mean over the row, or each token, instead.
+        If the config's `pooler_reads` specifies it, h is instead the mean over the row, or each
+        token.
 
         Args:
             tokens: token IDs, or an array that matches the config's `inputs`.
@@ -228,7 +232,7 @@ class Encoder(CheckedModule):
             f32[B, D], or f32[B, T, D] if each token is pooled.
 
         Raises:
-            ValueError: if the config has neither a `pooler` nor classes.
+            ValueError: If the config has neither a `pooler` nor classes.
         """
         if self.config.pooling is None:
             raise ValueError("pooler is None: this encoder has no pooling layer")
@@ -241,11 +245,12 @@ class Encoder(CheckedModule):
         positions = input_positions(cfg.inputs, positions)
         valid = jnp.ones(x.shape[:2], bool) if positions is None else positions >= 0
         if cfg.pooler_reads == "mean":
-            # padding counts as 0, and the divisor is at least 1: an all-padding row has mean 0
+            # padding counts as 0, and the divisor is at least 1, so the mean of an all-padding row
+            # is 0
             total = jnp.where(valid[:, :, None], x.astype(jnp.float32), 0.0).sum(axis=1)
             x = total / jnp.maximum(valid.sum(axis=1), 1)[:, None]
         elif cfg.pooler_reads == "first":
-            # the first True, which is not column 0 if a row is left-padded
+            # the index of the first True, which is not 0 if a row is left-padded
             at = jnp.argmax(valid, axis=1)[:, None, None]
             x = jnp.take_along_axis(x, at, axis=1)[:, 0]
         if cfg.pooling == "transform":
@@ -290,29 +295,29 @@ class Decoder(CheckedModule):
 
         Args:
             tokens: i32[B, T].
-            positions: negative means padding; None means arange(T), or with a cache the positions
-                that follow it.
-            mask: mask that replaces `Causal()`, so write `Causal() & Padding(valid)`. A mask that
-                does not restrict future tokens, such as `Padding(valid)` by itself, raises an
-                error, unless it includes `Everything()`. The config's window and the segments also
-                apply.
-            cache: the cache from `init_cache` or the last call; None means a new sequence.
-            segments: IDs of packed documents. A document is a run of equal IDs (padding may be one,
-                too): attention stays within it, and its positions start at 0. An ID that returns
-                after another one raises an error; under a trace, it starts a new document.
+            positions: negative means padding. None means arange(T), or the positions that follow
+                the cache if one is passed.
+            mask: mask that replaces `Causal()`, so use, for example, `Causal() & Padding(valid)`. A
+                mask that does not hide any future tokens, such as `Padding(valid)`, raises an error
+                unless it includes `Everything()`. The config's window and the segments also apply.
+            cache: the cache from `init_cache` or the previous call; None means a new sequence.
+            segments: IDs of packed documents. Each run of equal IDs is a document, and padding may
+                also be a document. Attention is limited to the document, and its positions start at
+                0. An ID that occurs again after another ID raises an error. Inside a trace, it
+                starts a new document.
             at: i32[B, Q], indices of the tokens whose logits to compute; None means every token.
-                After a prompt, usually only the last token's logits are needed.
+                After a prompt, you usually need only the logits of the last token.
             key: a single PRNG key, which turns dropout on.
-            capture: names of the places (`transformer_jax.places`) to return.
-            edit: dict from the name of a place to a function that changes its value.
+            capture: names of the places (see `transformer_jax.places`) whose values to return.
+            edit: dict from the name of a place to a function that edits its value.
 
         Returns:
-            Logits f32[B, T, V], or f32[B, Q, V] with `at` (NaN if an index is out of range), and
-            the cache; with `capture`, also a dict of the captured values.
+            The logits f32[B, T, V], or f32[B, Q, V] with `at` (NaN if an index is out of range),
+            and the cache. With `capture`, also a dict of the captured values.
 
         Raises:
-            ValueError: if an argument does not fit the tokens, the config or the cache, or a known
-                position is past the end of the cache.
+            ValueError: If an argument does not match the tokens, the config or the cache, or if a
+                known position is past the end of the cache.
         """
         places = Places.of(self, capture, edit)
         logits, cache, captured = run_decoder(
@@ -361,7 +366,7 @@ def run_encoder(
 ) -> tuple[jax.Array, Visit]:  # [B, S, D]
     """Check the inputs of an encoder, embed them, and run its stack.
 
-    Return the hidden states and a visit with all captured values; the caller adds the logits.
+    Return the hidden states and a visit with all captured values. The caller computes the logits.
     """
     cfg = model.config
     refuse_rngs(model, key)
@@ -381,7 +386,7 @@ def run_encoder(
     else:
         check_inputs(cfg.inputs, source)
         x = model.inputs(source, positions)
-        # from here on, positions of the vectors that the convolutions made from frames
+        # from here on, these are the positions of the vectors that the convolutions computed
         positions = input_positions(cfg.inputs, positions)
     token_positions, masks = positions_and_masks(cfg, x.shape[:2], positions, segments, mask)
     places = places.with_facts(token_positions, packed=segments is not None)
@@ -410,8 +415,9 @@ def run_decoder(
 ) -> tuple[jax.Array, ModelCache | None, Captured]:
     """Check the inputs of a decoder, embed them, run its stack, and compute the logits.
 
-    Return the logits f32[B, T, V] (NaN in rows that do not fit into the cache), the updated cache
-    and the captured values. Without `read_out`, return hidden states [B, T, D] instead of logits.
+    Return the logits f32[B, T, V] (NaN in rows that do not fit in the cache), the updated cache and
+    the captured values. Without `read_out`, return the hidden states [B, T, D] instead of the
+    logits.
     """
     cfg, is_cross = model.config, model.config.kind == "encoder-decoder"
     refuse_rngs(model, key)
@@ -424,10 +430,11 @@ def run_decoder(
         positions, overflow = check_cache_room(cfg, cache, tokens, positions, is_cross)
         if mask is not None:
             length = concrete_value(cache.length) if follows else None
-            if length is not None:  # the mask is evaluated at the positions that follow the cache
+            if length is not None:  # the mask is evaluated at the positions after the cache
                 end = int(length.max(initial=0)) + tokens.shape[1]
                 check_mask(mask, tokens.shape[0], cfg.num_heads, end, end)
-            # A traced call cannot raise, so tokens of an invalid row become -1 and its logits NaN.
+            # A traced call cannot raise an error, so the tokens of an invalid row become -1 and its
+            # logits become NaN.
             tokens = refuse_unread(mask, cache, tokens, positions)
     if mask is None:
         mask = Causal()
@@ -436,9 +443,9 @@ def run_decoder(
     token_positions, masks = positions_and_masks(
         cfg, tokens.shape, positions, segments, mask, causal=True
     )
-    # `places` and `visit` perform `capture` and `edit`; without those, they do nothing.
-    # `positions` are for masks and caches. `token_positions` are for embeddings and rotation: they
-    # start at 0 in each document of a packed row.
+    # `places` and `visit` perform `capture` and `edit`; without these, they do nothing. `positions`
+    # are for masks and caches. `token_positions` are for embeddings and rotation, and start at 0 in
+    # each document of a packed row.
     places = places.with_facts(token_positions, whole=cache is None, packed=segments is not None)
     inputs = BlockInputs(
         positions=positions, token_positions=token_positions, places=places, memory=memory,
@@ -455,6 +462,7 @@ def run_decoder(
     if overflow is not None and cache is not None:
         if cache.exhausted is not None:
             overflow |= cache.exhausted
-        # a traced position past the end of the cache was not written, so later logits are wrong
+        # a token at a traced position past the end of the cache was not written, so later logits
+        # are wrong
         logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
     return logits, cache, visit.captured
