@@ -1,7 +1,7 @@
-"""Decoding for any model that provides a step: sampling, beam search, speculation, serving.
+"""Decoding for any model that provides a step: sampling, beam search, speculation and serving.
 
 `step` defines the interface of a model, `generation` contains the loop, and `samplers` and
-`logit_processors` choose the tokens. This package works on token IDs; for strings, see `text`.
+`logit_processors` choose the tokens. This package works with token IDs. For strings, see `text`.
 """
 
 from transformer_jax.config.kinds import later

@@ -1,4 +1,4 @@
-"""Argument checks for decoding, which also pad the prompts and derive a key for each row."""
+"""Argument checks for decoding, padding of prompts, and derivation of a key for each row."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from transformer_jax.values import short_repr
 Array: TypeAlias = jax.Array | np.ndarray
 
 TokenRows: TypeAlias = Array | Sequence[Sequence[int]]
-"""Token IDs i32[B, P]: an array, or rows of equal length."""
+"""Token IDs i32[B, P], as an array or as rows of equal length."""
 
 PerRow: TypeAlias = Array | Sequence[int]
 """One integer for each row, i32[B]."""
 
 Lengths: TypeAlias = PerRow | Sequence[Sequence[int]]
-"""The number of tokens in each row, i32[B], or a mask of the tokens, bool[B, P]."""
+"""Number of tokens in each row, i32[B], or a mask of the tokens, bool[B, P]."""
 
 
 @short_repr
 class DecodeOptions(NamedTuple):
-    """Static options of a decoding program; hashable."""
+    """Static, hashable options of a decoding program."""
 
     sampler: Sampler
     processors: tuple[HistoryProcessor, ...] = ()
@@ -46,23 +46,23 @@ class DecodeOptions(NamedTuple):
     """Whether a row may end before the others."""
     capture: tuple[str, ...] = ()
     top: int = 0
-    """Number of likeliest tokens to return with each chosen token."""
+    """Number of most likely tokens to return with each chosen token."""
     chunk: int | None = None
     """Number of prompt tokens to read at a time; None means all at once."""
 
 
 @short_repr
 class Prompts(NamedTuple):
-    """Prompts of a batch, checked and padded to their bucket."""
+    """Prompts of a batch, which are checked and padded to their bucket."""
 
     tokens: jax.Array  # i32[B, P]; zeros after the end of a row
     lengths: jax.Array  # i32[B]
     keys: jax.Array  # key[B]
     limits: jax.Array  # i32[B]; maximum number of new tokens
     sampling: RowSampling | None = None
-    """Temperature and top-p of each row; None means the options' sampler alone."""
+    """Temperature and top-p of each row; None means that only the options' sampler applies."""
     allowed: jax.Array | None = None  # bool[B, V]
-    """Tokens allowed as the first new token; None allows all."""
+    """Mask of the tokens allowed as the first new token; None allows all tokens."""
 
 
 @short_repr
@@ -73,12 +73,13 @@ class CheckedArguments(NamedTuple, Generic[State]):
     options: DecodeOptions
     prompts: Prompts
     state: State
-    """State that is safe to donate."""
+    """State that can safely be donated."""
 
 
 def bucket(length: int) -> int:
     """Return the smallest power of two that is at least 16 and at least `length`."""
-    # With powers of two, a few programs serve all lengths, and padding less than doubles a prompt.
+    # With powers of two, a few programs serve all lengths, and padding less than doubles the length
+    # of a prompt.
     return max(16, 1 << (length - 1).bit_length())
 
 
@@ -98,9 +99,10 @@ def check_arguments(
     chunk: int | None,
     capture: Sequence[str] = (),
 ) -> CheckedArguments[State]:
-    """Check the arguments of `generate` before anything compiles; raise ValueError if one is wrong.
+    """Check the arguments of `generate` before anything is compiled.
 
-    The returned prompts are padded to their bucket, and the returned state can be donated.
+    The returned prompts are padded to their bucket, and the returned state can be donated. Raise
+    ValueError if an argument is invalid.
     """
     name, step = type(step).__name__, as_step(step, params, state)
     check_count("num_tokens", num_tokens, 1, INT32.max)
@@ -122,14 +124,14 @@ def check_arguments(
     if key is None and not isinstance(sampler, Greedy):
         raise ValueError(f"key is None: {sampler!r} draws random numbers")
     keys = row_keys(key, rows)
-    # If no row can end early, the program needs no masks of finished rows.
+    # If no row can end early, the program does not need masks of finished rows.
     ends = bool(stop) or limits is not None
     options = DecodeOptions(sampler, processors, stop, ends, tuple(capture), chunk=chunk)
     limits = check_limits(limits, rows, num_tokens)
     state = make_donatable(state)
     tokens = check_with_step(step, tokens, lengths, limits, state)
     if stop:
-        # Checked only here because counting the vocabulary traces the step.
+        # This check comes last, because counting the vocabulary traces the step.
         check_stop(stop, step, params, rows, state)
     step, tokens, lengths = fill_prompts(step, tokens, lengths)
     prompts = Prompts(tokens, lengths, keys, jnp.asarray(limits, jnp.int32))
@@ -140,16 +142,17 @@ def check_with_step(
     step: Step[State],
     prompt: Array,  # i32[B, P]
     lengths: Array,  # i32[B]
-    limits: Array | int,  # i32[B], or one for all
+    limits: Array | int,  # i32[B], or one limit for all rows
     state: State,
 ) -> Array:  # i32[B, P]
-    """Return the prompts; raise ValueError if the step cannot process them.
+    """Return the prompts, or raise ValueError if the step cannot process them.
 
-    A row reads its prompt and all new tokens but the last. If an edit names a token beyond the end
-    of a row and the lengths are traced, the row's tokens become -1 and its logits NaN.
+    A row reads its prompt and all of its new tokens except the last one. If an edit refers to a
+    token past the end of a row and the lengths are traced, the tokens of the row become -1 and its
+    logits become NaN.
     """
     numpy: ModuleType = jnp if traced(lengths, limits) else np
-    # A row with limit 0 still reads its whole prompt: the caller wants its state.
+    # A row with limit 0 still reads its whole prompt, because the caller needs its state.
     total = lengths + numpy.maximum(limits, 1) - 1
     if not traced(prompt, total):
         step.check(np.asarray(prompt), state, total)
@@ -171,16 +174,16 @@ def fill_prompts(
     prompt: Array,  # i32[B, P]
     lengths: Array,  # i32[B]
 ) -> tuple[Step[State], jax.Array, jax.Array]:  # i32[B, bucket(P)], i32[B]
-    """Pad checked prompts with zeros to the length that their program is compiled for.
+    """Pad checked prompts with zeros to the length for which their program is compiled.
 
-    If the step must not see padding, that is the length of the longest prompt. The returned step
-    knows whether rows differ in length.
+    If the step must not see padding, this is the length of the longest prompt. The returned step
+    knows whether rows have different lengths.
     """
     concrete, width = not traced(lengths), bucket(prompt.shape[1])
     if concrete and len(set(np.asarray(lengths).tolist())) > 1:
         step = step.with_facts(padded=True)
     if step.needs_unpadded:
-        # An edit would see the padding and act on it, so each length gets its own program.
+        # An edit would see the padding and act on it, so each length has its own program.
         width = int(np.max(lengths, initial=1)) if concrete else prompt.shape[1]
     numpy: ModuleType = jnp if traced(prompt) else np
     fill = max(0, width - prompt.shape[1])
@@ -189,10 +192,10 @@ def fill_prompts(
 
 
 def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Array]:
-    """Return the prompts i32[B, P], with zeros after the end of a row, and lengths i32[B].
+    """Return the prompts i32[B, P], with zeros after the end of each row, and the lengths i32[B].
 
-    If `lengths` is a mask, the tokens of each row move to its beginning. Raise ValueError if a
-    shape, a dtype or a concrete value is wrong; traced values are not checked.
+    If `lengths` is a mask, the tokens of each row are moved to its beginning. Raise ValueError if a
+    shape, a dtype or a concrete value is invalid. Traced values are not checked.
     """
     try:
         tokens: Array = prompt if isinstance(prompt, jax.core.Tracer) else np.asarray(prompt)
@@ -200,7 +203,7 @@ def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Arr
         raise ValueError(
             "prompt has rows of different lengths: pad them to one length and pass `lengths`"
         ) from None
-    # NumPy converts a string to an array, and passing a string is a likely mistake.
+    # NumPy would convert a string to an array, and passing a string is a common mistake.
     if tokens.dtype.kind in "SU":
         raise ValueError("prompt is text: must be token ids; load(FOLDER).generate takes a string")
     if tokens.ndim != 2 or tokens.shape[1] == 0:
@@ -223,7 +226,7 @@ def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Arr
         valid = counts != 0
         if not traced(counts) and (wrong := counts[valid & (counts != 1)]).size:
             raise ValueError(f"lengths is a mask that contains {wrong[0]}: must be 0/1 or bool")
-        # A stable sort keeps the order of the tokens, whichever side is padded.
+        # A stable sort keeps the order of the tokens, no matter which side is padded.
         order = numpy.argsort(~valid, axis=1, stable=True)
         tokens = numpy.take_along_axis(tokens, order, axis=1)
         counts = valid.sum(axis=1, dtype=np.int32)
@@ -231,7 +234,7 @@ def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Arr
         return jnp.where(jnp.arange(columns)[None] < counts[:, None], tokens, 0), counts
     if rows and not 1 <= counts.min() <= counts.max() <= columns:
         raise ValueError(f"lengths are {counts.tolist()}: must be from 1 to {columns}")
-    # Callers may pad with any number; 0 is a token of every vocabulary.
+    # Callers may pad with any number, but only 0 is a token in every vocabulary.
     tokens = np.where(np.arange(columns)[None] < counts[:, None], tokens, 0)
     return as_int32("prompt", tokens), counts
 
@@ -245,9 +248,9 @@ _fold_rows = jax.jit(
 def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry's
     """Return `fold_in(key, b)` for each row b, or the keys themselves if there is one for each row.
 
-    Keys may have any implementation, or be raw words as in older JAX. The result uses Threefry,
-    whose random numbers for a row depend only on that row's key. Raise ValueError if `key` is
-    neither a single key nor one key for each row.
+    Keys may have any implementation, or may be raw words as in older JAX versions. The result uses
+    Threefry, whose random numbers for a row depend only on the key of that row. Raise ValueError if
+    `key` is neither a single key nor one key for each row.
     """
     if key is None:
         key = jax.random.key(0)
@@ -255,7 +258,7 @@ def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry
         check_key("key", key)
     dtype, shape = key.dtype, key.shape
     typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    # Raw keys of older JAX have an extra axis of words.
+    # Raw keys from older JAX versions have an extra axis of words.
     if shape == (rows,) if typed else dtype == jnp.uint32 and len(key.shape) == 2:
         if shape[0] != rows:
             rule = "must be one key, or one key for each row"
@@ -266,7 +269,7 @@ def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry
 
 
 def stop_tokens(stop: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return one or more stop tokens, or None, as a tuple; raise ValueError for invalid IDs."""
+    """Convert one or more stop tokens, or None, to a tuple, after checking the IDs."""
     if isinstance(stop, str | bytes):
         rule = "must be token ids; load(FOLDER).generate(..., stop=...) takes stop strings"
         raise ValueError(f"stop is {stop!r}: {rule}")
@@ -274,12 +277,12 @@ def stop_tokens(stop: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def make_donatable(state: State) -> State:
-    """Return the state with repeated arrays copied, so that it can be donated.
+    """Copy arrays that occur more than once in a state, so that the state can be donated.
 
     Raise ValueError if the state was already consumed.
     """
     check_not_consumed(state)
-    # XLA refuses to donate the same buffer twice.
+    # XLA does not allow donating the same buffer twice.
     leaves, tree = jax.tree.flatten(state)
     seen: set[int] = set()
     for i, x in enumerate(leaves):
@@ -291,9 +294,10 @@ def make_donatable(state: State) -> State:
 
 
 def check_limits(limits: PerRow | None, rows: int, num_tokens: int) -> Array:  # i32[B]
-    """Return the maximum number of new tokens of each row; None means `num_tokens` for all rows.
+    """Return the maximum number of new tokens for each row; None means `num_tokens` for all rows.
 
-    Raise ValueError unless they are integers from 0 to `num_tokens`; traced limits are clipped.
+    Raise ValueError unless the limits are integers from 0 to `num_tokens`. Traced limits are
+    clipped.
     """
     if limits is None:
         return np.full(rows, num_tokens, np.int32)
@@ -320,5 +324,5 @@ def check_sampler(sampler: Sampler) -> None:
     except TypeError:
         rule = f"must be callable with (key, logits); wrap a processor as Sample({sampler!r})"
         raise ValueError(f"sampler is {sampler!r}: {rule}") from None
-    except ValueError:  # a builtin may have no signature
+    except ValueError:  # built-in functions may have no signature
         pass

@@ -1,8 +1,8 @@
-"""Operations on the rows of a decoding state: count, gather, fork, select and write.
+"""Operations that count, gather, fork, select and write the rows of a decoding state.
 
-The first axis of every leaf is B, so the same functions serve caches, recurrent states and any
-other state of a step: they fork a prompt into many samples, reorder beams, and reuse the row of a
-finished request. A `PagedCache` is refused because its rows share their pages.
+The first axis of every leaf is B, so the same functions support caches, recurrent states and any
+other state of a step. They fork a prompt into many samples, reorder beams, and reuse the row of a
+finished request. They do not support a `PagedCache`, because its rows share their pages.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from transformer_jax.config.keywords import known_keywords
 from transformer_jax.sharding import by_compiler, split
 
 State = TypeVar("State")
-"""A model's state between tokens: any pytree whose leaves start with axis B, as in `ModelCache`."""
+"""State of a model between tokens: a pytree whose leaves start with axis B, as in `ModelCache`."""
 
 
 def count_rows(state: State) -> int:
-    """Return B, the first axis of all leaves; raise ValueError if they differ or there are none."""
+    """Return B, the size of the first axis; raise ValueError if leaves differ or there are none."""
     refuse_pages(state, "decoding by rows of arrays")
     leaves = jax.tree.leaves(state)
     if not leaves:
@@ -39,13 +39,15 @@ def count_rows(state: State) -> int:
 def gather_rows(state: State, rows: jax.Array) -> State:  # i32[R] -> a state with R rows
     """Return a state whose row r is row `rows[r]` of `state`.
 
-    Indices may repeat. An index outside 0..B-1 is clipped, because a traced one cannot be refused.
+    Indices may repeat. An index outside 0..B-1 is clipped, because a traced index cannot raise an
+    error.
     """
     refuse_pages(state, "gather_rows")
     check_not_consumed(state)
 
     def gather(state: State, rows: jax.Array) -> State:
-        # By default, JAX fills rows out of range with NaN, which a float cache would keep.
+        # By default, JAX fills rows that are out of range with NaN, which would remain in a float
+        # cache.
         return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), state)
 
     return by_compiler(gather, [state, rows], jax.tree.map(split, state))
@@ -55,18 +57,19 @@ def gather_rows(state: State, rows: jax.Array) -> State:  # i32[R] -> a state wi
 def fork(state: State, copies: int) -> State:
     """Copy each row, for example to draw many samples from one prompt.
 
-    The copies do not share memory with `state`, which stays valid when the result is donated. To
-    keep a state that `generate` would consume, pass `fork(state, 1)`.
+    The copies do not share memory with `state`, which remains valid if the result is donated. To
+    keep a state that `generate` would consume, pass `fork(state, 1)` instead.
 
     Args:
         state: the state to copy, with B rows.
         copies: number of copies of each row, at least 1.
 
     Returns:
-        A state of B * copies rows, with the copies of a row next to each other.
+        A state with B * copies rows, in which the copies of each row are adjacent.
 
     Raises:
-        ValueError: if `copies` is not an integer of at least 1, or is above 1 for a paged cache.
+        ValueError: If `copies` is not an integer of at least 1, or if it is above 1 for a paged
+            cache.
     """
     check_count("copies", copies, 1)
     check_not_consumed(state)
@@ -74,7 +77,8 @@ def fork(state: State, copies: int) -> State:
         refuse_pages(state, "fork into several rows")
 
     def repeat(state: State) -> State:
-        # `jnp.repeat` returns its argument for one copy; donating it would free the caller's array.
+        # For one copy, `jnp.repeat` returns its argument, and donating it would free the caller's
+        # array.
         return jax.tree.map(lambda x: jnp.array(jnp.repeat(x, copies, axis=0), copy=True), state)
 
     return by_compiler(repeat, [state], jax.tree.map(split, state))
@@ -85,11 +89,11 @@ def select_rows(
     new: State,
     old: State,
 ) -> State:
-    """Take row b from `new` where `condition[b]`, and from `old` elsewhere."""
+    """Select row b from `new` if `condition[b]` is True, else from `old`."""
     refuse_pages(old, "select_rows")
 
     def select(x: jax.Array, y: jax.Array) -> jax.Array:
-        # `where` aligns trailing axes, but the rows are the first axis.
+        # `where` aligns trailing axes, but rows are the first axis.
         return jnp.where(condition.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
 
     return jax.tree.map(select, new, old)
@@ -100,7 +104,7 @@ def write_rows(
     rows: jax.Array,  # i32[R]
     new: State,  # R rows
 ) -> State:
-    """Write row r of `new` to row `rows[r]` of the state; drop rows past the end."""
+    """Write row r of `new` to row `rows[r]` of the state, and drop rows past the end."""
     refuse_pages(state, "write_rows")
 
     def write_leaf(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -1,11 +1,11 @@
-"""Beam search for the likeliest continuations of a prompt, for any model with a step.
+"""Beam search for the most likely continuations of a prompt, for any model with a step.
 
-Each step extends every beam by every token. Among a row's `num_beams` best extensions, those that
-end in a stop token become hypotheses. The `num_beams` best extensions that do not stop become the
-next beams (as in fairseq and Hugging Face). Beams that are alive after a row's last step become
-hypotheses, too. The result contains the hypotheses with the best log p / length penalty.
-
-Ties go to the lower beam, then to the lower token ID, and among hypotheses to the first that ended.
+Each step extends every beam with every token. Among the `num_beams` best extensions in a row, those
+that end in a stop token become hypotheses. The `num_beams` best extensions that do not end in a
+stop token become the next beams, as in fairseq and Hugging Face. Beams that are still alive after
+the last step of a row also become hypotheses. The result contains the hypotheses with the best log
+p / length penalty. Ties go to the lower beam, then to the lower token ID. Among hypotheses, ties go
+to the one that ended first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transformer_jax.values import value_class
 
 
 class Penalty(Protocol):
-    """A function of the length, by which log p is divided: score = log p / penalty(length)."""
+    """Function of the length that divides log p: score = log p / penalty(length)."""
 
     def __call__(self, length: np.ndarray) -> np.ndarray:  # f64[n] -> f64[n], positive
         ...
@@ -45,15 +45,16 @@ class Penalty(Protocol):
 
 @value_class
 class LengthPenalty:
-    """Score log p / length^alpha: log p itself if alpha is 0, its mean per token if 1 (as in HF).
+    """Penalty length^alpha, as in Hugging Face, so that the score is log p / length^alpha.
 
-    The length counts the new tokens, including the stop token.
+    With alpha = 0, the score is log p. With alpha = 1, it is the mean of log p per token. The
+    length is the number of new tokens, including the stop token.
 
     Attributes:
         alpha: positive values favor long text, negative ones short text; from -1e30 to 1e30.
 
     Raises:
-        ValueError: if alpha is not a finite number in that range.
+        ValueError: If alpha is not a finite number in that range.
     """
 
     alpha: float
@@ -67,13 +68,13 @@ class LengthPenalty:
 
 @value_class
 class GNMTPenalty:
-    """Score log p / ((5 + length) / 6)^alpha (Wu et al. 2016, equation 14, without coverage).
+    """Penalty ((5 + length) / 6)^alpha (Wu et al. 2016, equation 14, without coverage).
 
     Attributes:
         alpha: positive values favor long text, negative ones short text; from -1e30 to 1e30.
 
     Raises:
-        ValueError: if alpha is not a finite number in that range.
+        ValueError: If alpha is not a finite number in that range.
     """
 
     alpha: float
@@ -87,14 +88,14 @@ class GNMTPenalty:
 
 @value_class(pytree=True)
 class Beams:
-    """The R best continuations of every row, best first.
+    """R best continuations of every row, with the best first.
 
-    Missing continuations have length 0 and score -inf. If the logits of a row were NaN or +inf, all
-    its continuations have length 0 and score NaN.
+    A missing continuation has length 0 and score -inf. If the logits of a row were NaN or +inf, all
+    of its continuations have length 0 and score NaN.
 
     Attributes:
-        tokens: i32[B, R, num_tokens], -1 after the end.
-        lengths: i32[B, R], number of new tokens, including the stop token.
+        tokens: i32[B, R, num_tokens], the new tokens, with -1 after the end.
+        lengths: i32[B, R], the number of new tokens, including the stop token.
         scores: f32[B, R], log p divided by the length penalty.
         log_probs: f32[B, R], log p of the whole continuation, in nats.
     """
@@ -127,12 +128,13 @@ def beam_search(
 ) -> Beams:
     """Return the best continuations of up to `num_tokens` tokens that beam search finds.
 
-    log p sums log_softmax(processed logits) over the new tokens, including the stop token. If the
-    processors exclude every next token of a beam, the beam ends without a hypothesis.
+    log p is the sum of log_softmax(processed logits) over the new tokens, including the stop token.
+    If the processors exclude all next tokens of a beam, the beam ends without a hypothesis.
 
-    The prompt is read with B rows; the search uses B * num_beams rows. Each step reorders the state
-    once so that every beam continues its parent; leaves that `step` returns unchanged, such as the
-    keys of a source, are not copied. Inside your own `jit`, limits are clipped to 0..num_tokens.
+    The prompt is read with B rows, and the search uses B * num_beams rows. Each step reorders the
+    state once so that every beam continues its parent. Leaves that `step` returns unchanged, such
+    as the keys of a source, are not copied. Inside your own `jit`, limits are clipped to
+    0..num_tokens.
 
     Args:
         step: `make_step(model)`, or a function `step(params, tokens, state, *, valid=None) ->
@@ -140,30 +142,34 @@ def beam_search(
         params: the model's parameters, passed to the step.
         prompt: i32[B, P], token IDs, as an array or as rows of equal length.
         state: the state to continue, with B rows. It is consumed; pass `fork(state, 1)` to keep it.
-        num_tokens: the maximum number of new tokens of a row, at least 1.
-        num_beams: M, the number of beams of each row, at least 1.
+        num_tokens: the maximum number of new tokens per row, at least 1.
+        num_beams: M, the number of beams per row, at least 1.
         num_results: R, the number of continuations to return for each row, from 1 to num_beams.
         stop: one or more token IDs that end the text.
-        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens; or a mask, as
-            in `generate`. None means P for every row.
-        limits: i32[B], the `num_tokens` of each row, or 0 for no result. None means num_tokens.
-        processors: functions that change the logits based on the text so far, left to right.
-        length_penalty: divisor of log p, such as `LengthPenalty(1.0)`. None, which is no penalty,
-            tends to favor short text.
-        groups: G, the number of separate searches, each with num_beams / G beams; must divide
+        lengths: i32[B], the length of each row's prompt, from 1 to P, or a mask, as in `generate`.
+            None means P for every row.
+        limits: i32[B], the maximum number of new tokens for each row; 0 means no result. None means
+            num_tokens for every row.
+        processors: functions that change the logits based on the text so far, applied from left to
+            right.
+        length_penalty: the divisor of log p, such as `LengthPenalty(1.0)`. None means no penalty,
+            which tends to favor short text.
+        groups: G, the number of separate searches, each with num_beams / G beams. G must divide
             num_beams. Text that several groups find is returned once.
-        diversity: at least 0, and 0 for a single group. Each group ranks its extensions by log p -
-            diversity * (beams of earlier groups that chose this token at this step), the Hamming
-            diversity of Vijayakumar et al. 2018, equation 5. log p itself does not change.
-        early_exit: whether to end a row once no living beam can enter its result. The result is the
-            same.
+        diversity: the weight of the Hamming diversity (Vijayakumar et al. 2018, equation 5), at
+            least 0, and 0 for a single group. Each group ranks its extensions by log p - diversity
+            * (number of beams in earlier groups that chose this token at this step). log p itself
+            does not change.
+        early_exit: whether to end a row as soon as none of its beams can enter the result. This
+            does not change the result.
         chunk: number of prompt tokens to read at a time, as in `prefill`; None means all at once.
 
     Returns:
-        `Beams`: the R best texts of each row with their lengths, scores and log-probabilities.
+        `Beams` with the R best texts of each row, and their lengths, scores and log-probabilities.
 
     Raises:
-        ValueError: if an argument is wrong, before anything is compiled or consumed.
+        ValueError: If an argument is invalid. The error is raised before anything is compiled or
+            consumed.
     """
     step = as_step(step, params, state)
     counts = dict(num_tokens=num_tokens, num_beams=num_beams, num_results=num_results)
@@ -177,7 +183,7 @@ def beam_search(
     if chunk is not None:
         check_count("chunk", chunk, 1)
     options = _BeamOptions(
-        # Sorted and deduplicated so that equal sets of stop tokens share a program.
+        # Sort and deduplicate the stop tokens, so that equal sets share a program.
         stop=tuple(sorted(set(arguments.stop_tokens(stop)))),
         processors=check_processors(processors),
         chunk=chunk,
@@ -188,8 +194,8 @@ def beam_search(
         raise ValueError(f"diversity is {diversity}: must be at least 0")
     if diversity and groups == 1:
         raise ValueError(f"diversity is {diversity} with 1 group: must be 0, or pass groups=2")
-    # Scores are products, not quotients: products round the same way wherever they are computed,
-    # so the bound on a score is exact.
+    # Scores are products, not quotients: products round the same way everywhere, so the bound on a
+    # score is exact.
     factors = (1 / _length_divisors(length_penalty, options.num_tokens)).astype(np.float32)
     numbers = factors, np.float32(diversity), np.bool_(early_exit)
     scoring = _Scoring(*jax.device_put(numbers))
@@ -206,7 +212,7 @@ def beam_search(
 
 @dataclass(frozen=True)
 class _BeamOptions:
-    """Static options of a search; hashable."""
+    """Static, hashable options of a search."""
 
     num_tokens: int
     num_beams: int
@@ -219,7 +225,7 @@ class _BeamOptions:
 
 @value_class(pytree=True)
 class _Scoring:
-    """Parameters of the score: arrays, so that one program serves all their values."""
+    """Parameters of the score, stored as arrays so that one program serves all values."""
 
     factors: jax.Array  # f32[num_tokens]; score = log p * factors[length - 1]
     diversity: jax.Array  # f32[]
@@ -232,7 +238,7 @@ class _Scoring:
     ) -> jax.Array:  # f32[B]
         """Return the factor for the best score that each row can still reach after n tokens.
 
-        Its length will be from n + 1 to the row's limit, or the limit itself at the end.
+        The length of such a text is from n + 1 to the row's limit, or the limit itself at the end.
         """
         length, limits = 1 + jnp.arange(len(self.factors))[None], limits[:, None]
         # log p is at most 0, so the smallest factor bounds the score.
@@ -242,9 +248,10 @@ class _Scoring:
 
 @value_class(pytree=True)
 class _SearchState:
-    """Beams [B, M] after n tokens; an ended beam has log p -inf and arbitrary tokens.
+    """Beams [B, M] after n tokens.
 
-    The beams of a row that has reached its limit no longer change.
+    An ended beam has log p = -inf and arbitrary tokens. The beams of a row that has reached its
+    limit no longer change.
     """
 
     n: jax.Array  # i32[]
@@ -252,7 +259,7 @@ class _SearchState:
     tokens: jax.Array  # i32[B, M, num_tokens]
     log_probs: jax.Array  # f32[B, M]
     hypotheses: Beams
-    """The best finished texts."""
+    """Best finished texts."""
     nonfinite: jax.Array  # bool[B]
 
     @property
@@ -293,8 +300,8 @@ def _search(
         rows = len(limits)
         history = History.of(prompt, lengths, N) if options.processors else None
         logits, state, history = fork((logits, after_prompt, history), M)
-        # At first all beams of a group are the same text, so only one is alive. A row with limit 0
-        # has no living beam and thus no result.
+        # Initially, all beams of a group contain the same text, so only one of them is alive. A row
+        # with limit 0 has no beam that is alive, and thus no result.
         first = (jnp.arange(M) % (M // options.groups) == 0)[None] & (limits > 0)[:, None]
         search = _SearchState(
             n=jnp.int32(0),
@@ -395,11 +402,11 @@ def _log_probs(
     history: History | None,
     logits: jax.Array,  # [R, V]
 ) -> tuple[jax.Array, jax.Array]:  # f32[R, V], bool[R]
-    """Return log_softmax of the processed logits, and the mask of usable rows."""
+    """Return log_softmax of the processed logits, and a mask of the usable rows."""
     logits = logits.astype(jnp.float32)
     processed = apply_processors(processors, history, logits)
-    # As in a sampler, the largest logit of a row must be finite. However, processors may exclude
-    # every token: then the whole row is -inf, and the beam ends without a hypothesis.
+    # As in a sampler, the largest logit of a row must be finite. However, if the processors exclude
+    # all tokens, the whole row is -inf, and the beam ends without a hypothesis.
     excluded = (processed == -jnp.inf).all(axis=-1)
     usable = has_finite_maximum(logits) & (has_finite_maximum(processed) | excluded)
     finite = has_finite_maximum(processed)[:, None]
@@ -409,9 +416,9 @@ def _log_probs(
 
 @value_class(pytree=True)
 class _Extensions:
-    """Extensions of beams, best first within each group."""
+    """Extensions of beams, with the best first in each group."""
 
-    parent: jax.Array  # i32[B, M]; index of the extended beam within its row
+    parent: jax.Array  # i32[B, M]; index of the extended beam in its row
     token: jax.Array  # i32[B, M]
     log_prob: jax.Array  # f32[B, M]; -inf marks a missing extension
 
@@ -421,10 +428,11 @@ def _best_extensions(
     totals: jax.Array,  # f32[B, M, V]
     diversity: jax.Array,
 ) -> tuple[_Extensions, _Extensions]:
-    """Return the best extensions that do not stop, and those among the overall best that stop."""
+    """Return the best extensions that do not stop, and the overall best extensions that stop."""
     rows, M, vocab = totals.shape
     width = M // options.groups
-    # Each beam has one extension per stop token, so at least `width` of these do not stop.
+    # Each beam has one extension per stop token, so at least `width` of these extensions do not
+    # stop.
     count = min(width * (1 + len(options.stop)), width * vocab)
     taken = jnp.zeros((rows, vocab), jnp.float32)
     alive, ended = [], []
@@ -441,7 +449,7 @@ def _best_extensions(
         others = _Extensions(parent, token, jnp.where(stops, -jnp.inf, total))
         alive.append(jax.tree.map(partial(_gather_beams, index=order), others))
         lives = alive[-1].log_prob > -jnp.inf
-        # Ended beams have an arbitrary token, which must not count as chosen.
+        # An ended beam has an arbitrary token, which must not count as chosen.
         taken = taken.at[jnp.arange(rows)[:, None], alive[-1].token].add(lives.astype(taken.dtype))
 
     join = lambda *groups: jnp.concatenate(groups, axis=1)  # noqa: E731
@@ -456,8 +464,8 @@ def _keep_best(
     log_probs: jax.Array,  # f32[B, M]; -inf marks a missing text
     factor: jax.Array,  # f32[B]
 ) -> Beams:
-    """Return the best of the old hypotheses and the new ones, which all have length `length[b]`."""
-    # Groups search independently and may find the same text; keep the first.
+    """Return the best of the old and new hypotheses. All new ones have length `length[b]`."""
+    # Groups search independently and may find the same text, so keep only the first copy.
     if options.groups > 1:
         same = (tokens[:, :, None] == tokens[:, None]).all(axis=-1)  # [B, M, M]
         before = np.tril(np.ones(same.shape[1:], bool), -1)[None]
@@ -467,7 +475,8 @@ def _keep_best(
     lengths = jnp.broadcast_to(length.astype(jnp.int32)[:, None], scores.shape)
     new = Beams(tokens, lengths, scores, log_probs)
     both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), hypotheses, new)
-    # `top_k` breaks ties by the lower index, which is the text that ended earlier.
+    # `top_k` resolves ties in favor of the lower index, which belongs to the text that ended
+    # earlier.
     best = jax.lax.top_k(both.scores, options.num_results)[1]
     return jax.tree.map(partial(_gather_beams, index=best), both)
 
@@ -492,7 +501,7 @@ def _length_divisors(penalty: Penalty | None, count: int) -> np.ndarray:  # f64[
     if isinstance(penalty, type) or not callable(penalty):
         rule = "must be a value, such as LengthPenalty(1.0)"
         raise ValueError(f"length_penalty is {penalty!r}: {rule}")
-    # A custom penalty may overflow; the check below reports that in one line.
+    # A custom penalty may overflow, and the check below reports this in one line.
     with np.errstate(all="ignore"):
         divisors = np.asarray(penalty(lengths), np.float64)
     if divisors.shape != (count,):

@@ -1,4 +1,4 @@
-"""Text completion: streaming, several samples, beam search, prompt lookup, and batches."""
+"""Text completion by streaming, sampling, beam search, prompt lookup, or in batches."""
 
 from __future__ import annotations
 
@@ -43,37 +43,38 @@ from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.values import value_class
 
 TextOrIds = str | np.ndarray
-"""A string, or its token IDs i32[P]."""
+"""A string, or token IDs i32[P]."""
 
 
 @dataclass(frozen=True)
 class ExcludePadding:
-    """Processor that excludes the padding of a vocabulary, IDs from `count` on."""
+    """Processor that excludes the padding of a vocabulary, the IDs from `count` on."""
 
     count: int
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # f32[B, V] -> f32[B, V]
-        # Vocabularies are padded for the hardware; embeddings past the tokenizer are untrained.
+        # Vocabularies are padded for the hardware, and the embeddings of the padding are not
+        # trained.
         ids = jnp.arange(logits.shape[-1])[None]
         return jnp.where(ids < self.count, logits, -jnp.inf)
 
 
 @value_class(eq=False)
 class TextGenerator:
-    """A model that generates text, with a sampler and stop conditions.
+    """Model that generates text, with a sampler and stop conditions.
 
     Attributes:
         config: config of a model that generates tokens.
         params: parameters of the model.
         tokenizer: tokenizer of the model.
         sampler: sampler that draws the tokens.
-        key: a single key.
-        processors: functions that change the logits based on the text that the model has read.
-        stop: one or more stop strings; a result ends before the first that occurs.
-        stop_ids: stop tokens; a result ends before the first that occurs.
+        key: a single PRNG key.
+        processors: functions that change the logits based on the text so far.
+        stop: one or more stop strings. The text ends before the first stop string that occurs.
+        stop_ids: stop tokens. The text ends before the first stop token that occurs.
         cache_dtype: dtype of the cached keys and values; None means the compute dtype.
-        edits: the edits of the model, `model.edits`.
-        grammar: the grammar that the text must follow; None allows any text.
+        edits: edits of the model, `model.edits`.
+        grammar: grammar that the text must follow; None allows any text.
     """
 
     config: AnyModelConfig
@@ -94,15 +95,15 @@ class TextGenerator:
         object.__setattr__(self, "processors", check_processors(self.processors))
 
     def sized(self, prompts: Sequence[np.ndarray], count: int) -> TextGenerator:
-        """Return the generator with a cache just long enough for the prompts and `count` tokens."""
+        """Return a generator whose cache is just long enough for the prompts and `count` tokens."""
         return replace(self, config=shortened(self.config, max(map(len, prompts)) + count))
 
     def complete(self, prompt: TextOrIds, num_tokens: int) -> Iterator[str]:
         """Yield the text after a prompt, piece by piece.
 
         If the text exceeds the model's max_len, the model re-reads the last max_len / 2 tokens and
-        continues. Penalties then ignore generated tokens that were dropped; `Force`, `ForceLast`
-        and `MinLength` count all generated tokens.
+        continues. Penalties then ignore the dropped tokens, but `Force`, `ForceLast` and
+        `MinLength` count all generated tokens.
 
         Args:
             prompt: a string or token IDs i32[P]. An empty prompt starts a new text.
@@ -115,11 +116,12 @@ class TextGenerator:
     def samples(self, prompt: TextOrIds, num_tokens: int, count: int) -> list[str]:
         """Draw several continuations of one prompt, which is read once and forked.
 
-        With `processors`, which need the prompt in their history, it is read `count` times.
+        With `processors`, the prompt is read `count` times, because it must be part of each
+        history.
 
         Args:
             prompt: a string or token IDs i32[P].
-            num_tokens: the maximum number of new tokens of each sample.
+            num_tokens: the maximum number of new tokens per sample.
             count: the number of samples, at least 1.
         """
         check_count("count", count, 1)
@@ -137,7 +139,7 @@ class TextGenerator:
                 ids[n].append(token)
             return [self._text(row) for row in ids]
         tokens = jnp.asarray(read)
-        # Processors need the prompt in their history, so every row must read it.
+        # Processors need the prompt in their history, so every row must read the prompt.
         if columns > 1 and not self.processors:
             lengths = jnp.full((1,), columns - 1)
             empty = _prefill(step, self.params, tokens[:, :-1], empty, lengths, None)[1]
@@ -158,14 +160,14 @@ class TextGenerator:
         results: int = 1,
         length_penalty: float = 0.0,
     ) -> list[tuple[float, str]]:
-        """Return the best texts of a beam search with their scores; the search is deterministic.
+        """Return the best texts of a deterministic beam search, with their scores.
 
         Args:
             prompt: a string or token IDs i32[P].
-            num_tokens: the maximum number of new tokens of each text.
+            num_tokens: the maximum number of new tokens per text.
             beams: the number of beams, at least 1.
             results: the number of texts to return, from 1 to beams.
-            length_penalty: alpha in log p / length^alpha.
+            length_penalty: alpha in the score log p / length^alpha.
         """
         found = beam_search(
             self._step(), self.params, jnp.asarray(self._read(prompt)[None]), self._empty(),
@@ -179,7 +181,7 @@ class TextGenerator:
     def look_up(
         self, prompt: TextOrIds, num_tokens: int, num_draft: int
     ) -> tuple[str, Speculation]:
-        """Generate by speculative decoding with `PromptLookup`, which copies from earlier text.
+        """Generate text by speculative decoding with `PromptLookup`, which copies earlier text.
 
         Args:
             prompt: a string or token IDs i32[P].
@@ -188,7 +190,7 @@ class TextGenerator:
         """
         config = as_transformer(self.config)
         space: dict[str, Any] = dict(batch=1, capacity=config.max_len, dtype=self.cache_dtype)
-        # A ring overwrites its oldest keys, so rewinding rejected tokens takes extra slots.
+        # A ring overwrites its oldest keys, so rewinding rejected tokens requires extra slots.
         if isinstance(config.window, int):
             space["capacity"] += num_draft
         elif config.window is not None:
@@ -211,11 +213,12 @@ class TextGenerator:
     ) -> Iterator[tuple[int, str]]:
         """Yield the number of each prompt and the text after it, in the order of completion.
 
-        Up to max_len, the text of prompt n equals that of `complete` with key `fold_in(key, n)`.
+        Up to max_len, the text of prompt n equals the text from `complete` with key `fold_in(key,
+        n)`.
 
         Args:
             prompts: strings or token IDs i32[P].
-            num_tokens: the maximum number of new tokens of each prompt.
+            num_tokens: the maximum number of new tokens per prompt.
             slots: the number of prompts to run at once.
             numbers: the number n of each prompt; None means 0, 1, ...
         """
@@ -228,7 +231,7 @@ class TextGenerator:
             for n, ids in zip(range(len(read)) if numbers is None else numbers, read, strict=True)
         ]  # fmt: skip
         longest = max_text_tokens(self.config)
-        # A recurrent model has no limit, but the history of the processors needs a fixed size.
+        # A recurrent model has no limit, but the history of the processors must have a fixed size.
         if self.config.max_len is None:
             longest = bucket(max((len(ids) for ids in read), default=1) + num_tokens)
         done = serve_requests(
@@ -242,25 +245,25 @@ class TextGenerator:
             yield completion.id, self._text(completion.tokens.tolist())
 
     def search_processors(self) -> tuple[HistoryProcessor, ...]:
-        """Return the processors of a search, which has no sampler to exclude padding IDs."""
+        """Return the processors for beam search, which has no sampler to exclude padding IDs."""
         return (*map(WithoutHistory, known_ids(self.config, self.tokenizer)), *self.processors)
 
     def known_sampler(self) -> Sample:
-        """Return the sampler, limited to IDs of the tokenizer."""
+        """Return the sampler, restricted to the token IDs of the tokenizer."""
         return Sample(*known_ids(self.config, self.tokenizer), *self.sampler.processors)
 
     def _step(self) -> Any:
-        # `make_step` refuses models that generate no tokens.
+        # `make_step` raises an error for models that do not generate tokens.
         model: Any = build(self.config).clone(edits=self.edits)
         return make_step(model).with_facts(apart=True)
 
     def _empty(self, capacity: int | None = None) -> Any:
-        """Return a one-row state before any token."""
+        """Return a state with one row and without any tokens."""
         capacity = max_text_tokens(self.config) if capacity is None else capacity
         return init_decode_state(self.config, None, 1, capacity, dtype=self.cache_dtype)
 
     def _read(self, prompt: TextOrIds) -> np.ndarray:  # i32[P]
-        """Return the prompt's tokens; raise ValueError if one is outside the model's vocabulary."""
+        """Return the prompt's tokens. Raise ValueError if one is outside the model's vocabulary."""
         ids, count = read_prompt(self.tokenizer, prompt), self.config.vocab_size
         if len(ids) and not 0 <= ids.min() <= ids.max() < count:
             wrong = int(ids[np.argmax((ids < 0) | (ids >= count))])
@@ -277,22 +280,25 @@ class TextGenerator:
         sampler: Sample,
         matcher: Matcher | None,
     ) -> Iterator[int]:
-        """Yield tokens one by one; if the text exceeds max_len, re-read its last half."""
+        """Yield tokens one by one. If the text exceeds max_len, re-read its last half."""
         length, whole_step = max_text_tokens(self.config), self._step()
         part, generated, prompt_length, first = 0, 0, len(history), 0
         while num_tokens > 0:
-            # Re-reading more would fill the cache again soon; re-reading less would lose context.
+            # Re-reading more text would soon fill the cache again, and re-reading less would lose
+            # context.
             read = history if len(history) <= length else history[-max(1, length // 2) :]
             dropped = len(history) - len(read)
             first += dropped
             step = whole_step.with_facts(part=True, first=first) if first else whole_step
             count = min(num_tokens, length - len(read) + 1)
             prompt_length = max(0, prompt_length - dropped)
-            # Counts such as MinLength include generated tokens that were dropped.
+            # Processors that count tokens, such as `MinLength`, include generated tokens that were
+            # dropped.
             forgotten = generated - (len(read) - prompt_length)
-            # Each part numbers its tokens from 0; one key for all would repeat its random numbers.
+            # Each part numbers its tokens from 0, so using one key for all parts would repeat
+            # random numbers.
             key, processors = jax.random.fold_in(self.key, part), tuple(self.processors)
-            # In the first part, the history itself separates the prompt from the new tokens.
+            # In the first part, the history already separates the prompt from the new tokens.
             if part:
                 processors = tuple(
                     _RereadProcessor(_remaining(one, forgotten), prompt_length)
@@ -330,7 +336,7 @@ class TextGenerator:
         processors: Sequence[HistoryProcessor],
         step: Any = None,
     ) -> Iterator[tuple[int, int]]:
-        """Yield the number of a sample and its next token; raise ValueError if none can follow.
+        """Yield the number of a sample and its next token. Raise ValueError if no token can follow.
 
         Sample n continues the prompt with `keys[n]` under the constraint `matchers[n]`.
         """
@@ -362,7 +368,7 @@ _prefill = program(static=("step",))(prefill)
 
 
 def scored_texts(found: Beams, text_of: Callable[[list[int]], str]) -> list[tuple[float, str]]:
-    """Return the scores and texts of a search with one row; raise ValueError if it found none."""
+    """Return the scores and texts of a search with one row. Raise ValueError if there are none."""
     scores, tokens, lengths = (
         np.asarray(x)[0] for x in (found.scores, found.tokens, found.lengths)
     )
@@ -376,7 +382,7 @@ def scored_texts(found: Beams, text_of: Callable[[list[int]], str]) -> list[tupl
 
 
 def max_text_tokens(config: AnyModelConfig) -> int:
-    """Return the maximum number of tokens that a model reads: max_len, or 2^30 if unlimited."""
+    """Return the maximum number of tokens that a model can read: max_len, or 2^30 if unlimited."""
     return 2**30 if config.max_len is None else config.max_len
 
 
@@ -387,7 +393,7 @@ def shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:
 
 
 def room(config: AnyModelConfig, tokenizer: Tokenizer, prompt: TextOrIds) -> int:
-    """Return the number of tokens that fit after a prompt before the model must re-read text."""
+    """Return the number of tokens that fit after a prompt until the model must re-read text."""
     return max_text_tokens(config) + 1 - len(read_prompt(tokenizer, prompt))
 
 
@@ -398,7 +404,7 @@ def first_key(key: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class WithoutHistory:
-    """Adapter that lets a processor of logits be called with (history, logits)."""
+    """Adapter for calling a processor of logits with (history, logits)."""
 
     processor: ExcludePadding
 
@@ -411,8 +417,9 @@ def read_prompt(
 ) -> np.ndarray:  # i32[P]
     """Return the prompt's tokens, preceded by the special tokens of a published tokenizer.
 
-    If the model was trained with `begin` as the first token, that token replaces them. An
-    empty prompt becomes the tokens that begin text, otherwise a newline, otherwise token 0.
+    If the model was trained with `begin` as the first token, this token replaces the special
+    tokens. An empty prompt becomes the tokens that begin text. If there are none, it becomes a
+    newline, or token 0 if there is no newline token.
     """
     if not isinstance(prompt, str):
         return prompt
@@ -421,13 +428,13 @@ def read_prompt(
     if isinstance(published := plain(tokenizer), PretrainedTokenizer):
         text = published.encode(prompt, special_tokens=False)
         ids = np.concatenate([frame(published).first, text]).astype(np.int32)
-        # Many models, such as GPT-2, begin text with the end-of-text token.
+        # Many models, such as GPT-2, start text with the end-of-text token.
         starts = [published.special_ids[r] for r in ("bos", "eos") if r in published.special_ids]
         if len(ids) or starts:
             return ids if len(ids) else np.array(starts[:1], np.int32)
     ids = tokenizer.encode(prompt)
     if not len(ids):
-        with contextlib.suppress(ValueError):  # a character tokenizer may lack the newline
+        with contextlib.suppress(ValueError):  # a character tokenizer may have no newline token
             ids = tokenizer.encode("\n")
     return ids if len(ids) else np.zeros(1, np.int32)
 
@@ -437,7 +444,7 @@ def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[ExcludePadd
 
     Raise ValueError if the tokenizer has more tokens than the model.
     """
-    # The added tokens of a published tokenizer may exceed the vocabulary of its model.
+    # The added tokens of a published tokenizer may be outside the vocabulary of its model.
     published = isinstance(tokenizer, PretrainedTokenizer)
     if tokenizer.vocab_size > config.vocab_size and not published:
         rule = f"the model has {config.vocab_size}"
@@ -448,7 +455,7 @@ def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[ExcludePadd
 
 @dataclass(frozen=True)
 class _RereadProcessor:
-    """Processor for re-read text, whose first `prompt_length` tokens are the prompt."""
+    """Processor for re-read text that treats its first `prompt_length` tokens as the prompt."""
 
     processor: HistoryProcessor
     prompt_length: int
@@ -459,7 +466,7 @@ class _RereadProcessor:
 
 
 def _remaining(processor: HistoryProcessor, forgotten: int) -> HistoryProcessor:
-    """Subtract forgotten tokens from a processor that counts new tokens; return others as is."""
+    """Subtract dropped tokens from a processor that counts new tokens. Return others unchanged."""
     match processor:
         case Force(tokens) if forgotten:
             return Force(*tokens[forgotten:]) if len(tokens) > forgotten else _unchanged

@@ -1,8 +1,9 @@
 """Constraints that are evaluated in Python, token by token.
 
-A logit processor is compiled into the decoding program. A constraint, such as the parser of a
-grammar, is a mutable Python object on the host. It is queried before each token and updated after
-it, so each call of the program decodes a single token while a row has a constraint.
+Unlike a logit processor, which is compiled into the decoding program, a constraint (such as the
+parser of a grammar) is a mutable Python object on the host. The constraint is queried before each
+token and updated after it. Therefore, each call of the program decodes a single token if any row
+has a constraint.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ import numpy as np
 
 
 class Constraint(Protocol):
-    """The tokens that may come next in one sequence; each sequence needs its own constraint."""
+    """Constraint on the next token of one sequence. Each sequence needs its own constraint."""
 
     @property
     def allowed(self) -> np.ndarray:  # bool[V]
-        """Mask of the tokens that may come next; a stop token is set only if the text may end."""
+        """Mask of the possible next tokens. Stop tokens are included only if the text may end."""
 
     @property
     def ended(self) -> bool:
-        """Whether the text is complete, and only a stop token can follow."""
+        """Whether the text is complete, so that only a stop token can follow."""
 
     def read(self, token: int) -> None:
-        """Append an allowed token to the text; raise ValueError if nothing can follow it."""
+        """Append an allowed token to the text. Raise ValueError if no token can follow it."""
 
 
 def allowed_tokens(constraints: Sequence[Constraint | None]) -> np.ndarray | None:  # bool[B, V]
-    """Return the mask of tokens that may come next in each row.
+    """Return a mask of the tokens that may come next in each row.
 
-    Rows without a constraint allow all tokens. If no row has a constraint, return None.
+    All tokens are allowed in rows without a constraint. If no row has a constraint, return None.
     """
     masks = [None if constraint is None else constraint.allowed for constraint in constraints]
-    # Without a mask, unconstrained requests keep using the program that is already compiled.
+    # Without a mask, unconstrained requests continue to use the already compiled program.
     example = next((mask for mask in masks if mask is not None), None)
     if example is None:
         return None

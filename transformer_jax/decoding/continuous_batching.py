@@ -1,12 +1,14 @@
-"""Continuous batching: many requests share one batch, and each starts as soon as a slot is free.
+"""Continuous batching: many requests share a batch, and each starts as soon as a slot is free.
 
-`Batcher` is the only scheduler: it admits requests into `Slots`, advances all of them with one
-program, and decides when each ends. `serve_requests`, the HTTP engine, the lm-eval adapter and
-constrained generation are loops around it. A request gets the same tokens as from `generate` with
-`key=request.key[None]`, independent of the other rows (Yu et al. 2022, Orca, section 3.2).
+`Batcher` is the only scheduler. It admits requests into `Slots`, advances all of them with one
+program, and decides when each request ends. `serve_requests`, the HTTP engine, the lm-eval adapter
+and constrained generation are loops around a `Batcher`. The tokens of a request equal those of
+`generate` with `key=request.key[None]`, and do not depend on the other rows (Orca, Yu et al. 2022,
+section 3.2).
 
-Requests to an encoder-decoder, and those that continue a prefix, include a state with one row. Pad
-all sources to one length, with position -1 for padding, because slots have equal shapes.
+Requests to an encoder-decoder, and requests that continue a prefix, include a state with one row.
+Pad all sources to the same length, with position -1 for padding, because all slots have the same
+shape.
 """
 
 from __future__ import annotations
@@ -41,24 +43,24 @@ from transformer_jax.decoding.step import Params, StepLike
 from transformer_jax.values import value_class
 
 LEAST_SHARED = 16
-"""Minimum number of tokens to copy from another slot; reading fewer is as fast as copying."""
+"""Minimum number of tokens to copy from another slot. Reading fewer is as fast as copying."""
 
 
 @value_class
 class Request:
-    """A prompt to continue.
+    """Prompt to continue, with its settings.
 
     Attributes:
         prompt: token IDs, at least one.
         num_tokens: the maximum number of new tokens, at least 1.
-        key: a single key, required if the sampler draws; the tokens equal those of `generate` with
-            `key[None]`.
-        id: ID returned with the completion; None means the request's number, counted from 0.
-        state: the state to continue, with one row, such as a prefix or an encoder's source; it is
-            not consumed. None means the empty state.
-        constraint: the constraint on each next token; None means that all are allowed.
+        key: a single PRNG key, required if the sampler draws random numbers. The tokens equal those
+            of `generate` with `key[None]`.
+        id: ID to return with the completion; None means the number of the request, counted from 0.
+        state: the state to continue, with one row, such as the state after a prefix or an encoder's
+            source. It is not consumed. None means the empty state.
+        constraint: the constraint on each next token; None allows all tokens.
         sampling: settings for one row, for slots with `sampling`.
-        top: number of likeliest tokens to return with each token.
+        top: number of most likely tokens to return with each token.
     """
 
     prompt: Sequence[int] | np.ndarray  # i32[P]
@@ -76,18 +78,19 @@ End = Literal["stop", "length", "nonfinite", "refused"]
 
 @value_class
 class Completion:
-    """The tokens of a request: all of them, or the newest ones when streaming.
+    """All tokens of a request, or only the newest tokens when streaming.
 
     Attributes:
         id: the ID of the request.
-        tokens: new tokens, including a stop token.
-        log_probs: as in `Generation.log_probs`.
-        end: why the request ended: "stop" (also if its constraint ended), "length", "nonfinite" (no
-            finite logit was left) or "refused" (the request is invalid, or its constraint cannot
-            continue the text). None means that more tokens follow.
-        error: the reason for "refused" or "nonfinite".
-        likeliest: the likeliest tokens [n, top], if the request sets `top`.
-        shared: number of prompt tokens that were copied from another slot instead of read.
+        tokens: i32[n], the new tokens, including a stop token.
+        log_probs: f32[n], as in `Generation.log_probs`.
+        end: the reason why the request ended: "stop" (also if its constraint ended), "length",
+            "nonfinite" (no finite logit was left) or "refused" (the request is invalid, or its
+            constraint cannot continue the text). None means that more tokens follow.
+        error: the error message for "refused" or "nonfinite".
+        likeliest: the most likely tokens, [n, top], if the request specifies `top`.
+        shared: the number of prompt tokens that were copied from another slot instead of being
+            read.
     """
 
     id: Any  # as in the request
@@ -118,22 +121,24 @@ def serve_requests(
 ) -> Iterator[Completion]:
     """Yield the completion of each request when it ends, or in parts if `stream` is set.
 
-    Requests are served in order: each takes the next free slot. While `next(requests)` blocks, no
-    request advances. If it returns None, the requests in the slots advance by up to
-    `steps_per_call` tokens before it is called again.
+    Requests are served in order, and each one occupies the next free slot. No request advances
+    while `next(requests)` blocks. If `next(requests)` returns None, the requests in the slots
+    advance by up to `steps_per_call` tokens before it is called again.
 
     Args:
         step: the step of the model, as in `generate`.
         params: the model's parameters, passed to the step.
-        requests: an iterable of `Request`, which may yield None for "nothing yet". An invalid
-            request is refused with its error, and the others continue.
-        state: one empty row, such as `init_cache(config, 1, capacity)`; not consumed.
+        requests: an iterable of `Request`, which may yield None if no request is waiting. An
+            invalid request is refused with an error message, and the others continue.
+        state: an empty state with one row, such as `init_cache(config, 1, capacity)`. It is not
+            consumed.
         slots: number of requests to decode at the same time, at least 1.
         capacity: the maximum length of a prompt and its continuation, without the last token.
-        steps_per_call: the maximum number of tokens per slot and call of the program, at least 1.
+        steps_per_call: the maximum number of tokens per slot in each call of the program, at least
+            1.
         pause: whether to end a call as soon as a slot is free for a waiting request, instead of
-            wasting the slot's share of the remaining steps. This results in more calls, so it pays
-            off if a step takes much longer than the overhead of a call.
+            leaving the slot idle for the remaining steps. This causes more calls, so it is useful
+            if a step takes much longer than the overhead of a call.
         sampler: function of (key, logits) that chooses a token; None means `Greedy()`.
         processors: functions that change the logits based on the text so far, before sampling.
         stop: one or more token IDs that end a request.
@@ -141,11 +146,11 @@ def serve_requests(
         stream: whether to yield the newest tokens of each request after each call.
 
     Yields:
-        A `Completion` with the request's `id`, its tokens i32[n], their log-probabilities f32[n],
-        and in `end` why it ended, or None if more tokens follow.
+        A `Completion` with the `id` of the request, its tokens i32[n] and their log-probabilities
+        f32[n]. `end` contains the reason why the request ended, or None if more tokens follow.
 
     Raises:
-        ValueError: if an argument of the call is wrong.
+        ValueError: If an argument of the call is invalid.
     """
     check_count("steps_per_call", steps_per_call, 1)
     if chunk is not None:
@@ -166,35 +171,37 @@ def serve_requests(
 
 @dataclass
 class _Row:
-    """A request that occupies a slot."""
+    """Request that occupies a slot."""
 
     request: Request
     id: Any
     left: int
-    """Number of tokens that can still be added."""
+    """Number of tokens that may still be generated."""
     shared: int
     parts: list[Completion] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Batcher(Generic[State]):
-    """Scheduler of a batch: admits waiting requests, advances all rows, and emits their tokens.
+    """Scheduler that admits waiting requests, advances all rows of a batch, and emits their tokens.
 
         for part in batcher:  # or call `batcher.turn()` repeatedly from your own loop
             print(part.id, part.tokens, part.end)
 
     Attributes:
-        slots: the result of `init_slots`; each turn consumes it.
+        slots: the result of `init_slots`, which each turn consumes.
         params: the model's parameters.
-        requests: requests in order of arrival; None means that none is waiting now.
-        empty: a one-row state before any token; not consumed.
-        steps: the maximum number of tokens of each row per turn.
-        pause: whether to end a call as soon as a slot is free; called only if all are occupied.
+        requests: requests in order of arrival. A value of None means that no request is waiting
+            now.
+        empty: a state with one row and without any tokens. It is not consumed.
+        steps: the maximum number of tokens per row and turn.
+        pause: a function that returns whether to end a call as soon as a slot is free. It is called
+            only if all slots are occupied.
         chunk: number of prompt tokens to read at a time; None means all at once.
-        stream: whether to emit the newest tokens of each request; otherwise, all of them at its
-            end.
-        shares: whether a prompt that begins like the text of a slot continues from a copy of its
-            cache; only for states that `rewind_cache` restores exactly.
+        stream: whether to emit the newest tokens of each request after each turn, instead of all
+            tokens when the request ends.
+        shares: whether a prompt that starts with the same tokens as the text in a slot continues
+            from a copy of its cache. This requires states that `rewind_cache` restores exactly.
     """
 
     slots: Slots[State]
@@ -212,20 +219,20 @@ class Batcher(Generic[State]):
         self.rows: list[_Row | None] = [None] * count
         self.more, self.number = True, 0
         self._texts: list[list[int]] = [[] for _ in range(count)]
-        """Tokens that each slot has read, followed by the newest token, which is still unread."""
+        """Tokens that each slot has read, followed by the newest token, which has not been read."""
         self._admitted = [0] * count
-        """When each slot was last filled, counted in requests."""
+        """Number of the request that last filled each slot."""
 
     def __iter__(self) -> Iterator[Completion]:
-        """Take turns until no request is left."""
+        """Run turns until no request is left."""
         while self.more or any(self.rows):
             yield from self.turn()
 
     def turn(self) -> Iterator[Completion]:
         """Fill the free slots, advance all rows, and yield the new tokens of each request.
 
-        Admission chooses the first token of a prompt; the rows then get up to `steps` more tokens.
-        If any request has a constraint, all rows get only one more, because a constraint is queried
+        Admission chooses the first token after a prompt. Then, up to `steps` tokens are added to
+        each row, or only one token if any request has a constraint, because a constraint is queried
         on the host before each token.
         """
         first: dict[int, StepOutput] = {}
@@ -240,10 +247,11 @@ class Batcher(Generic[State]):
             number, self.number = self.number, self.number + 1
             name = getattr(request, "id", None)
             name = number if name is None else name
-            # Overwrite the oldest text, because newer ones are more likely to be shared.
+            # Overwrite the oldest text, because newer texts are more likely to be shared.
             free = (n for n, occupant in enumerate(self.rows) if occupant is None)
             row = min(free, key=self._admitted.__getitem__)
-            # An invalid request must not stop the others, so its completion reports the error.
+            # An invalid request must not stop the other requests, so its completion reports the
+            # error.
             nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
             try:
                 prompts, state, shared = self._read(request)
@@ -266,27 +274,27 @@ class Batcher(Generic[State]):
             )  # fmt: skip
             if constraint is None:
                 first[row] = output
-            else:  # the constraint must read this token before it restricts the next one
+            else:  # the constraint must read this token before it restricts the next token
                 yield from self._emit(row, jax.device_get(output))
         if not any(self.rows):
             return
-        # If a slot is free, no request is waiting, so there is nothing to pause for.
+        # If a slot is free, no request is waiting, so there is no reason to pause.
         waiting = self.more and None not in self.rows and self.pause()
         allowed = allowed_tokens([None if r is None else r.request.constraint for r in self.rows])
         steps = self.steps if allowed is None else 1
-        # One program serves all rows, so it returns the largest `top` of any request.
+        # One program serves all rows, so it uses the largest `top` of any request.
         top = max(occupant.request.top for occupant in self.rows if occupant is not None)
         pause, allowed = jax.device_put((np.bool_(waiting), allowed))
         self.slots, output = advance_rows(self.slots, self.params, pause, steps, top, allowed)
-        for row, one in first.items():  # fetched while the device advances the rows
+        for row, one in first.items():  # fetch these while the device advances the rows
             yield from self._emit(row, jax.device_get(one))
         output = jax.device_get(output)
         for row, occupant in enumerate(self.rows):
             if occupant is not None:
                 yield from self._emit(row, jax.tree.map(lambda x, row=row: x[:, row], output))
 
-    def drop(self, name: Any) -> None:  # the ID of the request's parts
-        """Cancel the request with this ID: free its slot and emit nothing more for it."""
+    def drop(self, name: Any) -> None:  # the ID of the request
+        """Cancel the request with this ID, free its slot, and emit no more of its tokens."""
         for row, occupant in enumerate(self.rows):
             if occupant is not None and _is_same_id(occupant.id, name):
                 self._free(row)
@@ -296,7 +304,7 @@ class Batcher(Generic[State]):
         self.slots = free_rows(self.slots, jax.device_put(np.array([row], np.int32)))
 
     def _read(self, request: Request) -> tuple[Prompts, State, int]:
-        """Check a request; return its prompt, the state to continue, and the shared tokens."""
+        """Check a request, and return its prompt, its state, and the number of shared tokens."""
         if not isinstance(request, Request):
             raise ValueError(f"request is a {type(request).__name__}: must be a Request")
         limit = request.num_tokens
@@ -310,7 +318,8 @@ class Batcher(Generic[State]):
         ids = np.asarray(request.prompt)
         state, shared = (self.empty if request.state is None else request.state), 0
         if self.shares and request.state is None:
-            # The newest token of a slot is unread, and one prompt token must be left to read.
+            # The newest token in a slot has not been read, and at least one prompt token must be
+            # left to read.
             lengths = [_common_prefix(text[:-1], ids[:-1]) for text in self._texts]
             best = int(np.argmax(lengths))
             if lengths[best] >= LEAST_SHARED:
@@ -325,7 +334,7 @@ class Batcher(Generic[State]):
     def _emit(self, row: int, output: StepOutput) -> Iterator[Completion]:
         """Yield the new tokens [n] of a row, and free its slot if the request has ended."""
         occupant = self.rows[row]
-        if occupant is None:  # ended earlier in this turn
+        if occupant is None:  # the request ended earlier in this turn
             return
         log_prob = np.asarray(output.log_prob)
         real = np.asarray(output.token) >= 0
@@ -333,7 +342,8 @@ class Batcher(Generic[State]):
         constraint = occupant.request.constraint
         end: End | None = None
         error = None
-        # Decide the end again here: the program knows stop tokens and limits, but no constraints.
+        # Determine the end again here, because the program knows stop tokens and limits but not
+        # constraints.
         occupant.left -= len(tokens)
         if occupant.left == 0:
             end = "length"
@@ -346,21 +356,22 @@ class Batcher(Generic[State]):
                 end = "stop" if constraint.ended else end
             except ValueError as cause:
                 end, error = "refused", str(cause)
-        # Token -1 has log-probability NaN if the logits were nonfinite, and 0 after a row's end.
+        # Token -1 has log-probability NaN if the logits were nonfinite, or 0 after the end of a
+        # row.
         if np.isnan(log_prob[~real]).any():
             end, error = "nonfinite", NO_TOKEN
         if self.shares:
-            # A dropped row may have read more than this, but a prefix of its text is enough.
+            # A dropped row may have read more tokens, but a prefix of its text is enough.
             self._texts[row] += tokens.tolist()
             if end == "nonfinite":
-                self._texts[row] = []  # its cache may contain NaN
+                self._texts[row] = []  # the cache may contain NaN
         if end is not None:
             if constraint is None:
                 self.rows[row] = None
             else:  # the program does not know that the text has ended
                 self._free(row)
         top, likeliest = occupant.request.top, None
-        if top:  # another row may have requested more
+        if top:  # another row may have requested more tokens
             likeliest = jax.tree.map(lambda x: x[real, :top], output.seen)
         part = Completion(occupant.id, tokens, log_probs, end, error, likeliest, occupant.shared)
         if self.stream:
@@ -378,7 +389,7 @@ def _is_same_id(left: Any, right: Any) -> bool:
     """Whether two IDs are the same object or equal."""
     try:
         return left is right or bool(left == right)
-    except (TypeError, ValueError):  # arrays have no single truth value
+    except (TypeError, ValueError):  # arrays do not have a single truth value
         return False
 
 

@@ -1,7 +1,8 @@
 """Checks of a JSON schema that its parser, llguidance, omits.
 
-llguidance 1.9.1 ignores unknown keys and rounds some numbers. This module refuses such schemas,
-with the path of the key. For keywords that it does not implement, llguidance raises an error.
+llguidance 1.9.1 ignores unknown keys and rounds some numbers. This module raises an error for such
+schemas, which names the path of the key. For keywords that it does not implement, llguidance itself
+raises an error.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _NOTES = (
     "$schema", "$comment", "$vocabulary", "title", "description", "default", "examples",
     "deprecated", "readOnly", "writeOnly", "discriminator",
 )  # fmt: skip
-"""Keys that do not constrain the text; pydantic's `discriminator` repeats a `const`."""
+"""Keys that do not constrain the text. Pydantic's `discriminator` duplicates a `const`."""
 _KNOWN = {
     *_SCHEMA, *_LISTS, *_NAMED, *_BOUNDS, *_COUNTS, *_TEXTS, *_VALUES, *_NOTES, "items",
     "multipleOf",
@@ -60,9 +61,9 @@ _INSTEAD = {
 }
 _LARGEST = 2**53 - 1
 _MOST_CHARACTERS = 2**32 - 1
-"""Maximum length; the parser stores lengths in 32 bits."""
+"""Maximum length, because the parser stores lengths in 32 bits."""
 _MOST_PLACES = 8
-"""Maximum decimal places in a multiple: the parser computes 9 * 10^places in 32 bits."""
+"""Maximum decimal places of a multiple, because the parser computes 9 * 10^places in 32 bits."""
 _MOST_REMAINDERS, _MOST_STATES = 2**16 - 1, 2**14
 """Limits on the number of parser states: one per remainder (0.4 s for 65,537, 7 s for 1,000,003),
 times the number of digits of a bound. With bounds, it failed at 40,000 states."""
@@ -72,11 +73,11 @@ def check_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a schema as plain JSON without annotations.
 
     Args:
-        schema: the schema; `Decimal` numbers are interpreted exactly as written.
-        name: the name of the schema in errors.
+        schema: the schema. `Decimal` numbers are interpreted exactly as written.
+        name: the name of the schema in error messages.
 
     Raises:
-        ValueError: if a key is unknown, or if the parser would misread a value.
+        ValueError: If a key is unknown, or if the parser would misread a value.
     """
     seen: dict[str, list[Any]] = {}
     found = _checked(schema, name, seen, 0)
@@ -84,7 +85,7 @@ def check_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     for one in () if stays else seen.get(_UNIONS, ()):
         if "anyOf" not in one and _are_apart(one["oneOf"], found):
             one["anyOf"] = one.pop("oneOf")  # the parser does not compare the targets of $ref
-    # If several schemas apply to one value, the parser combines their multiples and bounds.
+    # If several schemas apply to the same value, the parser combines their multiples and bounds.
     limits = seen.get(_LIMITS, [])
     if _MEETING in seen:
         _check_excluded(seen, name)
@@ -95,7 +96,7 @@ def check_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) -> Any:
-    """Return a checked subschema for the parser; `seen` collects the values of each key."""
+    """Return a checked subschema for the parser, and collect the values of each key in `seen`."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
@@ -116,7 +117,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
                 raise ValueError(f"{at} is {value!r:.80}: must be an object")
             found[key] = _plain(value, at, 0)
             continue
-        # llguidance silently ignores these, so the text would not satisfy the schema.
+        # llguidance silently ignores these keys, so the text would not satisfy the schema.
         if key in _INSTEAD:
             raise ValueError(f"{at}: {_INSTEAD[key]}")
         if key not in _KNOWN and not key.startswith("x-"):
@@ -133,7 +134,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
                 if not isinstance(name, str):
                     raise ValueError(f"{at} has the key {name!r:.80}: keys must be strings")
             names = {name: name for name in value}
-            if key == "patternProperties":  # its names are regular expressions
+            if key == "patternProperties":  # its property names are regular expressions
                 names = {name: with_unicode_classes(name, at) for name in value}
             found[key] = {
                 names[name]: inner(one, f"{at}.{shown(name)[1:-1]}") for name, one in value.items()
@@ -153,13 +154,13 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
                 rule = nearest(value, _FORMATS) or f": must be one of {', '.join(_FORMATS)}"
                 raise ValueError(f"{at} is {shown(value)}, which is not a known format{rule}")
             found[key] = with_unicode_classes(value, at) if key == "pattern" else value
-        else:  # a number, except that `exclusiveMinimum` is a flag in draft 4
+        else:  # the value is a number, except that `exclusiveMinimum` is a flag in draft 4
             flag = isinstance(value, bool)
             if flag != (flag and key.startswith("exclusive")) or not isinstance(
                 value, int | float | Decimal
             ):
                 raise ValueError(f"{at} is {value!r:.80}: must be a number")
-            # The parser would exclude 0 with a bound of -0.0.
+            # With a bound of -0.0, the parser would exclude 0.
             found[key] = value if flag else _exact(value, at) or 0
             if key in _COUNTS and not (isinstance(found[key], int) and found[key] >= 0):
                 raise ValueError(f"{at} is {value}: must be an integer of at least 0")
@@ -174,7 +175,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
         seen.setdefault(_UNIONS, []).append(found)
     if "multipleOf" in found:
         seen.setdefault(_LIMITS, []).append(_limits({key: [found[key]] for key in found}))
-    # The parser may combine several schemas for one value here.
+    # Here, the parser may combine several schemas for one value.
     combines, patterns = len(found.keys() - _APART) > 1, found.get("patternProperties", ())
     if (
         "oneOf" in found
@@ -184,7 +185,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
         or (patterns and "properties" in found)
     ):
         seen.setdefault(_MEETING, []).append(True)
-    # llguidance reads either the old keys or the new one, and ignores the rest.
+    # llguidance reads either the old keys or the new key, and ignores the rest.
     old = "additionalItems" in found, isinstance(found.get("items"), list)
     if "prefixItems" in found and any(old):
         other = "additionalItems" if old[0] else "a list of items"
@@ -193,7 +194,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
 
 
 def _limits(keys: Mapping[str, Sequence[Any]]) -> tuple[list[Decimal], list[Decimal]]:
-    """Return the multiples and the bounds of one value; an integer is a multiple of 1."""
+    """Return the multiples and bounds of one value. An integer is a multiple of 1."""
     multiples = [Decimal(str(value)) for value in keys.get("multipleOf", ())]
     if "integer" in str(keys.get("type")):
         multiples.append(Decimal(1))
@@ -207,14 +208,15 @@ def _check_combined(multiples: list[Decimal], bounds: list[Decimal], where: str)
     units = {int(x.scaleb(places)) for x in multiples}
     digits = max((len(str(int(x.scaleb(places)))) for x in bounds), default=0)
     listed = " and ".join(str(x) for x in sorted({*multiples})[:4])
-    # Below 2^16, the parser's products fit in 32 bits; it does not detect an overflow.
+    # The parser does not detect overflow, but below 2^16, its products fit in 32 bits.
     limit = _MOST_STATES // digits if digits else _MOST_REMAINDERS
     if math.lcm(*units) > limit:
         multiple = "the least common multiple " * (len(units) > 1)
         bound = f" with a bound of {digits} digits" * bool(digits)
         rule = f"{multiple}must be at most {Decimal(limit).scaleb(-places):f}{bound}"
         raise ValueError(f"{where}: multipleOf is {listed}: {rule}")
-    # Up to 1.56, the parser allows 1.50 but not 1.5; with multipleOf 0.5 it allows neither.
+    # With a maximum of 1.56, the parser allows 1.50 but not 1.5, and with multipleOf 0.5, it allows
+    # neither.
     most = places if len(units) == 1 else 1
     long = [x for x in bounds if places and _decimals(x) > most]
     if long:
@@ -226,11 +228,12 @@ def _check_combined(multiples: list[Decimal], bounds: list[Decimal], where: str)
 def _check_excluded(bounds: Mapping[str, Sequence[Any]], where: str) -> None:
     """Raise ValueError if a range excludes an integer that is less than 1 from its other bound.
 
-    llguidance would allow the integer, such as 3 for a number above 3 and at most 3.5.
+    llguidance would allow such an integer. For example, it would allow 3 as a number above 3 and at
+    most 3.5.
     """
     for side, sign in ("Minimum", 1), ("Maximum", -1):
         excluded = list(bounds.get(f"exclusive{side}", ()))
-        if True in [value is True for value in excluded]:  # draft 4 has a flag
+        if True in [value is True for value in excluded]:  # this is a flag in draft 4
             excluded += bounds.get(side.lower(), ())
         other = "Maximum" if sign == 1 else "Minimum"
         ends = [*bounds.get(other.lower(), ()), *bounds.get(f"exclusive{other}", ())]
@@ -253,8 +256,8 @@ def _are_apart(schemas: Sequence[Any], root: Any) -> bool:
 
 
 def _tags(schema: Any, root: Any) -> dict[str, set[str]]:
-    """Return the values of each required property of an object, if they are listed strings."""
-    # Bounded, because references may form a cycle.
+    """Return the values of each required property of an object if they are listed strings."""
+    # The number of steps is limited, because references may form a cycle.
     for _ in range(DEPTH_LIMIT):
         if not isinstance(schema, Mapping) or not schema.get("$ref", "").startswith("#/"):
             break
@@ -275,7 +278,7 @@ def _tags(schema: Any, root: Any) -> dict[str, set[str]]:
 
 
 def _plain(value: Any, where: str, depth: int) -> Any:
-    """Return a JSON value, after checking that the parser reads its numbers exactly."""
+    """Check that the parser reads the numbers in a JSON value exactly, and return the value."""
     if depth > DEPTH_LIMIT:
         raise ValueError(f"{where}: is nested deeper than {DEPTH_LIMIT}")
     if isinstance(value, Mapping):
@@ -291,11 +294,11 @@ def _plain(value: Any, where: str, depth: int) -> Any:
 
 
 def _exact(value: float | Decimal, where: str) -> float:
-    """Return a number that the parser reads exactly; raise ValueError for others.
+    """Return a number that the parser reads exactly, or raise ValueError for any other number.
 
-    The parser stores float64, computed from the digits by one multiplication or division. This is
-    exact for integers below 2^53, and correctly rounded for 15 digits with at most 22 decimal
-    places. A number of 2^63 or more can crash the process.
+    The parser stores a float64, which it computes from the digits with one multiplication or
+    division. The result is exact for integers below 2^53, and correctly rounded for 15 digits with
+    at most 22 decimal places. A number of 2^63 or more can crash the process.
     """
     number = Decimal(float.__repr__(value)) if isinstance(value, float) else Decimal(value)
     if not number.is_finite():

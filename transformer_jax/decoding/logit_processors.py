@@ -1,9 +1,9 @@
-"""Logit processors that depend on the text so far: penalties, bans, forced tokens.
+"""Logit processors that depend on the text so far: penalties, bans and forced tokens.
 
-A processor is a value that maps (history, logits) to logits; your own function works as well.
-`generate(..., processors=(RepetitionPenalty(1.2), NoRepeatNGram(3)))` applies them from left to
-right before the sampler; beam search accepts the same values. Processors that need no history, such
-as `TopP`, are part of a sampler: `Sample(TopP(0.9))`.
+A processor is a value that maps (history, logits) to logits. You can also use your own function.
+`generate(..., processors=(RepetitionPenalty(1.2), NoRepeatNGram(3)))` applies the processors from
+left to right before the sampler. Beam search accepts the same values. Processors that need no
+history, such as `TopP`, are part of a sampler: `Sample(TopP(0.9))`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from transformer_jax.values import value_class
 
 @value_class(pytree=True)
 class History:
-    """The tokens of every row so far: the prompt followed by the new tokens.
+    """Tokens of every row so far: the prompt followed by the new tokens.
 
     Attributes:
-        tokens: i32[B, C], -1 after the end of the row.
-        prompt: i32[B], number of prompt tokens.
-        length: i32[B], number of all tokens.
+        tokens: i32[B, C], the tokens, with -1 after the end of a row.
+        prompt: i32[B], the number of prompt tokens.
+        length: i32[B], the total number of tokens.
     """
 
     tokens: jax.Array  # i32[B, C]
@@ -37,42 +37,42 @@ class History:
 
     @property
     def new(self) -> jax.Array:  # i32[B]
-        """Number of tokens generated so far."""
+        """Number of tokens generated in each row so far."""
         return self.length - self.prompt
 
     @classmethod
     def of(cls, prompt: jax.Array, lengths: jax.Array, room: int) -> History:
-        """Create the history of the prompts with room for new tokens.
+        """Create the history of the prompts, with room for new tokens.
 
         Args:
-            prompt: i32[B, P].
-            lengths: i32[B], prompt length of each row.
-            room: number of tokens that can be appended to a row of length P.
+            prompt: i32[B, P], the token IDs of the prompts.
+            lengths: i32[B], the length of each row's prompt.
+            room: the number of tokens that can be appended to a row of length P.
         """
         at = jnp.arange(prompt.shape[1])[None]
         tokens = jnp.where(at < lengths[:, None], prompt, -1).astype(jnp.int32)
         lengths = lengths.astype(jnp.int32)
-        # -1 is not a token, so the padding after a row's end never matches a search.
+        # -1 is not a token, so the padding after the end of a row never matches.
         return cls(jnp.pad(tokens, ((0, 0), (0, room)), constant_values=-1), lengths, lengths)
 
     def append(self, token: jax.Array, active: jax.Array) -> History:  # i32[B], bool[B]
         """Append one token to each active row.
 
         Args:
-            token: i32[B].
-            active: bool[B]; the other rows do not change.
+            token: i32[B], the token for each row.
+            active: bool[B], a mask of the active rows. The other rows do not change.
         """
         rows, columns = self.tokens.shape
-        at = jnp.where(active, self.length, columns)  # out of bounds: dropped by the scatter
+        at = jnp.where(active, self.length, columns)  # the scatter drops out-of-bounds indices
         tokens = self.tokens.at[jnp.arange(rows), at].set(token, mode="drop")
         return History(tokens, self.prompt, self.length + active)
 
     def counts(self, vocab_size: int, *, prompt: bool) -> jax.Array:  # i32[B, V]
-        """Count how often each token of the vocabulary occurs in a row.
+        """Count how often each token in the vocabulary occurs in each row.
 
         Args:
-            vocab_size: V.
-            prompt: whether to count the prompt's tokens in addition to the new ones.
+            vocab_size: V, the size of the vocabulary.
+            prompt: whether to count the tokens of the prompt in addition to the new tokens.
 
         Returns:
             i32[B, V].
@@ -82,14 +82,14 @@ class History:
         counted = at < self.length[:, None]
         if not prompt:
             counted = counted & (at >= self.prompt[:, None])
-        # Index V is out of bounds, so the scatter drops it. Nonfinite rows contain tokens -1.
+        # Index V is out of bounds, so the scatter drops it. Nonfinite rows contain -1 as a token.
         ids = jnp.where(counted & (self.tokens >= 0), self.tokens, vocab_size)
         zeros = jnp.zeros((rows, vocab_size), jnp.int32)
         return zeros.at[jnp.arange(rows)[:, None], ids].add(1, mode="drop")
 
 
 class HistoryProcessor(Protocol):
-    """A function of the history that changes the logits of the next token; must be hashable."""
+    """Hashable function of the history that changes the logits of the next token."""
 
     def __call__(
         self,
@@ -101,16 +101,17 @@ class HistoryProcessor(Protocol):
 
 @value_class
 class RepetitionPenalty:
-    """Repetition penalty: the logit x of a token that occurred becomes x / p, or x p if x <= 0.
+    """Repetition penalty: the logit x of a previous token becomes x / p, or x p if x <= 0.
 
     Keskar et al. 2019, section 4.1.
 
     Attributes:
-        p: above 1 discourages repetition, below 1 encourages it; from 1e-30 to 1e30.
-        prompt: whether to penalize the prompt's tokens in addition to the new ones.
+        p: strength, from 1e-30 to 1e30. A value above 1 discourages repetition, and a value below 1
+            encourages it.
+        prompt: whether to penalize the tokens of the prompt in addition to the new tokens.
 
     Raises:
-        ValueError: if p is not a number in that range.
+        ValueError: If p is not a number in that range.
     """
 
     p: float
@@ -126,14 +127,14 @@ class RepetitionPenalty:
 
 @value_class
 class PresencePenalty:
-    """Presence penalty: subtract `a` from the logits of tokens that were generated.
+    """Presence penalty: subtract `a` from the logits of tokens that were already generated.
 
     Attributes:
-        a: from -1e30 to 1e30; negative values encourage repetition.
-        prompt: whether to penalize the prompt's tokens as well.
+        a: strength, from -1e30 to 1e30. Negative values encourage repetition.
+        prompt: whether to penalize the tokens of the prompt in addition to the new tokens.
 
     Raises:
-        ValueError: if a is not a number in that range.
+        ValueError: If a is not a number in that range.
     """
 
     a: float
@@ -151,11 +152,11 @@ class FrequencyPenalty:
     """Frequency penalty: subtract a * n from the logit of a token that was generated n times.
 
     Attributes:
-        a: from -1e30 to 1e30; negative values encourage repetition.
-        prompt: whether n includes the prompt's tokens.
+        a: strength, from -1e30 to 1e30. Negative values encourage repetition.
+        prompt: whether n includes the tokens of the prompt.
 
     Raises:
-        ValueError: if a is not a number in that range.
+        ValueError: If a is not a number in that range.
     """
 
     a: float
@@ -170,13 +171,13 @@ class FrequencyPenalty:
 
 @value_class
 class NoRepeatNGram:
-    """Exclude tokens that would repeat an n-gram of the row (Paulus et al. 2018, section 2.5).
+    """Exclude tokens that would repeat an n-gram in the row (Paulus et al. 2018, section 2.5).
 
     Attributes:
-        n: length of an n-gram, at least 1; n-grams of the prompt count.
+        n: length of the n-grams, at least 1. The n-grams of the prompt are included.
 
     Raises:
-        ValueError: if n is not an integer of at least 1.
+        ValueError: If n is not an integer of at least 1.
     """
 
     n: int
@@ -196,20 +197,21 @@ class NoRepeatNGram:
         for i in range(before):
             last = jnp.take_along_axis(tokens, jnp.clip(length - before + i, 0)[:, None], axis=1)
             again = again & (tokens[:, i : columns - before + i] == last)
-        # A scatter with one update per token of the text is independent of the vocabulary size.
+        # The cost of a scatter with one update per token of the text does not depend on the
+        # vocabulary size.
         banned = jnp.where(again, tokens[:, before:], vocab)
         return logits.at[jnp.arange(rows)[:, None], banned].set(-jnp.inf, mode="drop")
 
 
 @value_class(init=False)
 class Ban:
-    """Exclude tokens at every step: `Ban(0, 5)`.
+    """Exclude tokens at every step, for example `Ban(0, 5)`.
 
     Attributes:
         tokens: the token IDs, at least one.
 
     Raises:
-        ValueError: if one is not a token ID, or, when called, if one is outside the vocabulary.
+        ValueError: If one is not a token ID, or, when called, if one is outside the vocabulary.
     """
 
     tokens: tuple[int, ...]
@@ -223,14 +225,14 @@ class Ban:
 
 @value_class(init=False)
 class BanSequences:
-    """Exclude tokens that would complete one of these sequences: `BanSequences([3, 4], [5])`.
+    """Exclude tokens that would complete a sequence, for example `BanSequences([3, 4], [5])`.
 
     Attributes:
-        sequences: sequences of token IDs, at least one; a match may begin in the prompt.
+        sequences: sequences of token IDs, at least one. A match may start in the prompt.
 
     Raises:
-        ValueError: if there is no sequence, a sequence is empty or contains anything but token IDs,
-            or, when called, if a token is outside the vocabulary.
+        ValueError: If there is no sequence, or if a sequence is empty or contains anything except
+            token IDs. When called, if a token is outside the vocabulary.
     """
 
     sequences: tuple[tuple[int, ...], ...]
@@ -258,13 +260,13 @@ class BanSequences:
 
 @value_class(init=False)
 class Force:
-    """Force the first new tokens: `Force(7, 2)`.
+    """Force the first new tokens, for example `Force(7, 2)`.
 
     Attributes:
-        tokens: the token IDs, at least one, in order.
+        tokens: the token IDs in order, at least one.
 
     Raises:
-        ValueError: if one is not a token ID, or, when called, if one is outside the vocabulary.
+        ValueError: If one is not a token ID, or, when called, if one is outside the vocabulary.
     """
 
     tokens: tuple[int, ...]
@@ -275,7 +277,8 @@ class Force:
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         vocab, count = logits.shape[-1], len(self.tokens)
         _check_vocab(self, self.tokens, vocab)
-        # Each row has its own position: rows of continuous batching begin at different times.
+        # Each row has its own position, because rows in continuous batching start at different
+        # times.
         token = jnp.asarray(self.tokens)[jnp.clip(history.new, 0, count - 1)][:, None]
         forced = jnp.where(jnp.arange(vocab)[None] == token, 0.0, -jnp.inf)
         return jnp.where((history.new < count)[:, None], forced, logits)
@@ -290,8 +293,8 @@ class MinLength:
         stop: one or more token IDs that end the text.
 
     Raises:
-        ValueError: if n is not an integer of at least 0, `stop` contains anything but token IDs,
-            or, when called, if one is outside the vocabulary.
+        ValueError: If n is not an integer of at least 0, or if `stop` contains anything except
+            token IDs. When called, if a token is outside the vocabulary.
     """
 
     n: int
@@ -309,15 +312,15 @@ class MinLength:
 
 @value_class
 class ForceLast:
-    """Force the n-th new token, for example to end text that has not ended earlier.
+    """Force the n-th new token, for example to end text that has not ended before.
 
     Attributes:
-        n: number of the token, counted from 1.
+        n: number of the new token, counted from 1.
         token: ID of the forced token.
 
     Raises:
-        ValueError: if n is not an integer of at least 1, `token` is not a token ID, or, when
-            called, if it is outside the vocabulary.
+        ValueError: If n is not an integer of at least 1, or if `token` is not a token ID. When
+            called, if the token is outside the vocabulary.
     """
 
     n: int
@@ -334,7 +337,7 @@ class ForceLast:
 
 
 def never(sequences: Sequence[Sequence[int]]) -> tuple[HistoryProcessor, ...]:
-    """Return processors that exclude token sequences; all single tokens share one `Ban`."""
+    """Return processors that exclude token sequences. All single tokens share one `Ban`."""
     single = [sequence[0] for sequence in sequences if len(sequence) == 1]
     longer = [sequence for sequence in sequences if len(sequence) > 1]
     processors: list[HistoryProcessor] = [Ban(*single)] if single else []
@@ -346,9 +349,10 @@ def apply_processors(
     history: History | None,
     logits: jax.Array,  # f32[B, V]
 ) -> jax.Array:  # f32[B, V]
-    """Apply the processors from left to right; without any, `history` may be None.
+    """Apply the processors from left to right. If there are none, `history` may be None.
 
-    A row without a finite maximum becomes NaN, even if a processor would exclude the bad logit.
+    A row without a finite maximum becomes NaN, even if a processor would exclude the nonfinite
+    logit.
     """
     processed = logits
     for processor in processors:
@@ -356,20 +360,21 @@ def apply_processors(
         processed = processor(history, processed)
     if not processors:
         return logits
-    # Test the logits before processing: a ban of the NaN token would hide the broken row.
+    # Check the logits before processing, because banning the NaN token would hide the broken row.
     return jnp.where(has_finite_maximum(logits)[:, None], processed, jnp.nan)
 
 
 def check_processors(processors: Sequence[HistoryProcessor]) -> tuple[HistoryProcessor, ...]:
     """Return the processors as a tuple.
 
-    Raise ValueError if one is not a hashable value that can be called with (history, logits).
+    Raise ValueError if a processor is not a hashable value that can be called with (history,
+    logits).
     """
     if not isinstance(processors, tuple | list):
         raise ValueError(f"processors is {processors!r}: must be a tuple of values")
     for processor in processors:
         rule = "must be callable with (history, logits)"
-        # A class is callable, too, and it is easy to write Ban instead of Ban(3).
+        # A class is also callable, and it is easy to write Ban instead of Ban(3).
         if isinstance(processor, type) or not callable(processor):
             raise ValueError(f"processor is {processor!r}: {rule}")
         try:
@@ -379,7 +384,7 @@ def check_processors(processors: Sequence[HistoryProcessor]) -> tuple[HistoryPro
                 f"processor is {processor!r}: {rule}; a processor of only logits goes into "
                 "Sample(...)"
             ) from None
-        except ValueError:  # a builtin may have no signature
+        except ValueError:  # built-in functions may have no signature
             pass
         try:
             # Processors are static arguments of compiled programs.
@@ -400,12 +405,12 @@ def _check_vocab(processor: HistoryProcessor, tokens: Sequence[int], vocab: int)
 
 
 def as_token_ids(name: str, ids: int | Iterable[int], *, least: int = 1) -> tuple[int, ...]:
-    """Return one or more token IDs as a tuple of ints; a zero-dimensional array is one ID.
+    """Convert one or more token IDs to a tuple of ints. A zero-dimensional array is one ID.
 
-    Raise ValueError if one is not a token ID, or there are fewer than `least`.
+    Raise ValueError if a value is not a token ID, or if there are fewer than `least` IDs.
     """
     if isinstance(ids, jax.Array | np.ndarray | np.generic) and ids.ndim == 0:
-        if isinstance(ids, jax.core.Tracer):  # IDs are static: a program is compiled for them
+        if isinstance(ids, jax.core.Tracer):  # IDs are compiled into the program
             raise ValueError(f"{name} is {ids!r}: must be a concrete token id, not a traced one")
         ids = ids.item()
     if not isinstance(ids, Integral | Iterable):

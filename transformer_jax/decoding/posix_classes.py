@@ -1,4 +1,4 @@
-"""POSIX character classes of regular expressions, extended to Unicode."""
+"""POSIX character classes in regular expressions, extended to Unicode."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _CLASSES = {
     # ASCII only
     "digit": "0-9", "xdigit": "0-9A-Fa-f", "ascii": r"\x00-\x7F",
 }  # fmt: skip
-"""Unicode definitions of the POSIX classes (UTS #18, annex C); `digit` and `xdigit` stay ASCII."""
+"""Unicode definitions of POSIX classes (UTS #18, annex C). `digit` and `xdigit` remain ASCII."""
 
 
 def with_unicode_classes(regex: str, name: str) -> str:
     r"""Rewrite the POSIX classes of a regex so that `[[:alpha:]]` matches every Unicode letter.
 
-    Raise ValueError if the regex contains an unknown class, which the parser would read as a set of
-    letters, or ends with a backslash, which it would ignore. Errors call the regex `name`.
+    Raise ValueError if the regex contains an unknown class, which the parser would interpret as a
+    set of letters, or if it ends with a backslash, which the parser would ignore. `name` is the
+    name of the regex in error messages.
     """
-    # A POSIX class needs an outer pair of brackets: [:alpha:] by itself is a set of letters.
+    # A POSIX class needs an outer pair of brackets. Without it, [:alpha:] is a set of letters.
     depth = 0
 
     def replace(match: re.Match[str]) -> str:

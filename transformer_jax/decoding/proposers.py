@@ -1,6 +1,7 @@
 """Proposers for speculative decoding, which guess tokens from earlier text or a smaller model.
 
-A `Proposer` is a value: `speculate` requests proposals from it and reports which were accepted.
+A `Proposer` is a value from which `speculate` requests proposals, and to which it reports the
+number of accepted tokens.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from transformer_jax.pytree import PyTree
 from transformer_jax.values import short_repr, value_class
 
 ProposerState: TypeAlias = PyTree
-"""State of a proposer between turns: any pytree whose leaves have B as their first axis."""
+"""State of a proposer between turns: any pytree whose leaves have the first axis B."""
 
 
 @short_repr
 class Turn(NamedTuple):
-    """Inputs of a proposer in one turn."""
+    """Inputs to a proposer in one turn."""
 
     history: History
-    """Prompt and text so far; no model has read the newest token yet."""
-    active: jax.Array  # bool[B]; False: the row has ended
-    room: jax.Array  # i32[B]; number of proposals that the row can use, at most num_draft
-    keys: jax.Array  # key[B]; fold in `history.new + j` for proposal j
+    """Prompt and text so far. No model has read the newest token yet."""
+    active: jax.Array  # bool[B]; False means that the row has ended
+    room: jax.Array  # i32[B]; number of proposals that each row can use, at most num_draft
+    keys: jax.Array  # key[B]; for proposal j, fold in `history.new + j`
     num_draft: int
     sampler: Sampler
     """Sampler that draws the model's tokens."""
@@ -41,17 +42,18 @@ class Turn(NamedTuple):
 
 @short_repr
 class Proposal(NamedTuple):
-    """Proposed next tokens of every row."""
+    """Proposed next tokens for every row."""
 
-    tokens: jax.Array  # i32[B, num_draft]; a row's proposals end before the first -1
+    tokens: jax.Array  # i32[B, num_draft]; proposals of a row end before the first -1
     logits: jax.Array | None = None  # f32[B, num_draft, V]
-    """Token j was drawn from softmax(logits[:, j]); None if the proposals are deterministic."""
+    """Logits of the distributions from which the proposals were drawn. Token j was drawn from
+    softmax(logits[:, j]). None means that the proposals are deterministic."""
 
 
 class Proposer:
-    """Base class of proposers: values registered with JAX as pytrees.
+    """Base class of proposers, which are values registered with JAX as pytrees.
 
-    Your own proposer overrides `propose`, and the other methods as needed:
+    Your own proposer overrides `propose`, and other methods if necessary:
 
         @jax.tree_util.register_static
         @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Proposer:
                 newest = jnp.take_along_axis(turn.history.tokens, last, axis=1)
                 return Proposal(jnp.repeat(newest, turn.num_draft, axis=1)), proposer_state
 
-    Array fields are traced (`jax.tree_util.register_dataclass`); the other fields are static.
+    Array fields are traced (see `jax.tree_util.register_dataclass`), and all other fields are
+    static.
     """
 
     def check(
@@ -74,10 +77,11 @@ class Proposer:
         """Raise ValueError if the proposer does not support a request.
 
         Args:
-            prompt: i32[B, P].
-            total: i32[B], number of tokens including the new ones; None inside a trace.
-            num_draft: the maximum number of proposals in a turn.
-            vocab_size: V of the model.
+            prompt: i32[B, P], the token IDs of the prompts.
+            total: i32[B], the number of tokens in each row, including the new tokens; None inside a
+                trace.
+            num_draft: the maximum number of proposals per turn.
+            vocab_size: V, the vocabulary size of the model.
         """
 
     def start(
@@ -89,8 +93,8 @@ class Proposer:
         """Return the proposer's state after the prompts.
 
         Args:
-            prompt: i32[B, P].
-            lengths: i32[B], prompt length of each row.
+            prompt: i32[B, P], the token IDs of the prompts.
+            lengths: i32[B], the length of each row's prompt.
             chunk: number of tokens to read at a time; None means all at once.
         """
         return ()
@@ -100,7 +104,7 @@ class Proposer:
 
         Args:
             proposer_state: the result of `start` or `settle`.
-            turn: the text so far, the active rows and their keys.
+            turn: the inputs of this turn, such as the text so far.
         """
         raise NotImplementedError
 
@@ -110,37 +114,38 @@ class Proposer:
         history: History,
         gained: jax.Array,  # i32[B]
     ) -> ProposerState:
-        """Return the state after each row has gained its new tokens.
+        """Return the state after new tokens have been added to each row.
 
         Args:
             proposer_state: the result of `propose`.
-            history: prompt and text, including the gained tokens.
-            gained: i32[B], from 1 to num_draft + 1, or 0 for rows that had ended.
+            history: the prompt and the text, including the new tokens.
+            gained: i32[B], the number of new tokens in each row, from 1 to num_draft + 1, or 0 for
+                rows that had ended.
         """
         return proposer_state
 
     def finish(self, proposer_state: ProposerState, history: History) -> ProposerState:
-        """Convert the internal state to the form stored in the result.
+        """Convert the internal state to the form that is stored in the result.
 
         Args:
-            proposer_state: the result of the last `settle`, or of `start`.
-            history: prompt and text.
+            proposer_state: the result of the last call of `settle`, or of `start`.
+            history: the prompt and the text.
         """
         return proposer_state
 
 
 @value_class(static=("ngram",))
 class PromptLookup(Proposer):
-    """Propose the tokens after the latest earlier occurrence of the last n-gram (Saxena 2023).
+    """Proposer that copies the tokens after the latest earlier occurrence of the last n-gram.
 
-    Copying can continue into the copied tokens, so a repeated phrase keeps repeating. This needs no
-    second model and helps if answers quote their prompts.
+    Copying can continue into the copied tokens, so that a repeated phrase continues to repeat. This
+    method needs no second model and is useful if answers quote their prompts (Saxena 2023).
 
     Attributes:
         ngram: length of the n-gram, at least 1.
 
     Raises:
-        ValueError: if `ngram` is not an integer of at least 1.
+        ValueError: If `ngram` is not an integer of at least 1.
     """
 
     ngram: int = 3
@@ -154,8 +159,8 @@ class PromptLookup(Proposer):
         rows, columns = tokens.shape
         if columns <= self.ngram:
             return Proposal(jnp.full((rows, turn.num_draft), -1, jnp.int32)), proposer_state
-        ends = jnp.arange(self.ngram, columns)[None]  # one past each n-gram
-        # Skip the n-gram at the very end, which is the search term itself.
+        ends = jnp.arange(self.ngram, columns)[None]  # one past the end of each n-gram
+        # Skip the last n-gram, which is the search term itself.
         same = ends < length[:, None]
         for i in range(self.ngram):
             at = jnp.clip(length - self.ngram + i, 0)[:, None]
@@ -175,7 +180,7 @@ class _DraftState(NamedTuple, Generic[State]):
     """State of a draft model between turns."""
 
     state: State
-    pending: jax.Array  # bool[B]; True: the token before the newest is unread, too
+    pending: jax.Array  # bool[B]; True means that the token before the newest is also unread
 
 
 class _DraftTurn(NamedTuple, Generic[State]):
@@ -184,7 +189,7 @@ class _DraftTurn(NamedTuple, Generic[State]):
     before: State
     after: State
     pending: jax.Array  # bool[B]
-    tokens: jax.Array  # i32[B, num_draft + 1]; tokens read since `before`
+    tokens: jax.Array  # i32[B, num_draft + 1]; the tokens read since `before`
     valid: jax.Array  # bool[B, num_draft + 1]
 
 
@@ -194,10 +199,12 @@ class Draft(Proposer, Generic[State]):
 
     Attributes:
         step: the step of the smaller model, such as `make_step(model)`.
-        params: parameters of the smaller model.
-        state: state of the smaller model, with the rows of the large model's state and after the
-            same tokens. It is not consumed, so a draft with an empty cache can serve many requests.
-        sampler: sampler for proposals, with `distribution(logits)`; None means the model's sampler.
+        params: the parameters of the smaller model.
+        state: the state of the smaller model, with the same rows and after the same tokens as the
+            state of the large model. It is not consumed, so a draft with an empty cache can serve
+            many requests.
+        sampler: the sampler for proposals, which must have `distribution(logits)`; None means the
+            sampler of the large model.
     """
 
     step: StepLike[State]
@@ -208,9 +215,9 @@ class Draft(Proposer, Generic[State]):
     def check(
         self, prompt: Array, total: np.ndarray | None, num_draft: int, vocab_size: int
     ) -> None:
-        """Raise ValueError if the draft does not support the request, or its vocabulary differs.
+        """Raise ValueError if the draft does not support the request, or if its vocabulary differs.
 
-        The draft's state must be able to rewind by `num_draft` tokens.
+        The draft's state must support rewinding by `num_draft` tokens.
         """
         if self.sampler is not None:
             check_distribution("the draft's sampler", self.sampler)
@@ -228,7 +235,7 @@ class Draft(Proposer, Generic[State]):
             raise ValueError(f"the vocabulary of the draft has size {vocab}: {rule}")
 
     def start(self, prompt: jax.Array, lengths: jax.Array, chunk: int | None) -> ProposerState:
-        """Return the draft's state after it has read the prompts."""
+        """Return the draft's state after reading the prompts."""
         step = as_step(self.step)
         _, state = read_prompts(step, self.params, prompt, lengths, self.state, chunk)
         return _DraftState(state, jnp.zeros(lengths.shape, bool))
@@ -260,7 +267,7 @@ class Draft(Proposer, Generic[State]):
         valid = jnp.stack([pending & turn.active, turn.active], axis=1)
         newest = jnp.take_along_axis(history.tokens, at, axis=1)
         carry, (tokens, valid, logits) = read(before, newest, valid, 0)
-        # The last proposal stays unread, because it may be rejected; `settle` accounts for it.
+        # The last proposal is not read, because it may be rejected. `settle` accounts for this.
         (last, after), later = jax.lax.scan(read_proposal, carry, jnp.arange(1, turn.num_draft))
         later_tokens, later_valid, later_logits, proposed = (x.swapaxes(0, 1) for x in later)
         proposal = Proposal(jnp.concatenate([proposed, last[:, None]], axis=1))
@@ -274,17 +281,17 @@ class Draft(Proposer, Generic[State]):
     def settle(
         self, proposer_state: ProposerState, history: History, gained: jax.Array
     ) -> ProposerState:
-        """Rewind the draft to the tokens that were kept, as far as it has read them."""
+        """Rewind the draft to the accepted tokens, as far as it has read them."""
         before, after, pending, tokens, valid = proposer_state
         target, read = gained + (pending & (gained > 0)), valid.sum(axis=1, dtype=jnp.int32)
-        # The draft has not read its own last proposal, which may have been kept.
+        # The draft has not read its own last proposal, which may have been accepted.
         kept = jnp.minimum(target, read)
         step = as_step(self.step).with_facts(part=True)
         state = keep_read(step, self.params, before, after, tokens, valid, kept)
         return _DraftState(state, jnp.where(gained > 0, target > read, pending))
 
     def finish(self, proposer_state: ProposerState, history: History) -> ProposerState:
-        """Return the draft's state after the same tokens as the large model."""
+        """Return the draft's state after the same tokens as the state of the large model."""
         token = jnp.take_along_axis(
             history.tokens, jnp.clip(history.length[:, None] - 2, 0), axis=1
         )
@@ -299,26 +306,26 @@ def keep_read(
     params: Params,
     before: State,
     after: State,
-    tokens: jax.Array,  # i32[B, T]; the tokens read in between
+    tokens: jax.Array,  # i32[B, T]; the tokens read since `before`
     valid: jax.Array,  # bool[B, T]
     count: jax.Array,  # i32[B]
 ) -> State:
     """Return the state after the first `count[b]` of the valid tokens."""
     if step.implements("rewind"):
         return step.rewind(after, before, count)
-    # A step without `rewind` re-reads the kept tokens from the state before them.
+    # A step without `rewind` re-reads the accepted tokens, starting from the earlier state.
     kept = valid & (jnp.cumsum(valid, axis=1) <= count[:, None])
     return step(params, jnp.where(kept, tokens, 0), before, valid=kept)[1]
 
 
 def fold_keys(keys: jax.Array, number: jax.Array | int) -> jax.Array:  # key[B], i32[B] or one
-    """Fold a number into the key of each row: the same number, or one for each row."""
+    """Fold a number into the key of each row, either the same number or one for each row."""
     axes = (0, None) if isinstance(number, int) else (0, 0)
     return jax.vmap(jax.random.fold_in, axes)(keys, number)
 
 
 def draw(sampler: Sampler, keys: jax.Array, logits: jax.Array) -> jax.Array:  # i32[B]
-    """Draw from logits [B, V] that the sampler has processed; greedy sampling ignores the keys."""
+    """Draw from logits [B, V] that the sampler has processed. Greedy sampling ignores the keys."""
     return jax.vmap(Greedy() if isinstance(sampler, Greedy) else Sample())(keys, logits)
 
 

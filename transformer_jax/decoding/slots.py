@@ -1,12 +1,12 @@
 """Slots for continuous batching: a batch of fixed shape whose rows are occupied and freed.
 
-`Slots` contains a `DecodeState` of B rows. `admit` reads prompts into free rows, `advance_slots`
-chooses the next tokens of all rows, and an ended row does not change until a new request replaces
+`Slots` contains a `DecodeState` with B rows. `admit` reads prompts into free rows, `advance_slots`
+chooses the next tokens for all rows, and an ended row does not change until a new request replaces
 it. Shapes never change, so there is one decoding program, and one admission program per prompt
-bucket. They consume their slots, except inside your own `jit`.
+bucket. The programs consume their slots, except inside your own `jit`.
 
-`admit_rows`, `advance_rows` and `free_rows` are the compiled programs behind `admit`,
-`advance_slots` and `release`. They check nothing and never wait for the device.
+`admit_rows`, `advance_rows` and `free_rows` are the compiled programs that `admit`, `advance_slots`
+and `release` call. They do not check their arguments and never wait for the device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from transformer_jax.values import value_class
 
 @value_class(pytree=True)
 class Slots(Generic[State]):
-    """A batch whose rows contain independent texts.
+    """Batch whose rows contain independent texts.
 
     Attributes:
         decode_state: the state of all rows.
@@ -73,19 +73,19 @@ def init_slots(
 
     Args:
         step: the step of the model, as in `generate`.
-        params: the model's parameters, passed to the step; only their shapes are used.
-        state: a state with one row; not consumed.
+        params: the model's parameters. Only their shapes are used.
+        state: a state with one row. It is not consumed.
         slots: B, the number of requests to decode at the same time, at least 1.
         capacity: the maximum length of a prompt and its continuation, without the last token.
         sampler: function of (key, logits) that chooses a token; None means `Greedy()`.
         processors: functions that change the logits based on the text so far, before sampling.
         stop: one or more token IDs that end a row.
-        sampling: whether each row has its own `RowSampling`, applied before the sampler.
+        sampling: whether each row has its own `RowSampling`, which is applied before the sampler.
 
     Raises:
-        ValueError: if an argument is wrong.
+        ValueError: If an argument is invalid.
     """
-    # Rows belong to different requests, so edits that combine rows are refused.
+    # Rows belong to different requests, so edits that combine rows raise an error.
     step = as_step(step, params, state).with_facts(apart=True)
     check_count("slots", slots, 1)
     check_count("capacity", capacity, 1)
@@ -141,37 +141,40 @@ def admit(
     top: int = 0,
     allowed: jax.Array | np.ndarray | None = None,  # bool[R, V]
 ) -> tuple[Slots[State], StepOutput]:  # [R]
-    """Put prompts into free slots and choose the first token of each.
+    """Add prompts to free slots, and choose the first new token of each prompt.
 
     Inside your own `jit`, occupied slots are overwritten, because they cannot be detected. Traced
-    rows must be distinct and not negative; rows past the last slot are dropped. If limits or
+    rows must be distinct and not negative. Rows past the last slot are dropped. If limits or
     lengths are traced, limits are clipped to the room in a slot.
 
     Args:
-        slots: the slots to fill; they are consumed.
+        slots: the slots to fill, which are consumed.
         params: the model's parameters, passed to the step.
         rows: the index of the slot for each prompt.
-        prompt: token IDs.
-        state: the state to continue, with R rows; not consumed, so prompts can share a prefix.
-        limits: maximum number of new tokens of each prompt, at least 1.
-        lengths: from 1 to P, the length of each prompt, or a mask [R, P]; None means P.
+        prompt: the token IDs of the prompts.
+        state: the state to continue, with R rows. It is not consumed, so prompts can share a
+            prefix.
+        limits: the maximum number of new tokens for each prompt, at least 1.
+        lengths: the length of each prompt, from 1 to P, or a mask [R, P]; None means P.
         key: a single key, so that prompt r uses `fold_in(key, r)`, or one key per prompt, [R].
         chunk: number of prompt tokens to read at a time; None means all at once.
         sampling: settings for R rows, for slots with `sampling`.
-        top: number of likeliest tokens to return with each token.
-        allowed: the tokens allowed as the first one, applied before the sampler; None allows all.
+        top: number of most likely tokens to return with each token.
+        allowed: mask of the tokens allowed as the first new token, which is applied before the
+            sampler; None allows all tokens.
 
     Returns:
         The slots, and the first tokens with their log-probabilities, [R]. With `top`, `seen` is a
-        `TopTokens` of [R, top].
+        `TopTokens` with arrays [R, top].
 
     Raises:
-        ValueError: if an argument is wrong, a slot is occupied, or the slots were already consumed.
+        ValueError: If an argument is invalid, if a slot is occupied, or if the slots were already
+            consumed.
     """
     check_slots(slots)
     row_array = check_slot_rows(slots, rows)
     if not traced(slots.active, row_array):
-        # This waits for the device; `Batcher` tracks its rows and skips it.
+        # This waits for the device. `Batcher` tracks its rows and skips this check.
         occupied = row_array[jax.device_get(slots.active)[row_array]].tolist()
         if occupied:
             raise ValueError(f"rows {occupied} are occupied: release them, or wait for their end")
@@ -199,7 +202,7 @@ def admit_rows(
 ) -> tuple[Slots[State], StepOutput]:  # [R]
     """Run `admit` with checked arguments."""
     options = slots.options._replace(top=top, chunk=chunk)
-    # A history has the capacity of a slot in every bucket, so that all rows fit in one array.
+    # The history has the capacity of a slot for every bucket, so that all rows fit in one array.
     room = slots.capacity - prompts.tokens.shape[1]
 
     def fill(
@@ -209,7 +212,7 @@ def admit_rows(
         prompts: arguments.Prompts,
         state: State,
     ) -> tuple[Slots[State], StepOutput]:
-        # If there are several prompts, some may be shorter, which edits need to know.
+        # If there are several prompts, some of them may be shorter, which edits need to know.
         step = slots.step if len(prompts.lengths) == 1 else slots.step.with_facts(padded=True)
         new, output = start_decoding(options, step, params, prompts, state, room)
         decode_state = write_rows(slots.decode_state, rows, _end_nonfinite(new, output))
@@ -234,20 +237,21 @@ def advance_slots(
     log-probability 0. A row with nonfinite logits ends with token -1 and log-probability NaN.
 
     Args:
-        slots: the slots to advance; they are consumed.
+        slots: the slots to advance, which are consumed.
         params: the model's parameters, passed to the step.
-        steps: maximum number of tokens, at least 1.
+        steps: the maximum number of tokens per row, at least 1.
         pause: whether to end the loop as soon as a slot is free, so that it can be filled.
-        top: number of likeliest tokens to return with each token.
-        allowed: the tokens allowed next in each row, for a single step; None allows all.
+        top: number of most likely tokens to return with each token.
+        allowed: mask of the tokens allowed next in each row, for a single step; None allows all
+            tokens.
 
     Returns:
         The slots, and the tokens with their log-probabilities, [steps, B]. With `top`, `seen` is a
-        `TopTokens` of [steps, B, top].
+        `TopTokens` with arrays [steps, B, top].
 
     Raises:
-        ValueError: if the slots were already consumed, `steps` is not an integer of at least 1, or
-            it is above 1 with `allowed`.
+        ValueError: If the slots were already consumed, if `steps` is not an integer of at least 1,
+            or if it is above 1 and `allowed` is passed.
     """
     check_slots(slots)
     check_count("steps", steps, 1)
@@ -259,7 +263,7 @@ def advance_slots(
 
 
 _Carry: TypeAlias = tuple[jax.Array, DecodeState[State], StepOutput]
-"""Number of steps so far, i32[]; the rows; the outputs of all steps, [steps, B]."""
+"""Number of steps so far, i32[], the rows, and the outputs of all steps, [steps, B]."""
 
 
 @program(static=("steps", "top"), donate=("slots",))
@@ -280,7 +284,7 @@ def advance_rows(
         def unfinished(carry: _Carry[State]) -> jax.Array:
             n, decode_state, _ = carry
             active = decode_state.active
-            # `pause` is not static because it changes from call to call.
+            # `pause` is not static, because it changes from call to call.
             return (n < steps) & active.any() & (active.all() | ~pause)
 
         def write_next(carry: _Carry[State]) -> _Carry[State]:
@@ -294,7 +298,7 @@ def advance_rows(
             params, slots.decode_state,
         )  # fmt: skip
         empty = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), output)
-        # Steps after the end of the loop leave token -1.
+        # For steps after the end of the loop, the tokens are -1.
         empty = empty._replace(token=empty.token - 1)
         carry = jnp.int32(0), slots.decode_state, empty
         _, decode_state, outputs = jax.lax.while_loop(unfinished, write_next, carry)
@@ -305,7 +309,7 @@ def advance_rows(
 
 
 def _end_nonfinite(decode_state: DecodeState[State], output: StepOutput) -> DecodeState[State]:
-    """End the rows with nonfinite logits: they have no token to continue from."""
+    """End the rows with nonfinite logits, because they have no token from which to continue."""
     return replace(decode_state, active=decode_state.active & (output.token >= 0))
 
 
@@ -313,11 +317,11 @@ def release(slots: Slots[State], rows: int | arguments.PerRow) -> Slots[State]:
     """Free slots, whether or not their texts have ended.
 
     Args:
-        slots: all slots; they are consumed.
+        slots: all slots, which are consumed.
         rows: indices of the slots to free.
 
     Raises:
-        ValueError: if the slots were already consumed, or a row is not a slot.
+        ValueError: If the slots were already consumed, or if a row is not the index of a slot.
     """
     check_slots(slots)
     return free_rows(slots, jnp.asarray(check_slot_rows(slots, rows), jnp.int32))
@@ -337,7 +341,7 @@ def check_slots(slots: Slots[State]) -> None:
 
 
 def check_slot_rows(slots: Slots[State], rows: int | arguments.PerRow) -> arguments.Array:  # [R]
-    """Return the rows as an array; raise ValueError unless they are distinct slots."""
+    """Return the rows as an array. Raise ValueError unless they are distinct slots."""
     numpy: ModuleType = jnp if traced(rows) else np
     array = numpy.atleast_1d(rows)
     count = len(slots.active)
@@ -362,7 +366,7 @@ def check_prompts(
     key: jax.Array | None,
     sampling: RowSampling | None = None,
 ) -> arguments.Prompts:
-    """Check prompts for these slots and pad them to their bucket, at most a slot's capacity."""
+    """Check prompts for these slots, and pad them to their bucket or at most a slot's capacity."""
     tokens, lengths = arguments.check_prompt(prompt, lengths)
     rows = len(tokens)
     if limits.shape != lengths.shape or not np.issubdtype(limits.dtype, np.integer):
@@ -382,7 +386,7 @@ def check_prompts(
         raise ValueError(f"key is None: {slots.options.sampler!r} draws random numbers")
     keys = arguments.row_keys(key, rows)
     check_not_consumed(state)
-    # A state of a different shape would be broadcast into the row, or fail deep in a program.
+    # A state with a different shape would be broadcast into the row, or fail deep inside a program.
     slot_leaves, slot_tree = jax.tree_util.tree_flatten_with_path(slots.decode_state.state)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     if tree != slot_tree:  # type: ignore[operator]
@@ -415,6 +419,6 @@ def check_prompts(
     tokens = numpy.pad(tokens, ((0, 0), (0, max(0, width - columns))))[:, :width]
     if traced(tokens, lengths, limits):
         placed = [jnp.asarray(x, jnp.int32) for x in (tokens, lengths, limits)]
-    else:  # explicit transfer, for code under `jax.transfer_guard`
+    else:  # transfer explicitly, for code under `jax.transfer_guard`
         placed = jax.device_put([np.asarray(x, np.int32) for x in (tokens, lengths, limits)])
     return arguments.Prompts(placed[0], placed[1], keys, placed[2], sampling)

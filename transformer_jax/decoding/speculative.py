@@ -1,14 +1,15 @@
-"""Speculative decoding: propose several tokens, verify them in one call, keep the accepted ones.
+"""Speculative decoding, which verifies several proposed tokens in one call of the model.
 
 A proposed token x, drawn from q, is accepted with probability min(1, p(x) / q(x)), where p is the
 sampler's distribution for the model's logits. The first rejected token is replaced by a draw from
-max(p - q, 0), normalized; if all proposals are accepted, one more token is drawn from p. For any
-proposals, the tokens have the same distribution as plain sampling (Leviathan et al. 2023,
+the normalized max(p - q, 0). If all proposals are accepted, one more token is drawn from p. For any
+proposals, the tokens have the same distribution as with plain sampling (Leviathan et al. 2023,
 algorithm 1; Chen et al. 2023). A deterministic proposal has q(x) = 1. Greedy tokens equal those of
 `generate` except for ties within rounding, because several tokens are read at once.
 
-Rows advance by different amounts. The step's `rewind` removes rejected tokens from a row's state; a
-step without it, such as a recurrent one, reads the kept tokens a second time.
+Rows advance by different numbers of tokens. The step's `rewind` method removes rejected tokens from
+the state of a row. A step without this method, such as a recurrent one, reads the accepted tokens a
+second time.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.tracing import traced
 from transformer_jax.values import value_class
 
-# Larger than any token number, so these derive keys that `generate` does not use.
+# These are larger than any token number, so they derive keys that `generate` does not use.
 _PROPOSE, _ACCEPT = 2**32 - 1, 2**32 - 2
 
 
@@ -51,15 +52,16 @@ class Speculation(Generic[State]):
     """Result of `speculate`.
 
     Attributes:
-        tokens: i32[B, num_tokens], the new tokens; -1 after a row's end.
-        lengths: i32[B], number of new tokens, including a stop token.
-        log_probs: f32[B, num_tokens], log softmax(logits)[token] in nats, before processors; 0
-            after a row's end.
-        state: the state after all but the last token of each row.
-        proposer_state: for a `Draft`, the state of its model after the same tokens as `state`.
-        proposed: i32[B], number of tokens that were proposed and verified.
-        accepted: i32[B], number of proposed tokens in the result.
-        calls: i32[], number of model calls after the prompt.
+        tokens: i32[B, num_tokens], the new tokens, with -1 after the end of a row.
+        lengths: i32[B], the number of new tokens, including a stop token.
+        log_probs: f32[B, num_tokens], log softmax(logits)[token] in nats, before processors, with 0
+            after the end of a row.
+        state: the state after all tokens of each row except the last one.
+        proposer_state: the proposer's state. For a `Draft`, this is the state of its model after
+            the same tokens as `state`.
+        proposed: i32[B], the number of tokens that were proposed and verified.
+        accepted: i32[B], the number of proposed tokens in the result.
+        calls: i32[], the number of model calls after the prompt.
     """
 
     tokens: jax.Array  # i32[B, num_tokens]
@@ -73,11 +75,11 @@ class Speculation(Generic[State]):
 
     @property
     def acceptance(self) -> jax.Array:  # f32[B]
-        """The ratio accepted / proposed, or 0 if nothing was proposed."""
+        """Ratio accepted / proposed of each row, or 0 if nothing was proposed."""
         return self.accepted / jnp.maximum(self.proposed, 1)
 
     def rows(self) -> list[np.ndarray]:
-        """Return the tokens i32[lengths[b]] of each row, without the padding after its end."""
+        """Return the tokens i32[lengths[b]] of each row, without the padding after the end."""
         pairs = zip(np.asarray(self.tokens), np.asarray(self.lengths), strict=True)
         return [tokens[:length] for tokens, length in pairs]
 
@@ -100,36 +102,39 @@ def speculate(
     limits: PerRow | None = None,  # i32[B]
     chunk: int | None = None,
 ) -> Speculation[State]:
-    """Generate like `generate` with the same arguments, but with fewer model calls.
+    """Generate tokens as `generate` does, but with fewer model calls.
 
-    Each turn verifies up to `num_draft` proposals of a row in one call and adds one token from the
+    Each turn verifies up to `num_draft` proposals per row in one call, and adds one token from the
     model itself. Greedy tokens equal those of `generate` except for ties within rounding. Sampled
-    tokens have the same distribution but are different draws (Leviathan et al. 2023, algorithm 1).
+    tokens have the same distribution, but are different draws (Leviathan et al. 2023, algorithm 1).
 
     Args:
         step: the step of the model, as in `generate`.
         params: the model's parameters, passed to the step.
         prompt: i32[B, P], token IDs, as an array or as rows of equal length.
-        state: the state to continue, with B rows and as much room as for `generate`; a ring needs
-            num_draft more slots than its window. It is consumed.
-        proposer: `PromptLookup()`, `Draft(...)` or your own `Proposer`; not consumed.
-        num_tokens: the maximum number of new tokens of a row, at least 1.
-        num_draft: the maximum number of proposals in a turn, at least 1.
-        lengths: i32[B], prompt length of each row, or a mask, as in `generate`; None means P.
-        sampler: sampler for the model's tokens; a custom one must have `distribution(logits)`. None
-            means `Greedy()`.
-        key: one key, or one key for each row, [B]; a row's tokens depend only on its own key.
-            Optional only for `Greedy`.
-        processors: functions that change the model's logits, but not a draft's, based on the text.
+        state: the state to continue, with B rows and as much room as for `generate`. A ring needs
+            num_draft more slots than its window. The state is consumed.
+        proposer: `PromptLookup()`, `Draft(...)` or your own `Proposer`. It is not consumed.
+        num_tokens: the maximum number of new tokens per row, at least 1.
+        num_draft: the maximum number of proposals per turn, at least 1.
+        lengths: i32[B], the length of each row's prompt, or a mask, as in `generate`; None means P.
+        sampler: sampler for the model's tokens. A custom sampler must have `distribution(logits)`.
+            None means `Greedy()`.
+        key: a single key, or one key for each row, [B]. The tokens of a row depend only on its own
+            key. The key is optional only for `Greedy`.
+        processors: functions that change the logits of the model, but not those of a draft, based
+            on the text.
         stop: one or more token IDs that end a row.
-        limits: i32[B], the `num_tokens` of each row, as in `generate`; None means num_tokens.
+        limits: i32[B], the maximum number of new tokens for each row; None means num_tokens.
         chunk: number of prompt tokens to read at a time; None means all at once.
 
     Returns:
-        `Speculation`: a `Generation` with the numbers of proposals, acceptances and model calls.
+        `Speculation`, which contains the tokens, and the numbers of proposed tokens, accepted
+        tokens and model calls.
 
     Raises:
-        ValueError: if an argument is wrong, before anything is compiled or consumed.
+        ValueError: If an argument is invalid. The error is raised before anything is compiled or
+            consumed.
     """
     check_count("num_draft", num_draft, 1)
     if isinstance(proposer, type) or not isinstance(proposer, proposers.Proposer):
@@ -153,13 +158,13 @@ def speculate(
         rows, counts, most = jax.device_get((rows, counts, most))
         total = np.asarray(counts) + np.maximum(most, 1) - 1
     proposer.check(rows, total, num_draft, vocab)
-    # A draft may use the model itself, but the state is donated and must not be shared.
+    # A draft may use the same model, but the state is donated and must not be shared.
     draft_leaves = {id(leaf) for leaf in jax.tree.leaves(proposer)}
     if any(id(leaf) in draft_leaves for leaf in jax.tree.leaves(state)):
         raise ValueError(
             "state is shared with the proposer, but it is consumed: pass fork(state, 1)"
         )
-    # Rows end at different turns even without a stop token.
+    # Rows end in different turns, even without a stop token.
     options, sizes = options._replace(ends=True), _Sizes(num_tokens, num_draft, vocab)
     return _speculate(options, step, params, proposer, prompts, state, sizes)
 
@@ -171,7 +176,7 @@ class _Sizes(NamedTuple):
 
 
 class _Output(NamedTuple):
-    """The result so far."""
+    """Result so far."""
 
     tokens: jax.Array  # i32[B, num_tokens]
     log_probs: jax.Array  # f32[B, num_tokens]
@@ -201,27 +206,28 @@ def _speculate(
         params: Params, proposer: proposers.Proposer, prompts: Prompts, state: State
     ) -> Speculation[State]:
         def take_turn(carry: _Carry[State]) -> _Carry[State]:
-            """Propose, verify in one call, keep the accepted tokens of each row and add one."""
+            """Propose tokens, verify them in one call, keep the accepted ones, and add one more."""
             decode_state, proposer_state, written = carry
             active, count, history = decode_state.active, decode_state.count, decode_state.history
             assert history is not None
-            # Minus one, because a turn always adds a token of the model itself.
+            # Minus one, because each turn also adds a token from the model itself.
             room = jnp.where(active, jnp.minimum(num_draft, decode_state.limits - count - 1), 0)
-            # Separate keys: the proof requires proposals independent of the model's draws.
+            # Use separate keys, because the proof requires that proposals are independent of the
+            # model's draws.
             keys = proposers.fold_keys(decode_state.keys, _PROPOSE)
             turn = proposers.Turn(history, active, room, keys, num_draft, options.sampler)
             proposal, proposer_state = proposer.propose(proposer_state, turn)
 
             usable = _usable(proposal, room, vocab)
             valid = jnp.concatenate([active[:, None], usable], axis=1)
-            # The newest token comes first: the model chose it but has not read it.
+            # The newest token comes first, because the model chose it but has not read it.
             tokens = jnp.concatenate([decode_state.token[:, None], proposal.tokens], axis=1)
             tokens = jnp.where(valid, tokens, 0)
             logits, after = later(params, tokens, decode_state.state, valid=valid)
 
             proposal = proposal._replace(tokens=tokens[:, 1:])
             logits = processed = logits.astype(jnp.float32)
-            if options.processors:  # at each position, the history ends there
+            if options.processors:  # the history for each position ends there
                 seen, positions = history, []
                 for j in range(tokens.shape[1]):
                     if j:
@@ -230,7 +236,7 @@ def _speculate(
                 processed = jnp.stack(positions, axis=1)
             accepted, token = _verify(options, decode_state, processed, proposal, usable)
 
-            # Keep the accepted tokens and the one after them, up to the first stop token.
+            # Keep the accepted tokens and the token after them, up to the first stop token.
             index = jnp.arange(tokens.shape[1])[None]
             new = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
             new = jnp.where(index < accepted[:, None], new, token[:, None])
@@ -291,7 +297,7 @@ def _speculate(
             proposer_state=proposer.finish(proposer_state, decode_state.history),
             proposed=written.proposed,
             accepted=written.accepted,
-            # Without `rewind`, the kept tokens are read a second time.
+            # Without `rewind`, the accepted tokens are read a second time.
             calls=written.turns if step.implements("rewind") else 2 * written.turns,
         )
 
@@ -309,21 +315,21 @@ def _verify(
     proposal: proposers.Proposal,
     usable: jax.Array,  # bool[B, num_draft]
 ) -> tuple[jax.Array, jax.Array]:  # i32[B], i32[B]
-    """Return the number of proposals that each row accepts, and the token drawn after them.
+    """Return the number of accepted proposals in each row, and the token drawn after them.
 
-    Algorithm 1 of Leviathan et al. 2023, with separate keys for each row.
+    Leviathan et al. 2023, algorithm 1, with separate keys for each row.
     """
     sampler: Any = options.sampler
     num_draft = usable.shape[1]
     keys, count = decode_state.keys, decode_state.count
-    # p is the sampler's distribution, after temperature and cuts.
+    # p is the sampler's distribution, after temperature and truncation.
     target = sampler.distribution(logits)
     p = jax.nn.softmax(target, axis=-1)
     if proposal.logits is None:
         q = jax.nn.one_hot(proposal.tokens, logits.shape[-1])
     else:
         q = jax.nn.softmax(proposal.logits.astype(jnp.float32), axis=-1)
-    uniform = jnp.zeros(usable.shape)  # a greedy token is certain or impossible
+    uniform = jnp.zeros(usable.shape)  # greedy proposals are accepted with probability 0 or 1
     if not isinstance(sampler, Greedy):
         numbers = count[:, None] + jnp.arange(num_draft)[None]
         uniform = jax.vmap(jax.vmap(_draw_uniform, (None, 0)))(
@@ -336,7 +342,7 @@ def _verify(
     # Only the proposals before the first rejection count.
     accepted = jnp.cumprod(stays, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
 
-    # If all were accepted, there is no q to subtract, and `rest` is not used.
+    # If all proposals were accepted, there is no q to subtract, and `rest` is not used.
     last = jnp.minimum(accepted, num_draft - 1)
     rest = residual(_gather_position(p, accepted), _gather_position(q, last))
     rejected = accepted < usable.sum(axis=1, dtype=jnp.int32)
@@ -345,17 +351,17 @@ def _verify(
 
 
 def acceptance(p: jax.Array, q: jax.Array) -> jax.Array:
-    """Return min(1, p / q), the probability of accepting a token that was proposed from q.
+    """Return min(1, p / q), the probability of accepting a token that was drawn from q.
 
     Args:
         p: f32[...], the model's probability of the token.
         q: f32[...], the proposer's probability of the token.
     """
-    return jnp.where(p >= q, 1, p / jnp.where(q == 0, 1, q))  # NaN stays NaN: never accepted
+    return jnp.where(p >= q, 1, p / jnp.where(q == 0, 1, q))  # NaN is never accepted
 
 
 def residual(p: jax.Array, q: jax.Array) -> jax.Array:  # [..., V] -> [..., V]
-    """Return max(p - q, 0), normalized: the distribution that replaces a rejected token.
+    """Return the normalized max(p - q, 0), from which the replacement of a rejected token is drawn.
 
     If nothing is left, which happens only if p and q differ by rounding, return p.
     """
@@ -367,7 +373,7 @@ def residual(p: jax.Array, q: jax.Array) -> jax.Array:  # [..., V] -> [..., V]
 def _usable(
     proposal: proposers.Proposal, room: jax.Array, vocab: int
 ) -> jax.Array:  # bool[B, num_draft]
-    """Return a mask of the proposals before the first invalid, nonfinite or surplus one."""
+    """Return a mask of the proposals before the first invalid, nonfinite or surplus proposal."""
     usable = (proposal.tokens >= 0) & (proposal.tokens < vocab)
     usable &= jnp.arange(usable.shape[1])[None] < room[:, None]
     if proposal.logits is not None:
@@ -389,14 +395,14 @@ def _write_tokens(
     values: jax.Array,  # [B, T]
     count: jax.Array,  # i32[B]
 ) -> jax.Array:  # [B, C]
-    """Write the first `count[b]` values of row b, starting at column `start[b]`."""
+    """Write the first `count[b]` values of row b to the columns from `start[b]` on."""
     index = jnp.arange(values.shape[1])[None]
-    # Indices past the end are dropped, so rows can write different numbers of tokens.
+    # Indices past the end are dropped, so different numbers of tokens can be written in each row.
     at = jnp.where(index < count[:, None], start[:, None] + index, out.shape[1])
     return out.at[jnp.arange(len(out))[:, None], at].set(values, mode="drop")
 
 
 def _draw_uniform(key: jax.Array, number: jax.Array) -> jax.Array:  # f32[], from 0 to below 1
-    """Draw a uniform number with steps of 2^-46, so that rare acceptances stay possible."""
+    """Draw a uniform number in steps of 2^-46, so that rare acceptances remain possible."""
     high, low = jax.random.uniform(jax.random.fold_in(key, number), (2,))
     return jnp.minimum(high + 2.0**-23 * low, 1 - 2.0**-24)

@@ -1,10 +1,9 @@
-"""Steps: the interface of a model in decoding, (params, tokens, state) -> (logits, state).
+"""Steps, the interface of a model in decoding: (params, tokens, state) -> (logits, state).
 
-A plain function is a step. `Step` is the base class of steps with more methods; `ModelStep` runs a
-transformer, and other models return their own step from `as_step`.
-
-The server's flag `--steps` and `Batcher.steps` count tokens per turn: each token takes one call of
-the step.
+A plain function is a step. `Step` is the base class of steps with more methods. `ModelStep` runs a
+transformer, and other models return their own step from `as_step`. The server's `--steps` flag and
+`Batcher.steps` specify a number of tokens per turn, because each token requires one call of the
+step.
 """
 
 from __future__ import annotations
@@ -41,20 +40,21 @@ from transformer_jax.tracing import traced
 from transformer_jax.values import value_class
 
 Params: TypeAlias = Any
-"""A model's parameters: any pytree of arrays, passed to the step unchanged."""
+"""Parameters of a model: any pytree of arrays, which is passed to the step unchanged."""
 
 
 class Step(Generic[State]):
-    """Base class of steps, which read tokens and return the logits after each, and the new state.
+    """Base class of steps, which read tokens and return the logits after each token.
 
-    Your own step overrides `__call__`, and other methods if it can improve on the defaults. It must
-    be hashable: equal steps share their compiled programs.
+    Calling a step also returns the new state. Your own step overrides `__call__`, and other methods
+    if it can improve on the defaults. It must be hashable, because equal steps share their compiled
+    programs.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         # A class that overrides `__call__` must not inherit `read` and `look` from a base class,
-        # whose logits are different.
+        # because those return different logits.
         for name in ("read", "look"):
             first = next(kind for kind in cls.__mro__ if {name, "__call__"} & vars(kind).keys())
             if name not in vars(first):
@@ -79,20 +79,20 @@ class Step(Generic[State]):
         *,
         valid: jax.Array | None = None,  # bool[B, T]
     ) -> tuple[jax.Array, State]:  # f32[B, Q, V], state
-        """Read tokens and return the logits after some of them, which is enough for a prompt.
+        """Read tokens, and return the logits after some of them, which is sufficient for a prompt.
 
         Args:
             params: the model's parameters.
-            tokens: i32[B, T].
+            tokens: i32[B, T], the token IDs.
             state: the state to continue, with B rows.
-            at: i32[B, Q], indices of tokens from 0 to T - 1.
-            valid: bool[B, T], False for padding; None means no padding.
+            at: i32[B, Q], the indices of the tokens, from 0 to T - 1.
+            valid: bool[B, T]; False means padding. None means no padding.
 
         Returns:
-            Logits f32[B, Q, V] and the new state.
+            The logits f32[B, Q, V], and the new state.
         """
         logits, state = self(params, tokens, state, valid=valid)
-        # This computes the logits of all tokens; override it if the step can compute fewer.
+        # This method computes the logits of all tokens. Override it if the step can compute fewer.
         return jnp.take_along_axis(logits, at[:, :, None], axis=1), state
 
     def check(
@@ -104,9 +104,9 @@ class Step(Generic[State]):
         """Raise ValueError if the step does not support the prompt or the total length.
 
         Args:
-            prompt: i32[B, P].
+            prompt: i32[B, P], the token IDs of the prompts.
             state: the state to continue, with B rows.
-            total: i32[B], number of tokens that each row reads, including new ones.
+            total: i32[B], the number of tokens that each row reads, including new tokens.
         """
 
     def with_facts(
@@ -115,21 +115,21 @@ class Step(Generic[State]):
         """Return the step for calls with these properties, which edits of the model may need.
 
         Args:
-            part: the calls read only a part of each sequence.
-            apart: the rows are unrelated to each other, or unused.
-            padded: some rows are shorter than others.
-            first: number of tokens of each sequence before those that the state has read.
+            part: whether the calls read only a part of each sequence.
+            apart: whether the rows are unrelated to each other or unused.
+            padded: whether some rows are shorter than others.
+            first: the number of tokens of each sequence before those that the state has read.
         """
         return self
 
     @property
     def needs_unpadded(self) -> bool:
-        """Whether prompts must not be padded; False by default."""
+        """Whether prompts must not be padded, which is False by default."""
         return False
 
     def implements(self, name: str) -> bool:
         """Whether a subclass implements the method `name`, such as "rewind" or "look"."""
-        # Look at the class, because a dataclass field of the instance may have the same name.
+        # Check the class, because a dataclass field of the instance may have the same name.
         return getattr(type(self), name) is not getattr(Step, name)
 
     def rewind(
@@ -138,21 +138,23 @@ class Step(Generic[State]):
         before: State,
         count: jax.Array,  # i32[B]
     ) -> State:
-        """Return the state as if each row had read fewer tokens, to save speculation a second call.
+        """Return the state as if each row had read fewer tokens.
+
+        With this method, speculative decoding does not need a second call.
 
         Args:
             state: the current state.
             before: an earlier state.
-            count: i32[B], number of tokens after `before` that each row keeps.
+            count: i32[B], the number of tokens after `before` to keep in each row.
         """
         raise NotImplementedError
 
     def check_rewind(self, state: State, count: int) -> None:
-        """Raise ValueError if a state cannot be rewound. The default accepts every state.
+        """Raise ValueError if a state cannot be rewound. By default, every state is accepted.
 
         Args:
             state: a state with B rows.
-            count: maximum number of tokens to rewind.
+            count: the maximum number of tokens to rewind.
         """
 
     def look(
@@ -164,17 +166,17 @@ class Step(Generic[State]):
         *,
         valid: jax.Array | None = None,  # bool[B, 1]
     ) -> tuple[jax.Array, State, Captured]:  # f32[B, 1, V], state, leaves [B, ...]
-        """Read one token per row; also return the values at some places inside the model.
+        """Read one token per row, and also return the values at some places inside the model.
 
         Args:
             params: the model's parameters.
-            tokens: i32[B, 1].
+            tokens: i32[B, 1], the token IDs.
             state: the state to continue, with B rows.
             capture: names of places, as listed by `transformer_jax.places`.
-            valid: bool[B, 1], False for padding; None means no padding.
+            valid: bool[B, 1]; False means padding. None means no padding.
 
         Returns:
-            Logits f32[B, 1, V], the new state, and a dict of the captured values, [B, ...].
+            The logits f32[B, 1, V], the new state, and a dict of the captured values, [B, ...].
         """
         raise NotImplementedError
 
@@ -188,7 +190,7 @@ StepLike: TypeAlias = Step[State] | Callable[..., tuple[jax.Array, State]]
 
 @value_class
 class FunctionStep(Step[State]):
-    """A plain function as a step."""
+    """Step that calls a plain function."""
 
     function: Callable[..., tuple[jax.Array, State]]
 
@@ -200,10 +202,10 @@ class FunctionStep(Step[State]):
 
 @dataclass(frozen=True)
 class AppliedStep(Step[State]):
-    """A flax model as a step; a subclass may call it with other arguments.
+    """Step that calls a flax model. A subclass may pass different arguments to the model.
 
     Attributes:
-        model: the result of `build(config)`, possibly edited.
+        model: the result of `build(config)`, which may be edited.
     """
 
     model: Any  # a flax module; subclasses narrow the type
@@ -214,46 +216,46 @@ class AppliedStep(Step[State]):
         state: State,
         valid: jax.Array | None,  # bool[B, T]
     ) -> dict[str, object]:
-        """Return the arguments of the model's call, except parameters and tokens.
+        """Return the arguments for calling the model, except the parameters and tokens.
 
         Args:
-            tokens: i32[B, T].
+            tokens: i32[B, T], the token IDs.
             state: the state to continue, with B rows.
-            valid: bool[B, T], False for padding; None means no padding.
+            valid: bool[B, T]; False means padding. None means no padding.
         """
         return dict(state=state, valid=valid)
 
     def with_facts(self, **properties: Any) -> Self:
-        """Return the step with edits that know these properties of its calls."""
-        # An unedited model returns itself, so its compiled programs are reused.
+        """Return the step with edits that store these properties of its calls."""
+        # A model without edits returns itself, so its compiled programs are reused.
         model = self.model.with_facts(**properties)
         return self if model is self.model else replace(self, model=model)
 
     @property
     def needs_unpadded(self) -> bool:
         """Whether prompts must not be padded, because a custom edit would see the padding."""
-        # Edits from `interpret` declare their needs and skip padding; other functions may read it.
-        # The encoder has already read its source, so its edits do not matter.
+        # Edits from `interpret` declare their needs and skip padding. Other functions may read
+        # padding. The encoder has already read its source, so its edits do not matter.
         edits = [edit for name, edit in self.model.edits if not name.startswith("encoder/")]
         return any(not hasattr(edit.function, "needs") for edit in edits)
 
     def check(self, prompt: np.ndarray, state: State, total: np.ndarray) -> None:
-        """Raise ValueError if an edit names a token past the end of a row."""
+        """Raise ValueError if an edit refers to a token past the end of a row."""
         self.too_short(state, total)
 
     def too_short(self, state: State, total: jax.Array | np.ndarray) -> jax.Array | None:  # bool[B]
-        """Return the mask of rows that end before a token that an edit names.
+        """Return a mask of the rows that end before a token that an edit refers to.
 
-        Raise ValueError if concrete values show such a row; return None if nothing needs a mask.
-        `total`, i32[B], is the number of tokens that each row will read; it may be traced.
+        Raise ValueError if concrete values contain such a row, and return None if no mask is
+        needed. `total`, i32[B], is the number of tokens that each row will read, and may be traced.
         """
-        if not self.model.edits:  # avoid a transfer from the device
+        if not self.model.edits:  # avoids a transfer from the device
             return None
         length = state.length  # type: ignore[attr-defined]
         length = length if traced(length) else np.asarray(length)
         too_short: jax.Array | None = None
         for name, edit in self.model.edits:
-            # Tokens of the source have their own count, which is checked when the source is read.
+            # The tokens of the source are counted separately and checked when the source is read.
             check = getattr(edit.function, "check_parts", None)
             if check and not name.startswith("encoder/") and not name.endswith(OF_SOURCE):
                 rows = check(edit.first + length + total)
@@ -269,7 +271,7 @@ class AppliedStep(Step[State]):
         *,
         valid: jax.Array | None = None,
         **more: object,
-    ) -> Any:  # logits, the new state, and further results requested by `more`
+    ) -> Any:  # logits, the new state, and other results that `more` requests
         check_not_consumed(state)
         arguments = self.arguments(tokens, state, valid) | more
         return self.model.apply({"params": params}, tokens, **arguments)
@@ -283,7 +285,7 @@ class AppliedStep(Step[State]):
         *,
         valid: jax.Array | None = None,
     ) -> tuple[jax.Array, State]:
-        """Read the tokens and return only the logits after the tokens `at`."""
+        """Read the tokens, and return only the logits after the tokens at indices `at`."""
         result: tuple[jax.Array, State] = self(params, tokens, state, valid=valid, at=at)
         return result
 
@@ -296,10 +298,10 @@ class AppliedStep(Step[State]):
         *,
         valid: jax.Array | None = None,
     ) -> tuple[jax.Array, State, Captured]:
-        """Read one token per row; also return the captured values, without their token axis."""
+        """Read one token per row, and also return the captured values without their token axis."""
         check_one(tokens)
         logits, state, captured = self(params, tokens, state, valid=valid, capture=capture)
-        # The token axis has length 1. Not every place has one.
+        # The token axis has length 1. Not every place has a token axis.
         shapes = places(self.model.config)
         return logits, state, {
             name: jnp.squeeze(x, shapes[name].index("T")) if "T" in shapes[name] else x
@@ -307,7 +309,7 @@ class AppliedStep(Step[State]):
         }  # fmt: skip
 
     def check_look(self, capture: tuple[str, ...]) -> None:
-        """Raise ValueError if a place does not exist or is in the encoder."""
+        """Raise ValueError if a place does not exist, or if it is in the encoder."""
         for name in Places.of(self.model.config, capture).capture:
             if name.startswith("encoder/"):
                 raise ValueError(
@@ -318,7 +320,7 @@ class AppliedStep(Step[State]):
 
 @dataclass(frozen=True)
 class ModelStep(AppliedStep[ModelCache]):
-    """A `Decoder` or an `EncoderDecoder` as a step; the state is its `ModelCache`.
+    """Step that calls a `Decoder` or an `EncoderDecoder`, with a `ModelCache` as its state.
 
     Attributes:
         model: the result of `build(config)`.
@@ -331,11 +333,11 @@ class ModelStep(AppliedStep[ModelCache]):
     ) -> dict[str, object]:
         """Return the cache and the positions of the new tokens."""
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-        # Padding gets position -1, which the cache ignores.
+        # Padding has position -1, which the cache ignores.
         return dict(positions=next_positions(state.length, valid), cache=state)
 
     def check(self, prompt: np.ndarray, state: ModelCache, total: np.ndarray) -> None:
-        """Raise ValueError if a token is outside the vocabulary or the cache is too small.
+        """Raise ValueError if a token is outside the vocabulary, or if the cache is too small.
 
         `total`, i32[B], is the number of tokens that each row will read.
         """
@@ -349,7 +351,7 @@ class ModelStep(AppliedStep[ModelCache]):
             raise ValueError(f"prompt has {len(prompt)} rows, the cache has {rows}")
         self.too_short(state, total)
         limit = max_positions(config, state)
-        # A ring has no limit, but a table of learned positions does.
+        # A ring has no limit, but a table of learned positions has one.
         if isinstance(config.positions, Learned):
             limit = config.max_len if limit is None else min(limit, config.max_len)
         # Inside a trace, a row that exceeds its cache becomes NaN instead.
@@ -372,13 +374,15 @@ class ModelStep(AppliedStep[ModelCache]):
         """Raise ValueError if the cache cannot be rewound by `count` tokens.
 
         Pages, and layers with a slot for every position, can always be rewound. A ring needs
-        `count` slots beyond its window and sinks, because rewound tokens have overwritten keys.
+        `count` slots in addition to its window and sinks, because rewound tokens have overwritten
+        keys.
         """
         if state.exhausted is not None:
-            return  # pages keep every position
+            return  # pages store every position
         config, layers = self.model.config, cast(Any, state.layers)
         limit = max_positions(config, state)
-        # Layers may differ: some with a window may be rings, while others keep everything.
+        # Layers may differ: some layers with a window may be rings, but other layers store all
+        # positions.
         for i, window in enumerate(config.windows):
             layer: KVCache = layers if state.is_scanned else layers[i]
             capacity = layer.positions.shape[-1]
@@ -393,17 +397,17 @@ class ModelStep(AppliedStep[ModelCache]):
 
 
 def count_vocab(step: Step[State], params: Params, rows: int, state: State) -> int:
-    """Return the vocabulary size of a step from its abstract shapes, without compiling it."""
+    """Return the vocabulary size of a step, determined from abstract shapes without compiling."""
     tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
-    if brings_code(step):  # a new lambda, because `eval_shape` caches traces of user code
+    if brings_code(step):  # use a new lambda, because `eval_shape` caches traces of user code
         return jax.eval_shape(lambda *args: step(*args), params, tokens, state)[0].shape[-1]
     return jax.eval_shape(step, params, tokens, state)[0].shape[-1]
 
 
 def as_step(step: StepLike[State], params: object = None, state: object = None) -> Step[State]:
-    """Return the step, wrapped in `FunctionStep` if it is a function.
+    """Return the step, which is wrapped in `FunctionStep` if it is a function.
 
-    Raise ValueError if one of the arguments has a wrong type, such as a model or a config.
+    Raise ValueError if an argument has the wrong type, for example if it is a model or a config.
     """
     name = type(step).__name__
     result: Step[State]
@@ -420,7 +424,7 @@ def as_step(step: StepLike[State], params: object = None, state: object = None) 
         raise ValueError(f"step is {_brief(step)}: {rule}")
     else:
         for method in ("read", "check", "rewind", "look"):
-            if callable(getattr(type(step), method, None)):  # a field may have any name
+            if callable(getattr(type(step), method, None)):  # an instance field may have any name
                 rule = "make it a subclass of transformer_jax.decoding.Step"
                 raise ValueError(
                     f"step is a {name} with `{method}`, which would not be called: {rule}"
@@ -439,7 +443,7 @@ def as_step(step: StepLike[State], params: object = None, state: object = None) 
 
 
 def _brief(value: object) -> str:
-    """Return the repr of a number, string or type, and the type name of anything else."""
+    """Return the repr of a number, string or type, or the type name of anything else."""
     if isinstance(value, str | int | float | type | None):
         return repr(value)
     return f"a {type(value).__name__}"
@@ -458,14 +462,14 @@ def make_step(model: nn.Module, *, edit: Mapping[str, Edit] = NO_EDIT) -> Applie
     Args:
         model: the result of `build(config)` for a model that generates tokens, or your own module
             with an `as_step()` method that returns an `AppliedStep`.
-        edit: maps names of places to functions, as in `model.edited`.
+        edit: dict from names of places to functions, as in `model.edited`.
 
     Returns:
-        A hashable step, which maps tokens i32[B, T] and valid bool[B, T] to logits f32[B, T, V].
+        A hashable step that maps tokens i32[B, T] and valid bool[B, T] to logits f32[B, T, V].
 
     Raises:
-        ValueError: if the model generates no tokens, such as an encoder or a tagger, or an edit
-            names a place outside its decoder.
+        ValueError: If the model does not generate tokens, such as an encoder or a tagger, or if an
+            edit refers to a place outside the decoder.
     """
     if hasattr(model, "vocab_size") or isinstance(model, str | Mapping):
         rule = "must be a model: make_step(build(config))"

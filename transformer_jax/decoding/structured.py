@@ -1,12 +1,12 @@
 r"""Structured output: text that follows a JSON schema, a regular expression or a Lark grammar.
 
-A `Grammar` is compiled for the tokens of a model. Its `start` method returns a `Matcher`, the
-constraint of a single text. A token is allowed if the text plus its bytes is a prefix of some
-matching text, however tokenized. A stop token is allowed if the text may end. Special tokens are
-not text.
+A `Grammar` is compiled for the tokens of a model. Its `start` method returns a `Matcher`, which is
+the constraint on a single text. A token is allowed if the text followed by the bytes of the token
+is a prefix of a matching text, regardless of tokenization. A stop token is allowed if the text may
+end. Special tokens are not text.
 
-The parser is llguidance (Earley's algorithm over a lexer based on derivatives). It runs on the host
-and is an optional dependency: `pip install 'transformer_jax[structured]'`.
+The parser is llguidance, which runs Earley's algorithm with a lexer based on derivatives. It runs
+on the host and is an optional dependency: `pip install 'transformer_jax[structured]'`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Form = Literal["schema", "regex", "grammar"]
 """Kind of grammar: a JSON schema, a regular expression, or a Lark grammar."""
 
 _BLANKS = r"[ ]|\n{1,2}[ \t]{0,20}"
-"""Whitespace allowed between the parts of JSON, as in llama.cpp; bounded so that a model cannot
+"""Whitespace allowed between JSON elements, as in llama.cpp. It is limited so that a model cannot
 generate whitespace forever. The "x-guidance" key of a schema can override it."""
 
 _JSON = json.JSONDecoder(parse_float=Decimal)
@@ -42,28 +42,28 @@ _JSON = json.JSONDecoder(parse_float=Decimal)
 _ESCAPE = re.compile(rb"\\(?:u([0-9A-Fa-f]{0,4})|.|$)", re.DOTALL)
 _CODES = {f"{code:04x}"[:n].encode() for code in (*range(32), 127) for n in range(5)}
 _CODES -= {f"{ord(letter):04x}".encode() for letter in "\b\t\n\f\r"}
-"""Codes, with all their prefixes, of control characters that have no short JSON escape."""
+"""Codes of control characters that have no short JSON escape, with all prefixes of these codes."""
 
 _HEAD = '%llguidance {"no_forcing": true}\nstart: @text'
-"""Header that allows every tokenization of the text, not only the tokenizer's."""
+"""Header that allows every tokenization of the text, not only that of the tokenizer."""
 
 
 class Grammar:
-    """A grammar compiled for the tokens of a model.
+    """Grammar compiled for the tokens of a model.
 
     Args:
-        form: "schema" for a JSON schema; "regex" for a regular expression in Rust syntax, which
-            must match the whole text; "grammar" for llguidance's variant of Lark syntax, where the
-            rule `start` is the text.
-        content: a string, or the schema as a mapping whose numbers may be `Decimal`.
+        form: "schema" for a JSON schema, "regex" for a regular expression in Rust syntax that must
+            match the whole text, or "grammar" for a grammar in llguidance's variant of Lark syntax,
+            whose `start` rule must match the whole text.
+        content: a string, or a schema as a mapping whose numbers may be `Decimal`.
         tokenizer: the tokenizer of the model.
-        vocab_size: V of the model.
-        stop_ids: tokens that end the text.
-        name: the name of the grammar in errors; None means `form`.
+        vocab_size: V, the vocabulary size of the model.
+        stop_ids: IDs of the tokens that end the text.
+        name: the name of the grammar in error messages; None means `form`.
 
     Raises:
-        ConfigError: if llguidance is not installed.
-        ValueError: if the grammar is invalid, or the tokens cannot produce any matching text.
+        ConfigError: If llguidance is not installed.
+        ValueError: If the grammar is invalid, or if the tokens cannot produce any matching text.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class Grammar:
             raise ValueError(f"{self.name} is not JSON: {error}") from None
         hashable_tokenizer: Any = tokenizer
         tokens, self.texts = _tokens(hashable_tokenizer, vocab_size, stop_ids)
-        # Tokens that write a character as \uXXXX although JSON has a shorter form; see `_update`.
+        # Tokens that contain a character as \uXXXX although JSON has a shorter form (see
+        # `_update`).
         self.respelled = [
             i for i, text in enumerate(self.texts) if b"\\u" in text and _respells(text)
         ]
@@ -102,7 +103,8 @@ class Grammar:
         try:
             self.start()
         except ValueError:
-            # Try single bytes to find out whether the grammar or the model's tokens are at fault.
+            # Try single bytes to determine whether the grammar or the model's tokens cause the
+            # error.
             byte_tokens, _ = _tokens(ByteTokenizer(), 256, ())
             byte_parser = LLMatcher(byte_tokens, definition, log_level=0)
             byte_parser.compute_bitmask()
@@ -131,30 +133,30 @@ class Grammar:
             return {"name": "text", "lark_grammar": content}
         from llguidance import LLMatcher
 
-        # llguidance compiles a regular expression to a grammar, which can be combined with _HEAD.
+        # llguidance compiles a regular expression to a grammar that can be combined with _HEAD.
         regex = with_unicode_classes(content, self.name)
         (compiled,) = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
         return {"name": "text", "lark_grammar": compiled["lark_grammar"]}
 
     def start(self) -> Matcher:
-        """Return the matcher of a new, empty text."""
+        """Return a matcher for a new, empty text."""
         return Matcher(self)
 
 
 class Matcher:
-    """`Constraint` that makes a single text follow a grammar.
+    """Constraint that makes a single text follow a grammar.
 
     Args:
-        grammar: the grammar of the text.
+        grammar: the grammar that the text must follow.
 
     Attributes:
-        allowed: bool[V], mask of the tokens that may come next.
-        ended: whether the text is complete, and only a stop token can follow.
+        allowed: bool[V], a mask of the tokens that may come next.
+        ended: whether the text is complete, so that only a stop token can follow.
     """
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
-        # The grammar is compiled once; each text starts from a copy of the parser's state.
+        # The grammar is compiled once, and each text starts from a copy of the parser's state.
         self._parser = grammar._parser.deep_copy()
         self._escape = b""  # an unfinished escape at the end of the text
         self._update()
@@ -163,14 +165,14 @@ class Matcher:
         return f"Matcher({self.grammar!r})"
 
     def read(self, token: int) -> None:
-        """Append a token; raise ValueError if it is not allowed, or the grammar is too complex."""
+        """Append a token; raise ValueError if it is not allowed or the grammar is too complex."""
         self._parser.consume_token(int(token))
         tail = self._escape + self.grammar.texts[int(token)]
         self._escape = next(
             (
                 e[0]
                 for e in _ESCAPE.finditer(tail)
-                # A complete escape has 2 bytes, or 6 with a code.
+                # A complete escape consists of 2 bytes, or of 6 bytes with a code.
                 if e.end() == len(tail) and len(e[0]) != (2 if e[1] is None else 6)
             ),
             b"",
@@ -186,12 +188,13 @@ class Matcher:
             reason = _one_line(self._parser.get_error())
             raise ValueError(stuck + (no_token if reason.startswith("NoExtension") else reason))
         vocab_size, stop = self.grammar.vocab_size, self.grammar.stop_ids
-        # The table has one more token than the model, which ends texts; see `_tokens`.
+        # The table contains an extra token that the model does not have and that ends texts (see
+        # `_tokens`).
         mask = np.unpackbits(bits, count=vocab_size + 1, bitorder="little").astype(bool)
         self.allowed, may_end = mask[:-1], mask[-1]
         self.ended = bool(may_end and not self.allowed.any())
         if self.grammar.form == "schema":
-            # llguidance does not know that the name "\\u0061" equals "a".
+            # llguidance does not treat the name "\\u0061" as equal to "a".
             excluded = self.grammar.respelled
             if escape := self._escape:
                 texts = self.grammar.texts
@@ -204,7 +207,7 @@ class Matcher:
 
 
 def check_installed(name: str) -> None:
-    """Raise ConfigError if llguidance, which option `name` requires, is not installed."""
+    """Raise ConfigError if llguidance, which the option `name` requires, is not installed."""
     if find_spec("llguidance") is None:
         rule = "pip install 'transformer_jax[structured]'"
         raise ConfigError(f"{name} needs llguidance, which is not installed: {rule}")
@@ -212,10 +215,10 @@ def check_installed(name: str) -> None:
 
 @lru_cache(maxsize=4)
 def _tokens(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> tuple[Any, list[bytes]]:
-    """Return llguidance's token table and the bytes of each token.
+    """Return llguidance's token table, and the bytes of each token.
 
-    The table contains the model's tokens and an extra one that ends texts. Tokens without bytes are
-    never allowed: special tokens, and those that the tokenizer lacks.
+    The table contains the model's tokens, and an extra token that ends texts. Tokens without bytes
+    are never allowed. These are special tokens, and tokens that the tokenizer does not have.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -233,19 +236,19 @@ def _tokens(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> tuple
         tokens, eos_token_id, bos_token_id = [*texts, b""], vocab_size, None
 
         def __call__(self, text: str | bytes) -> list[int]:
-            return []  # llguidance never tokenizes text; see _HEAD
+            return []  # llguidance never tokenizes text (see _HEAD)
 
     return LLTokenizer(TokenizerWrapper(Table())), texts
 
 
 def _respells(text: bytes) -> bool:
-    """Whether the text contains a Unicode escape of a character with a shorter JSON spelling."""
+    """Whether the text contains a Unicode escape for a character with a shorter JSON form."""
     codes = [escape[1] for escape in _ESCAPE.finditer(text)]
     return any(code is not None and code not in _CODES for code in codes)
 
 
 def _one_line(error: str) -> str:
-    """Return the message of a llguidance error, without its excerpt of the source."""
+    """Return the message of an llguidance error without its source excerpt."""
     message = re.split(r"\n<state>|\n +\d+ \| ", error)[0]
     reason = re.search(r"error: (.*)", message)
     return " ".join((reason[1] if reason else message).split())[:300]
