@@ -60,7 +60,7 @@ def additive_attention(
             f"w_query {w_query.shape}, {shown}, v {v.shape}: must be "
             f"[{query.shape[2]}, A], {key_rule}, [A]"
         )
-    # add an axis for a single head, to reuse the softmax and the NaN rule of the reference
+    # add an axis for a single head, to reuse the softmax and the NaN handling of the reference
     heads = [x[:, :, None] for x in (query, keys, values)]
     visible = see(AttentionCall(query=heads[0], key=heads[1], value=heads[2], mask=mask))
     q, k, heads_values, nonfinite = clean(visible, *heads)
@@ -89,8 +89,8 @@ def state_attention(
         query: [B, T, Dq].
         states: [B, S, Dk].
         w: [Dq, Dk] for "general" attention; None for "dot", which requires Dq = Dk.
-        scale: number that multiplies the scores.
-        mask: the states that a query sees; None means all.
+        scale: factor for the scores.
+        mask: the states that each query sees; None means all.
 
     Returns:
         The context [B, T, Dk], and the weights f32[B, T, S].

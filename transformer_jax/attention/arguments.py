@@ -36,13 +36,13 @@ class Plan:
     """
 
     reads_pages: bool = False
-    """Whether the pages of a block table are read in place; otherwise they are gathered."""
+    """Whether the pages of a block table are read in place instead of being gathered."""
     reads_int8: bool = False
-    """Whether int8 keys and values are read directly; otherwise they are dequantized."""
+    """Whether int8 keys and values are read directly instead of being dequantized."""
 
 
 class Options(TypedDict, total=False):
-    """The arguments of `dot_product_attention` after query, key and value."""
+    """Arguments of `dot_product_attention` other than query, key and value."""
 
     mask: Mask | PlannedMask | None
     bias: jax.Array | Bias | None
@@ -165,7 +165,7 @@ class AttentionCall:
         )
 
     def head_words(self) -> jax.Array | None:  # u32[2, B, N]
-        """Return a hash of the dropout key for each batch row and head."""
+        """Return a hash of the dropout key for each batch row and each head."""
         if self.dropout_key is None:
             return self.dropout_words
         B, _, N, _ = self.query.shape
@@ -175,7 +175,7 @@ class AttentionCall:
 
 @value_class(arrays=("mask", "shared"), static=("checked",))
 class PlannedMask:
-    """Mask with the arrays that an implementation computed from it and from the positions.
+    """Mask, with arrays that an implementation computed from the mask and the positions.
 
     Pass it as the mask of later calls with the same positions, which are not checked. A call
     computes its own arrays if its sizes or its implementation differ, or if it has positions but
@@ -374,7 +374,7 @@ def check_call(
 
 
 def as_array(x: Shaped) -> jax.Array:
-    """Return an argument as an array; a `jax.ShapeDtypeStruct` is returned unchanged."""
+    """Convert an argument to an array, except a `jax.ShapeDtypeStruct`."""
     # `jnp.asarray` would return the same array, but takes ten times as long as this type check
     array: Any = x if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(x)
     return array

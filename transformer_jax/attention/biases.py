@@ -17,7 +17,7 @@ def key_distances(
     q_positions: jax.Array,  # i32[T] or [B, T]
     k_positions: jax.Array,  # i32[S] or [B, S]
 ) -> jax.Array:  # i32[B or 1, T, S]
-    """Return the position of each key minus that of each query."""
+    """Return the position of each key minus the position of each query."""
     q = jnp.asarray(as_int32("q_positions", q_positions))
     k = jnp.asarray(as_int32("k_positions", k_positions))
     q, k = (x if x.ndim == 2 else x[None] for x in (q, k))
@@ -159,7 +159,7 @@ class RelativeBias:
 
 @runtime_checkable
 class Bias(Protocol):
-    """Bias added to the scores, a function of positions: ALiBi, T5's relative bias, or your own.
+    """Function of positions that is added to the scores: ALiBi, T5's relative bias, or your own.
 
     Define your own bias as a frozen dataclass that is registered as a pytree. Its floating-point
     arrays have gradients. "blockwise" does not support a bias if both its arrays and the positions

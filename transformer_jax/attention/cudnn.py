@@ -11,7 +11,7 @@ from transformer_jax.attention.reference import finite_rows
 
 
 class Cudnn(Implementation):
-    """cuDNN, without support for arguments that it would ignore, round or compute incorrectly."""
+    """cuDNN implementation that rejects arguments that cuDNN would ignore or handle incorrectly."""
 
     def refuse(self, call: AttentionCall) -> str | None:
         """Return the reason why cuDNN does not support a call, or None."""

@@ -63,7 +63,7 @@ class MaskOperands:
 
 @dataclass(frozen=True)
 class Pallas(Implementation):
-    """The fused kernels of kernels/, on the target `kernels.target()`."""
+    """Fused kernels in kernels/, on the target `kernels.target()`."""
 
     single_pass: bool = False
     """Whether one backward kernel computes all gradients; on Hopper, their last bits may vary."""
@@ -231,7 +231,7 @@ class Pallas(Implementation):
 
 @dataclass(frozen=True)
 class Native(Pallas):
-    """The compiled CPU kernels in kernels/cpu."""
+    """Compiled CPU kernels in kernels/cpu."""
 
     single_pass: bool = True  # deterministic on a CPU, where each sum has a fixed order
     pads = False

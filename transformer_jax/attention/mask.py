@@ -1,7 +1,7 @@
 """Base class of masks, and the operators `&`, `|` and `~` that combine masks.
 
-A mask only needs to implement `sees`; all other methods follow from it. The built-in masks are in
-`masks`.
+A mask only needs to implement `sees`, and all other methods follow from it. The built-in masks are
+in `masks`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Mask:
         """Return (B or 1, N or 1), the number of batch rows and heads that differ."""
         at = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)
         bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), self)
-        # `no_mesh`, because operations would otherwise require the mesh of `jax.set_mesh`
+        # use `no_mesh`, because operations would otherwise require the mesh of `jax.set_mesh`
         with no_mesh():
             sees = jax.eval_shape(lambda mask, q, k: mask.sees(q, k), bare, at, at)
         if sees.dtype != np.bool_ or len(sees.shape) > 4:
@@ -85,7 +85,7 @@ class Mask:
         return rows, heads
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
-        """Return whether some pair and whether every pair of each tile may attend.
+        """Return whether any pair and whether every pair in each tile may attend.
 
         Both results are bool, broadcast to [B or 1, N or 1, nQ, nK], and ignore empty slots. They
         are conservative: if in doubt, `some` is True and `every` is False. This applies to all
@@ -146,7 +146,7 @@ class Mask:
         return self if self.lead == (1, 1) else PartOfMask(self, *first, full, size)
 
     def closed(self) -> Mask:
-        """Return the mask with the traced values that its predicates read converted to leaves.
+        """Convert the traced values that the mask's predicates read to leaves of the mask.
 
         A function with a custom derivative may read traced values only from its arguments.
         """
@@ -227,7 +227,7 @@ class Mask:
             return BlockPlan(tiles.classes(*self.some_and_every(tiles)), block_q, block_k)
 
     def _positions(self, q_positions: Array, k_positions: Array) -> tuple[Array, Array]:
-        """Check positions, and return them as [B or 1, length], as NumPy arrays if known."""
+        """Check positions, and return them as [B or 1, length], in NumPy arrays if known."""
         found, sizes = [], {"the mask": self.lead[0]}
         for name, positions in (("q_positions", q_positions), ("k_positions", k_positions)):
             at = as_int32(name, positions)
@@ -265,7 +265,7 @@ class Mask:
         values = [getattr(self, field.name) for field in dataclasses.fields(self)]
         while values and values[-1] is None:
             values.pop()
-        shown = (  # show arrays by their dtype and shape
+        shown = (  # show only the dtype and shape of arrays
             f"{x.dtype}[{', '.join(map(str, x.shape))}]"
             if hasattr(x, "shape") and hasattr(x, "dtype")
             else repr(x)
@@ -440,7 +440,7 @@ def check_mask(
 ) -> None:
     """Raise ValueError unless `mask` is None or a registered mask that matches the sizes.
 
-    T and S are the number of queries and the number of keys, or None if the caller passes
+    T is the number of queries, and S is the number of keys. They are None if the caller passes
     positions.
     """
     if mask is None:

@@ -121,7 +121,7 @@ class MaskVectors:
             varying = {"manual_axis_type": axes} if axes is not None and axes.varying else {}
             at.append(jax.ShapeDtypeStruct((x.shape[0], 1, 1, 1), jnp.int32, **varying))
         in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        # `no_mesh`, because each operation would otherwise require the mesh of `jax.set_mesh`
+        # use `no_mesh`, because each operation would otherwise require the mesh of `jax.set_mesh`
         with contextlib.nullcontext() if in_shard_map else no_mesh():
             # define a new function each time, because JAX caches traces by function
             traced_mask = jax.make_jaxpr(lambda q, k: function(q, k))(*at)
@@ -285,7 +285,7 @@ _ELEMENTWISE = {*_NUMPY, "add", "sub", "mul", "min", "max", "select_n", "convert
 
 
 def _fit(value: _Side, shape: tuple[int, ...]) -> Array:
-    """Return the array of a side with the shape that an operation expects after its first axis.
+    """Return the array of a side in the shape that an operation expects after the first axis.
 
     The array either already has this shape, or is a single value whose shape `_reshaped` did not
     change.
@@ -301,7 +301,7 @@ def _fit(value: _Side, shape: tuple[int, ...]) -> Array:
 def _reshaped(value: _Side, equation: JaxprEqn) -> Array:
     """Return the array of a side after a shape operation. A single value is unchanged.
 
-    Therefore, positions remain the same vector even if a mask adds axes of length 1.
+    As a result, positions remain the same vector even if a mask adds axes of length 1.
     """
     before, after = type_of(equation.invars[0]).shape, type_of(equation.outvars[0]).shape
     if before == after or np.prod(before) == np.prod(after) == 1:
@@ -318,6 +318,6 @@ def _reshaped(value: _Side, equation: JaxprEqn) -> Array:
 
 
 def _known_first(x: Array) -> Array:
-    """Convert an array to a NumPy array if it is known, so that nothing is compiled."""
+    """Convert an array to NumPy if its values are known, so that nothing is compiled."""
     known = concrete_value(x)
     return x if known is None else known

@@ -171,7 +171,7 @@ class Padding(_BuiltinMask):
         valid: bool[B, S], with False for padding.
 
     Raises:
-        ValueError: If it is not an array of this shape and dtype.
+        ValueError: If `valid` is not an array of this shape and dtype.
     """
 
     valid: jax.Array  # bool[B, S]
@@ -266,7 +266,7 @@ class Prefix(_BuiltinMask):
         lengths: i32[B], the number of keys in the prefix of each row.
 
     Raises:
-        ValueError: If it is not an array of this shape and dtype.
+        ValueError: If `lengths` is not an array of this shape and dtype.
     """
 
     lengths: jax.Array  # i32[B]
@@ -302,11 +302,11 @@ class Dense(_BuiltinMask):
 
     Attributes:
         array: bool[B or 1, N or 1, T or 1, S or 1], or only the last two axes. Axes of length 1 are
-            broadcast. Positions outside a longer axis are hidden. If no positions are passed,
-            having more queries or keys than entries raises an error.
+            broadcast. Positions outside a longer axis are hidden. If you do not pass positions,
+            more queries or keys than entries raise an error.
 
     Raises:
-        ValueError: If it is not an array of this shape and dtype.
+        ValueError: If `array` is not an array of this shape and dtype.
     """
 
     array: jax.Array  # bool[B or 1, N or 1, T or 1, S or 1], or its last two axes

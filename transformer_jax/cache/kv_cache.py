@@ -85,7 +85,7 @@ def check_cache_dtype(name: str, dtype: object) -> np.dtype:
     """Return a cache's dtype, or raise ValueError unless it is int8 or a float of at least 16 bits.
 
     Args:
-        name: name of the argument that specified the dtype, for the message.
+        name: name of the argument that specified the dtype, for the error message.
         dtype: a dtype, a scalar type such as `jnp.bfloat16`, or the name of a dtype.
     """
     rule = "must be int8 or a float of at least 16 bits"
@@ -154,7 +154,7 @@ def update(
     v: jax.Array,  # [B, T, K, Hv]
     positions: jax.Array,  # i32[B, T]
 ) -> KVCache:
-    """Write token t of row b, at its position p, to slot p % S.
+    """Write token t of row b, which has position p, to slot p % S.
 
     With s sinks, the slot for p >= s is `s + (p - s) % (S - s)`. If there are more than S tokens,
     the cache keeps the sinks and the last tokens. To treat overwriting as an error, check
@@ -273,7 +273,7 @@ def rewind(
     """Drop all positions >= length[b], so that the next token is written at length[b].
 
     A ring cannot restore overwritten keys. With a window of W, rewinding is exact for at most `S -
-    sinks - W + 1` dropped tokens; allocate one extra slot for each token that you may drop.
+    sinks - W + 1` dropped tokens. Allocate one extra slot for each token that you may drop.
 
     Args:
         cache: a cache with B rows.
@@ -319,7 +319,7 @@ def next_positions(length: jax.Array, valid: jax.Array) -> jax.Array:
 
 
 def as_stored(cache: SlottedCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
-    """Return new tokens in the dtype of `cache`, quantized if it is int8."""
+    """Convert new tokens to the dtype of `cache`, with quantization if it is int8."""
     positions = positions.astype(jnp.int32)
     if cache.k_scale is None:
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
@@ -329,7 +329,7 @@ def as_stored(cache: SlottedCache, k: jax.Array, v: jax.Array, positions: jax.Ar
 
 
 def slot_leaves(cache: SlottedCache) -> dict[str, Any]:  # scales are None unless k is int8
-    """Return the leaves that have an entry for each slot."""
+    """Return the leaves with one entry per slot."""
     names = "k", "v", "positions", "k_scale", "v_scale"
     return {name: getattr(cache, name) for name in names}
 

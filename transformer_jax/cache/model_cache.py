@@ -107,7 +107,7 @@ def share_cache(
 
     Args:
         cache: a paged cache with B rows.
-        rows: i32[R], the row of this cache that each new row shares tokens with.
+        rows: i32[R], the row of this cache with which each new row shares tokens.
         length: i32[R], the number of tokens that each new row shares; None means all.
 
     Raises:

@@ -1,6 +1,6 @@
 """Immutable key/value cache in pages, which rows allocate as they grow and may share.
 
-Block j of row b consists of the `page_size` positions from j * page_size on. It is stored in page
+Block j of row b consists of `page_size` positions, starting at j * page_size, and is stored in page
 `block_table[b, j]` (PagedAttention, Kwon et al. 2023). Short rows leave space for long rows, and
 rows with a common prefix share its pages. A page is free if no entry of the table refers to it.
 There are no reference counts, so no page can leak.
@@ -39,7 +39,7 @@ class PagedCache:
         positions: i32[P, page_size], the position stored in each slot; -1 marks an empty slot.
         block_table: i32[B, M], the page of each block of a row; -1 means none.
         length: i32[B], the position of the next token.
-        exhausted: bool[B], the rows that ran out of free pages; they accept no tokens until they
+        exhausted: bool[B], the rows that ran out of free pages. They accept no tokens until they
             are rewound.
         k_scale: f32[P, page_size, K] if k is int8, else None.
         v_scale: f32[P, page_size, K] if v is int8, else None.
@@ -189,8 +189,9 @@ def _take_pages(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Allocate pages, and return the block table i32[B, M] and three masks.
 
-    The masks select the blocks to write, bool[B, M], the blocks to write that are on a new page,
-    bool[B, M], and the rows without enough pages, bool[B].
+    The first mask, bool[B, M], selects the blocks to write. The second mask, bool[B, M], selects
+    those of them that are on a new page. The third mask, bool[B], selects the rows without enough
+    pages.
     """
     table, (B, M) = cache.block_table, cache.block_table.shape
     at = jnp.arange(B)[:, None], jnp.where(block < 0, M, block)

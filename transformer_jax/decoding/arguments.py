@@ -108,7 +108,7 @@ def check_arguments(
     check_count("num_tokens", num_tokens, 1, INT32.max)
     if chunk is not None:
         check_count("chunk", chunk, 1)
-    # Do not split a string into letters: the error below quotes it.
+    # Do not split a string into letters, because the error message below quotes it.
     capture = capture if isinstance(capture, str) else tuple(capture)
     if capture and not step.implements("look"):
         raise ValueError(f"capture is {capture!r}: {name} has no `look` method")
@@ -131,7 +131,7 @@ def check_arguments(
     state = make_donatable(state)
     tokens = check_with_step(step, tokens, lengths, limits, state)
     if stop:
-        # This check comes last, because counting the vocabulary traces the step.
+        # Check this only now, because counting the vocabulary traces the step.
         check_stop(stop, step, params, rows, state)
     step, tokens, lengths = fill_prompts(step, tokens, lengths)
     prompts = Prompts(tokens, lengths, keys, jnp.asarray(limits, jnp.int32))

@@ -51,7 +51,8 @@ class LengthPenalty:
     length is the number of new tokens, including the stop token.
 
     Attributes:
-        alpha: positive values favor long text, negative ones short text; from -1e30 to 1e30.
+        alpha: exponent, from -1e30 to 1e30. Positive values favor long text, and negative values
+            favor short text.
 
     Raises:
         ValueError: If alpha is not a finite number in that range.
@@ -71,7 +72,8 @@ class GNMTPenalty:
     """Penalty ((5 + length) / 6)^alpha (Wu et al. 2016, equation 14, without coverage).
 
     Attributes:
-        alpha: positive values favor long text, negative ones short text; from -1e30 to 1e30.
+        alpha: exponent, from -1e30 to 1e30. Positive values favor long text, and negative values
+            favor short text.
 
     Raises:
         ValueError: If alpha is not a finite number in that range.
@@ -88,7 +90,7 @@ class GNMTPenalty:
 
 @value_class(pytree=True)
 class Beams:
-    """R best continuations of every row, with the best first.
+    """The R best continuations of every row, with the best first.
 
     A missing continuation has length 0 and score -inf. If the logits of a row were NaN or +inf, all
     of its continuations have length 0 and score NaN.
@@ -97,7 +99,7 @@ class Beams:
         tokens: i32[B, R, num_tokens], the new tokens, with -1 after the end.
         lengths: i32[B, R], the number of new tokens, including the stop token.
         scores: f32[B, R], log p divided by the length penalty.
-        log_probs: f32[B, R], log p of the whole continuation, in nats.
+        log_probs: f32[B, R], log p of each whole continuation, in nats.
     """
 
     tokens: jax.Array  # i32[B, R, num_tokens]
@@ -364,7 +366,7 @@ def _extend_beams(
     logits: jax.Array,  # [B * M, V]
     history: History | None,
 ) -> tuple[_SearchState, History | None, jax.Array]:
-    """Extend the beams by a token; also return the parent of each as an index i32[B * M]."""
+    """Extend the beams by one token, and also return the parent index of each beam, i32[B * M]."""
     rows, M = search.log_probs.shape
     extended = search.extended[:, None]
     step_log_probs, usable = _log_probs(options.processors, history, logits)
@@ -375,17 +377,17 @@ def _extend_beams(
     alive, ended = _best_extensions(options, totals, scoring.diversity)
 
     def texts(extensions: _Extensions) -> jax.Array:  # i32[B, M, num_tokens]
-        # Copy the whole parent text: a beam may continue any beam of its row.
+        # Copy the whole text of the parent, because a beam may continue any beam in its row.
         tokens = _gather_beams(search.tokens, extensions.parent)
         return tokens.at[:, :, search.n].set(extensions.token, mode="promise_in_bounds")
 
-    # Finished texts enter the comparison now; living beams enter it after the last step.
+    # Compare finished texts now. Beams that are still alive are compared after the last step.
     n, hypotheses, log_probs = search.n + 1, search.hypotheses, alive.log_prob
     if options.stop:
         length, factor = jnp.full(rows, n), jnp.full(rows, scoring.factors[search.n])
         hypotheses = _keep_best(options, hypotheses, texts(ended), length, ended.log_prob, factor)
     bound = log_probs.max(axis=1) * scoring.best_factors(n, search.limits)
-    # The last hypothesis is the worst one; the row is decided once no living beam can replace it.
+    # The last hypothesis is the worst one. The row is decided as soon as no beam can replace it.
     decided = scoring.early_exit & (bound <= hypotheses.scores[:, -1])
     log_probs = jnp.where(decided[:, None], -jnp.inf, log_probs)
     log_probs = jnp.where(extended, log_probs, search.log_probs)

@@ -1,4 +1,4 @@
-"""Text completion by streaming, sampling, beam search, prompt lookup, or in batches."""
+"""Text completion with streaming, sampling, beam search, prompt lookup or batching."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.values import value_class
 
 TextOrIds = str | np.ndarray
-"""A string, or token IDs i32[P]."""
+"""A string, or an array of token IDs i32[P]."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,6 @@ class TextGenerator:
         return make_step(model).with_facts(apart=True)
 
     def _empty(self, capacity: int | None = None) -> Any:
-        """Return a state with one row and without any tokens."""
         capacity = max_text_tokens(self.config) if capacity is None else capacity
         return init_decode_state(self.config, None, 1, capacity, dtype=self.cache_dtype)
 

@@ -224,7 +224,7 @@ class Batcher(Generic[State]):
         """Number of the request that last filled each slot."""
 
     def __iter__(self) -> Iterator[Completion]:
-        """Run turns until no request is left."""
+        """Run turns until there are no more requests."""
         while self.more or any(self.rows):
             yield from self.turn()
 
@@ -332,7 +332,7 @@ class Batcher(Generic[State]):
         return prompts, state, shared
 
     def _emit(self, row: int, output: StepOutput) -> Iterator[Completion]:
-        """Yield the new tokens [n] of a row, and free its slot if the request has ended."""
+        """Yield the new tokens of a row, and free its slot if the request has ended."""
         occupant = self.rows[row]
         if occupant is None:  # the request ended earlier in this turn
             return
@@ -386,7 +386,6 @@ class Batcher(Generic[State]):
 
 
 def _is_same_id(left: Any, right: Any) -> bool:
-    """Whether two IDs are the same object or equal."""
     try:
         return left is right or bool(left == right)
     except (TypeError, ValueError):  # arrays do not have a single truth value
@@ -394,7 +393,6 @@ def _is_same_id(left: Any, right: Any) -> bool:
 
 
 def _common_prefix(text: list[int], ids: np.ndarray) -> int:
-    """Return the length of the common prefix of two token sequences."""
     start = np.array(text[: len(ids)], ids.dtype)
     differs = np.flatnonzero(start != ids[: len(start)])
     return int(differs[0]) if len(differs) else len(start)

@@ -181,7 +181,7 @@ class DecodeState(Generic[State]):
 
 
 NO_TOKEN = "no token can follow: all tokens are excluded, or the logits are not finite"
-"""Error message for a token of -1 with log-probability NaN."""
+"""Error message for token -1 with log-probability NaN."""
 
 
 @short_repr
@@ -358,7 +358,7 @@ def generate(
         early_exit: whether to end the loop as soon as all rows have ended, which does not change
             the tokens. None means True if a row can end early.
         capture: names of places (see `transformer_jax.places`), such as
-            "block_*/attention/weights", whose values to return for each new token.
+            "block_*/attention/weights", whose values are returned for each new token.
 
     Returns:
         `Generation` with the tokens i32[B, num_tokens], the number of tokens in each row, their

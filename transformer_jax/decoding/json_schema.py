@@ -1,8 +1,8 @@
 """Checks of a JSON schema that its parser, llguidance, omits.
 
-llguidance 1.9.1 ignores unknown keys and rounds some numbers. This module raises an error for such
-schemas, which names the path of the key. For keywords that it does not implement, llguidance itself
-raises an error.
+llguidance 1.9.1 ignores unknown keys and rounds some numbers. This module rejects such schemas with
+an error that contains the path of the key. For keywords that it does not implement, llguidance
+itself raises an error.
 """
 
 from __future__ import annotations

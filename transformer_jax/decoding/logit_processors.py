@@ -211,7 +211,8 @@ class Ban:
         tokens: the token IDs, at least one.
 
     Raises:
-        ValueError: If one is not a token ID, or, when called, if one is outside the vocabulary.
+        ValueError: If a value is not a token ID. Calling the processor also raises this error if a
+            token is outside the vocabulary.
     """
 
     tokens: tuple[int, ...]
@@ -232,7 +233,8 @@ class BanSequences:
 
     Raises:
         ValueError: If there is no sequence, or if a sequence is empty or contains anything except
-            token IDs. When called, if a token is outside the vocabulary.
+            token IDs. Calling the processor also raises this error if a token is outside the
+            vocabulary.
     """
 
     sequences: tuple[tuple[int, ...], ...]
@@ -266,7 +268,8 @@ class Force:
         tokens: the token IDs in order, at least one.
 
     Raises:
-        ValueError: If one is not a token ID, or, when called, if one is outside the vocabulary.
+        ValueError: If a value is not a token ID. Calling the processor also raises this error if a
+            token is outside the vocabulary.
     """
 
     tokens: tuple[int, ...]
@@ -294,7 +297,8 @@ class MinLength:
 
     Raises:
         ValueError: If n is not an integer of at least 0, or if `stop` contains anything except
-            token IDs. When called, if a token is outside the vocabulary.
+            token IDs. Calling the processor also raises this error if a token is outside the
+            vocabulary.
     """
 
     n: int
@@ -319,8 +323,8 @@ class ForceLast:
         token: ID of the forced token.
 
     Raises:
-        ValueError: If n is not an integer of at least 1, or if `token` is not a token ID. When
-            called, if the token is outside the vocabulary.
+        ValueError: If n is not an integer of at least 1, or if `token` is not a token ID.
+            Calling the processor also raises this error if the token is outside the vocabulary.
     """
 
     n: int

@@ -360,9 +360,10 @@ def _threefry_of_words(key: jax.Array) -> jax.Array:  # u32[..., n] -> key[...]
 def _draw_token(key: jax.Array, x: jax.Array) -> jax.Array:  # f32[..., V] -> i32[...]
     """Draw from softmax(x): first one of about sqrt(V) blocks, then a token in this block.
 
-    A block is drawn with the sum of its probabilities. Both draws take the argmax of logits plus
-    Gumbel noise. In float32, the tail of the noise is accurate only in JAX's "high" mode, which
-    uses twice as many bits per number, but only for 2 sqrt(V) instead of V numbers.
+    The probability of a block is the sum of the probabilities of its tokens. Both draws take the
+    argmax of logits plus Gumbel noise. In float32, the tail of the noise is accurate only in JAX's
+    "high" mode, which uses twice as many bits per number, but only for 2 sqrt(V) instead of V
+    numbers.
     """
     vocab = x.shape[-1]
     size = 1 << max(3, math.isqrt(vocab).bit_length())

@@ -244,7 +244,7 @@ class AppliedStep(Step[State]):
         self.too_short(state, total)
 
     def too_short(self, state: State, total: jax.Array | np.ndarray) -> jax.Array | None:  # bool[B]
-        """Return a mask of the rows that end before a token that an edit refers to.
+        """Return a mask of the rows that are too short for an edit that refers to a token.
 
         Raise ValueError if concrete values contain such a row, and return None if no mask is
         needed. `total`, i32[B], is the number of tokens that each row will read, and may be traced.

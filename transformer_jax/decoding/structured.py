@@ -248,7 +248,6 @@ def _respells(text: bytes) -> bool:
 
 
 def _one_line(error: str) -> str:
-    """Return the message of an llguidance error without its source excerpt."""
     message = re.split(r"\n<state>|\n +\d+ \| ", error)[0]
     reason = re.search(r"error: (.*)", message)
     return " ".join((reason[1] if reason else message).split())[:300]

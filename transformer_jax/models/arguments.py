@@ -79,7 +79,7 @@ class CheckedModule(Module, kw_only=True):
 
     @nn.nowrap
     def with_facts(self, **known: Any) -> Self:
-        """Return a copy whose edits store facts about the calls, the arguments of `EditSpec.of`."""
+        """Return a copy whose edits store facts about the calls (see `EditSpec.of`)."""
         if not self.edits:  # a copy would cause recompilation
             return self
         return self._with(tuple((name, EditSpec.of(one, **known)) for name, one in self.edits))
@@ -129,7 +129,7 @@ class CheckedModule(Module, kw_only=True):
         if callable(called):
             named = inspect.signature(called).parameters
             every = [x for x in named.values() if x.kind is x.VAR_KEYWORD]
-            # a method with `**arguments: Unpack[EncodeOptions]` takes the arguments of `encode`
+            # a method with `**arguments: Unpack[EncodeOptions]` accepts the arguments of `encode`
             options = getattr(type(self), "encode", None) if every else None
             known = {*named, *(inspect.signature(options).parameters if options else ())}
             known -= (

@@ -270,7 +270,7 @@ class Attention(Module):
     ) -> tuple[LayerCache, _Heads]:
         """Write new keys and values, and return the cache and the heads with all cached keys.
 
-        With `as_stored`, int8 values and pages are passed to attention in their stored form.
+        If `as_stored` is True, int8 values and pages are passed to attention in their stored form.
         """
         cfg, dtype = self.config, heads.k.dtype
         assert heads.q_positions is not None
@@ -388,7 +388,7 @@ class CustomCall:
     """State and helper methods that a custom block passes to `CustomBlock.run` in one call.
 
     Attributes:
-        layer: index of the block; traced in a scanned stack.
+        layer: index of the block, which is traced in a scanned stack.
     """
 
     attention: Attention

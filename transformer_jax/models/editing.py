@@ -21,7 +21,7 @@ from transformer_jax.models.token_wise import is_wise
 from transformer_jax.tracing import concrete_value
 
 Edit: TypeAlias = Callable[..., jax.Array]
-"""Function of a value, and of `positions` i32[B, T] if it has a parameter with this name."""
+"""Function of a value, and also of `positions` i32[B, T] if it has a parameter with this name."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ WHOLE = Call()
 
 @dataclass(frozen=True)
 class EditSpec:
-    """Edit function, with facts about the calls that will use it."""
+    """Edit function with facts about the calls that use it."""
 
     function: Edit
     part: bool = False

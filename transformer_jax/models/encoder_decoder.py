@@ -59,7 +59,7 @@ class EncoderDecoder(CheckedModule):
             positions: negative means padding; None means arange(S).
             mask: source tokens that each source token sees; None means all.
             key: a single PRNG key, which turns dropout on.
-            capture: names of the encoder's places ("encoder/...") whose values to return.
+            capture: names of the encoder's places ("encoder/...") whose values are returned.
 
         Returns:
             [B, S, D] in the compute dtype. With `capture`, also a dict of the captured values.
@@ -128,9 +128,9 @@ class EncoderDecoder(CheckedModule):
                 positions that follow the cache if one is passed.
             mask: mask on the target that replaces `Causal()`.
             cache: the cache with the source and earlier target tokens; None with a source.
-            at: i32[B, Q], indices of the tokens whose logits to compute; None means every token.
+            at: i32[B, Q], indices of the tokens for which to compute logits; None means all.
             key: a single PRNG key, which turns dropout on in both stacks.
-            capture: names of the places whose values to return. Encoder places require a source.
+            capture: names of the places whose values are returned. Encoder places require a source.
             edit: dict from the name of a place to a function that edits its value.
 
         Returns:

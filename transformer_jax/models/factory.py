@@ -101,7 +101,7 @@ def init_params(config: AnyModelConfig, key: jax.Array) -> Params:
     """
     _check_config(config)
     check_key("key", key)
-    if traced(jax.random.key_data(key)):  # works inside any trace, even with a concrete key
+    if traced(jax.random.key_data(key)):  # True inside any trace, even with a concrete key
         return _init(config, key)
     # a single program for the whole initialization would take much longer to compile than to run
     found = _init.trace(config=config, key=key)
@@ -282,7 +282,7 @@ def init_decode_state(
     Args:
         config: config of a generative model, or the model itself. The edits of a model apply to the
             source.
-        params: parameters of the model; only read if there is a source.
+        params: parameters of the model, which are read only if there is a source.
         batch: B, the number of rows.
         capacity: number of positions per cache row, as in `init_cache`.
         source: token IDs i32[B, S], or an array that matches the config's `inputs`; None if the

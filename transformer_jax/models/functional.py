@@ -72,7 +72,7 @@ def gated(
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Set elements to zero with probability `rate`, and scale the others by 1 / (1 - rate).
 
-    If there is no key, return x unchanged (Srivastava et al. 2014).
+    Without a key, x is returned unchanged (Srivastava et al. 2014).
     """
     if key is None or (rate := exact_rate(rate)) == 0.0:
         return x

@@ -71,7 +71,7 @@ _FIELDS = {
 def refuse_surplus(module: nn.Module) -> None:
     """Raise ValueError if `params` contains parameters that the module has not declared.
 
-    flax would silently ignore such parameters, for example an extra layer or a bias that the config
+    Flax would silently ignore such parameters, for example an extra layer or a bias that the config
     does not have. Subclasses defined elsewhere, and modules that share a scope with their parent,
     are not checked because they may declare more parameters later.
     """
@@ -209,7 +209,7 @@ class FeedForward(Module):
 
 @short_repr
 class OutputLayer(NamedTuple):
-    """Operands of the logits x table^T + bias, before a softcap."""
+    """Operands of the logits, which are x table^T + bias before a softcap."""
 
     x: jax.Array  # [B, T, D]
     table: jax.Array  # [V, D]

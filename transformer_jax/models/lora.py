@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 
 def init_lora(params: Params, config: LoraConfig, key: jax.Array) -> Params:
-    """Initialize f32 adapters with B = 0, which initially do not change the model.
+    """Initialize f32 adapters with B = 0, which do not change the model before training.
 
     A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)), as in PEFT (He et al. 2015 with a = sqrt 5). Looped and
     scanned stacks draw the same numbers. In a scanned stack, blocks that are not targeted have A =
@@ -171,7 +171,8 @@ def with_adapters(
 def merge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
     """Merge adapters into plain parameters, without changing the dtype of a kernel.
 
-    In f32, the result is exact up to rounding. In bf16, changes below 2^-9 of a weight are lost.
+    In f32, the result is exact except for rounding. In bf16, changes below 2^-9 of a weight are
+    lost.
 
     Args:
         params: parameters of the model.
@@ -201,9 +202,9 @@ def merge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
 def unmerge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
     """Subtract merged adapters: kernel - scale A B, in the dtype of the kernel.
 
-    Merging and unmerging each round once. In bf16, a weight can therefore change by 2^-8 of the
-    original or the merged weight, whichever is larger. If you need the exact weights, keep the
-    original parameters.
+    Merging and unmerging each involve one rounding step. In bf16, a weight can therefore change by
+    2^-8 of the original or merged weight, whichever is larger. If you need the exact weights, keep
+    the original parameters.
 
     Args:
         params: parameters from `merge_lora`.

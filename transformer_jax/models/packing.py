@@ -31,7 +31,7 @@ def check_valid(
 
 
 def check_segments(tokens: jax.Array, segments: jax.Array | None, state: object) -> None:
-    """Raise ValueError unless segments are integers in the tokens' shape and there is no state."""
+    """Raise ValueError unless segments are integers shaped like tokens and there is no state."""
     if segments is None:
         return
     if state is not None:
@@ -46,7 +46,7 @@ def check_segments(tokens: jax.Array, segments: jax.Array | None, state: object)
 def documents_of(segments: jax.Array) -> jax.Array:  # i32[B, T]
     """Return IDs that are equal if and only if two tokens belong to the same document.
 
-    Raise ValueError if a known ID occurs again after another ID. Traced IDs are renumbered by run.
+    Raise ValueError if a known ID reappears after a different ID. Traced IDs are renumbered by run.
     """
     known = concrete_value(segments)
     if known is None:

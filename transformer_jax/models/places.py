@@ -197,7 +197,7 @@ class Places:
     capture: tuple[str, ...] = ()
     edit: Edits = ()
     prefix: str = ""
-    """Prefix that `inside` removed from all names, and that error messages restore."""
+    """Prefix that `inside` removed from all names and that error messages restore."""
     call: Call = WHOLE
     """Facts about the tokens in the call."""
 
@@ -335,7 +335,7 @@ class Places:
 
 
 class BlockEdit(NamedTuple):
-    """Edit of a place in a block."""
+    """Edit that applies to a place in a block."""
 
     place: str
     """Name that the user specified."""

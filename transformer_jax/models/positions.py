@@ -205,8 +205,7 @@ def apply_rope(
     Args:
         x: queries or keys.
         positions: the positions p.
-        config: config that specifies w (see `rope_frequencies`) and the dimensions that form each
-            pair.
+        config: config that determines w (see `rope_frequencies`) and the dimensions of each pair.
 
     Returns:
         [B, T, N, H], in the dtype of x.
@@ -275,7 +274,7 @@ def _angles(
     # multiply 16-bit halves, because JAX has no 64-bit integers without x64
     (p1, p0), (low1, low0) = ((x >> 16, x & 0xFFFF) for x in (p, low))
     phase = p * high + p1 * low1 + (p1 * low0 >> 16) + (p0 * low1 >> 16)  # in 2^-32 turns
-    signed = phase.astype(jnp.int32)  # preserves the bits; ONNX has no bitcast before opset 26
+    signed = phase.astype(jnp.int32)  # keeps the same bits; ONNX has no bitcast before opset 26
     angles = signed.astype(jnp.float32) * np.float32(2 * math.pi / 2.0**32)
     return jnp.where((positions < 0)[..., None], -angles, angles)
 

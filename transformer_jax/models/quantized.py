@@ -29,7 +29,7 @@ from transformer_jax.values import value_class
 Kind = Literal["bf16", "int8", "int4"]
 
 GROUP = 32
-"""Number of inputs per scale in 4 bits. All inputs share a scale if it does not divide them."""
+"""Number of inputs per scale in 4 bits. If it does not divide the inputs, all share one scale."""
 
 
 @value_class(

@@ -84,8 +84,8 @@ def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
     Args:
         chunk: number of frames per chunk, at least 1.
         history: number of visible frames before the chunk, at least 0.
-        sinks: number of frames at the start of the stream that are also visible, unless they follow
-            the query's chunk; at least 0.
+        sinks: number of frames at the start of the stream that are also visible unless they follow
+            the query's chunk, at least 0.
 
     Raises:
         ValueError: If an argument is below its minimum.
@@ -161,7 +161,7 @@ class StreamingEncoder(CheckedModule):
                 `cache.next_positions(state.length, valid)`.
             cache: the cache from `init_cache` or the previous call; None means a new stream.
             key: a single PRNG key, which turns dropout on.
-            capture: names of the places (see `transformer_jax.places`) whose values to return.
+            capture: names of the places (see `transformer_jax.places`) whose values are returned.
             edit: dict from the name of a place to a function that edits its value.
 
         Returns:

@@ -3,7 +3,7 @@
 `model.apply({"params": params}, tokens, ...) -> (logits f32, cache)` serves training, prefill and
 decoding, with any number of tokens per call, and with or without a cache. A token with a negative
 position is padding. No query sees padding, and padding is not cached. Passing a `key` turns dropout
-on. flax's `rngs` have no effect.
+on. Flax's `rngs` have no effect.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Encoder(CheckedModule):
             segments: IDs of packed documents, as in `Decoder`; None means one document.
             types: BERT's token types; None means 0. Requires `type_vocab_size`.
             key: a single PRNG key, which turns dropout on.
-            capture: names of the places (see `transformer_jax.places`) whose values to return.
+            capture: names of the places (see `transformer_jax.places`) whose values are returned.
 
         Returns:
             [B, T, D] in the compute dtype. With `capture`, also a dict of the captured values.
@@ -137,7 +137,7 @@ class Encoder(CheckedModule):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, None] | tuple[jax.Array, None, Captured]:
-        """Return the logits of each token, and None in place of a cache.
+        """Return the logits of each token, and None instead of a cache.
 
         Args:
             tokens: i32[B, T].
@@ -146,7 +146,7 @@ class Encoder(CheckedModule):
             segments: IDs of packed documents; None means one document.
             types: BERT's token types; None means 0.
             key: a single PRNG key, which turns dropout on.
-            capture: names of the places (see `transformer_jax.places`) whose values to return.
+            capture: names of the places (see `transformer_jax.places`) whose values are returned.
             edit: dict from the name of a place to a function that edits its value.
 
         Returns:
@@ -167,7 +167,8 @@ class Encoder(CheckedModule):
             key=key,
         )  # fmt: skip
         if self.is_initializing():
-            # flax creates the parameters of a layer when it is called, so `init` calls each head
+            # flax creates the parameters of a layer when the layer is called, so `init` calls each
+            # head
             if self.config.pooling is not None:
                 self._pool(x, None)
             if self.config.num_classes is not None:
@@ -206,7 +207,7 @@ class Encoder(CheckedModule):
             **arguments: the other arguments of `encode`.
 
         Returns:
-            f32[B, C], or f32[B, T, C] if the config's `classes_of` is not "text".
+            The class logits f32[B, C], or f32[B, T, C] if the config's `classes_of` is not "text".
 
         Raises:
             ValueError: If the config has no `num_classes`.
@@ -221,7 +222,7 @@ class Encoder(CheckedModule):
     ) -> jax.Array:  # f32[B, D] or [B, T, D]
         """Return one vector per row: act(P h + p), with the state h of the first non-padding token.
 
-        If the config's `pooler_reads` specifies it, h is instead the mean over the row, or each
+        The config's `pooler_reads` can specify that h is the mean over the row or the state of each
         token.
 
         Args:
@@ -229,7 +230,7 @@ class Encoder(CheckedModule):
             **arguments: the other arguments of `encode`.
 
         Returns:
-            f32[B, D], or f32[B, T, D] if each token is pooled.
+            The vectors f32[B, D], or f32[B, T, D] if each token is pooled.
 
         Raises:
             ValueError: If the config has neither a `pooler` nor classes.
@@ -305,10 +306,10 @@ class Decoder(CheckedModule):
                 also be a document. Attention is limited to the document, and its positions start at
                 0. An ID that occurs again after another ID raises an error. Inside a trace, it
                 starts a new document.
-            at: i32[B, Q], indices of the tokens whose logits to compute; None means every token.
+            at: i32[B, Q], indices of the tokens for which to compute logits; None means all.
                 After a prompt, you usually need only the logits of the last token.
             key: a single PRNG key, which turns dropout on.
-            capture: names of the places (see `transformer_jax.places`) whose values to return.
+            capture: names of the places (see `transformer_jax.places`) whose values are returned.
             edit: dict from the name of a place to a function that edits its value.
 
         Returns:

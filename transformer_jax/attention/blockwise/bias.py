@@ -88,7 +88,6 @@ def differentiable(tree: Bias) -> list[jax.Array]:
 
 
 def _replace(tree: Bias, leaves: list[jax.Array]) -> Bias:
-    """Return the tree with its differentiable leaves replaced."""
     new = iter(leaves)
     floating = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)  # noqa: E731
     return jax.tree.map(lambda x: next(new) if floating(x) else x, tree)

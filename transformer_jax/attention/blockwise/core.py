@@ -19,11 +19,11 @@ Otherwise, one of the two would be two to three times slower on a CPU. The query
 key head are concatenated along the query axis, so keys are never repeated. Tiles that the mask's
 plan skips are not visited, and the mask is evaluated only in partial tiles.
 
-NaN and inf are handled as in `reference`, with almost no cost if all values are finite: it is
-enough to check one row and one column of the products of a tile, and one row of its output. If any
-of them is not finite, the forward pass is repeated as a repair pass, and the backward pass also
-runs as a repair pass. A repair pass replaces nonfinite rows by zeros. If a query sees such a row,
-its running maximum is set to inf, which makes its result NaN.
+NaN and inf are handled as in `reference`, at almost no cost if all values are finite: it is enough
+to check one row and one column of the products of a tile, and one row of its output. If any of them
+is not finite, the forward pass is repeated as a repair pass, and the backward pass also runs as a
+repair pass. A repair pass replaces nonfinite rows by zeros. If a query sees such a row, its running
+maximum is set to inf, which makes its result NaN.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Blockwise(Implementation):
 
 
 def parts_of_types(call: AttentionCall) -> Parts | None:
-    """Return how types shard rows and heads on a mesh with explicit axes, or None.
+    """Return the sharding of rows and heads that types specify on an explicit mesh, or None.
 
     The result is also None if the mesh has other axes, or if the call contains user code, whose
     loops may not work inside a `shard_map`.
@@ -422,8 +422,8 @@ def _forward(call: AttentionCall) -> tuple[jax.Array, ...]:
     """Return out, m, log l, and whether a repair pass was necessary, [B, N].
 
     The function loops over the query tiles of each head group. In a fully masked row, m is -inf. In
-    a broken row, out, m and log l are NaN. lse is m + log l, but if the scores are large, rounding
-    the sum loses log l, so the backward pass receives the two terms separately.
+    a broken row, out, m and log l are NaN. The lse is m + log l. If the scores are large, rounding
+    this sum loses log l, so the backward pass receives the two terms separately.
     """
     sizes = Sizes.of(call)
     lists, padded = visited_tiles(sizes, call), _padded(sizes, call)
@@ -489,7 +489,7 @@ def _forward_queries(
         new = jnp.maximum(row_max, sink)
         r = jnp.exp(row_max - new)
         row_max, total, weighted = new, total * r + jnp.exp(sink - new), weighted * r
-    total = jnp.where(fully_masked, 1, total)  # makes the output of such a row 0 / 1
+    total = jnp.where(fully_masked, 1, total)  # so that the output of such a row is 0 / 1
     row_max = jnp.where(fully_masked, -jnp.inf, row_max)
     parts = weighted / total, row_max, jnp.log(total)
     parts_or_nan = (jnp.where(broken, jnp.nan, x) for x in parts)

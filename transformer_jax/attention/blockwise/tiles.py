@@ -116,7 +116,7 @@ def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
 
 
 class Place(NamedTuple):
-    """Indices of a query tile (b, c, i) in a head group and of a key tile j; may be traced."""
+    """Possibly traced indices of a query tile (b, c, i) in a head group and of a key tile j."""
 
     sizes: Sizes
     b: Index
