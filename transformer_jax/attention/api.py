@@ -167,8 +167,8 @@ def dot_product_attention(
             that runs here, which `explain_attention` reports.
 
     Returns:
-        The output [B, T, N, Hv] in the query's dtype. With `return_lse`, also lse [B, T, N] in
-        float32, or in float64 if the query is float64.
+        The output [B, T, N, Hv] in the query's dtype. With `return_lse`, the function also returns
+        lse [B, T, N] in float32, or in float64 if the query is float64.
 
     Raises:
         ValueError: If the arguments are invalid or do not match.

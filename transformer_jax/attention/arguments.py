@@ -235,7 +235,7 @@ def check_call(
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> AttentionCall:
-    """Check the arguments of `dot_product_attention`, and return them as one value.
+    """Check the arguments of `dot_product_attention` and return them as one value.
 
     Arrays may be `jax.ShapeDtypeStruct`s. Raise ValueError if an argument is invalid.
     """

@@ -116,7 +116,7 @@ def relative_bucket(
 
 def _bucket_start(i: int, exact: int, logarithmic: int, max_distance: int) -> int:
     """Return the ceiling of exact (max_distance / exact)^(i / logarithmic)."""
-    # start below the floating-point power, and count up in exact integers
+    # start below the floating-point power and count up in exact integers
     n = int(exact * (max_distance / exact) ** (i / logarithmic)) - 1
     while n**logarithmic * exact**i < max_distance**i * exact**logarithmic:
         n += 1

@@ -100,16 +100,16 @@ class MaskVectors:
         return self.k[0]
 
     def key_holds(self, holds: jax.Array) -> Program:  # bool[B or 1, S]
-        """Append a key vector, and return the program that tests it."""
+        """Append a key vector and return the program that tests it."""
         return combined("ne", self._append("k", holds), number(0))
 
     def pair_holds(self, matrix: jax.Array) -> Program:  # bool[B or 1, N or 1, T, S]
-        """Append a matrix with one entry per pair, and return the program that tests it."""
+        """Append a matrix with one entry per pair and return the program that tests it."""
         self.matrices.append(matrix)
         return Program((), ("pair", len(self.matrices) - 1))
 
     def sees(self, function: Callable[..., jax.Array]) -> Program:
-        """Append the vectors that `function` (a mask's `sees`) reads, and return its program.
+        """Append the vectors that `function` (a mask's `sees`) reads and return its program.
 
         The function is traced for one pair per batch row, [B or 1, 1, 1, 1]. Raise `Refused` if it
         combines a query and a key with an operation that programs do not support.
@@ -231,7 +231,7 @@ class _Sides(ValueReader):
         ]
 
     def read(self, value: _Side | Array, shape: tuple[int, ...] = (), part: int = 0) -> Program:
-        """Convert a value to a vector or a number, and return the program that reads it."""
+        """Convert a value to a vector or a number and return the program that reads it."""
         value = value if isinstance(value, _Side) else _Side("", np.asarray(value), True)
         cached = self.read_before.get((id(value.array), part))
         if cached is not None:

@@ -203,7 +203,7 @@ def extend(
     positions: jax.Array,  # i32[B, T]
     window: int | None = None,
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
-    """Update a cache, and return the keys and values that the new tokens may attend to.
+    """Update a cache and return the keys and values that the new tokens may attend to.
 
     Args:
         cache: a cache with B rows.

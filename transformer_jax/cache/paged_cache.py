@@ -161,7 +161,7 @@ def update(
 
 @jax.jit
 def _write(cache: PagedCache, new: kv.KVCache) -> PagedCache:
-    """Allocate the pages that new tokens need, and write the tokens."""
+    """Allocate the pages that new tokens need and write the tokens."""
     positions, size, P = new.positions, cache.page_size, cache.num_pages
     beyond = (positions >= cache.capacity).any(axis=1)
     write = (positions >= 0) & ~(beyond | cache.exhausted)[:, None]
@@ -187,7 +187,7 @@ def _take_pages(
     cache: PagedCache,
     block: jax.Array,  # i32[B, T], the block of each new token; -1 means none
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Allocate pages, and return the block table i32[B, M] and three masks.
+    """Allocate pages and return the block table i32[B, M] and three masks.
 
     The first mask, bool[B, M], selects the blocks to write. The second mask, bool[B, M], selects
     those of them that are on a new page. The third mask, bool[B], selects the rows without enough
@@ -251,7 +251,7 @@ def _prepare_pages(
 def gather_pages(cache: PagedCache) -> kv.KVCache:
     """Copy the pages of each row to a full cache of `capacity` slots, with position p in slot p.
 
-    Attention can also read the pools without this copy, by using `block_table` and
+    Attention can also read the pools without this copy if you pass `block_table` and
     `gather_positions`.
     """
     gathered = jax.tree.map(lambda x: rows_of_pages(x, cache.block_table), kv.slot_leaves(cache))
@@ -318,7 +318,7 @@ def rewind(
     cache: PagedCache,
     length: jax.Array,  # i32[B]
 ) -> PagedCache:
-    """Drop all positions >= length[b], and free the pages that become unused.
+    """Drop all positions >= length[b] and free the pages that become unused.
 
     An exhausted row may continue if at least one of its tokens is dropped or if its length is 0.
 

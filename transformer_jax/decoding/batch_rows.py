@@ -104,7 +104,7 @@ def write_rows(
     rows: jax.Array,  # i32[R]
     new: State,  # R rows
 ) -> State:
-    """Write row r of `new` to row `rows[r]` of the state, and drop rows past the end."""
+    """Write row r of `new` to row `rows[r]` of the state and drop rows past the end."""
     refuse_pages(state, "write_rows")
 
     def write_leaf(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:

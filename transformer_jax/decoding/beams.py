@@ -366,7 +366,7 @@ def _extend_beams(
     logits: jax.Array,  # [B * M, V]
     history: History | None,
 ) -> tuple[_SearchState, History | None, jax.Array]:
-    """Extend the beams by one token, and also return the parent index of each beam, i32[B * M]."""
+    """Extend the beams by one token and also return the parent index of each beam, i32[B * M]."""
     rows, M = search.log_probs.shape
     extended = search.extended[:, None]
     step_log_probs, usable = _log_probs(options.processors, history, logits)

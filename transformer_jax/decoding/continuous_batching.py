@@ -304,7 +304,7 @@ class Batcher(Generic[State]):
         self.slots = free_rows(self.slots, jax.device_put(np.array([row], np.int32)))
 
     def _read(self, request: Request) -> tuple[Prompts, State, int]:
-        """Check a request, and return its prompt, its state, and the number of shared tokens."""
+        """Check a request and return its prompt, its state, and the number of shared tokens."""
         if not isinstance(request, Request):
             raise ValueError(f"request is a {type(request).__name__}: must be a Request")
         limit = request.num_tokens
@@ -332,7 +332,7 @@ class Batcher(Generic[State]):
         return prompts, state, shared
 
     def _emit(self, row: int, output: StepOutput) -> Iterator[Completion]:
-        """Yield the new tokens of a row, and free its slot if the request has ended."""
+        """Yield the new tokens of a row and free its slot if the request has ended."""
         occupant = self.rows[row]
         if occupant is None:  # the request ended earlier in this turn
             return

@@ -54,7 +54,7 @@ def prefill(
     lengths: jax.Array,  # i32[B]
     chunk: int | None = None,
 ) -> tuple[jax.Array, State]:  # f32[B, V], state
-    """Read the prompts, and return the logits after the last token of each row, and the state.
+    """Read the prompts and return the logits after the last token of each row, and the state.
 
     This function is pure, so you can call it inside your own `jit`. A step that implements `read`
     computes only these logits.
@@ -210,7 +210,7 @@ def start_decoding(
     state: State,
     room: int,
 ) -> tuple[DecodeState[State], StepOutput]:
-    """Read the prompts, and choose the first token. The history has room for `room` new tokens."""
+    """Read the prompts and choose the first token. The history has room for `room` new tokens."""
     tokens, lengths, keys, limits, sampling, allowed = prompts
     history = History.of(tokens, lengths, room) if options.processors else None
     # `lengths` is a placeholder for the token, which is chosen below. Both are i32[B].
@@ -236,7 +236,7 @@ def decode_step(
     decode_state: DecodeState[State],
     allowed: jax.Array | None = None,  # bool[B, V]
 ) -> tuple[DecodeState[State], StepOutput]:
-    """Read the newest token of every active row, and choose the next token from `allowed`."""
+    """Read the newest token of every active row and choose the next token from `allowed`."""
     # A step reads a single token, so an edit that requires the whole sequence must raise an error.
     step = step.with_facts(part=True)
     token, valid = decode_state.token, None

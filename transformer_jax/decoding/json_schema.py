@@ -96,7 +96,7 @@ def check_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) -> Any:
-    """Return a checked subschema for the parser, and collect the values of each key in `seen`."""
+    """Return a checked subschema for the parser and collect the values of each key in `seen`."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
@@ -278,7 +278,7 @@ def _tags(schema: Any, root: Any) -> dict[str, set[str]]:
 
 
 def _plain(value: Any, where: str, depth: int) -> Any:
-    """Check that the parser reads the numbers in a JSON value exactly, and return the value."""
+    """Check that the parser reads the numbers in a JSON value exactly and return the value."""
     if depth > DEPTH_LIMIT:
         raise ValueError(f"{where}: is nested deeper than {DEPTH_LIMIT}")
     if isinstance(value, Mapping):

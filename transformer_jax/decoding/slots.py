@@ -141,7 +141,7 @@ def admit(
     top: int = 0,
     allowed: jax.Array | np.ndarray | None = None,  # bool[R, V]
 ) -> tuple[Slots[State], StepOutput]:  # [R]
-    """Add prompts to free slots, and choose the first new token of each prompt.
+    """Add prompts to free slots and choose the first new token of each prompt.
 
     Inside your own `jit`, occupied slots are overwritten, because they cannot be detected. Traced
     rows must be distinct and not negative. Rows past the last slot are dropped. If limits or
@@ -366,7 +366,7 @@ def check_prompts(
     key: jax.Array | None,
     sampling: RowSampling | None = None,
 ) -> arguments.Prompts:
-    """Check prompts for these slots, and pad them to their bucket or at most a slot's capacity."""
+    """Check prompts for these slots and pad them to their bucket or at most a slot's capacity."""
     tokens, lengths = arguments.check_prompt(prompt, lengths)
     rows = len(tokens)
     if limits.shape != lengths.shape or not np.issubdtype(limits.dtype, np.integer):

@@ -79,7 +79,7 @@ class Step(Generic[State]):
         *,
         valid: jax.Array | None = None,  # bool[B, T]
     ) -> tuple[jax.Array, State]:  # f32[B, Q, V], state
-        """Read tokens, and return the logits after some of them, which is sufficient for a prompt.
+        """Read tokens and return the logits after some of them. This is sufficient for a prompt.
 
         Args:
             params: the model's parameters.
@@ -166,7 +166,7 @@ class Step(Generic[State]):
         *,
         valid: jax.Array | None = None,  # bool[B, 1]
     ) -> tuple[jax.Array, State, Captured]:  # f32[B, 1, V], state, leaves [B, ...]
-        """Read one token per row, and also return the values at some places inside the model.
+        """Read one token per row and also return the values at some places inside the model.
 
         Args:
             params: the model's parameters.
@@ -246,7 +246,7 @@ class AppliedStep(Step[State]):
     def too_short(self, state: State, total: jax.Array | np.ndarray) -> jax.Array | None:  # bool[B]
         """Return a mask of the rows that are too short for an edit that refers to a token.
 
-        Raise ValueError if concrete values contain such a row, and return None if no mask is
+        Raise ValueError if concrete values contain such a row and return None if no mask is
         needed. `total`, i32[B], is the number of tokens that each row will read, and may be traced.
         """
         if not self.model.edits:  # avoids a transfer from the device
@@ -285,7 +285,7 @@ class AppliedStep(Step[State]):
         *,
         valid: jax.Array | None = None,
     ) -> tuple[jax.Array, State]:
-        """Read the tokens, and return only the logits after the tokens at indices `at`."""
+        """Read the tokens and return only the logits after the tokens at indices `at`."""
         result: tuple[jax.Array, State] = self(params, tokens, state, valid=valid, at=at)
         return result
 
@@ -298,7 +298,7 @@ class AppliedStep(Step[State]):
         *,
         valid: jax.Array | None = None,
     ) -> tuple[jax.Array, State, Captured]:
-        """Read one token per row, and also return the captured values without their token axis."""
+        """Read one token per row and also return the captured values without their token axis."""
         check_one(tokens)
         logits, state, captured = self(params, tokens, state, valid=valid, capture=capture)
         # The token axis has length 1. Not every place has a token axis.

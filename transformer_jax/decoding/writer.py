@@ -48,7 +48,7 @@ class TextWriter:
         self.ended = False
 
     def feed(self, token: int) -> str:
-        """Append a token, and return the text that is now final. Raise ValueError for token -1."""
+        """Append a token and return the text that is now final. Raise ValueError for token -1."""
         if token < 0:
             raise ValueError(NO_TOKEN)
         if token in self.stop_ids:
@@ -68,7 +68,7 @@ class TextWriter:
         return text
 
     def finish(self) -> str:
-        """End the text, and return the remaining text that was delayed."""
+        """End the text and return the remaining text that was delayed."""
         text, stopped = self.matcher.feed(self.decoder.decode(b"", final=True))
         self.ended = True
         return text if stopped else text + self.matcher.pending
@@ -83,7 +83,7 @@ class StopStrings:
         """Longest suffix of the text that is a prefix of a stop string."""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Append text, and return the text that is now final and whether a stop string ended it."""
+        """Append text and return the text that is now final and whether a stop string ended it."""
         out: list[str] = []
         # Match character by character, so that token boundaries do not affect the result.
         for character in text:

@@ -268,7 +268,7 @@ class Attention(Module):
     def _update_cache(
         self, cache: LayerCache, heads: _Heads, *, as_stored: bool
     ) -> tuple[LayerCache, _Heads]:
-        """Write new keys and values, and return the cache and the heads with all cached keys.
+        """Write new keys and values and return the cache and the heads with all cached keys.
 
         If `as_stored` is True, int8 values and pages are passed to attention in their stored form.
         """
@@ -331,7 +331,7 @@ class Attention(Module):
         )
 
     def _average(self, weights: jax.Array, heads: _Heads) -> jax.Array:
-        """Average the values with weights f32[B, N, T, S], and return [B, T, N, Hv]."""
+        """Average the values with weights f32[B, N, T, S] and return [B, T, N, Hv]."""
         # set nonfinite values to zero, because 0 * NaN would be NaN
         finite = jnp.isfinite(heads.v).all(axis=-1, keepdims=True)
         v = jnp.where(finite, heads.v, 0)

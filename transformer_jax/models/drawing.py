@@ -156,7 +156,7 @@ def _normal_text(std: float, shape: tuple[int, ...]) -> str:
 def _normal_numbers(
     key: jax.Array, number: np.ndarray, std: np.float32, shape: tuple[int, ...]
 ) -> np.ndarray:  # f32[shape]
-    """Draw normal numbers from `fold_in(key, number)` in chunks, and multiply them by std."""
+    """Draw normal numbers from `fold_in(key, number)` in chunks and multiply them by std."""
     found = np.empty(int(np.prod(shape)), np.float32)
     scale = std * np.float32(np.sqrt(2))  # XLA folds the constants in this order
     words, scale = jax.device_put((_words(key, jax.device_put(number)), scale))

@@ -62,7 +62,8 @@ class EncoderDecoder(CheckedModule):
             capture: names of the encoder's places ("encoder/...") whose values are returned.
 
         Returns:
-            [B, S, D] in the compute dtype. With `capture`, also a dict of the captured values.
+            [B, S, D] in the compute dtype. With `capture`, a dict of the captured values is also
+            returned.
         """
         places = Places.of(self, capture)
         for name in places.capture:
@@ -134,8 +135,8 @@ class EncoderDecoder(CheckedModule):
             edit: dict from the name of a place to a function that edits its value.
 
         Returns:
-            The logits f32[B, T, V], or f32[B, Q, V] with `at`, and the cache. With `capture`, also
-            a dict of the captured values.
+            The logits f32[B, T, V], or f32[B, Q, V] with `at`, and the cache. With `capture`, a
+            dict of the captured values is also returned.
 
         Raises:
             ValueError: If both `source` and `cache` or neither are passed, if an argument does not

@@ -120,7 +120,7 @@ def _init(config: AnyModelConfig, key: jax.Array) -> Params:
 
 
 def num_params(config: AnyModelConfig) -> int:
-    """Count the parameters of a model without allocating them."""
+    """Return the number of parameters of a model without allocating them."""
     if isinstance(config, Mapping):
         rule = "must be a config; for arrays, use sum(x.size for x in jax.tree.leaves(params))"
         raise ValueError(f"config is a {type(config).__name__}: {rule}")
@@ -156,7 +156,7 @@ def init_cache(
             requires; at least 0.
 
     Raises:
-        ValueError: If the config is not that of a decoder, or if a size or the dtype is invalid.
+        ValueError: If the config does not describe a decoder, or if a size or the dtype is invalid.
     """
     _check_config(config)
     if not config.supports("cache"):
@@ -195,7 +195,7 @@ def init_paged_cache(
         dtype: dtype of keys and values, as in `init_cache`; None means the compute dtype.
 
     Raises:
-        ValueError: If the config is not that of a looped decoder, or if a size or the dtype is
+        ValueError: If the config does not describe a looped decoder, or if a size or the dtype is
             invalid.
     """
     _check_config(config)
@@ -329,7 +329,7 @@ def init_decode_state(
 
 
 def merged(fresh: Params, loaded: Params) -> tuple[Params, list[str]]:
-    """Replace newly initialized parameters with loaded ones, and describe the differences.
+    """Replace newly initialized parameters with loaded ones and describe the differences.
 
     If a new array has more rows than the loaded one, its last rows are not replaced. The returned
     lines of text list the parameters that were not replaced, and the loaded parameters that the new

@@ -124,7 +124,7 @@ def training_flops(
 
 @lru_cache(maxsize=1)  # a training run calls this for every log line
 def step_flops(config: TrainConfig) -> float:
-    """Count the operations per training step and row of `sequence_len` tokens."""
+    """Count the operations of a training step for one row of `sequence_len` tokens."""
     model, length = as_transformer(config.model), config.sequence_len
     return training_flops(
         model, length, length,

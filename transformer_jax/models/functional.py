@@ -70,7 +70,7 @@ def gated(
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Set elements to zero with probability `rate`, and scale the others by 1 / (1 - rate).
+    """Set elements to zero with probability `rate` and scale the others by 1 / (1 - rate).
 
     Without a key, x is returned unchanged (Srivastava et al. 2014).
     """

@@ -134,7 +134,7 @@ class Norm(Module):
 
 
 def norm_scale(module: nn.Module, name: str, config: ModelConfig, *shape: int) -> jax.Array:
-    """Declare a norm's scale, initially 1, and return it as f32[shape]."""
+    """Declare a norm's scale, which is initially 1, and return it as f32[shape]."""
     if config.norm_unit_offset:
         # in Gemma, the parameter is scale - 1
         return 1.0 + parameter(module, name, nn.initializers.zeros, shape).astype(F32)

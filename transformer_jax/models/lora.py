@@ -357,7 +357,7 @@ def nest(adapters: Params, params: Params) -> Params:
 
 
 def flatten(adapters: Params) -> dict[str, dict[str, jax.Array]]:
-    """Undo `nest`, and return adapters keyed by the path of their module in a looped stack."""
+    """Undo `nest` and return adapters keyed by the path of their module in a looped stack."""
     found: dict[str, dict[str, jax.Array]] = {}
     for at, leaf in flatten_dict(unstack_layers(adapters), sep="/").items():
         path, _, name = at.rpartition("/")

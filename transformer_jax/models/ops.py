@@ -35,7 +35,7 @@ def layer_norm(
     scalars.
 
     Args:
-        x: array of any floating dtype.
+        x: array of any floating-point dtype.
         scale: factor for the normalized values; None means 1.
         bias: array added to the result; None means 0.
         eps: number added to the variance.
@@ -56,7 +56,7 @@ def rms_norm(
     The result is computed in f32 and returned in the dtype of x. `scale` may also be a scalar.
 
     Args:
-        x: array of any floating dtype.
+        x: array of any floating-point dtype.
         scale: factor for the normalized values; None means 1.
         eps: number added to the mean square.
 

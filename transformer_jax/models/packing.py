@@ -20,7 +20,7 @@ def check_valid(
     tokens: Array,  # i32[B, T]
     valid: Array | None,  # bool[B, T]
 ) -> jax.Array:  # bool[B, T]
-    """Check the shape and dtype of `valid`, and return it as an array; None means all True."""
+    """Check the shape and dtype of `valid` and return it as an array; None means all True."""
     if valid is None:
         return jnp.ones(tokens.shape, bool)
     valid = jnp.asarray(valid)

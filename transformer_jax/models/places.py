@@ -208,7 +208,7 @@ class Places:
         capture: Iterable[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> Places:
-        """Expand `*` in names, and raise ValueError if a name matches no place.
+        """Expand `*` in names and raise ValueError if a name matches no place.
 
         The edits of the model precede those of the call.
         """
@@ -309,7 +309,7 @@ class Places:
     def keep(
         self, sparse: Captured, captured: Captured, layer: jax.Array
     ) -> tuple[Captured, Captured]:
-        """Update the carried `sparse` values with those of block `layer`, and return the others.
+        """Update the carried `sparse` values with those of block `layer` and return the others.
 
         The names in `captured` are relative to the block.
         """
@@ -368,7 +368,7 @@ class Visit:
         self.captured: Captured = {}
 
     def __call__(self, name: str, value: jax.Array, single: bool = False) -> jax.Array:
-        """Apply the edits of this place, and store the result if it is captured.
+        """Apply the edits of this place and store the result if it is captured.
 
         `single` means that the model reads one token at a time and that the value belongs to one
         token.

@@ -98,7 +98,7 @@ class Stack(Module):
         cache: ModelCache | None = None,
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, ModelCache | None]:
-        """Run the blocks, and return the output and the updated cache.
+        """Run the blocks and return the output and the updated cache.
 
         A final norm is applied to the output unless `norm_order` is "post".
         """

@@ -165,8 +165,8 @@ class StreamingEncoder(CheckedModule):
             edit: dict from the name of a place to a function that edits its value.
 
         Returns:
-            The features [B, T, D] in the compute dtype, and the cache. With `capture`, also a dict
-            of the captured values.
+            The features [B, T, D] in the compute dtype, and the cache. With `capture`, a dict of
+            the captured values is also returned.
 
         Raises:
             ValueError: If an argument does not match the config or the cache, or if a row with

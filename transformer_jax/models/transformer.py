@@ -113,7 +113,8 @@ class Encoder(CheckedModule):
             capture: names of the places (see `transformer_jax.places`) whose values are returned.
 
         Returns:
-            [B, T, D] in the compute dtype. With `capture`, also a dict of the captured values.
+            [B, T, D] in the compute dtype. With `capture`, a dict of the captured values is also
+            returned.
 
         Raises:
             ValueError: If an argument does not match the tokens or the config.
@@ -150,7 +151,8 @@ class Encoder(CheckedModule):
             edit: dict from the name of a place to a function that edits its value.
 
         Returns:
-            The logits f32[B, T, V] and None. With `capture`, also a dict of the captured values.
+            The logits f32[B, T, V] and None. With `capture`, a dict of the captured values is also
+            returned.
 
         Raises:
             ValueError: If an argument does not match the tokens or the config, or if the model has
@@ -314,7 +316,7 @@ class Decoder(CheckedModule):
 
         Returns:
             The logits f32[B, T, V], or f32[B, Q, V] with `at` (NaN if an index is out of range),
-            and the cache. With `capture`, also a dict of the captured values.
+            and the cache. With `capture`, a dict of the captured values is also returned.
 
         Raises:
             ValueError: If an argument does not match the tokens, the config or the cache, or if a

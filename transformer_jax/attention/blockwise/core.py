@@ -256,7 +256,10 @@ zeros = partial(jnp.zeros, dtype=jnp.float32)
 
 
 def _exp(x: jax.Array) -> jax.Array:
-    """Return e^x for x <= 0 within 2 ulp, and 0 at -inf, in half of XLA's time on a CPU."""
+    """Return e^x for x <= 0 within 2 ulp, and 0 at -inf.
+
+    On a CPU, this takes half as long as XLA's `exp`.
+    """
     # 2^y = 2^n 2^f, where n is the nearest integer; below -127, the biased exponent would be
     # negative
     y = jnp.maximum(x * np.float32(1.4426950408889634), np.float32(-127))
@@ -457,7 +460,7 @@ def _forward_queries(
     n: jax.Array,
     state: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Compute the n-th query tile, and write its results."""
+    """Compute the n-th query tile and write its results."""
     *results, finite = state
     at = unravel(n, (*sizes.groups, sizes.grid[0]))
     place = Place(sizes, *at, 0)
