@@ -227,7 +227,7 @@ class Mask:
             return BlockPlan(tiles.classes(*self.some_and_every(tiles)), block_q, block_k)
 
     def _positions(self, q_positions: Array, k_positions: Array) -> tuple[Array, Array]:
-        """Check positions and return them as [B or 1, length]. Known positions become NumPy arrays."""
+        """Check positions and return them as [B or 1, length]. Known ones become NumPy arrays."""
         found, sizes = [], {"the mask": self.lead[0]}
         for name, positions in (("q_positions", q_positions), ("k_positions", k_positions)):
             at = as_int32(name, positions)

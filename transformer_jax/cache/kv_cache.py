@@ -255,7 +255,7 @@ def read(
     cache: SlottedCache,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
-    """Return the keys [B, S, K, H] and values [B, S, K, Hv] for attention, dequantized from int8.
+    """Return the keys [B, S, K, H] and values [B, S, K, Hv] for attention, dequantized if int8.
 
     Args:
         cache: a `KVCache`, or a `PagedCache`, for which the pools are returned.
@@ -319,7 +319,7 @@ def next_positions(length: jax.Array, valid: jax.Array) -> jax.Array:
 
 
 def as_stored(cache: SlottedCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
-    """Convert new tokens to the dtype of `cache`, with quantization if it is int8."""
+    """Convert new tokens to the dtype of `cache`, quantizing them if it is int8."""
     positions = positions.astype(jnp.int32)
     if cache.k_scale is None:
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)

@@ -23,7 +23,7 @@ State = TypeVar("State")
 
 
 def count_rows(state: State) -> int:
-    """Return B, the size of the first axis; raise ValueError if leaves differ or there are none."""
+    """Return B, the size of the first axis. Raise ValueError if leaves differ or none exist."""
     refuse_pages(state, "decoding by rows of arrays")
     leaves = jax.tree.leaves(state)
     if not leaves:

@@ -38,7 +38,7 @@ class Call:
     packed: bool = False
     """Whether a row contains several sequences."""
     lengths: tuple[int, ...] | None = None
-    """Last position + 1 of each row if `positions` are passed and not traced."""
+    """Last position of each row plus 1 if `positions` are passed and not traced."""
     layer: Index | None = None
     """Index of the block, which is traced in a scan; None means outside the blocks."""
 

@@ -88,7 +88,7 @@ class EncoderDecoder(CheckedModule):
         Args:
             source: token IDs, or an array that matches the config's `inputs`.
             capacity: number of positions in each target row, as in `transformer_jax.init_cache`.
-            positions: source positions; negative means padding, None means arange(S).
+            positions: source positions; negative means padding; None means arange(S).
             dtype: dtype of the target's keys and values; None means the compute dtype.
             slack: as in `transformer_jax.init_cache`.
         """
@@ -185,7 +185,7 @@ class EncoderDecoder(CheckedModule):
             tokens: the token IDs of the target.
             source: token IDs, or an array that matches the config's `inputs`.
             source_positions: negative means padding; None means arange(S).
-            positions: target positions; negative means padding, None means arange(T).
+            positions: target positions; negative means padding; None means arange(T).
             key: a single PRNG key, which turns dropout on in both stacks.
         """
         source_key, key = split_key(key, 2)

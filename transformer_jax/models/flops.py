@@ -223,7 +223,7 @@ def _pairs(window: int | None, length: int, causal: bool, sinks: int) -> float:
 
 
 def active_params(config: ModelConfig) -> int:
-    """Count the parameters used per token, which excludes the experts that are not chosen."""
+    """Count the parameters used per token, excluding the experts that are not chosen."""
     shapes = _shapes(config).items()
     return round(sum(math.prod(shape) * _share(name.split("/"), config) for name, shape in shapes))
 

@@ -26,7 +26,7 @@ from transformer_jax.tracing import concrete_value
 
 
 def in_rows(positions: jax.Array) -> jax.Array:  # i32[T] or i32[B, T] -> i32[B, T]
-    """Add a row axis to positions. Its size is 1 if all rows have the same positions."""
+    """Add a row axis to positions, of size 1 if all rows have the same positions."""
     return positions if positions.ndim == 2 else positions[None]
 
 
