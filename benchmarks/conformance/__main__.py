@@ -12,6 +12,9 @@ Each implementation runs in its own process, so that a crash costs only one cell
     refused        the call raised an error
     inexpressible  the function has no argument for an option of the case
     crashed        a signal ended the process
+
+If nothing is selected, a second part says what caches, tables of positions and dropout do
+(`benchmarks.conformance.behavior`).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.conformance.behavior import markdown, observed
 from benchmarks.conformance.cases import Case, cases
 from benchmarks.conformance.definition import DEFINITION, MEANING, Definition, alternatives
 from benchmarks.conformance.implementations import IMPLEMENTATIONS
@@ -82,11 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
         print(f"{name} {versions[name]}: {kinds}", flush=True)
     text = table(chosen, versions, absent, cells)
+    behavior: dict[str, dict[str, str]] = {}
+    if options.only == names and not options.case:
+        behavior = observed()
+        text += f"\n\n{markdown(behavior)}"
     if options.write is None:
         print(f"\n{text}")
         return 0
     about = dict(python=platform.python_version(), machine=platform.machine(), versions=versions)
     found = about | {"absent": absent, "cells": [asdict(cell) for cell in cells]}
+    found |= {"behavior": behavior}
     options.write.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     options.write.with_suffix(".md").write_text(text + "\n")
     return 0
