@@ -1,7 +1,7 @@
 """Frozen, validated dataclasses that configure models, adapters and training runs.
 
-The package imports only the standard library and creates no arrays or modules; `models` builds the
-model of a config.
+The package imports only the standard library and does not create arrays or modules. `models` builds
+a model from its config.
 """
 
 from transformer_jax.config.architectures import AnyModelConfig

@@ -1,4 +1,4 @@
-"""Base class of model configs, with the features and defaults of all kinds of models."""
+"""Base class of model configs, with the features and defaults that all kinds of models share."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ Ability = Literal[
     "adapters", "cache", "dropout", "dtypes", "gradients", "masks", "mesh", "muon", "output_layer",
     "plan", "positions", "preference", "shared_table",
 ]  # fmt: skip
-"""A feature that not every kind of model has. adapters: LoRA. cache: keys and values of earlier
-tokens. dtypes: dtypes other than float32. gradients: trained by steps instead of counted. masks: a
-mask argument. muon: kernels for Muon. output_layer: hidden states and output matrix, for a loss in
-chunks. plan: estimates of FLOPs and memory. positions: a `positions` argument in which -1 is
-padding, instead of `valid`. shared_table: one embedding table for source and target."""
+"""Feature that not every kind of model has. adapters: LoRA. cache: keys and values of earlier
+tokens. dtypes: dtypes other than float32. gradients: training by gradient steps instead of
+counting. masks: a mask argument. muon: kernels for Muon. output_layer: hidden states and an output
+matrix, for a loss computed in chunks. plan: estimates of FLOPs and memory. positions: a `positions`
+argument in which -1 is padding, instead of `valid`. shared_table: one embedding table for source
+and target."""
 
 PlaceShapes = dict[str, tuple[str | int, ...]]
-"""Shape of each place of a model. Letters are sizes that depend on the call."""
+"""Shape of the value at each place of a model. A letter is a size that depends on the call."""
 
 
 @has_kinds
 class AnyModelConfig:
     """Base class of model configs.
 
-    To add a kind of model, subclass this as a frozen dataclass with a `build`, override the members
-    below that differ, and register its name with `register` (`config.kinds`). Its module is a
-    `CheckedModule` that is called as `model.apply({"params": params}, tokens, state=..., valid=...,
-    at=..., key=...)` and returns the logits and the new state. A model that generates tokens has an
-    `as_step` (docs/howto_model.md).
+    To add a kind of model, write a subclass that is a frozen dataclass and has a `build` method.
+    Override the members below that differ, and register the name of the kind with `register`
+    (`config.kinds`). `build` returns a `CheckedModule`, which is called as `model.apply({"params":
+    params}, tokens, state=..., valid=..., at=..., key=...)` and returns the logits and the new
+    state. A model that generates tokens needs an `as_step` method (docs/howto_model.md).
     """
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     vocab_size: int
-    """Size of the vocabulary (V)."""
+    """Vocabulary size (V)."""
     source_vocab_size: int | None = None
     max_len: int | None = None
-    """Maximum number of tokens; None has no limit."""
+    """Maximum number of tokens. None means no limit."""
     num_classes: int | None = None
     classes_of: str = "text"
     inputs: Inputs | None = None
-    """Numbers that the model reads instead of tokens, if any."""
+    """Inputs that the model reads instead of tokens, if any."""
     experts: Experts | None = None
     window: int | tuple[int | None, ...] | None = None
     scan_layers: bool = False
@@ -61,26 +62,26 @@ class AnyModelConfig:
 
     @property
     def kind(self) -> Shape:
-        """Return the shape of the model, regardless of its layers.
+        """Return the shape of the model, which is independent of its layers.
 
-        A decoder continues a text, an encoder reads one in both directions, and an encoder-decoder
+        A decoder continues text, an encoder reads text in both directions, and an encoder-decoder
         reads one text and writes another.
         """
         return "decoder"
 
     @property
     def named(self) -> str:
-        """Return the name of this kind for `--model`."""
+        """Return the name of this kind of model, as used in `--model`."""
         return kind_name(type(self))
 
     @property
     def pooling(self) -> str | None:
-        """Return the activation of the pooler, or None if there is no pooler."""
+        """Return the activation of the pooler, or None if the model has no pooler."""
         return None
 
     @property
     def longest_row(self) -> int | None:
-        """Return the maximum number of tokens in one call; None has no limit."""
+        """Return the maximum number of tokens in one call, or None if there is no limit."""
         return self.max_len
 
     def supports(self, ability: Ability) -> bool:
@@ -90,11 +91,11 @@ class AnyModelConfig:
     def check_supports(
         self, ability: Ability, field: str, value: FieldValue, what: str = "transformers"
     ) -> None:
-        """Raise ConfigError if the model lacks a feature that a field needs.
+        """Raise ConfigError if the model lacks a feature that a field requires.
 
         Args:
-            ability: the feature.
-            field: the name of the field.
+            ability: the required feature.
+            field: the name of the field, for the message.
             value: the value of the field, for the message.
             what: the models or parts that have the feature, for the message.
         """
@@ -102,55 +103,56 @@ class AnyModelConfig:
             fail(field, value, f"is for {what}, but the model is {kind_name(type(self))}")
 
     def check_training(self, run: FieldValue) -> None:
-        """Raise ConfigError if a field of the `TrainConfig` does not fit this kind of model."""
+        """Raise ConfigError if this kind of model does not support a field of a `TrainConfig`."""
 
     def with_max_len(self, count: int) -> AnyModelConfig:
-        """Return the model with room for `count` tokens, unless it has no limit or a fixed one."""
+        """Return the config with `count` as its token limit, unless it has none or a fixed one."""
         return self
 
     @classmethod
     def usual(cls, name: str, shape: Shape) -> Self | None:
-        """Return a small model for `--model NAME`, or None if this kind has no model of the shape.
+        """Return a small model for `--model NAME`, or None if this kind does not support the shape.
 
         Args:
-            name: the registered name; a kind may have several.
-            shape: the `kind` of the model.
+            name: the registered name. A kind may have several names.
+            shape: the shape of the model, as in `kind`.
         """
         config = cls()
         return config if config.kind == shape else None
 
     def build(self) -> Any:
-        """Return the linen module of the config."""
+        """Return the linen module that the config describes."""
         raise NotImplementedError
 
     def init_state(self, batch: int) -> Any:
-        """Return the state of `batch` rows before the first token.
+        """Return the initial state for `batch` rows, before the first token.
 
-        The module of an encoder-decoder has this method instead, because it reads the source.
+        In an encoder-decoder, the module has this method instead, because it reads the source.
         """
         raise NotImplementedError
 
     def places(self) -> PlaceShapes:
-        """Return the shape of each place of the model (`transformer_jax.places`).
+        """Return the shape of the value at each place of the model (`transformer_jax.places`).
 
-        The module must capture and edit the values of all places. A model without places cannot be
-        inspected or edited.
+        The module must be able to capture and edit the values at all places. A model without places
+        cannot be inspected or edited.
         """
         return {}
 
     def count(self, documents: Any) -> tuple[AnyModelConfig, Any]:
-        """Return a config and parameters, counted from the documents instead of trained."""
+        """Return a config and parameters that are counted from documents instead of trained."""
         raise NotImplementedError
 
     def word_vectors(self, params: Any) -> Any:
-        """Return the input embeddings [V, D], or None."""
+        """Return the input embeddings, [V, D], or None if there are none."""
         return None
 
 
 def architecture_names(config: FieldValue) -> str:
-    """Return the user-facing name of a config's kind, such as "transformer" or "lstm".
+    """Return the user-facing name of a kind of config, such as "transformer" or "lstm".
 
-    For a class, return all of its names; for any other value, the name of its type.
+    If `config` is a class, return all of its names. If it is any other value, return the name of
+    its type.
     """
     if isinstance(config, AnyModelConfig):
         return config.named

@@ -1,4 +1,4 @@
-"""Custom blocks: replace or edit the blocks of a model from your own code."""
+"""Custom blocks, which edit or replace the blocks of a model with your own code."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ if TYPE_CHECKING:
 
 
 class CustomBlock:
-    """Base class of a custom block: a frozen dataclass that overrides `edit` or `run`.
+    """Base class of custom blocks, which are frozen dataclasses that override `edit` or `run`.
 
-    `init` draws its parameters, stored as "own" in each block of the model. `edit` changes values
-    inside the library's block; `run` replaces the block.
+    `init` returns the initial parameters, which are stored as "own" in each block of the model.
+    `edit` changes values inside the library's block. `run` replaces the whole block.
     """
 
     custom_kind_of: type  # this class, set below
 
     def init(self, config: ModelConfig, key: Any) -> Mapping[str, Any]:
-        """Return the parameters of one block: a dict of float32 arrays, which may be nested.
+        """Return the initial parameters of one block as a (nested) dict of float32 arrays.
 
-        `plan` and Muon treat a matrix named "kernel" as a kernel. Weight decay applies to matrices.
+        `plan` and Muon treat a matrix named "kernel" as a kernel. Weight decay applies to matrices
+        only.
 
         Args:
             config: the config of the model.
-            key: a random key for this block.
+            key: the random key for this block.
         """
         return {}
 
     def edit(self, params: Any) -> Mapping[str, Callable[[Any], Any]]:
-        """Return functions by the names of places of a block, such as "attention/heads".
+        """Return functions keyed by the names of places in a block, such as "attention/heads".
 
-        Each function takes the value of its place, [B, T, ...], and returns a new value. It must be
+        Each function takes the value at its place, [B, T, ...], and returns a new value. It must be
         pure and must not mix tokens.
 
         Args:
@@ -48,27 +49,27 @@ class CustomBlock:
         self,
         params: Any,
         x: Any,  # [B, T, D]
-        call: Any,  # of `models.block`, which imports this module
+        call: Any,  # a class from `models.block`, which imports this module
     ) -> Any:  # [B, T, D]
-        """Return the stream after the block.
+        """Return the residual stream after the block.
 
         Args:
             params: the parameters of this block, as `init` drew them.
-            x: [B, T, D], the stream before the block.
-            call: `attend(q, k, v)`, `dropout(y)` and `layer`, the index of the block. Call `attend`
-                once, with [B, T, N, H], [B, T, K, H] and [B, T, K, Hv]. It uses the cache and the
-                config's positions, mask and implementation, and returns each head's output,
-                [B, T, N, Hv].
+            x: [B, T, D], the residual stream before the block.
+            call: an object with `attend(q, k, v)`, `dropout(y)` and `layer`, the index of the
+                block. Call `attend` once, with arrays of shape [B, T, N, H], [B, T, K, H] and
+                [B, T, K, Hv]. It uses the cache and the positions, mask and implementation of the
+                config, and returns the output of each head, [B, T, N, Hv].
         """
         raise NotImplementedError
 
     @property
     def is_whole(self) -> bool:
-        """Whether this replaces the library's block."""
+        """Whether this block replaces the library's block."""
         return type(self).run is not CustomBlock.run
 
     def check_model(self, model: ModelConfig) -> None:
-        """Raise ConfigError if the value cannot be part of a config or does not fit the model.
+        """Raise ConfigError if the block cannot be part of a config or does not fit the model.
 
         Args:
             model: the config that contains this block.

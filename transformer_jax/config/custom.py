@@ -1,7 +1,7 @@
-"""Custom values in configs: functions and instances of classes defined outside this package.
+"""Custom values in configs: functions and class instances that are defined outside this package.
 
-Files store such a value as "module:name". Reading a file looks the name up only in modules that are
-already imported, so it runs no code.
+Files store such a value as "module:name". When a file is read, the name is looked up only in
+modules that are already imported, so no code is run.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from transformer_jax.config.fields import ConfigError, fail
 
 
 def check_custom(field: str, value: object) -> None:
-    """Raise ConfigError unless the value is a frozen dataclass with hashable fields.
+    """Raise ConfigError unless the value is a frozen dataclass whose fields are hashable.
 
-    Compiled programs are looked up by config, so values that differ must not compare equal.
+    Compiled programs are looked up by config, so different values must not compare equal.
     """
     name = type(value).__name__
-    # Use `vars`: a subclass without the decorator would compare only the fields of its base.
+    # use `vars`, because a subclass without the decorator would compare only the fields of its base
     if "__dataclass_fields__" not in vars(type(value)):
         rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {name}"
         raise ConfigError(f"{field} is of class {name}: {rule}")
@@ -32,11 +32,12 @@ def check_custom(field: str, value: object) -> None:
 def name_of(field: str, value: object) -> str:
     """Return the "module:name" of a function or class, preferring a public module.
 
-    ConfigError if the value cannot be found by that name, such as a lambda or a local function.
+    Raises ConfigError if the value cannot be found by that name, as in the case of a lambda or a
+    local function.
     """
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     top = str(module).partition(".")[0]
-    # Store `jax.nn:mish` instead of the private module that defines it.
+    # store `jax.nn:mish` instead of the private module that defines the function
     public = [
         m
         for m in sorted(sys.modules, key=lambda m: (m.count("."), m))
@@ -49,7 +50,7 @@ def name_of(field: str, value: object) -> str:
 
 
 def find_by_name(field: str, name: str) -> Any:
-    """Return the value named "module:name"; ConfigError if no imported module has it."""
+    """Return the value named "module:name"; raise ConfigError if no imported module contains it."""
     module, _, attribute = name.partition(":")
     value = getattr(sys.modules.get(module), attribute, None)
     if value is None:

@@ -1,4 +1,4 @@
-"""Checks of config fields: types, ranges, and fields that exclude each other."""
+"""Checks of config fields: types, ranges and mutually exclusive fields."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from transformer_jax.config.kinds import field_hints, kind_name
 
 
 class Dataclass(Protocol):
-    """An instance of any dataclass."""
+    """Instance of any dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
 Hint: TypeAlias = Any
-"""Annotation of a field. Python has no type that includes unions and Literals."""
+"""Type annotation of a field. Python has no type that includes unions and Literals."""
 
 FieldValue: TypeAlias = Any
-"""Value of any config field. The config's own checks restrict it."""
+"""Value of any config field, which is restricted by the checks of the config."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,23 @@ Count = Annotated[int, NON_NEGATIVE, BELOW_INT32]
 Positive = Annotated[float, POSITIVE]
 NonNegative = Annotated[float, NON_NEGATIVE]
 Fraction = Annotated[float, Rule(lambda x: 0 <= x < 1, "must be at least 0 and below 1")]
-# Products and quotients with a factor do not overflow float32.
+# products and quotients with such a factor do not overflow float32
 Factor = Annotated[
     float, Rule(lambda x: 1e-30 <= x <= 1e30, "must be positive, from 1e-30 to 1e30")
 ]
 
 
 class ConfigError(ValueError):
-    """Error for an invalid value of a config field, or for contradictory fields."""
+    """Error for an invalid value of a config field, or for fields that contradict each other."""
 
 
 LONGEST_FOLDER = 3840
-"""Maximum length of a folder's path in bytes. Systems allow 4096 for the paths of its files."""
+"""Maximum length of the path of a folder, in bytes. Operating systems allow 4096 bytes for the
+paths of its files."""
 
 
 def fail(name: str, value: object, rule: str) -> NoReturn:
-    """Raise a ConfigError that names a field, its value and the rule it violates."""
+    """Raise a ConfigError that names a field, its value and the violated rule."""
     raise ConfigError(f"{name} is {value!r}: {rule}")
 
 
@@ -82,13 +83,13 @@ OTHER_NAMES = {
     "relative": "shaw", "rms_norm": "rmsnorm", "rotary": "rope", "sft": "chat",
     "swish": "silu", "translation": "seq2seq", "warmup_stable_decay": "wsd",
 }  # fmt: skip
-"""Choices of this library by the names that other libraries use."""
+"""Choices of this library, keyed by their names in other libraries."""
 
 
 def nearest(text: object, known: Collection[str], least: float = 0.6) -> str:
-    """Return `, nearest: X` with the known name most similar to a wrong one, or an empty string.
+    """Return `, nearest: X`, where X is the most similar known name, or an empty string.
 
-    `least` is the minimum similarity, from 0 to 1.
+    `least` is the minimum similarity between the names, from 0 to 1.
     """
     other = OTHER_NAMES.get(str(text).lower().replace("-", "_"))
     near = [other] if other in known else difflib.get_close_matches(str(text), known, 1, least)
@@ -97,11 +98,11 @@ def nearest(text: object, known: Collection[str], least: float = 0.6) -> str:
 
 
 def check_types(config: Dataclass) -> None:
-    """Check that every field has a value of its annotated type and satisfies the type's rules.
+    """Check that every field has its annotated type and satisfies the rules of the type.
 
-    Strings and bools are not integers, and NaN is not a number. A dtype, such as `jnp.bfloat16`,
-    is replaced by its name. The name of one of several kinds, such as "chat" for a task, becomes
-    that kind with its defaults.
+    Strings and Booleans do not count as integers, and NaN does not count as a number. A dtype, such
+    as `jnp.bfloat16`, is replaced by its name. The name of a kind, such as "chat" for a task, is
+    replaced by that kind with its default fields.
     """
     for name, hint in field_hints(type(config)).items():
         value = getattr(config, name)
@@ -115,7 +116,7 @@ def check_types(config: Dataclass) -> None:
         options = get_args(hint) if get_origin(hint) not in (None, Literal, tuple) else (hint,)
         kinds = {kind_name(o): o for o in options if isinstance(o, type) and is_dataclass(o)}
         if isinstance(value, str) and value in kinds and len(kinds) > 1:
-            # The instance is still being constructed, so a frozen field may be set.
+            # the instance is still being constructed, so a frozen field may be set
             object.__setattr__(config, name, kinds[value]())
         elif not any(_fits(value, option) for option in options):
             choices = [c for o in options if get_origin(o) is Literal for c in get_args(o)]
@@ -134,7 +135,8 @@ def check_types(config: Dataclass) -> None:
 @functools.cache
 def field_rules(kind: type) -> list[tuple[str, Rule]]:
     """Return the rules in the annotations of the fields of a config class and its bases."""
-    # Read bases one by one, so that a subclass that only changes a default keeps the base's rules.
+    # read the bases one by one, so that a subclass that only changes a default keeps the rules of
+    # its base
     hints = [x for base in kind.__mro__ for x in get_type_hints(base, include_extras=True).items()]
     options = [(name, option) for name, hint in hints for option in (hint, *get_args(hint))]
     found = (
@@ -147,12 +149,12 @@ def field_rules(kind: type) -> list[tuple[str, Rule]]:
 
 
 def is_function(value: object) -> bool:
-    """Whether a value is callable and not a class."""
+    """Whether a value is callable but not a class."""
     return callable(value) and not isinstance(value, type)
 
 
 def _fits(value: object, hint: Hint) -> bool:
-    # A custom value checks itself; its class is not part of the field's type.
+    # a custom value validates itself, and its class is not part of the field's type
     base = getattr(value, "custom_kind_of", None)
     if base is not None and not isinstance(value, type):
         return isinstance(hint, type) and issubclass(hint, base)
@@ -180,7 +182,7 @@ def _spell(hint: Hint) -> str:
 
 
 def check_new_folder(name: str, path: str) -> None:
-    """Raise ConfigError if a path cannot be the name of a new folder."""
+    """Raise ConfigError if a path cannot be used for a new folder."""
     try:
         size = len(os.path.abspath(path).encode("utf-8"))
     except UnicodeEncodeError:
@@ -194,7 +196,10 @@ def check_new_folder(name: str, path: str) -> None:
 
 
 def unread(config: Dataclass, rule: str, *names: str) -> None:
-    """Check that fields that have no effect, for the reason `rule`, keep their defaults."""
+    """Check that fields without effect have their default values.
+
+    `rule` is the reason why they have no effect.
+    """
     for name in names:
         value = getattr(config, name)
         if value != type(config).__dataclass_fields__[name].default:

@@ -1,6 +1,6 @@
 """Encoder inputs other than tokens: vectors, image patches and frames of sound.
 
-A value checks itself when it is created. `check_model` checks it against its model.
+A value is validated when it is created. `check_model` validates it for its model.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class _Inputs:
-    """Base class of all kinds of inputs."""
+    """Base class of all input configs."""
 
     def check_model(self, model: ModelConfig) -> None:
-        """Raise ConfigError if these inputs contradict the fields of `model`."""
+        """Raise ConfigError if these inputs conflict with the fields of `model`."""
         if model.kind == "decoder":
             fail("inputs", self, "needs kind 'encoder' or 'encoder-decoder'")
         unread(model, "needs inputs None: only tokens have a vocabulary", "source_vocab_size")
@@ -33,7 +33,7 @@ class _Inputs:
 
 @config_class
 class Vectors(_Inputs):
-    """One vector per token, such as the features of another model: x W + b."""
+    """Input of a vector x per token, such as features of another model, embedded as x W + b."""
 
     width: Size = 80
     """Number of features in each vector."""
@@ -42,17 +42,17 @@ class Vectors(_Inputs):
         check_types(self)
 
     def row_shape(self, length: int) -> tuple[int, ...]:
-        """Return the shape of one row of `length` vectors."""
+        """Return the shape of a row that has `length` vectors."""
         return length, self.width
 
     def num_tokens(self, length: int) -> int:
-        """Return the number of tokens for `length` vectors, which is the same."""
+        """Return the number of tokens for `length` vectors, which is also `length`."""
         return length
 
 
 @config_class
 class Patches(_Inputs):
-    """An image as a row of square patches (Dosovitskiy et al. 2021, 3.1)."""
+    """Input of an image as a row of square patches (Dosovitskiy et al. 2021, section 3.1)."""
 
     size: Size = 16
     """Height and width of a patch in pixels."""
@@ -63,7 +63,7 @@ class Patches(_Inputs):
     channels: Size = 3
     """Number of channels per pixel."""
     class_token: bool = True
-    """Prepend a learned token, whose state the classification head reads."""
+    """Prepend a learned class token, whose state the classification head reads."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -72,11 +72,11 @@ class Patches(_Inputs):
                 fail(name, getattr(self, name), f"must be a multiple of size {self.size}")
 
     def row_shape(self, length: int | None = None) -> tuple[int, ...]:
-        """Return the shape of one image; `length` is ignored."""
+        """Return the shape of one image. The argument `length` is ignored."""
         return self.height, self.width, self.channels
 
     def num_tokens(self, length: int | None = None) -> int:
-        """Return the number of tokens per image: its patches and the class token."""
+        """Return the number of tokens per image, which are its patches and the class token."""
         return (self.height // self.size) * (self.width // self.size) + self.class_token
 
     def check_model(self, model: ModelConfig) -> None:
@@ -88,18 +88,18 @@ class Patches(_Inputs):
 
 @config_class
 class Frames(_Inputs):
-    """Frames of sound, read through strided convolutions (Synnaeve et al. 2020).
+    """Input of frames of sound, read through strided convolutions (Synnaeve et al. 2020).
 
-    Each layer is gelu(conv(x)) with (kernel - 1) / 2 zeros on each side, and maps T frames to
-    ceil(T / stride).
+    Each layer computes gelu(conv(x)) with (kernel - 1) / 2 zeros on each side, and maps T frames to
+    ceil(T / stride) frames.
     """
 
     width: Size = 80
     """Number of features in each frame, such as the channels of a mel spectrogram."""
     kernel: Size = 5
-    """Number of frames that a convolution sees, centered on its own frame."""
+    """Number of frames that a convolution reads, centered on the current frame."""
     stride: Size = 2
-    """Number of frames between the outputs of a convolution."""
+    """Number of frames between two outputs of a convolution."""
     layers: Size = 2
     """Number of convolutions in sequence."""
 
@@ -112,7 +112,7 @@ class Frames(_Inputs):
             fail("stride", self.stride, rule)
 
     def row_shape(self, length: int) -> tuple[int, ...]:
-        """Return the shape of one row of `length` frames."""
+        """Return the shape of a row that has `length` frames."""
         return length, self.width
 
     def num_tokens(self, length: int) -> int:

@@ -1,4 +1,4 @@
-"""Documentation of config fields, and suggestions for keywords of other libraries."""
+"""Documentation of config fields, and suggestions for argument names from other libraries."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _OTHER_NAMES = {
     "leave it out: grouped queries are always supported": "enable_gqa",
     "leave it out: dropout always differs between rows and heads": "broadcast_dropout",
     "leave it out: scores and softmax are always float32": "force_fp32_for_softmax",
-    # a call of a model
+    # calls of a model
     "positions=jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)": "attention_mask "
     "key_padding_mask padding_mask src_key_padding_mask",
     "key, a random key that turns dropout on; None turns it off": "deterministic train training "
@@ -223,9 +223,9 @@ _OTHER_NAMES = {
     "trained": "modules_to_save",
     "rslora": "use_rslora",
 }
-"""Arguments of this library with their names in other libraries. The first match that the function
-accepts is suggested. A call, such as `stream(...)`, names another function. Entries that begin with
-"leave it out" have no corresponding argument."""
+"""Arguments of this library, keyed by their names in other libraries. The suggestion is the first
+match that the function accepts. A call, such as `stream(...)`, refers to another function. Entries
+that begin with "leave it out" have no corresponding argument."""
 
 _OTHER_FLAGS = {
     "num_tokens": "tokens max_new_tokens max_tokens max_length",
@@ -234,18 +234,18 @@ _OTHER_FLAGS = {
     "no_repeat_ngram": "no_repeat_ngram_size",
     "model": "run model_name_or_path base_model",
 }
-"""Flags whose names differ from the arguments, with their names in other programs."""
+"""Flags whose names differ from the arguments, keyed by their names in other programs."""
 
 _SIDES: dict[str, Callable[[Any], str]] = {
-    # jax.nn and flash-attention do not count the query itself; -1 means no bound.
+    # jax.nn and flash-attention do not count the query's own key; -1 means no limit
     "local_window_size": lambda n: _window(*(n if isinstance(n, tuple) else (n, n))),
     "window_size": lambda n: _window(*n) if isinstance(n, tuple) else f"Causal() & Window({n})",
 }
-"""Conversions of other libraries' windows."""
+"""Functions that convert the windows of other libraries."""
 
 
 def _window(left: int, right: int) -> str:
-    """Return the mask that shows a query `left` keys before itself and `right` after."""
+    """Return the mask for queries that see `left` keys before and `right` keys after their own."""
     sides = [None if n < 0 else n + 1 for n in (left, right)]
     if sides == [None, None]:
         return "None, since both sides are unbounded"
@@ -260,8 +260,8 @@ def refuse_keywords(
 ) -> None:
     """Raise TypeError if a function was called with unknown keywords.
 
-    Known keywords are those of its signature and the `options` that it takes as `**options`. If
-    passed, `name` replaces the function's name in the message.
+    The known keywords are those in the signature of the function, and `options`, which it accepts
+    as `**options`. If `name` is passed, it replaces the name of the function in the message.
     """
     for keyword, value in unknown.items():
         named = inspect.signature(function).parameters
@@ -273,8 +273,9 @@ def refuse_keywords(
 def known_keywords(function: F, name: str | None = None) -> F:
     """Make a function suggest the intended argument for an unknown keyword.
 
-    The suggestion comes before Python's own check for missing arguments. `name` is as in
-    `refuse_keywords`. If the first argument is `step`, a string raises an error with a hint.
+    The suggestion is made before Python checks for missing arguments. For `name`, see
+    `refuse_keywords`. If the first parameter is `step` and its value is a string, the error
+    contains a hint.
     """
     known = {
         name for name, one in inspect.signature(function).parameters.items()
@@ -304,9 +305,10 @@ def config_class(*, repr: bool = True) -> Callable[[C], C]: ...
     frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
 )
 def config_class(cls: Any = None, /, *, repr: bool = True) -> Any:
-    """Make a class a frozen, keyword-only dataclass, the form of all configs.
+    """Make a class a frozen, keyword-only dataclass, like all configs.
 
-    Its `help` documents the fields, and an error for an unknown field suggests the intended one.
+    The `help` of the class documents the fields. The error for an unknown field suggests the
+    intended field.
     """
     if cls is None:
         return functools.partial(config_class, repr=repr)
@@ -326,7 +328,7 @@ def config_class(cls: Any = None, /, *, repr: bool = True) -> Any:
 
 
 class _Doc:
-    """Docstring of a config, which reads the field descriptions when it is accessed."""
+    """Docstring of a config, which collects the field descriptions when it is accessed."""
 
     def __init__(self, about: str) -> None:
         self.about = about
@@ -341,12 +343,12 @@ class _Doc:
 
 @functools.cache
 def field_docs(config: type) -> dict[str, str]:
-    """Return the string below each field of a dataclass, including inherited fields."""
+    """Return the docstring of each field of a dataclass, including inherited fields."""
     bases = (base for base in config.__bases__ if dataclasses.is_dataclass(base))
     docs = {name: text for base in bases for name, text in field_docs(base).items()}
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
-    except (OSError, TypeError):  # no source: a class typed in a shell, or a frozen program
+    except (OSError, TypeError):  # no source, as in a shell or a frozen program
         return docs
     assert isinstance(tree, ast.ClassDef)
     for field, below in zip(tree.body, tree.body[1:], strict=False):
@@ -369,7 +371,7 @@ def meant(name: str, known: Collection[str], value: object = None) -> str:
 
 
 def nearest_flag(flag: str, flags: Collection[str]) -> str:
-    """Return the replacement for another program's flag, or the nearest known flag."""
+    """Return the equivalent of another program's flag, or the most similar known flag."""
     name = flag.lstrip("-").replace("-", "_")
     for text, others in (*_OTHER_FLAGS.items(), *_OTHER_NAMES.items()):
         found = re.match(r"(\w+)(?:='(\w+)')?", text)

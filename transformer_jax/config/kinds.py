@@ -1,7 +1,7 @@
-"""Registry of named kinds of models and tasks, including your own.
+"""Registry of named kinds of models and tasks, which can include your own.
 
-`register(AnyModelConfig, mamba="my_models:MambaConfig")` makes a kind of the base class
-AnyModelConfig known to `--model mamba`, to config.json and to every field of that type.
+After `register(AnyModelConfig, mamba="my_models:MambaConfig")`, you can use the new kind in
+`--model mamba`, in config.json and in every field of type AnyModelConfig.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ C = TypeVar("C", bound=type)
 
 
 def has_kinds(base: C) -> C:
-    """Make a base class accept registered kinds."""
+    """Decorate a base class so that it accepts registered kinds."""
     _KINDS[base] = {}
     return base
 
 
 def register(base: type, **kinds: type | str) -> None:
-    """Register kinds of a base class by name, after the existing ones.
+    """Register kinds of a base class by name, after the existing kinds.
 
-    A kind is a frozen dataclass, or a "module:Class" to import when a config, flag or file is first
-    read. Its name is the lowercase name of the class without "Config" or "Task"; a class with its
-    own `usual` may have other names. A class that is defined again, such as in a notebook cell,
-    replaces the old one. If one kind is invalid, none is registered.
+    A kind is a frozen dataclass, or a string "module:Class" that is imported when a config, flag or
+    file is first read. Its name is the lowercase name of the class without "Config" or "Task". A
+    class that defines `usual` may have other names. If a class is defined again, for example in a
+    notebook cell, it replaces the old class. If one kind is invalid, no kind is registered.
 
     Raises:
-        ValueError: if the base class has no kinds, or if a kind is not a subclass of it, has the
-            wrong name, or has the name of another class.
+        ValueError: if the base class does not accept kinds, or if a kind is not a subclass of it,
+            has the wrong name, or has the name of another class.
     """
     if base not in _KINDS:
         rule = f"must be {' or '.join(one.__name__ for one in _KINDS)}"
@@ -48,7 +48,7 @@ def register(base: type, **kinds: type | str) -> None:
             raise ValueError(f'{name} is {kind!r}: must be "module:Class"')
         for other, one in known.items():
             taken = {name} & {other} | {*names_in_files(kind)} & {*names_in_files(one)}
-            # A notebook cell that runs again defines the same class again.
+            # a notebook cell that runs again defines the same class again
             if taken and _place(one) != _place(kind):
                 rule = f"the name {min(taken)!r} already belongs to {_place(one)}"
                 raise ValueError(f"{name} is {_place(kind)}: {rule}")
@@ -61,13 +61,16 @@ def register(base: type, **kinds: type | str) -> None:
 
 
 def names_of(base: type) -> tuple[str, ...]:
-    """Return the names of a base's kinds without importing them."""
+    """Return the names of all kinds of a base class without importing them."""
     return tuple(_KINDS.get(base, ()))
 
 
 @functools.cache
 def kinds_of(base: type) -> Mapping[str, type]:
-    """Return the kinds of a base by name; ValueError if a "module:Class" cannot be imported."""
+    """Return the kinds of a base class, keyed by name.
+
+    Raises ValueError if a "module:Class" cannot be imported.
+    """
     found = {}
     for name, kind in _KINDS.get(base, {}).items():
         if isinstance(kind, str):
@@ -83,23 +86,27 @@ def kinds_of(base: type) -> Mapping[str, type]:
 
 
 def kind_name(kind: type | str) -> str:
-    """Return the name of a config class in files and flags: its lowercase name without a suffix.
+    """Return the name of a config class in files and flags, which is lowercase and has no suffix.
 
-    Positions: rope, learned, ...; tasks: masked, seq2seq, ...; models: recurrent, window, ...
+    Examples are rope and learned for positions, masked and seq2seq for tasks, and recurrent and
+    window for models.
     """
     name = kind.rpartition(":")[2] if isinstance(kind, str) else kind.__name__
     return name.removesuffix("Task").removesuffix("Config").lower()
 
 
 def names_in_files(kind: type | str) -> tuple[str, ...]:
-    """Return the values of `kind` in files that mean a class: one, or all of its field `kind`."""
+    """Return the values of `kind` in files that refer to a class.
+
+    There is one value, or one for each value of the field `kind`.
+    """
     has_field = "kind" in getattr(kind, "__dataclass_fields__", ())
     return get_args(field_hints(kind)["kind"]) if has_field else (kind_name(kind),)
 
 
-@functools.cache  # evaluating type hints takes longer than all checks of a config
+@functools.cache  # evaluating type hints takes longer than all other checks of a config
 def field_hints(kind: type) -> dict[str, Any]:
-    """Return the type of each field of a config class. A base class is replaced by its kinds."""
+    """Return the type of each field of a config class; base classes are replaced by their kinds."""
     hints = get_type_hints(kind)
     found = {field.name: hints[field.name] for field in fields(kind)}
     for name, hint in found.items():
@@ -112,7 +119,7 @@ def _check_kind(base: type, name: str, kind: object) -> None:
     if not (isinstance(kind, type) and issubclass(kind, base)):
         rule = f'must be a subclass of {base.__name__}, or its "module:Class"'
         raise ValueError(f"{name} is {kind!r}: {rule}")
-    # Use `vars`: a subclass without the decorator would compare only the fields of its base.
+    # use `vars`, because a subclass without the decorator would compare only the fields of its base
     options = vars(kind).get("__dataclass_params__")
     if options is None or not options.frozen:
         rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {kind.__name__}"
@@ -133,9 +140,9 @@ def _place(kind: type | str) -> str:
 def later(
     module: str, names: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a module that imports `names` on first use.
+    """Return `__getattr__` and `__dir__` for a module that imports `names` on first use.
 
-    A module can thus export names of a higher layer. `names` maps each to the module to import.
+    This allows a module to export names from a higher layer. `names` maps each name to its module.
     """
 
     def attribute(name: str) -> Any:

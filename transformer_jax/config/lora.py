@@ -12,28 +12,29 @@ Base = Literal["float32", "bfloat16", "int8", "int4"]
 
 @config_class
 class LoraConfig:
-    """Low-rank adapters W + scale A B of a model's kernels (Hu et al. 2021)."""
+    """Low-rank adapters for the kernels of a model: W + scale A B (Hu et al. 2021)."""
 
     rank: Size = 8
-    """Rank of the adapters (r): columns of A and rows of B."""
+    """Rank of the adapters (r), which is the number of columns of A and of rows of B."""
     alpha: Positive = 16.0
-    """Numerator of the adapters' scale, alpha / rank."""
+    """Numerator alpha in the scale of the adapters, alpha / rank."""
     targets: tuple[str, ...] | Literal["all-linear"] = ("query", "value")
-    """Modules whose kernels get adapters, by the ends of their paths: query, attention/query,
-    encoder/block_0/attention/query. "all-linear" selects every kernel of every block. Paths are
-    those of a looped stack, even if the layers are scanned."""
+    """Modules whose kernels get adapters, selected by the ends of their paths, such as query,
+    attention/query or encoder/block_0/attention/query. "all-linear" selects every kernel in every
+    block. Use the paths of a looped stack, even if the layers are scanned."""
     layers: tuple[int, ...] | None = None
-    """Indices of the blocks in each stack that get adapters. None adapts all blocks."""
+    """Indices of the blocks that get adapters in each stack. None adapts all blocks."""
     dropout: Fraction = 0.0
-    """Dropout rate of the adapters' inputs during training."""
+    """Dropout rate for the inputs of the adapters during training."""
     rslora: bool = False
     """Scale adapters by alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023)."""
 
     base: Base = "float32"
     """Storage format of the frozen parameters during training. int8 and int4 apply to the kernels
-    of blocks; all other frozen parameters are then bfloat16."""
+    of blocks. All other frozen parameters are then stored as bfloat16."""
     trained: tuple[str, ...] = ()
-    """Name prefixes of parameters to train in full, next to the adapters: embed,decoder/norm."""
+    """Name prefixes of parameters to train in full, in addition to the adapters, such as
+    embed,decoder/norm."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -1,4 +1,4 @@
-"""Config of the device mesh of a run."""
+"""Config of the device mesh of a training run."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from transformer_jax.config.keywords import config_class
 
 @config_class
 class MeshConfig:
-    """A grid of devices that splits a run: `data=2,fsdp=4,tensor=2`.
+    """Grid of devices that split a training run, such as `data=2,fsdp=4,tensor=2`.
 
-    The product of the sizes must equal the number of devices in all processes together.
+    The product of the sizes must equal the total number of devices in all processes.
     """
 
     data: Size = 1
     """Number of devices that process different rows of a batch with the same parameters."""
     fsdp: Size = 1
     """Number of devices that process different rows of a batch and each store a part of every
-    parameter and of the optimizer's state. The parts of a matrix are gathered before it is used
-    (Rajbhandari et al. 2020)."""
+    parameter and of the optimizer state. The parts of a matrix are gathered before the matrix is
+    used (Rajbhandari et al. 2020)."""
     tensor: Size = 1
     """Number of devices that split the heads and widths of each layer and process the same rows
     (Shoeybi et al. 2019)."""
     expert: Size = 1
     """Number of devices that process different rows of a batch and each store some of the experts.
-    Tokens are sent to the devices of their experts (Lepikhin et al. 2020). "tensor" does not split
-    expert matrices, so all its devices compute the same experts."""
+    Tokens are sent to the devices that store their experts (Lepikhin et al. 2020). The "tensor"
+    axis does not split expert matrices, so all devices along it compute the same experts."""
 
     def __post_init__(self) -> None:
         check_types(self)
 
     @property
     def shape(self) -> dict[str, int]:
-        """Return the size of each axis by its name, in the order of the grid."""
+        """Return the sizes of the axes, keyed by name, in the order of the grid."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property

@@ -1,7 +1,7 @@
 """Config of a transformer.
 
-`dataclasses.replace` makes variations, which are validated again. An error names the field, its
-value and the rule.
+Use `dataclasses.replace` to create variations, which are validated again. An error message names
+the field, its value and the violated rule.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Norm = Literal["layernorm", "rmsnorm"]
 NormOrder = Literal["pre", "post", "sandwich", "output", "parallel", "parallel_shared"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]
 if TYPE_CHECKING:
-    AnyActivation = Activation | Callable[[Any], Any]  # of arrays; configs do not import JAX
-else:  # the values that files and flags can name
+    AnyActivation = Activation | Callable[[Any], Any]  # on arrays; configs do not import JAX
+else:  # the values that can be used in files and flags
     AnyActivation = Activation
 DType = Literal["float32", "bfloat16", "float16"]
 Pooler = Literal["tanh", "relu", "gelu", "transform"]
@@ -47,81 +47,93 @@ Remat = Literal["none", "attention", "dots", "full"]
 
 @config_class
 class ModelConfig(AnyModelConfig):
-    """A transformer: `kind` selects its stacks, the other fields describe a block."""
+    """Config of a transformer.
+
+    `kind` selects the stacks. Most other fields describe a block.
+    """
 
     kind: Kind = "decoder"
-    """Architecture: decoder (causal language model), encoder (bidirectional) or encoder-decoder."""
+    """Architecture: decoder (a causal language model), encoder (bidirectional) or
+    encoder-decoder."""
     vocab_size: Size = 256
-    """Size of the vocabulary (V). With source_vocab_size, the vocabulary of the target."""
+    """Vocabulary size (V). If source_vocab_size is set, this is the size of the target
+    vocabulary."""
     source_vocab_size: Size | None = None
-    """encoder-decoder: size of a separate source vocabulary with its own embeddings. None shares
-    those of the target."""
+    """encoder-decoder: size of a separate source vocabulary, which has its own embeddings. None
+    shares the vocabulary and the embeddings of the target."""
     d_model: Size = 128
     """Width of the residual stream (D)."""
     num_layers: Size = 4
-    """Number of blocks, in an encoder-decoder of each stack unless num_decoder_layers is set."""
+    """Number of blocks. In an encoder-decoder, each stack has this number of blocks unless
+    num_decoder_layers is set."""
     share_layers: bool = False
-    """encoder: all layers share the parameters of block_0, which is applied num_layers times
-    (ALBERT). Needs a looped stack of identical layers."""
+    """encoder: share the parameters of block_0 among all layers, so that it is applied num_layers
+    times (ALBERT). Requires a looped stack of identical layers."""
     num_decoder_layers: Size | None = None
-    """encoder-decoder: number of decoder blocks. None uses num_layers."""
+    """encoder-decoder: number of blocks in the decoder. None uses num_layers."""
     num_heads: Size = 4
     """Number of query heads (N)."""
     num_kv_heads: Size | None = None
-    """Number of key/value heads (K): 1 is MQA, fewer than num_heads GQA. None uses num_heads."""
+    """Number of key/value heads (K). 1 is multi-query attention (MQA), fewer than num_heads is
+    grouped-query attention (GQA). None uses num_heads."""
     head_dim: Size | None = None
-    """Width of a query or key head (H). None uses d_model / num_heads. `key_dim` has the result."""
+    """Width of each query and key head (H). None uses d_model / num_heads. `key_dim` is the
+    resulting width."""
     value_head_dim: Size | None = None
-    """Width of a value head. None uses head_dim. `value_dim` has the result."""
+    """Width of each value head. None uses head_dim. `value_dim` is the resulting width."""
     d_ff: Count | None = None
-    """Hidden width of the feed-forward (F). None uses 4 * d_model. 0 removes the feed-forward."""
+    """Hidden width of the feed-forward network (F). None uses 4 * d_model. 0 removes the
+    feed-forward network."""
     experts: Experts | None = None
-    """Mixture of experts that replaces each feed-forward. None has no experts."""
+    """Mixture of experts that replaces each feed-forward network. None disables it."""
     block: CustomBlock | None = None
-    """Custom block: an instance of your subclass of CustomBlock. Only available in Python."""
+    """Custom block, an instance of your own subclass of CustomBlock. Only available in Python."""
     max_len: Size = 256
-    """Maximum sequence length, and the size of a learned position table."""
+    """Maximum sequence length, which is also the size of a learned position table."""
 
     inputs: Vectors | Patches | Frames | None = None
-    """Encoder input other than tokens: Vectors, Patches of images, or Frames of sound. None reads
-    tokens. With other inputs, an encoder has no token table and no logits."""
+    """Encoder input other than tokens: Vectors, Patches of images or Frames of sound. None means
+    tokens. An encoder of other inputs has no token embeddings and no logits."""
     positions: Positions | None = field(default=Learned())
     """Positional encoding. Learned and Sinusoidal vectors are added to the embeddings. Rope, Shaw,
-    T5Buckets and Alibi act in attention. None has no positions. A string selects a kind with its
-    defaults: "none", "learned", "sinusoidal", "rope", "shaw", "t5" or "alibi"."""
+    T5Buckets and Alibi are applied in attention. None means no positional encoding. A string
+    selects a kind with its default settings: "none", "learned", "sinusoidal", "rope", "shaw", "t5"
+    or "alibi"."""
     window: int | tuple[int | None, ...] | None = None
-    """Number of keys that a query sees, including its own. None sees all. In an encoder, the window
-    is two-sided. A tuple is a repeating pattern over the layers of a looped stack: layer i uses
-    item i % len(window)."""
+    """Number of keys that each query sees, including its own. None means all keys. In an encoder,
+    the window is two-sided. A tuple is a pattern that is repeated over the layers of a looped
+    stack: layer i uses item i % len(window)."""
     sink_tokens: Count = 0
-    """Number of first positions that queries see in addition to a window (Xiao et al. 2024)."""
+    """Number of initial positions that all queries see in addition to the window (Xiao et al.
+    2024)."""
 
     norm: Norm | None = "layernorm"
-    """Norm layer: layernorm (Ba et al. 2016) or rmsnorm (Zhang & Sennrich 2019). None has no norms
-    except `qk_norm`."""
+    """Norm layer: layernorm (Ba et al. 2016) or rmsnorm (Zhang & Sennrich 2019). None removes all
+    norms except `qk_norm`."""
     norm_order: NormOrder = "pre"
     """Placement of the norms n around a branch f. pre: x + f(n(x)) (GPT-2, Llama). post: n(x +
     f(x)) (Vaswani et al., GPT-1, BERT). sandwich: x + n(f(n(x))). output: x + n(f(x)) (OLMo 2).
     parallel: x + f(n(x)) + g(m(x)), where all branches read the input of the block (GPT-NeoX).
-    parallel_shared: parallel with one norm for all branches (GPT-J)."""
+    parallel_shared: like parallel, but with one norm for all branches (GPT-J)."""
     first_norm: bool = True
-    """Whether block 0 has a norm before attention. Pass False if embeddings are already normalized
-    (ModernBERT); this needs a looped stack."""
+    """Whether block 0 has a norm before attention. Use False if the embeddings are already
+    normalized (ModernBERT). False requires a looped stack."""
     norm_eps: Positive = 1e-5
-    """Epsilon of the norms, added to the variance or mean square under the square root."""
+    """Epsilon of the norms, which is added to the variance or mean square under the square root."""
     norm_unit_offset: bool = False
-    """Norms multiply by 1 + scale instead of scale (Gemma)."""
+    """Multiply by 1 + scale instead of scale in the norms (Gemma)."""
     embedding_norm: bool = False
     """Normalize the embeddings before the first block (BERT)."""
     activation: AnyActivation = "gelu_tanh"
-    """Activation of feed-forward and masked_token_head: a name or a function (`jax.nn.mish`)."""
+    """Activation of the feed-forward network and of masked_token_head. A name or a function such as
+    `jax.nn.mish`."""
     glu: bool = False
-    """Gated feed-forward: act(x W_gate) * (x W_up)."""
+    """Use a gated feed-forward network: act(x W_gate) * (x W_up)."""
     glu_limit: Factor | None = None
-    """Gated feed-forward: clamp x W_gate from above and x W_up on both sides to this limit. None
-    does not clamp."""
+    """Limit to which a gated feed-forward network clamps x W_gate from above and x W_up from both
+    sides. None disables clamping."""
     glu_unit_offset: bool = False
-    """Gated feed-forward: multiply by 1 + x W_up instead of x W_up (gpt-oss)."""
+    """Multiply by 1 + x W_up instead of x W_up in a gated feed-forward network (gpt-oss)."""
     use_bias: bool = True
     """Use bias vectors in projections and in LayerNorm."""
     qkv_bias: bool | None = None
@@ -129,56 +141,62 @@ class ModelConfig(AnyModelConfig):
     out_bias: bool | None = None
     """Use a bias in the output projection of attention. None uses use_bias."""
     ff_bias: bool | None = None
-    """Use biases in the feed-forward. None uses use_bias."""
+    """Use biases in the feed-forward network. None uses use_bias."""
     qk_norm: bool = False
-    """Normalize queries and keys before positions are applied."""
+    """Normalize queries and keys before positional encodings are applied."""
     qk_norm_kind: Norm = "rmsnorm"
-    """Norm of `qk_norm`: rmsnorm, or layernorm without a bias (Cohere)."""
+    """Norm layer for `qk_norm`: rmsnorm, or layernorm without a bias (Cohere)."""
     qk_norm_over: Literal["head", "own_head", "heads"] = "head"
-    """Axis of `qk_norm`. head: each head, with one scale for all heads. own_head: each head, with
-    its own scale (Cohere). heads: all heads together (OLMo 2)."""
+    """Axes that `qk_norm` normalizes. head: each head separately, with one scale for all heads.
+    own_head: each head separately, with its own scale (Cohere). heads: all heads together (OLMo
+    2)."""
     attention_softcap: Factor | None = None
-    """Softcap c of the attention scores: c tanh(scores / c). None has no cap."""
+    """Softcap c of the attention scores: c tanh(scores / c). None disables it."""
     attention_sinks: bool = False
     """Add one learned logit per head to the denominator of the softmax."""
     attention_scale: Factor | None = None
-    """Multiplier of q k^T. None uses head_dim^-0.5."""
+    """Factor by which q k^T is multiplied. None uses head_dim^-0.5."""
 
     embedding_dim: Size | None = None
     """encoder: width of the embeddings (ELECTRA). A linear layer projects them to d_model, and
-    masked_token_head projects back for the logits; without that head the model has no logits. None
-    uses d_model, without projections."""
+    masked_token_head projects back for the logits. Without that head, the model has no logits. None
+    uses d_model without projections."""
     scale_embeddings: bool = False
     """Multiply token embeddings by sqrt(d_model) (Vaswani et al.)."""
     embedding_scale: Factor | None = None
-    """Multiplier of token embeddings, instead of sqrt(d_model) (Granite)."""
+    """Factor by which token embeddings are multiplied instead of sqrt(d_model) (Granite)."""
     residual_scale: Factor | None = None
-    """Multiplier of the output of each branch before it is added to the stream (Granite)."""
+    """Factor by which the output of each branch is multiplied before it is added to the residual
+    stream (Granite)."""
     tie_embeddings: bool = True
     """Use the embedding matrix as the output matrix."""
     logit_scale: Factor | None = None
-    """Multiplier of the hidden states before the output matrix (T5: d_model^-0.5)."""
+    """Factor by which the hidden states are multiplied before the output matrix (T5:
+    d_model^-0.5)."""
     logit_bias: bool = False
     """Add a learned bias for each token to the logits."""
     logit_softcap: Factor | None = None
-    """Softcap c of the logits: c tanh(logits / c). None has no cap."""
+    """Softcap c of the logits: c tanh(logits / c). None disables it."""
     type_vocab_size: Size | None = None
-    """Number of token types (BERT: 2, for sentences A and B). None has no type embeddings."""
+    """Number of token types (BERT: 2, for sentences A and B). None means no type embeddings."""
     num_classes: Size | None = None
-    """encoder: number of classes of the classification head. None has no classification head."""
+    """encoder: number of classes of the classification head. None means no classification head."""
     classes_of: ClassesOf = "text"
-    """encoder: unit to classify. text: each row, from the pooler. token: each token (such as named
-    entities). span: two numbers per token, for whether an answer begins and ends there."""
+    """encoder: unit to classify. text: each row, based on the pooler's output. token: each token,
+    for example to find named entities. span: two scores per token, for whether an answer begins or
+    ends there."""
     pooler: Pooler | None = None
-    """encoder: activation of the pooler, a dense layer before the classification head (BERT: tanh,
-    DistilBERT: relu, ELECTRA: gelu). transform: the layers of masked_token_head, which are dense,
-    activation and norm (ModernBERT). None uses tanh if texts are classified, and otherwise has no
-    pooler."""
+    """encoder: activation of the pooler, which is a dense layer before the classification head
+    (BERT: tanh, DistilBERT: relu, ELECTRA: gelu). transform: the layers of masked_token_head, which
+    are a dense layer, an activation and a norm (ModernBERT). None uses tanh if whole texts are
+    classified, and otherwise no pooler."""
     pooler_reads: PoolerReads = "first"
-    """encoder: input of the pooler. first: the first token of a row. mean: the mean of its tokens.
-    each: every token, so that a token classifier reads pooled vectors (ModernBERT)."""
+    """encoder: input of the pooler. first: the first token of a row. mean: the mean over the tokens
+    of a row. each: every token separately, so that a token classifier reads pooled vectors
+    (ModernBERT)."""
     masked_token_head: bool = False
-    """encoder: apply BERT's transform (dense, activation, norm) before the output matrix."""
+    """encoder: apply BERT's transform (dense layer, activation and norm) before the output
+    matrix."""
 
     dropout: Fraction = 0.0
     """Dropout rate of the embeddings and of each branch's output. The flag --dropout 0 also sets
@@ -186,18 +204,19 @@ class ModelConfig(AnyModelConfig):
     attention_dropout: Fraction = 0.0
     """Dropout rate of the attention weights."""
     init_std: Positive = 0.02
-    """Standard deviation of initial weights. Output projections of branches divide it by sqrt(2 L),
-    or by sqrt(L) if d_ff is 0."""
+    """Standard deviation of the initial weights. For the output projections of branches, it is
+    divided by sqrt(2 L), or by sqrt(L) if d_ff is 0."""
     dtype: DType = "float32"
-    """Compute dtype. Parameters are float32."""
+    """Dtype of the computation. Parameters are float32."""
     remat: Remat = "none"
-    """Values that the backward pass recomputes to save memory. none: nothing. attention: everything
-    between the queries and the output of attention. dots: everything in a block except products
-    with weight matrices. full: each whole block."""
+    """Values that the backward pass recomputes to save memory. none: no values. attention: all
+    values between the queries and the output of attention. dots: all values in a block except
+    products with weight matrices. full: all values in a block."""
     scan_layers: bool = False
-    """Run one stacked block under lax.scan instead of a Python loop."""
+    """Stack the blocks and run them with lax.scan instead of a Python loop."""
     implementation: str | None = None
-    """Attention implementation, checked by `build`. None uses the best that supports the call."""
+    """Attention implementation, which `build` checks. None uses the fastest implementation that
+    supports the call."""
 
     functions = ("activation",)  # fields that accept a function
 
@@ -242,7 +261,7 @@ class ModelConfig(AnyModelConfig):
             unread(self, "needs a looped stack: scan_layers False", "first_norm")
         if not self.qk_norm:
             unread(self, "needs qk_norm", "qk_norm_kind", "qk_norm_over")
-        # These read the sizes, which have been checked by now.
+        # these checks use the sizes, which have been validated above
         if self.positions is not None:
             self.positions.check_model(self)
         if self.inputs is not None:
@@ -257,7 +276,7 @@ class ModelConfig(AnyModelConfig):
             names = ["glu", "ff_bias"]
             if not self.masked_token_head:  # that head also uses the activation
                 names.append("activation")
-            # Cross-attention is a second branch, which makes parallel norms meaningful.
+            # cross-attention is a second branch, for which parallel norms are meaningful
             if self.is_parallel and self.kind != "encoder-decoder":
                 names.append("norm_order")
             unread(self, "needs a feed-forward, but d_ff is 0", *names)
@@ -320,17 +339,17 @@ class ModelConfig(AnyModelConfig):
 
     @property
     def is_parallel(self) -> bool:
-        """Whether all branches of a block read the stream before it."""
+        """Whether all branches of a block read the input of the block."""
         return self.norm_order in ("parallel", "parallel_shared")
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return the pattern of windows: layer i has windows[i % len(windows)]."""
+        """Return the pattern of windows, where layer i has the window windows[i % len(windows)]."""
         return self.window if isinstance(self.window, tuple) else (self.window,)
 
     @property
     def pooling(self) -> Pooler | None:
-        """Return the pooler's activation, or None if there is no pooler."""
+        """Return the activation of the pooler, or None if there is no pooler."""
         reads = self.num_classes is not None and self.classes_of == "text"
         return "tanh" if self.pooler is None and reads else self.pooler
 
@@ -352,7 +371,7 @@ class ModelConfig(AnyModelConfig):
 
     @property
     def expert_dim(self) -> int:
-        """Return the hidden width of an expert, or of the feed-forward if there are no experts."""
+        """Return the hidden width of an expert, or `ff_dim` if there are no experts."""
         width = None if self.experts is None else self.experts.d_ff
         return self.ff_dim if width is None else width
 
@@ -370,7 +389,7 @@ register(AnyModelConfig, transformer=ModelConfig)
 
 
 def transformer_with(config: AnyModelConfig, **changes: Any) -> AnyModelConfig:
-    """Return a transformer with changed fields, or any other model unchanged."""
+    """Return the config of a transformer with changed fields, or any other config unchanged."""
     return replace(config, **changes) if isinstance(config, ModelConfig) else config
 
 

@@ -1,4 +1,4 @@
-"""Configs of optimizers. A run's config has the learning rate and gradient clipping."""
+"""Configs of optimizers. The learning rate and gradient clipping are in the config of the run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from transformer_jax.config.keywords import config_class
 
 @config_class
 class SGD:
-    """Gradient descent, w - rate g, optionally with momentum (Polyak 1964).
+    """Stochastic gradient descent, w - rate g, optionally with momentum (Polyak 1964).
 
-    Its learning rate is 10 to 100 times that of AdamW.
+    SGD needs a learning rate 10 to 100 times that of AdamW.
     """
 
     momentum: Fraction = 0.0
-    """Decay of the sum of gradients. 0 uses only the current gradient."""
+    """Decay rate of the sum of gradients. 0 uses only the current gradient."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -39,18 +39,21 @@ class AdamW:
 
 @config_class
 class Adafactor:
-    """Adam with factored second moments: a row and a column per matrix (Shazeer & Stern 2018).
+    """Adam with second moments factored into rows and columns (Shazeer & Stern 2018).
 
-    Steps are not scaled by the size of a parameter, so the learning rate is that of AdamW.
+    Steps are not scaled by the size of a parameter, so Adafactor uses the same learning rates as
+    AdamW.
     """
 
     decay_rate: Fraction = 0.8
-    """Exponent in the decay of the mean squared gradient, which is 1 - t^-decay_rate at step t."""
+    """Exponent in the decay rate of the mean squared gradient, which is 1 - t^-decay_rate at step
+    t."""
     smallest_factored: Size = 128
-    """Minimum length of a matrix's shorter side for factoring. Smaller matrices store a second
+    """Minimum length of the shorter side of a matrix for factoring. Smaller matrices have a second
     moment for every element."""
     clipping: Positive = 1.0
-    """Maximum root mean square of the step of one parameter, before the learning rate."""
+    """Maximum root mean square of the step of each parameter, before it is multiplied by the
+    learning rate."""
     weight_decay: NonNegative = 0.1
     """Weight decay per step, multiplied by the learning rate. Applies only to matrices."""
 
@@ -60,14 +63,14 @@ class Adafactor:
 
 @config_class
 class Lion:
-    """Steps by the sign of a mean gradient (Chen et al. 2023).
+    """Optimizer whose steps are the sign of a mean gradient (Chen et al. 2023).
 
-    Its learning rate is 3 to 10 times smaller than AdamW's, and its weight decay larger by the same
-    factor.
+    Lion needs a learning rate that is 3 to 10 times smaller than AdamW's, and a weight decay that
+    is larger by the same factor.
     """
 
     beta1: Fraction = 0.9
-    """Weight of the mean gradient in a step; the current gradient has weight 1 - beta1."""
+    """Weight of the mean gradient in a step. The current gradient has the weight 1 - beta1."""
     beta2: Fraction = 0.99
     """Decay of the mean gradient."""
     weight_decay: NonNegative = 1.0
@@ -79,21 +82,22 @@ class Lion:
 
 @config_class
 class Muon:
-    """Steps by the orthogonalized mean gradient of a matrix (Jordan et al. 2024).
+    """Optimizer whose steps are the orthogonalized mean gradient of a matrix (Jordan et al. 2024).
 
-    Muon updates the matrices of blocks, reshaped to [inputs, outputs]. AdamW updates all other
-    parameters (embeddings, output matrices, heads, biases, norms). Steps of a matrix have the root
-    mean square 0.2, so that both use AdamW's learning rate (Liu et al. 2025).
+    Muon updates the matrices in blocks, reshaped to [inputs, outputs]. AdamW updates all other
+    parameters (embeddings, output matrices, heads, biases and norms). The steps of a matrix have a
+    root mean square of 0.2, so that both optimizers use the learning rate of AdamW (Liu et al.
+    2025).
     """
 
     momentum: Fraction = 0.95
-    """Decay of the mean gradient of a matrix. Steps use Nesterov momentum."""
+    """Decay rate of the mean gradient of a matrix. Steps use Nesterov momentum."""
     iterations: Size = 5
-    """Number of Newton-Schulz iterations that orthogonalize a step."""
+    """Number of Newton-Schulz iterations that orthogonalize each step."""
     beta1: Fraction = 0.9
-    """For parameters that AdamW updates: decay of the mean gradient."""
+    """Decay rate of the mean gradient, for parameters that AdamW updates."""
     beta2: Fraction = 0.99
-    """For parameters that AdamW updates: decay of the mean squared gradient."""
+    """Decay rate of the mean squared gradient, for parameters that AdamW updates."""
     weight_decay: NonNegative = 0.1
     """Weight decay per step, multiplied by the learning rate. Applies only to matrices."""
 
@@ -105,13 +109,13 @@ class Muon:
 class ScheduleFree:
     """AdamW with an average of its steps instead of a schedule (Defazio et al. 2024).
 
-    It needs the schedule "constant", which may include a warm-up. The averaged parameters are
-    evaluated and used.
+    This optimizer requires the schedule "constant", which may include a warm-up. The averaged
+    parameters are evaluated and used.
     """
 
     beta1: Fraction = 0.9
-    """Weight of the average in the parameters at which gradients are computed; the newest ones have
-    weight 1 - beta1. Must be above 0."""
+    """Weight of the averaged parameters at the point where gradients are computed. The newest
+    parameters have the weight 1 - beta1. Must be greater than 0."""
     beta2: Fraction = 0.99
     """Decay of the mean squared gradient."""
     eps: Positive = 1e-8

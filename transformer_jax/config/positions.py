@@ -1,6 +1,6 @@
 """Configs of positional encodings, one class for each kind.
 
-A value checks itself when it is created. `check_model` checks it against its model.
+A value is validated when it is created. `check_model` validates it for its model.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ RopeScaling = Literal["linear", "ntk", "dynamic", "llama3", "yarn", "longrope"]
 
 
 class _Positions:
-    """Base class of all kinds of positions."""
+    """Base class of all positional encodings."""
 
     absolute = False
-    """Whether vectors are added to the embeddings; otherwise attention uses distances."""
+    """Whether vectors are added to the embeddings. Otherwise, attention uses distances."""
 
     def __repr__(self) -> str:
         """Return the kind and the fields that differ from their defaults, as Python code."""
@@ -36,32 +36,33 @@ class _Positions:
 
     @property
     def kind(self) -> str:
-        """Return the name of this kind in files and flags: the lowercase name of the class."""
+        """Return the lowercase name of the class, which is used in files and flags."""
         return kind_name(type(self))
 
     def check_model(self, model: ModelConfig) -> None:
-        """Raise ConfigError if these positions contradict the fields of `model`."""
+        """Raise ConfigError if these positions conflict with the fields of `model`."""
 
 
 @config_class(repr=False)
 class Learned(_Positions):
-    """Learned vectors of positions, added to the embeddings (Gehring et al. 2017)."""
+    """Learned position vectors, which are added to the embeddings (Gehring et al. 2017)."""
 
     absolute = True
 
     offset: Count = 0
-    """Number of rows of the table before position 0 (2 in RoBERTa and BART)."""
+    """Number of rows in the table before position 0 (2 in RoBERTa and BART)."""
     buckets: int | None = None
-    """Number of distance buckets with biases in attention, as in T5Buckets, in addition to the
-    vectors (MPNet). None has no biases."""
+    """Number of distance buckets for additional biases in attention, as in T5Buckets (MPNet). None
+    means no biases."""
     max_distance: int = 128
-    """With buckets: smallest distance in the last bucket, which contains all larger ones."""
+    """Smallest distance in the last bucket, which also contains all larger distances. Only used
+    with buckets."""
 
     def __post_init__(self) -> None:
         check_types(self)
         if self.buckets is None:
             unread(self, "needs buckets", "max_distance")
-        distance_buckets(self)  # checks both
+        distance_buckets(self)  # checks both fields
 
     def check_model(self, model: ModelConfig) -> None:
         if (buckets := distance_buckets(self)) is not None:
@@ -70,13 +71,13 @@ class Learned(_Positions):
 
 @config_class(repr=False)
 class Sinusoidal(_Positions):
-    """Sines and cosines of positions, added to the embeddings (Vaswani et al. 2017, 3.5)."""
+    """Sines and cosines of positions, added to embeddings (Vaswani et al. 2017, section 3.5)."""
 
     absolute = True
 
     layout: Literal["interleaved", "halves"] = "interleaved"
-    """Order of the values: interleaved alternates sines and cosines (Vaswani et al.), halves has
-    all sines first (Marian)."""
+    """Order of the values. interleaved: sines and cosines alternate (Vaswani et al.). halves: all
+    sines come before all cosines (Marian)."""
     base: Positive = 10_000.0
     """Wavelength base: pair k has the angle position * base^(-2k/d_model) in radians."""
     offset: Count = 0
@@ -93,27 +94,29 @@ class Sinusoidal(_Positions):
 
 @config_class(repr=False)
 class Rope(_Positions):
-    """Rotations of queries and keys (Su et al. 2021).
+    """Rotary position embedding of queries and keys (Su et al. 2021).
 
-    Pair k of a head is rotated by `position * base^(-2k/dims)` radians.
+    Pair k of the dimensions of a head is rotated by `position * base^(-2k/dims)` radians.
     """
 
     base: Positive = 10_000.0
     """Wavelength base (theta)."""
     dims: Size | None = None
-    """Number of dimensions of each head to rotate, starting from the first. None rotates all."""
+    """Number of dimensions of each head to rotate, starting from the first. None rotates all
+    dimensions."""
     pairing: Literal["half", "interleaved"] = "half"
-    """Dimensions that form pair k. half: (k, k + dims/2). interleaved: (2k, 2k + 1), as in the
-    RoFormer paper."""
+    """Dimensions that form pair k. half: (k, k + dims/2). interleaved: (2k, 2k + 1), as in Su et
+    al. 2021."""
     scaling: RopeScaling | None = None
-    """Method to scale the frequencies for texts beyond the trained length. None does not scale."""
+    """Method of scaling the frequencies for texts longer than the trained length. None disables
+    scaling."""
     factor: Positive = 1.0
     """Scaling factor: the new length divided by `original_len`."""
     original_len: Size | None = None
     """Context length of pre-training. Required by dynamic, llama3, yarn and longrope."""
     length: Size | None = None
-    """dynamic, longrope: length for which the rotation is computed, fixed so that cached keys stay
-    valid. None uses original_len, at which dynamic does not scale."""
+    """dynamic, longrope: length for which the rotation is computed, which is fixed so that cached
+    keys remain valid. None uses original_len, at which dynamic does not scale."""
     low_freq_factor: Positive = 1.0
     """llama3: wavelengths above original_len / low_freq_factor are scaled fully."""
     high_freq_factor: Positive = 4.0
@@ -123,19 +126,20 @@ class Rope(_Positions):
     beta_slow: Positive = 1.0
     """yarn: dimensions with fewer rotations than this within original_len are scaled fully."""
     attention_factor: Positive | None = None
-    """yarn, longrope: multiplier of the rotated vectors. None uses 0.1 ln(factor) + 1 for yarn and
-    sqrt(1 + ln(factor) / ln(original_len)) for longrope."""
+    """yarn, longrope: factor by which the rotated vectors are multiplied. None uses 0.1 ln(factor)
+    + 1 for yarn and sqrt(1 + ln(factor) / ln(original_len)) for longrope."""
     truncate: bool = True
     """yarn: round the bounds of beta_fast and beta_slow outward to whole pairs."""
     short_factors: tuple[float, ...] | None = None
-    """longrope: divisor of each pair's frequency for lengths up to original_len."""
+    """longrope: divisor of the frequency of each pair, for lengths up to original_len."""
     long_factors: tuple[float, ...] | None = None
-    """longrope: divisor of each pair's frequency for lengths beyond original_len."""
+    """longrope: divisor of the frequency of each pair, for lengths above original_len."""
     window_base: float | None = None
-    """Base of the layers with a window, which are then not scaled (Gemma 3). None uses base."""
+    """Base for the layers with a window, which are then not scaled (Gemma 3). None uses base."""
     pattern: tuple[bool, ...] | None = None
-    """Which layers of a looped stack rotate: layer i rotates if pattern[i % len(pattern)] is true,
-    and otherwise has no positions (SmolLM 3, Cohere 2). None rotates in every layer."""
+    """Layers of a looped stack that rotate queries and keys. Layer i rotates them if
+    pattern[i % len(pattern)] is true, and otherwise has no positional encoding (SmolLM 3, Cohere
+    2). None rotates in every layer."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -165,7 +169,7 @@ class Rope(_Positions):
             unread(self, "needs scaling 'yarn'", "beta_fast", "beta_slow", "truncate")
         if self.scaling not in ("yarn", "longrope"):
             unread(self, "needs scaling 'yarn' or 'longrope'", "attention_factor")
-        # The default attention_factor divides by ln(original_len).
+        # the default attention_factor divides by ln(original_len)
         if (self.scaling, self.original_len, self.attention_factor) == ("longrope", 1, None):
             fail("original_len", 1, "must be above 1 unless attention_factor is set")
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
@@ -186,7 +190,10 @@ class Rope(_Positions):
         self._check_pairs(None if self.dims is None else self.dims // 2)
 
     def _check_pairs(self, pairs: int | None, path: str = "") -> None:
-        """Check that both lists have a factor for each pair; None requires equal lengths."""
+        """Check that both lists have a factor for each pair.
+
+        If `pairs` is None, their lengths must be equal.
+        """
         for name in ("short_factors", "long_factors"):
             factors = getattr(self, name)
             if factors is None:
@@ -212,11 +219,11 @@ class Rope(_Positions):
                 fail("positions.pattern", self.pattern, rule)
 
     def in_layer(self, window: int | None, number: int | None = None) -> Rope | None:
-        """Return the rotation of a layer, or None if the layer does not rotate.
+        """Return the rotation in a layer, or None if the layer does not rotate.
 
         Args:
             window: the window of the layer.
-            number: the index of the layer, for a `pattern`.
+            number: the index of the layer, required if there is a `pattern`.
         """
         if self.pattern is not None:
             assert number is not None
@@ -229,10 +236,10 @@ class Rope(_Positions):
 
 @config_class(repr=False)
 class Shaw(_Positions):
-    """Learned vectors of clipped distances, added to keys and values (Shaw et al. 2018)."""
+    """Learned vectors for clipped distances, added to keys and values (Shaw et al. 2018)."""
 
     max_distance: Size = 128
-    """Maximum distance; larger ones are clipped."""
+    """Maximum distance. Larger distances are clipped."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -245,12 +252,13 @@ class Shaw(_Positions):
 
 @config_class(repr=False)
 class T5Buckets(_Positions):
-    """A learned bias per head and bucket of distances (Raffel et al. 2020)."""
+    """Learned bias per head and distance bucket (Raffel et al. 2020)."""
 
     buckets: Size = 32
-    """Number of buckets. Half contain one distance each, the others increasingly many."""
+    """Number of buckets. Half of them contain one distance each. The others contain increasingly
+    many."""
     max_distance: Size = 128
-    """Smallest distance in the last bucket, which contains all larger ones."""
+    """Smallest distance in the last bucket, which also contains all larger distances."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -267,29 +275,32 @@ class T5Buckets(_Positions):
 
 @config_class(repr=False)
 class Alibi(_Positions):
-    """A bias that decreases linearly with distance, with one slope per head (Press et al. 2022)."""
+    """Bias that decreases linearly with distance, with one slope per head (Press et al. 2022)."""
 
 
 def distance_buckets(positions: Positions | None) -> T5Buckets | None:
-    """Return the distance buckets whose biases act in attention, or None."""
+    """Return the distance buckets whose biases are added in attention, or None if not used."""
     if isinstance(positions, Learned) and positions.buckets is not None:
         return T5Buckets(buckets=positions.buckets, max_distance=positions.max_distance)
     return positions if isinstance(positions, T5Buckets) else None
 
 
 class CustomPositions(_Positions):
-    """Base class of custom positions: a frozen dataclass with one or more of these methods.
+    """Base class of custom positional encodings.
 
-    JAX traces the methods. `positions` start from 0 at the first token of a text, are negative for
-    padding, and have a single row if all rows are the same. With a cache, they continue from its
-    end. Keys are cached after rotation.
+    A subclass is a frozen dataclass that overrides one or more of the methods `embed`, `rotate` and
+    `bias`.
+
+    JAX traces these methods. `positions` start from 0 at the first token of a text and are negative
+    for padding. They have a single row if all rows are the same. With a cache, they continue from
+    its end. Keys are cached after rotation.
     """
 
     custom_kind_of = _Positions
 
     @property
     def absolute(self) -> bool:  # type: ignore[override]
-        """Whether vectors are added to the embeddings, which limits texts to `max_len`."""
+        """Whether vectors are added to the embeddings. This limits the text length to `max_len`."""
         return type(self).embed is not CustomPositions.embed
 
     def embed(
@@ -297,7 +308,7 @@ class CustomPositions(_Positions):
         positions: Any,  # i32[B or 1, T]; configs do not import JAX
         d_model: int,
     ) -> Any:  # [B or 1, T, D]
-        """Return the vectors [B or 1, T, D] to add to the embeddings, or None.
+        """Return the vectors to add to the embeddings, [B or 1, T, D], or None to add nothing.
 
         Args:
             positions: i32[B or 1, T].
@@ -310,9 +321,9 @@ class CustomPositions(_Positions):
         x: Any,  # [B, T, N, H]
         positions: Any,  # i32[B or 1, T]
     ) -> Any:  # [B, T, N, H]
-        """Return queries or keys x, transformed so that their products depend on distances.
+        """Transform queries or keys x so that their products depend on distances.
 
-        None leaves them unchanged.
+        Return None to leave them unchanged.
 
         Args:
             x: [B, T, N, H].
@@ -321,31 +332,31 @@ class CustomPositions(_Positions):
         return None
 
     def bias(self, num_heads: int) -> Any:  # `attention` imports this package
-        """Return the `Bias` of the attention scores, or None."""
+        """Return the `Bias` to add to the attention scores, or None to add nothing."""
         return None
 
     def check_model(self, model: ModelConfig) -> None:
-        """Raise ConfigError if the value cannot be part of a config."""
+        """Raise ConfigError if the positions cannot be part of a config."""
         check_custom("positions", self)
 
 
 if TYPE_CHECKING:
     Positions = Learned | Sinusoidal | Rope | Shaw | T5Buckets | Alibi | CustomPositions
-else:  # the kinds that files and flags can name
+else:  # the kinds that can be used in files and flags
     Positions = Learned | Sinusoidal | Rope | Shaw | T5Buckets | Alibi
-"""Positional encodings, added to the embeddings (`absolute`) or used in attention."""
+"""Positional encodings, which are added to the embeddings (`absolute`) or used in attention."""
 
 KINDS: dict[str, type[Positions]] = {
     cls().kind: cls for cls in (Learned, Sinusoidal, Rope, Shaw, T5Buckets, Alibi)
 }
-"""Kinds of positions by name."""
+"""Kinds of positional encodings, keyed by name."""
 
 SHORTHANDS: dict[str, type[Positions] | None] = {"none": None, **KINDS, "t5": T5Buckets}
-"""Strings that select a kind of positions with its defaults."""
+"""Strings that select a kind of positional encoding with its default fields."""
 
 
 def positions_of(name: str) -> Positions | None:
-    """Return the kind that a string selects, with its defaults."""
+    """Return the positional encoding that a string selects, with its default fields."""
     if name not in SHORTHANDS:
         known = ", ".join(map(repr, SHORTHANDS))
         rule = f"must be one of {known}, or a value such as Rope(base=500.0)"

@@ -1,4 +1,4 @@
-"""Config of a preparation, which turns text files into a folder of tokens."""
+"""Config of a preparation, which converts text files to a folder of tokens."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from transformer_jax.config.keywords import config_class
 DocumentFormat = Literal["lines", "paragraphs", "files", "jsonl", "parquet"]
 
 TRAINED = ("byte", "char", "word", "bpe")
-"""Tokenizers that a preparation can make itself. Any other value is a folder."""
+"""Tokenizers that a preparation can create. Any other value is the path of a folder."""
 
 
 @config_class
 class PrepareConfig:
-    """A preparation: its input files, how to split them into documents, and the tokenizer."""
+    """Input files of a preparation, how to split them into documents, and the tokenizer."""
 
     data: tuple[str, ...]
-    """Input files, in the order of their documents."""
+    """Input files, in the order in which their documents are stored."""
     documents: DocumentFormat | None = None
-    """Unit that counts as a document. lines, paragraphs (separated by empty lines) or files: of
-    text files. jsonl: a field of the JSON object on each line. parquet: a column. None uses jsonl
-    or parquet for files with that extension, and paragraphs otherwise."""
+    """Unit of text that counts as a document. For text files: lines, paragraphs (separated by empty
+    lines) or files. jsonl: a field of the JSON object on each line. parquet: a value of a column.
+    None uses jsonl or parquet for files with that extension, and paragraphs otherwise."""
     field: str = "text"
-    """jsonl and parquet: name of the field or column that contains a document."""
+    """jsonl and parquet: name of the field or column that contains the documents."""
     tokenizer: str = "bpe"
-    """byte, char, word or bpe, or a folder that contains a tokenizer."""
+    """Tokenizer: byte, char, word, bpe, or the path of a folder that contains a tokenizer."""
     bpe_vocab_size: Size = 32768
     """bpe: vocabulary size."""
     word_count: Size = 1
-    """word: minimum number of occurrences in the sample for a word to be a token."""
+    """word: minimum number of occurrences in the sample that makes a word a token."""
     sample_mb: Size = 64
-    """bpe and word: size of the tokenizer's training sample, in 10**6 bytes from all files."""
+    """bpe and word: size of the training sample for the tokenizer, in 10**6 bytes, taken from all
+    files."""
     val_fraction: float = 0.01
-    """Fraction of the documents to hold out, chosen by each document's hash."""
+    """Fraction of the documents to hold out. The hash of a document decides whether it is held
+    out."""
     text_errors: Literal["strict", "replace"] = "strict"
-    """Handling of invalid UTF-8: strict stops with the offset, replace inserts U+FFFD."""
+    """How to treat invalid UTF-8. strict raises an error with the byte offset; replace inserts
+    U+FFFD."""
     shard_mb: Size = 512
-    """Maximum size of a file of tokens, in 10**6 bytes."""
+    """Maximum size of each file of tokens, in 10**6 bytes."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -61,7 +64,7 @@ class PrepareConfig:
             unread(self, "needs documents 'jsonl' or 'parquet'", "field")
 
     def format_of(self, file: str) -> DocumentFormat:
-        """Return the format of a file's documents."""
+        """Return the format of the documents in a file."""
         if self.documents is not None:
             return self.documents
         if file.lower().endswith((".jsonl", ".ndjson")):

@@ -1,4 +1,4 @@
-"""Published and recommended configs by name."""
+"""Published and recommended configs, which are selected by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ _MODELS: dict[str, ModelConfig] = {
     ),
 }  # fmt: skip
 
-# nanoGPT trains its small character model at 1e-3; 3e-3 lowers the loss by 0.1 nats.
+# nanoGPT trains its small character model with a learning rate of 1e-3; 3e-3 lowers the loss by 0.1
+# nats
 _TRAINING: dict[str, dict[str, FieldValue]] = {
     "default": dict(learning_rate=3e-3),
     "tiny": dict(steps=200, eval_every=100, checkpoint_every=100),
@@ -87,8 +88,9 @@ def _check_name(kind: str, name: str, names: list[str]) -> None:
 def preset(name: str, **changes: FieldValue) -> ModelConfig:
     """Return a published or recommended config by name.
 
-    Sizes are those of Vaswani et al. 2017 (transformer-base), Devlin et al. 2019 (BERT), Radford et
-    al. 2019 (GPT-2), Dubey et al. 2024 (Llama 3) and nanoGPT's character recipes (shakespeare-*).
+    The sizes are from Vaswani et al. 2017 (transformer-base), Devlin et al. 2019 (BERT), Radford et
+    al. 2019 (GPT-2), Dubey et al. 2024 (Llama 3) and nanoGPT's recipes for characters
+    (shakespeare-*).
 
     Args:
         name: one of `PRESETS`.
@@ -107,9 +109,10 @@ def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
     """Return the training recipe of a preset.
 
     Args:
-        name: one of `PRESETS`; None is the default run on Python's documentation.
-        **changes: fields of `TrainConfig` to replace. The default task is the usual one for the
-            preset's kind of model.
+        name: one of `PRESETS`; None selects the default run, which trains on Python's
+            documentation.
+        **changes: fields of `TrainConfig` to replace. The default task is the usual task for the
+            kind of model.
 
     Raises:
         ConfigError: if there is no such preset or field, or the fields contradict each other.
@@ -123,18 +126,18 @@ def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
 
 
 def _fitted(model: AnyModelConfig, task: Task | str | None) -> AnyModelConfig:
-    """Return the model with only the heads that the task needs and the dropout that it allows."""
+    """Return the model with only the heads and the dropout that are suitable for the task."""
     task = kinds_of(Task)[task]() if isinstance(task, str) and task in names_of(Task) else task
-    # Other tasks do not change the heads of a published model.
+    # other tasks do not change the heads of a published model
     if isinstance(task, MaskedTask | ClassifyTask | PreferenceTask):
         return task.fit_model(model)
     return model
 
 
 def task_recipe(task: Task, architecture: str = "transformer") -> TrainConfig:
-    """Return the usual run of a task with a small model of a kind, named as for `--model`.
+    """Return the usual run of a task with a small model of a kind, which is named as in `--model`.
 
-    ConfigError if no model of that kind can be trained on the task.
+    Raises ConfigError if no model of that kind can be trained on the task.
     """
     _check_name("model", architecture, list(names_of(AnyModelConfig)))
     kind = kinds_of(AnyModelConfig)[architecture]
@@ -164,12 +167,12 @@ def learns(task: Task, model: AnyModelConfig) -> bool:
 
 
 def fine_tuning(model: AnyModelConfig, init_from: str, task: Task | None = None) -> TrainConfig:
-    """Return a recipe that trains a model further.
+    """Return a training recipe that fine-tunes a model.
 
     Args:
-        model: its config.
-        init_from: its run folder, or the folder or id of a published model.
-        task: the task to train for; None is language modeling.
+        model: the config of the model.
+        init_from: the run folder of the model, or the folder or repository ID of a published model.
+        task: the task to train for; None selects language modeling.
     """
     return TrainConfig(
         task=LanguageTask() if task is None else task,

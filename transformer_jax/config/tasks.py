@@ -1,7 +1,7 @@
-"""Configs of tasks, one class for each.
+"""Configs of training tasks, one class for each task.
 
-`check_model` checks whether a model can be trained on a task. `training/tasks` reads the files and
-makes the batches.
+`check_model` checks whether a model can be trained on a task. The code in `training/tasks` reads
+the files and creates the batches.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Vocabulary = Literal["shared", "separate"]
 class Task:
     """Base class of task configs.
 
-    A task that `training.tasks.load_task` does not handle has a `load` that returns its examples
-    (`training.tasks.task.LoadsExamples`).
+    A task that `training.tasks.load_task` does not handle needs a `load` method that returns its
+    examples (`training.tasks.task.LoadsExamples`).
     """
 
     def __post_init__(self) -> None:
@@ -44,35 +44,38 @@ class Task:
 
     @property
     def kind(self) -> str:
-        """Return the task's name in files and flags."""
+        """Return the name of the task in files and flags."""
         return kind_name(type(self))
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Return the shapes of models that can be trained on the task, the usual one first."""
+        """Return the shapes of models that can be trained on the task, the usual shape first."""
         return ("decoder",)
 
     @property
     def reads_numbers(self) -> bool:
-        """Whether the examples are numbers, such as pictures, instead of tokens."""
+        """Whether the examples are numbers, such as images, instead of tokens."""
         return False
 
     @property
     def makes_examples(self) -> bool:
-        """Whether the examples are generated from the seed instead of read from a file."""
+        """Whether the examples are generated from the seed instead of being read from a file."""
         return False
 
     @property
     def recipe(self) -> dict[str, FieldValue]:
-        """Return the fields of `TrainConfig` in which the task's usual run differs."""
+        """Return the fields of `TrainConfig` whose values differ in the usual run of the task."""
         return {}
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return the usual small model of a kind, changed to learn this task better."""
+        """Return the usual small model, changed so that it learns this task better."""
         return model
 
     def on_a_file(self, model: AnyModelConfig) -> Task:
-        """Return the task that reads examples from a file; itself, unless they are generated."""
+        """Return the task that reads its examples from a file.
+
+        This is the task itself, unless its examples are generated.
+        """
         return self
 
     def check_model(self, model: AnyModelConfig) -> None:
@@ -95,29 +98,30 @@ class Task:
 
 
 class CustomTask(Task):
-    """Base class of custom tasks: a frozen dataclass with a `load` that returns its examples.
+    """Base class of custom tasks, which are frozen dataclasses with a `load` method.
 
-    `shapes`, `check_model` and `fit_model` define the models that it accepts; default: decoders.
+    `load` returns the examples. `shapes`, `check_model` and `fit_model` define which models the
+    task accepts. The default is decoders.
     """
 
     custom_kind_of = Task
 
     @property
     def loaded_by(self) -> str | None:
-        """Return the name of the function that loads its runs.
+        """Return the name of the function that loads runs of this task.
 
-        None uses `config.model`. Override this if runs contain another model.
+        None uses `config.model`. Override this method if runs contain another model.
         """
         return None
 
     def check_model(self, model: AnyModelConfig) -> None:
-        """Raise ConfigError if the model does not fit this task, or no config can contain it."""
+        """Raise ConfigError if the model does not fit this task or no config can contain it."""
         check_custom("task", self)
         super().check_model(model)
 
 
 def _is_bert(model: AnyModelConfig) -> TypeGuard[ModelConfig]:
-    """Whether the model is an encoder of tokens with the norms of BERT, RoBERTa and DistilBERT."""
+    """Whether the model is a token encoder with the same norms as BERT, RoBERTa and DistilBERT."""
     return (
         isinstance(model, ModelConfig)
         and model.kind == "encoder"
@@ -132,10 +136,10 @@ class LanguageTask(Task):
     """Predict the next token of a text."""
 
     documents: Documents | None = None
-    """Where documents end: lines, paragraphs (at empty lines), or files. prepared: the documents of
-    a prepared folder. None reads one long text in windows."""
+    """Units that count as documents: lines, paragraphs (separated by empty lines) or files.
+    prepared: the documents in a prepared folder. None reads one long text in windows."""
     packed: bool = True
-    """With documents: pack several short documents into a row, without attention between them."""
+    """Pack several short documents into a row, without attention between them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,16 +149,17 @@ class LanguageTask(Task):
 
 @config_class
 class MaskedTask(Task):
-    """Predict masked tokens of a text (Devlin et al. 2019, 3.1)."""
+    """Predict masked tokens in a text (Devlin et al. 2019, section 3.1)."""
 
     rate: Fraction = 0.15
     """Fraction of the tokens to predict."""
     replaced: float = 0.8
     """Fraction of the predicted tokens that are replaced by the mask token."""
     random: Fraction = 0.1
-    """Fraction of the predicted tokens that are replaced by a random token. The rest are kept."""
+    """Fraction of the predicted tokens that are replaced by a random token. The others are
+    unchanged."""
     whole_words: bool = False
-    """Mask all tokens of a word together."""
+    """Mask all tokens of each word together."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,9 +179,12 @@ class MaskedTask(Task):
             fail("num_classes", model.num_classes, "must be None for task 'masked'")
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return an encoder without a classifier; one built like BERT gets BERT's head."""
+        """Return an encoder without a classifier.
+
+        An encoder that is built like BERT gets BERT's head.
+        """
         if isinstance(model, ModelConfig):
-            transform = model.pooler == "transform"  # that pooler is BERT's head
+            transform = model.pooler == "transform"  # this pooler is the same as BERT's head
             model = replace(
                 model, num_classes=None, classes_of="text", pooler_reads="first",
                 pooler=None if model.pooler in ("transform", "gelu") else model.pooler,
@@ -192,17 +200,17 @@ class MaskedTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class _PairFilesTask(Task):
-    """Base class of tasks on pairs of texts."""
+    """Base class of tasks with pairs of texts."""
 
     targets: str | None = None
-    """File of targets, whose lines correspond to those of `data`. None reads source and target from
-    each line of `data`, separated by a tab."""
+    """File of targets, whose lines correspond to the lines of `data`. None reads the source and the
+    target from each line of `data`, where they are separated by a tab."""
     val_targets: str | None = None
     """File of targets for `val_data`."""
     beams: Size = 4
-    """Number of beams for decoding held-out pairs. 1 is greedy decoding."""
+    """Number of beams for decoding held-out pairs. 1 means greedy decoding."""
     judged: Count = 200
-    """Number of held-out pairs to decode at the end of a run. 0 decodes none."""
+    """Number of held-out pairs to decode at the end of a run. 0 disables decoding."""
 
 
 @config_class
@@ -210,7 +218,8 @@ class Seq2SeqTask(_PairFilesTask):
     """Read a source and generate its target (Sutskever et al. 2014)."""
 
     vocabulary: Vocabulary = "shared"
-    """Tokenizers of source and target. shared: one for both. separate: one for each."""
+    """Tokenizers of source and target. shared: one tokenizer for both. separate: one tokenizer for
+    each."""
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -219,10 +228,10 @@ class Seq2SeqTask(_PairFilesTask):
 
 @config_class
 class PrefixTask(_PairFilesTask):
-    """Continue a source with its target in the same row (Raffel et al. 2020, 3.2.1)."""
+    """Continue a source with its target in the same row (Raffel et al. 2020, section 3.2.1)."""
 
     bidirectional: bool = True
-    """Let the tokens of a source attend in both directions. Needs a transformer."""
+    """Let the tokens of a source attend in both directions. Requires a transformer."""
     packed: bool = True
     """Pack several short pairs into a row, without attention between them."""
 
@@ -249,10 +258,11 @@ class ClassifyTask(Task):
             fail("task", self.kind, "needs gradients, but the model is an n-gram")
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return an encoder without a masked-token head, and with the pooler of its family.
+        """Return an encoder without a masked-token head and with the pooler of its family.
 
-        Among encoders built like BERT, only DistilBERT has no token types; it has its own pooler.
-        ModernBERT's pooler is its masked-token head; ELECTRA's starts from its discriminator's.
+        Among encoders that are built like BERT, only DistilBERT has no token types. It has its own
+        pooler. The pooler of ModernBERT is its masked-token head. The pooler of ELECTRA starts from
+        that of its discriminator.
         """
         if not isinstance(model, ModelConfig) or model.kind != "encoder":
             return model
@@ -276,7 +286,10 @@ class ClassifyTask(Task):
 
 @config_class
 class ChatTask(Task):
-    """Answer messages. Only the assistant's turns contribute to the loss."""
+    """Answer chat messages.
+
+    Only the assistant's turns contribute to the loss.
+    """
 
     packed: bool = True
     """Pack several short conversations into a row, without attention between them."""
@@ -284,12 +297,12 @@ class ChatTask(Task):
 
 @config_class
 class PreferenceTask(Task):
-    """Learn preferences between pairs of answers, relative to the model of init_from (DPO)."""
+    """Learn preferences between pairs of answers, relative to the model in init_from (DPO)."""
 
     beta: Positive = 0.1
-    """Multiplier of log-probabilities relative to the reference model's (DPO's beta)."""
+    """Factor for log-probabilities relative to the reference model (beta in DPO)."""
     messages: bool | None = None
-    """Whether prompts are messages instead of texts. None detects it from the data."""
+    """Whether prompts are chat messages instead of text. None detects this from the data."""
 
     def check_model(self, model: AnyModelConfig) -> None:
         super().check_model(model)
@@ -313,7 +326,7 @@ register(
 
 
 def usual_task(model: AnyModelConfig) -> Task:
-    """Return the default task for a model: language, masked, seq2seq or classify."""
+    """Return the default task for a model, which is language, masked, seq2seq or classify."""
     usual: dict[Shape, Task] = {
         "decoder": LanguageTask(), "encoder": MaskedTask(), "encoder-decoder": Seq2SeqTask(),
     }  # fmt: skip
@@ -334,5 +347,5 @@ _of_lectures, __dir__ = later(
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Return TASKS (every task by name), or a task of the lectures."""
+        """Return TASKS, which contains every task keyed by name, or a task of the lectures."""
         return kinds_of(Task) if name == "TASKS" else _of_lectures(name)

@@ -30,100 +30,106 @@ Schedule = Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"]
 
 @config_class
 class TrainConfig:
-    """A training run: its model, task, data, optimizer, schedule and output."""
+    """Model, task, data, optimizer, schedule and output of a training run."""
 
     task: Task = field(default_factory=LanguageTask)
-    """Task to train the model for."""
+    """Task for which to train the model."""
     model: AnyModelConfig = field(default_factory=ModelConfig)
     """Model to train."""
     data: str = "python-docs"
     """Training data: a text file, a folder of text files, - for standard input, python-docs,
-    shakespeare, or folders from the command prepare, separated by commas. Tasks of pairs, classes
-    and messages read one file. Generated tasks read none."""
+    shakespeare, or a comma-separated list of folders written by the prepare command. Tasks with
+    pairs, classes or messages read one file. Tasks that generate their examples read no file."""
     data_weights: tuple[float, ...] | None = None
-    """With several prepared folders: relative share of each in the rows; None uses their sizes."""
+    """Relative share of each prepared folder in the training rows, if there are several. None uses
+    shares proportional to their sizes."""
     val_data: str | None = None
-    """File of held-out data. None holds out the last part of `data`."""
+    """File that contains the held-out data. None holds out the last part of `data`."""
     tokenizer: Tokenizer = "char"
-    """Tokenizer. char: characters of the text. byte: UTF-8 bytes. bpe: byte-pair encoding trained
-    on the text. word: words separated by spaces. pretrained: the tokenizer of init_from."""
+    """Tokenizer. char: the characters in the text. byte: UTF-8 bytes. bpe: byte-pair encoding
+    trained on the text. word: words separated by spaces. pretrained: the tokenizer of init_from."""
     init_from: str | None = None
-    """Model to start from, along with its tokenizer: a run folder, whose matching parameters are
-    used, or the folder or id of a published model."""
+    """Model to start from, along with its tokenizer. It is either a run folder, whose matching
+    parameters are used, or the folder or repository ID of a published model."""
     frozen: tuple[str, ...] | None = None
-    """Name prefixes of parameters to keep fixed: embed,decoder/block_0."""
+    """Name prefixes of parameters to freeze, such as embed,decoder/block_0."""
     lora: LoraConfig | None = None
-    """Train only low-rank adapters of the model of init_from: rank=16,targets=all-linear. None
-    trains all parameters."""
+    """Low-rank adapters to train for the model in init_from, such as rank=16,targets=all-linear.
+    None trains all parameters."""
     bpe_vocab_size: Size = 1024
     """bpe: vocabulary size."""
     word_count: Size = 1
-    """word: minimum number of occurrences of a word. Rarer words become the unknown token."""
+    """word: minimum number of occurrences of a word. Rarer words are replaced by the unknown
+    token."""
     text_errors: Literal["strict", "replace"] = "strict"
-    """Handling of invalid UTF-8: strict stops with the offset, replace inserts U+FFFD."""
+    """How to treat invalid UTF-8. strict raises an error with the byte offset; replace inserts
+    U+FFFD."""
     val_fraction: float = 0.1
     """Fraction of the text to hold out, taken from its end."""
     out: str = "runs/default"
-    """Run folder."""
+    """Folder of the run."""
     mesh: MeshConfig | None = None
-    """Device mesh that splits the run: data=2,fsdp=4,tensor=2. None uses one device."""
+    """Device mesh that splits the run, such as data=2,fsdp=4,tensor=2. None uses one device."""
     steps: Size = 2000
     """Number of optimizer steps."""
     batch_size: Size = 12
-    """Number of sequences in a micro-batch, over all devices."""
+    """Total number of sequences in a micro-batch, over all devices."""
     context: Size | None = None
-    """Number of tokens in a training sequence. None uses the model's max_len, or 64 without one."""
+    """Number of tokens in a training sequence. None uses the model's max_len, or 64 if it has
+    none."""
     accumulation: Size = 1
-    """Number of micro-batches per step. Their gradients are weighted by tokens."""
+    """Number of micro-batches per step. Their gradients are weighted by the number of tokens."""
     learning_rate: Positive = 1e-3
     """Peak learning rate, reached after the warm-up."""
     min_learning_rate: NonNegative = 1e-4
     """Learning rate at the end of the schedule."""
     schedule: Schedule = "cosine"
-    """Learning rate after the warm-up. cosine or linear: decreases until the end. inverse_sqrt:
-    proportional to 1 / sqrt(step) (Vaswani et al. 2017). wsd: constant until the last
-    decay_steps, then decreases (Hu et al. 2024). constant: does not change."""
+    """Schedule of the learning rate after the warm-up. cosine and linear: decreases until the end.
+    inverse_sqrt: proportional to 1 / sqrt(step) (Vaswani et al. 2017). wsd: constant until the last
+    decay_steps steps, then decreases (Hu et al. 2024). constant: does not change."""
     decay_steps: Size | None = None
-    """wsd: number of final steps with a decreasing learning rate. None uses a tenth of steps."""
+    """wsd: number of steps at the end in which the learning rate decreases. None uses a tenth of
+    steps."""
     warmup_steps: Count | None = None
-    """Number of steps of the linear warm-up from 0. None uses 100, but at most a tenth of steps."""
+    """Number of steps in the linear warm-up from 0. None uses 100, but at most a tenth of steps."""
     optimizer: Optimizer = field(default_factory=AdamW)
     """Optimizer: adamw, sgd, adafactor, lion, muon or schedulefree."""
     clip_norm: Positive = 1.0
     """Maximum global norm of the gradient."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Storage dtype of the parameters. bfloat16 halves memory; steps are computed in float32 and
-    rounded stochastically, so that small ones take effect on average."""
+    """Storage dtype of the parameters. bfloat16 halves their memory. Steps are computed in float32
+    and rounded stochastically, so that small steps take effect on average."""
     ema_decay: Fraction | None = None
-    """Decay of a float32 moving average of the parameters, which replaces them in evaluation and
-    use (Polyak & Juditsky 1992). None keeps no average."""
+    """Decay rate of a float32 moving average of the parameters, which is evaluated and used instead
+    of the parameters (Polyak & Juditsky 1992). None disables the average."""
     label_smoothing: Fraction = 0.0
-    """Share of each label's probability to spread over the vocabulary, in training only."""
+    """Fraction of the probability of each label to spread over the vocabulary. Only used in
+    training."""
     z_loss: NonNegative = 0.0
-    """Coefficient of log(Z)^2 in the training loss, where Z is the denominator of the softmax. 1e-4
-    keeps logits from drifting (Chowdhery et al. 2022, 5)."""
+    """Coefficient of log(Z)^2 in the training loss, where Z is the denominator of the softmax. A
+    value of 1e-4 prevents the logits from drifting (Chowdhery et al. 2022, section 5)."""
     loss_chunk: Size | None = None
-    """Number of tokens per row whose logits the loss computes at a time. None chooses by size; the
-    row length or more computes all at once."""
+    """Number of tokens per row for which the loss computes logits at a time. None chooses a number
+    by size. A number of at least the row length computes all logits at once."""
     eval_every: Size = 250
     """Number of steps between evaluations on the held-out data."""
     eval_batches: Size | None = None
     """Number of random batches per evaluation. None evaluates on all held-out data."""
     checkpoint_every: Size = 500
-    """Number of steps between checkpoints. The best and the last are always kept."""
+    """Number of steps between checkpoints. The best and the last checkpoints are always kept."""
     keep: Size = 2
     """Number of most recent checkpoints to keep."""
     log_every: Size = 10
-    """Number of steps between lines of metrics.jsonl."""
+    """Number of steps between two lines of metrics.jsonl."""
     log: tuple[str, ...] | None = None
-    """Trackers that also receive the metrics: tensorboard, wandb, trackio."""
+    """Trackers that also receive the metrics: tensorboard, wandb or trackio."""
     profile: str | None = None
-    """Steps to profile, such as 10-12. The profile is written to OUT/profile."""
+    """Range of steps to profile, such as 10-12. The profile is written to OUT/profile."""
     dump_batch: float | None = None
-    """Save the batch of a step to OUT/spikes if its loss is not finite or exceeds this many times
-    the median of the last 50 losses."""
+    """Factor that defines a loss spike. If the loss of a step is not finite, or exceeds this factor
+    times the median of the last 50 losses, the batch is saved to OUT/spikes."""
     sample_tokens: Count = 400
-    """Number of tokens in the sample at the end of the run. 0 writes no sample."""
+    """Number of tokens to generate as a sample at the end of the run. 0 disables the sample."""
     seed: int = 0
     """Random seed of the run."""
 
@@ -147,7 +153,8 @@ class TrainConfig:
             fail("log", self.log, f"must name some of {', '.join(TRACKERS)}, each once")
         if self.profile is not None:
             parts = self.profile.split("-")
-            # `isdigit` also accepts superscripts, which `int` rejects, and digits of other scripts.
+            # `isdigit` also accepts superscripts, which `int` rejects, and digits from other
+            # scripts
             if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
                 fail("profile", self.profile, "must be a first and a last step, such as 10-12")
             if not 1 <= int(parts[0]) <= int(parts[1]) <= self.steps:
@@ -158,7 +165,8 @@ class TrainConfig:
         if isinstance(self.optimizer, Muon):
             self.model.check_supports("muon", "optimizer", "muon", "the blocks of transformers")
         if isinstance(self.optimizer, ScheduleFree):
-            # Its average replaces both the schedule and the average of `ema_decay`.
+            # the average of this optimizer replaces both the schedule and the average of
+            # `ema_decay`
             needed = dict(schedule="constant", param_dtype="float32", ema_decay=None)
             for name, value in needed.items():
                 if getattr(self, name) != value:
@@ -188,7 +196,7 @@ class TrainConfig:
                 fail("lora.trained", self.lora.trained, rule)
             rule = "cannot be used with lora: use lora.base and lora.trained"
             unread(self, rule, "frozen", "param_dtype")
-        # A run must not silently ignore a field that was set.
+        # a run must not silently ignore a field that was set
         if not self.model.supports("output_layer"):
             unread(self, "needs a transformer", "loss_chunk")
         if isinstance(self.task, ClassifyTask):
@@ -215,7 +223,7 @@ class TrainConfig:
 
     @property
     def trained_whole(self) -> tuple[str, ...]:
-        """Return the name prefixes of new parameters, which LoRA trains in full."""
+        """Return the name prefixes of new parameters, which a LoRA run trains in full."""
         if not isinstance(self.task, ClassifyTask):
             return ()
         if self.model.pooling == "transform":
