@@ -1,11 +1,11 @@
-"""Chat templates: untrusted Jinja, rendered in a sandbox with a limited budget.
+"""Chat templates, which are untrusted Jinja code, rendered in a sandbox with a limited budget.
 
-The environment matches Hugging Face's: it is immutable and sandboxed, with `trim_blocks`,
+The environment matches that of Hugging Face. It is immutable and sandboxed, with `trim_blocks`,
 `lstrip_blocks`, `break` and `continue`, `raise_exception`, `strftime_now`, and a `tojson` that does
 not escape HTML. Templates can access only plain data and an allowlist of filters and methods. Each
 loop iteration, call, operation, and output character is charged to the budget in advance, so a
 template finishes or fails at the same point on every machine. The time for a comparison or filter
-is limited by the size of its arguments and by a deadline for the rendering.
+is limited by the size of its arguments and by a time limit for the rendering.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from transformer_jax.tokenizers.utf8 import DataError
 TEMPLATE_LIMIT = 2**17
 """Maximum length of a template, in characters."""
 BUDGET = 2**22
-"""Units that a rendering may spend; the input adds 64 per character and 1,024 per value."""
+"""Number of units that a rendering may spend. The input adds 64 units per character and 1,024 per
+value."""
 SECONDS = 10.0
 """Time limit for a rendering, in seconds."""
 
@@ -62,13 +63,13 @@ _FILTERS = frozenset({
 
 
 Value: TypeAlias = Any
-"""Value of a template expression: JSON data, or a function from the sandbox."""
+"""Value of a template expression, which is JSON data or a function from the sandbox."""
 
 
 def render(template: str, variables: Mapping[str, Value], now: datetime | None = None) -> str:
-    """Render a template. Raises DataError if it fails or calls `raise_exception`.
+    """Render a template; raise DataError if it fails or calls `raise_exception`.
 
-    `now` is the time that `strftime_now` formats; None uses the time of the call.
+    `now` is the time that `strftime_now` formats. None uses the time of the call.
     """
     if len(template) > TEMPLATE_LIMIT:
         raise DataError(
@@ -92,7 +93,7 @@ def render(template: str, variables: Mapping[str, Value], now: datetime | None =
 
 
 def literals(template: str) -> str:
-    """Return the literal text and string constants in a template, separated by null characters."""
+    """Return the literal text and string constants of a template, separated by null characters."""
     try:
         tree = _Sandbox(_Meter(BUDGET)).parse(template[:TEMPLATE_LIMIT])
     except (jinja2.TemplateError, RecursionError):
@@ -109,7 +110,7 @@ def _compile(template: str) -> CodeType:
 
 
 class _Meter:
-    """Remaining budget of one rendering."""
+    """Remaining budget of a rendering."""
 
     def __init__(self, units: int) -> None:
         self.left = units
@@ -121,14 +122,14 @@ class _Meter:
             raise jinja2.TemplateRuntimeError("exceeds the budget for computation and output")
 
     def pay(self, value: Value) -> Value:
-        """Charge for a value and return it."""
+        """Charge for a value and return the value."""
         self.spend(self.weight(value, limit=self.left))
         return value
 
     def weight(self, value: Value, limit: int) -> int:
-        """Return the cost of printing a value; a result above `limit` is only a lower bound."""
+        """Return the cost of printing a value. A result above `limit` is only a lower bound."""
         total, stack = 0, [value]
-        # A list may contain another list a million times, so counting stops at the limit.
+        # a list may contain another list a million times, so counting stops at the limit
         while stack and total <= limit:
             value = stack.pop()
             total += _VALUE
@@ -171,7 +172,10 @@ def _check_name(name: object) -> None:
 
 
 class _Generation(Extension):
-    """Tag `{% generation %}`, which marks the assistant's text; only its body is rendered."""
+    """Tag `{% generation %}`, which marks the assistant's text.
+
+    Only the body of the tag is rendered.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -318,7 +322,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self.meter.pay(super().call_binop(context, operator, left, right))
 
     def _metered(self, name: str, function: Callable[..., Value]) -> Callable[..., Value]:
-        """Wrap a filter to charge for its result, in advance if it may be longer than the input."""
+        """Wrap a filter so that it charges for its result.
+
+        If the result may be longer than the input, it is charged in advance.
+        """
         passes = hasattr(function, "jinja_pass_arg")
 
         @functools.wraps(function)  # copies `jinja_pass_arg`, which Jinja reads
@@ -378,7 +385,7 @@ def _raise_exception(message: object) -> None:
 
 
 def _clock(now: datetime | None) -> Callable[[str], str]:
-    """Return the function `strftime_now` for a time; None uses the current time."""
+    """Return the function `strftime_now` for a given time. None uses the current time."""
 
     def strftime_now(format: str) -> str:
         if len(format) > 100:
@@ -390,7 +397,10 @@ def _clock(now: datetime | None) -> Callable[[str], str]:
 
 
 def _plain(value: Value, path: str, depth: int = 0) -> Value:
-    """Copy JSON data. Raises DataError for other types, whose methods a template could call."""
+    """Copy JSON data.
+
+    Raises DataError for other types, because a template could call their methods.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth > _DEPTH:

@@ -1,4 +1,4 @@
-"""Tokenizer classes of published models, with defaults that the folder does not contain.
+"""Tokenizer classes of published models, with defaults that model folders do not contain.
 
 A class assigns roles to tokens, applies some keys from tokenizer_config.json, and adds tokens
 around the text. The classes are those in transformers 5, without the suffixes "Tokenizer" and
@@ -19,22 +19,22 @@ Frame: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerClass:
-    """Defaults that a class adds to the files in a folder."""
+    """Defaults that a tokenizer class adds to the files in a folder."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Default token for each role; the folder can specify another."""
+    """Default token for each role. The folder can specify a different token."""
     options: Mapping[str, Json] = field(default_factory=dict)
-    """Keys in tokenizer_config.json that override tokenizer.json, with their defaults. If
-    `add_prefix_space` is None, the file is unchanged."""
+    """Keys in tokenizer_config.json that override tokenizer.json, with their default values. If
+    `add_prefix_space` is None, tokenizer.json is not changed."""
     frame: Frame | None = None
-    """Tokens that the class adds around the text. If None, the file determines them, or
-    `add_bos_token` and `add_eos_token` do."""
+    """Tokens that the class adds around the text. If None, they are determined by the file or by
+    `add_bos_token` and `add_eos_token`."""
     special: str | None = None
-    """Pattern that matches additional special tokens in the vocabulary."""
+    """Pattern for additional special tokens in the vocabulary."""
     mask_strips: bool = False
-    """Whether a mask token that is not listed in any file strips the space before it."""
+    """Whether a mask token strips the space before it if no file lists the token."""
     built_from: Literal["bytes", "words"] | None = None
-    """Files to build the tokenizer from: vocab.json and merges.txt ("bytes"), or vocab.txt
+    """Files from which to build the tokenizer: vocab.json and merges.txt ("bytes"), or vocab.txt
     ("words")."""
 
 
@@ -56,7 +56,7 @@ _LLAMA = TokenizerClass(
 )
 
 FILE = TokenizerClass()
-"""Class without defaults, such as PreTrainedTokenizerFast or TokenizersBackend."""
+"""Tokenizer class without defaults, such as PreTrainedTokenizerFast or TokenizersBackend."""
 
 CLASSES: Mapping[str, TokenizerClass] = {
     **dict.fromkeys(("Bert", "DistilBert", "Electra"), _WORDS),
@@ -116,7 +116,7 @@ CLASSES: Mapping[str, TokenizerClass] = {
         roles=dict(bos="<bos>", eos="<eos>", unk="<unk>", pad="<pad>", mask="<mask>")
     ),
 }  # fmt: skip
-"""The classes that add defaults to their files."""
+"""Tokenizer classes that add defaults to their files."""
 
 OF_MODEL_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("gpt2", "gptj", "phi", "starcoder2", "opt"), "GPT2"),
@@ -141,14 +141,17 @@ OF_MODEL_TYPE: Mapping[str, str] = {
     ),
     **dict.fromkeys(("llama", "smollm3", "bloom", "falcon", "gpt_oss"), ""),
 }
-"""Class for each `model_type`; "" means `FILE`, unless the folder names another class."""
+"""Tokenizer class for each `model_type`. An empty string means `FILE`, unless the folder names
+another class."""
 
 _IGNORE_NAMED = frozenset({"qwen2"})
-"""Models for which the class named in the folder is ignored, as for class TokenizersBackend."""
+"""Models for which the tokenizer class that the folder names is ignored."""
 
 
 def class_name(config: JsonObject, model: JsonObject) -> tuple[str, str]:
-    """Return the name of a folder's class, and the key and value that specify it, or "" and "".
+    """Return the name of a folder's tokenizer class, and the key and value that specify it.
+
+    The key and value are empty strings if nothing specifies the class.
 
     `config` is the content of tokenizer_config.json, and `model` is the content of config.json.
     """
@@ -198,7 +201,7 @@ def apply_options(definition: JsonObject, options: Mapping[str, Json]) -> JsonOb
                 return other | {"prepend_scheme": scheme}
             case "Prepend" if space is False:
                 return None
-            case "Strip" if space is False and "content" in part:  # decoder for Prepend
+            case "Strip" if space is False and "content" in part:  # this decoder belongs to Prepend
                 return None
         return part
 

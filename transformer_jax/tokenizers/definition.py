@@ -1,4 +1,4 @@
-"""Checks for the untrusted definition of a published tokenizer."""
+"""Checks of the untrusted definitions of published tokenizers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 MAX_IDS = 2**22
-"""Upper bound for IDs; the largest published vocabularies have 2**18 IDs."""
+"""Upper bound for token IDs. The largest published vocabularies have 2**18 IDs."""
 
 MAX_GROWTH = 1000
 """Maximum ratio of the length of normalized text to the original length."""
 
 
 def read_definition(text: str) -> JsonObject:
-    """Parse a JSON object. Raises DataError if the string is not a JSON object."""
+    """Parse a JSON object; raise DataError if the string is not a JSON object."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -47,7 +47,7 @@ def check_model(content: JsonObject) -> None:
                 rule = f"must be at least 0 and below {MAX_IDS}"
                 raise DataError(f"vocabulary: {shown(token)} has id {shown(i)}: {rule}")
         merges = model.get("merges")
-        # The library silently drops bytes without a token.
+        # the library silently drops bytes that have no token
         fallback = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
         if isinstance(merges, list) and not model.get("unk_token"):
             if not (model.get("byte_fallback") and fallback) and "ByteLevel" not in step_kinds(
@@ -90,7 +90,7 @@ def check_growth(normalizer: Json) -> None:
 
 
 def check_added(content: JsonObject, added: Mapping[int, AddedToken]) -> None:
-    """Raise DataError unless the library assigns each added token the ID given in the file."""
+    """Raise DataError unless the library assigns each added token the ID in the file."""
     tokens = content.get("added_tokens") or []
     for token in tokens:
         i, text = token["id"], token["content"]
@@ -101,7 +101,7 @@ def check_added(content: JsonObject, added: Mapping[int, AddedToken]) -> None:
 
 
 def strings(value: object, path: str) -> Iterable[tuple[str, str]]:
-    """Yield the path and the content of each string in a value, including field names."""
+    """Yield the path and the content of each string in a JSON value, including field names."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping):

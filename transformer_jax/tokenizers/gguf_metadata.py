@@ -44,7 +44,10 @@ _SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "tekken": _TEKKEN,
 }
-"""Pattern that splits text; None means GPT-2's, and "\\p{N}" first isolates each digit."""
+"""Pattern that splits text. None means GPT-2's pattern, and "\
+
+{N}" isolates each digit first.
+"""
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 """Tokenizers that look up whole words before merging and that add bos by default."""
 _COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
@@ -56,14 +59,14 @@ _ROLES = {
     "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding",
     "mask": "mask",
 }  # fmt: skip
-"""Name of each role in the metadata keys; "seperator" is the format's spelling."""
+"""Name of each role in the metadata keys. The spelling "seperator" is part of the format."""
 _END_TOKENS = frozenset(
     """
     <|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <|end_of_text|> </s> <eos>
     <EOT> _<EOT> <end_of_utterance>
     """.split()
 )
-"""Names of special tokens that end text, as in llama.cpp; few files list more than one."""
+"""Names of special tokens that end text, as in llama.cpp. Few files list more than one of them."""
 _IGNORED = ("add_sep_token", "token_type_count")
 _FILLED = (
     "prefix",
@@ -71,7 +74,7 @@ _FILLED = (
     "middle",
     *(f"fim_{n}" for n in ("pre", "suf", "mid", "pad", "rep", "sep")),
 )
-"""Roles of tokens that mark a gap in text; not used here."""
+"""Roles of tokens that mark a gap in text, which are not used here."""
 
 
 def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> PretrainedTokenizer:
@@ -90,7 +93,7 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
     for i, token in enumerate(tokens):
         if kinds[i] == _UNUSED:  # pads the vocabulary to the size of the embedding table
             continue
-        # llama.cpp uses the same name for an empty token.
+        # llama.cpp uses the same name for an empty token
         token = tokens[i] = token or f"[EMPTY_{i}]"
         if ids.setdefault(token, i) != i:
             keys.fail("tokens", tokens, f"{shown(token)} has ids {ids[token]} and {i}")
@@ -107,7 +110,7 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
     special |= {i for i in ids.values() if kinds[i] in (_CONTROL, _UNKNOWN)}
     phi3 = (
         metadata.get("general.architecture") == "phi3"
-    )  # its special tokens strip the space after them
+    )  # these special tokens strip the space after them
     definition["added_tokens"] = [
         dict(
             id=i, content=token, single_word=False, lstrip=False,
@@ -125,7 +128,7 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
         definition["post_processor"] = around(ids, first, last)
     named = [keys.id(name, len(tokens)) for name in ("eos", "eot", "eom")]
     stop = {i for i in named if i is not None}
-    # Most end tokens have no key, so recognize them by name, as llama.cpp does.
+    # most end tokens have no key, so recognize them by name, as llama.cpp does
     stop |= {i for token, i in ids.items() if token in _END_TOKENS and i in special}
     templates = {}
     for key, value in metadata.items():
@@ -191,9 +194,9 @@ def _byte_level(keys: _Keys, pre: Any, ids: Mapping[str, int]) -> JsonObject:
 def _sentence_piece(keys: _Keys, ids: Mapping[str, int], kinds: np.ndarray) -> JsonObject:
     """Return the definition of SentencePiece's BPE.
 
-    SentencePiece first merges the neighbors whose joint token has the highest score. The library
-    merges pairs in the order of a list. As in transformers' converter, the list is sorted by score,
-    then by the lengths of the left and right parts.
+    SentencePiece first merges the neighboring tokens whose joint token has the highest score. The
+    library merges pairs in the order of a list. As in the converter of transformers, the list is
+    sorted by score, and then by the lengths of the left and right parts.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 

@@ -1,4 +1,4 @@
-"""Tokenizers of published models, read from their folders.
+"""Loading of tokenizers from the folders of published models.
 
 tokenizer.json             the format of the `tokenizers` library; otherwise:
 vocab.json, merges.txt     GPT-2's byte-level BPE (encoder.json, vocab.bpe); otherwise:
@@ -41,13 +41,15 @@ LIMITS = {
 }  # fmt: skip
 """Maximum size of each file, in bytes."""
 VALUES = 2**22
-"""Maximum number of values in a JSON file; 500,000 tokens take about two million."""
+"""Maximum number of values in a JSON file. A vocabulary of 500,000 tokens takes about two
+million."""
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _FILES = Untrusted(DataError)
 
 _BARE = {"vocab.json": "GPT2", "encoder.json": "GPT2", "vocab.txt": "Bert"}
-"""Class implied by a vocabulary file if the folder names neither a class nor a model type."""
+"""Tokenizer class implied by a vocabulary file if the folder names neither a class nor a model
+type."""
 
 
 @known_keywords
@@ -58,7 +60,7 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
         path: a folder with tokenizer.json, vocab.json and merges.txt, or vocab.txt.
 
     Raises:
-        DataError: if a file is missing or invalid; the message names the file.
+        DataError: if a file is missing or invalid. The message names the file.
     """
     check_path("path", path)
     folder = Path(path)
@@ -86,7 +88,7 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
         roles, extra, named, flags = _roles(folder, config, kind, added, vocabulary)
         definition["added_tokens"] = _complete_added(added, vocabulary, roles, extra, flags)
         ids = vocabulary | {token["content"]: token["id"] for token in definition["added_tokens"]}
-        # As in transformers 5, tokenizer.json overrides these keys.
+        # as in transformers 5, tokenizer.json overrides these keys
         if name != "tokenizer.json":
             ends = {role: config.get(f"add_{role}_token") for role in ("bos", "eos")}
             for role, adds in ends.items():
@@ -97,7 +99,7 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
                 tokens = {r: (roles[r],) if ends[r] and roles.get(r) in ids else () for r in ends}
                 definition["post_processor"] = around(ids, tokens["bos"], tokens["eos"])
         stop = generation.get("eos_token_id")
-        if stop is None:  # the model's end tokens, except IDs outside the vocabulary
+        if stop is None:  # the model's end tokens, without IDs outside the vocabulary
             last = max((i for i in ids.values() if isinstance(i, int)), default=-1)
             model_stop = model.get("eos_token_id")
             model_stop = model_stop if isinstance(model_stop, list) else [model_stop]
@@ -158,7 +160,7 @@ def _definition(
 
 
 def _options(folder: Path, config: JsonObject, kind: classes.TokenizerClass) -> dict[str, Json]:
-    """Return the value of each option that the class supports; null means the default."""
+    """Return the value of each option that the class supports, where null means the default."""
     found = dict[str, Json]()
     for name, default in kind.options.items():
         value = config.get(name)
@@ -270,11 +272,11 @@ def _roles(
     added: Mapping[str, JsonObject],
     vocabulary: Mapping[str, int],
 ) -> tuple[dict[str, str], list[str], dict[str, str], dict[str, JsonObject]]:
-    """Return the token for each role, other special tokens, tokens named in templates, and flags.
+    """Return the token for each role, other special tokens, tokens in templates, and all flags.
 
-    special_tokens_map.json has priority in older folders, whose config has no
-    `added_tokens_decoder`. If a role is null, it has no token; if it is missing, the default of the
-    class is used.
+    In older folders, whose config has no `added_tokens_decoder`, special_tokens_map.json has
+    priority. A role that is null has no token. A role that is missing has the default token of the
+    class.
     """
     extra: list[str] = []
     named: dict[str, str] = {}
@@ -374,7 +376,7 @@ def _read_added(folder: Path, config: JsonObject, definition: JsonObject) -> dic
 
 
 def _flags(token: Json, where: str | Path) -> JsonObject:
-    """Return the flags in a token's JSON that determine how it is matched in text."""
+    """Return the flags in the JSON of a token that determine how the token is matched in text."""
     flags = {flag: token[flag] for flag in _FLAGS if isinstance(token, dict) and flag in token}
     if not all(isinstance(value, bool) for value in flags.values()):
         raise DataError(f"{where}: {shown(token)}: {', '.join(_FLAGS)} must be true or false")
@@ -410,7 +412,7 @@ def _complete_added(
             if text in extra:
                 rule = "not in the vocabulary"
                 raise DataError(f"additional_special_tokens has {shown(text)}: {rule}")
-            continue  # a role whose token is missing: `PretrainedTokenizer` rejects it
+            continue  # `PretrainedTokenizer` rejects a role without a token
         new = {"id": vocabulary.get(text), "content": text} | flags.get(text, {})
         token = added.get(text, new | {"special": True})
         if taken.setdefault(token["id"], text) != text or type(token["id"]) is not int:

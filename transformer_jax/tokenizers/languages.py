@@ -1,7 +1,7 @@
 """Source and target languages of published translation models.
 
-mBART, M2M-100, and NLLB have a token for each language. The tokenizer adds the source language's
-token to each source, and each target begins with the target language's token.
+mBART, M2M-100 and NLLB have a token for each language. The tokenizer adds the token of the source
+language to each source, and each target begins with the token of the target language.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ def with_languages(tokenizer: PretrainedTokenizer, source: str, target: str) -> 
 
     Args:
         tokenizer: the tokenizer of an encoder-decoder, with `target_ids`.
-        source: source language token, such as "en_XX", "__en__", or "eng_Latn".
-        target: target language token.
+        source: the token of the source language, such as "en_XX", "__en__" or "eng_Latn".
+        target: the token of the target language.
 
     Raises:
-        DataError: if the tokenizer adds no language token to text, or if it lacks these tokens.
+        DataError: if the tokenizer does not add a language token to text, or if it lacks one of
+            these tokens.
     """
     languages = tokenizer.languages
     names = {i: name for name, i in languages.items()}

@@ -1,4 +1,4 @@
-"""The tokens in a string, and the BPE merges that build them."""
+"""Tokens in a string, and the BPE merges that create them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformer_jax.tokenizers.trained import BPETokenizer, Tokenizer, WordToke
 
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[tuple[int, str]]:
-    """Return the ID and the string of each token in a text, including tokens added around it.
+    """Return the ID and the string of each token in a text, including added tokens.
 
-    Only published tokenizers add tokens such as <s> or [CLS] around the text. Special tokens that
+    Published tokenizers can add tokens such as <s> or [CLS] around the text. Special tokens that
     are spelled out in the text are treated as ordinary text.
     """
     base = plain(tokenizer)
@@ -27,11 +27,11 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[tuple[int, str]]:
 
 
 def merge_steps(tokenizer: Tokenizer, text: str) -> list[list[list[int]]]:
-    """Return the BPE merges that build each word (Sennrich et al. 2016, section 3.2).
+    """Return the BPE merges that create each word (Sennrich et al. 2016, section 3.2).
 
-    For each word, the first entry contains the IDs of its letters (of its bytes in a byte-level
-    BPE). Each further entry contains the IDs after one more merge. Each step merges the neighboring
-    pair whose merge was learned first; ties go to the leftmost pair. The result is empty for other
+    For each word, the first entry contains the IDs of its letters, or of its bytes in a byte-level
+    BPE. Each further entry contains the IDs after one more merge. Each step merges the neighboring
+    pair whose merge was learned first. Ties go to the leftmost pair. The result is empty for other
     tokenizers, and for BPE tokenizers that mark positions in a word with a prefix or suffix.
     """
     from tokenizers import Tokenizer as Library
@@ -54,7 +54,7 @@ def merge_steps(tokenizer: Tokenizer, text: str) -> list[list[list[int]]]:
         words.setdefault(number, []).append(token)
     found = []
     for tokens in words.values():
-        # tokens that no merge creates, such as the byte <0xE2> or an unknown letter, stay whole
+        # tokens that no merge creates, such as the byte <0xE2> or an unknown letter, are not split
         row = [part for token in tokens for part in (token if token in merged else [token])]
         if model.get("ignore_merges") and len(tokens) == 1:
             row = tokens
@@ -89,7 +89,10 @@ def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
 
 
 def marked(text: str) -> str:
-    r"""Return a visible label for a token: spaces as ␣, invisible characters as \n or \xa0."""
+    r"""Return a visible label for a token.
+
+    Spaces are shown as ␣, and invisible characters as \n or \xa0.
+    """
 
     def mark(at: int, letter: str) -> str:
         # an initial combining mark would be drawn over the previous label

@@ -1,9 +1,9 @@
-r"""Text, lines, and documents in a file: common rules for all readers.
+r"""Common rules for the text, lines and documents in a file.
 
-A file is UTF-8; a byte-order mark at its beginning is not part of the text. Lines end at \n, \r\n,
-or \r, as in Python's text files. U+2028, U+0085, and form feeds are ordinary characters. A blank
-line contains only whitespace (`str.isspace`). Documents are nonblank lines, paragraphs (the lines
-between blank lines), or whole files, with \n between their lines.
+A file is encoded in UTF-8. A byte-order mark at its beginning is not part of the text. Lines end at
+\n, \r\n, or \r, as in Python's text files. U+2028, U+0085, and form feeds are ordinary characters.
+A blank line contains only whitespace (`str.isspace`). Documents are nonblank lines, paragraphs (the
+lines between blank lines), or whole files, with \n between their lines.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _WHITE = re.compile(rb"[\t-\r]")
 
 
 def read_text(content: bytes, where: str, errors: str | None = None, at: int = 0) -> str:
-    """Decode a file as UTF-8, or a part of it that starts at byte `at`.
+    """Decode a file, or a part of it that starts at byte `at`, as UTF-8.
 
-    `errors` is the setting `text_errors`: strict, or replace, which substitutes U+FFFD for invalid
-    bytes. None means strict, for callers without this setting. Raises DataError, which names the
-    first invalid byte, or the format of a file that is not text.
+    `errors` is the setting `text_errors`, which is strict or replace. replace inserts U+FFFD for
+    invalid bytes. None means strict, for callers without this setting. Raises DataError if a byte
+    is invalid or the file is not text. The message contains the position of the first invalid byte
+    or the format of the file.
     """
     if at == 0:
         for start, kind in _KINDS:
@@ -63,13 +64,13 @@ def read_text(content: bytes, where: str, errors: str | None = None, at: int = 0
 
 
 def split_lines(text: str) -> list[str]:
-    """Split text into lines without line endings; the last line may lack a line ending."""
+    """Split text into lines without line endings. The last line may lack a line ending."""
     found = _unify_line_ends(text).split("\n")
     return found if found[-1] else found[:-1]
 
 
 def split_documents(text: str, kind: Literal["lines", "paragraphs", "files"]) -> list[str]:
-    """Return the nonblank documents in a file's text."""
+    """Return the nonblank documents in the text of a file."""
     text = _unify_line_ends(text)
     if kind == "lines":
         parts = text.split("\n")

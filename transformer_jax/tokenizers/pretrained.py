@@ -1,7 +1,8 @@
 """Tokenizers of published models, with their chat templates.
 
-The `tokenizers` library encodes text. This module decodes IDs based on the library's definition, so
-that text can be streamed one token at a time. `hf_files` loads a tokenizer from a folder.
+The `tokenizers` library encodes text. This module decodes IDs itself, based on the library's
+definition, so that text can be streamed one token at a time. `hf_files` loads a tokenizer from a
+folder.
 """
 
 from __future__ import annotations
@@ -46,36 +47,38 @@ RESERVED = frozenset(
     return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs truncation
     """.split()
 )
-"""Arguments to transformers' `apply_chat_template` that are not passed to templates."""
+"""Arguments of `apply_chat_template` in transformers that are not passed to templates."""
 
 Message: TypeAlias = Mapping[str, Any]
-"""Message, tool, or document; the chat template determines its fields."""
+"""Message, tool or document. The chat template determines its fields."""
 
 Written = Literal["parse", "text", "refuse"]
-"""How to treat a special token that is spelled out: as its ID, as plain text, or as an error."""
+"""How to treat special tokens that are spelled out in text: as their IDs, as plain text or as
+errors."""
 
 _LETTERS = byte_letters()
-# These bytes never occur in UTF-8, so a vocabulary may lack them.
+# these bytes never occur in UTF-8, so a vocabulary may lack them
 _NEVER_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 
 
 @dataclass(frozen=True)
 class PretrainedTokenizer:
-    """`Tokenizer` of a published model: the `tokenizers` library's JSON plus other settings.
+    """`Tokenizer` of a published model, defined by the JSON of the `tokenizers` library.
 
     `encode(text)` adds special tokens only if `add_special_tokens` is set. By default, a special
     token that is spelled out in the text becomes its ID, as in Hugging Face's library.
 
     Attributes:
-        definition: the library's JSON.
-        roles: pairs such as `("bos", "<s>")`, with names from ROLES.
+        definition: the JSON of the `tokenizers` library.
+        roles: pairs of a role and its token, such as `("bos", "<s>")`, with names from ROLES.
         stop_ids: IDs of the tokens that end generation.
-        chat_templates: pairs of name and Jinja source; the main template is named "default".
-        add_special_tokens: whether `encode` by default adds special tokens, such as <bos> before
+        chat_templates: pairs of a name and Jinja source. The main template is named "default".
+        add_special_tokens: whether `encode` adds special tokens by default, such as <bos> before
             the text and </s> after it.
         named_tokens: additional token names for chat templates, as pairs such as
             `("image_token", "<img>")`.
-        target_ids: pairs of a name from `TARGET_IDS` and the ID of a first or last target token.
+        target_ids: pairs of a name from `TARGET_IDS` and the ID of the first or last token of
+            targets.
         banned: token sequences that an encoder-decoder never generates.
         now: time for chat templates, such as "2026-11-26T13:10:00"; None uses the current time.
     """
@@ -132,12 +135,12 @@ class PretrainedTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Return the largest ID plus one; unused IDs below it decode to nothing."""
+        """Return the largest ID plus one. Unused IDs below it decode to an empty string."""
         return max([*self._vocabulary.values(), *self._added]) + 1
 
     @cached_property
     def special_ids(self) -> Mapping[str, int]:
-        """Map each role to its ID, as in {"bos": 1, "eos": 2}."""
+        """Map each role to the ID of its token, as in {"bos": 1, "eos": 2}."""
         found = {role: self._library.token_to_id(token) for role, token in self.roles}
         return {role: i for role, i in found.items() if i is not None}
 
@@ -145,7 +148,7 @@ class PretrainedTokenizer:
     def languages(self) -> Mapping[str, int]:
         """Map the special tokens without a role, which may be language tokens, to their IDs.
 
-        The result is empty if no token has a role, because any special token could then be an end
+        The result is empty if no token has a role, because any special token could then be the end
         token.
         """
         others = self.special.difference(self.special_ids.values(), self.stop_ids)
@@ -154,7 +157,7 @@ class PretrainedTokenizer:
     @cached_property
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the IDs of the special tokens that are added before and after the text."""
-        for text in ("a", *self._vocabulary):  # until there is at least one ordinary token
+        for text in ("a", *self._vocabulary):  # until a text has at least one ordinary token
             found = _rust("text", self._library.encode, text, add_special_tokens=True)
             added = found.special_tokens_mask
             if not all(added):
@@ -180,21 +183,21 @@ class PretrainedTokenizer:
         Args:
             text: the text to encode.
             special_tokens: whether to add the special tokens that the model expects around the
-                text; None uses `add_special_tokens`.
-            written: how to treat a special token that is spelled out in the text: "parse" as its
-                ID, "text" as ordinary text, "refuse" as an error. Use "text" or "refuse" for
-                untrusted text.
-            begins: whether `text` is the beginning of the whole text, where some tokenizers add a
-                space.
+                text. None uses `add_special_tokens`.
+            written: how to treat special tokens that are spelled out in the text: "parse" converts
+                them to their IDs, "text" treats them as ordinary text, and "refuse" raises an
+                error. Use "text" or "refuse" for untrusted text.
+            begins: whether `text` starts a new text rather than continuing one. Some tokenizers add
+                a space at the start.
 
         Raises:
-            DataError: if the text contains a byte without a token, or a special token and `written`
-                is "refuse".
+            DataError: if the text contains a byte that has no token, or if it contains a special
+                token and `written` is "refuse".
         """
         if written not in ("parse", "text", "refuse"):
             raise DataError(f"written is {written!r}: must be 'parse', 'text' or 'refuse'")
         utf8(text)
-        # The library would silently drop such bytes.
+        # the library would silently drop such bytes
         if self._missing_bytes and (lost := self._missing_bytes & set(text.encode())):
             raise DataError(f"the text contains the byte 0x{min(lost):02x}, which has no token")
         if written == "refuse":
@@ -203,7 +206,7 @@ class PretrainedTokenizer:
 
         def read(begins: bool) -> list[int]:
             library = self._reader(written == "text", begins)
-            # The fast call skips token offsets, which are unused.
+            # the fast call skips token offsets, which are not used here
             (found,) = _rust("text", library.encode_batch_fast, [text], add_special_tokens=add)
             return list(found.ids)
 
@@ -217,10 +220,10 @@ class PretrainedTokenizer:
         return next((n for n, i in enumerate(ids) if i in self._added), len(ids))
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes for IDs that continue a text.
+        """Return the bytes of IDs that continue a text.
 
-        A SentencePiece or WordPiece word includes the space before it. `decode` drops a leading
-        space.
+        In SentencePiece and WordPiece, a word includes the space before it. `decode` drops a
+        leading space.
         """
         pieces = self._pieces
         return b"".join(pieces[self._check_id(i)] for i in ids)
@@ -228,18 +231,18 @@ class PretrainedTokenizer:
     def decode(
         self, ids: Iterable[int], *, skip_special_tokens: bool = False, begins: bool = True
     ) -> str:
-        """Decode IDs to a string; bytes that are not UTF-8 become U+FFFD.
+        """Decode IDs to a string. Bytes that are not valid UTF-8 become U+FFFD.
 
-        Hugging Face's library instead replaces a whole run of byte tokens if one of them is
+        In contrast, Hugging Face's library replaces a whole run of byte tokens if one of them is
         invalid.
 
         Args:
-            ids: integers below `vocab_size`.
+            ids: the IDs to decode, which are integers below `vocab_size`.
             skip_special_tokens: whether to omit special tokens.
-            begins: whether `ids` are the beginning of a text; if so, a leading space is dropped.
+            begins: whether `ids` are the beginning of a text. If so, a leading space is dropped.
 
         Raises:
-            DataError: if an ID is outside the vocabulary.
+            DataError: if an ID is not in the vocabulary.
         """
         skipped = self.special if skip_special_tokens else frozenset()
         kept = [i for i in map(self._check_id, ids) if i not in skipped]
@@ -265,8 +268,8 @@ class PretrainedTokenizer:
     ) -> str:
         """Render messages in the format that the model was trained on.
 
-        Special tokens are spelled out in the result. `chat_ids` returns IDs instead and checks that
-        no message contains special tokens.
+        The result spells out special tokens. `chat_ids` returns IDs instead, and checks that no
+        message contains special tokens.
 
         Args:
             messages: at least one message, `{"role": ..., "content": ...}`.
@@ -329,14 +332,14 @@ class PretrainedTokenizer:
             documents: documents that the model may read, in the format of the template.
             template: name of a template. None selects "tool_use" if there are tools and a template
                 with this name, otherwise "default".
-            written: "refuse" rejects messages, tools, and documents that spell out a special token,
-                which could end the turn and start another one. It also rejects any added token that
-                the template itself uses, except in the assistant's messages. "parse" accepts all
-                text.
+            written: "refuse" rejects messages, tools and documents that spell out a special token,
+                because it could end the turn and start another turn. It also rejects any added
+                token that the template itself uses, except in the assistant's messages. "parse"
+                accepts all text.
             **variables: additional variables for the template.
 
         Raises:
-            DataError: in the same cases as `chat`, or if `written` is "refuse" and a token is
+            DataError: if `chat` would raise it, or if `written` is "refuse" and a token is
                 rejected.
         """
         if written not in ("parse", "refuse"):
@@ -385,10 +388,10 @@ class PretrainedTokenizer:
         return {(False, True): self._library}
 
     def _reader(self, verbatim: bool, begins: bool) -> Library:
-        """Return the library's tokenizer, cached by these settings.
+        """Return the library's tokenizer for these settings, which is cached.
 
-        If `verbatim`, special tokens are read as text. Unless `begins`, no space is added at the
-        start.
+        If `verbatim` is true, special tokens are read as text. If `begins` is false, no space is
+        added at the start.
         """
         from tokenizers import Tokenizer as Library
 
@@ -436,7 +439,7 @@ class PretrainedTokenizer:
         if token is None:
             return b""
         if self._spelling.byte_level:
-            # An é in an added token stands for itself, not for byte 0xE9 as in GPT-2's alphabet.
+            # é in an added token means the character itself, not byte 0xE9 as in GPT-2's alphabet
             if i in self._added and token not in self._vocabulary:
                 return token.encode()
             if all(letter in _LETTERS for letter in token):
@@ -459,7 +462,7 @@ class PretrainedTokenizer:
         return frozenset() if model.get("unk_token") else frozenset(missing) - _NEVER_UTF8
 
     def _refuse_tokens(self, text: str, control: Iterable[int], path: str) -> None:
-        """Raise DataError if the text alone encodes to one of these ids."""
+        """Raise DataError if encoding the text by itself results in one of these IDs."""
         control = frozenset(control)
         utf8(text)
         (found,) = _rust("text", self._library.encode_batch_fast, [text], add_special_tokens=False)
@@ -469,7 +472,11 @@ class PretrainedTokenizer:
                 raise DataError(f"{path}: contains {shown(token)}, which is a reserved token")
 
     def _template(self, name: str | None, tools: bool) -> str:
-        """Return the template `name`; None selects "tool_use" if there are tools, or "default"."""
+        """Return a template.
+
+        If `name` is None, this is "tool_use" if it exists and there are tools, and otherwise
+        "default".
+        """
         templates = dict(self.chat_templates)
         for key in (name,) if name else ("tool_use", "default") if tools else ("default",):
             if key in templates:
@@ -479,7 +486,7 @@ class PretrainedTokenizer:
 
 
 def pretrained_from_json(content: JsonObject) -> PretrainedTokenizer:
-    """Return the tokenizer that `to_json` wrote."""
+    """Create the tokenizer that `to_json` wrote."""
     match content:
         case {
             "kind": "pretrained",
@@ -537,7 +544,7 @@ def _without_space(part: Json) -> Json:
 
 
 def canonical(definition: JsonObject) -> str:
-    """Return a definition as JSON; equal definitions yield equal strings."""
+    """Return a definition as JSON, so that equal definitions result in equal strings."""
     return json.dumps(definition, ensure_ascii=False)
 
 
@@ -546,7 +553,7 @@ def _rust(what: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
     try:
         return call(*args, **kwargs)
     except BaseException as error:
-        # A Rust panic is a BaseException, but must not end the program.
+        # a Rust panic is a BaseException, but must not end the program
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise DataError(f"{what}: {' '.join(str(error).split())[:300]}") from None

@@ -1,4 +1,4 @@
-"""Special tokens: IDs without text, such as the end of a target, a mask, or a class."""
+"""Special tokens, which are IDs without text, such as the end of a target, a mask or a class."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STAND_INS = {
     "bos": ("bos", "cls", "eos"), "eos": ("eos", "sep"), "sep": ("sep", "eos", "bos"),
     "cls": ("cls", "bos", "eos"), "mask": ("mask",),
 }  # fmt: skip
-"""Roles that can replace each missing role of a published tokenizer, in order of preference."""
+"""Roles that can replace a missing role of a published tokenizer, in order of preference."""
 
 
 @value_class
 class SpecialTokens:
-    """Tokenizer with additional IDs at the end; each has a name but no text.
+    """Tokenizer with additional IDs at the end that have a name but no text.
 
     Attributes:
         base: the tokenizer for text.
@@ -51,15 +51,15 @@ class SpecialTokens:
         return {name: self.base.vocab_size + i for i, name in enumerate(self.names)}
 
     def encode(self, text: str) -> np.ndarray:  # i32[n]
-        """Encode text as token IDs; special tokens cannot be spelled out in it."""
+        """Encode text as token IDs. Special tokens cannot be spelled out in the text."""
         return encode_text(self.base, text)
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes for the IDs, omitting special tokens."""
+        """Return the bytes of the IDs, and omit special tokens."""
         return self.base.to_bytes(i for i in ids if i < self.base.vocab_size)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode IDs, omitting special tokens. Raises DataError for an ID without a token."""
+        """Decode IDs and omit special tokens; raise DataError for an ID that has no token."""
         checked = known_ids(ids, self.vocab_size)
         return self.base.decode(i for i in checked if i < self.base.vocab_size)
 
@@ -70,9 +70,9 @@ class SpecialTokens:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, *, begins: bool = True) -> np.ndarray:  # i32[n]
-    """Encode text without adding tokens; special tokens that are spelled out are plain text.
+    """Encode text without adding tokens, and treat special tokens in the text as plain text.
 
-    With `begins=False`, the text continues other text, so no space is added before it.
+    If `begins` is false, the text continues other text, so no space is added before it.
     """
     tokenizer = plain(tokenizer)
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -83,10 +83,12 @@ def encode_text(tokenizer: Tokenizer, text: str, *, begins: bool = True) -> np.n
 def encode_answer(
     encode: Callable[..., np.ndarray], prompt: str, whole: str
 ) -> tuple[np.ndarray, np.ndarray]:  # i32[n], i32[m]
-    """Return the IDs of the prompt, and the IDs of the rest of `whole`, which begins with it.
+    """Return the IDs of the prompt and the IDs of the rest of `whole`.
 
-    If a token would cross the boundary, the two parts are encoded separately, because at inference
-    the prompt also ends there. `encode(text, begins=...)` returns IDs.
+    `whole` begins with the prompt.
+
+    If a token would cross the boundary, the two parts are encoded separately, because the prompt
+    also ends there at inference. `encode(text, begins=...)` returns IDs.
     """
     prompt_ids, ids = encode(prompt), encode(whole)
     if np.array_equal(ids[: len(prompt_ids)], prompt_ids):  # no token crosses the boundary
@@ -130,7 +132,7 @@ def with_end(tokenizer: Tokenizer, end: int) -> Tokenizer:
 
 @short_repr
 class Frame(NamedTuple):
-    """IDs that are added before and after the text."""
+    """IDs to add before and after the text."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
@@ -141,19 +143,22 @@ class Frame(NamedTuple):
 
 
 def frame(tokenizer: Tokenizer) -> Frame:
-    """Return the IDs that a published tokenizer adds around text; empty for other tokenizers."""
+    """Return the IDs that a published tokenizer adds around text.
+
+    Other tokenizers have an empty frame.
+    """
     base = plain(tokenizer)
     return Frame(*base.frame) if isinstance(base, PretrainedTokenizer) else Frame((), ())
 
 
 @short_repr
 class Target(NamedTuple):
-    """Tokens around an encoder-decoder's targets."""
+    """Tokens around the targets of an encoder-decoder."""
 
     start: int
     """First input of the decoder, before the first label."""
     labels: Frame
-    """Labels before and after the text's labels."""
+    """Labels before and after the labels of the text."""
     stop: tuple[int, ...]
     """Tokens that end a generated target."""
     forced_bos: int | None = None
@@ -165,7 +170,9 @@ class Target(NamedTuple):
 
 
 def target_of(tokenizer: Tokenizer) -> Target:
-    """Return the tokens around targets, from a published model's config or else <bos> and <eos>.
+    """Return the tokens around targets.
+
+    They come from the config of a published model, or are <bos> and <eos>.
 
     Raises KeyError if the tokenizer lacks one of these tokens.
     """
@@ -173,11 +180,12 @@ def target_of(tokenizer: Tokenizer) -> Target:
     if not isinstance(base, PretrainedTokenizer) or not base.target_ids:
         return Target(ids["bos"], Frame((), (ids["eos"],)), (ids["eos"],))
     config, (first, last), stop = dict(base.target_ids), frame(base), base.stop_ids
-    # mBART starts a target with its language token; mBART-50 and NLLB force it after another token.
+    # mBART starts a target with its language token; mBART-50 and NLLB force the language token
+    # after another token
     start, forced_bos = config["decoder_start_token_id"], config.get("forced_bos_token_id")
     named = set(base.languages.values())
     language = next((i for i in (forced_bos, start) if i in named), None)
-    if language is not None:  # labels have the target language's token instead of the source's
+    if language is not None:  # labels have the target language, not the source language
         first, last = (tuple(language if i in named else i for i in ids) for ids in (first, last))
     end = [i for i in last if i != language][-1:]
     if "eos" in ids and (not end or end[0] not in {*stop, ids["eos"]}):
@@ -189,20 +197,26 @@ def target_of(tokenizer: Tokenizer) -> Target:
 
 
 def source_frame(tokenizer: Tokenizer) -> Frame:
-    """Return the IDs around a source for a published encoder-decoder; empty for other models."""
+    """Return the IDs around a source for a published encoder-decoder.
+
+    Other models have an empty frame.
+    """
     base = plain(tokenizer)
     published = isinstance(base, PretrainedTokenizer) and bool(base.target_ids)
     return frame(base) if published else Frame((), ())
 
 
 def encoder_frame(tokenizer: Tokenizer) -> Frame:
-    """Return the IDs around an encoder's text: the tokenizer's frame, or <cls> at the start."""
+    """Return the IDs around the text of an encoder.
+
+    These are the frame of the tokenizer, or <cls> at the start.
+    """
     found = frame(tokenizer)
     return found if found.first else Frame((special_ids(tokenizer)["cls"],), found.last)
 
 
 def with_special_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
-    """Return the tokenizer with any missing special tokens appended."""
+    """Append any missing special tokens to a tokenizer."""
     present = special_ids(tokenizer)
     missing = tuple(name for name in names if name not in present)
     if not missing:
@@ -215,8 +229,8 @@ def with_special_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Map the names of a tokenizer's special tokens to their IDs.
 
-    In a published tokenizer, other roles replace missing ones (`STAND_INS`). If <eos> and <sep> are
-    both missing, the first token that ends generation is <eos>.
+    In a published tokenizer, missing roles are replaced by other roles (`STAND_INS`). If <eos> and
+    <sep> are both missing, the first token that ends generation is <eos>.
     """
     if isinstance(tokenizer, PretrainedTokenizer):
         ids, stop = dict(tokenizer.special_ids), tokenizer.stop_ids
@@ -239,7 +253,7 @@ def unknown_words(
 ) -> str | None:
     """Return a warning about words, except masks, that a `WordTokenizer` does not know.
 
-    Returns None if there are no such words, or for any other tokenizer.
+    Returns None if there are no such words, or if the tokenizer is of another class.
     """
     words, text = plain(tokenizer), " ".join(texts)
     for mask in masks:
@@ -252,7 +266,7 @@ def unknown_words(
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-    """Return the tokenizer that `to_json` wrote. Raises DataError for any other content."""
+    """Create the tokenizer that `to_json` wrote; raise DataError for any other content."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Token-by-token decoding, with the same result as the `tokenizers` library."""
+"""Token-by-token decoding with the same result as the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ _CLEANED = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
     (" 'm", "'m"), (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
-"""Replacements (old, new) with which BERT's decoder cleans up spaces."""
+"""Replacements (old, new) that BERT's decoder applies to clean up spaces."""
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """Decoder from the `tokenizers` library, applied token by token."""
+    """Decoder of the `tokenizers` library that is applied token by token."""
 
     byte_level: bool = False
     byte_fallback: bool = False
     steps: tuple[Step, ...] = ()
     """Functions applied in order."""
     ends: tuple[tuple[str, int, int], ...] = ()
-    """(character, maximum number to remove at the start of the text, and at its end)."""
+    """Characters to strip, each with the maximum number to remove at the start and at the end of
+    the text."""
     marks_spaces: bool = True
-    """Whether each token itself shows if a space precedes it."""
+    """Whether each token itself shows whether a space precedes it."""
 
     def piece(self, token: str, first: bool, last: bool) -> bytes:
         """Return the bytes of a token."""
@@ -53,7 +54,7 @@ class Spelling:
 
 
 def read_decoder(decoder: Json) -> Spelling:
-    """Read a decoder like GPT-2's, SentencePiece's, or BERT's; raises DataError for any other."""
+    """Read a decoder like that of GPT-2, SentencePiece or BERT; raise DataError for any other."""
     if decoder is None:
         return Spelling(steps=(_new_word,), marks_spaces=False)
     if not isinstance(decoder, dict):
@@ -103,17 +104,17 @@ def _new_word(token: str, first: bool, last: bool) -> str:
 
 
 def _replace(old: str, new: str, at_end: str, token: str, first: bool, last: bool) -> str:
-    """Replace a string; the last token may have a different replacement."""
+    """Replace `old` by `new`, or by `at_end` in the last token."""
     return token.replace(old, at_end if last else new)
 
 
 def _metaspace(mark: str, prepends: bool, token: str, first: bool, last: bool) -> str:
-    """Decode a SentencePiece token: replace its mark with a space."""
+    """Decode a SentencePiece token by replacing its mark with a space."""
     return token.replace(mark, "" if first and prepends else " ")
 
 
 def _word_piece(prefix: str, cleanup: bool, token: str, first: bool, last: bool) -> str:
-    """Decode a BERT token: add a space before each new word, but not before punctuation."""
+    """Decode a BERT token by adding a space before new words, but not before punctuation."""
     if not first:
         token = token.removeprefix(prefix) if token.startswith(prefix) else " " + token
     for old, new in _CLEANED if cleanup else ():

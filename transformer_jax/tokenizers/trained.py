@@ -1,4 +1,4 @@
-"""Tokenizers that `train.py` creates: characters, bytes, BPE, and words."""
+"""Tokenizers that `train.py` creates, for characters, bytes, BPE and words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_jax.tokenizers.utf8 import byte_letters, utf8
 from transformer_jax.untrusted_files import Json, JsonObject
 from transformer_jax.values import tokens_repr
 
-# BPE merges within these pieces, which are GPT-2's with limited length to ensure linear time.
+# BPE merges within these pieces, which are those of GPT-2 with limited length to ensure linear time
 _PIECE = r" ?\p{L}{1,32}| ?\p{N}{1,8}| ?[^\s\p{L}\p{N}]{1,16}|\s{1,16}(?!\S)"
 
 
@@ -28,10 +28,10 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Encode text as IDs, i32[n]; raises DataError for a character without an ID."""
+        """Encode text as IDs, i32[n]; raise DataError for a character that has no ID."""
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the UTF-8 bytes for the IDs; a character can be split between calls."""
+        """Return the UTF-8 bytes of the IDs. A character can be split between calls."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode IDs; invalid UTF-8 becomes U+FFFD. Raises DataError for an unknown ID."""
@@ -56,7 +56,7 @@ class WholeText:
 
 
 def known_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
-    """Return IDs as a list of integers; raises DataError for an ID outside the vocabulary."""
+    """Return IDs as a list of integers; raise DataError for an ID outside the vocabulary."""
     if not isinstance(ids, Iterable):
         raise DataError(f"ids is {ids!r:.80}: must be a sequence of integers")
     found = np.asarray(ids if hasattr(ids, "dtype") else list(ids))
@@ -73,7 +73,7 @@ class CharTokenizer(WholeText):
     """Tokenizer with one ID per character, in the order of code points.
 
     Attributes:
-        characters: one or more distinct characters, sorted.
+        characters: one or more distinct characters, in sorted order.
     """
 
     characters: str
@@ -96,7 +96,7 @@ class CharTokenizer(WholeText):
 
     def encode(self, text: str) -> np.ndarray:
         points, known = _code_points(text), _code_points(self.characters)
-        # An unknown character gets another's ID, which the comparison below detects.
+        # an unknown character gets the ID of another character, which the comparison below detects
         ids = np.minimum(np.searchsorted(known, points), len(known) - 1).astype(np.int32)
         wrong = np.flatnonzero(known[ids] != points)
         if len(wrong):
@@ -116,7 +116,7 @@ class CharTokenizer(WholeText):
 
 @dataclass(frozen=True)
 class ByteTokenizer(WholeText):
-    """Tokenizer with one ID per UTF-8 byte, for any text or file."""
+    """Tokenizer with one ID per UTF-8 byte, which supports any text or file."""
 
     def __repr__(self) -> str:
         return tokens_repr(self)
@@ -139,10 +139,10 @@ class ByteTokenizer(WholeText):
 class BPETokenizer(WholeText):
     """Byte-level BPE tokenizer (Sennrich et al. 2016; Radford et al. 2019).
 
-    Every byte is a token, so encoding is lossless for any text.
+    Because every byte is a token, encoding is lossless for any text.
 
     Attributes:
-        definition: the `tokenizers` library's JSON.
+        definition: the JSON of the `tokenizers` library.
     """
 
     definition: str
@@ -214,19 +214,19 @@ class BPETokenizer(WholeText):
 
 @dataclass(frozen=True)
 class WordTokenizer(WholeText):
-    """Tokenizer with one ID per space-separated word; all unknown words share an ID.
+    """Tokenizer with one ID per space-separated word. All unknown words share an ID.
 
-    ID 0 is an unknown word, and ID 1 is the end of a line. Decoding puts a single space between
-    words, whatever the original spaces were.
+    ID 0 is an unknown word, and ID 1 is the end of a line. Decoding inserts a single space between
+    words, regardless of the original spaces.
 
     Attributes:
-        words: distinct words without spaces; their IDs start at 2.
+        words: distinct words without spaces. Their IDs start at 2.
     """
 
     words: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        # Text is split at spaces, so a word with a space would never match.
+        # text is split at spaces, so a word with a space would never match
         if len(set(self.words)) != len(self.words) or not all(
             w == "".join(w.split()) and w for w in self.words
         ):
@@ -268,14 +268,14 @@ class WordTokenizer(WholeText):
         return [word for word in dict.fromkeys(text.split()) if word not in self._ids]
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the UTF-8 bytes for the IDs, with a space before each word."""
+        """Return the UTF-8 bytes of the IDs, with a space before each word."""
         spelled = (
             "\n" if i == 1 else " " + ("<unk>" if i == 0 else self.words[i - 2]) for i in ids
         )
         return "".join(spelled).encode("utf-8", "surrogatepass")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the words, separated by spaces; raises DataError for an ID without a word."""
+        """Return the words, separated by spaces; raise DataError for an ID that has no word."""
         return super().decode(ids).removeprefix(" ")
 
     def to_json(self) -> str:
@@ -283,7 +283,7 @@ class WordTokenizer(WholeText):
 
 
 def tokenizer_of(content: Json) -> Tokenizer:
-    """Return the tokenizer that a JSON object describes. Raises DataError if it is invalid."""
+    """Create the tokenizer that a JSON object describes; raise DataError if it is invalid."""
     match content:
         case {"kind": "char", "characters": str(characters), **rest} if not rest:
             return CharTokenizer(characters)
