@@ -1,8 +1,8 @@
-"""Load and save checkpoints from the Hugging Face Hub, bit for bit.
+"""Loading and saving of published checkpoints, in which every bit is preserved.
 
-A family (in `families`) maps tensor names and the keys of `config.json`. `load` applies it,
-`safetensors_folder` reads the files, and `peft` reads and writes adapters. Tokenizers are in
-`transformer_jax.tokenizers`.
+A family (in `families`) maps tensor names and the keys of `config.json`. `load` applies the
+mapping, `safetensors_folder` reads the files, and `peft` reads and writes adapters. Tokenizers are
+in `transformer_jax.tokenizers`.
 """
 
 from transformer_jax.config.kinds import later

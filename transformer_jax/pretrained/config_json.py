@@ -1,7 +1,8 @@
 """Conversion between the config.json of a published checkpoint and `ModelConfig`.
 
 A family (in `families`) lists the keys and their meaning. This module finds the family and rejects
-unread keys. It reads back each config that it writes, so a config is saved exactly or not at all.
+keys that the family does not read. It reads back each config that it writes, so a config is saved
+exactly or not at all.
 """
 
 from __future__ import annotations
@@ -26,17 +27,21 @@ OVERRIDABLE_FIELDS = frozenset(
 """Fields that you can change without invalidating the parameters of a checkpoint."""
 
 UNSUPPORTED_HEADS = ("ForMultipleChoice",)
-"""Suffixes of `architectures` whose tensor names can collide with those of a supported head."""
+"""Suffixes of `architectures` whose tensor names can conflict with those of a supported head."""
 
 _LATENT = "its multi-head latent attention is not in this library"
 WITHOUT_PARTS = dict.fromkeys(
     ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "minicpm3"), _LATENT
 ) | dict.fromkeys(("deberta", "deberta-v2"), "its disentangled attention is not in this library")
-"""Reason why each unsupported `model_type` that users are likely to try cannot be loaded."""
+"""Reasons why models cannot be loaded, keyed by each unsupported `model_type` that users may
+try."""
 
 
 def family_of(content: JsonObject, where: str) -> Family:
-    """Return the family for the `model_type` in `content`; `where` is the file name in errors."""
+    """Return the family for the `model_type` in `content`.
+
+    `where` is the file name for error messages.
+    """
     kind = content.get("model_type")
     if isinstance(kind, str) and kind in WITHOUT_PARTS:
         raise ConfigError(f"{where}: model_type is {kind!r}: {WITHOUT_PARTS[kind]}")
@@ -49,8 +54,8 @@ def family_of(content: JsonObject, where: str) -> Family:
 def read_config(content: JsonObject, tensors: Iterable[str], where: str) -> ModelConfig:
     """Return the config that a config.json describes, given the names of the folder's tensors.
 
-    Raises ConfigError, which names `where`, the key, and its value, if a key is unknown, has the
-    wrong type, or would change the model's outputs in an unsupported way.
+    Raises ConfigError if a key is unknown, has the wrong type, or would change the outputs of the
+    model in an unsupported way. The message contains `where`, the key and its value.
     """
     return read_keys(content, tensors, where)[0]
 
@@ -70,7 +75,7 @@ def read_keys(
             keys.fail("architectures", architectures, rule)
     try:
         config = family.read(keys)
-    # In an untrusted file, scaling factors may overflow or cause a division by zero.
+    # Scaling factors in an untrusted file may overflow or cause a division by zero.
     except ArithmeticError as error:
         raise ConfigError(f"{where}: its numbers are inconsistent ({error})") from None
     except ConfigError as error:
@@ -85,8 +90,8 @@ def read_keys(
 def write_config(family: Family, config: ModelConfig) -> JsonObject:
     """Return the keys of config.json that describe a config.
 
-    Raises ConfigError if the family cannot express a field, that is, if any field other than
-    `RUNTIME_FIELDS` would have a different meaning when read back.
+    Raises ConfigError if the family cannot express a field. This is the case if any field except
+    `RUNTIME_FIELDS` would have a different meaning when it is read back.
     """
     rope = config.positions
     if isinstance(rope, Rope) and rope.length is not None:  # also a runtime setting
@@ -104,7 +109,7 @@ def write_config(family: Family, config: ModelConfig) -> JsonObject:
         one, two = _meaning(config, name), _meaning(back, name)
         if name in RUNTIME_FIELDS or one == two:
             continue
-        if type(one) is type(two) and dataclasses.is_dataclass(one):  # name the field inside it
+        if type(one) is type(two) and dataclasses.is_dataclass(one):  # name the inner field
             inner = next(
                 x.name
                 for x in dataclasses.fields(one)
@@ -158,7 +163,7 @@ def table_names(family: Family, config: ModelConfig) -> frozenset[str]:
 
 
 def _unrotated(family: Family, config: ModelConfig) -> str | None:
-    """Return an error message if transformers would rotate whole heads instead of parts."""
+    """Return an error message if transformers would rotate whole heads instead of parts of them."""
     rope, width = config.positions, config.key_dim
     if not isinstance(rope, Rope) or rope.dims in (None, width) or family.rotates_parts:
         return None
@@ -173,7 +178,7 @@ def _meaning(config: ModelConfig, name: str) -> object:
     """Return a field's value, with None replaced by the default that it stands for."""
     match name:
         case "attention_scale":
-            # Some families store the inverse square; its root differs in the last bits.
+            # Some families store the inverse square, whose root differs in the last bits.
             return float(np.float32(effective(config, name)))
         case "window":
             # (5,), (5, 5), and 5 are equivalent.

@@ -1,6 +1,6 @@
-"""GGUF files, presented to the families as the checkpoint folders they were converted from.
+"""GGUF files, which appear to the families as the folders from which they were converted.
 
-llama.cpp's converter renames the keys and tensors of a Hugging Face folder. It also makes the
+The converter of llama.cpp renames the keys and tensors of a Hugging Face folder. It also makes the
 following changes to tensors, which are undone when a tensor is read:
 
     Llama, Mistral, Mixtral    the rows of query and key are reordered for ggml's rotation
@@ -43,20 +43,20 @@ Change = Callable[[np.ndarray], np.ndarray]
 
 @value_class
 class GgufModel(WeightFolder):
-    """Open GGUF file that behaves like a folder with a config.json and tensors."""
+    """Open GGUF file that behaves like a folder with config.json and tensors."""
 
     gguf: GgufFile = field(repr=False)
-    """The file; its metadata also defines the tokenizer."""
+    """The GGUF file. Its metadata also defines the tokenizer."""
     sources: Mapping[str, _Source] = field(repr=False)
     """Source of each tensor, keyed by its name in the folder."""
 
     @property
     def where(self) -> str:
-        """File that errors name instead of config.json."""
+        """Return the file that error messages name instead of config.json."""
         return str(self.path)
 
     def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield tensors one at a time, in the order of `names` and with the folder's layout."""
+        """Yield tensors one at a time, in the order of `names` and in the layout of the folder."""
         return map(self._read_one, dict.fromkeys(names))
 
     def file(self, name: str) -> Path | None:
@@ -76,13 +76,13 @@ class GgufModel(WeightFolder):
             tensors = [source.change(tensor) for tensor in tensors]
         if not source.interleaved:
             return name, tensors[0]
-        # In the folder's tensor, the columns of gate and up are interleaved.
+        # In the tensor of the folder, the columns of gate and up are interleaved.
         return name, np.stack(tensors, axis=-1).reshape(*tensors[0].shape[:-1], -1)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Location of a folder's tensor: a tensor in the file, or a slice along its first axis."""
+    """Location of a folder's tensor in the file, which is a whole tensor or a slice of one."""
 
     tensor: str
     part: int | None = None
@@ -92,10 +92,10 @@ class _Source:
 
 
 def open_gguf_model(path: str | Path) -> GgufModel:
-    """Check a file and map its tensors to the folder's names, without reading any tensor.
+    """Check a file and map its tensors to the names in the folder, without reading any tensor.
 
-    Raises CheckpointError for a tensor and ConfigError for a key that the architecture does not
-    have.
+    Raises CheckpointError if the architecture does not have a tensor, and ConfigError if it does
+    not have a key.
     """
     file = open_gguf(path)
     split = _Keys(file, "split.")
@@ -124,7 +124,7 @@ def open_gguf_model(path: str | Path) -> GgufModel:
 def _placed(
     file: GgufFile, name: str, tensor: GgufTensor, names: _Names, config: JsonObject
 ) -> Iterator[tuple[str, _Source, TensorInfo]]:
-    """Yield the folder's tensors for a tensor in the file: one tensor, or one for each expert."""
+    """Yield the folder's tensors for a tensor in the file, one or one per expert."""
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+?)\.(weight|bias)", name)
     layer, base, end = found.groups() if found else (None, "", "")
     to = (names.layer if layer else names.outer).get(base)
@@ -134,7 +134,7 @@ def _placed(
     if layer:
         to = f"{names.block}.{int(layer)}.{to}"
     if base in names.plain:  # gpt-oss: expert matrices, their biases, and the sinks
-        if "_up_" in name:  # read together with the gate, since the folder has one tensor for both
+        if "_up_" in name:  # read with the gate, because the folder has one tensor for both
             return
         change: Change | None = None
         shape, interleaved = tensor.shape, tuple[str, ...]()
@@ -187,7 +187,7 @@ def _placed(
 
 
 class _Keys(ConfigKeys):
-    """Metadata keys of an architecture, and the tensors that belong to the config."""
+    """Metadata keys of an architecture, and tensors that belong to the config."""
 
     def __init__(self, file: GgufFile, prefix: str) -> None:
         super().__init__(file.metadata, str(file.path), "gguf", prefix=prefix)
@@ -227,7 +227,7 @@ class _Keys(ConfigKeys):
 
     def vocab_size(self) -> int:
         """Return the number of embedding rows, after checking that their width matches the key."""
-        # The table defines the vocabulary size; taking the key marks it as read.
+        # The table defines the vocabulary size. Taking the key marks it as read.
         self.take("vocab_size", None)
         found = self.file.tensors.get("token_embd.weight")
         if found is None:
@@ -250,7 +250,7 @@ class _Keys(ConfigKeys):
 
 @dataclass(frozen=True)
 class _Names:
-    """The folder's tensor names for an architecture, and the changes to undo."""
+    """Tensor names in the folder for an architecture, and the changes to undo."""
 
     layer: Mapping[str, str]
     outer: Mapping[str, str] = field(
@@ -285,7 +285,7 @@ _SANDWICH = {
 
 
 def _common(keys: _Keys, model_type: str) -> JsonObject:
-    """Read the sizes and the rotary embedding; return them as keys of config.json."""
+    """Read the sizes and the rotary embedding, and return them as keys of config.json."""
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
     if (found := keys.integer("attention.value_length", head_dim)) != head_dim:
@@ -339,7 +339,7 @@ def _common(keys: _Keys, model_type: str) -> JsonObject:
 
 
 def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObject:
-    """Recover the Llama 3.1 scaling from the tensor where the converter stored frequency divisors.
+    """Recover the Llama 3.1 scaling from the tensor that contains the frequency divisors.
 
     The tensor must match low factor 1, high factor 4, and 8192 trained positions, for some factor
     f. Wavelengths up to 8192/4 are then unchanged, and wavelengths from 8192 are multiplied by f.
@@ -382,7 +382,7 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
     match architecture := keys.file.architecture:
         case "llama":  # llama.cpp also uses this name for Mistral and Mixtral (with experts)
             keys.require("rope.scaling.attn_factor", 1.0)
-            keys.take("expert_used_count", None)  # 0 without experts, like expert_count
+            keys.take("expert_used_count", None)  # 0 if there are no experts, like expert_count
             if keys.take("expert_count", 0) != 0:
                 config = _common(keys, "mixtral")
                 config["num_local_experts"] = keys.integer("expert_count")
@@ -431,7 +431,8 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
                 keys.number("rope.freq_base")  # required: unlike Gemma 2, it has no safe default
             config = _common(keys, "gemma2" if first else "gemma3_text")
             scalar = head_dim = keys.integer("attention.key_length")
-            # No key stores the 27B model's different scale: detect it by depth, as llama.cpp does.
+            # No key stores the different scale of the 27B model, so detect it by depth, as
+            # llama.cpp does.
             if config["num_hidden_layers"] == (46 if first else 62):
                 scalar = config["hidden_size"] // config["num_attention_heads"]
             config |= dict(

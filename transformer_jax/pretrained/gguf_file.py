@@ -1,4 +1,6 @@
-"""Reader for GGUF, llama.cpp's single-file model format: metadata followed by tensors.
+"""Reader for GGUF, the single-file model format of llama.cpp.
+
+A file consists of metadata followed by tensors:
 
     "GGUF", version, number of tensors, number of keys
     key, type, value                   for each key; a value can be a list, such as the vocabulary
@@ -32,11 +34,12 @@ from transformer_jax.untrusted_files import Untrusted, shown
 from transformer_jax.values import value_class
 
 HEADER_LIMIT = 2**26
-"""Maximum size of the metadata in bytes; a vocabulary of 262,144 tokens takes about ten million."""
+"""Maximum size of the metadata in bytes. A vocabulary of 262,144 tokens takes about ten million
+bytes."""
 COUNT_LIMIT = 2**17
 """Maximum number of keys and maximum number of tensors."""
 NAME_LIMIT = 256
-"""Maximum length of a key or tensor name, in bytes; ggml's limit for tensors is 64."""
+"""Maximum length of a key or tensor name, in bytes. The limit for tensors in ggml is 64."""
 RANK_LIMIT = 4
 """Maximum number of axes of a tensor, as in ggml."""
 CHUNK = 2**22
@@ -46,12 +49,12 @@ _FILES = Untrusted(CheckpointError)
 _SCALARS = dict(zip(range(8), "BbHhIif?", strict=True)) | dict(
     zip((10, 11, 12), "Qqd", strict=True)
 )
-"""`struct` format for each type code; code 8 is a string and 9 is a list."""
+"""`struct` format for each type code. Code 8 is a string, and code 9 is a list."""
 _TEXT, _LIST = 8, 9
 _PLAIN = {
     "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16),
 }  # fmt: skip
-"""Types that keep their dtype; all others become float32."""
+"""Tensor types that keep their dtype. All other types become float32."""
 
 Value = str | bool | int | float | list[str] | np.ndarray
 
@@ -61,9 +64,10 @@ class GgufTensor:
     """Description of a tensor from the header of a file."""
 
     kind: str
-    """ggml's type name, such as "Q4_K"."""
+    """Name of the type in ggml, such as "Q4_K"."""
     shape: tuple[int, ...]
-    """Shape in NumPy's order, with the contiguous axis last; the file lists that axis first."""
+    """Shape in the order of NumPy, with the contiguous axis last. The file lists that axis
+    first."""
     start: int
     """Offset of the first byte in the file."""
     row_bytes: int
@@ -72,21 +76,22 @@ class GgufTensor:
 
 @value_class
 class GgufFile:
-    """Metadata of a file and the locations of its tensors, which have not been read."""
+    """Metadata of a GGUF file and the locations of its tensors, which have not been read."""
 
     path: Path
     metadata: Mapping[str, Value]
-    """Values, keyed by name. A float32 is represented by the shortest decimal that rounds to it,
-    which is the value in the original config. A list is a list of strings or an array."""
+    """Metadata values, keyed by name. A float32 value is represented by the shortest decimal that
+    rounds to it, which is the value in the original config. A list is a list of strings or an
+    array."""
     tensors: Mapping[str, GgufTensor]
-    """Tensors, keyed by name, in file order."""
+    """Tensors, keyed by name, in the order of the file."""
     stamp: tuple[int, ...] = field(repr=False)
-    """Identity of the file when it was opened; `read` fails if the file has changed."""
+    """Identity of the file when it was opened. `read` fails if the file has changed."""
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:
         """Read a tensor, or a slice along its first axis.
 
-        F16 and BF16 keep their dtype; all other types become float32.
+        F16 and BF16 tensors keep their dtype. All other types become float32.
         """
         found = self.tensors[name]
         shape = found.shape if part is None else found.shape[1:]
@@ -111,7 +116,7 @@ class GgufFile:
 
     @cached_property
     def architecture(self) -> str:
-        """Return the architecture, which is also the prefix of its metadata keys."""
+        """Return the name of the architecture, which is also the prefix of its metadata keys."""
         found = self.metadata.get("general.architecture")
         if not isinstance(found, str):
             raise CheckpointError(
@@ -123,7 +128,8 @@ class GgufFile:
 def open_gguf(path: str | Path) -> GgufFile:
     """Read the metadata of a file and check the locations of its tensors, without reading them.
 
-    Raises CheckpointError, which names the file and the invalid key or tensor.
+    Raises CheckpointError if the file is invalid. The message names the file and the invalid key or
+    tensor.
     """
     path = Path(path)
     with _FILES.opened(_resolved(path)) as stream:
@@ -229,13 +235,17 @@ def _located(
     path: Path, name: str, shape: tuple[int, ...], code: int, offset: int,
     begin: int, size: int, align: int,
 ) -> GgufTensor:  # fmt: skip
-    """Check the type and the location of a tensor; `begin` is the first byte after the header."""
+    """Check the type and the location of a tensor.
+
+    `begin` is the offset of the first byte after the header.
+    """
     library, where = _library(), f"{path}: {shown(name)}"
     try:
         kind = library.GGMLQuantizationType(code)
         block, block_bytes = library.GGML_QUANT_SIZES[kind]
         if kind.name not in _PLAIN:
-            # The package lists types that it cannot dequantize, so try it on a block of zeros.
+            # The package lists types that it cannot dequantize, so dequantize a block of zeros as a
+            # test.
             _dequantise(np.zeros((1, block_bytes), np.uint8), kind.name)
     except (ValueError, KeyError):
         raise CheckpointError(f"{where} has the unknown type {code}") from None

@@ -1,4 +1,4 @@
-"""Loading of published checkpoints: Hugging Face folders (config.json, safetensors) and GGUF files.
+"""Loading of published checkpoints from Hugging Face folders and GGUF files.
 
 A family (in `families`) defines the meaning of config.json and the location of each parameter. This
 module converts tensors to parameters, one at a time. Code in a checkpoint is never executed.
@@ -33,7 +33,8 @@ from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.pytree import Params, PyTree
 
 Shardings = jax.sharding.Sharding | Mapping[str, PyTree] | None
-"""One sharding for all parameters, a nested mapping with a sharding for each, or JAX's default."""
+"""One sharding for all parameters, a nested mapping with a sharding for each, or None for JAX's
+default."""
 
 
 @known_keywords
@@ -48,23 +49,24 @@ def load_pretrained(
 ) -> tuple[ModelConfig, Params]:
     """Load the config and the parameters of a published checkpoint, one tensor at a time.
 
-    `build(config)` returns the model that runs them.
+    `build(config)` returns the model that uses these parameters.
 
     Args:
-        path_or_id: a folder, a GGUF file (requires the package `gguf`), or a Hugging Face Hub
-            repository ID, "ORG/NAME" (requires the package `huggingface_hub`).
-        dtype: dtype of the parameters and the computation: float32, bfloat16, or float16. None uses
-            the checkpoint's dtype, or float32 for quantized tensors in a GGUF file.
+        path_or_id: a folder, a GGUF file (requires the package `gguf`), or the repository ID
+            "ORG/NAME" of a model on the Hugging Face Hub (requires the package `huggingface_hub`).
+        dtype: the dtype of the parameters and the computation: float32, bfloat16 or float16. None
+            uses the dtype of the checkpoint, or float32 for quantized tensors in a GGUF file.
         sharding: a `jax.sharding.Sharding` for all parameters, or a tree of shardings that matches
-            the parameters; None uses JAX's default.
+            the parameters. None uses JAX's default.
         scan_layers: whether to stack the layers, for a model that uses `lax.scan`.
-        max_len: maximum sequence length in tokens; None uses the checkpoint's value. A RoPE scaling
-            that depends on the sequence length (dynamic, longrope) is then fixed for this length.
+        max_len: the maximum sequence length in tokens. A RoPE scaling that depends on the sequence
+            length (dynamic, longrope) is fixed for this length. None uses the maximum length of the
+            checkpoint.
         revision: branch, tag, or commit of the repository; None uses the default branch.
 
     Raises:
-        CheckpointError: if a tensor is missing, unknown, or of the wrong shape, or if a file cannot
-            be read.
+        CheckpointError: if a tensor is missing, is unknown or has the wrong shape, or if a file
+            cannot be read.
         ConfigError: if a key in config.json would change the model's outputs in an unsupported way,
             or if `dtype` or `max_len` is invalid.
         ValueError: if a weight overflows `dtype`, or if the structures of `sharding` and of the
@@ -92,9 +94,10 @@ def load_hidden(
     dtype: jax.typing.DTypeLike | None = None,
     revision: str | None = None,
 ) -> tuple[ModelConfig, Params]:
-    """Load a checkpoint like `load_pretrained`, but for hidden states instead of logits.
+    """Load a checkpoint like `load_pretrained`, but to compute hidden states instead of logits.
 
-    The output matrix may be missing from the files; the config then ties it to the embeddings.
+    The output matrix may be missing from the files. In this case, the config ties it to the
+    embeddings.
     """
     as_dtype = None if dtype is None else _dtype_name(dtype)
     config, tensors = _opened(path_or_id, revision)

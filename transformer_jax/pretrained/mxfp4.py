@@ -1,4 +1,4 @@
-"""Folders of MXFP4 weights (the format of gpt-oss), presented as folders of bfloat16 weights.
+"""Folders of MXFP4 weights (the format of gpt-oss), which appear as folders of bfloat16 weights.
 
 A matrix NAME is stored as two uint8 tensors, NAME_blocks [..., rows, G, 16] and NAME_scales [...,
 rows, G]. Each byte of a block contains two 4-bit numbers, the lower half first. Each scale byte
@@ -26,7 +26,7 @@ from transformer_jax.values import value_class
 
 BLOCKS, SCALES = "_blocks", "_scales"
 LARGEST = 252
-"""Byte for the largest scale whose product with 6 is finite in bfloat16."""
+"""Byte that encodes the largest scale whose product with 6 is finite in bfloat16."""
 _HALF = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _NUMBERS = np.concatenate([_HALF, -_HALF])
 _PAIRS = np.stack([_NUMBERS[np.arange(256) % 16], _NUMBERS[np.arange(256) // 16]], axis=-1)
@@ -75,8 +75,8 @@ def dequantize(
     blocks: np.ndarray,  # u8[..., rows, G, 16]
     scales: np.ndarray,  # u8[..., rows, G]
 ) -> np.ndarray:  # bf16[..., 32 G, rows]
-    """Return the values of a matrix, or of a stack with one matrix per expert."""
-    if blocks.ndim > 3:  # one expert at a time, because float32 intermediates are twice as large
+    """Return the values of a matrix or of a stack that has one matrix per expert."""
+    if blocks.ndim > 3:  # one expert at a time, because float32 values are twice as large
         return np.stack([dequantize(*one) for one in zip(blocks, scales, strict=True)])
     scale = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     numbers = (_PAIRS[blocks] * scale[..., None, None]).astype(jnp.bfloat16)
@@ -84,7 +84,7 @@ def dequantize(
 
 
 def _matrix(folder: WeightFolder, blocks: str) -> TensorInfo:
-    """Describe the matrix stored in two tensors; raise CheckpointError if they do not match."""
+    """Describe the matrix that two tensors store; raise CheckpointError if they do not match."""
     name = blocks.removesuffix(BLOCKS)
     if name in folder.tensors:
         raise CheckpointError(f"{folder.path}: {shown(name)} appears twice, once as {BLOCKS}")

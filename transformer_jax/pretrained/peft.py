@@ -1,15 +1,16 @@
-"""LoRA adapters in the format of Hugging Face's PEFT.
+"""Loading and saving of LoRA adapters in the format of Hugging Face's PEFT.
 
     adapter_config.json         rank, alpha, and the modules that have an adapter
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, inputs]
                                 base_model.model.<module>.lora_B.weight [outputs, r]
 
-`names` maps each Hugging Face weight to the paths, in a looped stack, of the kernels it contains:
+`names` maps each Hugging Face weight to the paths of the kernels that it contains, in a looped
+stack:
 
     {"model.layers.3.self_attn.q_proj.weight": ("decoder/block_3/attention/query/kernel",)}
 
 If a weight contains several kernels, they are listed in the order of its outputs. For example,
-GPT-2's `c_attn` contains query, key, and value. `InterleavedKernels` marks outputs that are
+`c_attn` in GPT-2 contains query, key and value. `InterleavedKernels` marks outputs that are
 interleaved by head (GPT-NeoX). Entries that are not kernels (biases, norms) are skipped.
 
 Each key in adapter_config.json must be supported, irrelevant to inference, or empty. Shapes are
@@ -42,7 +43,10 @@ Names = Mapping[str, Sequence[str]]
 
 
 class InterleavedKernels(tuple[str, ...]):
-    """Kernels of a weight whose outputs form `runs` runs, each with a part of every kernel."""
+    """Paths of the kernels in a weight whose outputs are interleaved.
+
+    The outputs form `runs` runs, each with a part of every kernel.
+    """
 
     runs: int
     renamed_by: str
@@ -50,9 +54,10 @@ class InterleavedKernels(tuple[str, ...]):
     def __new__(
         cls, names: Iterable[str], runs: int = 1, renamed_by: str = ""
     ) -> InterleavedKernels:
-        """Store the paths, in their order within a run, and the number of runs.
+        """Store the paths in the order of a run, and the number of runs.
 
-        `renamed_by` is a family whose module names in transformers differ from its tensor names.
+        `renamed_by` is the name of a family whose module names in transformers differ from its
+        tensor names.
         """
         made = super().__new__(cls, names)
         made.runs, made.renamed_by = runs, renamed_by
@@ -66,7 +71,7 @@ class InterleavedKernels(tuple[str, ...]):
 
 
 Pair = tuple[np.ndarray, np.ndarray]
-"""Matrices A f32[r, inputs] and B f32[outputs, r] of a module, in PEFT's layout."""
+"""Matrices A f32[r, inputs] and B f32[outputs, r] of a module, in the layout of PEFT."""
 
 CONFIG, TENSORS = ADAPTER, "adapter_model.safetensors"
 CONFIG_LIMIT = 2**20
@@ -84,7 +89,7 @@ _IGNORED_KEYS = {
     "runtime_config", "task_type",
 }  # fmt: skip
 _KEEPS_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights that keep the base weights; pissa, olora, and loftq change them."""
+"""Values of init_lora_weights that do not change the base weights; pissa, olora and loftq do."""
 
 
 @known_keywords
@@ -100,28 +105,28 @@ def save_lora(
     fan_in_fan_out: bool = False,
     overwrite: bool = False,
 ) -> LoraConfig:
-    """Write adapters, in f32, as a folder that PEFT can load, and return the config as written.
+    """Write float32 adapters to a folder that PEFT can load, and return the written config.
 
-    In PEFT, a weight that contains several kernels has a single A. If the kernels' A matrices
+    In PEFT, a weight that contains several kernels has a single A. If the A matrices of the kernels
     differ, they are stacked, which is exact: A is [A_1; A_2], B is block-diagonal, and rank and
     alpha increase by the same factor. The other adapters are padded with zeros to that rank.
 
     Args:
-        path: the folder; other files in it are kept.
-        params: parameters of a looped or scanned stack; only their shapes are used.
-        adapters: adapters from `init_lora`; adapters whose A and B are zero are omitted.
+        path: the folder. Other files in it are kept.
+        params: the parameters of a looped or scanned stack. Only their shapes are used.
+        adapters: adapters from `init_lora`. Adapters whose A and B are zero are omitted.
         config: the adapter config.
         names: maps each weight's Hugging Face name to the paths of the kernels it contains, in the
             order of its outputs.
-        base_model: name of the base model to record in the folder, such as a repository ID.
+        base_model: the name of the base model to record in the folder, such as a repository ID.
         task_type: the task type in PEFT, such as "CAUSAL_LM" or "SEQ_2_SEQ_LM".
         fan_in_fan_out: whether layers are `Conv1D` (GPT-2), as PEFT requires.
         overwrite: whether to replace an adapter that the folder already contains.
 
     Raises:
         CheckpointError: if the folder contains an adapter and `overwrite` is False.
-        ValueError: if the adapters do not match the parameters, config, or names; if all are zero;
-            or if PEFT would not find the modules, as for nomic_bert.
+        ValueError: if the adapters do not match the parameters, the config or the names, if all
+            adapters are zero, or if PEFT would not find the modules, as for nomic_bert.
     """
     check_path("path", path)
     if renamed_by := next(
@@ -165,7 +170,7 @@ def save_lora(
         pairs[module] = a, b[kernels.rows(widths)]
     times = max(len(a) for a, _ in pairs.values()) // config.rank
     rank = times * config.rank
-    # PEFT multiplies by alpha / r, or by alpha / sqrt(r) with rslora; this keeps the product.
+    # PEFT multiplies by alpha / r, or by alpha / sqrt(r) with rslora. This keeps the product.
     alpha = config.alpha * (math.sqrt(times) if config.rslora else times)
     content = {
         "base_model_name_or_path": base_model,
@@ -207,7 +212,7 @@ def save_lora(
 def load_lora(
     path: str | os.PathLike[str], params: Params, names: Names
 ) -> tuple[LoraConfig, Params]:
-    """Load the config and the f32 adapters from a folder written by PEFT or `save_lora`.
+    """Load the config and the float32 adapters from a folder written by PEFT or `save_lora`.
 
     If a weight contains several kernels, each gets a copy of its A and the matching part of its B.
 
@@ -219,8 +224,9 @@ def load_lora(
 
     Raises:
         CheckpointError: if a file or key is corrupt, does not match the parameters, or requires an
-            unsupported feature: DoRA, trained biases or whole modules, a rank or alpha per module,
-            an initialization that changes base weights (PiSSA, ...), or adapters for embeddings.
+            unsupported feature. Unsupported features are DoRA, trained biases or whole modules, a
+            rank or alpha per module, an initialization that changes base weights (such as PiSSA),
+            and adapters for embeddings.
         ValueError: if `names` does not match the parameters.
     """
     check_path("path", path)
@@ -266,7 +272,7 @@ def _modules(names: Names, found: Matrices) -> dict[str, InterleavedKernels]:
 
 
 def _joined(parts: Sequence[Mapping[str, Array] | None], widths: list[int], rank: int) -> Pair:
-    """Join the adapters of a weight's kernels; the rank stays r if they all have the same A."""
+    """Join the adapters of the kernels in a weight; the rank stays r if all have the same A."""
     arrays = [None if x is None else (np.asarray(x["a"]), np.asarray(x["b"])) for x in parts]
     present = [x for x in arrays if x is not None]
     shared = all(np.array_equal(a, present[0][0]) for a, _ in present)
@@ -283,7 +289,7 @@ def _joined(parts: Sequence[Mapping[str, Array] | None], widths: list[int], rank
 
 
 def _config(paths: set[str], found: Matrices, rank: int, alpha: float, rslora: bool) -> LoraConfig:
-    """Return the config with the shortest targets (and layers) that selects these paths."""
+    """Return the config that selects these paths with the shortest targets (and layers)."""
     blocks = {layer(path) for path in paths}
     layers = None if None in blocks else tuple(sorted(b for b in blocks if b is not None))
     for depth in range(1, 2 + max(path.count("/") for path in paths)):
@@ -328,7 +334,7 @@ def _read_config(file: Path) -> JsonObject:
     if content.get("peft_type") != "LORA":
         fail("peft_type", "must be 'LORA'")
     for key in sorted(content.keys() - _READ_KEYS - _IGNORED_KEYS):
-        # An unknown key from a newer version of PEFT has no effect while it is empty.
+        # An unknown key from a newer version of PEFT has no effect if it is empty.
         if content[key] not in (None, False, "", [], {}):
             fail(key, "is not supported")
     r, alpha = content.get("r"), content.get("lora_alpha")
@@ -348,10 +354,7 @@ def _read_config(file: Path) -> JsonObject:
 
 
 def _targeted(file: Path, content: JsonObject, modules: list[str]) -> set[str] | None:
-    """Return the modules that the config selects, or None if it uses a pattern.
-
-    A pattern is not evaluated.
-    """
+    """Return the modules that the config selects, or None if it uses a pattern."""
     targets, without = content.get("target_modules"), content.get("exclude_modules")
     layers = content.get("layers_to_transform")
     layers = [layers] if type(layers) is int else layers

@@ -1,4 +1,4 @@
-"""Folders of weights in Hugging Face's layout: reading and writing, independent of any model.
+"""Reading and writing of weight folders in Hugging Face's layout, independent of any model.
 
     config.json
     model.safetensors                  or model-00001-of-00003.safetensors, ..., together with
@@ -39,7 +39,7 @@ from transformer_jax.values import value_class
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
-"""File that PEFT writes instead of CONFIG."""
+"""Name of the file that PEFT writes instead of CONFIG."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -86,29 +86,33 @@ class TensorInfo:
 
 @value_class
 class WeightFolder:
-    """Open folder: its config and the headers of its files, without any tensor."""
+    """Config of an open folder and the headers of its files, without any tensors."""
 
     path: Path
     config: JsonObject
     """Content of config.json."""
     tensors: Mapping[str, TensorInfo]
-    """All tensors, keyed by name, in the order of the files and of the bytes in each file."""
+    """All tensors, keyed by name, in the order of the files and of their bytes in each file."""
     stamps: Mapping[str, tuple[int, ...]] = field(repr=False)
-    """Identity of each file when the folder was opened; reading fails if a file has changed."""
+    """Identity of each file when the folder was opened. Reading fails if a file has changed."""
 
     @property
     def where(self) -> str:
-        """Path of config.json, for errors."""
+        """Return the path of config.json, for error messages."""
         return str(self.path / CONFIG)
 
     def read(self, name: str) -> np.ndarray:
-        """Read one tensor; for several, `read_all` opens each file only once."""
+        """Read one tensor.
+
+        To read several tensors, use `read_all`, which opens each file only once.
+        """
         return next(self.read_all([name]))[1]
 
     def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield tensors one at a time, file by file, in the order of `names` within each file.
 
-        Memory contains only one tensor if the caller drops each before requesting the next.
+        Only one tensor is in memory at a time if the caller drops each tensor before requesting the
+        next.
         """
         files: dict[str, list[str]] = {}
         for name in dict.fromkeys(names):
@@ -164,7 +168,7 @@ def open_folder(path_or_id: str | Path, *, revision: str | None = None) -> Weigh
     or "ORG/NAME" is a repository at `revision`, which huggingface_hub finds in its cache or
     downloads (cache only with HF_HUB_OFFLINE=1). Links can lead to other places in the folder and,
     in the cache, from `models--ORG--NAME/snapshots/REVISION` to `models--ORG--NAME/blobs`. Raises
-    CheckpointError, which names the file and the invalid tensor, if any.
+    CheckpointError if a file is invalid. The message names the file and the invalid tensor, if any.
     """
     folder = _located(path_or_id, revision)
     # Without this check, the error would be about config.json, which PEFT does not write.
@@ -201,14 +205,16 @@ def write_folder(
     shard_bytes: int = SHARD_BYTES,
     files: Mapping[str, bytes] | None = None,  # extra files, such as "tokenizer.json"
 ) -> None:
-    """Write a folder for `open_folder` and `transformers`, completely or not at all.
+    """Write a folder for `open_folder` and `transformers`, either completely or not at all.
 
-    Tensors are grouped into files of up to `shard_bytes`; a larger tensor gets its own file. Memory
-    contains one file at a time. The files are written to `NAME.*.tmp` next to the folder, synced,
-    checked with `open_folder`, and renamed. An existing folder is replaced if it contains only
-    files with these names (config.json, the model's files, the index, `files`); processes that have
-    its files open keep the old ones. Any other file raises CheckpointError. If the process is
-    killed between the two renames of a replacement, both complete folders remain as `NAME.*.tmp`.
+    Tensors are grouped into files of up to `shard_bytes` bytes. A larger tensor gets its own file.
+    Only the tensors of one file are in memory at a time. The files are written to `NAME.*.tmp` next
+    to the folder, synced, checked with `open_folder` and renamed.
+
+    An existing folder is replaced if it contains only files with the same names, which are
+    config.json, the model's files, the index and `files`. Any other file raises CheckpointError.
+    Processes that have the old files open can still read them. If the process is killed between the
+    two renames of a replacement, both complete folders remain as `NAME.*.tmp`.
     """
     final, files = Path(os.path.realpath(path)), dict(files or {})
     for name in files:
@@ -225,14 +231,14 @@ def write_folder(
         for name, content in files.items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             _write(partial / name, content)
-        # A file's name is stored in its directory, which needs its own sync.
+        # The name of a file is stored in its directory, which must be synced separately.
         for folder, _, _ in os.walk(partial):
             sync(Path(folder))
         # Detect unreadable output before removing the old folder.
         open_folder(partial)
         _check_replaceable(final, files)
         _replace(final, partial)
-    except BaseException:  # clean up after an interrupt, too
+    except BaseException:  # also clean up after an interrupt
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
@@ -263,7 +269,7 @@ def _located(path_or_id: str | Path, revision: str | None) -> Path:
         raise CheckpointError(f"{name}: no such folder, and {need}") from None
     try:
         found = snapshot_download(path_or_id, revision=revision, allow_patterns=_DOWNLOADED)
-    except Exception as error:  # the underlying libraries raise various types
+    except Exception as error:  # the underlying libraries raise exceptions of various types
         # huggingface_hub wraps errors that httpx wrapped, so search the chain for the cause.
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
@@ -279,7 +285,7 @@ def _located(path_or_id: str | Path, revision: str | None) -> Path:
 
 
 def _listed(folder: Path) -> dict[str, set[str] | None]:
-    """Map each tensor file to the tensor names it must contain, or to None without an index."""
+    """Map each tensor file to the names that it must contain, or to None if there is no index."""
     if _FILES.there(folder, SINGLE):
         return {SINGLE: None}
     if not _FILES.there(folder, INDEX):
@@ -311,9 +317,9 @@ def _listed(folder: Path) -> dict[str, set[str] | None]:
 
 
 def _header(path: Path, file: str) -> dict[str, TensorInfo]:
-    """Describe the tensors in a file, in the order of their bytes.
+    """Return descriptions of the tensors in a file, in the order of their bytes.
 
-    Errors from this parser name the invalid tensor, and duplicate names are rejected. The library
+    This parser names the invalid tensor in error messages and rejects duplicate names. The library
     parses the header again, and both results must agree.
     """
     with _FILES.opened(path) as stream:
@@ -471,7 +477,7 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_byt
 
 
 def _checked(name: str, value: Array, seen: set[str]) -> np.ndarray:
-    """Convert a tensor to C order and native byte order for writing; the shape is unchanged."""
+    """Convert a tensor to C order and native byte order for writing. The shape does not change."""
     if not isinstance(name, str) or name == "__metadata__" or name in seen:
         raise CheckpointError(
             f"tensor {shown(name)}: the name must be a unique string other than __metadata__"
@@ -499,7 +505,10 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _replace(path: Path, partial: Path) -> None:
-    """Rename `partial` to `path`; on an error, restore the old folder, which is deleted last."""
+    """Rename `partial` to `path`.
+
+    The old folder is deleted last, and is restored after an error.
+    """
     old = partial.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     # A rename cannot overwrite a folder that is not empty, so two renames are needed.
     replaced = path.exists()

@@ -1,4 +1,4 @@
-"""Saving parameters as a folder that Hugging Face's libraries can read."""
+"""Saving of parameters as a folder that Hugging Face's libraries can read."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ HEAD_KEYS = (
     "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
     "sbert_ce_default_activation_function", "sentence_transformers", "_num_labels",
 )  # fmt: skip
-"""Keys that describe the original head, dropped when the head changes."""
+"""Keys that describe the original head, which are dropped if the head changes."""
 
 Fetch = Callable[[tuple[int, ...]], np.ndarray]
-"""Function that copies a parameter, or the part of it at an index, to the host."""
+"""Function that copies a parameter, or the part at an index of it, to the host."""
 
 
 @known_keywords
@@ -78,21 +78,22 @@ def save_pretrained(
     keys: JsonObject | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a folder for `transformers` and `load_pretrained`, completely or not at all.
+    """Write a folder for `transformers` and `load_pretrained`, either completely or not at all.
 
     An existing folder is replaced only if all of its files are written again.
 
     Args:
         path: the folder.
         config: the model config.
-        params: parameters of a looped or scanned stack; they keep their dtype.
-        family: a `model_type`, such as "llama"; None selects the first that can express the config.
-        like: the folder that the model was loaded from. Its family, tensor names, tokenizer, and
-            any unrelated keys in config.json are kept. None keeps nothing.
-        files: contents of extra files, keyed by file name.
+        params: the parameters of a looped or scanned stack. They keep their dtype.
+        family: a `model_type`, such as "llama". None selects the first family that can express the
+            config.
+        like: the folder from which the model was loaded. Its family, tensor names, tokenizer and
+            all unrelated keys in config.json are kept. None keeps nothing.
+        files: the contents of extra files, keyed by file name.
         keys: extra keys for config.json that do not affect the model's outputs, such as
             "eos_token_id".
-        shard_bytes: maximum size of a weight file in bytes; at least 1.
+        shard_bytes: the maximum size of a weight file in bytes, at least 1.
 
     Raises:
         CheckpointError: if the folder contains any other file, or if `files` has an invalid name.
@@ -129,7 +130,7 @@ def save_pretrained(
     chosen = FAMILIES[written_family(config, family)]
     written = write_config(chosen, config)
     more = {n: value for n, value in (keys or {}).items() if written.get(n) is None}
-    if original is None:  # null overrides transformers' default IDs
+    if original is None:  # null overrides the default IDs in transformers
         named = (*TOKEN_IDS, *(TARGET_TOKEN_IDS if config.kind == "encoder-decoder" else ()))
         written = dict.fromkeys(named) | written
         check_tokenizer(chosen.name, extra.get("tokenizer.json"))
@@ -161,13 +162,13 @@ def save_pretrained(
 BPE_OPTIONS = (
     "byte_fallback", "continuing_subword_prefix", "dropout", "end_of_word_suffix", "ignore_merges"
 )  # fmt: skip
-"""BPE options of the `tokenizers` library that Qwen 2 lacks."""
+"""BPE options of the `tokenizers` library that Qwen 2 does not have."""
 
 
 def check_tokenizer(family: str, definition: bytes | None) -> None:
     """Raise ConfigError if transformers would produce different IDs than this tokenizer.json.
 
-    AutoTokenizer uses the file unchanged, except that for `qwen2` it reads only the vocabulary.
+    AutoTokenizer uses the file unchanged, except for `qwen2`, where it reads only the vocabulary.
     """
     if family != "qwen2" or definition is None:
         return
@@ -190,7 +191,7 @@ def check_tokenizer(family: str, definition: bytes | None) -> None:
 
 
 class _Original:
-    """Checkpoint that a model was loaded from, with everything to keep in a saved folder."""
+    """Checkpoint from which a model was loaded, with everything to keep in a saved folder."""
 
     def __init__(self, path: str | Path, family: str | None) -> None:
         self._folder: WeightFolder = open_weights(path)
@@ -213,7 +214,7 @@ class _Original:
     def merged(self, written: JsonObject) -> tuple[JsonObject, JsonObject]:
         """Return the keys to keep from the original, and the keys of the new config.
 
-        If the config is unchanged, its keys are spelled as in the original.
+        If the config has not changed, its keys are spelled as in the original.
         """
         kept = self._keys.kept()
         before = {"model_type": self.family.name, **self.family.write(self._config)}
@@ -231,10 +232,10 @@ class _Original:
 
 
 def _looped(flat: Mapping[str, Array], shapes: Shapes) -> dict[str, Fetch]:
-    """Return, for each parameter of the looped model, a function that fetches it from `flat`.
+    """Return a function for each parameter of the looped model that fetches it from `flat`.
 
-    `flat` can be scanned. Raises ValueError, which names the parameter, if one is missing, unknown,
-    or has the wrong shape or dtype.
+    The stack in `flat` can be scanned. Raises ValueError with the name of the parameter if one is
+    missing, unknown, or has the wrong shape or dtype.
     """
     found: dict[str, Fetch] = {}
     used = set()
@@ -280,5 +281,5 @@ def _tensors(
             path, part = whole_path(mapping.param, scanned=False)
             pieces.append(mapping.layout.write(params[path](part)))
         whole = joined([mapping.layout for mapping in mappings], pieces)
-        # In a checkpoint without a head, names have no prefix, so write them without it.
+        # In a checkpoint without a head, names have no prefix, so write them without the prefix.
         yield name.removeprefix(family.prefix) if bare else name, whole

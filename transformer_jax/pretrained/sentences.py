@@ -38,18 +38,18 @@ from transformer_jax.values import value_class
 
 Pooling = Literal["mean", "cls", "max", "last"]
 _POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
-"""Pooling, keyed by its name in sentence-transformers."""
+"""Pooling methods, keyed by their names in sentence-transformers."""
 _CONFIG_NAMES = (
     "bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet",
 )  # fmt: skip
-"""NAME of sentence_NAME_config.json, in the search order of sentence-transformers."""
+"""Values of NAME in sentence_NAME_config.json, in the search order of sentence-transformers."""
 
 
 class TextTokenizer(Protocol):
     """Tokenizer that converts a string to IDs."""
 
     def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:  # i32[n]
-        """Return the IDs, with or without the special tokens that the model was trained with."""
+        """Return the IDs, with or without the special tokens with which the model was trained."""
 
 
 def pool_sentences(
@@ -64,13 +64,14 @@ def pool_sentences(
         last: s = h of the last
 
     Args:
-        hidden: h.
-        valid: mask of valid tokens; other tokens have no effect, even if they are NaN.
-        pooling: "mean", "cls", "max", or "last".
+        hidden: h, the hidden states of the tokens.
+        valid: a mask of the valid tokens. Other tokens have no effect, even if their hidden states
+            are NaN.
+        pooling: "mean", "cls", "max" or "last".
         normalize: whether to divide s by max(|s|, 1e-12).
 
     Returns:
-        The vectors; 0 for rows without valid tokens.
+        The vectors, which are 0 for rows without valid tokens.
 
     Raises:
         ConfigError: if `pooling` is unknown.
@@ -107,7 +108,7 @@ def pool_sentences(
 
 @value_class(eq=False)
 class SentenceEncoder:
-    """Encoder or decoder with its parameters, and the pooling of its tokens into one vector.
+    """Encoder or decoder with its parameters, and the method of pooling its tokens into one vector.
 
     Attributes:
         config: the model config.
@@ -118,7 +119,8 @@ class SentenceEncoder:
         lower_case: whether to lowercase the text.
         prompts: prompts to prepend to the text, keyed by purpose, such as "query" or "document".
         prompt: the default prompt.
-        truncate_left: whether to truncate overlong text at its beginning instead of its end.
+        truncate_left: whether to truncate text that is too long at its beginning instead of its
+            end.
     """
 
     config: ModelConfig
@@ -136,11 +138,11 @@ class SentenceEncoder:
         tokens: jax.Array | np.ndarray,  # i32[B, T]
         positions: jax.Array | np.ndarray | None = None,  # i32[B, T]
     ) -> jax.Array:  # f32[B, D]
-        """Return a vector for each row; a program is compiled for each new shape.
+        """Return a vector for each row. A program is compiled for each new shape.
 
         Args:
             tokens: token IDs, including special tokens.
-            positions: positions, negative for padding; None uses arange(T).
+            positions: the positions of the tokens, negative for padding. None uses arange(T).
         """
         check_tokens(tokens, self.config.vocab_size)
         return _encode(self.config, self.params, tokens, positions, self.pooling, self.normalize)
@@ -153,7 +155,7 @@ class SentenceEncoder:
         batch_size: int = 32,
         prompt: str | None = None,
     ) -> np.ndarray:  # f32[n, D]
-        """Return a vector for each string, after truncation to `max_len` tokens.
+        """Return a vector for each string, which is truncated to `max_len` tokens.
 
         Strings of similar length share a batch. Batch sizes are powers of two, to limit
         compilation.
@@ -163,7 +165,7 @@ class SentenceEncoder:
             tokenizer: a tokenizer with `encode(text, special_tokens=...)`, for example from
                 `load_tokenizer_folder`.
             batch_size: the maximum number of strings per batch, at least 1.
-            prompt: prefix for each string, such as `prompts["query"]`; None uses `self.prompt`.
+            prompt: the prefix for each string, such as `prompts["query"]`. None uses `self.prompt`.
 
         Raises:
             ValueError: if `texts` is a single string, or if the tokenizer's special tokens do not
@@ -192,7 +194,7 @@ class SentenceEncoder:
         out = np.zeros((len(ids), self.config.d_model), np.float32)
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            # Powers of two limit the number of shapes; a program is compiled for each shape.
+            # Powers of two limit the number of shapes, and a program is compiled for each shape.
             length = min(_power(max(len(ids[i]) for i in rows), 16), self.max_len)
             shape = min(_power(len(rows)), batch_size), length
             tokens, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
@@ -203,7 +205,7 @@ class SentenceEncoder:
         return out
 
     def _ids(self, text: str, tokenizer: TextTokenizer) -> np.ndarray:  # i32[n]
-        """Return the IDs for a string; if it is truncated, its special tokens are kept."""
+        """Return the IDs for a string. If the string is truncated, its special tokens are kept."""
         text = text.lower() if self.lower_case else text
         whole = np.asarray(tokenizer.encode(text, special_tokens=True), np.int32)
         if len(whole) <= self.max_len:
@@ -233,7 +235,7 @@ def _encode(
     hidden: PyTree
     if config.kind == "encoder":
         hidden = apply(method="encode")
-    else:  # the input of the output matrix; XLA removes the unused logits
+    else:  # use the input of the output matrix; XLA removes the unused logits
         place = "final_norm"
         if place not in places(config):
             place = f"block_{config.num_layers - 1}/residual"
@@ -254,9 +256,9 @@ def load_sentence_encoder(
     """Load a sentence encoder from a sentence-transformers folder or repository.
 
     Args:
-        path_or_id: a folder, or a Hugging Face Hub repository ID, "ORG/NAME".
-        dtype: "float32", "bfloat16", or "float16"; None uses the checkpoint's dtype.
-        revision: branch, tag, or commit of the repository; None uses the default branch.
+        path_or_id: a folder, or the repository ID "ORG/NAME" of a model on the Hugging Face Hub.
+        dtype: "float32", "bfloat16" or "float16". None uses the dtype of the checkpoint.
+        revision: the branch, tag or commit of the repository. None uses the default branch.
 
     Raises:
         ConfigError: if the folder requires an unsupported feature, such as weighted pooling or a

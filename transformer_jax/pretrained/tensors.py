@@ -1,7 +1,7 @@
 """Lookup of tensors in a published checkpoint by the names in its family's table.
 
-Names from old files and from models saved without their head are translated. Names, shapes, and
-dtypes are checked against the config before any tensor is read.
+Names from old files and from models that were saved without their head are translated. Names,
+shapes and dtypes are checked against the config before any tensor is read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DTYPES: tuple[DType, ...] = get_args(DType)
 def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of every parameter of a looped model, keyed by path.
 
-    Nothing is allocated. Only one block per stack is traced, because all blocks have the same
+    No parameter is allocated. Only one block per stack is traced, because all blocks have the same
     parameters, except that the first block may lack a norm.
     """
     # Remove patterns over layers, which do not fit a one-layer model and do not affect shapes.
@@ -60,7 +60,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def table_shapes(shapes: Shapes, listed: Collection[str]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of parameters under the paths of a family's table.
+    """Return the shapes of parameters, keyed by the paths in the table of a family.
 
     "decoder/block_0/feed_forward/up/kernel" with shape [E, D, F] becomes E paths that end with
     "kernel/0", "kernel/1", ... if `listed` contains these paths.
@@ -76,7 +76,7 @@ def table_shapes(shapes: Shapes, listed: Collection[str]) -> dict[str, jax.Shape
 
 
 def whole_path(path: str, *, scanned: bool) -> tuple[str, tuple[int, ...]]:
-    """Return the parameter that contains a path from `table_shapes`, and the index in it.
+    """Return the parameter that contains a path from `table_shapes`, and the index within it.
 
     In a scanned stack, the layer is the first index, followed by the expert:
     "decoder/block_3/.../up/kernel/5" becomes ("decoder/blocks/.../up/kernel", (3, 5)).
@@ -95,12 +95,12 @@ def tensor_names(
 ) -> dict[str, tuple[str, ...]]:
     """Return the paths of the parameters in each tensor of a published checkpoint, keyed by name.
 
-    If a tensor contains several parameters, their paths are in the order of its rows, as
-    `save_lora` and `load_lora` require. `peft.InterleavedKernels` marks interleaved rows.
+    If a tensor contains several parameters, their paths are in the order of its rows, as required
+    by `save_lora` and `load_lora`. `peft.InterleavedKernels` marks interleaved rows.
 
     Args:
         config: the model config.
-        family: a `model_type`; None selects the first that can express the config.
+        family: a `model_type`. None selects the first family that can express the config.
         bare: whether to use the tensor names of a model without its head, such as `BertModel`:
             "encoder.layer.0..." instead of "bert.encoder.layer.0...".
     """
@@ -129,10 +129,10 @@ def scanned_path(path: str) -> tuple[str, int] | None:
 
 
 class CheckpointTensors:
-    """Tensors in an open folder, addressed by the names in a family's table.
+    """Tensors in an open folder, which are looked up by the names in the table of a family.
 
-    Raises CheckpointError, which names the file and the tensor, if a tensor is missing, unknown, or
-    does not match the config.
+    Raises CheckpointError if a tensor is missing, unknown or does not match the config. The message
+    names the file and the tensor.
     """
 
     def __init__(self, folder: WeightFolder, family: Family) -> None:
@@ -148,7 +148,7 @@ class CheckpointTensors:
                     f"{self._where(name)}: appears twice, as {name!r} and {today!r}"
                 )
             self._in_file[today] = name
-        # AutoModel saves models without their head; no name then has the prefix.
+        # AutoModel saves models without their head. In this case, no name has the prefix.
         self.bare = bool(family.prefix) and not any(
             name.startswith(family.prefix) for name in self._in_file
         )
@@ -163,18 +163,18 @@ class CheckpointTensors:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors, as in the table."""
+        """Return the names of all tensors, as in the table."""
         return frozenset(self._in_file)
 
     def dtype(self, config: ModelConfig) -> DType:
-        """Return the checkpoint's dtype, which is the dtype of the token embeddings."""
+        """Return the dtype of the checkpoint, which is the dtype of the token embeddings."""
         for mapping in self._table(config):
             if mapping.param == "embed/tokens" and mapping.tensor in self._in_file:
                 return self._float_dtype(self._in_file[mapping.tensor])
         raise CheckpointError(f"{self._folder.path}: the token embeddings are missing")
 
     def without_output(self, config: ModelConfig) -> bool:
-        """Whether the model was saved without its head and the files lack an output matrix."""
+        """Whether the model was saved without its head, so that the files lack an output matrix."""
         outputs = [m.tensor for m in self._table(config) if m.param == "embed/output"]
         return self.bare and not any(name in self._in_file for name in outputs)
 
@@ -230,7 +230,7 @@ class CheckpointTensors:
                 raise CheckpointError(f"{self._where(self._in_file[name])}: {rule}")
 
     def mappings(self, config: ModelConfig, shapes: Shapes) -> list[TensorMapping]:
-        """Return the family's table, after checking it against the parameters and the files."""
+        """Check the table of the family against the parameters and the files, and return it."""
         table = self._table(config)
         params = [mapping.param for mapping in table]
         shapes = table_shapes(shapes, set(params))
@@ -254,7 +254,7 @@ class CheckpointTensors:
                 if not same or one.tobytes() != two.tobytes():
                     rule = f"must equal {first}, to which config.json ties it"
                     raise CheckpointError(f"{self._where(actual)} {rule}")
-            elif name in self._family.computed_tensors:  # equal within the precision of its dtype
+            elif name in self._family.computed_tensors:  # equal within the precision of the dtype
                 tolerance = 1e-5 if self._float_dtype(actual) == "float32" else 5e-3
                 shape = tuple(self._folder.tensors[actual].shape)
                 expected = self._family.computed_tensors[name](config, shape)
@@ -275,8 +275,8 @@ class CheckpointTensors:
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yield every parameter with its path, in the order of the files, one at a time.
 
-        Parameters are cast to `dtype`, unless it is None. Raises ValueError, which names the
-        tensor, if a weight overflows `dtype` or `computes_in`.
+        Parameters are cast to `dtype`, unless it is None. Raises ValueError with the name of the
+        tensor if a weight overflows `dtype` or `computes_in`.
         """
         wanted = dict[str, list[TensorMapping]]()
         for mapping in mappings:
@@ -303,7 +303,10 @@ class CheckpointTensors:
         return found
 
     def _table(self, config: ModelConfig) -> list[TensorMapping]:
-        """Return the family's table, with the copy of a tied tensor if the original is missing."""
+        """Return the table of the family.
+
+        If a tied tensor is missing, the table contains its copy.
+        """
         table = self._family.table(config)
         wanted = {mapping.tensor for mapping in table}
         for copy, first in self._family.copies(config).items():

@@ -1,4 +1,4 @@
-"""Opening of published weights in a folder, a Hub repository, or a GGUF file."""
+"""Opening of published weights in a folder, a Hugging Face Hub repository or a GGUF file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def open_weights(path_or_id: str | Path, *, revision: str | None = None) -> Weig
     """Open and check the weights of a published model, without reading any parameter.
 
     If the path has the suffix ".gguf" or the file starts with "GGUF", it is opened with
-    `open_gguf_model`, otherwise with `open_folder`. MXFP4 weights appear as bfloat16.
+    `open_gguf_model`. Otherwise, it is opened with `open_folder`. MXFP4 weights appear as bfloat16.
     """
     if not isinstance(path_or_id, str | os.PathLike):
         return open_folder(path_or_id, revision=revision)  # raises the error

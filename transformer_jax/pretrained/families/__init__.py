@@ -1,7 +1,7 @@
-"""Families of published checkpoints: the contents of their files, described as data.
+"""Families of published checkpoints, which describe the contents of their files as data.
 
-A `Family` consists of the keys of config.json and a table of tensor names, and is one entry of
-`FAMILIES`. Loading and saving (`load`, `save`) contain no code for particular families.
+A `Family` consists of the keys of config.json and a table of tensor names, and is an entry of
+`FAMILIES`. The modules `load` and `save` contain no code for particular families.
 """
 
 from transformer_jax.pretrained.families import (
@@ -34,7 +34,7 @@ FAMILIES: dict[str, Family] = {
         bart.BART, bart.MBART, bart.PEGASUS, bart.M2M100, bart.MARIAN,
     )
 }  # fmt: skip
-"""Each family by the `model_type` of its config.json; saving tries them in this order."""
+"""All families, keyed by the `model_type` of their config.json. Saving tries them in this order."""
 
 __all__ = [
     "FAMILIES",

@@ -1,7 +1,8 @@
-"""ALBERT (Lan et al. 2020): a BERT with narrow embeddings, whose layers share one block.
+"""ALBERT (Lan et al. 2020), a BERT model with narrow embeddings whose layers share one block.
 
-`inner_group_num` above 1 and separate groups of layers are rejected. transformers applies no
-dropout after the feed-forward; here `dropout` applies to both branches.
+Configs with `inner_group_num` above 1 or separate groups of layers are rejected. transformers
+applies no dropout after the feed-forward network. In this library, `dropout` applies to both
+branches.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformer_jax.pretrained.families import table as t
 
 POOLER = "albert.pooler"
 SECOND = "sop_classifier.classifier"
-"""The classifier that predicts whether two sentences are in their original order."""
+"""Classifier that predicts whether two sentences are in their original order."""
 
 
 def _table(config: ModelConfig) -> list[t.TensorMapping]:
@@ -31,7 +32,7 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
     return [
         *b.embeddings_of(config, "albert"),
         *t.linear("embed/projection", f"{encoder}.embedding_hidden_mapping_in"),
-        # One block for any num_layers, since all layers share it.
+        # There is one block for any num_layers, because all layers share it.
         *t.blocks("encoder", 1, t.named(config, block, names)),
         *b.masked_head(config, "predictions.dense", "predictions.LayerNorm", "predictions.bias"),
         *b.pooling_layers(config, POOLER, SECOND if config.masked_token_head else "classifier"),

@@ -1,7 +1,7 @@
-"""BART (Lewis et al. 2020), mBART, M2M-100, NLLB, Pegasus, and Marian.
+"""BART (Lewis et al. 2020), mBART, M2M-100, NLLB, Pegasus and Marian.
 
-Logits have a bias, except in M2M-100. Sinusoids start with the sines. LayerDrop and the dropout
-within the feed-forward are not supported.
+Logits have a bias, except in M2M-100. In sinusoidal positions, the sines come first. LayerDrop and
+dropout within the feed-forward network are not supported.
 
 | family                                | norms            | positions | norm of the embeddings |
 |---------------------------------------|------------------|-----------|------------------------|
@@ -12,11 +12,12 @@ within the feed-forward are not supported.
 | M2M-100 (Fan et al. 2021), NLLB       | as mBART         | sinusoids | none                   |
 | Marian (Junczys-Dowmunt et al. 2018)  | after branches   | sinusoids | none                   |
 
-M2M-100 counts positions from pad_token_id + 1, and its slowest pair has the wavelength 2 pi 10000:
-pair k of n turns by p 10000^(-k/(n-1)) radians. transformers assigns no position to padding tokens,
-so after left padding the first token has the first position.
+M2M-100 counts positions from pad_token_id + 1, and its slowest pair has the wavelength 2 pi 10000.
+At position p, pair k of n rotates by p 10000^(-k/(n-1)) radians. transformers assigns no positions
+to padding tokens, so the first token after left padding has the first position.
 
-Encoder, decoder, and output share one table, `model.shared`, unless a key specifies otherwise:
+The encoder, the decoder and the output share one table, `model.shared`, unless a key specifies
+otherwise:
 
 | family | key                                     | tables                                       |
 |--------|-----------------------------------------|----------------------------------------------|
@@ -74,7 +75,7 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
 
 
 def _copies(config: ModelConfig) -> dict[str, str]:
-    """Return the copies of shared tables that a file may contain, mapped to the originals."""
+    """Return a mapping from copies of shared tables that a file may contain to the originals."""
     first = SHARED if config.source_vocab_size is None else DECODER
     head = {HEAD: first} if config.tie_embeddings else {}
     return head | ({DECODER: first, ENCODER: first} if first == SHARED else {})
@@ -83,7 +84,7 @@ def _copies(config: ModelConfig) -> dict[str, str]:
 def _keys(
     order: NormOrder, spelled: dict[str, str] | None = None, *, m2m: bool = False
 ) -> list[k.Entry]:
-    """List the keys that all these families share, with some different defaults."""
+    """List the keys that all these families share, with defaults that may differ."""
     return [
         k.Fixed(kind="encoder-decoder", norm_order=order),
         k.FixedKeys(is_encoder_decoder=True),
@@ -103,7 +104,7 @@ def _keys(
         ),
         k.Key("tie_word_embeddings", "tie_embeddings", k.flag, True),
         k.Key("scale_embedding", "scale_embeddings", k.flag, m2m),
-        # No key specifies whether the logits have a bias; the tensors do.
+        # No key specifies whether the logits have a bias, so the tensors determine it.
         k.Code(lambda keys, fields: dict(logit_bias=BIAS in keys.names and not m2m)),
         k.Key("dropout", "dropout", k.rate, 0.1),
         k.Key("attention_dropout", "attention_dropout", k.rate, 0.1 if m2m else 0.0),
@@ -111,7 +112,7 @@ def _keys(
 
 
 def _untied_sides(keys: k.ConfigKeys, fields: k.Fields) -> bool:
-    """Whether encoder and decoder have separate tables, which the config does not specify."""
+    """Whether encoder and decoder have separate tables, which no key specifies."""
     return not fields["tie_embeddings"] and {ENCODER, DECODER} <= keys.names
 
 
@@ -127,7 +128,7 @@ def _vocabulary(default: int) -> k.Code:
 
 
 def _read_positions(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    """Read the positions of an M2M-100, which are counted from its padding token."""
+    """Read the positions of an M2M-100 model, which are counted from its padding token."""
     if (width := fields["d_model"]) < 4:
         keys.fail("d_model", width, "must be at least 4")
     first, base = keys.integer("pad_token_id", 1, least=0) + 1, 10_000 ** (width / (width - 2))
@@ -135,7 +136,7 @@ def _read_positions(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
 
 
 def _read_vocabularies(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    """Read the source and target vocabularies of a Marian."""
+    """Read the source and target vocabularies of a Marian model."""
     source = keys.integer("vocab_size", 58101)
     target = keys.optional_integer("decoder_vocab_size", None) or source
     shared = keys.flag("share_encoder_decoder_embeddings", True)
@@ -149,7 +150,8 @@ def _read_vocabularies(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
 def sinusoids(config: ModelConfig, shape: t.Shape) -> np.ndarray | None:  # f64[max_len, D]
     """Return the table of sinusoidal positions that old files contain.
 
-    Row p has sin(p base^(-2i/D)) in column i and the cosine of the same angle in column D/2 + i.
+    Row p contains sin(p base^(-2i/D)) in column i and the cosine of the same angle in column D/2 +
+    i.
     """
     positions = config.positions
     assert isinstance(positions, Sinusoidal)
@@ -216,7 +218,7 @@ M2M100 = _family(
 MARIAN = _family(
     "marian",
     [
-        *_keys("post", dict(silu="swish")),  # the spelling in published Marians
+        *_keys("post", dict(silu="swish")),  # the spelling in published Marian models
         k.Code(
             _read_vocabularies,
             lambda config: dict(

@@ -1,8 +1,8 @@
-"""BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019), MPNet, and DistilBERT.
+"""BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019), MPNet and DistilBERT.
 
-Post-norm encoders with learned positions. config.json is the same for all heads; the tensors in the
-files determine which heads a checkpoint has. Dropout before a classifier is not supported, nor are
-rates of DistilBERT that differ from `dropout`.
+These are post-norm encoders with learned positions. config.json is the same for all heads. The
+tensors in the files determine which heads a checkpoint has. Dropout before a classifier is not
+supported, and neither are dropout rates of DistilBERT that differ from `dropout`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ATTENTION = {
     "attention/value": "attention.self.value", "attention/out": "attention.output.dense",
     "norm_attention": "attention.output.LayerNorm",
 }  # fmt: skip
-"""Names of the matrices of an attention and of the norm after it."""
+"""Names of the matrices in an attention layer and of the norm after it."""
 
 
 def embeddings_of(config: ModelConfig, prefix: str) -> list[t.TensorMapping]:
-    """Map the tables of tokens, positions, and types, and the norm of their sum."""
+    """Map the embeddings of tokens, positions and types, and the norm of their sum."""
     embeddings = f"{prefix}.embeddings"
     types = t.TensorMapping("embed/types", f"{embeddings}.token_type_embeddings.weight")
     return [
@@ -39,7 +39,7 @@ def embeddings_of(config: ModelConfig, prefix: str) -> list[t.TensorMapping]:
 def bert_stack(
     config: ModelConfig, prefix: str, attention: Mapping[str, str] = ATTENTION
 ) -> list[t.TensorMapping]:
-    """Map embeddings and blocks, whose names BERT and RoBERTa share."""
+    """Map the embeddings and blocks, whose names are the same in BERT and RoBERTa."""
     names = {
         **attention, "feed_forward/up": "intermediate.dense", "feed_forward/down": "output.dense",
         "norm_feed_forward": "output.LayerNorm",
@@ -73,7 +73,7 @@ POST_NORM: list[k.Entry] = [
     k.Fixed(kind="encoder", norm_order="post", embedding_norm=True),
     k.FixedKeys(tie_word_embeddings=True),
 ]
-"""The entries that all these families share."""
+"""Entries that all these families share."""
 
 
 def bert_sizes(
@@ -84,7 +84,7 @@ def bert_sizes(
     rate: float = 0.1,
     older: Mapping[str, str] | None = None,  # older names of some keys
 ) -> list[k.Entry]:
-    """List sizes, activation, norm, and dropout; the arguments are defaults."""
+    """List the sizes, the activation, the norm and dropout. The arguments are default values."""
 
     def key(name: str, field: str, kind: k.Kind, default: k.JsonValue) -> k.Key:
         return k.Key(name, field, kind, default, older=(older or {}).get(name))
@@ -105,12 +105,12 @@ TYPES = k.Key("type_vocab_size", "type_vocab_size", k.integer, 2)
 
 
 def _offset(config: ModelConfig) -> int:
-    """Return the rows of the table before that of position 0, or 0 if there is no table."""
+    """Return the number of rows before the row of position 0, or 0 if there is no table."""
     return config.positions.offset if isinstance(config.positions, Learned) else 0
 
 
 def vocabulary(size: int) -> list[k.Entry]:
-    """List the vocabulary and the maximum length."""
+    """List the keys of the vocabulary and the maximum length."""
     rows = "max_position_embeddings"
     return [
         k.Key("vocab_size", "vocab_size", k.integer, size),
@@ -172,8 +172,8 @@ BERT = t.Family(
     head_tensors=("cls.*", "classifier.*", "qa_outputs.*"),
     old_suffixes={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
 )
-"""A masked-token head with two classes is BertForPreTraining, whose classes predict whether the
-second sentence follows the first."""
+"""BERT. A model with a masked-token head and two classes is BertForPreTraining, whose classes
+predict whether the second sentence follows the first."""
 
 
 # RoBERTa
@@ -190,16 +190,17 @@ def _roberta_heads(config: ModelConfig, prefix: str) -> list[t.TensorMapping]:
 def _roberta(
     vocab_size: int, prefix: str = "roberta", buckets: int | None = None, types: k.Key = TYPES
 ) -> list[k.Entry]:
-    """List the keys of a RoBERTa, or of MPNet, whose attention also has distance biases."""
+    """List the keys of RoBERTa or of MPNet, whose attention also has distance biases."""
 
     def read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         names = keys.names
         masked, text = "lm_head.dense.weight" in names, "classifier.out_proj.weight" in names
         of: ClassesOf | None = "text" if text else None
-        if not text:  # a classifier of tokens has a single matrix
+        if not text:  # a token classifier has a single matrix
             of = c.classes_of(keys, "classifier.weight", "classifier.dense.weight")
         pooled = text or (of is None and f"{prefix}.pooler.dense.weight" in names)
-        # The masked-token head of transformers always uses gelu; a ModelConfig has one activation.
+        # The masked-token head in transformers always uses gelu, but a ModelConfig has one
+        # activation.
         if masked and fields["activation"] != "gelu":
             rule = "must be 'gelu' with a masked-token head, which always uses it"
             keys.fail("hidden_act", keys.take("hidden_act"), rule)
@@ -207,7 +208,7 @@ def _roberta(
         return c.head_fields(keys, masked=masked, pooler=pooler, classes_of=of)
 
     def read_positions(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-        # fairseq counts positions from the row after that of the padding token.
+        # fairseq counts positions from the row after the row of the padding token.
         offset = keys.integer("pad_token_id", 1, least=0) + 1
         rows = fields["max_len"]
         if rows <= offset:
@@ -245,9 +246,9 @@ ROBERTA, XLM_ROBERTA, CAMEMBERT = (
         ("camembert", "Camembert", 30522),
     )
 )
-"""XLM-RoBERTa (Conneau et al. 2020) and CamemBERT (Martin et al. 2020) are RoBERTas with other
-training data. A classifier has its own dense layer; a pooler left from pre-training is ignored.
-Position 0 is row `pad_token_id` + 1 of the table."""
+"""RoBERTa. XLM-RoBERTa (Conneau et al. 2020) and CamemBERT (Martin et al. 2020) are RoBERTa models
+with different training data. A classifier has its own dense layer, and a pooler from pre-training
+is ignored. Position 0 is row `pad_token_id` + 1 of the table."""
 
 
 # MPNet
@@ -261,7 +262,7 @@ BUCKETS = 32
 MPNET = t.Family(
     "mpnet",
     [
-        # transformers reads the number of types but does not use it.
+        # transformers reads the number of token types but does not use it.
         *_roberta(30527, "mpnet", BUCKETS, k.Key("type_vocab_size", None, k.integer, 2)),
         k.FixedKeys(relative_attention_num_buckets=BUCKETS),
     ],
@@ -279,7 +280,8 @@ MPNET = t.Family(
     },
     head_tensors=("lm_head.*", "classifier.*", "qa_outputs.*"),
 )
-"""MPNet (Song et al. 2020) is a RoBERTa without token types, with T5's biases in attention."""
+"""MPNet (Song et al. 2020), a RoBERTa model without token types and with T5's biases in
+attention."""
 
 
 # DistilBERT (Sanh et al. 2019)

@@ -1,4 +1,4 @@
-"""Heads of encoders: detection from the files, and the matching class of transformers."""
+"""Detection of the heads of encoders from the files, and the matching classes in transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformer_jax.pretrained.families import keys as k
 from transformer_jax.untrusted_files import JsonObject
 
 SPANS = "qa_outputs"
-"""The classifier of tokens that predicts the start and the end of an answer."""
+"""Token classifier that predicts the start and the end of an answer."""
 HEAD_NAMES: dict[ClassesOf, str] = {
     "text": "ForSequenceClassification",
     "token": "ForTokenClassification",
@@ -17,7 +17,7 @@ HEAD_NAMES: dict[ClassesOf, str] = {
 
 
 def labels(keys: k.ConfigKeys) -> int:
-    """Return the number of classes of a classifier; the default is 2."""
+    """Return the number of classes of a classifier, which is 2 by default."""
     labels, count = keys.take("id2label", None), keys.integer("num_labels", None)
     keys.ignore("id2label")  # save_pretrained(like=...) keeps the names
     if labels is None:
@@ -32,10 +32,10 @@ def labels(keys: k.ConfigKeys) -> int:
 
 
 def classes_of(keys: k.ConfigKeys, classifier: str, pooler: str) -> ClassesOf | None:
-    """Return the unit that is classified, or None if there is no classifier.
+    """Return the unit that the model classifies, or None if there is no classifier.
 
-    A classifier of texts reads the pooler. One of tokens has the same tensor name, and an old file
-    may contain an unused pooler, so `architectures` decides.
+    A text classifier reads the pooler. A token classifier has the same tensor name, and an old file
+    may contain an unused pooler, so `architectures` decides which one it is.
     """
     if f"{SPANS}.weight" in keys.names:
         return "span"
@@ -52,7 +52,7 @@ def classes_of(keys: k.ConfigKeys, classifier: str, pooler: str) -> ClassesOf | 
 
 
 def named_head(keys: k.ConfigKeys) -> ClassesOf | None:
-    """Return the unit that is classified according to `architectures`, or None if not stated."""
+    """Return the unit to classify according to `architectures`, or None if it is unknown."""
     listed = keys.take("architectures", None)
     named = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     for of, end in HEAD_NAMES.items():
@@ -62,7 +62,7 @@ def named_head(keys: k.ConfigKeys) -> ClassesOf | None:
 
 
 def encoder_class(config: ModelConfig, name: str, *, pretraining: bool = False) -> str:
-    """Return the class of transformers that has the heads of a config.
+    """Return the name of the class in transformers that has the heads of a config.
 
     `pretraining` selects the ForPreTraining class for a masked-token head with a classifier.
     """
@@ -84,7 +84,7 @@ def head_fields(
     masked: bool,
     pooler: Pooler | None,
     classes_of: ClassesOf | None,
-    num_classes: int | None = None,  # None counts the labels of config.json
+    num_classes: int | None = None,  # None counts the labels in config.json
 ) -> k.Fields:
     """Return the config fields of an encoder's heads, as detected from its tensors."""
     if not keys.flag("tie_word_embeddings", True) and masked:

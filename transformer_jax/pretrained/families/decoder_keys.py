@@ -1,6 +1,6 @@
-"""Keys of config.json that many families of decoders share.
+"""Keys of config.json that many decoder families share.
 
-They define sizes, RoPE with its scaling, and the windows of layers.
+They define sizes, RoPE and its scaling, and the windows of layers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from transformer_jax.untrusted_files import JsonObject
 
 
 def decoder_sizes(
-    kv_heads: int | None = None,  # default of num_key_value_heads; None is num_attention_heads
+    kv_heads: int | None = None,  # default of num_key_value_heads; None means num_attention_heads
     tied: bool = False,
     head_dim: int | None = None,
 ) -> list[k.Entry]:
-    """List the sizes and the other keys of nearly all decoders; the arguments are defaults."""
+    """List the sizes and other keys of nearly all decoders. The arguments are default values."""
     width = k.Key("head_dim", "head_dim", k.integer, None, optional=True)
     if head_dim is not None:
         width = k.Key("head_dim", "head_dim", k.integer_or_default, head_dim)
@@ -42,7 +42,7 @@ def gated(
     *,
     eps: float = 1e-6,
 ) -> list[k.Entry]:
-    """List the keys of Llama and its descendants: sizes, RMSNorm, and gates with silu."""
+    """List the keys of Llama and its descendants, which have RMSNorm and gates with silu."""
     return [
         *decoder_sizes(kv_heads, tied, head_dim),
         k.Fixed(norm="rmsnorm", glu=True, use_bias=False),
@@ -54,9 +54,9 @@ def gated(
 ATTENTION_BIAS = k.Flag(
     "attention_bias", False, on=dict(use_bias=True, ff_bias=False), off=dict(use_bias=False)
 )
-"""Biases of attention, for a model whose feed-forward never has biases."""
+"""Biases in attention, for models whose feed-forward network never has biases."""
 OWN_HEAD_NORMS: k.Fields = dict(qk_norm=True, qk_norm_kind="layernorm", qk_norm_over="own_head")
-"""Fields of a model with a separate norm for each head of queries and keys."""
+"""Fields of a model that normalizes each head of queries and keys."""
 BIASES = (
     k.Key("attention_bias", "use_bias", k.flag, False),
     k.Key("mlp_bias", "ff_bias", k.flag, False, unless="use_bias"),
@@ -69,7 +69,7 @@ SCALINGS: dict[str, RopeScaling | None] = {
     "default": None, "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn",
     "longrope": "longrope", "su": "longrope",
 }  # fmt: skip
-"""Published names of RoPE scalings."""
+"""Names of RoPE scalings in published files."""
 
 SCALING_KEYS = (
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor",
@@ -87,11 +87,11 @@ def read_rope(
 ) -> Rope:
     """Return the RoPE that config.json specifies.
 
-    It is defined by `rope_theta` and `rope_scaling`, or by `rope_parameters`, which contains both.
-    `layer` names the entry of `rope_parameters` to read in families whose layers rotate in two
-    ways; `default` is the default base, and `part` the default share of each head that rotates. If
-    the scaling depends on the sequence length (dynamic, longrope), max_len in `fields` becomes the
-    trained length, up to which nothing is scaled.
+    RoPE is defined by `rope_theta` and `rope_scaling`, or by `rope_parameters`, which contains
+    both. `layer` names the entry of `rope_parameters` to read in families with two kinds of
+    rotation. `default` is the default base, and `part` is the default fraction of each head that
+    rotates. If the scaling depends on the sequence length (dynamic, longrope), max_len in `fields`
+    is set to the trained length, up to which nothing is scaled.
     """
     name, spec = "rope_parameters", keys.take("rope_parameters", None)
     older = keys.take("rope_scaling", None)
@@ -118,7 +118,7 @@ def read_rope(
     dims = _rotated_dims((inner, keys), fields, part)
     longest = fields["max_len"]
     trained = inner.integer("original_max_position_embeddings", None)
-    # Phi 3 stores it outside the object; that value takes precedence.
+    # Phi 3 stores it outside the object, and that value takes precedence.
     trained = keys.integer("original_max_position_embeddings", None) or trained or longest
     if scaling == "dynamic":
         # Transformers ignores the key for dynamic and uses max_position_embeddings.
@@ -145,7 +145,7 @@ def read_rope(
         case "yarn":  # Peng et al. 2023
             attention_factor = inner.positive("attention_factor", None)
             one, two = inner.number("mscale", None), inner.number("mscale_all_dim", None)
-            # DeepSeek's two keys form a quotient; either one without the other has no effect.
+            # The two keys of DeepSeek form a quotient. One of them without the other has no effect.
             if attention_factor is None and one and two:
                 attention_factor = _magnitude(options["factor"], one)
                 attention_factor /= _magnitude(options["factor"], two)
@@ -172,12 +172,12 @@ def read_rope(
 def _rotated_dims(holders: Iterable[k.ConfigKeys], fields: k.Fields, default: float) -> int | None:
     """Return int(head_dim partial_rotary_factor), the number of dimensions of each head to rotate.
 
-    The first of the holders with that key decides. Return None if all dimensions rotate.
+    The first of the `holders` that has the key decides. Return None if all dimensions rotate.
     """
     head_dim = fields.get("head_dim") or fields["d_model"] // fields["num_heads"]
     found = None if default == 1 else int(head_dim * default)
     decided = False
-    for holder in holders:  # read both, so that neither counts as unknown
+    for holder in holders:  # read both, so that neither is considered unknown
         part = holder.positive("partial_rotary_factor", None)
         if part is None or decided:
             continue
@@ -197,12 +197,15 @@ def _magnitude(factor: float, scale: float) -> float:
 
 
 def rope_of(config: ModelConfig) -> Rope:
-    """Return the RoPE to write; without one, the default, which the check by reading rejects."""
+    """Return the RoPE to write.
+
+    If there is none, return the default, which is rejected when the config is read back.
+    """
     return config.positions if isinstance(config.positions, Rope) else Rope()
 
 
 def write_rope(config: ModelConfig) -> JsonObject:
-    """Return the RoPE keys in the older style, which all versions of transformers read."""
+    """Return the RoPE keys in the older style, which all versions of transformers can read."""
     rope = rope_of(config)
     keys: JsonObject = dict(rope_theta=rope.base)
     if rope.dims not in (None, config.key_dim):
@@ -235,9 +238,9 @@ def rotated_part(dims: int, head_dim: int) -> float:
 
 
 def rope(default: float = 10_000.0, part: float = 1.0) -> k.Code:
-    """List the RoPE keys; the arguments are defaults, as in `read_rope`.
+    """List the RoPE keys. The arguments are default values, as in `read_rope`.
 
-    Must follow the sizes, because a scaling may change max_len.
+    This entry must come after the sizes, because a scaling may change max_len.
     """
 
     def read(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
@@ -256,11 +259,11 @@ WINDOW = k.Code(
     lambda keys, fields: dict(window=keys.optional_integer("sliding_window", None)),
     lambda config: dict(sliding_window=config.windows[0]),
 )
-"""The same window in every layer, or none."""
+"""Keys for the same window in every layer, or for no window."""
 
 
 def layer_types(keys: k.ConfigKeys, layers: int) -> list[str] | None:
-    """Return the type of every layer, such as "sliding_attention", or None if absent."""
+    """Return the type of every layer, such as "sliding_attention", or None if not specified."""
     types = keys.take("layer_types", None)
     if types is None:
         return None
@@ -280,23 +283,23 @@ def shortest(layers: Sequence[k.Value]) -> tuple[k.Value, ...]:
 
 
 def window_pattern(types: list[str], window: int | None) -> int | tuple[int | None, ...] | None:
-    """Return the shortest pattern of windows that repeats to these layer types."""
+    """Return the shortest pattern of windows whose repetition matches these layer types."""
     found = shortest([window if kind == "sliding_attention" else None for kind in types])
     return found[0] if len(found) == 1 else found
 
 
 def every(period: int) -> Callable[[int], bool]:
-    """Return a predicate for layers with a window: all except every `period`-th layer."""
+    """Return a predicate for layers with a window, which are all except every `period`-th layer."""
     return lambda layer: (layer + 1) % period != 0
 
 
 def types_or(keys: k.ConfigKeys, layers: int, has_window: Callable[[int], bool]) -> list[str]:
-    """Return the type of every layer from `layer_types`, or else from `has_window`."""
+    """Return the type of every layer from `layer_types` or, if it is missing, from `has_window`."""
     return layer_types(keys, layers) or [LAYER_TYPES[has_window(i)] for i in range(layers)]
 
 
 def windows(has_window: Callable[[int], bool], width: int | None = 4096) -> k.Code:
-    """List `layer_types` and the window width; the arguments are defaults.
+    """List `layer_types` and the window width. The arguments are default values.
 
     The width must be a number even if no layer has a window.
     """

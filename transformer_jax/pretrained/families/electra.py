@@ -1,7 +1,7 @@
-"""ELECTRA (Clark et al. 2020): a BERT whose embeddings may be narrower than its blocks.
+"""ELECTRA (Clark et al. 2020), a BERT model whose embeddings may be narrower than its blocks.
 
-A generator fills in masks. A discriminator has one class per token; a logit above 0 means that the
-token was replaced.
+A generator predicts masked tokens. A discriminator has one class per token. A logit above 0 means
+that the token was replaced.
 """
 
 from __future__ import annotations

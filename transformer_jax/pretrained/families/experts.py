@@ -1,7 +1,7 @@
-"""Mixture-of-experts decoders: Mixtral (Jiang et al. 2024), OLMoE, Qwen 1.5 to 3, gpt-oss (2025).
+"""Decoders with experts: Mixtral (Jiang et al. 2024), OLMoE, Qwen 1.5 to 3 and gpt-oss (2025).
 
-Their blocks are Llama's except for the feed-forward. Each expert has its own tensors in the files,
-except in gpt-oss, where one tensor contains all experts.
+Their blocks are the same as in Llama, except for the feed-forward network. Each expert has its own
+tensors in the files, except in gpt-oss, where one tensor contains all experts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from transformer_jax.pretrained.families.table import (
 
 MIXTRAL_NAMES = "w1", "w3", "w2"
 NAMES = "gate_proj", "up_proj", "down_proj"
-"""Tensor names of the matrices gate, up, and down of an expert."""
+"""Tensor names of the gate, up and down matrices of an expert."""
 
 
 def _table(config: ModelConfig, module: str, names: tuple[str, ...]) -> list[TensorMapping]:
-    """Return the table, with the experts of each block under these names in `module`."""
+    """Return the table in which the experts of each block have these names in `module`."""
     experts = config.experts or Experts()
     block = f"model.layers.{{i}}.{module}"
     mappings = linear("feed_forward/router", f"{block}.gate", bias=False)
@@ -42,7 +42,10 @@ def _table(config: ModelConfig, module: str, names: tuple[str, ...]) -> list[Ten
 
 
 def _experts(count: str, default: int, top_k: int, balance: float = 0.001) -> list[k.Entry]:
-    """List the expert counts and the balance loss; all arguments except `count` are defaults."""
+    """List the numbers of experts and the balance loss.
+
+    All arguments except `count` are default values.
+    """
     return [
         k.Key(count, "experts.count", k.integer, default),
         k.Key("num_experts_per_tok", "experts.top_k", k.integer, top_k),
@@ -89,7 +92,7 @@ OLMOE = llama_family(
 
 
 def _qwen(kv_heads: int, count: int, top_k: int, width: int) -> list[k.Entry]:
-    """List the keys of Qwen's mixture-of-experts models; the arguments are defaults."""
+    """List the keys of Qwen's mixture-of-experts models. The arguments are default values."""
     return [
         *d.gated(kv_heads),
         k.Fixed(d_ff=None),
@@ -130,7 +133,7 @@ QWEN3_MOE = llama_family(
 
 
 def _gpt_oss_table(config: ModelConfig) -> list[TensorMapping]:
-    """Return the table; the columns of gate and up are interleaved in one tensor."""
+    """Return the table, where the columns of gate and up are interleaved in one tensor."""
     block = "model.layers.{i}.mlp"
     mappings = linear("feed_forward/router", f"{block}.router")
     for part, name in enumerate(("gate", "up")):
@@ -155,7 +158,7 @@ def _read_windows(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     types = d.types_or(keys, fields["num_layers"], d.every(2))
     window = d.window_pattern(types, keys.optional_integer("sliding_window", 128))
     values = [keys.take(name, None) for name in ("rope_parameters", "rope_scaling")]
-    if values == [None, None]:  # transformers would default to a scaling by 32
+    if values == [None, None]:  # transformers would use a default scaling of 32
         keys.fail("rope_parameters", None, 'must be an object, such as {"rope_type": "default"}')
     return dict(window=window)
 

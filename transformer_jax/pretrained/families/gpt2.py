@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019).
 
-It has learned positions, pre-norm blocks, and one matrix for query, key, and value.
+GPT-2 has learned positions, pre-norm blocks and one matrix for query, key and value.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ GPT2 = t.Family(
         k.Key("activation_function", "activation", k.activation(), "gelu_new"),
         k.Key("layer_norm_epsilon", "norm_eps", k.positive, 1e-5),
         k.Key("tie_word_embeddings", "tie_embeddings", k.flag, True),
-        # a ModelConfig has one rate for both, so resid_pdrop, read last, takes precedence
+        # a ModelConfig has one rate for both, so resid_pdrop takes precedence, because it is read
+        # last
         k.Key("embd_pdrop", "dropout", k.rate, 0.1),
         k.Key("resid_pdrop", "dropout", k.rate, 0.1),
         k.Key("attn_pdrop", "attention_dropout", k.rate, 0.1),

@@ -1,7 +1,8 @@
-"""Keys of config.json: each entry defines both how a key is read and how it is written.
+"""Keys of config.json, whose entries define both how a key is read and how it is written.
 
-A family lists its entries. `Key` maps to one field of `ModelConfig`, `Flag` chooses between fields,
-`Fixed` contains the family's constant fields, and `Code` is a pair of functions for other keys.
+A family lists its entries. `Key` maps a key to one field of `ModelConfig`, `Flag` chooses between
+fields, `Fixed` contains the constant fields of the family, and `Code` is a pair of functions for
+other keys.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from transformer_jax.pretrained.families.other_keys import aliases, other_keys
 from transformer_jax.untrusted_files import MISSING, JsonObject, ObjectKeys, shown
 
 Fields: TypeAlias = dict[str, Any]
-"""Fields of a ModelConfig by name; the config validates their values."""
+"""Fields of a ModelConfig, keyed by name. The config validates their values."""
 JsonValue: TypeAlias = Any
-"""A value of a JSON file; readers check its type."""
+"""Value in a JSON file. Readers check its type."""
 Value = TypeVar("Value")
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -27,12 +28,12 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh", "quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu",
     "swish": "silu",
 }  # fmt: skip
-"""Published names of activations; several names may refer to the same function."""
+"""Names of activations in published files. Several names may refer to the same function."""
 ACTIVATION_KEYS: dict[Activation, str] = {
     "gelu": "gelu", "gelu_tanh": "gelu_new", "quick_gelu": "quick_gelu", "relu": "relu",
     "silu": "silu",
 }  # fmt: skip
-"""The name to write for each activation."""
+"""Name to write for each activation."""
 
 
 DEPTH_KEYS = frozenset(
@@ -41,15 +42,15 @@ DEPTH_KEYS = frozenset(
     num_hidden_layers num_layers num_local_experts
     """.split()
 )
-"""Keys that count layers or experts; each layer or expert has at least one tensor."""
+"""Keys that are numbers of layers or experts. Each layer or expert has at least one tensor."""
 EXPERT_KEYS = frozenset({"num_experts", "num_local_experts"})
-"""Keys that count experts."""
+"""Keys that are numbers of experts."""
 
 
 class ConfigKeys(ObjectKeys):
-    """Keys of a JSON object, read with strict types.
+    """Reader of the keys of a JSON object that checks types strictly.
 
-    `other_keys` lists the keys of a family that are accepted but not read.
+    The module `other_keys` lists the keys of a family that are accepted but not read.
     """
 
     error = ConfigError
@@ -65,11 +66,12 @@ class ConfigKeys(ObjectKeys):
     ) -> None:
         """Store the object, the name of the file, the tensor names, and the keys that count layers.
 
-        The tensor `names` determine the heads of a model. Without them, counts are not checked.
+        The tensor `names` determine the heads of a model. Without them, numbers of layers are not
+        checked.
         """
         super().__init__(content, where, prefix)
         self.names, self._counting, self._ignored = names, counting, set[str]()
-        # transformers reads either name; if both are present, they must agree
+        # transformers reads either name, so if both are present, their values must agree
         for second, name in aliases(family).items():
             if second in content:
                 value = self.content.pop(second)
@@ -81,7 +83,7 @@ class ConfigKeys(ObjectKeys):
                 self._check(name, self.content[name], allowed)
 
     def take(self, name: str, default: JsonValue = MISSING) -> JsonValue:
-        """Return the value of a key as stored; raise an error if it is absent without a default."""
+        """Return the value of a key as stored; raise an error if it is missing without a default."""
         value = super().take(name, default)
         if value is MISSING:
             raise self.error(f"{self.where}: {name} is missing")
@@ -92,7 +94,7 @@ class ConfigKeys(ObjectKeys):
     @overload
     def integer(self, name: str, default: None, *, least: int = 1) -> int | None: ...
     def integer(self, name: str, default: JsonValue = MISSING, *, least: int = 1) -> int | None:
-        """Return an integer from `least` to 2^31 - 1, or the default if the key is absent."""
+        """Return an integer from `least` to 2^31 - 1, or the default if the key is missing."""
         value = self.take(name, default)
         if value is default and not isinstance(default, int):
             return value
@@ -114,11 +116,11 @@ class ConfigKeys(ObjectKeys):
     @overload
     def number(self, name: str, default: None) -> float | None: ...
     def number(self, name: str, default: JsonValue = MISSING) -> float | None:
-        """Return a number between -2^63 and 2^63, or the default if the key is absent."""
+        """Return a number between -2^63 and 2^63, or the default if the key is missing."""
         value = self.take(name, default)
         if value is default and default is None:
             return value
-        # json accepts integers of 400 digits, which overflow float(); this also rejects NaN
+        # json accepts integers with 400 digits, which overflow float(); this check also rejects NaN
         if type(value) not in (int, float) or not abs(value) < 2**63:
             self.fail(name, value, "must be a number between -2^63 and 2^63")
         return value
@@ -130,7 +132,7 @@ class ConfigKeys(ObjectKeys):
     def positive(
         self, name: str, default: JsonValue = MISSING, *, above: float = 0
     ) -> float | None:
-        """Return a number greater than `above`, or the default if the key is absent."""
+        """Return a number greater than `above`, or the default if the key is missing."""
         value = self.number(name, default)
         if value is not None and not value > above:
             self.fail(name, value, f"must exceed {above}" if above else "must be positive")
@@ -141,7 +143,7 @@ class ConfigKeys(ObjectKeys):
         return None if self.take(name, default) is None else self.positive(name, default)
 
     def rate(self, name: str, default: float) -> float:
-        """Return a dropout rate, at least 0 and below 1; null means 0."""
+        """Return a dropout rate that is at least 0 and below 1, where null means 0."""
         if self.take(name, default) is None:
             return 0.0
         value = self.number(name, default)
@@ -150,7 +152,7 @@ class ConfigKeys(ObjectKeys):
         return value
 
     def flag(self, name: str, default: bool = MISSING) -> bool:
-        """Return true or false."""
+        """Return a Boolean value, or the default if the key is missing."""
         value = self.take(name, default)
         if type(value) is not bool:
             self.fail(name, value, "must be true or false")
@@ -164,13 +166,13 @@ class ConfigKeys(ObjectKeys):
         return options[value]
 
     def require(self, name: str, *allowed: object) -> None:
-        """Raise an error unless a key is absent or has one of these values."""
+        """Raise an error unless a key is missing or has one of these values."""
         self._check(name, self.take(name, allowed[0]), allowed)
         self._ignored.add(name)
 
     def _check(self, name: str, value: JsonValue, allowed: Sequence[object]) -> None:
         def same(option: object) -> bool:
-            if isinstance(option, tuple):  # a list of only these items
+            if isinstance(option, tuple):  # a list that contains only these items
                 return isinstance(value, list) and all(part in option for part in value)
             # 1 == True in Python, but a Boolean key must not be a number.
             return type(value) is type(option) and value == option
@@ -185,7 +187,7 @@ class ConfigKeys(ObjectKeys):
         self._ignored |= set(names)
 
     def kept(self) -> JsonObject:
-        """Return the keys that do not affect the config, such as token ids and names."""
+        """Return the keys that do not affect the config, such as token IDs and names."""
         read = self.taken - self._ignored
         return {name: value for name, value in self.content.items() if name not in read}
 
@@ -204,7 +206,7 @@ class ConfigKeys(ObjectKeys):
 
 @dataclass(frozen=True)
 class Kind:
-    """Functions that validate and read the value of a key, and that write it."""
+    """Functions that read and validate the value of a key, and that write it."""
 
     read: Callable[[ConfigKeys, str, JsonValue], Any]
     write: Callable[[Any], JsonValue] = lambda value: value
@@ -215,10 +217,10 @@ optional_positive = Kind(ConfigKeys.optional_positive)
 integer_or_default = Kind(
     lambda keys, name, default: keys.optional_integer(name, default) or default
 )
-"""An integer, where null means the default."""
+"""Kind of an integer, where null means the default."""
 number, positive, rate = Kind(ConfigKeys.number), Kind(ConfigKeys.positive), Kind(ConfigKeys.rate)
 decimal = Kind(lambda keys, name, default: float(keys.positive(name, default)))
-"""A positive number, read as a float."""
+"""Kind of a positive number, which is read as a float."""
 flag = Kind(ConfigKeys.flag)
 
 
@@ -238,22 +240,22 @@ def _multiplier(keys: ConfigKeys, name: str, default: float) -> float | None:
 def _write_divisor(scale: float | None) -> float:
     if scale is None:
         return 1.0
-    # The inverse of an inverse may differ in the last bit, so try twelve digits first.
+    # The inverse of an inverse may differ in the last bit, so try a value with twelve digits first.
     short = float(f"{1 / scale:.12g}")
     return short if 1 / short == scale else 1 / scale
 
 
 multiplier = Kind(_multiplier, lambda scale: 1.0 if scale is None else scale)
-"""A factor; 1 becomes None."""
+"""Kind of a factor, where 1 is read as None."""
 divisor = Kind(
     lambda keys, name, default: (scale := _multiplier(keys, name, default)) and 1 / scale,
     _write_divisor,
 )
-"""A divisor of the logits; the field is its inverse."""
+"""Kind of a divisor of the logits. The field is its inverse."""
 
 
 def activation(**spelled: str) -> Kind:
-    """Return the kind of an activation; `spelled` overrides the names to write."""
+    """Return the kind of an activation. `spelled` overrides the names to write."""
 
     def write(value: object) -> str:
         if not isinstance(value, str):
@@ -267,37 +269,39 @@ def activation(**spelled: str) -> Kind:
 
 
 class Entry(Protocol):
-    """An entry of a family: keys, and the fields that they define."""
+    """Entry of a family, which consists of keys and the fields that they define."""
 
     @property
     def read(self) -> Callable[[ConfigKeys, Fields], Fields]:
-        """Converts keys, and the fields of earlier entries, to fields."""
+        """Return a function that converts keys, and the fields of earlier entries, to fields."""
 
     @property
     def write(self) -> Callable[[ModelConfig], JsonObject]:
-        """Converts a config to keys; later entries override earlier ones."""
+        """Return a function that converts a config to keys. Later entries override earlier ones."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key for one field.
+    """Entry for one key that defines one field.
 
-    A field whose default is null is written unchanged; otherwise None becomes the value it means.
+    If the default of the key is null, the field is written unchanged. Otherwise, None is replaced
+    by the value that it means.
     """
 
     name: str
     field: str | None
-    """A field of ModelConfig, or "experts.count" of its Experts; None only checks the value."""
+    """Field of ModelConfig, or of its Experts, such as "experts.count". None only checks the
+    value."""
     kind: Kind
     default: JsonValue = MISSING
     null: str | None = None
-    """The field of an earlier entry whose value replaces null."""
+    """Field of an earlier entry whose value replaces null."""
     unless: str | None = None
-    """The field of an earlier entry that defines the value if this field is None."""
+    """Field of an earlier entry that defines the value if this field is None."""
     older: str | None = None
-    """An older name, which is read if this one is null or absent."""
+    """Older name of the key, which is read if the current name is null or missing."""
     optional: bool = False
-    """Whether the key is omitted, instead of null, if the field is None."""
+    """Whether the key is omitted instead of being null if the field is None."""
 
     def read(self, keys: ConfigKeys, fields: Fields) -> Fields:
         name = self.name
@@ -318,7 +322,7 @@ class Key:
         if self.field.startswith("experts."):
             value = getattr(config.experts or Experts(), self.field.removeprefix("experts."))
         elif self.default is None and self.null is None:
-            # null is a value here: n_inner=null in GPT-2 means 4 times the width
+            # null is a value here; n_inner=null in GPT-2 means 4 times the width
             value = getattr(config, self.field)
         else:
             value = effective(config, self.field)
@@ -329,10 +333,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Flag:
-    """A Boolean key, with the fields that each value sets.
+    """Entry for a Boolean key, with the fields that each value sets.
 
-    The first of these fields determines the key to write: true if the field matches `on`, or, if
-    `on` is empty, unless it matches `off`.
+    The first of these fields determines the value to write, which is true if the field matches
+    `on`. If `on` is empty, the value is true unless the field matches `off`.
     """
 
     name: str
@@ -351,7 +355,7 @@ class Flag:
 
 
 class Fixed:
-    """Fields that are constant in a family, without a key."""
+    """Entry for fields that are constant in a family and have no key."""
 
     def __init__(self, **fields: Any) -> None:
         """Store the fields by name."""
@@ -365,7 +369,10 @@ class Fixed:
 
 
 class FixedKeys:
-    """Keys that are constant in a family when written; `other_keys` lists the values to accept."""
+    """Entry for keys that are written with a constant value.
+
+    `other_keys` lists the values that are accepted.
+    """
 
     def __init__(self, **keys: JsonValue) -> None:
         """Store the keys with their values."""
@@ -380,14 +387,14 @@ class FixedKeys:
 
 @dataclass(frozen=True)
 class Code:
-    """Keys that require logic, such as RoPE, windows, and heads."""
+    """Entry for keys that require logic, such as those of RoPE, windows and heads."""
 
     read: Callable[[ConfigKeys, Fields], Fields] = lambda keys, fields: {}
     write: Callable[[ModelConfig], JsonObject] = lambda config: {}
 
 
 def same(name: str, field: str, first: str, default: int | None = None) -> Code:
-    """List a size that must equal that of an earlier key, if it is present or has a default."""
+    """List a size that, if present or with a default, must equal that of an earlier key."""
 
     def check(keys: ConfigKeys, fields: Fields) -> Fields:
         size, found = fields[field], keys.integer(name, default)
@@ -402,7 +409,7 @@ MEANINGS = dict(
     num_kv_heads="kv_heads", head_dim="key_dim", value_head_dim="value_dim", d_ff="ff_dim",
     num_decoder_layers="decoder_layers", pooler="pooling",
 )  # fmt: skip
-"""Fields whose None means the value of a property."""
+"""Fields for which None means the value of a property."""
 
 
 def effective(config: ModelConfig, field: str) -> Any:
@@ -423,7 +430,7 @@ def standard_sizes(
     heads: int = MISSING,
     longest: int = MISSING,
 ) -> list[Entry]:
-    """List the sizes under their usual names; the arguments are defaults."""
+    """List the sizes under their usual names. The arguments are default values."""
     return [
         Key("vocab_size", "vocab_size", integer, vocab_size),
         Key("hidden_size", "d_model", integer, width),

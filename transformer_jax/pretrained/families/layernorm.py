@@ -1,7 +1,7 @@
-"""Decoders with LayerNorm, whose norms have biases even if their matrices do not.
+"""Decoders with LayerNorm, whose norms have biases even if their matrices have none.
 
-StarCoder 2 (Lozhkov et al. 2024), StableLM (Bellagente et al. 2024), OPT (Zhang et al. 2022), BLOOM
-(Workshop et al. 2022), and Falcon (Almazrouei et al. 2023).
+These are StarCoder 2 (Lozhkov et al. 2024), StableLM (Bellagente et al. 2024), OPT (Zhang et al.
+2022), BLOOM (Workshop et al. 2022) and Falcon (Almazrouei et al. 2023).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from transformer_jax.pretrained.families.decoder_keys import (
 )
 
 NO_BIAS: k.Fields = dict(qkv_bias=False, out_bias=False, ff_bias=False)
-"""Fields of a model where only norms have biases."""
+"""Fields of a model in which only norms have biases."""
 NORMS = {
     "norm": "input_layernorm", "norm_attention": "input_layernorm",
     "norm_feed_forward": "post_attention_layernorm",
 }  # fmt: skip
-"""Names of the norms of a block: one that its branches share, or two."""
+"""Names of the norms in a block, which has one norm that its branches share, or two norms."""
 
 
 def _llama_names(names: dict[str, str]) -> Callable[[ModelConfig], list[t.TensorMapping]]:
@@ -164,7 +164,7 @@ _AROUND = "transformer.word_embeddings", "transformer.h.{i}"
 
 
 def _width(default: int) -> k.Code:
-    """List the width; `n_embed` takes precedence over `hidden_size`."""
+    """List the key of the width. `n_embed` takes precedence over `hidden_size`."""
 
     def read(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         width = keys.integer("n_embed", None) or keys.integer("hidden_size", default)
@@ -205,7 +205,7 @@ BLOOM = t.Family(
 
 
 def _read_falcon(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    """Read how query heads share keys, and the norms of the branches."""
+    """Read how query heads share keys, and which norms the branches have."""
     heads = fields["num_heads"]
     grouped, multi_query = (
         keys.flag("new_decoder_architecture", False),

@@ -1,7 +1,8 @@
-"""Llama (Touvron et al. 2023, Dubey et al. 2024) and the families that descend from it.
+"""Llama (Touvron et al. 2023, Dubey et al. 2024) and the families that are based on it.
 
-Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi 3 and 4, OLMo 2 and 3, Granite, SmolLM 3, and SmolLM 1 and
-2, whose model_type is llama. They share a table of names and differ in norms, biases, and windows.
+These are Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi 3 and 4, OLMo 2 and 3, Granite, SmolLM 3, and
+SmolLM 1 and 2, whose model_type is llama. They share a table of names and differ in norms, biases
+and windows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def llama_table(
     feed_forward: list[t.TensorMapping] | None = None,
     qkv: list[t.TensorMapping] | None = None,
 ) -> list[t.TensorMapping]:
-    """Return Llama's table, or that of a variant with other names for some layers."""
+    """Return the table of Llama, or of a variant with different names for some layers."""
     before, after = ("input", "post_attention") if config.norm_order != "output" else (None, None)
     names = {"norm_attention": before, "norm_feed_forward": after}
     if config.norm_order == "output":
@@ -129,7 +130,7 @@ def _read_mistral(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         return dict(window=window)
     found: k.Fields = dict(window=d.window_pattern(types, window))
     if fields["head_dim"] == fields["d_model"] // fields["num_heads"]:
-        found["head_dim"] = None  # the default width, which is written below
+        found["head_dim"] = None  # means the default width, which is written below
     return found
 
 
@@ -139,7 +140,8 @@ MISTRAL = llama_family(
         *d.gated(8),
         k.Code(
             _read_mistral,
-            # transformers converts one with layer_types to a Ministral, which requires head_dim
+            # transformers converts a config with layer_types to a Ministral config, which requires
+            # head_dim
             lambda config: (
                 dict(d.write_windows(config), head_dim=config.key_dim)
                 if len(set(config.windows)) > 1
@@ -164,7 +166,7 @@ def _read_qwen(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
 
 def _write_qwen(config: ModelConfig) -> JsonObject:
     keys = d.write_windows(config)
-    # The flag disables all windows; max_window_layers then counts every layer.
+    # The flag disables all windows, and max_window_layers then counts every layer.
     used = keys["sliding_window"] is not None
     first = keys["layer_types"].index("sliding_attention") if used else config.num_layers
     return dict(keys, use_sliding_window=used, max_window_layers=first)
@@ -194,7 +196,7 @@ def _read_activation(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     act = (
         "gelu_tanh" if act == "gelu" else act
     )  # early files specify gelu but mean its tanh approximation
-    if keys.take("hidden_activation", None) is not None:  # libraries differ in which key they read
+    if keys.take("hidden_activation", None) is not None:  # libraries may read either key
         also = keys.choice("hidden_activation", k.ACTIVATIONS)
         if ("gelu_tanh" if also == "gelu" else also) != act:
             rule = f"must match hidden_act, which means {act!r}"
@@ -213,7 +215,7 @@ def _gemma(kv_heads: int) -> list[k.Entry]:
 
 
 def _capped(scores: float | None, logits: float | None) -> list[k.Entry]:
-    """List the keys of Gemma 2 and 3: soft caps, a score scale, norms around the branches."""
+    """List the keys of Gemma 2 and 3, which have soft caps, a score scale and sandwich norms."""
     return [
         *_gemma(4),
         k.Key("hidden_activation", "activation", _TANH, "gelu_pytorch_tanh"),
@@ -233,7 +235,7 @@ _SCALAR = k.Kind(
 
 def _read_local_rope(keys: k.ConfigKeys, fields: k.Fields, base: float) -> Rope:
     """Return the RoPE of layers with a window, which Gemma 3 and OLMo 3 never scale."""
-    # Pass a copy, since read_rope may shorten max_len, which the other layers define.
+    # Pass a copy, because read_rope may shorten max_len, which the other layers define.
     rope = d.read_rope(keys, dict(fields), "sliding_attention", base)
     if rope.scaling is not None:
         keys.fail("rope_parameters", rope.scaling, "layers with a window must have no RoPE scaling")
@@ -244,9 +246,9 @@ def _read_gemma3(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     every = keys.integer("sliding_window_pattern", 6)
     if keys.take("layer_types", None) is None:
         keys.require("_sliding_window_pattern", every)
-    keys.ignore("_sliding_window_pattern")  # layer_types derive from it
+    keys.ignore("_sliding_window_pattern")  # layer_types is derived from it
     window = d.windows(d.every(every)).read(keys, fields)["window"]
-    # Without windows the local base is unused, and any number is accepted.
+    # Without windows, the local base is not used, and any number is accepted.
     read = keys.number if window is None else partial(keys.positive, above=1)
     local = float(read("rope_local_base_freq", 10_000.0))
     near = None
@@ -303,7 +305,7 @@ GEMMA3 = llama_family(
 
 
 def _phi3_table(config: ModelConfig) -> list[t.TensorMapping]:
-    """Return Llama's table, with one tensor for query, key, and value and one for gate and up."""
+    """Return Llama's table with one tensor for query, key and value and one for gate and up."""
     q, k, F = config.num_heads * config.key_dim, config.kv_heads * config.key_dim, config.ff_dim
     heads = {"attention/query": q, "attention/key": k, "attention/value": k}
     hidden, block = {"feed_forward/gate": F, "feed_forward/up": F}, "model.layers.{i}"

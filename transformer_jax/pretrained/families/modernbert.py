@@ -1,9 +1,10 @@
-"""ModernBERT (Warner et al. 2024): an encoder with RoPE, gates, and windows per layer.
+"""ModernBERT (Warner et al. 2024), an encoder with RoPE, gates and a window for each layer.
 
 Block 0 has no norm before attention, because the embeddings have one. In a layer with a window, a
-query sees local_attention / 2 tokens on each side, and RoPE has a different base. The only
-dropout rates in use are `embedding_dropout` and `attention_dropout`. A classifier reads the layers
-of the masked-token head, applied to the first token, to the mean of a text, or to each token.
+query sees local_attention / 2 tokens on each side, and RoPE has a different base. The only dropout
+rates in use are `embedding_dropout` and `attention_dropout`. A classifier reads the output of the
+layers of the masked-token head, which are applied to the first token, to the mean of a text or to
+each token.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
 
 
 def _read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    """Detect the layers after the stack, whose tensors have the same names for all classifiers."""
+    """Detect the layers after the stack.
+
+    Their tensors have the same names for all classifiers.
+    """
     head, classes = "head.dense.weight" in keys.names, "classifier.weight" in keys.names
     bias, act = fields["use_bias"], fields["activation"]
     head_bias, decoder_bias = keys.flag("classifier_bias", False), keys.flag("decoder_bias", True)
@@ -108,7 +112,7 @@ def _read_layers(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     types = d.types_or(keys, fields["num_layers"], lambda i: i % every != 0)
     window = d.window_pattern(types, keys.integer("local_attention", WINDOW) // 2 + 1)
     far, near = (
-        # Pass a copy, since read_rope may shorten max_len.
+        # Pass a copy, because read_rope may shorten max_len.
         d.read_rope(keys, dict(fields), kind, float(keys.positive(KEYS[kind], base, above=1)))
         for kind, base in BASES.items()
     )

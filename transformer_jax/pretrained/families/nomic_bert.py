@@ -1,7 +1,7 @@
-"""nomic-bert (Nussbaum et al. 2024): a BERT with RoPE, gates, and no biases in its blocks.
+"""nomic-bert (Nussbaum et al. 2024), a BERT model with RoPE, gates and no biases in its blocks.
 
-Its files have two styles of config.json: that of transformers, and that of the original code, with
-GPT-2's names (`n_embd`). The tensor names are the same in both.
+There are two styles of config.json: that of transformers, and that of the original code, which uses
+GPT-2's names (`n_embd`). The tensor names are the same in both styles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OLD = dict(
     intermediate_size="n_inner", layer_norm_eps="layer_norm_epsilon",
     hidden_dropout_prob="resid_pdrop", attention_probs_dropout_prob="attn_pdrop",
 )  # fmt: skip
-"""Maps the keys of transformers to those of the original code."""
+"""Keys of the original code, keyed by the keys of transformers."""
 BASE = 1000.0
 POOLER = "nomic_bert.pooler.dense"
 

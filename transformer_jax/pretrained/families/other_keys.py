@@ -1,8 +1,8 @@
-"""Keys of config.json that no family reads: their allowed values, and why they have no effect.
+"""Keys of config.json that no family reads, their allowed values, and why they have no effect.
 
-A key that no `read` of a family reads must have a value listed here, or is ignored for the reason
-stated here. Any other key is rejected by name unless it is null. A test compares the keys with the
-configuration classes of transformers.
+A key that a family does not read must have a value listed here, or is ignored for the reason given
+here. Any other key raises an error that names it, unless it is null. A test compares the keys with
+the configuration classes of transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from transformer_jax.untrusted_files import JsonObject
 
 ALL_FULL = ("full_attention",)
-"""Any list of layers of only this type."""
+"""Any list of layers that all have this type."""
 
 _DECODERS = (
     "gpt2 llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite smollm3 olmo2 olmo3 "
@@ -26,15 +26,16 @@ _SEQ2SEQ = "bart mbart pegasus m2m_100 marian"
 
 @dataclass(frozen=True)
 class OtherKeys:
-    """Keys of some families that have no effect for the same reason."""
+    """Keys of one or more families that have no effect for the same reason."""
 
     why: str
     families: str = ""
-    """Names separated by spaces; empty means all families. Later entries override earlier ones."""
+    """Names of families, separated by spaces. An empty string means all families. Later entries
+    override earlier ones."""
     ignored: str = ""
-    """Keys with any value, separated by spaces."""
+    """Keys for which any value is allowed, separated by spaces."""
     fixed: JsonObject = field(default_factory=dict)
-    """Maps keys to the values that match the family's computation."""
+    """Allowed values of keys. They match the computation of the family."""
 
 
 OTHER_KEYS = (
@@ -363,12 +364,12 @@ ALIASES: dict[str, dict[str, str]] = {
         num_hidden_layers="encoder_layers",
     ),
 }  # fmt: skip
-"""Maps alternative names of keys in transformers to the names that families read."""
+"""Names of keys that families read, keyed by alternative names in transformers."""
 
 
 @cache
 def other_keys(family: str) -> dict[str, list[object] | None]:
-    """Return the allowed values of each unread key of a family; None allows any."""
+    """Return the allowed values of each key that a family does not read. None allows any value."""
     found: dict[str, list[object] | None] = {}
     for entry in OTHER_KEYS:
         if entry.families and family not in entry.families.split():
@@ -381,5 +382,5 @@ def other_keys(family: str) -> dict[str, list[object] | None]:
 
 @cache
 def aliases(family: str) -> dict[str, str]:
-    """Return the alternative names of keys of a family."""
+    """Return the alternative names of the keys of a family."""
     return next((names for families, names in ALIASES.items() if family in families.split()), {})

@@ -1,7 +1,7 @@
-"""Families with parallel branches: attention and feed-forward both read the input of the block.
+"""Families with parallel branches, which all read the input of the block.
 
-GPT-NeoX with Pythia (Black et al. 2022, Biderman et al. 2023), GPT-J (Wang and Komatsuzaki 2021),
-Phi 1 to 2 (Gunasekar et al. 2023), and Command R, Aya, and Command R7B by Cohere.
+These are GPT-NeoX and Pythia (Black et al. 2022, Biderman et al. 2023), GPT-J (Wang and Komatsuzaki
+2021), Phi 1 to 2 (Gunasekar et al. 2023), and Command R, Aya and Command R7B by Cohere.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ _COHERE: list[k.Entry] = [
 def _read_cohere2(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     every = keys.integer("sliding_window_pattern", 4)
     types = d.types_or(keys, fields["num_layers"], d.every(every))
-    keys.ignore("_sliding_window_pattern")  # layer_types derive from it
+    keys.ignore("_sliding_window_pattern")  # layer_types is derived from it
     window = d.window_pattern(types, keys.integer("sliding_window", 4096))
     pattern = d.shortest([kind == "sliding_attention" for kind in types])
     if pattern == (False,):

@@ -1,8 +1,9 @@
-"""T5 (Raffel et al. 2020), its version 1.1, Flan-T5, mT5 (Xue et al. 2021), and their encoders.
+"""T5 (Raffel et al. 2020), T5 1.1, Flan-T5, mT5 (Xue et al. 2021) and their encoders.
 
-They have a bias that depends on the distance, RMSNorm, projections without biases, and unscaled
-attention scores. Version 1.0 has relu and computes scaled logits with the embeddings; version 1.1
-has a gated gelu and a separate output matrix. Keys and tensors determine the version of a folder:
+These models have a bias that depends on the distance, RMSNorm, projections without biases and
+unscaled attention scores. Version 1.0 uses relu and computes scaled logits with the embeddings.
+Version 1.1 uses a gated gelu and a separate output matrix. Keys and tensors determine the version
+of a folder:
 
 | tie_word_embeddings | scale_decoder_outputs | lm_head.weight   | output matrix | logits          |
 |---------------------|-----------------------|------------------|---------------|-----------------|
@@ -11,11 +12,11 @@ has a gated gelu and a separate output matrix. Keys and tensors determine the ve
 | true                | present               | absent           | embeddings    | set by the key  |
 | either              | present               | present          | separate      | set by the key  |
 
-The last two rows are written by transformers 5, which always sets tie_word_embeddings. Any other
-combination is contradictory and rejected. transformers 5 ignores tie_word_embeddings for an mT5:
-the output matrix is lm_head.weight if the file contains it, otherwise the embeddings, and logits
-are never scaled. Files without a decoder contain only the encoder. T5's dropout within the
-feed-forward is not supported.
+transformers 5 writes the last two rows, because it always sets tie_word_embeddings. Any other
+combination is contradictory and is rejected. For mT5, transformers 5 ignores tie_word_embeddings.
+The output matrix is then lm_head.weight if the file contains it, and otherwise the embedding
+matrix. Its logits are never scaled. Files without a decoder contain only the encoder. T5's dropout
+within the feed-forward network is not supported.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from transformer_jax.untrusted_files import JsonObject
 HEAD = "lm_head.weight"
 
 BUCKETS = 256
-"""Maximum number of buckets. Each adds a comparison; published models have 32."""
+"""Maximum number of buckets. Each bucket adds a comparison. Published models have 32 buckets."""
 
 FEED_FORWARDS: dict[str, tuple[Activation, bool]] = {
     **{name: (activation, False) for name, activation in k.ACTIVATIONS.items()},
     **{f"gated-{name}": (activation, True) for name, activation in k.ACTIVATIONS.items()},
     "gated-gelu": ("gelu_tanh", True),
 }
-"""Activation and gate of each feed_forward_proj; "gated-gelu" is the tanh approximation."""
+"""Activation and gate for each feed_forward_proj. "gated-gelu" is the tanh approximation."""
 
 
 def _table(config: ModelConfig) -> list[t.TensorMapping]:
@@ -55,7 +56,7 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
         dense = f"{last}.DenseReluDense"
         if config.glu:
             names["feed_forward/gate"] = f"{dense}.wi_0"
-        # wi_0 is the gate, and wi_1 the matrix whose output it multiplies.
+        # wi_0 is the gate, and wi_1 is the matrix whose output it multiplies.
         names["feed_forward/up"] = f"{dense}.wi_1" if config.glu else f"{dense}.wi"
         names["feed_forward/down"] = f"{dense}.wo"
         names["norm_feed_forward"] = f"{last}.layer_norm"
@@ -102,7 +103,7 @@ def _write_sides(config: ModelConfig, kind: str) -> JsonObject:
 
 
 def _read_forward(keys: k.ConfigKeys, fields: k.Fields, default: str) -> k.Fields:
-    """Read the activation and the gate; keys that repeat them must agree."""
+    """Read the activation and the gate. Keys that repeat them must agree."""
     name = keys.take("feed_forward_proj", default)
     activation, gated = keys.choice("feed_forward_proj", FEED_FORWARDS, default)
     repeated = keys.take("dense_act_fn", None)
@@ -149,7 +150,7 @@ def _write_distances(config: ModelConfig) -> JsonObject:
 def _keys(
     kind: str, vocab_size: int, layers: int, heads: int, d_ff: int, forward: str
 ) -> list[k.Entry]:
-    """List the keys; the arguments after `kind` are defaults."""
+    """List the keys. The arguments after `kind` are default values."""
     return [
         k.Key("vocab_size", "vocab_size", k.integer, vocab_size),
         k.Key("d_model", "d_model", k.integer, 512),

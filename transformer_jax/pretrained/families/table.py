@@ -1,7 +1,7 @@
-"""Definition of a family of published checkpoints: a list of keys and a table of tensors.
+"""Definition of a family of published checkpoints as a list of keys and a table of tensors.
 
-Each `TensorMapping` of a table specifies the tensor and the layout that store a parameter. Reading
-and writing both derive from the list and the table, so a family is pure data.
+Each `TensorMapping` in a table specifies the tensor that stores a parameter, and its layout. The
+list and the table define both reading and writing, so a family is pure data.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a tensor that belong to one of several parameters that share the tensor.
+    """Rows of a tensor that belong to one of several parameters stored in the tensor.
 
-    The rows consist of `groups` runs of `total` rows; in each run, the parameter has `count` rows
-    from `start` on. GPT-NeoX has a run per head, with its query, key, and value; Phi-3 has one run.
+    The tensor consists of `groups` runs of `total` rows. In each run, the parameter has `count`
+    rows, beginning with row `start`. GPT-NeoX has one run per head, which contains its query, key
+    and value. Phi-3 has a single run.
     """
 
     groups: int
@@ -47,10 +48,11 @@ class Layout:
     | linear | [outputs, inputs], each side flattened, as torch.nn.Linear stores it  |
     | conv   | [inputs, outputs], each side flattened, as GPT-2's Conv1D stores it   |
 
-    The first `inputs` axes of a matrix are its inputs, the others its outputs. If `parts` is above
-    1, the last axis of the file's tensor contains that many parameters, concatenated or, with
-    `interleaved`, by alternating columns; this one is number `part`, counted from 0. With `rows`,
-    the first axis of a linear or flat tensor contains several parameters.
+    The first `inputs` axes of a matrix are its inputs, and the other axes are its outputs. If
+    `parts` is greater than 1, the last axis of the tensor in the file contains that many
+    parameters. They are concatenated, or have alternating columns if `interleaved` is set. `part`
+    is the index of this parameter, counted from 0. If `rows` is set, the first axis of a linear or
+    flat tensor contains several parameters.
     """
 
     kind: Literal["same", "flat", "row", "linear", "conv"] = "same"
@@ -61,7 +63,7 @@ class Layout:
     rows: Rows | None = None
 
     def file_shape(self, shape: Shape) -> Shape:
-        """Return the shape of the whole tensor in the file, for a parameter of this shape."""
+        """Return the shape of the whole tensor in the file for a parameter with this shape."""
         rows, columns = math.prod(shape[: self.inputs]), math.prod(shape[self.inputs :])
         match self.kind:
             case "same":
@@ -79,7 +81,7 @@ class Layout:
         return (*found[:-1], found[-1] * self.parts) if self.parts > 1 else found
 
     def read(self, tensor: np.ndarray, shape: Shape) -> np.ndarray:
-        """Return a view of a file's tensor: the parameter of this shape that it contains."""
+        """Return the parameter with this shape that a tensor in a file contains, as a view."""
         if self.interleaved:
             tensor = tensor[..., self.part :: self.parts]
         elif self.parts > 1:
@@ -92,19 +94,19 @@ class Layout:
         return (tensor.T if self.kind == "linear" else tensor).reshape(shape)
 
     def write(self, parameter: np.ndarray) -> np.ndarray:
-        """Return the file's tensor for a parameter, or its part if the tensor has several."""
+        """Return the tensor in the file for a parameter, or the part of a shared tensor."""
         shape = parameter.shape
         if self.kind == "linear":
             rows = math.prod(shape[: self.inputs])
             return np.ascontiguousarray(parameter.reshape(rows, -1).T)
         if self.kind == "flat":
             return parameter.reshape(-1)
-        whole = self.file_shape(shape)  # () for a scalar, without a last axis
+        whole = self.file_shape(shape)  # () for a scalar, which has no last axis
         return parameter.reshape(*whole[:-1], whole[-1] // self.parts) if whole else parameter
 
 
 def joined(layouts: Sequence[Layout], pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Join parameters that share a tensor, from the outputs of their layouts' `write`."""
+    """Join parameters that share a tensor, given the results of `write` for their layouts."""
     if len(pieces) == 1:
         return pieces[0]
     if layouts[0].interleaved:
@@ -128,12 +130,12 @@ LINEAR_OUT = Layout("linear", inputs=2)
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """Assignment of a tensor in a file to a parameter.
+    """Mapping between a parameter and a tensor in a file.
 
     Attributes:
-        param: path below `params`, "decoder/block_0/attention/query/kernel".
-        tensor: name in the file, "model.layers.0.self_attn.q_proj.weight".
-        layout: how the tensor's axes become the parameter's.
+        param: the path of the parameter, such as "decoder/block_0/attention/query/kernel".
+        tensor: the name in the file, such as "model.layers.0.self_attn.q_proj.weight".
+        layout: the conversion between the axes of the tensor and of the parameter.
     """
 
     param: str
@@ -144,7 +146,7 @@ class TensorMapping:
 def blocks(stack: str, depth: int, mappings: Iterable[TensorMapping]) -> list[TensorMapping]:
     """Repeat the mappings of one block for `depth` blocks of a stack such as "decoder".
 
-    `{i}` in the name of a tensor becomes the number of the block.
+    `{i}` in the name of a tensor is replaced by the number of the block.
     """
     return [
         TensorMapping(f"{stack}/block_{i}/{m.param}", m.tensor.format(i=i), m.layout)
@@ -172,7 +174,8 @@ def fused(
 ) -> list[TensorMapping]:
     """Map linear layers whose matrices share one tensor, in `groups` runs of rows.
 
-    `counts` contains the rows of each layer in a run, in order; a bias has the same layout.
+    `counts` contains the number of rows of each layer in a run, in order. Biases have the same
+    layout.
     """
     found, start = list[TensorMapping](), 0
     for param, count in counts.items():
@@ -183,7 +186,7 @@ def fused(
 
 
 def attention_names(module: str, out: str, names: str = "q_proj k_proj v_proj") -> dict[str, str]:
-    """Return the names of the four matrices of an attention, for `named`."""
+    """Return the names of the four matrices in an attention layer, for `named`."""
     query, key, value = (f"{module}.{name}" for name in names.split())
     return {
         "attention/query": query, "attention/key": key, "attention/value": value,
@@ -192,20 +195,20 @@ def attention_names(module: str, out: str, names: str = "q_proj k_proj v_proj") 
 
 
 def gated_names(module: str) -> dict[str, str]:
-    """Return Llama's names for a gated feed-forward, for `named`."""
+    """Return Llama's names for a gated feed-forward network, for `named`."""
     return {f"feed_forward/{name}": f"{module}.{name}_proj" for name in ("gate", "up", "down")}
 
 
 def named(config: ModelConfig, module: str, names: Mapping[str, str]) -> list[TensorMapping]:
-    """Map the layers of a block by their names in the module, with the biases of the config.
+    """Map the layers of a block by their names in the module, with the biases in the config.
 
-    The config also determines the norms: one that the branches share, or one per branch.
-    "attention/qkv" is a joint matrix of query, key, and value, with a run of rows per key head.
+    The config also determines whether the branches share one norm or have one norm each.
+    "attention/qkv" is a joint matrix of query, key and value, with a run of rows per key head.
     """
     qkv_bias, out_bias, ff_bias = (
         effective(config, f"{part}_bias") for part in ("qkv", "out", "ff")
     )
-    # BLOOM and GPT-NeoX have Falcon's runs with one query head per key head.
+    # BLOOM and GPT-NeoX have the same runs as Falcon, with one query head per key head.
     width, group = config.key_dim, config.num_heads // config.kv_heads
     runs = {"attention/query": group * width, "attention/key": width, "attention/value": width}
     shared = config.norm_order == "parallel_shared"
@@ -236,7 +239,7 @@ def decoder(
     output: str = "lm_head",
     more: Sequence[TensorMapping] = (),
 ) -> list[TensorMapping]:
-    """Map a decoder: embeddings, `more` mappings, blocks, the last norm, and the output matrix."""
+    """Map a decoder: embeddings, `more` mappings, blocks, the last norm and the output matrix."""
     bias = config.norm == "layernorm" and config.use_bias
     return [
         TensorMapping("embed/tokens", f"{tokens}.weight"),
@@ -268,10 +271,10 @@ def output_matrix(config: ModelConfig, name: str) -> list[TensorMapping]:
 
 
 def expert_linear(param: str, tensor: str, count: int) -> list[TensorMapping]:
-    """Map the matrices of all experts, [count, inputs, outputs], where each has its own tensor.
+    """Map the matrices of all experts, [count, inputs, outputs], if each has its own tensor.
 
-    `{e}` in the name of a tensor becomes the number of the expert, which is also the last part of
-    the path of its matrix.
+    `{e}` in the name of a tensor is replaced by the number of the expert, which is also the last
+    part of the path of its matrix.
     """
     return [
         TensorMapping(f"{param}/kernel/{e}", tensor.replace("{e}", f"{e}") + ".weight", LINEAR)
@@ -281,48 +284,49 @@ def expert_linear(param: str, tensor: str, count: int) -> list[TensorMapping]:
 
 @value_class
 class Family:
-    """Definition of one `model_type` of config.json; `FAMILIES` lists all of them."""
+    """Definition of a `model_type` of config.json. `FAMILIES` lists all families."""
 
     name: str
-    """The `model_type`."""
+    """Name of the family, which is the `model_type` in config.json."""
     keys: Sequence[Entry]
-    """The keys of config.json, in the order of reading and writing."""
+    """Keys of config.json, in the order of reading and writing."""
     table: Callable[[ModelConfig], list[TensorMapping]]
-    """Lists each parameter of a config exactly once."""
+    """Function that lists each parameter of a config exactly once."""
     architecture: str | Callable[[ModelConfig], str] = ""
-    """The class of transformers, or a function that returns it for a config."""
+    """Name of the class in transformers, or a function that returns it for a config."""
     prefix: str = ""
-    """Prefix of all tensor names except those of the head; old files and models saved without
-    their head omit it."""
+    """Prefix of all tensor names except those of the head. Old files and models that were saved
+    without their head omit the prefix."""
     head_tensors: tuple[str, ...] = ()
-    """Patterns of names that never have the prefix."""
+    """Patterns of tensor names that never have the prefix."""
     ignored_tensors: tuple[str, ...] = ()
-    """Patterns of names that are not parameters: buffers and unused layers."""
+    """Patterns of tensor names that are not parameters, such as buffers and unused layers."""
     tied_copies: Mapping[str, str] | Callable[[ModelConfig], Mapping[str, str]] = field(
         default_factory=dict
     )
-    """Maps the name of a copy of a tied tensor, which a file may contain, to the original; or a
+    """Mapping from the copies of tied tensors that a file may contain to the originals, or a
     function that returns this mapping for a config."""
     computed_tensors: Mapping[str, Callable[[ModelConfig, Shape], np.ndarray | None]] = field(
         default_factory=dict
     )
-    """Maps the name of a tensor that the config determines to a function that computes it for the
-    shape in the file, or returns None if that shape is impossible."""
+    """Functions that compute tensors that the config determines, keyed by tensor name. A function
+    receives the shape in the file, and returns None if that shape is impossible."""
     rotates_parts: bool = False
-    """Whether transformers supports partial rotation; its other classes ignore that key, or fail
-    if the RoPE is scaled."""
+    """Whether the class in transformers supports partial rotation. Other classes ignore that key,
+    or fail if RoPE is scaled."""
     divides_width: bool = False
-    """Whether transformers requires d_model to be divisible by num_heads for any head_dim."""
+    """Whether transformers requires that d_model is divisible by num_heads for any head_dim."""
     shares_if_tied: bool = False
-    """Whether transformers shares the table of encoder and decoder only if the output is tied."""
+    """Whether the encoder and the decoder share a table in transformers only if the output is
+    tied."""
     needed_ids: tuple[str, ...] = ()
-    """Keys of token ids that transformers rejects if they are null, but not if they are absent."""
+    """Keys of token IDs that transformers rejects if they are null, but not if they are missing."""
     renames_modules: bool = False
     """Whether the modules in transformers have different names from the tensors in the files."""
     joined_experts: bool = False
-    """Whether a tensor contains the matrices of all experts of a block."""
+    """Whether one tensor contains the matrices of all experts in a block."""
     old_suffixes: Mapping[str, str] = field(default_factory=dict)
-    """Maps suffixes of tensor names in old files to the current ones."""
+    """Current suffixes of tensor names, keyed by the suffixes in old files."""
 
     def read(self, keys: ConfigKeys) -> ModelConfig:
         """Return the config that the keys describe."""
@@ -338,7 +342,7 @@ class Family:
         return ModelConfig(**fields)
 
     def write(self, config: ModelConfig) -> JsonObject:
-        """Return the keys for a config; `write_config` verifies them with `read`."""
+        """Return the keys for a config. `write_config` verifies them with `read`."""
         named = self.architecture
         content: JsonObject = {}
         if named:
@@ -348,5 +352,5 @@ class Family:
         return content
 
     def copies(self, config: ModelConfig) -> Mapping[str, str]:
-        """Return the copies of tied tensors that a file of this config may contain."""
+        """Return the copies of tied tensors that a file may contain, mapped to the originals."""
         return self.tied_copies(config) if callable(self.tied_copies) else self.tied_copies
