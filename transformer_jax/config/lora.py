@@ -15,7 +15,7 @@ class LoraConfig:
     """Low-rank adapters for the kernels of a model: W + scale A B (Hu et al. 2021)."""
 
     rank: Size = 8
-    """Rank of the adapters (r), which is the number of columns of A and of rows of B."""
+    """Rank of the adapters (r), which is the number of columns in A and the number of rows in B."""
     alpha: Positive = 16.0
     """Numerator alpha in the scale of the adapters, alpha / rank."""
     targets: tuple[str, ...] | Literal["all-linear"] = ("query", "value")

@@ -31,7 +31,7 @@ class AdamW:
     eps: Positive = 1e-8
     """Epsilon added to the square root of the mean squared gradient."""
     weight_decay: NonNegative = 0.1
-    """Weight decay per step, multiplied by the learning rate. Applies only to matrices."""
+    """Weight decay per step, multiplied by the learning rate. Only matrices are decayed."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -55,7 +55,7 @@ class Adafactor:
     """Maximum root mean square of the step of each parameter, before it is multiplied by the
     learning rate."""
     weight_decay: NonNegative = 0.1
-    """Weight decay per step, multiplied by the learning rate. Applies only to matrices."""
+    """Weight decay per step, multiplied by the learning rate. Only matrices are decayed."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -74,7 +74,7 @@ class Lion:
     beta2: Fraction = 0.99
     """Decay of the mean gradient."""
     weight_decay: NonNegative = 1.0
-    """Weight decay per step, multiplied by the learning rate. Applies only to matrices."""
+    """Weight decay per step, multiplied by the learning rate. Only matrices are decayed."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -99,7 +99,7 @@ class Muon:
     beta2: Fraction = 0.99
     """Decay rate of the mean squared gradient, for parameters that AdamW updates."""
     weight_decay: NonNegative = 0.1
-    """Weight decay per step, multiplied by the learning rate. Applies only to matrices."""
+    """Weight decay per step, multiplied by the learning rate. Only matrices are decayed."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -121,7 +121,7 @@ class ScheduleFree:
     eps: Positive = 1e-8
     """Epsilon added to the square root of the mean squared gradient."""
     weight_decay: NonNegative = 0.1
-    """Weight decay per step, multiplied by the learning rate. Applies only to matrices."""
+    """Weight decay per step, multiplied by the learning rate. Only matrices are decayed."""
 
     def __post_init__(self) -> None:
         check_types(self)

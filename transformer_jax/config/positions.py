@@ -279,7 +279,7 @@ class Alibi(_Positions):
 
 
 def distance_buckets(positions: Positions | None) -> T5Buckets | None:
-    """Return the distance buckets whose biases are added in attention, or None if not used."""
+    """Return the distance buckets whose biases are added in attention, or None if unused."""
     if isinstance(positions, Learned) and positions.buckets is not None:
         return T5Buckets(buckets=positions.buckets, max_distance=positions.max_distance)
     return positions if isinstance(positions, T5Buckets) else None
@@ -292,8 +292,8 @@ class CustomPositions(_Positions):
     `bias`.
 
     JAX traces these methods. `positions` start from 0 at the first token of a text and are negative
-    for padding. They have a single row if all rows are the same. With a cache, they continue from
-    its end. Keys are cached after rotation.
+    for padding. They have a single row if all rows are the same. With a cache, positions continue
+    from the end of the cache. Keys are cached after rotation.
     """
 
     custom_kind_of = _Positions

@@ -30,7 +30,7 @@ class PrepareConfig:
     bpe_vocab_size: Size = 32768
     """bpe: vocabulary size."""
     word_count: Size = 1
-    """word: minimum number of occurrences in the sample that makes a word a token."""
+    """word: minimum number of occurrences that a word needs in the sample to become a token."""
     sample_mb: Size = 64
     """bpe and word: size of the training sample for the tokenizer, in 10**6 bytes, taken from all
     files."""

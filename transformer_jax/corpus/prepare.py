@@ -126,8 +126,7 @@ def prepare(
         chunk_bytes: the approximate size of a chunk in bytes.
 
     Raises:
-        ConfigError: if the tokenizer is missing or must not be passed, or if `out` cannot be
-            created.
+        ConfigError: if the tokenizer is missing or not allowed, or if `out` cannot be created.
         DataError: if a file cannot be used.
     """
     if (tokenizer is None) != (config.tokenizer in TRAINED):

@@ -136,7 +136,7 @@ def attention_entropy(weights: jax.Array) -> jax.Array:  # f32[..., T]
         The entropies, f32[..., T].
     """
     positive = weights > 0
-    # replace weights of 0 by 1, because 1 ln 1 = 0 and ln 0 would make the gradient NaN
+    # replace weights of 0 with 1, because 1 ln 1 = 0 and ln 0 would make the gradient NaN
     safe = jnp.where(positive, weights, 1).astype(jnp.float32)
     return -(safe * jnp.log(safe)).sum(axis=-1)
 

@@ -384,7 +384,7 @@ def _read_tensors(
     found: Matrices,
     rank: int,
 ) -> dict[str, Pair]:
-    """Read A and B of each module with an adapter, after checking names and shapes."""
+    """Read the matrices A and B of each adapted module, after checking their names and shapes."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:

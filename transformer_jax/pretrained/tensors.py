@@ -35,8 +35,8 @@ DTYPES: tuple[DType, ...] = get_args(DType)
 def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of every parameter of a looped model, keyed by path.
 
-    No parameter is allocated. Only one block per stack is traced, because all blocks have the same
-    parameters, except that the first block may lack a norm.
+    No memory is allocated for parameters. Only one block per stack is traced, because all blocks
+    have the same parameters, except that the first block may lack a norm.
     """
     # Remove patterns over layers, which do not fit a one-layer model and do not affect shapes.
     positions = config.positions

@@ -388,7 +388,7 @@ class PretrainedTokenizer:
         return {(False, True): self._library}
 
     def _reader(self, verbatim: bool, begins: bool) -> Library:
-        """Return the library's tokenizer for these settings, which is cached.
+        """Return the library's tokenizer, which is cached for each combination of settings.
 
         If `verbatim` is true, special tokens are read as text. If `begins` is false, no space is
         added at the start.

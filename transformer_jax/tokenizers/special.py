@@ -172,7 +172,7 @@ class Target(NamedTuple):
 def target_of(tokenizer: Tokenizer) -> Target:
     """Return the tokens around targets.
 
-    They come from the config of a published model, or are <bos> and <eos>.
+    The config of a published model determines these tokens. Otherwise, they are <bos> and <eos>.
 
     Raises KeyError if the tokenizer lacks one of these tokens.
     """

@@ -104,7 +104,7 @@ def _new_word(token: str, first: bool, last: bool) -> str:
 
 
 def _replace(old: str, new: str, at_end: str, token: str, first: bool, last: bool) -> str:
-    """Replace `old` by `new`, or by `at_end` in the last token."""
+    """Replace `old` with `new`, or with `at_end` in the last token."""
     return token.replace(old, at_end if last else new)
 
 

@@ -294,7 +294,7 @@ def every(period: int) -> Callable[[int], bool]:
 
 
 def types_or(keys: k.ConfigKeys, layers: int, has_window: Callable[[int], bool]) -> list[str]:
-    """Return the type of every layer from `layer_types` or, if it is missing, from `has_window`."""
+    """Return the type of every layer from `layer_types`, or from `has_window` if it is missing."""
     return layer_types(keys, layers) or [LAYER_TYPES[has_window(i)] for i in range(layers)]
 
 

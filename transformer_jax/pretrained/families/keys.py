@@ -83,7 +83,10 @@ class ConfigKeys(ObjectKeys):
                 self._check(name, self.content[name], allowed)
 
     def take(self, name: str, default: JsonValue = MISSING) -> JsonValue:
-        """Return the value of a key as stored; raise an error if it is missing without a default."""
+        """Return the value of a key as stored.
+
+        Raises an error if the key is missing and has no default.
+        """
         value = super().take(name, default)
         if value is MISSING:
             raise self.error(f"{self.where}: {name} is missing")

@@ -15,8 +15,8 @@ of a folder:
 transformers 5 writes the last two rows, because it always sets tie_word_embeddings. Any other
 combination is contradictory and is rejected. For mT5, transformers 5 ignores tie_word_embeddings.
 The output matrix is then lm_head.weight if the file contains it, and otherwise the embedding
-matrix. Its logits are never scaled. Files without a decoder contain only the encoder. T5's dropout
-within the feed-forward network is not supported.
+matrix. The logits of mT5 are never scaled. Files without a decoder contain only the encoder. T5's
+dropout within the feed-forward network is not supported.
 """
 
 from __future__ import annotations
