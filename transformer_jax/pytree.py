@@ -124,7 +124,7 @@ def check_ranges(tree: PyTree, dtype: jax.typing.DTypeLike) -> None:
 def cast_floats(tree: Tree, dtype: jax.typing.DTypeLike) -> Tree:
     """Cast the floating-point arrays of a tree to `dtype`; leave other arrays unchanged.
 
-    This function checks ranges like `cast`.
+    Raises ValueError if a finite number would become infinite.
     """
     check_ranges(tree, dtype)
     return jax.tree.map(

@@ -135,7 +135,8 @@ class Rope(_Positions):
     long_factors: tuple[float, ...] | None = None
     """longrope: divisor of the frequency of each pair, for lengths above original_len."""
     window_base: float | None = None
-    """Base for the layers with a window, which are then not scaled (Gemma 3). None uses base."""
+    """Wavelength base for layers with a window, whose frequencies are then not scaled (Gemma 3).
+    None uses base."""
     pattern: tuple[bool, ...] | None = None
     """Layers of a looped stack that rotate queries and keys. Layer i rotates them if
     pattern[i % len(pattern)] is true, and otherwise has no positional encoding (SmolLM 3, Cohere

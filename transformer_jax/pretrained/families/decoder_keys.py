@@ -75,7 +75,7 @@ SCALING_KEYS = (
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor",
     "low_freq_factor", "mscale", "mscale_all_dim", "short_factor", "truncate",
 )  # fmt: skip
-"""Keys of a RoPE scaling, which have no effect without one."""
+"""Keys that define a RoPE scaling. They have no effect if there is no scaling."""
 
 
 def read_rope(
@@ -232,7 +232,7 @@ def write_rope(config: ModelConfig) -> JsonObject:
 
 
 def rotated_part(dims: int, head_dim: int) -> float:
-    """Return the partial_rotary_factor p with int(head_dim p) = dims."""
+    """Return a partial_rotary_factor p such that int(head_dim * p) equals dims."""
     part = dims / head_dim  # its product with head_dim may round to just below dims
     return part if int(head_dim * part) == dims else math.nextafter(part, 1.0)
 
