@@ -1,4 +1,4 @@
-"""Pictures of attention weights: a map for each layer and head, labeled with the tokens."""
+"""Pictures of attention weights, with one map for each layer and head, labeled with the tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 INK, FAINT = "#444444", "#bbbbbb"
 LONGEST_LABEL = 16
 WIDEST = 30.0
-"""Maximum width of a row of maps, in inches. With more tokens, maps shrink and skip labels."""
+"""Maximum width of a row of maps, in inches. Maps with more tokens shrink and omit some labels."""
 
 
 @short_repr
 class Maps(NamedTuple):
-    """Attention weights of one kind, with row and column labels."""
+    """Attention weights of one kind, with labels for the rows and columns."""
 
     title: str
     weights: np.ndarray  # f32[L, N, T, S]
@@ -33,7 +33,7 @@ class Maps(NamedTuple):
 
 
 def draw_maps(parts: Sequence[Maps]) -> Figure:
-    """Draw the maps of each part in a grid: a row for each layer, a column for each head.
+    """Draw the maps of each part in a grid with a row for each layer and a column for each head.
 
     Shades range from white (0) to dark blue (1). A single map also shows the numbers if they fit.
     """
@@ -43,19 +43,19 @@ def draw_maps(parts: Sequence[Maps]) -> Figure:
 
     tokens = [text for part in parts for text in (*part.rows, *part.columns)]
     labels, families = spelled([shortened(marked(text)) for text in tokens])
-    # The size is set at the end: labels must be measured first, and measuring needs a figure.
+    # The size is set at the end, because measuring the labels requires a figure.
     figure = Figure(figsize=(1, 1), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     styles: dict[str, Any] = dict(color=INK, fontfamily=families, parse_math=False)
 
-    def width(texts: Sequence[str], size: float) -> float:  # width of the longest, in inches
+    def width(texts: Sequence[str], size: float) -> float:  # width of the longest text, in inches
         drawn = [figure.text(0, 0, text, fontsize=size, **styles) for text in set(texts)]
         longest = max(text.get_window_extent().width for text in drawn)
         for text in drawn:
             text.remove()
         return float(longest) / figure.dpi
 
-    # One pair of axes covers the figure. Coordinates are inches from the top left corner.
+    # One Axes object covers the figure. Coordinates are in inches from the top left corner.
     axes = figure.add_axes((0, 0, 1, 1))
     axes.axis("off")
     axes.autoscale(False)
@@ -68,7 +68,8 @@ def draw_maps(parts: Sequence[Maps]) -> Figure:
         rows, columns = [[next(names) for _ in side] for side in sides]
         T, S = len(rows), len(columns)
         is_single = len(layers) == len(heads) == 1
-        # pitch: size of a token in a map, in inches; size: font size of its label, in points
+        # pitch is the size of a token in a map, in inches; size is the font size of its label, in
+        # points.
         if is_single:
             pitch = min(0.5, max(6.0 / max(T, S), 0.16))
         else:
@@ -79,7 +80,7 @@ def draw_maps(parts: Sequence[Maps]) -> Figure:
         left, top = margin + 0.3 + width(rows, size) + 0.1, y + 0.65
         axes.text(margin, y + 0.25, title, fontsize=11, va="center", **styles)
         wide = max(wide, width([title], 11) + 2 * margin)
-        step = math.ceil(4 / size)  # label every nth token if there is no room for all
+        step = math.ceil(4 / size)  # label every nth token if there is no room for all labels
         small: dict[str, Any] = dict(fontsize=max(size, 4.0), **styles)
         for j, head in enumerate(heads):
             x = left + j * (S * pitch + gap)
@@ -132,9 +133,10 @@ def shortened(label: str) -> str:
 
 
 def spelled(labels: Sequence[str]) -> tuple[list[str], list[str]]:
-    r"""Return drawable labels and the names of fonts that cover their characters.
+    r"""Return drawable labels and the names of the fonts that cover their characters.
 
-    Characters that no installed font has are escaped, as in \u4e2d. Newlines are kept.
+    Characters that are missing from all installed fonts are escaped, as in \u4e2d. Newlines are
+    kept.
     """
     from matplotlib import font_manager
 

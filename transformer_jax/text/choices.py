@@ -1,6 +1,6 @@
-"""Multiple choice: how often the correct continuation of a context is the likeliest.
+"""Multiple-choice evaluation: how often the correct continuation of a context is the likeliest.
 
-Each line of a file is a question, {"context": TEXT, "choices": [TEXT, ...], "answer": INDEX}.
+Each line of a file is a question {"context": TEXT, "choices": [TEXT, ...], "answer": INDEX}.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class Question:
     """A context, possible continuations, and the index of the correct one.
 
     Attributes:
-        context: text that every choice continues. Trailing blanks count as part of the choice.
-        choices: at least two different strings, none empty.
-        answer: index of the correct choice, from 0.
+        context: text that every choice continues. Trailing blanks are treated as part of the
+            choice.
+        choices: at least two distinct, nonempty strings.
+        answer: zero-based index of the correct choice.
         where: file and line of the question, for error messages.
 
     Raises:
@@ -61,10 +62,10 @@ class Question:
 class Choices:
     """Log-probabilities of choices, and how often the correct choice is the likeliest.
 
-    Because log p decreases with length, two accuracies use log p / length instead. The length is
-    measured without the context, in characters (lm-eval's `acc_norm`) or UTF-8 bytes
-    (lm-eval's `acc_bytes`, closer to the number of tokens for non-Latin alphabets and emoji). Ties
-    go to the first choice. If any log p is NaN, every accuracy is NaN.
+    Because log p decreases with length, two of the accuracies compare log p / length instead. The
+    length of a choice excludes the context. It is measured in characters (lm-eval's `acc_norm`) or
+    in UTF-8 bytes (lm-eval's `acc_bytes`), which are closer to the number of tokens for non-Latin
+    alphabets and emoji. Ties go to the first choice. If any log p is NaN, all accuracies are NaN.
 
     Attributes:
         questions: the questions, in order.
@@ -81,16 +82,16 @@ class Choices:
 
     @property
     def accuracy_per_character(self) -> float:
-        """Fraction of questions whose correct choice has the largest log p / characters."""
+        """Fraction of questions whose correct choice has the largest log p per character."""
         return self._accuracy(len)
 
     @property
     def accuracy_per_byte(self) -> float:
-        """Fraction of questions whose correct choice has the largest log p / bytes."""
+        """Fraction of questions whose correct choice has the largest log p per byte."""
         return self._accuracy(lambda choice: len(utf8(choice)))
 
     def _accuracy(self, length: Callable[[str], int]) -> float:
-        # `argmax` treats NaN as the largest value, so a broken model would get a score.
+        # `argmax` treats NaN as the largest value, so a broken model would still get a score.
         if any(math.isnan(p) for row in self.log_probs for p in row):
             return math.nan
         right = [
@@ -107,7 +108,7 @@ class Choices:
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    """Read questions from JSON lines; DataError names the file, line, field and rule."""
+    """Read questions from JSON Lines; a DataError states the file, line, field and rule."""
     try:
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:
@@ -126,7 +127,6 @@ def read_questions(path: str | Path) -> list[Question]:
 
 
 def _question(where: str, value: object) -> Question:
-    """Convert a JSON object to a question. Errors begin with `where`."""
     if isinstance(value, Question):
         return value
     if not isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def score_choices(
     questions: str | Path | Sequence[Question | Mapping[str, object]],
     batch_size: int,
 ) -> Choices:
-    """Score all questions; see `LanguageModel.multiple_choice`."""
+    """Score all questions, as described in `LanguageModel.multiple_choice`."""
     check_continues(model, "multiple_choice")
     if isinstance(questions, str | os.PathLike):
         parsed = read_questions(questions)
@@ -166,7 +166,8 @@ def score_choices(
             requests += [read_pair(model, question.context, choice) for choice in question.choices]
         except DataError as error:
             raise DataError(f"{question.where or f'questions[{n}]'}: {error}") from None
-    # Score all questions together, so that batches share lengths and contexts.
+    # Score all questions together, so that choices of similar length or equal context share a
+    # batch.
     scores = iter(score_requests(model, requests, batch_size))
     rows = [tuple(next(scores).log_prob for _ in question.choices) for question in parsed]
     return Choices(tuple(parsed), tuple(rows))

@@ -1,7 +1,8 @@
-"""Log-probabilities of many continuations after their contexts.
+"""Log-probabilities of continuations, given their contexts.
 
 Requests are sorted by length and scored in batches of equal length. If several continuations have
-the same context, the model reads it once, into a cache from which each continuation starts.
+the same context, the model reads the context once and caches it. Each continuation starts from that
+cache.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from transformer_jax.training.losses import label_scores
 
 
 class Continuation(NamedTuple):
-    """Probability of a continuation of n tokens after its context.
+    """Probability of a continuation of n tokens, given its context.
 
     Attributes:
-        log_prob: total log p of the n tokens, in nats; at most 0.
-        is_likeliest: whether each token is the likeliest after the tokens before it.
-        num_tokens: n.
+        log_prob: total log p of the n tokens, in nats.
+        is_likeliest: whether every token is the likeliest one after the preceding tokens.
+        num_tokens: n, the number of tokens.
     """
 
     log_prob: float
@@ -48,34 +49,34 @@ class Continuation(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """Ids of a context (at least one) and of the continuation to score."""
+    """Token IDs of a nonempty context and of the continuation to score."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
 
     def __len__(self) -> int:
-        """Return the number of tokens that the model reads: all but the last."""
+        """Return the number of tokens that the model reads, which are all except the last one."""
         return len(self.context) + len(self.continuation) - 1
 
 
 def split_pair(
     encode: Callable[[str], Sequence[int] | np.ndarray], context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
-    """Return the IDs of a context and the IDs that its continuation adds.
+    """Return the IDs of a context, and the IDs that its continuation adds.
 
-    As in lm-eval, both are encoded as one string, which is split after as many IDs as the context
-    has by itself. Trailing blanks of the context first move to the continuation, because most
-    tokenizers put a space into the token of the following word.
+    As in lm-eval, the context and the continuation are encoded as one string. The IDs are split at
+    the number of IDs that the context has by itself. Trailing blanks of the context are moved to
+    the continuation first, because most tokenizers attach a space to the following word.
     """
     whole, before = encode(context + continuation), encode(context.rstrip())
     return [*map(int, before)], [*map(int, whole[len(before) :])]
 
 
 def read_pair(model: Reader, context: str, continuation: str) -> ScoringRequest:
-    """Return a context and its continuation as the model reads them.
+    """Return the scoring request for a context and its continuation.
 
-    The context starts with the tokens that the model puts before every text. If there are none, an
-    empty context becomes the tokenizer's begin token.
+    The context starts with the tokens that the model puts before every text. If there are no such
+    tokens, an empty context is replaced by the tokenizer's begin token.
     """
     tokenizer, begin = model.tokenizer, model.model.begin_id
     first = frame(tokenizer).first if begin is None else (begin,)
@@ -106,14 +107,14 @@ def score_requests(
     longest: int | None = None,
     report: Callable[[int], object] = lambda count: None,
 ) -> list[Continuation]:
-    """Score continuations. A context that is too long is cut at its beginning.
+    """Score continuations, truncating contexts that are too long at the beginning.
 
     Args:
         model: a model that continues text.
-        requests: contexts and continuations, each with at least one id.
-        batch_size: number of rows in a batch, at least 1.
-        longest: maximum number of tokens to read; None means max_len.
-        report: called after each batch with the number of requests in it.
+        requests: contexts and continuations, each with at least one token ID.
+        batch_size: number of rows per batch, at least 1.
+        longest: maximum number of tokens to read per request; None means max_len.
+        report: function that is called after each batch with the number of requests in it.
 
     Raises:
         DataError: if a continuation is longer than the model can read.
@@ -124,31 +125,31 @@ def score_requests(
     for n, request in enumerate(cut):
         by_context.setdefault(request.context, []).append(n)
     built, together = model.module, list[list[int]]()
-    if built.edits:  # an edit may expect one row whose tokens are counted from the beginning
+    if built.edits:  # an edit may expect a single row that starts at the first token
         batch_size = 1
     else:
         for ns in by_context.values() if model.config.supports("cache") else ():
-            # Sharing pays off if the context is longer than its continuations, and if all logits of
-            # a batch of continuations fit in memory.
+            # Sharing a context is worthwhile if it is longer than its continuations and if all
+            # logits of a batch of continuations fit in memory.
             width = max(len(cut[n].continuation) for n in ns)
             logits = batch_size * bucket(width) * model.config.vocab_size
             if len(ns) > 1 and len(cut[ns[0]].context) >= width and logits <= ON_ACCELERATORS:
                 together.append(ns)
     shared = {n for ns in together for n in ns}
-    # Longest first, so that a batch that does not fit in memory fails at once.
+    # Start with the longest, so that a batch that does not fit in memory fails immediately.
     single = sorted({*range(len(cut))} - shared, key=lambda n: -len(cut[n]))
     found: dict[int, Continuation] = {}
     for start in range(0, len(single), batch_size):
         part = single[start : start + batch_size]
-        # Round up to a power of two, so that few programs are compiled.
+        # Round up to a power of two to limit the number of compiled programs.
         rows = min(batch_size, _power(len(single)))
-        # Edits count tokens from the original beginning, which may have been cut off.
+        # Edits count tokens from the original beginning, which may have been truncated.
         first = len(requests[part[0]]) - len(cut[part[0]])
         module = built.with_facts(part=True, first=first) if first else built
         scores = _score_rows(model, [cut[n] for n in part], rows, module)
         found |= dict(zip(part, scores, strict=True))
         report(len(part))
-    # Group rows with the same context, at most `batch_size` in a part.
+    # Group rows with the same context into parts of at most `batch_size` rows.
     parts: list[list[int]] = []
     pieces = [ns[i : i + batch_size] for ns in together for i in range(0, len(ns), batch_size)]
     for ns in sorted(pieces, key=lambda ns: -len(cut[ns[0]].context)):
@@ -165,7 +166,7 @@ def score_requests(
 
 
 def _cut(request: ScoringRequest, longest: int) -> ScoringRequest:
-    """Drop the first tokens of a context that is too long."""
+    """Remove the first tokens of a context that is too long."""
     if len(request.continuation) > longest:
         size = len(request.continuation)
         raise DataError(f"the continuation has {size} tokens: must be at most max_len {longest}")
@@ -178,7 +179,7 @@ def _score_rows(
 ) -> list[Continuation]:
     """Score each request in its own row."""
     longest, size = max_text_tokens(model.config), max(map(len, part))
-    length = size if built.edits else min(longest, bucket(size))  # an edit sees no padding
+    length = size if built.edits else min(longest, bucket(size))  # edits must not see padding
     width = min(length, bucket(max(len(request.continuation) for request in part)))
     tokens = np.zeros((rows, length), np.int32)
     at, labels = np.zeros((2, rows, width), np.int32)
@@ -196,7 +197,7 @@ def _score_rows(
 def _score_shared(
     model: Reader, part: Sequence[ScoringRequest], count: int, rows: int
 ) -> list[Continuation]:
-    """Score requests with at most `count` different contexts; read each context once."""
+    """Score requests with at most `count` distinct contexts, reading each context once."""
     contexts = [*dict.fromkeys(request.context for request in part)]
     longest = max_text_tokens(model.config)
     width = bucket(max(len(request.continuation) for request in part))
@@ -210,7 +211,7 @@ def _score_shared(
     for n, request in enumerate(part):
         of[n], counts[n] = numbers[request.context], len(request.continuation)
         labels[n, : counts[n]] = request.continuation
-    # A cache of max_len for each context would be mostly empty.
+    # A cache of length max_len for each context would be mostly empty.
     config = shortened(model.config, length + width)
     arrays = map(jnp.asarray, (prompts, lengths, of, labels, counts))
     log_probs, likeliest = _shared_program(config, model.params, *arrays)
@@ -218,14 +219,13 @@ def _score_shared(
 
 
 def _power(count: int) -> int:
-    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
 def _summed(
     part: Sequence[ScoringRequest], log_probs: jax.Array, likeliest: jax.Array
 ) -> list[Continuation]:
-    """Sum each row's log-probabilities f32[R, C] over the tokens of its request."""
+    """Sum the log-probabilities f32[R, C] of each row over the tokens of its request."""
     values, best = np.asarray(log_probs, np.float64), np.asarray(likeliest)
     sizes = [len(request.continuation) for request in part]
     return [
@@ -242,7 +242,7 @@ def _rows_program(
     at: jax.Array,  # i32[B, C]
     labels: jax.Array,  # i32[B, C]
 ) -> tuple[jax.Array, jax.Array]:  # f32[B, C], bool[B, C]
-    """Return log p of each label after token `at`, and whether it is the likeliest."""
+    """Return log p of each label after token `at`, and whether the label is the likeliest token."""
     config = model.config
     # An edit may change the logits. Without edits, they are computed in chunks.
     if model.edits or not config.supports("output_layer"):
@@ -266,7 +266,7 @@ def _shared_program(
     labels: jax.Array,  # i32[R, C]
     counts: jax.Array,  # i32[R]
 ) -> tuple[jax.Array, jax.Array]:  # f32[R, C], bool[R, C]
-    """Return log p of row r's labels after prompt `of[r]`, and whether they are likeliest."""
+    """Return log p of each label in row r after prompt `of[r]`, and whether it is the likeliest."""
     step: Any = make_step(build(config))
     size, length = prompts.shape
     state = init_decode_state(config, None, size, as_transformer(config).max_len)

@@ -1,4 +1,4 @@
-"""Decode with the programs of an exported folder, without transformer_jax.
+"""Decoding with the programs of an exported folder, without transformer_jax.
 
 This file is copied into the folder as decode.py. It needs jax, flatbuffers and safetensors:
 
@@ -21,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 FORMAT = "transformer_jax export 1"
-"""The "format" in config.json. Folders of any other format are rejected."""
+"""Value of "format" in config.json. Folders with any other format are rejected."""
 
 
 def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Decode up to `count` tokens greedily after each prompt; a stop token ends a row.
+    """Decode up to `count` tokens greedily after each prompt, ending a row at a stop token.
 
-    Raises ValueError if the folder is no such export, the prompts do not fit it, or a logit is NaN.
+    Raises ValueError if the folder is not an export, if the prompts do not fit, or if a logit is
+    NaN.
     """
     folder = Path(folder)
     about = read_about(folder)
@@ -35,13 +36,13 @@ def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> 
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     check_prompts(about, lengths, count)
     width = min(1 << int(lengths.max() - 1).bit_length(), about["context"])  # few compiled shapes
-    tokens = np.zeros((len(prompts), width), np.int32)  # zeros after a prompt are not read
+    tokens = np.zeros((len(prompts), width), np.int32)  # the zeros after a prompt are not read
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     prefill, step = load_programs(folder)
     logits, state = prefill(tokens, lengths)
     stop, ended = np.array(about["stop"], np.int32), np.zeros(len(prompts), bool)
-    # Decode ended rows until all have ended; the excess is cut off below.
+    # Continue rows that have ended until all rows have ended. The excess is removed below.
     found = [likeliest(logits, ended)]
     ended = np.isin(found[0], stop)
     while len(found) < count and not ended.all():
@@ -55,8 +56,8 @@ def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> 
 
 
 def likeliest(logits: jax.Array, ended: np.ndarray) -> jax.Array:  # [B, V], bool[B] -> i32[B]
-    """Return each row's likeliest token; raise ValueError if an open row has no finite maximum."""
-    # On a CPU, XLA's maximum can lose a NaN in a long row.
+    """Return the likeliest tokens; raise ValueError if an open row has no finite maximum."""
+    # On a CPU, XLA's maximum can miss a NaN in a long row.
     top = np.asarray(jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1))
     if len(wrong := np.flatnonzero(~np.isfinite(top) & ~ended)):
         raise ValueError(f"prompt {wrong[0]}: the largest logit of a next token is not finite")
@@ -64,9 +65,9 @@ def likeliest(logits: jax.Array, ended: np.ndarray) -> jax.Array:  # [B, V], boo
 
 
 def load_programs(folder: Path) -> tuple[Any, Any]:
-    """Return prefill(tokens, lengths) and step(tokens, state), which return logits and the state.
+    """Return the functions prefill(tokens, lengths) and step(tokens, state).
 
-    `step` consumes its state: the next state reuses the memory.
+    Both return logits and the state. `step` donates its state, so the next state reuses the memory.
     """
     from jax import export
     from safetensors.flax import load_file
@@ -74,7 +75,7 @@ def load_programs(folder: Path) -> tuple[Any, Any]:
     params: dict[str, jax.Array] = {}
     for file in sorted(folder.glob("model*.safetensors")):
         params |= _read(file, load_file)
-    calls = [  # `deserialize` takes a bytearray
+    calls = [  # `deserialize` requires a bytearray
         _read(folder / f"{name}.jax", lambda file: export.deserialize(bytearray(file.read_bytes())))
         for name in ("prefill", "step")
     ]
@@ -96,31 +97,31 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def _read(file: Path, read: Callable[[Path], Any]) -> Any:
-    """Return the content of a file; ValueError names a damaged file."""
+    """Read a file, raising a ValueError that names the file if it is damaged."""
     try:
         return read(file)
-    except OSError:  # already names the file
+    except OSError:  # the message already contains the file name
         raise
-    except Exception as error:  # the libraries raise many types for damaged files
+    except Exception as error:  # the libraries raise many types of errors for damaged files
         raise ValueError(f"{file} cannot be read: {error or type(error).__name__}") from error
 
 
 def check_prompts(about: dict[str, Any], lengths: np.ndarray, count: int) -> None:
-    """Raise ValueError if prompts and new tokens do not fit the programs."""
+    """Raise ValueError if the prompts and the new tokens do not fit the programs."""
     if not len(lengths) or not lengths.min():
         raise ValueError("a prompt has no tokens: must have at least one")
     if not isinstance(count, int) or count < 1:
         raise ValueError(f"number of new tokens is {count!r}: must be an integer of at least 1")
     if about["batch"] not in (None, len(lengths)):
         raise ValueError(f"{len(lengths)} prompts: the programs take {about['batch']}")
-    total, context = int(lengths.max()) + count - 1, about["context"]  # the last is not read
+    total, context = int(lengths.max()) + count - 1, about["context"]  # the last token is not read
     if total > context:
         rule = f"the limit is the context, {context}"
         raise ValueError(f"prompt and new tokens reach length {total}: {rule}")
 
 
 def check_ids(about: dict[str, Any], prompts: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError unless prompts are lists of IDs in the vocabulary."""
+    """Raise ValueError unless the prompts are nonempty lists of IDs in the vocabulary."""
     for prompt in prompts:
         if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
             raise ValueError(f"a prompt is {prompt!r:.80}: must be a list of token ids")
@@ -155,7 +156,7 @@ def main() -> None:
 
 def _ids(prompt: str) -> list[int]:
     """Return the IDs of a prompt such as "12,5,9"."""
-    # `int` also accepts 1_000 and digits of other alphabets.
+    # `int` also accepts 1_000 and the digits of other alphabets.
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", prompt, re.ASCII):
         rule = "must be token ids, such as 12,5,9: the folder has no tokenizer.json"
         raise ValueError(f"a prompt is {prompt!r:.80}: {rule}")

@@ -25,7 +25,7 @@ from transformer_jax.training.tasks.task import Report, TrainingTask, check_has
 
 
 class EvaluateOptions(TypedDict, total=False):
-    """Keyword arguments of `evaluate`, which documents them."""
+    """Keyword arguments of `evaluate`."""
 
     targets: str | None
     examples: int | None
@@ -46,21 +46,22 @@ def evaluate(
     task: str | None = None,
     report: Report | None = None,
 ) -> dict[str, float]:
-    """Return the loss and the task's metrics of a model on a file.
+    """Evaluate a model on a file, and return the loss and the metrics of the task.
 
     Args:
-        model: the model that `load` returned.
-        data: a file in the format of the training data; for pictures and sounds, a .npz file.
-        targets: for pairs: a file with the targets, one per line.
-        examples: for pairs and signals: number of examples to decode; None decodes all.
-        beams: for pairs: width of the beam search; None means the run's.
-        context: for a published model: number of tokens per window; None means 512.
-        task: for a published decoder: "chat" scores its answers in lines {"messages": [...]},
-            as for a run of a `ChatTask`; None evaluates it on plain text.
-        report: called with the number of examples decoded so far.
+        model: a model that `load` returned.
+        data: a file in the format of the training data, or a .npz file of pictures or sounds.
+        targets: for a task on pairs, a file with one target per line.
+        examples: for pairs and signals, the number of examples to decode; None decodes all
+            examples.
+        beams: for pairs, the width of the beam search; None means the width in the run's config.
+        context: for a published model, the number of tokens per window; None means 512.
+        task: for a published decoder, "chat" scores the answers in lines {"messages": [...]}, as
+            for a run of a `ChatTask`; None evaluates the decoder on plain text.
+        report: function that is called with the number of examples decoded so far.
 
     Returns:
-        Numbers keyed by name, such as "nats_per_token", "perplexity" and the metrics of the task.
+        Metrics keyed by name, such as "nats_per_token" and "perplexity".
 
     Raises:
         ConfigError: if an option does not apply to the model's task, or the file contains
@@ -90,7 +91,7 @@ def task_on(
     context: int | None,
     named: str | None = None,
 ) -> TrainConfig:
-    """Return the model's run config, changed to evaluate on this file."""
+    """Return a copy of the model's run config that evaluates on this file."""
     options: dict[str, FieldValue] = dict(targets=targets, beams=beams, examples=examples)
     for name, value in (options | {"context": context}).items():
         if isinstance(value, int) and value < 1:
@@ -118,7 +119,7 @@ def task_on(
             if options[name] is not None:
                 rule = f"a run of task {task.kind!r} has no pairs"
                 raise ConfigError(f"{name} is {options[name]!r}: {rule}")
-    if task.reads_numbers:  # its training data is not a file
+    if task.reads_numbers:  # the training data is not a file
         judged: dict[str, FieldValue] = {"judged": examples or 2**31 - 1}
         task = dataclasses.replace(task, **judged)
         return dataclasses.replace(run, task=task, eval_batches=None)
@@ -130,7 +131,7 @@ def task_on(
 def _published(
     model: Reader, data: str, options: dict[str, FieldValue], context: int | None, named: str | None
 ) -> TrainConfig:
-    """Return a run config that evaluates a published model."""
+    """Return a run config for evaluating a published model."""
     for name, value in options.items():
         if value is not None:
             rule = "a published model is evaluated on text"
@@ -147,7 +148,7 @@ def _published(
         raise ConfigError(f"task is {named!r}: {rule}")
     line: object = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        # A line that is not JSON is text. If the file is missing, the reader below raises.
+        # A line that is not JSON is text. The reader below raises an error if the file is missing.
         with open(data, "rb") as file:
             line = json.loads(file.readline(2**20))
     if named is None and isinstance(line, dict) and "messages" in line:  # as `ChatTask` reads them
@@ -164,21 +165,21 @@ def judge_file(
     report: Report | None = None,
     model: CheckedModule | None = None,
 ) -> dict[str, float]:
-    """Evaluate a model on `config.val_data`, which must be entirely held out.
+    """Evaluate a model on all of `config.val_data`.
 
-    `report` is called with the number of decoded examples. `model` is the config's model, edited.
+    `report` is called with the number of decoded examples. `model` is the edited model, if any.
     """
     size = config.model.vocab_size
     try:
         task = load_task(config, tokenizers, size)
-    except ShortText as text:  # read all its tokens in one window
+    except ShortText as text:  # read all tokens of the text in one window
         if not (isinstance(config.task, tasks.LanguageTask) and config.task.documents is None):
             raise
         if text.tokens < 2:
             rule = "must have at least two"
             raise DataError(f"data is {config.data!r}: tokens are {text.tokens}: {rule}") from None
         task = load_task(dataclasses.replace(config, context=text.tokens - 1), tokenizers, size)
-    # A task adds the special tokens that it needs, but new ones would be untrained.
+    # A task adds the special tokens that it needs, but new tokens would be untrained.
     if isinstance(needed := task.tokenizers.tokenizer, SpecialTokens):
         check_has(tokenizers.tokenizer, *needed.names)
     return judge(task, params, report, model)
@@ -190,9 +191,9 @@ def judge(
     report: Report | None = None,
     model: CheckedModule | None = None,
 ) -> dict[str, float]:
-    """Return the loss and the metrics on the held-out part of a task."""
+    """Return the loss and the metrics of a model on the held-out part of a task."""
     if model is not None:
-        # A copy, so that the caller's task keeps its own model.
+        # Use a copy, so that the caller's task keeps its own model.
         task = copy(task)
         task.model = model
     step = make_eval_step(batch_scores(task.model), task.prepare)

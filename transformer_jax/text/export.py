@@ -1,7 +1,7 @@
 """Export of decoders as `jax.export` programs that run without this package.
 
-A folder contains the weights (once), a program that reads prompts, a program for one step, a
-config.json that describes them, and decode.py (`decode_exported`), which runs without this package.
+A folder contains one copy of the weights, a program that reads prompts, a program for one step, a
+config.json that describes them, and decode.py (`decode_exported`), which decodes with them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from transformer_jax.text import decode_exported
 from transformer_jax.untrusted_files import check_path
 
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"
-"""JAX's names of the platforms that a program can be exported for."""
+"""JAX's names for the platforms that a program can be exported to."""
 
 CONTEXT = 2048
-"""Default context, unless the model's limit is smaller."""
+"""Default context length, unless the model's limit is smaller."""
 
 Named = dict[str, jax.Array]
-"""Leaves of a tree, keyed by path, such as "layers/0/k"."""
+"""Leaves of a tree, keyed by paths such as "layers/0/k"."""
 
 
 @known_keywords
@@ -53,30 +53,32 @@ def export_decoder(
     stop: Sequence[int] = (),
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a folder that decodes with jax only, completely or not at all.
+    """Write a folder that can be decoded with JAX alone.
 
     `prefill.jax` reads prompts: (params, tokens i32[B, T], lengths i32[B]) -> (logits f32[B, V],
-    state). `step.jax` reads one token per row: (params, tokens i32[B], state) -> (logits, state).
-    T is symbolic, up to the context. Params and state are dicts of arrays; `model.safetensors`
-    contains the params. Attention uses plain JAX ("xla"), which runs on every platform.
+    state). `step.jax` reads one token per row: (params, tokens i32[B], state) -> (logits, state). T
+    is symbolic, and its maximum is the context. The parameters and the state are dicts of arrays,
+    and `model.safetensors` contains the parameters. Attention uses plain JAX ("xla"), which runs on
+    every platform. If an error occurs, nothing is written.
 
     Args:
-        path: a new folder, or an earlier export, which is replaced.
-        config: config of a model that continues text.
-        params: parameters, in the dtypes to write.
+        path: a new folder, or the folder of an earlier export, which is replaced.
+        config: the config of a model that continues text.
+        params: the parameters, in the dtypes to write.
         context: maximum number of tokens in a prompt and its answer, not counting the last token,
-            which is never read. None means the model's limit, at most 2048.
-        batch: B, the number of rows; None leaves it symbolic, so one file serves any batch.
-        platforms: any of "cpu", "cuda", "rocm" and "tpu".
-        first: IDs that decode.py puts before the text.
-        stop: IDs after which decode.py ends a row.
-        files: contents of additional files, keyed by name. With `tokenizer.json`, decode.py reads
-            text.
+            which is never read. None means the model's limit or 2048, whichever is smaller.
+        batch: B, the number of rows; None leaves B symbolic, so that one file serves any batch
+            size.
+        platforms: one or more of "cpu", "cuda", "rocm" and "tpu".
+        first: token IDs that decode.py puts before the text.
+        stop: token IDs that end a row in decode.py.
+        files: contents of additional files, keyed by file name. If they include `tokenizer.json`,
+            decode.py accepts text.
 
     Raises:
         CheckpointError: if the folder contains other files, or a parameter cannot be written.
         ConfigError: if the model does not continue text, or an argument is invalid.
-        ImportError: if flatbuffers is not installed; `jax.export` needs it to serialize.
+        ImportError: if flatbuffers, which `jax.export` needs, is not installed.
     """
     check_path("path", path)
     check_is_decoder(config)
@@ -94,7 +96,7 @@ def export_decoder(
             check_count(f"{name}[{place}]", token, 0, config.vocab_size - 1)
     programs, state = decoding_programs(config, params, context)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), named(params))
-    sizes = {  # one scope per program, which may only name sizes of its own arguments
+    sizes = {  # one scope per program, because a program can use only the sizes of its own arguments
         "prefill": export.symbolic_shape("b, t", constraints=[f"t <= {context}"]),
         "step": export.symbolic_shape("b"),
     }
@@ -124,7 +126,7 @@ def export_decoder(
         "jax": version("jax"),
         "platforms": listed,
     }
-    # The script imports nothing from this package, so that it can be tested here and copied.
+    # The script imports nothing from this package, so it can be copied into the folder.
     script = Path(decode_exported.__file__).read_bytes()
     tensors = ((name, np.asarray(leaf)) for name, leaf in named(params).items())
     write_folder(path, about, tensors, files={**(files or {}), **written, "decode.py": script})
@@ -133,13 +135,13 @@ def export_decoder(
 def decoding_programs(
     config: AnyModelConfig, params: Params, context: int
 ) -> tuple[dict[str, Callable[..., tuple[jax.Array, Named]]], Named]:
-    """Return prefill and step, which take dicts of arrays, and the state of one row."""
+    """Return prefill and step as functions of dicts of arrays, and the state of one row."""
     if hasattr(config, "implementation"):
-        # Kernels of this package contain code for this machine; XLA's operations run anywhere.
+        # This package's kernels contain code for this machine, but XLA's operations run anywhere.
         config = replace(config, implementation="xla")
     # The script cannot import the classes of this package, so trees are passed as flat dicts.
     structure, names = jax.tree.structure(params), [*named(params)]
-    model: Any = build(config)  # `make_step` refuses a model that writes no tokens
+    model: Any = build(config)  # `make_step` rejects a model that does not generate tokens
     step: Any = make_step(model)
 
     def empty(rows: int) -> PyTree:
@@ -156,7 +158,7 @@ def decoding_programs(
         return logits, named(state)
 
     def advance(params: Named, tokens: jax.Array, state: Named) -> tuple[jax.Array, Named]:
-        # JAX flattens a dict in the order of its sorted keys, which is not the state's order.
+        # JAX flattens a dict in sorted key order, which differs from the order of the state.
         tree = jax.tree.unflatten(state_structure, [state[name] for name in state_names])
         logits, tree = step(whole(params), tokens[:, None], tree)
         return logits[:, 0].astype(jnp.float32), named(tree)
@@ -165,7 +167,7 @@ def decoding_programs(
 
 
 def named(tree: PyTree) -> Named:
-    """Return the leaves of a tree in order, keyed by path."""
+    """Return the leaves of a tree, in order, keyed by path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
@@ -180,7 +182,7 @@ def check_is_decoder(config: AnyModelConfig) -> None:
 
 
 def check_context(config: AnyModelConfig, context: int | None) -> int:
-    """Return the context, or its default if it is None; raise ConfigError if it is too long."""
+    """Return the context length or, for None, its default; raise ConfigError if it is too long."""
     longest = max_text_tokens(config)
     if context is None:
         return min(longest, CONTEXT)
