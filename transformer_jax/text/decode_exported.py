@@ -121,7 +121,7 @@ def check_prompts(about: dict[str, Any], lengths: np.ndarray, count: int) -> Non
 
 
 def check_ids(about: dict[str, Any], prompts: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError unless the prompts are nonempty lists of IDs in the vocabulary."""
+    """Raise ValueError unless the prompts are lists of IDs in the vocabulary."""
     for prompt in prompts:
         if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
             raise ValueError(f"a prompt is {prompt!r:.80}: must be a list of token ids")

@@ -96,7 +96,7 @@ def export_decoder(
             check_count(f"{name}[{place}]", token, 0, config.vocab_size - 1)
     programs, state = decoding_programs(config, params, context)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), named(params))
-    sizes = {  # one scope per program, because a program can use only the sizes of its own arguments
+    sizes = {  # one scope each, because a program knows only the sizes of its own arguments
         "prefill": export.symbolic_shape("b, t", constraints=[f"t <= {context}"]),
         "step": export.symbolic_shape("b"),
     }

@@ -1,11 +1,11 @@
-"""Tools that inspect a model as it reads text: `transformer_jax.interpret` with a tokenizer.
+"""Inspection of a model as it reads text, by means of `transformer_jax.interpret` and a tokenizer.
 
-`Inspect` has the methods. Their results contain arrays; `plot()` draws them as a figure and
-`html()` as a page. Most methods measure the model's answer to the text:
+The tools are methods of `Inspect`. Their results contain arrays. The `plot()` method of a result
+draws a figure, and `html()` returns a page. Most tools measure the model's answer to the text:
 
     z = logit(answer) - logit(other answer), or logit(answer) if there is no other
 
-at the next token, or at the first mask of a masked model.
+z is measured at the next token or, for a masked model, at the first mask.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Text = str | tuple[str, str]
-"""A string, or (source, target) for a model of pairs. The target may be incomplete."""
+"""A string, or (source, target) for an encoder-decoder. The target may be incomplete."""
 
 Inputs = dict[str, Array]
-"""Model inputs other than the tokens, keyed by name."""
+"""Inputs of the model other than the tokens, keyed by name."""
 
 PERIOD, ROWS = 25, 4
-"""Length of the repeated sequence, and number of rows, in the random text for scoring heads."""
+"""Length of the repeated sequence and number of rows in the random text that scores heads."""
 
 
 @value_class
 class Lens(TableResult):
-    """Likeliest tokens after each block of a model (nostalgebraist 2020).
+    """Likeliest tokens after each block of a model: the logit lens (nostalgebraist 2020).
 
     Attributes:
         tokens: the T input tokens, as strings.
-        top: [L + 1, T, count], the likeliest tokens after the embedding and after each block.
-        probabilities: f32[L + 1, T, count], probabilities of `top`.
-        masks: positions of the masks; None for a model that writes the next token.
+        top: likeliest tokens after the embedding and after each block, [L + 1, T, count].
+        probabilities: probabilities of the tokens in `top`, f32[L + 1, T, count].
+        masks: positions of the masks, or None for a model that predicts the next token.
     """
 
     tokens: list[str]
@@ -68,7 +68,7 @@ class Lens(TableResult):
     masks: list[int] | None = None
 
     def tables(self) -> list[Table]:
-        """Return one table: a row for the embedding and each block, shaded by probability."""
+        """Return one table, shaded by probability, with a row for the embedding and each block."""
         p = self.probabilities
         rows = ["embedding", *(f"block {i}" for i in range(len(p) - 1))]
         hints = [
@@ -81,7 +81,7 @@ class Lens(TableResult):
         return [Table(title, rows, _marked(self.tokens), p[..., 0], 1.0, cells, hints)]
 
     def summary(self) -> str:
-        """Return the likeliest tokens of the last block after the last token, or at each mask."""
+        """Return the likeliest tokens after the last block, at the last token or at each mask."""
         if self.masks is None:
             return f"after the last token: {self._likeliest(-1)}"
         return "\n".join(f"token {i}, a mask: {self._likeliest(i)}" for i in self.masks)
@@ -92,18 +92,20 @@ class Lens(TableResult):
 
 @value_class
 class Patching(TableResult):
-    """Result of activation patching: activations of one prompt are copied into another.
+    """Result of activation patching, which copies activations of one prompt into another.
 
-    A share is (z(patched) - z(other)) / (z(text) - z(other)): 0 keeps the answer to the other
-    prompt, 1 restores the answer to the text (Meng et al. 2022; Wang et al. 2023).
+    A share is (z(patched) - z(other)) / (z(text) - z(other)). If the share is 0, the patch does not
+    change the answer to the other prompt. If it is 1, the patch restores the answer to the text
+    (Meng et al. 2022; Wang et al. 2023).
 
     Attributes:
-        tokens: tokens of the text, as strings; `other_tokens` are those of the other prompt.
-        answer: the answer to the text; `other_answer` is subtracted in z.
+        tokens: tokens of the text, as strings; `other_tokens` contains the tokens of the other
+            prompt.
+        answer: the answer to the text; the logit of `other_answer` is subtracted in z.
         clean: z of the text.
         corrupted: z of the other prompt.
-        by_token: shares f32[L, T], keyed by place in a block, if one token is copied.
-        by_head: shares f32[L, N], keyed by place in a block, if all tokens of one head are copied.
+        by_token: shares f32[L, T] for copying one token, keyed by place in a block.
+        by_head: shares f32[L, N] for copying all tokens of one head, keyed by place in a block.
     """
 
     tokens: list[str]
@@ -116,7 +118,7 @@ class Patching(TableResult):
     by_head: dict[str, np.ndarray]
 
     def tables(self) -> list[Table]:
-        """Return a table for each place: rows are blocks, columns tokens or heads."""
+        """Return a table for each place, with blocks as rows and tokens or heads as columns."""
         pairs = zip(_marked(self.tokens), _marked(self.other_tokens), strict=True)
         columns = [one if one == two else f"{one} / {two}" for one, two in pairs]
         found = [
@@ -129,7 +131,7 @@ class Patching(TableResult):
         return found
 
     def summary(self) -> str:
-        """Return z for both prompts, and the heads with the largest shares."""
+        """Return the value of z for both prompts, and the heads with the largest shares."""
         z = _difference(self.answer, self.other_answer)
         lines = [f"{z}: {self.clean:.3f} for the text, {self.corrupted:.3f} for the other prompt"]
         lines += [f"{name}: {_largest(x)}" for name, x in self.by_head.items()]
@@ -138,18 +140,19 @@ class Patching(TableResult):
 
 @value_class
 class Heads(TableResult):
-    """Effect of each head on an answer, and scores that classify the head.
+    """Effect of each attention head on an answer, and scores that classify the head.
 
     Attributes:
         tokens: the input tokens, as strings.
-        answer: the answer; `other_answer`, unless None, is subtracted in z.
-        value: z with all heads.
-        without: f32[L, N], z without one head (its output is 0) minus z with all heads.
-        entropy: f32[L, N], entropy of the weights in nats, averaged over the tokens of this text.
-        scores: f32[L, N] each, mean attention weights in a random sequence that is repeated once
-            (key 0): to the previous token, to the earlier copy of the token, and to the token
-            after that copy (Olsson et al. 2022).
-        cross_without: f32[L, N], like `without` for the heads of cross-attention.
+        answer: the answer; the logit of `other_answer` is subtracted in z unless it is None.
+        value: the value of z with all heads.
+        without: z without one head, whose output is set to 0, minus z with all heads, f32[L, N].
+        entropy: entropy of the attention weights in nats, averaged over the tokens of this text,
+            f32[L, N].
+        scores: mean attention weights, f32[L, N] each, to the previous token, to the earlier copy
+            of the token, and to the token after that copy (Olsson et al. 2022). The text is a
+            random sequence (key 0) that is repeated once.
+        cross_without: like `without`, but for the heads of cross-attention, f32[L, N].
     """
 
     tokens: list[str]
@@ -162,7 +165,7 @@ class Heads(TableResult):
     cross_without: np.ndarray | None = None  # f32[L, N]
 
     def tables(self) -> list[Table]:
-        """Return a table for each measure: rows are blocks, columns heads."""
+        """Return a table for each measure, with blocks as rows and heads as columns."""
         change = f"change of {_difference(self.answer, self.other_answer)} without the head"
         named: dict[str, tuple[np.ndarray, float | None]] = {change: (self.without, None)}
         if self.cross_without is not None:
@@ -174,7 +177,7 @@ class Heads(TableResult):
         return [Table(title, _blocks(x), _heads(x), x, most) for title, (x, most) in named.items()]
 
     def summary(self) -> str:
-        """Return z, and the heads whose removal changes it most."""
+        """Return the value of z, and the heads whose removal changes it most."""
         z = _difference(self.answer, self.other_answer)
         lines = [f"{z}: {self.value:.3f}", f"change without: {_largest(self.without)}"]
         if self.cross_without is not None:
@@ -188,15 +191,16 @@ class Attribution(TableResult):
 
     Attributes:
         tokens: the input tokens, as strings.
-        answer: the answer; `other_answer`, unless None, is subtracted in z.
-        value: z.
-        baseline: the token that replaced every token; `baseline_value` is z of that input.
-        shares: f32[T], integrated gradients (Sundararajan et al. 2017); their sum is about
-            value - baseline_value.
-        heads: f32[L, N], direct contribution of each head to z. `heads`, `feed_forward` f32[L]
-            (None without feed-forwards), `embedding` and `bias` add up to z (direct logit
-            attribution). None if z is not such a sum; `reason` explains why.
-        cross_heads: f32[L, N], contributions of the heads of cross-attention.
+        answer: the answer; the logit of `other_answer` is subtracted in z unless it is None.
+        value: the value of z.
+        baseline: the token that replaced every token; `baseline_value` is the value of z for that
+            input.
+        shares: integrated gradients f32[T], whose sum is about value - baseline_value (Sundararajan
+            et al. 2017).
+        heads: direct contribution of each head to z, f32[L, N]. In direct logit attribution,
+            `heads`, `feed_forward` (f32[L], or None without feed-forwards), `embedding` and `bias`
+            add up to z. They are None if z cannot be split in this way, and `reason` explains why.
+        cross_heads: contributions of the heads of cross-attention, f32[L, N].
     """
 
     tokens: list[str]
@@ -214,7 +218,7 @@ class Attribution(TableResult):
     reason: str | None = None
 
     def tables(self) -> list[Table]:
-        """Return a table of the tokens, and one of the parts: rows are blocks."""
+        """Return a table of the tokens, and a table of the parts with blocks as rows."""
         z = _difference(self.answer, self.other_answer)
         title = f"{z}: contribution of each token, compared with {marked(self.baseline)!r}"
         found = [Table(title, [""], _marked(self.tokens), self.shares[None])]
@@ -233,7 +237,7 @@ class Attribution(TableResult):
         return [*found, Table(title, _blocks(table), columns, table)]
 
     def summary(self) -> str:
-        """Return z, and its largest contributions."""
+        """Return the value of z and its largest contributions."""
         z = _difference(self.answer, self.other_answer)
         baseline = f"{self.baseline_value:.3f} for {self.baseline!r} only"
         order = np.argsort(-np.abs(self.shares), kind="stable")[:5]
@@ -254,15 +258,16 @@ class AttentionMaps:
     """Attention weights of every layer and head over the input tokens.
 
     Attributes:
-        tokens: the input tokens, as strings; special tokens appear by name.
-        weights: f32[L, N, T, T], the weight of key token s for query token t at
-            [layer, head, t, s]. L is 0 for a recurrent model, which has no self-attention.
-        source_tokens: tokens of the source, as strings, for an encoder-decoder.
-        cross: f32[L, N, T, S], cross-attention of an encoder-decoder, from target tokens to source
-            tokens. A recurrent model has one layer and one head.
-        encoder: f32[L, N, S, S], self-attention of the encoder.
-        written: the token that an encoder-decoder writes after each of `tokens`, as strings. Row t
-            of `cross` contains the weights that produced it.
+        tokens: the input tokens, as strings, with the names of special tokens.
+        weights: self-attention weights f32[L, N, T, T], with the weight of key token s for query
+            token t at [layer, head, t, s]. L is 0 for a recurrent model, which has no
+            self-attention.
+        source_tokens: for an encoder-decoder, the tokens of the source, as strings.
+        cross: for an encoder-decoder, the cross-attention weights f32[L, N, T, S] from target
+            tokens to source tokens. A recurrent model has one layer and one head.
+        encoder: for an encoder-decoder, the self-attention weights of the encoder, f32[L, N, S, S].
+        written: for an encoder-decoder, the token that it generates after each of `tokens`, as
+            strings. Row t of `cross` contains the weights that produced token t.
     """
 
     tokens: list[str]
@@ -275,18 +280,18 @@ class AttentionMaps:
     def plot(
         self, *, part: Part | None = None, layer: int | None = None, head: int | None = None
     ) -> Figure:
-        """Draw a map for each layer and head: rows attend to columns; darker means more weight.
+        """Draw a map for each layer and head, with queries as rows and keys as columns.
 
-        The rows of "cross" are the written tokens. A single map is larger and shows its numbers.
-        `plot().savefig("map.png")` writes the picture.
+        Darker cells have larger weights. The rows of "cross" are the generated tokens. A single map
+        is larger and shows the numbers. `plot().savefig("map.png")` writes the picture to a file.
 
         Args:
-            part: one kind of weights, "self", "cross" or "encoder"; None draws all.
-            layer: one layer, from 0; None draws all.
-            head: one head, from 0; None draws all.
+            part: the kind of weights, "self", "cross" or "encoder"; None draws all kinds.
+            layer: zero-based index of a layer; None draws all layers.
+            head: zero-based index of a head; None draws all heads.
 
         Raises:
-            ConfigError: if these weights have no such part, layer or head.
+            ConfigError: if the part, the layer or the head does not exist.
         """
         every: dict[str, Maps] = {}
         source = self.source_tokens or []
@@ -309,7 +314,7 @@ def _maps(title: str, weights: np.ndarray, rows: list[str], columns: list[str]) 
 
 
 def _select(maps: Maps, layer: int | None, head: int | None) -> Maps:
-    """Select a layer and a head, unless None; raise ConfigError if they do not exist."""
+    """Select a layer and a head, or all for None; raise ConfigError if one does not exist."""
     for axis, (name, index) in enumerate(dict(layer=layer, head=head).items()):
         if index is None:
             continue
@@ -324,7 +329,7 @@ def _select(maps: Maps, layer: int | None, head: int | None) -> Maps:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Tools that show the internal values of a model as it reads text: `LanguageModel.inspect`."""
+    """Tools of `LanguageModel.inspect` that show internal values of a model as it reads text."""
 
     model: Reader
 
@@ -333,11 +338,11 @@ class Inspect:
         """Return the attention weights of every layer and head.
 
         Args:
-            text: a string; for an encoder-decoder and a run on pairs `(source, target)`, or only
-                a source, for which the model writes the target.
+            text: a string. For an encoder-decoder and for a run on pairs, this is `(source,
+                target)`, or only a source, for which the model generates the target.
 
         Returns:
-            The weights, with tokens as labels; `plot()` draws them.
+            The weights and their tokens, which `plot()` draws.
 
         Raises:
             ConfigError: if the model has no attention over tokens.
@@ -378,11 +383,12 @@ class Inspect:
 
     @known_keywords
     def lens(self, text: Text, *, count: int = 5) -> Lens:
-        """Return the likeliest tokens after each block, at each position: the logit lens.
+        """Return the likeliest tokens at each position after each block (the logit lens).
 
         Args:
-            text: a string, or (source, target) for a model of pairs, whose decoder is inspected.
-            count: number of tokens to return for each position, at most the vocabulary size.
+            text: a string. For an encoder-decoder, this is (source, target), and the decoder is
+                inspected.
+            count: number of tokens to return for each position, up to the vocabulary size.
 
         Raises:
             ConfigError: if the model is not a transformer that writes tokens.
@@ -405,20 +411,23 @@ class Inspect:
     def patch(
         self, text: Text, other: Text, *, answer: str | None = None, other_answer: str | None = None
     ) -> Patching:
-        """Measure which values of one prompt restore its answer when copied into another.
+        """Measure which values of a prompt restore its answer when copied into another prompt.
 
-        Shares mean little, and a warning is issued, if z differs between the prompts by less than
-        0.1, or by less than a tenth of the largest change that a value causes.
+        The shares are unreliable, and a warning is issued, if z differs between the prompts by less
+        than 0.1, or by less than a tenth of the largest change that copying a value causes.
 
         Args:
-            text: the prompt to copy values from; (source, target) for a model of pairs.
-            other: the prompt to copy them into, with the same number of tokens and source.
-            answer: a word of one token, the answer to the text; None means the model's likeliest.
-            other_answer: the answer to the other prompt; None means the model's likeliest.
+            text: the prompt to copy values from, which is (source, target) for an encoder-decoder.
+            other: the prompt to copy the values into, with the same number of tokens and the same
+                source.
+            answer: the answer to the text, a word of one token; None means the model's likeliest
+                token.
+            other_answer: the answer to the other prompt; None means the model's likeliest token.
 
         Raises:
             ConfigError: if the model is not a transformer that writes tokens.
-            ValueError: if the prompts differ in length or share an answer, or one is not a token.
+            ValueError: if the prompts differ in length or have the same answer, or if an answer is
+                not a single token.
         """
         model = self.model
         config, clean, inputs = _read(model, "patch", text)
@@ -465,16 +474,16 @@ class Inspect:
     def heads(
         self, text: Text, *, answer: str | None = None, other_answer: str | None = None
     ) -> Heads:
-        """Measure how an answer changes without each head, and score the head's type.
+        """Measure how the answer changes without each head, and score the types of the heads.
 
         Args:
-            text: a string, or (source, target) for a model of pairs.
-            answer: a word of one token; None means the model's likeliest.
+            text: a string, or (source, target) for an encoder-decoder.
+            answer: a word of one token; None means the likeliest token.
             other_answer: a word whose logit is subtracted; None subtracts nothing.
 
         Raises:
             ConfigError: if the model is not a transformer that writes tokens.
-            ValueError: if the text has the wrong type, or an answer is not a token.
+            ValueError: if the text has the wrong type, or an answer is not a single token.
         """
         model = self.model
         config, prompt, inputs = _read(model, "heads", text)
@@ -509,15 +518,17 @@ class Inspect:
         """Return the contribution of each token, and of each part of the model, to an answer.
 
         Args:
-            text: a string, or (source, target) for a model of pairs, which attributes the target.
-            answer: a word of one token; None means the model's likeliest.
+            text: a string. For an encoder-decoder, this is (source, target), and the target is
+                attributed.
+            answer: a word of one token; None means the likeliest token.
             other_answer: a word whose logit is subtracted; None subtracts nothing.
-            baseline: a neutral token that replaces every token. None means the first of mask,
-                padding, unknown token and end of text that the tokenizer has, or else a space.
+            baseline: a neutral token that replaces every token. None means the first of the mask,
+                padding, unknown and end-of-text tokens that the tokenizer has, or else a space.
 
         Raises:
             ConfigError: if the model is not a transformer that writes tokens.
-            ValueError: if the text has the wrong type, or an answer or baseline is not a token.
+            ValueError: if the text has the wrong type, or if an answer or the baseline is not a
+                single token.
         """
         model = self.model
         config, prompt, inputs = _read(model, "attribution", text)
@@ -559,24 +570,26 @@ class Inspect:
         plus: str | Sequence[str] = (),
         count: int = 10,
     ) -> list[tuple[str, float]]:
-        """Return the tokens whose embeddings are closest in direction to that of a word.
+        """Return the tokens whose embeddings have the largest cosine similarity to that of a word.
 
-        e is the input embedding (of the sources, if an encoder-decoder has two vocabularies), and
-        u = e / |e|. Tokens w are ranked by their cosine with x (Mikolov et al. 2013):
+        The input embedding of a word is e(word), and u = e / |e|. If an encoder-decoder has two
+        vocabularies, e is the embedding for the sources. Tokens w are ranked by their cosine with x
+        (Mikolov et al. 2013):
 
             x = u(word) - sum of u(minus) + sum of u(plus)
             cos(x, e(w)) = x . e(w) / (|x| |e(w)|)
 
-        A word is looked up with a leading space if the tokenizer has that token.
+        A word is looked up with a leading space if that is a token of the tokenizer.
 
         Args:
             word: a word of one token.
             minus: a word or words whose vectors are subtracted.
             plus: a word or words whose vectors are added.
-            count: number of tokens to return, at least 1.
+            count: number of tokens to return, which must be at least 1.
 
         Returns:
-            Pairs of a token and its cosine, largest first, without special tokens or the query.
+            Pairs of a token and its cosine, largest first, without special tokens or the given
+            words.
 
         Raises:
             ConfigError: if the model has no token embeddings.
@@ -596,7 +609,8 @@ class Inspect:
         table = _input_embedding(model)[: tokenizer.vocab_size]
         lengths = np.linalg.norm(table, axis=1)
         unit = table / np.where(lengths > 0, lengths, 1.0)[:, None]
-        # Count each word first, so that adding and subtracting it leaves no rounding error.
+        # Count each word first, so that adding and subtracting the same word leaves no rounding
+        # error.
         factors: dict[int, float] = {}
         for name, one, sign in terms:
             i = token_id(tokenizer, name, one, len(table))
@@ -618,7 +632,7 @@ class Inspect:
             if len(found) == count:
                 break
             text = "" if i in excluded else token_texts(tokenizer, [i])[0]
-            if text:  # an ID may be unused
+            if text:  # some IDs are unused
                 found.append((text, float(cosines[i])))
         return found
 
@@ -641,12 +655,12 @@ def _capture_hint(config: AnyModelConfig) -> str:
 
 
 def _vocabulary(model: Reader) -> int:
-    """Return the number of tokens that both the model and its tokenizer have."""
+    """Return the number of token IDs that both the model and its tokenizer have."""
     return min(model.tokenizer.vocab_size, model.config.vocab_size)
 
 
 def _answer_position(model: Reader, prompt: WholeText) -> int:
-    """Return the position of the answer's logits: the last token, or the first mask."""
+    """Return the position of the answer's logits, which is the last token or the first mask."""
     if model.kind != "masks":
         return len(prompt.ids) - 1
     masks = _masks(model, prompt)
@@ -673,7 +687,7 @@ def _answer(
 def _answers(
     model: Reader, prompt: WholeText, inputs: Inputs, answer: str | None, other: str | None
 ) -> tuple[np.ndarray, int, tuple[str, str | None]]:
-    """Return the IDs of one or two answers, i32[1] or i32[2], their position, and their texts."""
+    """Return the IDs of one or two answers as i32[1] or i32[2], their position, and their texts."""
     at = _answer_position(model, prompt)
     ids = [_answer(model, answer, prompt, inputs, at, "answer")]
     if other is not None:
@@ -707,14 +721,14 @@ def _difference(answer: str, other: str | None) -> str:
 
 
 def _largest(table: np.ndarray) -> str:  # [L, N]
-    """Format the five values farthest from 0, with their heads."""
+    """Format the five values that are farthest from 0, with their heads."""
     order = np.argsort(-np.abs(table), axis=None, kind="stable")[:5]
     heads = zip(*np.unravel_index(order, table.shape), strict=True)
     return ", ".join(f"block {i} head {n} {table[i, n]:+.3f}" for i, n in heads)
 
 
 def _input_embedding(model: Reader) -> np.ndarray:  # f64[V, D]
-    """Return the input embedding; with two vocabularies, the one for sources."""
+    """Return the input embedding, or the one for sources if there are two vocabularies."""
     config, params = model.config, model.params
     if (table := config.word_vectors(params)) is None:
         kind = type(config).__name__

@@ -1,6 +1,7 @@
-"""Compiled programs of `inspect`.
+"""Compiled programs for `inspect`.
 
-z is the logit of an answer at one prompt position, minus the logit of another answer, if any.
+z is the logit of an answer at one position of the prompt, minus the logit of the other answer, if
+there is one.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from transformer_jax.pytree import Array, Params
 from transformer_jax.text.reading import call_arguments
 
 MOST_LOGITS = 2**26
-"""Maximum number of logits in memory for the passes of one batch."""
+"""Maximum number of logits in memory for the forward passes of one batch."""
 
 Metric = Callable[[jax.Array], jax.Array]
 
 
 def _metric(ids: Array, at: int) -> Metric:
-    """Return z as a function of logits f32[1, T, V]; IDs are i32[1] or i32[2]."""
+    """Return z as a function of logits f32[1, T, V], for one or two IDs, i32[1] or i32[2]."""
 
     def metric(logits: jax.Array) -> jax.Array:
         first, *rest = (logits[0, at, i] for i in ids)
@@ -38,7 +39,7 @@ def _metric(ids: Array, at: int) -> Metric:
 
 
 def _batch_size(config: ModelConfig, tokens: Array) -> int:
-    """Return the number of passes over a prompt that run in one batch."""
+    """Return the number of forward passes over a prompt that run in one batch."""
     return max(1, MOST_LOGITS // (tokens.shape[1] * config.vocab_size))
 
 
@@ -63,7 +64,7 @@ def lens(
 
 
 def branches(config: ModelConfig) -> list[str]:
-    """Return the attention branches of a block of the decoder, or of an encoder-only model."""
+    """Return the attention branches of a block in the decoder, or in an encoder-only model."""
     return ["attention", *(["cross_attention"] if config.kind == "encoder-decoder" else [])]
 
 
@@ -83,9 +84,10 @@ def patched(
     model: Any, params: Params, clean: Array, corrupted: Array, inputs: dict[str, Array],
     ids: Array, at: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
-    """Return z for both prompts, and for the corrupted one with values copied from the clean one.
+    """Return z for both prompts, and for the corrupted prompt after copying clean values.
 
-    The latter are f32[P, L, T] for the `streams`, and f32[L, N] for each of the `branches`.
+    The values of z with copied activations are f32[P, L, T] for the `streams`, and f32[L, N] for
+    each of the `branches`.
     """
     config, metric, rest = model.config, _metric(ids, at), call_arguments(inputs)
     clean, corrupted = jnp.asarray(clean), jnp.asarray(corrupted)
@@ -104,7 +106,7 @@ def patched(
 def without(
     model: Any, params: Params, tokens: Array, inputs: dict[str, Array], ids: Array, at: int
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Return z and, for each of the `branches`, its change without each head, f32[L, N]."""
+    """Return z and, for each of the `branches`, the change in z without each head, f32[L, N]."""
     config, metric, rest = model.config, _metric(ids, at), call_arguments(inputs)
     size = depth(config), config.num_heads
 
@@ -114,7 +116,8 @@ def without(
     whole = value({})
 
     def silenced(branch: str, head: jax.Array) -> jax.Array:
-        # The mask covers all layers, so the head's number can be traced and one program serves all.
+        # The mask covers all layers, so the head's index can be traced and one program serves all
+        # heads.
         mask = (jnp.arange(size[0] * size[1]) != head).astype(jnp.float32).reshape(size)
         return value(interpret.scale(f"block_*/{branch}/heads", mask)) - whole
 
@@ -130,7 +133,7 @@ def without(
 def weights(
     model: Any, params: Params, tokens: Array, inputs: dict[str, Array]
 ) -> jax.Array:  # f32[B, L, N, T, T]
-    """Return the weights of self-attention; for an encoder-decoder, the decoder's."""
+    """Return the weights of self-attention, in the decoder if the model is an encoder-decoder."""
     capture = ("block_*/attention/weights",)
     found = model.apply(
         {"params": params}, jnp.asarray(tokens), capture=capture, **call_arguments(inputs)
@@ -157,7 +160,7 @@ def attributed(
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], interpret.LogitAttribution | None]:  # fmt: skip
     """Return (z, z of the baseline, token shares) and the contributions of the parts.
 
-    The second is None if z is not a sum of parts.
+    The contributions are None if z is not a sum of parts.
     """
     metric, rest = _metric(ids, at), call_arguments(inputs)
     tokens = jnp.asarray(tokens)

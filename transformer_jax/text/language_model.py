@@ -1,10 +1,10 @@
-r"""Text models: one object for the model of a training run or a published model.
+r"""Text models, whether from a training run or published, as one object.
 
     m = load("runs/book")
     m.generate("Once upon", 40, stop="\\n")
     m.score("Once upon a time").perplexity
 
-The model's training determines what it does with text (`kind`).
+The training of the model determines what it does with text (see `kind`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from transformer_jax.training.tasks.masked import fill_masks, mask_candidates
 from transformer_jax.untrusted_files import check_path
 
 Written = str | list[str] | Iterator[str]
-"""A string; a list for several prompts or for `samples`; or the pieces of a stream."""
+"""A string, a list of strings for several prompts or for `samples`, or the pieces of a stream."""
 
 
 @known_keywords
@@ -78,26 +78,29 @@ def load(
 
     Args:
         path_or_id: the folder of a run (`fit`, train.py), a Hugging Face folder, a GGUF file, or
-            the ID of a repository on the Hugging Face hub, "ORG/NAME".
-        checkpoint: for a run: "best" (lowest held-out loss) or "last". None prefers "best".
-        init_from: for a run with adapters: the current path of the model that they adapt.
-        dtype: for a published model: "float32", "bfloat16" or "float16"; None keeps the file's.
-        max_len: for a published model: maximum text length, in tokens; None keeps the model's own.
-        weights: "bf16", "int8" or "int4" store the weights in fewer bits; None keeps them.
+            the ID "ORG/NAME" of a repository on the Hugging Face Hub.
+        checkpoint: for a run, "best" (the lowest held-out loss) or "last"; None prefers "best".
+        init_from: for a run with adapters, the current path of the model that they adapt.
+        dtype: for a published model, "float32", "bfloat16" or "float16"; None keeps the stored
+            dtype.
+        max_len: for a published model, the maximum text length in tokens; None keeps the model's
+            limit.
+        weights: "bf16", "int8" or "int4" store the weights in fewer bits; None leaves the weights
+            unchanged.
 
     Raises:
-        ConfigError: if an argument does not fit the model.
+        ConfigError: if an argument does not apply to the model.
         CheckpointError: if a file cannot be read.
     """
     if not isinstance(path_or_id, str | Path):
         rule = "must be a folder or the id of a repository on the hub"
         raise ConfigError(f"path_or_id is of type {type(path_or_id).__name__}: {rule}")
     try:
-        # A name that is not a path, such as ORG/NAME, is looked up on the hub below.
+        # A name that is not a path, such as ORG/NAME, is looked up on the Hub below.
         has_run = is_run(str(path_or_id))
         files = Path(path_or_id) / "metrics.jsonl", Path(path_or_id) / "lock"
         began = any(file.exists() for file in files)  # a run that has not saved a checkpoint
-    except OSError as error:  # no file can have this name
+    except OSError as error:  # not a valid file name
         raise ConfigError(f"path_or_id is {str(path_or_id)!r:.60}: {error.strerror}") from None
     if has_run or began:
         for name, value in dict(dtype=dtype, max_len=max_len).items():
@@ -116,50 +119,50 @@ def load(
 
 
 class LanguageModel(Reader):
-    """A text model; `load` returns one.
+    """A text model, as returned by `load`.
 
     The base class `Reader` (text/reading.py) turns prompts, messages and pairs into tokens.
     """
 
     @property
     def inspect(self) -> Inspect:
-        """Tools that show the internal values of the model as it reads text."""
+        """Tools that show internal values of the model as it reads text."""
         return Inspect(self)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError; suggest the tool of `inspect` with that name."""
+            """Raise AttributeError, and suggest the method of `inspect` with that name."""
             tool = "attention" if name in ("attend", "attention_weights") else name
             rule = f": use model.inspect.{tool}" if tool in vars(Inspect) and tool[0] != "_" else ""
             raise AttributeError(f"a LanguageModel has no attribute {name!r}{rule}")
 
     def edited(self, edit: Mapping[str, Edit]) -> LanguageModel:
-        """Return a copy of the model whose internal values are edited in every method.
+        """Return a copy of the model that edits internal values in all its methods.
 
-        During generation, a function receives the tokens of the prompt, then one new token at a
-        time. In `score`, `continuations` and `multiple_choice`, it receives all tokens of one text
-        or window at once.
+        During generation, an edit function receives the tokens of the prompt, and then one new
+        token at a time. In `score`, `continuations` and `multiple_choice`, it receives all tokens
+        of one text or window at once.
 
         Args:
-            edit: functions keyed by place in the model (`transformer_jax.places`), such as the
-                edits of `transformer_jax.interpret`. They run after the model's existing edits.
+            edit: functions keyed by place in the model (see `transformer_jax.places`), such as the
+                edits in `transformer_jax.interpret`. They run after existing edits of the model.
 
         Raises:
-            ValueError: if a name is not a place, or a value is not a function.
+            ValueError: if a key is not a place, or a value is not a function.
         """
         return replace(self, edited_module=self.module.edited(edit))
 
     def with_languages(self, source: str, target: str) -> LanguageModel:
-        """Return a copy for two languages that shares the parameters (mBART, M2M-100, NLLB).
+        """Return a copy of a multilingual model for two languages (mBART, M2M-100, NLLB).
 
         Args:
-            source: token of the source language, such as "en_XX", "__en__" or "eng_Latn".
-            target: token of the target language.
+            source: the token for the source language, such as "en_XX", "__en__" or "eng_Latn".
+            target: the token for the target language.
 
         Raises:
             ConfigError: if the model is not a published encoder-decoder.
-            DataError: if its tokenizer has no languages, or lacks one of these.
+            DataError: if the tokenizer does not have both language tokens.
         """
         tokenizer = self.tokenizer
         if self.kind != "targets" or not isinstance(tokenizer, PretrainedTokenizer):
@@ -195,17 +198,17 @@ class LanguageModel(Reader):
         The prompts in a list do not affect each other.
 
         Args:
-            prompt: a string or a list of strings; a list returns a list. An empty prompt means the
-                begin token of the tokenizer, or a newline if there is none. A warning lists words
-                that a word tokenizer does not know.
-            num_tokens: maximum number of new tokens; see `GenerateOptions`.
-            **options: other fields of `GenerateOptions`, except `results` and `length_penalty`.
+            prompt: a string or a list of strings. A list returns a list. An empty prompt is
+                replaced by the begin token of the tokenizer or, if there is no begin token, by a
+                newline. A warning lists the words that a word tokenizer does not know.
+            num_tokens: the maximum number of new tokens; see `GenerateOptions`.
+            **options: the other fields of `GenerateOptions`, except `results` and `length_penalty`.
 
         Returns:
             A string; with a list or `samples`, a list; with `stream`, an iterator of pieces.
 
         Raises:
-            ValueError: if an argument is invalid or does not fit the task of the model.
+            ValueError: if an argument is invalid or does not apply to the model's task.
         """
         settings = GenerateOptions.of(self.generate, option_names.GENERATES, num_tokens, options)
         texts, is_list = as_texts("prompt", prompt)
@@ -246,7 +249,7 @@ class LanguageModel(Reader):
             if settings.sampler is None and settings.samples is None:
                 found = targets.answer(texts, count)
             else:
-                # Draw text n of a list as a separate call with fold_in(key, n) would.
+                # Sample text n of a list as a separate call with fold_in(key, n) would.
                 keys = [jax.random.fold_in(key, n) for n in range(len(texts))] if is_list else [key]
                 drawn = [
                     targets.draw(text, count, settings.samples or 1, sampler, text_key)
@@ -254,7 +257,7 @@ class LanguageModel(Reader):
                 ]
                 found = drawn[0] if settings.samples is not None else [one[0] for one in drawn]
                 is_list = is_list or settings.samples is not None
-        # These texts are generated as a whole, so cut them at stop strings afterward.
+        # These texts are generated as a whole, so truncate them at stop strings afterward.
         found = [cut_at_stop(text, settings.stop) for text in found]
         if settings.stream:
             return iter([text for text in found if text])
@@ -286,21 +289,21 @@ class LanguageModel(Reader):
         num_tokens: int | None = None,
         **options: Any,
     ) -> Written:
-        """Return the assistant's answer to messages, formatted as in the model's training.
+        """Return the assistant's answer to messages that are formatted as in the model's training.
 
         Args:
-            messages: `[{"role": "user", "content": "..."}, ...]`, or a string for a single user
-                message. A list of conversations returns a list of answers.
-            num_tokens: maximum number of tokens of an answer; see `GenerateOptions`.
-            **options: other fields of `GenerateOptions`, except those of beam search.
+            messages: a list `[{"role": "user", "content": "..."}, ...]`, or a string for a single
+                user message. A list of conversations returns a list of answers.
+            num_tokens: the maximum number of tokens in an answer; see `GenerateOptions`.
+            **options: the other fields of `GenerateOptions`, except the ones for beam search.
 
         Returns:
             A string; with a list or `samples`, a list; with `stream`, an iterator of pieces.
 
         Raises:
             ConfigError: if the model has no chat template.
-            ValueError: if messages are invalid or spell out a special token, or if no token fits
-                after them.
+            ValueError: if messages are invalid or contain the text of a special token, or if no
+                token fits after them.
         """
         settings = GenerateOptions.of(self.chat, option_names.CHATS, num_tokens, options)
         # A conversation is a list of dicts; a list of conversations contains strings or lists.
@@ -312,8 +315,8 @@ class LanguageModel(Reader):
         settings.drawing()
         ids = [self.read_messages(talk) for talk in talks]
         for prompt in ids:
-            # `generate` drops the beginning of a long text, but that would change the meaning of
-            # a conversation.
+            # `generate` drops the beginning of a long text, which would change the meaning of a
+            # conversation.
             if len(prompt) > (length := max_text_tokens(self.config)):
                 rule = f"no new token fits after them (max_len {length})"
                 raise DataError(f"messages have {len(prompt)} tokens: {rule}")
@@ -328,13 +331,13 @@ class LanguageModel(Reader):
     def search(
         self, prompt: str | np.ndarray, num_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[tuple[float, str]]:
-        """Return the best continuations that a beam search finds, with their scores.
+        """Return the best continuations from a beam search, with their scores.
 
         Args:
-            prompt: a string, or its IDs i32[P].
-            num_tokens: maximum number of new tokens; see `GenerateOptions`.
+            prompt: a string, or an array i32[P] of token IDs.
+            num_tokens: the maximum number of new tokens; see `GenerateOptions`.
             **options: `beams` (default 4), `results`, `length_penalty`, `processors` and
-                `cache_dtype`; see `GenerateOptions`.
+                `cache_dtype`, as in `GenerateOptions`.
 
         Returns:
             Pairs (score, text), best first.
@@ -375,22 +378,23 @@ class LanguageModel(Reader):
         self, prompt: str | np.ndarray, num_tokens: int | None = None, num_draft: int = 4,
         **options: Unpack[Options],
     ) -> tuple[str, Speculation]:  # fmt: skip
-        """Continue a prompt faster by proposing tokens that followed the same words earlier.
+        """Continue a prompt faster by proposing tokens that followed the same words before.
 
-        The text has the same distribution as with `generate`.
+        The generated text has the same distribution as in `generate`.
 
         Args:
-            prompt: a string, or its IDs i32[P].
-            num_tokens: maximum number of new tokens, which must fit; see `GenerateOptions`.
-            num_draft: maximum number of tokens to propose at a time.
-            **options: `stop`, `sampler`, `key`, `processors`, `cache_dtype`; see `GenerateOptions`.
+            prompt: a string, or an array i32[P] of token IDs.
+            num_tokens: the maximum number of new tokens, which must fit; see `GenerateOptions`.
+            num_draft: the maximum number of tokens to propose at a time.
+            **options: `stop`, `sampler`, `key`, `processors` and `cache_dtype`, as in
+                `GenerateOptions`.
 
         Returns:
-            The text, and a `Speculation` that counts proposals and model calls.
+            The text, and a `Speculation` that contains the numbers of proposals and model calls.
 
         Raises:
             ConfigError: if the model does not continue text, or has no cache.
-            ValueError: if an argument is invalid, or the tokens do not fit.
+            ValueError: if an argument is invalid, or if the tokens do not fit.
         """
         settings = GenerateOptions.of(self.look_up, option_names.LOOKS_UP, num_tokens, options)
         check_count("num_draft", num_draft, 1)
@@ -405,11 +409,11 @@ class LanguageModel(Reader):
         return self._generator(settings).sized([ids], count).look_up(ids, count, num_draft)
 
     def fitting(self, num_tokens: int | None, prompts: Sequence[np.ndarray]) -> int:
-        """Return `num_tokens`; if it is None, the number of tokens that fit, at most 400.
+        """Return `num_tokens` or, for None, the number of tokens that fit, up to 400.
 
         Args:
             num_tokens: the requested number of new tokens.
-            prompts: the IDs of each prompt, i32[P].
+            prompts: the token IDs of each prompt, i32[P].
 
         Raises:
             ConfigError: if the requested tokens do not fit.
@@ -421,7 +425,7 @@ class LanguageModel(Reader):
         return num_tokens or min(left, NUM_TOKENS)
 
     def _check_prompt(self, prompt: object) -> None:
-        """Raise ValueError unless a prompt is a string or a nonempty array of the model's ids."""
+        """Raise ValueError unless a prompt is a string or a nonempty array of valid token IDs."""
         if isinstance(prompt, str):
             return
         if not isinstance(prompt, np.ndarray):
@@ -450,7 +454,7 @@ class LanguageModel(Reader):
     def _continue(
         self, prompts: list[np.ndarray], is_list: bool, settings: GenerateOptions
     ) -> Written:
-        """Continue a batch of prompts, or one prompt, as text, pieces or samples."""
+        """Generate the continuations of one or several prompts, as text, pieces or samples."""
         generator, samples = self._generator(settings), settings.samples
         count = NUM_TOKENS if settings.num_tokens is None else settings.num_tokens
         # Samples share one cache and cannot outgrow it.
@@ -467,12 +471,13 @@ class LanguageModel(Reader):
             if self.room(prompt) >= count:
                 fitting.append(n)
                 continue
-            # Generate text that outgrows the model separately, with its key from the list.
+            # If a text exceeds the model's limit, generate it separately, with its key from the
+            # list.
             single = replace(generator, key=jax.random.fold_in(generator.key, n))
             found[n] = "".join(single.sized([prompt], count).complete(prompt, count))
         if fitting:
             parts = [prompts[n] for n in fitting]
-            # An empty slot costs as much per step as a used one.
+            # An empty slot takes as much time per step as a used slot.
             slots = min(settings.slots, bucket(len(parts)))
             answers = generator.sized(parts, count).answer(
                 parts, count, slots=slots, numbers=fitting
@@ -482,7 +487,7 @@ class LanguageModel(Reader):
         return found
 
     def _length_penalty(self, settings: GenerateOptions) -> float:
-        """Return alpha for a beam search. As in evaluation, a run on pairs uses the mean log p."""
+        """Return alpha for a beam search. A run on pairs uses the mean log p, as in evaluation."""
         if settings.length_penalty is not None:
             return settings.length_penalty
         return 1.0 if self.kind == "targets" and self.task is not None else 0.0
@@ -506,24 +511,26 @@ class LanguageModel(Reader):
         stride: int | None = None,
         batch_size: int = 8,
     ) -> Score | list[Score]:
-        """Return the probability of the text as a `Score`, in nats; a list returns a list.
+        """Return the probability of a text, in nats, as a `Score`. A list returns a list.
 
-        If the model puts no token before the text, the first token of the text is not scored.
+        If the model does not put a token before the text, the first token of the text is not
+        scored.
 
         Args:
-            text: a string for a decoder; `(source, target)` for an encoder-decoder and for a run on
-                pairs or preferences, which scores the target; messages for a chat model, which
-                scores the last one, by the assistant.
-            window: number of tokens to read at a time, from 1 to max_len; None means max_len.
-            stride: number of tokens between the starts of windows, from 1 to `window`; None means
-                window / 2. Each token counts once, in the first window that contains it. After the
-                first window, it has more than window - stride tokens of context.
-            batch_size: number of windows in a batch, at least 1; edited models always use 1.
+            text: for a decoder, a string. For an encoder-decoder and for a run on pairs or
+                preferences, `(source, target)`, whose target is scored. For a chat model, messages
+                that end with an answer of the assistant, which is scored.
+            window: the number of tokens to read at a time, from 1 to max_len; None means max_len.
+            stride: the number of tokens between the starts of windows, from 1 to `window`; None
+                means window / 2. Each token is scored once, in the first window that contains it.
+                After the first window, each token has more than window - stride tokens of context.
+            batch_size: the number of windows per batch, at least 1; edited models always use 1.
 
         Raises:
-            ConfigError: if the model, such as a masked model, assigns no probability to text.
-            ValueError: if the text has the wrong type or too few tokens, or if `window` or `stride`
-                is out of range.
+            ConfigError: if the model does not assign a probability to text, as is the case for
+                masked models.
+            ValueError: if the text has the wrong type or too few tokens, or `window` or `stride` is
+                out of range.
         """
         for name, value in dict(window=window, stride=stride, batch_size=batch_size).items():
             if value is not None or name == "batch_size":
@@ -551,21 +558,23 @@ class LanguageModel(Reader):
     def continuations(
         self, pairs: Sequence[tuple[str, str]], *, batch_size: int = 8
     ) -> list[Continuation]:
-        """Return the probability of each continuation after its context.
+        """Return the probability of each continuation, given its context.
 
-        As in lm-eval, both are encoded as one string, and blanks at the end of the context belong
-        to the continuation. If a text exceeds `max_len`, only its last tokens are read.
+        As in lm-eval, the context and the continuation are encoded as one string, and blanks at the
+        end of the context belong to the continuation. If a text exceeds `max_len`, only its last
+        tokens are read.
 
         Args:
-            pairs: a list of (context, continuation). Equal contexts are read once.
-            batch_size: number of rows in a batch, at least 1; edited models always use 1.
+            pairs: a list of pairs (context, continuation). The model reads equal contexts only
+                once.
+            batch_size: the number of rows per batch, at least 1; edited models always use 1.
 
         Returns:
             A `Continuation` for each pair, in order.
 
         Raises:
             ConfigError: if the model does not continue text.
-            ValueError: if `pairs` is empty, or a text has no token.
+            ValueError: if `pairs` is empty, or if a text has no tokens.
         """
         check_count("batch_size", batch_size, 1)
         check_continues(self, "continuations")
@@ -581,33 +590,33 @@ class LanguageModel(Reader):
         *,
         batch_size: int = 8,
     ) -> Choices:
-        """Return log p of every choice, and how often the correct choice is the likeliest.
+        """Return log p of every choice, and the fraction of questions that are answered correctly.
 
         Args:
-            questions: a file of JSON lines {"context": ..., "choices": [...], "answer": INDEX}, or
-                a list of such objects.
-            batch_size: number of choices in a batch, at least 1; edited models always use 1.
+            questions: a list of objects {"context": ..., "choices": [...], "answer": INDEX}, or a
+                JSON Lines file of them.
+            batch_size: the number of choices per batch, at least 1; edited models always use 1.
 
         Raises:
             ConfigError: if the model does not continue text.
-            ValueError: if a question is invalid. The message names file, line, field and rule.
+            ValueError: if a question is invalid. The message states the file, line, field and rule.
         """
         check_count("batch_size", batch_size, 1)
         return score_choices(self, questions, batch_size)
 
     @known_keywords
     def candidates(self, text: str, *, count: int = 5) -> list[list[tuple[str, float]]]:
-        """Return the likeliest tokens for each `[MASK]` (or `_`) in the text, with probabilities.
+        """Return the likeliest tokens for each `[MASK]` or `_` in the text, with probabilities.
 
         Args:
             text: a string with masks.
-            count: number of tokens to return for each mask, at least 1.
+            count: the number of tokens to return for each mask, at least 1.
 
         Returns:
-            For each mask, pairs of a token and p = softmax(logits) over all tokens, best first.
+            For each mask, pairs of a token and its probability p = softmax(logits), best first.
 
         Raises:
-            ConfigError: if the model does not fill masks.
+            ConfigError: if the model is not a masked model.
             ValueError: if the text has no mask, or is longer than the model can read.
         """
         if not isinstance(text, str):
@@ -624,27 +633,27 @@ class LanguageModel(Reader):
     def classify(self, text: list[str] | tuple[str, ...]) -> list[tuple[str, float]]: ...
     @known_keywords
     def classify(self, text: str | Sequence[str]) -> tuple[str, float] | list[tuple[str, float]]:
-        """Return the likeliest class of the text, and its probability.
+        """Return the likeliest class of a text, and its probability.
 
         Args:
-            text: a string or a list of strings; a list returns a list.
+            text: a string or a list of strings. A list returns a list.
 
         Raises:
-            ConfigError: if the model is not a run of task "classify".
-            ValueError: if a text has no token.
+            ConfigError: if the model is not a run of the "classify" task.
+            ValueError: if a text has no tokens.
         """
         texts, is_list = as_texts("text", text)
         if self.kind != "labels":
             raise ConfigError(f"classify: {self.instead()}; classes need a run of task 'classify'")
         for one in texts:
-            # Batches are padded, so text without tokens would contain only padding.
+            # Batches are padded, so a text without tokens would contain only padding.
             self.check_tokens(one)
         self.warn_of_unknown(texts)
         found = label_texts(self.run, self.tokenizers, self.params, texts, self.module)
         return found if is_list else found[0]
 
     def evaluate(self, data: str | Path, **options: Unpack[EvaluateOptions]) -> dict[str, float]:
-        """Return the metrics of the model's task on a file; see `text.evaluation.evaluate`."""
+        """Return the metrics of the model's task on a file, as `text.evaluation.evaluate` does."""
         names = EvaluateOptions.__annotations__
         refuse_keywords(self.evaluate, {x: y for x, y in options.items() if x not in names}, names)
         if not isinstance(data, str | Path):
@@ -664,16 +673,16 @@ class LanguageModel(Reader):
 
         Args:
             path: the folder.
-            family: for a run: a model_type, such as "llama"; None means the first that can express
-                the config. A published model keeps its own.
-            dtype: dtype of the parameters; None keeps theirs.
-            shard_bytes: maximum size of a weight file, in bytes; larger ones are split.
+            family: for a run, a model_type such as "llama"; None means the first family that can
+                express the config. A published model keeps its own family.
+            dtype: dtype of the saved parameters; None keeps the current dtypes.
+            shard_bytes: the maximum size of a weight file, in bytes. Larger files are split.
 
         Returns:
-            Lines that describe the folder, as the command `convert` prints them.
+            Lines that describe the folder, which the `convert` command prints.
 
         Raises:
-            ConfigError: if other libraries have no such model, or the model is edited.
+            ConfigError: if other libraries do not support the model, or if the model is edited.
             CheckpointError: if the folder contains other files.
             ValueError: if an argument has the wrong type or value.
         """
@@ -700,7 +709,7 @@ class LanguageModel(Reader):
 
 
 def as_texts(name: str, value: str | Sequence[str]) -> tuple[list[str], bool]:
-    """Return a list of strings, and whether the value was a list."""
+    """Return the value as a list of strings, and whether it was a list."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{name} is {value!r:.80}: must be a string or a list of strings")
@@ -710,7 +719,7 @@ def as_texts(name: str, value: str | Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _without_first_space(pieces: Iterator[str]) -> Iterator[str]:
-    """Yield pieces without the space before the first word."""
+    """Yield the pieces without the space before the first word."""
     for n, piece in enumerate(pieces):
         if piece := piece if n else piece.removeprefix(" "):
             yield piece

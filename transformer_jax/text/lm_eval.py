@@ -1,11 +1,12 @@
-"""Adapter for EleutherAI's lm-eval, with the same results as its Hugging Face backend.
+"""Adapter for EleutherAI's lm-eval, which returns the same results as its Hugging Face backend.
 
     import lm_eval
     from transformer_jax.text.lm_eval import TransformerJaxLM
 
     lm_eval.simple_evaluate(model=TransformerJaxLM("FOLDER_OR_ID"), tasks=["lambada_openai"])
 
-To run lm-eval's command with this model registered (`pip install 'transformer_jax[lm-eval]'`):
+The following command runs lm-eval with this model registered. It needs `pip install
+'transformer_jax[lm-eval]'`.
 
     python -m transformer_jax.text.lm_eval run --model transformer_jax \
         --model_args pretrained=FOLDER_OR_ID --batch_size 16 --tasks lambada_openai
@@ -43,18 +44,18 @@ from transformer_jax.tokenizers.utf8 import DataError
 NAME = "transformer_jax"
 """Name of the model for lm-eval's `--model`."""
 DEFAULT_LENGTH = 2048
-"""Window size for a model without a maximum length, as in lm-eval's backend."""
+"""Window size for a model without a maximum length, as in lm-eval's own backend."""
 STEPS = 8
 """Number of tokens to generate between searches for a stop string."""
 COUNTS = "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"
-"""Names that a task may use for the maximum number of new tokens, in order of precedence."""
+"""Names that tasks use for the maximum number of new tokens, in order of precedence."""
 
 CONTINUES = "\0continues "
-"""Mark at the end of the last message. Its space shows whether the template strips messages."""
+"""Marker at the end of the last message. Its space reveals whether the template strips messages."""
 
 log = logging.getLogger(__name__)
 
-_Base: Any = object  # without lm-eval; `TransformerJaxLM` then raises
+_Base: Any = object  # without lm-eval, `TransformerJaxLM` raises an error
 try:
     from lm_eval.api.model import TemplateLM
 except ModuleNotFoundError as error:
@@ -66,7 +67,7 @@ else:
 
 @dataclass(frozen=True)
 class Generation:
-    """Generation settings of a task; `until` contains the stop strings."""
+    """Generation settings of a task, with its stop strings in `until`."""
 
     until: tuple[str, ...]
     num_tokens: int
@@ -77,13 +78,14 @@ def read_generation(options: Mapping[str, Any], num_tokens: int) -> Generation:
     """Parse a task's `generation_kwargs`; raise ConfigError for an unknown option.
 
     Args:
-        options: `until`, `max_gen_toks` (or another of `COUNTS`), `do_sample`, `temperature`,
-            `top_k`, `top_p` and `min_p`. Without `do_sample`, a temperature above 0 samples.
+        options: the options `until`, `max_gen_toks` (or another name in `COUNTS`), `do_sample`,
+            `temperature`, `top_k`, `top_p` and `min_p`. If `do_sample` is not set, a temperature
+            above 0 enables sampling.
         num_tokens: default maximum number of new tokens.
     """
     left = dict(options)
     until = left.pop("until", None)
-    # Read all names, so that none is reported as unknown.
+    # Read all names, so that none of them is reported as unknown.
     counts = [value for name in COUNTS if (value := left.pop(name, None)) is not None]
     count = int(counts[0]) if counts else num_tokens
     check_count("max_gen_toks", count, 1)
@@ -94,7 +96,7 @@ def read_generation(options: Mapping[str, Any], num_tokens: int) -> Generation:
         raise ConfigError(f"temperature is {temperature}: must be above 0 with do_sample")
     chosen: list[Any] = [Temperature(temperature if draws else 0.0)]
     for name, kind in dict(top_k=TopK, top_p=TopP, min_p=MinP).items():
-        # A task that does not sample may set these, too; they have no effect.
+        # A task that does not sample may also set these options, but they have no effect.
         if (value := left.pop(name, None)) is not None and draws:
             chosen.append(kind(value))
     if left:
@@ -106,44 +108,46 @@ def read_generation(options: Mapping[str, Any], num_tokens: int) -> Generation:
 
 
 def rolling_windows(ids: Sequence[int], prefix: int, longest: int) -> list[ScoringRequest]:
-    """Return requests that score each ID once and read at most `longest` tokens each.
+    """Return requests of at most `longest` tokens that together score each ID once.
 
-    The first request follows the token `prefix`; each later one follows the last token of the
-    previous request. The last one has as much context as fits. For IDs 0 to 9 and `longest` 4:
+    The context of the first request is the token `prefix`. The context of each later request is the
+    last token of the previous request, and the last request has as much context as fits. For
+    example, the requests for IDs 0 to 9 and `longest` 4 are:
 
         prefix | 0 1 2 3     3 | 4 5 6 7     5 6 7 | 8 9
     """
     found = []
     for start in range(0, len(ids), longest):
         end = min(start + longest, len(ids))
-        # More context fits in the last window if it is short.
+        # A short last window has room for more context.
         before = ids[max(0, end - longest - 1) : start] if start else [prefix]
         found.append(ScoringRequest(tuple(before), tuple(ids[start:end])))
     return found
 
 
 def cut_at(text: str, until: Iterable[str]) -> str:
-    """Cut text at the first stop string, then the rest at the next one, and so on."""
+    """Truncate text at each of the stop strings in turn."""
     for stop in until:
         text = text.split(stop)[0]
     return text
 
 
 class TransformerJaxLM(_Base):
-    """A model for lm-eval; see the module's docstring.
+    """Model for lm-eval, as shown in the module's docstring.
 
     Args:
         pretrained: a loaded model, or an argument of `load`.
-        batch_size: number of rows in a batch, at least 1.
-        max_length: maximum number of tokens to read at a time; None means the model's max_len.
+        batch_size: number of rows per batch, at least 1.
+        max_length: maximum number of tokens to read at a time; None means `max_len` of the model.
         max_gen_toks: default maximum number of new tokens.
         add_bos_token: whether each context starts with the model's begin token; None follows the
             tokenizer, as in lm-eval's own backend.
-        dtype: for a published model; see `load`.
-        weights: see `load`.
-        checkpoint: for a run; see `load`.
+        dtype: dtype of a published model, as in `load`.
+        weights: type in which the weights are stored, as in `load`.
+        checkpoint: checkpoint of a run, as in `load`.
         seed: random seed for sampling.
-        device: ignored. lm-eval's command always passes one; set JAX_PLATFORMS instead.
+        device: ignored, because lm-eval's command always passes a device. Set JAX_PLATFORMS
+            instead.
 
     Raises:
         ModuleNotFoundError: if lm-eval is not installed.
@@ -191,25 +195,25 @@ class TransformerJaxLM(_Base):
         if max_length is not None:
             check_count("max_length", max_length, 2, most)
         self.model, self.rows, self.seed = pretrained, int(rows), seed
-        # A recurrent model reads any length, but windows need a finite one.
+        # A recurrent model reads text of any length, but windows need a finite size.
         self.max_length = min(most, DEFAULT_LENGTH if most > INT32.max // 4 else most)
         self.max_length = self.max_length if max_length is None else max_length
         self.max_gen_toks, self.add_bos_token = max_gen_toks, add_bos_token
 
     @property
     def batch_size(self) -> int:
-        """Number of rows in a batch."""
+        """Number of rows per batch."""
         return self.rows
 
     @property
     def eot_token_id(self) -> int | None:
-        """Token that marks the end of text, or None."""
+        """ID of the end-of-text token, or None."""
         special = special_ids(self.model.tokenizer)
         return special.get("eos", next(iter(self.model.model.stop_ids), None))
 
     @property
     def prefix_token_id(self) -> int:
-        """Token that replaces an empty context: <bos>, else <eos>, else a newline's."""
+        """ID of the token that replaces an empty context: <bos>, or else <eos> or a newline."""
         if self.model.model.begin_id is not None:
             return self.model.model.begin_id
         base = plain(self.model.tokenizer)
@@ -219,7 +223,7 @@ class TransformerJaxLM(_Base):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer, under which lm-eval caches requests."""
+        """Name of the tokenizer, which lm-eval uses as a key to cache requests."""
         return self.model.name.replace("/", "__")
 
     def tok_encode(
@@ -229,11 +233,11 @@ class TransformerJaxLM(_Base):
         left_truncate_len: int | None = None,
         **unused: Any,
     ) -> list[int]:
-        """Return the IDs for a string. The spelling of a special token becomes that token."""
+        """Return the token IDs of a string, including the special tokens that it spells out."""
         base, begin = plain(self.model.tokenizer), self.model.model.begin_id
         adds = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if isinstance(base, PretrainedTokenizer):
-            # A formatted chat may already start with the begin token; do not add a second one.
+            # A formatted chat may already start with the begin token, so do not add a second one.
             roles = dict(base.roles)
             prefix = roles.get("bos", roles.get("eos"))
             if add_special_tokens is None and prefix is not None and string.startswith(prefix):
@@ -243,11 +247,11 @@ class TransformerJaxLM(_Base):
             ids = encode_text(base, string)
         found = [*([begin] if adds is not False and begin is not None else []), *map(int, ids)]
         self.model.known(np.array(found, np.int32), "the text")
-        # Truncate on the left, because the question is at the end of a context.
+        # Truncate on the left, because the question is at the end of the context.
         return found[-left_truncate_len:] if left_truncate_len else found
 
     def tok_decode(self, tokens: int | Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids."""
+        """Return the text of token IDs."""
         ids = [tokens] if isinstance(tokens, int) else [*tokens]
         tokenizer = self.model.tokenizer
         if isinstance(tokenizer, PretrainedTokenizer):
@@ -288,8 +292,8 @@ class TransformerJaxLM(_Base):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return log p of each text, in the windows from `rolling_windows`."""
-        begins = None if self.model.model.begin_id is None else False  # the prefix is that token
+        """Return log p of each text, which is read in the windows from `rolling_windows`."""
+        begins = None if self.model.model.begin_id is None else False  # it is the prefix
         parts = [
             rolling_windows(
                 self.tok_encode(request.args[0], begins), self.prefix_token_id, self.max_length
@@ -303,10 +307,10 @@ class TransformerJaxLM(_Base):
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the continuation of each context, up to a stop string of its task."""
+        """Return the continuation of each context up to a stop string of its task."""
         from tqdm import tqdm
 
-        # Requests with equal settings share a program; a task may have several settings.
+        # Requests with the same settings share a program, but a task may have several settings.
         groups: dict[str, list[int]] = {}
         for n, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(n)
@@ -331,12 +335,12 @@ class TransformerJaxLM(_Base):
     def _generate(
         self, prompts: Mapping[int, Sequence[int]], settings: Generation
     ) -> Iterable[tuple[int, str]]:
-        """Yield each prompt's number and continuation when it is done; start with the longest."""
+        """Yield the index and the continuation of each prompt, longest prompts first."""
         model, tokenizer = self.model, self.model.tokenizer
         end = self.eot_token_id
         stop_ids = tuple({*model.model.stop_ids, *([] if end is None else [end])})
         until = settings.until
-        # lm-eval's own backend also stops at the spelling of the end token.
+        # lm-eval's own backend also stops at the text of the end token.
         if end is not None and isinstance(tokenizer, PretrainedTokenizer):
             until = (*until, *filter(None, [tokenizer.decode([end])]))
         room = max(map(len, prompts.values())) + settings.num_tokens
@@ -347,7 +351,7 @@ class TransformerJaxLM(_Base):
         fold = jax.random.fold_in
         requests = (
             Request(ids, settings.num_tokens, key=fold(fold(key, n), 0), id=n)
-            # Longest first, so that a cache that does not fit in memory fails at once.
+            # Start with the longest, so that a cache that does not fit in memory fails immediately.
             for n, ids in sorted(prompts.items(), key=lambda one: -len(one[1]))
         )
         module: Any = build(config).clone(edits=model.module.edits)
@@ -361,7 +365,7 @@ class TransformerJaxLM(_Base):
         for part in batcher:
             ids = tokens[part.id]
             ids += part.tokens.tolist()
-            # Decode all IDs each time: a token may be part of a character, or add a space.
+            # Decode all IDs each time, because a token may be part of a character or add a space.
             text = self.tok_decode([token for token in ids if token not in stop_ids])
             is_cut = any(stop in text for stop in until)
             if part.error is not None and not is_cut:
@@ -371,7 +375,7 @@ class TransformerJaxLM(_Base):
                 yield part.id, cut_at(text, until)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the source of the default or a named chat template; None for False."""
+        """Return the source of the default chat template or of a named one, or None for False."""
         if chat_template is False or chat_template is None:
             return None
         base = plain(self.model.tokenizer)
@@ -388,8 +392,9 @@ class TransformerJaxLM(_Base):
     ) -> str:
         """Return messages formatted by the model's chat template.
 
-        Without `add_generation_prompt`, the text ends with the last message, so that the model
-        continues it. If the template rejects system messages, they are dropped with a warning.
+        If `add_generation_prompt` is false, the text ends with the last message, so that the model
+        continues that message. If the template rejects system messages, they are dropped with a
+        warning.
         """
         base = plain(self.model.tokenizer)
         if not isinstance(base, PretrainedTokenizer) or not base.chat_templates:
@@ -400,7 +405,7 @@ class TransformerJaxLM(_Base):
         try:
             text = base.chat(messages, add_generation_prompt=add_generation_prompt)
         except DataError as error:
-            # Some templates, such as Gemma's, raise an error for a system message.
+            # Some templates, such as the one for Gemma, raise an error for a system message.
             kept = [one for one in messages if one.get("role") != "system"]
             if len(kept) == len(messages):
                 raise
@@ -408,7 +413,7 @@ class TransformerJaxLM(_Base):
             text = base.chat(kept, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
-        # The template appends everything after the mark to a message; drop it.
+        # The template appended everything after the marker to the message, so remove it.
         before, mark, after = text.rpartition(CONTINUES.strip())
         return before if not mark or after.startswith(" ") else before.rstrip()
 

@@ -1,4 +1,4 @@
-"""Generation options: a value whose fields are the keywords of `generate` and `chat`."""
+"""Generation options, whose fields are the keyword arguments of `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_jax.decoding.writer import check_stop_strings
 
 
 class Options(TypedDict, total=False):
-    """Keywords of `generate`, `chat` and `search`, for type checkers: see `GenerateOptions`."""
+    """Keyword arguments of `generate`, `chat` and `search`, for type checkers."""
 
     stop: str | Sequence[str]
     sampler: Greedy | Sample | None
@@ -36,7 +36,7 @@ class Options(TypedDict, total=False):
 
 
 FORMS: tuple[Form, ...] = ("schema", "regex", "grammar")
-"""Options that constrain the form of the text. At most one may be set."""
+"""Options that constrain the form of the text. At most one of them may be set."""
 
 CHATS = (
     "stop", "stream", "sampler", "key", "processors", "samples", "slots", "cache_dtype", *FORMS,
@@ -55,46 +55,47 @@ LOOKS_UP = "stop", "sampler", "key", "processors", "cache_dtype"
 
 @config_class
 class GenerateOptions:
-    """Generation options: the keywords of `generate`, `chat` and `search`.
+    """Generation options, which are the keyword arguments of `generate`, `chat` and `search`.
 
-    Raises ValueError if a value has the wrong type or is out of range, or if two options exclude
-    each other, and TypeError, with a suggestion, for an unknown option.
+    Raises ValueError if a value has the wrong type or is out of range, or if two options are
+    incompatible. Raises TypeError, with a suggestion, for an unknown option.
     """
 
     num_tokens: int | None = None
-    """Maximum number of new tokens, at least 1. None means 400, or the trained length for a run on
-    pairs. If a text exceeds `max_len`, the model re-reads the last half and continues. A search and
-    `samples` must fit in `max_len`; None limits them to it."""
+    """Maximum number of new tokens, at least 1. None means 400 or, for a run on pairs, the trained
+    length. If the text exceeds `max_len`, the model re-reads the last half and continues. Beam
+    searches and `samples` must fit in `max_len`, and None limits them to `max_len`."""
     stop: str | Sequence[str] = ()
-    """A string or list of strings; the text ends before the first one that occurs."""
+    """A string or a list of strings. The text ends before the first string that occurs."""
     stream: bool = False
-    """Return an iterator of pieces. Each arrives as soon as no later token can change it."""
+    """Return an iterator of pieces. Each piece is available as soon as no later token can change
+    it."""
     sampler: Greedy | Sample | None = None
-    """How to choose each token; None takes the likeliest. A `Sample` needs `key`."""
+    """How to choose each token. None chooses the likeliest token, and a `Sample` needs a `key`."""
     key: jax.Array | None = None
-    """A single `jax.random.key`. Text n of a list is drawn with `fold_in(key, n)`."""
+    """A single `jax.random.key`. Text n of a list is sampled with `fold_in(key, n)`."""
     processors: Sequence[HistoryProcessor] = ()
     """Functions that change the logits before a token is chosen."""
     beams: int | None = None
-    """Width of a beam search, which returns the best text; None does not search."""
+    """Width of a beam search, which returns the best text. None disables beam search."""
     results: int = 1
-    """Number of texts that a search returns, from 1 to `beams`."""
+    """Number of texts that a beam search returns, from 1 to `beams`."""
     length_penalty: float | None = None
-    """alpha in the search score, log p / length^alpha; 0 favors short texts. None means 0,
-    or 1 for a run on pairs, as in its evaluation."""
+    """Exponent alpha in the score of a beam search, log p / length^alpha. A value of 0 favors short
+    texts. None means 1 for a run on pairs, as in its evaluation, and 0 otherwise."""
     samples: int | None = None
-    """Draw this many texts for one prompt and return a list; None draws one."""
+    """Number of texts to sample for one prompt, as a list. None generates a single text."""
     slots: int = 8
-    """Number of texts in a list to generate at a time."""
+    """Maximum number of texts to generate at a time for a list of prompts."""
     cache_dtype: jax.typing.DTypeLike | None = None
-    """dtype of cached keys and values; None means the compute dtype."""
+    """Data type of the cached keys and values. None means the compute dtype."""
     schema: Mapping[str, Any] | None = None
-    """A JSON schema; the text is JSON that satisfies it. `schema`, `regex` and `grammar` need
-    `pip install 'transformer_jax[structured]'`, and at most one may be set."""
+    """JSON schema that the text satisfies. The options `schema`, `regex` and `grammar` need `pip
+    install 'transformer_jax[structured]'`, and at most one of them may be set."""
     regex: str | None = None
-    """A regular expression, in Rust's syntax, that the whole text matches."""
+    """Regular expression, in Rust's syntax, that the whole text matches."""
     grammar: str | None = None
-    """A grammar that the text matches, in llguidance's variant of Lark's syntax."""
+    """Grammar, in llguidance's variant of Lark's syntax, that the text matches."""
 
     def __post_init__(self) -> None:
         for name in ("beams", "results", "samples", "slots"):
@@ -129,7 +130,7 @@ class GenerateOptions:
                 raise ValueError(f"{name} is {value!r:.80}: must be {rule}")
         if len(forms) > 1:
             raise ValueError(f"{forms[0]} and {forms[1]}: pass only one of them")
-        # Normalize, so that equal options compare equal: one stop string becomes a tuple.
+        # Convert a single stop string to a tuple, so that equivalent options compare equal.
         object.__setattr__(self, "stop", check_stop_strings(self.stop))
         object.__setattr__(self, "processors", check_processors(self.processors))
 
@@ -141,22 +142,23 @@ class GenerateOptions:
         num_tokens: int | None,
         options: Mapping[str, Any],
     ) -> GenerateOptions:
-        """Return the options for a call to `function`; raise TypeError for one not in `names`."""
+        """Return the options for a call of `function`; raise TypeError for one not in `names`."""
         unknown = {name: value for name, value in options.items() if name not in names}
         refuse_keywords(function, unknown, names)
         return cls(num_tokens=num_tokens, **options)
 
     def check_one_prompt(self, count: int | None) -> None:
-        """Raise ValueError if an option needs a single prompt but a list of `count` is passed."""
+        """Raise ValueError if an option needs a single prompt, but `count` prompts are passed."""
         if count is not None and (self.stream or self.samples is not None):
             name = "stream" if self.stream else "samples"
             raise ValueError(f"{name}: needs one prompt, not a list of {count}")
 
     def refuse(self, names: Collection[str], model: str, rule: str) -> None:
-        """Raise ConfigError if one of these options is set for a model that cannot use it."""
+        """Raise ConfigError if one of the options is set, because the model does not support it."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            # Greedy() means the same as no sampler; `==` on an array does not return a bool.
+            # Greedy() is equivalent to no sampler. Note that `==` on an array does not return a
+            # bool.
             unset = value is None or isinstance(value, Greedy)
             if not isinstance(value, jax.Array):
                 unset = unset or value == field.default
@@ -167,12 +169,12 @@ class GenerateOptions:
 
     @property
     def form(self) -> tuple[Form, Any] | None:
-        """The option that constrains the form, as name and value, or None."""
+        """Name and value of the option that constrains the form, or None."""
         found = ((name, getattr(self, name)) for name in FORMS)
         return next((one for one in found if one[1] is not None), None)
 
     def drawing(self) -> tuple[Sample, jax.Array]:
-        """Return a sampler and its key; by default, one that takes the likeliest tokens."""
+        """Return a sampler and its key. The default sampler chooses the likeliest tokens."""
         if self.key is not None and self.sampler is None:
             rule = "needs a sampler that draws, such as sampler=Sample()"
             raise ValueError(f"key is set, but sampler is None: {rule}")
@@ -180,7 +182,7 @@ class GenerateOptions:
             if self.samples is not None:
                 rule = "needs a sampler that draws, such as Sample(), and a key"
                 raise ValueError(f"samples is {self.samples}: {rule}")
-            # The writer always draws; at temperature 0 the likeliest token has probability 1.
+            # The generator always samples. At temperature 0, the likeliest token has probability 1.
             return Sample(Temperature(0.0)), jax.random.key(0)
         if self.key is None:
             raise ValueError(f"key is None: {self.sampler!r} draws random numbers and needs one")

@@ -50,63 +50,65 @@ NUM_TOKENS = 400
 """Maximum number of new tokens if `num_tokens` is None."""
 
 MASKS = "[MASK]", "_"
-"""Spellings of a mask in a prompt of a masked model."""
+"""Strings that stand for a mask in a prompt for a masked model."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reader:
-    """A trained or published model with methods that read text."""
+    """Trained or published model with methods that read text."""
 
     model: TextModel
     name: str
-    """The folder or ID that the model was loaded from."""
+    """Folder or ID from which the model was loaded."""
     edited_module: CheckedModule | None = None
-    """The module of an edited model; None builds it from the config."""
+    """Module of an edited model. None builds the module from the config."""
 
     @property
     def config(self) -> AnyModelConfig:
-        """The config of the model, for `build`."""
+        """Config of the model, as an argument for `build`."""
         return self.model.config
 
     @property
     def module(self) -> CheckedModule:
-        """The module, with its edits: `module.apply({"params": params}, tokens)`."""
+        """Module with its edits, for calls `module.apply({"params": params}, tokens)`."""
         return build(self.config) if self.edited_module is None else self.edited_module
 
     @property
     def params(self) -> Params:
-        """The parameters of the model."""
+        """Parameters of the model."""
         return self.model.params
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer: `encode(text)` returns IDs, `decode(ids)` returns text."""
+        """Tokenizer, which converts text to IDs (`encode`) and IDs to text (`decode`)."""
         return self.model.tokenizer
 
     @property
     def tokenizers(self) -> Tokenizers:
-        """The tokenizer, and the tokenizer of the sources if it differs."""
+        """Tokenizer, and the tokenizer for sources if it is a different one."""
         return Tokenizers(self.model.tokenizer, self.model.source_tokenizer)
 
     @property
     def task(self) -> tasks.Task | None:
-        """The run's task, or None for a published model."""
+        """Task of the run, or None for a published model."""
         return None if self.model.run is None else self.model.run.task
 
     @cached_property
     def run(self) -> TrainConfig:
-        """The run that trained the model; for a published model, one that would fine-tune it."""
+        """Config of the run that trained the model or would fine-tune a published model."""
         return self.model.run or published_run(self.config, self.name)
 
     @cached_property
     def kind(self) -> Kind:
-        """What the model does with its input.
+        """Kind of the model, which determines what the model does with its input.
 
-        text: continues it; chat: answers it as a message; targets: writes the target of a source;
-        masks: fills its masks; labels: predicts its class; signals: reads pictures or sounds;
-        vectors: embeds it (an encoder without a head).
+        A "text" model continues text, and a "chat" model answers messages. A "targets" model
+        generates the target of a source. A "masks" model fills masks, and a "labels" model predicts
+        the class of a text. A "signals" model reads pictures or sounds. A "vectors" model is an
+        encoder without a head, which embeds text.
         """
-        # The task of a run decides. For a published model, the config does.
+        # The task determines the kind of a run, and the config determines the kind of a published
+        # model.
         if self.task is not None and self.task.reads_numbers:
             return "signals"
         match self.task:
@@ -138,21 +140,21 @@ class Reader:
 
     @property
     def masks(self) -> tuple[str, ...]:
-        """Spellings of a mask in a prompt; empty unless the model fills masks."""
+        """Strings that stand for a mask in a prompt, if the model fills masks."""
         return MASKS if self.kind == "masks" else ()
 
     def read(self, prompt: str) -> np.ndarray:  # i32[P]
-        """Return the tokens of a prompt, after the tokens that begin every text."""
+        """Return the tokens of a prompt, including the tokens that begin every text."""
         ids = np.zeros(0, np.int32)
         if isinstance(self.task, tasks.PreferenceTask):
-            # As in training, the spelling of a special token in a prompt is ordinary text.
+            # As in training, the name of a special token in a prompt is read as ordinary text.
             ids = prompt_ids(self.tokenizer, prompt)
         if not prompt or not len(ids):
             ids = completion.read_prompt(self.tokenizer, prompt, self.model.begin_id)
         return self.known(ids, "the prompt")
 
     def read_messages(self, messages: Conversation) -> np.ndarray:  # i32[P]
-        """Return the tokens of messages, up to the beginning of the answer."""
+        """Return the tokens of messages up to the beginning of the answer."""
         checked = checked_messages(messages)
         if checked[-1]["role"] == "assistant":
             rule = "must end with a message that the model can answer"
@@ -167,13 +169,13 @@ class Reader:
         return self.known(ids, "messages")
 
     def warn_of_unknown(self, texts: Sequence[str], target: Sequence[str] = ()) -> None:
-        """Warn about words in texts and targets that a word tokenizer reads as <unk>."""
+        """Warn about words in texts and targets that a word tokenizer encodes as <unk>."""
         found = (
             unknown_words(self.tokenizers.of_source, texts, self.masks),
             unknown_words(self.tokenizer, target),
         )
         for line in filter(None, found):
-            # Point the warning at the first caller outside this package.
+            # Attribute the warning to the first caller outside this package.
             frame, level = sys._getframe(), 1
             while frame.f_back and str(frame.f_globals.get("__name__")).startswith(
                 "transformer_jax."
@@ -182,12 +184,12 @@ class Reader:
             warnings.warn(line, stacklevel=level)
 
     def check_tokens(self, text: str) -> None:
-        """Raise DataError if the text has no tokens, such as blanks for a `WordTokenizer`."""
+        """Raise DataError if the text has no tokens, such as only blanks for a `WordTokenizer`."""
         if not text or (text.isspace() and not len(encode_text(self.tokenizer, text))):
             raise DataError(f"text is {text!r:.60}: must have at least one token")
 
     def known(self, ids: np.ndarray, what: str) -> np.ndarray:  # i32[n]
-        """Return IDs; raise DataError if one is not in the model's vocabulary."""
+        """Return the IDs; raise DataError if one is not in the model's vocabulary."""
         size = self.config.vocab_size
         # An ID outside the embedding table would make all later logits NaN.
         if len(ids) and ids.max() >= size:
@@ -195,7 +197,7 @@ class Reader:
         return ids
 
     def room(self, ids: np.ndarray) -> int:
-        """Return the number of tokens that fit after a prompt before text must be re-read."""
+        """Return the number of new tokens that fit after a prompt before text must be re-read."""
         return completion.room(self.config, self.tokenizer, ids)
 
     def targets(
@@ -203,7 +205,7 @@ class Reader:
         processors: Sequence[HistoryProcessor] = (),
         cache_dtype: jax.typing.DTypeLike | None = None,
     ) -> Targets:
-        """Return a `Targets`, which reads sources and writes targets, for a model of pairs."""
+        """Return a `Targets` object, which reads sources and generates their targets."""
         published = self.task is None
         return Targets(
             self.run, self.tokenizers, self.params, self.module, published=published,
@@ -212,7 +214,7 @@ class Reader:
         )  # fmt: skip
 
     def target_count(self, num_tokens: int | None) -> int:
-        """Return the maximum number of tokens of a target; a run defaults to its trained length."""
+        """Return the maximum number of tokens in a target; a run has a trained default."""
         if self.task is not None:
             return self.run.sequence_len if num_tokens is None else num_tokens
         config = as_transformer(self.config)
@@ -222,12 +224,12 @@ class Reader:
         return count
 
     def instead(self) -> str:
-        """Describe the model and name the method to call instead."""
+        """Return a description of the model, with the method to call instead."""
         model = repr(self.name) if self.task is None else f"a run of task {self.task.kind!r}"
         return f"{model} {self._usage()}"
 
     def _usage(self) -> str:
-        """Describe what the model does, with the method to call."""
+        """Return a description of what the model does, with the method to call."""
         usages = {
             "text": "continues text: generate(TEXT)",
             "chat": "answers messages: chat(TEXT) or chat([{'role': 'user', 'content': TEXT}])",
@@ -243,7 +245,7 @@ class Reader:
 def published_run(
     config: AnyModelConfig, init_from: str, data: str | None = None, context: int | None = None
 ) -> TrainConfig:
-    """Return the run that would evaluate or fine-tune a published model."""
+    """Return the config of a run that would evaluate or fine-tune a published model."""
     model = as_transformer(config)
     task: tasks.Task = tasks.LanguageTask()
     longest = min(model.max_len, 512)
@@ -251,7 +253,7 @@ def published_run(
         task = tasks.MaskedTask()
     elif model.kind == "encoder-decoder":
         task = tasks.Seq2SeqTask(beams=1)
-        if model.positions is None or not model.positions.absolute:  # reads any length
+        if model.positions is None or not model.positions.absolute:  # no length limit
             model = replace(model, max_len=INT32.max // 2)
         longest = model.max_len
     return TrainConfig(
@@ -262,7 +264,7 @@ def published_run(
 
 
 def checked_messages(messages: Conversation) -> list[Message]:
-    """Return messages as a list; a string is a user message. Raise DataError if invalid."""
+    """Return messages as a list; a string becomes a user message. Raise DataError if invalid."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     rule = 'must be a string or [{"role": "user", "content": "..."}, ...]'
@@ -281,15 +283,15 @@ def checked_messages(messages: Conversation) -> list[Message]:
 
 @value_class
 class WholeText:
-    """All tokens of the text, as a model reads them."""
+    """All tokens of a text, as a model reads them."""
 
     ids: np.ndarray  # i32[T]
     source: np.ndarray | None = None  # i32[S], for an encoder-decoder
-    prefix: np.ndarray | None = None  # bool[T], tokens that all others see, for a prefix run
-    labels: np.ndarray | None = None  # i32[T], the next token of the target, for pairs
+    prefix: np.ndarray | None = None  # bool[T], tokens visible to all others, for a prefix run
+    labels: np.ndarray | None = None  # i32[T], next tokens of the target, for pairs
 
     def inputs(self) -> dict[str, Array]:
-        """Return the inputs other than the tokens, as a batch of one row."""
+        """Return the inputs other than the tokens as a batch of one row."""
         named = {"source": self.source, "prefix": self.prefix}
         return {name: row[None] for name, row in named.items() if row is not None}
 
@@ -305,7 +307,7 @@ def call_arguments(inputs: dict[str, Array]) -> dict[str, Any]:
 
 
 def read_whole(model: Reader, text: Any) -> WholeText:
-    """Tokenize text or (source, target); raise DataError for a wrong type or excessive length."""
+    """Tokenize text or (source, target); raise DataError if its type or length is invalid."""
     config = model.config
     pairs = model.kind == "targets"
     if pairs != (isinstance(text, tuple) and len(text) == 2) or not all(
@@ -343,9 +345,10 @@ def read_whole(model: Reader, text: Any) -> WholeText:
 
 
 def token_id(tokenizer: Tokenizer, name: str, word: str, vocab_size: int) -> int:
-    """Return the single token of a word; raise DataError if it has several tokens or is unknown.
+    """Return the ID of a word; raise DataError if the word is unknown or has several tokens.
 
-    If the word with a leading space, as it appears inside a text, is one token, return that one.
+    If the word with a leading space, as it appears inside a text, is a single token, return the ID
+    of that token.
     """
     if not isinstance(word, str) or not word:
         raise DataError(f"{name} is {word!r:.60}: must be a string of one token")

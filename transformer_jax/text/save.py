@@ -1,4 +1,4 @@
-"""Saving a model and its tokenizer as a folder for Hugging Face's libraries."""
+"""Saving of a model and its tokenizer as a folder for Hugging Face's libraries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from transformer_jax.untrusted_files import JsonObject
 def save_published(
     target: Path, folder: WeightFolder, config: ModelConfig, params: Params, shard_bytes: int
 ) -> list[str]:
-    """Save a published model with the tokenizer of its original folder; see `save_run`."""
+    """Save a published model with the tokenizer from its original folder, like `save_run`."""
     files, keys = dict[str, bytes](), JsonObject()
     # GGUF stores the tokenizer as metadata, so there is no tokenizer file to copy.
     if isinstance(folder, GgufModel):
@@ -49,7 +49,7 @@ def save_run(
 ) -> list[str]:
     """Save a run's model, and return lines that describe the folder.
 
-    `family` is a model_type; None means the first that can express the config.
+    `family` is a model_type; None means the first family that can express the config.
     """
     config, params, lines = model.config, model.params, list[str]()
     if not isinstance(config, ModelConfig):
@@ -81,15 +81,15 @@ def save_run(
 def written_as(
     config: ModelConfig, family: str | None, definition: bytes | None = None
 ) -> tuple[str, ModelConfig]:
-    """Return the family to write a model as, and its config, possibly with added biases.
+    """Return the family to save a model as, and its config, possibly with added biases.
 
     `definition` is the content of tokenizer.json.
     """
     attention = replace(config, use_bias=True, qkv_bias=None, ff_bias=bool(config.ff_bias))
     all_layers = replace(config, use_bias=True)
     reason: ConfigError | None = None
-    # Some families always have biases, everywhere or except in feed-forwards. Zero biases change
-    # no result.
+    # Some families always have biases, either everywhere or everywhere except in feed-forwards.
+    # Zero biases do not change the results.
     for tried in (config,) if config.use_bias else (config, attention, all_layers):
         try:
             name = written_family(tried, family)
@@ -103,7 +103,7 @@ def written_as(
 
 
 def with_zero_biases(config: ModelConfig, params: Params) -> Params:
-    """Add zeros for the biases that `config` has and the parameters lack."""
+    """Add zeros for the biases that `config` requires and that the parameters lack."""
     shapes = flatten_dict(jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
     leaves = flatten_dict(params)
     dtype = jax.tree.leaves(params)[0].dtype
@@ -116,7 +116,7 @@ def with_zero_biases(config: ModelConfig, params: Params) -> Params:
 
 
 def token_ids(tokenizer: Tokenizer, kind: str, vocab_size: int) -> JsonObject:
-    """Return the keys of config.json that name tokens; None for a token that does not exist.
+    """Return the token IDs for config.json, with None for a token that does not exist.
 
     None is written as null, because a family may have a default for a missing key.
     """
@@ -133,7 +133,7 @@ def token_ids(tokenizer: Tokenizer, kind: str, vocab_size: int) -> JsonObject:
         begins = target.start, target.forced_bos, target.forced_eos
         found |= dict(zip(TARGET_IDS, begins, strict=True))
     found = {n: None if i is None or i >= vocab_size else i for n, i in found.items()}
-    # A tokenizer may have more IDs than the model has rows.
+    # A tokenizer may have more IDs than the model has embedding rows.
     stop = tuple(i for i in stop if i < vocab_size)
     found["eos_token_id"] = None if not stop else stop[0] if len(stop) == 1 else list(stop)
     return found
@@ -145,9 +145,10 @@ _SURROGATE = "the run's characters include a lone surrogate, which has no UTF-8"
 def tokenizer_files(
     tokenizer: Tokenizer, vocab_size: int, *, classifies: bool = False
 ) -> tuple[dict[str, bytes], str]:
-    """Return the files that describe a tokenizer to other libraries, and a line about them.
+    """Return the files that define a tokenizer for other libraries, and a line about them.
 
-    If the model `classifies`, the files frame each text with the special tokens that it expects.
+    If `classifies` is true, the files add the special tokens that the model expects around each
+    text.
     """
     settings: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast"}
     match plain(tokenizer):
@@ -174,7 +175,7 @@ def tokenizer_files(
             from tokenizers import Regex, decoders, models, pre_tokenizers
             from tokenizers import Tokenizer as Library
 
-            # Unknown characters share an ID past the vocabulary.
+            # Unknown characters share an ID beyond the vocabulary.
             ids = {character: i for i, character in enumerate(base.characters)}
             ids |= {"<unk>": vocab_size}
             library: Any = Library(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
@@ -205,7 +206,7 @@ def tokenizer_files(
 
 
 def _with_added(definition: JsonObject, tokenizer: SpecialTokens) -> dict[str, str]:
-    """Add special tokens to the library's JSON; return the ones that have a role."""
+    """Add special tokens to the tokenizer's JSON, and return the tokens that have a role."""
     vocabulary = definition["model"].get("vocab")
     added = definition.setdefault("added_tokens", [])
     taken = {token["content"] for token in added}
@@ -217,7 +218,7 @@ def _with_added(definition: JsonObject, tokenizer: SpecialTokens) -> dict[str, s
         # An ordinary piece of the vocabulary must not become a special token.
         while text in taken:
             text = f"<{text}>"
-        if isinstance(vocabulary, dict):  # fixes the ID
+        if isinstance(vocabulary, dict):  # a dict fixes the ID
             vocabulary[text] = i
         added.append(dict(id=i, content=text, **flags))
         if name in ROLES:

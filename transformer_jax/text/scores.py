@@ -1,4 +1,4 @@
-"""Probability of a text under a model: nats, bits per byte and perplexity."""
+"""Probability of text under a model, in nats, bits per byte and perplexity."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ ScoreInput: TypeAlias = str | tuple[str, str] | Sequence[Message]
 
 @dataclass(frozen=True, repr=False)
 class Score:
-    """Probability p of the n tokens of a text, each given the tokens before it.
+    """Probability p of the n tokens of a text, each given the preceding tokens.
 
     Attributes:
-        num_bytes: UTF-8 bytes of the scored text.
+        num_bytes: number of UTF-8 bytes in the scored text.
         tokens: the n scored tokens, as strings.
         token_nats: -log p of each token, in nats.
     """
@@ -48,12 +48,12 @@ class Score:
 
     @property
     def num_tokens(self) -> int:
-        """Number n of scored tokens."""
+        """Number of scored tokens, n."""
         return len(self.tokens)
 
     @property
     def nats(self) -> float:
-        """-log p of the text, in nats: the sum over its tokens."""
+        """Negative log-probability of the text, -log p, in nats."""
         return math.fsum(self.token_nats)
 
     @property
@@ -64,7 +64,7 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Nats / (ln 2 · bytes), independent of the tokenizer; NaN if there are no bytes."""
+        """Bits per byte, nats / (ln 2 · num_bytes), or NaN if there are no bytes."""
         return self.nats / math.log(2) / self.num_bytes if self.num_bytes else math.nan
 
     def __repr__(self) -> str:
@@ -74,7 +74,7 @@ class Score:
 
 
 class Windows(NamedTuple):
-    """How to read a text that exceeds one window; see `LanguageModel.score`."""
+    """Window settings for a text that exceeds one window, as in `LanguageModel.score`."""
 
     size: int | None
     stride: int | None
@@ -82,7 +82,7 @@ class Windows(NamedTuple):
 
 
 def score_text(model: Reader, text: ScoreInput, read: Windows) -> Score:
-    """Score text, a pair or messages; `LanguageModel.score` documents them."""
+    """Score text, a pair or messages, as described in `LanguageModel.score`."""
     if model.kind == "targets":
         for name, value in (("window", read.size), ("stride", read.stride)):
             if value is not None:
@@ -92,7 +92,7 @@ def score_text(model: Reader, text: ScoreInput, read: Windows) -> Score:
             raise DataError(f"text is {text!r:.80}: {rule}")
         example = pair_example(model.run, model.tokenizers, Pair(*text, "text"))
         row = jax.tree.map(lambda leaf: np.asarray(leaf)[None], example)
-        labels = np.asarray(example.labels)  # the target's tokens and its end
+        labels = np.asarray(example.labels)  # the tokens of the target and its end token
         tokens = token_texts(model.tokenizer, labels[labels != IGNORE])
         nats = _nats(model, row, model.module)
         return Score(len(utf8(text[1])), tuple(tokens), tuple(nats))
@@ -101,7 +101,7 @@ def score_text(model: Reader, text: ScoreInput, read: Windows) -> Score:
         first = frame(model.tokenizer).first if begin is None else (begin,)
         ids = model.known(np.concatenate([first, encoded]).astype(np.int32), "the text")
         size = len(utf8(text))
-        if not first and len(encoded):  # a first token without a context has no probability
+        if not first and len(encoded):  # the first token has no probability without a context
             size -= _bytes_of_first(model, encoded, text)
         if len(encoded) < (1 if first else 2):
             least = "one token" if first else "two tokens, because the first has no context"
@@ -116,7 +116,7 @@ def score_text(model: Reader, text: ScoreInput, read: Windows) -> Score:
 
 
 def _turn(model: Reader, text: ScoreInput) -> tuple[Turn, str]:
-    """Return the turn of a pair or of messages, and its answer, which is the part to score."""
+    """Return the turn for a pair or for messages, and its answer, which is the part to score."""
     if is_pair(text):
         if isinstance(model.task, PreferenceTask) and model.kind == "text":
             return text_turn(model.tokenizer, *text), text[1]
@@ -132,7 +132,8 @@ def _turn(model: Reader, text: ScoreInput) -> tuple[Turn, str]:
         if has_template or model.kind == "chat":
             if not has_template:
                 messages = [*check_messages("messages", messages)]
-            # In a published folder, the token that ends a turn may differ from the end of text.
+            # In a published folder, the token that ends a turn may differ from the end-of-text
+            # token.
             used = tokenizer_of_talks(base, "messages", messages)[0] if has_template else None
             turn = located("messages[-1]", message_turn, used or model.tokenizer, messages)
             return turn, str(messages[-1]["content"])
@@ -144,7 +145,7 @@ def _bytes_of_first(model: Reader, ids: np.ndarray, text: str) -> int:
     """Return the number of bytes that the first token of the text covers."""
     tokenizer = plain(model.tokenizer)
     if isinstance(tokenizer, WordTokenizer):  # its tokens do not store spaces
-        # Token 1 is the newline; other blanks only separate words and have no tokens.
+        # Token 1 is the newline. Other blanks only separate words and have no tokens.
         word = "\n" if ids[0] == 1 else text.split()[0]
         return len(utf8(text[: text.index(word) + len(word)]))
     first = tokenizer.to_bytes([int(ids[0])])
@@ -155,7 +156,7 @@ def _score_ids(
     model: Reader,
     ids: np.ndarray,  # i32[n]
     first: int,  # IDs before this one are read but not scored
-    size: int,  # bytes of the scored text
+    size: int,  # number of bytes in the scored text
     read: Windows,
 ) -> Score:
     most = max_text_tokens(model.config)
@@ -167,8 +168,9 @@ def _score_ids(
     if stride > longest:
         name = "max_len" if read.size is None else "window"
         raise ValueError(f"stride is {stride}: must be at most {name} {longest}")
-    # An edit that combines rows would mix windows, and one that averages tokens would see padding,
-    # so an edited model reads single rows without padding. Edits also get the window's offset.
+    # An edit that combines rows would mix windows, and an edit that averages over tokens would see
+    # padding. Therefore, an edited model reads single rows without padding. Edits also receive the
+    # offset of the window.
     edited = bool(model.module.edits)
     rows, nats, count = windows(ids, first, longest, stride, exactly=edited), list[float](), 0
     if edited:
@@ -179,7 +181,7 @@ def _score_ids(
                 module = module.with_facts(part=True, first=before * stride)
             nats = _nats(model, row, module) + nats
     while part := [*islice(rows, read.batch_size)]:
-        # The last batch is padded to the size of the first, so that one program serves all.
+        # Pad the last batch to the size of the first, so that one program serves all batches.
         count = count or len(part)
         tokens, labels = (
             np.concatenate([getattr(row, name) for row in part]) for name in ("tokens", "labels")
@@ -191,7 +193,7 @@ def _score_ids(
 
 
 def _nats(model: Reader, batch: Batch, module: CheckedModule) -> list[float]:
-    """Return -log p of each label that is not ignored, row by row."""
+    """Return -log p of each label that is not ignored, in row order."""
     nats = np.asarray(token_nats(module, model.params, batch), np.float64)
     values: list[float] = nats[np.asarray(batch.labels) != IGNORE].tolist()
     return values
@@ -205,13 +207,15 @@ def windows(
     *,
     exactly: bool = False,
 ) -> Iterator[Batch]:
-    """Yield rows [1, T] of at most `longest` tokens that score each label once, from `first` on.
+    """Yield rows [1, T] of at most `longest` tokens that score each label from `first` on once.
 
-    Rows are padded to one length; with `exactly`, they contain only the tokens of the text.
+    Rows are padded to the same length. If `exactly` is true, they contain only the tokens of the
+    text.
     """
     tokens, labels = ids[:-1], ids[1:].copy()
     labels[: first - 1] = IGNORE
-    # Rows of one length share a program. Texts share it, too, because lengths are bucketed.
+    # Rows of the same length share a program. Texts also share programs, because lengths are
+    # bucketed.
     length, done = min(longest, bucket(len(tokens))), 0
     for start in range(0, len(tokens), stride):
         end = min(start + longest, len(tokens))

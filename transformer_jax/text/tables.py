@@ -1,8 +1,8 @@
-"""Tables over tokens, layers and heads, as a matplotlib figure or an HTML page with hover details.
+"""Tables of tokens, layers and heads, as a matplotlib figure or an HTML page with hover details.
 
-The page is a single HTML file without scripts; its policy forbids loading anything. Strings are
-escaped, and invisible characters are spelled out, as in the figures. The colors follow the reader's
-light or dark mode.
+The page is a single HTML file without scripts. Its content security policy forbids loading any
+resources. Strings are escaped, and invisible characters are spelled out, as in the figures. The
+colors adapt to the reader's light or dark mode.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDEST = 26.0
-"""Maximum width of a row of cells, in inches. With more columns, cells shrink and skip labels."""
+"""Maximum width of a row of cells, in inches. Cells of wider tables shrink and omit some labels."""
 
 
 @value_class
 class Table:
-    """A table of numbers with labels, cell texts and hover hints.
+    """Table of numbers with labels, cell texts and tooltips.
 
-    A page shows a table with a single unnamed row as running text. `marked` spells tokens.
+    A page shows a table with a single unnamed row as running text.
     """
 
     title: str
@@ -35,21 +35,21 @@ class Table:
     columns: Sequence[str]
     values: np.ndarray  # f32[R, C]
     most: float | None = None
-    """Absolute value of the darkest shade; None means the largest one in the table."""
+    """Absolute value of the darkest shade. None means the largest absolute value in the table."""
     cells: Sequence[Sequence[str]] | None = None
-    """Strings to show in the cells instead of the numbers."""
+    """Strings that the cells show instead of the numbers."""
     hints: Sequence[Sequence[str]] | None = None
-    """Strings that the page shows on hover, after the row, column and number of a cell."""
+    """Strings that the page shows on hover, after the row, column and value of a cell."""
 
     def shades(self) -> np.ndarray:  # f64[R, C]
-        """Return the shade of each value, from -1 to 1; 0 is white."""
+        """Return the shade of each value, from -1 to 1, where 0 is white."""
         values = np.asarray(self.values, np.float64)
         most = np.abs(values).max(initial=0.0) if self.most is None else self.most
         return np.clip(values / most, -1, 1) if most > 0 else np.zeros(values.shape)
 
 
 class TableResult:
-    """Base class of results that are drawn as tables."""
+    """Base class for results that are drawn as tables."""
 
     def tables(self) -> list[Table]:
         """Return the tables to draw, from top to bottom."""
@@ -60,7 +60,7 @@ class TableResult:
         raise NotImplementedError
 
     def plot(self) -> Figure:
-        """Draw the tables; `plot().savefig("picture.png")` writes them."""
+        """Draw the tables as a figure, which `plot().savefig("picture.png")` writes to a file."""
         return draw_tables(self.tables())
 
     def html(self) -> str:
@@ -69,14 +69,14 @@ class TableResult:
 
 
 def draw_tables(tables: Sequence[Table]) -> Figure:
-    """Draw tables from top to bottom: red is above 0, blue below, and darker farther from 0."""
+    """Draw tables from top to bottom, with red for positive and blue for negative values."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     inner = [text for table in tables for row in table.cells or () for text in row]
     sides = [text for table in tables for text in (*table.rows, *table.columns)]
-    # `spelled` chooses fonts for all texts at once.
+    # `spelled` chooses the fonts for all texts at once.
     short = {text: shortened(text) for text in (*inner, *sides)}
     short |= {table.title: table.title for table in tables}
     labels, families = spelled(list(short.values()))
@@ -85,14 +85,14 @@ def draw_tables(tables: Sequence[Table]) -> Figure:
     FigureCanvasAgg(figure)
     styles: dict[str, Any] = dict(fontfamily=families, parse_math=False)
 
-    def width(texts: Sequence[str], size: float) -> float:  # width of the longest, in inches
+    def width(texts: Sequence[str], size: float) -> float:  # width of the longest text, in inches
         drawn = [figure.text(0, 0, text, fontsize=size, **styles) for text in {*texts}]
         longest = max((text.get_window_extent().width for text in drawn), default=0.0)
         for text in drawn:
             text.remove()
         return float(longest) / figure.dpi
 
-    # One pair of axes covers the figure. Coordinates are inches from the top left corner.
+    # One Axes object covers the figure. Coordinates are in inches from the top left corner.
     axes = figure.add_axes((0, 0, 1, 1))
     axes.axis("off")
     axes.autoscale(False)
@@ -117,7 +117,7 @@ def draw_tables(tables: Sequence[Table]) -> Figure:
         frame = Rectangle((left, top), right - left, bottom - top, fill=False, ec=FAINT, lw=0.6)
         axes.add_patch(frame)
         small: dict[str, Any] = dict(fontsize=8, va="center", **styles)
-        # In narrower cells the numbers would overlap.
+        # The numbers would overlap in narrower cells.
         for (r, c), value in np.ndenumerate(table.values) if pitch > 0.9 * full else ():
             at = left + (c + 0.5) * pitch, top + (r + 0.5) * tall
             shown = number(value) if cells is None else cells[r][c]
@@ -136,7 +136,7 @@ def draw_tables(tables: Sequence[Table]) -> Figure:
 
 
 def number(value: float) -> str:
-    """Format the number of a cell with about three digits."""
+    """Format the value of a cell with about three digits."""
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:z.{digits}f}"
 
@@ -169,8 +169,9 @@ td:hover i, .text b:hover i { display: block; }
 
 
 def page(title: str, summary: str, tables: Sequence[Table]) -> str:
-    """Return tables as an HTML page; details of the hovered cell appear at the bottom."""
-    # A model's text is untrusted. If some gets past `escape`, the policy keeps it from running.
+    """Return tables as an HTML page that shows the details of the hovered cell at the bottom."""
+    # Text from a model is untrusted. If some of it gets past `escape`, the policy keeps it from
+    # running.
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     parts = [
         "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
