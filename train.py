@@ -1,4 +1,4 @@
-"""Training of a model for a task; see `python train.py --help`.
+"""Training command; run `python train.py --help` for its options.
 
 In an installed package, the same command is `python -m transformer_jax train`.
 """
@@ -6,7 +6,7 @@ In an installed package, the same command is `python -m transformer_jax train`.
 import signal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C also ends the imports without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
 
 import sys
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""The commands of `python -m transformer_jax` and the flags of `train.py`.
+"""Commands of `python -m transformer_jax`, and flags of `train.py`.
 
-A command parses its flags, calls the library and prints the result; an error is one line. No
+A command parses its flags, calls the library, and prints the result or a one-line error. No
 computation happens in this folder, so every command has an equivalent in Python.
 """

@@ -1,4 +1,4 @@
-"""Runner of commands: reads options, prints errors in one line and returns an exit status."""
+"""Runner for commands, which reads options, prints one-line errors and returns an exit status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Options = TypeVar("Options")
 
 PICTURES = ".png", ".svg", ".pdf"
-"""File name extensions of pictures."""
+"""File name extensions for pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,12 @@ class ModelOptions:
     """Options for a command that loads a model."""
 
     model: str
-    """Folder of a run or of a published model, or the model's ID on the Hugging Face hub."""
+    """Folder of a run or of a published model, or the model's ID on the Hugging Face Hub."""
     checkpoint: Literal["best", "last"] | None = None
-    """For a run: the checkpoint with the lowest held-out loss or the last; default: best if any."""
+    """For a run: the checkpoint with the lowest held-out loss, or the last one; default: best if it
+    exists."""
     init_from: str | None = None
-    """For a LoRA run: new location of the base model, if it has moved."""
+    """For a LoRA run: the new location of the base model, if it has moved."""
 
     def load(self, **more: Any) -> LanguageModel:
         """Load the model; print a note if it is the last checkpoint because none was evaluated."""
@@ -48,7 +49,7 @@ class ModelOptions:
         return model
 
     def load_float32(self) -> LanguageModel:
-        """Load the model, in float32 if it is a published one."""
+        """Load the model, with float32 parameters if it is a published model."""
         from transformer_jax.loading import is_run
 
         return self.load(dtype=None if is_run(self.model) else "float32")
@@ -59,13 +60,13 @@ class TypedModelOptions(ModelOptions):
     """Options for a command that loads a model and can convert its weights."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """For a published model: dtype of its parameters; default: as stored."""
+    """For a published model: dtype of the parameters; default: as stored."""
     weights: Literal["bf16", "int8", "int4"] | None = None
-    """Store the weights in this type; int8 takes a quarter of float32's memory."""
+    """Type in which the weights are stored; int8 needs a quarter of the memory of float32."""
 
 
 def check_picture(out: Path, endings: Sequence[str] = PICTURES) -> None:
-    """Raise ConfigError unless the file has a picture's extension and its folder exists."""
+    """Raise ConfigError unless the file name has a picture's extension and the folder exists."""
     if out.suffix.lower() not in endings:
         raise ConfigError(f"out is {str(out)!r}: must end in {' or '.join(endings)}")
     if not out.parent.is_dir() or out.is_dir():
@@ -75,9 +76,9 @@ def check_picture(out: Path, endings: Sequence[str] = PICTURES) -> None:
 def refuse_unread(
     options: object, reads: Mapping[str, Collection[str]], chosen: str, needs: str = "needs"
 ) -> None:
-    """Raise ConfigError if an option was passed that is read only with another choice.
+    """Raise ConfigError if an option was passed that applies only to another choice.
 
-    `reads` maps each choice to the options that it reads.
+    `reads` maps each choice to the options that apply to it.
     """
     for name in dict.fromkeys(name for names in reads.values() for name in names):
         value = getattr(options, name)
@@ -89,9 +90,9 @@ def refuse_unread(
 def report_unknown(
     name: str, tokenizer: Tokenizer, texts: Sequence[str], masks: Sequence[str] = ()
 ) -> None:
-    """Print one line that lists the words without a token, except masks.
+    """Print one line that lists the words without a token, excluding masks.
 
-    The line replaces the model's warning, which `run` filters out.
+    The line replaces the warning of the model, which `run` suppresses.
     """
     from transformer_jax.tokenizers.special import unknown_words
 
@@ -100,7 +101,7 @@ def report_unknown(
 
 
 def read_tokenizer(path: str) -> Tokenizer:
-    """Return the tokenizer of a run, of a prepared folder, or of a published model."""
+    """Return the tokenizer of a run, a prepared folder or a published model."""
     from transformer_jax.loading import published_tokenizer
     from transformer_jax.pretrained.weights import open_weights
     from transformer_jax.tokenizers.special import tokenizer_from_json
@@ -122,14 +123,15 @@ def run(
     name: str | None = None,
     about: str | None = None,
 ) -> int:
-    """Read the options of a command, call `work` and return the exit status.
+    """Parse the options of a command, call `work` and return the exit status.
 
-    `name` defaults to the name of the options class, and `about`, the first part of the help, to
-    the docstring of its module. `work` receives the options and, for each item of `more`, the texts
-    of its fields. It returns the exit status, or None for 0. Status 1 means that something cannot
-    be read, 2 a usage error, and 130 an interrupt.
+    The default of `name` is the name of the options class. The first part of the help is `about`,
+    which defaults to the docstring of the options' module. `work` receives the options and, for
+    each item of `more`, the texts of its fields. It returns the exit status, or None for 0. Status
+    1 means that something cannot be read, status 2 means a usage error, and status 130 means an
+    interrupt.
     """
-    # A model may write characters that the terminal lacks.
+    # A model may generate characters that the terminal cannot display.
     escape_unprintable()
     name = name or options.__name__.lower()
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -146,11 +148,11 @@ def run(
             names = flags.names | names
         arguments = parser.parse_args(spelled(argv, names))
         with warnings.catch_warnings():
-            # `report_unknown` prints them without the line of source code that Python adds.
+            # `report_unknown` prints these warnings without the source line that Python adds.
             warnings.filterwarnings("ignore", "unknown words: ", UserWarning)
             texts = (flags.texts(arguments) for flags in more)
             return work(flags_of_options.options(arguments), *texts) or 0
-    except BrokenPipeError:  # the reader closed the pipe, such as `head`
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

@@ -20,7 +20,7 @@ from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.model import as_transformer
 
 TASK_TYPES = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
-"""PEFT's task types; there is none for masked language models."""
+"""PEFT's task types. PEFT has no type for masked language models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,11 @@ class Convert(ModelOptions):
     to: str
     """Output folder; must be new or empty."""
     family: str | None = None
-    """For a run: the model_type to write; default: the first that fits."""
+    """For a run: the model_type to write; default: the first type that fits."""
     adapter: bool = False
     """For a LoRA run: write only the adapters, as a PEFT folder."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the parameters; default: as stored."""
+    """Dtype of the saved parameters; default: as stored."""
     shard_gb: float | None = None
     """Maximum file size, in 10^9 bytes; default: 5."""
 
@@ -65,7 +65,7 @@ def convert(options: Convert) -> list[str]:
         shard_bytes = max(int(gigabytes * 10**9), 1)
     check_new_folder("to", options.to)
     target = Path(options.to)
-    # `lexists` also finds a dangling link, which writing would follow.
+    # `lexists` also finds a dangling symlink, which a write would follow.
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"to is {str(target)!r}: already exists; must be new or empty")
     if options.adapter:
@@ -103,6 +103,6 @@ def convert(options: Convert) -> list[str]:
     from transformer_jax.pretrained.weights import open_weights
     from transformer_jax.text.save import save_published
 
-    folder = open_weights(options.model)  # `load` needs a tokenizer, which the folder may lack
+    folder = open_weights(options.model)  # `load` needs a tokenizer, which may be missing
     config, params = load_pretrained(folder.path, dtype=options.dtype)
     return save_published(target, folder, config, params, shard_bytes)

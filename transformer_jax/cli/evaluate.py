@@ -33,33 +33,34 @@ class Evaluate(ModelOptions):
     data: str | None = None
     """A file in the format of the training data; plain text for a published model."""
     prompt: str | None = None
-    """Evaluate one text: its perplexity, or its class."""
+    """A text to evaluate, which prints its perplexity or its class."""
     target: str | None = None
     """With --prompt: the translation or answer to score."""
     text: Path | None = None
-    """Evaluate a text file: its perplexity, with sliding windows."""
+    """A text file whose perplexity is computed with sliding windows."""
     window: int | None = None
     """With --text: number of tokens per window; default: max_len."""
     stride: int | None = None
     """With --text: number of tokens between the starts of windows; default: half a window."""
     choices: Path | None = None
-    """Evaluate questions, lines {"context": ..., "choices": [...], "answer": INDEX}."""
+    """A file of multiple-choice questions, with lines {"context": ..., "choices": [...], "answer":
+    INDEX}."""
     batch_size: int | None = None
     """With --text or --choices: number of rows per batch; default: 8."""
     targets: str | None = None
-    """For pairs: file with the targets, one per line."""
+    """For pairs: a file with one target per line."""
     examples: int | None = None
-    """For pairs and signals: number of examples to decode; default: all."""
+    """For pairs and signals: number of examples to decode; default: all examples."""
     beams: int | None = None
     """For pairs: number of beams; default: as in the run."""
     context: int | None = None
     """For a published model: number of tokens per window; default: 512."""
     task: str | None = None
-    """For a published model: chat scores the answers in lines of messages; default: text."""
+    """For a published model: chat scores the answers in lines of messages; default: plain text."""
     zero: str | None = None
-    """Set a place in the model (transformer_jax.places) to 0; * matches any block."""
+    """Place in the model (transformer_jax.places) that is set to 0; * matches any block."""
     heads: tuple[int, ...] | None = field(default=None, metadata=WORDS)
-    """With --zero: indices of the heads; default: all."""
+    """With --zero: indices of the heads; default: all heads."""
     json: bool = False
     """Print one JSON object."""
 
@@ -68,7 +69,7 @@ READS = {
     "data": ("targets", "examples", "beams", "context", "task"), "prompt": ("target",),
     "text": ("window", "stride", "batch_size"), "choices": ("batch_size",),
 }  # fmt: skip
-"""Options that select the data, with the other options that each one reads."""
+"""Options that select the data, and the other options that apply to each of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,14 +142,14 @@ def evaluate(options: Evaluate) -> None:
 
         print(json_text(dict(found), indent=1))
         return
-    # Align for human readers; programs use `--json`.
+    # Align the numbers for human readers. Programs use `--json`.
     width = max(map(len, found))
     for name, value in found.items():
         print(f"{name:{width}}  {value if isinstance(value, str) else f'{value:.6g}'}")
 
 
 def _load(options: Evaluate) -> LanguageModel:
-    """Load the model, with the edit of `--zero`."""
+    """Load the model with the edit that `--zero` describes."""
     model = options.load_float32()
     if options.zero is None:
         return model

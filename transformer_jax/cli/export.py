@@ -19,10 +19,10 @@ class Export(TypedModelOptions):
     """Command-line options."""
 
     context: int | None = None
-    """Maximum number of tokens of a prompt and its answer, not counting the last token, which is
+    """Maximum number of tokens in a prompt and its answer, not counting the last token, which is
     never read; default: the model's maximum, up to 2048."""
     to: str
-    """Output folder; must be new or an earlier export."""
+    """Output folder, which must be new or an earlier export."""
     batch: int | None = None
     """Number of rows per batch; default: any number."""
     platforms: str = "cpu,cuda,tpu"

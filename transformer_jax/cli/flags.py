@@ -1,11 +1,12 @@
-"""Flags from dataclasses: the fields of a run's config and the options for every command.
+"""Flags derived from dataclasses: the config of a run and the options of every command.
 
-The flag of a field is its path: `--model.d-model 64`, `--model.positions.base 5e5`. A unique suffix
-of the path is enough: `--d-model`, `--positions.base`. A field that can contain several kinds of
-config takes the name of a kind; the fields of that kind follow, as flags or in the same word:
-`--positions rope --positions.base 5e5`, `--positions rope,base=5e5`, `--mesh data=2,fsdp=4`. If a
-field of an optional config shares a suffix with another field, the suffix means the other field:
-`--dropout` is the model's, not that of `--lora`.
+The flag for a field is its path, such as `--model.d-model 64` or `--model.positions.base 5e5`. A
+unique suffix of the path is sufficient, such as `--d-model` or `--positions.base`. If a field can
+contain several kinds of config, the value of its flag is the name of a kind. The fields of that
+kind are passed as separate flags or in the same word, as in `--positions rope --positions.base
+5e5`, `--positions rope,base=5e5` or `--mesh data=2,fsdp=4`. If a field of an optional config shares
+a suffix with another field, the suffix refers to the other field. For example, `--dropout` sets the
+dropout of the model, and not that of `--lora`.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from transformer_jax.config.keywords import field_docs, nearest_flag
 from transformer_jax.config.kinds import field_hints, kind_name
 
 Path: TypeAlias = tuple[str, ...]
-"""Names of the fields that lead from a config to a nested field."""
+"""Field names that lead from a config to a nested field."""
 
 Text: TypeAlias = str | list[str]
-"""Value of a flag: a word, or several words if the field has the metadata `WORDS`."""
+"""Value of a flag, which is one word, or several words if the field has the metadata `WORDS`."""
 
 Config = TypeVar("Config")
 
 WORDS = {"words": True}
-"""Metadata of a tuple that is passed as words: `--stop A B` or `--stop A --stop B`. Items may
-contain commas; other tuples are split at commas."""
+"""Metadata for a tuple that is passed as separate words, as in `--stop A B` or `--stop A --stop B`.
+The items may contain commas. Other tuples are split at commas."""
 
 POSITIONAL = {"positional": True, **WORDS}
-"""Metadata of a tuple of positional arguments."""
+"""Metadata for a tuple of positional arguments."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser for a command; every error raises ConfigError."""
+    """Argument parser for a command that reports every error as a ConfigError."""
 
     def __init__(self, command: str, description: str | None, epilog: str | None = None) -> None:
         super().__init__(
@@ -61,8 +62,9 @@ def spelled(
 ) -> list[str]:
     """Return `argv` with every flag spelled out in full.
 
-    An `_` in a flag is read as `-`. A word with a space before any `=` is a value, even if it
-    starts with dashes. Raises ConfigError for an unknown flag, with the nearest known one.
+    An underscore in a flag is read as a dash. A word with a space before any `=` is a value, even
+    if it starts with dashes. Raises ConfigError for an unknown flag, and suggests the nearest known
+    flag.
     """
     words = []
     for word in argv:
@@ -85,16 +87,16 @@ class Field:
 
     path: Path
     owner: type
-    """Config class that defines the field; several kinds in a union may share a path."""
+    """Config class that defines the field. Several kinds in a union may share a path."""
     hint: Hint
     default: FieldValue
     metadata: Mapping[str, Any]
 
     def help(self, defaults: object, named: bool, kinds: str) -> str:
-        """Return a help line: the docstring of the field, and its default in brackets.
+        """Return a help line with the docstring of the field, and with its default in brackets.
 
-        If `named`, the line starts with the kind that owns the field. `kinds` lists the fields of
-        the configs that the field may contain.
+        If `named` is true, the line starts with the kind of config that has the field. `kinds`
+        lists the fields of the configs that the field may contain.
         """
         shown = self.default
         with contextlib.suppress(AttributeError):
@@ -119,11 +121,11 @@ class ConfigFlags:
     def __init__(
         self, config: type, without: Collection[Path] = (), *, whole: str = "run", none: bool = True
     ) -> None:
-        """Collect the fields, except those in `without`, which the command sets itself.
+        """Collect all fields except the ones in `without`, which the command sets itself.
 
         `whole` is the help title for the fields of `config` itself. If `none` is true, the word
         None sets a field to None. Pass False for the options of a command, where None means that
-        the flag is absent, and a string may be "none".
+        the flag was not passed, and where a string may be "none".
         """
         self.config, self._whole, self._without, self._none = config, whole, without, none
         self.collect()
@@ -134,7 +136,8 @@ class ConfigFlags:
         for field in _walk(self.config, (), self._none):
             if field.path not in self._without:
                 self.fields.setdefault(field.path, []).append(field)
-        # Paths into an optional config, such as lora.dropout, give up suffixes that others share.
+        # A path into an optional config, such as lora.dropout, loses the suffixes that other paths
+        # share.
         optional = {
             path for path, same_path in self.fields.items()
             if len(_kinds(same_path[0].hint)) == 1
@@ -161,9 +164,10 @@ class ConfigFlags:
     ) -> None:
         """Add a flag for every field, in one argument group for each config.
 
-        Help contains the groups in `shown` (None: all), with values from `defaults`. The flag of a
-        config whose group is not shown lists its fields. Help texts of other groups are not
-        generated, because reading them from the source takes a third of a second.
+        The help contains the groups in `shown`, or all groups if it is None, with values from
+        `defaults`. If the group of a config is not shown, the help for the flag of the config lists
+        its fields. Help texts of other groups are not generated, because reading them from the
+        source takes a third of a second.
         """
         groups = self.groups()
         shown = groups if shown is None else shown
@@ -204,12 +208,12 @@ class ConfigFlags:
                 group.add_argument(flag_of(path), metavar=metavar, help=text, **options)
 
     def texts(self, arguments: argparse.Namespace) -> dict[Path, Text]:
-        """Return the text of every flag that was passed."""
+        """Return the text of every flag that was passed, keyed by path."""
         found = vars(arguments)
         return {path: found[".".join(path)] for path in self.fields if ".".join(path) in found}
 
     def options(self, arguments: argparse.Namespace) -> Any:
-        """Return the options dataclass; raise ConfigError for an invalid or missing flag."""
+        """Return an instance of the options; raise ConfigError for an invalid or missing flag."""
         texts = self.texts(arguments)
         for path, (field,) in self.fields.items():
             if field.default is MISSING and path not in texts:
@@ -219,13 +223,14 @@ class ConfigFlags:
         })  # fmt: skip
 
     def read(self, texts: Mapping[Path, Text], base: FieldValue) -> dict[Path, FieldValue]:
-        """Return the flags' changes to `base`, keyed by path; a kind of config is a class.
+        """Return the changes that the flags make to `base`, keyed by path.
 
-        ConfigError names the field, its text and the rule.
+        A kind of config is represented by its class. A ConfigError states the field, its text and
+        the rule.
         """
         changes: dict[Path, FieldValue] = {}
         texts = self._split_words(texts)
-        # Kinds first: `--positions.base` may precede `--positions rope`.
+        # Read the kinds first, because `--positions.base` may precede `--positions rope`.
         for path in sorted(texts, key=len):
             owner = _at(base, changes, path[:-1])
             matches = [field for field in self.fields[path] if field.owner is type(owner)]
@@ -239,7 +244,7 @@ class ConfigFlags:
     def _split_words(self, texts: Mapping[Path, Text]) -> dict[Path, Text]:
         """Split a word such as `rope,base=5e5` into a kind and its fields.
 
-        Fields without a kind belong to the only kind, or to the kind in the base config.
+        Fields without a kind belong to the only possible kind, or to the kind in the base config.
         """
         found = dict(texts)
         for path, text in texts.items():
@@ -278,7 +283,7 @@ class ConfigFlags:
 
 
 def _items(name: str, text: str) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of `key=value,key=value`; a value may contain commas."""
+    """Yield the pairs in `key=value,key=value`, where a value may contain commas."""
     found: list[list[str]] = []
     for item in text.split(","):
         key, equals, value = item.partition("=")
@@ -296,7 +301,8 @@ def _items(name: str, text: str) -> Iterator[tuple[str, str]]:
 def changed(config: Config, changes: Mapping[Path, FieldValue], path: Path = ()) -> Config:
     """Apply changes to the config at `path`, and validate the result once.
 
-    A class selects a kind of config, with its defaults unless `config` already has that kind.
+    If a change is a class, it selects that kind of config. The fields of the new config have their
+    defaults, unless `config` already is of that kind.
     """
     updates: dict[str, FieldValue] = {}
     for field in fields(config):  # type: ignore[arg-type]
@@ -316,7 +322,7 @@ def value_at(config: object, path: Path) -> object:
 
 
 def _at(base: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -> FieldValue:
-    """Return the value at a path after kinds have changed."""
+    """Return the value at a path after changes of kinds."""
     value = base
     for end, name in enumerate(path, start=1):
         value = _changed_value(getattr(value, name), changes, path[:end])
@@ -324,11 +330,11 @@ def _at(base: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -> Fie
 
 
 def _changed_value(value: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -> FieldValue:
-    """Return the change at a path, or `value`; a class becomes a config with its defaults."""
+    """Return the change at a path, or else `value`. A class becomes a default config."""
     change = changes.get(path, value)
     if not isinstance(change, type):
         return change
-    # A config of the same kind keeps its fields: `--positions rope` on a rope changes nothing.
+    # A config of the same kind keeps its fields, so `--positions rope` does not change a rope.
     return value if type(value) is change else change()
 
 
@@ -354,7 +360,7 @@ def _walk(config: type, path: Path, none: bool) -> Iterator[Field]:
 
 
 def flag_of(path: Path) -> str:
-    """Return the full name of a field's flag."""
+    """Return the full name of the flag for a field."""
     return "--" + ".".join(path).replace("_", "-")
 
 
@@ -368,9 +374,9 @@ def _kind_name(kind: type) -> str:
 
 
 def _read(name: str, hint: Hint, text: Text) -> FieldValue:
-    """Convert a flag's text to the type of its field; a ConfigError states the valid values.
+    """Convert the text of a flag to the type of its field; a ConfigError states the valid values.
 
-    A unique prefix of a kind's name is enough. Values of a Literal must match exactly.
+    A unique prefix of the name of a kind is sufficient. Values of a Literal must match exactly.
     """
     if isinstance(text, list):
         return tuple(_read(name, get_args(hint)[0], word) for word in text)
@@ -390,7 +396,7 @@ def _read(name: str, hint: Hint, text: Text) -> FieldValue:
             if text in get_args(option):
                 return text
         elif get_origin(option) is tuple:
-            # Text without a comma is a tuple of one item, unless it may match another option.
+            # Text without a comma is a tuple with one item, unless it could match another option.
             literals = [one for one in options if get_origin(one) is Literal]
             others = [one for one in options if one not in (NoneType, option)]
             single = others == literals and not any(text in get_args(one) for one in literals)
@@ -404,13 +410,13 @@ def _read(name: str, hint: Hint, text: Text) -> FieldValue:
 
 
 def _options(hint: Hint) -> tuple[Hint, ...]:
-    """Return the types in a union, None first, or a one-item tuple for any other type."""
+    """Return the types in a union, with None first, or a one-item tuple for any other type."""
     options = (hint,) if get_origin(hint) in (None, Literal, tuple) else get_args(hint)
     return tuple(sorted(options, key=lambda option: option is not NoneType))
 
 
 def _spell(hint: Hint) -> str:
-    """Return the values that a flag of this type accepts, for messages and help."""
+    """Return a description of the values that a flag of this type accepts."""
     if len(_options(hint)) > 1:
         return "|".join(_spell(option) for option in _options(hint))
     if get_origin(hint) is Literal:

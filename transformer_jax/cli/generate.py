@@ -1,4 +1,4 @@
-"""Generate text with a trained run or a published model.
+"""Generate text with a run or a published model.
 
 python -m transformer_jax generate --model RUN --prompt TEXT
 python -m transformer_jax generate --model RUN --prompts FILE --slots 8
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ANSWERED = "masks", "labels", "targets", "chat"
-"""Kinds of models that need a prompt and answer every line of a file."""
+"""Kinds of models that need a prompt, and that answer every line of a file."""
 
 FORMS = "schema", "regex", "grammar"
 """Options that constrain the output."""
@@ -43,13 +43,14 @@ class Generate(TypedModelOptions):
     prompt: str | None = None
     """The text to continue, or the source of an encoder-decoder; default: a newline."""
     languages: str | None = None
-    """FROM,TO: source and target language of a translation model, such as eng_Latn,fra_Latn."""
+    """Source and target language of a translation model, as FROM,TO, such as eng_Latn,fra_Latn."""
     chat: bool = False
     """Treat the prompt as a chat message and answer it."""
     num_tokens: int | None = None
     """Maximum number of new tokens; default: 400, or as many as fit."""
     temperature: float | None = None
-    """Values below 1 sharpen the distribution; 0 picks the likeliest token; default: 0.8."""
+    """Sampling temperature: values below 1 sharpen the distribution, and 0 picks the likeliest
+    token; default: 0.8."""
     top_k: int | None = None
     """Sample from this many of the likeliest tokens."""
     top_p: float | None = None
@@ -59,7 +60,7 @@ class Generate(TypedModelOptions):
     typical_p: float | None = None
     """Sample from the most typical tokens with this total probability."""
     repetition_penalty: float | None = None
-    """Values above 1 make tokens less likely that are already in the text."""
+    """Repetition penalty: values above 1 make tokens that are already in the text less likely."""
     presence_penalty: float | None = None
     """Subtract this from the logit of each token generated so far."""
     frequency_penalty: float | None = None
@@ -67,11 +68,11 @@ class Generate(TypedModelOptions):
     no_repeat_ngram: int | None = None
     """Never generate the same sequence of this many tokens twice."""
     ban: str | None = None
-    """Never generate the tokens of this text."""
+    """Exclude the tokens of this text."""
     force: str | None = None
-    """Begin with this text."""
+    """Begin the output with this text."""
     stop: tuple[str, ...] = field(default=(), metadata=WORDS)
-    """Stop before any of these texts."""
+    """Stop before any of these strings."""
     schema: str | None = None
     """File with a JSON schema that the output must satisfy."""
     regex: str | None = None
@@ -79,21 +80,24 @@ class Generate(TypedModelOptions):
     grammar: str | None = None
     """File with a grammar, in Lark's syntax, that the output must match."""
     samples: int | None = None
-    """Number of texts to sample (with --beams: best texts; for a [MASK]: likeliest tokens)."""
+    """Number of texts to sample, of best texts with --beams, or of likeliest tokens for a
+    [MASK]."""
     beams: int | None = None
-    """Width of a beam search, which prints the best text, or --samples of them."""
+    """Width of a beam search, which prints the best text or, with --samples, several best texts."""
     length_penalty: float | None = None
-    """Beam search: power of the length that divides log p; default: 0, or 1 for a run on pairs."""
+    """With --beams: exponent alpha in the score log p / length^alpha; default: 0, or 1 for a run on
+    pairs."""
     lookup: int | None = None
-    """Propose this many tokens at a time from the text so far (prompt lookup)."""
+    """Number of tokens to propose at a time from the text so far (prompt lookup)."""
     prompts: str | None = None
-    """Continue every line of a file; - reads standard input."""
+    """Continue every line of this file; - reads standard input."""
     slots: int | None = None
     """Number of --prompts to process at the same time; default: 8."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
-    """Dtype of the key/value cache; default: the model's; int8 is a quarter the size of float32."""
+    """Dtype of the key/value cache; default: the compute dtype. int8 needs a quarter of the memory
+    of float32."""
     max_len: int | None = None
-    """For a published model: override its maximum length."""
+    """For a published model: maximum text length, instead of the model's own limit."""
     seed: int | None = None
     """Random seed; default: 0."""
 
@@ -107,7 +111,7 @@ def generate(options: Generate) -> None:
     """Generate text and print it."""
     if options.seed is not None and not 0 <= options.seed < 2**32:
         raise ConfigError(f"seed is {options.seed}: must be at least 0 and below 2**32")
-    # These options exclude each other. GenerateOptions, below, checks all others.
+    # These options are mutually exclusive. GenerateOptions, below, checks all others.
     excluded = {"lookup": ("prompts", "beams", "samples", *FORMS), "beams": FORMS}
     excluded["prompts"] = ("prompt",) if options.beams else ("prompt", "samples")
     for method, names in excluded.items():
@@ -117,7 +121,7 @@ def generate(options: Generate) -> None:
     if options.prompts is None and options.slots is not None:
         raise ConfigError(f"slots is {options.slots}: needs prompts")
     sampled = [name for name in SAMPLING if getattr(options, name) is not None]
-    # Beam search would silently ignore them.
+    # Beam search would silently ignore these options.
     if options.beams is not None and (sampled or options.stop):
         raise ConfigError(f"{[*sampled, 'stop'][0]} with beams: not supported by beam search")
     from transformer_jax.text.options import GENERATES, SEARCHES, GenerateOptions
@@ -128,7 +132,7 @@ def generate(options: Generate) -> None:
     if options.samples is not None:
         settings["samples" if options.beams is None else "results"] = options.samples
     try:
-        GenerateOptions(**settings)  # fail before a large model is loaded
+        GenerateOptions(**settings)  # raise errors before a large model is loaded
     except ValueError as error:
         # The command calls the number of results --samples.
         raise ConfigError(str(error).replace("results", "samples")) from None
@@ -164,7 +168,8 @@ def generate(options: Generate) -> None:
         raise ConfigError(f"prompt is '': {subject} needs prompt or prompts")
     report_unknown("generate", model.tokenizers.of_source, texts, model.masks)
     settings["processors"] = _processors(options, model)
-    # A run on pairs decodes as in its evaluation; a published translator samples or searches.
+    # A run on pairs decodes as in its evaluation. A published translation model samples or
+    # searches.
     run_on_pairs = model.kind == "targets" and model.task is not None
     if run_on_pairs and not (sampled or options.samples):
         settings = {n: value for n, value in settings.items() if n not in ("sampler", "key")}
@@ -203,7 +208,7 @@ def generate(options: Generate) -> None:
                 chosen.setdefault("beams", model.task.beams)
             lines = model.generate(texts, count, **chosen)
         for line in lines:
-            if options.prompts:  # escape line breaks: each answer is one line
+            if options.prompts:  # escape line breaks, so that each answer is one line
                 line = "".join(ascii(c)[1:-1] if c.splitlines() == [""] else c for c in line)
             print(line, flush=True)
         if model.kind == "masks" and options.prompts is None:
@@ -230,7 +235,7 @@ def generate(options: Generate) -> None:
 
 
 def _form(options: Generate) -> dict[str, Any]:
-    """Return the constraint on the output, reading its file."""
+    """Read the constraint on the output from its file, if there is one."""
     from transformer_jax.decoding.structured import check_installed
     from transformer_jax.tokenizers.utf8 import DataError
     from transformer_jax.training.data import Source
@@ -251,9 +256,9 @@ def _form(options: Generate) -> dict[str, Any]:
 
 
 def _prompts(path: str, every_line: bool = False) -> list[str]:
-    """Return the lines of a file that are not blank; `-` is standard input.
+    """Return the nonblank lines of a file, where `-` means standard input.
 
-    With `every_line`, a blank line raises ConfigError, because each line gets one answer.
+    If `every_line` is true, a blank line raises ConfigError, because each line gets one answer.
     """
     from transformer_jax.tokenizers.plain_text import split_lines
     from transformer_jax.training.data import Source
@@ -298,7 +303,7 @@ def _processors(options: Generate, model: LanguageModel) -> tuple[HistoryProcess
 
 
 def _make(name: str, value: FieldValue, kind: Callable[[FieldValue], T]) -> T:
-    """Return `kind(value)`; a ValueError becomes a ConfigError that names the flag."""
+    """Return `kind(value)`, and convert a ValueError to a ConfigError that names the flag."""
     try:
         return kind(value)
     except ValueError as error:

@@ -1,12 +1,13 @@
-"""Show what happens inside a model as it reads text: a picture or an interactive HTML page.
+"""Show what happens inside a model as it reads text, as a picture or an interactive HTML page.
 
 python -m transformer_jax inspect --model RUN --prompt TEXT --what lens --out lens.html
 python -m transformer_jax inspect --model FOLDER_OR_ID --prompt TEXT --other TEXT --what patch
 python -m transformer_jax inspect --model RUN --prompt TEXT --what attention --layer 5 --head 1
 
-attention: attention weights of every layer and head. lens: predictions after each block. patch:
-which values of the prompt transfer its answer to another prompt. heads: the effect of removing each
-head. attribution: the contribution of each token and part to the answer.
+The values of --what are attention (the attention weights of every layer and head), lens (the
+predictions after each block), patch (the values of the prompt that transfer its answer to another
+prompt), heads (the effect of removing each head), and attribution (the contribution of each token
+and each part of the model to the answer).
 """
 
 from __future__ import annotations
@@ -35,29 +36,32 @@ class Inspect(ModelOptions):
     """Command-line options."""
 
     prompt: str
-    """The text, or the source for a model of pairs."""
+    """The text or, for an encoder-decoder, the source."""
     what: Literal["attention", "lens", "patch", "heads", "attribution"] = "lens"
     """What to show."""
     target: str | None = None
-    """For pairs: the target so far; default: empty; for attention and lens, the model's output."""
+    """For pairs: the target so far; default: empty or, for attention and lens, the model's
+    output."""
     other: str | None = None
-    """For patch: the prompt to patch, with the same number of tokens; for pairs: another target."""
+    """For patch: the prompt to patch, with the same number of tokens, or another target for
+    pairs."""
     answer: str | None = None
-    """The answer, one token; default: the model's likeliest."""
+    """The answer, which is a single token; default: the likeliest token."""
     other_answer: str | None = None
-    """Token whose logit is subtracted; default: none; for patch, the likeliest after --other."""
+    """Token whose logit is subtracted; default: none or, for patch, the likeliest token after
+    --other."""
     baseline: str | None = None
-    """For attribution: an uninformative token; default: the first of mask, padding, <unk>, end and
-    space that the tokenizer has."""
+    """For attribution: a neutral token; default: the first of mask, padding, <unk>, end and space
+    that the tokenizer has."""
     part: Literal["self", "cross", "encoder"] | None = None
-    """For attention in an encoder-decoder: one kind of attention; default: all."""
+    """For attention in an encoder-decoder: one kind of attention; default: all kinds."""
     layer: int | None = None
-    """For attention: one layer, counted from 0; default: all."""
+    """For attention: zero-based index of a layer; default: all layers."""
     head: int | None = None
-    """For attention: one head, counted from 0; default: all."""
+    """For attention: zero-based index of a head; default: all heads."""
     out: Path = Path("inspect.png")
-    """Output file: a picture (.png, .svg or .pdf) or, except for attention, an interactive page
-    (.html); replaces an existing file."""
+    """Output file, which replaces an existing file: a picture (.png, .svg or .pdf) or, except for
+    attention, an interactive page (.html)."""
 
 
 READS = {
@@ -65,11 +69,11 @@ READS = {
     "patch": ("other", "answer", "other_answer"), "heads": ("answer", "other_answer"),
     "attribution": ("answer", "other_answer", "baseline"),
 }  # fmt: skip
-"""Values of --what, with the options that each one reads in addition to the prompt."""
+"""Values of --what, and the options that apply to each of them in addition to the prompt."""
 
 LENS_TOKENS = 40
-"""Maximum length of a target that the model generates for the lens, or half of max_len if that is
-less. Re-encoded text may have more tokens than were generated."""
+"""Maximum length of a target that the model generates for the lens, unless half of max_len is less.
+Text that is encoded again may have more tokens than were generated."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +90,7 @@ def inspect(options: Inspect) -> None:
     refuse_unread(options, READS, what, "needs what to be")
     if what == "patch" and not options.other:
         raise ConfigError(f"other is {options.other!r}: must be the prompt to patch")
-    # float32, because bfloat16 rounding would be visible when tokens and heads are compared
+    # Use float32, because bfloat16 rounding would be visible when tokens and heads are compared.
     model = options.load_float32()
     others = [options.other] if options.other else []
     texts: list[str | tuple[str, str]] = [prompt, *others]
@@ -94,7 +98,7 @@ def inspect(options: Inspect) -> None:
         target = options.target
         report_unknown("inspect", model.tokenizers.of_source, [prompt])
         report_unknown("inspect", model.tokenizer, [*([target] if target else []), *others])
-        # A translation attends over its own target, so generate one first.
+        # A translation attends to its own target, so generate the target first.
         if target is None and what == "attention":
             target = model.generate(prompt)
         elif target is None and what == "lens":

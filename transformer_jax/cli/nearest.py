@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def nearest(options: Nearest) -> None:
-    """Print the words, preceded by their cosines."""
+    """Print the words, each after its cosine."""
     from transformer_jax.tokenizers.pieces import marked
 
     model = options.load_float32()

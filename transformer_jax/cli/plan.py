@@ -6,12 +6,12 @@ r"""Estimate the memory and time of a training or decoding step on given hardwar
     python -m transformer_jax plan --target h200 --preset llama3-8b --decode --batch-size 32
     python -m transformer_jax plan --target cpu --model runs/book
 
-The step is compiled for the target, which need not be attached; nothing runs, and no data is read.
-The flags of train.py describe the run. A TPU target needs `pip install libtpu`, a GPU target
-`pip install "jax[cuda13]"`. Only 75 % of GPU memory is counted, JAX's default
-(XLA_PYTHON_CLIENT_MEM_FRACTION sets another share).
+The step is compiled for the target, which does not have to be attached. Nothing is run, and no data
+is read. The flags of train.py describe the run. A TPU target needs `pip install libtpu`, and a GPU
+target needs `pip install "jax[cuda13]"`. Only 75 % of the GPU memory is counted, which is JAX's
+default. XLA_PYTHON_CLIENT_MEM_FRACTION sets a different fraction.
 
-Targets: cpu, h200, h200-N, tpu-v5e-N, tpu-v5p-N, tpu-v6e-N.
+The targets are cpu, h200, h200-N, tpu-v5e-N, tpu-v5p-N and tpu-v6e-N.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class PlanOptions:
     """Command-line options, in addition to the fields of a run."""
 
     target: str
-    """Hardware: cpu, h200, tpu-v5e-256, ..."""
+    """Hardware, such as cpu, h200 or tpu-v5e-256."""
     model: str | None = None
-    """Folder of a run to continue with the flags' changes, or folder or ID of a published model to
-    fine-tune."""
+    """Folder of a run to continue with changes from the flags, or folder or ID of a published model
+    to fine-tune."""
     preset: str | None = field(default=None, metadata={"known": PRESETS})
     """Model and recipe to start from:"""
     decode: bool = False
@@ -53,9 +53,10 @@ class PlanOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status.
+    """Run the command and return its exit status: 0 if the step fits.
 
-    0: the step fits; 1: it does not fit, or something cannot be read; 2: usage.
+    Status 1 means that the step does not fit or that something cannot be read. Status 2 means a
+    usage error.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # do not use attached accelerators
     return run(
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(options: PlanOptions, texts: Mapping[Path, Text]) -> bool:
-    """Print the plan of the run that the flags describe; return whether it fits."""
+    """Print the plan for the run that the flags describe, and return whether it fits."""
     from transformer_jax.loading import is_run
     from transformer_jax.models.factory import num_params
     from transformer_jax.models.flops import active_params
@@ -73,7 +74,7 @@ def plan(options: PlanOptions, texts: Mapping[Path, Text]) -> bool:
     from transformer_jax.training.planning.plan import plan_decoding, plan_training
 
     start, name = Start(preset=options.preset), options.model
-    # In train.py --model is a kind, and in other commands a folder; a kind takes precedence.
+    # --model is a kind in train.py and a folder in the other commands. A kind takes precedence.
     if name in names_of(AnyModelConfig):
         start = Start(preset=options.preset, model=name)
     elif name is not None:
@@ -139,7 +140,7 @@ def plan(options: PlanOptions, texts: Mapping[Path, Text]) -> bool:
 
 
 def _print(found: Plan) -> None:
-    """Print the memory that one chip needs for each purpose, and the minimum time of a step."""
+    """Print the memory that one chip needs for each purpose, and the minimum time per step."""
     memory, hardware = found.memory, found.hardware
     chip = "this machine" if hardware.chip is None else f"a chip ({hardware.chip.name})"
     kinds = [

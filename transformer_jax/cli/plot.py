@@ -1,11 +1,11 @@
-"""Compare runs: a table of results and a picture of the learning curves.
+"""Compare runs in a table of results and a picture of the learning curves.
 
     python -m transformer_jax plot runs/*
     python -m transformer_jax plot runs/small runs/large --x tokens --out compared.png
 
-The table lists the config fields in which the runs differ. `--x` is step, tokens or hours; hours
-exclude evaluations and checkpoints. All data come from config.json and metrics.jsonl, so a run may
-still be in progress.
+The table lists the config fields in which the runs differ. The value of `--x` is step, tokens or
+hours. Hours exclude evaluations and checkpoints. All data come from config.json and metrics.jsonl,
+so the runs may still be in progress.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ UNNAMED = {
     "out", "seed", "log_every", "eval_every", "checkpoint_every", "keep", "sample_tokens", "log",
     "profile", "dump_batch",
 }  # fmt: skip
-"""Fields that do not describe a run. The seed is listed only if nothing else differs."""
+"""Fields that are not listed as differences between runs. The seed is listed only if all other
+fields are equal."""
 
 
 @value_class
@@ -52,22 +53,22 @@ class Curves:
     lines: tuple[JsonObject, ...]
     tokens_per_step: int
     damaged: int
-    """Number of lines of metrics.jsonl that could not be read."""
+    """Number of lines in metrics.jsonl that could not be read."""
     counted: bool = False
-    """Whether the model is an n-gram, which counts all training data in one step."""
+    """Whether the model is an n-gram model, which counts all training data in one step."""
     of_pairs: bool = False
-    """Whether the loss is over pairs of answers, which have no perplexity."""
+    """Whether the loss is for pairs of answers, which have no perplexity."""
 
     def perplexity(self, loss: float) -> str:
-        """Format exp(loss) for the table."""
+        """Format the perplexity exp(loss) for the table."""
         return "-" if self.of_pairs or not loss < 700 else f"{math.exp(loss):.4g}"
 
     def points(self, field: str, axis: Axis) -> list[tuple[float, float]]:
-        """Return points (axis, field) from the lines that have the field."""
+        """Return the points (axis, field) from the lines that contain the field."""
         found = []
         seconds, last = 0.0, 0
         for line in self.lines:
-            # Count only training steps, not evaluations and pauses before a resume.
+            # Count only training steps, and exclude evaluations and pauses before a resume.
             rate = line.get("tokens_per_second")
             if rate:
                 seconds += (line["step"] - last) * self.tokens_per_step / rate
@@ -88,7 +89,7 @@ class Plot:
     x: Axis = "step"
     """The horizontal axis."""
     out: Path = Path("runs.png")
-    """The picture: .png, .svg or .pdf."""
+    """Output file, a .png, .svg or .pdf picture."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,7 +110,7 @@ def plot(options: Plot) -> None:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Curves]:
-    """Read runs; raise ConfigError for a folder without a run or without metrics."""
+    """Read runs; raise ConfigError if a folder contains no run or no metrics."""
     from transformer_jax.checkpoints.run_folder import RunFolder
 
     configs = {path: RunFolder(path).read_config() for path in paths}
@@ -120,7 +121,7 @@ def read_runs(paths: Sequence[Path]) -> list[Curves]:
         lines = folder.read_metrics()
         if not lines:
             raise ConfigError(f"{path}: no metrics yet (metrics.jsonl has no valid line)")
-        # A killed run may leave an incomplete line.
+        # A run that was killed may leave an incomplete line.
         written = folder.metrics_file.read_text(errors="replace").count("\n")
         tokens = config.accumulation * config.batch_size * config.sequence_len
         lines.sort(key=lambda line: line["step"])
@@ -134,7 +135,7 @@ def labels_of(configs: Sequence[TrainConfig]) -> list[str]:
     flat = [dict(_flat(config, "")) for config in configs]
     paths = list(dict.fromkeys(path for one in flat for path in one))
     differing = [path for path in paths if len({one.get(path) for one in flat}) > 1]
-    # If the kind of a config differs, list only the kind, because all its fields differ.
+    # If the kind of a config differs, list only the kind, because all fields differ as well.
     whole = {path for path in differing if path.rpartition(".")[0] not in differing}
     listed = [path for path in differing if path.split(".")[0] not in UNNAMED and path in whole]
     listed = listed or [path for path in differing if path == "seed"]
@@ -142,7 +143,7 @@ def labels_of(configs: Sequence[TrainConfig]) -> list[str]:
         ", ".join(f"{path.split('.')[-1]} {_format(one[path])}" for path in listed if path in one)
         for one in flat
     ]
-    for label in {*labels} if len({*labels}) > 1 else ():  # compare runs with equal labels further
+    for label in {*labels} if len({*labels}) > 1 else ():  # compare runs that have the same label
         same = [i for i, other in enumerate(labels) if other == label]
         for i, more in zip(same, labels_of([configs[i] for i in same]), strict=True):
             labels[i] = ", ".join(filter(None, (label, more)))
@@ -150,7 +151,7 @@ def labels_of(configs: Sequence[TrainConfig]) -> list[str]:
 
 
 def _flat(config: FieldValue, path: str) -> Iterator[tuple[str, FieldValue]]:
-    """Yield the paths and values of all nested fields; the value of a config is its kind."""
+    """Yield the paths and values of all nested fields. The value of a config is its kind."""
     for one in dataclasses.fields(config):
         value, here = getattr(config, one.name), path + one.name
         if dataclasses.is_dataclass(value):
@@ -165,7 +166,7 @@ def _format(value: FieldValue) -> str:
 
 
 def table(curves: Sequence[Curves]) -> str:
-    """Return a table with a line for each run: progress, losses, speed and label."""
+    """Return a table with the progress, losses, speed and label of each run."""
     header = ["run", "step", "tokens", "training", "held out", "best, at step", "perplexity"]
     header += ["tokens/s", "what"]
     rows = []
@@ -196,7 +197,7 @@ def table(curves: Sequence[Curves]) -> str:
 
 
 def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
-    """Draw the losses and, below them, learning rate and speed, with one color for each run."""
+    """Draw the losses and, below them, the learning rate and the speed, in one color per run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -211,7 +212,7 @@ def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
     for number, one in enumerate(curves):
         colour = COLOURS[number % len(COLOURS)]
         training, held_out = one.points("loss", axis), one.points("val_loss", axis)
-        if one.counted and held_out:  # an n-gram has no curve: draw a horizontal line
+        if one.counted and held_out:  # an n-gram model has a line instead of a curve
             panels["loss"].axhline(held_out[-1][1], color=colour, linewidth=1.8, linestyle="--")
         elif training:
             x, y = zip(*training, strict=True)
@@ -251,7 +252,7 @@ def _zoom(panel: Axes, curves: Sequence[Curves], axis: Axis) -> None:
     """Set the limits of the loss axis, ignoring the first tenth of the longest run."""
     every = [one.points(name, axis) for one in curves for name in ("loss", "val_loss")]
     longest = max((points[-1][0] for points in every if points), default=0.0)
-    # The initial fall from ln V would leave no room for the differences.
+    # The initial decrease from ln V would leave no room for the differences between runs.
     later = [value for points in every for x, value in points if x >= longest / 10]
     later += [value for one in curves if one.counted for _, value in one.points("val_loss", axis)]
     if later:
@@ -269,7 +270,7 @@ def _label_ends(panel: Axes, ends: Sequence[tuple[float, float, str, str, str]])
     cut = [name if len(name) <= 24 else f"{name[:23]}…" for _, _, name, *_ in finite]
     names, fonts = spelled(cut)
     for (x, y, _, perplexity, colour), name in zip(finite, names, strict=True):
-        # If curves end close to each other, move labels up until they have room.
+        # If curves end close to each other, move the labels up until they do not overlap.
         place = max(y, place + room)
         panel.annotate(
             f" {name}  {y:.3f} ({perplexity})", (x, y),

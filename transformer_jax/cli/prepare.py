@@ -30,14 +30,14 @@ class Prepare(PrepareConfig):
     """Command-line options."""
 
     data: tuple[str, ...] = field(metadata=WORDS)
-    """Input files in order: text, JSON lines or Parquet."""
+    """Input files, in order, as text, JSON Lines or Parquet."""
     tokenizer: str = "bpe"
-    """byte, char, word or bpe; or the folder of a run, a published model or a prepared corpus,
-    whose tokenizer is used."""
+    """The kind of tokenizer (byte, char, word or bpe), or the folder of a run, a published model or
+    a prepared corpus, whose tokenizer is used."""
     out: str
-    """Output folder, new or to continue."""
+    """Output folder, which is new or contains an unfinished preparation to continue."""
     workers: int | None = None
-    """Number of processes; default: one per processor."""
+    """Number of processes; default: one process per processor."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_folder(options: Prepare) -> None:
     """Prepare the files and print a summary."""
-    # The folder stores this config without `out` and `workers`, which may change on continuation.
+    # The folder stores this config without `out` and `workers`, which may change on a continuation.
     names = [one.name for one in fields(PrepareConfig)]
     config = PrepareConfig(**{name: getattr(options, name) for name in names})
     workers = _processors() if options.workers is None else options.workers
@@ -73,7 +73,7 @@ def write_folder(options: Prepare) -> None:
 
 
 class ProgressLine:
-    """Progress on standard error: one updated line in a terminal, occasional lines in a file."""
+    """Progress display on standard error, as one updated line in a terminal or occasional lines in a file."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
@@ -89,12 +89,12 @@ class ProgressLine:
             print(file=sys.stderr)
 
     def show(self, progress: Progress) -> None:
-        """Print a line if the last one is old enough."""
+        """Print a line unless the previous line was printed too recently."""
         now = time.monotonic()
         if progress.phase != self._phase:
             self._phase, self._next = progress.phase, 0.0
             self._began, self._before = now, progress.done
-        # The last line of a phase is always shown.
+        # The last line of a phase is always printed.
         complete = progress.total > 0 and progress.done == progress.total
         if now < self._next and not complete:
             return
@@ -119,5 +119,5 @@ class ProgressLine:
 
 def _processors() -> int:
     """Return the number of processors that this process may use."""
-    # `cpu_count` counts the machine's processors; a container may have fewer.
+    # `cpu_count` counts the processors of the machine, but a container may have fewer.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1

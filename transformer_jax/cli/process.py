@@ -1,4 +1,4 @@
-"""Process setup for a command: memory, signals, output streams and error messages."""
+"""Setup of a command's process, such as memory, signals, output streams and error messages."""
 
 from __future__ import annotations
 
@@ -13,37 +13,39 @@ from types import FrameType
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory, so that a step reuses its buffers without page faults.
+    """Make glibc keep freed memory, so that each step reuses its buffers without page faults.
 
-    XLA allocates the temporaries of each step on its own thread, and glibc maps and unmaps large
-    blocks every time, which takes a quarter of a small step on a CPU. Results do not change. On
-    systems without glibc this does nothing.
+    XLA allocates the temporary buffers of each step on its own thread. By default, glibc maps and
+    unmaps large blocks every time, which takes a quarter of the time of a small step on a CPU. The
+    results do not change. This function has no effect on systems without glibc.
     """
     with contextlib.suppress(OSError, AttributeError):
         glibc = ctypes.CDLL("libc.so.6")
         glibc.mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads
-        glibc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap
+        glibc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks are allocated on the heap
         glibc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
 def escape_unprintable() -> None:
-    """Make the standard streams write characters outside their encoding as escapes."""
+    """Make the standard streams escape characters that their encoding does not contain."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # the stream is closed or replaced
+        with contextlib.suppress(AttributeError):  # the stream is closed or has been replaced
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list; the second one ends the process at once."""
+    """Collect SIGINT and SIGTERM signals in a list. The second signal ends the process immediately."""
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
         if received:
-            # Not `sys.exit`: the cleanup after the first signal may be what hangs.
+            # Do not use `sys.exit`, because the cleanup after the first signal may have stopped
+            # responding.
             os._exit(128 + number)
         received.append(number)
-        # Not `print`, which is not reentrant: the signal may interrupt another `print`.
+        # Do not use `print`, which is not reentrant, because the signal may interrupt another
+        # `print`.
         os.write(2, b"\nstopping after this step; a second signal stops immediately\n")
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -55,9 +57,9 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line; for an OSError, the file and the reason.
+    """Return the message of an error in one line, or the file and the reason for an OSError.
 
-    For a programming error, such as a KeyError, the message begins with its type.
+    The message of a programming error, such as a KeyError, begins with the type of the error.
     """
     kind = type(error).__name__
 
@@ -65,11 +67,11 @@ def one_line(error: BaseException) -> str:
         name, value = found[1].replace("_", "-"), found[2].strip("'")
         return f"--{name}" if name == "resume" else f"--{name} {value}"
 
-    # A setting in backquotes, such as `text_errors='replace'`, becomes a flag.
+    # A setting in backticks, such as `text_errors='replace'`, is converted to a flag.
     message = re.sub(r"`([a-z_]+)=([^`]*)`", flag, " ".join(str(error).split()))
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    # The message of a KeyError is only the key.
+    # The message of a KeyError contains only the key.
     if isinstance(error, LookupError | TypeError | AttributeError | ArithmeticError):
         return f"{kind}: {message} (--debug shows the traceback)"
     return message or kind
