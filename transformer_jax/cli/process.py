@@ -35,7 +35,7 @@ def escape_unprintable() -> None:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM signals in a list. The second signal ends the process immediately."""
+    """Collect SIGINT and SIGTERM in a list. The second signal ends the process immediately."""
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:

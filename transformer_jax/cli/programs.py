@@ -1,8 +1,9 @@
-"""Persistent cache of compiled programs for commands.
+"""Persistent cache of compiled programs for the commands.
 
-The folder is `$XDG_CACHE_HOME/transformer_jax`, or else `~/.cache/transformer_jax`. It has one
-subfolder for each version of jaxlib and each type of processor, because a CPU program may use
-instructions that another CPU lacks, and several machines may share a home folder.
+The cache folder is `$XDG_CACHE_HOME/transformer_jax` if the variable is set, and otherwise
+`~/.cache/transformer_jax`. It has one subfolder for each version of jaxlib and each type of
+processor. The type matters because a CPU program may use instructions that another CPU lacks, and
+several machines may share a home folder.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ import jax
 import jaxlib
 
 SWITCH = "TRANSFORMER_JAX_CACHE"
-"""Environment variable; the value 0 turns the cache off."""
+"""Environment variable that turns the cache off if its value is 0."""
 MOST_BYTES = 2**30
-"""Maximum size of a folder in bytes. The least recently used programs are removed first."""
+"""Maximum size of a cache folder in bytes. The least recently used programs are removed first."""
 
 
 def keep_programs(environment: Mapping[str, str] = os.environ) -> None:
-    """Make JAX keep compiled programs in the user's cache folder.
+    """Configure JAX to keep compiled programs in the user's cache folder.
 
-    If the user has set a cache folder for JAX, it is used instead. If the folder cannot be used,
-    print a line on stderr and compile as usual.
+    A cache folder that the user has set for JAX takes precedence. If the cache folder cannot be
+    used, a message is printed on stderr, and programs are compiled as usual.
     """
-    config: Any = jax.config  # Any: the settings have no annotations
+    config: Any = jax.config  # the settings have no annotations
     # The user's own JAX settings take precedence.
     if environment.get(SWITCH) == "0" or not config.jax_enable_compilation_cache:
         return
@@ -45,7 +46,8 @@ def keep_programs(environment: Mapping[str, str] = os.environ) -> None:
         print(f"no cache of compiled programs: {error}", file=sys.stderr)
         return
     config.update("jax_compilation_cache_dir", str(folder))
-    # By default, JAX keeps programs that take a second to compile; commands have many smaller ones.
+    # By default, JAX keeps only programs that take at least a second to compile, but commands have
+    # many smaller programs.
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environment:
         config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     _report_errors_once(folder)
@@ -68,12 +70,12 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def _prepare(folder: Path) -> None:
-    """Create the folder and limit its size; raise OSError unless the user owns and can write it."""
+    """Create the folder and limit its size; raise OSError unless the user owns it and can write to it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-        # Programs in the folder run with our permissions.
+        # Programs in the folder run with the permissions of the user.
         raise PermissionError(f"{folder} belongs to another user")
-    # Writing is the only reliable test of permission.
+    # Writing a file is the only reliable test of the permission.
     with tempfile.TemporaryFile(dir=folder):
         pass
     entries = [(entry, entry.stat()) for entry in os.scandir(folder) if entry.is_file()]

@@ -1,4 +1,4 @@
-"""Closing report of a training run: its results and the commands to type next."""
+"""Final report of a training run, with its results and the commands to run next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def summary(result: Result) -> str:
-    """Return the sample, the held-out loss in units of the text, and the list of files."""
+    """Return the sample, the held-out loss and the list of files as text."""
     lines = ["", result.sample.strip("\n"), ""] if result.sample else []
     nats = result.val_loss_per_character
     nats = result.val_loss if nats is None else nats
@@ -36,7 +36,7 @@ def summary(result: Result) -> str:
         if result.accuracy is not None:
             lines.append(f"the chosen answer is preferred in {result.accuracy:.1%} of the pairs")
     else:
-        # Print both units: papers on characters use bits, and training logs use nats.
+        # Print both units, because papers on character models use bits and training logs use nats.
         bits = nats / math.log(2)
         lines.append(f"held-out loss: {nats:.4f} nats per {result.unit} = {bits:.4f} bits")
         if result.accuracy is not None:
@@ -56,7 +56,7 @@ def summary(result: Result) -> str:
 
 
 def missing_metrics(scores: Mapping[str, float]) -> str | None:
-    """Return a hint if texts were compared without BLEU and chrF, which need sacrebleu."""
+    """Return a hint if texts were evaluated without BLEU and chrF, which need sacrebleu."""
     if "exact_match" not in scores or "chrf" in scores:
         return None
     return "BLEU and chrF need sacrebleu: pip install sacrebleu"
@@ -65,7 +65,8 @@ def missing_metrics(scores: Mapping[str, float]) -> str | None:
 def how_to_resume(config: TrainConfig, command: str, more: str = "") -> str:
     """Return the shell command that resumes a run.
 
-    Data from standard input are not stored in the run folder and must be passed again, as TEXT.
+    Data from standard input are not stored in the run folder. The command contains TEXT in their
+    place, because the data must be passed again.
     """
     text = " < TEXT" if config.data == "-" else ""
     return f"{command} --out {shell_path(config.out)} --resume{more}{text}"
@@ -73,17 +74,17 @@ def how_to_resume(config: TrainConfig, command: str, more: str = "") -> str:
 
 def shell_path(path: str) -> str:
     """Quote a path for the shell."""
-    # A path that begins with a dash would be read as a flag.
+    # A path that begins with a dash would be parsed as a flag.
     return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
 def explain_text(config: TrainConfig) -> str:
-    """Return an explanation of TEXT to print before the command of `how_to_resume`."""
+    """Return an explanation of TEXT to print before the command from `how_to_resume`."""
     return " (TEXT: a file with the data from standard input)" if config.data == "-" else ""
 
 
 def registration_note(config: TrainConfig) -> str | None:
-    """Return a note that the printed commands need the custom kinds registered, or None."""
+    """Return a note that custom kinds must be registered for the printed commands, or None."""
     kinds = (type(config.model), type(config.task))
     custom = [k for k in kinds if k.__module__.partition(".")[0] != "transformer_jax"]
     if not custom:
@@ -100,20 +101,20 @@ def how_to_write(result: Result) -> str:
 
 
 def suggested_prompt(result: Result) -> str:
-    """Return the prompt of the first example, or words of the sample; "" if there are none."""
+    """Return the prompt of the first example, or words of the sample, or else an empty string."""
     from transformer_jax.checkpoints.run_folder import RunFolder
 
     lines = result.sample.split("\n")
-    match result.config.task:  # the format of a sample depends on the task
+    match result.config.task:  # the sample's format depends on the task
         case MaskedTask():
             return lines[1] if len(lines) > 1 else ""
         case ClassifyTask() | ChatTask() | PreferenceTask():
             return lines[0].partition(": ")[2]
-        # The samples of the other tasks are lines of `source -> target`.
+        # The samples of the other tasks are lines of the form `source -> target`.
         case task if not isinstance(task, LanguageTask):
             return lines[0].partition(" -> ")[0]
     tokenizer = RunFolder(Path(result.config.out)).read_tokenizer()
-    # Plain words only, because the line is pasted into a shell.
+    # Use only plain words, because the line is pasted into a shell.
     words = [word for word in result.sample.split() if word.isascii() and word.isalpha()]
     for start in (" ".join(words[:3]), *words[:1], "The"):
         with contextlib.suppress(ValueError):

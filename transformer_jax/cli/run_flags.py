@@ -1,4 +1,4 @@
-"""Flags of train.py: the fields of TrainConfig and the start of the run."""
+"""Flags of train.py, which set the fields of TrainConfig and the start of the run."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from transformer_jax.config.tasks import LanguageTask, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How a run starts, and its processes; these are not config fields."""
+    """Settings for the start and the processes of a run, which are not config fields."""
 
     preset: str | None = field(default=None, metadata={"known": PRESETS})
     """Model and recipe to start from:"""
     model: str | None = field(default=None, metadata={"known": partial(names_of, AnyModelConfig)})
     """Kind of model; default: the first of"""
     resume: bool = False
-    """Continue the run in --out."""
+    """Resume the run in --out."""
     distributed: bool = False
-    """Train with the other processes of this Slurm job, GKE job or TPU slice."""
+    """Train together with the other processes of this Slurm job, GKE job or TPU slice."""
     coordinator: str | None = None
-    """HOST:PORT of the first process, for processes outside such a job."""
+    """HOST:PORT of the first process, for processes outside a Slurm job, GKE job or TPU slice."""
     processes: int | None = None
     """Total number of processes."""
     process: int | None = None
-    """Index of this process, from 0."""
+    """Zero-based index of this process."""
 
     def __post_init__(self) -> None:
         group = {name: getattr(self, name) for name in ("coordinator", "processes", "process")}
@@ -63,12 +63,12 @@ class Start:
             raise ConfigError(f"process is {self.process}: {rule}")
 
     def join(self) -> bool:
-        """Connect to the other processes, if any; call it before any other use of JAX."""
+        """Connect to the other processes, if there are any, before any other use of JAX."""
         if not self.distributed and self.coordinator is None:
             return False
         import jax
 
-        # With --distributed, JAX gets the addresses from the cluster (Slurm, GKE, TPU).
+        # With --distributed, JAX gets the addresses from the cluster (Slurm, GKE or TPU).
         jax.distributed.initialize(self.coordinator, self.processes, self.process)
         return True
 
@@ -79,14 +79,14 @@ START = ConfigFlags(Start, whole="start", none=False)
 
 @dataclass(frozen=True)
 class _TaskOnly:
-    """Config that contains only a task, so that no model has to fit it."""
+    """Config that contains only a task, so that no model has to match the task."""
 
     task: Task
 
 
 @dataclass(frozen=True)
 class RunFlags:
-    """Parsed flags: how the run starts, and the text of each config field."""
+    """Parsed flags, with the start of the run and the text of each config field."""
 
     start: Start
     fields: Mapping[Path, Text]
@@ -99,12 +99,12 @@ class RunFlags:
 
     @property
     def task(self) -> Task:
-        """Return the requested task, with its fields."""
+        """Return the task that the flags describe."""
         texts = {path: text for path, text in self.fields.items() if path[0] == "task"}
         return changed(_TaskOnly(LanguageTask()), FLAGS.read(texts, TrainConfig())).task
 
     def check_start(self) -> None:
-        """Raise ConfigError if several starts are passed, or the kind of model is a folder."""
+        """Raise ConfigError if several starting points are passed, or if the kind of model is a folder."""
         for name in ("preset", "model"):
             if getattr(self.start, name) is None:
                 continue
@@ -118,7 +118,7 @@ class RunFlags:
             raise ConfigError(f"model is {kind!r}: {rule}")
 
     def base(self) -> TrainConfig:
-        """Return the config that the flags change, from a preset or a kind of model."""
+        """Return the config that the flags change, which comes from a preset or a kind of model."""
         name, task = self.start.preset, self.task
         if name is None:
             return task_recipe(task, self.start.model or "transformer")
@@ -136,11 +136,11 @@ class RunFlags:
 def parse(
     argv: Sequence[str], description: str | None = None, command: str = "python train.py"
 ) -> RunFlags:
-    """Parse the flags; with --help, print the help and exit.
+    """Parse the flags or, for --help, print the help and exit.
 
     Raises ConfigError for an unknown flag or help group.
     """
-    FLAGS.collect()  # again, to include kinds that the caller has registered
+    FLAGS.collect()  # include kinds that the caller has registered
     names = FLAGS.names | START.names | {"--help": "--help", "--debug": "--debug"}
     arguments = _parser(command, None).parse_args(spelled(argv, names))
     flags = RunFlags(START.options(arguments), FLAGS.texts(arguments))
@@ -150,7 +150,7 @@ def parse(
         if group not in ("all", *groups):
             rule = f"must be all or one of {', '.join(groups)}{nearest(group, groups)}"
             raise ConfigError(f"help is {group!r}: {rule}")
-        # The flags of `run` and `model` list the fields of every other group.
+        # The flags in the groups `run` and `model` list the fields of all other groups.
         shown = ("run", "model") if group == "all" else (group,)
         _parser(command, description, base, shown).print_help()
         raise SystemExit(0)
@@ -163,7 +163,7 @@ def _parser(
     defaults: TrainConfig | None = None,
     shown: Collection[str] = (),
 ) -> Parser:
-    """Return a parser whose help contains the groups in `shown`, with the defaults of a run."""
+    """Return a parser whose help contains the groups in `shown` and the defaults of a run."""
     others = textwrap.fill(", ".join(name for name in FLAGS.groups() if name not in shown), 79)
     whole = "run" in shown
     parser = Parser(

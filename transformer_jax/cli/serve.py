@@ -1,4 +1,4 @@
-"""Serve a trained run or a published model over HTTP, with OpenAI's API.
+"""Serve a run or a published model over HTTP, with OpenAI's API.
 
 python -m transformer_jax serve --model FOLDER_OR_ID_OR_RUN --port 8000
 """
@@ -25,24 +25,25 @@ class Serve(TypedModelOptions):
     """Command-line options."""
 
     context: int | None = None
-    """Maximum number of tokens of a prompt and its answer, not counting the last token, which is
+    """Maximum number of tokens in a prompt and its answer, not counting the last token, which is
     never read; default: the model's maximum, up to 2048."""
     name: str | None = None
-    """Name of the model in requests; default: the folder's name."""
+    """Name of the model in requests; default: the name of the folder."""
     host: str = "127.0.0.1"
-    """Address to listen on; the default accepts only local connections."""
+    """Address to listen on. The default accepts only local connections."""
     port: int = 8000
-    """Port; 0 picks a free one."""
+    """Port to listen on, where 0 selects a free port."""
     slots: int = 8
-    """Number of texts generated at the same time."""
+    """Number of texts to generate at the same time."""
     queue: int = 64
     """Maximum number of waiting requests."""
     steps: int | None = None
-    """Maximum number of tokens between two checks of the queue; default: 4."""
+    """Maximum number of tokens per text between checks of the queue; default: 4."""
     timeout: float = 600.0
     """Maximum time from the arrival of a request to the end of its answer, in seconds."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
-    """Dtype of the key/value cache; default: the model's; int8 is a quarter the size of float32."""
+    """Dtype of the key/value cache; default: the compute dtype. int8 needs a quarter of the memory
+    of float32."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,20 +74,20 @@ def serve(options: Serve) -> None:
         path = Path(options.model)
         name = path.resolve().name if path.exists() else options.model
     app = make_app(engine, name, timeout=options.timeout)
-    # Bind the port before compiling, so that a port in use fails immediately.
+    # Bind the port before compiling, so that an error for a port in use occurs immediately.
     with socket.create_server((options.host, options.port)) as listening:
         print(f"serve: compiling for {engine.slots} slots of {engine.context} tokens", flush=True)
         engine.start()
         host, port = listening.getsockname()[:2]
         print(f"serve: {name} at http://{host}:{port}/v1 (press Ctrl-C to stop)", flush=True)
-        # With this timeout, the process ends after Ctrl-C despite open streams.
+        # The timeout lets the process end after Ctrl-C despite open streams.
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
         uvicorn.Server(settings).run(sockets=[listening])
     print("serve: stopped", file=sys.stderr)
 
 
 def _embedder(options: Serve) -> Embedder | None:
-    """Return an embedder if the model is a sentence-transformers folder, else None."""
+    """Return an embedder if the model is a sentence-transformers folder, or else None."""
     from transformer_jax.loading import is_run, published_tokenizer
     from transformer_jax.pretrained.sentences import load_sentence_encoder
     from transformer_jax.pretrained.weights import open_weights

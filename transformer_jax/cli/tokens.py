@@ -1,4 +1,4 @@
-"""Show how text is tokenized: pieces, IDs and, for BPE, the merges.
+"""Show how text is tokenized, with the pieces, the IDs and, for BPE, the merges.
 
 python -m transformer_jax tokens --model RUN --prompt TEXT
 python -m transformer_jax tokens --model FOLDER_OR_ID --prompt TEXT
@@ -23,9 +23,9 @@ class Tokens:
     """Command-line options."""
 
     model: str | None = None
-    """Folder of a run or of a published model, or the model's ID on the Hugging Face hub."""
+    """Folder of a run or of a published model, or the model's ID on the Hugging Face Hub."""
     data: str | None = None
-    """Instead of --model: a text file to train a tokenizer on."""
+    """A text file on which a tokenizer is trained, instead of --model."""
     tokenizer: Literal["char", "byte", "word", "bpe"] | None = None
     """With --data: kind of tokenizer; default: char."""
     bpe_vocab_size: int | None = None
@@ -68,17 +68,17 @@ def tokens(options: Tokens) -> None:
         from transformer_jax.checkpoints.run_folder import RunFolder
 
         assert options.model is not None
-        # The run of a translation model has a separate tokenizer for sources.
+        # A run of a translation model has a separate tokenizer for sources.
         source = RunFolder(Path(options.model)).read_source_tokenizer()
         tokenizer = source or read_tokenizer(options.model)
     found = pieces(tokenizer, text)
     print(f"{plain(tokenizer)!r}: {len(found)} tokens in the text")
-    # Unknown words share token 0, so take their spelling from the text.
+    # Unknown words share token 0, so their spelling comes from the text.
     words = iter(text.split()) if isinstance(plain(tokenizer), WordTokenizer) else None
     width = len(str(max((i for i, _ in found), default=0)))
     for i, piece in found:
         line = f"{i:{width}}  {marked(piece)}"
-        if words is not None and i != 1:  # 1 is the end of a line
+        if words is not None and i != 1:  # token 1 is the end of a line
             word = next(words)
             line += f"  {marked(word)}: not among the words of the training text" * (i == 0)
         print(line)

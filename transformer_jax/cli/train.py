@@ -11,12 +11,13 @@
     python train.py --task digits --out runs/digits  pictures to words; tones: sound to letters
     python train.py --out runs/book --resume         continues a run
 
-Tasks: language, masked, seq2seq, prefix, classify, chat, preference; and, with data generated from
-the seed, reverse, copy, addition, dates, recall, modular, digits, tones. The run folder contains
-the config, the tokenizer, the checkpoints, the curves and a sample. To use the model:
+The tasks are language, masked, seq2seq, prefix, classify, chat and preference. The tasks reverse,
+copy, addition, dates, recall, modular, digits and tones generate their data from the seed. The run
+folder contains the config, the tokenizer, the checkpoints, the curves and a sample. To use the
+model, run:
     python -m transformer_jax generate --model runs/book --prompt "Once"
     python -m transformer_jax evaluate --model runs/book --data FILE
-To train on a corpus larger than memory, first convert it to a folder of tokens:
+To train on a corpus that is larger than memory, first convert it to a folder of tokens:
     python -m transformer_jax prepare --data FILE ... --out FOLDER
 """
 
@@ -39,19 +40,21 @@ from transformer_jax.cli.run_flags import configure, parse
 from transformer_jax.config import ConfigError
 
 SCRIPT = "python train.py"
-"""The command in a checkout."""
+"""Training command in a checkout of the repository."""
 
 
 def main(
     argv: Sequence[str] | None = None, command: str = "python -m transformer_jax train"
 ) -> int:
-    """Run the command and return its exit status; `command` is its name in printed lines.
+    """Run the training command and return its exit status.
 
-    0: trained; 1: the run failed; 2: usage, config or data; 128 + n: ended by signal n.
+    Status 0 means that the model was trained, and status 1 means that the run failed. Status 2
+    means a usage, config or data error, and status 128 + n means that signal n ended the run.
+    Printed lines refer to the command as `command`.
     """
     escape_unprintable()
     argv = list(sys.argv[1:] if argv is None else argv)
-    # Call this before JAX allocates anything, because it changes how the heap grows.
+    # This must precede JAX's first allocation, because it changes how the heap grows.
     keep_freed_memory()
     try:
         return _train(argv, command)
@@ -61,7 +64,7 @@ def main(
         if "--debug" in argv:
             raise
         print(f"{command.split()[-1]}: {one_line(error)}", file=sys.stderr)
-        # Imported here, because modules of training import JAX.
+        # Import here, because modules of training import JAX.
         from transformer_jax.training.data import DataError
 
         return 2 if isinstance(error, ConfigError | DataError) else 1
@@ -70,7 +73,7 @@ def main(
 def _train(argv: Sequence[str], command: str) -> int:
     """Train, print the report and return the exit status."""
     flags = parse(argv, (__doc__ or "").replace(SCRIPT, command), command)
-    if not flags.start.join():  # processes of one run must not share compiled programs
+    if not flags.start.join():  # the processes of a run must not share compiled programs
         keep_programs()
     config, vocab_size = configure(flags)
 
@@ -94,12 +97,12 @@ def _train(argv: Sequence[str], command: str) -> int:
         show(f"  {how_to_resume(config, command)}")
     else:
         show(summary(result))
-        if config.task.reads_numbers:  # a prompt cannot contain numbers
+        if config.task.reads_numbers:  # numbers cannot be typed as a prompt
             show("To continue training:")
         else:
             show(f"To generate text, or to continue training{explain_text(config)}:")
             show(f"  {how_to_write(result)}")
-        # A counted model, such as an n-gram, cannot be trained further.
+        # A model of counts, such as an n-gram model, cannot be trained further.
         if config.steps > 1:
             show(f"  {how_to_resume(config, command, f' --steps {2 * config.steps}')}")
     if (note := registration_note(config)) is not None:
