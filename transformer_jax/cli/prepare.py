@@ -73,7 +73,7 @@ def write_folder(options: Prepare) -> None:
 
 
 class ProgressLine:
-    """Progress on standard error, as one updated line in a terminal or occasional lines in a file."""
+    """Progress on standard error, as one updated line in a terminal or several lines in a file."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()

@@ -104,7 +104,7 @@ class RunFlags:
         return changed(_TaskOnly(LanguageTask()), FLAGS.read(texts, TrainConfig())).task
 
     def check_start(self) -> None:
-        """Raise ConfigError if several starting points are passed, or if the kind of model is a folder."""
+        """Raise ConfigError for several starting points, or if the kind of model is a folder."""
         for name in ("preset", "model"):
             if getattr(self.start, name) is None:
                 continue

@@ -11,10 +11,9 @@
     python train.py --task digits --out runs/digits  pictures to words; tones: sound to letters
     python train.py --out runs/book --resume         continues a run
 
-The tasks are language, masked, seq2seq, prefix, classify, chat and preference. The tasks reverse,
-copy, addition, dates, recall, modular, digits and tones generate their data from the seed. The run
-folder contains the config, the tokenizer, the checkpoints, the curves and a sample. To use the
-model, run:
+Tasks: language, masked, seq2seq, prefix, classify, chat and preference. The tasks reverse, copy,
+addition, dates, recall, modular, digits and tones generate their data from the seed. The run folder
+contains the config, the tokenizer, the checkpoints, the curves and a sample. To use the model, run:
     python -m transformer_jax generate --model runs/book --prompt "Once"
     python -m transformer_jax evaluate --model runs/book --data FILE
 To train on a corpus that is larger than memory, first convert it to a folder of tokens:

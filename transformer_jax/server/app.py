@@ -1,6 +1,6 @@
-"""ASGI application (starlette) that answers requests: routes, streams, time limits, disconnects.
+"""ASGI application (Starlette) with the routes, streams, timeouts and handling of disconnects.
 
-The event loop only waits: a pool of threads reads prompts, and the engine's thread runs the model.
+The event loop only waits. A pool of threads reads prompts, and the engine's thread runs the model.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ MOST_BYTES = 2**20
 def make_app(
     engine: Engine | Embedder, name: str, *, timeout: float = 600.0, most_bytes: int = MOST_BYTES
 ) -> Starlette:
-    """Return the application. The caller starts the engine; the application stops it at shutdown.
+    """Return the application, which stops the engine at shutdown. The caller starts the engine.
 
     Args:
-        engine: the engine that generates or embeds texts.
-        name: the model's name, which requests must contain.
+        engine: the engine that generates text or embeds texts.
+        name: the name of the model, which requests must contain.
         timeout: maximum time from the arrival of a request to the end of its answer, in seconds.
         most_bytes: maximum size of a request body in bytes.
 
     Raises:
-        ConfigError: if starlette is not installed, or `timeout` is not above 0.
+        ConfigError: if Starlette is not installed, or `timeout` is not above 0.
     """
     if not timeout > 0:
         raise ConfigError(f"timeout is {timeout}: must be above 0")
@@ -56,11 +56,11 @@ def make_app(
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    # The API requires the model's creation date; use the time when the server started.
+    # The API requires a creation date for the model. Use the time at which the server started.
     created = int(time.time())
 
     class Stream(StreamingResponse):
-        """Event stream that cancels its request if the client disconnects, even before an event."""
+        """Event stream that cancels its request if the client disconnects at any time."""
 
         def __init__(self, engine: Engine, ticket: Ticket, events: AsyncIterator[bytes]) -> None:
             headers = {"Cache-Control": "no-cache"}
@@ -115,7 +115,7 @@ def make_app(
             loop = asyncio.get_running_loop()
 
             def deliver(part: Part) -> None:
-                # An asyncio queue is not safe for the engine's thread.
+                # An asyncio queue is not thread-safe, and this runs in the engine's thread.
                 loop.call_soon_threadsafe(parts.put_nowait, part)
 
             ticket = engine.submit(parsed, ids, count, deliver, matcher)
@@ -170,7 +170,8 @@ def make_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        # `stop` waits for the engine's thread, and the loop must still deliver the last parts.
+        # `stop` blocks until the engine's thread ends, but the event loop must deliver the last
+        # parts.
         await asyncio.to_thread(engine.stop)
 
     return Starlette(
@@ -199,15 +200,16 @@ def _model(name: str, created: int) -> dict[str, object]:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """Return the body of a request; raise RequestError unless it is declared as JSON and fits.
+    """Return the body of a request; raise RequestError unless it is JSON and not too large.
 
-    Any web page can send forms or plain text to any address, but needs permission to send JSON.
+    The content type must be JSON. Any web page can send forms or plain text to any address, but it
+    needs permission to send JSON.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         message = f"content-type is {kind[:80]!r}: must be application/json"
         raise RequestError(message, 415)
-    # The content-length may be missing or wrong, so count bytes as they arrive.
+    # The content length may be missing or wrong, so count the bytes as they arrive.
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -233,7 +235,7 @@ async def _whole(request: Request, parts: asyncio.Queue[Part], until: float) -> 
         return protocol.join_parts(found)
 
     async def gone() -> None:
-        # A disconnect is only visible to `receive`.
+        # Only `receive` detects a disconnect.
         while (await request.receive())["type"] != "http.disconnect":
             pass
 

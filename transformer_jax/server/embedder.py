@@ -1,6 +1,7 @@
-"""Embedding requests, processed one at a time with their texts in batches.
+"""Embedder that processes requests one at a time, with the texts of a request in batches.
 
-Vectors equal those of `SentenceEncoder.encode_texts`, but texts that are too long are rejected.
+The vectors are the same as from `SentenceEncoder.encode_texts`, but texts that are too long are
+rejected.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Embedder:
     Args:
         encoder: the sentence encoder.
         tokenizer: the tokenizer of the encoder's folder.
-        slots: maximum number of texts in a batch.
+        slots: maximum number of texts per batch.
         queue: maximum number of waiting requests.
 
     Raises:
@@ -38,10 +39,11 @@ class Embedder:
         self.encoder, self.tokenizer, self.slots, self.queue = encoder, tokenizer, slots, queue
         self.context = encoder.max_len
         self.alive = True
-        self._present = 0  # requests that are waiting or being encoded
+        self._present = 0  # number of requests that are waiting or being encoded
         self._counting, self._encoding = threading.Lock(), threading.Lock()
-        # One thread for each waiting request, the current one and one to reject. In asyncio's
-        # smaller default pool, requests would wait without being counted.
+        # The pool has one thread for each waiting request, one for the current request, and one for
+        # a request to reject. In asyncio's smaller default pool, requests would wait without being
+        # counted.
         self.threads = ThreadPoolExecutor(queue + 2, "embedder")
 
     @property
@@ -55,19 +57,20 @@ class Embedder:
         return max(0, self._present - 1)
 
     def start(self) -> None:
-        """Compile the program for one short text, so that the first client does not wait."""
+        """Compile the program for one short text, so that the first client need not wait."""
         self.encoder.encode_ids([np.zeros(1, np.int32)], batch_size=self.slots)
 
     def stop(self) -> None:
-        """Finish the current request and reject all further ones."""
+        """Finish the current request, and reject all further requests."""
         self.alive = False
         with self._encoding:
             pass
 
     def embed(self, request: EmbeddingRequest) -> tuple[np.ndarray, int]:  # f32[n, D]
-        """Return a vector for each input, and the number of tokens; raise RequestError if invalid.
+        """Return a vector for each input, and the total number of tokens.
 
-        Call it from any thread; it waits for earlier requests.
+        This method can be called from any thread. It waits for earlier requests. Raises
+        RequestError if an input is invalid.
         """
         width = self.encoder.config.d_model
         if request.dimensions not in (None, width):
@@ -87,13 +90,13 @@ class Embedder:
         finally:
             with self._counting:
                 self._present -= 1
-        # JSON has no NaN.
+        # JSON cannot represent NaN.
         if not np.isfinite(vectors).all():
             raise RequestError("the model's vectors are not finite", 500)
         return vectors, sum(map(len, ids))
 
     def _ids(self, value: str | tuple[int, ...], n: int) -> np.ndarray:  # i32[1..max_len]
-        """Return the tokens of the n-th input. Token IDs are used unchanged."""
+        """Return the token IDs of the n-th input. An input that consists of IDs is unchanged."""
         encoder, name = self.encoder, f"input[{n}]"
         if isinstance(value, str):
             text = encoder.prompt + value

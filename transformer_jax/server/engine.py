@@ -1,9 +1,10 @@
-"""Engine that runs a model for many clients: one thread, continuous batching, in order of arrival.
+"""Engine that runs a model for many clients in one thread, with continuous batching.
 
-Requests wait in a queue until the `Batcher` has a free slot. An answer does not depend on other
-requests: at temperature 0 or with a seed, it equals that of `LanguageModel.generate` with
-`Sample(Temperature(t), TopP(p))` and `jax.random.key(seed)`. A prompt that starts with the text of
-a slot, such as the next turn of a chat, continues from a copy of that slot's cache.
+Requests wait in a queue, in order of arrival, until the `Batcher` has a free slot. An answer does
+not depend on other requests. At temperature 0 or with a seed, it is the same as from
+`LanguageModel.generate` with `Sample(Temperature(t), TopP(p))` and `jax.random.key(seed)`. If a
+prompt starts with the text of a slot, as in the next turn of a chat, it continues from a copy of
+that slot's cache.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from transformer_jax.untrusted_files import brief
 from transformer_jax.values import short_repr
 
 CONTEXT = 2048
-"""Default limit on the number of tokens of a prompt and its answer."""
+"""Default limit on the number of tokens in a prompt and its answer."""
 
 LEAST_LOG_PROB = -9999.0
 """Replacement for the logarithm of 0, which JSON cannot represent."""
@@ -56,16 +57,16 @@ LEAST_LOG_PROB = -9999.0
 @short_repr
 @dataclass(eq=False)
 class Ticket:
-    """A submitted request and the state of its answer.
+    """Submitted request and the state of its answer.
 
     Attributes:
         request: the request.
         ids: the tokens of its prompt.
         num_tokens: maximum number of new tokens.
-        deliver: called from the engine's thread with each part; the last part has an `end`.
-        matcher: matcher for the required form; None allows any text.
-        cancelled: whether the client stopped waiting.
-        writer: converts tokens to text; set by `submit`.
+        deliver: function that the engine's thread calls with each part. The last part has an `end`.
+        matcher: matcher for the required form of the answer; None allows any text.
+        cancelled: whether the client no longer waits for the answer.
+        writer: converter from tokens to text, which `submit` sets.
         count: number of tokens generated so far.
         decided: number of characters delivered so far.
         held: tokens whose text may still change.
@@ -84,19 +85,19 @@ class Ticket:
 
 
 class Engine:
-    """Decoder for requests from many clients, in the slots of one batch.
+    """Decoder that serves requests from many clients in the slots of one batch.
 
     Args:
         model: a model that continues text or answers messages.
         slots: number of requests to decode in parallel.
         context: maximum number of tokens in a prompt and its answer, not counting the last token,
-            which is never read. None means the model's limit, at most 2048.
+            which is never read. None means the model's limit or 2048, whichever is smaller.
         queue: maximum number of requests that wait for a slot.
-        steps: maximum number of tokens per row between checks of the queue.
-        cache_dtype: dtype of keys and values; None uses the compute dtype.
+        steps: maximum number of decoding steps between checks of the queue.
+        cache_dtype: dtype of the cached keys and values; None means the compute dtype.
 
     Raises:
-        ConfigError: if the model does not generate text, or `context` exceeds its limit.
+        ConfigError: if the model does not generate text, or if `context` exceeds the model's limit.
         ValueError: if a count is not an integer of at least 1.
     """
 
@@ -123,7 +124,7 @@ class Engine:
         if context > longest:
             raise ConfigError(f"context is {context}: must be at most max_len {longest}")
         tokenizer = plain(model.tokenizer)
-        # A published model answers messages if its folder has a chat template.
+        # A published model can answer messages if its folder contains a chat template.
         templates = isinstance(tokenizer, PretrainedTokenizer) and bool(tokenizer.chat_templates)
         self.model, self.slots, self.context, self.queue = model, slots, context, queue
         self.answers_chats = model.kind == "chat" or templates
@@ -133,12 +134,12 @@ class Engine:
         self._empty: Any = init_decode_state(model.config, None, 1, context, dtype=cache_dtype)
         known = map(WithoutHistory, known_ids(model.config, model.tokenizer))
         self._processors = (*model.model.processors, *known)
-        # Prefixes cannot be shared if a ring overwrites their keys, processors or edits must see
-        # their tokens, or int8 would round their keys twice.
+        # Prefixes cannot be shared if a ring cache overwrites their keys, if processors or edits
+        # must see their tokens, or if int8 would round their keys twice.
         whole = model.config.supports("cache") and model.config.window is None
         unseen = not model.model.processors and not decoder.edits
         self._shares = whole and cache_dtype is None and unseen
-        # Only the engine's thread changes `_running`; callers also change `_waiting`.
+        # Only the engine's thread changes `_running`, but callers also change `_waiting`.
         self._running: list[Ticket] = []
         self.batcher = self._new_batcher()
         self._waiting: deque[Ticket] = deque()
@@ -162,12 +163,13 @@ class Engine:
         return self._thread.is_alive() and not self._closing
 
     def start(self) -> None:
-        """Start the thread, and compile the programs with an internal request."""
+        """Start the engine's thread, and compile the programs by running an internal request."""
         self._thread.start()
         done = threading.Event()
         request = TextRequest("completion", (), temperature=0.0)
         ids = np.zeros(1, np.int32)
-        # The first token comes from the prompt's program, the second from the decoding program.
+        # The first token comes from the prompt program, and the second comes from the decoding
+        # program.
         count = min(2, self.context)
 
         def deliver(part: Part) -> None:
@@ -178,16 +180,16 @@ class Engine:
         done.wait()
 
     def stop(self) -> None:
-        """Fail all requests, and stop the thread."""
+        """Fail all requests, and stop the engine's thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join()
 
     def read(self, request: TextRequest) -> tuple[np.ndarray, int]:  # i32[P]
-        """Return the tokens of a request's prompt and the maximum number of new tokens.
+        """Return the token IDs of a prompt, and the maximum number of new tokens.
 
-        Raise RequestError if the model cannot read the prompt, or if the prompt does not fit.
+        Raises RequestError if the model cannot read the prompt, or if the prompt does not fit.
         """
         chat = request.endpoint == "chat"
         name = "messages" if chat else "prompt"
@@ -253,10 +255,11 @@ class Engine:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancel a request in any state and free its slot."""
+        """Cancel a request in any state, and free its slot."""
         with self._changed:
             ticket.cancelled = True
-            # If the thread has just taken it from the queue, the thread will free its slot.
+            # If the engine's thread has just taken the request from the queue, it will free the
+            # slot.
             with contextlib.suppress(ValueError):
                 self._waiting.remove(ticket)
             self._changed.notify()
@@ -285,14 +288,14 @@ class Engine:
                 yield None
                 continue
             request = ticket.request
-            # Without a seed, equal requests must not get equal answers.
+            # Without a seed, identical requests must not get identical answers.
             seed = secrets.randbits(32) if request.seed is None else request.seed
-            # 1 - p in float64: float32 would lose digits of a p near 1.
+            # Compute 1 - p in float64, because float32 would lose digits if p is close to 1.
             how = [[request.temperature], [request.top_p], [1 - request.top_p]]
             yield Request(
                 ticket.ids, ticket.num_tokens, key=first_key(jax.random.key(seed)), id=ticket,
                 constraint=ticket.matcher, sampling=RowSampling(*jnp.array(how, jnp.float32)),
-                top=MOST_TOP if request.top else 0,  # one program for all numbers
+                top=MOST_TOP if request.top else 0,  # one program for any number
             )  # fmt: skip
 
     def _run(self) -> None:
@@ -308,7 +311,7 @@ class Engine:
                     self._free(ticket)
                 for new in self.batcher.turn():
                     self._write(new)
-            except Exception as error:  # such as out of memory; later requests may succeed
+            except Exception as error:  # such as out of memory, where later requests may succeed
                 print(f"serve: {type(error).__name__}: {brief(error)}", file=sys.stderr)
                 self._fail("the server could not complete this request")
                 self.batcher = self._new_batcher()
@@ -317,7 +320,7 @@ class Engine:
             _deliver(self._waiting.popleft(), Part(end="failed", error="the server is stopping"))
 
     def _fail(self, why: str) -> None:
-        # Clients wait until their answer has an end.
+        # Clients wait until their answer has an `end`.
         while self._running:
             ticket = self._running.pop()
             _deliver(ticket, Part(count=ticket.count, end="failed", error=why))
@@ -327,7 +330,7 @@ class Engine:
         self._running.remove(ticket)
 
     def _write(self, new: Completion) -> None:
-        """Deliver the text of new tokens that can no longer change; free the slot at the end."""
+        """Deliver the new text that can no longer change, and free the slot after the answer."""
         ticket: Ticket = new.id
         request, writer, text = ticket.request, ticket.writer, ""
         for n, token in enumerate(new.tokens.tolist()):
@@ -351,7 +354,7 @@ class Engine:
         begins = not ticket.decided
         ticket.decided += len(text)
         whole = end is not None and not request.stop
-        # Tokens are sent with their text, which is held back if it may be part of a stop string.
+        # Tokens are sent with their text, which is delayed if it could be part of a stop string.
         tokens = tuple(t for t in ticket.held if whole or t.offset < ticket.decided)
         ticket.held = ticket.held[len(tokens) :]
         if begins and request.endpoint == "chat" and ticket.matcher is None:
@@ -370,7 +373,7 @@ class Engine:
         return Token(self._bytes(token), log_prob, offset, top)
 
     def _bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; b"" for an ID that only pads the vocabulary."""
+        """Return the bytes of a token, or b"" for an ID that only pads the vocabulary."""
         known = token < self.model.tokenizer.vocab_size
         return self.model.tokenizer.to_bytes([token]) if known else b""
 

@@ -1,6 +1,6 @@
-"""OpenAPI 3.1 description of the server, built from the schemas that check requests.
+"""OpenAPI 3.1 description of the server, generated from the schemas that validate requests.
 
-Source: the OpenAPI specification 3.1.0 (OpenAPI Initiative 2021).
+The format is defined by the OpenAPI Specification 3.1.0 (OpenAPI Initiative 2021).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ _ERRORS = {
 
 
 def describe(name: str, *, embeds: bool = False) -> Schema:
-    """Return the description that /openapi.json serves, for a text model or one that `embeds`."""
+    """Return the content of /openapi.json for a text model, or for a model that `embeds` texts."""
     of_model = {"type": "string", "enum": [name]}
     posts = {
         "/v1/completions": _post("Continue a prompt.", COMPLETION, of_model, "text"),
@@ -151,7 +151,7 @@ def _post(summary: str, body: Schema, of_model: Schema, content: str) -> Schema:
         },
     }
     operation = _operation(summary, answer, *_ERRORS)
-    # in OpenAPI 3.1 the schema of a stream is that of each event
+    # in OpenAPI 3.1, the schema of a stream describes each event
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": event}
     return _with_body(operation, body, of_model)

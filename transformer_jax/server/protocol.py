@@ -1,7 +1,7 @@
-"""Conversion of OpenAI API requests to checked values, and of results to its JSON.
+"""Conversion of OpenAI API requests to validated values, and of results to OpenAI's JSON.
 
-All functions are pure. `RequestError` rejects a request with OpenAI's error object:
-`{"error": {"message", "type", "param", "code"}}`.
+All functions are pure. `RequestError` rejects a request with OpenAI's error object, `{"error":
+{"message", "type", "param", "code"}}`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RequestError(ValueError):
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> JsonObject:
-        """Return the JSON of the error."""
+        """Return the error as a JSON object."""
         kinds = {404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
@@ -43,12 +43,12 @@ class RequestError(ValueError):
 
 
 class AnswerForm(NamedTuple):
-    """A form that an answer must have.
+    """Form that an answer must have.
 
     Attributes:
         form: "schema", "regex" or "grammar".
-        content: a JSON schema or a string.
-        param: name of the request's parameter that contains it.
+        content: the JSON schema, or the text of the regular expression or grammar.
+        param: name of the request parameter that contains the form.
     """
 
     form: Form
@@ -58,20 +58,20 @@ class AnswerForm(NamedTuple):
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A checked request for a completion or a chat answer.
+    """Validated request for a completion or a chat answer.
 
     Attributes:
         endpoint: "completion" or "chat".
-        prompt: a string or token IDs for a completion, messages for a chat.
-        num_tokens: maximum number of new tokens; if None, as many as fit.
-        temperature: from 0, which takes the likeliest token, to 2.
-        top_p: total probability of the tokens to sample from, 0 to 1.
-        seed: random seed; None draws one.
-        stop: strings before which the answer ends.
+        prompt: a string or token IDs for a completion, or messages for a chat.
+        num_tokens: maximum number of new tokens; None means as many tokens as fit.
+        temperature: sampling temperature, from 0 (the likeliest token) to 2.
+        top_p: total probability of the tokens to sample from, between 0 and 1.
+        seed: random seed; None means a new random seed for each request.
+        stop: stop strings, before which the answer ends.
         top: number of alternative log-probabilities per token; None returns no log-probabilities.
         stream: whether parts are sent as they are generated.
-        include_usage: whether a stream ends with token counts.
-        form: the form that the answer must have; None allows any.
+        include_usage: whether a stream ends with the token counts.
+        form: required form of the answer; None allows any text.
     """
 
     endpoint: Endpoint
@@ -88,7 +88,7 @@ class TextRequest:
 
 
 def read_request(endpoint: Endpoint, body: bytes, model: str) -> TextRequest:
-    """Parse and check a request to the named model; RequestError describes the first problem."""
+    """Parse and validate a request for a model; a RequestError describes the first problem."""
     parsed = read_json(body)
     prompt = parsed.get("prompt") if isinstance(parsed, dict) else None
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int | float):
@@ -123,13 +123,13 @@ def read_request(endpoint: Endpoint, body: bytes, model: str) -> TextRequest:
 
 
 def _checked(body: Json, schema: Schema, model: str) -> dict[str, Any]:
-    """Return a body's parameters, without nulls; raise RequestError if it violates its schema."""
+    """Return the parameters in a body, without nulls; raise RequestError if one is invalid."""
     try:
         check(body, schema)
     except Misfit as error:
         raise RequestError(str(error), param=error.param) from None
     assert isinstance(body, dict)
-    # Clients may send null for an omitted parameter.
+    # Clients may send null instead of omitting a parameter.
     fields: dict[str, Any] = {name: value for name, value in body.items() if value is not None}
     if fields["model"] != model:
         message = f"model is {fields['model'][:80]!r}: this server has {model!r}"
@@ -138,12 +138,12 @@ def _checked(body: Json, schema: Schema, model: str) -> dict[str, Any]:
 
 
 class EmbeddingRequest(NamedTuple):
-    """A checked request for embeddings.
+    """Validated request for embeddings.
 
     Attributes:
-        inputs: strings or token ids.
-        base64: whether vectors are sent as base64 of little-endian float32.
-        dimensions: requested width of the vectors; None uses the model's.
+        inputs: strings, or lists of token IDs.
+        base64: whether vectors are sent as base64-encoded little-endian float32 values.
+        dimensions: requested size of the vectors; None means the model's size.
     """
 
     inputs: tuple[str | tuple[int, ...], ...]
@@ -152,7 +152,7 @@ class EmbeddingRequest(NamedTuple):
 
 
 def read_embedding_request(body: bytes, model: str) -> EmbeddingRequest:
-    """Parse and check an embeddings request; RequestError describes the first problem."""
+    """Parse and validate an embeddings request; a RequestError describes the first problem."""
     fields = _checked(read_json(body), EMBEDDING, model)
     inputs = fields["input"]
     if isinstance(inputs, str) or not isinstance(inputs[0], str | list):
@@ -171,8 +171,8 @@ def embedding_answer(
     vectors: np.ndarray,  # f32[n, D]
     num_tokens: int,
 ) -> JsonObject:
-    """Return the JSON of an embeddings answer."""
-    # Always little-endian, because clients decode the bytes.
+    """Return the JSON object of an embeddings answer."""
+    # The bytes are always little-endian, because clients decode them.
     rows = vectors.astype("<f4")
     sent = [b64encode(row.tobytes()).decode() if request.base64 else row.tolist() for row in rows]
     return {
@@ -184,10 +184,10 @@ def embedding_answer(
 
 
 def _form(body: bytes, fields: JsonObject) -> AnswerForm | None:
-    """Return the form that a request specifies; raise RequestError if it specifies two."""
+    """Return the form that a request specifies, if any; raise RequestError if it specifies two."""
     if not fields.keys() & {"response_format", "structured_outputs"}:
         return None
-    # Parse again with decimals, so that numbers in a schema, such as 0.1, stay exact.
+    # Parse the body again with decimals, so that numbers in a schema, such as 0.1, stay exact.
     fields = read_json(body, decimals=True)  # type: ignore[assignment]
     response_format = fields.get("response_format") or {}
     structured_outputs = fields.get("structured_outputs") or {}
@@ -216,10 +216,10 @@ class _BodyError(ValueError):
 
 
 def read_json(body: bytes, *, decimals: bool = False) -> Json:
-    """Parse strict JSON with valid Unicode; RequestError describes the first problem."""
+    """Parse strict JSON with valid Unicode; a RequestError describes the first problem."""
     try:
         found = Untrusted(_BodyError).json(body, "the body", decimals=decimals)
-        # JSON can contain half of a surrogate pair as an escape, which UTF-8 cannot encode.
+        # JSON can contain an escape for half of a surrogate pair, which UTF-8 cannot encode.
         json.dumps(found, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         raise RequestError("the body: a string contains half of a surrogate pair") from None
@@ -235,25 +235,25 @@ def _prompt(prompt: Any) -> str | tuple[int, ...]:
 
 
 def _messages(messages: list[JsonObject]) -> tuple[dict[str, str], ...]:
-    """Return messages whose content is a single string."""
+    """Return messages in which each content is a single string."""
     found = []
     for message in messages:
         text, role = message["content"], message["role"]
         if not isinstance(text, str):
             text = "".join(part["text"] for part in text)
-        # "developer" is OpenAI's new name for the role; templates use the old one.
+        # "developer" is OpenAI's new name for the role. Templates use the old name.
         found.append({"role": "system" if role == "developer" else role, "content": text})
     return tuple(found)
 
 
 class Token(NamedTuple):
-    """A token of an answer and its log-probability.
+    """Token in an answer, with its log-probability.
 
     Attributes:
-        piece: its bytes.
-        log_prob: its log softmax(logits) in nats, before temperature and top_p.
-        offset: index of the character in which it begins.
-        top: bytes and log-probabilities of the likeliest tokens, likeliest first.
+        piece: bytes of the token.
+        log_prob: log softmax(logits) of the token in nats, before temperature and top_p.
+        offset: index of the character in which the token begins.
+        top: bytes and log-probabilities of the likeliest tokens, in decreasing order.
     """
 
     piece: bytes
@@ -267,14 +267,14 @@ End = Literal["stop", "length", "failed"]
 
 @dataclass(frozen=True)
 class Part:
-    """A new part of an answer, or the complete answer.
+    """New part of an answer, or the complete answer.
 
     Attributes:
-        text: the text.
-        tokens: the tokens of the text, if log-probabilities are requested.
+        text: text of the part.
+        tokens: tokens of the text, if log-probabilities are requested.
         count: number of tokens chosen so far, including one that ends the text.
-        end: why the answer ended; None if more parts follow.
-        error: why the answer failed, if it did.
+        end: reason why the answer ended, or None if more parts follow.
+        error: reason why the answer failed, or None.
         status: HTTP status of a failed answer.
         shared: number of prompt tokens taken from the cache of an earlier request.
     """
@@ -293,18 +293,18 @@ class Stamp(NamedTuple):
 
     id: str
     created: int
-    """Seconds since 1970."""
+    """Creation time in seconds since 1970."""
     model: str
 
 
 def join_parts(parts: Sequence[Part]) -> Part:
-    """Concatenate parts."""
+    """Concatenate the parts of an answer."""
     tokens = tuple(token for part in parts for token in part.tokens)
     return replace(parts[-1], text="".join(part.text for part in parts), tokens=tokens)
 
 
 def usage(prompt_tokens: int, part: Part) -> JsonObject:
-    """Return the token counts of an answer, from its last part."""
+    """Return the token counts of an answer, which its last part contains."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": part.count,
@@ -314,7 +314,7 @@ def usage(prompt_tokens: int, part: Part) -> JsonObject:
 
 
 def answer(request: TextRequest, stamp: Stamp, part: Part, prompt_tokens: int) -> JsonObject:
-    """Return the JSON of a complete answer."""
+    """Return the JSON object of a complete answer."""
     choice: JsonObject = {"index": 0}
     if request.endpoint == "chat":
         choice["message"] = {"role": "assistant", "content": part.text, "refusal": None}
@@ -328,7 +328,7 @@ def answer(request: TextRequest, stamp: Stamp, part: Part, prompt_tokens: int) -
 def chunks(
     request: TextRequest, stamp: Stamp, part: Part, prompt_tokens: int, *, first: bool
 ) -> list[JsonObject]:
-    """Return the JSON chunks that a stream sends for a part, which may be an answer's `first`."""
+    """Return the JSON chunks that a stream sends for a part; `first` marks the first part."""
     choices: list[JsonObject] = []
     if request.endpoint == "chat":
         kind = "chat.completion.chunk"
@@ -349,7 +349,7 @@ def chunks(
             choices.append({"text": part.text, "logprobs": log_probs, "finish_reason": part.end})
     found = [_framed(kind, stamp, [{"index": 0} | choice]) for choice in choices]
     if request.include_usage:
-        # If usage is requested, all of OpenAI's chunks have the key.
+        # If usage is requested, all chunks of OpenAI's API have this key.
         found = [{**one, "usage": None} for one in found]
         if part.end is not None:
             found.append(_framed(kind, stamp, []) | {"usage": usage(prompt_tokens, part)})
@@ -392,7 +392,7 @@ def _shown(piece: bytes) -> str:
 
 
 def _named(piece: bytes) -> str:
-    r"""Return a token's text, or OpenAI's notation `bytes:\xc3` for part of a character."""
+    r"""Return the text of a token, or OpenAI's notation `bytes:\xc3` for part of a character."""
     try:
         return piece.decode("utf-8")
     except UnicodeDecodeError:
@@ -400,10 +400,11 @@ def _named(piece: bytes) -> str:
 
 
 def _by_name(top: Sequence[tuple[bytes, float]]) -> JsonObject:
-    """Return log-probabilities keyed by token text, with a number if several tokens share it."""
+    """Return log-probabilities keyed by token text, with a number added to texts that repeat."""
     found: JsonObject = {}
     for piece, log_prob in top:
-        # JSON keys must be unique, but tokens such as parts of characters may share their text.
+        # JSON keys must be unique, but several tokens, such as parts of characters, may have the
+        # same text.
         name, n = _named(piece), 1
         while name in found:
             n += 1
@@ -413,10 +414,10 @@ def _by_name(top: Sequence[tuple[bytes, float]]) -> JsonObject:
 
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-"""Escapes for the line ends of `str.splitlines` that `json` does not escape."""
+"""Escapes for the line boundaries of `str.splitlines` that `json` does not escape."""
 
 
 def event(data: JsonObject | str) -> bytes:
-    """Return one server-sent event, which every line reader sees as one line."""
+    """Return a server-sent event whose data are a single line for every line reader."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     return f"data: {text.translate(_LINE_ENDS)}\n\n".encode()

@@ -1,8 +1,9 @@
-"""JSON Schemas of requests, and a checker for the part of JSON Schema that they use.
+"""JSON Schemas for requests, and a validator for the part of JSON Schema that they use.
 
-Supported keywords of draft 2020-12: `type`, `enum`, `minimum`, `maximum`, `minLength`, `maxLength`,
-`minItems`, `maxItems`, `items`, `properties`, `required`, `additionalProperties` as False, and
-`anyOf`. Parameter names are those of OpenAI's API, except `structured_outputs`, which is vLLM's.
+The supported keywords of draft 2020-12 are `type`, `enum`, `minimum`, `maximum`, `minLength`,
+`maxLength`, `minItems`, `maxItems`, `items`, `properties`, `required`, `additionalProperties` if it
+is False, and `anyOf`. The parameter names come from OpenAI's API, except for `structured_outputs`,
+which comes from vLLM.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from transformer_jax.config.fields import nearest
 from transformer_jax.untrusted_files import Json, shown
 
 Schema: TypeAlias = dict[str, Any]
-"""A schema as parsed JSON."""
+"""Schema as parsed JSON."""
 
 MOST_TOP = 20
 """Maximum number of alternative tokens whose log-probabilities are returned."""
@@ -31,10 +32,10 @@ def _number(kind: str, low: float, high: float) -> Schema:
 
 
 def _unsupported(verb: str, *neutral: Json) -> Schema:
-    """Return the schema of a field of OpenAI's API that this server does not support.
+    """Return the schema of a field in OpenAI's API that this server does not support.
 
-    The field may be omitted, null, or a `neutral` value that requests nothing. Errors read "tools
-    are not supported by this server", with `verb`.
+    The field may be omitted, null, or a `neutral` value that requests nothing. The error message
+    for any other value contains `verb`, as in "tools are not supported by this server".
     """
     kinds = dict.fromkeys(_KINDS[type(value)] for value in (*neutral, None))
     return {"type": [*kinds], "enum": [*neutral, None], "x-unsupported": verb}
@@ -164,7 +165,7 @@ CHAT: Schema = {
                 "properties": {
                     "role": {"type": "string", "enum": list(ROLES)},
                     "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
-                    # fields of answers, which clients such as OpenAI's send back
+                    # fields of answers that clients, such as OpenAI's, send back
                     "annotations": _unsupported("are", []),
                     "audio": _unsupported("is"),
                     "function_call": _unsupported("is"),
@@ -226,7 +227,7 @@ _NAMES = {
 
 
 class Misfit(ValueError):
-    """A violation of a request's schema."""
+    """Violation of the schema of a request."""
 
     def __init__(self, param: str | None, message: str) -> None:
         super().__init__(message)
@@ -234,7 +235,7 @@ class Misfit(ValueError):
 
 
 def check(value: Json, schema: Schema, name: str = "") -> None:
-    """Raise Misfit if a value violates its schema; `name` is its path, "" for the body."""
+    """Raise Misfit if a value violates its schema; `name` is the path of the value."""
 
     def misfit(rule: str) -> Misfit:
         return Misfit(name or None, f"{name or 'the body'} is {shown(value)}: must be {rule}")
@@ -246,7 +247,7 @@ def check(value: Json, schema: Schema, name: str = "") -> None:
         if not fits_kind:
             raise misfit(_describe(schema))
         fits = [kind for kind in schema["anyOf"] if _is_kind(value, kind)]
-        # Decide between strings and IDs by the first item, for a better error.
+        # Use the first item to decide between strings and IDs, for a better error message.
         if isinstance(value, list) and value:
             fits = [kind for kind in fits if _is_kind(value[0], kind["items"])] or fits
         for kind in fits:
@@ -300,7 +301,7 @@ def _types(schema: Schema) -> list[str]:
 
 
 def _is_kind(value: Json, schema: Schema) -> bool:
-    """Whether a value has a schema's type. true is not a number, and 5.0 is an integer."""
+    """Whether a value has the type of a schema. true is not a number, and 5.0 is an integer."""
     kinds = _types(schema)
     if isinstance(value, bool):
         return "boolean" in kinds
@@ -310,7 +311,7 @@ def _is_kind(value: Json, schema: Schema) -> bool:
 
 
 def _describe(schema: Schema) -> str:
-    """Describe the values that a schema accepts, in words."""
+    """Return a description of the values that a schema accepts."""
     if "enum" in schema:
         return " or ".join("null" if v is None else repr(v).lower() for v in schema["enum"])
     return " or ".join(dict.fromkeys(_NAMES[kind] for kind in _types(schema)))
