@@ -40,7 +40,7 @@ class Convert(ModelOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 (a model cannot be read) or 2 (usage)."""
+    """Run the command and return its exit status."""
     return run(Convert, argv, lambda options: print(*convert(options), sep="\n"))
 
 

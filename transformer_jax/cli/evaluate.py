@@ -73,7 +73,7 @@ READS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
+    """Run the command and return its exit status."""
     return run(Evaluate, argv, evaluate)
 
 

@@ -30,7 +30,7 @@ class Export(TypedModelOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
+    """Run the command and return its exit status."""
     return run(Export, argv, lambda options: print(*export(options), sep="\n"))
 
 

@@ -103,7 +103,7 @@ class Generate(TypedModelOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 (the run cannot be read) or 2 (usage)."""
+    """Run the command and return its exit status."""
     return run(Generate, argv, generate)
 
 

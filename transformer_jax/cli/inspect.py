@@ -77,7 +77,7 @@ Text that is encoded again may have more tokens than were generated."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
+    """Run the command and return its exit status."""
     return run(Inspect, argv, inspect)
 
 

@@ -28,7 +28,7 @@ class Nearest(ModelOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
+    """Run the command and return its exit status."""
     return run(Nearest, argv, nearest)
 
 

@@ -41,7 +41,7 @@ class Prepare(PrepareConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 (a model cannot be read) or 2 (usage)."""
+    """Run the command and return its exit status."""
     return run(Prepare, argv, write_folder)
 
 

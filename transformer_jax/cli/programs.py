@@ -70,7 +70,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def _prepare(folder: Path) -> None:
-    """Create the folder and limit its size; raise OSError if the user does not own it."""
+    """Create the folder and limit its size; raise OSError if it is not safe to use."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
         # Programs in the folder run with the permissions of the user.

@@ -35,7 +35,7 @@ class Tokens:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 (no tokenizer can be read) or 2 (usage)."""
+    """Run the command and return its exit status."""
     return run(Tokens, argv, tokens)
 
 
