@@ -225,7 +225,7 @@ def defined(tree: ast.AST) -> set[str]:
         ("lectures/perceptron_and_networks", 2), ("lectures/positions", 4),
         ("lectures/recurrent_networks", 3), ("lectures/self_attention", 3),
         ("lectures/sequence_to_sequence", 4), ("lectures/streaming_and_windows", 4),
-        ("attention", 7), ("cache", 5), ("decoding", 7), ("design_kernels", 2), ("howto_block", 3),
+        ("attention", 7), ("cache", 5), ("decoding", 6), ("design_kernels", 2), ("howto_block", 3),
         ("howto_family", 2), ("howto_implementation", 1), ("howto_mask", 2), ("kernels", 2),
         ("lora", 5), ("meshes", 1), ("pretrained", 5), ("seq2seq", 5), ("streaming", 5),
         ("tokenizers", 3), ("training", 2),
