@@ -1,9 +1,10 @@
-"""Fused attention kernels, imported as `transformer_jax.kernels`; they need only jax and numpy.
+"""Fused attention kernels, imported as `transformer_jax.kernels`, which need only JAX and NumPy.
 
-There is one `contract.Backend` for each of `hopper` (NVIDIA, compute capability 9) and `ampere`
-(other NVIDIA GPUs from capability 8 on), both in Pallas on Mosaic GPU, `tpu` (Pallas on Mosaic TPU)
-and `cpu` (C++). The semantics of attention (masks, arguments, the choice of an implementation) are
-in `transformer_jax.attention`, which calls `gradient.fused_attention`.
+Each backend is a `contract.Backend`. The backends `hopper` (NVIDIA GPUs with compute capability 9)
+and `ampere` (other NVIDIA GPUs with capability 8 or later) are written in Pallas for Mosaic GPU,
+`tpu` is written in Pallas for Mosaic TPU, and `cpu` is written in C++. The semantics of attention
+(masks, arguments, and the choice of an implementation) are in `transformer_jax.attention`, which
+calls `gradient.fused_attention`.
 
     contract   the inputs and outputs of a kernel, and the interface of a backend
     caches     keys and values in the formats of caches
@@ -18,9 +19,10 @@ in `transformer_jax.attention`, which calls `gradient.fused_attention`.
     lowering   lowering for a platform other than the current one
     hopper/, ampere/, tpu/, cpu/   the kernels; nvidia/ contains the code that the first two share
 
-`target()` returns the backend of this process, or the reason why there is none. On a CPU there is
-none, because its kernels are selected by name ("native"). `using` selects another target, to run a
-backend's interpreter on a CPU or to compile for a device that is not attached.
+`target()` returns the backend for this process, or the reason why no backend is available. On a
+CPU, it always returns a reason, because the CPU kernels are selected by name ("native"). `using`
+selects a different target, either to run a backend's interpreter on a CPU or to compile for a
+device that is not attached.
 """
 
 from __future__ import annotations
@@ -44,24 +46,25 @@ Name = Literal["tpu", "hopper", "ampere", "cpu"]
 
 @dataclass(frozen=True)
 class Target:
-    """A backend and its settings."""
+    """Backend and its settings."""
 
     name: Name
-    """tpu, hopper, ampere or cpu."""
+    """Name of the backend: tpu, hopper, ampere or cpu."""
     interpret: Any = False
-    """False on the device. On a CPU, the argument of the backend's interpreter: True or a Pallas
-    `InterpretParams` for TPUs, a Pallas `InterpretGPUParams` for Mosaic GPU."""
+    """False on the device. On a CPU, this is the argument for the backend's interpreter, which is
+    True or a Pallas `InterpretParams` for TPUs, and a Pallas `InterpretGPUParams` for Mosaic
+    GPU."""
 
     chip: str = ""
-    """JAX's name of the chip, such as "NVIDIA H200"; tile sizes depend on it."""
+    """JAX's name for the chip, such as "NVIDIA H200", which determines the tile sizes."""
     blocks: tuple[tuple[Kind, Blocks], ...] = ()
-    """Tile sizes that replace those in the table, keyed by kernel."""
+    """Tile sizes, keyed by kernel, that take precedence over the table in `chips`."""
     processors: int | None = None
-    """Number of multiprocessors of an NVIDIA chip; None means the number in `chips`."""
+    """Number of multiprocessors on an NVIDIA chip. None means the number in `chips`."""
 
     @property
     def backend(self) -> Backend:
-        """The backend of this name; raise ValueError if there is none."""
+        """The backend with this name; raises ValueError if no backend has it."""
         path = f"transformer_jax.kernels.{self.name}"
         try:
             found: Backend = importlib.import_module(path).BACKEND

@@ -1,8 +1,8 @@
-"""Facts about chips: limits, tile sizes, and where the kernels are fastest.
+"""Properties of chips, such as limits, tile sizes, and the sizes at which the kernels are fastest.
 
-`python -m benchmarks.tune_attention` searches for the fastest tile sizes on the attached chip and
-prints rows for `MEASURED`. Without a row, the defaults below apply: they compile for every head
-dimension that a backend supports, and have not been measured.
+`python -m benchmarks.tune_attention` searches for the fastest tile sizes on the attached chip, and
+prints rows for `MEASURED`. If there is no row for a chip, the defaults below apply. The defaults
+compile for every head dimension that a backend supports, but they have not been measured.
 """
 
 from __future__ import annotations
@@ -20,37 +20,41 @@ MEASURED: dict[tuple[str, str, Kind, int, int, int], Blocks] = {
     ("hopper", _H100, "forward", 128, 128, 2): Blocks(128, 128, 2, slack=8.0),
     ("hopper", _H100, "forward", 256, 256, 2): Blocks(128, 64, 2, slack=8.0),
 }
-"""Tiles that were faster than the defaults, keyed by (backend, JAX's name of the chip, kernel,
-H, Hv, bytes per element). Measured with a causal mask, 16 heads and S 8192
-(benchmarks/results/h100/tiles.txt; for H 256, only the winner was recorded). For H 64, forward
-tiles of 192 queries were 1.05 times as fast, but with tiles of 128 in the backward pass they would
-pad queries to multiples of 384."""
+"""Tile sizes that were faster than the defaults, keyed by (backend, JAX's name for the chip,
+kernel, H, Hv, bytes per element). They were measured with a causal mask, 16 heads and S = 8192
+(benchmarks/results/h100/tiles.txt; for H = 256, only the fastest sizes were recorded). For H = 64,
+forward tiles of 192 queries were 1.05 times as fast, but together with backward tiles of 128
+queries they would pad the queries to multiples of 384."""
 
 FASTEST: dict[tuple[str, str], int] = {("hopper", _H100): 512}
-"""The smallest number of queries that was timed, keyed by the (backend, chip) pairs on which a
-training step was fastest with the kernels. From this number on, `implementation=None` selects the
-kernels if they support the call. On other chips they must be requested by name."""
+"""Smallest number of queries for which a training step was timed, keyed by the (backend, chip)
+pairs on which the kernels were fastest. With at least this number of queries, `implementation=None`
+selects the kernels if they support the call. On other chips, the kernels must be requested by
+name."""
 
 # Hopper
 
-HOPPER_PROCESSORS = 132  # multiprocessors of an H100 SXM or NVL, an H200, a GH200
+HOPPER_PROCESSORS = 132  # multiprocessors of an H100 SXM, H100 NVL, H200 or GH200
 HOPPER_WITH_FEWER = {
     "NVIDIA H100 PCIe": 114,
     "NVIDIA H800 PCIe": 114,
     "NVIDIA H20": 78,
     "NVIDIA H20-3e": 78,
 }
-HOPPER_SHARED_MEMORY = 232448  # the most bytes per block: 227 KiB
+HOPPER_SHARED_MEMORY = 232448  # maximum bytes per block, 227 KiB
 HOPPER_HEAD_DIMS = tuple(range(32, 257, 16))
-"""wgmma sums over 16 columns at once, and Mosaic copies rows in parts of 32 bytes."""
+"""Multiple required of head dimensions, because wgmma sums over 16 columns at once and Mosaic
+copies rows in parts of 32 bytes."""
 HOPPER_UNLIKE_HEAD_DIMS = 448
-"""Limit of H + Hv if they differ, because then queries and output need separate shared memory."""
+"""Limit on H + Hv if H and Hv differ, because the queries and the output then need separate shared
+memory."""
 
 
 def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
-    """Return the default tile sizes of a Hopper kernel.
+    """Return the default tile sizes for a Hopper kernel.
 
-    They fit shared memory and spill little at 240 registers per thread (benchmarks/compile_gpu.py).
+    The tiles fit in shared memory and cause few register spills at 240 registers per thread
+    (benchmarks/compile_gpu.py).
     """
     del itemsize, K  # `refuse` accepts only 2 bytes; a tile has one key head
     wide = max(H, Hv) > 128
@@ -75,18 +79,18 @@ def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> 
 
 # Ampere, and other GPUs with mma.sync
 
-AMPERE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # other values have not been compiled
+AMPERE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # no other values have been compiled
 AMPERE_PROCESSORS = 108
-"""Multiprocessors of an A100, used if a device does not report its number. The decode kernel
-divides its keys into about four parts per multiprocessor."""
-AMPERE_SHARED_MEMORY = 101376  # the most bytes per block on the smallest devices, 8.6 and 12
+"""Number of multiprocessors of an A100, which is used if a device does not report its number. The
+decode kernel divides its keys into about four parts per multiprocessor."""
+AMPERE_SHARED_MEMORY = 101376  # maximum bytes per block on the smallest devices, 8.6 and 12
 
 
 def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
-    """Return the default tile sizes of an Ampere kernel.
+    """Return the default tile sizes for an Ampere kernel.
 
-    They fit the smallest shared memory and spill little at 255 registers per thread. Their speed
-    has not been measured.
+    The tiles fit in the smallest shared memory and cause few register spills at 255 registers per
+    thread. Their speed has not been measured.
     """
     del itemsize, K  # `refuse` accepts only 2 bytes; a tile has one key head
     widest = max(H, Hv)
@@ -105,19 +109,19 @@ def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> 
 
 # TPU
 
-TPU_LIST_BYTES = 768 * 1024  # limit of the tile lists; scalar memory has 1 MiB
+TPU_LIST_BYTES = 768 * 1024  # limit for the tile lists; scalar memory has 1 MiB
 TPU_VMEM_BYTES = 32 * 1024 * 1024
 TPU_SUM_BYTES = 16 * 1024 * 1024
-"""Limit on the VMEM bytes for the sums of dk and dv over all keys of a head, without tiles."""
+"""Limit, in bytes of VMEM, on the sums of dk and dv over all keys of a head, not counting tiles."""
 TPU_FEW_BYTES = 4 * 1024 * 1024
-"""Limit on the VMEM bytes for a double-buffered tile of keys and values in the decode kernel."""
-TPU_LANES = 128  # elements in a row of a register, and the minimum width of a tile
+"""Limit, in bytes of VMEM, on a double-buffered tile of keys and values in the decode kernel."""
+TPU_LANES = 128  # elements per row of a register, and minimum width of a tile
 
 
 def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
-    """Return the default tile sizes of a TPU kernel.
+    """Return the default tile sizes for a TPU kernel.
 
-    A tile of the decode kernel has all K key heads, and 128 to 2048 slots that fit in 2 MiB.
+    A tile of the decode kernel contains all K key heads and 128 to 2048 slots, up to 2 MiB.
     """
     if kind == "decode":
         # registers are padded to 128 lanes, so narrow heads need as much memory as wide ones
@@ -132,14 +136,14 @@ def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
 
 
 def processors_of(target: Target) -> int | None:
-    """Return the number of multiprocessors, from the device or by its name, or None if unknown."""
+    """Return the number of multiprocessors, from the device or its name, or None if it is unknown."""
     if target.name != "hopper" or target.processors or not target.chip:
         return target.processors
     return HOPPER_WITH_FEWER.get(target.chip, HOPPER_PROCESSORS)
 
 
 def kinds(nondeterministic: bool, decode: bool = False, by_rows: bool = False) -> tuple[Kind, ...]:
-    """Return the kernels for a call; `by_rows` selects the deterministic single-pass backward."""
+    """Return the names of the kernels for a call; `by_rows` selects the deterministic single pass."""
     gradients: tuple[Kind, ...] = ("single_pass",) if nondeterministic else ("dq", "dkdv")
     if by_rows:
         gradients = ("single_pass_rows",)
@@ -158,23 +162,24 @@ def blocks(
     K: int = 1,
     page: int | None = None,
 ) -> Blocks:
-    """Return the tile sizes of a kernel: those of the target, else measured ones, else the default.
+    """Return the tile sizes for a kernel, from the target, the measurements or the defaults.
 
     Short sequences get shorter tiles if the backend supports them. A tile of the decode kernel
-    contains all queries, and its size depends on K, the number of key heads. If keys are in pages,
-    a backend with a `shortest` tile copies whole tiles, which must divide a page.
+    contains all queries, and the tile size depends on K, the number of key heads. If the keys are
+    in pages, a backend with a `shortest` tile copies whole tiles, whose size must divide the page
+    size.
     """
     found = dict(target.blocks).get(kind) or MEASURED.get(
         (target.name, target.chip, kind, H, Hv, itemsize)
     )
-    # tiles of the target take precedence, for benchmarks that search for faster ones
+    # tile sizes of the target take precedence, for benchmarks that search for faster tiles
     found = found or target.backend.blocks(kind, H, Hv, itemsize, K)
     least, q, k = target.backend.shortest, found.q, found.k
     # a power of two that covers a short sequence, because tile sizes must divide each other
     if least is not None:
         q = q if q <= T else min(q, max(least, 1 << (T - 1).bit_length()))
         k = k if k <= S else min(k, max(least, 1 << (S - 1).bit_length()))
-    # a tile of the decode kernel has all queries, and a copy of keys must not cross a page boundary
+    # a decode tile contains all queries, and a copy of keys must not cross a page boundary
     if kind != "decode":
         return dataclasses.replace(found, q=q, k=k)
     return dataclasses.replace(found, q=T, k=math.gcd(k, page) if page and least else k)

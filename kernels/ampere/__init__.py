@@ -1,9 +1,10 @@
 """Flash attention in Pallas on Mosaic GPU, for NVIDIA GPUs with `mma.sync` (Ampere and later).
 
-The kernels do not need features that only Hopper has (wgmma, TMA), so one source serves compute
-capability 8 (Ampere, Ada), 10 and 12 (Blackwell). They follow FlashAttention-2 (Dao 2023): a
-program of four warps computes 64 rows, and copies the tiles of the other side one at a time through
-registers into shared memory. Scores are in base 2, with the same register layout as on Hopper.
+The kernels do not use features that are specific to Hopper (wgmma, TMA), so the same source serves
+compute capabilities 8 (Ampere, Ada), 10 and 12 (Blackwell). They follow FlashAttention-2 (Dao
+2023). Each program has four warps and computes 64 rows. It copies the tiles of the other side, one
+at a time, through registers into shared memory. Scores are in base 2, with the same register layout
+as on Hopper.
 
     tiles      shared memory, registers, copies, products
     forward    the forward kernel          backward   the kernels for dq, for dk and dv, for a bias
@@ -29,7 +30,7 @@ from transformer_jax.kernels.nvidia.schedule import prepare
 def refuse(
     target: Target, nondeterministic: bool, query: Shaped, key: Shaped, value: Shaped
 ) -> str | None:
-    """Return the reason why these arrays (or structs of them) are not supported, or None."""
+    """Return the reason why these arrays, or their structs, are not supported, or None."""
     H, Hv = query.shape[-1], value.shape[-1]
     if reason := nvidia.refuse(target, "Ampere", query, key, value):
         return reason
@@ -57,7 +58,7 @@ BACKEND = Backend(
     prepare=prepare,
     decode_rows=ROWS,
     int8=True,
-    page=ROWS,  # whole tiles
+    page=ROWS,  # copies are whole tiles
     wide=True,
     narrow=True,
     packs=True,

@@ -1,7 +1,7 @@
-"""The backward kernels: one for dq, one for dk and dv, one for the gradient of a bias.
+"""Backward kernels for dq, for dk and dv, and for the gradient of a bias.
 
-A program sums its 64 rows in registers, so no sum depends on when programs finish.
-If dk and dv together need too many registers, separate programs sum them.
+A program sums its 64 rows in registers, so no sum depends on the order in which programs finish. If
+dk and dv together need too many registers, separate programs compute them.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from transformer_jax.kernels.nvidia.scores import (
 )
 from transformer_jax.kernels.sharding import result
 
-WIDEST = 256  # the largest H + Hv for which one program sums both dk and dv
+WIDEST = 256  # the largest H + Hv for which one program computes both dk and dv
 
 
 class _Inputs(NamedTuple):
-    """References to the arrays that the kernels read."""
+    """References to the input arrays of the kernels."""
 
     operands: Operands
     do: Ref  # [B, T, N, Hv]
@@ -104,7 +104,7 @@ def backward_dq(
 
 
 def _query_slots(blocks: Blocks, H: int, Hv: int, dtype: DTypeLike) -> dict[str, Scratch]:
-    """Return the shared memory types of a kernel whose tiles have queries as rows."""
+    """Return the shared memory types for a kernel whose tiles have queries as rows."""
     return dict(
         q_tile=slot(ROWS, H, dtype),
         do_tile=slot(ROWS, Hv, dtype),
@@ -117,7 +117,7 @@ def _backward_dq(
     problem: Problem, blocks: Blocks, lists: TileLists, inputs: _Inputs, dq: Ref,
     slope_out: Ref = None, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run a program; operands, lists and the following arguments are references to memory."""
+    """Run a program. The operands, lists and later arguments are memory references."""
     operands = inputs.operands
     tiles = _QueryTiles(problem, blocks, inputs, TileVectors(problem, operands, ROW, copies=False),
                         **memory)  # fmt: skip
@@ -157,7 +157,7 @@ class _QueryTiles:
     v_tile: Ref
 
     def of_queries(self, b: Index, n: Index, q0: Index) -> TileRows:
-        """Load 64 queries into shared memory, and their vectors into registers."""
+        """Load 64 queries into shared memory, and load their vectors into registers."""
         queries = b, pl.ds(q0, ROWS), n
         self.q_tile[...] = fetch(self.inputs.operands.query.at[queries])
         self.do_tile[...] = fetch(self.inputs.do.at[queries])
@@ -167,7 +167,7 @@ class _QueryTiles:
     def differentiate(
         self, rows: TileRows, k0: jax.Array, partial: bool
     ) -> tuple[TilePosition, jax.Array, jax.Array]:
-        """Load a tile of keys, and return its position, ds and du."""
+        """Load a tile of keys, and return the position, ds and du of the tile."""
         problem, operands, width = self.problem, self.inputs.operands, self.blocks.k
         group = operands.query.shape[2] // operands.key.shape[2]
         keys = rows.b, pl.ds(k0, width), rows.head // group
@@ -189,7 +189,7 @@ class _QueryTiles:
 def backward_bias(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
-    """Return ds summed over the bias's axes of size 1, in the bias's shape and float32."""
+    """Return ds in float32, summed over the axes along which the bias has size 1."""
     check_rows("bias", blocks.q)
     assert operands.bias is not None
     H, Hv, shape = operands.query.shape[-1], operands.value.shape[-1], operands.bias.shape
@@ -202,7 +202,7 @@ def backward_bias(
         out_type=result(sums, f32, operands.query),
         scratch_types=_query_slots(blocks, H, Hv, operands.query.dtype),
     )(visited(lists), _inputs(operands, saved))
-    # along an axis of size 1 of the bias, the kernel has summed all tiles into one
+    # if the bias has size 1 along an axis, the kernel has summed all tiles into one
     lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
     return total.sum(axis=lacking, keepdims=True)
 
@@ -211,7 +211,7 @@ def _backward_bias(
     problem: Problem, blocks: Blocks, outer: tuple[int, ...], visits: Ref, inputs: _Inputs,
     out: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run a program over the visited tiles of all rows and heads that share a tile of the sum."""
+    """Run a program over the visited tiles of all rows and heads that share a tile of the bias."""
     operands = inputs.operands
     tiles = _QueryTiles(problem, blocks, inputs, TileVectors(problem, operands, ROW, copies=False),
                         **memory)  # fmt: skip
@@ -221,7 +221,7 @@ def _backward_bias(
     first = tuple(digits(lax.axis_index("program"), outer))
 
     def visit(index: jax.Array, total: jax.Array) -> jax.Array:
-        # one of the two is 0 on every axis
+        # one of the two indices is 0 on every axis
         tile = tuple(o + i for o, i in zip(first, digits(index, inner), strict=True))
 
         def add(total: jax.Array) -> jax.Array:
@@ -242,10 +242,10 @@ def _backward_bias(
 def backward_dkdv(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, jax.Array]:
-    """Return dk [B, S, K, H] and dv [B, S, K, Hv]; the rows of `lists` are key tiles here."""
+    """Return dk [B, S, K, H] and dv [B, S, K, Hv]. The rows of `lists` are key tiles."""
     check_rows("dk/dv", blocks.k)
     H, (B, S, K, Hv), dtype = operands.query.shape[-1], operands.value.shape, operands.key.dtype
-    # two programs if dk and dv together need too many registers
+    # use two programs if dk and dv together need too many registers
     parts: tuple[tuple[str, ...], ...] = (("dk", "dv"),) if H + Hv <= WIDEST else (("dv",), ("dk",))
     return launch(
         problem,
@@ -268,7 +268,7 @@ def _backward_dkdv(
     problem: Problem, blocks: Blocks, parts: tuple[tuple[str, ...], ...], lists: TileLists,
     inputs: _Inputs, dk_out: Ref, dv_out: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run a program, which computes dk, dv or both for 64 keys."""
+    """Run a program that computes dk, dv or both for 64 keys."""
     program = lax.axis_index("program")
     vectors = TileVectors(problem, inputs.operands, COLUMN, copies=False)
     outs = {"dk": dk_out, "dv": dv_out}

@@ -1,12 +1,12 @@
-"""The decode kernel: attention of few queries over many keys, split over the keys.
+"""Decode kernel: attention for few queries and many keys, divided along the keys.
 
-As on Hopper (`transformer_jax.kernels.hopper.decode`), the queries of all heads that read one key
-head are the rows of one tile, a tile list is divided into parts, and XLA merges the results of the
-parts. Here each part is a program of one warpgroup, which copies the keys and values of the next
-tiles into shared memory (`cp.async`) while it multiplies the current tile.
+As on Hopper (`transformer_jax.kernels.hopper.decode`), the queries of all heads that share a key
+head are the rows of one tile. A tile list is divided into parts, and XLA merges the results of the
+parts. On these GPUs, each part is a program of one warpgroup. While it multiplies the current tile,
+it copies the keys and values of the next tiles into shared memory (`cp.async`).
 
-`cp.async` does not check bounds. A last tile that would pass the end of the keys begins earlier,
-and hides the keys that it shares with the previous tile.
+`cp.async` does not check bounds. If the last tile would extend past the end of the keys, it begins
+earlier, and the keys that it shares with the previous tile are hidden.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the output [B, T, N, Hv], and m and log l, f32[B, N, T].
 
-    There is one row of query tiles, and all heads that read one key head have the same list. Keys
-    and values may end within a tile; pages may not.
+    There is one row of query tiles, and all heads that share a key head have the same list. Keys
+    and values may end within a tile, but pages may not.
     """
     if blocks.k not in WIDTHS:
         raise ValueError(f"k={blocks.k}: a tile of the decode kernel must have 32 or 64 keys")
@@ -83,7 +83,7 @@ def decode(
     (B, T, N, H), (_, _, K, Hv) = operands.query.shape, operands.value.shape
     dtype, like = operands.query.dtype, operands.query
     wide = {}
-    # two int8 tiles fit into the memory of one
+    # two int8 tiles fit into the memory of one 16-bit tile
     if operands.k_scale is not None:
         wide = dict(k_wide=slot(blocks.k, H, dtype), v_wide=slot(blocks.k, Hv, dtype))
         blocks = dataclasses.replace(blocks, stages=2 * (blocks.stages - 1))
@@ -110,30 +110,30 @@ def decode(
 
 
 class _Rows(NamedTuple):
-    """The queries of a program, and its part of their tile list."""
+    """Queries of a program, and the program's part of their tile list."""
 
     b: jax.Array
     head: jax.Array  # of the keys
-    first: jax.Array  # its first tile in the list
-    tiles: jax.Array  # the number of its tiles
+    first: jax.Array  # first tile in the list
+    tiles: jax.Array  # number of tiles
     vectors: tuple[jax.Array | None, ...]
     slopes: jax.Array | None
 
 
 class _Sums(NamedTuple):
-    """The sums of a program over its keys."""
+    """Sums of a program over its keys."""
 
     acc: jax.Array  # [ROWS, Hv]
     row_max: jax.Array  # [ROWS], in base 2
     total: jax.Array  # [ROWS]
-    scales: tuple[jax.Array, ...] = ()  # of the keys and values of the next tile
+    scales: tuple[jax.Array, ...] = ()  # scales for the keys and values of the next tile
 
 
 def _decode(
     problem: Problem, blocks: Blocks, parts: int, lists: TileLists, operands: Operands,
     acc_out: Ref, row_max_out: Ref, total_out: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run a program; operands and lists are references to memory."""
+    """Run a program. The operands and lists are memory references."""
     item = lax.axis_index("program")
     b, head, part = item_index(item, operands.key.shape[2], parts)
     vectors = TileVectors(problem, operands, ROW, copies=False)
@@ -160,7 +160,7 @@ def _decode(
 
 @dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _Program:
-    """Sum over the keys of one part of a list."""
+    """Summation over the keys in one part of a list."""
 
     problem: Problem
     blocks: Blocks
@@ -170,24 +170,25 @@ class _Program:
     q_tile: Ref  # [ROWS, H]
     k_tile: Ref  # [stages, k, H]
     v_tile: Ref  # [stages, k, Hv]
-    k_wide: Ref = None  # [k, H] in the query's dtype, if keys are int8
+    k_wide: Ref = None  # [k, H] in the query's dtype, if the keys are int8
     v_wide: Ref = None  # [k, Hv]
 
     def keys_of(self, rows: _Rows, j: Index) -> tuple[jax.Array, jax.Array]:
-        """Return the first key to read for a tile, and the number of leading keys to hide.
+        """Return the index of the first key to read for a tile, and the number of leading keys to hide.
 
-        For a tile past the end of the list, the values refer to an arbitrary tile.
+        If the tile is past the end of the list, the results refer to an arbitrary tile.
         """
         j = jnp.minimum(j, self.lists.order.shape[3] - 1 - rows.first)
         k0 = at(self.lists.order, rows.b, rows.head, 0, rows.first + j)[...] * self.blocks.k
         if self.operands.pages is not None:
             return k0, i32(0)
-        # `cp.async` does not check bounds, so a last tile that would pass the end begins earlier
+        # `cp.async` does not check bounds, so a last tile that would extend past the end begins
+        # earlier
         start = jnp.minimum(k0, self.operands.key.shape[1] - self.blocks.k)
         return start, k0 - start
 
     def copy(self, rows: _Rows, j: jax.Array) -> None:
-        """Start copying the keys and values of a tile, unless it is past the part's last tile."""
+        """Start copying the keys and values of a tile, unless the tile is past the end of the part."""
 
         @pl.when(j < rows.tiles)
         def _() -> None:
@@ -202,22 +203,22 @@ class _Program:
                 start_nothing(self.problem)
 
     def sources(self) -> tuple[tuple[Ref, Ref], tuple[Ref, Ref]]:
-        """Return keys and values with the destinations of their copies."""
+        """Return the keys and values with the destinations of their copies."""
         return (self.operands.key, self.k_tile), (self.operands.value, self.v_tile)
 
     def tile(self, rows: _Rows, j: jax.Array, sums: _Sums, partial: bool) -> _Sums:
         problem, operands, stages = self.problem, self.operands, self.blocks.stages
-        # load early, because scales come from device memory
+        # load the scales early, because they are in device memory
         next_scales = self.scales(rows, j + 1)
         await_copies(problem, 2 * (stages - 2))
-        # copy into the slot of the previous tile, which all warps have read
+        # copy into the slot of the previous tile, which all warps have finished reading
         self.copy(rows, j + stages - 1)
         k, v = self.tiles(slot_of(j, stages), sums.scales)
         start, hidden = self.keys_of(rows, j)
         columns = self.vectors.of_columns(None, 0, rows.b, start, self.blocks.k)
         position = TilePosition(rows.b, rows.head, 0, start, rows.vectors, columns, rows.slopes)
         raw = filled((ROWS, self.blocks.k), 0)
-        # multiply in parts, which needs fewer registers
+        # multiply in parts to save registers
         for part in parts_of_rows(k):
             raw = add_product(problem, raw, self.q_tile.at[part], k.at[part].transpose((1, 0)))
         s, _ = scores(problem, operands, raw, position, ROW, partial)
@@ -233,11 +234,11 @@ class _Program:
         return _Sums(acc, row_max, total, next_scales)
 
     def may_overlap(self) -> bool:
-        """Whether keys end within a tile, which then begins earlier."""
+        """Whether the keys end within a tile, so that the last tile begins earlier."""
         return self.operands.pages is None and self.operands.key.shape[1] % self.blocks.k > 0
 
     def scales(self, rows: _Rows, j: Index) -> tuple[jax.Array, ...]:
-        """Load the scales of a tile's keys and values (of any tile past the list's end)."""
+        """Load the scales for the keys and values of a tile, or of any tile past the end of the list."""
         if self.operands.k_scale is None:
             return ()
         start = self.keys_of(rows, j)[0]
@@ -249,7 +250,7 @@ class _Program:
         )
 
     def tiles(self, index: jax.Array, scales: tuple[jax.Array, ...]) -> tuple[Ref, Ref]:
-        """Return tiles of keys and values, dequantized if they are int8."""
+        """Return the tiles of keys and values, dequantized if they are int8."""
         keys, values = (tile.at[index] for _, tile in self.sources())
         if not scales:
             return keys, values

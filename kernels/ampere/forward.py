@@ -1,7 +1,7 @@
-"""The forward kernel: output, row maximum, and logarithm of the row sum.
+"""Forward kernel, which computes the output, the row maxima and the logarithms of the row sums.
 
-A program has 64 queries, and visits the tiles of keys in its list. If `Blocks.stages` is 2, the
-next tile is loaded from device memory into registers while a tile is multiplied.
+A program processes 64 queries and visits the key tiles in its list. If `Blocks.stages` is 2, the
+next tile is loaded from device memory into registers while the current tile is multiplied.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ def forward(
 
 
 class _Sums(NamedTuple):
-    """Sums over the tiles of keys, and the next tile."""
+    """Sums over the key tiles, and the next tile."""
 
     acc: jax.Array  # [ROWS, Hv]
     row_max: jax.Array  # [ROWS], in base 2
     total: jax.Array  # [ROWS]
-    ahead: tuple[jax.Array, ...]  # keys and values of the next tile, or empty
+    ahead: tuple[jax.Array, ...]  # keys and values of the next tile, if loaded
 
 
 def _forward(
     problem: Problem, blocks: Blocks, lists: TileLists, operands: Operands, out: Ref,
     row_max_out: Ref, log_sum_out: Ref, *, q_tile: Ref, k_tile: Ref, v_tile: Ref,
 ) -> None:  # fmt: skip
-    """Run a program; operands and lists are references to memory."""
+    """Run a program. The operands and lists are memory references."""
     b, n, row = query_items(operands, blocks).at(lists, lax.axis_index("program"))
     q0, vectors = row * ROWS, TileVectors(problem, operands, ROW, copies=False)
     rows = TileRows(b, n, q0, vectors.of_rows(b, q0), row)
@@ -114,8 +114,8 @@ class _Program:
     v_tile: Ref
 
     def k0(self, rows: TileRows, j: Index) -> jax.Array:
-        """Return the first key of a tile of the list."""
-        # the tile after the last one is loaded but not used, and must lie within the keys
+        """Return the index of the first key in a tile of the list."""
+        # the tile after the last one is loaded but not used, so it must lie within the keys
         last = jnp.minimum(j, self.lists.order.shape[-1] - 1)
         return at(self.lists.order, rows.b, rows.head, rows.row, last)[...] * self.blocks.k
 
@@ -126,12 +126,12 @@ class _Program:
         return fetch(key.at[keys]), fetch(value.at[keys])
 
     def ahead(self, rows: TileRows, j: Index) -> tuple[jax.Array, ...]:
-        """Load the next tile ahead of time, if there are two stages."""
+        """Load the next tile in advance if there are two stages."""
         return self.load(rows, j) if self.blocks.stages > 1 else ()
 
     def tile(self, rows: TileRows, j: Index, sums: _Sums, partial: bool) -> _Sums:
         problem, operands = self.problem, self.operands
-        # with two stages, these were loaded into registers while the previous tile was multiplied
+        # with two stages, the tile was loaded into registers while the previous tile was multiplied
         self.k_tile[...], self.v_tile[...] = sums.ahead or self.load(rows, j)
         ahead = self.ahead(rows, j + 1)
         k0 = self.k0(rows, j)

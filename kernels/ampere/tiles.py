@@ -1,7 +1,7 @@
-"""Tiles in device memory, shared memory and registers, and their products (`mma.sync`).
+"""Operations on tiles in device memory, shared memory and registers, including products (`mma.sync`).
 
 A program is one warpgroup of four warps. Mosaic GPU inserts a barrier before and after each store
-to shared memory, so a read of a slot returns the last store.
+to shared memory, so a read from a slot returns the last value that was stored.
 """
 
 from __future__ import annotations
@@ -54,20 +54,21 @@ def launch(
         **interpret,
         **options,
     )
-    # Mosaic GPU drops the information that results vary over a mesh like the arguments
+    # Mosaic GPU loses the information that the results vary over a mesh like the arguments
     return lambda *arrays: vary(kernel(*arrays), like=arrays[:2])
 
 
 def check_rows(kind: str, rows: int) -> None:
-    """Raise ValueError unless tiles have the 64 rows that a program computes."""
+    """Raise ValueError unless the tiles have 64 rows."""
     if rows != ROWS:
         raise ValueError(f"a tile of the {kind} kernel must have {ROWS} rows, not {rows}")
 
 
 def swizzle_of(rows: int, width: int, dtype: DTypeLike) -> int:
-    """Return the widest swizzle, in bytes, with which four warps copy the same number of parts.
+    """Return the widest swizzle, in bytes, for which four warps copy the same number of parts.
 
-    An int8 swizzle covers the same number of columns as that of the dequantized tile.
+    The swizzle of an int8 tile covers the same number of columns as the swizzle of the dequantized
+    tile.
     """
     size = jnp.dtype(dtype).itemsize
     row = width * max(size, 2)
@@ -81,35 +82,35 @@ def slot(rows: int, width: int, dtype: DTypeLike) -> Scratch:
 
 
 def slots(count: int, rows: int, width: int, dtype: DTypeLike) -> Scratch:
-    """Return the type of several such tiles."""
+    """Return the type of several tiles in shared memory."""
     return tile_slots(count, rows, width, dtype, swizzle_of(rows, width, dtype))
 
 
 def copy_layout(tile: Ref) -> Layout:
-    """Return the register layout for copying a tile; each thread has parts of its rows."""
+    """Return the register layout for copying a tile, in which each thread has parts of the rows."""
     (rows, width), dtype = tile.shape, tile.dtype
     return LAYOUT.SMEM_GMEM_COPY((rows, width), dtype, swizzle_of(rows, width, dtype))
 
 
 def parts_of_rows(tile: Ref) -> list[tuple[slice, Span]]:
-    """Return the indices of the column groups that the tile's swizzle keeps together."""
+    """Return the indices of the groups of columns that the tile's swizzle keeps together."""
     (rows, width), size = tile.shape, jnp.dtype(tile.dtype).itemsize
     columns = swizzle_of(rows, width, tile.dtype) // size
     return [(slice(None), pl.ds(first, columns)) for first in range(0, width, columns)]
 
 
 def fetch(source: Ref, like: Ref | None = None) -> jax.Array:
-    """Load a tile, possibly from device memory, into registers, along its rows.
+    """Load a tile, which may be in device memory, into registers along its rows.
 
-    The layout is that for a copy to `like`, the destination of the next store, or to the tile.
+    The register layout matches `like`, the destination of the next store, or else the tile itself.
     """
     return load(source, copy_layout(source if like is None else like))
 
 
 def start_copy(problem: Problem, source: Ref, tile: Ref) -> None:
     """Start a group of copies from device memory to a tile of `slots` (`cp.async`)."""
-    # Pallas emits `cp.async` only on capability 8 and only for contiguous rows, but all later GPUs
-    # have the instruction; the interpreter has no copy without a barrier
+    # Pallas emits `cp.async` only for capability 8 and for contiguous rows, but all later GPUs have
+    # the instruction. The interpreter does not support copies without a barrier.
     if problem.interpret:
         tile[...] = source[...]
         return
@@ -147,7 +148,7 @@ def start_copy(problem: Problem, source: Ref, tile: Ref) -> None:
 
 def start_nothing(problem: Problem) -> None:
     """Commit an empty group of copies."""
-    # `await_copies` counts groups, and empty ones past the last tile keep its argument constant
+    # `await_copies` counts groups, and empty groups past the last tile keep its argument constant
     if problem.interpret:
         return
 
@@ -159,7 +160,7 @@ def start_nothing(problem: Problem) -> None:
 
 
 def await_copies(problem: Problem, groups: int) -> None:
-    """Wait until at most `groups` groups of copies are pending, and all warps have arrived."""
+    """Wait until at most `groups` groups of copies are pending and all warps have arrived."""
     if problem.interpret:
         return
 
@@ -171,7 +172,7 @@ def await_copies(problem: Problem, groups: int) -> None:
 
 
 def store_rows(problem: Problem, x: jax.Array, target: Ref) -> None:
-    """Store as many rows of a tile in registers to device memory as the target has."""
+    """Store the leading rows of a tile in registers to device memory, up to the size of the target."""
     rows = target.shape[0]
     if problem.interpret:
         target[...] = x[:rows]
@@ -196,7 +197,7 @@ def product(problem: Problem, a: Ref, b: Ref) -> jax.Array:
 
 
 def add_product(problem: Problem, acc: jax.Array, a: Ref | jax.Array, b: Ref) -> jax.Array:
-    """Return acc + a @ b; `a` is a tile, or float32 registers that are rounded to b's dtype."""
+    """Return acc + a @ b, where `a` is a tile or float32 registers, which are rounded to b's dtype."""
     in_registers = isinstance(a, jax.Array)
     # the interpreter has no `mma`
     if problem.interpret:
@@ -207,8 +208,9 @@ def add_product(problem: Problem, acc: jax.Array, a: Ref | jax.Array, b: Ref) ->
 
 
 def _as_left(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round the result of a product to a dtype, for use as the left factor of the next product."""
-    # a thread's registers are the same in both layouts, but `layout_cast` does not support the cast
+    """Round the result of a product to a dtype for use as the left factor of the next product."""
+    # each thread has the same registers in both layouts, but `layout_cast` does not support this
+    # cast
 
     @plgpu.inline_mgpu(
         arg_types=(LAYOUT.WGMMA,),
