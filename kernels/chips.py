@@ -43,8 +43,8 @@ HOPPER_WITH_FEWER = {
 }
 HOPPER_SHARED_MEMORY = 232448  # maximum bytes per block, 227 KiB
 HOPPER_HEAD_DIMS = tuple(range(32, 257, 16))
-"""Multiple required of head dimensions, because wgmma sums over 16 columns at once and Mosaic
-copies rows in parts of 32 bytes."""
+"""Supported head dimensions. wgmma sums over 16 columns at once, and Mosaic copies rows in parts of
+32 bytes."""
 HOPPER_UNLIKE_HEAD_DIMS = 448
 """Limit on H + Hv if H and Hv differ, because the queries and the output then need separate shared
 memory."""
@@ -136,14 +136,14 @@ def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
 
 
 def processors_of(target: Target) -> int | None:
-    """Return the number of multiprocessors, from the device or its name, or None if it is unknown."""
+    """Return the number of multiprocessors of the device, or None if it is unknown."""
     if target.name != "hopper" or target.processors or not target.chip:
         return target.processors
     return HOPPER_WITH_FEWER.get(target.chip, HOPPER_PROCESSORS)
 
 
 def kinds(nondeterministic: bool, decode: bool = False, by_rows: bool = False) -> tuple[Kind, ...]:
-    """Return the names of the kernels for a call; `by_rows` selects the deterministic single pass."""
+    """Return the kernels for a call; `by_rows` selects the deterministic single-pass backward."""
     gradients: tuple[Kind, ...] = ("single_pass",) if nondeterministic else ("dq", "dkdv")
     if by_rows:
         gradients = ("single_pass_rows",)

@@ -1,25 +1,26 @@
-"""Contract of the fused kernels: the inputs and results that every backend shares.
+"""Contract of the fused kernels, with the inputs and results that all backends share.
 
-For the scores s_ij of one head, over the listed tiles (in base 2 or e, as the backend chooses):
+The scores s_ij of one head are computed over the listed tiles, in base 2 or e depending on the
+backend:
 
     s_ij = cap(scale q_i . k_j) + bias_ij,  -inf where not visible;  cap(x) = c tanh(x / c) or x
     m_i = max_j s_ij      l_i = sum_j exp(s_ij - m_i)      p_ij = exp(s_ij - m_i - log l_i)
     out_i = sum_j p_ij f_ij v_j                            dropout factor f_ij: 0 or 1/(1 - rate)
 
-A sink is added to m and l after all keys, unless the row is fully masked. The caller computes
-D_i = do_i . out_i - dlse_i for the backward pass:
+A sink is added to m and l after all keys, unless the row is fully masked. For the backward pass,
+the caller computes D_i = do_i . out_i - dlse_i. The gradients are:
 
     ds_ij = p_ij (f_ij do_i . v_j - D_i)                   du_ij = ds_ij (1 - tanh^2)
     dv_j = sum_i p_ij f_ij do_i     dq_i = scale sum_j du_ij k_j     dk_j = scale sum_i du_ij q_i
 
-If a pair is not visible, p, ds and du are set to 0 by a select, not by a product, because
-q_i . k_j and do_i . v_j may overflow.
+If a pair is not visible, p, ds and du are set to 0 by a select instead of a product, because q_i .
+k_j and do_i . v_j may overflow.
 
-Queries, keys, values and cotangents must be finite, including hidden ones and padding, since
+All queries, keys, values and cotangents must be finite, even if they are hidden or padding, because
 0 times NaN is NaN. A bias may be -inf. Tiles that are not listed are not read, and data that a copy
-reads past the end of an array has no effect. The kernels of `cpu` and `portable` do not require
-finite inputs: a NaN or inf in a query, key or value affects exactly the queries that see it. Their
-out, and log l or m, are NaN, and they pass no gradient.
+reads past the end of an array has no effect. The kernels in `cpu` and `portable` do not require
+finite inputs. A NaN or inf in a query, key or value affects only the queries that see it. For these
+queries, out is NaN, log l or m is NaN, and no gradient is passed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from transformer_jax.kernels import Target
     from transformer_jax.kernels.program import Program
 
-LOWEST = -3.4028235e38  # initial value of a running maximum: finite, so never inf - inf
+LOWEST = -3.4028235e38  # initial running maximum, which is finite to avoid inf - inf
 
 Array = jax.Array | np.ndarray
 Vectors = tuple[Array, ...]
@@ -49,60 +50,63 @@ Index = jax.Array | int  # i32[]
 
 @dataclass(frozen=True)
 class Problem:
-    """Hashable static description of a call."""
+    """Static, hashable description of a call."""
 
     scale: float
     softcap: float | None = None
     dropout_rate: float = 0.0
     visible: Program | None = None
-    """The mask, called with (query vectors, key vectors) of shapes that broadcast to a tile. It
-    hides every key at a negative position (key vector 0). The tile of `Operands.pairs`, if present,
-    is passed as an additional key vector. If None, every listed tile is full.
+    """Mask function, which is called with (query vectors, key vectors) whose shapes broadcast to a
+    tile. It hides every key at a negative position (key vector 0). If `Operands.pairs` is present,
+    its tile is passed as an additional key vector. If the mask is None, every listed tile is full.
     """
     nondeterministic: bool = False
-    """Whether dq may be summed in the order in which programs finish, with varying last bits."""
+    """Whether dq may be summed in the order in which programs finish, so that its last bits
+    vary."""
     fixed_slopes: bool = False
-    """Whether slopes have no gradient, for example the fixed slopes of the ALiBi paper."""
+    """Whether the slopes have no gradient, as is the case for the fixed slopes of the ALiBi
+    paper."""
     wide: bool = False
     """Whether the forward kernel returns its output in float32. The backward pass computes D from
-    it; D of an output rounded to 16 bits is inaccurate in rows with few large weights."""
+    the output. If the output were rounded to 16 bits, D would be inaccurate in rows with few large
+    weights."""
     packs: bool = False
-    """Whether `transformer_jax.kernels.packed_queries` wraps every kernel except `decode`. Then the
-    queries of the call are not padded, and its lists have one tile of queries, shared by the heads
-    that read one key head. The kernel itself receives more queries and fewer heads.
-    """
+    """Whether `transformer_jax.kernels.packed_queries` wraps every kernel except `decode`. If it
+    does, the queries of the call are not padded, and the lists contain one tile of queries for all
+    heads that share a key head. The kernel itself receives more queries and fewer heads. """
     interpret: Any = False
-    """False on the device; on a CPU the argument of the backend's interpreter."""
+    """False on the device. On a CPU, this is the argument for the backend's interpreter."""
     processors: int | None = None
-    """Number of multiprocessors of an NVIDIA chip, or None if unknown."""
+    """Number of multiprocessors on an NVIDIA chip, or None if it is unknown."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tile sizes of one kernel, with `stages` tiles in flight."""
+    """Tile sizes of one kernel, and the number of tiles in flight (`stages`)."""
 
     q: int
     k: int
     stages: int = 2
     slack: float = 0.0
-    """How far, in base 2, the maximum of a row may rise above the subtracted m before the forward
-    kernel updates m and rescales its sums: 0 (always update) to 15. The results are equivalent: m
-    is at most `slack` less than the maximum, and log l is larger by the difference. Only Hopper's
-    kernel supports it."""
+    """Maximum amount, in base 2, by which the maximum of a row may exceed the subtracted m before
+    the forward kernel updates m and rescales its sums, from 0 (always update) to 15. The results
+    are equivalent, because m is at most `slack` less than the maximum, and log l is larger by the
+    same difference. Only the Hopper kernel supports this field."""
 
 
 class Operands(NamedTuple):
-    """Arrays of a call. Except on a CPU, T and S are multiples of all tile sizes.
+    """Input arrays of a call. Except on a CPU, T and S are multiples of all tile sizes.
 
-    `decode` accepts unpadded queries, and keys and values that are no longer than the vectors.
-    With `pages`, key and value are pools [P, page, K, H or Hv], and their scales [P, page, K].
+    `decode` accepts unpadded queries, and keys and values that are not longer than the vectors. If
+    `pages` is set, key and value are pools of shape [P, page, K, H or Hv], and their scales have
+    shape [P, page, K].
     """
 
     query: jax.Array  # [B, T, N, H]; zeros after the end
     key: jax.Array  # [B, S, K, H]; zeros after the end
     value: jax.Array  # [B, S, K, Hv]; zeros after the end
-    q_vectors: Vectors = ()  # i32[B or 1, T] each; vector 0 is the positions
-    k_vectors: Vectors = ()  # i32[B or 1, S] each; vector 0 is the positions, -1 after the end
+    q_vectors: Vectors = ()  # i32[B or 1, T] each; vector 0 contains the positions
+    k_vectors: Vectors = ()  # i32[B or 1, S] each; vector 0: positions, -1 after the end
     pairs: jax.Array | None = None  # i8[B or 1, N or 1, T, S]: bits of each pair that a mask reads
     bias: jax.Array | None = None  # [B or 1, N or 1, T or 1, S or 1], f32 or the query's dtype
     slopes: jax.Array | None = None  # f32[B or 1, N]: ALiBi, s -= slope |q - k| of the positions
@@ -114,7 +118,7 @@ class Operands(NamedTuple):
 
     @property
     def page(self) -> int | None:
-        """Number of keys per page; None if keys are not in pages."""
+        """Number of keys per page, or None if the keys are not in pages."""
         return None if self.pages is None else self.key.shape[1]
 
     @property
@@ -137,7 +141,7 @@ class Operands(NamedTuple):
 
 
 def learns_slopes(problem: Problem, operands: Operands) -> bool:
-    """Whether a backward kernel returns the rows that sum to the gradient of the slopes."""
+    """Whether a backward kernel returns rows that sum to the gradient of the slopes."""
     return operands.slopes is not None and not problem.fixed_slopes
 
 
@@ -147,23 +151,24 @@ def out_dtype(problem: Problem, operands: Operands) -> DTypeLike:
 
 
 class TileLists(NamedTuple):
-    """Tiles that each row of tiles visits: full ones first, then masked ones.
+    """Lists of the tiles that each row of tiles visits, with full tiles before masked tiles.
 
-    Rows are query tiles and columns are key tiles; the kinds "dkdv" and "single_pass" swap them.
-    `order[..., :full]` needs no mask, `order[..., full:seen]` does. After `seen`, `order` repeats
-    the last visited column (0 if there is none), so that a prefetching pipeline loads nothing new.
+    Rows are query tiles and columns are key tiles, except that the kinds "dkdv" and "single_pass"
+    swap them. The tiles in `order[..., :full]` need no mask, and the tiles in `order[...,
+    full:seen]` do. After `seen`, `order` repeats the last visited column (0 if there is none), so
+    that a pipeline that prefetches does not load any other tiles.
     """
 
     order: jax.Array  # i32[B or 1, N or 1, rows, columns]
     full: jax.Array  # i32[B or 1, N or 1, rows]
-    seen: jax.Array  # i32[B or 1, N or 1, rows]: full and partial
+    seen: jax.Array  # i32[B or 1, N or 1, rows], full and partial tiles
     visits: jax.Array | None = None  # i32[B or 1, N or 1, 1, rows * columns], for `tpu`
     rows: jax.Array | None = None  # i32[B or 1, N or 1, rows], for NVIDIA
     visit_counts: jax.Array | None = None  # i32[B or 1, N or 1, 1], for `tpu`
 
 
 class Residuals(NamedTuple):
-    """Results of the forward pass that the backward kernels read, and the cotangents."""
+    """Results of the forward pass that the backward kernels need, and the cotangents."""
 
     do: jax.Array  # [B, T, N, Hv]
     row_max: jax.Array  # f32[B, N, T]: m; +inf in rows with p = 0 (fully masked or NaN)
@@ -172,14 +177,14 @@ class Residuals(NamedTuple):
 
 
 class Refused(NotImplementedError):
-    """Raised when an implementation does not support a call. Other exceptions propagate."""
+    """Error that an implementation raises for a call that it does not support."""
 
 
 SKIPPED, PARTIAL, FULL = 0, 1, 2  # classes of tiles, as in transformer_jax.attention.block_plan
 
 
 def tile_lists(classes: Array) -> TileLists:  # from [B or 1, N or 1, rows, columns]
-    """Return the `TileLists` for tile classes, as NumPy arrays if `classes` is one."""
+    """Return the `TileLists` for tile classes, as NumPy arrays if `classes` is a NumPy array."""
     xp: ModuleType = np if isinstance(classes, np.ndarray) else jnp
     is_full, is_partial = classes == FULL, classes == PARTIAL
     full = is_full.sum(axis=-1, dtype=np.int32)
@@ -189,7 +194,8 @@ def tile_lists(classes: Array) -> TileLists:  # from [B or 1, N or 1, rows, colu
     if xp is np:
         order = np.argsort(-classes, axis=-1, kind="stable").astype(np.int32)
         return TileLists(xp.take_along_axis(order, wanted, axis=-1), full, seen)
-    # counting each tile's place compiles to two passes over pairs of tiles, a sort to twelve
+    # counting the place of each tile compiles to two passes over pairs, and a sort compiles to
+    # twelve
     same = classes[..., :, None] == classes[..., None, :]
     earlier = steps[..., None, :] < steps[..., :, None]
     before = (same & earlier).sum(axis=-1, dtype=np.int32)
@@ -209,14 +215,15 @@ Kernels = Mapping[Kind, Kernel]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Backend:
-    """Kernels for one kind of device, and the calls that they support.
+    """Kernels for one kind of device, with the calls that they support.
 
-    `kernels` contains functions of (problem, operands, lists, blocks), which return
+    `kernels` contains functions of (problem, operands, lists, blocks), which return:
 
         forward            out [B, T, N, Hv], m and log l, f32[B, N, T]
         decode             the same, for few queries that are not differentiated
 
-    and functions of (problem, operands, lists, blocks, saved) for the backward pass, which return
+    It also contains functions of (problem, operands, lists, blocks, saved) for the backward pass,
+    which return:
 
         dq                 dq, and with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|
         dkdv               dk, dv
@@ -224,31 +231,34 @@ class Backend:
         single_pass        dq, dk, dv, and with learned slopes f32[B, N, S], summed over i
         single_pass_rows   dq, dk, dv, and with learned slopes f32[B, N, T]; lists are by query
 
-    A backend has `single_pass_rows`, or `dq` and `dkdv`, or only `single_pass` if that is
-    deterministic; `single_pass` is called only if `refuse` accepts a `nondeterministic` problem.
-    `decode` receives T queries, without padding or dropout. Its lists have one row, shared by
-    the heads that read one key head. Only `decode` reads keys and values in int8 and from pages of
-    a pool: key j of batch row b is in page `pages[b, j // page]`, in slot j % page. Vectors, pairs,
+    A backend has `single_pass_rows`, or `dq` and `dkdv`, or, if `single_pass` is deterministic,
+    only `single_pass`. `single_pass` is called only if `refuse` accepts a `nondeterministic`
+    problem. `decode` receives T queries, without padding or dropout. Its lists have one row for all
+    heads that share a key head. Only `decode` supports keys and values in int8 and in the pages of
+    a pool. Key j of batch row b is in slot j % page of page `pages[b, j // page]`. Vectors, pairs,
     bias and lists are still indexed by j, with S = M page.
     """
 
     kernels: Kernels
     refuse: Callable[[Target, bool, Shaped, Shaped, Shaped], str | None]
-    """Return why (target, nondeterministic, query, key, value) is not supported, or None."""
+    """Function that returns why (target, nondeterministic, query, key, value) is not supported, or
+    None."""
     blocks: Callable[..., Blocks]
-    """Return the default tile sizes for (kind, H, Hv, bytes per element, K)."""
+    """Function that returns the default tile sizes for (kind, H, Hv, bytes per element, K)."""
     list_bytes: int | None = None
-    """Maximum size of tile lists in bytes; None means no limit."""
+    """Maximum size of the tile lists in bytes. None means no limit."""
     heads_first: bool = False
-    """Whether results are transposed: [B, N, T, H]."""
+    """Whether the results are transposed to [B, N, T, H]."""
     shortest: int | None = None
-    """Shortest tile for a short sequence; if None, short sequences are padded to whole tiles."""
+    """Size of the shortest tile for short sequences. None means that they are padded to whole
+    tiles."""
     decode_rows: int = 0
-    """Maximum number of queries per key head, T N / K, for `decode`."""
+    """Maximum number of queries per key head in `decode`, T N / K."""
     int8: bool = False
-    """Whether `decode` reads int8 with scales."""
+    """Whether `decode` supports int8 keys and values with scales."""
     page: int = 0
-    """`decode` reads pages in place if their size is a multiple of this; 0: never."""
+    """Number that must divide the page size for `decode` to read pages in place, or 0 if it never
+    does."""
     wide: bool = False
     """Whether `forward` supports `Problem.wide`."""
     narrow: bool = False
@@ -256,8 +266,8 @@ class Backend:
     packs: bool = False
     """Whether short queries of several heads are packed as rows of one tile (`Problem.packs`)."""
     prepare: Callable[[TileLists], TileLists] = lambda lists: lists
-    """Add the backend's own fields to tile lists, once per plan."""
+    """Function that adds the backend's own fields to tile lists, once per plan."""
     sums_fit: Callable[[int, int, int], bool] = lambda S, H, Hv: False
     """Whether `single_pass_rows` replaces `dq` and `dkdv` for (S, H, Hv)."""
     portable: Kernels | None = None
-    """The same kernels in plain JAX, for other platforms and derivatives of the kernels."""
+    """The same kernels in plain JAX, for other platforms and for derivatives of the kernels."""

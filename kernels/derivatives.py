@@ -1,16 +1,16 @@
-"""Derivatives of fast kernels: their own backward pass for reverse mode, plain JAX for the others.
+"""Derivatives of kernels, computed by their own backward passes and by plain JAX.
 
-`jax.custom_vjp` makes a function of a forward and a backward pass, and JAX can compute only its
-gradient. Here, the passes are accompanied by a plain function that computes the same values and
-that JAX differentiates:
+`jax.custom_vjp` combines a forward and a backward pass into a function, and JAX can compute only
+the gradient of that function. In this module, a plain function that JAX can differentiate computes
+the same values as the passes. The values and derivatives come from the following sources:
 
     f(x)                    computed by the caller's function
     gradient                from the forward and the backward pass
     tangents of f           from those of the plain function (`jax.jvp`, `jax.linearize`)
     tangents of a gradient  from those of the plain function's gradient, of any order
 
-The tangents are one JAX primitive, linear in the input tangents. It computes the plain function's
-tangents, and its transpose is the backward pass.
+The tangents are computed by a single JAX primitive, which is linear in the input tangents. The
+primitive computes the tangents of the plain function, and its transpose is the backward pass.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Function = Callable[..., Tree]
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """Passes that compute a function f of a tree of arrays, and its gradient.
+    """Passes that compute a function f of a tree of arrays, and the gradient of f.
 
-    The output is a tuple of floating-point arrays. `wanted` is a tree of bools with the structure
-    of the input: True if the gradient of a leaf is read. The backward pass may return anything for
-    the other leaves.
+    The output is a tuple of floating-point arrays. `wanted` is a tree with the structure of the
+    input. Its leaves are True if the gradient of the input leaf is needed. The backward pass may
+    return any values for the other leaves.
     """
 
     forward: Callable[[Tree], tuple[tuple[jax.Array, ...], Tree]]
@@ -47,13 +47,13 @@ class Passes:
     backward: Callable[[Tree, Tree, tuple[jax.Array, ...], Tree], Tree]
     """Return a tree of gradients from (tree, residuals, cotangents, wanted)."""
     plain: Callable[[Tree], tuple[jax.Array, ...]]
-    """Return the outputs, computed by code that JAX differentiates."""
+    """Return the outputs, computed by code that JAX can differentiate."""
 
 
 def differentiable(
     compute: Callable[[Tree], tuple[jax.Array, ...]], passes: Passes, tree: Tree
 ) -> tuple[jax.Array, ...]:
-    """Return `compute(tree)`, the f of the passes, with derivatives of any order."""
+    """Return f as a function `compute(tree)` that has derivatives of any order."""
     leaves, structure = jax.tree.flatten(tree)
     functions = _LeafPasses(passes, structure)
 
@@ -71,7 +71,7 @@ def differentiable(
 
 @dataclass(frozen=True, eq=False)
 class _LeafPasses:
-    """`Passes` as functions of the tree's leaves, each of them differentiable."""
+    """`Passes` as differentiable functions of the leaves of the tree."""
 
     passes: Passes
     structure: jax.tree_util.PyTreeDef
@@ -87,14 +87,14 @@ class _LeafPasses:
         @partial(call.defjvp, symbolic_zeros=True)
         def rule(leaves: Leaves, tangents: Leaves) -> tuple[Tree, Tree]:
             out, saved = self.forward(leaves)
-            # only `backward` reads the residuals, and it computes their tangents itself
+            # only `backward` uses the residuals, and it computes their tangents itself
             zeros = jax.tree.map(partial(zero_from_primal, symbolic_zeros=False), saved)
             return (out, saved), (self.tangents(leaves, saved, out, tangents), zeros)
 
         return call(*leaves)
 
     def tangents(self, leaves: Leaves, saved: Tree, out: Tree, tangents: Leaves) -> Tree:
-        # leaves without a tangent cost nothing: the backward pass skips their gradients
+        # leaves without a tangent cost nothing, because the backward pass skips their gradients
         dots = _nonzero(SymbolicZero, tangents)
         if not dots:
             return jax.tree.map(jnp.zeros_like, out)
@@ -161,7 +161,7 @@ def _nonzero(zero: type, tangents: Leaves) -> dict[int, Tree]:
 
 
 def _along(function: Callable[[Leaves], Tree], leaves: Leaves, tangents: dict[int, Tree]) -> Tree:
-    """Return a function's tangents, given the tangents of some of its input leaves."""
+    """Return the tangents of a function, given the tangents of some of its input leaves."""
     of_some, some = _restricted(function, leaves, tangents)
     return jax.jvp(of_some, some, list(tangents.values()))[1]
 
@@ -169,7 +169,7 @@ def _along(function: Callable[[Leaves], Tree], leaves: Leaves, tangents: dict[in
 def _restricted(
     function: Callable[[Leaves], Tree], leaves: Leaves, moved: Iterable[int]
 ) -> tuple[Callable[..., Tree], list[Tree]]:
-    """Return the function of only the `moved` leaves, and the values of these leaves."""
+    """Return a function of only the `moved` leaves, and the values of these leaves."""
 
     def of_some(*some: Tree) -> Tree:
         replaced = dict(zip(moved, some, strict=True))
@@ -178,7 +178,7 @@ def _restricted(
     return of_some, [leaves[i] for i in moved]
 
 
-# The primitive: its operands are primal values, followed by `moved` tangents
+# The primitive, whose operands are primal values followed by `moved` tangents
 
 _tangents = Primitive("tangents")
 _tangents.multiple_results = True
@@ -203,11 +203,11 @@ def _lower(
 def _differentiate(
     arrays: Leaves, changes: Leaves, *, moved: int, compute: Function, **rest: object
 ) -> Tree:
-    """Return the tangents, and how they change with the primal values and the input tangents."""
+    """Return the tangents, and their own tangents with respect to all operands."""
     primals, bind = arrays[:-moved], partial(_tangents.bind, moved=moved, compute=compute, **rest)
     nonzero = _nonzero(ad.Zero, changes)
     parts = []
-    # linear in the tangents, so their changes pass through the same operation
+    # the operation is linear in the tangents, so their tangents pass through the same operation
     if any(i >= len(primals) for i in nonzero):
         parts.append(bind(*primals, *map(ad.instantiate_zeros, changes[-moved:])))
     changed = {i: x for i, x in nonzero.items() if i < len(primals)}
@@ -241,7 +241,7 @@ def _map(
             return jnp.broadcast_to(x[None], (size, *x.shape))
         return jnp.moveaxis(x, axis, 0)
 
-    # map all tangents, so that the results, and the cotangents of a transpose, are mapped too
+    # map all tangents, so that the results and the cotangents of a transpose are also mapped
     arrays = [*arrays[:-moved], *map(mapped, arrays[-moved:], axes[-moved:])]
     axes = (*axes[:-moved], *(0 for _ in range(moved)))
     compute = jax.vmap(compute, in_axes=axes)
@@ -265,9 +265,9 @@ batching.primitive_batchers[_tangents] = _map
 def _register_discharge_rule() -> None:
     """Register the discharge rule of `custom_vjp` for `custom_jvp` functions that create buffers.
 
-    Pallas kernels on Mosaic GPU create buffers. The rule fits both kinds of functions, because it
-    runs after differentiation. If the private names of JAX change, such a program raises JAX's own
-    NotImplementedError; nothing else needs the rule.
+    Pallas kernels on Mosaic GPU create buffers. The rule applies to both kinds of functions,
+    because it runs after differentiation. If the private names in JAX change, programs that need
+    the rule raise JAX's own NotImplementedError, and all other programs still run.
     """
     with contextlib.suppress(ImportError, AttributeError, KeyError):  # private names of JAX
         from jax._src.custom_derivatives import custom_jvp_call_p, custom_vjp_call_p

@@ -1,8 +1,8 @@
-"""Dropout masks of attention weights, from a hash of the position in the attention matrix.
+"""Dropout masks for attention weights, from a hash of the position in the attention matrix.
 
-Each decision hashes (key, batch row and head, query index, key index), so every implementation
-drops the same weights, forward and backward and in any order of tiles, without a buffer of T x S
-bits. The hash uses only integer operations, so kernels in any language can compute it.
+Each decision is a hash of (key, batch row and head, query index, key index). Therefore, every
+implementation drops the same weights, in both passes and in any order of tiles, without a buffer of
+T x S bits. The hash uses only integer operations, so kernels in any language can compute it.
 
     mix(x)            x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16
     absorb(a, b, w)   a = mix(a ^ w); b = mix(b + a)
@@ -10,7 +10,8 @@ bits. The hash uses only integer operations, so kernels in any language can comp
     bits              mix((mix(k_index) ^ a) + b), uniform in 32 bits; kept if >= rate 2^32
 
 `mix` is Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31/), a bijection whose avalanche
-is within 0.2 % of even. The hash is for dropout, not for cryptography or sampling.
+is within 0.2 % of the ideal. The hash is suitable for dropout, but not for cryptography or
+sampling.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ def threshold(rate: float) -> int:
 
 
 def exact_rate(rate: float) -> float:
-    """Return the effective rate r of the threshold, for the factor 1 / (1 - r) of kept weights.
+    """Return the effective rate r of the threshold, by which kept weights are scaled: 1 / (1 - r).
 
-    Near 1 it differs from `rate`: at 1 - 1e-10, one hash in 2^32 keeps its weight, instead of 0.43.
+    Near 1, the effective rate differs from `rate`. For a rate of 1 - 1e-10, one hash in 2^32 keeps
+    its weight, instead of 0.43 hashes.
     """
     return threshold(rate) / 2**32
 
@@ -56,8 +58,9 @@ def keep(
     k_index: jax.Array,  # u32[1, block_k] or broadcast
     rate: float,
 ) -> jax.Array:  # bool[block_q, block_k]
-    """Return a mask of the weights to keep in a tile, from the words of its head."""
-    # absorb the query once per row and mix the key index once per column: one `mix` per pair
+    """Return a mask of the weights to keep in a tile, computed from the words of its head."""
+    # absorb the query once per row and mix the key index once per column, which leaves one `mix`
+    # per pair
     a = mix(a ^ q_index)
     b = mix(b + a)
     return mix((mix(k_index) ^ a) + b) >= jnp.uint32(threshold(rate))

@@ -1,4 +1,4 @@
-"""Custom gradient of the attention kernels, independent of the backend."""
+"""Custom gradient of the attention kernels, which is independent of the backend."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from transformer_jax.kernels.sharding import (
 )
 
 ListsByKernel = dict[Kind, TileLists]
-"""Tile lists for each kernel in a call; the rows of the kernels in `BY_KEY` are key tiles."""
+"""Tile lists for each kernel in a call. For the kernels in `BY_KEY`, the rows are key tiles."""
 BY_KEY: tuple[Kind, ...] = ("dkdv", "single_pass")
 FORWARD = QUERIES, ROWS, ROWS  # out, m, log l
 
@@ -45,12 +45,12 @@ def fused_attention(
     operands: Operands,  # slopes and sinks are f32[1, N]
     lists: ListsByKernel,
 ) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, N, T]
-    """Return attention and the logarithm of its denominator.
+    """Return the attention output and the logarithm of the softmax denominator.
 
-    Except on a CPU, T and S are multiples of the tile sizes of each kernel, but with a decode
-    kernel keys and values may be shorter, and packed queries are not padded. The result is
-    differentiable in query, key, value, bias, slopes, sinks and the int8 scales. The backward
-    kernels compute gradients, and `portable` computes all other derivatives.
+    Except on a CPU, T and S are multiples of the tile sizes of each kernel. However, keys and
+    values may be shorter for a decode kernel, and packed queries are not padded. The result is
+    differentiable with respect to the query, key, value, bias, slopes, sinks and int8 scales. The
+    backward kernels compute gradients, and `portable` computes all other derivatives.
     """
     backend, blocks = target.backend, dict(target.blocks)
 
@@ -58,9 +58,9 @@ def fused_attention(
         problem: Problem, kind: Kind, results: tuple[AxisNames, ...], *, of_bias: bool = False,
         plainly: Kernels | None = None,
     ) -> KernelCall:  # fmt: skip
-        """Return a kernel that takes (operands, lists[, saved]), with rules for `vmap` and meshes.
+        """Return a function of (operands, lists[, saved]) with rules for `vmap` and meshes.
 
-        The kernels of `plainly` are plain JAX and need no rules.
+        The kernels in `plainly` are written in plain JAX and need no rules.
         """
         kernels = backend.kernels if plainly is None else plainly
 
@@ -79,17 +79,17 @@ def fused_attention(
         here = batched(call, results, of_bias=of_bias, splits=splits)
         if backend.portable is None:
             return here
-        # a program that is exported, or for another platform, must not call this library
+        # a program that is exported, or compiled for another platform, must not call this library
         elsewhere = kernel(problem, kind, results, plainly=backend.portable)
         return lambda *tree: here_or_elsewhere(here, elsewhere, tree)
 
     def compute(tree: tuple[Operands, ListsByKernel]) -> tuple[jax.Array, jax.Array]:
-        """Return attention, if it is not differentiated."""
+        """Return the attention output if it is not differentiated."""
         operands, lists = tree
         if "decode" not in lists:
             out, row_max, log_sum = kernel(problem, "forward", FORWARD)(operands, lists["forward"])
             return out, row_max + log_sum
-        # the decode tile has only the real queries; padded queries get zeros
+        # the decode tile contains only real queries, and padding queries get zeros
         T, few = operands.query.shape[1], blocks["decode"].q
         first = operands.of_first_queries(few)
         out, row_max, log_sum = kernel(problem, "decode", FORWARD)(first, lists["decode"])
@@ -99,16 +99,16 @@ def fused_attention(
     def forward(
         tree: tuple[Operands, ListsByKernel],
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
-        """Return attention, and the results of the forward kernel."""
+        """Return the attention output and the results of the forward kernel."""
         operands, lists = tree
-        # float32 if the backend supports it: D of an output rounded to 16 bits is inaccurate
+        # float32 if the backend supports it, because rounding to 16 bits would make D inaccurate
         wide = replace(problem, wide=backend.wide)
         saved = kernel(wide, "forward", FORWARD)(widened(operands)[0], lists["forward"])
         out, row_max, log_sum = saved
         return (out.astype(operands.query.dtype), row_max + log_sum), (out, row_max, log_sum)
 
     def plain(tree: tuple[Operands, ListsByKernel]) -> tuple[jax.Array, jax.Array]:
-        """Return attention in plain JAX, over the same tiles."""
+        """Return the attention output, computed in plain JAX over the same tiles."""
         operands, lists = tree
         function = kernel(problem, "forward", FORWARD, plainly=portable.KERNELS)
         out, row_max, log_sum = function(widened(operands)[0], lists["forward"])
@@ -120,11 +120,11 @@ def fused_attention(
         cotangents: tuple[jax.Array, ...],
         wanted: tuple[Operands, ListsByKernel],
     ) -> tuple[Operands, ListsByKernel]:
-        """Run the backward kernels and compute the gradients of slopes and sinks."""
+        """Run the backward kernels, and compute the gradients of the slopes and sinks."""
         (narrow_operands, lists), (out, row_max, log_sum), (do, dlse) = tree, saved, cotangents
         operands, narrow = widened(narrow_operands)
         inner = replace(problem, fixed_slopes=not wanted[0].slopes)
-        # otherwise XLA picks the layout of the next weight gradient and inserts a copy
+        # otherwise, XLA chooses the layout of the next weight gradient and inserts a copy
         if backend.heads_first:
             do = with_layout_constraint(do, Layout((0, 2, 1, 3)))
         products = do.astype(jnp.float32) * out.astype(jnp.float32)
@@ -137,14 +137,14 @@ def fused_attention(
             jnp.where(lost, 0, log_sum),
             jnp.where(lost, 0, D),
         )
-        # the gradient of slopes is a sum over every tile, so the fixed slopes of ALiBi skip it
+        # the gradient of the slopes is a sum over all tiles, so it is skipped for fixed slopes
         sinks, bias, learns = operands.sinks, operands.bias, learns_slopes(inner, operands)
-        per_row = (ROWS,) if learns else ()  # of dslopes; per key in the single-pass backward
+        per_row = (ROWS,) if learns else ()  # of dslopes (per key in `single_pass`)
 
         def run(kind: Kind, *results: AxisNames, of_bias: bool = False) -> tuple[jax.Array, ...]:
             return kernel(inner, kind, results, of_bias=of_bias)(operands, lists[kind], rows)
 
-        # the plan has lists only for its backward kernels
+        # the plan contains lists only for its own backward kernels
         if "single_pass_rows" in lists:
             dq, dk, dv, *slope_rows = run("single_pass_rows", QUERIES, KEYS, KEYS, *per_row)
         elif problem.nondeterministic:
@@ -172,9 +172,10 @@ def fused_attention(
 
 
 def widened(operands: Operands) -> tuple[Operands, Callable[[list[jax.Array]], Tree]]:
-    """Convert operands for all kernels except decode, and return the transpose for gradients.
+    """Convert operands for all kernels except `decode`, and return the transpose for gradients.
 
-    Keys and values are gathered from pages, dequantized to the query's dtype, and padded to tiles.
+    Keys and values are gathered from pages, dequantized to the query's dtype, and padded to whole
+    tiles.
     """
     S, pages = operands.k_vectors[0].shape[1], operands.pages
     scaled = (operands.key, operands.k_scale), (operands.value, operands.v_scale)

@@ -1,7 +1,7 @@
-"""Choice between a call of the compiled library and plain JAX, made when a program is lowered.
+"""Choice between the compiled library and plain JAX when a program is lowered.
 
-Only lowering knows the platform and whether the program is exported. An exported program may run on
-a machine without the library, and JAX rejects unknown calls in an export.
+The platform, and whether the program is exported, are known only during lowering. An exported
+program may run on a machine without the library, and JAX rejects unknown calls in an export.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jaxlib.mlir import ir
 
 Results = tuple[jax.Array, ...]
 Tree = Any
-"""A tree of arrays; JAX has no type for it."""
+"""Tree of arrays, for which JAX has no type."""
 Leaves = Sequence[Tree]
-"""Leaves of a tree: arrays, tangents (possibly symbolic zeros), or placeholders in a JAX rule."""
+"""Leaves of a tree, which are arrays, tangents or symbolic zeros, or placeholders in a JAX rule."""
 
 
 def here_or_elsewhere(
@@ -28,14 +28,16 @@ def here_or_elsewhere(
     *,
     single_device: bool = False,
 ) -> Results:
-    """Return `here(*tree)` in a program for this machine's CPU, else `elsewhere(*tree)`.
+    """Return `here(*tree)` in a program for this machine's CPU, and otherwise `elsewhere(*tree)`.
 
-    Both must compute the same values. Derivatives come from `elsewhere`. With `single_device`,
-    `elsewhere` also runs under `vmap` and on several devices, for which `here` has no rules.
+    Both functions must compute the same values. Derivatives come from `elsewhere`. If
+    `single_device` is true, `elsewhere` also runs under `vmap` and on several devices, for which
+    `here` has no rules.
     """
     leaves, structure = jax.tree.flatten(tree)
     plain = lambda *leaves: elsewhere(*jax.tree.unflatten(structure, leaves))  # noqa: E731
-    # trace it, so that JAX finds the operations to partition, and the types in a `shard_map`
+    # trace the function, so that JAX finds the operations to partition and the types in a
+    # `shard_map`
     traced = jax.make_jaxpr(here)(*tree)
     return tuple(_either.bind(*leaves, here=traced, elsewhere=plain, single_device=single_device))
 
@@ -74,8 +76,8 @@ def _lower(
 def _differentiate(
     primals: Leaves, tangents: Leaves, *, elsewhere: Callable[..., Results], **_: object
 ) -> tuple[Results, Results]:
-    """Return results and tangents of `elsewhere`, because the library has no derivatives."""
-    # only along leaves with tangents: integers, such as tile lists, have none
+    """Return the results and tangents of `elsewhere`, because the library has no derivatives."""
+    # only for leaves with tangents, because integers, such as tile lists, have none
     moved = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
     def along(*some: jax.Array) -> Results:
@@ -97,7 +99,7 @@ def _map(
     if single_device:
         found: Results = jax.vmap(elsewhere, in_axes=axes)(*leaves)
         return found, (0,) * len(found)
-    # bind both again, so that the choice is still made when the program is lowered
+    # bind both functions again, so that the choice is still made when the program is lowered
     library = jax.vmap(jaxpr_as_fun(here), in_axes=axes)
     found = here_or_elsewhere(library, jax.vmap(elsewhere, in_axes=axes), leaves)
     return found, (0,) * len(found)

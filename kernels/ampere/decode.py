@@ -174,7 +174,7 @@ class _Program:
     v_wide: Ref = None  # [k, Hv]
 
     def keys_of(self, rows: _Rows, j: Index) -> tuple[jax.Array, jax.Array]:
-        """Return the index of the first key to read for a tile, and the number of leading keys to hide.
+        """Return the index of the first key to read for a tile, and the number of keys to hide.
 
         If the tile is past the end of the list, the results refer to an arbitrary tile.
         """
@@ -188,7 +188,7 @@ class _Program:
         return start, k0 - start
 
     def copy(self, rows: _Rows, j: jax.Array) -> None:
-        """Start copying the keys and values of a tile, unless the tile is past the end of the part."""
+        """Start copying the keys and values of a tile that is not past the end of the part."""
 
         @pl.when(j < rows.tiles)
         def _() -> None:
@@ -238,7 +238,7 @@ class _Program:
         return self.operands.pages is None and self.operands.key.shape[1] % self.blocks.k > 0
 
     def scales(self, rows: _Rows, j: Index) -> tuple[jax.Array, ...]:
-        """Load the scales for the keys and values of a tile, or of any tile past the end of the list."""
+        """Load the scales for the keys and values of a tile (any tile past the end of the list)."""
         if self.operands.k_scale is None:
             return ()
         start = self.keys_of(rows, j)[0]

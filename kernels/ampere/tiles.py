@@ -1,4 +1,4 @@
-"""Operations on tiles in device memory, shared memory and registers, including products (`mma.sync`).
+"""Operations on tiles in device memory, shared memory and registers (with `mma.sync`).
 
 A program is one warpgroup of four warps. Mosaic GPU inserts a barrier before and after each store
 to shared memory, so a read from a slot returns the last value that was stored.
@@ -172,7 +172,7 @@ def await_copies(problem: Problem, groups: int) -> None:
 
 
 def store_rows(problem: Problem, x: jax.Array, target: Ref) -> None:
-    """Store the leading rows of a tile in registers to device memory, up to the size of the target."""
+    """Store the leading rows of a tile from registers in device memory, as many as fit."""
     rows = target.shape[0]
     if problem.interpret:
         target[...] = x[:rows]
@@ -197,7 +197,7 @@ def product(problem: Problem, a: Ref, b: Ref) -> jax.Array:
 
 
 def add_product(problem: Problem, acc: jax.Array, a: Ref | jax.Array, b: Ref) -> jax.Array:
-    """Return acc + a @ b, where `a` is a tile or float32 registers, which are rounded to b's dtype."""
+    """Return acc + a @ b, where `a` is a tile or float32 registers (rounded to b's dtype)."""
     in_registers = isinstance(a, jax.Array)
     # the interpreter has no `mma`
     if problem.interpret:

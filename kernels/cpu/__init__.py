@@ -1,8 +1,8 @@
-"""Attention, norms and matrix products for few rows on a CPU, in C++, called through XLA's FFI.
+"""C++ kernels for CPUs: attention, and norms and matrix products for few rows.
 
-`pip install` compiles the library next to this module if there is a compiler. The library contains
-kernels for several instruction sets, and uses the widest that the processor supports. Files of
-`source/`:
+The kernels are called through XLA's FFI. If a compiler is available, `pip install` compiles the
+library next to this module. The library contains kernels for several instruction sets, and uses the
+widest set that the processor supports. The files in `source/` are:
 
     vectors     the vector type, exp, tanh, the hash of dropout
     matmul      the micro-kernel, and the layout of its operands
@@ -17,7 +17,7 @@ kernels for several instruction sets, and uses the widest that the processor sup
     memory      buffers that are reused by later calls
     older       compatibility with older versions of libstdc++ and glibc
 
-`kernels/portable.py` has the same kernels in plain JAX.
+`kernels/portable.py` contains the same kernels in plain JAX.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ HANDLERS = (
     "weight_product", "row_norm",
 )  # fmt: skip
 FEW_ROWS = 16
-"""Maximum queries per key head, T N / K, for which keys and values are read without repacking."""
-_EMPTY: list[Any] = [np.zeros((0,) * ndim, np.int32) for ndim in (4, 3, 3)]  # NumPy: no device
+"""Maximum number of queries per key head, T N / K, for which keys and values are not repacked."""
+_EMPTY: list[Any] = [np.zeros((0,) * ndim, np.int32) for ndim in (4, 3, 3)]  # on no device
 NO_LISTS = TileLists(*_EMPTY)
 INSTRUCTIONS = "avx512", "avx2", "neon", "plain"
-"""Values of TRANSFORMER_JAX_NATIVE, in addition to 0 (no kernels) and 1 (the widest set)."""
+"""Values of TRANSFORMER_JAX_NATIVE other than 0 (no kernels) and 1 (the widest instruction set)."""
 DTYPES = "float32", "bfloat16", "float16"
 
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """Return the compiled library with registered handlers, or the reason why there is none."""
+    """Return the compiled library with registered handlers, or the reason why it is missing."""
     wanted = os.environ.get("TRANSFORMER_JAX_NATIVE", "1")
     if wanted == "0":
         return "TRANSFORMER_JAX_NATIVE is 0"
@@ -82,7 +82,7 @@ def library() -> ctypes.CDLL | str:
         loaded = ctypes.CDLL(str(found[0]))
     except OSError as error:
         return f"cannot be loaded: {error}"
-    # a library older than an edited source would silently give other results
+    # a library that is older than an edited source would silently return different results
     if not _is_of_these_sources(loaded):
         reason = "was compiled from different sources: install the package again"
         warnings.warn(f"kernels/cpu/{found[0].name} {reason}", stacklevel=2)
@@ -102,7 +102,7 @@ def _is_of_these_sources(loaded: ctypes.CDLL) -> bool:
     folder = Path(__file__).parent / "source"
     sources = sorted(path for kind in ("cpp", "h", "map") for path in folder.glob(f"[!.]*.{kind}"))
     if not sources:
-        # an installed package has only the library
+        # an installed package contains only the library
         return True
     if not hasattr(loaded, "attention_sources"):
         return False
@@ -144,7 +144,7 @@ def forward(
     out = (B, T, N, operands.value.shape[3]), out_dtype(problem, operands)
     rows = (B, N, T), jnp.float32
     name = "attention_forward"
-    # few queries read keys in place, up to the filled length, which is cheaper than using lists
+    # for few queries, keys are read in place up to the filled length, which is cheaper than lists
     if T * N // operands.key.shape[2] <= FEW_ROWS:
         name, lists = "attention_few_queries", NO_LISTS
     return _call(name, problem, operands, lists, blocks, (), (out, rows, rows))
@@ -164,14 +164,14 @@ def backward_single_pass(
 def backward_bias(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
-    """Return the gradient of an array bias, in the bias's shape and float32."""
+    """Return the gradient of an array bias in float32, with the shape of the bias."""
     assert operands.bias is not None
     shapes = [(operands.bias.shape, jnp.float32)]
     name = "attention_backward_bias"
     return _call(name, problem, operands, lists, blocks, saved, shapes)[0]
 
 
-BACKEND = Backend(  # no decode kernel: the forward kernel handles few queries and packs heads
+BACKEND = Backend(  # no decode kernel: `forward` handles few queries and packs heads
     kernels={"forward": forward, "single_pass": backward_single_pass, "bias": backward_bias},
     refuse=refuse,
     blocks=blocks,
@@ -198,7 +198,7 @@ def _call(
         rows = max(x.shape[0] for x in vectors)
         stacked.append(jnp.stack([jnp.broadcast_to(x, (rows, x.shape[1])) for x in vectors]))
     rate = problem.dropout_rate
-    # XLA's FFI has no optional arguments: an empty array means None
+    # XLA's FFI has no optional arguments, so an empty array means None
     optional = (
         (operands.pairs, 4, jnp.int8), (operands.bias, 4, jnp.float32),
         (operands.slopes, 2, jnp.float32), (operands.sinks, 2, jnp.float32),

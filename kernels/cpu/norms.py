@@ -1,8 +1,9 @@
-"""Norms of few rows in one call, for decoding on a CPU.
+"""LayerNorm and RMSNorm for few rows in a single call, for decoding on a CPU.
 
-XLA's CPU backend compiles a LayerNorm to six operations, each with an overhead above the cost of a
-row of 768 elements. If the compiled kernel (`source/norms.h`) cannot run (in exported programs, on
-several devices, under gradients or `vmap`), XLA computes the norm.
+XLA's CPU backend compiles a LayerNorm to six operations. The overhead of each exceeds the cost of
+computing a row of 768 elements. XLA computes the norm if the compiled kernel (`source/norms.h`)
+cannot run, which is the case in exported programs, on several devices, and under gradients or
+`vmap`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from transformer_jax.kernels.lowering import here_or_elsewhere
 from transformer_jax.kernels.sharding import vary
 
 SMALLEST = 128
-"""Shorter rows are left to XLA, which fuses the norm with its neighbors."""
+"""Minimum row length. For shorter rows, XLA fuses the norm with neighboring operations."""
 
 
 def takes(rows: int, width: int, eps: float | jax.Array, *parameters: jax.Array | None) -> bool:
-    """Whether to use `norm` for this number of rows and these parameters on this platform."""
+    """Whether to use `norm` for these rows and parameters on this platform."""
     return (
         not isinstance(eps, jax.core.Tracer)
         and all(one is None or one.shape == (width,) for one in parameters)
@@ -47,9 +48,10 @@ def norm(
     centred: bool,
     elsewhere: Callable[..., jax.Array],
 ) -> jax.Array:  # f32[rows, D]
-    """Return (x - mean) / sqrt(var + eps) * scale + bias of each row; mean is 0 if not `centred`.
+    """Return (x - mean) / sqrt(var + eps) * scale + bias for each row.
 
-    `elsewhere(x, scale, bias)` computes the same in JAX, for programs that cannot call the kernel.
+    The mean is 0 unless `centred` is true. `elsewhere(x, scale, bias)` computes the same result in
+    JAX, for programs that cannot call the kernel.
     """
     here = partial(_native, eps, centred)
     plain = lambda *arrays: (elsewhere(*arrays),)  # noqa: E731

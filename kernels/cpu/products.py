@@ -1,8 +1,9 @@
-"""Products of few rows with a weight matrix that is read once, in place, for decoding on a CPU.
+"""Products of few rows with a weight matrix, for decoding on a CPU.
 
-XLA's CPU backend requires weights in the dtype of x, and is slower for several rows. The compiled
-kernel (`source/products.h`) reads float32, bfloat16 or int8 and sums in float32. If it cannot run
-(in exported programs, on several devices, under gradients or `vmap`), XLA computes the product.
+The compiled kernel (`source/products.h`) reads the weights once, in place, in float32, bfloat16 or
+int8, and sums in float32. XLA's CPU backend requires weights in the dtype of x, and is slower for
+several rows. XLA computes the product if the kernel cannot run, which is the case in exported
+programs, on several devices, and under gradients or `vmap`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from transformer_jax.kernels.lowering import here_or_elsewhere
 from transformer_jax.kernels.sharding import vary
 
 MOST_ROWS = 16
-"""More rows are left to XLA, whose matrix products reuse weights in caches."""
+"""Maximum number of rows. For more rows, XLA's matrix products reuse weights in caches."""
 SMALLEST = 2**14
-"""Smaller matrices are left to XLA, which fuses the product with its neighbors."""
+"""Minimum matrix size. For smaller matrices, XLA fuses the product with neighboring operations."""
 DTYPES = "float32", "bfloat16", "int8"
 
 
 def takes(rows: int, dtype: jax.typing.DTypeLike, weights: jax.Array) -> bool:
-    """Whether to use `product` for this number of rows and this dtype on this platform."""
+    """Whether to use `product` for these rows and this dtype on this platform."""
     return (
         # the number of rows is symbolic in some exports
         isinstance(rows, int)
@@ -46,7 +47,7 @@ def product(
     bias: jax.Array | None = None,  # [outputs]
     turned: bool = False,
 ) -> jax.Array:  # f32[rows, outputs]
-    """Return scale x W + bias, or scale x W^T + bias if `turned`, with sums in float32.
+    """Return scale x W + bias, or scale x W^T + bias if `turned` is true, with sums in float32.
 
     Raises ValueError if the sizes of x, W, scale and bias do not match.
     """

@@ -1,14 +1,14 @@
-"""Flash attention on NVIDIA Hopper, in Pallas on Mosaic GPU.
+"""Flash attention for NVIDIA Hopper GPUs, in Pallas for Mosaic GPU.
 
 Every kernel is persistent and warp-specialized. One warpgroup, the producer, copies tiles into
-slots of shared memory (TMA, with barriers). The others are consumers: `Blocks.q / 64` or
-`Blocks.k / 64` warpgroups that multiply (wgmma), each for 64 rows of the scores. In the forward
-pass two consumers alternate at the tensor cores, so that the softmax of one overlaps with the
-products of the other (FlashAttention-3, Shah et al. 2024, section 3.1). With a positive
-`Blocks.slack`, a warp rescales its sums only if a maximum has risen by more than that
-(FlashAttention-4, Zadouri et al. 2026). Scores are in base 2. The backward pass has a dq kernel and
-a dk/dv kernel, so that no sum depends on the order in which programs finish; `backward_single_pass`
-computes all three gradients without that guarantee.
+slots of shared memory (with TMA and barriers). The other `Blocks.q / 64` or `Blocks.k / 64`
+warpgroups are consumers. Each consumer computes products (wgmma) for 64 rows of the scores. In the
+forward pass, two consumers alternate in the use of the tensor cores, so that the softmax of one
+overlaps with the products of the other (FlashAttention-3, Shah et al. 2024, section 3.1). If
+`Blocks.slack` is positive, a warp rescales its sums only if a maximum has increased by more than
+the slack (FlashAttention-4, Zadouri et al. 2026). Scores are in base 2. The backward pass has a dq
+kernel and a dk/dv kernel, so that no sum depends on the order in which programs finish.
+`backward_single_pass` computes all three gradients without that guarantee.
 
     programs   assignment of items to programs and roles to warpgroups   products   wgmma
     producer   copies of tiles
@@ -36,7 +36,7 @@ from transformer_jax.kernels.nvidia.schedule import prepare
 def refuse(
     target: Target, nondeterministic: bool, query: Shaped, key: Shaped, value: Shaped
 ) -> str | None:
-    """Return the reason why these arrays (or structs of them) are not supported, or None."""
+    """Return the reason why these arrays, or their structs, are not supported, or None."""
     H, Hv = query.shape[-1], value.shape[-1]
     if reason := nvidia.refuse(target, "Hopper", query, key, value):
         return reason
@@ -72,7 +72,7 @@ BACKEND = Backend(
     prepare=prepare,
     decode_rows=ROWS,
     int8=True,
-    page=ROWS,  # whole copies
+    page=ROWS,  # pages contain whole copies
     narrow=True,
     packs=True,
 )

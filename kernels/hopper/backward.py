@@ -1,7 +1,8 @@
-"""The backward kernels: one for dq, one for dk and dv.
+"""Backward kernels for dq, and for dk and dv.
 
-The dq kernel iterates over queries, the dk/dv kernel over keys. Each sums its results in registers,
-so no sum depends on when programs finish: the bits are the same in every run.
+The dq kernel iterates over queries, and the dk/dv kernel iterates over keys. Both sum their results
+in registers, so no sum depends on the order in which programs finish. Therefore, all runs produce
+the same bits.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def backward_dq(
     # values are freed before keys, so one slot is enough
     slots = stages if has_room(H, Hv) else 1
     vectors = TileVectors(problem, operands, ROW, copies=has_room(H, Hv))
-    # without room for its own slot, dq is copied out through the queries' slot
+    # if there is no room for a separate slot, dq is copied out through the slot of the queries
     has_slot = blocks.k * (H + Hv) <= 64 * 256
     dq_slot = {"dq_tile": tile_slots(consumers, ROWS, H, dtype)} if has_slot else {}
     results = launch(
@@ -114,7 +115,7 @@ def _backward_dq(
     do: Ref, base: Ref, D: Ref, dq: Ref, slope_out: Ref = None, *,
     dq_tile: Ref = None, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run one warpgroup of a program; lists and the following arguments are memory references."""
+    """Run one warpgroup of a program. The lists and later arguments are memory references."""
     walk = QueryWalk(**memory)
     H, Hv = operands.query.shape[-1], operands.value.shape[-1]
     vectors = TileVectors(problem, operands, ROW, copies=has_room(H, Hv))
@@ -135,7 +136,7 @@ def _backward_dq(
 
 @dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _QueryConsumer:
-    """A warpgroup that computes 64 rows of a tile of dq."""
+    """Warpgroup that computes 64 rows of a tile of dq."""
 
     problem: Problem
     blocks: Blocks
@@ -151,7 +152,7 @@ class _QueryConsumer:
     w: jax.Array
 
     def walk_item(self, item: jax.Array, step: jax.Array) -> jax.Array:
-        """Compute an item: dq for some queries."""
+        """Compute an item, which is dq for some queries."""
         H, w = self.operands.query.shape[-1], self.w
         b, n, row = query_items(self.operands, self.blocks).at(self.lists, item)
         q0 = row * self.blocks.q + w * ROWS
@@ -175,7 +176,7 @@ class _QueryConsumer:
         # all warps must write before one thread copies
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.staged.at[w], self.dq.at[b, pl.ds(q0, ROWS), n])
-        # all warps wait for the copy, because they write to the slot again
+        # all warps wait for the copy, because they will write to the slot again
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.staged is self.walk.q_tile:
             plgpu.barrier_arrive(self.walk.q_empty.at[w])
@@ -199,7 +200,7 @@ class _QueryConsumer:
         v = walk.v_tile.at[opaque(v_slot)]
         dp = product(walk.do_tile.at[opaque(w)], v.transpose((1, 0)))
         ds, du = differentiate(dp, across(rows.D, dp))
-        # values are freed before keys, which one more product reads
+        # values are freed before keys, because one more product reads the keys
         plgpu.barrier_arrive(walk.v_empty.at[v_slot])
         if self.slope_out is not None:
             slope -= (ds * distance(position, ds.shape)).sum(axis=1)
@@ -214,7 +215,7 @@ class _QueryConsumer:
 def backward_dkdv(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> tuple[jax.Array, jax.Array]:
-    """Return dk [B, S, K, H] and dv [B, S, K, Hv]; the rows of `lists` are key tiles here."""
+    """Return dk [B, S, K, H] and dv [B, S, K, Hv]. The rows of `lists` are key tiles."""
     H, (B, S, K, Hv) = operands.query.shape[-1], operands.value.shape
     dtype, stages = operands.key.dtype, blocks.stages
     parts = blocks.k // ROWS
@@ -260,9 +261,9 @@ def _backward_dkdv(
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program.
 
-    Each of two consumers has 64 keys. If dk and dv need too many registers for one warpgroup, both
-    have the same 64 keys: the first computes the scores and sums dv, the second reads the weights
-    from shared memory and sums dk.
+    Each of the two consumers processes 64 keys. If dk and dv need too many registers for one
+    warpgroup, both consumers process the same 64 keys. The first consumer computes the scores and
+    sums dv, and the second reads the weights from shared memory and sums dk.
     """
     walk = KeyWalk(**memory)
     parts = blocks.k // ROWS
@@ -283,7 +284,7 @@ def _backward_dkdv(
     def consume_part(w: jax.Array) -> None:
         consume(w, ("dk", "dv"))
 
-    # both have the same 64 keys: the first computes the weights and sums dv, the second sums dk
+    # both process the same 64 keys; the first computes the weights and sums dv, the second sums dk
     def consume_half(w: jax.Array) -> None:
         pl.when(w == 0)(lambda: consume(0, ("dv",)))
         pl.when(w == 1)(lambda: consume(0, ("dk",)))
@@ -301,7 +302,7 @@ class _SharedWeights(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _KeyConsumer:
-    """A warpgroup that computes 64 rows of a tile of dk and dv."""
+    """Warpgroup that computes 64 rows of a tile of dk and dv."""
 
     problem: Problem
     blocks: Blocks
@@ -310,12 +311,12 @@ class _KeyConsumer:
     vectors: TileVectors
     walk: KeyWalk
     results: tuple[Ref, Ref]
-    shared: _SharedWeights | None  # if two warpgroups have the same keys
+    shared: _SharedWeights | None  # if two warpgroups process the same keys
     part: Index  # index of its 64 keys in the tile
     wanted: tuple[str, ...]  # "dk", "dv"
 
     def walk_item(self, item: jax.Array, step: jax.Array) -> jax.Array:
-        """Compute an item: dk, dv or both for some keys."""
+        """Compute an item, which is dk, dv or both for some keys."""
         (_, _, K, H), N = self.operands.key.shape, self.operands.query.shape[2]
         G = N // K
         b, head, row = key_items(self.operands, self.blocks).at(self.lists, item, G)
@@ -371,7 +372,7 @@ class _KeyConsumer:
         is_plain = is_linear(problem, self.operands) and not problem.dropout_rate
         if is_plain and not partial:
             dv, dp = add_products(problem, (sums["dv"], p, do), (filled(shape, 0), v, do_columns))
-        else:  # one product at a time, to leave registers for a mask or an option
+        else:  # run one product at a time to leave registers for a mask or an option
             [dv] = add_products(problem, (sums["dv"], p, do))
             dp = product(v, do_columns)
         _, du = differentiate(dp, load_along(walk.D_columns.at[slot], shape, COLUMN))
@@ -381,7 +382,7 @@ class _KeyConsumer:
     def add_dv(
         self, sums: Sums, slot: jax.Array, step: jax.Array, position: TilePosition, partial: bool
     ) -> Sums:
-        """Add a tile to dv, and share its weights with the warpgroup that sums dk."""
+        """Add a tile to dv, and share the weights with the warpgroup that sums dk."""
         problem, walk, shared = self.problem, self.walk, self.shared
         assert shared is not None
         raw, base = self.scores(slot)
@@ -397,7 +398,7 @@ class _KeyConsumer:
     def add_dk(
         self, sums: Sums, slot: jax.Array, _: jax.Array, __: TilePosition, partial: bool
     ) -> Sums:
-        """Add a tile to dk, with weights from the warpgroup that sums dv."""
+        """Add a tile to dk, using the weights from the warpgroup that sums dv."""
         problem, walk, shared = self.problem, self.walk, self.shared
         assert shared is not None
         do_columns = walk.do_tile.at[slot].transpose((1, 0))
@@ -411,16 +412,16 @@ class _KeyConsumer:
         return {"dk": dk}
 
     def scores(self, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return k q^T of a tile, and the base that p = 2^(s - base) subtracts."""
+        """Return k q^T for a tile, and the base that is subtracted in p = 2^(s - base)."""
         walk = self.walk
         q_columns = walk.q_tile.at[slot].transpose((1, 0))
         raw = product(walk.k_tile.at[opaque(self.part)], q_columns)
         return raw, load_along(walk.base_columns.at[slot], raw.shape, COLUMN)
 
     def write(self, keys: TileRows, sums: dict[str, jax.Array]) -> None:
-        """Copy an item's results to device memory, through the slots of its keys and values."""
+        """Copy the results of an item to device memory, through its key and value slots."""
         walk, part = self.walk, self.part
-        # the other warpgroup still reads the slots that are written next
+        # the other warpgroup is still reading the slots that are written next
         if self.blocks.k == ROWS:
             plgpu.barrier_arrive(walk.both)
             plgpu.barrier_wait(walk.both)

@@ -1,14 +1,14 @@
-"""The nondeterministic single-pass backward kernel: dq, dk and dv in one kernel.
+"""Nondeterministic single-pass backward kernel, which computes dq, dk and dv.
 
-Like the dk/dv kernel, it iterates over keys, but it also multiplies du of a tile with the keys:
-five products per tile instead of the seven of two kernels. Each program adds its part of dq to
-device memory (a TMA reduction) in an arbitrary order, so two runs may differ in the last bits.
-`implementation="pallas_unordered"` selects it.
+Like the dk/dv kernel, it iterates over keys, but it also multiplies du of a tile by the keys. It
+needs five products per tile, whereas two separate kernels need seven. Each program adds its part of
+dq to device memory (by a TMA reduction) in an arbitrary order, so two runs may differ in the last
+bits. `implementation="pallas_unordered"` selects this kernel. With keys as rows, it computes:
 
     s = k q^T    dp = v do^T    dv += p do    dk += du q    dq[tile] += du^T k
 
-with keys as rows. Each of two warpgroups has 64 keys. Both write du to shared memory, and each then
-sums half of a tile of dq over the keys of both and writes it to shared memory. The producer adds
+Each of the two consumers processes 64 keys. Both write du to shared memory. Then each consumer sums
+half of a tile of dq over the keys of both, and writes the sum to shared memory. The producer adds
 it to device memory, as in FlashAttention-3 (Shah et al. 2024), so no consumer waits for a copy.
 """
 
@@ -82,7 +82,7 @@ def backward_single_pass(
     operands = queries_as_columns(operands)
     like = operands.query
     slopes = (result((B, N, S), f32, like),) * learns_slopes(problem, operands)
-    # float32, and scaled at the end, because programs add to it in any order
+    # float32 and scaled at the end, because programs add to it in any order
     dq = jax.new_ref(jnp.zeros((B, T, N, H), f32))
     dk, dv, *slopes = launch(
         problem,
@@ -118,7 +118,7 @@ def backward_single_pass(
 
 
 class Share(NamedTuple):
-    """The part of a tile of dq that one warpgroup sums."""
+    """Part of a tile of dq that one warpgroup sums."""
 
     row: int
     rows: int
@@ -127,16 +127,16 @@ class Share(NamedTuple):
 
 
 def swizzle(blocks: Blocks, H: int) -> int:
-    """Return the swizzle, in bytes, for tiles of width H, and for du, which multiplies them.
+    """Return the swizzle, in bytes, for tiles of width H and for du, by which they are multiplied.
 
-    A tile of 64 queries is shared by columns, so it needs two or more parts.
+    A tile of 64 queries is divided by columns, so it needs at least two parts.
     """
     least = 1 if blocks.q > ROWS else 2
     return next(s for s in (128, 64, 32) if 2 * H % s == 0 and 2 * H // s >= least)
 
 
 def dq_shares(blocks: Blocks, H: int) -> list[Share]:
-    """Return each warpgroup's share: 64 of 128 queries, or some columns of 64 queries."""
+    """Return the share of each warpgroup (64 of 128 queries, or some columns of 64 queries)."""
     if blocks.q > ROWS:
         return [Share(part * ROWS, ROWS, 0, H) for part in range(PARTS)]
     side = swizzle(blocks, H) // 2
@@ -152,8 +152,8 @@ def dq_slot(share: Share, H: int) -> Scratch:
 
 def _add_to_memory(problem: Problem, tile: Ref, target: Ref) -> None:
     """Add a tile to device memory, asynchronously."""
-    # the interpreter has no copy that adds; reading, adding and writing is correct, because only
-    # one program runs there
+    # the interpreter does not support copies that add. Instead, it reads, adds and writes, which is
+    # correct because it runs only one program
     if problem.interpret:
         target[...] = target[...] + tile[...]
     else:
@@ -165,15 +165,16 @@ def _backward_single_pass(
     do: Ref, base: Ref, D: Ref, dq: Ref, dk_out: Ref, dv_out: Ref, slope_out: Ref = None, *,
     du_tile: Ref, dq_tile: list[Ref], dq_full: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run one warpgroup of a program; lists and the following arguments are memory references."""
+    """Run one warpgroup of a program. The lists and later arguments are memory references."""
     walk = KeyWalk(**memory)
     vectors = TileVectors(problem, operands, COLUMN)
 
     def add(b: Index, n: Index, q0: Index) -> None:
-        """Add a tile of dq to device memory, and let the consumers write the next one.
+        """Add a tile of dq to device memory, and let the consumers write the next tile.
 
-        All threads of both sides arrive at `dq_full` for this tile and at `both` for the next one.
-        Each waits for the other side first, so no warp lags by two phases of either barrier.
+        All threads of the producer and the consumers arrive at `dq_full` for this tile and at
+        `both` for the next tile. Each side first waits for the other, so no warp lags by two phases
+        of either barrier.
         """
         plgpu.barrier_wait(dq_full)
         for share, tile in zip(dq_shares(blocks, dq.shape[-1]), dq_tile, strict=True):
@@ -207,7 +208,7 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _Consumer:
-    """A warpgroup that computes 64 rows of a tile of keys."""
+    """Warpgroup that computes 64 rows of a tile of keys."""
 
     problem: Problem
     blocks: Blocks
@@ -223,12 +224,12 @@ class _Consumer:
     w: jax.Array
 
     def meet(self) -> None:
-        """Wait for the other consumer, and for the slots of dq to be free."""
+        """Wait until the other consumer arrives and the slots of dq are free."""
         plgpu.barrier_arrive(self.walk.both)
         plgpu.barrier_wait(self.walk.both)
 
     def walk_item(self, item: jax.Array, step: jax.Array) -> jax.Array:
-        """Compute an item: dk and dv for some keys, and their part of dq."""
+        """Compute an item, which is dk and dv for some keys, and their part of dq."""
         (_, _, K, H), N = self.operands.key.shape, self.operands.query.shape[2]
         G, Hv = N // K, self.operands.value.shape[-1]
         b, head, row = key_items(self.operands, self.blocks).at(self.lists, item, G)
@@ -253,7 +254,7 @@ class _Consumer:
         return step
 
     def tile(self, keys: TileRows, n: jax.Array, j: jax.Array, sums: _Sums, partial: bool) -> _Sums:
-        """Add a tile of queries to dk and dv, and its part of dq to device memory."""
+        """Add a tile of queries to dk and dv, and add its part of dq to device memory."""
         problem, walk, width = self.problem, self.walk, self.blocks.q
         dk, dv, slope, step = sums
         slot = slot_of(step, self.blocks.stages)
@@ -285,8 +286,8 @@ class _Consumer:
         dv, dk = add_products(problem, (dv, p, do), (dk, du, q))
         fence(problem)
         plgpu.barrier_arrive(walk.q_empty.at[slot])
-        # now all warps of both have written du. No warp writes to this buffer again before all have
-        # met once more, and by then all have read it
+        # Now all warps of both consumers have written du. No warp writes to this buffer again until
+        # all warps have met again, and by then all of them have read the buffer.
         self.meet()
         for part, share in enumerate(dq_shares(self.blocks, dk.shape[-1])):
             sum_dq = functools.partial(self.sum_dq, share, self.dq_tile[part], buffer)
@@ -294,7 +295,7 @@ class _Consumer:
         return _Sums(dk, dv, slope, step + 1)
 
     def sum_dq(self, share: Share, staged: Ref, buffer: jax.Array) -> None:
-        """Sum a share of a dq tile over both warpgroups' keys, for the producer to add.
+        """Sum a share of a dq tile over the keys of both warpgroups, for the producer to add.
 
         The producer has read the previous tile, because `meet` waited for it.
         """
@@ -313,9 +314,9 @@ class _Consumer:
         plgpu.barrier_arrive(self.dq_full)
 
     def write(self, keys: TileRows, dk: jax.Array, dv: jax.Array) -> None:
-        """Copy an item's dk and dv to device memory, through the slots of its keys and values."""
+        """Copy dk and dv of an item to device memory, through the slots of its keys and values."""
         walk, w, (dk_out, dv_out) = self.walk, self.w, self.results
-        # wait until all warps of both have read these keys and values for the last time
+        # wait until all warps of both consumers have read these keys and values for the last time
         self.meet()
         walk.k_tile[w] = (dk * self.problem.scale).astype(walk.k_tile.dtype)
         walk.v_tile[w] = dv.astype(walk.v_tile.dtype)

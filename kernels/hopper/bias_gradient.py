@@ -1,7 +1,7 @@
-"""The kernel for the gradient of a bias: ds, summed over the axes where the bias has size 1.
+"""Kernel for the gradient of a bias, which is ds summed over the axes where the bias has size 1.
 
-An item is one tile of the sum. Its terms are the visited tiles of all batch rows and heads that
-share it, summed in registers.
+An item is one tile of the gradient. It is summed, in registers, over the visited tiles of all batch
+rows and heads that share it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from transformer_jax.kernels.sharding import result
 def backward_bias(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
-    """Return ds summed over the bias's axes of size 1, in the bias's shape and float32."""
+    """Return ds in float32, summed over the axes along which the bias has size 1."""
     H, Hv = operands.query.shape[-1], operands.value.shape[-1]
     assert operands.bias is not None
     dtype, shape = operands.query.dtype, operands.bias.shape
@@ -78,13 +78,13 @@ def backward_bias(
             **vectors.slots(stages, blocks.k),
         ),
     )(visits, operands, saved.do, base_of(saved), saved.D)
-    # along an axis of size 1 of the bias, the kernel has summed all tiles into one
+    # if the bias has size 1 along an axis, the kernel has summed all tiles into one
     lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
     return total.sum(axis=lacking, keepdims=True)
 
 
 class _Memory(NamedTuple):
-    """Shared memory of the kernel; one slot contains all inputs of a tile."""
+    """Shared memory of the kernel, in which one slot contains all inputs of a tile."""
 
     q_tile: Ref  # [stages * consumers, ROWS, H]
     do_tile: Ref  # [stages * consumers, ROWS, Hv]
@@ -100,7 +100,7 @@ def _backward_bias(
     problem: Problem, blocks: Blocks, outer: tuple[int, ...], visits: Ref,
     operands: Operands, do: Ref, base: Ref, D: Ref, out: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run one warpgroup of a program; it masks even full tiles, which keeps the kernel short."""
+    """Run one warpgroup of a program, applying the mask to all tiles to keep the kernel short."""
     program = _Program(
         problem, blocks, outer, visits, operands, do, base, D, out,
         TileVectors(problem, operands, ROW), _Memory(**memory),
@@ -120,7 +120,7 @@ def _backward_bias(
 
 @dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _Program:
-    """The copies of the producer and the sums of the consumers."""
+    """Copies of the producer and sums of the consumers."""
 
     problem: Problem
     blocks: Blocks
@@ -142,7 +142,7 @@ class _Program:
 
         def visit(index: jax.Array, carry: Carry) -> Carry:
             parts = zip(digits(item, self.outer), digits(index, inner), strict=True)
-            # one of the two is 0 on every axis
+            # one of the two indices is 0 on every axis
             tile = tuple(o + i for o, i in parts)
             return lax.cond(
                 at(self.visits, *tile)[...] > 0, lambda c: body(*tile, c), lambda c: c, carry

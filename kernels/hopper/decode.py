@@ -1,19 +1,20 @@
-"""The decode kernel: attention of few queries over many keys, split over the keys.
+"""Decode kernel: attention for few queries and many keys, divided along the keys.
 
-The queries of all heads that read one key head, R = T N / K of them, are the rows of one tile, so
-each key and value is read once, directly from a cache [B, S, K, H]. Only listed tiles are read, so
-the cost depends on the filled length. An item is a batch row, a key head and a part of its list;
-two warpgroups share each tile of keys. Each warpgroup writes its own sums, which `merged` adds in a
-fixed order (Flash-Decoding, Dao et al. 2023), in base 2:
+The R = T N / K queries of all heads that share a key head are the rows of one tile. Therefore, each
+key and value is read only once, directly from a cache [B, S, K, H]. Only listed tiles are read, so
+the cost depends on the filled length. An item consists of a batch row, a key head and a part of its
+list. Two warpgroups share each tile of keys. Each warpgroup writes its own sums, and `merged`
+combines them in a fixed order (Flash-Decoding, Dao et al. 2023), in base 2:
 
     m = max_p m_p        l = sum_p 2^(m_p - m) l_p        out = sum_p 2^(m_p - m) acc_p / l
 
-If keys are in the pages of a pool, each copy of 64 keys looks up its page in the table: a tile may
-span two pages, a copy may not.
+If keys are in the pages of a pool, each copy of 64 keys looks up its page in the table. A tile may
+span two pages, but a copy may not.
 
-Keys and values in int8 are copied without conversion, which halves the bytes. A consumer multiplies
-them by their scales, rounds to the query's dtype, and writes another tile that wgmma reads. So the
-result is bit-identical to attention with dequantized keys and values.
+Keys and values in int8 are copied without conversion, which halves the number of bytes. A consumer
+multiplies them by their scales, rounds them to the query's dtype, and writes them to a separate
+tile for wgmma. Therefore, the result is bit-identical to attention with dequantized keys and
+values.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from transformer_jax.kernels.nvidia.schedule import each_tile, item_index, key_p
 from transformer_jax.kernels.nvidia.scores import TilePosition, TileVectors, score_unit, scores
 from transformer_jax.kernels.sharding import result
 
-QUERY_SLOTS = 2  # the queries of the next item are copied while those of this item are in use
+QUERY_SLOTS = 2  # the next item's queries are copied while this item's are in use
 
 
 def decode(
@@ -69,7 +70,7 @@ def decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the output [B, T, N, Hv], and m and log l, f32[B, N, T].
 
-    There is one row of query tiles, and all heads that read one key head have the same list. Keys
+    There is one row of query tiles, and all heads that share a key head have the same list. Keys
     and values may end within a tile, because copies read zeros past the end. A page may not end
     within the 64 keys of a copy.
     """
@@ -79,7 +80,7 @@ def decode(
     (B, T, N, H), (_, _, K, Hv) = operands.query.shape, operands.value.shape
     dtype, like = operands.query.dtype, operands.query
     consumers, wide = blocks.k // ROWS, {}
-    # two int8 tiles fit into the memory of one
+    # two int8 tiles fit into the memory of one 16-bit tile
     if operands.k_scale is not None:
         if blocks.stages < 2:
             raise ValueError(f"stages={blocks.stages} must be at least 2 for int8")
@@ -127,7 +128,7 @@ def _decode(
     problem: Problem, blocks: Blocks, parts: int, lists: TileLists, operands: Operands,
     acc_out: Ref, row_max_out: Ref, total_out: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run one warpgroup of a program; operands and lists are references to memory."""
+    """Run one warpgroup of a program. The operands and lists are memory references."""
     slots = _Slots(**memory)
     vectors = TileVectors(problem, operands, ROW)
     B, K = operands.query.shape[0], operands.key.shape[2]
@@ -145,7 +146,7 @@ def _decode(
 
 
 class _Slots(NamedTuple):
-    """Shared memory; every consumer has its own ring of slots with 64 keys each."""
+    """Shared memory, in which every consumer has its own ring of slots for 64 keys each."""
 
     q_tile: Ref  # [QUERY_SLOTS, ROWS, H]
     k_tile: Ref  # [stages * consumers, ROWS, H]
@@ -156,7 +157,7 @@ class _Slots(NamedTuple):
     full: Ref
     empty: Ref
     columns: Ref = None  # i32[stages * consumers * copied vectors, ROWS]
-    k_wide: Ref = None  # [consumers, ROWS, H] in the query's dtype, if keys are int8
+    k_wide: Ref = None  # [consumers, ROWS, H] in the query's dtype, for int8 keys
     v_wide: Ref = None  # [consumers, ROWS, Hv]
 
     def produce(
@@ -196,17 +197,17 @@ class _Slots(NamedTuple):
 
 
 def _columns(tile: Ref) -> list[Ref]:
-    """Return a tile in groups of columns that need few registers."""
+    """Return a tile in groups of columns, which need few registers."""
     width = columns_at_once(tile.shape[1])
     return [tile.at[:, pl.ds(first, width)] for first in range(0, tile.shape[1], width)]
 
 
 class _Rows(NamedTuple):
-    """The queries of a consumer, and its part of their tile list."""
+    """Queries of a consumer, and the consumer's part of their tile list."""
 
     b: jax.Array
     head: jax.Array  # of the keys
-    first: jax.Array  # its first tile in the list
+    first: jax.Array  # first tile in the list
     slot: jax.Array
     vectors: tuple[jax.Array | None, ...]
     slopes: jax.Array | None
@@ -224,7 +225,7 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _Consumer:
-    """A warpgroup that sums over 64 keys of each tile."""
+    """Warpgroup that sums over 64 keys of each tile."""
 
     problem: Problem
     blocks: Blocks
@@ -259,7 +260,7 @@ class _Consumer:
         return done + 1, sums.step
 
     def tile(self, rows: _Rows, j: jax.Array, sums: _Sums, partial: bool) -> _Sums:
-        """Add 64 keys of a tile."""
+        """Add 64 keys of a tile to the sums."""
         problem, slots, w = self.problem, self.slots, self.w
         acc, row_max, total, step, scales = sums
         consumers = self.blocks.k // ROWS
@@ -268,7 +269,7 @@ class _Consumer:
         columns = self.vectors.of_columns(slots.columns, slot, rows.b, k0, ROWS)
         position = TilePosition(rows.b, rows.head, 0, k0, rows.vectors, columns, rows.slopes)
 
-        # load early, because scales come from device memory
+        # load the scales early, because they are in device memory
         next_scales = self.scales(rows, j + 1)
         plgpu.barrier_wait(slots.full.at[slot])
         k, v = slots.k_tile.at[slot], slots.v_tile.at[slot]
@@ -287,12 +288,12 @@ class _Consumer:
         return _Sums(acc, grown, total, step + 1, next_scales)
 
     def first_key(self, rows: _Rows, j: Index) -> jax.Array:
-        """Return the first key of this consumer in a tile of its part."""
+        """Return the index of the first key of this consumer in a tile of its part."""
         tile = at(self.lists.order, rows.b, rows.head, 0, rows.first + j)[...]
         return tile * self.blocks.k + self.w * ROWS
 
     def scales(self, rows: _Rows, j: Index) -> tuple[jax.Array, ...]:
-        """Load the scales of a tile's keys and values (of any tile past the list's end)."""
+        """Load the scales for the keys and values of a tile (any tile past the end of the list)."""
         if self.operands.k_scale is None:
             return ()
         j = jnp.minimum(j, self.lists.order.shape[3] - 1 - rows.first)
@@ -313,7 +314,7 @@ class _Consumer:
         return wide
 
     def write(self, item: jax.Array, sums: _Sums) -> None:
-        """Copy the sums of an item to device memory, some columns at a time."""
+        """Copy the sums of an item to device memory, a few columns at a time."""
         acc_out, row_max_out, total_out = self.results
         place = item * (self.blocks.k // ROWS) + self.w
         row_max_out[place] = sums.row_max

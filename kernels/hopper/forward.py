@@ -1,7 +1,8 @@
-"""The forward kernel: output, row maximum, and logarithm of the row sum.
+"""Forward kernel, which computes the output, the row maxima and the logarithms of the row sums.
 
-A consumer has 64 queries. For each tile of keys it starts two products: the scores of this tile,
-and the weights times values of the previous tile. It computes the softmax during the second:
+A consumer processes 64 queries. For each tile of keys, it starts two products. The first computes
+the scores of this tile, and the second multiplies the weights and the values of the previous tile.
+The softmax is computed during the second product:
 
     tile j       q k_j   ...softmax of j...
     tile j - 1           p_(j-1) v_(j-1)
@@ -64,7 +65,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the output [B, T, N, Hv], and m and log l, f32[B, N, T].
 
-    m is below the maximum of a row by at most `slack`.
+    m is at most `slack` less than the maximum of a row.
     """
     if blocks.stages < 2:
         raise ValueError(f"stages={blocks.stages} must be at least 2 in the forward kernel")
@@ -107,18 +108,18 @@ def forward(
 
 
 def tile_vectors(problem: Problem, operands: Operands) -> TileVectors:
-    """Return the mask's vectors, copied with a tile if shared memory has room."""
+    """Return the vectors of the mask, which are copied with a tile if shared memory has room."""
     H, Hv = operands.query.shape[-1], operands.value.shape[-1]
     return TileVectors(problem, operands, ROW, copies=has_room(H, Hv) or shares_query_slot(H, Hv))
 
 
 def has_room(H: int, Hv: int) -> bool:
-    """Whether shared memory has room for more than the operands of `forward` and `backward_dq`."""
+    """Whether shared memory has room for additional data in `forward` and `backward_dq`."""
     return H + Hv <= 384
 
 
 def shares_query_slot(H: int, Hv: int) -> bool:
-    """Whether the output is copied out through the queries' slot, because memory is short."""
+    """Whether the output is copied out through the slot of the queries to save shared memory."""
     return H == Hv > 128
 
 
@@ -127,7 +128,7 @@ def _forward(
     row_max_out: Ref, log_sum_out: Ref, *,
     turn: Ref, out_tile: Ref = None, **memory: Ref,
 ) -> None:  # fmt: skip
-    """Run one warpgroup of a program; operands and lists are references to memory."""
+    """Run one warpgroup of a program. The operands and lists are memory references."""
     walk = QueryWalk(**memory)
     vectors = tile_vectors(problem, operands)
     consumers = blocks.q // ROWS
@@ -152,7 +153,7 @@ def _forward(
 
 
 class _Sums(NamedTuple):
-    """Sums of a consumer over the tiles of keys."""
+    """Sums of a consumer over the key tiles."""
 
     acc: jax.Array  # [ROWS, Hv], without the last tile
     row_max: jax.Array  # [ROWS], in base 2
@@ -163,7 +164,7 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # fields are tracers, which are not hashable
 class _Consumer:
-    """A warpgroup that computes 64 rows of a tile of queries."""
+    """Warpgroup that computes 64 rows of a tile of queries."""
 
     problem: Problem
     blocks: Blocks
@@ -198,7 +199,7 @@ class _Consumer:
         return sums.step
 
     def every_tile(self, rows: TileRows, full: Index, seen: Index, sums: _Sums) -> _Sums:
-        """Visit the tiles of a list that has at least one."""
+        """Visit the tiles in a nonempty list."""
         sums = self.tile(rows, jnp.int32(0), sums, partial=True, first=True)
         ahead = jnp.maximum(full, 1)
         sums = lax.fori_loop(
@@ -214,19 +215,19 @@ class _Consumer:
         return sums._replace(acc=acc)
 
     def no_tile(self, sums: _Sums) -> _Sums:
-        """Handle an empty list."""
+        """Write the results for an empty list."""
         self.free_queries()
         return sums
 
     def free_queries(self) -> None:
-        """Release the slot of the queries to the producer, unless the output uses it."""
+        """Release the slot of the queries to the producer, unless the output uses the slot."""
         if self.out_tile is not None:
             plgpu.barrier_arrive(self.walk.q_empty.at[self.w])
 
     def tile(
         self, rows: TileRows, j: jax.Array, sums: _Sums, partial: bool, first: bool = False
     ) -> _Sums:
-        """Multiply the keys of this tile, and the values of the previous one during the softmax."""
+        """Multiply the keys of this tile and the values of the previous tile."""
         walk, stages, w = self.walk, self.blocks.stages, self.w
         acc, row_max, total, p, step = sums
         slot, last = slot_of(step, stages), slot_of(step + stages - 1, stages)
@@ -236,12 +237,12 @@ class _Consumer:
         softmax = functools.partial(self.softmax, row_max, total, position, slot, partial)
 
         plgpu.barrier_wait(walk.k_full.at[slot])
-        # two consumers alternate at the tensor cores: the softmax of one overlaps with the products
-        # of the other (FlashAttention-3, section 3.1)
+        # two consumers alternate in the use of the tensor cores, so that the softmax of one
+        # overlaps with the products of the other (FlashAttention-3, section 3.1)
         if self.blocks.q == 2 * ROWS:
             plgpu.barrier_wait(self.turn.at[w])
         q, k = walk.q_tile.at[opaque(w)], walk.k_tile.at[slot].transpose((1, 0))
-        # the first tile has no earlier values to add
+        # there are no earlier values to add at the first tile
         if first:
             p, row_max, total, _, _ = softmax(product(q, k, self.hand_over))
         else:
@@ -250,7 +251,8 @@ class _Consumer:
             )
             plgpu.barrier_arrive(walk.v_empty.at[last])
             acc = rescaled(acc, shrink, risen)
-        # cast only now, because the tensor cores read the last tile's weights until they finish
+        # cast only now, because the tensor cores read the weights of the last tile until they
+        # finish
         return _Sums(acc, row_max, total, p.astype(walk.v_tile.dtype), step + 1)
 
     def hand_over(self) -> None:
@@ -262,9 +264,9 @@ class _Consumer:
         self, row_max: jax.Array, total: jax.Array, position: TilePosition, slot: jax.Array,
         partial: bool, raw: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
-        """Return p, the new maximum and sum, the factor of old sums, and whether a maximum rose.
+        """Return p, the new maximum and sum, the factor for old sums, and whether a maximum increased.
 
-        The last result is per warp; None means that every warp rescales its sums.
+        The last result is computed per warp. None means that every warp rescales its sums.
         """
         problem, walk, late = self.problem, self.walk, self.vectors.late(partial)
         # beyond 2^27, row_max + 8 may be rounded to row_max + 16, and 2^16 is infinite in float16
@@ -287,14 +289,14 @@ class _Consumer:
         if problem.dropout_rate:
             p = jnp.where(kept(problem, self.operands, position, p.shape, ROW), p, 0)
         p, grown, summed, shrink = lax.optimization_barrier((p, grown, summed, shrink))
-        # wait for the values of the next product; the compiler moves nothing past a barrier
+        # wait for the values of the next product, because the compiler moves nothing past a barrier
         plgpu.barrier_wait(walk.v_full.at[slot])
         return p, grown, summed, shrink, risen
 
     def write(
         self, rows: TileRows, acc: jax.Array, row_max: jax.Array, total: jax.Array, live: jax.Array
     ) -> None:
-        """Copy an item's results to device memory."""
+        """Copy the results of an item to device memory."""
         out, row_max_out, log_sum_out = self.results
         staged = self.walk.q_tile if self.out_tile is None else self.out_tile
         if self.out_tile is None:
@@ -309,15 +311,16 @@ class _Consumer:
         plgpu.copy_smem_to_gmem(
             staged.at[self.w], out.at[rows.b, pl.ds(rows.start, ROWS), rows.head]
         )
-        # all warps wait for the copy, because they write to the slot again
+        # all warps wait for the copy, because they will write to the slot again
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.out_tile is None:
             plgpu.barrier_arrive(self.walk.q_empty.at[self.w])
 
 
 def any_of_warp(rows: jax.Array) -> jax.Array:  # bool[rows] -> bool[]
-    """Whether any of the rows of a warp is true."""
-    # warps may differ, so code that depends on the result must not contain a barrier or wgmma
+    """Whether the value of any row in a warp is true."""
+    # the result may differ between warps, so code that depends on it must not contain a barrier or
+    # wgmma
 
     @plgpu.inline_mgpu(
         arg_types=(WGMMA.reduce(1),),
@@ -333,7 +336,7 @@ def any_of_warp(rows: jax.Array) -> jax.Array:  # bool[rows] -> bool[]
 
 
 def rescaled(acc: jax.Array, shrink: jax.Array, risen: jax.Array | None) -> jax.Array:
-    """Return acc times the factor of its row, which is 1 in a warp without `risen`."""
+    """Multiply each row of acc by its factor, which is 1 in a warp without `risen`."""
     if risen is None:
         return acc * across(shrink, acc)
     return lax.cond(risen, lambda: acc * across(shrink, acc), lambda: acc)

@@ -1,9 +1,9 @@
-"""The producer of every kernel except that for a bias: copies of tiles into shared memory.
+"""Producer for every kernel except the bias kernel, which copies tiles into shared memory.
 
 A kernel iterates over queries or over keys. The rows of an item (a tile of queries, or of keys and
-values) stay in shared memory; the tiles of the other side, from the item's list, stream through a
-ring of slots. A slot is filled after its consumers have freed it (a barrier `..._empty`), and read
-after its copies have arrived (`..._full`).
+values) stay in shared memory. The tiles of the other side, which are in the item's list, stream
+through a ring of slots. A slot is filled after its consumers have freed it (barrier `..._empty`),
+and it is read after its copies have arrived (barrier `..._full`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from transformer_jax.kernels.nvidia.schedule import key_items, query_items
 from transformer_jax.kernels.nvidia.scores import TileVectors
 
 AfterTile = Callable[[Index, Index, Index], None]
-"""Called with the batch row, query head and first query of a tile."""
+"""Function of the batch row, query head and first query of a tile."""
 Unfinished = tuple[jax.Array, tuple[tuple[Index, Index], ...]]
-"""The next step, and the tiles (head, place in its list) that still need a call of `AfterTile`."""
+"""The next step, and the tiles (head, place in its list) that still need a call to `AfterTile`."""
 
 
 class QueryWalk(NamedTuple):
-    """Shared memory of a kernel whose items are tiles of queries."""
+    """Shared memory for a kernel whose items are tiles of queries."""
 
     q_tile: Ref  # [consumers, rows, H]
     k_tile: Ref  # [stages, blocks.k, H]
@@ -49,17 +49,17 @@ class QueryWalk(NamedTuple):
         self, blocks: Blocks, lists: TileLists, operands: Operands,
         vectors: TileVectors, do: Ref = None,
     ) -> None:  # fmt: skip
-        """Copy the queries (and do) of every item, and the keys and values of its list.
+        """Copy the queries (and do) of every item, and the keys and values in its list.
 
-        There is no deadlock, because freeing a slot never waits for a later copy: keys j + 1 use
+        Deadlocks cannot occur, because freeing a slot never waits for a later copy. Keys j + 1 use
         the slot of keys j - 1 or older, which are freed after keys j - 1 and values j - 2 arrive.
         """
         N, K, items = operands.query.shape[2], operands.key.shape[2], query_items(operands, blocks)
         staying: list[tuple[Ref, Ref]] = [(operands.query, self.q_tile)]
         staying += [] if do is None else [(do, self.do_tile)]
         stages, value_slots = self.k_tile.shape[0], self.v_tile.shape[0]
-        # the forward kernel frees the keys of a tile before the values of the previous tile, so its
-        # keys are copied one tile ahead; it has at least two stages
+        # the forward kernel frees the keys of a tile before the values of the previous tile, so the
+        # keys are copied one tile ahead. The kernel has at least two stages
         keys_lead = do is None
 
         def copy_item(
@@ -73,7 +73,7 @@ class QueryWalk(NamedTuple):
                 return at(lists.order, b, n, row, j)[...]
 
             def copy_keys(tile: Index, step: Index) -> None:
-                # a product, so that the compiler knows that the tile size divides it
+                # written as a product, so that the compiler knows that the tile size divides it
                 start = tile * blocks.k
                 slot = slot_of(step, stages)
                 wait_from(stages, step, self.k_empty.at[slot])
@@ -108,8 +108,8 @@ class QueryWalk(NamedTuple):
                     pl.when(j + 1 < seen)(next_keys)
                 return step + 1, following
 
-            # start the first keys before waiting for the queries' slot, which the previous item
-            # occupies until its last product with keys
+            # start copying the first keys before waiting for the slot of the queries, which the
+            # previous item occupies until its last product with keys
             this = tile_of(jnp.int32(0))
             pl.when(seen > 0)(functools.partial(copy_keys, this, step))
             copy_queries()
@@ -120,7 +120,7 @@ class QueryWalk(NamedTuple):
 
 
 class KeyWalk(NamedTuple):
-    """Shared memory of a kernel whose items are tiles of keys."""
+    """Shared memory for a kernel whose items are tiles of keys."""
 
     k_tile: Ref  # [parts, rows, H]
     v_tile: Ref  # [parts, rows, Hv]
@@ -128,11 +128,11 @@ class KeyWalk(NamedTuple):
     do_tile: Ref  # [stages, blocks.q, Hv]
     base_columns: Ref  # f32[stages, blocks.q]
     D_columns: Ref  # f32[stages, blocks.q]
-    k_full: Ref  # one for each part of the keys, or one for all
+    k_full: Ref  # one barrier for each part of the keys, or one for all parts
     k_empty: Ref
     q_full: Ref
     q_empty: Ref
-    both: Ref  # barrier of the consumers, and of a producer with `after`
+    both: Ref  # barrier for the consumers, and for a producer with `after`
     columns: Ref = None  # i32[stages * copied vectors, blocks.q]
 
     def produce(
@@ -140,14 +140,14 @@ class KeyWalk(NamedTuple):
         vectors: TileVectors, do: Ref, base: Ref, D: Ref, *,
         together: bool = False, after: AfterTile | None = None,
     ) -> None:  # fmt: skip
-        """Copy the keys and values of every item, and the query side of every tile in its lists.
+        """Copy the keys and values of every item, and the query side of all tiles in its lists.
 
-        Each query head that reads the key head has a list. `together`: the parts of the keys share
-        their barriers. `after` is called for every tile, once the copy that reuses the tile's slot,
-        or that of the item's last tile, has started. So it runs before the producer waits for the
-        keys' slot, which consumers free after all tiles. `after` arrives at `both`, where the
-        consumers meet in every tile and at the end of an item; this method arrives for the first
-        meeting of an item.
+        Each query head that reads the key head has a list. If `together` is true, the parts of the
+        keys share their barriers. `after` is called for every tile when the copy that reuses the
+        tile's slot has started, or when the copy of the item's last tile has started. Therefore, it
+        runs before the producer waits for the slot of the keys, which the consumers free after all
+        tiles. `after` arrives at `both`, where the consumers meet at every tile and at the end of
+        an item. This method arrives for the first meeting of an item.
         """
         N, K, items = operands.query.shape[2], operands.key.shape[2], key_items(operands, blocks)
         G, stages = N // K, self.q_tile.shape[0]
@@ -174,7 +174,7 @@ class KeyWalk(NamedTuple):
                 plgpu.barrier_arrive(self.both)
 
             def finish(n: Index, j: Index, step: Index) -> None:
-                """Call `after` for the tile of a step (tile j in a head's list), if it exists."""
+                """Call `after` for the tile of a step (tile j in the list of a head), if the tile exists."""
 
                 @pl.when(step >= first)
                 def _() -> None:
@@ -216,5 +216,5 @@ class KeyWalk(NamedTuple):
 
 
 def wait_from(slots: int, step: Index, barrier: Ref) -> None:
-    """Wait until the slot of a step is free, once all slots have been used."""
+    """Wait until the slot of a step is free, unless the slot has not been used yet."""
     pl.when(step >= slots)(lambda: plgpu.barrier_wait(barrier))

@@ -20,14 +20,14 @@ Result = TypeVar("Result")
 
 def opaque(slot: Index) -> Index:
     """Hide the index of a slot from the compiler."""
-    # wgmma needs a descriptor for every 16 columns of a tile. The compiler would keep the
-    # descriptors of a constant slot in registers, up to 64 of them, and spill other values. If the
-    # index is hidden, each costs an addition instead
+    # wgmma needs a descriptor for every 16 columns of a tile. If the slot were constant, the
+    # compiler would keep up to 64 descriptors in registers and spill other values. If the index is
+    # hidden, each descriptor costs an addition instead
     return lax.optimization_barrier(jnp.asarray(slot, i32)) if HAS_JAX_11 else slot
 
 
 def product(a: Ref, b: Ref, after: Callable[[], None] = lambda: None) -> jax.Array:
-    """Return a @ b in float32; `after` runs as soon as the tensor cores have started."""
+    """Return a @ b in float32, and run `after` as soon as the tensor cores have started."""
 
     def multiply(acc: Ref) -> jax.Array:
         plgpu.wgmma(acc, a, b)
@@ -38,8 +38,8 @@ def product(a: Ref, b: Ref, after: Callable[[], None] = lambda: None) -> jax.Arr
 
 
 def add_products(problem: Problem, *sums: Sum) -> list[jax.Array]:
-    """Return acc + a @ b for every sum, in place on the device; `a` may be in registers."""
-    # the interpreter has no `run_state`, and no wgmma from registers
+    """Return acc + a @ b for every sum, in place on the device, where `a` may be in registers."""
+    # the interpreter does not support `run_state`, or wgmma with registers
     if problem.interpret:
         results = [acc + jnp.dot(a[...], b[...], preferred_element_type=f32) for acc, a, b in sums]
         # order these reads before the next copy into the slots
@@ -60,9 +60,9 @@ def overlapped_products(
     after: Callable[[], None],
     meanwhile: Callable[[jax.Array], Result],
 ) -> tuple[jax.Array, Result]:
-    """Return acc + p @ v, and `meanwhile(q @ k)`, evaluated during the first product.
+    """Return acc + p @ v, and `meanwhile(q @ k)`, which is evaluated during the first product.
 
-    `after` runs as soon as the tensor cores have started both products.
+    The function `after` runs as soon as the tensor cores have started both products.
     """
     (q, k), (acc, p, v) = scored, summed
     if problem.interpret:

@@ -1,4 +1,4 @@
-"""Persistent programs: assignment of items to programs and of roles to warpgroups."""
+"""Assignment of items to persistent programs, and of roles to warpgroups."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Carry = TypeVar("Carry")
 
 
 def most_programs(problem: Problem) -> int:
-    """Return the maximum number of programs of a kernel: one for each multiprocessor."""
+    """Return the maximum number of programs in a kernel, which is one per multiprocessor."""
     return problem.processors or PROGRAMS
 
 
 def each_item(total: int, body: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
-    """Run `carry = body(item, carry)` for the items of this program, out of `total`."""
-    # back and forth: items get lighter, so a program's first turn is heavy and its next one light
+    """Run `carry = body(item, carry)` for this program's items, out of `total` items."""
+    # go back and forth, because items become lighter, so that a program's turns are heavy and light
     programs, program = lax.axis_size("program"), lax.axis_index("program")
 
     def position(turn: jax.Array) -> jax.Array:
@@ -54,12 +54,13 @@ def launch(
 ) -> Callable[..., Any]:
     """Return a kernel with consumers and a producer as a function of arrays.
 
-    With `auto_barriers`, the warps of a warpgroup meet before and after every store, and before
-    every copy into shared memory. Otherwise the kernel's own barriers must order everything: a warp
-    that waits for a barrier may lag behind the other three, but never by two phases, which would
-    look like none. So all 128 threads arrive: the producer's for every copy, so that a slot is not
-    read, and not freed again, before the last warp has seen it free; a consumer's for every slot
-    they free, so that a slot is not refilled before the last warp has read it.
+    If `auto_barriers` is true, the warps of a warpgroup meet before and after every store, and
+    before every copy into shared memory. Otherwise, the kernel's own barriers must order all
+    operations. A warp that waits for a barrier may lag behind the other three, but never by two
+    phases, because a lag of two phases is indistinguishable from no lag. Therefore, all 128 threads
+    of a warpgroup arrive. The producer's threads arrive for every copy, so that a slot is not read
+    or freed again before the last warp has seen that it is free. A consumer's threads arrive for
+    every slot that they free, so that the slot is not refilled before the last warp has read it.
     """
     interpret = {"interpret": problem.interpret} if problem.interpret else {}
     kernel = plgpu.kernel(
@@ -73,12 +74,12 @@ def launch(
         **interpret,
         **options,
     )
-    # Mosaic GPU drops the information that results vary over a mesh like the arguments
+    # Mosaic GPU loses the information that the results vary over a mesh like the arguments
     return lambda *arrays: vary(kernel(*arrays), like=arrays[:2])
 
 
 def compiler_params(auto_barriers: bool) -> plgpu.CompilerParams:
-    """Return the compiler options; a check on the device replaces this to enable all barriers."""
+    """Return the compiler options, which a check on the device overrides to enable all barriers."""
     return plgpu.CompilerParams(
         approx_math=True,
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -89,7 +90,7 @@ def compiler_params(auto_barriers: bool) -> plgpu.CompilerParams:
 def specialize(
     consumers: int, produce: Callable[[], None], consume: Callable[[jax.Array], None]
 ) -> None:
-    """Assign the roles: one warpgroup produces, the others consume."""
+    """Assign roles to the warpgroups, which are one producer and several consumers."""
     warpgroup = lax.axis_index("warpgroup")
     # register limits per thread of a consumer and of the producer
     limits = {1: None, 2: (240, 24), 3: (160, 32)}[consumers]

@@ -1,4 +1,4 @@
-"""Code shared by the Hopper and Ampere kernels, and checks of the calls that neither supports.
+"""Code shared by the Hopper and Ampere kernels, and checks for calls that neither supports.
 
 memory       slots of shared memory, registers    schedule   assignment of work to programs
 scores       scores, mask and dropout of a tile, and their gradients
@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from transformer_jax.kernels import Target
 from transformer_jax.kernels.contract import Shaped
 
-BROKEN_CUDA = range(12080, 12100)  # ptxas up to 12.9.0 breaks causal kernels, according to jax
+BROKEN_CUDA = range(12080, 12100)  # ptxas up to 12.9.0 miscompiles causal kernels (see jax)
 
 
 @functools.cache
 def cuda_version() -> int | None:
-    """Return the CUDA version (13020 for 13.2), or None without CUDA."""
-    try:  # there is no public name in jax
+    """Return the CUDA version, such as 13020 for 13.2, or None without CUDA."""
+    try:  # jax has no public name for it
         from jax._src.lib import cuda_versions
     except ImportError:
         return None
@@ -29,7 +29,7 @@ def cuda_version() -> int | None:
 
 
 def refuse(target: Target, backend: str, query: Shaped, key: Shaped, value: Shaped) -> str | None:
-    """Return the reason why no kernel of a backend supports these arrays (or structs), or None."""
+    """Return the reason why no kernel in a backend supports these arrays or structs, or None."""
     if not target.interpret and cuda_version() in BROKEN_CUDA:
         return (
             f"CUDA 12.8.0 to 12.9.0 compiles causal kernels wrongly, and version {cuda_version()} "

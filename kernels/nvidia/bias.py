@@ -1,4 +1,4 @@
-"""Tiles and sums of the kernels for the gradient of a bias."""
+"""Tiles and sums for the kernels that compute the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer_jax.kernels.nvidia.memory import i32
 
 
 def sum_shape(operands: Operands, blocks: Blocks) -> tuple[int, int, int, int]:
-    """Return the shape of the kernel's sum.
+    """Return the shape of the sum that the kernel computes.
 
     If axis T or S of the bias has size 1, the kernel sums over tiles in registers, and the caller
     sums over the rows or columns of the last tile. If both have size 1, the kernel keeps T.
@@ -25,13 +25,13 @@ def sum_shape(operands: Operands, blocks: Blocks) -> tuple[int, int, int, int]:
 
 
 def visited(lists: TileLists) -> jax.Array:  # i32[B or 1, N or 1, query tiles, key tiles]
-    """Return 1 for listed tiles, else 0."""
+    """Return 1 for listed tiles and 0 for other tiles."""
     *leading, turn = jnp.indices(lists.order.shape, sparse=True)
     listed = (turn < lists.seen[..., None]).astype(i32)
     return jnp.zeros(lists.order.shape, i32).at[*leading, lists.order].max(listed)
 
 
 def digits(index: jax.Array, sizes: Sequence[int]) -> Iterator[jax.Array]:
-    """Yield the index on each axis of an array of these sizes for a flat index."""
+    """Yield the index along each axis of an array with these sizes for a flat index."""
     for axis in range(len(sizes)):
         yield index // math.prod(sizes[axis + 1 :]) % sizes[axis]

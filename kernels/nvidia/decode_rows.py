@@ -1,4 +1,4 @@
-"""Code shared by the Hopper and Ampere decode kernels: layout, list parts, and their sum."""
+"""Code shared by the Hopper and Ampere decode kernels, such as layouts and sums over list parts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ Padded = TypeVar("Padded", jax.Array, jax.Array | None)
 
 
 def for_copies(operands: Operands, listed: int | None = None) -> Operands:
-    """Pad keys and values for copies, if needed.
+    """Pad keys and values for copies if necessary.
 
-    Copies need at least 64 keys, and a multiple of 8: past the end, Hopper's copies read zeros, and
-    Ampere's begin earlier. Hopper reads scales without copies, so it needs `listed` of them, the
-    number of keys in listed tiles; None means as many as keys. Pages need no padding.
+    Copies need at least 64 keys, and the number of keys must be a multiple of 8. Past the end,
+    copies on Hopper read zeros, and copies on Ampere begin earlier. Hopper reads scales without
+    copies, so it needs `listed` scales, the number of keys in listed tiles. None means the number
+    of keys. Pages need no padding.
     """
     if operands.pages is not None:
         return operands
@@ -44,13 +45,13 @@ def for_copies(operands: Operands, listed: int | None = None) -> Operands:
 
 
 def as_rows(operands: Operands) -> Operands:
-    """Pack the queries of a key head as the 64 rows of one tile."""
+    """Pack the queries of each key head as the 64 rows of one tile."""
     T, N, K = *operands.query.shape[1:3], operands.key.shape[2]
     return PackedQueries(T, N // K, ROWS).operands(operands)
 
 
 def lists_of_key_heads(operands: Operands, lists: TileLists) -> TileLists:
-    """Return one tile list per key head, or the list that all heads share."""
+    """Return one tile list per key head, or a single list that all heads share."""
     if lists.order.shape[1] == 1:
         return lists
     group = operands.query.shape[2] // operands.value.shape[2]
@@ -58,12 +59,12 @@ def lists_of_key_heads(operands: Operands, lists: TileLists) -> TileLists:
 
 
 def part_of(seen: jax.Array, part: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
-    """Return the half-open range of the tiles of a list that belong to a part."""
+    """Return the half-open range of the tiles in a list that belong to a part."""
     return part * seen // parts, (part + 1) * seen // parts
 
 
 def place_of(operands: Operands, b: Index, k0: Index, width: int = ROWS) -> tuple[Index, Span]:
-    """Return the location of the keys from k0 on: the batch row or page, and its slots."""
+    """Return the batch row or page of the keys from k0 on, and their slots in it."""
     if operands.pages is None:
         return b, pl.ds(k0, width)
     table: Ref = operands.pages
@@ -74,12 +75,12 @@ def place_of(operands: Operands, b: Index, k0: Index, width: int = ROWS) -> tupl
 
 
 def swizzle(x: jax.Array) -> int | None:
-    """Return the swizzle of int8 tiles, so that `columns_at_once` are whole parts of it."""
+    """Return the swizzle for int8 tiles, such that `columns_at_once` is a multiple of its parts."""
     return None if x.dtype != jnp.int8 else columns_at_once(x.shape[3])
 
 
 def columns_at_once(width: int) -> int:
-    """Return the number of a tile's columns to load at a time, a divisor of the width."""
+    """Return the number of columns of a tile to load at a time, which divides the width."""
     return next(columns for columns in (64, 32, 16) if width % columns == 0)
 
 
@@ -89,10 +90,11 @@ def merged(
     row_max: jax.Array,  # f32[B, K, parts, ROWS], in base 2
     total: jax.Array,  # f32[B, K, parts, ROWS]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Combine the sums of all parts and the sink into output, m and log l."""
+    """Combine the sums of all parts and the sink into the output, m and log l."""
     T, N, K = *operands.query.shape[1:3], operands.key.shape[2]
     packed = PackedQueries(T, N // K, ROWS)
-    # sum in a fixed order, not that in which programs finish, so that all runs have the same bits
+    # sum in a fixed order instead of the order in which programs finish, so that all runs produce
+    # the same bits
     top = row_max.max(axis=2)
     weight = jnp.exp2(row_max - top[:, :, None])
     total = packed.unpacked((weight * total).sum(axis=2), OF_ROWS)  # f32[B, N, T]

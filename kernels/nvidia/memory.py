@@ -1,4 +1,4 @@
-"""Layouts of shared memory and registers, and moves between them."""
+"""Layouts of shared memory and registers, and transfers between them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from jaxlib.mlir.dialects import nvvm
 from transformer_jax.kernels.contract import Index, Problem
 
 Ref = Any
-"""A reference to memory or to barriers, or a part of one; Pallas has no public type for it."""
+"""Reference to memory or barriers, or to a part of them, for which Pallas has no public type."""
 
 Scratch = pl.MemoryRef | plgpu.Barrier
-"""The type of a kernel's scratch memory or barriers."""
+"""Type of the scratch memory or the barriers of a kernel."""
 Layout = Any
-"""The register layout of a tile; Pallas has no public type for it."""
+"""Register layout of a tile, for which Pallas has no public type."""
 Span = pl.Slice | slice
 Value = Any
-"""An MLIR value or context; Pallas passes private types."""
+"""MLIR value or context, for which Pallas passes private types."""
 
-ROWS = 64  # rows of a tile that one warpgroup multiplies
+ROWS = 64  # rows of a tile that a warpgroup multiplies
 ROW, COLUMN = 0, 1  # the axis of a tile along which a vector varies
 WGMMA = plgpu.Layout.WGMMA  # register layout of a warpgroup for a tile of 64 rows
 
 HAS_JAX_11 = hasattr(plgpu, "InterpretGPUParams")
-HAS_INTERPRETER = hasattr(plgpu, "store")  # of jax 0.12; that of jax 0.11 fails on these kernels
+HAS_INTERPRETER = hasattr(plgpu, "store")  # jax 0.12; the one in jax 0.11 fails on these kernels
 
 f32 = jnp.float32
 i32 = jnp.int32
@@ -39,42 +39,43 @@ i32 = jnp.int32
 def tile_slots(
     slots: int | None, rows: int, width: int, dtype: DTypeLike, swizzle: int | None = None
 ) -> Scratch:
-    """Return the type of slots (None: one tile) in shared memory, laid out for wgmma and TMA."""
+    """Return the type of slots in shared memory, laid out for wgmma and TMA."""
     size = jnp.dtype(dtype).itemsize
     swizzle = swizzle or swizzle_of(size, width)
     tiling = plgpu.TilingTransform((8, swizzle // size))
-    # a swizzle of 16 bytes is the plain order, which has no transform
+    # a swizzle of 16 bytes is the plain order, which needs no transform
     swizzled = (plgpu.SwizzleTransform(swizzle),) if swizzle > 16 else ()
     shape = (rows, width) if slots is None else (slots, rows, width)
     return plgpu.SMEM(shape, dtype, transforms=(tiling, *swizzled))
 
 
 def swizzle_of(size: int, *widths: int) -> int:
-    """Return the widest swizzle, in bytes, that divides rows of all widths.
+    """Return the widest swizzle, in bytes, that divides the rows of all widths.
 
-    `size` is the number of bytes per element; `widths` are the tile's and its array's widths.
+    `size` is the number of bytes per element. `widths` contains the widths of the tile and of its
+    array.
     """
     return next(s for s in (128, 64, 32) if all(width * size % s == 0 for width in widths))
 
 
 def at(ref: Ref, *index: Index | Span) -> Ref:
-    """Return `ref.at[index]`, with index 0 on axes of size 1."""
+    """Return `ref.at[index]`, with index 0 along axes of size 1."""
     return ref.at[tuple(0 if size == 1 else i for size, i in zip(ref.shape, index, strict=True))]
 
 
 def slot_of(step: Index, slots: int) -> jax.Array:
-    """Return the slot of a step, as i32 even if x64 is enabled."""
+    """Return the slot of a step as i32, even if x64 is enabled."""
     return lax.rem(step, i32(slots))
 
 
 def load(ref: Ref, layout: Layout) -> jax.Array:
-    """Load registers in a layout; `ref` may be in global memory."""
+    """Load registers in a layout from `ref`, which may be in global memory."""
     index = () if HAS_JAX_11 else ((),)
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 def load_along(ref: Ref, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Load a vector along one axis of a tile, broadcast over the other."""
+    """Load a vector along one axis of a tile, and broadcast it along the other axis."""
     vector = load(ref, WGMMA.reduce(1 - axis))
     return lax.broadcast_in_dim(vector, shape, [axis])
 
@@ -82,7 +83,7 @@ def load_along(ref: Ref, shape: tuple[int, ...], axis: int) -> jax.Array:
 def fence(problem: Problem) -> None:
     """Order a thread's reads and writes of shared memory before later copies and products."""
     # `commit_smem` would also synchronize all warps. This fence must be followed by an arrival at a
-    # barrier for which the copies and products wait. The interpreter has no such fence
+    # barrier that the copies and products wait for. The interpreter does not support the fence
     if problem.interpret or not HAS_JAX_11:
         plgpu.commit_smem()
         return
@@ -95,11 +96,11 @@ def fence(problem: Problem) -> None:
 
 
 def across(rows: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcast a value per row over the columns of a tile."""
+    """Broadcast the value of each row over the columns of a tile."""
     return lax.broadcast_in_dim(rows, like.shape, [0])
 
 
 def filled(shape: tuple[int, ...], value: float) -> jax.Array:
-    """Return registers with a constant value, for rows or for a tile."""
+    """Return registers that contain a constant value, for rows or for a tile."""
     layout = WGMMA if len(shape) == 2 else WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, f32), layout)

@@ -64,5 +64,5 @@ BACKEND = Backend(
     shortest=TPU_LANES,  # no tile is narrower
     decode_rows=64,
     int8=True,
-    page=TPU_LANES,  # whole tiles
+    page=TPU_LANES,  # pages contain whole tiles
 )
