@@ -1,12 +1,13 @@
 """Packing of the queries of all heads that share a key head into the rows of one tile.
 
-With few queries, a tile of a single head is mostly empty, and each head reads the keys again. When
-packed, row g T + t of key head h is query t of query head h G + g, with G = N / K: a kernel has K
-heads with G T rows each, padded to whole tiles. Every tile of rows visits all tiles that any of its
-queries sees. The decode kernels pack queries themselves; `packed` wraps all other kernels.
+If there are few queries, a tile of a single head is mostly empty, and each head reads the keys
+again. After packing, row g T + t of key head h is query t of query head h G + g, where G = N / K.
+The kernel has K heads with G T rows each, padded to whole tiles. Every tile of rows visits all
+tiles that any of its queries sees. The decode kernels pack queries themselves, and `packed` wraps
+all other kernels.
 
-`packed` is applied inside the rules for `vmap` and for a mesh, so G refers to the heads on one
-device, and nothing moves between devices.
+`packed` is applied inside the rules for `vmap` and for meshes. Therefore, G refers to the heads on
+one device, and no data moves between devices.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from transformer_jax.kernels.sharding import KEYS, QUERIES, ROWS, TILES, AxisNam
 def packed(
     kernel: KernelCall, block_q: int, results: Sequence[AxisNames], *, by_key: bool
 ) -> KernelCall:
-    """Wrap a kernel: pack its inputs, and unpack its results.
+    """Wrap a kernel, packing its inputs and unpacking its results.
 
-    It requires unpadded queries, no dropout and no slopes. The lists have one tile of queries (one
-    row, or one column if `by_key`), shared by the heads that read one key head. A bias that heads
-    do not share must have a row for each query.
+    The wrapper requires unpadded queries, no dropout and no slopes. The lists have one tile of
+    queries (one row, or one column if `by_key` is true) for all heads that share a key head. A bias
+    that differs between heads must have a row for each query.
     """
 
     def call(operands: Operands, lists: TileLists, *saved: Residuals) -> tuple[jax.Array, ...]:
@@ -49,7 +50,7 @@ def packed(
 
 @dataclass(frozen=True)
 class PackedQueries:
-    """Rows of one key head: T queries for each of `group` query heads, head by head."""
+    """Rows of one key head, which are T queries for each of `group` query heads, head by head."""
 
     T: int
     group: int
@@ -68,7 +69,7 @@ class PackedQueries:
     # Inputs of a kernel
 
     def operands(self, x: Operands) -> Operands:
-        """Return the operands with rows instead of queries, and slopes and sinks per row."""
+        """Return the operands with rows instead of queries, and with slopes and sinks per row."""
 
         def per_row(v: jax.Array | None) -> jax.Array | None:  # [B or 1, N] to rows
             if v is None:
@@ -85,7 +86,7 @@ class PackedQueries:
         )
 
     def saved(self, x: Residuals) -> Residuals:
-        """Pack the backward inputs; padding rows have zero weights."""
+        """Pack the inputs of the backward pass, giving padding rows zero weights."""
         return Residuals(
             self.queries(x.do),
             self.heads(x.row_max, jnp.inf),
@@ -94,8 +95,8 @@ class PackedQueries:
         )
 
     def lists(self, lists: TileLists, by_key: bool) -> TileLists:
-        """Return lists for all tiles of rows; each tile of rows visits the same tiles."""
-        # heads of one group have the same lists; a single shared list is kept
+        """Return lists in which all tiles of rows visit the same tiles."""
+        # heads of one group have the same lists, and a single shared list is kept
         order, full, seen = (x[:, :: self.group] for x in lists[:3])
         if by_key:
             every = jax.lax.broadcasted_iota(order.dtype, (*seen.shape, self.tiles), seen.ndim)
@@ -120,7 +121,7 @@ class PackedQueries:
         return self._filled(x.reshape(x.shape[0], -1, self.number), 2, fill)
 
     def pairs(self, x: jax.Array) -> jax.Array:  # [.., N or 1, T or 1, S or 1] to rows
-        """Pack an array of pairs; the result has packed rows (or size 1), and K heads or one."""
+        """Pack an array of pairs, so that it has packed rows (or size 1) and K heads (or one)."""
         b, n, t, s = x.shape
         if n == 1 == t:
             return x
@@ -139,7 +140,7 @@ class PackedQueries:
     def unpacked(
         self, x: jax.Array, names: AxisNames, bias: tuple[int, ...] | None = None
     ) -> jax.Array:
-        """Unpack a result to queries and heads, or the gradient of a bias to the bias's shape."""
+        """Unpack a result to queries and heads, or the gradient of a bias to the shape of the bias."""
         if names == KEYS:
             return x
         if names == QUERIES:  # [B, rows, K, d] -> [B, T, N, d]
@@ -167,12 +168,13 @@ def with_sinks(
         m' = max(m, sink)    log l' = log(l exp(m - m') + exp(sink - m'))
         out' = out l exp(m - m') / l'
 
-    Fully masked rows do not change.
+    Rows that are fully masked do not change.
     """
-    # not in the kernel, which takes one sink per head, while the rows of a tile belong to several
+    # The kernel cannot do this, because it takes one sink per head, and the rows of a tile belong
+    # to several heads.
     fully_masked = jnp.isneginf(row_max)
     sink = jnp.where(fully_masked, -jnp.inf, sinks[..., None])
-    # without the new maximum, m + log l' would cancel if scores are far below the sink
+    # without the new maximum, m + log l' would cancel if the scores were far below the sink
     new_max = jnp.maximum(row_max, sink)
     rescaled = log_sum + jnp.where(fully_masked, 0, row_max - new_max)
     total = jnp.logaddexp(rescaled, jnp.where(fully_masked, -jnp.inf, sink - new_max))

@@ -1,9 +1,10 @@
-"""The CPU kernels in plain JAX, for programs that run on another machine.
+"""CPU kernels in plain JAX, for programs that run on another machine.
 
 A program that is exported, or compiled for another platform, cannot call the compiled library. It
-uses these functions with the same contract: they loop over tiles of queries and tiles of keys, with
-all heads of all rows at once. Memory is O(T + S), and tiles that no head sees are skipped. The
-compiled kernels, which have only a backward pass, also use their derivatives.
+uses these functions, which have the same contract. They loop over tiles of queries and tiles of
+keys, and process all heads of all rows at once. They need O(T + S) memory, and they skip tiles that
+no head sees. The compiled kernels, which have only a backward pass, also use the derivatives of
+these functions.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def forward(
             lost = lost | (seen & (bad | jnp.isnan(s) | jnp.isposinf(s))).any(axis=-1)
             # from here on everything is finite, including derivatives
             s = jnp.where(lost[..., None], -jnp.inf, s)
-            # the maximum cancels out of the result; its derivative would only add rounding errors
+            # the maximum cancels out of the result, so its derivative would only add rounding
+            # errors
             most = lax.stop_gradient(jnp.maximum(row_max, s.max(axis=-1)))
             safe = jnp.where(jnp.isneginf(most), 0, most)
             p = jnp.exp(s - safe[..., None])
@@ -132,7 +134,7 @@ def backward_single_pass(
 def backward_bias(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:
-    """Return the gradient of an array bias, in the bias's shape and float32."""
+    """Return the gradient of an array bias in float32, with the shape of the bias."""
     assert operands.bias is not None
     tiles, shape = _Tiles(problem, operands, blocks), operands.bias.shape
     q, do, keys, values, rows = _backward_inputs(tiles, operands, saved)
@@ -166,7 +168,7 @@ KERNELS: Kernels = {
 
 
 def _visited(lists: TileLists) -> jax.Array:  # bool[rows, columns]
-    """Return the tiles that any head of any row visits."""
+    """Return the tiles that at least one head of one row visits."""
     rows, columns = lists.order.shape[2:]
     steps = jnp.arange(columns, dtype=jnp.int32)[None, None, None]
     visited = steps < lists.seen[..., None]
@@ -177,11 +179,12 @@ def _visited(lists: TileLists) -> jax.Array:  # bool[rows, columns]
 
 
 def _visit(visits: jax.Array, step: Callable[[jax.Array, State], State], state: State) -> State:
-    """Fold the visited tiles of a row of tiles into the state, in order."""
+    """Apply a function to the visited tiles in a row of tiles, in order, updating the state."""
 
     def one(state: State, at: tuple[jax.Array, jax.Array]) -> tuple[State, None]:
         visited, j = at
-        # skipped at run time; `scan`, unlike `while_loop`, supports reverse mode
+        # other tiles are skipped at run time; `scan` supports reverse mode, but `while_loop` does
+        # not
         return lax.cond(visited, partial(step, j), lambda state: state, state), None
 
     steps = jnp.arange(visits.shape[0], dtype=jnp.int32)
@@ -189,13 +192,13 @@ def _visit(visits: jax.Array, step: Callable[[jax.Array, State], State], state: 
 
 
 def _clean(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return rows in float32, with zeros for non-finite rows, and a mask of the finite rows."""
+    """Return rows in float32, with zeros instead of nonfinite rows, and a mask of the finite rows."""
     finite = jnp.isfinite(x).all(axis=-1)
     return jnp.where(finite[..., None], x, 0).astype(jnp.float32), finite
 
 
 def _clean_keys(operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return keys and values, zeros if either is not finite, and a mask of the finite keys."""
+    """Return keys and values, with zeros if either is nonfinite, and a mask of the finite keys."""
     (k, finite_k), (v, finite_v) = _clean(operands.key), _clean(operands.value)
     finite = finite_k & finite_v
     k, v = (jnp.where(finite[..., None], x, 0) for x in (k, v))
@@ -203,7 +206,7 @@ def _clean_keys(operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 class _Rows(NamedTuple):
-    """Forward results in tiles of queries, each f32[rows, B, N, block]."""
+    """Results of the forward pass in tiles of queries, each f32[rows, B, N, block]."""
 
     row_max: jax.Array
     log_sum: jax.Array
@@ -213,7 +216,7 @@ class _Rows(NamedTuple):
 def _backward_inputs(
     tiles: _Tiles, operands: Operands, saved: Residuals
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, _Rows]:
-    """Return queries and cotangents in tiles, keys and values, and the forward results."""
+    """Return the tiled queries and cotangents, the keys and values, and the forward results."""
     q, do = _clean(tiles.by_tile(operands.query))[0], tiles.by_tile(saved.do).astype(jnp.float32)
     rows = _Rows(
         tiles.rows_by_tile(saved.row_max, jnp.inf),
@@ -227,7 +230,7 @@ def _backward_inputs(
 
 
 class _Tiles:
-    """Arrays of a call in tiles: `rows` of `q` queries, `columns` of `k` keys."""
+    """Arrays of a call, divided into `rows` tiles of `q` queries and `columns` tiles of `k` keys."""
 
     def __init__(self, problem: Problem, operands: Operands, blocks: Blocks) -> None:
         self.problem, self.operands = problem, operands
@@ -235,7 +238,8 @@ class _Tiles:
         self.S, self.K = operands.key.shape[1:3]
         self.q, self.k = min(blocks.q, self.T), min(blocks.k, self.S)
         self.rows, self.columns = -(-self.T // self.q), -(-self.S // self.k)
-        # all arrays are float32 here; only original float32 inputs lose bits at default precision
+        # all arrays are float32 here, and only original float32 inputs lose bits at default
+        # precision
         half = operands.query.dtype != jnp.float32
         self.precision = None if half else lax.Precision.HIGHEST
 
@@ -282,7 +286,7 @@ class _Tiles:
         return q, j * self.k + jnp.arange(self.k, dtype=jnp.int32)
 
     def _part(self, x: Array, axis: int, start: jax.Array, size: int, full: int) -> jax.Array:
-        """Return a tile's part of an axis, or the whole axis if it has size 1."""
+        """Return the part of an axis for a tile, or the whole axis if it has size 1."""
         if x.shape[axis] == 1 and full != 1:
             return jnp.asarray(x)
         return lax.dynamic_slice_in_dim(_pad(x, axis, -(-full // size) * size), start, size, axis)
@@ -306,7 +310,7 @@ class _Tiles:
     def scores(
         self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # [B, N, q, k]
-        """Return scores (-inf for hidden pairs), the visible pairs, and tanh if capped."""
+        """Return the scores (-inf for hidden pairs), the visible pairs, and the tanh in the softcap."""
         problem, operands = self.problem, self.operands
         at_q, at_k = self.indices(i, j)
         seen = (at_q < self.T)[None, None, :, None] & (at_k < self.S)[None, None, None]
@@ -347,7 +351,7 @@ class _Tiles:
         row_max, log_sum, D = (x[i][..., None] for x in rows)
         s, seen, t = self.scores(q, k, i, j)
         seen = seen & ~jnp.isposinf(row_max)
-        # select before the exponential: a select after it would still have a NaN derivative
+        # select before the exponential, because a select after it would still have a NaN derivative
         s, row_max = jnp.where(seen, s, 0), jnp.where(jnp.isposinf(row_max), 0, row_max)
         p = jnp.where(seen, jnp.exp((s - row_max) - log_sum), 0)
         dp = self.onto_pairs(do, v)

@@ -215,7 +215,7 @@ class _Consumer:
         return sums._replace(acc=acc)
 
     def no_tile(self, sums: _Sums) -> _Sums:
-        """Write the results for an empty list."""
+        """Free the slot of the queries for an empty list."""
         self.free_queries()
         return sums
 
@@ -264,7 +264,7 @@ class _Consumer:
         self, row_max: jax.Array, total: jax.Array, position: TilePosition, slot: jax.Array,
         partial: bool, raw: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
-        """Return p, the new maximum and sum, the factor for old sums, and whether a maximum increased.
+        """Return p, the new maximum and sum, the factor for old sums, and whether a maximum rose.
 
         The last result is computed per warp. None means that every warp rescales its sums.
         """

@@ -90,7 +90,7 @@ def compiler_params(auto_barriers: bool) -> plgpu.CompilerParams:
 def specialize(
     consumers: int, produce: Callable[[], None], consume: Callable[[jax.Array], None]
 ) -> None:
-    """Assign roles to the warpgroups, which are one producer and several consumers."""
+    """Run one warpgroup as the producer and the others as consumers."""
     warpgroup = lax.axis_index("warpgroup")
     # register limits per thread of a consumer and of the producer
     limits = {1: None, 2: (240, 24), 3: (160, 32)}[consumers]

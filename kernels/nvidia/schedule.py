@@ -59,7 +59,7 @@ class Items(NamedTuple):
         return b, head, at(lists.rows, b, head * group, turn)[...]
 
     def turn(self, item: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the batch row and head of an item, and the place of its row in the list's order."""
+        """Return the batch row, head and place in the list's order of an item."""
         part = -(-self.rows // LEVELS)
         level, rest = (f(item, i32(self.batch * self.heads * part)) for f in (lax.div, lax.rem))
         here = i32(part) if self.rows % part == 0 else jnp.minimum(part, self.rows - level * part)

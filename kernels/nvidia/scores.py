@@ -1,4 +1,4 @@
-"""Scores of a tile: softcap, bias, slopes, mask and dropout."""
+"""Scores of a tile, with softcap, bias, slopes, mask and dropout."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from transformer_jax.kernels.nvidia.memory import (
     load_along,
 )
 
-COPIED = 4  # the most vectors of a mask that are copied with a tile; others are read from memory
-HARDWARE_TANH = 64.0  # the highest softcap that uses the hardware's tanh
+COPIED = 4  # maximum number of mask vectors that are copied with a tile; others are read from memory
+HARDWARE_TANH = 64.0  # highest softcap that uses the hardware's tanh
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
-Shape = tuple[int, ...]  # of a tile
+Shape = tuple[int, ...]  # shape of a tile
 Differentiate = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""Compute ds and du of a tile from do . v and D."""
+"""Function that computes ds and du of a tile from do . v and D."""
 
 
 class TilePosition(NamedTuple):
-    """Position of a tile, with the mask's vectors of its rows and columns; None if not read."""
+    """Position of a tile, and the mask vectors of its rows and columns (None if they are not read)."""
 
     b: Index
     n: Index
@@ -57,23 +57,23 @@ class TilePosition(NamedTuple):
     k0: Index  # the first key
     rows: tuple[jax.Array | None, ...] = ()  # i32[rows], in registers
     columns: tuple[Ref | None, ...] = ()  # to i32[columns], in shared memory if copied
-    slopes: jax.Array | None = None  # f32[rows] of ALiBi, if rows belong to several heads
+    slopes: jax.Array | None = None  # f32[rows] for ALiBi, if the rows belong to several heads
 
 
 class TileRows(NamedTuple):
-    """Rows that a warpgroup keeps for all tiles of a list: queries, or keys for dk and dv."""
+    """Rows that a warpgroup keeps for all tiles in a list, which are keys for dk and dv, else queries."""
 
     b: Index
     head: Index  # of queries, or of keys
     start: Index  # the first query or key
-    vectors: tuple[jax.Array | None, ...]  # of the mask
-    row: Index = 0  # the row of tiles in the lists
+    vectors: tuple[jax.Array | None, ...]  # vectors of the mask
+    row: Index = 0  # row of tiles in the lists
     base: Any = None  # f32[ROWS], for queries in a backward kernel
     D: Any = None  # f32[ROWS], for queries in a backward kernel
 
 
 def is_linear(problem: Problem, operands: Operands) -> bool:
-    """Whether a score is the product times a positive number: one fma before exp2."""
+    """Whether a score is the product times a positive number, which needs one FMA before exp2."""
     return (
         problem.softcap is None
         and operands.bias is None
@@ -95,7 +95,7 @@ def scores(
     q_axis: int,  # the axis of the tile's queries
     partial: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the scores divided by `score_unit`, and the tanh of softcap."""
+    """Return the scores divided by `score_unit`, and the tanh in the softcap."""
     s, tanh = raw, None
     if problem.softcap is not None:
         tanh = _softcap_tanh(problem.scale, problem.softcap, raw, operands.query.dtype)
@@ -104,11 +104,11 @@ def scores(
         s = raw * (problem.scale * LOG2E)
     if operands.bias is not None:
         bias = _load_pairs(operands.bias, position, raw.shape, q_axis).astype(f32)
-        # the lowest finite number, which some callers use as a mask, must stay finite
+        # the lowest finite number, which some callers use as a mask, must remain finite
         s = s + jnp.where(bias == -jnp.inf, -jnp.inf, jnp.maximum(bias * LOG2E, LOWEST))
     if operands.slopes is not None:
         s = s - distance(position, raw.shape) * (_slope(operands, position, raw) * LOG2E)
-    # the code for full tiles evaluates no mask
+    # the code for full tiles does not evaluate a mask
     if partial and problem.visible is not None:
         s = jnp.where(visible_pairs(problem, operands, position, raw.shape, q_axis), s, -jnp.inf)
     return s, tanh
@@ -117,23 +117,26 @@ def scores(
 def _softcap_tanh(scale: float, softcap: float, raw: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return tanh(scale raw / softcap), with the hardware's instruction for bfloat16 inputs.
 
-    The instruction is `tanh.approx.f32` (PTX ISA) with a relative error of at most 2^-11. A score s
-    is off by at most |s| 2^-11, which is also the relative error of its weight: 0.1 % at s = 2, 1 %
-    at 20, 2.4 % at 50. Rounding q and k to bfloat16 has a relative error of 2^-8 each. For scores
-    of standard deviation 1 and H 128, it changes scores by 0.0023 (root mean square), and this tanh
-    by less than 0.0005, nearly independent of softcaps from 20 to 50. The error of tanh dominates
-    only if most weight is on scores far beyond the cap, where errors of q and k have no effect: it
-    changes an output by up to 1 % (softcap 20) to 2 % (50), and rounding the inputs by 0.4 %.
+    The instruction is `tanh.approx.f32` (PTX ISA), which has a relative error of at most 2^-11. The
+    error of a score s is at most |s| 2^-11, which is also the relative error of its weight. The
+    error is 0.1 % at s = 2, 1 % at s = 20, and 2.4 % at s = 50. Rounding q and k to bfloat16 has a
+    relative error of 2^-8 each. For scores with a standard deviation of 1 and H = 128, the rounding
+    changes scores by 0.0023 (root mean square). This tanh changes them by less than 0.0005, almost
+    independently of the softcap, from 20 to 50. The error of tanh dominates only if most weight is
+    on scores far beyond the cap, where errors of q and k have no effect. In this case, tanh changes
+    an output by up to 1 % (softcap 20) or 2 % (softcap 50), and rounding the inputs changes it by
+    0.4 %.
 
-    float16 rounds by 2^-11, which changes scores by 0.0003. There the error of tanh would dominate,
-    so float16 uses the exact form, as do softcaps whose scores could be off by more than 1/32.
+    For float16, the rounding error is 2^-11, which changes scores by 0.0003. The error of tanh
+    would dominate, so float16 uses the exact form. The exact form is also used for softcaps whose
+    scores could have errors of more than 1/32.
     """
     if dtype == jnp.bfloat16 and softcap <= HARDWARE_TANH:
         return _hardware_tanh(raw * (scale / softcap))
-    # exp2 and rsqrt have 22 bits, and rsqrt is one instruction
+    # exp2 and rsqrt are accurate to 22 bits, and rsqrt is one instruction
     grown = 1.0 + jnp.exp2(raw * (2 * LOG2E * scale / softcap))
     tanh = 1.0 - 2.0 * lax.rsqrt(grown * grown)
-    # a large softcap multiplies the rounding error, so use the series for small x
+    # a large softcap multiplies the rounding error, so use the Taylor series for small x
     if softcap > 256:
         x = raw * (scale / softcap)
         square = x * x
@@ -143,19 +146,19 @@ def _softcap_tanh(scale: float, softcap: float, raw: jax.Array, dtype: DTypeLike
 
 
 def _hardware_tanh(x: jax.Array) -> jax.Array:
-    """Return tanh, which `approx_math` of `launch` compiles to one instruction."""
+    """Return tanh, which compiles to one instruction if `launch` sets `approx_math`."""
     return jnp.tanh(x)
 
 
 def distance(position: TilePosition, shape: Shape) -> jax.Array:
-    """Return |q position - k position|."""
+    """Return the distance |q position - k position|."""
     assert position.rows[0] is not None
     rows = lax.broadcast_in_dim(position.rows[0], shape, [ROW])
     return jnp.abs((rows - load_along(position.columns[0], shape, COLUMN)).astype(f32))
 
 
 def _slope(operands: Operands, position: TilePosition, like: jax.Array) -> jax.Array:
-    """Return the slope of the tile's head, or the slopes of its rows."""
+    """Return the slope for the head of the tile, or the slopes of its rows."""
     if position.slopes is None:
         return at(operands.slopes, position.b, position.n)[...]
     return across(position.slopes, like)
@@ -170,7 +173,7 @@ def probabilities(
     q_axis: int,
     partial: bool,
 ) -> tuple[jax.Array, Differentiate]:
-    """Return p f of a tile for the backward pass, and a function that returns ds and du."""
+    """Return p f for a tile in the backward pass, and a function that returns ds and du."""
     tile_weights = weights(problem, operands, raw, base, position, q_axis, partial)
 
     def differentiate(dp: jax.Array, D: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -185,8 +188,8 @@ def divided(
     problem: Problem, operands: Operands, b: Index, n: Index, acc: jax.Array, row_max: jax.Array,
     total: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Add the sink to sums over all keys; return output, m, l and which rows see a key."""
-    # a row that sees no key is zero, even with a sink
+    """Add the sink to the sums, and return the output, m, l and a mask of the rows that see a key."""
+    # a row that sees no key is zero, even if there is a sink
     live = total != 0
     shrink = filled(total.shape, 1)
     if operands.sinks is not None:
@@ -200,30 +203,31 @@ def divided(
 
 
 def base_of(saved: Residuals) -> jax.Array:  # f32[B, N, T]
-    """Return the base that p = 2^(s - base) subtracts."""
+    """Return the base that is subtracted in p = 2^(s - base)."""
     return (saved.row_max + saved.log_sum) * LOG2E
 
 
 class Weights(NamedTuple):
     """Weights of a tile in the backward pass.
 
-    Weights removed by dropout are negative. Weights of hidden pairs are 0, as exp2(-inf) is.
+    Weights that dropout removes are negative. Weights of hidden pairs are 0, because exp2(-inf) =
+    0.
     """
 
     dropped: jax.Array  # p f, after dropout
     weight: jax.Array  # for ds
-    capped: jax.Array  # for du: times the derivative of softcap
+    capped: jax.Array  # for du, times the derivative of the softcap
 
 
 def weights(
     problem: Problem, operands: Operands, raw: jax.Array, base: jax.Array, position: TilePosition,
     q_axis: int, partial: bool,
 ) -> Weights:  # fmt: skip
-    """Return the weights of a tile, from the same arguments as `probabilities`."""
+    """Return the weights of a tile, for the same arguments as in `probabilities`."""
     s, tanh = scores(problem, operands, raw, position, q_axis, partial)
     weight = dropped = jnp.exp2(s * score_unit(problem, operands) - base)
     grow = 1 / (1 - problem.dropout_rate)
-    # the sign marks dropped weights, so only one number per pair is kept for the gradient
+    # the sign marks dropped weights, so that only one number per pair is kept for the gradient
     if problem.dropout_rate:
         keep = kept(problem, operands, position, weight.shape, q_axis)
         weight = jnp.where(keep, weight, -weight)
@@ -251,7 +255,7 @@ def score_gradient(
 
 def visible_pairs(
     problem: Problem, operands: Operands, position: TilePosition, shape: Shape, q_axis: int
-) -> jax.Array:  # bool of the shape
+) -> jax.Array:  # bool, with the given shape
     """Evaluate the mask on a tile."""
     rows = [x if x is None else lax.broadcast_in_dim(x, shape, [ROW]) for x in position.rows]
     columns = [x if x is None else load_along(x, shape, COLUMN) for x in position.columns]
@@ -263,7 +267,7 @@ def visible_pairs(
 
 
 class TileVectors:
-    """The mask's vectors of a tile.
+    """Mask vectors of a tile.
 
     Row vectors are loaded once per row of tiles, and column vectors are copied with each tile.
     """
@@ -274,7 +278,7 @@ class TileVectors:
         queries, keys = operands.q_vectors, operands.k_vectors
         self._problem = problem
         self.rows, self.columns = (queries, keys) if q_axis == ROW else (keys, queries)
-        # slopes read the positions, and the mask reads the vectors of its program
+        # slopes need the positions, and the mask needs the vectors that its program reads
         read = {side: {0} if operands.slopes is not None else set() for side in ("q", "k")}
         if problem.visible is not None:
             read = {side: some | problem.visible.reads(side) for side, some in read.items()}
@@ -284,18 +288,18 @@ class TileVectors:
         self._every_tile = operands.slopes is not None
 
     def slots(self, count: int, width: int) -> dict[str, Scratch]:
-        """Return the shared memory type for `count` tiles in flight, if vectors are copied."""
+        """Return the shared memory type for `count` tiles in flight if vectors are copied."""
         rows = count * len(self.copied)
         return {"columns": plgpu.SMEM((rows, width), i32)} if rows else {}
 
     def copy(self, columns: Ref, slot: Index, barrier: Ref, b: Index, start: Index) -> None:
-        """Start the copies for a tile; each of the `len(copied)` copies arrives at the barrier."""
+        """Start the copies for a tile. Each of the `len(copied)` copies arrives at the barrier."""
         for i, index in enumerate(self.copied):
             source = at(self.columns[index], b, pl.ds(start, columns.shape[1]))
             plgpu.copy_gmem_to_smem(source, columns.at[slot * len(self.copied) + i], barrier)
 
     def of_rows(self, b: Index, start: Index) -> tuple[jax.Array | None, ...]:
-        """Load the vectors of a warpgroup's rows into registers."""
+        """Load the vectors for the rows of a warpgroup into registers."""
         return tuple(
             load(at(vector, b, pl.ds(start, ROWS)), WGMMA.reduce(1)) if i in self._rows else None
             for i, vector in enumerate(self.rows)
@@ -304,7 +308,7 @@ class TileVectors:
     def of_columns(
         self, columns: Ref, slot: Index, b: Index, start: Index, width: int
     ) -> tuple[Ref | None, ...]:
-        """Return references to the vectors of a tile's columns."""
+        """Return references to the vectors for the columns of a tile."""
         refs: list[Ref | None] = [None] * len(self.columns)
         for index in self._columns - {*self.copied}:
             refs[index] = at(self.columns[index], b, pl.ds(start, width))
@@ -313,11 +317,11 @@ class TileVectors:
         return tuple(refs)
 
     def late(self, partial: bool) -> bool:
-        """Whether a tile's scores read copied vectors, so that its slot is freed after them."""
+        """Whether the scores of a tile need copied vectors, so that its slot is freed after the scores."""
         return bool(self.copied) and (partial or self._every_tile)
 
     def release(self, barrier: Ref, partial: bool) -> None:
-        """Release a tile's slot to the producer, after this thread's reads of it."""
+        """Release the slot of a tile to the producer, after this thread has read it."""
         if self.late(partial):
             fence(self._problem)
         plgpu.barrier_arrive(barrier)
@@ -352,7 +356,7 @@ def _load_pairs(array: Ref, position: TilePosition, shape: Shape, q_axis: int) -
 def kept(
     problem: Problem, operands: Operands, position: TilePosition, shape: Shape, q_axis: int
 ) -> jax.Array:
-    """Return `dropout.keep` of a tile, mixing each row and column once."""
+    """Return `dropout.keep` for a tile, mixing each row and column only once."""
     b, n, q0, k0 = position[:4]
 
     def indices(start: Index, axis: int) -> jax.Array:
