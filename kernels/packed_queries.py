@@ -140,7 +140,7 @@ class PackedQueries:
     def unpacked(
         self, x: jax.Array, names: AxisNames, bias: tuple[int, ...] | None = None
     ) -> jax.Array:
-        """Unpack a result to queries and heads, or the gradient of a bias to the shape of the bias."""
+        """Unpack a result to queries and heads, or the gradient of a bias to its shape."""
         if names == KEYS:
             return x
         if names == QUERIES:  # [B, rows, K, d] -> [B, T, N, d]

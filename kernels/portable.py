@@ -40,7 +40,7 @@ QuerySums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # m, l, out l, ro
 def forward(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
 ) -> tuple[jax.Array, ...]:
-    """Return the output [B, T, N, Hv], m and log l, f32[B, N, T]."""
+    """Return the output [B, T, N, Hv], and m and log l as f32[B, N, T]."""
     tiles = _Tiles(problem, operands, blocks)
     B, N, T = tiles.B, tiles.N, tiles.T
     q, finite_q = _clean(tiles.by_tile(operands.query))
@@ -192,7 +192,7 @@ def _visit(visits: jax.Array, step: Callable[[jax.Array, State], State], state: 
 
 
 def _clean(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return rows in float32, with zeros instead of nonfinite rows, and a mask of the finite rows."""
+    """Return rows in float32, with nonfinite rows set to 0, and a mask of the finite rows."""
     finite = jnp.isfinite(x).all(axis=-1)
     return jnp.where(finite[..., None], x, 0).astype(jnp.float32), finite
 
@@ -230,7 +230,7 @@ def _backward_inputs(
 
 
 class _Tiles:
-    """Arrays of a call, divided into `rows` tiles of `q` queries and `columns` tiles of `k` keys."""
+    """Arrays of a call in tiles: `rows` tiles of `q` queries and `columns` tiles of `k` keys."""
 
     def __init__(self, problem: Problem, operands: Operands, blocks: Blocks) -> None:
         self.problem, self.operands = problem, operands
@@ -310,7 +310,7 @@ class _Tiles:
     def scores(
         self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # [B, N, q, k]
-        """Return the scores (-inf for hidden pairs), the visible pairs, and the tanh in the softcap."""
+        """Return scores (-inf for hidden pairs), visible pairs, and the tanh in the softcap."""
         problem, operands = self.problem, self.operands
         at_q, at_k = self.indices(i, j)
         seen = (at_q < self.T)[None, None, :, None] & (at_k < self.S)[None, None, None]

@@ -1,12 +1,12 @@
-"""A mask as a small integer program that every kernel evaluates.
+"""Masks as small integer programs that every kernel can evaluate.
 
-A program reads integers of a query and of a key, and returns whether the query sees the key:
+A program reads integers of a query and a key, and returns whether the query sees the key, as in:
 
     Causal() & Segments(ids)        (k0 >= 0) & ((k0 <= q0) & (q1 == k1))
 
-Kernels in JAX call it with tiles of vectors. The CPU kernels interpret its encoding (`numbered`,
-run by `cpu/source/mask.h`). Interval arithmetic (`bounds`) classifies whole tiles. `write` converts
-a trace to a program, and rejects unsupported operations.
+Kernels in JAX call the program with tiles of vectors. The CPU kernels interpret its encoding, which
+`numbered` returns and `cpu/source/mask.h` runs. Interval arithmetic (`bounds`) classifies whole
+tiles. `write` converts a trace to a program, and rejects unsupported operations.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from jax.typing import ArrayLike
 from transformer_jax.kernels.contract import Array, Refused
 
 Operand = tuple[str, int]
-"""("q" or "k", i): vector i of the queries or keys. ("pair", i): bit i of the pair's integer.
-("number", n): n itself. ("step", i): the result of step i."""
+"""Operand of a step. ("q", i) and ("k", i) are vector i of the queries and the keys, and ("pair",
+i) is bit i of the integer of the pair. ("number", n) is the number n, and ("step", i) is the result
+of step i."""
 
 Range = tuple[Array, Array]
-"""Bounds of integers, (lowest, highest): i32 arrays that broadcast, NumPy if concrete."""
+"""Bounds (lowest, highest) of integers, as i32 arrays that broadcast, in NumPy if concrete."""
 
-Value = TypeVar("Value")  # a value that the trace computes without the program's vectors
+Value = TypeVar("Value")  # value in a trace that does not depend on the program's vectors
 
 LOW, HIGH = -(2**31), 2**31 - 1
 
@@ -66,9 +67,8 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "div": _wide(lax.div),
     "rem": _wide(lax.rem),
 }
-"""The operations of a program, on 32-bit integers, in the order of `Operation` in mask.h.
-
-For NumPy arrays, Python's operators return NumPy arrays; `bounds` calls only these with them."""
+"""Operations of a program on 32-bit integers, in the order of `Operation` in mask.h. Python's
+operators return NumPy arrays for NumPy arrays, and `bounds` calls only those operators for them."""
 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _LOGIC = {"and", "or", "xor"}
@@ -76,7 +76,7 @@ _LOGIC = {"and", "or", "xor"}
 
 @dataclass(frozen=True)
 class Program:
-    """Boolean function of integers of a query and a key; programs combine with &, | and ~."""
+    """Boolean function of the integers of a query and a key, with the operators &, | and ~."""
 
     steps: tuple[tuple[str, tuple[Operand, ...]], ...]
     result: Operand
@@ -108,9 +108,10 @@ class Program:
         return {index for kind, index in read if kind == side}
 
     def __call__(self, q: Sequence[jax.Array | None], k: Sequence[jax.Array | None]) -> jax.Array:
-        """Return the visible pairs of a tile, from vectors that broadcast to it.
+        """Return the visible pairs in a tile, given vectors that broadcast to the tile.
 
-        Vectors that are not read may be None. The bits of `Dense` masks, if read, are in k[-1].
+        Vectors that are not read may be None. If the bits of `Dense` masks are read, they are in
+        k[-1].
         """
         done: list[jax.Array] = []
 
@@ -140,19 +141,21 @@ class Program:
         return found if found.dtype == jnp.bool_ else found != 0
 
     def numbered(self, num_q: int, num_k: int, *, pairs: bool) -> tuple[list[int], list[int]]:
-        """Encode the program as flattened operations (code, x, y, z) on registers, and constants.
+        """Return flattened operations (code, x, y, z) on registers, and the constants.
 
-        Registers contain the query vectors, the key vectors, the integer of the pair if there is
-        one, the constants, then the result of each operation. The last register is the result.
+        The registers contain the query vectors, the key vectors, the integer of the pair if there
+        is one, the constants, and then the result of each operation. The last register contains the
+        result.
         """
         program, constants = self, []
-        # the interpreter in mask.h reads only registers, so bits become steps
+        # the interpreter in mask.h reads only registers, so each bit becomes a step
         if pairs:
             for bit in sorted(self.reads("pair")):
                 integer, mask = Program((), ("k", num_k)), number(1 << bit)
                 is_set = combined("ne", combined("and", integer, mask), number(0))
                 program = program.with_operand(("pair", bit), is_set)
-                # the last register is the result, so reading a vector needs a step
+                # the last register must contain the result, so even a vector that is read needs a
+                # step
         if not program.steps or program.result != ("step", len(program.steps) - 1):
             program = combined("max", program, program)
         for _, operands in program.steps:
@@ -174,7 +177,7 @@ class Program:
         return operations, constants
 
     def with_operand(self, operand: Operand, by: Program) -> Program:
-        """Replace an operand by the result of another program."""
+        """Return the program with an operand replaced by the result of another program."""
         done: list[Program] = []
 
         def value(one: Operand) -> Program:
@@ -187,14 +190,14 @@ class Program:
         return value(self.result)
 
     def bounds(self, ranges: Callable[[Operand], Range]) -> Range:
-        """Return the lowest and the highest result, by interval arithmetic on 32-bit integers.
+        """Return the lowest and the highest result, using interval arithmetic on 32-bit integers.
 
-        `ranges` returns the range of a vector or of a pair's bit. A result that may wrap
+        `ranges` returns the range of a vector or of a bit of the pair. A result that may wrap
         around has the full range.
         """
         done: list[Range] = []
 
-        # cached, because the range of a vector takes a pass over all positions
+        # cached, because computing the range of a vector takes a pass over all positions
         @functools.cache
         def value(operand: Operand) -> Range:
             kind, index = operand
@@ -219,7 +222,7 @@ def number(n: int) -> Program:
 
 def combined(name: str, *programs: Program) -> Program:
     """Return the program of an operation on the results of other programs."""
-    # equal steps are merged: two windows share their `q - k`
+    # equal steps are merged, so that two windows share the step `q - k`
     steps: dict[tuple[str, tuple[Operand, ...]], int] = {}
     results = []
     for program in programs:
@@ -231,7 +234,7 @@ def combined(name: str, *programs: Program) -> Program:
         for step, operands in program.steps:
             moved.append(steps.setdefault((step, tuple(map(at, operands))), len(steps)))
         results.append(at(program.result))
-    # an operand that is always true needs no step
+    # no step is needed for an operand that is always true
     if name in ("and", "or"):
         neutral = "number", int(name == "and")
         for i, other in ((0, 1), (1, 0)):
@@ -247,9 +250,9 @@ def combined(name: str, *programs: Program) -> Program:
 
 
 def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Range:
-    """Return bounds of an operation's results from bounds of its operands."""
+    """Return the bounds of the results of an operation, given the bounds of its operands."""
     (x_low, x_high), (y_low, y_high) = x, y
-    # NumPy as long as all values are concrete, so that a plan without arrays compiles nothing
+    # use NumPy while all values are concrete, so that a plan without arrays compiles nothing
     xp: ModuleType = np if all(isinstance(one, np.ndarray) for one in sum(rest, x + y)) else jnp
     corners, found = [(a, b) for a in x for b in y], list[Array]()
     if name in ("eq", "ne"):
@@ -272,7 +275,7 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
         return pick_low, xp.where(first, y_high, xp.where(second, rest[0][1], high))
     if name in _LOGIC:
         found = [OPERATIONS[name](a, b) for a, b in ((x_low, y_low), (x_high, y_high))]
-        # monotone on 0 and 1, so the ends are exact
+        # monotone on 0 and 1, so the bounds are exact
         if are_bools and name != "xor":
             return found[0], found[1]
         constant = (x_low == x_high) & (y_low == y_high)
@@ -294,7 +297,7 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
         wraps = [((a ^ b) & (a ^ c)) < 0 for (a, b), c in zip(ends, found, strict=True)]
     elif name == "mul":
         found = [a * b for a, b in corners]
-        # float32 is inexact near 2^31, so products above 2^30 count as too large
+        # float32 is inexact near 2^31, so products above 2^30 are treated as too large
         sizes = [a.astype(np.float32) * b.astype(np.float32) for a, b in corners]
         wraps = [xp.abs(size) > 2.0**30 for size in sizes]
     elif name == "shift_left":
@@ -306,7 +309,7 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
         wraps = [b < 0 for _, b in corners]
     else:  # div and rem, toward zero
         by = y_low > 0
-        # a divisor of 0 or below gives the full range
+        # a divisor that may be 0 or negative results in the full range
         divisors = [xp.where(by, b, 1) for b in y]
         found = []
         for a, b in ((a, b) for a in x for b in divisors):
@@ -345,22 +348,22 @@ _CALLS = {"pjit", "jit", "closed_call", "custom_jvp_call", "custom_vjp_call"}
 
 
 class ValueReader(Protocol[Value]):
-    """How values of a trace are computed, and how a program reads them."""
+    """Evaluator for values in a trace, which also defines how a program reads them."""
 
     def evaluate(
         self, equation: JaxprEqn, inputs: Sequence[Value | Array | Program]
     ) -> list[Value] | None:
-        """Return the results of an operation without programs as inputs; None otherwise."""
+        """Return the results of an operation, or None if its inputs include programs."""
 
     def read(self, value: Value | Array, shape: tuple[int, ...] = ()) -> Program:
-        """Return the program that reads a value, which has `shape` in the trace."""
+        """Return a program that reads a value, which has the shape `shape` in the trace."""
 
     def halves(self, value: Value | Array, shape: tuple[int, ...]) -> list[Program]:
         """Return the programs that read the lower and the upper half of 64-bit integers."""
 
 
 class _ConstantReader:
-    """`ValueReader` for arrays that become constants in the program."""
+    """`ValueReader` for arrays, which become constants in the program."""
 
     def evaluate(
         self, equation: JaxprEqn, inputs: Sequence[Array | Program]
@@ -388,10 +391,10 @@ def write(
     arguments: Sequence[Value | Array | Program],
     reader: ValueReader[Value],
 ) -> list[Value | Array | Program]:
-    """Return the results of a trace: programs if they depend on a query and a key, else values.
+    """Return the results of a trace, as programs if they depend on a query or a key.
 
-    Each argument is a program, or a value that `reader` can evaluate. Raises Refused if an
-    operation is not in `OPERATIONS`, or not on 32-bit integers.
+    Each argument is a program or a value that `reader` can evaluate. Raises Refused if an operation
+    is not in `OPERATIONS`, or if its operands are not 32-bit integers.
     """
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
@@ -429,7 +432,8 @@ def _step(
     hint = "; use Dense(array) to look up pairs" if looks_up else ""
     kinds, shapes = zip(*((x.dtype, x.shape) for x in map(type_of, equation.invars)), strict=True)
     for dtype in (*kinds, out.dtype):
-        # comparisons also take other integers: narrow ones fit, and 64 bits compare by halves
+        # comparisons also accept other integers, because narrow integers fit and 64-bit integers
+        # are compared by halves
         compared = name in _COMPARISONS and jnp.issubdtype(dtype, jnp.integer)
         fits = dtype.itemsize < 4 or name in ("eq", "ne")
         if dtype not in (jnp.int32, jnp.bool_) and not (compared and fits):
@@ -478,7 +482,7 @@ def bound(equation: JaxprEqn, inputs: Sequence[Array]) -> list[jax.Array]:
 
 
 def keeps_order(equation: JaxprEqn) -> bool:
-    """Whether an operation on the shape of pairs keeps the order of rows and heads."""
+    """Whether an operation that changes shapes preserves the order of rows and heads."""
     shape, out = type_of(equation.invars[0]).shape, type_of(equation.outvars[0]).shape
     axes = equation.params.get("broadcast_dimensions")
     same_rank = axes == tuple(range(len(out))) and len(shape) == len(out)
@@ -486,9 +490,9 @@ def keeps_order(equation: JaxprEqn) -> bool:
 
 
 def program_of(function: Callable[..., jax.Array], num_q: int, num_k: int) -> Program:
-    """Trace a function of (query vectors, key vectors), of one integer each, to a program."""
+    """Return the program of a function of (query vectors, key vectors), one integer each."""
     one = jax.ShapeDtypeStruct((), jnp.int32)
-    # a new function each time, because JAX caches the traces of functions
+    # use a new function each time, because JAX caches the traces of functions
     traced = jax.make_jaxpr(lambda q, k: function(q, k))((one,) * num_q, (one,) * num_k)
     arguments = [Program((), ("q", i)) for i in range(num_q)]
     arguments += [Program((), ("k", i)) for i in range(num_k)]

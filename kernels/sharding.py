@@ -1,9 +1,10 @@
-"""Sharding of attention over devices and `vmap`, by batch rows and heads.
+"""Sharding of attention by batch rows and heads, over devices and for `vmap`.
 
-The sharded functions compute each batch row and key head independently, so every device computes
-its own part, and only sums over a whole array (the gradient of a shared bias) are reduced. Nothing
-is gathered, unless neither the number of parts nor the number of key heads divides the other.
-`AxisNames` describes the axes of an array, and `Parts` the mesh axes that split them.
+The sharded functions compute each batch row and key head independently. Therefore, every device
+computes its own part, and only sums over a whole array, such as the gradient of a shared bias, are
+reduced. No arrays are gathered, unless neither the number of parts nor the number of key heads
+divides the other. `AxisNames` describes the axes of an array, and `Parts` describes the mesh axes
+that split them.
 
     partitioned   the compiler splits a function in the same way as the query
     by_types      types determine the split, on a mesh of explicit axes
@@ -34,9 +35,10 @@ from jax.typing import DTypeLike
 
 Tree = TypeVar("Tree")
 AxisNames = tuple[str | None, ...]
-"""Names of an array's axes: "b" batch rows, "n" query heads, "k" key heads; size 1 is shared.
-Other names are independent axes, such as those of `vmap`. An array without rows and heads is
-replicated on every device; a result without them is a sum over all devices."""
+"""Names of the axes of an array, where "b" means batch rows, "n" means query heads and "k" means
+key heads. An axis of size 1 is shared. Other names are independent axes, such as those of `vmap`.
+An array without rows and heads is replicated on every device, and a result without them is a sum
+over all devices."""
 
 HEADS: AxisNames = ("b", "n")
 QUERIES: AxisNames = ("b", None, "n", None)
@@ -47,9 +49,9 @@ VECTORS: AxisNames = ("b", None)
 ROWS: AxisNames = ("b", "n", None)
 
 Spec = Sequence[str | Sequence[str] | None] | PartitionSpec
-"""For each axis of an array, the mesh axes that split it, or None."""
+"""Mesh axes that split each axis of an array, or None for an axis that is not split."""
 First = tuple[jax.Array | int, jax.Array | int]
-"""The first batch row and the first query head of a part."""
+"""Indices of the first batch row and the first query head of a part."""
 Function = Callable[..., tuple[jax.Array, ...]]  # (First, *arrays)
 KernelCall = Callable[..., tuple[jax.Array, ...]]  # (Operands, TileLists[, Residuals])
 Part = Any
@@ -59,14 +61,14 @@ Arguments = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class Parts:
-    """The axes of a mesh that split batch rows, query heads and key heads.
+    """Mesh axes that split batch rows, query heads and key heads.
 
-    Key heads are split by the longest prefix of the query heads' axes whose sizes divide them. If
-    axes are left over, each device computes on the one key head that its queries read.
+    Key heads are split by the longest prefix of the axes of the query heads whose sizes divide the
+    number of key heads. If axes remain, each device uses the single key head that its queries read.
     """
 
     mesh: Mesh | AbstractMesh
-    full: dict[str, int]  # total numbers of rows and heads, keyed by name
+    full: dict[str, int]  # total number of rows and heads, keyed by name
     axes: dict[str, tuple[str, ...]]  # axes of the mesh, keyed by name
 
     @classmethod
@@ -77,21 +79,23 @@ class Parts:
         names: Sequence[AxisNames],
         full: dict[str, int],
     ) -> Parts:
-        """Choose the parts from the sharding of arrays, the query first.
+        """Choose the parts from the sharding of arrays, starting with the query.
 
-        The first array with an axis of that name determines its split, if it divides evenly.
+        The first array that has an axis with a given name determines the split of the axis, if it
+        divides evenly.
         """
         axes: dict[str, tuple[str, ...]] = {}
         for spec, array_names in zip(specs, names, strict=True):
             for splitting, name in zip(spec, array_names, strict=False):
                 if name is not None and name != "k" and name not in axes:
                     axes[name] = _mesh_axes(splitting)
-        # one axis of a mesh cannot split both rows and heads
+        # a mesh axis cannot split both rows and heads
         taken: set[str] = set()
         for name, splitting in axes.items():
             number = math.prod(mesh.shape[axis] for axis in splitting)
             fits = full[name] % number == 0 and not taken & {*splitting}
-            # the queries of a device must belong to whole key heads, or to a part of a single one
+            # the queries of a device must belong to whole key heads, or to part of a single key
+            # head
             if name == "n" and full["k"] % number and number % full["k"]:
                 fits = False
             axes[name] = splitting if fits else ()
@@ -123,15 +127,15 @@ class Parts:
     # On a device
 
     def first(self) -> First:
-        """Return the first row and the first head of this device's part."""
+        """Return the indices of the first row and the first head of this device's part."""
         return self._first("b"), self._first("n")
 
     def read(self, arrays: Sequence[jax.Array], names: Sequence[AxisNames]) -> list[jax.Array]:
-        """Select the one key head that this device reads, if key heads are not fully split."""
+        """Select the only key head that this device reads if key heads are not fully split."""
         return self._change_keys(lax.dynamic_slice_in_dim, arrays, names, 1)
 
     def write(self, arrays: Sequence[jax.Array], names: Sequence[AxisNames]) -> list[jax.Array]:
-        """Return the results with all key heads: zeros for heads that this device did not read."""
+        """Return results for all key heads, with zeros for heads that this device did not read."""
         return self._change_keys(_embed, arrays, names, self.full["k"] // self._number("k"))
 
     def _change_keys(
@@ -164,12 +168,12 @@ class Parts:
 
 
 def _mesh_axes(one: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return one entry of a PartitionSpec as a tuple."""
+    """Return an entry of a PartitionSpec as a tuple."""
     return () if one is None else (one,) if isinstance(one, str) else tuple(one)
 
 
 def _embed(x: jax.Array, at: jax.Array, number: int, axis: int) -> jax.Array:
-    """Place one head among `number` heads of zeros."""
+    """Return `number` heads that contain the given head and zeros."""
     zeros = jnp.zeros((*x.shape[:axis], number, *x.shape[axis + 1 :]), x.dtype)
     return lax.dynamic_update_slice_in_dim(zeros, x, at, axis)
 
@@ -183,15 +187,16 @@ def partitioned(
 ) -> tuple[jax.Array, ...]:
     """Return `function((0, 0), *arrays)`, which the compiler splits in the same way as the query.
 
-    The compiler sees one operation, with a sharding rule that relates operands and results.
+    The compiler sees a single operation, with a sharding rule that relates its operands and
+    results.
     """
-    # traced here, because `custom_partitioning` takes no constants and does not report its shapes
+    # traced here, because `custom_partitioning` accepts no constants and does not report shapes
     whole = functools.partial(function, (0, 0))
     traced = jax.make_jaxpr(whole)(*arrays)
     # constants become operands
     constants = tuple(traced.consts)
     is_closed = not any(isinstance(x, jax.core.Tracer) for x in constants)
-    # JAX does not declare its fields
+    # JAX does not declare the fields
     config: Any = jax.config
     if not is_closed or not getattr(config, "jax_use_shardy_partitioner", True):
         return whole(*arrays)
@@ -204,14 +209,14 @@ def partitioned(
         mesh: Mesh, arguments: tuple[jax.ShapeDtypeStruct, ...], _: object
     ) -> tuple[Mesh, Function, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
         inputs = arguments[len(constants) :]
-        # an XLA sharding without a mesh: treat all devices as one axis
+        # for an XLA sharding without a mesh, treat all devices as one axis
         if mesh.empty:
             mesh = Mesh([*_slices(inputs[0].sharding, inputs[0].ndim)], "devices")
         specs = [_spec(mesh, x.sharding, x.ndim) for x in inputs]
         parts = Parts.of(mesh, specs, names[len(constants) :], full)
 
         def lower(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            # may run in another thread, without the caller's precision
+            # this may run in another thread, without the caller's precision
             with jax.default_matmul_precision(precision), no_mesh():
                 inner = parts.read(arrays, names)[len(constants) :]
                 out = parts.write(function(parts.first(), *inner), results)
@@ -233,7 +238,7 @@ def partitioned(
         closed = ClosedJaxpr(traced.jaxpr, arrays[: len(constants)])
         return tuple(jaxpr_as_fun(closed)(*arrays[len(constants) :]))
 
-    # JAX would decode a sharding into whole axes of a mesh, or raise
+    # JAX would decode a sharding into whole mesh axes, or raise an error
     outlined.def_partition(partition, sharding_rule=rule, decode_shardings=False)
     return outlined(*arrays)
 
@@ -245,9 +250,9 @@ def _slices(sharding: Sharding, ndim: int) -> dict[jax.Device, tuple[slice, ...]
 
 
 def _spec(mesh: Mesh, sharding: Sharding, ndim: int) -> list[tuple[str, ...]]:
-    """Return the mesh axes that split each axis of an array, the slowest first."""
-    # derived from the start of each device's part: the compiler may split four heads over eight
-    # devices, by a part of a mesh axis, which a PartitionSpec cannot express
+    """Return the mesh axes that split each axis of an array, starting with the slowest."""
+    # derived from the start of each device's part, because the compiler may split four heads over
+    # eight devices by part of a mesh axis, which a PartitionSpec cannot express
     slices = _slices(sharding, ndim)
 
     def of_axis(axis: int) -> tuple[str, ...]:
@@ -270,7 +275,8 @@ def _rule(
     full: dict[str, int],
 ) -> tuple[str, dict[str, int]]:
     """Return the rule that propagates shardings, in the notation of `custom_partitioning`."""
-    # "(k g)" propagates a split of query heads to key heads, if every mesh axis divides these
+    # "(k g)" propagates a split of query heads to key heads if every mesh axis divides the key
+    # heads
     group = full["n"] // full["k"]
     together = all(full["k"] % size == 0 for size in mesh.shape.values())
     heads = "n" if not together else "k" if group == 1 else "(k g)"
@@ -299,7 +305,7 @@ def by_types(
     parts: Parts,
     wanted: PartitionSpec,
 ) -> tuple[jax.Array, ...]:
-    """Return `function(first, *arrays)` per device, with the results' sharding `wanted`."""
+    """Return `function(first, *arrays)`, computed per device, with the sharding `wanted`."""
     dtypes = [x.dtype for x in arrays]
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -309,7 +315,7 @@ def by_types(
 
     def placed(x: jax.Array, names: AxisNames) -> jax.Array:
         if parts.summed(x.shape, names) and x.dtype in (jnp.bfloat16, jnp.float16):
-            # so that the summed gradients are float32 too
+            # so that the summed gradients are also float32
             x = x.astype(jnp.float32)
         return jax.sharding.reshard(x, NamedSharding(parts.mesh, parts.spec(x.shape, names)))
 
@@ -332,7 +338,7 @@ def over_devices(
     results: Sequence[AxisNames],
     full: Mapping[str, int],
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return the `partitioned` function of arrays, with a rule for `vmap`."""
+    """Return the `partitioned` function of arrays with a rule for `vmap`."""
 
     @custom_vmap
     def call(*leaves: jax.Array) -> tuple[jax.Array, ...]:
@@ -343,7 +349,7 @@ def over_devices(
         size: int, batched: Sequence[bool], *leaves: jax.Array
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         axes = tuple(0 if is_mapped else None for is_mapped in batched)
-        # no kernel takes an axis of length 0, so handle a `vmap` over zero calls here
+        # no kernel supports an axis of length 0, so handle a `vmap` over zero calls here
         if size == 0:
             return empty_batch(functools.partial(function, (0, 0)), leaves, tuple(batched))
         name = f"v{len(full)}"  # a new one
@@ -367,8 +373,9 @@ def batched(
 ) -> KernelCall:
     """Return the kernel with rules for `vmap` and for a mesh.
 
-    `results` names the axes of the results. With `of_bias` the result has the shape of the bias,
-    and is summed over its axes of size 1. Without `splits` there is no rule for a mesh.
+    `results` contains the axis names of the results. If `of_bias` is true, the result has the shape
+    of the bias, and is summed over the axes of size 1. If `splits` is false, there is no rule for a
+    mesh.
     """
 
     @custom_vmap
@@ -391,7 +398,7 @@ def batched(
         folded = _folded(size, mapped, tree, copies_bias=of_bias)
         out = batched(kernel, results, of_bias=of_bias, splits=splits)(*folded)
         out = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in out)
-        # each call had its own copy of the bias for every row, so its gradient sums over them
+        # each call had its own copy of the bias for every row, so the gradient is summed over them
         if of_bias and tree[0].bias.shape[1 if mapped[0].bias else 0] == 1:
             out = tuple(x.sum(axis=1, keepdims=True) for x in out)
         return out, (True,) * len(out)
@@ -400,12 +407,12 @@ def batched(
 
 
 def _folded(size: int, mapped: Arguments, tree: Arguments, *, copies_bias: bool) -> Arguments:
-    """Fold the mapped axis of every array into its batch: [V, .., B or 1, ..] to [.., V B, ..]."""
+    """Merge the mapped axis of every array into its batch, [V, .., B or 1, ..] to [.., V B, ..]."""
     B = tree[0].query.shape[1 if mapped[0].query else 0]
     bias, pairs = tree[0].bias, tree[0].pairs
 
     def shared(x: jax.Array) -> bool:
-        """Whether rows may share an array; all tile lists must have the same number of rows."""
+        """Whether rows may share an array. All tile lists must have the same number of rows."""
         if x is bias:
             return not copies_bias
         # only small arrays are copied
@@ -420,7 +427,7 @@ def _folded(size: int, mapped: Arguments, tree: Arguments, *, copies_bias: bool)
                 return x
             x = jnp.broadcast_to(x[None], (size, *x.shape))
         shape = (*x.shape[: axis + 1], B, *x.shape[axis + 2 :])
-        # the rows of each call stay next to each other
+        # the rows of each call remain contiguous
         x = jnp.moveaxis(jnp.broadcast_to(x, shape), 0, axis)
         return x.reshape(*x.shape[:axis], size * B, *x.shape[axis + 2 :])
 
@@ -439,7 +446,7 @@ def _one_pool(size: int, mapped: Arguments, tree: Arguments) -> tuple[Arguments,
     def every(x: jax.Array, is_mapped: bool) -> jax.Array:  # [V, ..]
         return x if is_mapped else jnp.broadcast_to(x[None], (size, *x.shape))
 
-    # even unmapped pools are copied for each call, because a table indexes a single pool
+    # even unmapped pools are copied for each call, because a table can index only one pool
     pools = {field: every(getattr(operands, field), getattr(flags, field)) for field in fields}
     first = jnp.arange(size, dtype=jnp.int32) * pools["key"].shape[1]
     pages = every(operands.pages, flags.pages) + first[:, None, None]
@@ -466,7 +473,7 @@ def _axis_names(tree: Arguments) -> list[AxisNames]:
 def empty_batch(
     function: Callable[..., Tree], tree: tuple[object, ...], mapped: tuple[object, ...]
 ) -> tuple[Tree, tuple[bool, ...]]:
-    """Return the result of a rule for `vmap` over an axis of length 0."""
+    """Return the result of a `vmap` over an axis of length 0."""
 
     def one(x: jax.Array, is_mapped: bool) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape[1:] if is_mapped else x.shape, x.dtype)
@@ -480,7 +487,7 @@ def empty_batch(
 
 
 def result(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """Return the type of a kernel's result, which varies over a `shard_map` like `like`."""
+    """Return the type of a result, which varies over the same `shard_map` axes as `like`."""
     axes = jax.typeof(like).manual_axis_type
     return jax.ShapeDtypeStruct(
         shape, dtype, **({"manual_axis_type": axes} if axes.varying else {})
@@ -489,7 +496,7 @@ def result(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.Sha
 
 def vary(tree: Tree, like: object = None) -> Tree:
     """Mark arrays as varying over the axes of a `shard_map` over which `tree` or `like` varies."""
-    # needed because the carry of a loop must keep its type, and because the gradient of a
+    # this is needed because the carry of a loop must keep its type, and because the gradient of a
     # replicated array is summed over the devices only if the array was marked
     leaves = jax.tree.leaves((tree, like))
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
@@ -502,5 +509,5 @@ def vary(tree: Tree, like: object = None) -> Tree:
 
 
 def no_mesh() -> contextlib.AbstractContextManager:
-    """Return a context without the mesh of `jax.set_mesh`: programs traced in it fit any mesh."""
+    """Return a context without the mesh of `jax.set_mesh`, for programs that fit any mesh."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))

@@ -68,7 +68,7 @@ WIDTHS = 32, 64  # supported numbers of keys per tile
 def decode(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the output [B, T, N, Hv], and m and log l, f32[B, N, T].
+    """Return the output [B, T, N, Hv], and m and log l as f32[B, N, T].
 
     There is one row of query tiles, and all heads that share a key head have the same list. Keys
     and values may end within a tile, but pages may not.

@@ -50,7 +50,7 @@ from transformer_jax.kernels.sharding import result
 def forward(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the output [B, T, N, Hv], and m and log l, f32[B, N, T]."""
+    """Return the output [B, T, N, Hv], and m and log l as f32[B, N, T]."""
     check_rows("forward", blocks.q)
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype, rows = operands.query.dtype, result((B, N, T), f32, operands.query)

@@ -139,7 +139,7 @@ def blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
 def forward(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
 ) -> tuple[jax.Array, ...]:
-    """Return the output [B, T, N, Hv], m and log l, f32[B, N, T]."""
+    """Return the output [B, T, N, Hv], and m and log l as f32[B, N, T]."""
     B, T, N, _ = operands.query.shape
     out = (B, T, N, operands.value.shape[3]), out_dtype(problem, operands)
     rows = (B, N, T), jnp.float32

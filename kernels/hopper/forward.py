@@ -63,7 +63,7 @@ from transformer_jax.kernels.sharding import result
 def forward(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the output [B, T, N, Hv], and m and log l, f32[B, N, T].
+    """Return the output [B, T, N, Hv], and m and log l as f32[B, N, T].
 
     m is at most `slack` less than the maximum of a row.
     """

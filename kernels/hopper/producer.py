@@ -174,7 +174,7 @@ class KeyWalk(NamedTuple):
                 plgpu.barrier_arrive(self.both)
 
             def finish(n: Index, j: Index, step: Index) -> None:
-                """Call `after` for the tile of a step (tile j in the list of a head) if it exists."""
+                """Call `after` for the tile of a step (tile j in a list), if it exists."""
 
                 @pl.when(step >= first)
                 def _() -> None:

@@ -38,7 +38,7 @@ from transformer_jax.kernels.nvidia.memory import (
     load_along,
 )
 
-COPIED = 4  # maximum number of mask vectors that are copied with a tile; others are read from memory
+COPIED = 4  # maximum number of mask vectors copied with a tile; others are read from memory
 HARDWARE_TANH = 64.0  # highest softcap that uses the hardware's tanh
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -49,7 +49,7 @@ Differentiate = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class TilePosition(NamedTuple):
-    """Position of a tile, and the mask vectors of its rows and columns (None if they are not read)."""
+    """Position of a tile, and the mask vectors of its rows and columns (None if not read)."""
 
     b: Index
     n: Index
@@ -61,7 +61,7 @@ class TilePosition(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """Rows that a warpgroup keeps for all tiles in a list, which are keys for dk and dv, else queries."""
+    """Rows that a warpgroup keeps for all tiles in a list (keys for dk and dv, else queries)."""
 
     b: Index
     head: Index  # of queries, or of keys
@@ -188,7 +188,7 @@ def divided(
     problem: Problem, operands: Operands, b: Index, n: Index, acc: jax.Array, row_max: jax.Array,
     total: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Add the sink to the sums, and return the output, m, l and a mask of the rows that see a key."""
+    """Add the sink to the sums, and return the output, m, l and the rows that see a key."""
     # a row that sees no key is zero, even if there is a sink
     live = total != 0
     shrink = filled(total.shape, 1)
@@ -317,7 +317,7 @@ class TileVectors:
         return tuple(refs)
 
     def late(self, partial: bool) -> bool:
-        """Whether the scores of a tile need copied vectors, so that its slot is freed after the scores."""
+        """Whether the scores of a tile need copied vectors, which delays freeing the slot."""
         return bool(self.copied) and (partial or self._every_tile)
 
     def release(self, barrier: Ref, partial: bool) -> None:

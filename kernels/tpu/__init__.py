@@ -1,8 +1,9 @@
-"""Flash attention on a TPU: Pallas kernels for Mosaic, after FlashAttention-2 (Dao 2023).
+"""Flash attention for TPUs, in Pallas for Mosaic, based on FlashAttention-2 (Dao 2023).
 
-The scores of a tile have the layout [keys, queries]. So per-query values (m, l, D, positions) are a
-row along the lanes, as in memory, sums over keys add whole registers, and the products for keys
-need no transpose. Sums for queries have the layout [H, queries] and are transposed once.
+The scores of a tile have the layout [keys, queries]. As a result, per-query values (m, l, D and
+positions) are a row along the lanes, as in memory. Sums over keys add whole registers, and the
+products for keys need no transpose. Sums for queries have the layout [H, queries] and are
+transposed once.
 
     visits     the tile lists, flattened
     grid       the iteration over them
@@ -29,7 +30,7 @@ from transformer_jax.kernels.tpu.visits import prepare
 def refuse(
     target: Target,
     nondeterministic: bool,
-    query: Shaped,  # [B, T, N, H]: arrays, or structs of their shape and dtype
+    query: Shaped,  # [B, T, N, H], an array or a struct of its shape and dtype
     key: Shaped,  # [B, S, K, H]
     value: Shaped,  # [B, S, K, Hv]
 ) -> str | None:
@@ -61,7 +62,7 @@ BACKEND = Backend(
     list_bytes=TPU_LIST_BYTES,
     heads_first=True,
     wide=True,
-    shortest=TPU_LANES,  # no tile is narrower
+    shortest=TPU_LANES,  # the minimum tile width
     decode_rows=64,
     int8=True,
     page=TPU_LANES,  # pages contain whole tiles

@@ -1,4 +1,4 @@
-"""The backward kernels: one for dq, one for dk and dv, one for the gradient of a bias."""
+"""Backward kernels for dq, for dk and dv, and for the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from transformer_jax.kernels.tpu.scores import distances, dot, score_gradients
 
 
 class QuerySums(NamedTuple):
-    """Sums over a row of tiles: dq, and the rows of the learned slopes' gradient."""
+    """Sums over a row of tiles, which are dq and the rows of the gradient of the learned slopes."""
 
     problem: Problem
     step: GridStep
     x: TileInputs
-    results: tuple[Ref, Sequence[Ref]]  # dq, and the rows of slopes or an empty sequence
+    results: tuple[Ref, Sequence[Ref]]  # dq, and the rows for slopes or an empty sequence
     sums: tuple[Ref, Sequence[Ref]]  # the same in float32
 
     def begin(self) -> None:
@@ -129,7 +129,7 @@ def backward_dkdv(
 def backward_bias(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Residuals
 ) -> jax.Array:  # f32, of the shape of the bias
-    """Return ds, summed over the axes where the bias has size 1."""
+    """Return ds, summed over the axes along which the bias has size 1."""
     assert operands.bias is not None
     B, T, N, _ = operands.query.shape
     bias, S = operands.bias.shape, operands.key.shape[1]
@@ -152,7 +152,7 @@ def backward_bias(
         step.visit(tile)
 
     args = "attention_bias", kernel, problem, operands, saved
-    # a sum over keys is a row of queries, so iterate over queries, and vice versa
+    # a sum over keys is a row of queries, so iterate over queries, and the other way around
     if bias[3] == 1:
         (rows,) = by_queries(
             *args, lists, blocks, writes=[("query row", (B, N, 1, T), jnp.float32)]

@@ -1,7 +1,8 @@
-"""The single-pass backward kernel: dq, dk and dv with five products, summed in a fixed order.
+"""Single-pass backward kernel, which computes dq, dk and dv with five products in a fixed order.
 
-The grid of a TPU runs in order, over queries: the rows of dq are finished one by one, while the
-sums of dk and dv for all keys of a key head stay in VMEM until all its query heads are done.
+The grid of a TPU runs in order, over queries. The rows of dq are completed one by one, while the
+sums of dk and dv for all keys of a key head stay in VMEM until all query heads of the key head are
+done.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from transformer_jax.kernels.tpu.scores import dot, score_gradients
 
 
 def sums_fit(S: int, H: int, Hv: int) -> bool:
-    """Whether the sums of dk and dv for a key head fit in VMEM; a row fills whole registers."""
+    """Whether the sums of dk and dv for a key head, padded to registers, fit in VMEM."""
     lanes = sum(-(-width // 128) * 128 for width in (H, Hv))
     return S * lanes * 4 <= TPU_SUM_BYTES
 
@@ -62,7 +63,7 @@ def backward_single_pass_rows(
         def tile(masked: bool) -> None:
             p, ds, du = score_gradients(problem, x, step, masked)
             keys = pl.ds(pl.multiple_of(jnp.asarray(step.j), blocks.k), blocks.k)
-            # the sums of all keys stay in VMEM: a row of tiles adds to each of them once
+            # the sums of all keys stay in VMEM, because each row of tiles adds to all of them
             dv_sums[keys] += dot(p.astype(dtype), x.do[...], 1, 0)
             du = du.astype(dtype)
             dk_sums[keys] += dot(du, x.query[...], 1, 0)
@@ -113,7 +114,7 @@ def backward_single_pass_rows(
 
 
 def _each_tile(length: int, block: int, body: Callable[[Span], None]) -> None:
-    """Run a body for each tile of `length` rows."""
+    """Run `body` for each tile of `length` rows."""
 
     def one(j: jax.Array, carry: None) -> None:
         body(pl.ds(pl.multiple_of(j * block, block), block))

@@ -1,15 +1,16 @@
-"""The decode kernel: attention of few queries over many keys.
+"""Decode kernel, which computes attention for few queries and many keys.
 
-The queries of all heads that read one key head are the rows of one product, so each key and value
-is read once, directly from a cache [B, S, K, H]. A tile has all heads of its slots, or some if they
-are many or wide. In a pool of pages, a tile is a page or a part of one: the index map of keys and
-values looks it up in the table. The grid follows a single list: the tiles of the first batch row,
-then those of the second, and so on. So every step has a tile, and the amount of data read depends
-on the filled lengths, not on the capacity. A core runs its grid in order: the sums of a row stay in
-VMEM until its last tile, and need no merging.
+The queries of all heads that share a key head are the rows of one product. Therefore, each key and
+value is read only once, directly from a cache [B, S, K, H]. A tile contains all heads of its slots,
+or some of the heads if they are many or wide. In a pool of pages, a tile is a page or part of a
+page, and the index map for keys and values looks up the page in the table. The grid follows a
+single list, which contains the tiles of the first batch row, then those of the second, and so on.
+Therefore, every step has a tile, and the amount of data that is read depends on the filled lengths
+instead of the capacity. A core runs its grid in order, so the sums of a row stay in VMEM until its
+last tile and do not need to be merged.
 
-The scores of a tile have the layout [key heads, rows, keys]. A copy may read anything past the end
-of keys and values: the mask hides such keys, and their values are replaced by zeros.
+The scores of a tile have the layout [key heads, rows, keys]. A copy may read arbitrary data past
+the end of keys and values. The mask hides these keys, and their values are replaced by zeros.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from transformer_jax.kernels.tpu.scores import dot, power, unit
 from transformer_jax.kernels.tpu.visits import Packing, Visit, flatten
 
 SUBLANES = 8  # rows of a register
-MOST_HEADS = 32  # per tile, because the program has a separate product for each head
+MOST_HEADS = 32  # per tile, because the program contains a separate product for each head
 
 
 def decode(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the output [B, T, N, Hv], and m and log l, f32[B, N, T].
+    """Return the output [B, T, N, Hv], and m and log l as f32[B, N, T].
 
-    There is one row of query tiles. Keys and values may end within a tile; pages may not.
+    There is one row of query tiles. Keys and values may end within a tile, but pages may not.
     """
     (B, T, N, _), (_, _, K, Hv) = operands.query.shape, operands.value.shape
     page, tables = operands.page, []
@@ -75,7 +76,7 @@ def decode(
 
     def kernel(numbers: Ref, *args: Any) -> None:
         """Add one tile of keys to the sums of its batch row."""
-        # only the index maps read the table
+        # only the index maps use the table
         x, *refs = args if not tables else args[1:]
         out, row_max, log_sum, m, total, acc = refs  # [heads, rows, Hv or 1] each
         at, end = pl.program_id(1), pl.num_programs(1) - 1
@@ -96,7 +97,7 @@ def decode(
             dtype = x.query.dtype
             keys, values = (walk.by_head(tile).astype(dtype) for tile in (x.key, x.value))
             v_scale = None if x.v_scale is None else x.v_scale[...][:, None]  # [heads, 1, keys]
-            # zero weights times garbage past the end may be NaN
+            # zero weights times arbitrary data past the end may be NaN
             if ends is not None and ends % walk.k:
                 inside = k0 + lax.broadcasted_iota(jnp.int32, values.shape, 1) < ends
                 values = jnp.where(inside, values.astype(jnp.float32), 0.0).astype(dtype)
@@ -154,7 +155,7 @@ def decode(
 
 
 def of_all_heads(lists: TileLists, B: int) -> TileLists:
-    """Return one list with the tiles that any head visits; its rows are the B batch rows."""
+    """Return one list of the tiles that any head visits, with the B batch rows as its rows."""
     # the kernel evaluates the mask in every tile, so it does not matter which tiles are full
     if lists.order.shape[1] > 1:
         lists = tile_lists(classes_of(lists).max(axis=1, keepdims=True))
@@ -166,9 +167,9 @@ def of_all_heads(lists: TileLists, B: int) -> TileLists:
 
 
 def _slots_first(x: jax.Array) -> bool:
-    """Whether XLA stores an array [B, S, K, H] in that order, not as [B, K, S, H]."""
-    # XLA uses tiles of 8 heads by 128 elements, or of 4, 2 or 1 heads if these fill 32 bits, and
-    # moves other numbers of heads outside
+    """Whether XLA stores an array [B, S, K, H] in that order instead of [B, K, S, H]."""
+    # XLA uses tiles of 8 heads by 128 elements, or of 4, 2 or 1 heads if they fill 32 bits. For
+    # other numbers of heads, it moves the axis of heads outside
     K = x.shape[2]
     return K % SUBLANES == 0 or (K in (1, 2, 4) and K * x.dtype.itemsize >= 4)
 
@@ -179,7 +180,7 @@ def tile_of_heads(operands: Operands, k: int) -> tuple[int, bool]:
     widths = [-(-x.shape[3] // TPU_LANES) * TPU_LANES for x in (operands.key, operands.value)]
     most = min(MOST_HEADS, TPU_FEW_BYTES // (k * sum(widths) * operands.query.dtype.itemsize))
     possible = [n for n in range(1, K + 1) if K % n == 0 and n <= most]
-    # a tile has whole registers of heads, or all heads
+    # a tile contains whole registers of heads, or all heads
     if slots_first or operands.k_scale is not None:
         least = SUBLANES if K % SUBLANES == 0 else K
         possible = [n for n in possible if n % SUBLANES == 0 or n == K] or [least]
@@ -187,7 +188,7 @@ def tile_of_heads(operands: Operands, k: int) -> tuple[int, bool]:
 
 
 def _laid_out(packed: Operands, k: int) -> TileInputs:
-    """Return the kernel's inputs with four axes; keys and values keep their layout in memory."""
+    """Return the kernel's inputs with four axes, keeping the memory layout of keys and values."""
 
     def long(x: jax.Array) -> jax.Array:  # [B, S, ..], padded to at least one tile
         short = max(0, k - x.shape[1])
@@ -228,7 +229,7 @@ class Walk:
     heads: int  # key heads per tile
     slots_first: bool
     page: int | None = None  # keys per page, if keys are in pages
-    columns: int = 0  # of the block table
+    columns: int = 0  # columns of the block table
 
     def specs(self, x: TileInputs) -> TileInputs:
         keys = "slots" if self.slots_first else "keys"
@@ -242,7 +243,7 @@ class Walk:
         )  # fmt: skip
 
     def spec(self, kind: str, shape: tuple[int, ...]) -> pl.BlockSpec:
-        """Return the BlockSpec for an array of this kind; axes of size 1 are shared."""
+        """Return the BlockSpec for an array of this kind, where axes of size 1 are shared."""
         heads = self.heads if shape[1] > 1 else 1
         tile = {
             "row": (heads, *shape[2:]),
@@ -270,19 +271,19 @@ class Walk:
         return pl.BlockSpec((None, *tile), index)
 
     def _place(self, visit: Visit, table: Ref) -> tuple[Index, Index]:
-        """Return the page of a visited tile of keys, and the tile's index in the page."""
+        """Return the page of a visited key tile, and the index of the tile in the page."""
         assert self.page is not None
         tiles = np.int32(self.page // self.k)
         block = lax.div(visit.column, tiles)
         return table[visit.row * self.columns + block], lax.rem(visit.column, tiles)
 
     def by_head(self, tile: Ref) -> jax.Array:  # [heads, keys, H or Hv]
-        """Return the keys or values of a tile, by head."""
+        """Return the keys or values of a tile with the head axis first."""
         return jnp.swapaxes(tile[...], 0, 1) if self.slots_first else tile[...]
 
 
 def _scores(problem: Problem, x: TileInputs, raw: jax.Array) -> jax.Array:  # f32[heads, rows, keys]
-    """Return the scores for products of queries and keys, times `unit`."""
+    """Return the scores for products of queries and keys, multiplied by `unit`."""
     if problem.softcap is None:
         s = raw * (problem.scale * unit(x))
     else:

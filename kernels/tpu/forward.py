@@ -1,4 +1,4 @@
-"""The forward kernel: output, row maximum, and logarithm of the row sum."""
+"""Forward kernel, which computes the output, the row maxima and the logarithms of the row sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PART = 128  # keys that are processed at once
 def forward(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, N, T], f32[B, N, T]
-    """Return the output, m and log l; in fully masked rows they are 0, -inf and 0."""
+    """Return the output, m and log l, which are 0, -inf and 0 in fully masked rows."""
     B, T, N, _ = operands.query.shape
     Hv = operands.value.shape[3]
 
@@ -33,7 +33,8 @@ def forward(
             acc[...] = jnp.zeros_like(acc)
 
         def tile(masked: bool) -> None:
-            # all products first, so that those of one part overlap with the exponentials of another
+            # compute all products first, so that the products of one part overlap with the
+            # exponentials of another
             parts = step.parts(x, PART)
             products = [scores(problem, y, at, masked) for at, y in parts]
             for (at, y), (s, _) in zip(parts, products, strict=True):

@@ -1,8 +1,8 @@
 """Pallas grids over the tiles that a call visits, row by row.
 
-One axis of the grid follows the list of visits (`visits.py`). The index maps read the list, so
-tiles that are not listed are not fetched. The size of the axis is the length of the longest list,
-which is known only at run time.
+One axis of the grid follows the list of visits (`visits.py`). The index maps use the list, so tiles
+that are not listed are not fetched. The size of the axis is the length of the longest list, which
+is known only at run time.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from transformer_jax.kernels.tpu.inputs import TileInputs, tile_inputs
 from transformer_jax.kernels.tpu.visits import VisitLists, flatten
 
 Ref = jax.Ref
-"""A reference to memory, or to a part of it."""
+"""Reference to memory, or to a part of it."""
 
 Span = pl.Slice | slice
 Scratch = tuple[int, ...] | pl.MemoryRef | pltpu.SemaphoreType
-"""Scratch memory of a kernel: a shape of float32, or a Pallas type."""
+"""Scratch memory of a kernel, as the shape of a float32 array or a Pallas type."""
 
 Write = tuple[str, tuple[int, ...], DTypeLike]  # kind of tile, shape and dtype of a result
 
 
 class GridStep(NamedTuple):
-    """The current tile of a kernel."""
+    """Current tile of a kernel."""
 
     b: Index
     n: Index  # a query head
@@ -64,13 +64,13 @@ class GridStep(NamedTuple):
     ends: jax.Array
 
     def visit(self, tile: Callable[[bool], None]) -> None:
-        """Run `tile(masked)` if the tile is listed; full tiles are not masked."""
+        """Run `tile(masked)` if the tile is listed, where `masked` is false for full tiles."""
         pl.when(self.full)(partial(tile, False))
         if self.partial is not None:
             pl.when(self.partial)(partial(tile, True))
 
     def parts(self, x: TileInputs, size: int) -> list[tuple[GridStep, TileInputs]]:
-        """Split a tile along the keys, and return each part with its step."""
+        """Split a tile along the keys, and yield each part with its step."""
         keys, parts = x.key.shape[0], []
         if keys % size:
             return [(self, x)]
@@ -88,7 +88,7 @@ class GridStep(NamedTuple):
         return parts
 
     def scalar(self, ref: Ref) -> jax.Array:
-        """Read the value of this head from a flattened [B or 1, N]."""
+        """Return the value for this head from a flattened array [B or 1, N]."""
         return ref[self.n if ref.shape[0] == self.heads else self.b * self.heads + self.n]
 
     def by_key(self, tile: jax.Array) -> jax.Array:
@@ -104,7 +104,7 @@ def column(row: jax.Array) -> jax.Array:  # [1, block_k] -> [block_k, 1]
     return row.reshape(-1, 1)
 
 
-KernelBody = Callable[..., None]  # of GridStep, TileInputs, references to results and to scratch
+KernelBody = Callable[..., None]  # (GridStep, TileInputs, references to results and to scratch)
 
 
 def by_queries(
@@ -141,8 +141,8 @@ def by_keys(
 ) -> list[jax.Array]:  # fmt: skip
     """Run a kernel over key tiles and the query tiles that visit each of them.
 
-    Each of `heads` has N // heads query heads, which visit a tile in sequence unless each has its
-    own list.
+    Each of the `heads` heads has N // heads query heads, which visit a tile in sequence unless each
+    query head has its own list.
     """
     B, _, N, _ = operands.query.shape
     G = N // heads
@@ -162,7 +162,7 @@ def by_pairs(
     name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Residuals | None,
     lists: TileLists, blocks: Blocks, *, writes: Sequence[Write],
 ) -> list[jax.Array]:  # fmt: skip
-    """Run a kernel over pairs of tiles; the rows and heads that share a bias are innermost."""
+    """Run a kernel over pairs of tiles, with the rows and heads that share a bias innermost."""
     assert operands.bias is not None
     B, _, N, _ = operands.query.shape
     bias_batch, bias_heads = operands.bias.shape[:2]
@@ -176,7 +176,7 @@ def by_pairs(
 
     refuse_long(lists, copies=2)
     classes = classes_of(lists)
-    # visited if any head that shares the bias sees the tile; each head reads its own class
+    # a tile is visited if any head that shares the bias sees it, and each head reads its own class
     shared = [axis for axis in (0, 1) if operands.bias.shape[axis] == 1]
     visits = flatten(tile_lists(classes.max(axis=shared, keepdims=True)))
     group, lead = N // operands.key.shape[2], (bias_batch, bias_heads)
@@ -199,30 +199,30 @@ def refuse_long(lists: TileLists, copies: int = 1, table_bytes: int = 0) -> None
 class _Walk:
     """Mapping of grid indices to tiles."""
 
-    lead: tuple[int, int]  # axes that run in any order: rows, heads
-    sharers: tuple[int, ...]  # an axis of heads that share a sum (of a key head or bias), or empty
+    lead: tuple[int, int]  # axes of rows and heads, which run in any order
+    sharers: tuple[int, ...]  # axis of heads that share a sum (for a key head or bias), or empty
     place: Callable[[Index, Index, Index], tuple[Index, Index]]
-    """Return b and n from the indices along the lead axes and the sharers."""
+    """Return b and n, given the indices along the lead axes and the sharers."""
     visits: VisitLists
     blocks: Blocks
     group: int
     keys_as_rows: bool = False
     sharers_first: bool = False
-    """Whether a sharer makes all its visits before the next one; otherwise they take turns."""
+    """Whether a sharer makes all its visits before the next sharer, instead of taking turns."""
 
     @property
     def axis(self) -> int:
-        """The axis of the visits."""
+        """Grid axis of the visits."""
         return 3 if self.sharers_first else 2
 
     def line(self, ids: Sequence[Index]) -> Index:
-        """Return the offset of a list in the flattened numbers."""
+        """Return the offset of a list in the flattened visits."""
         batch, lists, size = self.visits.numbers.shape
         head = ids[1] * self.sharers[0] + ids[2] if self.sharers_first else ids[1]
         return ((ids[0] if batch > 1 else 0) * lists + (head if lists > 1 else 0)) * size
 
     def tile(self, ids: Sequence[Index], numbers: Ref) -> tuple[Index, Index, Index, Index]:
-        """Return b, n, and the indices of the query tile and the key tile."""
+        """Return b, n and the indices of the query tile and the key tile."""
         visit = self.visits.packing.unpack(numbers[self.line(ids) + ids[self.axis]])
         sharer = ids[5 - self.axis] if self.sharers else 0
         b, n = self.place(ids[0], ids[1], visit.head + sharer)
@@ -269,14 +269,14 @@ def _run(
     walk: _Walk,
     writes: Sequence[Write],
     scratch: Sequence[Scratch],
-    classes: jax.Array | None = None,  # if lists contain the tiles of any sharer
+    classes: jax.Array | None = None,  # if the lists contain the tiles of any sharer
 ) -> list[jax.Array]:
     tables = [walk.visits.numbers] if classes is None else [walk.visits.numbers, classes]
     arrays, kinds = tile_inputs(operands, saved)
     inputs: list[TileInputs | jax.Array] = [arrays]
     aliases = {}
     in_specs = [jax.tree.map(lambda kind, x: walk.spec(kind, x.shape), kinds, arrays)]
-    # results of tiles that are not visited stay zero
+    # results of tiles that are not visited remain zero
     if classes is not None:
         inputs += [jnp.zeros(shape, dtype) for _, shape, dtype in writes]
         in_specs += [pl.BlockSpec(memory_space=pl.ANY)]
@@ -293,7 +293,8 @@ def _run(
         ids = [pl.program_id(axis) for axis in range(len(grid))]
         b, n, i, j = walk.tile(ids, numbers)
         at, line, end = ids[walk.axis], walk.line(ids), pl.num_programs(walk.axis) - 1
-        # a result stays in VMEM while consecutive visits belong to it: compare with both neighbors
+        # a result stays in VMEM while consecutive visits belong to it, so compare with both
+        # neighbors
         before, here, after = (
             numbers[line + place]
             for place in (jnp.maximum(at - 1, 0), at, jnp.minimum(at + 1, end))
@@ -308,7 +309,7 @@ def _run(
                 first, last = first & opens, last & closes
         kind = packing.unpack(here).tile_class
         if classes is not None:
-            index: Index = 0  # into the flattened classes, whose axes of size 1 are shared
+            index: Index = 0  # index in the flattened classes, whose axes of size 1 are shared
             for place, size in zip((b, n, i, j), classes.shape, strict=True):
                 index = index * size + (place if size > 1 else 0)
             kind = jnp.where(kind > 0, rest[0][index], 0)
@@ -320,7 +321,7 @@ def _run(
         )
         kernel(step, x, *others)
 
-    # sums stay in VMEM along the later axes, so only rows and heads may run in any order
+    # sums stay in VMEM along the last axes, so only rows and heads may run in any order
     semantics: list[Literal["parallel", "arbitrary"]] = ["parallel", "parallel"]
     semantics += ["arbitrary"] * (len(grid) - 2)
     return pl.pallas_call(
@@ -346,7 +347,7 @@ def _run(
 
 
 def classes_of(lists: TileLists) -> jax.Array:  # i32[B or 1, N or 1, rows, columns]
-    """Return the class of every tile: 0 if it is not listed, else PARTIAL or FULL."""
+    """Return the class of every tile, which is 0 if it is not listed, or else PARTIAL or FULL."""
     B, N, rows, columns = lists.order.shape
     c = lax.broadcasted_iota(jnp.int32, lists.order.shape, 3)
     kinds = (c < lists.full[..., None]) * (FULL - PARTIAL) + (c < lists.seen[..., None]) * PARTIAL

@@ -1,4 +1,4 @@
-"""Layout and kinds of the input arrays of kernels."""
+"""Layout and kinds of the input arrays for kernels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jax
 from transformer_jax.kernels.contract import Operands, Residuals, Vectors
 
 Field = Any
-"""An array, its kind, or its tile in a kernel; a tuple of these, or None."""
+"""Array, its kind, or its tile in a kernel, or a tuple of these, or None."""
 
 
 class TileInputs(NamedTuple):
-    """Inputs of a kernel, [B, N, T, H] and [B, N, 1, T]: arrays, their kinds, or their tiles."""
+    """Inputs of a kernel, [B, N, T, H] and [B, N, 1, T], as arrays, kinds or tiles."""
 
     query: Field
     key: Field
@@ -29,12 +29,12 @@ class TileInputs(NamedTuple):
     row_max: Field
     log_sum: Field
     D: Field
-    k_scale: Field = None  # [B, K, S], for the decode kernel, if keys and values are int8
+    k_scale: Field = None  # [B, K, S], for the decode kernel if keys and values are int8
     v_scale: Field = None
 
 
 def tile_inputs(operands: Operands, saved: Residuals | None) -> tuple[TileInputs, TileInputs]:
-    """Return the arrays in the layout of kernels, and the kind of each."""
+    """Return the arrays in the layout that kernels use, and the kind of each array."""
 
     def vectors(arrays: Vectors) -> Vectors:
         return tuple(x[:, None, None] for x in arrays)
@@ -48,7 +48,7 @@ def tile_inputs(operands: Operands, saved: Residuals | None) -> tuple[TileInputs
         kind = {(0, 0): "one", (0, 1): "key row", (1, 0): "query row", (1, 1): "pairs"}[
             T > 1, S > 1
         ]
-        # values of queries are a row along the lanes, even if the array has them as a column
+        # per-query values are a row along the lanes, even if they are a column of the array
         bias = bias.swapaxes(2, 3) if kind == "query row" else bias
     words = operands.dropout
     arrays = TileInputs(

@@ -1,4 +1,4 @@
-"""Scores of a tile and their gradients, [keys, queries]."""
+"""Scores of a tile and their gradients, in the layout [keys, queries]."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_jax.kernels.tpu.inputs import TileInputs
 
 
 def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
-    """Multiply two arrays, and sum over one axis of each, in float32."""
+    """Multiply two arrays and sum over one axis of each, in float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         x,
@@ -27,21 +27,22 @@ def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
 
 
 def unit(x: TileInputs) -> float:
-    """Return the factor of scores: log2(e) without a bias and slopes, else 1."""
+    """Return the factor for scores, which is log2(e) without a bias and slopes, or else 1."""
     # with log2(e), an exponential is one instruction, and the factor is part of the scale. A bias
-    # would need another product, which would turn the lowest finite number into -inf, a mask
+    # would need another product, which would convert the lowest finite number to -inf, which means
+    # masked
     return math.log2(math.e) if x.bias is None and x.slopes is None else 1.0
 
 
 def power(x: TileInputs, s: jax.Array) -> jax.Array:
-    """Return the exponential of scores, or of their differences, in their unit."""
+    """Return the exponential of scores, or of score differences, in their unit."""
     return jnp.exp(s) if unit(x) == 1 else jnp.exp2(s)
 
 
 def scores(
     problem: Problem, x: TileInputs, step: GridStep, masked: bool
 ) -> tuple[jax.Array, jax.Array | None]:  # [block_k, block_q]
-    """Return s times `unit`, and the tanh of softcap."""
+    """Return s times `unit`, and the tanh in the softcap."""
     raw = dot(x.key[...], x.query[...], 1, 1)
     if problem.softcap is None:
         s, tanh = raw * (problem.scale * unit(x)), None
@@ -67,7 +68,8 @@ def score_gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [block_k, block_q]
     """Return p after dropout, ds and du."""
     s, tanh = scores(problem, x, step, masked)
-    # subtract m and log l separately: for large scores, their sum has no bits left for log l
+    # subtract m and log l separately, because their sum has no bits left for log l if scores are
+    # large
     p = power(x, s - x.row_max[...] * unit(x) - x.log_sum[...] * unit(x))
     dp = dropped(problem, dot(x.value[...], x.do[...], 1, 1), x, step)
     ds = p * (dp - x.D[...])
@@ -79,7 +81,7 @@ def score_gradients(
 
 
 def dropped(problem: Problem, p: jax.Array, x: TileInputs, step: GridStep) -> jax.Array:
-    """Apply dropout to a tile of [block_k, block_q]: return p f."""
+    """Return p f, which is the result of dropout on a tile [block_k, block_q]."""
     if x.dropout is None or not problem.dropout_rate:
         return p
     block_k, block_q = p.shape
@@ -91,5 +93,5 @@ def dropped(problem: Problem, p: jax.Array, x: TileInputs, step: GridStep) -> ja
 
 
 def distances(x: TileInputs) -> jax.Array:  # f32[block_k, block_q]
-    """Return |q position - k position|."""
+    """Return the distance |q position - k position|."""
     return jnp.abs(x.q_vectors[0][...] - column(x.k_vectors[0][...])).astype(jnp.float32)

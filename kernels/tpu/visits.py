@@ -1,8 +1,8 @@
-"""Lists of visits: flattened tile lists, for a single grid axis without empty steps.
+"""Lists of visits, which are flattened tile lists for a single grid axis without empty steps.
 
-A grid with an axis for rows and one for tiles gives each row as many steps as the longest row: 128
-steps for the 72 tiles of a causal mask at S 8192. A list of visits concatenates the tiles of all
-rows.
+In a grid with one axis for rows and another for tiles, each row has as many steps as the longest
+row, such as a total of 128 steps for the 72 tiles of a causal mask at S = 8192. A list of visits
+concatenates the tiles of all rows instead.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import numpy as np
 
 from transformer_jax.kernels.contract import FULL, PARTIAL, Array, TileLists
 
-COMPARISONS = 2**20  # above this number, a binary search finds the row of a visit
+COMPARISONS = 2**20  # a binary search finds the row of a visit if more comparisons would be needed
 
 
 class Visit(NamedTuple):
-    """A tile to visit; its class is 0 for an empty row and past the end of a list."""
+    """Tile to visit, whose class is 0 for an empty row and past the end of a list."""
 
     row: jax.Array
-    head: jax.Array  # in the group that shares a list
+    head: jax.Array  # index in the group that shares a list
     column: jax.Array
     tile_class: jax.Array
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Encoding of a visit as one number: row, head, column and class, from the highest bits."""
+    """Encoding of a visit as one number with bits for the row, head, column and class."""
 
     heads: int
     columns: int
@@ -59,7 +59,7 @@ class Packing:
 
 
 class VisitLists(NamedTuple):
-    """The visits of every list; past its end, a list repeats its last visit with class 0."""
+    """Visits of every list. Past its end, a list repeats its last visit with class 0."""
 
     numbers: jax.Array  # i32[B or 1, lists, visits]
     longest: jax.Array  # i32[]: length of the longest list
@@ -67,9 +67,9 @@ class VisitLists(NamedTuple):
 
 
 def prepare(lists: TileLists) -> TileLists:
-    """Add the visits to tile lists; concrete lists become constants in the program."""
+    """Add the visits to tile lists. Concrete lists become constants in the program."""
     if not any(isinstance(x, jax.core.Tracer) for x in lists):
-        # then everything below is NumPy, and becomes constants
+        # then everything below is in NumPy and becomes constants
         concrete: Any = map(np.asarray, lists[:3])
         lists = TileLists(*concrete)
     numbers = _numbers(lists, 1)[:, :, None]
@@ -79,14 +79,15 @@ def prepare(lists: TileLists) -> TileLists:
 
 
 def flatten(lists: TileLists, group: int = 1) -> VisitLists:
-    """Return the visits of tile lists, row by row, in the order of each row's list.
+    """Return the visits of tile lists, row by row, in the order of the list for each row.
 
-    If each head has its own lists, `group` neighbors share a list of visits: each row has the
-    visits of one head, then those of the next. An empty row has one visit of class 0.
+    If each head has its own lists, `group` neighboring heads share a list of visits. Each row
+    contains the visits of one head, and then the visits of the next head. An empty row has one
+    visit of class 0.
     """
     heads = group if lists.order.shape[1] > 1 else 1
     packing = Packing(heads, lists.order.shape[3])
-    # `prepare` made these with the plan; a group of heads needs another list
+    # `prepare` created these visits with the plan, but a group of heads needs another list
     if lists.visits is not None and lists.visit_counts is not None and heads == 1:
         return VisitLists(lists.visits[:, :, 0], lists.visit_counts.max(), packing)
     longest = _counts(lists, heads).sum(axis=-1, dtype=np.int32).max()
@@ -102,7 +103,7 @@ def _by_row(
 
 
 def _counts(lists: TileLists, heads: int) -> jax.Array:  # i32[.., rows * heads]
-    """Return the number of visits per row and head; at least one for the first head."""
+    """Return the number of visits per row and head, which is at least one for the first head."""
     seen = _by_row(lists.seen, heads)
     at_least = np.arange(seen.shape[2], dtype=np.int32) % heads == 0
     xp: ModuleType = np if isinstance(seen, np.ndarray) else jnp
@@ -110,7 +111,7 @@ def _counts(lists: TileLists, heads: int) -> jax.Array:  # i32[.., rows * heads]
 
 
 def _numbers(lists: TileLists, heads: int) -> Array:  # i32[B or 1, N or 1 // heads, visits]
-    """Return all visits, encoded; NumPy arrays return NumPy arrays."""
+    """Return all visits in encoded form, as NumPy arrays if the lists are NumPy arrays."""
     order, full, seen = (_by_row(x, heads) for x in lists[:3])
     B, number, lines, columns = order.shape
     line = np.arange(lines, dtype=np.int32)[None, None, :, None]
@@ -120,8 +121,8 @@ def _numbers(lists: TileLists, heads: int) -> Array:  # i32[B or 1, N or 1 // he
     packed = packed.reshape(B * number, lines * columns).astype(np.int32)
     counts = _counts(lists, heads).reshape(B * number, lines)  # length of each line
 
-    # concatenate the beginnings of all lines. Past its end a list repeats its last visit with class
-    # 0, so that the pipeline loads nothing new
+    # Concatenate the beginnings of all lines. Past its end, a list repeats its last visit with
+    # class 0, so that the pipeline does not load any other tiles.
     if isinstance(packed, np.ndarray):
         valid = (np.arange(columns) < counts[..., None]).reshape(packed.shape)
         total = valid.sum(axis=1, keepdims=True)
@@ -134,7 +135,8 @@ def _numbers(lists: TileLists, heads: int) -> Array:  # i32[B or 1, N or 1 // he
     totals = ends[:, -1:]
     step = jnp.arange(packed.shape[1], dtype=np.int32)[None]
     place = jnp.minimum(step, totals - 1)
-    # no sort: comparing with every line is one pass; a binary search is faster for many visits
+    # no sort, because comparing with every line is one pass, and a binary search is faster for many
+    # visits
     search = "compare_all"
     if packed.shape[1] * counts.shape[1] > COMPARISONS:
         search = "scan_unrolled"
