@@ -47,7 +47,7 @@ def product(
     bias: jax.Array | None = None,  # [outputs]
     turned: bool = False,
 ) -> jax.Array:  # f32[rows, outputs]
-    """Return scale x W + bias, or scale x W^T + bias if `turned` is true, with sums in float32.
+    """Return scale x W + bias with sums in float32, or scale x W^T + bias if `turned` is true.
 
     Raises ValueError if the sizes of x, W, scale and bias do not match.
     """

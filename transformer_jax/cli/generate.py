@@ -52,19 +52,19 @@ class Generate(TypedModelOptions):
     """Sampling temperature: values below 1 sharpen the distribution, and 0 picks the likeliest
     token; default: 0.8."""
     top_k: int | None = None
-    """Sample from this many of the likeliest tokens."""
+    """Number of likeliest tokens to sample from (top-k)."""
     top_p: float | None = None
-    """Sample from the likeliest tokens with this total probability."""
+    """Total probability of the likeliest tokens to sample from (top-p)."""
     min_p: float | None = None
-    """Sample from tokens at least this many times as likely as the likeliest."""
+    """Sample from tokens whose probability is at least this fraction of the largest probability."""
     typical_p: float | None = None
-    """Sample from the most typical tokens with this total probability."""
+    """Total probability of the most typical tokens to sample from."""
     repetition_penalty: float | None = None
     """Repetition penalty: values above 1 make tokens that are already in the text less likely."""
     presence_penalty: float | None = None
-    """Subtract this from the logit of each token generated so far."""
+    """Value to subtract from the logit of each token that has been generated."""
     frequency_penalty: float | None = None
-    """Subtract this from a token's logit for each time it was generated."""
+    """Value to subtract from the logit of a token for each time that it has been generated."""
     no_repeat_ngram: int | None = None
     """Never generate the same sequence of this many tokens twice."""
     ban: str | None = None

@@ -1,4 +1,4 @@
-"""ASGI application (Starlette) with the routes, streams, timeouts and handling of disconnects.
+"""ASGI application (Starlette), which handles routes, streams, timeouts and disconnects.
 
 The event loop only waits. A pool of threads reads prompts, and the engine's thread runs the model.
 """

@@ -24,7 +24,7 @@ FIELDS = "context", "choices", "answer"
 
 @dataclass(frozen=True)
 class Question:
-    """A context, possible continuations, and the index of the correct one.
+    """Question with a context, possible continuations, and the index of the correct one.
 
     Attributes:
         context: text that every choice continues. Trailing blanks are treated as part of the

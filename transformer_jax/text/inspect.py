@@ -48,7 +48,7 @@ Inputs = dict[str, Array]
 """Inputs of the model other than the tokens, keyed by name."""
 
 PERIOD, ROWS = 25, 4
-"""Length of the repeated sequence and number of rows in the random text that scores heads."""
+"""Length of the repeated sequence and number of rows in the random text for scoring heads."""
 
 
 @value_class

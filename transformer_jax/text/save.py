@@ -31,7 +31,7 @@ from transformer_jax.untrusted_files import JsonObject
 def save_published(
     target: Path, folder: WeightFolder, config: ModelConfig, params: Params, shard_bytes: int
 ) -> list[str]:
-    """Save a published model with the tokenizer from its original folder, like `save_run`."""
+    """Save a published model with the tokenizer from its original folder."""
     files, keys = dict[str, bytes](), JsonObject()
     # GGUF stores the tokenizer as metadata, so there is no tokenizer file to copy.
     if isinstance(folder, GgufModel):
