@@ -1,6 +1,6 @@
 """Training checkpoints and run folders, written atomically.
 
-`checkpoint` stores arrays with checksums, and `run_folder` is the folder that `train.py` writes.
+`checkpoint` stores arrays with checksums. `run_folder` manages the folder that `train.py` writes.
 For published checkpoints, see `pretrained`.
 """
 

@@ -1,15 +1,16 @@
-"""Atomic checkpoints: arrays written by orbax, and a manifest.
+"""Atomic checkpoints, which consist of arrays in orbax format and a manifest.
 
     step-00000500/
         params/         the leaves under `params`, in orbax format
         opt_state/
         state/          the leaves at the top level
-        manifest.json   names, dtypes, shapes; size and sha256 of each file, and its own sha256
+        manifest.json   leaf names, dtypes, and shapes; size and SHA-256 of each file; own SHA-256
 
 A save copies the values to the host and returns; a thread writes them to `step-00000500.tmp`. Each
-process writes its shards, reads them back, and compares them. Process 0 then writes the manifest,
-syncs the folder to disk, and renames it. A `step-N` is therefore always complete, and a killed
-process leaves only a `.tmp`. Nothing in the folder can run code, and hashes are checked before use.
+process writes its shards, reads them back, and compares them with the originals. Process 0 then
+writes the manifest, syncs the folder to disk, and renames it. A `step-N` folder is therefore always
+complete, and a killed process leaves only a `.tmp` folder. Loading a checkpoint never runs code
+from it, and hashes are checked before the data is used.
 """
 
 from __future__ import annotations
@@ -50,25 +51,26 @@ from transformer_jax.pytree import Array, PyTree
 from transformer_jax.untrusted_files import Json, JsonObject
 
 READ_BACK_BYTES = 2**28
-"""Number of bytes to read back at a time to verify a save."""
+"""Number of bytes read back at a time when a save is verified."""
 
 Check: TypeAlias = Callable[[int, Mapping[str, np.ndarray]], None]
-"""Function that is called with a step and its arrays, keyed by name, and raises an error to prevent
+"""Function that receives a step and its arrays, keyed by name, and raises an error to prevent
 saving. For a sharded array, it receives the shards of this process."""
 
 
 class Saver:
-    """Background writer of checkpoints; as a context manager, it waits for the last save.
+    """Background checkpoint writer, which can be used as a context manager.
 
-    Each `save` waits for the previous one. A write error is raised by the next `save` or `wait` or
-    at the end of the context, and affects no other checkpoint. With several processes, all
-    processes call the same methods and share the folder.
+    Each `save` waits for the previous one, and the end of the context waits for the last one. A
+    write error is raised by the next `save` or `wait`, or at the end of the context. It does not
+    affect other checkpoints. In a distributed run, all processes must call the same methods and
+    share the folder.
     """
 
     def __init__(
         self, folder: str | Path, keep: int | None = None, check: Check | None = None
     ) -> None:
-        """Save into `folder`; unless `keep` is None, `prune` to `keep` checkpoints after each save.
+        """Save into `folder`. Unless `keep` is None, call `prune` with `keep` after each save.
 
         `check` is called with the arrays before they are written.
         """
@@ -89,10 +91,10 @@ class Saver:
                 raise
 
     def save(self, step: int, tree: PyTree, metadata: JsonObject | None = None) -> Path:
-        """Start writing `tree` to `folder/step-N`; return this path.
+        """Start writing `tree` to `folder/step-N` and return this path.
 
-        Leaves are arrays, including PRNG keys, or Python numbers. The caller can donate the arrays
-        immediately after the call. An older `step-N` is replaced.
+        Leaves can be arrays, including PRNG keys, or Python numbers. The caller can donate the
+        arrays immediately after the call. An older `step-N` is replaced.
         """
         self.wait()
         leaves, keys, arrays = list[Leaf](), dict[str, str](), dict[str, Array]()
@@ -131,7 +133,7 @@ class Saver:
         return step_path(self._path, step)
 
     def wait(self) -> None:
-        """Wait until the last save is on disk; if it failed, raise its error."""
+        """Wait until the last save is on disk. If it failed, raise its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -191,9 +193,9 @@ class Saver:
 
 
 def save(folder: str | Path, step: int, tree: PyTree, metadata: JsonObject | None = None) -> Path:
-    """Write `tree` to `folder/step-N`, wait, and return this path; see `Saver.save`.
+    """Write `tree` to `folder/step-N`, wait until it is on disk, and return this path.
 
-    N has eight digits: `step_path(folder, step)`. If an error occurs, the folder is unchanged.
+    N has eight digits. If an error occurs, the folder is unchanged. See also `Saver.save`.
     """
     with Saver(folder) as saver:
         return saver.save(step, tree, metadata)
@@ -202,13 +204,13 @@ def save(folder: str | Path, step: int, tree: PyTree, metadata: JsonObject | Non
 def restore(path: str | Path, like: PyTree, *, verified: bool = False) -> PyTree:
     """Restore a saved tree, bit for bit, in the structure of `like`.
 
-    `path` is the path that `save` returned. The leaves of `like` are arrays, numbers, or
-    `jax.ShapeDtypeStruct`. They determine the types of the result, regardless of what was saved: a
-    NumPy array, a Python number, or a JAX array with the sharding of the `ShapeDtypeStruct`, if
-    any. If `like` has only some of the top-level entries, such as `{"params": ...}`, only their
-    files are read. If you have called `verify`, pass `verified=True` to skip the hashes; each
-    process then reads only the shards for its devices. Raises CheckpointError, which names the
-    damaged file or the leaves that are missing, unexpected, or of a different shape.
+    `path` is the path that `save` returned. Each leaf of `like` is an array, a number, or a
+    `jax.ShapeDtypeStruct`. It determines the type of the restored leaf, regardless of the saved
+    type: a NumPy array, a Python number, or a JAX array with the sharding of the
+    `ShapeDtypeStruct`. If `like` has only some of the top-level entries, such as `{"params": ...}`,
+    only their files are read. If you have called `verify`, pass `verified=True` to skip the hash
+    checks; each process then reads only the shards for its devices. Raises CheckpointError if a
+    file is damaged, or if leaves are missing, unexpected, or have a different shape.
     """
     manifest = read_manifest(path)
     wanted = _named_leaves(like)
@@ -269,7 +271,7 @@ def step_path(folder: str | Path, step: int) -> Path:
 
 
 def set_metadata(path: str | Path, **changes: Json) -> None:
-    """Change values in the metadata of a checkpoint, but not its arrays."""
+    """Update values in the metadata of a checkpoint. The arrays do not change."""
     manifest = Path(path) / MANIFEST
     read_manifest(path)  # raises CheckpointError if it is damaged
     content = json.loads(manifest.read_text())
@@ -279,7 +281,7 @@ def set_metadata(path: str | Path, **changes: Json) -> None:
 
 
 def best_step(folder: str | Path) -> int | None:
-    """Return the step with the lowest `val_loss` in its metadata; ties go to the first step."""
+    """Return the step with the lowest `val_loss` in its metadata. Ties go to the earliest step."""
     losses = []
     for step in saved_steps(folder):
         with contextlib.suppress(CheckpointError):  # skip damaged checkpoints
@@ -298,7 +300,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def set_aside(folder: Path, step: int) -> None:
-    """Rename the damaged checkpoints after `step`: `step-N` becomes `step-N.damaged`."""
+    """Rename the damaged checkpoints of later steps from `step-N` to `step-N.damaged`."""
     for later in saved_steps(folder):
         if later > step:
             path = step_path(folder, later)
@@ -308,7 +310,7 @@ def set_aside(folder: Path, step: int) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove the partial checkpoints of a killed process."""
+    """Remove the partial checkpoints that a killed process left behind."""
     for path in folder.glob("step-*.tmp"):
         shutil.rmtree(path)
 
@@ -333,7 +335,7 @@ def _on_host(array: Array) -> Array:
 
 
 def _shards(arrays: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """Return the arrays of this process; for sharded arrays, return its shards."""
+    """Return the arrays, with each sharded array replaced by the shards of this process."""
     parts: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
         if isinstance(array, jax.Array):
@@ -382,7 +384,7 @@ _save_numbers = itertools.count()
 
 @contextlib.contextmanager
 def _synchronized(name: str) -> Iterator[None]:
-    """Wait for all processes at the end of the context; if one has an error, raise it in all."""
+    """Wait for all processes at the end of the context, and raise an error of one in all."""
     try:
         yield
     except BaseException as error:
@@ -393,7 +395,7 @@ def _synchronized(name: str) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Rename, then remove a checkpoint, so that a `step-N` never lacks files."""
+    """Rename a checkpoint before removing it, so that a `step-N` folder never lacks files."""
     renamed = path.with_name(path.name + ".old.tmp")
     shutil.rmtree(renamed, ignore_errors=True)
     path.rename(renamed)

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: the leaves and the hashes of the files."""
+"""Checkpoint manifest, which describes the leaves and contains the hash of each file."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def read_manifest(path: str | Path) -> Manifest:
     try:
         content = json.loads(text)
         del content["sha256"]
-        # compare texts: parsed contents would ignore the order of keys
+        # compare the text, because parsed content would ignore the order of keys
         if text != sealed(content):
             raise ValueError("its checksum is wrong")
         if content["format"] != FORMAT:
@@ -167,20 +167,20 @@ def digest_of(path: Path) -> FileDigest:
 
 
 def sealed(content: JsonObject) -> str:
-    """Return the text of a manifest, including a checksum of its other content."""
+    """Return the text of a manifest, including a checksum of the rest of its content."""
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     return json.dumps(content | {"sha256": sha256}, sort_keys=True, indent=1) + "\n"
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a leaf name that is not safe as a file name."""
+    """Raise ValueError if a leaf name is not a safe file name."""
     if not re.fullmatch(r"\w+(/\w+)*", name, re.ASCII):
         raise ValueError(f"leaf {name!r}: must be words separated by /")
 
 
 def _read(file: Path, size: int | None) -> bytes:
-    """Read a regular file of `size` bytes; None allows up to MANIFEST_LIMIT."""
+    """Read a regular file of `size` bytes, or of up to MANIFEST_LIMIT bytes if `size` is None."""
     with _FILES.opened(file) as stream:
         actual = os.fstat(stream.fileno()).st_size
         if size is None and actual > MANIFEST_LIMIT:

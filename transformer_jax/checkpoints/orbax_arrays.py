@@ -29,7 +29,7 @@ TIMEOUT = 600
 """Maximum time in seconds to wait for other processes."""
 
 LATE_REPORTS = 0.2
-"""Seconds to wait after an error for reports from TensorStore's other threads."""
+"""Time in seconds to wait, after an error, for reports from TensorStore's other threads."""
 
 
 def staged(array: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def staged(array: jax.Array) -> jax.Array:
 def write(folder: Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> None:
     """Write the shards of this process into an empty folder; `finish` then makes it readable.
 
-    Process 0 writes the NumPy arrays. An OSError names the file that could not be written.
+    Process 0 writes the NumPy arrays. Raises OSError with the name of the file if writing fails.
     """
     from orbax.checkpoint import args
 
@@ -57,7 +57,7 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> None:
 
 
 def finish(folder: Path) -> None:
-    """Merge the data of all processes; call in process 0 after all have written."""
+    """Merge the data of all processes. Process 0 calls this after all processes have written."""
     with _quiet(), _safe_path(folder) as path:
         _handler().finalize(path)
 
@@ -65,7 +65,7 @@ def finish(folder: Path) -> None:
 def read(
     folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, np.ndarray | jax.Array]:
-    """Read arrays: JAX arrays for requests with a sharding, otherwise NumPy arrays.
+    """Read arrays, as JAX arrays for requests with a sharding and as NumPy arrays otherwise.
 
     Each process reads only its devices' shards. Raises ValueError if the folder lacks an array.
     """
@@ -85,7 +85,7 @@ def read(
 
 
 def agree(name: str, error: BaseException | None = None) -> None:
-    """Wait for all processes; if one has an error, raise it in all.
+    """Wait for all processes. An error in one process is raised in all of them.
 
     `name` must be unique to this call.
     """
@@ -117,7 +117,7 @@ def _handler() -> PyTreeCheckpointHandler:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress orbax's output about an error that is also raised.
+    """Suppress the output of orbax about errors that it also raises.
 
     Orbax logs the traceback of each thread, and closes its event loops at the first error.
     TensorStore then reports "Event loop is closed" for the other writes, outside Python's threads.
@@ -147,8 +147,9 @@ def _quiet() -> Iterator[None]:
 def _safe_path(folder: Path) -> Iterator[epath.Path]:
     """Yield a path that orbax can read: the folder itself, or a symbolic link to it.
 
-    Orbax treats brackets as a pattern and a colon as a URL, and TensorStore requires UTF-8. System
-    errors that TensorStore reports as text are raised as OSError with the file name.
+    Orbax interprets brackets as a glob pattern and a colon as part of a URL, and TensorStore
+    requires UTF-8. System errors that TensorStore reports as text are raised as OSError with the
+    file name.
     """
     from etils import epath
 

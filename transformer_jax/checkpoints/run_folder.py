@@ -1,7 +1,7 @@
-"""Folder of a training run, with the files needed to continue, use, and inspect the run.
+"""Folder of a training run, which contains the files needed to continue, use, and inspect the run.
 
 config.json     the resolved TrainConfig
-tokenizer.json  and source_tokenizer.json if sources have a different one
+tokenizer.json  and source_tokenizer.json if sources use a different tokenizer
 metrics.jsonl   one JSON object per line
 loss.png        training and held-out loss
 checkpoints/    step-N folders, see checkpoint.py
@@ -58,7 +58,7 @@ MAY_CHANGE = frozenset(
 
 
 class RunError(RuntimeError):
-    """Error for a run that cannot continue: its folder is in use, or its numbers are not finite."""
+    """Error for a run whose folder is in use, or whose losses or parameters are not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class RunFolder:
         return self.path / "tokenizer.json"
 
     def read_config(self) -> TrainConfig:
-        """Read the run's config; a ConfigError names the invalid key."""
+        """Read the run's config. Raises ConfigError if a key is invalid."""
         if not self.config_file.is_file():
             raise ConfigError(f"{self.path}: no run here (config.json is missing)")
         if self.config_file.stat().st_size > CONFIG_LIMIT:
@@ -112,11 +112,11 @@ class RunFolder:
         return self.path / "source_tokenizer.json"
 
     def read_tokenizer(self, sha256: str | None = None) -> Tokenizer:
-        """Read the run's tokenizer; check the hash of its file unless `sha256` is None."""
+        """Read the run's tokenizer. Unless `sha256` is None, check the hash of the file."""
         return _read_tokenizer(self.tokenizer_file, sha256)
 
     def read_source_tokenizer(self, sha256: str | None = None) -> Tokenizer | None:
-        """Read the tokenizer for sources; return None if sources use the run's tokenizer."""
+        """Read the tokenizer for sources, or return None if sources use the run's tokenizer."""
         file = self.source_tokenizer_file
         return _read_tokenizer(file, sha256) if file.exists() or sha256 is not None else None
 
@@ -136,7 +136,7 @@ class RunFolder:
         return [line for line in self._metrics() if line is not None]
 
     def cut_metrics(self, step: int) -> int:
-        """Remove damaged lines and the lines after `step`; return the number of damaged lines.
+        """Remove damaged lines and the lines after `step`, and return the number of damaged lines.
 
         A run that was killed after its last checkpoint leaves such lines.
         """
@@ -184,7 +184,7 @@ def _read_tokenizer(file: Path, sha256: str | None) -> Tokenizer:
 
 
 def json_text(content: JsonObject, indent: int | None = None) -> str:
-    """Return measurements as JSON; NaN and infinities become null."""
+    """Return measurements as JSON, with null for NaN and infinities."""
 
     def plain(value: Json) -> Json:
         if isinstance(value, dict):
@@ -209,7 +209,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
 
 
 def _map_paths(config: TrainConfig, function: Callable[[str], str]) -> TrainConfig:
-    """Apply a function to each path that a config reads."""
+    """Apply a function to each path in a config."""
 
     def map_fields(config: C, *names: str) -> C:
         changes: dict[str, str] = {}
@@ -232,7 +232,7 @@ def config_to_json(config: TrainConfig) -> str:
 
 
 def _to_json(config: FieldValue) -> JsonObject:
-    """Return the fields of a config as JSON; a field with several classes has a `kind`."""
+    """Return a config as JSON. A field that allows several config classes also stores a `kind`."""
     cls: type = type(config)
     hints, content = field_hints(cls), {}
     for field in dataclasses.fields(config):
@@ -249,9 +249,9 @@ def _to_json(config: FieldValue) -> JsonObject:
 
 
 def config_from_json(text: str | bytes) -> TrainConfig:
-    """Return the config that `config_to_json` wrote; keys can be missing, but not unknown.
+    """Parse the output of `config_to_json`; keys can be missing, but not unknown.
 
-    A ConfigError names the invalid key. Files from other versions are not converted.
+    Files from other versions are not converted. Raises ConfigError if a key is invalid.
     """
 
     def constant(name: str) -> None:
@@ -285,14 +285,14 @@ def _build_field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
     if dataclasses.is_dataclass(hint):
         return _build(cast(type, hint), value, f"{path}.")
     options = [cls for cls in get_args(hint) if isinstance(cls, type)]
-    kinds: dict[str, FieldValue] = {  # config classes by the `kind` in a file
+    kinds: dict[str, FieldValue] = {  # config classes, keyed by `kind` in the file
         name: cls
         for cls in options
         if dataclasses.is_dataclass(cls)
         for name in names_in_files(cls)
     }
     custom = any(hasattr(cls, "custom_kind_of") for cls in options)
-    # positions may be a string, their short form
+    # `positions` may be a string, which is its short form
     if not (kinds or custom) or value is None or isinstance(value, str):
         return value
     if not isinstance(value, dict):
@@ -320,7 +320,7 @@ def _build_field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
 def differences(
     old: TrainConfig, new: TrainConfig, may_change: Collection[str] = MAY_CHANGE
 ) -> list[str]:
-    """Return "key: old -> new" for each changed field that a resumed run cannot change."""
+    """Return "key: old -> new" for each changed field that must stay the same in a resumed run."""
     found = _differences(with_absolute_paths(old), with_absolute_paths(new), "")
     return [line for key, line in found if not {key, key.partition(".")[0]} & set(may_change)]
 
@@ -361,7 +361,7 @@ def tokenizer_sha256(tokenizer: Tokenizer) -> str:
 
 
 def plot_losses(folder: RunFolder) -> None:
-    """Plot metrics.jsonl as loss.png: training loss, smoothed training loss, and held-out loss."""
+    """Plot the training loss, its moving average, and the held-out loss as loss.png."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -406,7 +406,10 @@ def plot_losses(folder: RunFolder) -> None:
 
 
 def smooth(values: tuple[float, ...]) -> list[float]:
-    """Return moving averages over a centered window of 1/25 of the curve, narrower at the ends."""
+    """Return the moving average over a centered window that covers 1/25 of the curve.
+
+    The window is narrower at the ends.
+    """
     sums = [0.0, *itertools.accumulate(values)]
     last, widest = len(values) - 1, len(values) // 50
     radii = [min(i, last - i, widest) for i in range(len(values))]
