@@ -1,7 +1,7 @@
 """Training: data, batches, losses, optimizers, the training step, tasks, and the training loop.
 
 `loop.fit` trains a `TrainConfig`; `step` and `losses` are the building blocks for a custom loop.
-Names in `_LATER` need optax and other heavy packages, so they are imported on first use.
+The names in `_LATER` need optax and other heavy packages, so they are imported on first use.
 """
 
 from __future__ import annotations
@@ -74,5 +74,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return all public names, including those not imported yet, for completion in editors."""
+    """Return all public names, including those not yet imported, for completion in editors."""
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

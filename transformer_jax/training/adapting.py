@@ -1,8 +1,8 @@
 """Adapter training (LoRA): the trained state and the frozen base model.
 
 The state contains the adapters and the parameters that are trained in full. All other parameters
-form the base. The base is passed to each step and not saved in checkpoints. A resumed run loads it
-from `init_from` and verifies its SHA-256.
+form the base. The base is passed to each step, but it is not saved in checkpoints. A resumed run
+loads it from `init_from` and verifies its SHA-256.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformer_jax.training.step import TrainState, split_seed, start_state
 from transformer_jax.untrusted_files import JsonObject
 
 _ADAPTERS = 1
-"""`fold_in` constant for the adapters' key; the model's parameters use the unfolded key."""
+"""`fold_in` constant for the key of the adapters. The model's parameters use the original key."""
 
 
 def adapted_loss(loss: Loss, lora: LoraConfig, *, relative: bool = False) -> Loss:
@@ -50,7 +50,7 @@ def fresh_trained(config: TrainConfig, params: Params, key: jax.Array) -> Params
 def fresh_adapters(
     config: TrainConfig, optimizer: optax.GradientTransformation, seed: jax.typing.ArrayLike
 ) -> TrainState:
-    """Return the state of step 0 with adapters on a newly initialized model."""
+    """Return the initial state of a newly initialized model with adapters."""
     init_key, key = split_seed(seed)
     params = fresh_trained(config, init_params(config.model, init_key), init_key)
     return start_state(params, optimizer, key, average=config.ema_decay is not None)
@@ -60,9 +60,9 @@ class FrozenBase:
     """Frozen base parameters of a run."""
 
     params: Params
-    """Shapes until `load`, then arrays on the devices."""
+    """Shapes before `load` is called, and arrays on the devices afterward."""
     sha256: str
-    """Hash of the loaded parameters, before quantization."""
+    """Hash of the loaded parameters before quantization."""
 
     def __init__(self, config: TrainConfig, placement: Placement) -> None:
         self.config, self._placement = config, placement
@@ -83,7 +83,7 @@ class FrozenBase:
     def trained(self, loaded: Params, params: Params, key: jax.Array) -> Params:
         """Return the trainable parameters at the start of the run.
 
-        Raises ConfigError if a parameter that is new or has a new shape is not trained in full.
+        Raises ConfigError if a parameter is new or has a new shape, but is not trained in full.
         """
         found = fresh_trained(self.config, params, key)
         whole = found["whole"]
@@ -97,10 +97,10 @@ class FrozenBase:
     def load(
         self, start: StartModel, key: jax.Array, metadata: JsonObject | None = None
     ) -> tuple[Params, list[str]]:
-        """Load the frozen parameters; return the trainable ones and a message for each new part.
+        """Load the frozen parameters. Return the trainable ones and a message for each new part.
 
-        `metadata` is the metadata of a checkpoint. Raises CheckpointError if it names a different
-        base model, and ConfigError if a new parameter is not trained.
+        `metadata` comes from a checkpoint. Raises CheckpointError if it names a different base
+        model, and ConfigError if a new parameter is not trained.
         """
         config = self.config
         loaded = start.params(config.model.scan_layers)

@@ -1,6 +1,6 @@
 """Batches of examples, and functions that compute a model's logits, loss, and scores for them.
 
-All tasks except `preference` use the same loss, the cross-entropy of the labels. Labels are next
+All tasks except `preference` use the cross-entropy of the labels as their loss. Labels are next
 tokens, masked tokens, target tokens, or classes.
 """
 
@@ -29,24 +29,25 @@ from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 from transformer_jax.values import value_class
 
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
-"""`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; None disables dropout."""
+"""`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; a key of None disables dropout."""
 
 
 @value_class(pytree=True)
 class Batch:
     """Model inputs and their labels; the leading axes of each leaf are [..., B].
 
-    Unused fields are None. T is the row length and S is the source length. A single example has no
-    leading axes, so its tokens and labels are [T].
+    Unused fields are None. T is the row length, and S is the source length. A single example has no
+    leading axes, so its tokens and labels have the shape [T].
 
     Attributes:
-        tokens: i32[..., B, T], or images f32[..., B, H, W, C] for an image encoder.
-        labels: i32[..., B, T], or i32[..., B] for classes; IGNORE marks positions without a label.
-        segments: i32[..., B, T], the document number of each token in a packed row; 0 is padding.
-        valid: bool[..., B, T], False is padding.
+        tokens: i32[..., B, T]; for an image encoder, images f32[..., B, H, W, C].
+        labels: i32[..., B, T]; for classes, i32[..., B]. IGNORE marks positions without a label.
+        segments: i32[..., B, T], the document number of each token in a packed row; 0 marks
+            padding.
+        valid: bool[..., B, T], False for padding.
         prefix: bool[..., B, T], True for tokens that every token of the document can attend to.
         source: tokens i32[..., B, S], frames f32[..., B, S, D_in], or images f32[..., B, H, W, C].
-        source_valid: bool[..., B, S], False is padding.
+        source_valid: bool[..., B, S], False for padding.
     """
 
     tokens: Leaf  # i32[..., B, T], or f32[..., B, H, W, C]
@@ -71,10 +72,10 @@ def identity(batch: Batch) -> Batch:
 def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
     """Return `logits(params, batch, key) -> f32[B, T, V]`; [B, C] for a classifier.
 
-    Decoders are causal within a document, except for a bidirectional prefix. Encoders are
-    bidirectional, and encoder-decoders also read the source. Instead of a config, you can pass a
-    model, which can be edited. With `method="output_layer"`, the function returns the inputs of the
-    output layer.
+    Attention in decoders is causal within a document, except for a bidirectional prefix. Attention
+    in encoders is bidirectional. Encoder-decoders also read the source. Instead of a config, you
+    can pass a model, which may have edits. With `method="output_layer"`, the function returns the
+    inputs of the output layer.
     """
     model = build(config)
     config = model.config
@@ -86,7 +87,7 @@ def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
         routed: list[jax.Array] | None = None,
         method: str | None = None,
     ) -> Any:
-        """Call the model; if it has experts, append their router loss to `routed`."""
+        """Call the model. If it has experts, append their router loss to `routed`."""
         kwargs: dict[str, Any] = {"key": key} if config.supports("dropout") else {}
         if batch.segments is not None:
             kwargs["segments"] = batch.segments
@@ -103,7 +104,7 @@ def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
                 kwargs[side + "positions"] = jnp.where(valid, index, -1)
             elif valid is not None:
                 kwargs[side + "valid"] = valid
-        several = len(batch.tokens) > 1  # some rows may be fillers
+        several = len(batch.tokens) > 1  # some rows may be empty
         module = model.with_facts(apart=several, padded=several and batch.valid is not None)
         name = method or ("classify" if batch.labels.ndim == 1 else "__call__")
         experts = None if routed is None else config.experts
@@ -123,9 +124,9 @@ def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
 
 
 def _router_mask(batch: Batch, source: bool, kind: str, logits: jax.Array) -> jax.Array | None:
-    """Return the mask of real tokens, bool[B, T], that applies to a router's logits.
+    """Return a mask for a router's logits, bool[B, T], that is True for real tokens.
 
-    None means that all tokens count, for example because an encoder changes the number of tokens.
+    Returns None if all tokens count, for example because an encoder changes the number of tokens.
     """
     valid = batch.source_valid if source and kind == "encoder-decoder" else batch.valid
     if valid is None and batch.segments is not None:
@@ -138,8 +139,8 @@ LOGITS_AT_ONCE = 2**26
 """Number of logits above which a loss computes them in chunks (256 MiB in float32)."""
 
 TOKENS_OF_CHUNK = 1024
-"""Default number of tokens per chunk, summed over rows. On a CPU, 512 and 1024 are as fast as no
-chunking, and 128 takes 10 to 25 % longer (benchmarks/chunked_loss.py)."""
+"""Default number of tokens per chunk, summed over rows. On a CPU, chunks of 512 and 1024 tokens are
+as fast as no chunking, and chunks of 128 take 10 to 25 % longer (benchmarks/chunked_loss.py)."""
 
 ON_ACCELERATORS = 2**28
 """Minimum number of logits per chunk on an accelerator (1 GiB in float32). Each chunk reads the
@@ -147,7 +148,7 @@ output matrix twice and updates its gradient, so larger chunks move less data.""
 
 
 def chosen_chunk(rows: int, length: int, vocab_size: int) -> int:
-    """Return the number of tokens per row whose logits are computed at a time.
+    """Return the number of tokens per row whose logits are computed together.
 
     `rows` is the number of rows per device. A row is split as evenly as possible.
     """
@@ -168,20 +169,20 @@ def batch_loss(
     chunk: int | None = None,
     row_shards: int = 1,
 ) -> Loss:
-    """Return a loss function that computes the mean cross-entropy of a batch's labels, in nats.
+    """Return a function that computes the mean cross-entropy of a batch's labels, in nats.
 
     For a mixture of experts, the router losses are added to the mean.
 
     Args:
         config: model config.
-        label_smoothing: as in `cross_entropy`; at least 0 and below 1.
-        z_loss: as in `cross_entropy`; at least 0.
-        chunk: number of tokens per row whose logits a transformer computes at a time, forward and
-            backward; None uses `chosen_chunk`.
+        label_smoothing: same as in `cross_entropy`; at least 0 and below 1.
+        z_loss: same as in `cross_entropy`; at least 0.
+        chunk: number of tokens per row whose logits a transformer computes together, in both the
+            forward and the backward pass; None uses `chosen_chunk`.
         row_shards: number of devices across which the rows of a batch are split.
 
     Returns:
-        A function `loss(params, batch, key) -> (mean, weight)`; a key enables dropout.
+        A function `loss(params, batch, key) -> (mean, weight)`. Passing a key enables dropout.
     """
     read = batch_logits(config)
     whole = partial(
@@ -198,7 +199,7 @@ def batch_loss(
         if config.supports("output_layer") and labels.ndim == 2:
             rows, length = labels.shape
             size = chosen_chunk(rows // row_shards, length, config.vocab_size)
-            # an explicit chunk always applies
+            # an explicit chunk is always used
             size = size if chunk is None else chunk
             if size < labels.shape[1]:
                 x, table, bias = read(params, batch, key, routed, method="output_layer")
@@ -219,12 +220,12 @@ def batch_scores(
     """Return `scores(params, batch) -> f32[3]`.
 
     The scores are the summed loss, the number of labels, and the number of correct predictions.
-    Instead of a config, you can pass a model, which can be edited. Large logits are computed in
-    chunks, as in `batch_loss`, unless an edit changes them.
+    Instead of a config, you can pass a model, which may have edits. Large arrays of logits are
+    computed in chunks, as in `batch_loss`, unless an edit changes the logits.
     """
     model = build(config)
     read, config = batch_logits(model), model.config
-    # an edit to the logits needs whole rows
+    # an edit to the logits needs the logits of whole rows
     whole = "logits" in dict(model.edits)
 
     def judged(found: jax.Array, labels: jax.Array) -> jax.Array:  # [..., V], i32[...] -> f32[3]
@@ -272,7 +273,7 @@ def batch_scores(
 def token_nats(
     config: AnyModelConfig | AnyModel, params: Params, batch: Batch
 ) -> jax.Array:  # f32[B, T]
-    """Return -log p of each label in nats; 0 for ignored labels."""
+    """Return -log p of each label in nats, or 0 if the label is ignored."""
     labels, model = batch.labels, build(config)
     config = model.config
     if config.supports("output_layer") and not model.edits:

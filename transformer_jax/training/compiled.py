@@ -46,9 +46,9 @@ R = TypeVar("R")
 
 
 class CompiledAhead(Generic[R]):
-    """Jitted function of (state, *inputs), compiled ahead of time for each input shape.
+    """Jitted function of (state, *inputs) that is compiled ahead of time for each input shape.
 
-    The shapes of the state and of the keyword arguments must not change.
+    The shapes of the state and the keyword arguments must not change.
     """
 
     def __init__(self, function: Callable[..., R]) -> None:
@@ -71,21 +71,21 @@ class CompiledAhead(Generic[R]):
 
 @value_class
 class Programs:
-    """Functions that create, advance and evaluate the state of a run."""
+    """Functions that create, update, and evaluate the state of a run."""
 
     fresh_state: Callable[[jax.typing.ArrayLike], TrainState]
-    """Create the state of step 0 from a seed, u32[]."""
+    """Create the initial state from a seed, u32[]."""
     state_of: Callable[..., TrainState]
-    """Create the state of step 0 from parameters and a key."""
+    """Create the initial state from parameters and a key."""
     train_step: Callable[..., tuple[TrainState, Metrics]]
     eval_step: Callable[..., jax.Array]
     rate: Callable[[jax.Array], jax.Array]
 
 
 def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
-    """Return a task's config and programs, with the table sizes set if it is an n-gram model.
+    """Return the config of a task, with table sizes for an n-gram model, and its programs.
 
-    Runs with the same numerics share compiled programs.
+    Runs whose numerical settings are equal share compiled programs.
     """
     config = task.config
     if not config.model.supports("gradients"):
@@ -146,7 +146,7 @@ def make_programs(
             return start_state(make_params(init_key), optimizer, key, **state_options)
 
         fresh = fresh_learner
-    # XLA then removes operations that only frozen gradients need
+    # XLA then removes operations that are needed only for frozen gradients
     if config.frozen is not None:
         loss = without_frozen(loss, config.frozen)
     if config.lora is not None:
@@ -164,12 +164,12 @@ def make_programs(
 
 
 def counted(config: TrainConfig, task: TrainingTask) -> tuple[TrainConfig, Programs]:
-    """Return the config and programs for an n-gram model, whose only step counts tokens."""
+    """Return the config and programs for an n-gram model, whose only step counts the tokens."""
     model, params = config.model.count(task.documents())
     scores = batch_scores(model)
 
     def step(state: TrainState, *inputs: PyTree, frozen: PyTree) -> tuple[TrainState, Metrics]:
-        """Store the counts; return the loss of the first micro-batch."""
+        """Store the counts and return the loss of the first micro-batch."""
         first = jax.tree.map(lambda leaf: leaf[0], task.prepare(*inputs))
         total, labels, _ = jax.jit(scores)(params, first)
         none = jnp.zeros((), jnp.int32)

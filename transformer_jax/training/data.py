@@ -1,7 +1,8 @@
-"""Text data: reading, tokenization, the held-out split, and training windows.
+"""Text data: reading, tokenization, splitting off held-out text, and training windows.
 
-Text that is read as a whole keeps its newlines; `tokenizers.plain_text` defines text, line, and
-document. A step's windows depend only on (seed, step), so a resumed run needs no iterator state.
+Text that is read as a whole keeps its newlines. See `tokenizers.plain_text` for the definitions of
+text, line, and document. The windows of a step depend only on (seed, step), so a resumed run needs
+no iterator state.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ IGNORE = -100
 
 
 class ShortText(DataError):
-    """Error for text that is shorter than a window; `tokens` is its length."""
+    """Error for text that is shorter than a window. `tokens` is the length of the text."""
 
     def __init__(self, message: str, tokens: int) -> None:
         super().__init__(message)
@@ -52,15 +53,15 @@ class Source:
     content: bytes
 
     def text(self, errors: str = "strict") -> str:
-        """Decode the content as UTF-8; raises DataError that names the first invalid byte."""
+        """Decode the content as UTF-8. Raises DataError if a byte is invalid."""
         return read_text(self.content, self.name, errors)
 
 
 def read(data: str, out: str | None = None) -> list[Source]:
-    """Read `TrainConfig.data`: a file, a folder's files sorted by path, `-`, or a named data set.
+    """Read the data that `TrainConfig.data` specifies: a file, a folder, `-`, or a named data set.
 
-    In a folder, hidden files, links to folders, and run folders such as `out` are skipped. A
-    newline is appended to each file that does not end with one.
+    The files of a folder are sorted by path. Hidden files, links to folders, and run folders such
+    as `out` are skipped. A newline is appended to each file that does not end with one.
     """
     if data == "-":
         if sys.stdin is None:
@@ -98,7 +99,7 @@ def read(data: str, out: str | None = None) -> list[Source]:
 
 
 def _files(path: Path, out: str | None) -> list[Path]:
-    """Return all files in a folder and its subfolders; raises OSError if one cannot be listed."""
+    """Return all files in a folder and its subfolders, or raise OSError if one cannot be listed."""
 
     def unreadable(error: OSError) -> None:
         raise error
@@ -119,7 +120,7 @@ def _files(path: Path, out: str | None) -> list[Path]:
 
 
 def _download(url: str, sha256: str, name: str) -> bytes:
-    """Return the content with this hash from the user's cache, downloading it if necessary."""
+    """Return the content with this hash from the user's cache. Download it first if necessary."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     file = Path(cache, "transformer_jax", f"{name}.txt")
     if file.is_file():
@@ -151,7 +152,7 @@ def _download(url: str, sha256: str, name: str) -> bytes:
 
 @value_class
 class Dataset:
-    """Tokenized text with its last part held out."""
+    """Tokenized text, split into a training part and a held-out part."""
 
     tokenizer: Tokenizer
     train: np.ndarray  # unsigned or i32[n]
@@ -163,10 +164,11 @@ class Dataset:
 
 
 def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:
-    """Read `config.data`, train the tokenizer unless one is passed, encode and split.
+    """Read `config.data`, train the tokenizer unless one is passed, encode the text, and split it.
 
-    The held-out part is `val_data`, if set, or the last `val_fraction` of the characters (of the
-    bytes for `byte`). See `train_tokenizer` for the text that the tokenizer is trained on.
+    The held-out part is `val_data`, if set; otherwise, it is the last `val_fraction` of the
+    characters (or of the bytes, for the `byte` tokenizer). See `train_tokenizer` for the text that
+    the tokenizer is trained on.
     """
     sources, kept = _read_all(config, config.data), 1.0 - config.val_fraction
     held_out = [] if config.val_data is None else _read_all(config, config.val_data)
@@ -216,7 +218,7 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
 
 
 def _read_all(config: TrainConfig, data: str) -> list[Source]:
-    """Call `read`; raises DataError if the data is empty."""
+    """Call `read`. Raises DataError if the data is empty."""
     sources = read(data, config.out)
     if not any(source.content for source in sources):
         hint = "; pipe a text into the command" if data == "-" else ""
@@ -228,7 +230,8 @@ def _read_all(config: TrainConfig, data: str) -> list[Source]:
 def train_tokenizer(config: TrainConfig, text: str, training: str) -> Tokenizer:
     """Create the tokenizer that a config specifies.
 
-    `char` collects its characters from all of `text`; `word` and `bpe` are trained on `training`.
+    The `char` tokenizer collects its characters from all of `text`. The `word` and `bpe` tokenizers
+    are trained on `training`.
     """
     match config.tokenizer:
         case "byte":
@@ -244,7 +247,7 @@ def train_tokenizer(config: TrainConfig, text: str, training: str) -> Tokenizer:
 
 
 def line_tokenizer(config: TrainConfig, lines: Iterable[str], training: Iterable[str]) -> Tokenizer:
-    """Create a tokenizer for lines as `train_tokenizer` does, but `char` has no newline."""
+    """Create a tokenizer for lines as `train_tokenizer` does, but without a newline in `char`."""
     if config.tokenizer == "char":
         return CharTokenizer.train("".join(lines))
     return train_tokenizer(config, "\n".join(lines), "\n".join(training))
@@ -253,9 +256,9 @@ def line_tokenizer(config: TrainConfig, lines: Iterable[str], training: Iterable
 def random_starts(
     seed: int, step: int, shape: tuple[int, ...], count: int
 ) -> np.ndarray:  # i32[shape]
-    """Draw the window starts of a step, uniform in [0, count), from the arguments alone.
+    """Draw the window starts of a step uniformly from [0, count), using only the arguments.
 
-    A micro-batches of B windows contain the same windows as one micro-batch of A x B.
+    The windows do not depend on how a step is divided into micro-batches.
     """
     if not (0 <= seed < 2**32 and 0 <= step < 2**63 and 0 < count < 2**31):
         raise ValueError(f"seed {seed}, step {step}, count {count}: out of range")
@@ -266,5 +269,5 @@ def random_starts(
 
 
 def consecutive_starts(tokens: int, length: int) -> np.ndarray:  # i32[n]
-    """Return window starts that cover the text once; the last window may extend past its end."""
+    """Return window starts that cover the text once. The last window may extend past its end."""
     return np.arange(0, tokens - 1, length, dtype=np.int32)

@@ -43,9 +43,9 @@ def evaluate(
     """Return the mean loss and accuracy over all labels of the batches.
 
     Args:
-        eval_step: from `make_eval_step`.
+        eval_step: function that `make_eval_step` returned.
         params: model parameters.
-        held_out: arrays passed to every call, such as a corpus.
+        held_out: arrays that are passed to every call, such as a corpus.
         batches: inputs for each call.
     """
 
@@ -76,7 +76,7 @@ def evaluate_run(run: Run, state: TrainState) -> Scores:
 
 
 def reevaluate_checkpoints(run: Run, last: int, before: TrainConfig, progress: Progress) -> None:
-    """Reevaluate checkpoints up to step `last` whose loss was computed with other `eval_batches`.
+    """Reevaluate checkpoints up to step `last` if they used a different value of `eval_batches`.
 
     The best checkpoint is chosen by these losses, so they must be comparable. `before` is the run's
     previous config, used for checkpoints that do not record `eval_batches`.
@@ -102,7 +102,7 @@ def reevaluate_checkpoints(run: Run, last: int, before: TrainConfig, progress: P
 def decode_held_out(
     run: Run, state: TrainState, progress: Progress
 ) -> tuple[str, dict[str, float]]:
-    """Decode held-out examples; return a sample and the scores, which the first process saves."""
+    """Decode held-out examples. Return a sample and the scores, which the first process saves."""
     sample, judged = "", dict[str, float]()
     # gathering needs all processes; only the first decodes
     params = gathered_here(run.eval_params(state))

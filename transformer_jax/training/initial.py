@@ -1,7 +1,7 @@
-"""Initial parameters for a run that starts from another run or a published model.
+"""Initial parameters for a run that starts from another run or from a published model.
 
 The vocabulary can have new special tokens at its end, and the head can be new. Existing rows are
-copied; new rows are initialized randomly.
+copied, and new rows are initialized randomly.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ class StartModel:
     config: AnyModelConfig
     tokenizers: Tokenizers
     params: Callable[[bool], Params]
-    """Function that loads the f32 parameters, called with the run's `scan_layers`."""
+    """Function that takes the run's `scan_layers` and loads the f32 parameters."""
     labels: tuple[str, ...] | None = None
-    """Class names in the order of the head's outputs; None if there are no named classes."""
+    """Class names in the order of the head's outputs, or None if there are no named classes."""
 
 
 def start_model(init_from: str) -> StartModel:
-    """Open the model that a run starts from; raises ConfigError or CheckpointError."""
-    # imported here: a run from scratch does not need the tables of published families
+    """Open the model that a run starts from.
+
+    Raises ConfigError or CheckpointError if the model cannot be used.
+    """
+    # imported here: a run from scratch does not need the tables of published model families
     from transformer_jax.loading import base_params, is_run, published_tokenizer, with_targets
     from transformer_jax.pretrained.load import pretrained_config
     from transformer_jax.pretrained.weights import open_weights
@@ -83,7 +86,7 @@ def _published_labels(config: ModelConfig, folder: WeightFolder) -> tuple[str, .
 
 
 def check_model(model: AnyModelConfig, start: StartModel, init_from: str) -> None:
-    """Raise ConfigError if the run's model is incompatible with the model it starts from."""
+    """Raise ConfigError if the run's model is incompatible with its initial model."""
     from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
 
     if type(model) is not type(start.config):
@@ -98,7 +101,7 @@ def check_model(model: AnyModelConfig, start: StartModel, init_from: str) -> Non
 def start_params(
     config: TrainConfig, start: StartModel, loaded: Params, key: jax.Array
 ) -> tuple[Params, list[str]]:
-    """Return the initial parameters of a run and a message for each part that changed.
+    """Return the initial parameters of a run and a message for each part that has changed.
 
     Parameters in `loaded` are used if their shapes match. A table that has grown keeps its existing
     rows. A head with the same classes is kept and reordered; any other head is initialized
@@ -118,7 +121,7 @@ def _match_head(labels: tuple[str, ...], start: StartModel, params: Params) -> P
     """Reorder the head's outputs to match `labels`, or drop the head if its classes differ.
 
     BERT's next-sentence head is always dropped. If the head's classes are unnamed, numeric labels
-    select classes by number, and other labels are assigned in order.
+    select classes by number, and other labels are assigned to classes in order.
     """
     head, names = params["classifier"], start.labels
     next_sentence = start.config.masked_token_head

@@ -1,11 +1,11 @@
-"""Training loop: read data, step, evaluate, save checkpoints, stop, and resume.
+"""Training loop, which takes steps, evaluates the model, saves checkpoints, and resumes runs.
 
-The loop is the same for all tasks; a task (`tasks`) defines the data and the loss. For a custom
+The loop is the same for all tasks. A task (see `tasks`) defines the data and the loss. For a custom
 loop, use the building blocks in `step`.
 
-    run         programs, state, and checkpoints of a run
+    run         programs, state, and checkpoints of a training run
     evaluation  loss on held-out examples, and metrics computed on decoded outputs
-    report      measurements of each step, written and displayed
+    report      logging and display of the measurements of each step
 """
 
 from __future__ import annotations
@@ -57,16 +57,17 @@ class Result:
         state: state after the last step.
         step: number of the last step.
         interrupted: whether `stop` ended the run early.
-        val_loss: held-out loss at `step` in nats per token; None if it is not finite, or if the run
-            stopped between evaluations.
-        val_loss_per_character: held-out loss in nats per `unit`, comparable across tokenizers; None
-            if the task does not define it.
-        best_step: step of the checkpoint with the lowest held-out loss, or None.
+        val_loss: held-out loss at `step`, in nats per token, or None if it is not finite or if the
+            run stopped between evaluations.
+        val_loss_per_character: held-out loss in nats per `unit`, which is comparable across
+            tokenizers, or None if the task does not define it.
+        best_step: step of the checkpoint with the lowest held-out loss, or None if there is none.
         sample: sample of the model's output, either generated text or decoded held-out examples.
         rejected: number of steps with a non-finite loss or gradient.
         accuracy: fraction of held-out labels predicted correctly at `step`.
         scores: metrics for the decoded held-out examples.
-        unit: unit of `val_loss_per_character`, character or byte; token if that loss is None.
+        unit: unit of `val_loss_per_character`, which is "character" or "byte"; "token" if that loss
+            is None.
     """
 
     config: TrainConfig
@@ -84,7 +85,7 @@ class Result:
 
     @property
     def perplexity(self) -> float | None:
-        """Return exp(val_loss); None if the loss is not per token or not finite."""
+        """Return exp(val_loss), or None if the loss is not finite or not measured per token."""
         task = self.config.task
         custom = isinstance(task, CustomTask) and task.loaded_by is not None
         if self.val_loss is None or custom or isinstance(task, PreferenceTask):
@@ -103,30 +104,32 @@ def fit(
     stop: Callable[[], bool] = lambda: False,
     task: CustomTask | None = None,
 ) -> Result:
-    """Train as configured and write the run to its folder.
+    """Train a model as the config specifies and write the run to its folder.
 
-    With several processes (`jax.distributed`), each process calls `fit` with the same config. The
+    In a distributed run (`jax.distributed`), each process calls `fit` with the same config, and the
     mesh must span all devices. Only the first process writes the folder, but all processes must be
     able to read it. Every `log_every` steps, the processes agree on whether to stop.
 
     Args:
-        config: config of the run; `config.out` is the folder. With `config.init_from`, parameters
-            and tokenizer are loaded from that run or published model. `config.model` must then
-            match its config, except for `OVERRIDABLE_FIELDS` and table rows that the task appends.
-            Use `fine_tuning` to create such a config.
+        config: config of the run; `config.out` is the folder. If `config.init_from` is set, the
+            parameters and the tokenizer are loaded from that run or published model. In this case,
+            `config.model` must match the initial model's config, except for `OVERRIDABLE_FIELDS`
+            and the table rows that the task appends. Use `fine_tuning` to create the config.
         resume: whether to continue the run in the folder from its last checkpoint. The result is
-            bit for bit the same as without the interruption. Only fields in
-            `run_folder.MAY_CHANGE` can differ; if `steps` changes, the schedule is adjusted.
-        vocab_size: model's vocabulary size, at least the tokenizer's; None uses the tokenizer's.
-        progress: receives the progress; None prints lines in a notebook and nothing elsewhere.
-        stop: called after every step; if it returns True, the run saves a checkpoint and returns.
+            bit for bit the same as without the interruption. Only the fields in
+            `run_folder.MAY_CHANGE` can differ. If `steps` changes, the schedule is adjusted.
+        vocab_size: vocabulary size of the model, which must be at least the tokenizer's. None uses
+            the tokenizer's size.
+        progress: receiver of the progress. None prints lines in a notebook and nothing elsewhere.
+        stop: function that is called after every step. If it returns True, the run saves a
+            checkpoint and returns.
         task: a custom task, used instead of `config.task` (docs/howto_task.md).
 
     Raises:
         ConfigError: if the config is invalid; nothing is written.
         DataError: if the data cannot be used; nothing is written.
         CheckpointError: if the initial model or checkpoint cannot be read; nothing is written.
-        RunError: if the run fails. After RunError or OSError, existing checkpoints remain valid.
+        RunError: if the run fails. Existing checkpoints remain valid.
     """
     if not isinstance(config, TrainConfig):
         kind = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
@@ -190,7 +193,7 @@ def fit(
                 logging.getLogger(__name__).warning(line)
         stack.callback(progress.stop)
         report = stack.enter_context(closing(Report(run, progress)))
-        # raises an error of the last save here rather than in its thread
+        # raise an error from the last save here rather than in its thread
         with run.saver:
             return _train(run, report, state, first, stop)
 
@@ -214,7 +217,7 @@ def _warnings(config: TrainConfig) -> Iterator[str]:
 
 @contextmanager
 def _claim_folder(path: Path) -> Iterator[None]:
-    """Create and lock a new run's folder; raises RunError if another run has started there."""
+    """Create and lock a new run's folder. Raises RunError if another run has started there."""
     path.mkdir(parents=True, exist_ok=True)
     try:
         with locked(path):

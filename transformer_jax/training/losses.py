@@ -1,4 +1,4 @@
-"""Token cross-entropy in float32, with masking, weights, label smoothing, and chunks.
+"""Token cross-entropy in float32 with masking, weights, label smoothing, and chunking.
 
 Ignored tokens contribute neither to the loss nor to the gradient, even if their logits are NaN.
 """
@@ -37,19 +37,20 @@ def cross_entropy(
         loss = lse(x) - (1 - e) x[label] - e mean(x) + z lse(x)^2
 
     Args:
-        logits: x; converted to float32.
+        logits: x, which is converted to float32.
         labels: from 0 to V - 1, or `ignore_label`.
         weights: weight of each token; None means 1. A weight of 0 ignores the token.
-        ignore_label: label of ignored tokens; their logits may be NaN.
+        ignore_label: label of ignored tokens, whose logits may be NaN.
         label_smoothing: e, at least 0 and below 1 (Szegedy et al. 2016, section 7).
         z_loss: z, at least 0 (Chowdhery et al. 2022, section 5).
 
     Returns:
-        The weighted mean and the sum of the weights; both are 0 if all tokens are ignored.
+        The weighted mean and the sum of the weights. Both are 0 if all tokens are ignored.
 
     Raises:
         ValueError: if shapes do not match, or if a label with nonzero weight is outside 0 to V - 1.
-            If labels are traced, such a label makes the loss and its logits' gradient NaN instead.
+            If labels are traced, an invalid label makes the loss and the gradient of its logits NaN
+            instead.
     """
     terms = _Terms(label_smoothing, z_loss)
     check_array("logits", logits, "[..., V]")
@@ -87,12 +88,12 @@ def chunked_cross_entropy(
 
         logits = softcap tanh((hidden output_weights^T + logit_bias) / softcap)
 
-    At most B * chunk_size rows of logits exist at a time, forward and backward. The loss and the
-    gradients of a chunk are computed together, so nothing is computed twice. Products use the dtype
-    of `hidden`, and sums use float32.
+    At most B * chunk_size rows of logits exist at a time, in both the forward and the backward
+    pass. The loss and the gradients of a chunk are computed together, so nothing is computed twice.
+    Products use the dtype of `hidden`, and sums use float32.
 
     Args:
-        hidden: hidden states that the output matrix multiplies.
+        hidden: hidden states, which are multiplied by the output matrix.
         output_weights: the output matrix.
         labels: from 0 to V - 1, or `ignore_label`.
         chunk_size: number of positions per row whose logits exist at a time, at least 1.
@@ -107,8 +108,8 @@ def chunked_cross_entropy(
         The weighted mean loss in nats and the sum of the weights.
 
     Raises:
-        ValueError: if shapes do not match, an option is out of range, or a label that has nonzero
-            weight and is not traced is outside 0 to V - 1.
+        ValueError: if shapes do not match, if an option is out of range, or if a label with nonzero
+            weight is outside 0 to V - 1. Traced labels are not checked.
     """
     terms = _Terms(label_smoothing, z_loss)
     check_array("hidden", hidden, "[B, T, D]")
@@ -153,7 +154,7 @@ def label_scores(
     logit_bias: jax.Array | None = None,  # [V]
     ignore_label: int = -100,
 ) -> tuple[jax.Array, jax.Array]:  # f32[B, T], bool[B, T]
-    """Return each label's log-probability, in nats, and whether it is the most likely token.
+    """Return each label's log-probability, in nats, and whether the label is the most likely token.
 
     Logits are computed as in `chunked_cross_entropy` and recomputed in the backward pass. The
     result is NaN for a label outside 0 to V - 1, and 0 for `ignore_label`.
@@ -210,7 +211,7 @@ class _Head:
 def _mask_ignored(
     labels: jax.Array, weights: jax.Array | None, ignore_label: int, vocab: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return labels i32[...] and weights f32[...], which are both 0 for ignored tokens."""
+    """Return labels i32[...] and weights f32[...]; both are 0 for ignored tokens."""
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"labels are {labels.dtype}: must be integers")
     if weights is not None:
@@ -252,7 +253,7 @@ def _token_loss(
     logits: jax.Array,  # [..., V]
     labels: jax.Array,  # i32[...]
     counts: jax.Array,  # bool[...]
-) -> jax.Array:  # f32[...], 0 where it does not count
+) -> jax.Array:  # f32[...]; 0 for ignored tokens
     return _loss_and_slope(terms, logits, labels, counts)[0]
 
 
@@ -260,7 +261,7 @@ def _token_loss(
 def _token_loss_jvp(
     terms: _Terms, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    # One pass over the logits gives loss and slope; autodiff needs several and computes 0 * NaN.
+    # One pass over the logits computes loss and slope. Autodiff needs several and computes 0 * NaN.
     loss, slope = _loss_and_slope(terms, *primals)
     return loss, jnp.sum(slope * tangents[0].astype(jnp.float32), axis=-1)
 
@@ -288,7 +289,8 @@ def _loss_and_slope(
     loss = log - picked
     scale = 1 / denominator
     if terms.smoothing:
-        # log - (1 - e) picked - e mean; if the mean is infinite, so is the loss, not NaN
+        # log - (1 - e) picked - e mean; if the mean is infinite, the loss is infinite too, but not
+        # NaN
         mean = jnp.mean(shifted, axis=-1)
         loss = log - (1 - terms.smoothing) * picked - terms.smoothing * mean
     if terms.z:
@@ -306,7 +308,7 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
 
 
 def _chunked_sum(head: _Head, arrays: Arrays) -> tuple[jax.Array]:
-    """Return the sum of weights * losses; differentiating it with JAX recomputes the logits."""
+    """Return the sum of weights * losses. Differentiating it with JAX recomputes the logits."""
     hidden, table, bias, labels, weights = arrays
 
     @jax.checkpoint
@@ -391,7 +393,7 @@ def _loss_of_products(
 
 
 def _rows(chunk_size: int, length: int) -> int:
-    """Return the number of positions per chunk; if the length is symbolic, use all positions."""
+    """Return the number of positions per chunk, which is the whole length if that is symbolic."""
     # converted to a Python int because -size would wrap around for NumPy's uint8
     return int(min(chunk_size, max(length, 1))) if are_concrete(length) else length
 

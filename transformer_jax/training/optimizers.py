@@ -1,4 +1,4 @@
-"""Optimizers for a run, composed of optax transformations.
+"""Optimizers, composed of optax transformations.
 
 Each optimizer clips the gradient's global norm (Pascanu et al. 2013) and follows the run's
 learning-rate schedule. Weight decay applies only to matrices and tables.
@@ -29,7 +29,7 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
         m + (p - m) (1 + cos(pi n)) / 2          cosine (Loshchilov & Hutter 2017)
         p + (m - p) n                            linear
         p sqrt((W + 1) / (count + 1)), >= m      inverse_sqrt (Vaswani et al. 2017, 5.3)
-        p, and linear to m in the last D steps   wsd (Hu et al. 2024), D = decay_steps
+        p, then linear to m in the last D steps  wsd (Hu et al. 2024), D = decay_steps
         p                                        constant
     After N steps, the rate is constant. If N <= W, the schedule consists only of the warm-up.
     """
@@ -45,7 +45,7 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
     elif config.schedule == "linear":
         after = [optax.linear_schedule(peak, end, left)]
     elif config.schedule == "inverse_sqrt":
-        after = [  # schedule for the updates after the warm-up
+        after = [  # the schedule after the warm-up
             lambda count: jnp.maximum(peak * jnp.sqrt((warmup + 1) / (count + warmup + 1)), end)
         ]
     elif config.schedule == "wsd":
@@ -60,8 +60,8 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Return the optimizer that `config.optimizer` specifies, with clipping and the schedule.
 
-    Frozen parameters are not updated and do not count toward the clipped norm. The optimizer's
-    `init` raises ConfigError if a frozen name matches no parameter.
+    Frozen parameters are not updated and do not count toward the norm that is clipped. The `init`
+    of the optimizer raises ConfigError if a frozen name does not match any parameter.
     """
     rate, last = learning_rate_schedule(config), []
     if config.frozen is not None:
@@ -117,7 +117,7 @@ def scale_by_adafactor(settings: Adafactor) -> optax.GradientTransformation:
     """
 
     def axes(path: KeyPath, leaf: jax.Array) -> tuple[int, tuple[int, int] | None]:
-        """Return the number of leading axes, and the second-longest and longest of the other axes.
+        """Return the number of leading axes and the second-longest and longest of the other axes.
 
         The two axes are None if each element has its own second moment.
         """
@@ -171,9 +171,9 @@ def scale_by_adafactor(settings: Adafactor) -> optax.GradientTransformation:
 
 
 def without_frozen(loss: Loss, names: tuple[str, ...]) -> Loss:
-    """Return the loss with zero gradient for parameters whose names begin with one of `names`.
+    """Return a loss with zero gradient for parameters whose names begin with one of `names`.
 
-    The backward pass skips products with these parameters.
+    The backward pass skips the products with these parameters.
     """
 
     def partly_frozen(
@@ -187,9 +187,9 @@ def without_frozen(loss: Loss, names: tuple[str, ...]) -> Loss:
 
 
 def is_frozen(names: tuple[str, ...], params: Params) -> Params:
-    """Mark parameters whose names begin with one of `names`, such as decoder/block_0.
+    """Return a tree that marks the parameters whose names begin with one of `names`.
 
-    Raises ConfigError if a name matches no parameter.
+    A name is, for example, `decoder/block_0`. Raises ConfigError if a name matches no parameter.
     """
     used = set[str]()
 
@@ -210,9 +210,11 @@ def is_frozen(names: tuple[str, ...], params: Params) -> Params:
 
 
 def decays(params: Params) -> Params:
-    """Mark the parameters that have weight decay: all except biases, norm scales, and sinks.
+    """Return a tree that marks the parameters with weight decay.
 
-    Biases are recognized by name, because a bias with one row per head has two axes. The axis of
+    All parameters except biases, norm scales, and sinks have weight decay.
+
+    Biases are recognized by name because a bias with one row per head has two axes. The axis of
     stacked layers does not count toward the rank.
     """
 
@@ -243,7 +245,7 @@ def matrix_dimensions(params: Params) -> Params:
 
 
 def averaged_params(opt_state: optax.OptState, params: Params) -> Params:
-    """Return the parameters to evaluate and use; for ScheduleFree, this is their average."""
+    """Return the parameters to evaluate and use, which are averages for ScheduleFree."""
     found = [part for part in opt_state if isinstance(part, ScheduleFreeState)]
     if not found:
         return params
@@ -255,10 +257,10 @@ def round_stochastically(
     x: jax.Array,  # f32[...]
     key: jax.Array,
 ) -> jax.Array:  # bf16[...]
-    """Round to one of the two nearest bfloat16 values, so that the mean is x (Zamirai et al. 2020).
+    """Round at random to one of the two nearest bfloat16 values, such that the mean is x.
 
-    Rounding to nearest would lose updates smaller than half the bfloat16 spacing, which is 2^-8 of
-    a weight.
+    Rounding to the nearest value would lose updates that are smaller than half the bfloat16
+    spacing, which is 2^-8 of a weight (Zamirai et al. 2020).
     """
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

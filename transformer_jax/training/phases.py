@@ -27,7 +27,7 @@ class Phases:
 
     @contextmanager
     def of(self, phase: Phase) -> Iterator[None]:
-        """Add the enclosed time to a phase."""
+        """Add the time spent in the context to a phase."""
         start = time.perf_counter()
         try:
             yield
@@ -36,7 +36,7 @@ class Phases:
             self._seconds[phase] += time.perf_counter() - start
 
     def taken(self) -> dict[str, float]:
-        """Return the seconds per phase and in total, and reset them."""
+        """Return the seconds per phase and in total, then reset them."""
         now = time.perf_counter()
         found = {f"seconds_{phase}": seconds for phase, seconds in self._seconds.items()}
         found["seconds"] = now - self._begun
@@ -45,7 +45,7 @@ class Phases:
 
 
 def peak_memory() -> int:
-    """Return the peak memory in bytes: of this process's device or, on a CPU, of the process."""
+    """Return the peak memory of this process's device, or of the process on a CPU, in bytes."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "peak_bytes_in_use" in stats:
@@ -61,7 +61,7 @@ def flops_utilisation(
     device_kind: str | None = None,
     devices: int | None = None,
 ) -> float | None:
-    """Return the model FLOPs utilization, or MFU (Chowdhery et al. 2022, appendix B).
+    """Return the model FLOPs utilization (MFU) (Chowdhery et al. 2022, appendix B).
 
     Operations are counted by `step_flops`. The peak is the device's peak for dense bfloat16
     products, regardless of the run's dtype. Returns None if no peak is listed for the device (for

@@ -1,7 +1,9 @@
-"""Placement of a run's arrays: parameters and optimizer state are sharded, batches split by row.
+"""Placement of a run's arrays.
 
-The mesh axes are explicit, so the placement here determines how every step is split
-(docs/meshes.md). Matrices are split as follows:
+Parameters and optimizer state are sharded, and batches are split by row.
+
+The mesh axes are explicit, so this placement determines how every step is split (docs/meshes.md).
+Matrices are split as follows:
 
     query, key, value [D, N, H]   up, gate [D, F]     inputs by fsdp, heads or width by tensor
     out [N, H, D]                 down [F, D]         heads or width by tensor, outputs by fsdp
@@ -70,7 +72,7 @@ def parameter_spec(
     # Adafactor's row and column sums lack one of the parameter's axes
     if {"v_row", "v_col"} & set(names):
         return PartitionSpec()
-    first = 1 if "blocks" in names else 0  # the layers of a scanned stack
+    first = 1 if "blocks" in names else 0  # skip the layer axis of a scanned stack
     module = names[-2] if len(names) > 1 else ""
     wanted: tuple[str | None, ...] = ()
     if names[-1] == "kernel":
@@ -96,7 +98,7 @@ class Placement:
     mesh: Mesh | None = None
 
     def state(self, template: PyTree) -> PyTree:
-        """Add a sharding to each shape; without a mesh, return the shapes unchanged."""
+        """Add a sharding to each shape. Without a mesh, return the shapes unchanged."""
         if self.mesh is None:
             return template
         mesh, sizes = self.mesh, dict(self.mesh.shape)
@@ -121,7 +123,7 @@ class Placement:
         return self._put(batch, PartitionSpec(*(None,) * axis, ROWS))
 
     def rows_of_process(self, batch: T, axis: int) -> T:
-        """Put a batch on the devices like `rows`, given only the rows of this process (1/P)."""
+        """Put a batch on the devices like `rows`, given only this process's rows (1/P of them)."""
         if self.mesh is None:
             return jax.device_put(batch)
         sharding = NamedSharding(self.mesh, PartitionSpec(*(None,) * axis, ROWS))
@@ -135,11 +137,11 @@ class Placement:
         return jax.tree.map(put, batch)
 
     def whole(self, tree: PyTree) -> PyTree:
-        """Put arrays on the devices, replicated."""
+        """Put arrays on the devices and replicate them."""
         return jax.device_put(tree) if self.mesh is None else self._put(tree, PartitionSpec())
 
     def _put(self, tree: PyTree, spec: PartitionSpec) -> PyTree:
-        """Put arrays on the devices; every process must have them in full."""
+        """Put arrays on the devices. Every process must have all of the arrays."""
         assert self.mesh is not None
         sharding = NamedSharding(self.mesh, spec)
 
@@ -152,7 +154,7 @@ class Placement:
         return jax.tree.map(put, tree)
 
     def settled(self, tree: T) -> T:
-        """Return the tree; on a CPU mesh, first wait until it is computed.
+        """Return the tree. On a CPU mesh, first wait until it has been computed.
 
         On CPUs, the collectives of two concurrent programs can deadlock.
         """
@@ -171,7 +173,7 @@ class Placement:
 
 
 def make_placement(config: MeshConfig | None) -> Placement:
-    """Return the placement; raises ConfigError unless the mesh uses all available devices."""
+    """Return the placement. Raises ConfigError unless the mesh uses all available devices."""
     if config is None:
         if jax.process_count() > 1:
             found = f"{jax.process_count()} processes with {len(jax.devices())} devices"

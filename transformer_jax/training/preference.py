@@ -1,4 +1,4 @@
-"""Direct preference optimization: learning which of two answers is preferred.
+"""Direct preference optimization, which learns which of two answers is preferred.
 
 The reward of an answer y to a prompt x is r(y) = beta (log p(y | x) - log p0(y | x)), where p0 is
 the initial model. The loss of a pair is -log sigmoid(r(chosen) - r(rejected)) (Rafailov et al.
@@ -30,10 +30,10 @@ from transformer_jax.training.losses import label_scores
 def answer_log_probs(
     config: ModelConfig, *, chunk: int | None = None, row_shards: int = 1
 ) -> Callable[..., jax.Array]:
-    """Return `log_probs(params, batch, key) -> f32[B, 2]` for the two answers in each row, in nats.
+    """Return `log_probs(params, batch, key) -> f32[B, 2]` for the two answers in each row.
 
-    Each value is the sum over the answer's labels. Logits exist for only `chunk` tokens per row at
-    a time; None uses `chosen_chunk`.
+    Each value is the sum over the answer's labels, in nats. Logits exist for only `chunk` tokens
+    per row at a time. None uses `chosen_chunk`.
     """
     model = build(config)
 
@@ -82,8 +82,8 @@ def preference_scores(
 ) -> Callable[..., jax.Array]:
     """Return `scores(params, batch, reference) -> f32[3]`.
 
-    The scores are the summed loss, the number of pairs, and the number of correct pairs, in which
-    the chosen answer has the larger reward.
+    The scores are the summed loss, the number of pairs, and the number of correct pairs. A pair is
+    correct if the chosen answer has the larger reward.
     """
     margins = _margins(config, beta, row_shards)
 
@@ -103,9 +103,10 @@ def preference_scores(
 def _margins(
     config: TrainConfig, beta: float, row_shards: int
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return a function that computes each row's r(chosen) - r(rejected) and weight, f32[B] each.
+    """Return a function that computes the margin and the weight of each row, f32[B] each.
 
-    The weight is 1 if the row contains a pair, otherwise 0.
+    The margin is r(chosen) - r(rejected). The weight is 1 if the row contains a pair; otherwise, it
+    is 0.
     """
     model = as_transformer(config.model)
     log_probs = answer_log_probs(model, chunk=config.loss_chunk, row_shards=row_shards)

@@ -1,8 +1,8 @@
-"""Input pipeline for prepared folders: shuffles, mixes, batches and reads ahead.
+"""Input pipeline for prepared folders, which shuffles, mixes, batches, and prefetches rows.
 
-A grain pipeline (https://google-grain.readthedocs.io) orders the rows. It shuffles each folder by
-(seed, epoch) and mixes folders by weight. Every stage supports random access. The rows of step n
-depend only on the seed and n, so a resumed run needs no iterator state.
+A grain pipeline (https://google-grain.readthedocs.io) orders the rows. It shuffles each folder with
+a key of (seed, epoch) and mixes folders by weight. Every stage supports random access. The rows of
+step n depend only on the seed and n, so a resumed run does not need iterator state.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MIXTURE = 2**16
 """Period of a mixture, in rows."""
 
 THREADS = 4
-"""Number of threads that read ahead."""
+"""Number of prefetching threads."""
 
 AHEAD = 8
-"""Number of steps whose inputs are read and put on the device in advance."""
+"""Number of steps whose inputs are prefetched to the device."""
 
 
 class PartRows(Protocol):
@@ -41,24 +41,24 @@ class PartRows(Protocol):
 
     @property
     def separate(self) -> bool:
-        """Whether a row packs documents that cannot attend to each other."""
+        """Whether a row contains several documents that cannot attend to each other."""
 
     def __len__(self) -> int: ...
 
     def read(
         self, row: int, tokens: np.ndarray, labels: np.ndarray, segments: np.ndarray | None
     ) -> None:
-        """Write a row into the arrays, i32[T] each; positions without a token are not changed."""
+        """Write a row into the arrays, i32[T] each. Positions without a token are not changed."""
 
 
 @value_class
 class WindowRows:
-    """Consecutive windows of a part's token stream; no token is a label twice."""
+    """Consecutive windows of a part's token stream. No token is a label more than once."""
 
     part: Part
     length: int
     whole: bool = False
-    """Whether to include a last window with fewer labels."""
+    """Whether to include a shorter window at the end."""
     separate: bool = False
 
     def __len__(self) -> int:
@@ -74,10 +74,10 @@ class WindowRows:
 
 
 class DocumentRows:
-    """Documents packed into rows: short documents share a row, and long ones span several rows.
+    """Documents packed into rows. Short documents share a row, and long ones span several rows.
 
-    Each piece, in corpus order, goes into the fullest of the OPEN_ROWS open rows that has room for
-    it. Labels are the next tokens of the same document.
+    Pieces are placed in corpus order. Each goes into the fullest of the OPEN_ROWS open rows that
+    has room for it. Labels are the next tokens of the same document.
     """
 
     def __init__(self, part: Part, length: int, packed: bool = True) -> None:
@@ -120,7 +120,7 @@ def _pieces(
     length: int,
     skipped: int,
 ) -> tuple[np.ndarray, np.ndarray]:  # i64[n], i32[n]
-    """Return, for each piece of each document, its start and its number of labels (up to `length`).
+    """Return the start and the number of labels (up to `length`) of each piece of each document.
 
     A document begins `skipped` tokens after the previous document's end token. Its last label is
     its own end token.
@@ -140,10 +140,10 @@ def _pieces(
 def row_order(
     counts: Sequence[int], seed: int, weights: Sequence[float] | None = None
 ) -> grain.MapDataset:
-    """Return an endless sequence of (folder, row) pairs; folder f has `counts[f]` rows.
+    """Return an endless sequence of (folder, row) pairs, where folder f has `counts[f]` rows.
 
     In each epoch, every row of a folder is read once, in a new order. Folders are mixed by weight
-    (see `Mixture`); the default weight of a folder is its number of rows.
+    (see `Mixture`). The default weight of a folder is its number of rows.
     """
     for count in counts:
         if not 0 < count < 2**31:
@@ -166,7 +166,7 @@ class Mixture:
     """Mixture of folders that maps each index of an endless sequence to (folder, row).
 
     The pattern repeats every MIXTURE rows. Folder f gets round(MIXTURE w_f / sum(w)) of these rows,
-    but at least one, evenly spaced.
+    but at least one. Its rows are evenly spaced.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -196,7 +196,7 @@ class RowReader:
         self,
         chosen: np.ndarray,  # i64[..., B, 2]: folder and row; folder -1 means an empty row
     ) -> Batch:  # leaves i32[..., B, T]
-        """Return the chosen rows; labels are IGNORE at empty positions."""
+        """Return the chosen rows. Labels are IGNORE at empty positions."""
         shape = (*chosen.shape[:-1], self.rows[0].length)
         tokens, labels = np.zeros(shape, np.int32), np.full(shape, IGNORE, np.int32)
         segments = np.zeros(shape, np.int32) if self.rows[0].separate else None
@@ -209,7 +209,7 @@ class RowReader:
 
 
 def rows_of_process(batch_size: int, process: tuple[int, int]) -> slice:
-    """Return the batch rows of process p out of P: p B / P to (p + 1) B / P.
+    """Return the slice of batch rows of process p of P, which is p B / P to (p + 1) B / P.
 
     Raises ConfigError unless P divides B.
     """
@@ -228,7 +228,7 @@ def step_batches(
     batch_size: int,
     process: tuple[int, int] = (0, 1),  # index and count
 ) -> grain.MapDataset:
-    """Return this process's input for each step, a Batch with leaves [A, B / P, T].
+    """Return this process's inputs for each step as a Batch with leaves [A, B / P, T].
 
     Raises ConfigError unless P divides B.
     """
@@ -242,7 +242,7 @@ def step_batches(
 
 
 class Prefetcher:
-    """Random-access pipeline that reads ahead while access is sequential."""
+    """Random-access pipeline that prefetches elements while access is sequential."""
 
     def __init__(self, steps: grain.MapDataset, place: Callable[[Batch], Batch]) -> None:
         """Wrap the pipeline `steps`; `place` puts each element on its devices."""
@@ -252,7 +252,7 @@ class Prefetcher:
 
     def __call__(self, step: int) -> Batch:
         """Return element `step`."""
-        # access is not sequential after a resume or a step back
+        # access is not sequential after a run is resumed or goes back to an earlier step
         if step != self._next:
             self._iterator.set_state({"next_index": step})
         self._next = step + 1

@@ -1,4 +1,4 @@
-"""Coordination of a run's processes: only the first writes, and all stop together.
+"""Coordination of a run's processes. Only the first process writes, and all stop together.
 
 If there is only one process, nothing is communicated.
 """
@@ -31,9 +31,9 @@ def is_first() -> bool:
 
 
 def by_first(work: Callable[[], T]) -> T | None:
-    """Call `work` in the first process only; return its result there and None elsewhere.
+    """Call `work` in the first process and return its result. Return None in other processes.
 
-    All processes wait for it. An error in the first process is raised in all of them.
+    All processes wait for the first one. An error in it is raised in all of them.
     """
     if jax.process_count() == 1:
         return work()
@@ -49,7 +49,7 @@ def by_first(work: Callable[[], T]) -> T | None:
     sent = np.zeros(_MAX_BYTES, np.uint8)
     if error is not None:
         content = f"{type(error).__name__}\n{error}".encode()[:_MAX_BYTES]
-        # part of a message is better than none
+        # a truncated message is better than none
         sent[: len(content)] = np.frombuffer(content, np.uint8)
     received = bytes(np.asarray(multihost_utils.broadcast_one_to_all(sent))).rstrip(b"\0")
     if received and not is_first():
@@ -61,7 +61,7 @@ def by_first(work: Callable[[], T]) -> T | None:
 
 
 def any_process(flag: bool) -> bool:
-    """Whether `flag` is set in any process; all processes must call this."""
+    """Whether `flag` is set in any process. All processes must call this function."""
     if jax.process_count() == 1:
         return flag
     from jax.experimental import multihost_utils
@@ -70,7 +70,7 @@ def any_process(flag: bool) -> bool:
 
 
 def time_of_first() -> str:
-    """Return the first process's time in ISO 8601, to the second."""
+    """Return the first process's time in ISO 8601 format, to the second."""
     now = datetime.now().isoformat(timespec="seconds")
     if jax.process_count() == 1:
         return now

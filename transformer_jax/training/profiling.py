@@ -13,7 +13,7 @@ from transformer_jax.pytree import PyTree
 class Profile:
     """Profiler that records steps a to b in OUT/profile if `config.profile` is "a-b".
 
-    If it is None, nothing is recorded.
+    If `config.profile` is None, nothing is recorded.
     """
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
@@ -34,7 +34,7 @@ class Profile:
             self.close()
 
     def close(self) -> None:
-        """Stop recording, if active."""
+        """Stop recording if it is active."""
         if self._on:
             self._on = False
             jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
+"""Progress display of a run, as a bar on a terminal and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ class Progress(Protocol):
     """Receiver of progress from `fit`."""
 
     def start(self, step: int, steps: int) -> None:
-        """Start the display; `step` of `steps` steps are already done."""
+        """Start the display when `step` of `steps` steps are already done."""
 
     def step(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Show the loss of a finished step."""
 
     def decoded(self, done: int, total: int) -> None:
-        """Show how many held-out examples have been decoded; the first call has `done=0`."""
+        """Show how many held-out examples have been decoded. The first call has `done=0`."""
 
     def say(self, line: str) -> None:
         """Show a line."""
 
     def stop(self) -> None:
-        """Stop the display. Safe to call twice."""
+        """Stop the display. It is safe to call this method twice."""
 
 
 class Silent:
-    """Progress that shows nothing."""
+    """Receiver of progress that displays nothing."""
 
     def start(self, step: int, steps: int) -> None: ...
 
@@ -45,12 +45,12 @@ class Silent:
 class DecodingLine:
     """Count of decoded examples, shown on standard error after ten seconds.
 
-    A terminal shows a single line, which is erased at the end. Any other output gets about twenty
-    lines at most.
+    On a terminal, the count is a single line, which is erased at the end. In any other output, at
+    most about twenty lines are printed.
     """
 
     def __call__(self, done: int, total: int) -> None:
-        """Show that `done` of `total` examples have been decoded; `done=0` starts the clock."""
+        """Show that `done` of `total` examples are decoded. `done=0` starts the timer."""
         now = time.monotonic()
         if done == 0:
             self._begun, self._last = now, (0, now)
@@ -108,7 +108,7 @@ class Lines:
 
 
 class Bar:
-    """Progress bar with loss, tokens per second, and time left; in a notebook, `Lines`."""
+    """Progress bar with loss, tokens per second, and time left, or `Lines` in a notebook."""
 
     def __new__(cls) -> Any:
         """Create a bar, or `Lines` in a notebook."""
@@ -164,7 +164,7 @@ def progress_for_notebook() -> Progress:
 
 
 def show(line: str) -> None:
-    """Print a line, or nothing once the reader has closed the pipe (`| head`)."""
+    """Print a line unless the reader has closed the pipe (as in `| head`)."""
     try:
         print(line, flush=True)
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""Reports on a run: metrics.jsonl, trackers, the profile, and batches with loss spikes."""
+"""Reporting on a run: metrics.jsonl, trackers, the profile, and batches with loss spikes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformer_jax.training.tasks.task import Inputs
 from transformer_jax.training.trackers import Trackers
 
 MAX_REJECTED = 10
-"""Number of consecutive steps with a non-finite loss or gradient after which a run stops."""
+"""Number of consecutive steps with a non-finite loss or gradient that stops a run."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class StepNumbers:
     loss: float
     grad_norm: float
     updates: int
-    """Number of earlier steps that changed the parameters."""
+    """Number of earlier steps that updated the parameters."""
     tokens_per_second: float | None
 
 
 class Report:
-    """Reporter that shows the measurements of every step and writes lines when they are due."""
+    """Reporter that shows the measurements of every step and writes some of them to a file."""
 
     def __init__(self, run: Run, progress: Progress) -> None:
         self.run, self.progress = run, progress
@@ -50,7 +50,7 @@ class Report:
         self.spikes = None if factor is None else Spikes(factor, folder)
         names = (run.config.log or ()) if is_first() else ()
         self.trackers = Trackers(names, folder, run.config, progress.say)
-        self._times = list[float]()  # when the measurements of the last 21 steps arrived
+        self._times = list[float]()  # arrival times of the last 21 steps' measurements
 
     def close(self) -> None:
         """Close the profile and the trackers."""
@@ -59,7 +59,7 @@ class Report:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the enclosed time from tokens per second."""
+        """Exclude the time spent in the context from the number of tokens per second."""
         before = time.perf_counter()
         yield
         pause = time.perf_counter() - before
@@ -69,7 +69,7 @@ class Report:
     def read(self, step: int, metrics: Metrics, inputs: Inputs | None) -> StepNumbers:
         """Wait for a step's measurements and show them.
 
-        If the step is a loss spike, its batch is saved. Raises RunError after MAX_REJECTED
+        If the step is a loss spike, the batch is saved. Raises RunError after MAX_REJECTED
         consecutive rejected steps.
         """
         with self.phases.of("step"):
@@ -111,7 +111,7 @@ class Report:
             )
         elif step % config.log_every and step not in (1, config.steps):
             return
-        # a rejected step advances neither parameters nor schedule
+        # a rejected step changes neither the parameters nor the schedule
         learning_rate = self.run.programs.rate(jax.device_put(np.int32(numbers.updates)))
         line = {
             "step": step,

@@ -1,7 +1,7 @@
-"""Layout of examples in rows: bucketed by length, or with several examples packed into each row.
+"""Layout of examples in rows, which are bucketed by length or contain several packed examples.
 
-The rows of a step depend only on (seed, step), so a resumed run needs no iterator state. Each epoch
-reads every row once, in a new order.
+The rows of a step depend only on (seed, step), so a resumed run does not need iterator state. Each
+epoch reads every row once, in a new order.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from transformer_jax.training.data import IGNORE
 from transformer_jax.values import value_class
 
 BUCKETS = 4
-"""Maximum number of padded lengths. A separate program is compiled for each length."""
+"""Maximum number of different padded lengths. A separate program is compiled for each length."""
 
 BUCKET_ROWS = 1000
-"""Minimum number of rows per bucket. With fewer, compiling a program costs more than it saves."""
+"""Minimum number of rows per bucket. For fewer rows, compiling a program takes more time than it
+saves."""
 
 MULTIPLE = 8
 """Row lengths are rounded up to a multiple of this."""
 
 OPEN_ROWS = 64
-"""Maximum number of open rows during packing; without a limit, packing takes quadratic time."""
+"""Maximum number of open rows during packing. Without a limit, packing takes quadratic time."""
 
 FILL = {"labels": IGNORE}
-"""Padding value, keyed by field; 0 or False for all other fields."""
+"""Padding values, keyed by field. The padding of all other fields is 0 or False."""
 
 
 @value_class
@@ -51,7 +52,7 @@ class Rows:
         return sum(int((bucket.labels != IGNORE).sum()) for bucket in self.buckets)
 
     def step(self, seed: int, step: int, accumulation: int, size: int) -> Batch:
-        """Return the micro-batches of a step, leaves [A, B, ...], all from one bucket.
+        """Return the micro-batches of a step, with leaves [A, B, ...], all from one bucket.
 
         If a bucket has too few rows left to fill its last step, its first rows are repeated.
         """
@@ -71,7 +72,7 @@ class Rows:
         return found
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """Yield every row once, leaves [B, ...]; empty rows fill the last batch of a bucket."""
+        """Yield every row once, in batches [B, ...]. Empty rows fill the last batch of a bucket."""
         for bucket, count in zip(self.buckets, self.counts, strict=True):
             for start in range(0, count, size):
                 here = slice(start, start + size)
@@ -105,7 +106,8 @@ def _filled(batch: Batch, size: int) -> Batch:
 def bucketed(examples: Sequence[Batch], padding: bool = False) -> Rows:
     """Lay out one example per row, with at most BUCKETS row lengths.
 
-    `padding` adds the field `valid`, which causal models do not need because padding comes last.
+    If `padding` is true, the field `valid` is added. Causal models do not need it because padding
+    comes last.
     """
     sizes = [len(e.tokens) + (0 if e.source is None else len(e.source)) for e in examples]
     order = np.argsort(sizes, kind="stable")
@@ -118,7 +120,7 @@ def bucketed(examples: Sequence[Batch], padding: bool = False) -> Rows:
             continue
         if cut != cuts[-1]:
             longest, here = (-(-sizes[order[i]] // MULTIPLE) for i in (-1, cut - 1))
-            if here == longest or here * 5 > longest * 4:  # too similar for a separate program
+            if here == longest or here * 5 > longest * 4:  # too similar to separate
                 continue
         found.append(padded(part, padding))
         start = cut
@@ -129,10 +131,10 @@ def stack_rows(
     rows: Sequence[np.ndarray],  # i32[T], bool[T], f32[T, D_in], f32[H, W, C] or i32[] each
     fill: int = 0,
 ) -> tuple[np.ndarray, np.ndarray | None]:  # [B, T, ...], bool[B, T]
-    """Stack rows, padding shorter ones with `fill`; return the array and a mask of valid entries.
+    """Pad shorter rows with `fill`, stack them, and return the array and a mask of valid entries.
 
-    The length is rounded up to a multiple of MULTIPLE. All images [H, W, C] have the same shape, as
-    do classes [], so they are not padded and the mask is None.
+    The length is rounded up to a multiple of MULTIPLE. Images [H, W, C] and classes [] are not
+    padded because all have the same shape; the mask is then None.
     """
     first = rows[0]
     kind = first.dtype if first.dtype == bool else np.dtype(np.float32)
@@ -148,7 +150,7 @@ def stack_rows(
 
 
 def padded(examples: Sequence[Batch], padding: bool) -> Batch:
-    """Lay out one example per row, all with the same length; `padding` adds the field `valid`."""
+    """Lay out one example per row, with rows of equal length. `padding` adds the field `valid`."""
 
     def column(name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         rows = [getattr(example, name) for example in examples]
@@ -164,13 +166,14 @@ def pack(
     length: int,
     fullest: bool = False,
 ) -> np.ndarray:  # i32[n]
-    """Return the row of each piece: the first of the last OPEN_ROWS rows that has room for it.
+    """Return the number of the row in which each piece is placed.
 
-    If `fullest`, choose the fullest of up to OPEN_ROWS open rows instead. The time is linear in the
-    number of pieces.
+    A piece is placed in the first of the last OPEN_ROWS rows that has room for it. If `fullest` is
+    true, it is placed in the fullest of up to OPEN_ROWS open rows instead. The time is linear in
+    the number of pieces.
     """
     found, count = np.empty(len(sizes), np.int32), 0
-    rooms, rows = list[int](), list[int]()  # open rows; with `fullest`, sorted by room
+    rooms, rows = list[int](), list[int]()  # open rows, sorted by room if `fullest`
     for block in range(0, len(sizes), 2**16):  # in blocks, because Python ints take more memory
         for piece, size in enumerate(sizes[block : block + 2**16].tolist(), start=block):
             if fullest:
@@ -196,11 +199,12 @@ def pack(
 def packed(examples: Sequence[Batch], length: int) -> Rows:
     """Lay out several examples per row, using `pack`.
 
-    Each example is a segment: it cannot attend to other examples, and its positions start at 0.
+    Each example is a separate segment. It cannot attend to other examples, and its positions start
+    at 0.
 
     Args:
-        examples: one batch each, tokens and labels [T].
-        length: tokens per row.
+        examples: one batch per example, with tokens and labels [T].
+        length: number of tokens per row.
 
     Raises:
         DataError: if an example is longer than a row.
@@ -226,11 +230,11 @@ def packed(examples: Sequence[Batch], length: int) -> Rows:
 
 
 def laid_out(examples: Sequence[Batch], length: int | None) -> Rows:
-    """Pack examples if two of average length fit in a row; otherwise, lay out one per row.
+    """Pack examples if two of average length fit in a row. Otherwise, lay out one example per row.
 
     Args:
-        examples: one batch each, tokens and labels [T].
-        length: tokens per row; None disables packing.
+        examples: one batch per example, with tokens and labels [T].
+        length: number of tokens per row; None disables packing.
     """
     if length is not None and 2 * sum(len(e.tokens) for e in examples) <= length * len(examples):
         return packed(examples, length)

@@ -38,7 +38,7 @@ from transformer_jax.training.tasks.task import Inputs
 
 
 class Run:
-    """Task, programs, placement, and folder, which are constant during a call to `fit`."""
+    """Task, programs, placement, and folder of a run, which are constant during a call to `fit`."""
 
     def __init__(self, task: TrainingTask, folder: RunFolder) -> None:
         self.task, self.folder = task, folder
@@ -72,9 +72,9 @@ class Run:
         return self.placement.rows(found, axis=1) if self.task.place is None else found
 
     def check_memory(self, step: int) -> list[Inputs]:
-        """Compile step `step`; raises ConfigError if it needs more memory than a device has.
+        """Compile step `step`. Raises ConfigError if it needs more memory than a device has.
 
-        Returns a list that contains the step's inputs, or an empty list if they were not read.
+        Returns a list that contains the inputs of the step, or an empty list if they were not read.
         """
         program = self.programs.train_step
         if not isinstance(program, CompiledAhead) or step >= self.config.steps:
@@ -86,7 +86,7 @@ class Run:
         return [inputs]
 
     def first_state(self, start: StartModel | None, progress: Progress) -> TrainState:
-        """Return the state of step 0, newly initialized or loaded from `start`."""
+        """Return the initial state, either newly initialized or loaded from `start`."""
         config, shardings = self.config, self.placement.shardings(self.template)
         if start is None:
             create, seed = self.programs.fresh_state, self.placement.whole(np.uint32(config.seed))
@@ -107,7 +107,7 @@ class Run:
         return jax.jit(self.programs.state_of, out_shardings=shardings)(params, key=key)
 
     def load_base(self, found: checkpoint.Manifest, start: StartModel | None) -> None:
-        """Load the frozen parameters that the state of a checkpoint needs."""
+        """Load the frozen parameters that are needed for the state of a checkpoint."""
         if found.step > self.config.steps:
             rule = f"the run is already at step {found.step}"
             raise ConfigError(f"steps is {self.config.steps}: {rule}")
@@ -117,7 +117,7 @@ class Run:
             self.base.load(start, key, found.metadata)
 
     def step(self, state: TrainState, inputs: Inputs) -> tuple[TrainState, Metrics]:
-        """Take one step."""
+        """Take one training step."""
         found = self.programs.train_step(state, *self.resident, inputs, frozen=self.frozen)
         return self.placement.settled(found)
 
@@ -140,7 +140,7 @@ class Run:
 
     def save(self, state: TrainState, val_loss: float | None) -> None:
         """Write a checkpoint in the background."""
-        # the parameters to use are an average, not those at which gradients are computed
+        # the parameters to use are averages, not those at which gradients are computed
         if isinstance(self.config.optimizer, ScheduleFree):
             state = replace(state, average=state.eval_params)
         metadata = {
@@ -156,7 +156,7 @@ class Run:
         self.saver.save(int(state.step), state, metadata)
 
     def saved_val_loss(self, step: int) -> float | None:
-        """Return a checkpoint's held-out loss, or None if there is no checkpoint or no loss."""
+        """Return the held-out loss of a checkpoint, or None if either is missing."""
         path = checkpoint.step_path(self.folder.checkpoints, step)
         return checkpoint.read_manifest(path).metadata["val_loss"] if path.exists() else None
 
@@ -175,10 +175,12 @@ def continued(
     vocab_size: int | None,
     progress: Progress,
 ) -> tuple[TrainingTask, checkpoint.Manifest | None]:
-    """Return a resumed run's task and its last intact checkpoint, or None if none was ever saved.
+    """Return the task and the last intact checkpoint of a resumed run.
+
+    The checkpoint is None if none was ever saved.
 
     Each damaged checkpoint is reported. Raises CheckpointError if all checkpoints are damaged or
-    missing, and ConfigError if a setting has changed that must stay the same.
+    missing, and ConfigError if a setting that must stay the same has changed.
     """
     by_first(lambda: checkpoint.remove_partial(folder.checkpoints))
     found, damage, tokenizers = None, None, None
@@ -210,7 +212,7 @@ def continued(
         if config.init_from is not None:
             tokenizers = Tokenizers(folder.read_tokenizer(), folder.read_source_tokenizer())
     task = load_task(config, tokenizers, vocab_size)
-    # a checkpoint of a run with a base model stores the base model's hash
+    # the checkpoint of a run with a base model stores the hash of that model
     may_change = MAY_CHANGE | {"init_from"} if found is not None else MAY_CHANGE
     wrong = differences(stored, task.config, may_change)
     if found is not None and found.metadata["data_sha256"] != task.sha256:

@@ -1,7 +1,8 @@
-"""Loss spikes: batches of steps with an unusually high loss, saved for inspection and replay.
+"""Loss spikes. Batches with an unusually high loss are saved for inspection and replay.
 
-OUT/spikes/step-00000120.npz contains the step's micro-batches, leaves [A, B, ...], keyed by `Batch`
-field, and also `step`, `loss`, and `grad_norm`. The .txt file contains the rows as text.
+The file OUT/spikes/step-00000120.npz contains the step's micro-batches, with leaves [A, B, ...],
+keyed by `Batch` field. It also contains `step`, `loss`, and `grad_norm`. The .txt file contains the
+rows as text.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.training.batch import Batch
 
 RECENT = 50
-"""Number of losses in the running median."""
+"""Number of losses in the window of the running median."""
 
 LEAST = 10
 """Minimum number of recent losses before a loss can count as a spike."""
@@ -31,14 +32,14 @@ MOST = 10
 
 
 class Spikes:
-    """Detector for losses that exceed `factor` times the recent median or are not finite."""
+    """Detector of losses that exceed `factor` times the recent median or are not finite."""
 
     def __init__(self, factor: float, folder: Path) -> None:
         self.factor, self.folder = factor, folder / "spikes"
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def is_spike(self, loss: float, grad_norm: float) -> bool:
-        """Whether a step is a spike; if not, its loss is added to the median."""
+        """Whether a step is a spike. If it is not, its loss is added to the running median."""
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         enough = len(self._recent) >= LEAST
         high = finite and enough and loss > self.factor * statistics.median(self._recent)
@@ -54,7 +55,7 @@ class Spikes:
     def save(
         self, step: int, batch: Batch, loss: float, grad_norm: float, tokenizer: Tokenizer | None
     ) -> Path:
-        """Save a step's micro-batches and return the file."""
+        """Save the micro-batches of a step and return the path of the file."""
         arrays: dict[str, Leaf] = {
             part.name: np.asarray(getattr(batch, part.name))
             for part in fields(batch)
@@ -65,7 +66,7 @@ class Spikes:
         partial = file.with_suffix(".tmp")
         with open(partial, "wb") as content:
             np.savez(content, **arrays, step=step, loss=loss, grad_norm=grad_norm)
-        # rename last, so that other processes never see a partial file
+        # rename last so that other processes never see a partial file
         os.replace(partial, file)
         tokens = arrays["tokens"]
         if tokenizer is not None and np.issubdtype(tokens.dtype, np.integer):
@@ -78,7 +79,7 @@ class Spikes:
 
 
 def read_batch(path: str | Path) -> Batch:
-    """Load the micro-batches of a saved step, leaves [A, B, ...]."""
+    """Load the micro-batches of a saved step, with leaves [A, B, ...]."""
     with np.load(path) as found:
         names = [part.name for part in fields(Batch) if part.name in found.files]
         return Batch(**{"labels": None, **{name: found[name] for name in names}})

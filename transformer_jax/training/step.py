@@ -1,7 +1,7 @@
-"""One optimizer step as a pure function of its state, and the evaluation of held-out batches.
+"""Training step, which is a pure function of the state, and evaluation of held-out batches.
 
-Step n uses the key `fold_in(key, n)`, and its micro-batch i folds i into that key, so a restored
-state continues bit for bit.
+Step n uses the key `fold_in(key, n)`, and micro-batch i folds i into that key, so training from a
+restored state continues bit for bit.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from transformer_jax.training.optimizers import averaged_params, round_stochasti
 from transformer_jax.values import value_class
 
 _ROUNDING = np.uint32(2**32 - 1)
-"""`fold_in` constant for a step's stochastic rounding; no micro-batch has this number."""
+"""`fold_in` constant for the stochastic rounding of a step. No micro-batch has this number."""
 
 
 @value_class(pytree=True)
 class TrainState:
-    """Everything that a step changes, and the key that determines all randomness.
+    """Everything that a step changes and the key that determines all randomness.
 
     Attributes:
-        step: number of steps taken, including rejected ones.
+        step: number of steps that were taken, including rejected ones.
         params: model parameters.
         opt_state: optimizer state.
-        key: a single key.
+        key: a single PRNG key.
         rejected: number of steps with a non-finite loss or gradient.
         rejected_in_a_row: number of rejected steps since the last accepted one.
-        average: moving average of the parameters in f32, or None.
+        average: moving average of the parameters in f32, or None if there is none.
     """
 
     step: jax.Array  # i32[]
@@ -51,7 +51,7 @@ class TrainState:
 
     @property
     def eval_params(self) -> Params:
-        """Return the parameters to evaluate and use: the average if there is one."""
+        """Return the parameters to evaluate and use, which are averages if there are any."""
         if self.average is not None:
             return self.average
         return averaged_params(self.opt_state, self.params)
@@ -61,7 +61,7 @@ class TrainState:
 class Metrics:
     """Measurements of a step, taken before its update."""
 
-    loss: jax.Array  # f32[]; mean over the step's tokens, in nats
+    loss: jax.Array  # f32[]; mean over the tokens of the step, in nats
     weight: jax.Array  # f32[]; number of tokens that counted
     grad_norm: jax.Array  # f32[]; before clipping
     rejected: jax.Array  # i32[]
@@ -80,14 +80,14 @@ def init_state(
     param_dtype: jax.typing.DTypeLike = jnp.float32,
     average: bool = False,
 ) -> TrainState:
-    """Return the state of step 0 with newly initialized parameters.
+    """Return the initial state with newly initialized parameters.
 
     Args:
         config: config of the model.
         optimizer: an optax optimizer.
         seed: source of all randomness.
         param_dtype: dtype of the parameters.
-        average: also maintain a moving average of the parameters, in f32.
+        average: whether to maintain a moving average of the parameters, in f32.
     """
     init_key, key = split_seed(seed)
     params = init_params(config, init_key)
@@ -102,17 +102,17 @@ def start_state(
     param_dtype: jax.typing.DTypeLike = jnp.float32,
     average: bool = False,
 ) -> TrainState:
-    """Return the state of step 0 with existing parameters, which the first step donates.
+    """Return the initial state with existing parameters, which the first step donates.
 
     Args:
         params: parameters of the model.
         optimizer: an optax optimizer.
         key: a single key, the source of all randomness in the steps.
         param_dtype: dtype of the parameters.
-        average: also maintain a moving average of the parameters, in f32.
+        average: whether to maintain a moving average of the parameters, in f32.
 
     Raises:
-        ValueError: if a parameter is out of the range of `param_dtype`.
+        ValueError: if a parameter is outside the range of `param_dtype`.
     """
     # check here, because a compiled program cannot raise
     check_ranges(params, param_dtype)
@@ -150,8 +150,11 @@ def windows(
     starts: jax.Array,  # i32[..., B]
     length: int,
 ) -> Batch:
-    """Return `length` tokens from each start, labeled with the next tokens; IGNORE past the end."""
-    # past the end, indices are clamped and labels ignored, so all windows have the same shape
+    """Return `length` tokens from each start, labeled with the next tokens.
+
+    Labels past the end are IGNORE.
+    """
+    # past the end, indices are clamped and labels are ignored, so all windows have the same shape
     last = corpus.shape[0] - 1
 
     def cut(corpus: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -175,14 +178,15 @@ def make_train_step(
     """Return the jitted `step(state, *inputs, frozen=()) -> (state, metrics)`.
 
     The state is donated. If the loss or the gradient is not finite, the step is rejected, and the
-    parameters and optimizer state do not change. `frozen` values are passed as the last arguments
-    of the loss and have no gradient.
+    parameters and optimizer state do not change. The `frozen` values are passed as the last
+    arguments of the loss and have no gradient.
 
     Args:
-        loss: called with (params, batch, key, *frozen); returns (mean, sum of weights).
+        loss: function that takes (params, batch, key, *frozen) and returns (mean, sum of weights).
         optimizer: an optax optimizer.
-        prepare: called with a step's inputs; returns its micro-batches, leaves [A, B, T].
-        ema_decay: d in average = d average + (1 - d) params; None keeps no average.
+        prepare: function that takes a step's inputs and returns its micro-batches, leaves [A, B,
+            T].
+        ema_decay: d in average = d average + (1 - d) params; None disables the average.
     """
 
     def total(
@@ -202,7 +206,7 @@ def make_train_step(
             average = optax.incremental_update(new, average, 1 - ema_decay)
         old, structure = jax.tree.flatten(params)
         key = jax.random.fold_in(key, _ROUNDING)
-        # rounding to nearest would leave most bfloat16 values unchanged
+        # rounding to the nearest value would leave most bfloat16 values unchanged
         found = [
             value.astype(leaf.dtype)
             if leaf.dtype != jnp.bfloat16
@@ -262,7 +266,7 @@ def make_train_step(
         )
         return state, Metrics(mean, weight, norm, state.rejected, state.rejected_in_a_row)
 
-    # the old state is donated, so that memory contains only one state
+    # the old state is donated so that memory contains only one state
     return jax.jit(step, donate_argnums=0)
 
 
@@ -274,8 +278,8 @@ def make_eval_step(
     Dropout is disabled.
 
     Args:
-        scores: for example `batch_scores(config)`; returns f32[3].
-        prepare: called with the inputs; returns a batch.
+        scores: function that returns f32[3], for example `batch_scores(config)`.
+        prepare: function that takes the inputs and returns a batch.
     """
 
     def step(

@@ -25,7 +25,7 @@ PROJECT = "transformer_jax"
 
 
 class Tracker(Protocol):
-    """Receiver for a step's measurements."""
+    """Receiver of the measurements of a step."""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
@@ -33,7 +33,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Writer for TensorBoard event files in the run folder (`tensorboard --logdir runs`)."""
+    """Writer of TensorBoard event files in the run folder (see `tensorboard --logdir runs`)."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         from tensorboardX import SummaryWriter
@@ -61,7 +61,7 @@ class _RunLogger:
 
 
 class WeightsAndBiases(_RunLogger):
-    """Weights & Biases tracker; a resumed run continues the same W&B run."""
+    """Tracker for Weights & Biases. A resumed run continues the same W&B run."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         import wandb
@@ -74,7 +74,7 @@ class WeightsAndBiases(_RunLogger):
 
 
 class Trackio(_RunLogger):
-    """trackio tracker; a resumed run continues the trackio run of the same name."""
+    """Tracker for trackio. A resumed run continues the trackio run of the same name."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         import trackio
@@ -100,7 +100,7 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 class Trackers:
-    """Trackers of a run; if a tracker fails, the error is reported once and it is removed."""
+    """Trackers of a run. A tracker that fails is removed, and its error is reported once."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Trackers:
         self._open[name] = TRACKERS[name](folder, config)
 
     def write(self, step: int, line: JsonObject) -> None:
-        """Send the numbers from a line of metrics.jsonl, labeled with its step."""
+        """Send the numbers in a line of metrics.jsonl to all trackers."""
         numbers = {
             name: float(value)
             for name, value in line.items()

@@ -1,8 +1,8 @@
-"""Plans: memory and time of a step on hardware, attached or not, before it runs.
+"""Plans, which estimate the memory and time of a step on hardware that may not be attached.
 
-plan       compile a training or decoding step, and bound its time
-hardware   named hardware, and its devices to compile for
-memory     memory of a compiled step, compared with the device's
+plan       compilation of a training or decoding step, and bounds on its time
+hardware   named hardware, and the devices to compile for
+memory     memory of a compiled step, compared with the device's memory
 network    bytes that a compiled program moves between devices
 peaks      published peak rates of chips
 """

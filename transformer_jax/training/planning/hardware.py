@@ -1,4 +1,4 @@
-"""Named hardware, attached or not, and the devices that programs are compiled for.
+"""Named hardware, which may not be attached, and the devices that programs are compiled for.
 
 Devices that are not attached can compile programs but not run them. A TPU needs the package
 `libtpu`, and an NVIDIA GPU needs JAX with CUDA.
@@ -24,7 +24,8 @@ _GRIDS = {
     "3d": {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8",
            256: "4x8x8", 512: "8x8x8"},
 }  # fmt: skip
-"""Slice shapes by number of chips; v5e and v6e have two dimensions, v5p has three."""
+"""Slice shapes, keyed by the number of chips; v5e and v6e have two dimensions, and v5p has
+three."""
 
 H200 = """
 gpu_device_info {
@@ -60,12 +61,12 @@ class Hardware:
 
     name: str
     chip: Chip | None
-    """Published peaks; None for a CPU."""
+    """Published peak rates, or None for a CPU."""
     count: int
     """Number of chips; each is one JAX device."""
 
     def devices(self) -> list[jax.Device]:
-        """Return the devices to compile for; raises ConfigError if their package is missing."""
+        """Return the devices to compile for, or raise ConfigError if their package is missing."""
         kind = self.name.split("-")[0]
         if kind == "cpu":
             return jax.devices()[: self.count]
@@ -75,7 +76,7 @@ class Hardware:
             model = self.name.split("-")[1]
             shape = _GRIDS["3d" if model == "v5p" else "2d"][self.count]
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no host to query
-            # compiling uses no TPU, so do not wait for /tmp/libtpu_lockfile
+            # compilation uses no TPU, so do not wait for /tmp/libtpu_lockfile
             os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
             try:
                 with _quiet():
@@ -92,7 +93,7 @@ class Hardware:
             raise _missing(self.name, 'pip install "jax[cuda13]"', error) from None
 
     def lowering(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context that lowers programs for these devices instead of the current one."""
+        """Return a context that lowers programs for these devices instead of the attached ones."""
         if self.chip is None or self.name.startswith("cpu"):
             return contextlib.nullcontext()
         return using(
@@ -101,9 +102,10 @@ class Hardware:
 
     @property
     def memory(self) -> int:
-        """Return the bytes per chip that JAX can use; on a CPU, the memory of this machine.
+        """Return the memory per chip that JAX can use, in bytes.
 
-        On a GPU, JAX uses three quarters of the memory, or XLA_PYTHON_CLIENT_MEM_FRACTION.
+        For a CPU, this is the memory of the machine. On a GPU, JAX uses three quarters of the
+        memory, or the fraction that XLA_PYTHON_CLIENT_MEM_FRACTION specifies.
         """
         if self.chip is None:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.count
@@ -118,10 +120,11 @@ class Hardware:
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return hardware by name, such as cpu, h200, h200-8, tpu-v5e-256, tpu-v6e-8 or tpu-v5p-8.
+    """Return the hardware with a name such as cpu, h200, h200-8, tpu-v5e-256, or tpu-v5p-8.
 
-    The number counts chips, except for v5p: Google counts its cores, two per chip, so tpu-v5p-8 has
-    4 chips. Raises ConfigError for other names, and for a number that no slice has.
+    The number counts chips, except for v5p, for which Google counts cores. A v5p chip has two
+    cores, so tpu-v5p-8 has 4 chips. Raises ConfigError if the name is unknown or if no slice has
+    this number of chips.
     """
     parts = name.split("-")
     last = parts[-1]

@@ -1,4 +1,4 @@
-"""Memory of a compiled step per device, before its arrays exist."""
+"""Memory per device of a compiled step, computed before its arrays exist."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes that a step needs on one device."""
+    """Memory that a step needs on one device, in bytes."""
 
     parameters: int
     optimizer: int
-    """Optimizer state, and the moving average of the parameters if there is one."""
+    """Optimizer state and, if there is one, the moving average of the parameters."""
     inputs: int
-    """Batch, and arrays that stay on the device, such as a text."""
+    """The batch and the arrays that stay on the device, such as a text."""
     working: int
-    """Temporary arrays: gradients, activations and buffers."""
+    """Temporary arrays: gradients, activations, and buffers."""
 
     @property
     def total(self) -> int:
-        """Return the sum; the donated state counts once."""
+        """Return the sum, in which the donated state counts once."""
         return self.parameters + self.optimizer + self.inputs + self.working
 
     def described(self) -> str:
@@ -46,7 +46,7 @@ class StepMemory:
 
 
 def bytes_on_device(tree: PyTree) -> int:
-    """Return the bytes of arrays, or of their shapes, on each device."""
+    """Return the size in bytes of a tree of arrays or shapes on each device."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         shape, sharding = leaf.shape, getattr(leaf, "sharding", None)
@@ -62,9 +62,9 @@ def bytes_on_device(tree: PyTree) -> int:
 def step_memory(
     program: Compiled, state: PyTree, inputs: PyTree, frozen: PyTree = ()
 ) -> StepMemory:
-    """Return the memory per device of a step compiled for a state and inputs of these shapes.
+    """Return the memory per device of a step that was compiled for these shapes.
 
-    `frozen` parameters count among the parameters.
+    The parameters include the `frozen` ones.
     """
     found = program.memory_analysis()
     assert found is not None
@@ -80,7 +80,7 @@ def step_memory(
 
 
 def device_memory() -> int:
-    """Return the bytes that a device can use; a CPU device has its share of the host's memory."""
+    """Return the number of bytes that a device can use. CPU devices share the host's memory."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -90,9 +90,9 @@ def device_memory() -> int:
 
 
 def check_state(state: PyTree, frozen: PyTree = ()) -> None:
-    """Raise ConfigError if the state, its gradients and `frozen` exceed a device's memory.
+    """Raise ConfigError if the state, its gradients, and `frozen` exceed a device's memory.
 
-    Nothing is compiled: a model that does not fit may take minutes to compile.
+    Nothing is compiled, because a model that does not fit may take minutes to compile.
     """
     gradients = bytes_on_device(state.params)
     parameters = gradients + bytes_on_device(frozen)

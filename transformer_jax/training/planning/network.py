@@ -1,4 +1,4 @@
-"""Network traffic of a compiled program, counted in its text."""
+"""Network traffic of a compiled program, computed from its text."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Traffic(NamedTuple):
     """Bytes that each device sends in one run of a program."""
 
     bytes: dict[str, float]
-    """By kind of collective."""
+    """Bytes, keyed by the kind of collective."""
     unknown_loops: int
-    """Number of collectives in loops of unknown length, which count once."""
+    """Number of collectives in loops of unknown length, which are counted as one iteration."""
 
     @property
     def total(self) -> float:
@@ -35,11 +35,11 @@ class Traffic(NamedTuple):
 
 
 def network_traffic(text: str, devices: int) -> Traffic:
-    """Return the bytes that each device sends in one run of a compiled program, using rings.
+    """Return the number of bytes that each device sends per run of a program, assuming rings.
 
-    In a group of g devices, a gather or scatter sends (g - 1) / g of its data, an all-reduce twice
-    as much, and a permutation all of it. Loops count once per iteration. `text` is from
-    `jax.stages.Compiled.as_text`.
+    In a group of g devices, a gather or scatter sends (g - 1) / g of its data, an all-reduce sends
+    twice as much, and a permutation sends all of it. Collectives in loops count once per iteration.
+    `text` is the result of `jax.stages.Compiled.as_text`.
     """
     lines = _computations(text)
     runs, unknown = _run_counts(lines)
@@ -53,14 +53,14 @@ def network_traffic(text: str, devices: int) -> Traffic:
             kind, group = match[2], _group(line, devices)
             size = _result_bytes(match[1], kind, "-start(" in match[0])
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
-                kind = "reduce-scatter"  # how the TPU compiler writes it
+                kind = "reduce-scatter"  # the TPU compiler's notation
             elif kind == "reduce-scatter":
                 size *= group  # the result is one of `group` parts
             share = {"all-reduce": 2 * (group - 1) / group, "collective-permute": 1.0}
             sent = size * share.get(kind, (group - 1) / group) * runs[name]
             channel = re.search(r"channel_id=(\d+)", line)
             key = f"channel {channel[1]}" if channel else f"{name} {number}"
-            if key not in found or found[key][1] < sent:  # asynchronous: in several parts
+            if key not in found or found[key][1] < sent:  # in several parts if asynchronous
                 found[key] = kind, sent
             uncertain += name in unknown
     sums: dict[str, float] = defaultdict(float)
@@ -70,7 +70,7 @@ def network_traffic(text: str, devices: int) -> Traffic:
 
 
 def _computations(text: str) -> dict[str, list[str]]:
-    """Return each computation's lines by name; the entry computation is `entry`."""
+    """Return the lines of each computation, keyed by name (`entry` for the entry computation)."""
     found: dict[str, list[str]] = {}
     name = None
     for line in text.splitlines():
@@ -86,7 +86,7 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 
 def _run_counts(lines: dict[str, list[str]]) -> tuple[dict[str, float], set[str]]:
-    """Return how often each computation runs, and which are in loops of unknown length."""
+    """Return the run count of each computation and the computations in loops of unknown length."""
     calls: dict[str, list[tuple[str, float, bool]]] = defaultdict(list)
     for name, body in lines.items():
         for line in body:
@@ -118,8 +118,8 @@ def _run_counts(lines: dict[str, list[str]]) -> tuple[dict[str, float], set[str]
 def _result_bytes(shapes: str, kind: str, begins: bool) -> float:
     """Return the size of a collective's results in bytes.
 
-    The start of an asynchronous collective, except an all-reduce, also lists its operands: (in,
-    out), or ((in, in), (out, out)). A permutation appends two numbers.
+    Except for an all-reduce, the start of an asynchronous collective also lists its operands, as
+    (in, out) or ((in, in), (out, out)). A permutation appends two numbers.
     """
     sizes = []
     for dtype, dims in _SHAPE.findall(shapes):
@@ -134,7 +134,7 @@ def _result_bytes(shapes: str, kind: str, begins: bool) -> float:
 
 
 def _group(line: str, devices: int) -> int:
-    """Return the number of devices per group of a collective; all if it names no groups."""
+    """Return the number of devices per group of a collective, or all if it has no groups."""
     named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
     if named:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))

@@ -1,8 +1,9 @@
 """Published peak rates of chips, not measured here.
 
-Sources: for TPUs, cloud.google.com/tpu/docs, pages v5e, v5p and v6e; for GPUs, NVIDIA's data sheets
-of the SXM models. Rates are those of dense products in bfloat16. Memory is the amount that a TPU's
-compiler allows a program, and that an H200 reports.
+The sources are the pages v5e, v5p, and v6e of cloud.google.com/tpu/docs for TPUs, and NVIDIA's data
+sheets of the SXM models for GPUs. Rates apply to dense products in bfloat16. The memory of a TPU is
+the amount that its compiler allows a program to use. The memory of an H200 is the amount that it
+reports.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ class Chip:
 
     name: str
     flops: float
-    """Multiplications and additions per second in dense bfloat16 products."""
+    """Number of multiplications and additions per second in dense bfloat16 products."""
     memory: int
-    """Bytes of memory."""
+    """Memory in bytes."""
     bandwidth: float
-    """Bytes per second to and from memory."""
+    """Memory bandwidth in bytes per second."""
     network: float
-    """Bytes per second in one direction to the other chips of the slice or machine."""
+    """One-way bandwidth to the other chips of the slice or machine, in bytes per second."""
 
 
 CHIPS = {
@@ -33,7 +34,7 @@ CHIPS = {
     "h100": Chip("NVIDIA H100", 989e12, 80 * 10**9, 3350e9, 450e9),
     "a100": Chip("NVIDIA A100", 312e12, 80 * 10**9, 2039e9, 300e9),
 }
-"""Chips by short name."""
+"""Chips, keyed by short name."""
 
 _KINDS = {
     "TPU v5 lite": "v5e",
@@ -46,7 +47,7 @@ _KINDS = {
     "NVIDIA H100": "h100",
     "NVIDIA A100": "a100",
 }
-"""Short names by prefix of JAX's `device_kind`."""
+"""Short names, keyed by the prefix of JAX's `device_kind`."""
 
 
 def chip_of(device_kind: str) -> Chip | None:

@@ -1,7 +1,7 @@
 """Plans of training and decoding steps, compiled for hardware that may not be attached.
 
-The real step, with the placement of a run, is compiled but not run. The compiler reports its
-memory; the chips' peak rates bound its time from below.
+The real step, with the placement of a run, is compiled but not run. The compiler reports the memory
+of the step, and the chips' peak rates determine a lower bound on its time.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from transformer_jax.training.planning.network import Traffic, network_traffic
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds on the time of a step in seconds, by resource."""
+    """Lower bounds on the time of a step, in seconds, for each resource."""
 
     compute: float
-    """All products at the chip's bfloat16 peak."""
+    """Time to compute all products at the chip's bfloat16 peak."""
     memory: float
-    """Reading and writing each array of the step once."""
+    """Time to read and write each array of the step once."""
     network: float | None
-    """Traffic between chips at the network's peak, or None if unknown."""
+    """Time for the traffic between chips at the network's peak, or None if the traffic is
+    unknown."""
 
     @property
     def least(self) -> float:
@@ -55,23 +56,25 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and time of a step per chip."""
+    """Memory per chip and time of a step."""
 
     hardware: Hardware
     mesh: MeshConfig
     memory: StepMemory
     cache: int
-    """Bytes of the decoder's cache; 0 in training."""
+    """Size of the decoder's cache in bytes; 0 in training."""
     tokens: int
-    """Tokens per step on all chips."""
+    """Number of tokens per step on all chips."""
     flops: float
-    """Operations of a step's products on all chips."""
+    """Number of operations in a step's products on all chips."""
     compiled: bool
-    """Whether the step was compiled; if not, memory excludes activations."""
+    """Whether the step was compiled. If not, `memory` excludes activations."""
     traffic: Traffic | None = None
-    """None if nothing was compiled, or if this jaxlib cannot read the program."""
+    """Network traffic, or None if nothing was compiled or if this jaxlib cannot read the
+    program."""
     looked_up: int = 0
-    """Bytes of tables of which a decoding step reads few rows: positions, and untied tokens."""
+    """Size in bytes of the position table and the untied token table, of which a decoding step
+    reads only a few rows."""
 
     @property
     def total(self) -> int:
@@ -85,12 +88,12 @@ class Plan:
 
     @property
     def bounds(self) -> Bounds | None:
-        """Return lower bounds on the time; None for a CPU, or if nothing was compiled."""
+        """Return lower bounds on the time, or None for a CPU or if nothing was compiled."""
         chip = self.hardware.chip
         if chip is None or not self.compiled:
             return None
         resident = self.memory.parameters + self.memory.optimizer - self.looked_up
-        written = resident if self.cache == 0 else 0  # decoding writes no parameters
+        written = resident if self.cache == 0 else 0  # decoding does not write parameters
         moved = resident + written + self.cache + 2 * self.memory.working
         return Bounds(
             self.flops / self.hardware.count / chip.flops,
@@ -100,11 +103,11 @@ class Plan:
 
 
 def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = True) -> Plan:
-    """Compile a training step of a transformer for hardware, and return its memory and time.
+    """Compile a training step of a transformer for hardware and return its memory and time.
 
     The source of an encoder-decoder also has `sequence_len` tokens. If the state and its gradients
-    alone exceed a chip's memory, or if `compiled` is False, nothing is compiled and activations are
-    excluded. Raises ConfigError if mesh and hardware differ in size.
+    alone exceed a chip's memory, or if `compiled` is False, nothing is compiled, and activations
+    are excluded. Raises ConfigError if the mesh and the hardware differ in size.
     """
     model = config.model
     if not isinstance(model, ModelConfig):
@@ -157,10 +160,10 @@ def plan_decoding(
     length: int,
     mesh: MeshConfig | None = None,
 ) -> Plan:
-    """Compile a decoding step of one token per row, with a cache of `length` positions.
+    """Compile a step that decodes one token per row, with a cache of `length` positions.
 
-    Parameters and cache use the compute dtype. Raises ConfigError if the model is not a decoder, or
-    if mesh and hardware differ in size.
+    The parameters and the cache use the compute dtype. Raises ConfigError if the model is not a
+    decoder, or if the mesh and the hardware differ in size.
     """
     if model.kind != "decoder":
         raise ConfigError(f"kind is {model.kind!r}: decoding plans support only decoders")
@@ -212,7 +215,7 @@ def plan_decoding(
 
 
 def _compile(program: Lowered) -> Compiled | int:
-    """Compile a program; if a TPU compiler rejects its size, return the bytes that it needs."""
+    """Compile a program, or return the bytes that it needs if a TPU compiler rejects its size."""
     try:
         return program.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -232,11 +235,11 @@ def _traffic(program: Compiled, devices: int) -> Traffic | None:
 
 
 def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple[int, Plan] | None:
-    """Return the largest batch_size that fits and its plan, or None if not even the smallest fits.
+    """Return the largest batch size that fits and its plan, or None if no batch size fits.
 
-    The size is a multiple of the mesh's row shards. Because memory is nearly linear in the batch
-    size, two sizes predict a third; up to four more compilations bracket the limit. The result is
-    usually within a sixteenth of the largest size that fits.
+    The size is a multiple of the mesh's row shards. Memory is nearly linear in the batch size, so
+    the limit is extrapolated from two sizes and then bracketed by up to four more compilations. The
+    result is usually within a sixteenth of the largest size that fits.
     """
     unit = first.mesh.row_shards
     plans = {config.batch_size: first}
@@ -258,7 +261,7 @@ def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple
     for _ in range(4):
         fitting = max((size for size, plan in plans.items() if plan.fits), default=0)
         failing = min((size for size, plan in plans.items() if not plan.fits), default=None)
-        if failing is None:  # more room than predicted: add a quarter
+        if failing is None:  # if there is more room than predicted, add a quarter
             at(max(fitting * 5 // 4 // unit * unit, fitting + unit))
         elif failing - fitting <= max(unit, fitting // 16):
             break
@@ -269,9 +272,9 @@ def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple
 
 
 def remedies(config: TrainConfig, hardware: Hardware) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield changes that may make a run fit, mildest first; each includes the previous ones.
+    """Yield changes that may make a run fit, mildest first. Each includes the previous changes.
 
-    Changes whose state and gradients alone do not fit are skipped.
+    A change is skipped if its state and gradients alone do not fit.
     """
     model = as_transformer(config.model)
     mesh = config.mesh or MeshConfig(fsdp=hardware.count)
@@ -313,9 +316,10 @@ def remedies(config: TrainConfig, hardware: Hardware) -> Iterator[tuple[str, Tra
 
 
 def least_chips(config: TrainConfig, hardware: Hardware) -> int | None:
-    """Return the smallest power-of-two number of chips whose `fsdp` fits state and gradients.
+    """Return the smallest power-of-two number of chips on which a run fits with `fsdp`.
 
-    Returns None if 4096 chips are not enough, because axes that they do not divide are replicated.
+    Only the state and its gradients are considered. Returns None if 4096 chips are not enough,
+    because axes that are not divisible are replicated.
     """
     for count in (2**n for n in range(13)):
         run = replace(config, mesh=MeshConfig(fsdp=count), batch_size=count)
@@ -345,7 +349,7 @@ def _sharding(placement: Placement, spec: PartitionSpec) -> NamedSharding:
 
 
 def _batch(model: ModelConfig, shape: tuple[int, int, int], placement: Placement) -> Batch:
-    """Return the shapes of micro-batches [A, B, T], split by rows."""
+    """Return the shapes of micro-batches [A, B, T], split by row."""
     rows = _sharding(placement, PartitionSpec(None, ROWS))
 
     def array(
@@ -367,7 +371,7 @@ def _batch(model: ModelConfig, shape: tuple[int, int, int], placement: Placement
 
 
 def _placed_cache(cache: PyTree, placement: Placement, model: ModelConfig) -> PyTree:
-    """Return the shapes of a cache, split by rows, and by key heads if `tensor` divides them."""
+    """Return the shapes of a cache, split by row and, if `tensor` divides them, by key head."""
     assert placement.mesh is not None
     split = model.kv_heads % placement.mesh.shape["tensor"] == 0
     heads = "tensor" if split else None

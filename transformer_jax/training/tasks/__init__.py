@@ -1,7 +1,7 @@
-"""Training tasks: how files become batches, and how models are evaluated.
+"""Training tasks, which convert files to batches and evaluate models.
 
-`load_task` reads the data of a config. `training.loop` trains every task in the same way, through
-the interface `task.TrainingTask`.
+`load_task` reads the data that a config specifies. `training.loop` trains every task in the same
+way, through the interface `task.TrainingTask`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ __all__ = ["Tokenizers", "TrainingTask", "compare_texts", "edit_distance", "load
 def load_task(
     config: TrainConfig, tokenizers: Tokenizers | None = None, vocab_size: int | None = None
 ) -> TrainingTask:
-    """Read the data of a config's task; create its tokenizers unless they are passed.
+    """Read the data of a config's task, and create its tokenizers unless they are passed.
 
     Args:
         config: config of the run.
         tokenizers: tokenizers of the run; None creates them from the data.
-        vocab_size: a vocabulary larger than the tokenizer's; None is the tokenizer's.
+        vocab_size: size of a vocabulary that is larger than the tokenizer's; None uses the
+            tokenizer's.
 
     Raises:
         ConfigError: if the config does not match the data.

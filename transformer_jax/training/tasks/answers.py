@@ -1,4 +1,4 @@
-"""Decoding of targets from sources, by a run on pairs (texts or signals) or a published model."""
+"""Decoding of targets from sources with a published model or a model trained on pairs."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from transformer_jax.training.tasks.turns import source_ids
 from transformer_jax.values import value_class
 
 BATCH = 32
-"""Number of sources decoded together."""
+"""Number of sources that are decoded together."""
 
 
 @dataclass(frozen=True)
 class PrefixStep(ModelStep):
-    """Step of a decoder trained with prefixes: tokens of a prompt attend in both directions.
+    """Step of a decoder trained with prefixes, in which prompt tokens attend in both directions.
 
-    A call with more than one token per row is a complete prompt.
+    A call with more than one token per row must contain the complete prompt.
     """
 
     def arguments(
@@ -73,12 +73,13 @@ class Targets:
     """Decoder that generates targets from sources.
 
     Attributes:
-        config: config of the run; for a published model, that of a run that would fine-tune it.
-        tokenizers: tokenizers of targets and sources.
+        config: config of the run. For a published model, the config of a run that would fine-tune
+            it.
+        tokenizers: tokenizers for targets and sources.
         params: parameters of the model.
-        model: model of the config, possibly edited; None builds it from the config.
-        published: whether to read sources as published models do: special tokens can be spelled
-            out, and each source is read separately, without padding.
+        model: model of the config, which may have edits; None builds it from the config.
+        published: whether to read sources as published models do. Special tokens can then be
+            spelled out, and each source is read separately, without padding.
         stop: tokens that end a target; None uses the tokenizer's.
         processors: functions that change the logits before a token is chosen.
         cache_dtype: dtype of cached keys and values; None uses the compute dtype.
@@ -115,9 +116,10 @@ class Targets:
         return ids.astype(np.int32)
 
     def text(self, ids: np.ndarray) -> str:
-        """Return the text of a target without end tokens and special tokens.
+        """Return the text of a target, without end tokens and special tokens.
 
-        Raises ValueError if a published model found no valid token; a diverged run is still scored.
+        Raises ValueError if a published model produced no valid token. A diverged run is still
+        scored.
         """
         if self.published and (ids < 0).any():
             raise ValueError(NO_TOKEN)
@@ -139,13 +141,13 @@ class Targets:
         length_penalty: float = 1.0,
         report: Report | None = None,
     ) -> list[str]:
-        """Return the likeliest target of each source, found by greedy decoding or beam search.
+        """Return the most likely target of each source, found by greedy decoding or beam search.
 
         Sources of similar length are decoded together, but answers do not depend on each other. A
         beam of n tokens has the score log p / n^length_penalty.
 
         Raises:
-            DataError: if a source does not fit the model.
+            DataError: if the model cannot read a source.
         """
         rows = [self.encode(one) if isinstance(one, str) else one for one in sources]
         found = [""] * len(rows)
@@ -178,7 +180,7 @@ class Targets:
     def draw(
         self, source: str, num_tokens: int | None, count: int, sampler: Sample, key: jax.Array
     ) -> list[str]:
-        """Sample `count` targets of one source, which the encoder reads once."""
+        """Sample `count` targets for one source, which the encoder reads once."""
         args, kwargs = self._decoding_arguments([self.encode(source)], num_tokens)
         step, params, prompt, state = args
         for name in kwargs.keys() & {"lengths", "limits"}:
@@ -198,7 +200,7 @@ class Targets:
         results: int = 1,
         length_penalty: float = 1.0,
     ) -> list[tuple[float, str]]:
-        """Return the best targets of a beam search and their scores."""
+        """Return the best targets found by beam search and their scores."""
         args, kwargs = self._decoding_arguments([self.encode(source)], num_tokens)
         found = beam_search(
             *args, num_beams=beams, num_results=results,
@@ -236,7 +238,7 @@ class Targets:
             target = target_of(tokenizer)
             processors += [*never(target.banned), *self.processors]
             if target.forced_bos is not None:
-                processors.append(Force(target.forced_bos))  # even if it is banned
+                processors.append(Force(target.forced_bos))  # even if the token is banned
             if target.forced_eos is not None:
                 processors.append(ForceLast(count, target.forced_eos))
             prompt = np.full((len(rows), 1), target.start, np.int32)
@@ -249,7 +251,7 @@ class Targets:
             capacity = config.sequence_len
             if model.supports("cache"):
                 kwargs["limits"] = np.minimum(config.sequence_len + 1 - lengths, count)
-                # depends only on the bucket, so one program serves all its sources
+                # this depends only on the bucket, so one program serves all its sources
                 count = min(count, config.sequence_len)
                 capacity = min(capacity, bucket(tokens.shape[1]) + count)
             if isinstance(config.task, PrefixTask) and config.task.bidirectional:
@@ -274,9 +276,9 @@ def answer_sources(
     model: AnyModel | None = None,
     report: Report | None = None,
 ) -> list[str]:
-    """Return the target that a run decodes for each source; see `Targets.answer`.
+    """Return the target that a run decodes for each source. See `Targets.answer`.
 
-    `beams` defaults to the task's value. `model` is the model of the config, possibly edited.
+    `beams` defaults to the task's value. `model` is the model of the config, which may have edits.
     """
     task = config.task
     if beams is None:

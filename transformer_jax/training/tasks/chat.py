@@ -1,8 +1,8 @@
-"""Training on conversations: the loss covers only the assistant's turns.
+"""Training on conversations. The loss covers only the assistant's turns.
 
 Each line of the file is an object {"messages": [{"role": ..., "content": ...}, ...]}. Published
-tokenizers use their chat template; others use a special token per role:
-<user> text <assistant> text <eos> <user> ...
+tokenizers use their chat template. Other tokenizers use one special token per role: <user> text
+<assistant> text <eos> <user> ...
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Conversations(RowsTask):
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
 
     def described(self) -> str:
-        """Describe the rows and the token that ends an answer."""
+        """Describe the rows and the token that marks the end of an answer."""
         return "; ".join(filter(None, (super().described(), self.end)))
 
     def sample(self, params: Params) -> str:
@@ -105,7 +105,7 @@ def answer_messages(
     num_tokens: int,
     what: str = "the messages have",
 ) -> str:
-    """Sample an answer to messages or to a text; `number` selects the random key."""
+    """Sample an answer to messages or text. `number` selects the random key."""
     tokenizer = tokenizers.tokenizer
     prompt = prompt_ids(tokenizer, messages)
     check_token_ids(config.model.vocab_size, tokenizer, what.rpartition(" ")[0], prompt)
@@ -124,10 +124,10 @@ def answer_messages(
 def _examples(
     config: TrainConfig, tokenizer: Tokenizer, where: str, messages: Messages
 ) -> list[Batch]:
-    """Encode a conversation as rows; only the assistant's tokens are labels.
+    """Encode a conversation as rows in which only the assistant's tokens are labels.
 
-    A turn that does not continue the row starts a new one, because a template may shorten an answer
-    once another message follows it.
+    A turn that does not continue the row starts a new one. This happens if a template shortens an
+    answer when another message follows it.
     """
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     for prompt, answer in talk_turns(tokenizer, where, messages):
@@ -145,7 +145,7 @@ def _examples(
 def read_objects(
     config: TrainConfig, unit: str, check: Callable[[str, Json], T]
 ) -> tuple[list[tuple[str, T]], list[tuple[str, T]], bytes]:
-    """Return the JSON values of both parts with their locations, and the bytes read.
+    """Return the JSON values of both parts with their locations, and the bytes that were read.
 
     `check(where, value)` converts a value or raises DataError.
     """
@@ -173,7 +173,7 @@ def _read_file(
 
 
 def _messages(where: str, read: Json) -> Messages:
-    """Return the messages of a line; raises DataError if it is malformed."""
+    """Return the messages in a line. Raises DataError if the line is malformed."""
     messages = read.get("messages") if isinstance(read, dict) else None
     if not isinstance(messages, list) or not messages:
         raise DataError(f'{where}: must be {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
@@ -184,7 +184,7 @@ def _messages(where: str, read: Json) -> Messages:
 
 
 def check_messages(where: str, messages: Sequence[object]) -> Messages:
-    """Return messages; raises DataError if one lacks a role or a content."""
+    """Return the messages. Raises DataError if one lacks a role or content."""
     found = []
     for number, message in enumerate(messages, start=1):
         fields = message if isinstance(message, dict) else {}

@@ -1,7 +1,8 @@
-"""Text classification, by the head of an encoder or by a generated token.
+"""Text classification with the head of an encoder or with a generated token.
 
-An encoder reads <cls> text (a published one uses its own special tokens), and its head predicts the
-class from the first token. A generative model reads text <cls> and generates a token for the class.
+An encoder reads `<cls> text`, and its head predicts the class from the first token. A published
+encoder uses its own special tokens. A generative model reads `text <cls>` and generates a token for
+the class.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _RULE = "must be a label, one tab and a text"
 
 
 class Classes(RowsTask):
-    """Classified texts, from lines "label TAB text"."""
+    """Classified texts, read from lines of the form "label TAB text"."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -66,7 +67,7 @@ class Classes(RowsTask):
             if pair.source not in labels:
                 listed = ", ".join(labels[:10])
                 raise DataError(f"{pair.where}: label {pair.source!r}: must be one of {listed}")
-        # stored in the config, so that a resumed run has the same order
+        # stored in the config so that a resumed run uses the same order
         config = replace(config, task=ClassifyTask(labels=labels))
         if tokenizers is None:
             texts = [[pair.target for pair in part] for part in ([*train, *val], train)]
@@ -99,7 +100,7 @@ class Classes(RowsTask):
         return "\n".join(lines)
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return accuracy, macro F1 and the confused labels of the held-out texts."""
+        """Return the accuracy, the macro F1, and the confused labels of the held-out texts."""
         labels = labels_of(self.config)
         texts = [pair.target for pair in self.pairs]
         predictions = label_texts(self.config, self.tokenizers, params, texts, self.model)
@@ -123,7 +124,7 @@ def labels_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def label_names(config: TrainConfig) -> list[str]:
-    """Return the names of the class tokens; none if a head predicts the class."""
+    """Return the names of the class tokens, or an empty list if a head predicts the class."""
     if config.model.kind == "encoder":
         return []
     return [f"label:{label}" for label in labels_of(config)]
@@ -155,9 +156,9 @@ def label_texts(
     texts: Sequence[str],
     model: AnyModel | None = None,
 ) -> list[tuple[str, float]]:
-    """Return the likeliest label of each text, and its probability among the labels.
+    """Return the most likely label of each text and its probability among the labels.
 
-    `model` is the model of the config, possibly edited.
+    `model` is the model of the config, which may have edits.
     """
     model = build(config.model) if model is None else model
     labels, names = labels_of(config), label_names(config)
@@ -189,7 +190,7 @@ def label_texts(
 def _class_logits(
     model: AnyModel, params: Params, batch: Batch, columns: Array | None
 ) -> jax.Array:  # f32[B, C]
-    """Return the class logits: from a head, or those of the class tokens after <cls>."""
+    """Return the class logits, either from a head or from the class tokens after <cls>."""
     logits = batch_logits(model)(params, batch, None)
     if columns is None:
         return logits

@@ -1,4 +1,4 @@
-"""Next-token training on windows of one long text, or on separate documents."""
+"""Next-token training on windows of one long text or on separate documents."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from transformer_jax.training.tasks.task import (
 )
 
 _EVAL_STREAM = 2**62
-"""`step` number that selects the windows of an evaluation; no training step has it."""
+"""Value of `step` that selects the windows of an evaluation. No training step has this number."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Windows:
 
 
 def write_sample(self: TrainingTask, params: Params) -> str:
-    """Generate `sample_tokens` tokens without a prompt, and return the text."""
+    """Generate `sample_tokens` tokens without a prompt and return the text."""
     config, model = self.config, self.config.model
     if config.init_from is not None:
         model = model.with_max_len(config.sequence_len)  # limits the cache
@@ -70,14 +70,14 @@ def write_sample(self: TrainingTask, params: Params) -> str:
         params,
         tokenizer,
         sampler=Sample(Temperature(0.8)),
-        key=jax.random.fold_in(jax.random.key(config.seed), 2),  # 0 and 1 are in use
+        key=jax.random.fold_in(jax.random.key(config.seed), 2),  # 0 and 1 are already in use
         stop_ids=stop,
     )
     return "".join(generator.complete(prompt, config.sample_tokens))
 
 
 class LanguageWindows(TrainingTask):
-    """Windows that start anywhere in one long text."""
+    """Task whose windows start anywhere in one long text."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -98,19 +98,19 @@ class LanguageWindows(TrainingTask):
         return random_starts(config.seed, step, shape, count)
 
     def evaluation(self) -> Iterator[np.ndarray]:  # i32[B] each
-        """Yield starts of `eval_batches` random batches, or of windows that cover `data.val`."""
+        """Yield the window starts of `eval_batches` random batches, or of all of `data.val`."""
         config, length, size = self.config, self.config.sequence_len, self.config.batch_size
         if config.eval_batches is not None:
             shape, count = (config.eval_batches, size), len(self.data.val) - length
             yield from random_starts(config.seed, _EVAL_STREAM, shape, count)
             return
         starts = consecutive_starts(len(self.data.val), length)
-        # equal shapes compile one program
-        padding = np.full(-len(starts) % size, len(self.data.val), np.int32)  # no labels there
+        # batches of equal shape share one compiled program
+        padding = np.full(-len(starts) % size, len(self.data.val), np.int32)  # without labels
         yield from np.concatenate([starts, padding]).reshape(-1, size)
 
     def described(self) -> str:
-        """Describe the length of the text."""
+        """Describe the text length."""
         train, held_out = len(self.data.train), len(self.data.val)
         return (
             f"text: {train:,} tokens and {held_out:,} held out, {self.tokens_per_step:,} in a step"
@@ -130,9 +130,10 @@ class LanguageWindows(TrainingTask):
 
 
 class LanguageDocuments(RowsTask):
-    """Documents that end with <eos>.
+    """Task whose rows contain documents that end with <eos>.
 
-    A document begins with the tokens that its tokenizer prepends, or else with <eos>.
+    A document begins with the tokens that its tokenizer prepends. If there are none, it begins with
+    <eos>.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class LanguageDocuments(RowsTask):
         super().__init__(config, tokenizers, sha256_of(*contents), rows(train), rows(val))
 
     def per_character(self, loss: float) -> tuple[float, str] | None:
-        """Return the loss per character; the end of each document counts as one."""
+        """Return the loss per character. The end of each document counts as one character."""
         return loss * self.val.labels / self.characters, "character"
 
     sample = write_sample

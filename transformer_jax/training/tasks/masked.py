@@ -1,9 +1,9 @@
 """Masked language modeling (Devlin et al. 2019, 3.1) with new masks in every step.
 
-The model predicts the share `rate` of the tokens. Of these, the share `replaced` become the mask
-token, `random` become a random token, and the rest stay, so that the model learns to attend to
-every token. Evaluations always hide the same tokens. Published models read each window between
-their special tokens, which are never hidden.
+The model predicts a fraction `rate` of the tokens, which are called hidden. Of these, a fraction
+`replaced` is replaced by the mask token and a fraction `random` by random tokens. The rest are not
+changed, so that the model learns to attend to every token. Every evaluation hides the same tokens.
+Published models read each window between their special tokens, which are never hidden.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from transformer_jax.training.tasks.task import (
 )
 
 _EVAL_STREAM = 2**61
-"""`step` number that selects the tokens hidden in evaluations; no training step reaches it."""
+"""Value of `step` that selects the tokens hidden in evaluations. No training step has this
+number."""
 
 PSEUDO_WINDOWS = 4
 """Number of held-out windows for the pseudo-perplexity."""
 
 
 class MaskedWindows(TrainingTask):
-    """Windows of a text with hidden tokens."""
+    """Task whose examples are windows of a text with hidden tokens."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -62,19 +63,19 @@ class MaskedWindows(TrainingTask):
         self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
         counts = np.bincount(self.data.train, minlength=tokenizer.vocab_size) + 1.0
         self.unigram = float(-np.log(counts / counts.sum())[self.data.val].mean())
-        """Nats per token of a unigram guess, with one added to each count."""
+        """Loss of a unigram guess in nats per token, with one added to each count."""
 
     def inputs(self, step: int) -> Batch:
-        """Return the windows of a step, leaves [A, B, ...], with tokens hidden."""
+        """Return the windows of a step with hidden tokens, as leaves [A, B, ...]."""
         config = self.config
         shape, count = (config.accumulation, config.batch_size), len(self.data.train)
         starts = random_starts(config.seed, step, shape, count - self.length + 1)
         return self.masking(_windows(self.data.train, starts, self.length), step)
 
     def evaluation(self) -> Iterator[Batch]:
-        """Yield windows that cover the held-out part, or `eval_batches` batches of random ones.
+        """Yield windows that cover the held-out part, or `eval_batches` batches of random windows.
 
-        A remainder shorter than a window is omitted.
+        A remainder that is shorter than a window is omitted.
         """
         config = self.config
         length, size = self.length, config.batch_size
@@ -115,7 +116,8 @@ class MaskedWindows(TrainingTask):
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return the pseudo-perplexity of the first held-out windows.
 
-        It is exp(-mean log p(token | others)), hiding one token at a time (Salazar et al. 2020).
+        The pseudo-perplexity is exp(-mean log p(token | others)), where one token is hidden at a
+        time (Salazar et al. 2020).
         """
         length = self.length
         count = min(PSEUDO_WINDOWS, len(self.data.val) // length)
@@ -135,13 +137,13 @@ class MaskedWindows(TrainingTask):
 
 
 class Masking:
-    """Masking of rows, which depends only on seed, step and row number."""
+    """Masking of rows, which depends only on the seed, the step, and the row number."""
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer) -> None:
         assert isinstance(config.task, MaskedTask)
         self.task, self.seed, self.mask = config.task, config.seed, special_ids(tokenizer)["mask"]
         base = plain(tokenizer)
-        # random tokens are text tokens that the model has
+        # random tokens are chosen from the text tokens in the model's vocabulary
         self.kinds = min(base.vocab_size, config.model.vocab_size)
         self.frame, self.special = frame(tokenizer), np.zeros(0, np.int32)
         added = np.array([self.mask, *self.frame.first, *self.frame.last])
@@ -158,7 +160,7 @@ class Masking:
     def __call__(
         self, tokens: np.ndarray, step: int, replaced: float | None = None, first: int = 0
     ) -> Batch:
-        """Return rows i32[..., T] with tokens hidden; the labels are the original tokens.
+        """Return rows i32[..., T] with hidden tokens. The labels are the original tokens.
 
         `first` is the number of the first row.
         """
@@ -171,7 +173,7 @@ class Masking:
             starts[..., 1:] |= self.closes[kinds][..., :-1]
             starts[..., 0] = True
             begins = np.where(starts, np.arange(tokens.shape[-1]), 0)
-            begins = np.maximum.accumulate(begins, axis=-1)  # start of each token's word
+            begins = np.maximum.accumulate(begins, axis=-1)  # first token of each word
             chosen = np.take_along_axis(chosen, begins, axis=-1)
         chosen = (chosen < task.rate) & ~np.isin(tokens, self.special)
         random = (which * self.kinds).astype(np.int32)
@@ -184,7 +186,7 @@ class Masking:
         tokens: np.ndarray,  # [..., T]
         labels: np.ndarray,  # [..., T]
     ) -> Batch:
-        """Return windows between the tokenizer's special tokens, which have no labels."""
+        """Add the tokenizer's special tokens, without labels, to both ends of each window."""
         around = [*[(0, 0)] * (tokens.ndim - 1), tuple(map(len, self.frame))]
         whole = np.pad(tokens, around).astype(np.int32)
         whole[..., : around[-1][0]] = self.frame.first
@@ -198,11 +200,11 @@ def _uniform(
 ) -> np.ndarray:  # f64[3, *shape] in [0, 1)
     """Draw three numbers per token, for rows numbered from `first`.
 
-    They depend only on the arguments, so a row gets the same numbers in every batch. The stream
-    differs from that of window starts.
+    The numbers depend only on the arguments, so a row gets the same numbers in every batch. The
+    random stream differs from the one for window starts.
     """
     *rows, tokens = shape
-    # whole Philox blocks per row, so that its numbers do not depend on the batch
+    # use whole Philox blocks per row, so that its numbers do not depend on the batch
     blocks = -(-3 * tokens // 4)  # a block has four words
     philox = np.random.Philox(key=(seed << 64) + (1 << 63) + step, counter=1 + first * blocks)
     words = philox.random_raw(math.prod(rows) * 4 * blocks).reshape(-1, 4 * blocks)
@@ -225,9 +227,9 @@ def _text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
 
 
 def masked_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:  # i32[n]
-    """Encode a text with masks ("[MASK]" or "_") between the tokenizer's special tokens.
+    """Encode text that contains masks ("[MASK]" or "_"), and add the tokenizer's special tokens.
 
-    A published tokenizer's mask token can also be spelled out.
+    The mask token of a published tokenizer can also be spelled out.
     """
     base, mask = plain(tokenizer), special_ids(tokenizer).get("mask")
     spelled = dict(base.roles).get("mask") if isinstance(base, PretrainedTokenizer) else None
@@ -250,7 +252,7 @@ def _read(
     text: str,
     model: AnyModel | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # i32[n], bool[n], f32[n, V]
-    """Return the tokens of a text, whether each is a mask, and the logits.
+    """Return the tokens of a text, whether each token is a mask, and the logits.
 
     Raises DataError if there is no mask.
     """
@@ -266,7 +268,7 @@ def _read(
     check_token_ids(config.model.vocab_size, tokenizer, f"prompt is {text!r:.40}", tokens)
     model = build(config.model) if model is None else model
     logits = np.asarray(_logits(model, params, tokens[None]))[0]
-    if not has_finite_maximum(jnp.asarray(logits[masks])).all():  # others may be -inf
+    if not has_finite_maximum(jnp.asarray(logits[masks])).all():  # other logits may be -inf
         raise DataError(f"prompt is {text!r:.60}: the largest logit of a mask is not finite")
     return tokens, masks, logits
 
@@ -275,10 +277,10 @@ def fill_masks(
     config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str,
     model: AnyModel | None = None,
 ) -> str:  # fmt: skip
-    """Return a text with every mask (see `masked_ids`) replaced by the likeliest token.
+    """Replace every mask in a text (see `masked_ids`) with the most likely token.
 
-    `model` is the model of the config, possibly edited. A space before the first word is removed
-    if the text has none. Raises DataError if there is no mask.
+    `model` is the model of the config, which may have edits. A space before the first word is
+    removed if the original text has none. Raises DataError if there is no mask.
     """
     tokenizer = tokenizers.tokenizer
     base = plain(tokenizer)
@@ -300,9 +302,10 @@ def mask_candidates(
     count: int,
     model: AnyModel | None = None,
 ) -> list[list[tuple[str, float]]]:
-    """Return the likeliest tokens, as text with probability, for each mask (see `fill_masks`).
+    """Return the most likely tokens for each mask, as text with a probability (see `fill_masks`).
 
-    p = softmax(logits) over all tokens of the model; only text tokens are returned.
+    The probabilities are p = softmax(logits) over all tokens of the model. Only text tokens are
+    returned.
     """
     tokenizer = tokenizers.tokenizer
     kinds = min(plain(tokenizer).vocab_size, config.model.vocab_size)

@@ -11,16 +11,17 @@ import numpy as np
 def compare_texts(
     written: Sequence[str], wanted: Sequence[str], *, translations: bool = True
 ) -> dict[str, float]:
-    """Compare texts with references: exact_match, word_error_rate, and bleu and chrf in 0..100.
+    """Compare texts with references; return exact_match, word_error_rate, bleu, and chrf.
 
-    exact_match is the share of equal texts, ignoring spaces at both ends. word_error_rate is the
-    number of words to insert, delete or replace, divided by the number of reference words. BLEU
-    (Papineni et al. 2002) and chrF (Popović 2015) are sacrebleu's corpus scores with default
-    settings, if it is installed. BLEU is omitted if no reference has four words, because even a
-    perfect copy would score 0.
+    The exact_match is the fraction of texts that are equal, ignoring spaces at both ends. The
+    word_error_rate is the number of words to insert, delete, or replace, divided by the number of
+    reference words. BLEU (Papineni et al. 2002) and chrF (Popović 2015) range from 0 to 100. They
+    are sacrebleu's corpus scores with default settings, and are computed only if sacrebleu is
+    installed. BLEU is omitted if no reference has four words, because even a perfect copy would
+    score 0.
 
     Args:
-        written: n texts, at least one.
+        written: n texts; at least one.
         wanted: n references.
         translations: whether to compute bleu and chrf.
     """
@@ -46,10 +47,10 @@ def compare_texts(
 
 
 def edit_distance(one: Sequence[object], two: Sequence[object]) -> int:
-    """Return the minimum number of insertions, deletions and replacements (Levenshtein 1966).
+    """Return the minimum number of insertions, deletions, and replacements (Levenshtein 1966).
 
     Args:
-        one: sequence of items, compared with ==.
+        one: sequence of items, which are compared with ==.
         two: sequence of items.
     """
     before = list(range(len(two) + 1))
@@ -66,7 +67,7 @@ def confusion_matrix(
     wanted: np.ndarray,  # i32[n]
     classes: int,
 ) -> np.ndarray:  # i64[C, C]
-    """Return the confusion matrix: [i, j] counts examples of class i predicted as class j."""
+    """Return the confusion matrix, where [i, j] counts examples of class i predicted as class j."""
     return np.bincount(wanted * classes + predicted, minlength=classes**2).reshape(classes, classes)
 
 

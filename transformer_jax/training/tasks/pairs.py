@@ -1,8 +1,9 @@
-"""Training on pairs of a source and its target, in one row or two.
+"""Training on pairs of a source and a target, in one row or two.
 
-An encoder-decoder reads the source and generates <bos> target <eos>; one that starts from a
-published model uses that model's rows (see `target_of`). A decoder reads source <sep> target <eos>
-in one row and learns only the target; with a prefix, source tokens attend in both directions.
+An encoder-decoder reads the source and generates `<bos> target <eos>`. If it starts from a
+published model, it uses the row format of that model (see `target_of`). A decoder reads `source
+<sep> target <eos>` in one row and learns only the target. With a prefix, source tokens attend in
+both directions.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SHOWN = 5
 
 @short_repr
 class Pair(NamedTuple):
-    """Source, target, and their location."""
+    """Source, target, and their location in the data."""
 
     source: str
     target: str
@@ -59,7 +60,7 @@ class Pair(NamedTuple):
 
 
 class Pairs(RowsTask):
-    """Pairs of texts, from files or from `made`."""
+    """Pairs of texts, read from files or passed as `made`."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class Pairs(RowsTask):
 
 
 def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Batch:
-    """Encode a pair for the model of the config; raises DataError if it is too long."""
+    """Encode a pair for the model of the config. Raises DataError if the pair is too long."""
     source = encode_line(tokenizers.of_source, pair.source, pair.where)
     if not len(source):
         raise DataError(f"{pair.where}: the source has no tokens")
@@ -172,7 +173,7 @@ def _tokenizers(
 
 
 def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:
-    """Return the training pairs, the held-out pairs, and the bytes read."""
+    """Return the training pairs, the held-out pairs, and the bytes that were read."""
     task = config.task
     assert isinstance(task, Seq2SeqTask | PrefixTask)
     train, content = read_pairs(config, "data", config.data, task.targets)
@@ -213,9 +214,9 @@ def read_pairs(
     targets: str | None,
     rule: str = "must be a source, one tab and a target",
 ) -> tuple[list[Pair], bytes]:
-    """Return the pairs of a file with lines "source TAB target", or of two parallel files.
+    """Return the pairs in a file with lines "source TAB target" or in two parallel files.
 
-    DataError names the malformed line, or the files if their lengths differ.
+    Raises DataError if a line is malformed or if the files have different lengths.
     """
     sources, content = read_lines(config, name, data)
     _check_none_blank(sources, data)

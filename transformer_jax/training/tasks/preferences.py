@@ -1,8 +1,8 @@
 """Preference data: prompts with a chosen and a rejected answer.
 
-Each line of the file is an object {"prompt": ..., "chosen": ..., "rejected": ...}. All three are
-strings, or all are lists of messages {"role": ..., "content": ...} with the assistant's answers.
-Messages are encoded as in `chat`; a plain-text answer ends with <eos>.
+Each line of the file is an object {"prompt": ..., "chosen": ..., "rejected": ...}. The values are
+either three strings or three lists of messages {"role": ..., "content": ...}, in which the answers
+are the assistant's. Messages are encoded as in `chat`. A plain-text answer ends with <eos>.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from transformer_jax.values import short_repr
 FIELDS = "prompt", "chosen", "rejected"
 
 PROMPT_HAS = "the prompt has"
-"""Start of error messages about a prompt."""
+"""Beginning of error messages about a prompt."""
 
 
 @short_repr
 class Pair(NamedTuple):
-    """Prompt and two answers: all strings, or all lists of messages."""
+    """Prompt and two answers, which are all strings or all lists of messages."""
 
     where: str
     prompt: str | Messages
@@ -110,7 +110,7 @@ class Preferences(RowsTask):
         super().__init__(config, tokenizers, sha256_of(content), *rows)
 
     def described(self) -> str:
-        """Describe the rows and the token that ends an answer."""
+        """Describe the rows and the token that marks the end of an answer."""
         return "; ".join(filter(None, (super().described(), self.end)))
 
     def sample(self, params: Params) -> str:
@@ -129,7 +129,7 @@ class Preferences(RowsTask):
 
 
 def reads_messages(task: PreferenceTask, tokenizer: Tokenizer) -> bool:
-    """Whether a run's prompts are messages; by default, if the tokenizer supports them."""
+    """Whether a run's prompts are messages, which is the default if the tokenizer supports them."""
     if task.messages is not None:
         return task.messages
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -174,7 +174,7 @@ def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> R
 
 
 def _pair(where: str, read: Json) -> Pair:
-    """Return the pair of a line; raises DataError if it is malformed."""
+    """Return the pair in a line. Raises DataError if the line is malformed."""
     if not isinstance(read, dict) or any(name not in read for name in FIELDS):
         lacks = [name for name in FIELDS if not isinstance(read, dict) or name not in read]
         rule = 'must be {"prompt": ..., "chosen": ..., "rejected": ...}'

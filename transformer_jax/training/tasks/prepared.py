@@ -1,4 +1,4 @@
-"""Next-token training on prepared folders, which are read while training."""
+"""Next-token training on prepared folders, which are read during training."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from transformer_jax.training.tasks.task import (
 )
 
 _EVAL_STREAM = 2**62
-"""`step` number that selects the rows of an evaluation; no training step has it."""
+"""Value of `step` that selects the rows of an evaluation. No training step has this number."""
 
 
 class PreparedText(TrainingTask):
-    """Windows or documents of prepared folders."""
+    """Task whose examples are windows or documents from prepared folders."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class PreparedText(TrainingTask):
         corpora = [*train, *(corpus for corpus in held_out if corpus not in train)]
         check_same_tokenizer(corpora)
         self.tokenizers = Tokenizers(corpora[0].tokenizer)
-        if tokenizers is not None:  # of the initial model, or of a resumed run
+        if tokenizers is not None:  # from the initial model or a resumed run
             tokenizer = with_special_tokens(tokenizers.tokenizer, ["eos"])
             if tokenizer.to_json() != corpora[0].tokenizer.to_json():
                 model = config.init_from or config.out
@@ -95,7 +95,7 @@ class PreparedText(TrainingTask):
         self._ahead: Prefetcher | None = None
 
     def _rows(self, part: Part, whole: bool) -> PartRows:
-        """Return the rows of a part; raises DataError if there are none."""
+        """Return the rows of a part. Raises DataError if there are none."""
         task, length = self.config.task, self.config.sequence_len
         assert isinstance(task, LanguageTask)
         rows: PartRows = WindowRows(part, length, whole)
@@ -110,9 +110,9 @@ class PreparedText(TrainingTask):
     def inputs(
         self, step: int, process_index: int | None = None, process_count: int | None = None
     ) -> Batch:  # leaves [A, B / P, T]
-        """Return a process's rows of a step, by default this one's.
+        """Return the rows of a step for a process, by default this process.
 
-        This process's rows are read ahead and are on its devices.
+        The rows of this process are prefetched to its devices.
         """
         if process_index is not None and process_count is not None:
             found: Batch = self.steps((process_index, process_count))[step]
@@ -123,7 +123,7 @@ class PreparedText(TrainingTask):
         return self._ahead(step)
 
     def steps(self, process: tuple[int, int]) -> grain.MapDataset:
-        """Return the inputs of each step in a `process`, (index, count)."""
+        """Return the inputs of each step for a `process`, given as (index, count)."""
         config = self.config
         order = row_order([len(rows) for rows in self.rows], config.seed, config.data_weights)
         size = config.accumulation, config.batch_size
@@ -134,7 +134,7 @@ class PreparedText(TrainingTask):
     ) -> Iterator[Batch]:  # leaves [B / P, T]
         """Yield the held-out rows in order, or `eval_batches` random batches of them.
 
-        Each batch contains the rows of one process, by default this one.
+        Each batch contains the rows of one process, by default this process.
         """
         config, counts = self.config, [len(rows) for rows in self.val_rows]
         total, size = sum(counts), config.batch_size
@@ -163,7 +163,7 @@ class PreparedText(TrainingTask):
         return f"{parts}; {held_out:,} tokens held out, {self.tokens_per_step:,} in a step"
 
     def per_character(self, loss: float) -> tuple[float, str]:
-        """Return the loss per character or byte; the end of each document counts as one."""
+        """Return the loss per character or byte. The end of each document counts as one unit."""
         if isinstance(plain(self.tokenizers.tokenizer), ByteTokenizer):
             return loss, "byte"
         task, parts = self.config.task, self.val_parts
@@ -178,7 +178,7 @@ class PreparedText(TrainingTask):
     sample = write_sample
 
     def documents(self) -> list[np.ndarray]:
-        """Return the training parts, in memory, for a model that counts."""
+        """Return the training parts, in memory, for a model that counts tokens."""
         found = []
         for part in self.parts:
             tokens = np.empty(part.tokens, part.dtype)

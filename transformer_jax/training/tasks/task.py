@@ -32,80 +32,81 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 Inputs: TypeAlias = Batch | np.ndarray
-"""Data of a step: its micro-batches, or the starts of its windows, i32[A, B]."""
+"""Data of a step, which is its micro-batches or the starts of its windows, i32[A, B]."""
 
 Report: TypeAlias = Callable[[int, int], None]
-"""Callback that receives the number of decoded examples, from 0 on, and the total."""
+"""Callback that receives the number of decoded examples, starting from 0, and the total number."""
 
 
 @short_repr
 class Tokenizers(NamedTuple):
-    """Tokenizer of a run, and that of its sources if they have a separate one."""
+    """Tokenizer of a run, and a separate tokenizer for its sources if there is one."""
 
     tokenizer: Tokenizer
     source: Tokenizer | None = None
 
     @property
     def of_source(self) -> Tokenizer:
-        """Return the tokenizer of the sources."""
+        """Return the tokenizer for the sources."""
         return self.tokenizer if self.source is None else self.source
 
 
 @value_class
 class Learner:
-    """Custom parameters and loss, trained instead of the config's model."""
+    """Custom parameters and loss, which are trained instead of the config's model."""
 
     fresh: Callable[[jax.Array], Params]
-    """Create the parameters of step 0 from a key."""
+    """Create the initial parameters from a key."""
     loss: Loss
-    """`loss(params, batch, key) -> (mean, weight)`, f32[] each, as `batch_loss` returns it."""
+    """`loss(params, batch, key) -> (mean, weight)`, f32[] each, as returned by `batch_loss`."""
     scores: Callable[..., jax.Array]
-    """`scores(params, batch) -> f32[3]`: summed loss, summed weights, and summed accuracy (for
-    labels, the number of correct predictions)."""
+    """`scores(params, batch) -> f32[3]`, which returns the summed loss, the summed weights, and the
+    summed accuracy (for labels, the number of correct predictions)."""
 
 
 class TrainingTask:
-    """Examples of a task, and the evaluation of models on them.
+    """Examples of a task and the evaluation of models on them.
 
     On the device, `prepare(*resident, inputs)` converts a step's inputs to micro-batches. `prepare`
-    must be hashable; equal values share compiled programs.
+    must be hashable, because equal values share compiled programs.
     """
 
     config: TrainConfig
-    """Config of the run, with model sizes that follow from the data."""
+    """Config of the run, including the model sizes that follow from the data."""
     tokenizers: Tokenizers
     sha256: str
-    """Hash of all data that was read."""
+    """Hash of all the data that was read."""
     tokens_per_step: int
-    """Tokens in the longest step, including padding; for pairs, only target tokens."""
+    """Number of tokens in the longest step, including padding. For pairs, only target tokens
+    count."""
     prepare: Callable[..., Batch] = staticmethod(identity)
     resident: tuple[np.ndarray, ...] = ()
     """Training arrays that stay on the device."""
     held_out: tuple[np.ndarray, ...] = ()
     """Held-out arrays that stay on the device."""
     learner: Learner | None = None
-    """Trained instead of `config.model`; None trains the model."""
+    """Custom learner that is trained instead of `config.model`; None trains the model."""
     place: Callable[[Batch], Batch] | None = None
-    """Function that puts a process's rows on its devices, for a task that reads ahead. If None, the
-    loop places the result of `inputs`."""
+    """Function that puts the rows of a process on its devices, for a task that prefetches its
+    inputs. If it is None, the loop places the result of `inputs`."""
 
     @cached_property
     def model(self) -> AnyModel:
-        """Model of `config`, possibly edited, for `sample` and `judge`."""
+        """Model of `config`, which may have edits, for `sample` and `judge`."""
         return build(self.config.model)
 
     def edited(self, edit: Mapping[str, Edit]) -> Self:
-        """Return the task with an edited model; see `model.edited`."""
+        """Return the task with an edited model. See `model.edited`."""
         task = copy(self)
         task.model = self.model.edited(edit)
         return task
 
     def inputs(self, step: int) -> Inputs:
-        """Return the inputs of step `step` (from 0); they depend only on it and the run's seed."""
+        """Return the inputs of step `step` (from 0), which depend only on `step` and the seed."""
         raise NotImplementedError
 
     def evaluation(self) -> Iterable[Inputs]:
-        """Yield the batches of an evaluation, which are always the same."""
+        """Yield the batches of an evaluation, which are the same every time."""
         raise NotImplementedError
 
     def described(self) -> str:
@@ -113,9 +114,9 @@ class TrainingTask:
         raise NotImplementedError
 
     def per_character(self, loss: float) -> tuple[float, str] | None:
-        """Return the loss in nats per unit, which does not depend on the tokenizer, and the unit.
+        """Return the loss in nats per unit, and the unit, such as "character".
 
-        Returns None if the labels are not all tokens of a text.
+        The unit does not depend on the tokenizer. Returns None unless all labels are text tokens.
         """
         return None
 
@@ -128,18 +129,18 @@ class TrainingTask:
 
         Args:
             params: parameters of the model.
-            report: receives the number of decoded examples, if there are many.
+            report: callback that receives the number of decoded examples, if there are many.
         """
         return {}
 
     def documents(self) -> Sequence[np.ndarray]:
-        """Return the token sequences of the training part, for a model that counts."""
+        """Return the token sequences of the training part, for a model that counts tokens."""
         raise NotImplementedError
 
 
 @runtime_checkable
 class LoadsExamples(Protocol):
-    """Task settings that load their own examples, such as a custom task's."""
+    """Task settings that load their own examples, such as those of a custom task."""
 
     def load(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -155,10 +156,10 @@ class LoadsExamples(Protocol):
 
 
 class ReadsNumbers(Protocol):
-    """Task settings whose examples are numbers from a file (`reads_numbers`)."""
+    """Task settings whose examples are numbers from a file (see `reads_numbers`)."""
 
     def load_file(self, config: TrainConfig, tokenizers: Tokenizers, path: str) -> TrainingTask:
-        """Return the examples of a file, all of them held out."""
+        """Return the examples in a file, which are all held out."""
         ...
 
     def answer_file(
@@ -169,7 +170,7 @@ class ReadsNumbers(Protocol):
 
 
 class RowsTask(TrainingTask):
-    """Base class of all tasks except text windows and prepared data: the examples are rows."""
+    """Base class of all tasks whose examples are rows, not text windows or prepared data."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers, sha256: str, train: Rows, val: Rows
@@ -203,7 +204,7 @@ class RowsTask(TrainingTask):
         return f"rows: {parts}; {held_out:,} held out; {self.train.labels:,} labels"
 
     def documents(self) -> list[np.ndarray]:
-        """Return the token sequences of all rows, each with its last label."""
+        """Return the token sequence of each row, including its last label."""
         found = []
         for bucket in self.train.buckets:
             segments = bucket.segments
@@ -221,13 +222,13 @@ class RowsTask(TrainingTask):
 def with_vocabulary(
     config: TrainConfig, tokenizers: Tokenizers, vocab_size: int | None, **changes: FieldValue
 ) -> TrainConfig:
-    """Return the config with the vocabulary sizes of these tokenizers.
+    """Return the config with vocabulary sizes that match the tokenizers.
 
-    An initial model keeps its sizes, except for new special tokens.
+    An initial model keeps its sizes, apart from new special tokens.
 
     Args:
         config: config of the run.
-        tokenizers: tokenizers of its data.
+        tokenizers: tokenizers of the run's data.
         vocab_size: a vocabulary larger than the tokenizer's; None is the tokenizer's.
         **changes: other model fields to change.
 
@@ -237,7 +238,7 @@ def with_vocabulary(
     model, tokenizer = config.model, tokenizers.tokenizer
     needed = tokenizer.vocab_size
     if config.init_from is not None:
-        published = isinstance(tokenizer, PretrainedTokenizer)  # may exceed its model's
+        published = isinstance(tokenizer, PretrainedTokenizer)  # may exceed its model's size
         changes["vocab_size"] = model.vocab_size if published else max(needed, model.vocab_size)
     elif vocab_size is not None and vocab_size < needed:
         rule = f"must be at least {needed}, the number of tokens of the tokenizer"
@@ -253,7 +254,7 @@ def with_vocabulary(
 
 
 def split_held_out(config: TrainConfig, found: list[T], unit: str) -> tuple[list[T], list[T]]:
-    """Return the training examples and the last examples, which are held out."""
+    """Split examples into training examples and held-out examples, which are the last ones."""
     cut = int(len(found) * (1 - config.val_fraction))
     if not 0 < cut < len(found):
         rule = "must have at least one for training and one held out"
@@ -271,7 +272,7 @@ def check_lengths(config: TrainConfig, sizes: Mapping[str, int]) -> None:
 
 
 def located(where: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `work`; prefix its DataError with the location of the data."""
+    """Call `work`. If it raises DataError, prefix the message with the location of the data."""
     try:
         return work(*args, **kwargs)
     except DataError as error:
@@ -282,12 +283,12 @@ def located(where: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 
 def known_sources(config: TrainConfig) -> int:
-    """Return the size of the model's vocabulary for sources and prompts."""
+    """Return the vocabulary size of the model for sources and prompts."""
     return config.model.source_vocab_size or config.model.vocab_size
 
 
 def check_token_ids(vocab_size: int, tokenizer: Tokenizer, where: str, *parts: np.ndarray) -> None:
-    """Raise DataError for the first id outside the model's `vocab_size`."""
+    """Raise DataError for the first token ID outside the model's `vocab_size`."""
     for ids in parts:
         if len(ids) and ids.max() >= vocab_size:
             i = int(ids[np.argmax(ids >= vocab_size)])
@@ -306,7 +307,7 @@ def check_has(tokenizer: Tokenizer, *names: str) -> None:
 
 
 def encode_line(tokenizer: Tokenizer, text: str, where: str) -> np.ndarray:  # i32[n]
-    """Return the ids of a text; a DataError begins with the location `where`."""
+    """Return the token IDs of a text, or raise DataError with the location `where`."""
     return located(where, encode_text, tokenizer, text)
 
 

@@ -1,7 +1,7 @@
-"""Token ids of prompts and answers, the same in training, samples, evaluation and generation.
+"""Token IDs of prompts and answers, as used in training, sampling, evaluation, and generation.
 
-A training row consists of the prompt, encoded as if it had no answer, and the answer, all of whose
-ids are learned.
+A training row consists of the prompt, encoded as if it had no answer, and the answer. All token IDs
+of the answer are learned.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Messages: TypeAlias = Sequence[Message]
 
 @short_repr
 class Turn(NamedTuple):
-    """Prompt, which is only read, and answer, which is learned."""
+    """Prompt, which the model only reads, and answer, which it learns."""
 
     prompt: np.ndarray  # i32[n]
     answer: np.ndarray  # i32[m]
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages) -> np.ndarray:  # i32[n]
-    """Return the ids of a text or messages, up to the start of the answer."""
+    """Return the token IDs of text or messages up to the start of the answer."""
     if isinstance(prompt, str):
         return _ids(frame(tokenizer).first, encode_text(tokenizer, prompt))
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -62,12 +62,12 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages) -> np.ndarray:  # i
 
 
 def text_turn(tokenizer: Tokenizer, prompt: str, answer: str) -> Turn:
-    """Encode a text and its continuation, which ends with <eos>.
+    """Encode text and its continuation, which ends with <eos>.
 
     Args:
         tokenizer: tokenizer with the special token "eos".
-        prompt: text that is only read.
-        answer: continuation that is learned.
+        prompt: text that the model only reads.
+        answer: continuation that the model learns.
     """
     encode = partial(encode_text, tokenizer)
     before, after = encode_answer(encode, prompt, prompt + answer)
@@ -76,18 +76,18 @@ def text_turn(tokenizer: Tokenizer, prompt: str, answer: str) -> Turn:
 
 
 def source_ids(tokenizer: Tokenizer, source: str) -> np.ndarray:  # i32[n]
-    """Return the ids of a source and the following separator."""
+    """Return the token IDs of a source and the separator after it."""
     return _ids(prompt_ids(tokenizer, source), [special_ids(tokenizer)["sep"]])
 
 
 def target_ids(tokenizer: Tokenizer, target: str) -> np.ndarray:  # i32[n]
-    """Return the ids of a target that follows a separator, including <eos>."""
+    """Return the token IDs of a target that follows a separator, including <eos>."""
     ids = encode_text(tokenizer, target, begins=False)
     return _ids(ids, [special_ids(tokenizer)["eos"]])
 
 
 def message_turn(tokenizer: Tokenizer, messages: Messages) -> Turn:
-    """Encode messages; the last one, from the assistant, is the answer to the others.
+    """Encode messages. The last message, from the assistant, is the answer to the others.
 
     With a chat template, the answer is everything after the generation prompt, plus <eos> unless it
     already ends with an end token. If a template shortens an answer, for example by dropping its
@@ -95,11 +95,11 @@ def message_turn(tokenizer: Tokenizer, messages: Messages) -> Turn:
 
     Args:
         tokenizer: tokenizer with a chat template or special tokens for roles.
-        messages: `{"role": ..., "content": ...}`, at least one.
+        messages: list of `{"role": ..., "content": ...}`, with at least one message.
 
     Raises:
-        DataError: if the template does not write the answer after the other messages, or changes
-            the answer or the messages that it answers.
+        DataError: if the template does not write the answer after the other messages, or if it
+            changes the answer or the other messages.
     """
     if isinstance(tokenizer, PretrainedTokenizer):
         prompt, answer = _templated(tokenizer, messages)
@@ -121,7 +121,7 @@ def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
     write = partial(tokenizer.chat, add_generation_prompt=False)
     written = whole = write(messages)
     content: str = last["content"]
-    # a unique character shows where the content goes and what surrounds it
+    # a unique character marks the place of the content in the template's output
     mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in prompt + written + content)
     marked = write([*before, {**last, "content": mark}])
     around = marked.split(mark)
@@ -135,7 +135,7 @@ def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
         if not any(first <= start and end <= stop for first, stop in places):
             found, letters = written[len(around[0]) : len(written) - len(around[-1])], iter(content)
             is_cut = len(around) == 2 and written == found.join(around)
-            # whether `found` is a subsequence of the content
+            # check that `found` is a subsequence of the content
             if not is_cut or not all(letter in letters for letter in found):
                 rule = f"writes its content {shown(content)} as {shown(found)}"
                 raise DataError(f"the chat template {rule}: {_REMEDY}")
@@ -175,13 +175,13 @@ def _common_prefix(one: str, two: str) -> int:
 
 
 def _loose_pattern(content: str) -> re.Pattern[str]:
-    """Return a pattern that allows spaces around a content and around its reasoning."""
+    """Return a pattern that allows spaces around the content and around its reasoning."""
     parts = ["", *re.split("(</?think>)", content), ""]
     return re.compile(r"\s*".join(re.escape(part.strip()) for part in parts))
 
 
 def _last_visible_id(tokenizer: PretrainedTokenizer, answer: np.ndarray) -> int | None:
-    """Return the last id whose text is not whitespace."""
+    """Return the last token ID whose text is not whitespace."""
     return next((int(i) for i in answer[::-1] if tokenizer.to_bytes([i]).strip()), None)
 
 
@@ -190,7 +190,7 @@ def _ids(*parts: Sequence[int] | np.ndarray) -> np.ndarray:  # i32[n]
 
 
 def talk_turns(tokenizer: Tokenizer, where: str, messages: Messages) -> list[Turn]:
-    """Return each assistant turn with all messages before it as its prompt."""
+    """Return each assistant turn, with all previous messages as its prompt."""
     found = []
     for number, message in enumerate(messages, start=1):
         if message["role"] == "assistant":
@@ -202,10 +202,11 @@ def talk_turns(tokenizer: Tokenizer, where: str, messages: Messages) -> list[Tur
 def tokenizer_of_talks(
     tokenizer: Tokenizer, where: str, messages: Messages
 ) -> tuple[Tokenizer, str | None]:
-    """Return the tokenizer for a run on such messages, and a line about the end of answers.
+    """Return the tokenizer for a run on conversations and a line about the end of answers.
 
-    The token that ends answers in the chat template becomes an end token, and the time that the
-    template may write is fixed for the run. Raises DataError if nothing ends an answer.
+    The token that the chat template puts at the end of answers becomes an end token. If the
+    template writes the current time, this time is fixed for the run. Raises DataError if no token
+    marks the end of an answer.
     """
     if not (isinstance(tokenizer, PretrainedTokenizer) and tokenizer.chat_templates):
         return tokenizer, None
