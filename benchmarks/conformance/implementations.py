@@ -208,7 +208,9 @@ def attnax(case: Case) -> Attend:
         if case.scale is not None:
             q = q * (case.scale * q.shape[-1] ** 0.5)
         mask = bool_mask(case)
-        attend = functools.partial(attnax.memory_efficient_attention, block_size=4)
+        # one compiled step per block: several blocks for short lengths, few for long ones
+        size = 4 if case.shape[2] < 100 else 64 if case.shape[2] < 1000 else 1024
+        attend = functools.partial(attnax.memory_efficient_attention, block_size=size)
         return attend(q, k, v, mask=mask).swapaxes(1, 2)
 
     return attend
