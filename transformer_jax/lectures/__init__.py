@@ -1,1 +1,1 @@
-"""Lecture material: models before transformers, toy tasks, demonstrations and comparisons."""
+"""Lecture material: models before transformers, toy tasks, demonstrations, and comparisons."""

@@ -1,13 +1,14 @@
-"""Compare language models on one text under equal conditions: a perplexity table and a plot.
+"""Compare the perplexity of language models on the same text under equal conditions.
 
     python -m transformer_jax compare --data book.txt
     python -m transformer_jax compare --data book.txt --models ngram lstm transformer --steps 2000
 
 Every trained model has the same number of parameters, within 3 %, as a decoder with 4 layers and
-width `--d-model`, and reads the same number of tokens in the same windows. A search picks each
-model's learning rate: it trains for a fifth of the steps at 0.008, then moves up or down by factors
-of 2. The n-gram model counts the whole training part; the same search picks its order. All models
-are evaluated in windows of `--context` characters on the last tenth, which no search reads.
+width `--d-model`, and it reads the same number of tokens in the same windows. A search selects the
+learning rate of each model. It trains for a fifth of the steps with a rate of 0.008, and then
+increases or decreases the rate by factors of 2. The n-gram model counts the whole training part,
+and the same search selects its order. All models are evaluated in windows of `--context` characters
+on the last tenth of the text, which is not used in the search.
 
 Each model is a separate run in `--out`, which `generate`, `evaluate` and `plot` accept.
 """
@@ -49,21 +50,21 @@ RATES = tuple(0.008 * 2.0**power for power in range(-5, 4))
 
 @dataclass(frozen=True)
 class ModelScore:
-    """Result of one model."""
+    """Result of a model."""
 
     model: str
     parameters: int
-    """Number of trained parameters, or of distinct n-grams."""
+    """Number of trained parameters or distinct n-grams."""
     learning_rate: float | None
     order: int | None
     tokens: int
-    """Number of characters read, counting repetitions."""
+    """Number of characters read, including repetitions."""
     nats: float
     """Held-out loss per character."""
     bits: float
     perplexity: float
     seconds: float
-    """Wall time of training, compilation and evaluation, without the search."""
+    """Wall-clock time of training, compilation, and evaluation, without the search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(options: Compare) -> None:
-    """Search, train and evaluate every model; print the table and draw the plot."""
+    """Search, train, and evaluate every model, then print the table and draw the plot."""
     from transformer_jax.checkpoints.run_folder import RunFolder, json_text
     from transformer_jax.training.tasks import load_task
 
@@ -154,7 +155,7 @@ def compare(options: Compare) -> None:
 def equal_models(
     vocab_size: int, d_model: int, context: int, names: Sequence[str] = MODELS
 ) -> dict[str, AnyModelConfig]:
-    """Return models keyed by name: a decoder, others with as many parameters, and an n-gram model.
+    """Return models of equal size, keyed by name: a decoder, the other models, and an n-gram model.
 
     Raises:
         ConfigError: if a model in `names` cannot match the number of parameters within 3 %.
@@ -172,7 +173,7 @@ def equal_models(
     def nearest(make: Callable[[int], AnyModelConfig]) -> AnyModelConfig:
         """Return the model whose width gives the closest number of parameters."""
         one, two, three = (num_params(make(width)) for width in (1, 2, 3))
-        square = (three - 2 * two + one) / 2  # the number is quadratic in the width
+        square = (three - 2 * two + one) / 2  # the number of parameters is quadratic in the width
         line = two - one - 3 * square
         left = one - square - line - wanted
         width = 1.0 if left >= 0 else 2 * -left / (line + (line**2 - 4 * square * left) ** 0.5)
@@ -204,7 +205,7 @@ def search(
     scratch: str,
     received: list[int],
 ) -> float:
-    """Return the best learning rate, or the best order of an n-gram; print each loss.
+    """Return the best learning rate or n-gram order, and print each loss.
 
     A hill climb moves to the better neighbor until none is better.
     """
@@ -224,12 +225,12 @@ def search(
             losses[near] = math.inf if result.val_loss is None else result.val_loss
             what = f"order {values[near]}" if counted else f"learning rate {values[near]:g}"
             print(f"{name}, {what}: {losses[near]:.3f} nats in the search", flush=True)
-        at = min(losses, key=lambda i: (losses[i], i))  # the lower rate, if both diverge
+        at = min(losses, key=lambda i: (losses[i], i))  # the lower rate if both diverge
     return values[at]
 
 
 def settings(base: TrainConfig, model: AnyModelConfig, value: float) -> TrainConfig:
-    """Return a run config with this learning rate or n-gram order."""
+    """Return the config of a run with this learning rate or n-gram order."""
     if isinstance(model, NgramConfig):
         return replace(base, model=replace(model, order=int(value)), steps=1, warmup_steps=0)
     # a tenth of the steps in both search and run, so that rates are comparable
@@ -240,7 +241,7 @@ def settings(base: TrainConfig, model: AnyModelConfig, value: float) -> TrainCon
 
 
 def setting_of(config: TrainConfig) -> float:
-    """Return the learning rate or order of a run, the inverse of `settings`."""
+    """Return the learning rate or order of a run. This function is the inverse of `settings`."""
     model = config.model
     return model.order if isinstance(model, NgramConfig) else config.learning_rate
 
@@ -248,7 +249,7 @@ def setting_of(config: TrainConfig) -> float:
 def train(
     config: TrainConfig, received: list[int], *, resume: bool = False, vocab_size: int | None = None
 ) -> Result:
-    """Train silently; raise KeyboardInterrupt after the step in which a signal arrives.
+    """Train silently. Raise KeyboardInterrupt after the step in which a signal arrives.
 
     An interrupted search has no best value.
     """
@@ -261,7 +262,7 @@ def train(
 
 
 def score(name: str, result: Result, characters: int, seconds: float) -> ModelScore:
-    """Return the score of a finished run; raise ConfigError if its held-out loss is not finite."""
+    """Return the score of a finished run. Raise ConfigError if the held-out loss is not finite."""
     config, nats = result.config, result.val_loss_per_character
     if nats is None:
         raise ConfigError(f"{name}: the held-out loss is NaN or inf")

@@ -1,6 +1,6 @@
-"""Training on images and sound: the encoder reads numbers instead of tokens.
+"""Training on images and sound, for which the encoder reads numbers instead of tokens.
 
-An encoder-decoder reads an image or frames and writes <bos> target <eos>, letter by letter. An
+An encoder-decoder reads an image or frames and writes `<bos> target <eos>` letter by letter. An
 encoder reads an image and predicts its class.
 """
 
@@ -45,7 +45,7 @@ CLASSIFY_ROWS = 128
 
 
 class Signals(RowsTask):
-    """Training task on generated images or sounds; `held_out` signals replace generated ones."""
+    """Task on generated images or sounds; `held_out` signals replace generated ones."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Signals(RowsTask):
         if held_out is None:
             made = make_signals(self.task, config.seed)
             cut = int(len(made) * (1 - config.val_fraction))
-        else:  # placeholder for the training part, never read
+        else:  # placeholder for the training part, which is never read
             made, cut = [held_out[0], *held_out], 1
         if not 0 < cut < len(made):
             rule = "must leave at least one example for training and one held out"
@@ -81,7 +81,7 @@ class Signals(RowsTask):
                 ]
             )
 
-        # a run can only resume with its original examples
+        # a run can resume only with its original examples
         content = [np.ascontiguousarray(signal.values).tobytes() for signal in made]
         sha256 = sha256_of("\n".join(signal.target for signal in made).encode(), *content)
         super().__init__(config, tokenizers, sha256, rows(0, made[:cut]), rows(cut, self.signals))
@@ -110,8 +110,9 @@ class Signals(RowsTask):
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Compare the answers with the held-out targets.
 
-        Text is scored by exact_match and letter_error_rate (letters to insert, delete or replace,
-        divided by the number of target letters), and classes by accuracy and macro_f1.
+        Text is scored by exact_match and letter_error_rate, and classes by accuracy and macro_f1.
+        The letter_error_rate is the number of letters to insert, delete, or replace, divided by the
+        number of target letters.
         """
         signals = self.signals[: self.task.judged]
         if not signals:
@@ -136,11 +137,11 @@ class Signals(RowsTask):
         signals: Sequence[Signal],
         report: Report | None = None,
     ) -> list[str]:
-        """Return the text that the model writes for each signal, or the name of its class."""
+        """Return the text that the model writes, or the name of the class, for each signal."""
         longest = max(len(self.tokenizers.tokenizer.encode(signal.target)) for signal in signals)
         return answer_signals(
             self.config, self.tokenizers, params, signals, longest + 1, report, self.model
-        )  # with <eos>; a longer text is wrong anyway
+        )  # includes <eos>; longer text is wrong anyway
 
 
 def answer_signals(
@@ -152,9 +153,10 @@ def answer_signals(
     report: Report | None = None,
     model: AnyModel | None = None,
 ) -> list[str]:
-    """Return the text that a model writes for each signal, or the name of its class.
+    """Return the text that a model writes, or the name of the class, for each signal.
 
-    Each text has at most `num_tokens` tokens. `model` is the model of the config, possibly edited.
+    Each text has at most `num_tokens` tokens. `model` is the model of the config, which may have
+    edits.
     """
     model = build(config.model) if model is None else model
     if config.model.kind == "encoder":
@@ -172,7 +174,7 @@ def answer_signals(
 def signal_example(
     config: TrainConfig, tokenizers: Tokenizers, signal: Signal, where: str
 ) -> Batch:
-    """Convert a signal to the model's example; raise DataError if it is too long."""
+    """Convert a signal to an example for the model. Raise DataError if it is too long."""
     model = as_transformer(config.model)
     assert model.inputs is not None
     if model.kind == "encoder":

@@ -1,13 +1,13 @@
 """Gated convolutional language model (Dauphin et al. 2017).
 
-`model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` serves
-training, prefill and decoding, as in all models.
+As in all models, `model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32,
+state)` is used for training, prefill, and decoding.
 
     a_t, b_t = W_0 x_(t-k+1) + ... + W_(k-1) x_t + c     k tokens at once, W: [k, D, 2 D]
     x'_t     = x_t + a_t sigmoid(b_t)                    repeated for each of L layers
     logits   = U x + d
 
-The convolutions are causal: a prediction sees the last L (k - 1) + 1 tokens. A learned vector,
+The convolutions are causal, and a prediction sees the last L (k - 1) + 1 tokens. A learned vector,
 `begin`, fills the positions before the first token. The state contains only the last tokens, so
 each decoding step recomputes their layers.
 """
@@ -43,21 +43,23 @@ class ConvolutionConfig(AnyModelConfig):
     vocab_size: Size = 256
     """Size of the vocabulary."""
     kernel_size: Size = 4
-    """Number of tokens that a layer reads at once: the current one and those before it."""
+    """Number of tokens that a layer reads at once, which are the current token and those before
+    it."""
     d_hidden: Size = 128
     """Width of the token embeddings and of each layer."""
     num_layers: Size = 4
-    """Number of stacked convolutions; each one sees kernel_size - 1 more tokens."""
+    """Number of stacked convolutions. Each one sees kernel_size - 1 more tokens than the previous
+    one."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output matrix."""
     dropout: Fraction = 0.0
-    """Dropout rate on embeddings, between layers and before the output matrix."""
+    """Dropout rate on embeddings, between layers, and before the output matrix."""
     init_std: Positive = 0.1
     """Initial standard deviation of the embeddings and the output matrix."""
 
     @property
     def context(self) -> int:
-        """Return the number of tokens that a prediction sees: L (k - 1) + 1."""
+        """Return the number of tokens that a prediction sees, L (k - 1) + 1."""
         return self.num_layers * (self.kernel_size - 1) + 1
 
     @property
@@ -87,7 +89,7 @@ class ConvolutionLM(RecentTokensLM):
     """Gated convolutional language model (Dauphin et al. 2017).
 
     Attributes:
-        config: the config of the model.
+        config: config of the model.
     """
 
     config: ConvolutionConfig
@@ -98,7 +100,7 @@ class ConvolutionLM(RecentTokensLM):
         normal = nn.initializers.normal(cfg.init_std)
         self.begin = parameter(self, "begin", normal, (cfg.d_embed,))
         self.convolution = [
-            # no padding: a line starts with all tokens that its first prediction sees
+            # no padding, because a line starts with all the tokens that its first prediction sees
             nn.Conv(2 * cfg.d_hidden, (cfg.kernel_size,), padding="VALID")
             for _ in range(cfg.num_layers)
         ]
@@ -113,7 +115,7 @@ class ConvolutionLM(RecentTokensLM):
     ) -> jax.Array:  # f32[B, Q, V]
         cfg = self.config
         count = windows.shape[1]
-        if whole:  # overlapping windows: each layer runs once along the sequence
+        if whole:  # the windows overlap, so each layer runs once along the sequence
             lines = jnp.concatenate([windows[:, 0, :-1], windows[:, :, -1]], axis=1)
         else:
             lines = rearrange(windows, "B Q C -> (B Q) C")

@@ -1,10 +1,10 @@
-"""Run a demonstration from the lectures with your numbers: print a table and save a picture.
+"""Run a demonstration from the lectures with your own numbers, print a table, and save a picture.
 
     python -m transformer_jax demo
     python -m transformer_jax demo streaming_windows --window 7 --out runs/demos
 
-Without a name, the command lists all demonstrations. Each accepts only the options that it uses:
-`python -m transformer_jax demo NAME --help` lists them with their defaults.
+Without a name, the command lists all demonstrations. Each demonstration accepts only the options
+that it uses. `python -m transformer_jax demo NAME --help` lists the options with their defaults.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformer_jax.lectures.demos import demonstrations
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demonstration named by the first argument and return the exit status."""
+    """Run the demonstration that the first argument names, and return the exit status."""
     escape_unprintable()
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     summaries = demonstrations()
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.format, arguments.dark = options.format, options.dark
         if arguments.dark and arguments.format != "svg":
             raise ConfigError("dark needs --format svg")
-        options.out.mkdir(parents=True, exist_ok=True)  # before the work, which can take minutes
+        options.out.mkdir(parents=True, exist_ok=True)  # before a long computation
         demonstration.demonstrate(arguments)
 
     return run(options, rest, demonstrate, name=f"demo {name}", about=demonstration.__doc__)

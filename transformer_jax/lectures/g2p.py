@@ -1,12 +1,12 @@
-"""Conversion of g2pE (Park & Kim 2019, Apache-2.0), a GRU from English letters to phonemes.
+"""Conversion of g2pE (Park & Kim 2019, Apache-2.0), a GRU that maps English letters to phonemes.
 
-The published weights are plain arrays in PyTorch's layout. A cell of width H has
+The published weights are plain arrays in PyTorch's layout. A cell of width H has the arrays
 
     w_ih [3 H, E], w_hh [3 H, H], b_ih [3 H], b_hh [3 H] with the gates r, z, n stacked
 
-and flax has the kernels `ir`, `iz`, `in` and `hr`, `hz`, `hn`, each [inputs, H]. Only the sum of
-the two biases of gates r and z matters, so flax stores the sum. The candidate n = tanh(W x + b + r
-(U h + u)) needs both biases, because r multiplies u.
+and flax has the kernels `ir`, `iz`, `in` and `hr`, `hz`, `hn`, each [inputs, H]. For the gates r
+and z, only the sum of the two biases matters, so flax stores the sum. The candidate n = tanh(W x +
+b + r (U h + u)) needs both biases because r multiplies u.
 
     with np.load("checkpoint20.npz") as arrays:
         config, params = read_g2p(arrays)
@@ -23,7 +23,7 @@ from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pytree import Params
 
 LETTERS = ("<pad>", "<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz")
-"""Source tokens in ID order; a word ends with </s>."""
+"""Source tokens in ID order. A word ends with </s>."""
 
 SOUNDS = (
     "<pad>", "<unk>", "<s>", "</s>", "AA0", "AA1", "AA2", "AE0", "AE1", "AE2", "AH0", "AH1", "AH2",
@@ -33,17 +33,18 @@ SOUNDS = (
     "P", "R", "S", "SH", "T", "TH", "UH0", "UH1", "UH2", "UW", "UW0", "UW1", "UW2", "V", "W", "Y",
     "Z", "ZH",
 )  # fmt: skip
-"""Target tokens in ID order: ARPAbet with stress (CMUdict)."""
+"""Target tokens in ID order, which are ARPAbet symbols with stress (CMUdict)."""
 
 START, END = SOUNDS.index("<s>"), SOUNDS.index("</s>")
-"""First and last token of a target."""
+"""First and last tokens of a target."""
 
 
 def read_g2p(arrays: Mapping[str, np.ndarray]) -> tuple[RecurrentConfig, Params]:
-    """Convert the published arrays to a config and the parameters of `build(config)`.
+    """Convert the published arrays to a config and the parameters for `build(config)`.
 
-    The arrays are enc_emb, dec_emb, fc_w, fc_b, and the arguments of `gru_cell` for each cell,
-    named enc_* and dec_*. Raises CheckpointError if an array is missing or has a wrong shape.
+    The arrays are enc_emb, dec_emb, fc_w, fc_b, and the arguments of `gru_cell` for each cell, with
+    the prefixes enc_ and dec_. Raises CheckpointError if an array is missing or has the wrong
+    shape.
     """
     letters, embed = _shape(arrays, "enc_emb")
     sounds, hidden = _shape(arrays, "fc_w")
@@ -90,7 +91,7 @@ def gru_cell(
 def letters(words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # i32[B, S], bool[B, S]
     """Return the tokens of words, each followed by </s>, and the mask of real tokens."""
     ids_by_letter = {letter: i for i, letter in enumerate(LETTERS)}
-    # 1 is <unk>, such as accented letters and digits
+    # 1 is <unk>, which is used, for example, for accented letters and digits
     end = ids_by_letter["</s>"]
     rows = [[*(ids_by_letter.get(c, 1) for c in word.lower()), end] for word in words]
     source = np.zeros((len(rows), max(map(len, rows), default=1)), np.int32)
@@ -106,7 +107,7 @@ def sounds(tokens: Sequence[int] | np.ndarray) -> list[str]:
 
 
 def _shape(arrays: Mapping[str, np.ndarray], name: str) -> tuple[int, int]:
-    """Return the shape of an array; raise CheckpointError unless it is a matrix."""
+    """Return the shape of an array. Raise CheckpointError unless it is a matrix."""
     if name not in arrays:
         raise CheckpointError(f"g2p: array {name} is missing")
     shape = arrays[name].shape

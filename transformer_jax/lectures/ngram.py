@@ -1,6 +1,6 @@
 """N-gram language model with interpolated Kneser-Ney smoothing.
 
-After a context h of k tokens, where h' is the last k - 1 of them,
+After a context h of k tokens, where h' contains the last k - 1 of them, the probability is
 
     P_k(w | h) = max(c(h w) - d, 0) / c(h .) + d N(h .) / c(h .) P_(k-1)(w | h')
     P_(-1)(w)  = 1 / V
@@ -9,12 +9,12 @@ At the highest order (h has n - 1 tokens), c(h w) is the count of h w. At lower 
 number of distinct tokens that precede h w (Kneser & Ney 1995). c(h .) is the sum over w, and N(h .)
 is the number of w with c(h w) > 0. If nothing follows h, P_k = P_(k-1). The discount of each order
 is d = n1 / (n1 + 2 n2), where n1 and n2 are the numbers of n-grams with c = 1 and c = 2 (Ney et al.
-1994; Chen & Goodman 1999, section 2.7), or 1/2 if either is 0. So 0 < d < 1, and every P is
+1994; Chen & Goodman 1999, section 2.7), or 1/2 if either is 0. Therefore, 0 < d < 1, and every P is
 positive.
 
-Each document starts with n - 1 start symbols, the word V, which are never predicted.
+Each document starts with n - 1 start symbols, which are the word V and are never predicted.
 
-The n-grams are stored in a trie with one sorted array per order: the tokens that follow node i of
+The n-grams are stored in a trie with one sorted array per order. The tokens that follow node i of
 order k are `words[start[i]:start[i + 1]]` of order k + 1.
 """
 
@@ -58,10 +58,10 @@ class NgramConfig(AnyModelConfig):
     vocab_size: Size = 256
     """Size of the vocabulary."""
     order: Size = 5
-    """n: a prediction sees n - 1 tokens."""
+    """The order n of the model; a prediction sees n - 1 tokens."""
     nodes: tuple[int, ...] | None = None
     """Numbers of distinct 1-grams to n-grams, which are the sizes of the parameters. `count_ngrams`
-    sets them; None before counting."""
+    sets this field, which is None before counting."""
 
     abilities: ClassVar[frozenset[Ability]] = frozenset()
 
@@ -102,20 +102,22 @@ def count_ngrams(
     config: NgramConfig,
     documents: np.ndarray | Sequence[np.ndarray],  # i32[T], or i32[T] of each document
 ) -> tuple[NgramConfig, Params]:
-    """Count the n-grams of documents; return the config with `nodes`, and the parameters.
+    """Count the n-grams in documents, and return the config with `nodes` and the parameters.
 
-    The cost is one sort of the tokens per order.
+    The tokens are sorted once per order.
 
     Args:
-        config: the config of the model; its `nodes` are ignored.
-        documents: one document i32[T], one document per row i32[B, T], or a list of i32[T].
+        config: config of the model, whose `nodes` are ignored.
+        documents: one document i32[T], one document per row i32[B, T], or a list of documents
+            i32[T].
 
     Raises:
         ValueError: if there are no tokens or a token is outside the vocabulary.
     """
     if getattr(documents, "ndim", None) == 1:
         documents = [np.asarray(documents)]
-    # concatenate the documents, each after its start symbols; room counts the tokens to its end
+    # concatenate the documents, each after its start symbols; `room` is the number of tokens to the
+    # end
     begin = np.full(config.context, config.vocab_size, np.int64)
     line, rooms = [], []
     for document in documents:
@@ -131,7 +133,7 @@ def count_ngrams(
         raise ValueError("documents have no tokens: pass at least one token")
     words, room = np.concatenate(line), np.concatenate(rooms)
     size = config.vocab_size + 1
-    node = np.zeros(len(words), np.int64)  # of the k-gram that starts at each position
+    node = np.zeros(len(words), np.int64)  # node of the k-gram that starts at each position
     keys, firsts, counts, nodes = [], [], [], [node]
     for k in range(1, config.order + 1):
         starts = np.flatnonzero(room >= k)
@@ -145,7 +147,7 @@ def count_ngrams(
         firsts.append(starts[first])
         counts.append(count)
         nodes.append(node)
-    for k in range(config.order - 1, 0, -1):  # at lower orders, count the distinct predecessors
+    for k in range(config.order - 1, 0, -1):  # lower orders count distinct predecessors
         inner = nodes[k][firsts[k] + 1]
         counts[k - 1] = np.bincount(inner, minlength=len(keys[k - 1]))
     params: dict[str, np.ndarray] = {}
@@ -161,19 +163,19 @@ def _smooth(
     keys: np.ndarray,  # i64[N]: (parent, word) of each n-gram, sorted
     counts: np.ndarray,  # i64[N]
     size: int,  # V + 1
-    parents: int,  # P: n-grams one token shorter
+    parents: int,  # P, the number of n-grams that are one token shorter
 ) -> dict[str, np.ndarray]:
-    """Return the words and weights of an order, and the starts and backoffs of the order below."""
+    """Return the words and weights of an order and the starts and backoffs of the order below."""
     parent, word = np.divmod(keys, size)
     counts = np.where(word == size - 1, 0, counts)  # the start symbol is never predicted
     once, twice = np.sum(counts == 1), np.sum(counts == 2)
-    # without counts of 1 or of 2, the estimate is 0, 1 or undefined
+    # if there are no counts of 1 or of 2, the estimate is 0, 1, or undefined
     discount = once / (once + 2 * twice) if once and twice else 0.5
     total = np.bincount(parent, counts, parents)
     kinds = np.bincount(parent, counts > 0, parents)
     followed = np.maximum(total, 1)
     weights = np.maximum(counts - discount, 0) / followed[parent]
-    # if nothing follows a context, the shorter context gets all the probability
+    # if nothing follows a context, all the probability comes from the shorter context
     backoff = np.where(total > 0, discount * kinds / followed, 1.0)
     start = np.searchsorted(parent, np.arange(parents + 1))
     return {
@@ -226,30 +228,30 @@ class NgramLM(CheckedModule):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, RecentTokens] | tuple[jax.Array, RecentTokens, Captured]:
-        """Return the log-probabilities of the next tokens as logits, and the new state.
+        """Return the log-probabilities of the next tokens, as logits, and the new state.
 
         Args:
             tokens: i32[B, T].
-            state: the state after the previous tokens; None starts a sequence.
+            state: state after the previous tokens; None starts a sequence.
             valid: bool[B, T], False marks padding; None means no padding.
-            segments: i32[B, T], IDs of packed documents, which do not see each other. Cannot be
-                combined with `state`.
-            at: i32[B, Q], indices of the tokens to compute logits for; None means all tokens.
-            capture: names of places (`transformer_jax.places`) to return the values of.
+            segments: i32[B, T], IDs of packed documents, which cannot see each other. This argument
+                cannot be combined with `state`.
+            at: i32[B, Q], indices of the tokens for which to compute logits; None means all tokens.
+            capture: names of places (`transformer_jax.places`) whose values are returned.
             edit: functions that change values, keyed by place.
 
         Returns:
-            Logits f32[B, T, V], or [B, Q, V] with `at`; the new state; and with `capture` the
+            Logits f32[B, T, V], or [B, Q, V] with `at`; the new state; and, with `capture`, the
             values keyed by place.
 
         Raises:
-            ValueError: if the arguments do not fit.
+            ValueError: if the arguments are invalid.
         """
         cfg, places = self.config, Places.of(self, capture, edit)
         windows, state, visit = slide_window(cfg, tokens, state, valid, segments, at, places)
         shape = (*windows.shape[:2], cfg.vocab_size)
         contexts = rearrange(windows, "B Q C -> (B Q) C")
-        # V marks an unknown token here, but the start symbol in the trie
+        # V marks an unknown token here but the start symbol in the trie
         unknown = (contexts == cfg.vocab_size).any(axis=1, keepdims=True)
         nodes = self._walk(jnp.where(contexts < 0, cfg.vocab_size, contexts))
         lowest = jnp.full((1, cfg.vocab_size), 1 / cfg.vocab_size, F32)
@@ -261,9 +263,9 @@ class NgramLM(CheckedModule):
         return result_of(visit, places, logits, state, at)
 
     def _walk(self, contexts: jax.Array) -> jax.Array:  # i32[X, C] -> i32[X, C]
-        """Return the nodes of the last 1, 2, ... C tokens of each context; -1 if never counted.
+        """Return the nodes of the last 1, 2, ..., C tokens of each context, or -1 if never counted.
 
-        All lengths descend the trie together; at depth d, those with more than d tokens remain.
+        All lengths descend the trie together. At depth d, those with more than d tokens remain.
         """
         nodes = jnp.zeros_like(contexts)
         for depth in range(self.config.context):
@@ -281,7 +283,7 @@ class NgramLM(CheckedModule):
                 return jnp.where(after, middle + 1, low), jnp.where(after, high, middle)
 
             low, end = self._followers(depth, nodes[:, depth:])
-            # binary search: a node has at most V + 1 followers, including the start symbol
+            # binary search, because a node has up to V + 1 followers, including the start symbol
             steps = (self.config.vocab_size + 1).bit_length()
             low, _ = jax.lax.fori_loop(0, steps, halve, (low, end))
             below = jnp.where((low < end) & (words[low] == token), low, -1)
@@ -289,19 +291,19 @@ class NgramLM(CheckedModule):
         return nodes
 
     def _followers(self, order: int, node: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the half-open ranges of the followers of nodes; empty for -1."""
+        """Return the half-open ranges of the followers of nodes, which are empty for -1."""
         start = self.start[order]
         return jnp.where(node < 0, 0, start[node]), jnp.where(node < 0, 0, start[node + 1])
 
     def _interpolate(
         self,
         order: int,
-        p: jax.Array,  # f32[X, V]: P of the context that is one token shorter
+        p: jax.Array,  # f32[X, V]: P for the context that is one token shorter
         node: jax.Array,  # i32[X]
     ) -> jax.Array:  # f32[X, V]
-        """Return the discounted probabilities in these contexts plus the backoff times `p`.
+        """Return the discounted probabilities in these contexts, plus the backoff times `p`.
 
-        Weights are scattered in as many chunks as the longest list of followers needs.
+        Weights are scattered in as many chunks as the longest list of followers requires.
         """
         words, weights = self.words[order], self.weights[order]
         low, end = self._followers(order, node)

@@ -1,7 +1,7 @@
-"""State of models that see a fixed number of the last tokens.
+"""State of models that see a fixed number of recent tokens.
 
-The convolutional, feed-forward and n-gram models use `RecentTokens`. Training gathers all windows
-at once; decoding slides the window by one token at a time.
+The convolutional, feed-forward, and n-gram models use `RecentTokens`. Training gathers all windows
+at once, whereas decoding slides the window by one token at a time.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from transformer_jax.values import value_class
 
 @value_class(pytree=True, exportable=True)
 class RecentTokens:
-    """Immutable last tokens of each row; each call returns new ones.
+    """Immutable state with the last tokens of each row. Each call returns a new state.
 
     Attributes:
-        tokens: i32[B, C], the newest last; -1 before the first token.
-        length: i32[B], the number of tokens read.
+        tokens: i32[B, C], with the newest token last; -1 before the first token.
+        length: i32[B], the number of tokens that have been read.
     """
 
     tokens: jax.Array  # i32[B, C]
@@ -57,14 +57,14 @@ class WindowSizes(Protocol):
 
 
 def init_recent_tokens(config: WindowSizes, batch: int) -> RecentTokens:
-    """Create the initial state, with C times -1 in each row.
+    """Create the initial state, in which all C values in each row are -1.
 
     Args:
-        config: a `ConvolutionConfig`, a `WindowConfig` or an `NgramConfig`.
+        config: a `ConvolutionConfig`, a `WindowConfig`, or an `NgramConfig`.
         batch: B, the number of rows.
 
     Raises:
-        ValueError: if `batch` is not an integer of at least 0.
+        ValueError: if `batch` is not a nonnegative integer.
     """
     check_count("batch", batch, 0)
     empty = jnp.full((batch, config.context), -1, jnp.int32)
@@ -74,7 +74,7 @@ def init_recent_tokens(config: WindowSizes, batch: int) -> RecentTokens:
 def check_recent_tokens(
     config: WindowSizes, state: RecentTokens, rows: int, subject: str = "tokens have"
 ) -> None:
-    """Raise ValueError unless the state has the tokens' rows and the model's context."""
+    """Raise ValueError unless the state matches the rows of the tokens and the model's context."""
     if not isinstance(state, RecentTokens):
         raise ValueError(f"state is a {type(state).__name__}: must be RecentTokens")
     check_not_consumed(state)
@@ -94,12 +94,12 @@ def slide_window(
     at: jax.Array | None,  # i32[B, Q]
     places: Places,
 ) -> tuple[jax.Array, RecentTokens, Visit]:  # i32[B, T, C] or i32[B, Q, C]
-    """Return the window of each token, the state after all tokens, and a visit of the tokens.
+    """Return the window of each token, the state after all tokens, and a `Visit` of the tokens.
 
     A window contains the last C valid tokens, including its own. Tokens before the beginning or
-    from another document are -1. While tracing, tokens outside the vocabulary become V, as do the
-    windows of an out-of-range `at`. Edits see all tokens, so they ignore `at`. Raises ValueError if
-    the arguments do not fit.
+    from another document are -1. Under tracing, tokens outside the vocabulary become V, as do the
+    windows for out-of-range values in `at`. Edits see all tokens, so they ignore `at`. Raises
+    ValueError if the arguments are invalid.
     """
     size, positions = config.vocab_size, None
     check_tokens(tokens, size)
@@ -115,7 +115,7 @@ def slide_window(
     check_recent_tokens(config, state, tokens.shape[0])
     is_token = check_valid("tokens", tokens, valid)
     tokens = jnp.asarray(tokens).astype(jnp.int32)
-    # a traced token cannot be rejected; V makes its logits NaN
+    # a traced token cannot be rejected, so V makes its logits NaN
     tokens = jnp.where((tokens < 0) | (tokens >= size), size, tokens)
     documents = jnp.zeros_like(tokens) if segments is None else number_documents(segments)
     seen = documents if valid is None else last_document(documents, is_token)
@@ -124,11 +124,11 @@ def slide_window(
         count = jnp.broadcast_to(jnp.arange(1, tokens.shape[1] + 1)[None], tokens.shape)
     else:
         count = jnp.cumsum(is_token, axis=1, dtype=jnp.int32)
-        # move padding to the end of its row
+        # move the padding to the end of the row
         order = jnp.argsort(~is_token, axis=1, stable=True)
         tokens = jnp.take_along_axis(tokens, order, axis=1)
         documents = jnp.take_along_axis(documents, order, axis=1)
-    # a row's valid tokens directly follow those of the state, so a window is a slice
+    # the valid tokens of a row directly follow those of the state, so a window is a slice
     line = jnp.concatenate([state.tokens, tokens], axis=1)
     owner = jnp.concatenate([jnp.zeros_like(state.tokens), documents], axis=1)
     last_seen = seen.max(axis=1, initial=0, keepdims=True)
@@ -155,7 +155,7 @@ def result_of(
     state: RecentTokens,
     at: jax.Array | None,  # i32[B, Q]
 ) -> Any:
-    """Return the result of a call: logits (only at `at`), the state, and captured values."""
+    """Return the result of a call: logits (only for `at`), the state, and captured values."""
     captured = places.in_order(visit.captured)
     if places.edit and at is not None:  # the edit needed all tokens
         logits, captured = jax.tree.map(lambda x: gather_tokens(x, at), (logits, captured))
@@ -165,11 +165,11 @@ def result_of(
 def _windows(
     context: int,
     line: jax.Array,  # i32[B, C + T]
-    owner: jax.Array,  # i32[B, C + T]: the document of each
-    count: jax.Array,  # i32[B, Q]: tokens read
+    owner: jax.Array,  # i32[B, C + T]: the document of each token
+    count: jax.Array,  # i32[B, Q]: number of tokens read
     document: jax.Array,  # i32[B, Q]
 ) -> jax.Array:  # i32[B, Q, C]
-    """Return the newest C tokens after `count` tokens; tokens of other documents are -1."""
+    """Return the newest C tokens after `count` tokens, with -1 for tokens of other documents."""
     index = count[:, :, None] + jnp.arange(context)[None, None]
     rows = jnp.arange(line.shape[0])[:, None, None]
     same = owner[rows, index] == jnp.maximum(document, 0)[:, :, None]
@@ -204,10 +204,10 @@ class RecentTokensLM(CheckedModule):
             tokens: i32[B, T].
             state: the state after the previous tokens; None starts a sequence.
             valid: bool[B, T], False marks padding; None means no padding.
-            segments: i32[B, T], IDs of packed documents, which do not see each other. The new state
-                is that of the last document. Cannot be combined with `state`.
+            segments: i32[B, T], IDs of packed documents, which cannot see each other. The new state
+                belongs to the last document. This argument cannot be combined with `state`.
             at: i32[B, Q], indices of the tokens to compute logits for; None means all tokens.
-            key: a single key, which turns on dropout.
+            key: a single PRNG key, which enables dropout.
             capture: names of places (`transformer_jax.places`) to return the values of.
             edit: functions that change values, keyed by place.
 
@@ -235,7 +235,7 @@ class RecentTokensLM(CheckedModule):
         visit: Visit,
         whole: bool,
     ) -> jax.Array:  # f32[B, Q, V]
-        """Return the logits after each window; if `whole`, each starts one token after the last."""
+        """Return the logits after each window. If `whole`, windows start at consecutive tokens."""
         raise NotImplementedError
 
 
@@ -244,13 +244,13 @@ class RecentTokensStep(AppliedStep[RecentTokens]):
     """Decoding step of a model whose state is `RecentTokens`.
 
     Attributes:
-        model: a model that `build(config)` returned.
+        model: model that `build(config)` returned.
     """
 
     model: Any  # a ConvolutionLM, WindowLM or NgramLM, which import this module
 
     def check(self, prompt: np.ndarray, state: RecentTokens, total: np.ndarray) -> None:
-        """Raise ValueError if the prompt or the state does not fit; any length is allowed."""
+        """Raise ValueError if the prompt or the state is invalid. Any length is allowed."""
         check_tokens(prompt, self.model.config.vocab_size)
         check_recent_tokens(self.model.config, state, prompt.shape[0], "prompt has")
         super().check(prompt, state, total)

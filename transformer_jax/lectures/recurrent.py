@@ -1,8 +1,8 @@
-"""Recurrent models: a language model, a tagger, and an encoder-decoder with attention.
+"""Recurrent models, including a language model, a tagger, and an encoder-decoder with attention.
 
-`model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` serves
-training, prefill and decoding, as in all models, with any number of tokens at a time. Padding,
-which is not `valid`, does not change the state.
+As in all models, `model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32,
+state)` is used for training, prefill, and decoding, with any number of tokens at a time. Tokens
+that are not `valid` are padding and do not change the state.
 
     RNN    h' = tanh(W x + U h + b)
     LSTM   i, f, o = sigmoid(W x + U h + b);  g = tanh(W_g x + U_g h + b_g)
@@ -11,14 +11,14 @@ which is not `valid`, does not change the state.
            h' = (1 - z) n + z h
 
 Dropout is applied between layers, not between time steps (Zaremba et al. 2014). Attention averages
-the encoder's states m to a context c; the config's `context` says where c is used:
+the encoder's states m to a context c. The config's `context` specifies where c is used:
 
     output   h' = cell(y, h);      c = attend(h', m);  logits from tanh(W [c; h'])
     input    c = attend(h, m);     h' = cell([y; c], h);  logits from tanh(W [c; h'])
     state    h~ = cell(y, h);      c = attend(h~, m);  h' = tanh(W [c; h~]);  logits from h'
 
-h is the top state before the token y. The first is from Luong et al. 2015 and the second from
-Bahdanau et al. 2015; in the third, the combined state is also the recurrent state.
+Here, h is the top state before the token y. The first variant is from Luong et al. 2015, and the
+second is from Bahdanau et al. 2015. In the third, the combined state is also the recurrent state.
 """
 
 from __future__ import annotations
@@ -75,53 +75,57 @@ StateAttention = Literal["dot", "general", "additive"]
 ContextUse = Literal["output", "input", "state"]
 
 LayerCarry = jax.Array | tuple[jax.Array, jax.Array]
-"""State of a layer: h [B, H] for an RNN or GRU, (c, h) for an LSTM."""
+"""State of a layer, which is h [B, H] for an RNN or GRU and (c, h) for an LSTM."""
 Carry = tuple[LayerCarry, ...]
 
 
 @config_class
 class RecurrentConfig(AnyModelConfig):
-    """Config for a recurrent language model, tagger or encoder-decoder.
+    """Config for a recurrent language model, tagger, or encoder-decoder.
 
-    With `source_vocab_size`, it is an encoder-decoder (`RecurrentSeq2Seq`); otherwise a tagger
-    (`RecurrentTagger`) if `bidirectional`, or a language model (`RecurrentLM`).
+    If `source_vocab_size` is set, the model is an encoder-decoder (`RecurrentSeq2Seq`). Otherwise,
+    it is a tagger (`RecurrentTagger`) if `bidirectional` is true and a language model
+    (`RecurrentLM`) if not.
     """
 
     vocab_size: Size = 256
-    """Size of the vocabulary; in an encoder-decoder, that of the target."""
+    """Size of the vocabulary. For an encoder-decoder, this is the target vocabulary."""
     source_vocab_size: Size | None = None
     """Size of the source vocabulary; None for a model without an encoder."""
     d_embed: Size = 128
     """Width of the token embeddings."""
     d_hidden: Size = 128
-    """Width of the state of a cell, in each direction."""
+    """Width of a cell's state in each direction."""
     num_layers: Size = 1
-    """Number of stacked cells, in the encoder and in the decoder."""
+    """Number of stacked cells in the encoder and in the decoder."""
     cell: Cell = "lstm"
-    """rnn (Elman 1990), lstm (Hochreiter & Schmidhuber 1997, Gers et al. 2000), or gru (Cho et al.
-    2014)."""
+    """Type of cell: rnn (Elman 1990), lstm (Hochreiter & Schmidhuber 1997, Gers et al. 2000), or
+    gru (Cho et al. 2014)."""
     forget_bias: float = 0.0
-    """lstm: initial bias of the forget gates. At 1, a cell keeps most of its content from one token
-    to the next (Gers et al. 2000, Jozefowicz et al. 2015)."""
+    """Initial bias of the forget gates of an LSTM. If it is 1, a cell keeps most of its content
+    from one token to the next (Gers et al. 2000, Jozefowicz et al. 2015)."""
     bidirectional: bool = False
-    """Read in both directions (Schuster & Paliwal 1997): the encoder, or a model without one."""
+    """Read in both directions (Schuster & Paliwal 1997). This applies to the encoder, or to a model
+    without an encoder."""
     attention: StateAttention | None = None
-    """How the decoder scores the encoder's states: dot or general (Luong et al. 2015), or additive
+    """Attention score for the encoder's states: dot or general (Luong et al. 2015), or additive
     (Bahdanau et al. 2015). None uses only the encoder's last state."""
     context: ContextUse | None = None
-    """Where the attention's context is used. output: the query is the state after the token, and
-    the logits are computed from tanh(W [context; state]). input: the query is the state before the
-    token, the context is concatenated to the input of the first cell, and the logits are computed
-    as in output. state: like output, and tanh(W [context; state]) also replaces the recurrent
-    state. None uses the choice of the paper: input for additive, output for dot and general."""
+    """Where the context of the attention is used. For output, the query is the state after the
+    token, and the logits are computed from tanh(W [context; state]). For input, the query is the
+    state before the token, the context is concatenated to the input of the first cell, and the
+    logits are computed as for output. For state, the computation is the same as for output, but
+    tanh(W [context; state]) also replaces the recurrent state. None uses the choice of the paper:
+    input for additive, output for dot and general."""
     d_attention: Size | None = None
-    """additive: width of the hidden layer; None uses d_hidden."""
+    """Width of the hidden layer of additive attention; None uses d_hidden."""
     num_classes: Size | None = None
-    """Classes of the classification head of a bidirectional tagger; None for no head."""
+    """Number of classes of the classification head of a bidirectional tagger; None means no
+    head."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output matrix."""
     dropout: Fraction = 0.0
-    """Dropout rate on embeddings, between layers and before the output matrix (Zaremba et al.
+    """Dropout rate on embeddings, between layers, and before the output matrix (Zaremba et al.
     2014)."""
     init_std: Positive = 0.1
     """Initial standard deviation of the embeddings and the output matrix."""
@@ -151,14 +155,14 @@ class RecurrentConfig(AnyModelConfig):
 
     @property
     def context_use(self) -> ContextUse | None:
-        """Return the use of the context; None without attention."""
+        """Return the use of the context, or None without attention."""
         if self.attention is None or self.context is not None:
             return self.context
         return "input" if self.attention == "additive" else "output"
 
     @property
     def is_tagger(self) -> bool:
-        """Whether the model is bidirectional and has no source, so it cannot generate."""
+        """Whether the model is bidirectional and has no source, so that it cannot generate."""
         return self.bidirectional and self.source_vocab_size is None
 
     @property
@@ -229,9 +233,9 @@ class SourceMemory:
     """Encoder states that the decoder attends to.
 
     Attributes:
-        states: [B, S, M], zeros at padding.
-        valid: bool[B, S], False marks padding.
-        keys: [B, S, A], states @ w_key of additive attention, computed once; otherwise None.
+        states: [B, S, M], zero for padding.
+        valid: bool[B, S], False for padding.
+        keys: [B, S, A], states @ w_key, computed once for additive attention; otherwise None.
     """
 
     states: jax.Array  # [B, S, M]
@@ -241,13 +245,14 @@ class SourceMemory:
 
 @value_class(pytree=True, exportable=True)
 class RecurrentState:
-    """Immutable state of a recurrent model; each call returns a new one.
+    """Immutable state of a recurrent model. Each call returns a new state.
 
     Attributes:
-        carry: the state of each layer: h [B, H] for an RNN or GRU, (c, h) for an LSTM.
-        length: i32[B], the number of tokens read.
-        memory: the encoder states to attend to; None without attention.
-        weights: f32[B, S], the last token's attention weights, initially 0; None without attention.
+        carry: state of each layer, which is h [B, H] for an RNN or GRU and (c, h) for an LSTM.
+        length: i32[B], the number of tokens that have been read.
+        memory: encoder states to attend to; None without attention.
+        weights: f32[B, S], attention weights of the last token, initially 0; None without
+            attention.
     """
 
     carry: Carry
@@ -269,11 +274,11 @@ class RecurrentEncoder(Module):
         key: jax.Array | None,
         places: Places = NOWHERE,
         positions: jax.Array | None = None,  # i32[S] or [B, S], for edits
-    ) -> tuple[jax.Array, Carry, Captured]:  # [B, S, M], zeros at padding
-        """Return the source's states, the decoder's initial carry, and captured values.
+    ) -> tuple[jax.Array, Carry, Captured]:  # [B, S, M], zero for padding
+        """Return the states of the source, the decoder's initial carry, and captured values.
 
-        Layer i of the decoder starts from the last state of layer i of the encoder, or from
-        tanh(W [forward; backward] + b) if the encoder is bidirectional.
+        Layer i of the decoder starts from the last state of layer i in the encoder, or from tanh(W
+        [forward; backward] + b) if the encoder is bidirectional.
         """
         cfg, carry, visit = self.config, [], places.visit(positions=positions)
         normal = nn.initializers.normal(cfg.init_std)
@@ -284,7 +289,7 @@ class RecurrentEncoder(Module):
         for i in range(cfg.num_layers):
             if i > 0:
                 x = dropout(x, cfg.dropout, keys[i])
-            # a source is one document, so the carry is never reset
+            # a source is a single document, so the carry is never reset
             x, last, first = _encoder_layer(cfg, i, x, valid)
             x = visit(f"layer_{i}/output", x)
             if first is not None:
@@ -322,7 +327,7 @@ class RecurrentDecoder(Module):
         refuse_surplus(self)
 
     def remember(self, states: jax.Array, valid: jax.Array) -> SourceMemory:
-        """Return the encoder's states in the form that attention reads."""
+        """Return the encoder's states in the form that attention needs."""
         valid = jnp.array(valid, copy=True)  # decoding donates the state, but not the caller's mask
         if self.config.attention != "additive":
             return SourceMemory(states, valid)
@@ -338,7 +343,7 @@ class RecurrentDecoder(Module):
         places: Places = NOWHERE,
         positions: jax.Array | None = None,  # i32[T] or [B, T], for edits
     ) -> tuple[jax.Array, RecurrentState, Captured]:  # [B, T, H]
-        """Return the output layer's input, the new state, and captured values."""
+        """Return the input of the output layer, the new state, and captured values."""
         cfg, memory = self.config, state.memory
         between = key if cfg.num_layers > 1 and cfg.dropout > 0 else None
         keys = None if between is None else jax.random.split(between, x.shape[1])
@@ -370,7 +375,7 @@ class RecurrentDecoder(Module):
         memory: SourceMemory | None,
         places: Places,
     ) -> tuple[tuple[Carry, jax.Array | None], tuple[jax.Array, jax.Array | None, Captured]]:
-        """Read one token per row; return the new carry and weights, the top state and context."""
+        """Read one token per row. Return the carry, the weights, the top state, and the context."""
         cfg, (carry, weights) = self.config, before
         visit = places.visit(positions=None if position is None else position[:, None])
         carry = _zero_at(start, carry)
@@ -403,7 +408,7 @@ class RecurrentDecoder(Module):
     def _attend(
         self, query: jax.Array, memory: SourceMemory | None, visit: Visit
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the context [B, M] and weights f32[B, S] of one query [B, H] per row."""
+        """Return the context [B, M] and the weights f32[B, S] for one query [B, H] per row."""
         assert memory is not None
         query, mask = query[:, None], Padding(memory.valid)
         if self.config.attention == "additive":
@@ -417,7 +422,7 @@ class RecurrentDecoder(Module):
             context, weights = state_attention(query, memory.states, w=w, mask=mask)
         context, weights = context[:, 0], visit.token("attention/weights", weights[:, 0])
         if "attention/weights" in visit.edits:
-            # attention used the weights before the edit
+            # attention used the weights from before the edit
             context = jnp.einsum("BS,BSM->BM", weights, memory.states)
         return visit.token("attention/context", context), weights
 
@@ -435,8 +440,8 @@ class BothDirections(Module):
         segments: jax.Array | None,  # i32[B, T]
         key: jax.Array | None,
         visit: Visit,
-    ) -> jax.Array:  # [B, T, 2 H], zeros at padding
-        """Return the top layer's forward and backward states at each token."""
+    ) -> jax.Array:  # [B, T, 2 H], zero for padding
+        """Return the forward and backward states of the top layer at each token."""
         cfg = self.config
         starts = ends = None
         if segments is not None:
@@ -452,7 +457,7 @@ class BothDirections(Module):
 
 
 class _GateWeights(Module):
-    """Kernel of a gate, and its bias if it has an initial value."""
+    """Kernel of a gate and, if it has an initial value, the bias."""
 
     features: int
     kernel_init: nn.initializers.Initializer
@@ -468,11 +473,11 @@ class _GateWeights(Module):
 
 
 class LSTMCell(nn.OptimizedLSTMCell):
-    """LSTM cell with flax's parameters and a configurable initial forget bias.
+    """LSTM cell with the same parameters as in flax and a configurable initial forget bias.
 
     Attributes:
-        features: H.
-        forget_bias: the initial bias of the forget gate.
+        features: H, the width of the state.
+        forget_bias: initial bias of the forget gate.
     """
 
     forget_bias: float = 0.0
@@ -483,7 +488,7 @@ class LSTMCell(nn.OptimizedLSTMCell):
         carry: tuple[jax.Array, jax.Array],  # c and h [B, H]
         inputs: jax.Array,  # [B, E]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        """Return the new carry (c, h), and h."""
+        """Return the new carry (c, h) and h."""
         c, h = carry
         input_kernels, state_kernels, biases = [], [], []
         for gate in "ifgo":
@@ -512,23 +517,23 @@ def _cell(config: RecurrentConfig, name: str | None = None) -> nn.RNNCellBase:
 
 
 def zero_carry(config: RecurrentConfig, rows: int) -> Carry:
-    """Return the initial carry: zeros for each layer."""
+    """Return the initial carry, which contains zeros for each layer."""
     zero = jnp.zeros((rows, config.d_hidden), F32)
     return ((zero, zero) if config.cell == "lstm" else zero,) * config.num_layers
 
 
 def _hidden(layer: LayerCarry) -> jax.Array:  # [B, H]
-    """Return h of a layer's carry."""
+    """Return h from the carry of a layer."""
     return layer[1] if isinstance(layer, tuple) else layer
 
 
 def _keep(valid: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Return `new` in valid rows and `old` in the others."""
+    """Return `new` in valid rows and `old` in the other rows."""
     return jax.tree.map(lambda n, o: jnp.where(valid[:, None], n, o), new, old)
 
 
 def _zero_at(start: jax.Array | None, carry: Tree) -> Tree:
-    """Reset the carry of rows that start a document, bool[B]; None resets nothing."""
+    """Reset the carry of rows where a document starts, bool[B]; None resets nothing."""
     if start is None:
         return carry
     return _keep(start, jax.tree.map(jnp.zeros_like, carry), carry)
@@ -543,15 +548,15 @@ def _encoder_layer(
     ends: jax.Array | None = None,  # bool[B, S]
 ) -> tuple[
     jax.Array, LayerCarry, LayerCarry | None
-]:  # [B, S, M]; the last carry forward, and backward or None
-    """Run one layer over a sequence, in one or both directions; padding becomes zeros.
+]:  # [B, S, M]; last forward carry, and last backward carry or None
+    """Run one layer over a sequence, in one or both directions. Outputs at padding are zero.
 
-    The calling compact module owns the parameters `cell_i` and `back_i`.
+    The compact module that calls this function owns the parameters `cell_i` and `back_i`.
     """
     zero, first = zero_carry(config, x.shape[0])[0], None
     last, out = _run(_cell(config, f"cell_{index}"), zero, x, valid, starts)
     if config.bidirectional:
-        # padding keeps the carry, so each row starts at its own last token
+        # padding does not change the carry, so each row starts at its own last token
         back_cell = _cell(config, f"back_{index}")
         first, back = _run(back_cell, zero, x, valid, ends, reverse=True)
         out = jnp.concatenate([out, back], axis=-1)
@@ -566,7 +571,7 @@ def _run(
     starts: jax.Array | None = None,  # bool[B, S]: tokens before which the carry is reset
     reverse: bool = False,
 ) -> tuple[LayerCarry, jax.Array]:  # [B, S, H]
-    """Scan a cell over a sequence, optionally in reverse; return the last carry and the outputs."""
+    """Scan a cell over a sequence, forward or in reverse. Return the last carry and the outputs."""
 
     def read(
         cell: nn.RNNCellBase,
@@ -593,7 +598,7 @@ def _run(
 RecurrentResult: TypeAlias = (
     tuple[jax.Array, RecurrentState] | tuple[jax.Array, RecurrentState, Captured]
 )
-"""Logits f32[B, T, V], the new state, and with `capture` the captured values."""
+"""Logits f32[B, T, V], the new state, and, with `capture`, the captured values."""
 
 
 def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
@@ -602,12 +607,12 @@ def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
     For an encoder-decoder, call `model.apply(..., source, method="init_state")` instead.
 
     Args:
-        config: the config of a language model.
+        config: config of a language model.
         batch: B, the number of rows.
 
     Raises:
-        ValueError: if the model has a source or is bidirectional, or if `batch` is not an integer
-            of at least 0.
+        ValueError: if the model has a source or is bidirectional, or if `batch` is not a
+            nonnegative integer.
     """
     if config.source_vocab_size is not None:
         rule = "its state starts from a source: model.apply(..., source, method='init_state')"
@@ -622,7 +627,7 @@ class RecurrentLM(CheckedModule):
     """Recurrent language model (Mikolov et al. 2010; Zaremba et al. 2014).
 
     Attributes:
-        config: a config without a source that is not bidirectional.
+        config: config that has no source and is not bidirectional.
     """
 
     config: RecurrentConfig
@@ -656,9 +661,9 @@ class RecurrentLM(CheckedModule):
             state: the state after the previous tokens; None starts a sequence.
             valid: bool[B, T], False marks padding; None means no padding.
             segments: i32[B, T], IDs of packed documents. The carry is reset before the first token
-                of each run of equal IDs, and the new state is that of the last document. Cannot be
-                combined with `state`.
-            at: i32[B, Q], indices of the tokens to return logits for; None means all tokens.
+                of each run of equal IDs, and the new state belongs to the last document. This
+                argument cannot be combined with `state`.
+            at: i32[B, Q], indices of the tokens for which to return logits; None means all tokens.
             key: a single key, which turns on dropout.
             capture: names of places (`transformer_jax.places`) to return the values of.
             edit: functions that change values, keyed by place.
@@ -684,20 +689,20 @@ class RecurrentLM(CheckedModule):
 
 
 class RecurrentTagger(CheckedModule):
-    """Bidirectional model for tagging, masked tokens or classification (Graves et al. 2005).
+    """Bidirectional model for tagging, masked tokens, or classification (Graves et al. 2005).
 
     Each layer has a forward and a backward cell, and the next layer reads both outputs. The logits
     are computed from tanh(W [forward; backward] + b).
 
     Attributes:
-        config: a bidirectional config without a source.
+        config: bidirectional config without a source.
     """
 
     config: RecurrentConfig
 
     @nn.nowrap
     def as_step(self) -> NoReturn:
-        """Raise ValueError: a bidirectional model cannot generate tokens one by one."""
+        """Raise ValueError, because a bidirectional model cannot generate tokens one by one."""
         rule = "it is bidirectional and cannot generate tokens"
         raise ValueError(f"model is a RecurrentTagger: {rule}")
 
@@ -720,13 +725,13 @@ class RecurrentTagger(CheckedModule):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, None] | tuple[jax.Array, None, Captured]:
-        """Return the logits of each token itself, and None instead of a state.
+        """Return the logits of the tokens at their own positions, and None instead of a state.
 
         Args:
             tokens: i32[B, T].
             valid: bool[B, T], False marks padding; None means no padding.
             segments: i32[B, T], IDs of packed documents, at which both directions restart.
-            at: i32[B, Q], indices of the tokens to return logits for; None means all tokens.
+            at: i32[B, Q], indices of the tokens for which to return logits; None means all tokens.
             key: a single key, which turns on dropout.
             capture: names of places (`transformer_jax.places`) to return the values of.
             edit: functions that change values, keyed by place.
@@ -759,8 +764,8 @@ class RecurrentTagger(CheckedModule):
     ) -> jax.Array:  # f32[B, C]
         """Return the class logits W [forward; backward] + b of each row.
 
-        They use the top layer's forward state at the last token and its backward state at the first
-        token, each of which covers the whole row.
+        The logits are computed from the top layer's forward state at the last token and its
+        backward state at the first token. Each of these states covers the whole row.
 
         Args:
             tokens: i32[B, T].
@@ -771,7 +776,7 @@ class RecurrentTagger(CheckedModule):
             f32[B, C].
 
         Raises:
-            ValueError: if the model has no classification head or the arguments do not fit.
+            ValueError: if the model has no classification head or the arguments are invalid.
         """
         if self.config.num_classes is None:
             raise ValueError("num_classes is None: this model has no classification head")
@@ -789,7 +794,7 @@ class RecurrentTagger(CheckedModule):
         key: jax.Array | None,
         visit: Visit,
     ) -> tuple[jax.Array, jax.Array]:  # [B, T, 2 H], bool[B, T]
-        """Return both directions' states at each token, and the mask of valid tokens."""
+        """Return the states of both directions at each token and the mask of valid tokens."""
         refuse_rngs(self, key)
         check_tokens(tokens, self.config.vocab_size)
         valid = check_valid("tokens", tokens, valid)
@@ -814,7 +819,7 @@ class RecurrentSeq2Seq(CheckedModule):
     """Encoder-decoder (Sutskever et al. 2014) with attention (Bahdanau et al. 2015).
 
     Attributes:
-        config: a config with a source.
+        config: config with a source.
     """
 
     config: RecurrentConfig
@@ -885,13 +890,14 @@ class RecurrentSeq2Seq(CheckedModule):
 
         Args:
             tokens: i32[B, T], the target.
-            source: i32[B, S]; required unless `state` is passed.
+            source: i32[B, S], which is required unless `state` is passed.
             source_valid: bool[B, S], False marks padding; None means no padding.
-            state: the state after the source and previous target tokens, instead of a source.
+            state: state after the source and the previous target tokens, passed instead of a
+                source.
             valid: bool[B, T], False marks padding; None means no padding.
-            at: i32[B, Q], indices of the tokens to return logits for; None means all tokens.
+            at: i32[B, Q], indices of the tokens for which to return logits; None means all tokens.
             key: a single key, which turns on dropout.
-            capture: names of places (`transformer_jax.places`) to return the values of; those of
+            capture: names of places (`transformer_jax.places`) whose values are returned. Places in
                 the encoder require a source.
             edit: functions that change values, keyed by place.
 
@@ -900,7 +906,8 @@ class RecurrentSeq2Seq(CheckedModule):
             values keyed by place.
 
         Raises:
-            ValueError: unless exactly one of source and state is passed and the arguments fit.
+            ValueError: if the arguments are invalid, or unless exactly one of source and state is
+                passed.
         """
         if (source is None) == (state is None):
             raise ValueError("pass either source or state: a state already includes its source")
@@ -940,7 +947,7 @@ def read_tokens(
     places: Places = NOWHERE,
     whole: bool,  # whether the sequences start with these tokens
 ) -> tuple[jax.Array, RecurrentState, Captured]:
-    """Embed tokens, run the decoder's cells and compute the logits, for both models."""
+    """Embed tokens, run the decoder's cells, and compute the logits, for both models."""
     refuse_rngs(model, key)
     check_recurrent_state(model.config, state, tokens.shape[0])
     positions = None
@@ -969,14 +976,14 @@ def read_tokens(
 def check_recurrent_state(
     config: RecurrentConfig, state: RecurrentState, rows: int, subject: str = "tokens have"
 ) -> None:
-    """Raise ValueError unless the state has the tokens' rows and the model's cells and memory."""
+    """Raise ValueError unless the state matches the tokens' rows and the model's layers."""
     if not isinstance(state, RecurrentState):
         raise ValueError(f"state is a {type(state).__name__}: must be a RecurrentState")
     check_not_consumed(state)
     state_rows = state.length.shape[0]
     if state_rows != rows:
         raise ValueError(f"{subject} {rows} rows, the state {state_rows}")
-    # only shapes, to reject another model's state before computing anything
+    # check only shapes, to reject the state of another model before computing anything
     zero = jax.eval_shape(lambda: zero_carry(config, rows))
     found, expected = (jax.tree.map(lambda leaf: leaf.shape, c) for c in (state.carry, zero))
     if found != expected:
@@ -1000,10 +1007,10 @@ def check_recurrent_state(
 
 @value_class
 class RecurrentStep(AppliedStep[RecurrentState]):
-    """Decoding step of a `RecurrentLM` or `RecurrentSeq2Seq`; the state is a `RecurrentState`.
+    """Decoding step of a `RecurrentLM` or `RecurrentSeq2Seq`, whose state is a `RecurrentState`.
 
     Attributes:
-        model: a model that `build(config)` returned.
+        model: model that `build(config)` returned.
     """
 
     model: RecurrentLM | RecurrentSeq2Seq

@@ -1,8 +1,9 @@
-"""Images of digits and sequences of tones, generated from a seed.
+"""Images of digits and sequences of tones that are generated from a seed.
 
-A glyph is one of ten 5 x 7 bitmaps at a random position in an 8 x 8 image:
+A glyph is one of ten 5 x 7 bitmaps at a random position in an 8 x 8 image. The brightness a is
+uniform in [0.5, 1), and the noise is normal with standard deviation s:
 
-    image = a bitmap + noise,    a uniform in [0.5, 1), noise normal with standard deviation s
+    image = a bitmap + noise
 
 A letter is a tone of 200 + 150 i Hz, sampled at 4000 Hz, between two silences. Frame t contains 16
 log energies, each averaged over four adjacent frequencies:
@@ -39,7 +40,7 @@ GLYPHS = (
     "01110 10001 10001 01110 10001 10001 01110",
     "01110 10001 10001 01111 00001 00010 01100",
 )
-"""Seven rows of five pixels for each digit."""
+"""Bitmap of each digit, as seven rows of five pixels."""
 
 RATE = 4000
 """Sampling rate in Hz."""
@@ -48,7 +49,7 @@ WINDOW, HOP = 128, 64
 """Length of a frame and distance between frames, in samples."""
 
 BINS = 4
-"""Adjacent frequencies averaged to one feature."""
+"""Number of adjacent frequencies that are averaged for a feature."""
 
 TONE = 4 * HOP, 8 * HOP
 """Minimum and maximum length of a tone, in samples."""
@@ -59,7 +60,7 @@ SILENCE = 2 * HOP, 4 * HOP
 
 @short_repr
 class Signal(NamedTuple):
-    """Image or frames of a sound, with its target text."""
+    """Image or frames of a sound, together with the target text."""
 
     values: np.ndarray  # f32[H, W, C] or f32[T, D_in]
     target: str
@@ -69,8 +70,8 @@ def make_signals(task: Any, seed: int) -> list[Signal]:
     """Return the signals of a task in random order.
 
     Args:
-        task: a `DigitsTask` or `TonesTask`; its `examples` is the maximum number of signals.
-        seed: the seed of the random numbers.
+        task: a `DigitsTask` or `TonesTask`, whose `examples` is the maximum number of signals.
+        seed: seed of the random numbers.
 
     Raises:
         DataError: if the task uses scikit-learn's digits and scikit-learn is not installed.
@@ -96,24 +97,24 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
 
     The file contains these arrays:
 
-    - `inputs`: numbers, images [N, 8, 8, 1] or [N, 8, 8], or frames [N, T, 16].
-    - `lengths`: integers [N], the number of frames of each sound; optional, defaults to T.
-    - `targets`: str[N], the target texts.
+    - `inputs`: numbers, either images [N, 8, 8, 1] or [N, 8, 8], or frames [N, T, 16]. - `lengths`:
+    integers [N], the number of frames of each sound. This array is optional and defaults to T. -
+    `targets`: str[N], the target texts.
 
     Args:
         task: a `DigitsTask` or a `TonesTask`.
-        path: the file.
-        targets: whether to read the targets; otherwise they are "".
+        path: path of the file.
+        targets: whether to read the targets; if not, they are "".
 
     Raises:
-        DataError: if an array is missing or wrong; the message names file, array and rule.
+        DataError: if an array is missing or invalid.
     """
     arrays: dict[str, np.ndarray] = {}
     try:
         if zipfile.is_zipfile(path):
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
-    except Exception:  # NumPy, zipfile and zlib raise different types for a damaged file
+    except Exception:  # NumPy, zipfile, and zlib raise different types for a damaged file
         arrays = {}
     if not arrays or not all(isinstance(array, np.ndarray) for array in arrays.values()):
         raise DataError(f"{path}: must be a .npz file of arrays, without Python objects")
@@ -126,7 +127,7 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
     if inputs.dtype.kind not in "fiu" or not inputs.size or inputs.shape[1:] != shape:
         wanted = ", ".join(map(str, shape if picture else ("T", *shape[1:])))
         raise DataError(f"{path}: inputs is {_described(inputs)}: must be numbers [N, {wanted}]")
-    with np.errstate(over="ignore"):  # numbers that overflow are rejected as not finite
+    with np.errstate(over="ignore"):  # overflow becomes infinity, which is rejected
         inputs = inputs.astype(np.float32)
     count = len(inputs)
     lengths = arrays.get("lengths", np.full(count, inputs.shape[1]))
@@ -194,9 +195,9 @@ def _tones(task: Any, random: np.random.Generator) -> Signal:
 
 
 def log_energies(sound: np.ndarray) -> np.ndarray:  # f64[samples] -> f32[T, 16]
-    """Return log energies by the equation above, T = 1 + floor((samples - 128) / 64)."""
+    """Return the log energies defined above, with T = 1 + floor((samples - 128) / 64)."""
     windows = np.lib.stride_tricks.sliding_window_view(sound, WINDOW)[::HOP]
-    # frequency 0 is the mean, which carries no information about the tone
+    # frequency 0 is the mean, which contains no information about the tone
     spectrum = np.fft.rfft(windows * np.hanning(WINDOW))[:, 1:]
     power = rearrange(np.abs(spectrum) ** 2 / WINDOW, "T (D k) -> T D k", k=BINS)
     return np.log(1e-3 + power.mean(axis=2)).astype(np.float32)

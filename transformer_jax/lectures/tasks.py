@@ -1,4 +1,4 @@
-"""Tasks of the lectures: pairs, images and sounds generated from the seed."""
+"""Lecture tasks, whose pairs, images, and sounds are generated from a seed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MONTHS = (
     "october", "november", "december",
 )  # fmt: skip
 TRIES = 1000, 20
-"""Maximum number of consecutive duplicates: a constant, plus a number per example found."""
+"""Maximum number of consecutive duplicates, as a constant plus a number per example found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class _GeneratedTask(Task):
     examples: Size = 20000
     """Maximum number of distinct examples, including held-out examples."""
     judged: Count = 200
-    """Number of held-out examples to decode at the end of a run; 0 decodes none."""
+    """Number of held-out examples to decode at the end of a run; 0 disables decoding."""
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -56,7 +56,7 @@ class _GeneratedTask(Task):
         return dict(learning_rate=3e-3, steps=2000, batch_size=64, eval_every=500)
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        # with the usual 0.02, a model this narrow does not learn to recall
+        # with the default of 0.02, a model this narrow does not learn to recall
         return transformer_with(model, d_model=64, num_layers=2, init_std=0.2)
 
     def on_a_file(self, model: AnyModelConfig) -> Task:
@@ -67,17 +67,17 @@ class _GeneratedTask(Task):
     def load(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
     ) -> Pairs | Signals:
-        """Return the examples of a run, generated from its seed."""
+        """Return the examples of a run, which are generated from its seed."""
         return Pairs(config, tokenizers, vocab_size, generate_pairs(self, config.seed))
 
     def draw(self, random: Random) -> tuple[str, str]:
-        """Draw the source and target of an example."""
+        """Draw the source and the target of an example."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LettersTask(_GeneratedTask):
-    """Base class of tasks on random strings of letters."""
+    """Base class of tasks that use random strings of letters."""
 
     letters: Size = 8
     """Number of distinct letters, starting with a."""
@@ -118,9 +118,9 @@ class AdditionTask(_GeneratedTask):
     """Add two numbers: 17+5 -> 22."""
 
     digits: Size = 2
-    """Maximum number of digits of each number."""
+    """Maximum number of digits in each number."""
     reversed: bool = False
-    """Write the sum starting with its last digit: 17+5 -> 22, 17+8 -> 52 (Lee et al. 2023)."""
+    """Write the sum with its last digit first: 17+5 -> 22, 17+8 -> 52 (Lee et al. 2023)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,7 +154,7 @@ class DatesTask(_GeneratedTask):
 class RecallTask(_GeneratedTask):
     """Associative recall: a3c7b1 ca -> c7a3 (Ba et al. 2016, section 4.1; Arora et al. 2023).
 
-    Several queries per example make the task learnable in minutes; with three pairs and one query,
+    Several queries per example make the task learnable in minutes. With three pairs and one query,
     small models only guess among the three digits (benchmarks/NOTES.md).
     """
 
@@ -163,7 +163,7 @@ class RecallTask(_GeneratedTask):
     letters: Size = 12
     """Number of distinct letters, starting with a."""
     queries: Size = 6
-    """Number of letters to recall, all distinct."""
+    """Number of letters to recall, which are all distinct."""
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
         return transformer_with(super().usual_model(model), positions=Rope())
@@ -203,7 +203,7 @@ class ModularTask(_GeneratedTask):
 
 @dataclass(frozen=True, kw_only=True)
 class _ContinuousTask(_GeneratedTask):
-    """Base class of tasks on images and sound."""
+    """Base class of tasks that use images and sound."""
 
     examples: Size = 4000
     """Maximum number of distinct examples, including held-out examples."""
@@ -222,7 +222,7 @@ class _ContinuousTask(_GeneratedTask):
         raise NotImplementedError
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        return model  # `fit_model` has set it up
+        return model  # `fit_model` has already changed it
 
     def on_a_file(self, model: AnyModelConfig) -> Task:
         return self
@@ -230,25 +230,25 @@ class _ContinuousTask(_GeneratedTask):
     def load(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
     ) -> Signals:
-        """Return the examples of a run, generated from its seed."""
+        """Return the examples of a run, which are generated from its seed."""
         return Signals(config, tokenizers, vocab_size)
 
     def load_file(self, config: TrainConfig, tokenizers: Tokenizers, path: str) -> Signals:
-        """Return the examples of a .npz file, all of them held out."""
+        """Return the examples in a .npz file, which are all held out."""
         return Signals(config, tokenizers, config.model.vocab_size, read_signals(self, path))
 
     def answer_file(
         self, config: TrainConfig, tokenizers: Tokenizers, params: Params, path: Path
     ) -> list[str]:
-        """Return the model's answer for each image or sound of a .npz file."""
+        """Return the model's answer for each image or sound in a .npz file."""
         signals = read_signals(self, str(path), targets=False)
         return answer_signals(config, tokenizers, params, signals)
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        """Return a transformer with the task's inputs; return other models unchanged.
+        """Return a transformer with the inputs of the task. Other models are returned unchanged.
 
-        init_std is 0.1, about one over the square root of the width. With GPT-2's 0.02, an encoder
-        this small makes no progress for hundreds of steps.
+        The value of init_std is 0.1, which is about one over the square root of the width. With
+        GPT-2's value of 0.02, an encoder this small makes no progress for hundreds of steps.
         """
         return transformer_with(model, inputs=self.inputs, init_std=0.1)
 
@@ -266,14 +266,14 @@ class _ContinuousTask(_GeneratedTask):
 class DigitsTask(_ContinuousTask):
     """Recognition of digits in images.
 
-    An encoder-decoder writes the name of the digit letter by letter; an encoder predicts the class.
+    An encoder-decoder writes the name of the digit letter by letter. An encoder predicts the class.
     """
 
     source: Literal["glyphs", "scikit-learn"] = "glyphs"
-    """Source of the 8 x 8 images. glyphs: drawn from the seed; scikit-learn: its 1797 handwritten
-    digits (requires scikit-learn)."""
+    """Source of the 8 x 8 images: glyphs, which are drawn from the seed, or the 1797 handwritten
+    digits in scikit-learn, which must be installed."""
     noise: NonNegative = 0.1
-    """glyphs: standard deviation of the noise; ink is from 0.5 to 1, and paper is 0."""
+    """Standard deviation of the noise in glyphs, where ink is from 0.5 to 1 and paper is 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -299,13 +299,13 @@ class TonesTask(_ContinuousTask):
     """Transcription of pure tones, one per letter."""
 
     letters: Size = 8
-    """Number of distinct letters, starting with a; letter i is a tone of 200 + 150 i Hz."""
+    """Number of distinct letters, starting with a. Letter i is a tone of 200 + 150 i Hz."""
     min_length: Size = 1
     """Minimum length of a sequence."""
     max_length: Size = 5
     """Maximum length of a sequence."""
     noise: NonNegative = 0.1
-    """Standard deviation of white noise; the amplitude of a tone is from 0.5 to 1."""
+    """Standard deviation of the white noise. The amplitude of a tone is from 0.5 to 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -332,10 +332,10 @@ ContinuousTask = DigitsTask | TonesTask
 
 
 def generate_pairs(task: _GeneratedTask, seed: int) -> list[tuple[str, str]]:
-    """Return up to `task.examples` distinct pairs of source and target, in random order."""
+    """Return up to `task.examples` distinct pairs of a source and a target in random order."""
     random = np.random.Generator(np.random.Philox(seed))
     pairs, duplicates = dict[str, str](), 0
-    # a task can have fewer distinct examples
+    # a task can have fewer distinct examples than this
     while len(pairs) < task.examples and duplicates < TRIES[0] + TRIES[1] * len(pairs):
         source, target = task.draw(random)
         duplicates = duplicates + 1 if source in pairs else 0

@@ -1,4 +1,4 @@
-"""Embedding and output matrices of the lectures' models."""
+"""Embedding and output matrices of the models in the lectures."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ class Vocabulary(Module):
 def embed(
     table: jax.Array, tokens: jax.Array, valid: jax.Array, rate: float, key: jax.Array | None
 ) -> jax.Array:  # [B, T, E]
-    """Look up tokens and apply dropout; padding becomes zeros, to avoid 0 * NaN in gradients."""
+    """Look up tokens and apply dropout. Padding becomes zero to avoid 0 * NaN in gradients."""
     return dropout(jnp.where(valid[:, :, None], lookup(table, tokens), 0.0), rate, key)

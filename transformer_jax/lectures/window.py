@@ -1,10 +1,10 @@
-"""Feed-forward language model over the last C tokens (Bengio et al. 2003).
+"""Feed-forward language model that reads the last C tokens (Bengio et al. 2003).
 
-`model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` serves
-training, prefill and decoding, as in all models.
+As in all models, `model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32,
+state)` is used for training, prefill, and decoding.
 
     x = [E w_(t-C+1); ...; E w_t]          the concatenated vectors of the last C tokens
-    h = tanh(W x + b)                      repeated for each of `num_layers`
+    h = tanh(W x + b)                      repeated `num_layers` times
     logits = U h + D x + d                 D only with `direct`
 
 A learned vector, `begin`, fills the positions before the first token. Training gathers all windows
@@ -37,12 +37,12 @@ from transformer_jax.models.places import Visit
 
 @config_class
 class WindowConfig(AnyModelConfig):
-    """Config for a feed-forward language model over the last tokens (Bengio et al. 2003)."""
+    """Config for a feed-forward language model that reads the last tokens (Bengio et al. 2003)."""
 
     vocab_size: Size = 256
     """Size of the vocabulary."""
     context: Size = 4
-    """Number of tokens that a prediction sees; n - 1 in terms of an n-gram."""
+    """Number of tokens that a prediction sees, which is n - 1 for an n-gram."""
     d_embed: Size = 128
     """Width of the token embeddings."""
     d_hidden: Size = 128
@@ -54,7 +54,7 @@ class WindowConfig(AnyModelConfig):
     tie_embeddings: bool = False
     """Use the embedding matrix as the output matrix."""
     dropout: Fraction = 0.0
-    """Dropout rate on embeddings, between layers and before the output matrix."""
+    """Dropout rate on embeddings, between layers, and before the output matrix."""
     init_std: Positive = 0.1
     """Initial standard deviation of the embeddings and the output matrix."""
 
@@ -86,10 +86,10 @@ class WindowConfig(AnyModelConfig):
 
 
 class WindowLM(RecentTokensLM):
-    """Feed-forward language model over a window of tokens (Bengio et al. 2003).
+    """Feed-forward language model that reads a window of tokens (Bengio et al. 2003).
 
     Attributes:
-        config: the config of the model.
+        config: config of the model.
     """
 
     config: WindowConfig

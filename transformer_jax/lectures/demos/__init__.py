@@ -1,9 +1,9 @@
-"""Demonstrations of the claims of the lectures, one short module per claim.
+"""Demonstrations of claims made in the lectures, with one short module per claim.
 
     python -m transformer_jax demo vanishing_gradients --out runs/demos
 
-Each module has `OPTIONS`, the options that it accepts, and `demonstrate`, which prints numbers,
-saves a picture and returns the numbers. The tests are in `tests/lectures/demos/`, and the
+Each module defines `OPTIONS`, the options that it accepts, and `demonstrate`, which prints numbers,
+saves a picture, and returns the numbers. The tests are in `tests/lectures/demos/`, and the
 explanations in docs/lectures/.
 """
 
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 
 
 def demonstrations() -> dict[str, str]:
-    """Return each demonstration's summary line, keyed by name, without importing the modules."""
+    """Return the summary line of each demonstration, keyed by name, without importing it."""
     summaries = {}
     for path in sorted(FOLDER.glob("*.py")):
         if path.stem not in ("__init__", "shared"):

@@ -4,8 +4,8 @@
 
     sigmoid 1 / (1 + exp(-z)), tanh z, ReLU max(z, 0), GELU z Phi(z) (Hendrycks & Gimpel 2016)
 
-Each layer multiplies a gradient by one slope. The slope of a sigmoid is at most 1/4, that of tanh
-at most 1; both approach 0 when the function saturates. The slope of ReLU is 0 or 1.
+Each layer multiplies a gradient by one slope. The slope is at most 1/4 for a sigmoid and at most 1
+for tanh. Both slopes approach 0 when the function saturates. The slope of ReLU is 0 or 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
-    """Run the demonstration; return points "z", and (values, slopes) keyed by activation."""
+    """Run the demonstration. Return the points as "z", and (values, slopes) keyed by activation."""
     z = np.linspace(-4, 4, 17 if arguments.quick else 161, dtype=np.float32)
     found: dict[str, np.ndarray] = {"z": z}
     figure, plots = new_figure(2, height=3.4)

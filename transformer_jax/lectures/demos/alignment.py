@@ -3,9 +3,9 @@
     python -m transformer_jax demo alignment
 
 A bidirectional GRU reads the French words, and a GRU with additive attention writes the English
-ones (Bahdanau et al. 2015). The data are all sentences of a small grammar; after 300 steps, the
-model translates them all correctly. Row i of the alignment contains the decoder's attention weights
-over the French words j when it writes word i:
+words (Bahdanau et al. 2015). The data consists of all sentences of a small grammar. After 300
+steps, the model translates all of them correctly. Row i of the alignment contains the decoder's
+attention weights over the French words j when the decoder writes word i:
 
     a_ij = softmax_j(v . tanh(W_q s_{i-1} + W_k h_j))
 """
@@ -57,7 +57,7 @@ START, END = "<s>", "</s>"
 
 
 def sentence_pairs() -> list[tuple[str, str]]:
-    """Return all French sentences of the grammar with their translations."""
+    """Return all French sentences of the grammar together with their translations."""
     pairs = []
     for subject, english in BE.items():
         complements = MANY if subject in ("nous sommes", "ils sont") else ONE
@@ -72,7 +72,7 @@ def sentence_pairs() -> list[tuple[str, str]]:
 
 
 def encode(sentences: list[list[str]]) -> tuple[list[str], np.ndarray]:
-    """Return the vocabulary, and the IDs i32[B, T] of the sentences, padded with -1."""
+    """Return the vocabulary and the token IDs i32[B, T] of the sentences, padded with -1."""
     words = sorted({word for sentence in sentences for word in sentence})
     longest = max(map(len, sentences))
     ids = [[words.index(word) for word in sentence] for sentence in sentences]
@@ -82,12 +82,12 @@ def encode(sentences: list[list[str]]) -> tuple[list[str], np.ndarray]:
 def translate(
     config: RecurrentConfig,
     params: Any,
-    source: np.ndarray,  # i32[B, S]; -1 is padding
+    source: np.ndarray,  # i32[B, S]; -1 for padding
     start: int,
     end: int,
     num_tokens: int,
 ) -> tuple[list[np.ndarray], np.ndarray]:  # the IDs of each row, f32[B, T, S]
-    """Return greedy translations and the attention weights of each word."""
+    """Return the greedy translations and the attention weights for each word."""
     model, valid = RecurrentSeq2Seq(config), source >= 0
     variables = {"params": params}
     state = model.apply(variables, np.maximum(source, 0), valid=valid, method="init_state")
@@ -101,7 +101,7 @@ def translate(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return the accuracy, and words and weights keyed by sentence."""
+    """Run the demonstration. Return the accuracy, and words and weights keyed by sentence."""
     pairs = sentence_pairs()
     examples = EXAMPLES if arguments.sentence is None else (arguments.sentence,)
     french, source = encode([fr.split() for fr, _ in pairs])

@@ -2,14 +2,14 @@
 
     python -m transformer_jax demo decoding_cost
 
-Query-key products of one head of one layer; step t has t tokens:
+The number of query-key products of one head in one layer is as follows, where step t has t tokens:
 
     no cache    sum of t (t + 1) / 2 = n (n + 1) (n + 2) / 6    recomputes every query at every step
     cache       sum of t             = n (n + 1) / 2            one query per step
     window W    sum of min(t, W)     = n W - W (W - 1) / 2      one query per step, n >= W
 
-The counts are sums over the masks of all steps. The times are medians of interleaved runs, in which
-a small decoder generates n tokens. Without a cache, every step reads n tokens, because the program
+The counts are sums over the masks of all steps. The times are medians of interleaved runs in which
+a small decoder generates n tokens. Without a cache, every step reads n tokens because the program
 has fixed shapes.
 """
 
@@ -83,7 +83,7 @@ def count(n: int, window: int) -> list[int]:
 
 
 def generators(n: int, window: int, width: int) -> list[Callable[[], Any]]:
-    """Return a function for each method that generates n tokens."""
+    """Return, for each method, a function that generates n tokens."""
     config = ModelConfig(
         vocab_size=61, d_model=width, num_layers=1, num_heads=2, positions=Rope(), max_len=n + 1
     )
@@ -126,7 +126,7 @@ def measure_times(n: int, window: int, width: int, runs: int) -> list[float]:
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return lengths, counts, formulas and seconds."""
+    """Run the demonstration, and return lengths, counts, formula results, and times in seconds."""
     check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     window, runs = arguments.window, 2 if arguments.quick else 5
     lengths = halved(arguments.tokens, 1 if arguments.quick else 4)

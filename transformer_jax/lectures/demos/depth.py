@@ -1,9 +1,9 @@
-"""Measure the effect of residual connections and norms on gradients, by depth.
+"""Measure the effect of residual connections and norms on gradients at different depths.
 
     python -m transformer_jax demo depth
 
-A block consists of attention and a feed-forward network, both written out here. A part f of a block
-can be connected in four ways:
+A block consists of attention and a feed-forward network, which are both implemented here. A part f
+of a block can be connected in four ways:
 
     f(x)             no residual connection
     x + f(x)         no norm
@@ -59,7 +59,7 @@ def init_block(key: jax.Array) -> dict[str, jax.Array]:
 
 
 def attention(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
-    """Compute causal attention with its projections."""
+    """Compute causal attention, including its projections."""
     q, k, v = (y.reshape(*x.shape[:2], HEADS, -1) for y in jnp.split(x @ p["qkv"], 3, axis=-1))
     scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) / math.sqrt(q.shape[-1])
     seen = jnp.tril(jnp.ones((1, 1, x.shape[1], x.shape[1]), bool))
@@ -73,7 +73,7 @@ def feed_forward(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:  # [..., D
 
 
 def part(kind: str, f: Any, x: jax.Array) -> jax.Array:
-    """Apply f with the connection `kind`."""
+    """Apply f with a connection of type `kind`."""
     match kind:
         case "no residual":
             return f(x)
@@ -89,7 +89,7 @@ def run(
     kind: str,
     params: Any,
     tokens: jax.Array,  # i32[B, T]
-    nudges: jax.Array,  # f32[L, B, T, D], added before each block to take gradients there
+    nudges: jax.Array,  # f32[L, B, T, D], added before each block to compute its gradient
 ) -> jax.Array:  # f32[B, T, V]
     """Return the logits of a stack of blocks."""
     x = params["tokens"][tokens] + sinusoidal(jnp.arange(tokens.shape[1]), WIDTH)[None]
@@ -122,7 +122,7 @@ def loss_of(kind: str, params: Any, texts: jax.Array, nudges: jax.Array) -> jax.
 def gradients(
     kind: str, layers: int, texts: np.ndarray, seed: int, seeds: int
 ) -> np.ndarray:  # f64[L]
-    """Return the gradient norm before each block relative to the last, averaged geometrically."""
+    """Return the geometric mean of the relative gradient norm before each block."""
     nudges = jnp.zeros((layers, *texts[:, 1:].shape, WIDTH))
     slope = jax.jit(lambda key: jax.grad(loss_of, 3)(kind, init(layers, key), texts, nudges))
     keys = jax.random.split(jax.random.key(seed), seeds)
@@ -133,7 +133,7 @@ def gradients(
 
 
 def jacobians() -> dict[str, np.ndarray]:  # f64[D, D] of each
-    """Return df/dx, d(x + f)/dx and d norm(x + f)/dx for one feed-forward part."""
+    """Return df/dx, d(x + f)/dx, and d norm(x + f)/dx for one feed-forward part."""
     p, x = init_block(jax.random.key(3)), jax.random.normal(jax.random.key(4), (WIDTH,))
     f = partial(feed_forward, jax.tree.map(lambda w: 0.5 * w, p))
     kinds = ("no residual", "no norm", "post-norm")
@@ -141,7 +141,7 @@ def jacobians() -> dict[str, np.ndarray]:  # f64[D, D] of each
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return Jacobians, and gradients keyed by kind and depth."""
+    """Run the demonstration. Return the Jacobians, and the gradients keyed by kind and depth."""
     seed, seeds = arguments.seed, 2 if arguments.quick else 4
     depths = sorted({min(2, arguments.layers), max(2, arguments.layers // 4), arguments.layers})
     depths = [depth for depth in depths if depth <= arguments.layers]

@@ -1,9 +1,9 @@
-"""Draw a model from its config, self-attention with its shapes, a filling cache, and a stream.
+"""Draw a model from its config, self-attention with its shapes, a cache, and a stream.
 
     python -m transformer_jax demo drawings --preset transformer-base
 
-The boxes of a model are named after its parameters, and the library computes the numbers in the
-other drawings.
+The boxes of a model are named after its parameters. The library computes the numbers in the other
+drawings.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ OPTIONS: Options = {
     "seed": (0, 0),
 }
 
-LINE, GAP, SIDE = 0.19, 0.24, 0.3  # inches: line of text, gap between boxes, margin of a column
+LINE, GAP, SIDE = 0.19, 0.24, 0.3  # inches: text line, gap between boxes, column margin
 FILLS = {"embed": "#e3f1e6", "norm": "#f4f0d8", "attention": "#fbe5d6", "feed_forward": "#dbe7f6",
          "head": "#eedff0"}  # fmt: skip
 
 
 class Box(NamedTuple):
-    """Labeled box: the name of a group of parameters and lines about them."""
+    """Labeled box with the name of a group of parameters and lines about them."""
 
     name: str
     lines: Sequence[str]
@@ -57,14 +57,14 @@ class Box(NamedTuple):
 
 
 Item = Box | str
-"""Element of a column, from bottom to top: a box; "text ..." for a label; "plus", which adds the
-stream of the last "split"; "fork", where parallel branches leave the stream; "beside", the start of
-the next parallel branch; "start" and any other string, where the blocks begin and end; "states",
+"""Element of a column, from bottom to top. A box, "text ..." for a label, "plus" to add the stream
+of the last "split", "fork" where parallel branches leave the stream, "beside" at the start of the
+next parallel branch, "start" and any other string where the blocks begin and end, or "states" for
 the output of the stack."""
 
 
 def attention_box(config: ModelConfig, stack: str, cross: bool = False) -> Box:
-    """Return the attention box with its visible keys, heads and widths."""
+    """Return the attention box with its visible keys, heads, and widths."""
     name = "cross_attention" if cross else "attention"
     windows = ", ".join("all" if w is None else str(w) for w in config.windows)
     sees = "causal" if stack == "decoder" else "sees both ways"
@@ -145,7 +145,7 @@ def activation_name(config: ModelConfig) -> str:
 
 
 def norm_boxes(config: ModelConfig, name: str, width: int | None = None) -> list[Box]:
-    """Return the box of a norm in a list, which is empty if the config has no norm."""
+    """Return a list with the box of a norm, or an empty list if the config has no norm."""
     if config.norm is None:
         return []
     return [Box(name, [f"{config.norm} {config.d_model if width is None else width}"], "norm")]
@@ -233,7 +233,7 @@ def stack_items(config: ModelConfig, stack: str) -> list[Item]:
 
 
 def class_boxes(config: ModelConfig) -> list[Item]:
-    """Return the column of an encoder's pooler and classifier; empty without them."""
+    """Return the column of an encoder's pooler and classifier, which is empty without them."""
     each = config.classes_of != "text"
     items: list[Item] = ["states"]
     if config.pooling is not None and (not each or config.pooler_reads == "each"):
@@ -254,7 +254,7 @@ def class_boxes(config: ModelConfig) -> list[Item]:
 
 
 def new_page() -> tuple[Figure, Axes]:
-    """Create a figure with one pair of axes in inches."""
+    """Create a figure with axes that are scaled in inches."""
     figure = Figure(figsize=(1, 1), facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))
@@ -277,7 +277,7 @@ def write(axes: Axes, x: float, y: float, text: str, size: float = 9, **styles: 
 
 
 def arrow(axes: Axes, *points: tuple[float, float], colour: str = INK) -> None:
-    """Draw a line through points, with an arrowhead at the last one."""
+    """Draw a line through points, with an arrowhead at the last point."""
     xs, ys = zip(*points[:-1], strict=True)
     axes.plot(xs, ys, color=colour, linewidth=1, solid_capstyle="butt")
     style: dict[str, Any] = dict(arrowstyle="-|>", color=colour, linewidth=1, shrinkA=0, shrinkB=0)
@@ -295,7 +295,7 @@ def text_width(figure: Figure, texts: Sequence[str], size: float, **styles: Any)
 
 
 def draw_model(config: ModelConfig) -> Figure:
-    """Draw the embeddings, blocks and output of a model from bottom to top, with their widths.
+    """Draw the embeddings, blocks, and output of a model from bottom to top, with their widths.
 
     Boxes are named after the modules of `init_params(config)`, relative to their block. The line
     around a branch is the residual stream, and a plus adds the branch's output.
@@ -328,10 +328,10 @@ def draw_model(config: ModelConfig) -> Figure:
 def draw_items(
     axes: Axes, items: Sequence[Item], x: float, wide: float, outer: int, y: float = 0.1
 ) -> tuple[float, dict[str, float]]:
-    """Draw items from y upwards, with arrows between them.
+    """Draw items from y upward, with arrows between them.
 
-    The residual stream passes a branch on the side `outer`. Return the top of the last item, and
-    the heights of the boxes and states.
+    The residual stream passes branches on the side `outer`. Return the top of the last item and the
+    heights of the boxes and states.
     """
     places, past = dict[str, float](), x + outer * (wide / 2 + SIDE / 2)
     inner = x - outer * (wide / 2 + SIDE / 2)
@@ -370,7 +370,7 @@ def draw_items(
         elif item == "states":
             places["states"] = y
             last = y if last is None else last
-        else:  # the end of the blocks; the item names them
+        else:  # the end of the blocks, which the item names
             y += LINE
             corner, size = (x - wide / 2 - SIDE, start), (wide + 2 * SIDE, y - start)
             dashes: Any = (0, (4, 3))
@@ -396,7 +396,7 @@ def draw_box(axes: Axes, box: Box, corner: tuple[float, float], wide: float, hei
 def draw_attention(
     tokens: Sequence[str], width: int = 4, head_dim: int = 2, causal: bool = False, seed: int = 0
 ) -> Figure:
-    """Draw one head of self-attention with its shapes and random numbers from a seed.
+    """Draw one head of self-attention with its shapes and with random numbers from a seed.
 
     S = Q K^T / sqrt(H),  A = softmax(S) over keys,  O = A V.
     """
@@ -482,7 +482,7 @@ def draw_numbers(
 
 
 def cache_positions(tokens: int, capacity: int) -> np.ndarray:  # i32[T, capacity]
-    """Return the position in each slot of a cache after each token; -1 is empty."""
+    """Return the position in each slot of a cache after each token, or -1 for an empty slot."""
 
     def step(state: cache.KVCache, t: jax.Array) -> tuple[cache.KVCache, jax.Array]:
         new = jnp.zeros((1, 1, 1, 1))  # [B, T, K, H]
@@ -495,7 +495,7 @@ def cache_positions(tokens: int, capacity: int) -> np.ndarray:  # i32[T, capacit
 def draw_cache(tokens: int = 8, window: int = 4) -> Figure:
     """Draw the position in each slot after each token, for a full cache and a ring.
 
-    A ring has one slot per position of the window: position t is in slot t mod W.
+    A ring has one slot per position in the window. Position t is in slot t mod W.
     """
     figure, axes = new_page()
     cell, x, top = 0.36, 1.0, 0.6 + tokens * 0.36
@@ -571,7 +571,7 @@ def draw_stream(layers: int = 2, window: int = 3, chunk: int = 3, chunks: int = 
 
 
 def write_legend(figure: Figure, axes: Axes, x: float, legend: dict[str, str]) -> float:
-    """Write the color legend in a line at the bottom; return where it ends."""
+    """Write the color legend on one line at the bottom, and return its right edge."""
     for text, fill in legend.items():
         axes.add_patch(Rectangle((x, 0.2), 0.18, 0.18, fc=fill, ec="#999999", lw=0.7))
         write(axes, x + 0.25, 0.29, text, 8, ha="left")
@@ -580,7 +580,7 @@ def write_legend(figure: Figure, axes: Axes, x: float, legend: dict[str, str]) -
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Figure]:
-    """Draw all four subjects and return the figures keyed by name."""
+    """Draw all four subjects and return the figures, keyed by name."""
     window, seed = arguments.window, arguments.seed
     figures = {
         "drawings": draw_model(preset(arguments.preset)),

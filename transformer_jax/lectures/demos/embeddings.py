@@ -2,14 +2,14 @@
 
     python -m transformer_jax demo embeddings
 
-The sentences come from a small grammar: kings and queens rule and walk, cats and dogs eat and run.
-A feed-forward model of the last three words (Bengio et al. 2003) is trained on four fifths of them.
-Words that occur in the same contexts get vectors with a small angle between them, so the model
-generalizes from one word to the other:
+The sentences come from a small grammar, in which kings and queens rule and walk, and cats and dogs
+eat and run. A feed-forward model of the last three words (Bengio et al. 2003) is trained on four
+fifths of the sentences. The angle between the vectors of words that occur in the same contexts
+becomes small, so the model generalizes from one word to the other:
 
     cos(a, b) = a . b / (|a| |b|)
 
-N-gram counts cannot: a word that never followed the same three words has probability 0.
+N-gram counts do not generalize. A word that never followed the same three words has probability 0.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def sentences() -> list[list[str]]:
 
 
 def windows(texts: list[list[str]], vocabulary: list[str]) -> np.ndarray:  # i32[M, CONTEXT + 1]
-    """Return each word of each text after its CONTEXT previous words."""
+    """Return each word of each text, preceded by its CONTEXT previous words."""
     rows = []
     for text in texts:
         ids = [vocabulary.index(word) for word in [START] * CONTEXT + text]
@@ -80,7 +80,7 @@ def windows(texts: list[list[str]], vocabulary: list[str]) -> np.ndarray:  # i32
 
 
 def share_never_counted(training: np.ndarray, held_out: np.ndarray) -> float:
-    """Return the share of held-out 4-grams that do not occur in `training`."""
+    """Return the fraction of held-out 4-grams that do not occur in `training`."""
     counts = Counter(map(tuple, training.tolist()))
     return float(np.mean([tuple(row) not in counts for row in held_out.tolist()]))
 
@@ -94,7 +94,7 @@ def cosines(vectors: np.ndarray) -> np.ndarray:  # [V, E] -> [V, V]
 def learn(
     training: np.ndarray, held_out: np.ndarray, words: int, steps: int, seed: int, width: int
 ) -> Any:
-    """Return the trained table [V, E], and the held-out words' loss and lowest probability."""
+    """Return the trained table [V, E] and the loss and lowest probability of the held-out words."""
     config = WindowConfig(
         vocab_size=words, context=CONTEXT, d_embed=width, d_hidden=width, tie_embeddings=True
     )
@@ -116,7 +116,7 @@ def learn(
 
 
 def draw(table: np.ndarray, vocabulary: list[str], similarity: np.ndarray, arguments: Any) -> None:
-    """Plot the first two principal components of the vectors, and some cosines."""
+    """Plot the first two principal components of the vectors and some cosines."""
     every = [word for words in WORDS.values() for word in words]
     at = [vocabulary.index(word) for word in every]
     centred = table[at] - table[at].mean(axis=0)
@@ -135,7 +135,7 @@ def draw(table: np.ndarray, vocabulary: list[str], similarity: np.ndarray, argum
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return cosines for each seed, and the held-out results."""
+    """Run the demonstration. Return the cosines for each seed and the held-out results."""
     check_least("width", arguments.width, 2, "the vectors are drawn in a plane")
     first, steps = arguments.seed, 400 if arguments.quick else 1500
     seeds = range(first, first + (1 if arguments.quick else 5))
@@ -167,7 +167,7 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
         for (a, b), x in found["pairs"].items()
     ])  # fmt: skip
     for word in ("king", "runs", "bread"):
-        # the first is the word itself
+        # the first word is the word itself
         nearest = np.argsort(-similarity[0, vocabulary.index(word)])[1:4]
         print(f"nearest to {word}:", ", ".join(vocabulary[i] for i in nearest))
     print(f"held-out words with probability 0 by 4-gram counts: {never:.1%}")

@@ -4,15 +4,15 @@
 
 In training, the model reads the true previous tokens (teacher forcing). In generation, it reads its
 own output (free running), whose errors it was not trained on (Bengio et al. 2015; Ranzato et al.
-2016). Here, each prompt has one correct continuation, so errors can be counted:
+2016). Here, each prompt has exactly one correct continuation, so errors can be counted:
 
     x_t = (x_{t-1} + x_{t-2}) mod 11
 
-The model is a decoder with a window of two tokens, deliberately undertrained so that it continues
-some pairs incorrectly. If a teacher-forced token is wrong with probability e and every token after
-an error is wrong, then free-running token t is wrong with probability 1 - (1 - e)^t. At later
-positions, the measured errors are lower: sequences repeat after 5 or 10 tokens, so a sequence stays
-correct once the model has predicted all of its pairs.
+The model is a decoder with a window of two tokens. It is deliberately undertrained, so that it
+continues some pairs incorrectly. If a teacher-forced token is wrong with probability e, and if
+every token after an error is wrong, then free-running token t is wrong with probability 1 - (1 -
+e)^t. At later positions, the measured error rates are lower because sequences repeat after 5 or 10
+tokens: a sequence stays correct once the model has predicted all of its pairs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MODULUS, PROMPT = 11, 2
 
 
 def continue_texts(first: np.ndarray, length: int) -> np.ndarray:  # i32[B, 2] -> i32[B, length]
-    """Return the correct continuations up to `length` tokens."""
+    """Return the correct continuations, up to a total of `length` tokens."""
     tokens = [first[:, 0], first[:, 1]]
     while len(tokens) < length:
         tokens.append((tokens[-1] + tokens[-2]) % MODULUS)
@@ -77,8 +77,8 @@ def train_model(config: ModelConfig, steps: int, length: int, seed: int) -> Any:
 def measure_errors(
     config: ModelConfig, params: Any, length: int
 ) -> tuple[np.ndarray, np.ndarray]:  # f64[T], f64[T]
-    """Return the share of wrong tokens at each position, teacher-forced and free-running."""
-    # all 121 prompts, so the errors are exact
+    """Return the error rates at each position with teacher forcing and with free running."""
+    # all 121 prompts are used, so the error rates are exact
     first = np.array(list(itertools.product(range(MODULUS), repeat=2)))
     texts = continue_texts(first, PROMPT + length)
     prompt, rest = texts[:, :PROMPT], texts[:, PROMPT:]
@@ -91,7 +91,7 @@ def measure_errors(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
-    """Run the demonstration; return the errors of both modes at each position."""
+    """Run the demonstration, and return the error rates of both modes at each position."""
     check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     steps, length = 60, arguments.tokens
     config = ModelConfig(

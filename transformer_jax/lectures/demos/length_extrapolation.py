@@ -1,11 +1,11 @@
-"""Train decoders on short sequences and measure their loss at longer lengths.
+"""Train decoders on short sequences and measure their loss on longer sequences.
 
     python -m transformer_jax demo length_extrapolation
 
-For each kind of positional encoding, a decoder is trained on n tokens and evaluated on 4 n. In a
-causal model, the loss at position t is the loss at length t. Each token is a random function of the
-two previous tokens, so their order matters. A tenth of the tokens is noise, so no model can beat
-the entropy rate. Press et al. 2022 measure this on English.
+For each kind of positional encoding, a decoder is trained on n tokens and evaluated on 4 n tokens.
+In a causal model, the loss at position t is the loss for length t. Each token is a random function
+of the two previous tokens, so their order matters. A tenth of the tokens are noise, so no model can
+have a loss below the entropy rate. Press et al. 2022 made this measurement for English text.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def losses_by_position(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return each kind's loss by position, or None if unsupported."""
+    """Run the demonstration. Return the loss by position for each kind, or None if unsupported."""
     check_least("tokens", arguments.tokens, 3, "a token is a function of the two before it")
     check_multiple("width", arguments.width, 8, "for 4 heads of even width")
     kinds = ("learned", "sinusoidal", "alibi") if arguments.quick else KINDS

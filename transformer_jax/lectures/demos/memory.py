@@ -1,12 +1,13 @@
-"""Train recurrent networks to remember one letter across many other tokens.
+"""Train recurrent networks to remember a letter while they read many other tokens.
 
     python -m transformer_jax demo memory
 
-A sequence contains one of eight letters, followed by k random distractors from eight other symbols.
-After the last one, the network must name the letter; chance is one in eight. An Elman network
-overwrites its state at every token. An untrained LSTM keeps about the share sigmoid(b_f) of its
-cell, so b_f determines whether the gradient survives k steps (Gers et al. 2000, Jozefowicz et al.
-2015). The models are `RecurrentLM`; b_f is `forget_bias` of `RecurrentConfig`.
+A sequence contains one of eight letters, followed by k random distractors, which are chosen from
+eight other symbols. After the last distractor, the network must name the letter; the accuracy of a
+random guess is 1/8. An Elman network overwrites its state at every token. An untrained LSTM keeps a
+fraction of about sigmoid(b_f) of its cell, so b_f determines whether the gradient survives k steps
+(Gers et al. 2000, Jozefowicz et al. 2015). The models are of class `RecurrentLM`, and b_f is the
+`forget_bias` of `RecurrentConfig`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ NETWORKS: dict[str, tuple[Cell, float]] = {
 
 
 def texts(rows: int, length: int, delay: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return sequences i32[B, T] with a letter `delay` tokens before the last, and the letters."""
+    """Return the letters, and sequences i32[B, T] with the letter `delay` tokens before the end."""
     random = np.random.default_rng(seed)
     tokens = random.integers(LETTERS, 2 * LETTERS, (rows, length), dtype=np.int32)
     letters = random.integers(0, LETTERS, rows, dtype=np.int32)
@@ -56,7 +57,7 @@ def texts(rows: int, length: int, delay: int, seed: int) -> tuple[np.ndarray, np
 def accuracies(
     config: RecurrentConfig, delays: list[int], steps: int, keys: jax.Array
 ) -> np.ndarray:  # f64[delays, seeds]
-    """Train a network for each delay and key; return the share of letters named correctly."""
+    """Train a network for each delay and key, and return the fraction of correct letters."""
     model, length = build(config), delays[-1] + 1
 
     def logits(params: Params, tokens: jax.Array) -> jax.Array:  # f32[B, V] after the last token
@@ -80,7 +81,7 @@ def accuracies(
 
 
 def demonstrate(arguments: Namespace) -> tuple[list[int], dict[str, np.ndarray]]:
-    """Run the demonstration; return delays, and accuracies [delays, seeds] keyed by network."""
+    """Run the demonstration. Return delays, and accuracies [delays, seeds] keyed by network."""
     delays = halved(arguments.tokens, 2 if arguments.quick else 4)
     keys = jax.random.split(jax.random.key(arguments.seed), 1 if arguments.quick else 3)
     found = {}

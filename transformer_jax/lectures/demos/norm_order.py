@@ -1,13 +1,14 @@
-"""Train post-norm and pre-norm models of several depths, with and without warmup.
+"""Train post-norm and pre-norm models of several depths with and without warmup.
 
     python -m transformer_jax demo norm_order
 
-The blocks are those of `depth`. According to Xiong et al. 2020, post-norm has large gradients near
-the output before training, so it needs a warmup, and pre-norm does not. The picture shows the norm
-of the gradient of each block's last matrix, W_2, in the first step, and the loss after training
-with Adam at several rates, constant or with a linear warmup over the first half of the steps. The
-previous token determines each token, except for a tenth of random noise, so the lowest possible
-loss is `entropy_rate()`, and guessing costs log 11 = 2.4.
+The blocks are defined in `depth`. According to Xiong et al. 2020, post-norm models have large
+gradients near the output before training, so they need a warmup, while pre-norm models do not. The
+picture shows the gradient norm of the last matrix of each block, W_2, in the first step. It also
+shows the loss after training with Adam at several learning rates, which are constant or have a
+linear warmup over the first half of the steps. Each token is determined by the previous token,
+except for a tenth of the tokens, which are random. The lowest possible loss is therefore
+`entropy_rate()`, and the loss of a random guess is log 11 = 2.4.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def make_texts(rows: int, seed: int) -> np.ndarray:  # i32[B, T + 1]
 
 
 def schedules(steps: int) -> np.ndarray:  # f32[rates, 2, steps]
-    """Return each rate at every step, constant and with a warmup over half of the steps."""
+    """Return the rate at every step, both constant and with a warmup over half of the steps."""
     warmup = np.minimum(np.arange(1, steps + 1) / max(1, steps // 2), 1.0)
     shapes = np.stack([np.ones(steps), warmup])
     return (np.array(RATES)[:, None, None] * shapes).astype(np.float32)
@@ -63,9 +64,9 @@ def schedules(steps: int) -> np.ndarray:  # f32[rates, 2, steps]
 def train_all(
     kind: str, layers: int, steps: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:  # f32[rates, 2], f32[L]
-    """Train with every schedule from the same parameters; return losses and first W_2 gradients.
+    """Train with each schedule from the same parameters. Return losses and first W_2 gradients.
 
-    Each loss is the mean over the last fifth of the steps.
+    Each loss is a mean over the last fifth of the steps.
     """
     texts = make_texts(steps * ROWS, seed=1).reshape(steps, ROWS, LENGTH + 1)
     nudges = jnp.zeros((layers, ROWS, LENGTH, WIDTH))
@@ -91,7 +92,7 @@ def train_all(
 
 
 def demonstrate(arguments: Namespace) -> dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]:
-    """Run the demonstration; return (losses, gradients) keyed by kind and depth."""
+    """Run the demonstration, and return (losses, gradients) keyed by kind and depth."""
     depths = sorted({min(2, arguments.layers), max(1, arguments.layers // 4), arguments.layers})
     found = {
         (kind, layers): train_all(kind, layers, arguments.steps, arguments.seed)

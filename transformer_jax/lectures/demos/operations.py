@@ -1,18 +1,20 @@
-"""Count the multiplications of one layer: attention, recurrence, convolution, feed-forward.
+"""Count the multiplications in an attention, recurrent, convolution, and feed-forward layer.
 
     python -m transformer_jax demo operations
 
-Table 1 of Vaswani et al. 2017, for n tokens, width d and a convolution over k tokens:
+The complexities are from table 1 of Vaswani et al. 2017, for n tokens, width d, and a convolution
+over k tokens:
 
-    self-attention    O(n^2 d)      here 2 n^2 d: scores, and the weighted sum of values
+    self-attention    O(n^2 d)      here 2 n^2 d: scores and the weighted sum of values
     recurrent         O(n d^2)      2 n d^2: W x and U h
     convolution       O(k n d^2)    k n d^2
     feed-forward      O(n d^2)      8 n d^2: to 4 d and back
 
-The four projections of attention take another 4 n d^2. The counts come from the traced programs:
-the products of each matrix multiplication and convolution, times the steps of its loops. The
-demonstration also measures the time and temporary memory of one call of attention for each n, with
-materialized scores ("xla") and in tiles ("blockwise").
+The four projections of attention require another 4 n d^2 multiplications. The counts are computed
+from the traced programs. Each count is the number of products in the matrix multiplications and
+convolutions, times the number of loop iterations. The demonstration also measures the time and the
+temporary memory of a call to attention for each n, with materialized scores ("xla") and in tiles
+("blockwise").
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ NAMES = ("self-attention", "recurrent", f"convolution of {KERNEL}", "feed-forwar
 
 
 def products(program: Jaxpr) -> int:
-    """Count the products of a program's matrix multiplications, once per step of a loop."""
+    """Count the products in a program's matrix multiplications, once per loop iteration."""
     total = 0
     for equation in program.eqns:
         inner = sum(map(products, programs_within(equation)))
@@ -66,7 +68,7 @@ def products(program: Jaxpr) -> int:
 
 
 def layers(n: int, d: int) -> list[tuple[Callable[..., Any], Any]]:
-    """Return each layer as a function of x, and x [1, n, d]."""
+    """Return pairs of a layer, as a function of x, and its input x [1, n, d]."""
     x = jnp.zeros((1, n, d))
 
     def of_module(module: nn.Module) -> Callable[..., Any]:
@@ -95,12 +97,12 @@ def count(n: int, d: int) -> list[int]:
 
 
 def formulas(n: int, d: int) -> list[int]:
-    """Return the multiplications of each layer according to the table."""
+    """Return the number of multiplications in each layer according to the table."""
     return [2 * n * n * d, 2 * n * d * d, KERNEL * n * d * d, 8 * n * d * d, 4 * n * d * d]
 
 
 def measure(n: int, d: int, rounds: int) -> dict[str, tuple[float, int]]:
-    """Return the median seconds and temporary bytes per call, keyed by implementation."""
+    """Return the median time in seconds and temporary bytes per call, keyed by implementation."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, n, 1, d))
     found = {}
     for name in ("xla", "blockwise"):
@@ -118,7 +120,7 @@ def measure(n: int, d: int, rounds: int) -> dict[str, tuple[float, int]]:
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return the width, and counts and measurements keyed by length."""
+    """Run the demonstration. Return the width, and the counts and measurements keyed by length."""
     width, rounds = arguments.width, 2 if arguments.quick else 9
     lengths = (4, 16, 64) if arguments.quick else (16, 64, 256, 1024)
     timed = halved(arguments.tokens, 2 if arguments.quick else 5)

@@ -1,17 +1,17 @@
-"""Measure path lengths and sequential steps of recurrence, attention and windowed attention.
+"""Measure path lengths and sequential steps of recurrence, attention, and windowed attention.
 
     python -m transformer_jax demo path_length
 
-Table 1 of Vaswani et al. 2017, for n tokens and windows of W:
+The complexities are from table 1 of Vaswani et al. 2017, for n tokens and windows of W tokens:
 
     layer             sequential steps    longest path between two positions
     recurrent         O(n)                O(n)
     self-attention    O(1)                O(1)
     window            O(1)                O(n / W): ceil((n - 1) / (W - 1)) layers
 
-Sequential steps are the lengths of the loops in the program of one layer. Paths are measured with
-derivatives: all positions take a step at once, and the path is the number of steps until the last
-position depends on the first input.
+The number of sequential steps is the number of loop iterations in the program of one layer. Paths
+are measured with derivatives. All positions take a step at once, and the path length is the number
+of steps until the last position depends on the first input.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WIDTH = 8
 
 
 def loop_steps(program: Jaxpr) -> int:
-    """Count the sequential steps of a program's loops; at least 1."""
+    """Count the sequential steps in a program's loops; the result is at least 1."""
 
     def count(program: Jaxpr) -> int:
         total = 0
@@ -78,7 +78,7 @@ def attend(mask: Mask) -> Callable[[jax.Array], jax.Array]:
 
 
 def sequential_steps(n: int, window: int) -> list[int]:
-    """Count the sequential steps of one layer of each kind for n tokens."""
+    """Count the sequential steps in one layer of each kind for n tokens."""
     config = RecurrentConfig(vocab_size=7, d_embed=WIDTH, d_hidden=WIDTH)
     params = init_params(config, jax.random.key(0))
     tokens, x = jnp.zeros((1, n), jnp.int32), jnp.zeros((n, WIDTH))
@@ -90,7 +90,7 @@ def sequential_steps(n: int, window: int) -> list[int]:
 def steps_until_dependent(step: Callable[[Any], Any], state: Any, tangent: Any) -> int:
     """Count the steps until the last position has a nonzero derivative.
 
-    `state` and `tangent` are pytrees of arrays [T, ...]; only the first array is checked.
+    `state` and `tangent` are pytrees of arrays [T, ...]. Only the first array is checked.
     """
     push = jax.jit(lambda state, tangent: jax.jvp(step, (state,), (tangent,)))
     count = 0
@@ -101,7 +101,7 @@ def steps_until_dependent(step: Callable[[Any], Any], state: Any, tangent: Any) 
 
 
 def formulas(n: int, window: int) -> tuple[list[int], list[int]]:
-    """Return the sequential steps and the longest path of each kind."""
+    """Return the number of sequential steps and the longest path of each kind."""
     return [n, 1, 1], [n, 1, -(-(n - 1) // (window - 1))]
 
 
@@ -113,7 +113,7 @@ def path_lengths(n: int, window: int) -> list[int]:
     params = cell.init(jax.random.key(2), x[0], x[0])
 
     def all_cells(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Apply h_t = cell(h_{t-1}, x_t) once at all positions simultaneously."""
+        """Apply h_t = cell(h_{t-1}, x_t) at all positions simultaneously."""
         h, x = state
         before = jnp.concatenate([jnp.zeros_like(h[:1]), h[:-1]])
         after: Any = cell.apply(params, before, x)
@@ -126,7 +126,7 @@ def path_lengths(n: int, window: int) -> list[int]:
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return lengths, and sequential steps and paths of each kind."""
+    """Run the demonstration. Return lengths, and the sequential steps and paths of each kind."""
     check_least("tokens", arguments.tokens, 2, "a path connects two tokens")
     window = arguments.window
     check_least("window", window, 2, "a token that sees only itself has no path")

@@ -1,11 +1,12 @@
-"""Learn AND, OR and XOR with a perceptron and with a two-layer network.
+"""Learn AND, OR, and XOR with a perceptron and with a two-layer network.
 
     python -m transformer_jax demo perceptron
 
-A perceptron computes step(w.x + b) and learns with w += (y - answer) x after each wrong answer
-(Rosenblatt 1958). It divides the plane by a straight line, so it can learn AND and OR, but never
-XOR (Minsky & Papert 1969). Two layers, sigmoid(v.tanh(W x + b) + c), can learn curved boundaries
-(Rumelhart et al. 1986). sigmoid(z) = 1 / (1 + exp(-z)) is the probability of the answer 1.
+A perceptron computes step(w.x + b) and learns by applying w += (y - answer) x after each wrong
+answer (Rosenblatt 1958). It divides the plane by a straight line, so it can learn AND and OR but
+not XOR (Minsky & Papert 1969). A network with two layers, sigmoid(v.tanh(W x + b) + c), can learn
+curved boundaries (Rumelhart et al. 1986). The sigmoid 1 / (1 + exp(-z)) is the probability that the
+answer is 1.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ GATES = {
 
 
 def learn_perceptron(answers: np.ndarray, epochs: int) -> tuple[np.ndarray, int | None]:
-    """Return the weights [w1, w2, b] and the epochs until all answers are right, or None."""
+    """Return the weights [w1, w2, b] and the number of epochs until all are right, or None."""
     weights = np.zeros(3)
     for epoch in range(epochs):
         wrong = 0
@@ -59,7 +60,7 @@ def two_layers(params: Any, x: jax.Array) -> jax.Array:  # [B, 2] -> f32[B]
 
 
 def learn_two_layers(answers: np.ndarray, steps: int, width: int, seed: int) -> tuple[Any, float]:
-    """Return parameters trained with full batches, and the last loss in nats."""
+    """Return the parameters trained with full batches and the last loss in nats."""
     first, second = jax.random.split(jax.random.key(seed))
     params = {
         "w": jax.random.normal(first, (2, width)),
@@ -77,7 +78,7 @@ def learn_two_layers(answers: np.ndarray, steps: int, width: int, seed: int) -> 
 
 
 def draw(learned: dict[str, Any], arguments: Any) -> None:
-    """Plot the four inputs of each gate over the network's output for the plane."""
+    """Plot the network's output over the plane, with the four inputs of each gate."""
     figure, plots = new_figure(len(GATES), height=4.2)
     side = np.linspace(-0.4, 1.4, 55, dtype=np.float32)
     grid = np.stack(np.meshgrid(side, side), axis=-1)  # [y, x, 2]
@@ -104,7 +105,7 @@ def draw(learned: dict[str, Any], arguments: Any) -> None:
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return the learned weights and outputs keyed by gate."""
+    """Run the demonstration, and return the learned weights and outputs keyed by gate."""
     learned: dict[str, Any] = {}
     for name, answers in GATES.items():
         weights, epochs = learn_perceptron(answers, epochs=1000)

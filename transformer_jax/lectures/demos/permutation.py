@@ -1,10 +1,10 @@
-"""Permute the tokens of an encoder without positions and with each kind of positions.
+"""Permute the tokens of an encoder for each kind of positional encoding, and without any.
 
     python -m transformer_jax demo permutation
 
-Self-attention without positions is equivariant: f(P x) = P f(x) for every permutation P. Only
-positional encodings give an encoder the order of its tokens. The table shows the largest element of
-|f(P x) - P f(x)| for a random encoder.
+Self-attention without positional encoding is equivariant: f(P x) = P f(x) for every permutation P.
+An encoder knows the order of its tokens only from positional encodings. The table shows the largest
+element of |f(P x) - P f(x)| for a random encoder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KINDS = ("none", "learned", "sinusoidal", "rope", "shaw", "t5", "alibi")
 
 
 def largest_difference(kind: str, length: int, width: int, seed: int) -> float:
-    """Return the largest element of |f(P x) - P f(x)| for an encoder with a kind of positions."""
+    """Return the largest element of |f(P x) - P f(x)| for an encoder with these positions."""
     config = ModelConfig(
         kind="encoder", vocab_size=53, d_model=width, num_layers=2, num_heads=4, max_len=length,
         init_std=0.3, positions=positions_of(kind),
@@ -44,7 +44,7 @@ def largest_difference(kind: str, length: int, width: int, seed: int) -> float:
     tokens = jax.random.randint(jax.random.key(1), (3, length), 0, config.vocab_size)  # [B, T]
     draw = np.random.default_rng(2)
     order = draw.permutation(length)
-    while (order == np.arange(length)).all():  # with two tokens, half of the draws are the identity
+    while (order == np.arange(length)).all():  # for two tokens, half of the draws are the identity
         order = draw.permutation(length)
 
     @jax.jit
@@ -55,7 +55,7 @@ def largest_difference(kind: str, length: int, width: int, seed: int) -> float:
 
 
 def demonstrate(arguments: Namespace) -> dict[str, float]:
-    """Run the demonstration; return the largest difference of each kind."""
+    """Run the demonstration, and return the largest difference for each kind."""
     check_least("tokens", arguments.tokens, 2, "one token has no other order")
     check_multiple("width", arguments.width, 8, "for 4 heads of even width")
     kinds = ("none", "rope") if arguments.quick else KINDS

@@ -1,10 +1,10 @@
-"""Measure the receptive field of stacked windows with gradients.
+"""Measure the receptive field of stacked attention windows with gradients.
 
     python -m transformer_jax demo receptive_field
 
-With a window of W, a query of a causal layer sees W keys, including its own, so the last output of
-L layers depends on L (W - 1) + 1 inputs. The demonstration counts the inputs for which the gradient
-of the last output is not zero.
+With a window of W tokens, a query in a causal layer sees W keys, including its own. The last output
+of L layers therefore depends on L (W - 1) + 1 inputs. The demonstration counts the inputs for which
+the gradient of the last output is not zero.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FRAME = 5
 
 
 def gradient_norms(config: ModelConfig, length: int, seed: int) -> np.ndarray:  # f32[T]
-    """Return the norm of the last output's gradient for each distance to the input, from 0."""
+    """Return the gradient norm of the last output for each distance to the input, from 0."""
     model = StreamingEncoder(config, frame_dim=FRAME)
     frames = jax.random.normal(jax.random.key(seed), (1, length, FRAME))  # [B, T, frame_dim]
     params = model.init(jax.random.key(1), frames)
@@ -48,7 +48,7 @@ def gradient_norms(config: ModelConfig, length: int, seed: int) -> np.ndarray:  
 
 
 def demonstrate(arguments: Namespace) -> dict[tuple[int, int], tuple[int, int]]:
-    """Run the demonstration; return (measured, computed) fields keyed by (layers, window)."""
+    """Run the demonstration. Return (measured, computed) fields keyed by (layers, window)."""
     check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     last, deepest = arguments.window, arguments.layers
     windows = sorted({max(1, last // 2), last})

@@ -1,11 +1,11 @@
-"""Plot the table of sinusoidal positions, and a vector that rotates with its position.
+"""Plot the table of sinusoidal positions and a vector that rotates with its position.
 
     python -m transformer_jax demo rotations
 
-Left: P[p, 2i] = sin(p w_i), P[p, 2i + 1] = cos(p w_i), w_i = 10000^(-2i/D), from high to low
-frequencies. Every pair is a point on a circle, so P(t + k) is P(t) rotated by k w_i. Right: the
-first pair of a query with rotary positions (Su et al. 2021). At positions 0 to 5, the vector [1, 0]
-has the angles 0, 1, 2, ... radians and keeps its length of 1.
+The left plot shows P[p, 2i] = sin(p w_i) and P[p, 2i + 1] = cos(p w_i) with w_i = 10000^(-2i/D),
+from high to low frequencies. Every pair is a point on a circle, so P(t + k) is P(t) rotated by k
+w_i. The right plot shows the first pair of a query with rotary positions (Su et al. 2021). At
+positions 0 to 5, the vector [1, 0] has the angles 0, 1, 2, ... radians, and its length is always 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTIONS: Options = {"tokens": (64, 24), "width": (64, 8)}
 
 
 def rotate(table: np.ndarray, k: int) -> np.ndarray:  # [T, D] -> [T, D]
-    """Rotate each pair (sin, cos) of a table of positions by k times its frequency."""
+    """Rotate each pair (sin, cos) in a table of positions by k times its frequency."""
     d = table.shape[1]
     angle = k * 10_000.0 ** (-2 * np.arange(d // 2) / d)
     sin, cos = table[:, 0::2], table[:, 1::2]
@@ -43,7 +43,7 @@ def rotate(table: np.ndarray, k: int) -> np.ndarray:  # [T, D] -> [T, D]
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return the table, the rotation error, and the rotated vectors."""
+    """Run the demonstration. Return the table, the rotation error, and the rotated vectors."""
     check_multiple("width", arguments.width, 2, "for pairs of sine and cosine")
     length, width = arguments.tokens, arguments.width
     check_least("tokens", length, 2, "one position is rotated to another")

@@ -2,9 +2,10 @@
 
     python -m transformer_jax demo score_variance
 
-If the elements of q and k are independent with mean 0 and variance 1, q.k has variance d, and after
-scaling by 1/sqrt(d) variance 1 (Vaswani et al. 2017, 3.2.1, note 4). Large scores make the softmax
-one-hot, so its entropy and gradient fall to 0. Uniform weights over S keys have entropy ln S.
+If the elements of q and k are independent with mean 0 and variance 1, then q.k has variance d.
+After scaling by 1/sqrt(d), the variance is 1 (Vaswani et al. 2017, 3.2.1, note 4). Large scores
+make the softmax one-hot, so its entropy and gradient approach 0. Uniform weights over S keys have
+entropy ln S.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ QUERIES = 1000
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def measure(d: int, keys: int, scale: float | None) -> tuple[jax.Array, jax.Array]:
-    """Return the variance of the scores and the mean entropy of their softmax in nats."""
+    """Return the variance of the scores and the mean entropy of their softmax, in nats."""
     query_key, key_key = jax.random.split(jax.random.key(d))
     query = jax.random.normal(query_key, (QUERIES, 1, 1, d))  # [B, T, N, H]
     key = jax.random.normal(key_key, (QUERIES, keys, 1, d))  # [B, S, K, H]
@@ -47,7 +48,7 @@ def measure(d: int, keys: int, scale: float | None) -> tuple[jax.Array, jax.Arra
 
 
 def demonstrate(arguments: Namespace) -> dict[int, Any]:
-    """Run the demonstration; return (variance, entropy), unscaled and scaled, keyed by width."""
+    """Run the demonstration. Return (variance, entropy), unscaled and scaled, keyed by width."""
     keys, widths = arguments.tokens, [4**i for i in range(1, 16) if 4**i <= arguments.width]
     if not widths:
         fail("width", arguments.width, "must be at least 4")

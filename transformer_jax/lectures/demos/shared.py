@@ -1,4 +1,4 @@
-"""Options, tables, pictures and training shared by the demonstrations."""
+"""Options, tables, pictures, and training code shared by the demonstrations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ INK = "#444444"
 
 
 Options = Mapping[str, tuple[Any, Any]]
-"""Default values of a demonstration's options, keyed by name: usual, and with --quick."""
+"""Pairs of default values of a demonstration's options, keyed by name: normally and with
+--quick."""
 
 MEANINGS = {
     "data": "a text file, UTF-8",
@@ -42,11 +43,11 @@ MEANINGS = {
 
 
 def settings(options: Options, out: Path, quick: bool = False, **values: Any) -> Namespace:
-    """Return the arguments of a demonstration: the passed values, or else the defaults.
+    """Return the arguments of a demonstration, with defaults for values that are not passed.
 
     Raises:
-        ConfigError: for an unknown option, a number that is not positive, or a seed that is too
-            large for `jax.random.key`.
+        ConfigError: if an option is unknown, a number is not positive, or a seed is too large for
+            `jax.random.key`.
     """
     unknown = [name for name in values if name not in options]
     if unknown:
@@ -64,25 +65,25 @@ def settings(options: Options, out: Path, quick: bool = False, **values: Any) ->
 
 
 def check_multiple(name: str, value: int, of: int, reason: str) -> None:
-    """Raise ConfigError with the reason unless an option is a multiple of a number."""
+    """Raise ConfigError with the reason unless the value of an option is a multiple of `of`."""
     if value % of:
         fail(name, value, f"must be a multiple of {of}, {reason}")
 
 
 def check_least(name: str, value: int, least: int, reason: str) -> None:
-    """Raise ConfigError with the reason if an option is below a number."""
+    """Raise ConfigError with the reason if the value of an option is less than `least`."""
     if value < least:
         fail(name, value, f"must be at least {least}: {reason}")
 
 
 def halved(largest: int, count: int) -> list[int]:
-    """Return up to `count` increasing lengths, each half of the next, ending with `largest`."""
+    """Return up to `count` increasing lengths, each half of the next; the last is `largest`."""
     # a set, because halving small lengths gives 1 several times
     return sorted({max(1, largest >> i) for i in range(count)})
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table; the first column is left-aligned, the others right-aligned."""
+    """Print a table. The first column is left-aligned, and the others are right-aligned."""
     texts = [[str(cell) for cell in row] for row in [headings, *rows]]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     for first, *others in texts:
@@ -92,7 +93,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> No
 
 def new_figure(columns: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes]]:
     """Create a figure with a row of empty plots in the style of `plot_losses`."""
-    # without pyplot, which keeps every figure and may need a display
+    # do not use pyplot, which keeps every figure and may need a display
     figure = Figure(figsize=(7.0 if columns == 1 else 4.7 * columns, height), layout="constrained")
     FigureCanvasAgg(figure)
     plots = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
@@ -106,7 +107,7 @@ def new_figure(columns: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes
 
 
 def label(axes: Axes, title: str, x: str, y: str, legend: bool = True) -> None:
-    """Set the title, the axis labels and the legend of a plot."""
+    """Set the title, the axis labels, and the legend of a plot."""
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.minorticks_off()
     axes.set_xlabel(x, color=INK)
@@ -136,15 +137,15 @@ def draw_matrix(
 
 
 def save_picture(figure: Figure, arguments: Namespace, name: str, text: bool = False) -> Path:
-    """Save a figure in the folder and format of the arguments, reproducibly.
+    """Save a figure reproducibly in the folder and the format that the arguments specify.
 
-    With `text`, an svg stores its labels as text instead of outlines.
+    If `text` is true, an SVG file stores its labels as text instead of outlines.
     """
     import matplotlib
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{name}.{arguments.format}"
-    # Matplotlib's default names of clips and markers have a random salt
+    # by default, Matplotlib's names of clips and markers contain a random salt
     style: Any = {"svg.hashsalt": name, "svg.fonttype": "none" if text else "path"}
     metadata = {"Date": None} if arguments.format == "svg" else {}
     with matplotlib.rc_context(style):
@@ -156,10 +157,10 @@ def save_picture(figure: Figure, arguments: Namespace, name: str, text: bool = F
 
 
 def darkened(svg: str) -> str:
-    """Invert the lightness of a picture and keep its hues: x -> 1 - 0.88 H x.
+    """Invert the lightness of a picture without changing its hues: x -> 1 - 0.88 H x.
 
-    H rotates hues by 180 degrees (`hue-rotate` of the W3C's Filter Effects), which undoes their
-    inversion. White becomes dark gray, not black.
+    H rotates the hues by 180 degrees (`hue-rotate` in the W3C's Filter Effects), which reverses
+    their inversion. White becomes dark gray, not black.
     """
     rows = "0.505 -1.258 -0.127 0 1 -0.375 -0.378 -0.127 0 1 -0.375 -1.258 0.753 0 1 0 0 0 1 0"
     matrix = f'<feColorMatrix values="{rows}"/>'
@@ -175,9 +176,9 @@ def train(
     batches: PyTree,  # arrays [steps, ...]
     learning_rate: float,
 ) -> tuple[PyTree, jax.Array]:  # params, f32[steps]
-    """Minimize loss(params, batch) with Adam, one step per batch; return params and losses.
+    """Minimize loss(params, batch) with Adam, one step per batch. Return params and losses.
 
-    The learning rate decays to zero along a half cosine.
+    The learning rate decays to zero along half a cosine.
     """
     steps = len(jax.tree.leaves(batches)[0])
     optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))

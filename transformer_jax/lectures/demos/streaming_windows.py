@@ -1,15 +1,16 @@
-"""Compare a streaming causal window with recomputed overlapping windows.
+"""Compare a streaming causal window with overlapping windows that are recomputed.
 
     python -m transformer_jax demo streaming_windows
 
-Frames arrive in chunks of C. L causal layers with window W see R = L (W - 1) + 1 frames.
+Frames arrive in chunks of C frames. L causal layers with a window of W see R = L (W - 1) + 1
+frames.
 
     overlapping   run the stack on the last h frames and the new chunk, keep the chunk's outputs:
                   (h + C) / C frames per new frame; correct only if h >= R - 1
     streaming     keep the last W keys and values of each layer: 1 frame per new frame, always
                   correct
 
-The layers' masks give the query-key products per head.
+The number of query-key products per head is computed from the masks of the layers.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def products(window: int, queries: np.ndarray, keys: np.ndarray) -> int:
 def run_overlapping(
     apply: Any, frames: jax.Array, history: int, config: ModelConfig
 ) -> tuple[jax.Array, int, int]:
-    """Return outputs [B, T, D], frames, and products per head, for overlapping windows."""
+    """Return outputs [B, T, D] and the number of frames and products for overlapping windows."""
     outputs, run, pairs, window = [], 0, 0, only_window(config)
     for start in range(0, frames.shape[1], CHUNK):
         first = max(0, start - history)
@@ -74,7 +75,7 @@ def run_overlapping(
 
 
 def run_streaming(apply: Any, frames: jax.Array, config: ModelConfig) -> tuple[jax.Array, int, int]:
-    """Return outputs [B, T, D], frames, and products per head, for a stream."""
+    """Return outputs [B, T, D] and the number of frames and products for a stream."""
     outputs, run, pairs, window = [], 0, 0, only_window(config)
     state = init_cache(config, batch=len(frames), capacity=window)
     for start in range(0, frames.shape[1], CHUNK):
@@ -88,7 +89,7 @@ def run_streaming(apply: Any, frames: jax.Array, config: ModelConfig) -> tuple[j
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
-    """Run the demonstration; return (largest error, frames, products) of each method."""
+    """Run the demonstration, and return (largest error, frames, products) for each method."""
     check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     layers, window, length = arguments.layers, arguments.window, arguments.tokens
     check_multiple("tokens", length, CHUNK, "the number of frames per chunk")

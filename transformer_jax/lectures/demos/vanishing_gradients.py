@@ -1,13 +1,14 @@
-"""Measure how far back gradients reach in an Elman network, an LSTM and a GRU.
+"""Measure how far back gradients reach in an Elman network, an LSTM, and a GRU.
 
     python -m transformer_jax demo vanishing_gradients
 
-The measure is the Frobenius norm of the Jacobian d h_T / d x_t at distance T - t, for untrained
-parameters, averaged over seeds. In an Elman network, each step back multiplies by diag(1 - h^2) U,
-so the norm falls exponentially (Bengio et al. 1994). In an LSTM, the path through the cell
-multiplies by the forget gate f = sigmoid(... + b_f). With b_f = 0, that is about 1/2 per step, so
-the gradient vanishes as fast; a larger forget bias preserves it (Gers et al. 2000, Jozefowicz et
-al. 2015). The cells are those of `lectures.recurrent.RecurrentLM`.
+The measure is the Frobenius norm of the Jacobian d h_T / d x_t at distance T - t for untrained
+parameters, averaged over seeds. In an Elman network, each step back multiplies the gradient by
+diag(1 - h^2) U, so the norm decreases exponentially (Bengio et al. 1994). In an LSTM, the path
+through the cell multiplies the gradient by the forget gate f = sigmoid(... + b_f). If b_f = 0, the
+factor is about 1/2 per step, so the gradient vanishes just as fast. A larger forget bias preserves
+it (Gers et al. 2000, Jozefowicz et al. 2015). The cells are the same as in
+`lectures.recurrent.RecurrentLM`.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ CELLS: dict[str, Callable[[int], nn.RNNCellBase]] = {
     "LSTM, forget bias 1": partial(LSTMCell, forget_bias=1.0),
     "LSTM, forget bias 3": partial(LSTMCell, forget_bias=3.0),
 }
-"""Functions that create each network's cell for a width."""
+"""Functions that create the cell of each network for a given width."""
 
 
 def jacobian(
     cell: nn.RNNCellBase, length: int, width: int, key: jax.Array
 ) -> jax.Array:  # f32[H, T, E]
-    """Return d h_T / d x_t for every t, for random parameters and inputs."""
+    """Return d h_T / d x_t for every t, with random parameters and inputs."""
     params_key, inputs_key = jax.random.split(key)
     network = nn.RNN(cell)
     inputs = jax.random.normal(inputs_key, (1, length, width))  # [B, T, E]
@@ -61,20 +62,20 @@ def jacobian(
 
 def measure(
     length: int, width: int, seed: int, seeds: int
-) -> dict[str, np.ndarray]:  # f64[T] of each network
+) -> dict[str, np.ndarray]:  # f64[T] for each network
     """Return the mean norm over seeds for each distance T - t, from 0."""
     norms = {}
     for name, cell in CELLS.items():
         of_key = partial(jacobian, cell(width), length, width)
         keys = jax.random.split(jax.random.key(seed), seeds)
-        # float64, because squares of the smallest elements underflow in float32
+        # use float64, because squares of the smallest elements underflow in float32
         jacobians = np.asarray(jax.jit(jax.vmap(of_key))(keys), np.float64)
         norms[name] = np.sqrt((jacobians**2).sum(axis=(1, 3))).mean(axis=0)[::-1]
     return norms
 
 
 def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
-    """Run the demonstration; return each network's norm for each distance."""
+    """Run the demonstration, and return the norm for each network and distance."""
     length, seeds = arguments.tokens, 3 if arguments.quick else 8
     norms = measure(length, arguments.width, arguments.seed, seeds)
     distances = [d for d in (0, 1, 5, 10, 20, 50, 100) if d < length]

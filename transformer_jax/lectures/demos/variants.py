@@ -1,15 +1,17 @@
-"""Train small decoders that differ in heads, key heads, norm or tied tables on the same text.
+"""Train small decoders that differ in heads, key heads, norm, or tied tables on the same text.
 
     python -m transformer_jax demo variants --data input.txt --steps 300
 
-The decoders and the byte-pair tokenizer are trained on the first nine tenths of the data,
-each decoder with the same steps, seeds and rows. The table shows the loss on the last tenth, the
-number of parameters, and the size in bytes of a cache for 1024 tokens:
+The decoders and the byte-pair tokenizer are trained on the first nine tenths of the data. Each
+decoder is trained with the same number of steps, seeds, and rows. For each of the following
+variants, the table shows the loss on the last tenth, the number of parameters, and the size in
+bytes of a cache for 1024 tokens:
 
     8 key heads (MHA), 2 (GQA, Ainslie et al. 2023), 1 (MQA, Shazeer 2019); 1 head of the same width
     no norm; separate or shared embedding and output matrices (Press & Wolf 2017)
 
-Without --data, the text is the small grammar of `embeddings`, which suffices only for tests.
+Without --data, the text comes from the small grammar in `embeddings`, which is useful only for
+tests.
 """
 
 from __future__ import annotations
@@ -59,15 +61,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def rows_of(ids: np.ndarray, length: int) -> np.ndarray:  # i32[M, length + 1]
-    """Cut text into consecutive rows; the last token of a row is the first of the next row."""
+    """Cut text into consecutive rows, in which the last token of a row also begins the next."""
     count = (len(ids) - 1) // length
     return np.stack([ids[i * length : (i + 1) * length + 1] for i in range(count)])
 
 
 def held_out_losses(
     config: ModelConfig, texts: np.ndarray, held_out: np.ndarray, steps: int, seeds: Sequence[int]
-) -> np.ndarray:  # f64[seeds], nats per token
-    """Train on random rows with each seed; return the losses on the held-out rows."""
+) -> np.ndarray:  # f64[seeds], in nats per token
+    """Train on random rows with each seed, and return the losses on the held-out rows."""
     model = build(config)
 
     def loss(params: Any, rows: jax.Array) -> jax.Array:
@@ -79,7 +81,7 @@ def held_out_losses(
     for seed in seeds:
         batches = texts[np.random.default_rng(seed).integers(0, len(texts), (steps, 12))]
         params = learn(init_params(config, jax.random.key(seed)), batches)
-        # drop the remainder, because equal parts share a program, but keep a single part
+        # drop the remainder, because equal parts share a program, but keep the only part
         parts = np.split(held_out, range(32, len(held_out), 32))
         losses = [float(measure(params, rows)) for rows in parts if len(rows) == 32] or [
             float(measure(params, held_out))
@@ -89,7 +91,7 @@ def held_out_losses(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, dict[str, Any]]:
-    """Run the demonstration; return the losses, parameters and bytes of each variant."""
+    """Run the demonstration, and return the losses, parameters, and bytes of each variant."""
     check_multiple("width", arguments.width, 16, "for 8 heads of even width")
     steps, count, size = arguments.steps, *((2, 280) if arguments.quick else (3, 1024))
     length, seeds = arguments.tokens, range(arguments.seed, arguments.seed + count)

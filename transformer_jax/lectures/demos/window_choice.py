@@ -1,11 +1,12 @@
-"""Compare accuracy, latency and cost of encoders with several window sizes.
+"""Compare the accuracy, latency, and cost of encoders with several window sizes.
 
     python -m transformer_jax demo window_choice
 
-The frames are those of `--task tones`: log energies of noisy tones, one every 16 ms. A tone lasts 4
-to 8 frames, and the encoder labels each frame with its letter or as silence. A causal encoder with
-one layer sees W frames and answers D frames late: its answer at frame t is for frame t - D. D
-determines the latency, and W the work per frame and the memory of the stream.
+As in `--task tones`, the frames are log energies of noisy tones, with one frame every 16 ms. A tone
+lasts 4 to 8 frames, and the encoder labels each frame with its letter or as silence. A causal
+encoder with one layer sees W frames, and its answers are delayed by D frames: the answer at frame t
+is for frame t - D. D determines the latency. W determines the work per frame and the memory of the
+stream.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ OPTIONS: Options = {"steps": (300, 200)}
 LETTERS, FRAMES, NOISE = 8, 64, 1.1
 DELAYS = 0, 1, 2, 4, 8
 TIME = 1000 * HOP / RATE
-"""Milliseconds from one frame to the next."""
+"""Time from one frame to the next, in milliseconds."""
 
 
 def sounds(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:  # f32[B, T, 16], i32[B, T]
-    """Return frames of noisy tones and the letter at the center of each frame; 0 is silence."""
+    """Return frames of noisy tones and the letter at the center of each frame, or 0 for silence."""
     random = np.random.default_rng(seed)
     samples = WINDOW + (FRAMES - 1) * HOP
     middles = WINDOW // 2 + HOP * np.arange(FRAMES)
@@ -88,9 +89,9 @@ def examples(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def accuracies(windows: list[int], steps: int, seeds: int) -> np.ndarray:
-    """Train an encoder for each window and seed; return accuracies f64[windows, seeds, delays].
+    """Train an encoder for each window and seed. Return accuracies f64[windows, seeds, delays].
 
-    The window is a traced number, so that one program trains all encoders at once.
+    The window is a traced value, so that one program trains all encoders at once.
     """
     model = build(CONFIG)
 
@@ -106,10 +107,10 @@ def accuracies(windows: list[int], steps: int, seeds: int) -> np.ndarray:
         key: jax.Array,
         frames: jax.Array,  # f32[B, T, 16]
         labels: jax.Array,  # i32[B, T, delays]
-        rows: jax.Array,  # i32[steps, 16], of the frames
+        rows: jax.Array,  # i32[steps, 16], indices of the frames
         new: jax.Array,  # f32[B, T, 16]
     ) -> jax.Array:  # i32[B, T, delays]
-        """Train on the frames and label the new ones."""
+        """Train on the frames and label the new frames."""
         mean, spread = frames.mean(axis=(0, 1))[None, None], frames.std(axis=(0, 1))[None, None]
         frames, new = (frames - mean) / spread, (new - mean) / spread
         shape = CONFIG.d_model, len(DELAYS), LETTERS + 1
@@ -141,13 +142,13 @@ def accuracies(windows: list[int], steps: int, seeds: int) -> np.ndarray:
 
 
 def state_bytes(window: int) -> int:
-    """Return the bytes of the state of a stream."""
+    """Return the size of a stream's state in bytes."""
     config = replace(CONFIG, kind="decoder", inputs=None, window=window)
     return cache_bytes(config, 1, window)
 
 
 def draw(means: dict[int, np.ndarray], arguments: Namespace) -> None:
-    """Plot percentages f64[delays], keyed by window, against the window and the latency."""
+    """Plot percentages f64[delays], keyed by window, against window and latency."""
     windows, latency = list(means), [TIME * delay for delay in DELAYS]
     figure, (left, right) = new_figure(2)
     for colour, i in zip(COLOURS, range(len(DELAYS)), strict=False):
@@ -163,7 +164,7 @@ def draw(means: dict[int, np.ndarray], arguments: Namespace) -> None:
 
 
 def demonstrate(arguments: Namespace) -> dict[int, np.ndarray]:
-    """Run the demonstration; return the accuracies f64[seeds, delays] keyed by window."""
+    """Run the demonstration, and return the accuracies f64[seeds, delays] keyed by window."""
     windows = [1, 8] if arguments.quick else [1, 2, 4, 8, 16]
     seeds = 1 if arguments.quick else 3
     found = dict(zip(windows, accuracies(windows, arguments.steps, seeds), strict=True))

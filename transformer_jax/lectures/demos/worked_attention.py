@@ -1,4 +1,4 @@
-"""Work through one layer of self-attention: three tokens, width 4, every number printed.
+"""Work through one layer of self-attention for three tokens of width 4, and print every number.
 
     python -m transformer_jax demo worked_attention
 
@@ -9,8 +9,8 @@
     O = A V                       output
     Y = norm(O + P)               positions added again, then normalized
 
-The equations are from Vaswani et al. 2017, 3.2.1, and the numbers from the lecture. Adding P again
-is not a residual connection: a transformer block adds X, Z = norm(O + X).
+The equations are from Vaswani et al. 2017, 3.2.1, and the numbers are from the lecture. Adding P
+again is not a residual connection, because a transformer block adds X: Z = norm(O + X).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def one_head(matrix: jax.Array) -> jax.Array:  # [T, H] -> [B, T, N, H]
 def compute(
     embeddings: jax.Array = EMBEDDINGS,  # f32[T, D]
 ) -> dict[str, np.ndarray]:
-    """Return every intermediate value of the example, keyed by name, one row per token."""
+    """Return every intermediate value of the example, keyed by name, with one row per token."""
     positions = sinusoidal(jnp.arange(len(embeddings)), 4)
     x = embeddings + positions
     q, k, v = x @ W_Q, x @ W_K, x @ W_V
@@ -72,7 +72,7 @@ def compute(
 
 
 def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
-    """Run the demonstration; return every intermediate value, keyed by name."""
+    """Run the demonstration, and return every intermediate value, keyed by name."""
     words, embeddings = TOKENS, EMBEDDINGS
     if arguments.sentence is not None:
         words = tuple(arguments.sentence.split())
