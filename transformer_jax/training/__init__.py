@@ -1,4 +1,4 @@
-"""Training: data, batches, losses, optimizers, the training step, tasks, and the training loop.
+"""Training: data, batches, losses, optimizers, tasks, the training step, and the training loop.
 
 `loop.fit` trains a `TrainConfig`; `step` and `losses` are the building blocks for a custom loop.
 The names in `_LATER` need optax and other heavy packages, so they are imported on first use.
@@ -63,7 +63,7 @@ _LATER = {
     "make_train_step": "step",
     "start_state": "step",
 }
-"""Module that defines each name imported on first use."""
+"""Modules that define the names that are imported on first use, keyed by name."""
 
 
 def __getattr__(name: str) -> Any:

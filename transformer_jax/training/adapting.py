@@ -1,4 +1,4 @@
-"""Adapter training (LoRA): the trained state and the frozen base model.
+"""Adapter training (LoRA): the trainable state and the frozen base model.
 
 The state contains the adapters and the parameters that are trained in full. All other parameters
 form the base. The base is passed to each step, but it is not saved in checkpoints. A resumed run
@@ -66,7 +66,7 @@ class FrozenBase:
 
     def __init__(self, config: TrainConfig, placement: Placement) -> None:
         self.config, self._placement = config, placement
-        # load the base only once the step is known to fit in memory
+        # the base is loaded only after the memory check
         shapes = jax.eval_shape(lambda: self.part(init_params(config.model, jax.random.key(0))))
         self.params = placement.state(shapes)
 
@@ -77,7 +77,7 @@ class FrozenBase:
         return self.config.lora
 
     def part(self, params: Params) -> Params:
-        """Return the parameters that this run does not train."""
+        """Return the parameters that are not trained in this run."""
         return split_frozen(params, self.lora, self.config.trained_whole)
 
     def trained(self, loaded: Params, params: Params, key: jax.Array) -> Params:

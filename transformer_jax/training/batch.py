@@ -1,4 +1,4 @@
-"""Batches of examples, and functions that compute a model's logits, loss, and scores for them.
+"""Batches of examples, and functions that compute a model's logits, loss, and scores on them.
 
 All tasks except `preference` use the cross-entropy of the labels as their loss. Labels are next
 tokens, masked tokens, target tokens, or classes.
@@ -34,7 +34,7 @@ Loss = Callable[..., tuple[jax.Array, jax.Array]]
 
 @value_class(pytree=True)
 class Batch:
-    """Model inputs and their labels; the leading axes of each leaf are [..., B].
+    """Model inputs and their labels. The leading axes of each leaf are [..., B].
 
     Unused fields are None. T is the row length, and S is the source length. A single example has no
     leading axes, so its tokens and labels have the shape [T].
@@ -70,7 +70,7 @@ def identity(batch: Batch) -> Batch:
 
 
 def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
-    """Return `logits(params, batch, key) -> f32[B, T, V]`; [B, C] for a classifier.
+    """Return `logits(params, batch, key) -> f32[B, T, V]`, or [B, C] for a classifier.
 
     Attention in decoders is causal within a document, except for a bidirectional prefix. Attention
     in encoders is bidirectional. Encoder-decoders also read the source. Instead of a config, you
@@ -171,7 +171,7 @@ def batch_loss(
 ) -> Loss:
     """Return a function that computes the mean cross-entropy of a batch's labels, in nats.
 
-    For a mixture of experts, the router losses are added to the mean.
+    For a mixture of experts, the function adds the router losses to the mean.
 
     Args:
         config: model config.
@@ -293,5 +293,5 @@ def token_nats(
 
 @program(static=("model",))
 def scored(model: AnyModel, params: Params, batch: Batch) -> jax.Array:  # f32[3]
-    """Return the `batch_scores` of one batch, using a compiled function."""
+    """Return the `batch_scores` of one batch, computed by a compiled function."""
     return batch_scores(model)(params, batch)

@@ -1,4 +1,4 @@
-"""Compiled programs for a run: initial state, training step, and evaluation."""
+"""Compiled programs of a run: the initial state, the training step, and the evaluation."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
     config = task.config
     if not config.model.supports("gradients"):
         return counted(config, task)
-    # no program depends on these fields; resetting them lets runs share programs
+    # no program depends on these fields, so they are reset to let runs share programs
     others = (MAY_CHANGE | {"seed"}) - {"steps", "mesh"}
     defaults: dict[str, FieldValue] = {
         x.name: x.default for x in fields(config) if x.name in others
@@ -116,7 +116,7 @@ def make_programs(
 ) -> Programs:
     """Return the programs for a config without compiling them.
 
-    If a `learner` is passed, it is trained instead of the config's model.
+    If `learner` is not None, it is trained instead of the config's model.
     """
     optimizer = make_optimizer(config)
     row_shards = 1 if config.mesh is None else config.mesh.row_shards

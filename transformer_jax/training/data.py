@@ -47,7 +47,7 @@ class ShortText(DataError):
 
 @value_class
 class Source:
-    """Content of a file or named data set."""
+    """Content of a file or of a named data set."""
 
     name: str
     content: bytes
@@ -68,8 +68,8 @@ def read(data: str, out: str | None = None) -> list[Source]:
             raise DataError("data is '-': standard input is closed")
         return [Source("standard input", sys.stdin.buffer.read())]
     if data == "python-docs":
-        # included in every Python installation, so a first run needs neither a file nor a network
-        topics = importlib.import_module("pydoc_data.topics").topics  # what help() shows
+        # part of every Python installation, so a first run needs neither a file nor a network
+        topics = importlib.import_module("pydoc_data.topics").topics  # the texts that help() shows
         return [Source(data, "\n\n".join(topics[name] for name in sorted(topics)).encode())]
     if data == "shakespeare":
         return [Source(data, _download(SHAKESPEARE, SHAKESPEARE_SHA256, "shakespeare"))]
@@ -108,7 +108,7 @@ def _files(path: Path, out: str | None) -> list[Path]:
     of_a_run = "config.json", "tokenizer.json", "metrics.jsonl"
     for folder, folders, names in os.walk(path, onerror=unreadable):
         visible = [Path(folder, name) for name in folders if not name.startswith(".")]
-        # os.walk skips folders removed here, so that a run does not train on its own output
+        # os.walk skips folders that are removed here, so a run does not train on its own output
         folders[:] = [
             inner.name
             for inner in visible
@@ -142,7 +142,7 @@ def _download(url: str, sha256: str, name: str) -> bytes:
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(f"{name}: the download of {url} does not have sha256 {sha256}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    # each concurrent run writes its own file; the last rename wins
+    # each concurrent run writes its own file, and the last rename wins
     handle, partial = tempfile.mkstemp(dir=file.parent)
     with os.fdopen(handle, "wb") as stream:
         stream.write(content)

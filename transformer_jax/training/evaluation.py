@@ -1,4 +1,4 @@
-"""Evaluation on held-out examples: the loss, and metrics computed on decoded outputs."""
+"""Evaluation on held-out examples: the loss, and the metrics of decoded outputs."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def evaluate(
         return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)
 
     parts = [eval_step(params, *held_out, jax.tree.map(placed, batch)) for batch in batches]
-    # one transfer at the end: reading each result would block on its batch
+    # results are transferred once at the end, because reading each result would wait for its batch
     losses, weights, right = np.array(jax.device_get(parts), np.float64).T
-    # padding rows have no labels and add no weight
+    # padding rows have no labels, so their weight is 0
     labels = max(weights.sum(), 1.0)
     return Scores(float(losses.sum() / labels), float(right.sum() / labels))
 
@@ -78,8 +78,8 @@ def evaluate_run(run: Run, state: TrainState) -> Scores:
 def reevaluate_checkpoints(run: Run, last: int, before: TrainConfig, progress: Progress) -> None:
     """Reevaluate checkpoints up to step `last` if they used a different value of `eval_batches`.
 
-    The best checkpoint is chosen by these losses, so they must be comparable. `before` is the run's
-    previous config, used for checkpoints that do not record `eval_batches`.
+    The best checkpoint is the one with the lowest loss, so the losses must be comparable. `before`
+    is the run's previous config, which applies to checkpoints that do not record `eval_batches`.
     """
     now, folder = run.config.eval_batches, run.folder.checkpoints
     for step in checkpoint.saved_steps(folder):
@@ -104,7 +104,7 @@ def decode_held_out(
 ) -> tuple[str, dict[str, float]]:
     """Decode held-out examples. Return a sample and the scores, which the first process saves."""
     sample, judged = "", dict[str, float]()
-    # gathering needs all processes; only the first decodes
+    # all processes take part in gathering, but only the first process decodes
     params = gathered_here(run.eval_params(state))
     if is_first():
         if run.config.sample_tokens:

@@ -35,12 +35,12 @@ TASK_FIELDS = frozenset(
     masked_token_head logit_bias
     """.split()
 )
-"""Model fields that can change with the task."""
+"""Model fields that can differ from those of the initial model, because they depend on the task."""
 
 
 @value_class
 class StartModel:
-    """Model that a run starts from."""
+    """Initial model of a run."""
 
     config: AnyModelConfig
     tokenizers: Tokenizers
@@ -80,7 +80,7 @@ def _published_labels(config: ModelConfig, folder: WeightFolder) -> tuple[str, .
         return None
     found = [names.get(str(i)) for i in range(config.num_classes)]
     named = [name for name in found if isinstance(name, str)]
-    # transformers names unnamed classes LABEL_0, LABEL_1, ...
+    # the transformers library calls unnamed classes LABEL_0, LABEL_1, ...
     unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(found))
     return None if unnamed or len(named) < len(found) else tuple(named)
 
@@ -104,13 +104,13 @@ def start_params(
     """Return the initial parameters of a run and a message for each part that has changed.
 
     Parameters in `loaded` are used if their shapes match. A table that has grown keeps its existing
-    rows. A head with the same classes is kept and reordered; any other head is initialized
+    rows. A head with the same classes is kept and reordered. Any other head is initialized
     randomly. Raises ConfigError if any other shape differs.
     """
     model, params, task = config.model, loaded, config.task
     if isinstance(task, ClassifyTask) and "classifier" in params:
         params = _match_head(task.labels or (), start, params)
-    # drawing parameters is slow, so do it only if some are missing
+    # random initialization is slow, so it runs only if parameters are missing
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     if jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes):
         return params, []

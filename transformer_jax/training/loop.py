@@ -53,9 +53,9 @@ class Result:
     """Result of a run.
 
     Attributes:
-        config: config of the run.
-        state: state after the last step.
-        step: number of the last step.
+        config: the config of the run.
+        state: the state after the last step.
+        step: the number of the last step.
         interrupted: whether `stop` ended the run early.
         val_loss: held-out loss at `step`, in nats per token, or None if it is not finite or if the
             run stopped between evaluations.
@@ -138,7 +138,7 @@ def fit(
     if task is not None:
         config = replace(config, task=task)
     progress = progress_for_notebook() if progress is None else progress
-    # all processes compute the same numbers, so only the first reports them
+    # all processes compute the same numbers, so only the first process reports them
     progress = progress if is_first() else Silent()
     needs_base = config.lora is not None or isinstance(config.task, PreferenceTask)
     if needs_base and config.init_from is None:
@@ -152,7 +152,7 @@ def fit(
         if resume:
             stored = folder.read_config()
             by_first(lambda: stack.enter_context(locked(folder.path)))
-            # lock first: another process may be writing the checkpoint to resume from
+            # locked first, because another process may be writing the checkpoint to resume from
             data, found = continued(config, stored, folder, vocab_size, progress)
             if config.init_from is not None and (found is None or needs_base):
                 from transformer_jax.loading import naming_run
@@ -166,7 +166,7 @@ def fit(
                 start = start_model(config.init_from)
                 check_model(config.model, start, config.init_from)
             data = load_task(config, None if start is None else start.tokenizers, vocab_size)
-        # write nothing until the step is known to fit in memory
+        # nothing is written until the step is known to fit in memory
         run = Run(data, folder)
         first = run.check_memory(0 if found is None else found.step)
         if not resume:
@@ -225,7 +225,7 @@ def _claim_folder(path: Path) -> Iterator[None]:
                 raise RunError(f"{path}: another run has just started here")
             yield
     except BaseException:
-        with suppress(OSError):  # fails unless empty
+        with suppress(OSError):  # fails unless the folder is empty
             path.rmdir()
         raise
 
@@ -250,7 +250,7 @@ def _train(
         with phases.of("step"):
             state, metrics = run.step(state, inputs)
         report.profile.after(done + 1, state)
-        # read a step's measurements while the next step runs, so that the device never idles
+        # a step's measurements are read while the next step runs, so that the device is never idle
         if pending is not None:
             report.write(report.read(*pending))
         done += 1
@@ -272,7 +272,7 @@ def _train(
                     scores = evaluate_run(run, state)
                 val_loss = finite(scores.loss)
             report.write(numbers, scores)
-            # the best model so far is always saved
+            # the best model up to now is always saved
             if val_loss is not None and (best_loss is None or val_loss < best_loss):
                 best_loss, kept = val_loss, True
             if kept:

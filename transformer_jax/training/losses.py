@@ -96,12 +96,12 @@ def chunked_cross_entropy(
         hidden: hidden states, which are multiplied by the output matrix.
         output_weights: the output matrix.
         labels: from 0 to V - 1, or `ignore_label`.
-        chunk_size: number of positions per row whose logits exist at a time, at least 1.
-        softcap: positive cap on the logits; None applies no cap.
-        logit_bias: bias added to the logits; None adds nothing.
-        weights: weight of each token; None means 1.
-        ignore_label: label of ignored tokens.
-        label_smoothing: e in `cross_entropy`, at least 0 and below 1.
+        chunk_size: the number of positions per row for which logits exist at a time, at least 1.
+        softcap: a positive cap on the logits. None means no cap.
+        logit_bias: a bias to add to the logits. None means no bias.
+        weights: the weight of each token. None means 1 for every token.
+        ignore_label: the label of ignored tokens.
+        label_smoothing: e in `cross_entropy`, at least 0 and less than 1.
         z_loss: z in `cross_entropy`, at least 0.
 
     Returns:
@@ -187,7 +187,7 @@ def label_scores(
 
 @dataclass(frozen=True)
 class _Terms:
-    """Additional loss terms; static under `jit`."""
+    """Options for label smoothing and the z-loss, which are static under `jit`."""
 
     smoothing: float
     z: float
@@ -201,7 +201,7 @@ class _Terms:
 
 @dataclass(frozen=True)
 class _Head:
-    """Options for the logits and the chunked loss; static under `jit`."""
+    """Options for the logits and the chunked loss, which are static under `jit`."""
 
     terms: _Terms
     chunk_size: int
@@ -225,7 +225,7 @@ def _mask_ignored(
         isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
         for x in values
     ):
-        # check before the conversion to int32, which would wrap 2**32 + 1 to a valid label
+        # checked before the conversion to int32, which would wrap 2**32 + 1 to a valid label
         concrete = np.asarray(labels)
         wrong = (concrete != ignore_label) & ((concrete < 0) | (concrete >= vocab))
         if weights is not None:
@@ -271,8 +271,8 @@ def _loss_and_slope(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the losses [...] and their derivatives with respect to the logits [..., V].
 
-    Both are 0 for ignored tokens. The largest logit is subtracted first, because float32 values
-    near 1e4 are 1e-3 apart.
+    Both are 0 for ignored tokens. The largest logit is subtracted first, because adjacent float32
+    values near 1e4 differ by 1e-3.
     """
     vocab = logits.shape[-1]
     x = logits.astype(jnp.float32)
@@ -281,7 +281,7 @@ def _loss_and_slope(
     exp = jnp.exp(shifted)
     denominator = jnp.sum(exp, axis=-1)
     in_range = (labels >= 0) & (labels < vocab)
-    # a label outside the vocabulary cannot raise here, so it makes the loss NaN
+    # a label outside the vocabulary cannot raise an error here, so it makes the loss NaN
     denominator = jnp.where(in_range, denominator, jnp.nan)
     labels = jnp.where(in_range, labels, 0)[..., None]
     picked = jnp.take_along_axis(x, labels, axis=-1, mode="promise_in_bounds")[..., 0] - top
@@ -366,7 +366,7 @@ def _sum_and_gradients(head: _Head, arrays: Arrays) -> tuple[tuple[jax.Array], A
 def _scaled_gradients(
     arrays: Arrays, gradients: Arrays, cotangents: tuple[jax.Array, ...], wanted: PyTree
 ) -> Arrays:
-    """Return the gradients times the cotangent of the sum, cast to the dtypes of the arrays."""
+    """Return the gradients multiplied by the cotangent of the sum, in the dtypes of the arrays."""
     (cotangent,) = cotangents
     return jax.tree.map(
         lambda x, to: (cotangent * x.astype(jnp.float32)).astype(to.dtype), gradients, arrays
@@ -399,7 +399,7 @@ def _rows(chunk_size: int, length: int) -> int:
 
 
 def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Split [B, T, ...] into [chunks, B, size, ...], padded with zeros."""
+    """Split [B, T, ...] into [chunks, B, size, ...] and pad with zeros."""
     if not are_concrete(size):
         return tuple(x[None] for x in arrays)
 

@@ -112,14 +112,15 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 def scale_by_adafactor(settings: Adafactor) -> optax.GradientTransformation:
     """Scale by the factored root mean square, then clip (Shazeer & Stern 2018, algorithm 4).
 
-    Unlike optax, which clips whole arrays, this clips each layer of a scanned stack and each expert
-    separately. The state has the same type as in `optax.scale_by_factored_rms`.
+    Each layer of a scanned stack and each expert is clipped separately, whereas optax clips whole
+    arrays. The state has the same type as in `optax.scale_by_factored_rms`.
     """
 
     def axes(path: KeyPath, leaf: jax.Array) -> tuple[int, tuple[int, int] | None]:
         """Return the number of leading axes and the second-longest and longest of the other axes.
 
-        The two axes are None if each element has its own second moment.
+        The longest axis comes second. The two axes are replaced by None if each element has its own
+        second moment.
         """
         first = stacked_axes(path_name(path).split("/"), leaf.ndim)
         longest = [first + int(axis) for axis in np.argsort(leaf.shape[first:], kind="stable")[-2:]]

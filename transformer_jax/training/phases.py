@@ -1,4 +1,4 @@
-"""Wall-clock time, memory, and chip utilization of a run."""
+"""Wall-clock time, peak memory, and chip utilization of a run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def peak_memory() -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
-    # getrusage counts bytes on macOS and KiB on Linux
+    # getrusage returns bytes on macOS and KiB on Linux
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -63,9 +63,9 @@ def flops_utilisation(
 ) -> float | None:
     """Return the model FLOPs utilization (MFU) (Chowdhery et al. 2022, appendix B).
 
-    Operations are counted by `step_flops`. The peak is the device's peak for dense bfloat16
-    products, regardless of the run's dtype. Returns None if no peak is listed for the device (for
-    example, a CPU) or if the model is not a transformer.
+    `step_flops` counts the operations. The peak is the device's peak rate for dense bfloat16
+    products, regardless of the run's dtype. Returns None if the model is not a transformer, or if
+    no peak rate is listed for the device, such as a CPU.
     """
     found = jax.devices()
     chip = chip_of(found[0].device_kind if device_kind is None else device_kind)

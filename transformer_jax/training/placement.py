@@ -10,8 +10,8 @@ Matrices are split as follows:
     expert up, gate [E, D, F] and down [E, F, D]      like up, gate, and down; experts by expert
     token embedding tables [V, D]                     vocabulary by tensor, width by fsdp
 
-Optimizer state is split like the parameter it belongs to. An array axis is replicated if its size
-is not divisible by the number of devices.
+The optimizer state of a parameter is split like the parameter. An array axis is replicated if its
+size is not divisible by the number of devices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transformer_jax.pytree import Array, PyTree, kernel_axes
 T = TypeVar("T")
 
 ROWS = ("expert", "data", "fsdp")
-"""Mesh axes that split the rows of a batch."""
+"""Mesh axes across which the rows of a batch are split."""
 
 _KERNELS: dict[str, tuple[str | None, ...]] = {
     "query": ("fsdp", "tensor", None),
@@ -42,7 +42,7 @@ _KERNELS: dict[str, tuple[str | None, ...]] = {
     "gate": ("fsdp", "tensor"),
     "down": ("tensor", "fsdp"),
 }
-"""Mesh axes that split each axis of a kernel, keyed by module name."""
+"""Mesh axes across which each axis of a kernel is split, keyed by module name."""
 
 _BIASES: dict[str, tuple[str | None, ...]] = {
     "query": ("tensor", None),
@@ -51,7 +51,7 @@ _BIASES: dict[str, tuple[str | None, ...]] = {
     "up": ("tensor",),
     "gate": ("tensor",),
 }
-"""Mesh axes that split each axis of a bias, keyed by module name."""
+"""Mesh axes across which each axis of a bias is split, keyed by module name."""
 
 _TABLES: dict[str, tuple[str | None, ...]] = {
     "tokens": ("tensor", "fsdp"),
@@ -60,7 +60,7 @@ _TABLES: dict[str, tuple[str | None, ...]] = {
     "positions": (None, "fsdp"),
     "target_positions": (None, "fsdp"),
 }
-"""Mesh axes that split each axis of an embedding table, keyed by table name."""
+"""Mesh axes across which each axis of an embedding table is split, keyed by table name."""
 
 
 def parameter_spec(
@@ -68,8 +68,8 @@ def parameter_spec(
     shape: tuple[int, ...],
     sizes: dict[str, int],  # size of each mesh axis
 ) -> PartitionSpec:
-    """Return the partition spec for a parameter or for an optimizer array with the same path."""
-    # Adafactor's row and column sums lack one of the parameter's axes
+    """Return the partition spec for a parameter, or for an optimizer array with the same path."""
+    # the row and column sums of Adafactor lack one of the parameter's axes
     if {"v_row", "v_col"} & set(names):
         return PartitionSpec()
     first = 1 if "blocks" in names else 0  # skip the layer axis of a scanned stack
@@ -93,7 +93,7 @@ def parameter_spec(
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of a run's arrays, on one device or split across a mesh."""
+    """Placement of a run's arrays on one device or across a mesh."""
 
     mesh: Mesh | None = None
 
@@ -163,7 +163,7 @@ class Placement:
         return tree
 
     def described(self) -> str:
-        """Describe the run's devices, for example as `cpu` or `8 x cpu: data=2, fsdp=4`."""
+        """Return a description of the run's devices, such as `cpu` or `8 x cpu: data=2, fsdp=4`."""
         device = jax.local_devices()[0]
         kind = "" if device.device_kind == device.platform else f" ({device.device_kind})"
         if self.mesh is None:
@@ -184,6 +184,6 @@ def make_placement(config: MeshConfig | None) -> Placement:
         found = "there is one" if available == 1 else f"there are {available}"
         raise ConfigError(f"mesh is {str(config)!r}: needs {config.devices} devices, {found}")
     shape = config.shape
-    # explicit axes make the sharding part of an array's type, which modules read
+    # explicit axes make the sharding part of an array's type, so that modules can read it
     axes = (AxisType.Explicit,) * len(shape)
     return Placement(jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=axes))

@@ -1,11 +1,11 @@
 """Direct preference optimization, which learns which of two answers is preferred.
 
-The reward of an answer y to a prompt x is r(y) = beta (log p(y | x) - log p0(y | x)), where p0 is
-the initial model. The loss of a pair is -log sigmoid(r(chosen) - r(rejected)) (Rafailov et al.
+The reward for an answer y to a prompt x is r(y) = beta (log p(y | x) - log p0(y | x)), where p0 is
+the initial model. The loss for a pair is -log sigmoid(r(chosen) - r(rejected)) (Rafailov et al.
 2023).
 
 The first half of a row contains the prompt and the chosen answer. The second half contains the
-prompt and the rejected answer. The model reads the halves as two rows.
+prompt and the rejected answer. The model processes the halves as two rows.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _margins(
 
 
 class Reference(FrozenBase):
-    """Reference policy for a run without adapters: a frozen copy of the initial parameters."""
+    """Reference model for a run without adapters: a frozen copy of the initial parameters."""
 
     def part(self, params: Params) -> Params:
         """Return a copy of all parameters in `param_dtype`."""

@@ -23,7 +23,7 @@ from transformer_jax.training.rows import pack
 from transformer_jax.values import value_class
 
 MIXTURE = 2**16
-"""Period of a mixture, in rows."""
+"""Number of rows after which the pattern of a mixture repeats."""
 
 THREADS = 4
 """Number of prefetching threads."""
@@ -33,7 +33,7 @@ AHEAD = 8
 
 
 class PartRows(Protocol):
-    """Rows of one part of a prepared folder."""
+    """Rows from one part of a prepared folder."""
 
     @property
     def length(self) -> int:
@@ -122,8 +122,8 @@ def _pieces(
 ) -> tuple[np.ndarray, np.ndarray]:  # i64[n], i32[n]
     """Return the start and the number of labels (up to `length`) of each piece of each document.
 
-    A document begins `skipped` tokens after the previous document's end token. Its last label is
-    its own end token.
+    A document begins `skipped` tokens after the end token of the previous document. Its last label
+    is its own end token.
     """
     sizes = np.diff(bounds) - skipped
     counts = -(-sizes // length)
@@ -188,7 +188,7 @@ class Mixture:
 
 @value_class
 class RowReader:
-    """Reader that collects rows from several folders into batches."""
+    """Reader that combines rows from several folders into batches."""
 
     rows: tuple[PartRows, ...]
 
@@ -245,7 +245,7 @@ class Prefetcher:
     """Random-access pipeline that prefetches elements while access is sequential."""
 
     def __init__(self, steps: grain.MapDataset, place: Callable[[Batch], Batch]) -> None:
-        """Wrap the pipeline `steps`; `place` puts each element on its devices."""
+        """Wrap the pipeline `steps`. `place` puts each element on its devices."""
         options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)
         self._iterator = iter(steps.map(place).to_iter_dataset(options))
         self._next = 0

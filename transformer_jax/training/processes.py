@@ -1,6 +1,6 @@
 """Coordination of a run's processes. Only the first process writes, and all stop together.
 
-If there is only one process, nothing is communicated.
+With only one process, nothing is communicated.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ConfigError, RunError, CheckpointError, OSError)
 }
 _MAX_BYTES = 4096
-"""Maximum size in bytes of the error name and message sent to the other processes."""
+"""Maximum size in bytes of the error name and message that are sent to the other processes."""
 
 
 def is_first() -> bool:
-    """Whether this process writes the run's folder."""
+    """Whether this process is the one that writes to the run's folder."""
     return jax.process_index() == 0
 
 
@@ -81,7 +81,7 @@ def time_of_first() -> str:
 
 
 def gathered_here(tree: T) -> T:
-    """Copy arrays that are split across processes to each host in full."""
+    """Copy arrays that are split across processes, in full, to each host."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils

@@ -11,7 +11,7 @@ from transformer_jax.pytree import PyTree
 
 
 class Profile:
-    """Profiler that records steps a to b in OUT/profile if `config.profile` is "a-b".
+    """Profiler that records steps a to b in OUT/profile when `config.profile` is "a-b".
 
     If `config.profile` is None, nothing is recorded.
     """

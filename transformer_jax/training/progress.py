@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Progress(Protocol):
-    """Receiver of progress from `fit`."""
+    """Receiver of progress reports from `fit`."""
 
     def start(self, step: int, steps: int) -> None:
         """Start the display when `step` of `steps` steps are already done."""
@@ -43,7 +43,7 @@ class Silent:
 
 
 class DecodingLine:
-    """Count of decoded examples, shown on standard error after ten seconds.
+    """Display of the number of decoded examples on standard error, after ten seconds.
 
     On a terminal, the count is a single line, which is erased at the end. In any other output, at
     most about twenty lines are printed.
@@ -111,7 +111,7 @@ class Bar:
     """Progress bar with loss, tokens per second, and time left, or `Lines` in a notebook."""
 
     def __new__(cls) -> Any:
-        """Create a bar, or `Lines` in a notebook."""
+        """Create a bar or, in a notebook, `Lines`."""
         return super().__new__(cls) if isinstance(progress_for_notebook(), Silent) else Lines()
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class Bar:
 
 
 def progress_for_output() -> Progress:
-    """Return `Bar` if standard output is a terminal, otherwise `Lines`."""
+    """Return a `Bar` if standard output is a terminal, otherwise `Lines`."""
     return Bar() if sys.stdout is not None and sys.stdout.isatty() else Lines()
 
 
@@ -168,7 +168,7 @@ def show(line: str) -> None:
     try:
         print(line, flush=True)
     except BrokenPipeError:
-        # otherwise Python flushes standard output at exit and fails again
+        # otherwise, Python would flush standard output at exit and fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -67,7 +67,7 @@ class Report:
         self._times = [t + pause for t in self._times]
 
     def read(self, step: int, metrics: Metrics, inputs: Inputs | None) -> StepNumbers:
-        """Wait for a step's measurements and show them.
+        """Wait for the measurements of a step and show them.
 
         If the step is a loss spike, the batch is saved. Raises RunError after MAX_REJECTED
         consecutive rejected steps.
@@ -99,7 +99,7 @@ class Report:
         config, step, held_out = self.run.config, numbers.step, {}
         if scores is not None and math.isfinite(scores.loss):
             held_out = {"val_loss": scores.loss, "val_accuracy": scores.accuracy}
-            if config.eval_batches is not None:  # the loss covers only some held-out batches
+            if config.eval_batches is not None:  # the loss is for some held-out batches only
                 held_out["eval_batches"] = config.eval_batches
             perplexity = ""
             of_tokens = self.run.task.learner is None

@@ -27,7 +27,7 @@ BUCKET_ROWS = 1000
 saves."""
 
 MULTIPLE = 8
-"""Row lengths are rounded up to a multiple of this."""
+"""Row lengths are rounded up to a multiple of this number."""
 
 OPEN_ROWS = 64
 """Maximum number of open rows during packing. Without a limit, packing takes quadratic time."""
@@ -81,8 +81,8 @@ class Rows:
 
 @lru_cache(maxsize=16)
 def _shuffled(seed: int, epoch: int, part: int, count: int) -> np.ndarray:  # i64[count]
-    """Return a permutation of `count` items that depends only on the arguments."""
-    # the raw Philox stream is the same in all NumPy versions; `random_starts` never sets bit 63
+    """Return a random permutation of `count` items that depends only on the arguments."""
+    # the raw Philox stream is the same in all NumPy versions, and `random_starts` never sets bit 63
     key = (seed << 64) + (1 << 63) + (epoch << 8) + part
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
@@ -197,7 +197,7 @@ def pack(
 
 
 def packed(examples: Sequence[Batch], length: int) -> Rows:
-    """Lay out several examples per row, using `pack`.
+    """Lay out several examples per row with `pack`.
 
     Each example is a separate segment. It cannot attend to other examples, and its positions start
     at 0.
@@ -207,7 +207,7 @@ def packed(examples: Sequence[Batch], length: int) -> Rows:
         length: number of tokens per row.
 
     Raises:
-        DataError: if an example is longer than a row.
+        DataError: If an example is longer than a row.
     """
     sizes = np.array([len(example.tokens) for example in examples], np.int32)
     for number in np.flatnonzero(sizes > length)[:1]:

@@ -53,7 +53,7 @@ class Run:
             self.base = FrozenBase(self.config, self.placement)
         elif isinstance(self.config.task, PreferenceTask):
             self.base = Reference(self.config, self.placement)
-        # check before compiling, because a model that does not fit may take minutes to compile
+        # checked before compilation, because compiling a model that does not fit may take minutes
         check_state(self.template, self.frozen)
         if task.place is not None:
             task.place = partial(self.placement.rows_of_process, axis=1)
@@ -67,7 +67,7 @@ class Run:
         return () if self.base is None else (self.base.params,)
 
     def inputs(self, step: int) -> Inputs:
-        """Return the inputs of step `step` (from 0), on the devices."""
+        """Return the inputs of a step (from 0), placed on the devices."""
         found = self.task.inputs(step)
         return self.placement.rows(found, axis=1) if self.task.place is None else found
 
@@ -101,7 +101,7 @@ class Run:
             progress.say(line)
         if shardings is None:
             return self.programs.state_of(params, key=key)
-        check_ranges(params, config.param_dtype)  # a compiled program cannot raise
+        check_ranges(params, config.param_dtype)  # a compiled program cannot raise an error
         params = jax.device_put(params, shardings.params)
         key = jax.device_put(key, shardings.key)
         return jax.jit(self.programs.state_of, out_shardings=shardings)(params, key=key)
@@ -127,7 +127,7 @@ class Run:
         return trained if self.base is None else self.base.join_parts(trained)
 
     def described(self, done: int) -> list[str]:
-        """Describe the model and its device on one line, and the data on another."""
+        """Return two lines that describe the model with its device and the data."""
         total, trained = count(self.template.params), ""
         if self.config.lora is not None:
             trained, total = f" ({total:,} of them trained)", total + count(self.frozen)
@@ -162,7 +162,7 @@ class Run:
 
 
 def _check_finite(step: int, arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise RunError if parameters are not finite, so that they are not saved."""
+    """Raise RunError if any parameter is not finite, so that it is not saved."""
     for name, array in arrays.items():
         if name.startswith(("params/", "average/")) and not np.isfinite(array).all():
             raise RunError(f"step {step}: parameters are no longer finite; not saved")
@@ -184,7 +184,7 @@ def continued(
     """
     by_first(lambda: checkpoint.remove_partial(folder.checkpoints))
     found, damage, tokenizers = None, None, None
-    # verification reads every byte, so damage is found now
+    # verification reads every byte, so damage is found here
     for step in reversed(checkpoint.saved_steps(folder.checkpoints)):
         try:
             found = checkpoint.verify(checkpoint.step_path(folder.checkpoints, step))
@@ -202,7 +202,7 @@ def continued(
     else:
         lines = folder.read_metrics()
         evaluated = [line["step"] for line in lines if line.get("val_loss") is not None]
-        # the first evaluation saves a checkpoint, because its loss is the best so far
+        # the first evaluation saves a checkpoint, because its loss is the best up to that step
         first = min([stored.checkpoint_every, *evaluated])
         last = max((line["step"] for line in lines), default=0)
         # start over only if no checkpoint was ever saved

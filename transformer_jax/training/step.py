@@ -69,7 +69,7 @@ class Metrics:
 
 
 Prepare = Callable[..., Batch]
-"""Function that converts a step's inputs to micro-batches, leaves [A, B, T]."""
+"""Function that converts a step's inputs to micro-batches with leaves [A, B, T]."""
 
 
 def init_state(
@@ -83,9 +83,9 @@ def init_state(
     """Return the initial state with newly initialized parameters.
 
     Args:
-        config: config of the model.
+        config: the config of the model.
         optimizer: an optax optimizer.
-        seed: source of all randomness.
+        seed: the source of all randomness.
         param_dtype: dtype of the parameters.
         average: whether to maintain a moving average of the parameters, in f32.
     """
@@ -105,16 +105,16 @@ def start_state(
     """Return the initial state with existing parameters, which the first step donates.
 
     Args:
-        params: parameters of the model.
+        params: the parameters of the model.
         optimizer: an optax optimizer.
-        key: a single key, the source of all randomness in the steps.
+        key: a single key, which is the source of all randomness in the steps.
         param_dtype: dtype of the parameters.
         average: whether to maintain a moving average of the parameters, in f32.
 
     Raises:
         ValueError: if a parameter is outside the range of `param_dtype`.
     """
-    # check here, because a compiled program cannot raise
+    # checked here because a compiled program cannot raise an error
     check_ranges(params, param_dtype)
     return _start(optimizer, jnp.dtype(param_dtype), average, params, key)
 
@@ -136,7 +136,7 @@ def _start(
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=cast_floats(params, dtype),
-        # updates are computed in float32, regardless of the parameters' dtype
+        # updates are computed in float32 for every parameter dtype
         opt_state=optimizer.init(cast_floats(params, jnp.float32)),
         key=key,
         rejected=jnp.zeros((), jnp.int32),
@@ -227,8 +227,8 @@ def make_train_step(
             wide = cast_floats(grads, jnp.float32)
             return jax.tree.map(jnp.add, carry, (found, wide)), None
 
-        # as in one big batch, micro-batches are weighted by their tokens: sum(w_a g_a) / sum(w_a),
-        # where g_a is the mean gradient of w_a tokens
+        # micro-batches are weighted by their tokens, as in one large batch: sum(w_a g_a) /
+        # sum(w_a), where g_a is the mean gradient over w_a tokens
         count = jax.tree.leaves(batches)[0].shape[0]
         if count == 1:
             only = jax.tree.map(lambda leaf: leaf[0], batches)
@@ -247,7 +247,7 @@ def make_train_step(
         accepted = jnp.isfinite(mean) & jnp.isfinite(norm)
 
         parts = params, state.opt_state, state.average
-        # optax ignores the mesh, so the compiler splits the update like the state
+        # optax ignores the mesh, so the compiler shards the update like the state
         parts = by_compiler(
             lambda parts, grads, accepted, key: jax.lax.cond(
                 accepted, update, lambda parts, *_: parts, parts, grads, key

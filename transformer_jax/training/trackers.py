@@ -1,7 +1,7 @@
 """Experiment trackers: TensorBoard, Weights & Biases, and trackio.
 
-Each tracker needs an optional package, which is imported when a run that uses it starts. If a
-tracker fails, for example because of the network or a full disk, the run reports this and
+Each tracker needs an optional package, which is imported at the start of a run that uses it. If a
+tracker fails, for example because of the network or a full disk, the run reports the error and
 continues.
 """
 
@@ -19,7 +19,7 @@ from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.untrusted_files import JsonObject
 
 PACKAGES: dict[str, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
-"""Name of the package that each tracker requires."""
+"""Names of the packages that the trackers require, keyed by tracker."""
 
 PROJECT = "transformer_jax"
 
@@ -49,9 +49,9 @@ class TensorBoard:
 
 
 class _RunLogger:
-    """Tracker for a package whose run object has `log` and `finish`."""
+    """Base class for packages whose run object has the methods `log` and `finish`."""
 
-    _run: Any  # its package may not be installed
+    _run: Any  # the package may not be installed
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
@@ -137,7 +137,7 @@ class Trackers:
     def _try(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # third-party code may raise anything
+        except Exception as error:  # third-party code may raise any error
             self._open.pop(name, None)
             why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             self._say(f"log: {name} failed and is disabled ({why})")

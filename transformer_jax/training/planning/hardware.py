@@ -1,7 +1,7 @@
 """Named hardware, which may not be attached, and the devices that programs are compiled for.
 
-Devices that are not attached can compile programs but not run them. A TPU needs the package
-`libtpu`, and an NVIDIA GPU needs JAX with CUDA.
+Programs can be compiled for devices that are not attached, but they cannot run. A TPU requires the
+`libtpu` package, and an NVIDIA GPU requires JAX with CUDA.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ device_description_str: "NVIDIA H200"
 
 @dataclass(frozen=True)
 class Hardware:
-    """Target hardware of a plan."""
+    """Target hardware for a plan."""
 
     name: str
     chip: Chip | None
     """Published peak rates, or None for a CPU."""
     count: int
-    """Number of chips; each is one JAX device."""
+    """Number of chips. Each chip is one JAX device."""
 
     def devices(self) -> list[jax.Device]:
         """Return the devices to compile for, or raise ConfigError if their package is missing."""

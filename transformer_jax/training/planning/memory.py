@@ -68,7 +68,7 @@ def step_memory(
     """
     found = program.memory_analysis()
     assert found is not None
-    # a donated argument and the result that reuses its memory count once
+    # a donated argument and the result that reuses its memory are counted once
     arguments = (
         found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     )

@@ -22,7 +22,7 @@ _BYTES = {"pred": 1.0, "bf16": 2.0, "s4": 0.5, "u4": 0.5}
 
 
 class Traffic(NamedTuple):
-    """Bytes that each device sends in one run of a program."""
+    """Number of bytes that each device sends in one run of a program."""
 
     bytes: dict[str, float]
     """Bytes, keyed by the kind of collective."""
@@ -116,7 +116,7 @@ def _run_counts(lines: dict[str, list[str]]) -> tuple[dict[str, float], set[str]
 
 
 def _result_bytes(shapes: str, kind: str, begins: bool) -> float:
-    """Return the size of a collective's results in bytes.
+    """Return the size in bytes of the results of a collective.
 
     Except for an all-reduce, the start of an asynchronous collective also lists its operands, as
     (in, out) or ((in, in), (out, out)). A permutation appends two numbers.

@@ -1,4 +1,4 @@
-"""Published peak rates of chips, not measured here.
+"""Published peak rates of chips.
 
 The sources are the pages v5e, v5p, and v6e of cloud.google.com/tpu/docs for TPUs, and NVIDIA's data
 sheets of the SXM models for GPUs. Rates apply to dense products in bfloat16. The memory of a TPU is
@@ -51,8 +51,8 @@ _KINDS = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Return the chip that JAX calls `device_kind`, or None if it is not listed."""
-    # longest first, because "TPU v5" is also a prefix of "TPU v5 lite"
+    """Return the chip for JAX's `device_kind`, or None if it is not listed."""
+    # the longest prefix comes first, because "TPU v5" is also a prefix of "TPU v5 lite"
     for kind, name in sorted(_KINDS.items(), key=lambda item: -len(item[0])):
         if device_kind.startswith(kind):
             return CHIPS[name]

@@ -50,7 +50,7 @@ class Bounds:
 
     @property
     def least(self) -> float:
-        """Return the largest bound, assuming that the others overlap with it."""
+        """Return the largest bound. The operations behind the other bounds can overlap with it."""
         return max(self.compute, self.memory, self.network or 0.0)
 
 
@@ -191,7 +191,7 @@ def plan_decoding(
     names = {"positions"} if model.tie_embeddings else {"positions", "tokens"}
     tables = [table for name, table in params["embed"].items() if name in names]
     looked_up = bytes_on_device(tables)
-    # the last token that fits in the cache reads all of it
+    # the last token that fits in the cache attends to the whole cache
     flops = forward_flops(model, length) - forward_flops(model, length - 1)
     flops *= batch_size
     if isinstance(found, int):
@@ -226,8 +226,8 @@ def _compile(program: Lowered) -> Compiled | int:
 
 
 def _traffic(program: Compiled, devices: int) -> Traffic | None:
-    """Return a compiled program's traffic, or None if this jaxlib cannot read its text."""
-    # an older jaxlib may not know the instructions of a newer libtpu
+    """Return a compiled program's traffic, or None if this jaxlib cannot parse its text."""
+    # an older jaxlib may not support the instructions of a newer libtpu
     try:
         return network_traffic(str(program.as_text()), devices)
     except jax.errors.JaxRuntimeError:

@@ -44,8 +44,8 @@ def load_task(
             tokenizer's.
 
     Raises:
-        ConfigError: if the config does not match the data.
-        DataError: if the data cannot be used.
+        ConfigError: If the config does not match the data.
+        DataError: If the data cannot be used.
     """
     if isinstance(config.task, LoadsExamples):
         task = config.task.load(config, tokenizers, vocab_size)

@@ -59,7 +59,7 @@ class PrefixStep(ModelStep):
         state: ModelCache,
         valid: jax.Array | None,  # bool[B, T]
     ) -> dict[str, object]:
-        """Return the model's arguments, with a prefix mask for a prompt."""
+        """Return the model's arguments, which include a prefix mask for a prompt."""
         arguments = super().arguments(tokens, state, valid)
         if tokens.shape[1] > 1:
             positions = arguments["positions"]
@@ -82,7 +82,7 @@ class Targets:
             spelled out, and each source is read separately, without padding.
         stop: tokens that end a target; None uses the tokenizer's.
         processors: functions that change the logits before a token is chosen.
-        cache_dtype: dtype of cached keys and values; None uses the compute dtype.
+        cache_dtype: the dtype of cached keys and values. None means the compute dtype.
     """
 
     config: TrainConfig
@@ -95,7 +95,7 @@ class Targets:
     cache_dtype: jax.typing.DTypeLike | None = None
 
     def encode(self, text: str) -> np.ndarray:  # i32[S]
-        """Encode a source as in training; for a decoder, it ends with the separator."""
+        """Encode a source as in training. For a decoder, append the separator."""
         config, tokenizer = self.config, self.tokenizers.of_source
         if self.published and isinstance(base := plain(tokenizer), PretrainedTokenizer):
             ids = base.encode(text, special_tokens=True) if text else np.zeros(0, np.int32)
@@ -143,8 +143,8 @@ class Targets:
     ) -> list[str]:
         """Return the most likely target of each source, found by greedy decoding or beam search.
 
-        Sources of similar length are decoded together, but answers do not depend on each other. A
-        beam of n tokens has the score log p / n^length_penalty.
+        Sources of similar length are decoded together, but their answers are independent. The score
+        of a beam of n tokens is log p / n^length_penalty.
 
         Raises:
             DataError: if the model cannot read a source.
@@ -158,7 +158,7 @@ class Targets:
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
             part = [rows[i] for i in chosen]
-            # pad with copies, so that one program serves all batches
+            # copies fill the last batch, so that one program serves all batches
             part += [part[-1]] * (batch - len(part) if len(rows) > batch else 0)
             args, kwargs = self._decoding_arguments(part, num_tokens)
             if beams == 1:
@@ -227,7 +227,7 @@ class Targets:
         count = config.sequence_len if num_tokens is None else num_tokens
         kwargs: dict[str, Any] = {}
         if any(name.startswith("encoder/") for name, _ in module.edits):
-            # encoder edits must not see padding that all rows share
+            # edits of the encoder must not see padding that all rows share
             tokens = tokens[:, : lengths.max()]
             valid = None if valid is None else valid[:, : lengths.max()]
         step: Any = make_step(module).with_facts(apart=True)  # some rows may be padding
@@ -298,7 +298,7 @@ def _read_sources(
     valid: Array | None,
     dtype: jax.typing.DTypeLike | None,
 ) -> PyTree:
-    """Return the state of a decoder whose encoder has read the sources."""
+    """Encode the sources and return the initial state of the decoder."""
     return init_decode_state(
         model, params, batch, capacity, source=source, source_valid=valid, dtype=dtype
     )

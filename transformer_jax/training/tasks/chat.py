@@ -44,13 +44,13 @@ from transformer_jax.training.tasks.turns import (
 from transformer_jax.untrusted_files import Json, Untrusted
 
 SHOWN = 3
-"""Number of held-out conversations in a run's sample."""
+"""Number of held-out conversations in the sample of a run."""
 
 T = TypeVar("T")
 
 
 class Conversations(RowsTask):
-    """Conversations whose assistant turns are learned."""
+    """Conversations in which the assistant's turns are learned."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None

@@ -131,7 +131,7 @@ def label_names(config: TrainConfig) -> list[str]:
 
 
 def class_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Batch:
-    """Encode a text and its class for the model of the config."""
+    """Encode a text and its class for the model in the config."""
     text = encode_line(tokenizers.tokenizer, pair.target, pair.where)
     names = label_names(config)
     number = labels_of(config).index(pair.source)

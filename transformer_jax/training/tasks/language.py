@@ -117,7 +117,7 @@ class LanguageWindows(TrainingTask):
         )
 
     def per_character(self, loss: float) -> tuple[float, str] | None:
-        """Return the loss per character, or per byte for the byte tokenizer."""
+        """Return the loss per character, or the loss per byte for the byte tokenizer."""
         if self.config.tokenizer == "byte":
             return loss, "byte"
         return loss * len(self.data.val) / self.data.val_characters, "character"

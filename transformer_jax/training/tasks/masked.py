@@ -1,4 +1,4 @@
-"""Masked language modeling (Devlin et al. 2019, 3.1) with new masks in every step.
+"""Masked language modeling (Devlin et al. 2019, section 3.1) with new masks in every step.
 
 The model predicts a fraction `rate` of the tokens, which are called hidden. Of these, a fraction
 `replaced` is replaced by the mask token and a fraction `random` by random tokens. The rest are not
@@ -44,7 +44,7 @@ _EVAL_STREAM = 2**61
 number."""
 
 PSEUDO_WINDOWS = 4
-"""Number of held-out windows for the pseudo-perplexity."""
+"""Number of held-out windows from which the pseudo-perplexity is computed."""
 
 
 class MaskedWindows(TrainingTask):
@@ -92,7 +92,7 @@ class MaskedWindows(TrainingTask):
             yield Batch(tokens, np.pad(batch.labels, ((0, empty), (0, 0)), constant_values=IGNORE))
 
     def described(self) -> str:
-        """Describe the length of the text and the loss of a unigram guess."""
+        """Return a description of the length of the text and the loss of unigram predictions."""
         train, held_out = len(self.data.train), len(self.data.val)
         return (
             f"text: {train:,} tokens and {held_out:,} held out, {self.tokens_per_step:,} in a "
@@ -100,7 +100,7 @@ class MaskedWindows(TrainingTask):
         )
 
     def sample(self, params: Params) -> str:
-        """Return held-out text with hidden tokens (_), the model's completion, and the original."""
+        """Return held-out text with masks (_), the model's completion, and the original text."""
         tokens = np.asarray(self.data.val[: self.length], np.int32)[None]
         hidden = self.masking(tokens, _EVAL_STREAM, replaced=1.0)
         logits = _logits(self.model, params, hidden.tokens)
@@ -128,7 +128,7 @@ class MaskedWindows(TrainingTask):
             rows = Rows((self.masking.framed(tokens, labels),))
             scores = [scored(self.model, params, batch) for batch in rows.batches(8)]
             losses.append(float(sum(np.asarray(score)[0] for score in scores)) / length)
-        mean = min(float(np.mean(losses)), 700.0) if losses else 0.0  # so that exp is finite
+        mean = min(float(np.mean(losses)), 700.0) if losses else 0.0  # keeps exp finite
         return {"pseudo_perplexity": math.exp(mean)} if losses else {}
 
     def documents(self) -> list[np.ndarray]:
@@ -198,7 +198,7 @@ class Masking:
 def _uniform(
     seed: int, step: int, first: int, shape: tuple[int, ...]
 ) -> np.ndarray:  # f64[3, *shape] in [0, 1)
-    """Draw three numbers per token, for rows numbered from `first`.
+    """Draw three random numbers per token, for rows whose numbers start at `first`.
 
     The numbers depend only on the arguments, so a row gets the same numbers in every batch. The
     random stream differs from the one for window starts.

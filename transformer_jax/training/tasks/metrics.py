@@ -1,4 +1,4 @@
-"""Metrics of generated texts and of predicted labels."""
+"""Metrics for generated texts and for predicted labels."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def confusion_matrix(
 
 
 def macro_f1(confusion: np.ndarray) -> float:  # [C, C]
-    """Return the mean over classes of F1 = 2 TP / (2 TP + FP + FN).
+    """Return the mean of F1 = 2 TP / (2 TP + FP + FN) over the classes.
 
     Classes that neither occur nor are predicted are excluded.
     """

@@ -47,7 +47,7 @@ from transformer_jax.training.tasks.turns import source_ids, target_ids
 from transformer_jax.values import short_repr
 
 SHOWN = 5
-"""Number of held-out pairs in a run's sample."""
+"""Number of held-out pairs in the sample of a run."""
 
 
 @short_repr
@@ -99,7 +99,7 @@ class Pairs(RowsTask):
         return "\n".join(lines)
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Compare generated targets with the held-out ones."""
+        """Compare generated targets with held-out targets."""
         task: Any = self.config.task  # a task on pairs
         pairs = self.pairs[: task.judged]
         if not pairs:
@@ -151,7 +151,7 @@ def _tokenizers(
     val: Sequence[Pair],
     two_rows: bool,
 ) -> Tokenizers:
-    """Return the run's tokenizers, trained on its pairs unless they are passed."""
+    """Return the run's tokenizers, which are trained on its pairs unless they are passed."""
     names = ["bos", "eos"] if two_rows else ["sep", "eos"]
     separate = isinstance(config.task, Seq2SeqTask) and config.task.vocabulary == "separate"
     if loaded is None:

@@ -1,4 +1,4 @@
-"""Preference data: prompts with a chosen and a rejected answer.
+"""Preference data: prompts, each with a chosen and a rejected answer.
 
 Each line of the file is an object {"prompt": ..., "chosen": ..., "rejected": ...}. The values are
 either three strings or three lists of messages {"role": ..., "content": ...}, in which the answers
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Whether all three are strings."""
+        """Whether the prompt and the answers are strings."""
         return isinstance(self.prompt, str)
 
     @property
@@ -71,7 +71,7 @@ class Pair(NamedTuple):
 
 
 class Preferences(RowsTask):
-    """Prompts with a chosen and a rejected answer."""
+    """Prompts, each with a chosen and a rejected answer."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None

@@ -154,7 +154,7 @@ class PreparedText(TrainingTask):
             yield read(np.stack([folder, batch - first[folder]], axis=-1))
 
     def described(self) -> str:
-        """Describe the amount of data in each folder."""
+        """Return a description of the amount of data in each folder."""
         parts = ", ".join(
             f"{part.folder}: {part.tokens:,} tokens in {len(rows):,} rows"
             for part, rows in zip(self.parts, self.rows, strict=True)

@@ -1,4 +1,4 @@
-"""Interface between the training loop and its tasks."""
+"""Interface between the training loop and the training tasks."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class TrainingTask:
         raise NotImplementedError
 
     def described(self) -> str:
-        """Describe the examples on one line."""
+        """Return a one-line description of the examples."""
         raise NotImplementedError
 
     def per_character(self, loss: float) -> tuple[float, str] | None:
@@ -121,11 +121,11 @@ class TrainingTask:
         return None
 
     def sample(self, params: Params) -> str:
-        """Return a few held-out examples with the model's output, as text."""
+        """Return a few held-out examples with the model's outputs, as text."""
         raise NotImplementedError
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return metrics of decoded held-out examples; empty if the held-out loss suffices.
+        """Return metrics for decoded held-out examples, or {} if the held-out loss is enough.
 
         Args:
             params: parameters of the model.
@@ -148,9 +148,9 @@ class LoadsExamples(Protocol):
         """Return the examples of a run, as `training.tasks.load_task` does.
 
         Args:
-            config: config of the run.
-            tokenizers: tokenizers of a resumed run or of the initial model, or None.
-            vocab_size: a vocabulary larger than the tokenizer's; None is the tokenizer's.
+            config: the config of the run.
+            tokenizers: the tokenizers of a resumed run or of the initial model, or None.
+            vocab_size: a vocabulary size larger than the tokenizer's. None means the tokenizer's.
         """
         ...
 
@@ -195,7 +195,7 @@ class RowsTask(TrainingTask):
             yield self.val.step(seed, step, 1, size).first()
 
     def described(self) -> str:
-        """Describe the number and length of the rows."""
+        """Return a description of the number and length of the rows."""
         parts = ", ".join(
             f"{count:,} of {bucket.tokens.shape[1]} tokens"
             for count, bucket in zip(self.train.counts, self.train.buckets, strict=True)
@@ -233,7 +233,7 @@ def with_vocabulary(
         **changes: other model fields to change.
 
     Raises:
-        ConfigError: if `vocab_size` is below the tokenizer's.
+        ConfigError: If `vocab_size` is less than the tokenizer's vocabulary size.
     """
     model, tokenizer = config.model, tokenizers.tokenizer
     needed = tokenizer.vocab_size

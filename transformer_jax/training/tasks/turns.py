@@ -32,7 +32,7 @@ from transformer_jax.values import short_repr
 ROLES = "system", "user", "assistant"
 
 BESIDE_CONTENT = "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call"
-"""Fields of an assistant's message in addition to its content."""
+"""Additional fields in an assistant's message."""
 
 _REMEDY = "change the file, or the chat_template of the tokenizer"
 
@@ -89,9 +89,9 @@ def target_ids(tokenizer: Tokenizer, target: str) -> np.ndarray:  # i32[n]
 def message_turn(tokenizer: Tokenizer, messages: Messages) -> Turn:
     """Encode messages. The last message, from the assistant, is the answer to the others.
 
-    With a chat template, the answer is everything after the generation prompt, plus <eos> unless it
-    already ends with an end token. If a template shortens an answer, for example by dropping its
-    reasoning, the full content is learned.
+    With a chat template, the answer is everything after the generation prompt. If it does not end
+    with an end token, <eos> is appended. If a template shortens an answer, for example by dropping
+    its reasoning, the full content is learned.
 
     Args:
         tokenizer: tokenizer with a chat template or special tokens for roles.
@@ -153,7 +153,7 @@ def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
             break
         if role not in ("system", "user") or not isinstance(text, str):
             continue
-        other = {**before[number - 1], "content": mark}  # other messages may have the same text
+        other = {**before[number - 1], "content": mark}  # other messages may contain the same text
         others = [*before[: number - 1], other, *before[number:]]
         is_dropped = tokenizer.chat(others, add_generation_prompt=True) == prompt
         if is_dropped or not _loose_pattern(text).search(prompt):
