@@ -126,10 +126,10 @@ def fit(
         task: a custom task, used instead of `config.task` (docs/howto_task.md).
 
     Raises:
-        ConfigError: if the config is invalid; nothing is written.
-        DataError: if the data cannot be used; nothing is written.
-        CheckpointError: if the initial model or checkpoint cannot be read; nothing is written.
-        RunError: if the run fails. Existing checkpoints remain valid.
+        ConfigError: If the config is invalid; nothing is written.
+        DataError: If the data cannot be used; nothing is written.
+        CheckpointError: If the initial model or checkpoint cannot be read; nothing is written.
+        RunError: If the run fails. After RunError or OSError, existing checkpoints remain valid.
     """
     if not isinstance(config, TrainConfig):
         kind = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"

@@ -48,7 +48,7 @@ def cross_entropy(
         The weighted mean and the sum of the weights. Both are 0 if all tokens are ignored.
 
     Raises:
-        ValueError: if shapes do not match, or if a label with nonzero weight is outside 0 to V - 1.
+        ValueError: If shapes do not match, or if a label with nonzero weight is outside 0 to V - 1.
             If labels are traced, an invalid label makes the loss and the gradient of its logits NaN
             instead.
     """
@@ -108,7 +108,7 @@ def chunked_cross_entropy(
         The weighted mean loss in nats and the sum of the weights.
 
     Raises:
-        ValueError: if shapes do not match, if an option is out of range, or if a label with nonzero
+        ValueError: If shapes do not match, if an option is out of range, or if a label with nonzero
             weight is outside 0 to V - 1. Traced labels are not checked.
     """
     terms = _Terms(label_smoothing, z_loss)

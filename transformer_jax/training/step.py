@@ -112,7 +112,7 @@ def start_state(
         average: whether to maintain a moving average of the parameters, in f32.
 
     Raises:
-        ValueError: if a parameter is outside the range of `param_dtype`.
+        ValueError: If a parameter is outside the range of `param_dtype`.
     """
     # checked here because a compiled program cannot raise an error
     check_ranges(params, param_dtype)

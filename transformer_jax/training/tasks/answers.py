@@ -147,7 +147,7 @@ class Targets:
         of a beam of n tokens is log p / n^length_penalty.
 
         Raises:
-            DataError: if the model cannot read a source.
+            DataError: If the model cannot read a source.
         """
         rows = [self.encode(one) if isinstance(one, str) else one for one in sources]
         found = [""] * len(rows)

@@ -98,7 +98,7 @@ def message_turn(tokenizer: Tokenizer, messages: Messages) -> Turn:
         messages: list of `{"role": ..., "content": ...}`, with at least one message.
 
     Raises:
-        DataError: if the template does not write the answer after the other messages, or if it
+        DataError: If the template does not write the answer after the other messages, or if it
             changes the answer or the other messages.
     """
     if isinstance(tokenizer, PretrainedTokenizer):
