@@ -10,7 +10,8 @@ increases or decreases the rate by factors of 2. The n-gram model counts the who
 and the same search selects its order. All models are evaluated in windows of `--context` characters
 on the last tenth of the text, which is not used in the search.
 
-Each model is a separate run in `--out`, which `generate`, `evaluate` and `plot` accept.
+Each model is a separate run in the folder `--out`. The commands `generate`, `evaluate`, and `plot`
+accept these runs.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class ModelScore:
     tokens: int
     """Number of characters read, including repetitions."""
     nats: float
-    """Held-out loss per character."""
+    """Held-out loss in nats per character."""
     bits: float
     perplexity: float
     seconds: float
@@ -101,7 +102,7 @@ def compare(options: Compare) -> None:
     from transformer_jax.checkpoints.run_folder import RunFolder, json_text
     from transformer_jax.training.tasks import load_task
 
-    # training frees and allocates large arrays in every step, which would cause page faults
+    # training allocates and frees large arrays in every step, which would cause page faults
     keep_freed_memory()
     out = options.out
     if not options.resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -158,7 +159,8 @@ def equal_models(
     """Return models of equal size, keyed by name: a decoder, the other models, and an n-gram model.
 
     Raises:
-        ConfigError: if a model in `names` cannot match the number of parameters within 3 %.
+        ConfigError: If a model in `names` cannot match the decoder's number of parameters within 3
+            %.
     """
     if d_model < 8 or d_model % 8:
         raise ConfigError(
@@ -171,7 +173,7 @@ def equal_models(
     wanted = num_params(decoder)
 
     def nearest(make: Callable[[int], AnyModelConfig]) -> AnyModelConfig:
-        """Return the model whose width gives the closest number of parameters."""
+        """Return the model whose number of parameters is closest to the decoder's."""
         one, two, three = (num_params(make(width)) for width in (1, 2, 3))
         square = (three - 2 * two + one) / 2  # the number of parameters is quadratic in the width
         line = two - one - 3 * square
@@ -207,7 +209,7 @@ def search(
 ) -> float:
     """Return the best learning rate or n-gram order, and print each loss.
 
-    A hill climb moves to the better neighbor until none is better.
+    Hill climbing moves to the better neighbor until no neighbor is better.
     """
     steps = max(base.steps // 5, 1)
     base = replace(base, data=str(training_part), steps=steps, eval_every=steps)
@@ -233,7 +235,7 @@ def settings(base: TrainConfig, model: AnyModelConfig, value: float) -> TrainCon
     """Return the config of a run with this learning rate or n-gram order."""
     if isinstance(model, NgramConfig):
         return replace(base, model=replace(model, order=int(value)), steps=1, warmup_steps=0)
-    # a tenth of the steps in both search and run, so that rates are comparable
+    # a tenth of the steps in both the search and the run, so that rates are comparable
     warmup = base.steps // 10
     return replace(
         base, model=model, learning_rate=value, min_learning_rate=value / 10, warmup_steps=warmup
@@ -251,7 +253,7 @@ def train(
 ) -> Result:
     """Train silently. Raise KeyboardInterrupt after the step in which a signal arrives.
 
-    An interrupted search has no best value.
+    The exception also ends a search, which has no best value if it is interrupted.
     """
     stop = lambda: bool(received)  # noqa: E731
     result = fit(config, resume=resume, vocab_size=vocab_size, progress=Silent(), stop=stop)

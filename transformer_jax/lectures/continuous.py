@@ -38,7 +38,7 @@ from transformer_jax.training.tasks.task import (
 )
 
 SAMPLES = 5
-"""Number of held-out examples in a run's sample."""
+"""Number of held-out examples in the sample of a run."""
 
 CLASSIFY_ROWS = 128
 """Number of images per classification batch."""
@@ -91,12 +91,12 @@ class Signals(RowsTask):
             self.tokens_per_step *= config.model.inputs.num_tokens(1)
 
     def described(self) -> str:
-        """Describe the number and kind of the examples."""
+        """Return a description of the number and kind of the examples."""
         kind = "pictures" if isinstance(self.task.inputs, Patches) else "sounds"
         return f"{sum(self.train.counts):,} {kind}; {sum(self.val.counts):,} held out"
 
     def sample(self, params: Params) -> str:
-        """Return the model's answers to the first held-out images or sounds."""
+        """Return the model's answers for the first held-out images or sounds."""
         signals = self.signals[:SAMPLES]
         lines = []
         for signal, text in zip(signals, self.answers(params, signals), strict=True):

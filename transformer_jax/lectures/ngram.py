@@ -112,7 +112,7 @@ def count_ngrams(
             i32[T].
 
     Raises:
-        ValueError: if there are no tokens or a token is outside the vocabulary.
+        ValueError: If there are no tokens or a token is outside the vocabulary.
     """
     if getattr(documents, "ndim", None) == 1:
         documents = [np.asarray(documents)]
@@ -245,7 +245,7 @@ class NgramLM(CheckedModule):
             values keyed by place.
 
         Raises:
-            ValueError: if the arguments are invalid.
+            ValueError: If the arguments are invalid.
         """
         cfg, places = self.config, Places.of(self, capture, edit)
         windows, state, visit = slide_window(cfg, tokens, state, valid, segments, at, places)

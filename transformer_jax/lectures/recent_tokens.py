@@ -64,7 +64,7 @@ def init_recent_tokens(config: WindowSizes, batch: int) -> RecentTokens:
         batch: B, the number of rows.
 
     Raises:
-        ValueError: if `batch` is not a nonnegative integer.
+        ValueError: If `batch` is not a nonnegative integer.
     """
     check_count("batch", batch, 0)
     empty = jnp.full((batch, config.context), -1, jnp.int32)
@@ -216,7 +216,7 @@ class RecentTokensLM(CheckedModule):
             values keyed by place.
 
         Raises:
-            ValueError: if the arguments do not fit.
+            ValueError: If the arguments do not fit.
         """
         places = Places.of(self, capture, edit)
         refuse_rngs(self, key)

@@ -611,7 +611,7 @@ def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
         batch: B, the number of rows.
 
     Raises:
-        ValueError: if the model has a source or is bidirectional, or if `batch` is not a
+        ValueError: If the model has a source or is bidirectional, or if `batch` is not a
             nonnegative integer.
     """
     if config.source_vocab_size is not None:
@@ -673,7 +673,7 @@ class RecurrentLM(CheckedModule):
             values keyed by place.
 
         Raises:
-            ValueError: if the arguments do not fit.
+            ValueError: If the arguments do not fit.
         """
         check_tokens(tokens, self.config.vocab_size)
         check_segments(tokens, segments, state)
@@ -740,7 +740,7 @@ class RecurrentTagger(CheckedModule):
             Logits f32[B, T, V], or [B, Q, V] with `at`; None; and the captured values.
 
         Raises:
-            ValueError: if the arguments do not fit.
+            ValueError: If the arguments do not fit.
         """
         check_segments(tokens, segments, None)
         positions, packed = sequence_positions(tokens, None, valid, segments), segments is not None
@@ -776,7 +776,7 @@ class RecurrentTagger(CheckedModule):
             f32[B, C].
 
         Raises:
-            ValueError: if the model has no classification head or the arguments are invalid.
+            ValueError: If the model has no classification head or the arguments are invalid.
         """
         if self.config.num_classes is None:
             raise ValueError("num_classes is None: this model has no classification head")
@@ -906,7 +906,7 @@ class RecurrentSeq2Seq(CheckedModule):
             values keyed by place.
 
         Raises:
-            ValueError: if the arguments are invalid, or unless exactly one of source and state is
+            ValueError: If the arguments are invalid, or unless exactly one of source and state is
                 passed.
         """
         if (source is None) == (state is None):

@@ -74,7 +74,7 @@ def make_signals(task: Any, seed: int) -> list[Signal]:
         seed: seed of the random numbers.
 
     Raises:
-        DataError: if the task uses scikit-learn's digits and scikit-learn is not installed.
+        DataError: If the task uses scikit-learn's digits and scikit-learn is not installed.
     """
     random = np.random.Generator(np.random.Philox(seed))
     if not isinstance(task.inputs, Patches):
@@ -107,7 +107,7 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
         targets: whether to read the targets; if not, they are "".
 
     Raises:
-        DataError: if an array is missing or invalid.
+        DataError: If an array is missing or invalid.
     """
     arrays: dict[str, np.ndarray] = {}
     try:

@@ -52,7 +52,7 @@ OPTIONS: Options = {"tokens": (512, 24), "window": (16, 16), "width": (32, 32)}
 
 
 def formulas(n: int, window: int) -> list[int]:
-    """Return the number of query-key products of each method for n tokens."""
+    """Return the number of query-key products for each method and n tokens."""
     w = min(window, n)
     return [n * (n + 1) * (n + 2) // 6, n * (n + 1) // 2, n * w - w * (w - 1) // 2]
 
@@ -112,7 +112,7 @@ def generators(n: int, window: int, width: int) -> list[Callable[[], Any]]:
 
 
 def measure_times(n: int, window: int, width: int, runs: int) -> list[float]:
-    """Return the median time in seconds that each method takes to generate n tokens."""
+    """Return the median time in seconds that each method needs to generate n tokens."""
     calls = generators(n, window, width)
     for call in calls:
         jax.block_until_ready(call())

@@ -10,8 +10,8 @@ of a block can be connected in four ways:
     norm(x + f(x))   post-norm (Vaswani et al. 2017)
     x + f(norm(x))   pre-norm, with a final norm after the last block (Xiong et al. 2020)
 
-For untrained models, the picture shows the Jacobian d(x + f)/dx = I + df/dx of a feed-forward part,
-and the norm of the loss gradient before each of 48 blocks, relative to the last block.
+The picture is for untrained models. It shows the Jacobian d(x + f)/dx = I + df/dx of a feed-forward
+part, and the norm of the loss gradient before each of 48 blocks, relative to the last block.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KINDS = ("no residual", "no norm", "post-norm", "pre-norm")
 
 
 def init_block(key: jax.Array) -> dict[str, jax.Array]:
-    """Draw the matrices of a block with variance 1 / inputs."""
+    """Initialize the matrices of a block randomly, with variance 1 / inputs."""
     shapes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH)}
     shapes["down"] = (4 * WIDTH, WIDTH)
     keys = jax.random.split(key, len(shapes))
@@ -105,7 +105,7 @@ def run(
 
 
 def init(layers: int, key: jax.Array) -> Any:
-    """Draw the parameters of a stack."""
+    """Initialize the parameters of a stack randomly."""
     tokens, blocks, read = jax.random.split(key, 3)
     return {
         "tokens": jax.random.normal(tokens, (VOCAB, WIDTH)),
@@ -128,7 +128,7 @@ def gradients(
     keys = jax.random.split(jax.random.key(seed), seeds)
     found = np.stack([np.asarray(slope(key), np.float64) for key in keys])
     norms = np.sqrt((found**2).sum(axis=(2, 3, 4)))  # [seeds, L]
-    # without residual connections, gradients underflow to 0, which has no logarithm
+    # without residual connections, gradients underflow to 0, whose logarithm is not finite
     return np.exp(np.log(norms / norms[:, -1:] + 1e-300).mean(axis=0))
 
 

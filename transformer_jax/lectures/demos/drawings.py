@@ -99,7 +99,7 @@ def _joins_embeddings(config: ModelConfig) -> bool:
 
 
 def block_items(config: ModelConfig, stack: str) -> list[Item]:
-    """Return the branches of a block from bottom to top, with norms in the order of the config."""
+    """Return the branches of a block from bottom to top, with norms placed as in the config."""
     gate = [f"gate {config.expert_dim}"] if config.glu else []
     hidden = " · ".join([*gate, f"up {config.expert_dim}", activation_name(config)])
     experts = config.experts
@@ -212,7 +212,7 @@ def output_boxes(config: ModelConfig) -> list[Box]:
 
 
 def stack_items(config: ModelConfig, stack: str) -> list[Item]:
-    """Return the column of a stack, "encoder" or "decoder", from its input to its output."""
+    """Return the column of a stack, "encoder" or "decoder", from input to output."""
     pair = config.kind == "encoder-decoder"
     depth = config.decoder_layers if stack == "decoder" else config.num_layers
     source = "source [B, S]" if pair and stack == "encoder" else "tokens [B, T]"
@@ -271,7 +271,7 @@ def finish(figure: Figure, axes: Axes, width: float, height: float) -> Figure:
 
 
 def write(axes: Axes, x: float, y: float, text: str, size: float = 9, **styles: Any) -> None:
-    """Write a string, by default centered at a point."""
+    """Write a string, centered at a point by default."""
     defaults: dict[str, Any] = dict(ha="center", va="center", color=INK, fontsize=size)
     axes.text(x, y, text, parse_math=False, **(defaults | styles))
 
@@ -297,8 +297,8 @@ def text_width(figure: Figure, texts: Sequence[str], size: float, **styles: Any)
 def draw_model(config: ModelConfig) -> Figure:
     """Draw the embeddings, blocks, and output of a model from bottom to top, with their widths.
 
-    Boxes are named after the modules of `init_params(config)`, relative to their block. The line
-    around a branch is the residual stream, and a plus adds the branch's output.
+    Boxes have the names of the modules in `init_params(config)`, relative to their block. The line
+    around a branch is the residual stream, and a plus adds the output of the branch.
     """
     names = ["encoder", "decoder"] if config.kind == "encoder-decoder" else [config.kind]
     columns = [stack_items(config, name) for name in names]
@@ -415,7 +415,7 @@ def draw_attention(
     size, half = T * cell, T * cell / 2
     low, middle, high = (0.45 + i * (size + room) for i in range(3))
     tokens, fonts = spelled(tokens)
-    # an svg uses the reader's fonts if the default font has all letters
+    # an SVG file uses the reader's fonts if the default font has all letters
     style: dict[str, Any] = {} if fonts == ["DejaVu Sans"] else {"fontfamily": fonts}
     left = text_width(figure, tokens, 9, **style) + 0.25
     projected, scored = left + D * cell + 1.0, left + (D + H) * cell + 2.0
@@ -465,7 +465,7 @@ def draw_numbers(
     colour: str,
     cell: float,
 ) -> None:
-    """Draw a matrix with its values, shaded by magnitude, below a title and above its shape."""
+    """Draw a matrix with values that are shaded by magnitude, below a title and above its shape."""
     rows, columns = values.shape
     largest = np.abs(values[np.isfinite(values)]).max()
     for (i, j), value in np.ndenumerate(values):
@@ -493,7 +493,7 @@ def cache_positions(tokens: int, capacity: int) -> np.ndarray:  # i32[T, capacit
 
 
 def draw_cache(tokens: int = 8, window: int = 4) -> Figure:
-    """Draw the position in each slot after each token, for a full cache and a ring.
+    """Draw the position in each slot after each token, for a full cache and a ring buffer.
 
     A ring has one slot per position in the window. Position t is in slot t mod W.
     """
@@ -524,10 +524,10 @@ def draw_cache(tokens: int = 8, window: int = 4) -> Figure:
 
 
 def draw_stream(layers: int = 2, window: int = 3, chunk: int = 3, chunks: int = 4) -> Figure:
-    """Draw the work of a causal stack for its last chunk, streaming and with overlapping windows.
+    """Draw the work for the last chunk in a causal stack, streaming and with overlapping windows.
 
-    A stream keeps the last W inputs of each layer. Overlapping windows recompute the R - 1 previous
-    frames that the outputs depend on, R - 1 = L (W - 1).
+    A stream stores the last W inputs of each layer. Overlapping windows recompute the R - 1 = L (W
+    - 1) previous frames that the outputs depend on.
     """
     frames, overlap = chunk * chunks, layers * (window - 1)
     start = frames - chunk

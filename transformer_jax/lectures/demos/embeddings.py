@@ -52,7 +52,7 @@ START, CONTEXT = "<s>", 3
 
 
 def sentences() -> list[list[str]]:
-    """Return all sentences of the grammar in a fixed order."""
+    """Return all sentences of the grammar, in a fixed order."""
     people = WORDS["crowned"] + WORDS["at work"]
     living = people + WORDS["animal"]
     texts = [

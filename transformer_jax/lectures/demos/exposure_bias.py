@@ -100,7 +100,7 @@ def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
     )  # fmt: skip
     params = train_model(config, steps, PROMPT + length, arguments.seed)
     forced, free = (np.asarray(x, np.float64) for x in measure_errors(config, params, length))
-    # a product instead of a power, because e may differ between positions
+    # a product instead of a power, because e can differ between positions
     expected = 1 - np.cumprod(1 - forced)
     positions = [t for t in (1, 2, 4, 6, 8, 10, 12) if t <= length]
     rows = [

@@ -40,7 +40,7 @@ VOCAB, NOISE = 11, 0.1
 
 
 def make_texts(rows: int, length: int, seed: int) -> np.ndarray:  # i32[B, T]
-    """Return sequences x_t = f(x_{t-1}, x_{t-2}) for one random f, with 10 % noise."""
+    """Return sequences x_t = f(x_{t-1}, x_{t-2}) for one random function f, with 10 % noise."""
     table = np.random.default_rng(0).integers(0, VOCAB, (VOCAB, VOCAB))
     draw = np.random.default_rng(seed)
     texts = draw.integers(0, VOCAB, (rows, length)).astype(np.int32)
@@ -59,9 +59,9 @@ def entropy_rate() -> float:
 def losses_by_position(
     config: ModelConfig, texts: np.ndarray, longer: np.ndarray, seed: int
 ) -> np.ndarray | None:
-    """Train on `texts` [steps, B, n + 1]; return the loss at each position of `longer` [B, T + 1].
+    """Train on `texts` [steps, B, n + 1]. Return the loss at each position of `longer` [B, T + 1].
 
-    Return None if the model does not support the longer sequences.
+    Returns None if the model does not support the longer sequences.
     """
     model = build(config)
 

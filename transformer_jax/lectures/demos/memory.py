@@ -42,7 +42,7 @@ NETWORKS: dict[str, tuple[Cell, float]] = {
     "LSTM, forget bias 1": ("lstm", 1.0),
     "LSTM, forget bias 3": ("lstm", 3.0),
 }
-"""Cell and forget bias of each network."""
+"""Cell and forget bias of each network, keyed by name."""
 
 
 def texts(rows: int, length: int, delay: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +76,7 @@ def accuracies(
     batches = tokens.reshape(len(delays), steps, ROWS, length), letters.reshape(-1, steps, ROWS)
     new = [texts(HELD_OUT, length, delay, 2) for delay in delays]
     held_out = tuple(np.stack(x) for x in zip(*new, strict=True))
-    of_keys = jax.vmap(right, in_axes=(0, None, None))  # one program for all seeds and delays
+    of_keys = jax.vmap(right, in_axes=(0, None, None))  # one program serves all seeds and delays
     return np.asarray(jax.jit(jax.vmap(of_keys, in_axes=(None, 0, 0)))(keys, batches, held_out))
 
 

@@ -70,7 +70,7 @@ def attend(mask: Mask) -> Callable[[jax.Array], jax.Array]:
 
     def layer(x: jax.Array) -> jax.Array:
         heads = x[None, :, None]  # [B, T, N, H]
-        # small scores, because a weight that is rounded to 0 would hide a path
+        # scores are small, because a weight that is rounded to 0 would hide a path
         out = dot_product_attention(heads, heads, heads, mask=mask, scale=0.1, implementation="xla")
         return out[0, :, 0]
 
@@ -106,7 +106,7 @@ def formulas(n: int, window: int) -> tuple[list[int], list[int]]:
 
 
 def path_lengths(n: int, window: int) -> list[int]:
-    """Return the path length from the first input to the last output for each kind."""
+    """Return the path length from the first input to the last output for each kind of layer."""
     x = jax.random.normal(jax.random.key(1), (n, WIDTH))
     first = jnp.zeros_like(x).at[0].set(1.0)
     cell = nn.SimpleCell(WIDTH)

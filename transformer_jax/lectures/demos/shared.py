@@ -39,14 +39,14 @@ MEANINGS = {
     "width": "width of the vectors",
     "window": "number of keys that a query sees, including its own",
 }
-"""Help text of each option."""
+"""Help text for each option."""
 
 
 def settings(options: Options, out: Path, quick: bool = False, **values: Any) -> Namespace:
     """Return the arguments of a demonstration, with defaults for values that are not passed.
 
     Raises:
-        ConfigError: if an option is unknown, a number is not positive, or a seed is too large for
+        ConfigError: If an option is unknown, a number is not positive, or a seed is too large for
             `jax.random.key`.
     """
     unknown = [name for name in values if name not in options]
@@ -78,7 +78,7 @@ def check_least(name: str, value: int, least: int, reason: str) -> None:
 
 def halved(largest: int, count: int) -> list[int]:
     """Return up to `count` increasing lengths, each half of the next; the last is `largest`."""
-    # a set, because halving small lengths gives 1 several times
+    # a set, because halving a small length results in 1 several times
     return sorted({max(1, largest >> i) for i in range(count)})
 
 
@@ -92,7 +92,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> No
 
 
 def new_figure(columns: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes]]:
-    """Create a figure with a row of empty plots in the style of `plot_losses`."""
+    """Create a figure that contains a row of empty plots in the style of `plot_losses`."""
     # do not use pyplot, which keeps every figure and may need a display
     figure = Figure(figsize=(7.0 if columns == 1 else 4.7 * columns, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -123,7 +123,7 @@ def draw_matrix(
     columns: Sequence[str],
     numbers: bool = True,
 ) -> None:
-    """Draw weights as a heatmap from white (0) to blue (1), with values and axis labels."""
+    """Draw weights as a heat map from white (0) to blue (1), with values and axis labels."""
     axes.imshow(values, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
     axes.grid(False)
     for side, names in ((axes.set_xticks, columns), (axes.set_yticks, rows)):
@@ -195,7 +195,7 @@ def train(
 
 
 def programs_within(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yield the programs inside an equation, such as the body of a loop or a called function."""
+    """Yield the programs inside an equation, such as a loop body or a called function."""
     for value in jax.tree.leaves(list(equation.params.values())):
         inner = getattr(value, "jaxpr", value)
         if isinstance(inner, Jaxpr):

@@ -47,7 +47,7 @@ CHUNK, FRAME = 8, 5
 
 
 def only_window(config: ModelConfig) -> int:
-    """Return the window shared by all layers."""
+    """Return the window size that all layers share."""
     (window,) = config.windows
     assert window is not None
     return window

@@ -63,12 +63,12 @@ def jacobian(
 def measure(
     length: int, width: int, seed: int, seeds: int
 ) -> dict[str, np.ndarray]:  # f64[T] for each network
-    """Return the mean norm over seeds for each distance T - t, from 0."""
+    """Return the norm for each distance T - t (from 0), averaged over seeds."""
     norms = {}
     for name, cell in CELLS.items():
         of_key = partial(jacobian, cell(width), length, width)
         keys = jax.random.split(jax.random.key(seed), seeds)
-        # use float64, because squares of the smallest elements underflow in float32
+        # use in float64, because the squares of the smallest elements underflow in float32
         jacobians = np.asarray(jax.jit(jax.vmap(of_key))(keys), np.float64)
         norms[name] = np.sqrt((jacobians**2).sum(axis=(1, 3))).mean(axis=0)[::-1]
     return norms

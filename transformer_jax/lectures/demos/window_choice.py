@@ -80,7 +80,8 @@ CONFIG = ModelConfig(
 def examples(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return frames f32[B, T, 16] and labels i32[B, T, delays].
 
-    Each label is the letter of the frame `delay` frames earlier, or -1 before the first answer.
+    Each label is the letter of the frame that is `delay` frames earlier, or -1 before the first
+    answer.
     """
     frames, letters = sounds(count, seed)
     later = [np.pad(letters, ((0, 0), (delay, 0)), constant_values=-1)[:, :FRAMES]
