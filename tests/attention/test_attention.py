@@ -67,7 +67,7 @@ class TestXla(NonfiniteSuite):
     "test_empty_axes_give_empty_or_zero_results",
     "test_masked_keys_and_values_have_no_influence[future-3.3e+38]",
     "test_infinite_bias_does_not_hide_nonfinite_scores[array-nan]",
-    "test_typical_sizes_have_several_tiles",
+    "test_typical_sizes_span_several_tiles",
 )
 @pytest.mark.long_except(
     "test_any_length_matches_oracle[17x64]",
@@ -108,7 +108,7 @@ class TestXla(NonfiniteSuite):
     "test_nan_in_bias_makes_rows_that_see_it_nan",
     "test_infinite_bias_does_not_hide_nonfinite_scores",
     "test_row_with_nonfinite_bias_propagates_no_gradient",
-    "test_typical_sizes_have_several_tiles",
+    "test_typical_sizes_span_several_tiles",
 )
 class TestBlockwise(NonfiniteSuite):
     """Gradients compile slowly: by default some tests run only for `native`, here with `-m ""`."""
@@ -120,7 +120,7 @@ class TestBlockwise(NonfiniteSuite):
         inputs = {name: arrays[name] for name in ("query", "key", "value")}
         return Sizes.of(AttentionCall(mask=mask, **inputs))
 
-    def test_typical_sizes_have_several_tiles(self):
+    def test_typical_sizes_span_several_tiles(self):
         assert min(self.sizes(self.draw(0)).grid) > 1
 
     def assert_crowded(self, name, arrays, mask):
@@ -165,7 +165,7 @@ NONFINITE = {
 @pytest.mark.parametrize("options", [False, True], ids=["plain", "every option"])
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("which", NONFINITE)
-def test_broken_query_is_nan_and_has_no_gradient(which, implementation, options):
+def test_nonfinite_query_outputs_nan_without_gradient(which, implementation, options):
     suite = {"xla": TestXlaAcrossTiles, "blockwise": TestBlockwise}[implementation]()
     arrays = suite.draw(60)
     rng = np.random.default_rng(60)
@@ -199,7 +199,7 @@ def test_broken_query_is_nan_and_has_no_gradient(which, implementation, options)
 
 
 @pytest.mark.slow
-def test_nonfinite_vmap_element_does_not_affect_others():
+def test_nonfinite_batch_element_does_not_affect_others_under_vmap():
     arrays = draw(62, batch=3)
     arrays = {name: x[:, None] for name, x in arrays.items()}
 
@@ -225,7 +225,7 @@ def test_nonfinite_vmap_element_does_not_affect_others():
     assert not query[1, 0, 6:].any()
 
 
-def test_vmap_of_tiles_on_several_devices_keeps_rows(monkeypatch):
+def test_vmap_over_sharded_tiles_preserves_row_order(monkeypatch):
     """On several devices the operation has its own batching rule."""
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     attend = partial(dot_product_attention, mask=Causal(), implementation="blockwise")
@@ -233,7 +233,7 @@ def test_vmap_of_tiles_on_several_devices_keeps_rows(monkeypatch):
     assert jax.eval_shape(jax.vmap(attend), *shapes).shape == (3, 1, 7, 2, 5)
 
 
-def test_oracle_gradients_match_central_differences(rng):
+def test_reference_gradients_match_central_differences(rng):
     """Check the gradients of the oracle against its forward pass, so two errors cannot agree."""
     arrays = {
         name: oracle.double(x)
@@ -271,7 +271,7 @@ def test_oracle_gradients_match_central_differences(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_extreme_scales_and_softcaps_are_correct_or_refused(implementation, rng):
+def test_extreme_scales_and_softcaps_are_correct_or_rejected(implementation, rng):
     """Rounding a score of 1e10 has an error of up to 512, and exp of this error would overflow."""
     drawn = [rng.normal(size=(1, 5, 1, 3)).astype(np.float32) for _ in range(3)]
     doubles = [x.astype(np.float64) for x in drawn]
@@ -285,7 +285,7 @@ def test_extreme_scales_and_softcaps_are_correct_or_refused(implementation, rng)
             call(**{name: value})
 
 
-def test_dropout_near_one_keeps_the_mean():
+def test_dropout_rate_near_one_preserves_mean():
     """The hash keeps an integer out of 2^32: one at a rate of 1 - 1e-10, although 0.43 is exact."""
     ones = np.ones((1, 1, 1, 1), np.float32)
     for rate in (1 - 1e-8, 1 - 1e-10):
@@ -308,7 +308,7 @@ def test_dropout_rate_may_be_any_float_scalar():
 
 
 @pytest.mark.slow
-def test_dropout_does_not_depend_on_the_implementation():
+def test_dropout_does_not_depend_on_implementation():
     keep = [suite().recovered_keep(4) > 0 for suite in (TestXlaAcrossTiles, TestBlockwise)]
     assert keep[0].shape == (2, 4, 139, 251)
     assert (keep[0] == keep[1]).all()
@@ -316,7 +316,7 @@ def test_dropout_does_not_depend_on_the_implementation():
 
 @pytest.mark.slow_except("xla")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_only_positive_dropout_rates_need_a_key(implementation):
+def test_only_positive_dropout_rates_require_key(implementation):
     arrays = draw(3)
     inputs = arrays["query"], arrays["key"], arrays["value"]
     plain = dot_product_attention(*inputs, implementation=implementation)
@@ -344,7 +344,7 @@ def ragged_cache(slots: int) -> np.ndarray:  # i32[4, slots]
 @pytest.mark.slow
 @pytest.mark.long_except("1-192")
 @pytest.mark.parametrize(("queries", "slots"), [(1, 192), (3, 131)])
-def test_few_queries_over_ragged_cache_match_oracle(rng, queries, slots):
+def test_few_queries_over_ragged_cache_match_reference(rng, queries, slots):
     arrays = draw(11, batch=4, queries=queries, keys=slots)
     arrays["sinks"] = jnp.array([-1.0, 0.5, 1.0, 2.0])
     arrays["bias"] = jnp.asarray(rng.normal(size=(1, 4, queries, slots)), jnp.float32)
@@ -370,7 +370,7 @@ def test_few_queries_over_ragged_cache_match_oracle(rng, queries, slots):
         assert_near(got[name], want[name], tolerance, name)
 
 
-def test_few_queries_read_only_the_filled_part_of_the_cache():
+def test_few_queries_read_only_filled_cache_slots():
     query, key = np.zeros((2, 1, 4, 8), np.float32), np.zeros((2, 512, 2, 8), np.float32)
     lengths = np.array([[16], [70]], np.int32)
     slots = np.where(np.arange(512) < lengths, np.arange(512), -1).astype(np.int32)
@@ -403,7 +403,7 @@ def decoding_program(implementation: str | None) -> str:
 
 
 @pytest.mark.slow
-def test_decode_step_does_not_copy_the_cache():
+def test_decode_step_does_not_copy_cache():
     if jax.default_backend() != "cpu":
         pytest.skip("reads the program of XLA's CPU backend")
     copied = re.compile(r"f32\[1,192,3,8\]\S* copy\(")
@@ -424,13 +424,13 @@ def test_decode_step_does_not_copy_the_cache():
     ],
 )  # fmt: skip
 @on_a_cpu
-def test_cpu_implementation_depends_on_size(queries, keys, best, without):
+def test_cpu_implementation_is_chosen_by_size(queries, keys, best, without):
     explained = explain(draw(4, queries=queries, keys=keys))
     assert explained.chosen == (best if explained["native"] is None else without)
 
 
 @on_a_cpu
-def test_call_refused_by_native_kernels_runs_elsewhere():
+def test_unsupported_native_call_falls_back_to_other_implementation():
     with jax.enable_x64(True):
         arrays = {name: oracle.double(x) for name, x in draw(4, queries=99, keys=99).items()}
         assert explain(arrays).chosen == "xla" and call(arrays).dtype == jnp.float64
@@ -475,7 +475,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_explanation_matches_what_named_implementation_does(settings):
+def test_explanation_matches_behavior_of_named_implementation(settings):
     arrays, settings = draw(4), SETTINGS[settings]
     reasons = explain(arrays, **settings())
     assert set(NAMES) <= set(reasons) and all(name in str(reasons) for name in NAMES)
@@ -503,7 +503,7 @@ def test_implementation_that_cannot_run_on_cpu_reports_why(name):
 
 @pytest.mark.slow_except("2147483648-None")
 @pytest.mark.parametrize(("left", "expected"), [(16, (15, 0)), (17, None), (2**31, None)])
-def test_cudnn_gets_no_window_as_long_as_the_keys(monkeypatch, left, expected):
+def test_window_as_long_as_keys_is_not_passed_to_cudnn(monkeypatch, left, expected):
     windows = []
 
     def attend(query, key, value, *, local_window_size, **settings):
@@ -520,7 +520,7 @@ def test_cudnn_gets_no_window_as_long_as_the_keys(monkeypatch, left, expected):
 
 @pytest.mark.slow_except("plain", "window")
 @pytest.mark.parametrize("settings", ["plain", "window", "alibi"])
-def test_default_runs_the_implementation_that_explanation_chose(settings):
+def test_default_runs_implementation_named_in_explanation(settings):
     arrays, settings = draw(6), SETTINGS[settings]
     chosen = explain(arrays, **settings()).chosen
     assert_same_bits(call(arrays, **settings()), call(arrays, implementation=chosen, **settings()))
@@ -530,7 +530,7 @@ def test_default_runs_the_implementation_that_explanation_chose(settings):
 @pytest.mark.parametrize(
     ("implementation", "counts"), [("blockwise", {0}), ("native", range(1, 20))]
 )
-def test_lists_of_known_tiles_compile_few_programs(implementation, counts):
+def test_static_tile_lists_compile_few_programs(implementation, counts):
     """Otherwise each step of a plan compiles a program, two seconds of the first call."""
     arrays = draw(64, batch=1, queries=301, keys=301)
     if explain(arrays)[implementation] is not None:
@@ -570,7 +570,7 @@ def test_attention_compiles_once_for_equal_arguments(implementation):
 
 @pytest.mark.slow
 @on_a_cpu
-def test_sequence_of_implementations_skips_those_that_cannot_run():
+def test_unsupported_implementations_in_sequence_are_skipped():
     arrays = draw(7)
     expected = call(arrays, implementation="blockwise")
     assert_same_bits(call(arrays, implementation=("pallas", "cudnn", "blockwise")), expected)
@@ -613,7 +613,7 @@ def test_predicate_may_read_traced_values_in_gradient():
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, TypeError, FloatingPointError])
-def test_sequence_of_implementations_propagates_other_errors(kind):
+def test_implementation_sequence_propagates_other_errors(kind):
     calls = []
 
     def fails_once(q_positions, k_positions):
@@ -626,7 +626,7 @@ def test_sequence_of_implementations_propagates_other_errors(kind):
         call(draw(8), mask=Predicate(fails_once), implementation=("blockwise", "xla"))
 
 
-def test_unknown_implementation_is_refused_with_known_names():
+def test_unknown_implementation_error_lists_known_names():
     arrays = draw(9)
     for wrong in ("flash", "XLA", "", ("xla", "flash"), ()):
         with pytest.raises(ValueError, match="blockwise"):
@@ -672,7 +672,7 @@ BAD = {
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", None, ("blockwise", "xla")])
 @pytest.mark.parametrize("case", BAD)
-def test_invalid_arrays_are_refused_with_shapes_and_rule(case, implementation):
+def test_invalid_array_error_shows_shapes_and_rule(case, implementation):
     shapes, settings, names = BAD[case]
     with pytest.raises(ValueError, match=re.compile(names, re.DOTALL)):
         dot_product_attention(
@@ -699,7 +699,7 @@ SHORT = {  # for 13 queries and 17 keys
 
 @pytest.mark.parametrize("implementation", [*NAMES, None])
 @pytest.mark.parametrize("case", SHORT)
-def test_mask_shorter_than_queries_or_keys_is_refused(case, implementation):
+def test_mask_shorter_than_queries_or_keys_is_rejected(case, implementation):
     """Otherwise the output of the silently hidden rows is zero."""
     mask, names = SHORT[case]
     arrays = [zeros(*s) for s in (Q, K, K)]
@@ -716,7 +716,7 @@ def test_mask_shorter_than_queries_or_keys_is_refused(case, implementation):
         dot_product_attention(*arrays, mask=mask, **at)  # with positions, a mask may be shorter
 
 
-def test_model_refuses_mask_shorter_than_tokens():
+def test_mask_shorter_than_tokens_is_rejected_by_model():
     config = ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2, max_len=16)
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((2, 13), np.int32)
@@ -734,7 +734,7 @@ def test_model_refuses_mask_shorter_than_tokens():
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_query_with_one_visible_key_has_no_gradient(implementation, dtype):
+def test_query_with_one_visible_key_has_zero_gradient(implementation, dtype):
     """By definition, because its weight is 1 for any score."""
     H, tiny = (32, 0.0) if implementation == "xla" else (2, 0.0)
     rng = np.random.default_rng(3)
@@ -756,7 +756,7 @@ def test_query_with_one_visible_key_has_no_gradient(implementation, dtype):
 
 
 @pytest.mark.parametrize("scale", [True, np.nan, -np.inf, 1e-38], ids=str)
-def test_invalid_known_scale_is_refused(scale):
+def test_invalid_static_scale_is_rejected(scale):
     for value in (scale, [1, 1, 1, scale], np.array([0, -1, 1, scale])):
         if scale is not True or value is True:  # in a list, True is the number 1
             with pytest.raises(ValueError, match=f"^scale is {scale}: must be "):
@@ -764,7 +764,7 @@ def test_invalid_known_scale_is_refused(scale):
 
 
 @pytest.mark.parametrize("shape", [(3,), (1,), (2, 1), (4, 1, 1)], ids=str)
-def test_scale_of_wrong_shape_is_refused(shape):
+def test_scale_with_wrong_shape_is_rejected(shape):
     rule = r"scale is float32\(.*\): must be one number, or floating \(4,\), one for each head"
     for scale in (zeros(*shape), np.zeros(shape, np.float32), np.zeros(shape).tolist()):
         with pytest.raises(ValueError, match=rule):
@@ -788,7 +788,7 @@ def test_only_floating_inputs_are_accepted(dtype):
 # Weights, and the two older attentions.
 
 
-def test_weights_match_oracle(rng):
+def test_attention_weights_match_reference(rng):
     arrays = draw(10)
     sinks = np.float32([-1.0, 0.5, 1.0, 2.0])
     bias = rng.normal(size=(1, 4, 1, 17)).astype(np.float32)
@@ -929,7 +929,7 @@ def test_reference_memory_is_quadratic_in_length():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blockwise_products_of_float32_have_highest_precision(dtype):
+def test_blockwise_float32_products_use_highest_precision(dtype):
     """As in "xla"; by default an accelerator may compute them in fewer bits."""
     arrays = draw(1, queries=150, keys=150, dtype=dtype)
     inputs = [arrays[name] for name in ("query", "key", "value")]
@@ -945,7 +945,7 @@ def test_blockwise_products_of_float32_have_highest_precision(dtype):
     assert all(("HIGHEST" in line) == (dtype == "float32") for line in products)
 
 
-def test_blockwise_refuses_bias_rows_with_position_rows():
+def test_blockwise_rejects_per_row_bias_with_per_row_positions():
     """A tile would have some rows of one of them, and all rows of the other."""
     arrays = draw(1, batch=4, queries=130, keys=130)
     inputs = [arrays[name] for name in ("query", "key", "value")]
@@ -970,7 +970,7 @@ class RowSlopes:
 
 
 @pytest.mark.slow
-def test_values_of_width_zero():
+def test_zero_width_values_give_empty_output():
     x = jnp.ones((1, 3, 2, 4))
     for implementation in ("xla", "blockwise"):
         out, lse = dot_product_attention(
@@ -980,7 +980,7 @@ def test_values_of_width_zero():
 
 
 @compiled
-def test_native_evaluates_bias_of_positions_to_array():
+def test_native_kernels_materialize_position_bias_as_array():
     rng = np.random.default_rng(5)
     inputs = jnp.asarray(rng.standard_normal((3, 2, 7, 2, 4)), "float32")
     bias, at = RowSlopes(jnp.array([0.3, -0.2])), jnp.arange(7)
@@ -991,7 +991,7 @@ def test_native_evaluates_bias_of_positions_to_array():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED, None])
-def test_int8_with_scales_equals_dequantised_arrays(implementation):
+def test_int8_inputs_with_scales_match_dequantized_arrays(implementation):
     rng = np.random.default_rng(3)
     query = jnp.asarray(rng.standard_normal((2, 5, 4, 8)), "float32")
     key, value = jnp.asarray(rng.standard_normal((2, 2, 5, 2, 8)), "float32")
@@ -1022,7 +1022,7 @@ def test_int8_with_scales_equals_dequantised_arrays(implementation):
         (dict(key_scale=None, value_scale=None), "must be one dtype.*; int8 needs key_scale"),
     ],
 )
-def test_scales_require_int8(changes, message):
+def test_quantization_scales_require_int8_inputs(changes, message):
     int8, scale = np.ones((2, 5, 2, 8), np.int8), np.ones((2, 5, 2), np.float32)
     arguments = dict(key=int8, value=int8, key_scale=scale, value_scale=scale) | changes
     query, arguments = jax.device_put((np.ones((2, 5, 4, 8), np.float32), arguments))
@@ -1033,7 +1033,7 @@ def test_scales_require_int8(changes, message):
 @pytest.mark.slow_except("blockwise-both")
 @pytest.mark.parametrize("options", ["", "softcap", "bias", "both"])
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED])
-def test_overflowing_products_of_hidden_keys_do_not_reach_gradients(implementation, options):
+def test_overflow_in_masked_keys_does_not_affect_gradients(implementation, options):
     """The product of every query with a finite hidden key is inf - inf."""
     arrays = draw(64, batch=1, queries=5, keys=7, dim=16)
     arrays = {name: np.array(x) for name, x in arrays.items()}
@@ -1066,7 +1066,7 @@ def test_overflowing_products_of_hidden_keys_do_not_reach_gradients(implementati
 
 @pytest.mark.slow_except("native", "xla")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED])
-def test_query_that_sees_only_itself_returns_its_value(implementation):
+def test_query_that_attends_only_to_itself_returns_its_value(implementation):
     arrays = draw(65, queries=17, kv_heads=4)
     inputs = (arrays[name] for name in ("query", "key", "value"))
     out = dot_product_attention(*inputs, mask=Window(1, 1), implementation=implementation)
@@ -1075,7 +1075,7 @@ def test_query_that_sees_only_itself_returns_its_value(implementation):
 
 @pytest.mark.slow_except("xla")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED])
-def test_without_mask_bad_key_breaks_query_heads_of_its_group(implementation):
+def test_nonfinite_unmasked_key_affects_query_heads_in_its_group(implementation):
     arrays = draw(66, queries=5, keys=7, heads=6, kv_heads=3)
     inputs = {name: np.array(arrays[name]) for name in ("query", "key", "value")}
     attend = partial(dot_product_attention, implementation=implementation)
@@ -1087,7 +1087,7 @@ def test_without_mask_bad_key_breaks_query_heads_of_its_group(implementation):
 
 
 @pytest.mark.slow
-def test_compiled_eager_call_enters_few_functions(rng):
+def test_cached_eager_call_makes_few_function_calls(rng):
     """Every eager call pays for its checks in Python, 27 function calls within attention."""
     query = rng.normal(size=(1, 17, 2, 8)).astype(np.float32)
     entered, before = [], sys.getprofile()

@@ -127,7 +127,7 @@ def produced(config, params, capacity: int = PROMPT + NEW - 1, **arguments):
 @pytest.mark.slow
 @pytest.mark.long_except("ring", "shaw")
 @pytest.mark.parametrize("name", ["alibi", "shaw", "capped", "ring", "pair", "encoder"])
-def test_weights_of_whole_sequences_match_formulas(name):
+def test_full_sequence_weights_match_formulas(name):
     """With padding inside; "ring" has a window pattern, T5's bias and sink tokens."""
     config = CONFIGS[name]
     params, tokens = parameters(config), draw(PROMPT + NEW)
@@ -184,7 +184,7 @@ def test_looped_scanned_and_remat_stacks_have_equal_weights():
 
 
 @pytest.mark.slow
-def test_query_that_sees_nothing_has_zero_weights():
+def test_fully_masked_query_has_zero_weights():
     config = CONFIGS["rope"]
     valid = np.arange(PROMPT) >= np.array([[0], [2], [5]])
     mask = Causal() & Padding(jnp.asarray(valid))
@@ -195,7 +195,7 @@ def test_query_that_sees_nothing_has_zero_weights():
 
 
 @pytest.mark.slow
-def test_weights_are_nan_exactly_where_output_is():
+def test_weights_are_nan_exactly_when_output_is_nan():
     """A value is NaN in one slot of one row, but its key is not."""
     config = CONFIGS["rope"]
     params, cache = parameters(config), empty(CONFIGS["rope"], None)
@@ -224,7 +224,7 @@ def test_weights_are_nan_exactly_where_output_is():
         pytest.param("capped", True, marks=pytest.mark.long),
     ],
 )
-def test_weights_of_generated_tokens_match_whole_text(name, scan):
+def test_weights_for_generated_tokens_match_full_forward(name, scan):
     """Against the formulas, and 0 after a row's end, with and without early exit. "short" is a
     cache shorter than its window."""
     config = CONFIGS[name]
@@ -273,7 +273,7 @@ def test_weights_of_generated_tokens_match_whole_text(name, scan):
 
 
 @pytest.mark.slow
-def test_weights_of_quantised_cache_use_stored_keys():
+def test_weights_with_quantized_cache_use_stored_keys():
     """By formula from scale * q of one layer; float keys are tested elsewhere."""
     config = dataclasses.replace(CONFIGS["alibi"], num_layers=1)
     params, tokens = parameters(config), draw(PROMPT)
@@ -309,7 +309,7 @@ def test_weights_of_quantised_cache_use_stored_keys():
     ],
     ids=["sampled-stop", "greedy"],
 )
-def test_capturing_weights_keeps_tokens_and_compiles_once_more(arguments):
+def test_capturing_weights_preserves_tokens_and_adds_one_compilation(arguments):
     config = dataclasses.replace(CONFIGS["capped"], num_layers=1)
     params = parameters(config)
     arguments = dict(arguments, key=jax.random.key(3))
@@ -381,7 +381,7 @@ def test_recurrent_weights_match_formulas(config, early_exit):
 
 
 @pytest.mark.slow
-def test_models_without_weights_are_refused_by_name():
+def test_models_without_attention_weights_are_rejected_by_name():
     model, params = build(recurrent.PLAIN), recurrent.parameters(recurrent.PLAIN)
     with pytest.raises(ValueError, match="RecurrentSeq2Seq: this model has no attention weights"):
         attention_weights(model, params, draw(PROMPT))

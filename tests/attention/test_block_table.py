@@ -109,7 +109,7 @@ CALLS = {
 )
 @pytest.mark.parametrize("implementation", NAMES)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_paged_attention_matches_contiguous_rows(call, implementation):
+def test_paged_attention_matches_contiguous_cache(call, implementation):
     given = Call(**call, unseen=77 if implementation == "pallas" else np.nan)
     assert np.isnan(given.pools.get("key_scale", given.pools["key"])).any()
     out, lse = jax.jit(lambda: given.attend(implementation, return_lse=True))()
@@ -134,7 +134,7 @@ def test_paged_attention_matches_contiguous_rows(call, implementation):
     ],
     ids=str,
 )
-def test_few_queries_read_pages_of_whole_tiles_in_place(call, in_place):
+def test_few_queries_read_tile_aligned_pages_in_place(call, in_place):
     given = Call(**call)
     text = str(jax.make_jaxpr(lambda: given.attend("pallas"))())
     assert (f"[{B},{S},{K},{H}]" not in text) == in_place
@@ -222,7 +222,7 @@ def test_vmapped_calls_read_their_own_pages(name):
 
 
 @pytest.mark.long
-def test_mesh_matches_one_device_and_gathers_only_split_pages():
+def test_mesh_matches_one_device_and_gathers_only_sharded_pages():
     results = on_devices(4, "-m", "tests.multi_device.pages_on_four", optimise=False)
     assert len(results) == 12
     for case, result in results.items():
@@ -231,7 +231,7 @@ def test_mesh_matches_one_device_and_gathers_only_split_pages():
 
 
 @pytest.mark.slow
-def test_invalid_page_entry_reads_some_page():
+def test_invalid_page_entry_is_clipped_to_existing_page():
     """Its keys come from some page, so they must have no influence if they are hidden."""
     given = Call(128, unseen=77)
     assert (given.table < 0).any()
@@ -249,7 +249,7 @@ def test_invalid_page_entry_reads_some_page():
 
 
 @pytest.mark.slow
-def test_kernel_gets_a_table_of_existing_pages():
+def test_block_table_passed_to_kernel_contains_only_existing_pages():
     """The interpreter clamps indices, but a chip would read outside the pool."""
     given = Call(128)
     table = jnp.where(given.table < 0, -7, given.table).at[1, 0].set(2**31 - 1)
@@ -300,7 +300,7 @@ def test_paged_calls_share_their_mask_plan(page, monkeypatch):
     assert_near(out, given.expected().out, F32)
 
 
-def test_explanations_of_pages_match_contiguous_rows():
+def test_explanations_for_paged_and_contiguous_caches_match():
     given = Call(128)
     struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     arrays = jax.tree.map(struct, (given.query, given.pools, given.table))
@@ -314,7 +314,7 @@ def test_explanations_of_pages_match_contiguous_rows():
 
 
 @pytest.mark.parametrize(("page", "in_place"), [(128, True), (64, False)])
-def test_explanations_report_who_reads_pages_in_place(page, in_place):
+def test_explanations_report_which_implementation_reads_pages_in_place(page, in_place):
     given = Call(page)
     found = explain_attention(given.query, **given.pools, block_table=given.table, mask=Causal())
     assert found["pallas"] is None
@@ -327,7 +327,7 @@ def test_explanations_report_who_reads_pages_in_place(page, in_place):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_rows_without_pages_see_nothing(implementation):
+def test_rows_without_pages_attend_to_nothing(implementation):
     given = Call(128)
     none = np.asarray(given.table)[:, :0]
     out = given.attend(implementation, table=none, q_positions=None, k_positions=None)
@@ -366,7 +366,7 @@ def test_rows_without_pages_see_nothing(implementation):
     ],
     ids=["dtype", "rows", "axes", "no pages", "value", "positions", "no table"],
 )
-def test_mismatched_block_table_is_refused(changes, message):
+def test_mismatched_block_table_is_rejected(changes, message):
     pool, query = np.ones((5, 4, 2, 8), np.float32), np.ones((2, 5, 4, 8), np.float32)
     arguments = dict(key=pool, value=pool, block_table=np.zeros((2, 3), np.int32)) | changes
     with pytest.raises(ValueError, match=message):

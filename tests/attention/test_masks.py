@@ -90,7 +90,7 @@ def test_window_may_be_wider_than_int32(far):
         assert (np.asarray(vectors.visible(*at))[0] == expected).all(), mask
 
 
-def test_unsigned_ids_stay_distinct_and_are_planned():
+def test_large_unsigned_segment_ids_remain_distinct_in_plans():
     """Traced ids may be beyond int32."""
     ids = np.array([[1, 1, 2**31 + 1, 2**31 + 1, 2**32 - 1]], np.uint32)
 
@@ -105,7 +105,7 @@ def test_unsigned_ids_stay_distinct_and_are_planned():
 
 
 @pytest.mark.long
-def test_every_window_over_every_pair_of_lengths_up_to_nine():
+def test_all_windows_match_reference_for_lengths_up_to_nine():
     count = 0
     for mask, predicate in sliding():
         table = oracle.allowed(predicate, np.arange(9), np.arange(9))
@@ -119,13 +119,13 @@ def test_every_window_over_every_pair_of_lengths_up_to_nine():
 
 @pytest.mark.slow_except("1000003", "2")
 @pytest.mark.parametrize("offset", [-3, 2, 1_000_003])
-def test_masks_depend_on_positions_not_on_indices(offset):
+def test_masks_depend_on_positions_rather_than_indices(offset):
     q_positions, k_positions = offset + np.arange(T), np.arange(S) + max(offset - 2, 0)
     for mask, predicate in itertools.chain(sliding(), two_sided()):
         check(mask, predicate, q_positions, k_positions)
 
 
-def test_window_counts_the_query_itself():
+def test_window_size_includes_query_itself():
     at = np.arange(11), np.arange(13)
     sees = seen(Causal() & Window(3), *at)[0, 0]
     assert sees.sum(axis=1).tolist() == [1, 2] + 9 * [3]
@@ -139,13 +139,13 @@ def test_window_counts_the_query_itself():
     assert not seen(Causal() & Window(0), *at).any()
 
 
-def test_window_over_a_ring_keeps_the_newest_keys():
+def test_window_over_ring_buffer_keeps_newest_keys():
     newest = np.array([*range(11, 17), *range(6, 11)])  # a ring of 11 slots after 17 tokens
     sees = seen(Causal() & Window(3), np.arange(8, 8 + T), newest)
     assert newest[sees[0, 0, 4]].tolist() == [11, 12, 10]
 
 
-def test_empty_slot_is_hidden_even_under_negation():
+def test_empty_slot_stays_masked_under_negation():
     k_positions = np.array([3, -1, 0, -7, 1, 2, -1, *range(4, 8)])
     nothing = Padding(np.zeros((1, 9), bool))
     for mask in (Causal(), ~Causal(), ~nothing, ~(~nothing & ~Causal()), ~Window(1, 1)):
@@ -155,7 +155,7 @@ def test_empty_slot_is_hidden_even_under_negation():
 
 
 @pytest.mark.slow
-def test_lookups_outside_their_arrays_are_false():
+def test_out_of_range_mask_lookups_are_false():
     far = np.array([-1, 0, 4, 5, 900])
     check(Padding(jnp.ones((1, 5), bool)), lambda b, n, q, k: k < 5, far, far)
     ids = jnp.zeros((1, 5), jnp.int32)
@@ -165,7 +165,7 @@ def test_lookups_outside_their_arrays_are_false():
 
 
 @pytest.mark.slow
-def test_padding_and_prefix_and_segments_by_hand():
+def test_padding_prefix_and_segment_masks_match_hand_computed_values():
     valid = jnp.array([[True, True, False], [True, False, False]])
     sees = seen(Padding(valid), np.arange(2), np.arange(3))
     assert np.broadcast_to(sees, (2, 1, 2, 3))[:, 0, 1].tolist() == valid.tolist()
@@ -251,7 +251,7 @@ def random_positions(rng: np.random.Generator, length: int, *, keys: bool) -> np
 
 
 @pytest.mark.long
-def test_random_compositions_match_predicates():
+def test_random_mask_compositions_match_predicates():
     rng = np.random.default_rng(11)
     some, density = 0, 0.0
     for case in range(250):
@@ -265,7 +265,7 @@ def test_random_compositions_match_predicates():
 
 
 @pytest.mark.slow
-def test_traced_masks_and_positions_materialize_equally():
+def test_traced_and_static_masks_materialize_equally():
     rng = np.random.default_rng(12)
     materialize = jax.jit(lambda mask, q, k: mask.materialize(q, k))
     for _ in range(7):
@@ -309,7 +309,7 @@ def check_sound(mask, q_positions, k_positions, block_q: int, block_k: int) -> l
 
 @pytest.mark.long
 @pytest.mark.parametrize("cases", [40, pytest.param(150, marks=pytest.mark.long)])
-def test_skipped_tiles_see_nothing_and_full_tiles_everything(cases):
+def test_skipped_tiles_are_fully_masked_and_full_tiles_unmasked(cases):
     rng = np.random.default_rng(13)
     found: list[int] = []
     for case in range(cases):
@@ -342,7 +342,7 @@ def test_traced_plans_equal_static_plans():
 
 
 @pytest.mark.slow
-def test_tile_lists_contain_the_tiles_that_are_not_skipped():
+def test_tile_lists_contain_exactly_the_unskipped_tiles():
     """Lists of key tiles and of query tiles have full tiles first, each part ascending."""
     rng = np.random.default_rng(16)
     array = rng.random((B, N, 2 * T, S)) < 0.1
@@ -386,26 +386,26 @@ def check_exact(name, mask, *sizes):
 
 @pytest.mark.long
 @pytest.mark.parametrize("blocks", [(8, 8), (16, 5)])
-def test_tiles_of_plain_masks_are_partial_only_if_mixed(blocks):
+def test_simple_masks_mark_tiles_partial_only_if_mixed(blocks):
     for name, mask in exact_cases():
         check_exact(name, mask, 29, 37, *blocks)
 
 
 @pytest.mark.slow_except("0")
 @pytest.mark.parametrize("left", [None, 0, 1, 2, 3])
-def test_tiles_of_narrow_windows_are_exact(left):
+def test_narrow_windows_have_exact_tiles(left):
     for right in (0, 1, 2, 3) if left is None else (None, 0, 1, 2, 3):
         check_exact((left, right), Window(left, right), 11, 13, 5, 3)
 
 
-def test_or_is_full_in_tiles_where_either_mask_is_full():
+def test_union_tile_is_full_if_either_mask_tile_is_full():
     mask = Causal() | Prefix(np.array([6], np.int32))
     kinds = [kind for kind, _ in tiles(mask, np.arange(11), np.arange(13), 5, 3)]
     after = [SKIPPED] * 3, [PARTIAL, PARTIAL, SKIPPED], [FULL, PARTIAL, SKIPPED]
     assert kinds == [kind for row in after for kind in [FULL, FULL, *row]]
 
 
-def test_tiles_of_prefix_are_exact_at_every_length():
+def test_prefix_mask_tiles_are_exact_at_every_length():
     """Including a length equal to the first or last key of a tile, which is then not full."""
     lengths = np.arange(-1, 15, dtype=np.int32)
     at = jax.device_put((np.arange(7), np.arange(13)))
@@ -418,7 +418,7 @@ def test_tiles_of_prefix_are_exact_at_every_length():
 
 @pytest.mark.slow_except("(11, 5)")
 @pytest.mark.parametrize("rows", [(3, 13), (11, 5), (3, 7)], ids=str)
-def test_segment_ids_may_be_fewer_than_queries_or_keys(rows):
+def test_segment_ids_may_be_shorter_than_queries_or_keys(rows):
     """Positions without an id see nothing: in the array, in a plan and as vectors."""
     queries, keys = 11, 13
     q_ids, k_ids = (np.ones((1, size), np.int32) for size in rows)
@@ -439,14 +439,14 @@ def test_segment_ids_may_be_fewer_than_queries_or_keys(rows):
 
 
 @pytest.mark.slow
-def test_tile_of_empty_slots_and_later_keys_is_skipped():
+def test_tile_with_only_empty_slots_and_future_keys_is_skipped():
     places = np.array([0, 1, 2, 3, 20, -1, 22, 23])
     kinds = [kind for kind, _ in tiles(Causal(), np.arange(8), places, 8, 4)]
     assert kinds == [PARTIAL, SKIPPED]
 
 
 @pytest.mark.slow
-def test_sliding_window_plan_skips_both_sides_of_band():
+def test_sliding_window_plan_skips_tiles_on_both_sides_of_band():
     kinds = [k for k, _ in tiles(Causal() & Window(64), np.arange(512), np.arange(512), 32, 32)]
     grid = np.array(kinds).reshape(16, 16)
     rows, columns = np.indices(grid.shape)
@@ -456,7 +456,7 @@ def test_sliding_window_plan_skips_both_sides_of_band():
     assert (grid[(columns == rows) | (columns == rows - 2)] == PARTIAL).all()
 
 
-def test_plan_of_long_sequence_uses_linear_memory():
+def test_long_sequence_plan_uses_linear_memory():
     length = 1 << 20
     mask = Causal() & Window(4096) & Padding(jax.ShapeDtypeStruct((1, length), bool))
     positions = jax.ShapeDtypeStruct((length,), jnp.int32)
@@ -485,7 +485,7 @@ def test_static_masks_are_frozen_hashable_values():
         Window(3).left = 5
 
 
-def test_arrays_are_leaves_and_numbers_are_structure():
+def test_mask_arrays_are_pytree_leaves_and_numbers_are_static():
     valid, ids = np.ones((B, S), bool), np.zeros((B, T), np.int32)
     mask = Causal() & Padding(jax.device_put(valid)) | Segments(ids, np.zeros((B, S), np.int32))
     assert len(jax.tree.leaves(mask)) == 3
@@ -494,7 +494,7 @@ def test_arrays_are_leaves_and_numbers_are_structure():
     assert jax.tree.structure(Window(3)) != jax.tree.structure(Window(4))
 
 
-def test_mask_is_an_argument_of_jit_without_recompiling():
+def test_mask_passed_to_jit_does_not_cause_recompilation():
     traces = []
 
     @jax.jit
@@ -552,7 +552,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("case", range(len(BAD)))
-def test_invalid_arguments_are_refused_with_their_value(case):
+def test_invalid_argument_error_shows_value(case):
     build, names = BAD[case]
     with pytest.raises(ValueError, match=names):
         build()
@@ -564,7 +564,7 @@ def test_masks_combine_only_with_masks():
             combine()
 
 
-def test_traced_window_is_refused_in_favour_of_predicate():
+def test_traced_window_error_suggests_predicate():
     @jax.jit
     def seen(left):
         mask = Causal() & Predicate(lambda q, k: q - k < left)
@@ -574,7 +574,7 @@ def test_traced_window_is_refused_in_favour_of_predicate():
     np.testing.assert_array_equal(seen(3), want)
 
 
-def test_wrapper_that_binds_arguments_is_a_valid_predicate():
+def test_function_with_bound_arguments_is_a_valid_predicate():
     def near(q, k, left):
         return q - k < left
 
@@ -604,7 +604,7 @@ def test_dense_mask_broadcasts_axes_of_length_one(shape, rng):
 @pytest.mark.parametrize(
     "mask", [Padding(np.ones((1, 3), bool)), Causal() & Window(3), ~Causal()], ids=repr
 )
-def test_mask_has_no_truth_value(mask):
+def test_mask_in_boolean_context_raises_error(mask):
     """`and`, `or` and `not` would silently drop one side, so the message names the operators."""
     told = r"is neither true nor false: combine masks with &, \| and ~.* with `mask is None`"
     for ask in (bool, lambda mask: mask and Window(2), lambda mask: Window(2) or mask):
@@ -614,7 +614,7 @@ def test_mask_has_no_truth_value(mask):
         operator.not_(mask)
 
 
-def test_causal_window_is_recognised_in_compositions():
+def test_causal_window_is_recognized_in_mask_compositions():
     assert causal_window(Causal()) == (True, None)
     assert causal_window(Everything()) == (False, None)
     assert causal_window(Causal() & Window(5)) == causal_window(Window(5) & Causal()) == (True, 5)

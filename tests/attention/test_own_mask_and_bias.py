@@ -146,7 +146,7 @@ def check(got, want):
 @pytest.mark.long_except("*-xla", "a table-pallas", "composed-pallas", "rows and heads-pallas")
 @pytest.mark.parametrize("implementation", EVERYWHERE)
 @pytest.mark.parametrize("name", OWN)
-def test_custom_mask_runs_everywhere_or_is_refused_by_name(name, implementation):
+def test_custom_mask_is_supported_or_rejected_by_every_implementation(name, implementation):
     mask, seen = OWN[name]
     assert 0.02 < seen.mean() < 0.98
     arrays = draw(1, queries=T, keys=S, **HEADS)
@@ -162,7 +162,7 @@ def test_custom_mask_runs_everywhere_or_is_refused_by_name(name, implementation)
         dot_product_attention(*inputs, mask=mask, implementation="pallas")
 
 
-def test_rows_and_heads_of_custom_mask_have_separate_tiles():
+def test_custom_mask_has_separate_tiles_per_row_and_head():
     inputs = draw(1, queries=T, keys=S, **HEADS)
     call = AttentionCall(query=inputs["query"], key=inputs["key"], value=inputs["value"])
     assert Sizes.of(call).groups == (3, 1 if tiles._SMALL_PRODUCTS_THREADED else 2)
@@ -179,7 +179,7 @@ LIMITS = {
 @pytest.mark.long_except("both")
 @pytest.mark.slow
 @pytest.mark.parametrize("differs", LIMITS)
-def test_predicate_may_read_traced_array_of_rows_and_heads(differs):
+def test_predicate_may_read_traced_per_row_and_per_head_array(differs):
     inputs = jax.random.normal(jax.random.key(3), (3, 2, 131, 4, 8))
     at = np.arange(131)
     seen = (at < LIMITS[differs]) & (at <= at[:, None])
@@ -202,7 +202,7 @@ def test_predicate_may_read_traced_array_of_rows_and_heads(differs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_predicate_may_return_one_bool_for_all_pairs(implementation):
+def test_predicate_may_return_single_boolean_for_all_pairs(implementation):
     inputs = np.random.default_rng(3).standard_normal((3, 1, 5, 1, 2)).astype(np.float32)
     found = dot_product_attention(
         *inputs, mask=Predicate(lambda q, k: True), implementation=implementation
@@ -211,7 +211,7 @@ def test_predicate_may_return_one_bool_for_all_pairs(implementation):
 
 
 @pytest.mark.slow
-def test_custom_mask_rows_match_position_rows():
+def test_custom_mask_supports_per_row_positions():
     mask, _ = OWN["rows and heads"]
     arrays = draw(2, queries=T, keys=S, **HEADS)
     starts = np.array([[0], [40], [7]], np.int32)
@@ -222,7 +222,7 @@ def test_custom_mask_rows_match_position_rows():
 
 
 @pytest.mark.slow
-def test_part_of_custom_mask_is_slice_of_its_result():
+def test_slicing_custom_mask_slices_its_materialized_array():
     mask, seen = OWN["rows and heads"]
     part = mask.part((jnp.int32(1), 2), (3, 8), (1, 2))
     places = np.arange(T), np.arange(S)
@@ -251,7 +251,7 @@ def test_custom_mask_memory_is_linear_in_length():
     assert short > 0 and long <= 5 * short and long < 4096 * 4096
 
 
-def test_invalid_custom_masks_are_refused_with_the_rule():
+def test_invalid_custom_mask_error_states_rule():
     x = zeros(2, 5, 2, 4)
 
     class Loose(Mask):
@@ -477,7 +477,7 @@ SHAPED = [
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("function", SHAPED, ids=lambda f: f.__name__)
-def test_custom_mask_may_change_shapes_inside(function):
+def test_custom_mask_may_reshape_arrays_internally(function):
     """Rows and heads keep their meaning in tiles and kernels, or a kernel refuses the mask."""
     numbers = jnp.array([[3, 41, 5]])
     mask = Arithmetic(numbers, function)
@@ -528,7 +528,7 @@ class Decay:
 @pytest.mark.slow
 @pytest.mark.long_except("xla")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_custom_bias_runs_and_has_a_gradient(implementation):
+def test_custom_bias_is_applied_and_differentiable(implementation):
     rates = np.array([0.1, 0.3, 0.5, 0.9], np.float32)
     arrays = draw(4, queries=T, keys=S)
     assert isinstance(Decay(rates), Bias)
@@ -557,7 +557,7 @@ class Ramp:
 
 
 @pytest.mark.slow
-def test_custom_bias_fields_may_be_named_like_array_attributes():
+def test_custom_bias_field_names_may_match_array_attributes():
     draws = np.random.default_rng(0).normal(size=(3, 1, 7, 2, 5)).astype(np.float32)
     q, k, v = draws
     bias, at = Ramp(jnp.float32(0.3)), np.arange(7)
@@ -575,7 +575,7 @@ def test_custom_bias_fields_may_be_named_like_array_attributes():
     assert reason == "takes a bias that is an array or ALiBi, not Ramp"
 
 
-def test_invalid_custom_biases_are_refused_with_the_rule():
+def test_invalid_custom_bias_error_states_rule():
     x = zeros(2, 5, 2, 4)
 
     @dataclass(frozen=True)
@@ -621,7 +621,7 @@ class NoComparison(Mask):
 
 
 @pytest.mark.parametrize("wrap", [lambda mask: mask, lambda mask: ~mask & Window(3)])
-def test_mask_that_inherits_tiles_of_another_mask_is_refused(wrap):
+def test_custom_mask_with_inherited_tile_method_is_rejected(wrap):
     x = zeros(1, 5, 2, 4)
     with pytest.raises(
         ValueError, match=r"Anticausal overrides Causal\.sees .*derive it from Mask"
@@ -642,13 +642,13 @@ class Numbered(Mask):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", EVERYWHERE)
-def test_mask_with_a_number_as_leaf_runs(implementation):
+def test_custom_mask_may_have_python_number_as_leaf(implementation):
     arrays = draw(9, queries=13, keys=17)
     seen = (np.arange(13)[:, None] // 3 == np.arange(17) // 3)[None, None]
     check(evaluate(arrays, Numbered(3), implementation), reference(arrays, seen))
 
 
-def test_comparison_of_wrong_type_is_refused():
+def test_comparison_with_wrong_return_type_is_rejected():
     x = zeros(1, 5, 2, 32)
     with (
         using(Target("tpu", interpret=True)),
@@ -695,7 +695,7 @@ class Constant(Implementation):
         return out, jnp.zeros((B, T, N))
 
 
-def test_replaced_implementation_runs(monkeypatch):
+def test_replacement_implementation_is_used(monkeypatch):
     x = zeros(1, 5, 2, 4)
     for value in (3.0, 7.0):  # same name, shapes and class, so only the value differs
         monkeypatch.setitem(IMPLEMENTATIONS, "constant", Constant(value))
@@ -704,7 +704,7 @@ def test_replaced_implementation_runs(monkeypatch):
 
 
 @pytest.mark.slow
-def test_config_may_name_custom_implementation(monkeypatch):
+def test_config_accepts_name_of_custom_implementation(monkeypatch):
     config = preset("tiny", implementation="constant", num_layers=1)
     with pytest.raises(ConfigError, match=r"implementation is 'constant': must be one of 'xla'"):
         build(config)
@@ -717,7 +717,7 @@ def test_config_may_name_custom_implementation(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_calls_of_equal_structure_share_a_program(implementation):
+def test_calls_with_equal_structure_share_compiled_program(implementation):
     """Programs depend on masks, numbers and shapes, not on arrays.
 
     A custom mask is traced again each time, because the values that it reads may have changed.
@@ -755,7 +755,7 @@ def test_calls_of_equal_structure_share_a_program(implementation):
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
-def test_without_mask_nonfinite_rows_break_exactly_their_readers(
+def test_unmasked_nonfinite_keys_affect_only_queries_that_attend_to_them(
     name, bad, implementation, softcap
 ):
     """A key or value breaks its heads of its row, a query only itself."""
@@ -788,7 +788,7 @@ def test_without_mask_nonfinite_rows_break_exactly_their_readers(
 @pytest.mark.slow
 @pytest.mark.long_except("pallas", "xla")
 @pytest.mark.parametrize("implementation", EVERYWHERE)
-def test_prefix_may_end_with_last_key_of_a_tile(implementation):
+def test_prefix_may_end_at_tile_boundary(implementation):
     """If the length equals the position of a tile's last key, this key is hidden."""
     arrays = draw(6, batch=3, queries=T, keys=S)
     lengths = np.array(
@@ -803,7 +803,7 @@ def test_prefix_may_end_with_last_key_of_a_tile(implementation):
 @pytest.mark.long_except("(100, 271)-blockwise", "(139, 120)-pallas", "*-xla")
 @pytest.mark.parametrize("implementation", EVERYWHERE)
 @pytest.mark.parametrize("shapes", [(100, S), (T, 120), (100, None)], ids=str)
-def test_segments_see_nothing_beyond_their_ids(shapes, implementation):
+def test_tokens_beyond_segment_ids_are_masked(shapes, implementation):
     arrays = draw(7, queries=T, keys=S)
     q_ids = np.ones((2, shapes[0]), np.int32)
     k_ids = None if shapes[1] is None else np.ones((2, shapes[1]), np.int32)
@@ -819,7 +819,7 @@ def test_segments_see_nothing_beyond_their_ids(shapes, implementation):
 @pytest.mark.slow
 @pytest.mark.long_except("Plain(name='plain', interpret*")
 @pytest.mark.parametrize("where", [None, Plain(), Target("tpu", interpret=True)], ids=str)
-def test_bias_of_two_rows_with_softcap_and_sinks(where):
+def test_two_row_bias_with_softcap_and_sinks_matches_reference(where):
     """With few keys in the TPU's kernels, and in tiles that two rows do not share."""
     queries, keys = (300, 300) if where is None else (16, 24)
     arrays = draw(8, queries=queries, keys=keys, heads=2, kv_heads=1)

@@ -36,7 +36,7 @@ def refuse(slots, number):
         (lambda slots, number: [np.nan] * 3, "NaN"),
     ],
 )
-def test_content_of_a_full_cache_is_described(store, described):
+def test_full_cache_behavior_is_reported(store, described):
     assert behavior.full_cache(cache(store)) == described
 
 
@@ -47,7 +47,7 @@ def test_content_of_a_full_cache_is_described(store, described):
         ([0.0, 0.0], "zeros"), ([5.0, 6.0], "another row"),
     ],
 )  # fmt: skip
-def test_row_past_a_table_is_described(row, described):
+def test_lookup_past_end_of_table_is_reported(row, described):
     assert behavior.past_table(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array(row)) == described
 
 
@@ -60,7 +60,7 @@ def test_row_past_a_table_is_described(row, described):
         ((0,), 3, "shared by rows; kept weights are multiplied by 3"),
     ],
 )
-def test_dropped_weights_are_described(axes, factor, described):
+def test_dropped_weights_are_reported(axes, factor, described):
     B, T, S, N = behavior.SHAPE
     shape = [1 if axis in axes else size for axis, size in enumerate((B, T, N, S))]
     kept = np.random.default_rng(0).random(shape) < 0.5
@@ -79,7 +79,7 @@ def test_missing_library_is_reported(monkeypatch):
 
 
 @pytest.mark.slow
-def test_this_library_refuses_a_full_cache_and_keeps_ragged_prompts_apart():
+def test_this_library_rejects_full_cache_and_separates_ragged_prompts():
     assert behavior.our_cache(jit=False) == "raises ValueError"
     assert behavior.our_cache(jit=True) == "NaN"
     assert behavior.our_positions() == "raises ValueError"

@@ -25,7 +25,7 @@ from transformer_jax.models.factory import init_params, num_params
 from transformer_jax.models.quantized import quantize
 
 
-def test_train_flops_are_six_per_weight_and_token_at_short_context():
+def test_training_uses_six_flops_per_weight_per_token():
     case = specs.TRAIN[1]
     table = case.model.max_len * case.model.d_model
     weights = num_params(case.model) - table
@@ -62,7 +62,7 @@ def test_decoding_call_returns_finished_tokens():
 
 
 @pytest.mark.slow
-def test_token_bytes_count_stored_weights_and_one_embedding_table():
+def test_bytes_per_token_include_stored_weights_and_one_embedding_table():
     case = next(case for case in specs.DECODE if "quick" in case.tags)
     params = init_params(case.model, jax.random.key(3))
     state = gpt2_peers.gpt2_state(params, case.model.num_layers)
@@ -76,7 +76,7 @@ def test_token_bytes_count_stored_weights_and_one_embedding_table():
     assert decode.ours(case, quantize(params, "int8")).token_bytes == expected
 
 
-def test_fastest_read_has_smallest_median():
+def test_fastest_measured_read_has_smallest_median():
     lucky = timing.Timing((5.0, 1.0, 5.0), first=9.0)
     steady = timing.Timing((4.0, 4.0, 4.0), first=9.0)
     assert timing.fastest([lucky, steady]) == steady
@@ -102,7 +102,7 @@ class Clock:
         return Contender(name, call)
 
 
-def test_contenders_take_turns_in_alternating_order():
+def test_contenders_run_in_alternating_order():
     clock = Clock()
     contenders = [clock.contender("a", 1.0), clock.contender("b", 1.0)]
     timing.interleave(contenders, rounds=2, clock=clock)
@@ -117,7 +117,7 @@ def test_compilation_is_reported_separately():
     assert taken.samples == (2.0,) * 5
 
 
-def test_short_calls_are_repeated_and_long_runs_stop_early():
+def test_short_calls_are_repeated_and_slow_runs_stop_early():
     clock = Clock()
     contenders = [clock.contender("short", 0.25), clock.contender("long", 8.0)]
     taken = timing.interleave(contenders, rounds=100, seconds=68.0, sample_seconds=1.0, clock=clock)
@@ -181,7 +181,7 @@ def test_batching_steps_follow_from_lengths():
 @pytest.mark.long
 @pytest.mark.parametrize("busy", [None, 0.9])
 @pytest.mark.usefixtures("quick_compilation")
-def test_continuous_and_static_batching_give_equal_answers(busy):
+def test_continuous_and_static_batching_return_equal_answers(busy):
     small = replace(specs.SERVE[0].model, num_layers=1, d_model=32)
     case = replace(specs.SERVE[0], model=small, busy=busy, requests=7)
     arrivals = case.arrivals(0.05)
@@ -205,7 +205,7 @@ def test_loading_time_and_peak_memory_are_measured(tmp_path):
     assert taken["seconds"] > 0 and 0.5 * size < taken["peak_bytes"] < 8 * size
 
 
-def test_tile_options_round_trip_with_slack():
+def test_tile_options_with_slack_round_trip():
     texts = "128:64:2", "64:192:3:8"
     tiles = tune_attention._options(["--candidates", *texts]).candidates
     assert tiles == [Blocks(128, 64, 2), Blocks(64, 192, 3, slack=8.0)]

@@ -34,7 +34,7 @@ def shrunk(case: specs.AttentionCase) -> specs.AttentionCase:
 @pytest.mark.long_except("edge-causal", "edge-band")
 @pytest.mark.slow_except("edge-causal")
 @pytest.mark.parametrize("name", ["edge-everything", "edge-band", "edge-padding", "edge-causal"])
-def test_mask_of_case_matches_its_dense_mask(name):
+def test_benchmark_case_mask_matches_dense_mask(name):
     case = shrunk(next(c for c in specs.ATTENTION if c.name == name))
     ours = case.mask().materialize(jnp.arange(case.queries), jnp.arange(case.keys))
     shape = (case.batch, 1, case.queries, case.keys)
@@ -47,7 +47,7 @@ def test_mask_of_case_matches_its_dense_mask(name):
     assert case.pairs() == ours.sum()
 
 
-def test_flops_count_visible_pairs_of_each_product():
+def test_flop_count_includes_only_unmasked_pairs_per_product():
     case = shrunk(next(c for c in specs.ATTENTION if c.name == "edge-values"))
     pairs = sum(min(t + 1, case.keys) for t in range(case.queries))
     forward = sum(2 * case.batch * case.heads * pairs * d for d in (case.head_dim, case.value_dim))
@@ -77,7 +77,7 @@ def test_contender_with_different_results_is_excluded_from_means():
     assert means["best peer"]["worst_case"] == "a"
 
 
-def test_goals_name_existing_cells_and_contenders(monkeypatch):
+def test_goals_refer_to_existing_cells_and_contenders(monkeypatch):
     """Check the names of contenders that run on a GPU."""
     cases = {case.name: case for case in specs.attention_cases("gpu")}
     monkeypatch.setattr(jax, "default_backend", lambda: "cuda")
@@ -96,7 +96,7 @@ def test_goals_name_existing_cells_and_contenders(monkeypatch):
 @pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
 @pytest.mark.parametrize("name", ["edge-alibi", "edge-bias", "edge-capped"])
 @pytest.mark.usefixtures("quick_compilation")
-def test_contenders_have_equal_gradients_or_give_reason(name, direction):
+def test_contenders_have_equal_gradients_or_report_reason(name, direction):
     compare_contenders(name, direction)
 
 
@@ -162,7 +162,7 @@ def in_float64(case):
     ["edge-alibi", "edge-bias", "edge-capped", "edge-documents", "edge-band", "edge-everything"],
 )
 @pytest.mark.usefixtures("quick_compilation")
-def test_baseline_of_contenders_matches_float64(name):
+def test_baseline_contender_matches_float64(name):
     case, options = small(name), attention._options(["--quick", "--ours", "xla"])
     call = contenders.builders(case, "forward+backward", options)["ours"]()
     for mine, expected in zip(call(), in_float64(case), strict=True):
@@ -205,7 +205,7 @@ def test_torch_backward_timing_excludes_forward_pass(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("quick_compilation")
-def test_goals_run_judges_every_goal(tmp_path, monkeypatch, capsys):
+def test_goals_run_evaluates_every_goal(tmp_path, monkeypatch, capsys):
     """Run tiny cells on a CPU; the limit is the faster of two matmuls."""
     cases = [
         replace(case, batch=1, queries=16, keys=16, heads=4, kv_heads=2, head_dim=8, value_dim=8)
@@ -273,7 +273,7 @@ def test_backward_timing_excludes_forward_pass():
 
 
 @pytest.mark.slow
-def test_choice_is_too_slow_if_median_and_three_quarters_of_rounds_agree(capsys):
+def test_choice_is_slow_if_median_and_most_rounds_agree(capsys):
     """For a call with 8 tokens, "xla" is chosen."""
     best = [1.0, 1.0, 1.0, 1.0, 1.0]
     rounds = {
@@ -291,7 +291,7 @@ def test_choice_is_too_slow_if_median_and_three_quarters_of_rounds_agree(capsys)
     assert "xla was not measured" in capsys.readouterr().out
 
 
-def test_quick_run_has_few_cells():
+def test_quick_run_measures_few_cells():
     """Most of its time is compilation: one program per cell and contender, and for memory."""
     options = attention._options(["--quick"])
     cells = attention._selected(options, "cpu")
@@ -300,7 +300,7 @@ def test_quick_run_has_few_cells():
     assert options.repeats == 3 and options.seconds <= 3 and len(cells) * options.seconds <= 30
 
 
-def test_ratio_is_labelled_as_median_of_rounds():
+def test_ratio_is_labeled_as_median_over_rounds():
     """On a machine that drifts, the ratio of medians can contradict the median of ratios."""
     found = contender({"ours": 2.0, "flax": 1.0})
     for taken in found["timings"].values():

@@ -28,7 +28,7 @@ def test_table_has_at_least_eighty_cases_with_unique_names():
 
 
 @pytest.mark.parametrize("name", FINITE)
-def test_definition_matches_oracle(name):
+def test_case_definition_matches_reference(name):
     case = CASES[name]
     q, k, v, dout = (x.astype(np.float64) for x in case.inputs)
     options = dict(
@@ -48,7 +48,7 @@ def test_definition_matches_oracle(name):
         assert (bounds[one] >= 0).all() and bounds[one].max() < 1e-2
 
 
-def test_visible_pairs_of_windows_documents_and_lengths():
+def test_unmasked_pairs_match_windows_documents_and_lengths():
     causal = CASES["causal, window of 1 keys before"].visible()[0, 0].astype(int)
     assert causal[3].tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0]
     both = CASES["window of 1 before, 3 after"].visible()[0, 0].astype(int)
@@ -82,7 +82,7 @@ def fake(monkeypatch, result, takes=("causal", "mask")):
         ("no options", DEFINITION),
     ],
 )
-def test_result_of_a_definition_is_recognized(name, definition, monkeypatch):
+def test_result_equal_to_definition_is_recognized(name, definition, monkeypatch):
     case = dataclasses.replace(CASES[name], window=None)
     fake(monkeypatch, lambda case: case.result(definition)[0])
     cell = conformance.judge("fake", case)
@@ -90,7 +90,7 @@ def test_result_of_a_definition_is_recognized(name, definition, monkeypatch):
     assert cell.text == "; ".join(conformance.choices(definition))
 
 
-def test_other_results_are_wrong_refused_or_not_expressible(monkeypatch):
+def test_other_results_are_classified_as_wrong_rejected_or_inexpressible(monkeypatch):
     case = CASES["causal"]
     right = case.result()[0]
     off = right | {"key": right["key"] + 1e-2}
@@ -108,7 +108,7 @@ def test_other_results_are_wrong_refused_or_not_expressible(monkeypatch):
     assert conformance.judge("fake", CASES["documents"]).text == "no argument for segments"
 
 
-def test_crash_costs_one_cell_and_the_next_process_continues(monkeypatch):
+def test_crash_loses_one_cell_and_next_process_continues(monkeypatch):
     chosen, calls = cases()[:4], []
 
     def run(command, **options):
@@ -131,7 +131,7 @@ def test_crash_costs_one_cell_and_the_next_process_continues(monkeypatch):
     assert text.endswith("1. exit status -11: Fatal error\n- other: not run: gone")
 
 
-def test_error_of_the_tool_is_not_reported_as_a_crash(monkeypatch):
+def test_tool_error_is_not_reported_as_crash(monkeypatch):
     failed = SimpleNamespace(stdout="", stderr="Traceback\nKeyError: 'x'", returncode=1)
     monkeypatch.setattr(subprocess, "run", lambda command, **options: failed)
     with pytest.raises(RuntimeError, match="fake: exit status 1: KeyError: 'x'"):
@@ -139,14 +139,14 @@ def test_error_of_the_tool_is_not_reported_as_a_crash(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bounds_are_small_enough_to_notice_a_wrong_result(name):
+def test_bounds_are_tight_enough_to_detect_wrong_result(name):
     expected, bounds = CASES[name].result()
     for one, values in expected.items():
         largest = np.abs(np.nan_to_num(values)).max(initial=0)
         assert bounds[one].max(initial=0) <= max(0.4 * largest, 1e-3), one
 
 
-def test_alternatives_start_with_a_single_other_choice():
+def test_alternatives_begin_with_single_option_changes():
     found = list(alternatives())
     assert DEFINITION not in found and len(set(found)) == len(found)
     changed = [
@@ -161,6 +161,6 @@ def test_alternatives_start_with_a_single_other_choice():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["xla", "blockwise"])
-def test_ours_equals_the_definition(name):
+def test_this_library_matches_every_case_definition(name):
     for case in cases()[:: 7 if name == "xla" else 11]:
         assert conformance.judge(f"transformer_jax {name}", case).kind == "equal", case.name

@@ -40,7 +40,7 @@ def four(monkeypatch):
 
 
 @pytest.mark.slow
-def test_check_that_hangs_crashes_or_fails_is_named_and_others_run(four, tmp_path):
+def test_failed_smoke_check_is_reported_and_others_still_run(four, tmp_path):
     status = __main__.main(["--rehearse", "--step", "smoke", "--out", str(tmp_path)])
     assert status == 1
     head, *records = map(json.loads, (tmp_path / "rehearsed_smoke.jsonl").read_text().splitlines())
@@ -91,7 +91,7 @@ def test_smoke_check_fails_on_wrong_result(name):
 
 
 @pytest.mark.slow
-def test_listed_attached_tests_exist():
+def test_listed_device_tests_exist():
     listing = (sys.executable, "-m", "pytest", "--collect-only", "-m", "")
     ended = checks.run((*listing, "tests/kernels/test_attached.py"), 200)
     there = {line.strip() for line in ended.output.splitlines()}
@@ -101,7 +101,7 @@ def test_listed_attached_tests_exist():
 
 @pytest.mark.long
 @pytest.mark.parametrize("step", ["speed", "why", "tune"])
-def test_step_can_be_rehearsed(step, tmp_path):
+def test_device_check_step_can_be_rehearsed(step, tmp_path):
     status = __main__.main(["--rehearse", "--step", step, "--out", str(tmp_path)])
     lines = (tmp_path / f"rehearsed_{step}.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines[1:]]

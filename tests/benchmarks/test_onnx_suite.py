@@ -18,7 +18,7 @@ def cases():
 
 
 @pytest.mark.slow
-def test_suite_has_all_cases_of_the_three_operators():
+def test_suite_includes_all_cases_for_three_operators():
     operators = [case.operator for case in cases().values()]
     counts = {name: operators.count(name) for name in onnx_suite.OPERATORS}
     assert counts["Attention"] >= 93
@@ -27,7 +27,7 @@ def test_suite_has_all_cases_of_the_three_operators():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", onnx_suite.IMPLEMENTATIONS)
-def test_every_case_is_equal_or_has_no_argument(implementation):
+def test_every_case_matches_or_is_marked_inexpressible(implementation):
     """Run every sixth case; the command runs all."""
     first = list(onnx_suite.IMPLEMENTATIONS).index(implementation)
     for case in list(cases().values())[first::6]:
@@ -50,7 +50,7 @@ def test_every_case_is_equal_or_has_no_argument(implementation):
         ("test_attention_23_boolmask_fullymasked_row_nan_robustness", {"bias": None}, "Y is off"),
     ],
 )
-def test_wrong_argument_is_noticed(name, change, difference, monkeypatch):
+def test_suite_detects_wrong_argument(name, change, difference, monkeypatch):
     monkeypatch.setattr(
         onnx_suite,
         "dot_product_attention",
@@ -62,7 +62,7 @@ def test_wrong_argument_is_noticed(name, change, difference, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1, 2], ids=["Q", "K", "V"])
-def test_wrong_gradient_is_noticed(at, monkeypatch):
+def test_suite_detects_wrong_gradient(at, monkeypatch):
     def without_a_gradient(*arrays, **options):
         arrays = list(arrays)
         # the value is unchanged, and the gradient is 1 % too small
@@ -77,7 +77,7 @@ def test_wrong_gradient_is_noticed(at, monkeypatch):
 
 
 @pytest.mark.slow
-def test_options_follow_the_cache_and_the_lengths():
+def test_options_depend_on_cache_and_lengths():
     options, past = onnx_suite.options(cases()["test_attention_4d_causal_with_past_and_present"])
     assert past == 3 and isinstance(options["mask"], Causal)
     assert options["q_positions"].tolist() == [[3, 4, 5, 6]] * 2

@@ -38,7 +38,7 @@ ANSWERS = [
 ]
 
 
-def test_answers_are_counted_as_equal_different_or_lost():
+def test_server_answers_are_counted_as_equal_different_or_lost():
     """Answer six requests: one correctly, two with other texts, three incompletely."""
     bodies, requests = iter(ANSWERS), []
 
@@ -66,14 +66,14 @@ def test_answers_are_counted_as_equal_different_or_lost():
     assert len(taken.lost) == 3
 
 
-def test_answer_to_another_prompt_is_different():
+def test_answer_to_another_prompt_counts_as_different():
     answers = [("ab", "first"), ("cd", "first"), ("ef", "third")]
     assert serve_load.compare(answers, WANTED) == (2, [("cd", "first")])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
-def test_difference_reports_log_probabilities_of_two_likeliest_tokens():
+def test_difference_report_includes_two_most_likely_log_probabilities():
     config = ModelConfig(vocab_size=256, d_model=12, num_layers=1, num_heads=2, max_len=16)
     params = init_params(config, jax.random.key(1))
     model = LanguageModel(TextModel(config, params, ByteTokenizer()), "random")

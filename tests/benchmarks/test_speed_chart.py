@@ -69,20 +69,20 @@ def committed_figures() -> list[float]:
     ]
 
 
-def test_each_bar_equals_the_committed_figure():
+def test_each_chart_bar_matches_committed_measurement():
     (axes,) = speed_chart.draw().axes
     widths = [bar.get_width() for bar in axes.patches]
     assert widths == pytest.approx(committed_figures(), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["speed", "speed_dark"])
-def test_committed_pictures_show_the_committed_figures(name):
+def test_committed_charts_show_committed_measurements(name):
     text = (speed_chart.PICTURES / f"{name}.svg").read_text()
     shown = re.findall(r">(\d\.\d\d)×<", text)
     assert shown == [f"{value:.2f}" for value in committed_figures()]
 
 
-def test_versions_and_devices_match_results():
+def test_chart_versions_and_devices_match_results():
     """A label's version is in the result's environment; a Zen generation is an AMD CPU family."""
     families = {speed_chart.ZEN5: ("26",), speed_chart.ZEN4: ("25", "17")}
     families[speed_chart.ZEN3] = ("25", "1")

@@ -18,7 +18,7 @@ def write(path, function):
 
 @pytest.mark.slow_except("0.0-0.0e+00")
 @pytest.mark.parametrize(("changed", "found"), [(0.0, "0.0e+00"), (0.25, "2.5e-01")])
-def test_largest_difference_of_two_versions_is_printed(tmp_path, capsys, changed, found):
+def test_largest_difference_between_versions_is_printed(tmp_path, capsys, changed, found):
     write(tmp_path / "old" / "add.bin", lambda x, y: {"sum": x + y, "none": x[:0]})
     write(tmp_path / "new" / "add.bin", lambda x, y: {"sum": x + y + changed, "none": x[:0]})
     directories = [str(tmp_path / name) for name in ("old", "new")]
@@ -29,7 +29,7 @@ def test_largest_difference_of_two_versions_is_printed(tmp_path, capsys, changed
 
 
 @pytest.mark.slow
-def test_programs_of_the_installed_version_are_exported(tmp_path):
+def test_programs_for_installed_version_are_exported(tmp_path):
     assert versions.main(["export", str(tmp_path), "--only", "xla_causal_1x64"]) == 0
     assert {path.stem for path in tmp_path.iterdir()} == {
         "xla_causal_1x64_forward",

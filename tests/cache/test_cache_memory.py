@@ -100,7 +100,7 @@ def fed(apply, tokens, positions, cache, chunk: int):
 # Sink tokens
 
 
-def test_first_position_past_capacity_is_refused():
+def test_first_position_past_capacity_is_rejected():
     places, beyond = refuse_past_capacity(np.array([[3, 4], [-1, 0]], np.int32), 5)
     assert places.tolist() == [[3, 4], [-1, 0]] and not beyond.any()
     with pytest.raises(ValueError, match="position 5 is past the cache: its capacity is 5"):
@@ -109,7 +109,7 @@ def test_first_position_past_capacity_is_refused():
 
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_sink_mask_is_exact_and_skips_tiles_between(rng, shuffled):
+def test_sink_mask_is_exact_and_skips_intermediate_tiles(rng, shuffled):
     """Exactly q - W < k <= q or k < n, and no tile without a visible pair is visited."""
     sinks, window, length, block = 5, 37, 701, 32
     mask = Causal() & (Window(window) | Prefix(np.full(1, sinks, np.int32)))
@@ -191,7 +191,7 @@ def test_cached_logits_do_not_depend_on_chunk_size(changes, capacity, dtype, rng
 
 
 @pytest.mark.slow
-def test_encoder_decoder_with_window_pattern_decodes_from_int8(rng):
+def test_encoder_decoder_with_window_pattern_decodes_from_int8_cache(rng):
     """Both stacks have the pattern; the target's cache has rings with room for rewinding."""
     config, params, apply = make(kind="encoder-decoder", positions="alibi", **RINGS)
     source = rng.integers(0, VOCAB, (3, 11), dtype=np.int32)
@@ -214,7 +214,7 @@ def test_encoder_decoder_with_window_pattern_decodes_from_int8(rng):
 # Capacities and their limits
 
 
-def test_each_layer_has_the_slots_it_needs():
+def test_each_layer_allocates_only_required_slots():
     def slots(capacity, slack=0, **changes):
         config = dataclasses.replace(SMALL, **changes)
         cache = jax.eval_shape(partial(init_cache, config, 2, capacity, slack=slack))
@@ -238,7 +238,7 @@ def test_each_layer_has_the_slots_it_needs():
 
 
 @pytest.mark.slow
-def test_full_layer_among_rings_limits_positions(rng):
+def test_full_attention_layer_limits_positions_of_ring_caches(rng):
     """A known position raises; a traced one makes the row's logits NaN and overwrites nothing."""
     config, params, apply = make(**PATTERN)
     model, end = build(config), TOKENS + 2  # a whole number of chunks
@@ -259,7 +259,7 @@ def test_full_layer_among_rings_limits_positions(rng):
         chex.assert_trees_all_equal(pick(after), pick(full), strict=True)
 
 
-def test_cache_of_another_window_pattern_is_refused(rng):
+def test_cache_with_different_window_pattern_is_rejected(rng):
     tokens = rng.integers(0, VOCAB, (2, 1), dtype=np.int32)
 
     def run(other: dict, model: dict):  # refuses before it reads parameters
@@ -292,12 +292,12 @@ def test_cache_of_another_window_pattern_is_refused(rng):
         (dict(window=(5, None), scan_layers=True), "a pattern needs a looped stack: scan_layers"),
     ],
 )
-def test_invalid_window_is_refused(changes, message):
+def test_invalid_window_is_rejected(changes, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(SMALL, **changes)
 
 
-def test_invalid_slack_and_dtype_are_refused():
+def test_invalid_slack_and_dtype_are_rejected():
     for config in (SMALL, dataclasses.replace(SMALL, window=5)):
         with pytest.raises(ValueError, match="slack is 3: needs a window pattern"):
             init_cache(config, 2, 19, slack=3)
@@ -310,7 +310,7 @@ def test_invalid_slack_and_dtype_are_refused():
 # int8
 
 
-def test_quantisation_error_is_at_most_half_a_step(rng):
+def test_cache_quantization_error_is_at_most_half_a_step(rng):
     """|x - scale q| <= scale / 2 = max|x| / 254 in exact arithmetic, plus 2^-15 of it for f32.
 
     Rows of all magnitudes, zeros, subnormal numbers, and ties.
@@ -336,7 +336,7 @@ def test_quantisation_error_is_at_most_half_a_step(rng):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_nonfinite_row_dequantises_to_nan_without_affecting_others(bad, rng):
+def test_nonfinite_row_dequantizes_to_nan_without_affecting_others(bad, rng):
     x = rng.standard_normal((2, 3, 1, 5)).astype(np.float32)
     x[1, 2, 0, 3] = bad
     q, scale = jax.jit(kv.quantize)(x)
@@ -369,7 +369,7 @@ def test_int8_slots_match_float_cache(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_nan_in_low_precision_cache_affects_only_its_window(dtype, rng):
+def test_nan_in_low_precision_cache_affects_only_queries_within_window(dtype, rng):
     """A NaN token reaches exactly the tokens within two windows; later tokens are bitwise equal."""
     config, params, apply = make(**RINGS)
     tokens, _ = ragged(rng)
@@ -417,7 +417,7 @@ def knowing(params, rng):
 
 
 @pytest.mark.slow
-def test_greedy_tokens_from_int8_match_f32(rng):
+def test_greedy_tokens_with_int8_cache_match_float32(rng):
     """As long as the likeliest token leads by more than twice the bound, in each row."""
     config, params, apply = make(**PATTERN)
     params = knowing(params, rng)
@@ -466,7 +466,7 @@ def test_cache_bytes_match_arrays(changes, arguments):
 
 
 @pytest.mark.slow
-def test_cache_bytes_by_hand():
+def test_cache_bytes_match_hand_calculation():
     """B rows of S slots with H + Hv numbers and a position, and a length; int8 adds two scales."""
     config = dataclasses.replace(SMALL, num_kv_heads=2, value_head_dim=5, **PATTERN)
     slots = 19 + 7
@@ -477,7 +477,7 @@ def test_cache_bytes_by_hand():
     assert cache_bytes(pair, 3, 7, source_length=11) == crossed + 2 * 3 * (7 * (2 * 6 * 4 + 4) + 4)
 
 
-def test_cache_bytes_need_source_length_iff_model_has_source():
+def test_cache_bytes_require_source_length_only_for_encoder_decoders():
     with pytest.raises(ValueError, match="source_length is None: an encoder-decoder also caches"):
         cache_bytes(dataclasses.replace(SMALL, kind="encoder-decoder"), 2, 7)
     with pytest.raises(ValueError, match="source_length is 7, but kind is 'decoder'"):
@@ -517,7 +517,7 @@ def test_scanned_layers_are_rewound_separately(rng):
     ],
     ids=["ring-scan", "pattern", "full", "full-scan"],
 )
-def test_rewound_cache_decodes_as_if_tokens_were_never_read(changes, capacity, more, rng):
+def test_rewound_cache_decodes_as_if_tokens_were_never_added(changes, capacity, more, rng):
     """Rings with four extra slots drop up to five tokens, a different number in each row."""
     config, _, apply = make(**changes)
     texts, other = (rng.integers(0, VOCAB, (3, 23), dtype=np.int32) for _ in range(2))
@@ -560,7 +560,7 @@ def test_rewind_keeps_exactly_positions_below_length(rng, sinks):
 
 
 @pytest.mark.slow
-def test_rewind_empties_slots_and_never_lengthens(rng):
+def test_rewind_empties_slots_and_never_extends_cache(rng):
     cache = kv.init(3, 7, 1, 3)
     k = rng.standard_normal((3, 5, 1, 3)).astype(np.float32)
     cache = kv.update(cache, k, k, np.tile(np.arange(5, dtype=np.int32), (3, 1)))

@@ -91,7 +91,7 @@ def test_new_cache_is_empty():
 @pytest.mark.slow_except("7-2-0.4")
 @pytest.mark.parametrize("padding", [0.0, 0.4])
 @pytest.mark.parametrize(("capacity", "sinks"), [(5, 0), (11, 0), (7, 2), (5, 4)])
-def test_ring_keeps_the_newest_positions(rng, capacity, sinks, padding):
+def test_ring_cache_keeps_newest_positions(rng, capacity, sinks, padding):
     """Chunks of 1, 3 and 17 tokens, some longer than the ring; padding makes rows ragged."""
     rows = 3
     cache, oracle = init(rows, capacity, sinks=sinks), DictCache(rows, capacity, sinks)
@@ -107,14 +107,14 @@ def test_ring_keeps_the_newest_positions(rng, capacity, sinks, padding):
     assert (len(set(oracle.length)) == 1) == (padding == 0.0)
 
 
-def test_padding_writes_nothing(rng):
+def test_padding_tokens_are_not_written_to_cache(rng):
     """Not even to the last slot, which index -1 would select, or to slot 0."""
     cache = jax.tree.map(lambda x: jax.device_put(np.full_like(x, 3)), init(3, 5))
     new = jit_update(cache, *tokens(rng, 3, 17), np.full((3, 17), -1, np.int32))
     chex.assert_trees_all_equal(new, cache, strict=True)
 
 
-def test_order_within_chunk_does_not_matter(rng):
+def test_token_order_within_chunk_does_not_affect_cache(rng):
     """No two tokens of a chunk are written to one slot, because either could win."""
     k, v = tokens(rng, 3, 17)
     positions = np.tile(np.arange(17, dtype=np.int32), (3, 1))
@@ -128,7 +128,7 @@ def test_order_within_chunk_does_not_matter(rng):
     ("capacity", "window", "sinks"),
     [(11, None, 0), (7, 3, 0), (7, 7, 0), (19, 7, 0), (5, 3, 2), (13, 5, 4)],
 )
-def test_extend_returns_every_key_that_queries_may_see(rng, capacity, window, sinks):
+def test_extend_returns_every_key_visible_to_queries(rng, capacity, window, sinks):
     """For a query at p: the sinks and the last `window` positions up to p, each exactly once."""
     rows = 3
     cache = init(rows, capacity, sinks=sinks)
@@ -160,7 +160,7 @@ def test_extend_returns_every_key_that_queries_may_see(rng, capacity, window, si
 @pytest.mark.slow_except("5-0")
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("slots", [4, 5, 6, 7])
-def test_first_of_several_new_queries_sees_its_whole_window(rng, slots, sinks):
+def test_first_query_in_chunk_attends_to_its_full_window(rng, slots, sinks):
     """For 4 new tokens and a window of 3, a ring of 6 slots has it, but a shorter one does not."""
     at = np.where(np.arange(17) < 13, np.arange(17), -1)
     cache = init(3, slots + sinks, sinks=sinks)
@@ -171,7 +171,7 @@ def test_first_of_several_new_queries_sees_its_whole_window(rng, slots, sinks):
     assert seen.shape == (3, slots + sinks + (4 if slots < 6 else 0))
 
 
-def test_single_token_reads_no_more_than_the_ring():
+def test_single_token_step_reads_at_most_ring_capacity():
     """Decoding one token at a time reads the ring itself, S keys rather than S + 1."""
 
     def read(count: int, window: int | None):
@@ -204,7 +204,7 @@ def test_next_positions_count_only_valid_tokens():
     assert jax.eval_shape(kv.next_positions, lengths, valid[:, :0]).shape == (2, 0)
 
 
-def test_rows_can_be_gathered(rng):
+def test_cache_rows_can_be_gathered(rng):
     """Every leaf leads with the batch, so beams can reorder rows."""
     k, v = tokens(rng, 3, 3)
     at = np.array([[0, 1, 2], [0, 1, -1], [0, -1, -1]], np.int32)
@@ -218,7 +218,7 @@ def test_rows_can_be_gathered(rng):
 
 
 @pytest.mark.parametrize(("rows", "count"), [(0, 6), (1, 0), (0, 0)])
-def test_empty_batches_and_empty_chunks(rng, rows, count):
+def test_cache_accepts_empty_batches_and_chunks(rng, rows, count):
     cache = init(rows, 5)
     k, v = tokens(rng, rows, count)
     positions = np.tile(np.arange(count, dtype=np.int32), (rows, 1))
@@ -228,7 +228,7 @@ def test_empty_batches_and_empty_chunks(rng, rows, count):
     assert new.length.tolist() == [count] * rows
 
 
-def test_cache_is_frozen_and_update_keeps_its_argument(rng):
+def test_cache_is_frozen_and_update_leaves_argument_unchanged(rng):
     cache = init(3, 5)
     with pytest.raises(dataclasses.FrozenInstanceError):
         cache.length = jnp.ones(3, jnp.int32)
@@ -240,7 +240,7 @@ def test_cache_is_frozen_and_update_keeps_its_argument(rng):
 
 @pytest.mark.slow_except("float16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_update_keeps_cache_dtypes(rng, dtype):
+def test_update_preserves_cache_dtypes(rng, dtype):
     """Even for f32 keys and 64-bit positions; otherwise a scan over the cache does not compile."""
     cache = init(2, 5, dtype=dtype)
     k, v = tokens(rng, 2, 6)
@@ -252,7 +252,7 @@ def test_update_keeps_cache_dtypes(rng, dtype):
     np.testing.assert_array_equal(np.asarray(keys)[:, 5:], k.astype(keys.dtype))
 
 
-def test_list_of_keys_is_refused():
+def test_python_list_of_keys_is_rejected():
     shapes = dict(k=(2, 3, HEADS, KEY_DIM), v=(2, 3, HEADS, VALUE_DIM), positions=(2, 3))
     arrays = {n: np.zeros(s, int if n == "positions" else None) for n, s in shapes.items()}
     for name, rule in (("k", "K, H"), ("v", "K, Hv"), ("positions", "B, T")):
@@ -282,7 +282,7 @@ def test_list_of_keys_is_refused():
     ],
     ids=lambda x: str(x),
 )
-def test_wrong_shape_is_refused_with_both_shapes(name, change):
+def test_wrong_shape_error_shows_both_shapes(name, change):
     shapes = dict(k=(2, 3, HEADS, KEY_DIM), v=(2, 3, HEADS, VALUE_DIM), positions=(2, 3))
     shapes.update(change)
     arguments = {
@@ -295,7 +295,7 @@ def test_wrong_shape_is_refused_with_both_shapes(name, change):
 
 
 @pytest.mark.slow
-def test_invalid_cache_sizes_and_lengths_are_refused():
+def test_invalid_cache_sizes_and_lengths_are_rejected():
     with pytest.raises(ValueError, match="capacity is 0"):
         init(2, 0)
     with pytest.raises(ValueError, match="sinks is 5: must be below capacity 5"):
@@ -318,7 +318,7 @@ def test_invalid_cache_sizes_and_lengths_are_refused():
         (np.zeros(3, np.float32), r"float32\[3\]"),
     ],
 )
-def test_invalid_dtype_is_refused_by_argument_name(dtype, shown):
+def test_invalid_dtype_is_rejected_by_argument_name(dtype, shown):
     rule = f"is {shown}: must be int8 or a float of at least 16 bits$"
     with pytest.raises(ValueError, match=f"^dtype {rule}"):
         kv.init(2, 5, HEADS, KEY_DIM, dtype=dtype)

@@ -11,7 +11,7 @@ import transformer_jax as tj
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def test_mask_shorter_than_cached_tokens_is_refused() -> None:
+def test_mask_shorter_than_cached_tokens_is_rejected() -> None:
     """For 4 cached tokens and 1 more, length 3 is refused; length 5 has the result of no mask."""
     config = tj.ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2, max_len=16)
     model, tokens = tj.build(config), jnp.array([[1, 0, 3, 5, 4]])

@@ -106,7 +106,7 @@ def test_new_paged_cache_is_empty_with_free_pages():
     assert cache.free_pages == 11 and not cache.exhausted.any()
 
 
-def test_rows_that_grow_share_fork_and_end_match_dictionary(rng):
+def test_random_paged_cache_operations_match_dictionary_model(rng):
     cache, oracle, compared, forked = empty(), [{} for _ in range(ROWS)], 0, 0
     for turn in range(45):
         lengths = [max(row, default=-1) + 1 for row in oracle]
@@ -157,7 +157,7 @@ def test_shared_page_is_copied_on_first_write(rng):
 
 
 @pytest.mark.slow
-def test_row_may_start_with_prefix_of_another(rng):
+def test_row_may_share_prefix_of_another_row(rng):
     cache, (k, v) = init(rows=2), tokens(rng, 11, rows=2)
     cache = jit_update(cache, k, v, after([0, 0], [11, 3], 11))
     cache = paged.share(cache, jnp.array([0, 0]), jnp.array([11, 5]))
@@ -169,14 +169,14 @@ def test_row_may_start_with_prefix_of_another(rng):
 
 
 @pytest.mark.slow
-def test_rewound_tokens_stay_dropped_across_a_gap(rng):
+def test_rewound_tokens_stay_discarded_across_position_gap(rng):
     cache, (k, v) = init(rows=1), tokens(rng, 7, rows=1)
     cache = paged.rewind(jit_update(cache, k, v, after([0], [7], 7)), jnp.array([5]))
     cache = jit_update(cache, k[:, :1], v[:, :1], np.array([[9]]))
     check(cache, [{p: (k[0, p], v[0, p]) for p in range(5)} | {9: (k[0, 0], v[0, 0])}])
 
 
-def test_rewound_tokens_stay_dropped_next_to_a_longer_row(rng):
+def test_rewound_tokens_stay_discarded_despite_longer_row(rng):
     k, v = tokens(rng, 12)
     cache = jit_rewind(fill(k, v, 7, 7, 0), np.array([7, 5, 0]))
     cache = jit_update(cache, k[:, :6], v[:, :6], after([0, 7, 0], [0, 1, 0]))
@@ -196,7 +196,7 @@ def test_row_writes_to_unshared_pages_in_place(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, 7.0])
-def test_reallocated_page_shows_nothing_of_its_previous_row(rng, value):
+def test_reallocated_page_exposes_no_data_from_previous_row(rng, value):
     cache = init(rows=2, num_pages=2)
     old = np.full((2, 8, HEADS, KEY_DIM), value), np.full((2, 8, HEADS, VALUE_DIM), value)
     cache = jit_update(cache, *old, after([0, 0], [8, 0], 8))
@@ -230,7 +230,7 @@ def test_int8_pages_match_contiguous_cache(rng):
 # Exhausted pools
 
 
-def test_known_row_without_page_is_refused(rng):
+def test_concrete_row_without_free_page_is_rejected(rng):
     k, v = tokens(rng, 6)
     cache = paged.update(init(num_pages=4), k, v, after([0, 0, 0], [6, 4, 0]))
     message = "row 1 has no page for position 9: 1 of 4 pages of 4 tokens were free"
@@ -241,7 +241,7 @@ def test_known_row_without_page_is_refused(rng):
 
 
 @pytest.mark.slow
-def test_traced_row_without_page_is_unchanged_until_rewound(rng):
+def test_traced_row_without_free_page_is_unchanged_until_rewound(rng):
     cache, oracle, (k, v) = init(num_pages=4), [{}, {}, {}], tokens(rng, 6)
     positions = after([0, 0, 0], [6, 4, 0])
     cache = jit_update(cache, k, v, positions)
@@ -267,14 +267,14 @@ def test_traced_row_without_page_is_unchanged_until_rewound(rng):
 
 
 @pytest.mark.slow
-def test_traced_position_past_capacity_marks_its_row(rng):
+def test_traced_position_past_capacity_marks_row_as_exhausted(rng):
     k, v = tokens(rng, 1)
     cache = jit_update(init(), k, v, np.array([[0], [CAPACITY], [-1]]))
     assert cache.exhausted.tolist() == [False, True, False]
     check(cache, [{0: (k[0, 0], v[0, 0])}, {}, {}])
 
 
-def test_shared_rows_allocate_as_many_pages_as_count_needed(rng):
+def test_page_count_needed_matches_allocation_with_shared_rows(rng):
     """None is refused if that many pages are free, even if the shared part ends with a page."""
     k, v = tokens(rng, 30)
     for held, new in itertools.product((3, 4, 5, 7, 8), (1, 4, 5)):
@@ -292,14 +292,14 @@ def test_shared_rows_allocate_as_many_pages_as_count_needed(rng):
         assert int(count_free(cache)) == (held % SIZE > 0), "what was shared is free"
 
 
-def test_count_needed_with_no_free_page(rng):
+def test_page_count_needed_is_correct_without_free_pages(rng):
     cache = fill(*tokens(rng, 30), SIZE, SIZE, CAPACITY)
     assert int(count_free(cache)) == 0
     for more, needed in (([0, 0, 0], 0), ([1, 0, 0], 1), ([1, 1, 0], 2), ([5, 4, 0], 3)):
         assert int(jit_count_needed(cache, np.array([4, 4, CAPACITY]) + more)) == needed
 
 
-def test_empty_exhausted_row_may_continue_after_rewind(rng):
+def test_exhausted_row_continues_after_rewind_to_zero(rng):
     k, v = tokens(rng, 30)
     cache = fill(k, v, 8, 0, CAPACITY)  # no free page
     cache = jit_update(cache, k[:, :6], v[:, :6], after([8, 0, CAPACITY], [0, 4, 0]))
@@ -311,7 +311,7 @@ def test_empty_exhausted_row_may_continue_after_rewind(rng):
     check(cache, [{p: (k[b, p], v[b, p]) for p in range(n)} for b, n in enumerate((0, 4, 5))])
 
 
-def test_invalid_arguments_are_refused(rng):
+def test_invalid_arguments_are_rejected(rng):
     for change, message in (
         (dict(num_pages=0), "num_pages is 0"),
         (dict(page_size=0), "page_size is 0"),
@@ -336,7 +336,7 @@ def test_invalid_arguments_are_refused(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_attention_over_pages_matches_float64(rng, implementation):
+def test_paged_attention_matches_float64(rng, implementation):
     cache, (k, v), lengths = init(rows=2), tokens(rng, 13, rows=2), [13, 6]
     for start in (0, 5, 10):
         positions = after([start] * 2, np.clip(np.array(lengths) - start, 0, 5), 5)[:, : 13 - start]
@@ -397,7 +397,7 @@ def test_paged_decode_matches_full_forward(rng, changes):
 
 
 @pytest.mark.slow
-def test_model_rows_continue_from_shared_prefix(rng):
+def test_decoding_continues_from_shared_prefix(rng):
     config, _, variables, apply = model_of()
     prefix = jnp.asarray(rng.integers(0, 31, (1, 10)))
     more = jnp.asarray(rng.integers(0, 31, (3, 9)))
@@ -411,7 +411,7 @@ def test_model_rows_continue_from_shared_prefix(rng):
 
 
 @pytest.mark.slow
-def test_only_rows_without_free_page_have_nan_logits(rng):
+def test_only_rows_without_free_pages_have_nan_logits(rng):
     config, _, variables, apply = model_of()
     text = jnp.asarray(rng.integers(0, 31, (2, 9)))
     positions = jnp.where(jnp.array([[True], [False]]), jnp.arange(9)[None], -1)
@@ -448,7 +448,7 @@ WIDE = dict(d_model=32, num_heads=4, head_dim=16, num_kv_heads=2, max_len=1100)
 @pytest.mark.slow
 @pytest.mark.long_except("int8")
 @pytest.mark.parametrize("dtype", [None, jnp.int8], ids=["", "int8"])
-def test_kernel_for_few_queries_reads_model_pages_in_place(rng, dtype):
+def test_decode_kernel_reads_model_pages_in_place(rng, dtype):
     """Two tokens of two rows that share a prefix, in the TPU interpreter."""
     config, _, variables, apply = model_of(**WIDE, num_layers=1)
     model = build(dataclasses.replace(config, implementation="pallas"))
@@ -482,7 +482,7 @@ def test_default_pages_are_read_in_place_on_hopper_and_tpu():
 
 
 @pytest.mark.slow
-def test_pages_of_another_dtype_are_gathered_without_casting_pools(rng):
+def test_pages_with_other_dtype_are_gathered_without_casting_pool(rng):
     config, _, variables, _ = model_of(**WIDE, num_layers=1)
     model = build(dataclasses.replace(config, implementation="pallas"))
     pages = init_paged_cache(config, 2, 384, dtype="bfloat16", num_pages=7, page_size=128)
@@ -494,7 +494,7 @@ def test_pages_of_another_dtype_are_gathered_without_casting_pools(rng):
 
 
 @pytest.mark.long
-def test_generation_by_kernel_for_few_queries_matches_contiguous_cache(rng):
+def test_paged_generation_with_decode_kernel_matches_contiguous_cache(rng):
     with using(Target("tpu", interpret=True)):
         config, model, variables, _ = model_of(**WIDE, implementation="pallas", window=(None, 90))
     step, params = make_step(model), variables["params"]
@@ -525,7 +525,7 @@ def test_paged_weights_are_indexed_by_position(rng):
 
 
 @pytest.mark.long
-def test_forked_prefix_serves_many_calls():
+def test_forked_prefix_can_be_reused_by_many_calls():
     config, model, variables, apply = model_of()
     text = jax.random.randint(jax.random.key(1), (2, 7), 0, config.vocab_size)
     step, cache = make_step(model), init_paged_cache(config, 1, 24, num_pages=12, page_size=4)
@@ -545,7 +545,7 @@ def test_forked_prefix_serves_many_calls():
 
 
 @pytest.mark.slow
-def test_explicit_mesh_axes_are_refused(rng):
+def test_explicit_mesh_axes_are_rejected(rng):
     k, v = tokens(rng, 1)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
@@ -555,7 +555,7 @@ def test_explicit_mesh_axes_are_refused(rng):
 
 
 @pytest.mark.slow
-def test_functions_that_reorder_rows_refuse_pages():
+def test_row_reordering_functions_reject_paged_caches():
     config, *_ = model_of()
     cache = init_paged_cache(config, 2, 12, num_pages=2, page_size=4)  # as many pages as rows
     for move in (

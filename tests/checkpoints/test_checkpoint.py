@@ -74,7 +74,7 @@ def bits(tree) -> list:
     ]
 
 
-def test_every_kind_of_leaf_is_restored_exactly(tmp_path, tree):
+def test_every_leaf_type_is_restored_exactly(tmp_path, tree):
     path = save(tmp_path, 7, tree, {"val_loss": 1.5, "note": "é"})
     again = restore(path, tree)
     assert jax.tree.structure(again) == jax.tree.structure(tree)
@@ -84,21 +84,21 @@ def test_every_kind_of_leaf_is_restored_exactly(tmp_path, tree):
     assert read_manifest(path).metadata == {"val_loss": 1.5, "note": "é"}
 
 
-def test_folder_may_be_a_relative_path(tmp_path, tree, monkeypatch):
+def test_checkpoint_folder_may_be_relative_path(tmp_path, tree, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = checkpoint.save(Path("run"), 5, tree)
     assert not path.is_absolute()
     chex.assert_trees_all_equal(checkpoint.restore(path, tree), tree)
 
 
-def test_folder_may_be_a_string(tmp_path, tree):
+def test_checkpoint_folder_may_be_string(tmp_path, tree):
     path = save(str(tmp_path / "run"), 7, tree)
     assert path == step_path(str(tmp_path / "run"), 7) == tmp_path / "run" / "step-00000007"
     assert bits(restore(str(path), tree)) == bits(tree)
     assert saved_steps(str(tmp_path / "run")) == [7] and verify(str(path)).path == path
 
 
-def test_plain_orbax_reads_the_arrays(tmp_path, tree):
+def test_orbax_can_restore_saved_arrays(tmp_path, tree):
     found = arrays_of(save(tmp_path, 7, tree))
     assert (
         found["params:params.block_0.odd"].tobytes() == tree["params"]["block_0"]["odd"].tobytes()
@@ -122,7 +122,7 @@ def test_jax_arrays_are_restored_exactly_and_can_be_donated(tmp_path, rng):
     assert old.is_deleted()
 
 
-def test_save_stores_values_at_time_of_call(tmp_path, monkeypatch):
+def test_save_captures_values_at_call_time(tmp_path, monkeypatch):
     """Even if the caller overwrites or donates them before they are written."""
     begin, write = threading.Event(), Saver._write
 
@@ -157,7 +157,7 @@ def test_prng_keys_are_restored(tmp_path, implementation):
     assert drawn.tolist() == jax.random.normal(tree["one"], (7,)).tolist()
 
 
-def test_key_of_different_implementation_is_refused(tmp_path):
+def test_prng_key_with_different_implementation_is_rejected(tmp_path):
     path = save(tmp_path, 3, {"key": jax.random.key(5, impl="rbg")})
     with pytest.raises(CheckpointError, match="key is key<rbg>"):
         restore(path, jax.eval_shape(lambda: {"key": jax.random.key(5)}))
@@ -165,7 +165,7 @@ def test_key_of_different_implementation_is_refused(tmp_path):
         restore(path, {"key": np.zeros(4, np.uint32)})
 
 
-def test_one_group_is_restored_without_the_others(tmp_path, tree):
+def test_single_group_can_be_restored_alone(tmp_path, tree):
     path = save(tmp_path, 7, tree)
     shutil.rmtree(path / "opt_state")
     again = restore(path, {"params": tree["params"]})
@@ -174,7 +174,7 @@ def test_one_group_is_restored_without_the_others(tmp_path, tree):
         restore(path, tree)
 
 
-def test_mismatched_leaves_are_listed(tmp_path):
+def test_error_lists_mismatched_leaves(tmp_path):
     path = save(tmp_path, 7, {"params": {"a": np.zeros(3, np.float32), "b": np.zeros(2)}})
     like = {"params": {"a": np.zeros((3, 1), np.float32), "c": np.zeros(2)}}
     with pytest.raises(CheckpointError) as caught:
@@ -185,7 +185,7 @@ def test_mismatched_leaves_are_listed(tmp_path):
         restore(path, {"params": {"a": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}})
 
 
-def test_float64_without_x64_is_refused(tmp_path):
+def test_float64_without_x64_is_rejected(tmp_path):
     path = save(tmp_path, 7, {"a": np.zeros(3)})
     with pytest.raises(CheckpointError, match="float64 needs jax_enable_x64"):
         restore(path, {"a": jax.ShapeDtypeStruct((3,), np.float64)})
@@ -194,7 +194,7 @@ def test_float64_without_x64_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "tree", [{"a/b": np.zeros(1)}, {"..": np.zeros(1)}, {"": np.zeros(1)}, {"a b": np.zeros(1)}]
 )
-def test_unsafe_leaf_names_are_refused(tmp_path, tree):
+def test_unsafe_leaf_names_are_rejected(tmp_path, tree):
     if "a/b" in tree:
         tree["a"] = {"b": np.zeros(1)}
     with pytest.raises(ValueError, match="leaf"):
@@ -202,7 +202,7 @@ def test_unsafe_leaf_names_are_refused(tmp_path, tree):
     assert not list(tmp_path.iterdir())
 
 
-def test_objects_cannot_be_saved(tmp_path):
+def test_arbitrary_python_objects_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match="a: dtype object cannot be saved"):
         save(tmp_path, 1, {"a": np.array([None])})
     assert not list(tmp_path.iterdir())
@@ -261,7 +261,7 @@ def mutations(path: Path, other: Path, rng: np.random.Generator):
 
 
 @pytest.mark.slow
-def test_sixty_kinds_of_damage_are_detected(tmp_path, tree, rng):
+def test_checkpoint_corruption_is_detected(tmp_path, tree, rng):
     more = {"opt_state": [*tree["opt_state"], 1.0], "more": 1}
     other = save(tmp_path / "other", 8, zeros(tree | more))
     pristine = save(tmp_path / "pristine", 7, tree)
@@ -283,7 +283,7 @@ def test_sixty_kinds_of_damage_are_detected(tmp_path, tree, rng):
     assert seen == 60
 
 
-def test_checkpoint_with_wrong_step_in_its_name_is_refused(tmp_path, tree):
+def test_checkpoint_with_wrong_step_in_name_is_rejected(tmp_path, tree):
     path = save(tmp_path, 7, tree)
     path.rename(tmp_path / "step-00000009")
     with pytest.raises(CheckpointError, match="contains step 7, but the folder is step-00000009"):
@@ -291,7 +291,7 @@ def test_checkpoint_with_wrong_step_in_its_name_is_refused(tmp_path, tree):
 
 
 @pytest.mark.slow
-def test_extra_file_is_detected(tmp_path, tree):
+def test_extra_file_in_checkpoint_is_detected(tmp_path, tree):
     for where in (".", "params", "params/d"):
         path = save(tmp_path, 7, tree)
         verify(path)
@@ -329,7 +329,7 @@ HOSTILE = {
 
 @pytest.mark.slow_except("a format that is a list", "a negative shape", "a path out")
 @pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_manifest_is_refused_before_allocation(tmp_path, tree, what):
+def test_hostile_manifest_is_rejected_before_allocation(tmp_path, tree, what):
     path = save(tmp_path, 7, tree)
     content = json.loads((path / "manifest.json").read_text())
     HOSTILE[what](content)
@@ -341,7 +341,7 @@ def test_hostile_manifest_is_refused_before_allocation(tmp_path, tree, what):
 
 
 @pytest.mark.parametrize("written", [1, 3])
-def test_checkpoint_of_different_format_is_refused(tmp_path, tree, written):
+def test_checkpoint_with_unknown_format_version_is_rejected(tmp_path, tree, written):
     path = save(tmp_path, 7, tree)
     content = json.loads((path / "manifest.json").read_text())
     content["format"] = written
@@ -354,7 +354,7 @@ def test_checkpoint_of_different_format_is_refused(tmp_path, tree, written):
         assert str(caught.value) == message
 
 
-def test_manifest_writer_of_tests_is_correct(tmp_path, tree):
+def test_test_manifest_writer_matches_library_format(tmp_path, tree):
     path = save(tmp_path, 7, tree)
     text = (path / "manifest.json").read_text()
     assert sealed(json.loads(text)) == text
@@ -362,7 +362,7 @@ def test_manifest_writer_of_tests_is_correct(tmp_path, tree):
 
 @pytest.mark.slow_except("\\xff", "null", "{}")
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "null", "3", "{}", '{"a": 1', "\xff"])
-def test_invalid_manifest_is_refused(tmp_path, tree, text):
+def test_invalid_manifest_is_rejected(tmp_path, tree, text):
     path = save(tmp_path, 7, tree)
     (path / "manifest.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
@@ -383,7 +383,7 @@ def digest(path: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "layers=[1,2]"])
-def test_full_disk_keeps_only_the_last_checkpoint(tmp_path, tree, name):
+def test_full_disk_preserves_last_checkpoint(tmp_path, tree, name):
     folder = tmp_path / name
     path = save(folder, 7, tree)
     before = digest(path)
@@ -403,7 +403,7 @@ def test_full_disk_keeps_only_the_last_checkpoint(tmp_path, tree, name):
     verify(path)
 
 
-def test_read_only_folder_keeps_its_checkpoints(tmp_path, tree, monkeypatch):
+def test_checkpoints_in_read_only_folder_are_preserved(tmp_path, tree, monkeypatch):
     path = save(tmp_path, 7, tree)
     before, make = digest(path), Path.mkdir
 
@@ -422,7 +422,7 @@ def test_read_only_folder_keeps_its_checkpoints(tmp_path, tree, monkeypatch):
     assert checkpoint.saved_steps(tmp_path) == [7, 8]
 
 
-def test_shared_array_is_restored_as_two_arrays(tmp_path, rng):
+def test_array_shared_by_two_leaves_is_restored_separately(tmp_path, rng):
     shared = jnp.array(rng.normal(size=(3, 4)), jnp.float32)
     tree = {"params": {"embed": shared, "head": shared}}
     found = checkpoint.restore(save(tmp_path, 1, tree), tree)
@@ -439,7 +439,7 @@ SLOW = [pytest.param(part, marks=pytest.mark.long) for part in range(1, 8)]
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("part", [0, *SLOW])
-def test_process_killed_during_save_leaves_complete_checkpoints(tmp_path, part):
+def test_killing_process_during_save_leaves_only_complete_checkpoints(tmp_path, part):
     """Each part kills the process at 8 of 64 calls that change the disk or are an fsync."""
     older = {"params": {"a": np.arange(5.0)}, "step": 3}
     newer = zeros(older)
@@ -499,7 +499,7 @@ def test_save_replaces_damaged_checkpoint(tmp_path, tree):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_damaged_checkpoint_is_never_the_best(tmp_path):
+def test_damaged_checkpoint_is_never_selected_as_best(tmp_path):
     for step, loss in enumerate([2.0, 1.0], 1):
         save(tmp_path, step, {"a": np.zeros(1)}, {"val_loss": loss})
     (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
@@ -525,7 +525,7 @@ ODD_NAMES = [
 
 @pytest.mark.slow_except("-dash", "a(*b?c", "a:b", "~")
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_folder_may_have_any_name(tmp_path, name):
+def test_checkpoint_folder_may_have_any_name(tmp_path, name):
     tree = {"params": {"w": np.arange(7.0)}, "step": 3}
     folder = tmp_path / name / "inner"
     found = restore(save(folder, 3, tree), tree)
@@ -538,7 +538,7 @@ def test_folder_may_have_any_name(tmp_path, name):
 
 @pytest.mark.slow_except("plain")
 @pytest.mark.parametrize("name", ["plain", "layers=[1,2]"])
-def test_save_that_reads_back_differently_keeps_older_checkpoints(tmp_path, monkeypatch, name):
+def test_older_checkpoints_are_kept_if_saved_data_fails_verification(tmp_path, monkeypatch, name):
     older = {"params": {"w": np.arange(311.0)}, "state": {"k": np.arange(5)}}
     newer = {"params": {"w": np.arange(311.0) + 1.5}, "state": {"k": np.arange(5)}}
     finish = orbax_arrays.finish
@@ -574,7 +574,7 @@ def test_save_that_reads_back_differently_keeps_older_checkpoints(tmp_path, monk
 
 @pytest.mark.slow_except("EINVAL", "ENOTSUP")
 @pytest.mark.parametrize("code", ["EINVAL", "ENOTSUP", "ENOSYS", "EOPNOTSUPP"])
-def test_checkpoints_need_no_sync_of_folders(tmp_path, monkeypatch, code):
+def test_checkpoints_do_not_require_directory_sync(tmp_path, monkeypatch, code):
     fsync = os.fsync
 
     def synced(handle):
@@ -594,7 +594,7 @@ def test_checkpoints_need_no_sync_of_folders(tmp_path, monkeypatch, code):
 
 
 @pytest.mark.slow
-def test_save_ignores_later_change_of_working_directory(tmp_path, monkeypatch):
+def test_changing_working_directory_does_not_affect_pending_save(tmp_path, monkeypatch):
     tree = {"params": {"w": np.arange(7.0)}}
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)

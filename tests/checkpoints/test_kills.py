@@ -13,5 +13,5 @@ pytestmark = pytest.mark.usefixtures(
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_forty_kills_each_lose_at_most_one_save_interval(flags, tmp_path, rng):
+def test_killed_run_loses_at_most_one_save_interval(flags, tmp_path, rng):
     assert kill_and_finish(flags, tmp_path, rng, 40) >= 10

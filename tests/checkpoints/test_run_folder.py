@@ -87,7 +87,7 @@ def test_config_paths_survive_change_of_directory_and_move(tmp_path, monkeypatch
     assert with_absolute_paths(config_from_json(text)).data == "python-docs"
 
 
-def test_differences_list_fields_that_may_not_change():
+def test_config_differences_list_only_immutable_fields():
     model = replace(PAIRS.model, d_model=192, dropout=0.5)
     new = replace(
         PAIRS, steps=7, batch_size=3, model=model, optimizer=Lion(), data="other",
@@ -104,7 +104,7 @@ def test_differences_list_fields_that_may_not_change():
     assert differences(one, two) == ["optimizer.momentum: 0.0 -> 0.5"]
 
 
-def test_invalid_config_names_its_key(tmp_path):
+def test_invalid_config_error_names_key(tmp_path):
     folder = RunFolder(tmp_path)
     with pytest.raises(ConfigError, match=f"^{tmp_path}: no run here .config.json is missing.$"):
         folder.read_config()
@@ -124,7 +124,7 @@ def test_invalid_config_names_its_key(tmp_path):
     assert config_from_json(json.dumps(content)) == PAIRS
 
 
-def test_tokenizers_are_checked_by_hash(tmp_path):
+def test_tokenizer_files_are_verified_by_hash(tmp_path):
     folder = RunFolder(tmp_path)
     one, two = CharTokenizer("ab\ud800"), ByteTokenizer()
     folder.write_tokenizer(one)

@@ -77,7 +77,7 @@ print(json.dumps(len(jax.tree.leaves(same_params))))
 
 
 @pytest.mark.slow
-def test_checkpoint_is_restored_on_other_device_counts(tmp_path):
+def test_checkpoint_is_restored_on_different_device_counts(tmp_path):
     assert on_devices(8, "-c", PROGRAM, str(tmp_path), "save", "8") == 3
     for count in (1, 2):
         assert on_devices(count, "-c", PROGRAM, str(tmp_path), "restore", str(count)) == 3
@@ -86,7 +86,7 @@ def test_checkpoint_is_restored_on_other_device_counts(tmp_path):
 
 
 @pytest.mark.long
-def test_one_process_restores_checkpoint_of_two(tmp_path):
+def test_single_process_restores_checkpoint_saved_by_two(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -111,7 +111,7 @@ def test_one_process_restores_checkpoint_of_two(tmp_path):
     assert on_devices(1, "-c", PROGRAM, str(tmp_path), "restore", "1") == 3
 
 
-def test_save_is_exact_although_state_is_donated_next(tmp_path):
+def test_save_is_exact_even_if_state_is_donated_afterward(tmp_path):
     step = jax.jit(lambda tree: jax.tree.map(lambda x: -x - 1, tree), donate_argnums=0)
     tree = {"params": {f"w{n}": jnp.full((257, 129), n, jnp.float32) for n in range(9)}}
     expected = jax.tree.map(np.array, tree)
@@ -125,7 +125,7 @@ def test_save_is_exact_although_state_is_donated_next(tmp_path):
     assert jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), found, expected))
 
 
-def test_background_error_is_raised_once_by_next_call(tmp_path):
+def test_background_save_error_is_raised_once_by_next_call(tmp_path):
     def refuse(step, arrays):
         if step == 2:
             raise RuntimeError(f"step {step}: {sorted(arrays)}")

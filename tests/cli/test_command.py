@@ -27,7 +27,7 @@ from transformer_jax.lectures import demo
         (["generate", "--model", "x", "--checkpoint", "bset"], "nearest: best"),
     ],
 )
-def test_wrong_choice_suggests_nearest(argv, hint, capsys):
+def test_invalid_choice_suggests_nearest_match(argv, hint, capsys):
     assert main(argv) == 2
     error_line = capsys.readouterr().err
     assert error_line.endswith(f"{hint}\n") and error_line.count("\n") == 1
@@ -71,7 +71,7 @@ def test_renamed_command_is_rejected_with_new_name(name, meant, capsys):
     assert capsys.readouterr().err.endswith(f", meant: {meant}\n")
 
 
-def test_error_is_one_line_with_settings_as_flags():
+def test_error_is_one_line_and_names_settings_as_flags():
     for error, line in (
         (ValueError("a\n  b"), "a b"), (ValueError(""), "ValueError"),
         (KeyError("x"), "KeyError: 'x' (--debug shows the traceback)"),
@@ -104,7 +104,7 @@ class Name:
     it: str = ""
 
 
-def test_exit_status_depends_on_error(capsys):
+def test_exit_status_reflects_error_type(capsys):
     def fail(error):
         def work(options):
             raise error
@@ -148,7 +148,7 @@ def test_process_flags_initialize_jax_distributed(monkeypatch):
             parse(argv.split())
 
 
-def test_demo_flags_set_its_options(monkeypatch, tmp_path, capsys):
+def test_demo_flags_set_demo_options(monkeypatch, tmp_path, capsys):
     seen = []
     own = SimpleNamespace(
         __doc__="About it.", demonstrate=seen.append, OPTIONS={"tokens": (7, 3), "seed": (1, 1)}

@@ -107,7 +107,7 @@ def invoke(monkeypatch, capsys):
 PLAIN = dict(processors=(), sampler=Sample(Temperature(0.8)), key=0, stop=())
 
 
-def test_generate_passes_flags_to_model(invoke, tmp_path):
+def test_generate_command_passes_flags_to_model(invoke, tmp_path):
     run = lambda model, *argv: invoke(generate.main, model, "--model", "m", *argv)  # noqa: E731
     out, requests = run(Recorder(), "--prompt", "ab")
     assert (out, requests) == ("ab!x!x\n", [("generate", ("ab", None), {"stream": True} | PLAIN)])
@@ -155,7 +155,7 @@ def test_generate_passes_flags_to_model(invoke, tmp_path):
     assert str(kwargs["schema"]["maximum"]) == "1.50"
 
 
-def test_generate_prints_beams_answers_and_masks(invoke, tmp_path):
+def test_generate_command_prints_beams_answers_and_filled_masks(invoke, tmp_path):
     run = lambda model, *argv: invoke(generate.main, model, "--model", "m", *argv)  # noqa: E731
     search = dict(beams=3, results=2, length_penalty=0.5, processors=())
     out, requests = run(
@@ -200,7 +200,7 @@ def test_generate_prints_beams_answers_and_masks(invoke, tmp_path):
     assert run(masks, "--prompt", "_")[1][1] == ("candidates", ("_",), {"count": 5})
 
 
-def test_generate_prints_signals_and_prompt_lookup(invoke, monkeypatch, tmp_path):
+def test_generate_command_supports_signals_and_prompt_lookup(invoke, monkeypatch, tmp_path):
     from transformer_jax.lectures import tasks
 
     task, model = DigitsTask(), Recorder("signals", DigitsTask())
@@ -227,14 +227,14 @@ def test_generate_prints_signals_and_prompt_lookup(invoke, monkeypatch, tmp_path
     assert invoke(generate.main, model, *argv, "--chat")[0] == "ab\n"
 
 
-def test_each_answer_is_one_line(invoke, tmp_path):
+def test_generate_command_prints_each_answer_on_one_line(invoke, tmp_path):
     (tmp_path / "lines").write_text("x [MASK]\ny [MASK]\n")
     model = Recorder("masks", generate="a\nb\r\x0b\x85\u2028c é")
     out, _ = invoke(generate.main, model, "--model", "m", "--prompts", tmp_path / "lines")
     assert out.splitlines() == [r"a\nb\r\x0b\x85\u2028c é"] * 2
 
 
-def test_loading_flags_are_passed_on(invoke):
+def test_loading_flags_are_passed_to_loader(invoke):
     model = Recorder()
     model.model.which, model.model.step = "last", 3
     argv = "--model", "r", "--init-from", "b", "--weights", "int8", "--prompt", "a"
@@ -254,7 +254,7 @@ def test_loading_flags_are_passed_on(invoke):
 NATS = Score(tokens=("a", "b", "c", "d"), token_nats=np.array([0.5, 1.0, 1.5, 1.0]), num_bytes=8)
 
 
-def test_evaluate_passes_flags_to_model(invoke, monkeypatch, tmp_path):
+def test_evaluate_command_passes_flags_to_model(invoke, monkeypatch, tmp_path):
     run = lambda model, *argv: invoke(evaluate.main, model, "--model", "m", *argv)  # noqa: E731
     model = Recorder(score=NATS)
     out, requests = run(model, "--prompt", "ab", "--json")
@@ -317,7 +317,7 @@ def test_evaluate_passes_flags_to_model(invoke, monkeypatch, tmp_path):
     }
 
 
-def test_inspect_passes_flags_draws_and_prints(invoke, tmp_path):
+def test_inspect_command_passes_flags_and_draws_output(invoke, tmp_path):
     drawn = []
 
     def picture(**arguments):
@@ -369,7 +369,7 @@ def test_inspect_passes_flags_draws_and_prints(invoke, tmp_path):
     assert requests == [("nearest", ("king",), dict(minus=("man",), plus=("a", "b"), count=2))]
 
 
-def test_export_includes_tokenizer(invoke, monkeypatch):
+def test_exported_folder_includes_tokenizer(invoke, monkeypatch):
     from transformer_jax.text import export as exporting
 
     made, model = [], Recorder()
@@ -484,9 +484,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("module", "kind", "argv", "message"), REFUSED)
-def test_contradictory_flags_are_rejected_in_one_line(
-    invoke, tmp_path, module, kind, argv, message
-):
+def test_contradictory_flags_raise_one_line_error(invoke, tmp_path, module, kind, argv, message):
     (tmp_path / "checkpoints").mkdir()  # makes the folder a run
     argv = argv.replace("RUN", str(tmp_path))
     task = {"pairs": Seq2SeqTask(), "signals": DigitsTask()}.get(kind)
@@ -496,7 +494,7 @@ def test_contradictory_flags_are_rejected_in_one_line(
     assert line.startswith(f"{module.__name__.rpartition('.')[2]}: {message}")
 
 
-def test_prompts_file_needs_text_in_each_line(invoke, tmp_path, monkeypatch):
+def test_prompts_file_with_blank_line_is_rejected(invoke, tmp_path, monkeypatch):
     file = tmp_path / "lines"
     file.write_text("a\n \nb\n")
     argv = "--model", "m", "--prompts", file
@@ -517,7 +515,7 @@ def test_prompts_file_needs_text_in_each_line(invoke, tmp_path, monkeypatch):
     assert out == "--- 1\nx!x\n--- 2\ny!x\n"
 
 
-def test_convert_passes_run_to_writers(invoke, monkeypatch, tmp_path):
+def test_convert_command_passes_run_to_writer(invoke, monkeypatch, tmp_path):
     """Check the arguments of `save_pretrained` and `save_lora`, which have their own tests."""
     from transformer_jax import loading
     from transformer_jax.pretrained import peft
@@ -588,7 +586,7 @@ def test_convert_passes_run_to_writers(invoke, monkeypatch, tmp_path):
     assert kwargs == dict(base_model="base", task_type="CAUSAL_LM", fan_in_fan_out=True)
 
 
-def test_missing_biases_are_saved_as_zeros():
+def test_missing_biases_are_converted_to_zeros():
     config = tj.ModelConfig(vocab_size=7, d_model=4, num_heads=1, num_layers=1, max_len=3, d_ff=5)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     flat = {path: np.ones(leaf.shape, np.float16) for path, leaf in flatten_dict(shapes).items()}

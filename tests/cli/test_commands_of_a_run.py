@@ -30,14 +30,14 @@ def run(tmp_path_factory, quick_compilation) -> str:
     return config.out
 
 
-def test_generate_prints_text_of_loaded_model(run, capsys):
+def test_generate_command_prints_text_from_loaded_model(run, capsys):
     argv = ["--model", run, "--prompt", "the cat", "--num-tokens", "9", "--temperature", "0"]
     assert run_command(["generate", *argv]) == 0
     wanted = tj.load(run).generate("the cat", 9)
     assert capsys.readouterr().out.rstrip("\n") == ("the cat" + wanted).rstrip("\n")
 
 
-def test_evaluate_sums_log_probabilities(run, capsys):
+def test_evaluate_command_sums_log_probabilities(run, capsys):
     assert run_command(["evaluate", "--model", run, "--prompt", "a cat sat", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     model = tj.load(run)
@@ -48,12 +48,12 @@ def test_evaluate_sums_log_probabilities(run, capsys):
     assert found["nats"] == pytest.approx(wanted, rel=1e-5)
 
 
-def test_plan_of_run_counts_its_parameters(run, capsys):
+def test_plan_for_run_counts_its_parameters(run, capsys):
     assert run_command(["plan", "--model", run, "--target", "cpu", "--quick"]) == 0
     assert f"{tj.num_params(tj.load(run).config):,}" in capsys.readouterr().out
 
 
-def test_export_and_convert_keep_parameters_of_run(run, tmp_path):
+def test_export_and_convert_preserve_run_parameters(run, tmp_path):
     model = tj.load(run)
     exported, written = tmp_path / "e", tmp_path / "w"
     argv = ["--model", run, "--to", str(exported), "--context", "13", "--platforms", "cpu"]

@@ -145,11 +145,11 @@ def parsed(argv: str, base: Outer | None = None) -> Outer:
         ("--adapter adapter,rank=4", Inner(adapter=Adapter(4))),
     ],
 )
-def test_kind_and_its_fields_are_flags(argv, inner):
+def test_config_kind_and_its_fields_have_flags(argv, inner):
     assert parsed(argv) == Outer(inner=inner)
 
 
-def test_fields_change_existing_kind_and_same_kind_keeps_it():
+def test_field_flags_modify_existing_kind_without_resetting_it():
     base = Outer(inner=Inner(order=Turned(base=500.0, stretch=3.0)))
     assert parsed("--order turned", base) == base
     assert parsed("--order.base 700", base).inner.order == Turned(700.0, 3.0)
@@ -186,18 +186,18 @@ def test_fields_change_existing_kind_and_same_kind_keeps_it():
         ("--inner.order.bsae 5", "--inner.order.bsae: no such flag, nearest: --inner.order.base"),
     ],
 )  # fmt: skip
-def test_wrong_value_names_field_text_and_rule(argv, message):
+def test_invalid_value_error_names_field_value_and_rule(argv, message):
     with pytest.raises(ConfigError) as caught:
         parsed(argv)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_full_path_takes_precedence_over_suffix():
+def test_full_flag_path_takes_precedence_over_suffix():
     assert parsed("--seed 3") == Outer(seed=3)
     assert UNION.names["--seed"] == "--seed" and UNION.names["--inner.seed"] == "--inner.seed"
 
 
-def test_help_lists_kinds_and_defaults_of_preset():
+def test_help_lists_kinds_and_preset_defaults():
     parser = argparse.ArgumentParser()
     UNION.add_to(parser, Outer(inner=Inner(order=Turned(base=77.0))), None)
     text = " ".join(parser.format_help().split())
@@ -207,7 +207,7 @@ def test_help_lists_kinds_and_defaults_of_preset():
 
 
 @pytest.mark.parametrize("flags", [FLAGS, UNION], ids=["train", "unions"])
-def test_spellings_are_unique(flags):
+def test_flag_spellings_are_unique(flags):
     """A spelling is a full path or a unique suffix, and every field has its full path.
 
     A shared suffix belongs to the only path outside of optional configs, if there is one.
@@ -225,7 +225,7 @@ def test_spellings_are_unique(flags):
     assert not START.names.keys() & flags.names.keys()
 
 
-def test_d_ff_0_removes_feed_forward():
+def test_d_ff_zero_removes_feed_forward():
     base = train_preset(None)
     given = {path: "0" for path in FLAGS.fields if path[-1] == "d_ff" and len(path) == 2}
     config = changed(base, FLAGS.read(given, base))
@@ -240,7 +240,7 @@ def _fitting(name):
     return next(task() for task in TASKS.values() if kind in task().shapes)
 
 
-def test_every_field_of_a_run_is_read_back_as_it_is_shown():
+def test_every_displayed_run_field_parses_to_original_value():
     """Passing the displayed default of a flag changes no field of any preset."""
     recipes = [train_preset(name, task=_fitting(name)) for name in (None, *PRESETS)]
     for base in (*recipes, *(task_recipe(task()) for task in TASKS.values())):
@@ -257,7 +257,7 @@ def test_every_field_of_a_run_is_read_back_as_it_is_shown():
         assert changed(base, FLAGS.read(given, base)) == base
 
 
-def test_unique_suffix_is_a_spelling():
+def test_unique_suffix_is_accepted_as_flag():
     """Fields of adapters and of a mesh yield their suffixes to other fields."""
     names, paths = FLAGS.names, [*FLAGS.fields]
     for short, long in (
@@ -332,7 +332,7 @@ def test_command_options_are_parsed():
         ("a --wrod x", "--wrod: no such flag, nearest: --word"),
     ],
 )
-def test_wrong_command_options_are_rejected(argv, message):
+def test_invalid_command_options_are_rejected(argv, message):
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         options(argv)
 

@@ -39,7 +39,7 @@ def invoke(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_attention_of_translation_is_drawn(invoke, tmp_path):
+def test_translation_attention_is_drawn(invoke, tmp_path):
     target = pairs().generate("bad")
     out = tmp_path / "map.svg"
     status, printed, _ = invoke(
@@ -54,7 +54,7 @@ def test_attention_of_translation_is_drawn(invoke, tmp_path):
     assert invoke(*base, "--out", f"{tmp_path}/map.png")[0] == 0
 
 
-def test_tokens_prints_pieces_and_merges(invoke, tmp_path):
+def test_tokens_command_prints_pieces_and_merges(invoke, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("sing sing singing " * 9)
     status, printed, _ = invoke(
@@ -80,7 +80,7 @@ def test_tokens_prints_pieces_and_merges(invoke, tmp_path):
     ]  # fmt: skip
 
 
-def test_nearest_lists_words_with_cosines(invoke):
+def test_nearest_command_lists_words_with_cosines(invoke):
     status, printed, _ = invoke("nearest", "--model", "plain", "--word", "c", "--count", "3")
     wanted = plain().inspect.nearest("c", count=3)
     assert status == 0
@@ -92,7 +92,7 @@ def test_nearest_lists_words_with_cosines(invoke):
     assert printed.startswith(f"{first[1]:7.4f}  {first[0]}\n")
 
 
-def test_load_float32_affects_only_published_models(monkeypatch, tmp_path):
+def test_load_float32_flag_affects_only_published_models(monkeypatch, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.setattr(language_model, "load_run", lambda *_, **__: plain().model)
     assert command.ModelOptions(model=str(tmp_path)).load_float32().config == CONFIG
@@ -119,7 +119,7 @@ def test_run_options_are_rejected_for_published_models(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_masks_print_candidates_and_pairs_print_best(invoke, tmp_path):
+def test_masked_prompts_print_candidates_and_pairs_print_best_output(invoke, tmp_path):
     found = masked().candidates("b_d", count=2)[0]
     printed = invoke("generate", "--model", "masks", "--prompt", "b_d", "--samples", "2")[1]
     listed = "  ".join(f"{text} {p:.3f}" for text, p in found)
@@ -135,7 +135,7 @@ def test_masks_print_candidates_and_pairs_print_best(invoke, tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluate_prompt_prints_perplexity_or_class(invoke):
+def test_evaluate_command_prints_perplexity_or_class_for_prompt(invoke):
     printed = invoke("evaluate", "--model", "plain", "--prompt", "badcab", "--json")[1]
     found, score = json.loads(printed), plain().score("badcab")
     assert found["perplexity"] == pytest.approx(score.perplexity)
@@ -153,7 +153,7 @@ def test_evaluate_prompt_prints_perplexity_or_class(invoke):
 
 
 @pytest.mark.slow
-def test_evaluate_reads_windows_and_questions(invoke, tmp_path):
+def test_evaluate_command_accepts_windows_and_questions(invoke, tmp_path):
     text, questions = tmp_path / "text.txt", tmp_path / "questions.jsonl"
     text.write_text("badcabfeed" * 3)
     base = "evaluate", "--model", "plain", "--text", str(text), "--window", "7", "--stride", "3"
@@ -183,7 +183,7 @@ def test_evaluate_reads_windows_and_questions(invoke, tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluate_with_zeroed_heads_and_invalid_places(invoke, tmp_path):
+def test_evaluate_command_zeroes_heads_and_rejects_invalid_places(invoke, tmp_path):
     data, questions = tmp_path / "data.txt", tmp_path / "questions.jsonl"
     data.write_text("badcabfeedface" * 3)
     questions.write_text(json.dumps({"context": "bad", "choices": ["c", "feed"], "answer": 1}))
@@ -241,14 +241,14 @@ def test_evaluate_with_zeroed_heads_and_invalid_places(invoke, tmp_path):
         ("evaluate --model masks --prompt a", "score: a masked model has no probability of a text"),
     ],
 )  # fmt: skip
-def test_invalid_flags_are_rejected_in_one_line(invoke, argv, rule):
+def test_invalid_flags_raise_one_line_error(invoke, argv, rule):
     status, printed, error = invoke(*argv.split())
     assert status == 2 and not printed
     assert error.startswith(f"{argv.split()[0]}: {rule}") and error.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_inspect_prints_summary_and_draws(invoke, tmp_path):
+def test_inspect_command_prints_summary_and_draws_picture(invoke, tmp_path):
     base = "inspect", "--model", "plain", "--prompt", "bad"
     page, seen = tmp_path / "lens.html", plain().inspect.lens("bad")
     status, printed, _ = invoke(*base, "--out", str(page))
@@ -268,7 +268,7 @@ def test_inspect_prints_summary_and_draws(invoke, tmp_path):
 
 
 @pytest.mark.slow
-def test_unknown_words_of_every_prompt_are_reported(invoke, tmp_path, monkeypatch):
+def test_unknown_words_in_every_prompt_are_reported(invoke, tmp_path, monkeypatch):
     words = WordTokenizer(("to", "be", "or"))
     own = model_of(replace(CONFIG, vocab_size=5), words)
     monkeypatch.setitem(MODELS, "words", lambda: own)

@@ -48,7 +48,7 @@ def runs(tmp_path):
     ]
 
 
-def test_labels_list_differences():
+def test_plot_labels_list_config_differences():
     others = [BASE, replace(BASE, optimizer=Lion(), seed=3), replace(BASE, learning_rate=1e-4)]
     assert labels_of(others) == [
         "learning_rate 0.001, optimizer adamw",
@@ -66,7 +66,7 @@ def test_labels_list_differences():
     assert labels_of([replace(BASE, optimizer=AdamW(beta1=0.5))]) == [""]
 
 
-def test_table_lists_results_of_runs(runs):
+def test_results_table_lists_every_run(runs):
     first, small, wide = table(read_runs(runs)).splitlines()
     assert first.split()[:4] == ["run", "step", "tokens", "training"]
     # 4 rows of 16 tokens; the wide run has two micro-batches
@@ -78,7 +78,7 @@ def test_table_lists_results_of_runs(runs):
     assert wide.endswith("500  d_model 64, accumulation 2")
 
 
-def test_ngram_is_a_horizontal_line(runs, tmp_path, monkeypatch):
+def test_ngram_baseline_is_plotted_as_horizontal_line(runs, tmp_path, monkeypatch):
     """An n-gram trains in one step, so its loss is a line, which may lie below all curves."""
     counted = replace(BASE, model=NgramConfig(order=3), steps=1, warmup_steps=0)
     path = write_run(tmp_path / "counted", counted, 0, 0.0)
@@ -100,14 +100,14 @@ def test_ngram_is_a_horizontal_line(runs, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("axis", "last"), [("step", 30), ("tokens", 1920), ("hours", 1920 / 3.6e6)]
 )
-def test_points_stand_at_steps_tokens_or_hours(runs, axis, last):
+def test_horizontal_axis_shows_steps_tokens_or_hours(runs, axis, last):
     small = read_runs(runs)[0]
     points = small.points("loss", axis)
     assert len(points) == 30 and points[-1][0] == pytest.approx(last)
     assert len(small.points("val_loss", axis)) == 6
 
 
-def test_table_is_aligned(runs, tmp_path, capsys, monkeypatch):
+def test_results_table_columns_are_aligned(runs, tmp_path, capsys, monkeypatch):
     """Two short runs; the second has only a step."""
     one, two = (tmp_path / name for name in ("first", "b"))
     for path, seed in ((one, 0), (two, 3)):
@@ -145,7 +145,7 @@ def test_table_is_aligned(runs, tmp_path, capsys, monkeypatch):
     assert curves[0].perplexity(0.5) == "1.649"
 
 
-def test_each_curve_has_its_color_and_label(runs, tmp_path, monkeypatch):
+def test_each_curve_has_distinct_color_and_label(runs, tmp_path, monkeypatch):
     curves = read_runs(runs)
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, out: drawn.append((figure, out)))
@@ -178,7 +178,7 @@ def test_each_curve_has_its_color_and_label(runs, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_plot_draws_and_counts_damaged_lines(runs, tmp_path, capsys):
+def test_plot_counts_damaged_metric_lines(runs, tmp_path, capsys):
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": "x"}\nnot json\n' + json.dumps({"step": 31, "loss": None}) + "\n")
     out = tmp_path / "compared.png"
@@ -189,13 +189,13 @@ def test_plot_draws_and_counts_damaged_lines(runs, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_names_in_any_script_are_drawn(runs, tmp_path):
+def test_run_names_in_any_script_are_drawn(runs, tmp_path):
     named = [replace(curves, name="学习 \U00012000") for curves in read_runs(runs)]
     draw(named, "step", tmp_path / "a.png")  # a missing glyph is a warning, which fails the test
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
-def test_folder_without_run_is_one_line(tmp_path, capsys):
+def test_folder_without_run_raises_one_line_error(tmp_path, capsys):
     assert run_command(["plot", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"plot: {tmp_path}: no run here (config.json is missing)\n"
     empty = tmp_path / "empty"

@@ -64,7 +64,7 @@ def documents(corpus, name):
     return [corpus.tokenizer.to_bytes(stream[a + 1 : b]).decode() for a, b in pairs]
 
 
-def test_documents_keep_their_order_and_are_in_one_part(text, tmp_path):
+def test_documents_keep_order_and_are_not_split_between_parts(text, tmp_path):
     corpus = prepare(config(text), tmp_path / "out")
     found = {name: documents(corpus, name) for name in PARTS}
     for name in PARTS:
@@ -75,7 +75,7 @@ def test_documents_keep_their_order_and_are_in_one_part(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_and_chunk_size_do_not_change_bytes(text, tmp_path):
+def test_output_bytes_do_not_depend_on_workers_or_chunk_size(text, tmp_path):
     sizes = {"bpe_vocab_size": 300, "tokenizer": "bpe"}
     one = prepare(config(text, **sizes), tmp_path / "one", chunk_bytes=500)
     two = prepare(config(text, **sizes), tmp_path / "two", chunk_bytes=500, workers=2)
@@ -103,7 +103,7 @@ def test_token_files_have_at_most_shard_size(tmp_path):
 
 @pytest.mark.long_except("1000")
 @pytest.mark.parametrize("size", [70_000, 1000])
-def test_ids_use_16_bits_if_they_fit(size, tmp_path):
+def test_token_ids_use_16_bits_if_they_fit(size, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("".join(f"{chr(0x1000 + i)}\n" for i in range(size) if i + 0x1000 != 0xFFFF
                             and not 0xD800 <= i + 0x1000 < 0xE000))  # fmt: skip
@@ -113,14 +113,14 @@ def test_ids_use_16_bits_if_they_fit(size, tmp_path):
     assert documents(corpus, "val") == [t for t in texts if part_of(t, 0.1) == "val"]
 
 
-def test_65536_ids_fit_into_16_bits_and_one_more_does_not():
+def test_65536_token_ids_fit_into_16_bits():
     for size, dtype in ((2**16 - 1, "<u2"), (2**16, "<u2"), (2**16 + 1, "<u4")):
         words = WordTokenizer(tuple(f"w{i}" for i in range(size - 2)))
         assert words.vocab_size == size and token_dtype(words) == dtype
         assert np.array([size - 1]).astype(dtype) == size - 1
 
 
-def test_paragraphs_files_and_json_lines(tmp_path):
+def test_documents_are_split_by_paragraph_file_or_json_line(tmp_path):
     texts = [f"first {i}\nsecond {i}" for i in range(60)]
     files = {
         "paragraphs": ("a.txt", "\n\n".join(texts[:30]) + "\n  \n\n" + "\n \n".join(texts[30:])),
@@ -177,7 +177,7 @@ def test_file_without_documents_is_rejected(content, tmp_path):
         prepare(config(str(tmp_path / "text.txt")), tmp_path / "out")
 
 
-def test_parquet(tmp_path):
+def test_parquet_files_can_be_prepared(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -194,7 +194,7 @@ def test_parquet(tmp_path):
         prepare(config(file, documents=None), tmp_path / "damaged")
 
 
-def test_parquet_without_pyarrow_is_one_line(tmp_path, monkeypatch):
+def test_parquet_without_pyarrow_raises_one_line_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     file = tmp_path / "a.parquet"
     file.write_bytes(b"PAR1")
@@ -219,7 +219,7 @@ def test_parquet_without_pyarrow_is_one_line(tmp_path, monkeypatch):
         ("a.txt", b"one", r"val_fraction is 0.1: 0 of 1 documents"),
     ],
 )
-def test_unreadable_file_is_named(name, content, message, tmp_path):
+def test_error_names_unreadable_file(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         prepare(config(str(tmp_path / name), documents=None), tmp_path / "out")
@@ -230,7 +230,7 @@ def test_unreadable_file_is_named(name, content, message, tmp_path):
     ("kinds", "fraction", "tokenizer"),
     [(7, 0.01, "byte"), (2, 0.01, "byte"), (2, 0.9999, "word"), (1, 0.01, "byte"), (1, 0.9, "bpe")],
 )
-def test_empty_part_is_rejected_with_suggested_fraction(kinds, fraction, tokenizer, tmp_path):
+def test_empty_part_error_suggests_validation_fraction(kinds, fraction, tokenizer, tmp_path):
     file = tmp_path / "a.txt"
     lines = [f"line {number % kinds}" for number in range(60 * kinds)]
     file.write_text("\n".join(lines))
@@ -259,7 +259,7 @@ class Killed(BaseException):
     pass
 
 
-def test_resuming_after_kill_at_any_write_gives_same_bytes(text, tmp_path, monkeypatch):
+def test_resuming_after_kill_at_any_write_produces_identical_bytes(text, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "RECORD_SECONDS", 0.0)
     given = config(text, tokenizer="bpe", bpe_vocab_size=280)
     want = contents(prepare(given, tmp_path / "whole", chunk_bytes=2500).path)
@@ -307,7 +307,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_killed_process_can_be_resumed(text, tmp_path):
+def test_killed_preparation_can_be_resumed(text, tmp_path):
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), text, str(out), "2"]
@@ -353,7 +353,7 @@ def alive(pid):
 
 
 @pytest.mark.slow
-def test_full_disk_is_one_line_and_can_be_resumed(text, tmp_path):
+def test_full_disk_raises_one_line_error_and_preparation_can_resume(text, tmp_path):
     out, script = tmp_path / "out", tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), text, str(out), "1", "8000"]
@@ -367,7 +367,7 @@ def test_full_disk_is_one_line_and_can_be_resumed(text, tmp_path):
     )
 
 
-def test_changed_file_and_settings_are_rejected(text, tmp_path, monkeypatch):
+def test_resuming_with_changed_file_or_settings_is_rejected(text, tmp_path, monkeypatch):
     out = tmp_path / "out"
 
     def killed(*arguments):
@@ -407,7 +407,7 @@ def test_concurrent_preparations_are_rejected(text, tmp_path):
 @pytest.mark.parametrize("name", ["train-00000.bin", "val-00000.bin", "train-index.bin",
                                   "tokenizer.json", MANIFEST])  # fmt: skip
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "longer", "gone"])
-def test_damage_is_detected(name, damage, text, tmp_path):
+def test_damaged_prepared_folder_is_detected(name, damage, text, tmp_path):
     out = prepare(config(text), tmp_path / "out").path
     content = bytearray((out / name).read_bytes())
     if damage == "flipped":
@@ -424,7 +424,7 @@ def test_damage_is_detected(name, damage, text, tmp_path):
         open_corpus(out).check()
 
 
-def test_id_outside_vocabulary_is_named(text, tmp_path):
+def test_error_names_id_outside_vocabulary(text, tmp_path):
     corpus = prepare(config(text), tmp_path / "out")
     corpus.check(257)
     with pytest.raises(
@@ -457,7 +457,7 @@ def test_tokenizer_with_wrong_ids_is_rejected(text, tmp_path):
             prepare(config(text), tmp_path / "out")
 
 
-def test_shard_truncated_during_reading_is_an_error(text, tmp_path):
+def test_shard_truncated_during_reading_raises_error(text, tmp_path):
     corpus = prepare(config(text), tmp_path / "out")
     into = np.zeros(11, corpus.train.dtype)
     corpus.train.read(500, into)
@@ -477,7 +477,7 @@ def test_prepared_folders_are_recognized(text, tmp_path, monkeypatch):
         prepared_folders("one,three")
 
 
-def test_command(text, tmp_path, capsys):
+def test_prepare_command_writes_token_files(text, tmp_path, capsys):
     out = str(tmp_path / "out")
     flags = [
         "prepare", "--data", text, "--documents", "lines", "--val-fraction", "0.1", "--workers",
@@ -510,7 +510,7 @@ def test_command(text, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["layers=[1,2]", "a*?{b}% #\nn\u0303", "~", "-x"])
-def test_unusual_file_names(tmp_path, name):
+def test_files_with_unusual_names_are_prepared(tmp_path, name):
     file = tmp_path / f"{name}.TXT"
     file.write_text("\n".join(LINES))
     out = tmp_path / name
@@ -543,7 +543,7 @@ def test_failed_preparation_leaves_no_folder(tmp_path, content, changes, rule):
     prepare(config(str(file), **dict(val_fraction=0.3) | (changes or {})), out, chunk_bytes=5)
 
 
-def test_file_system_without_locks_leaves_no_folder(tmp_path, text, monkeypatch):
+def test_preparation_without_file_locks_leaves_no_folder(tmp_path, text, monkeypatch):
     def refuse(handle, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -563,7 +563,7 @@ def test_progress_line_shows_rate_and_remaining_time():
     assert line._line(done, 102.0) == expected
 
 
-def test_progress_is_one_line_on_terminal_and_few_lines_in_file(monkeypatch):
+def test_progress_uses_one_terminal_line_or_few_file_lines(monkeypatch):
     rate = ", 3 documents, 0.2 MB/s, 3 seconds left"
     expected = ["a 10% of 1.0 MB", f"a 40% of 1.0 MB{rate}"]
     whole = ["a 100% of 1.0 MB, 0.6 MB/s, 0 seconds left", "b"]
@@ -619,7 +619,7 @@ def test_prepare_flags_set_config_fields(monkeypatch, capsys):
     assert named["workers"] == len(os.sched_getaffinity(0))
 
 
-def test_single_token_documents_and_token_0(tmp_path):
+def test_single_token_documents_and_token_zero_are_kept(tmp_path):
     written = ["a", "\0", *map(str, range(40))]
     (tmp_path / "text.txt").write_text("\n".join(written))
     corpus = prepare(config(str(tmp_path / "text.txt")), tmp_path / "out")

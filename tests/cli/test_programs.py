@@ -55,7 +55,7 @@ def restored():
 @pytest.mark.slow
 @pytest.mark.long_except("native")
 @pytest.mark.parametrize("implementation", ["native", "xla"])
-def test_second_process_compiles_nothing_and_broken_cache_is_ignored(implementation, tmp_path):
+def test_second_process_reuses_programs_and_ignores_corrupt_cache(implementation, tmp_path):
     """Includes programs that call our native library, which the second process loads again."""
     if implementation == "native" and isinstance(cpu.library(), str):
         pytest.skip(str(cpu.library()))
@@ -72,7 +72,7 @@ def test_second_process_compiles_nothing_and_broken_cache_is_ignored(implementat
         assert (found["value"], found["slope"]) == (first["value"], first["slope"])
 
 
-def test_unusable_cache_folder_is_one_line(tmp_path, restored, capsys):
+def test_unusable_cache_folder_prints_one_line_message(tmp_path, restored, capsys):
     (tmp_path / "transformer_jax").write_text("a file where the folder should be")
     programs.keep_programs({"XDG_CACHE_HOME": str(tmp_path)})
     errors = capsys.readouterr().err
@@ -80,7 +80,7 @@ def test_unusable_cache_folder_is_one_line(tmp_path, restored, capsys):
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_variable_disables_cache_and_user_folder_is_kept(tmp_path, restored):
+def test_environment_variable_disables_cache_and_user_folder_is_respected(tmp_path, restored):
     given = {"XDG_CACHE_HOME": str(tmp_path)}
     programs.keep_programs(given | {programs.SWITCH: "0"})
     assert jax.config.jax_compilation_cache_dir is None and not list(tmp_path.iterdir())

@@ -139,7 +139,7 @@ def test_published_decoder_continues_text_after_bos(capsys, published, tmp_path)
         ([[3, 4], [EOS]], (BanSequences((3, 4)),)),
     ],
 )  # fmt: skip
-def test_bad_words_of_folder_are_not_generated(published, tmp_path, words, meant):
+def test_bad_words_listed_in_folder_are_not_generated(published, tmp_path, words, meant):
     shutil.copytree(published, tmp_path / "model")
     beside = tmp_path / "model" / "generation_config.json"
     beside.write_text(json.dumps({"bad_words_ids": words, "eos_token_id": [EOS]}))
@@ -162,7 +162,7 @@ def test_bad_words_of_folder_are_not_generated(published, tmp_path, words, meant
 
 
 @pytest.mark.slow
-def test_chat_uses_template(capsys, published):
+def test_chat_prompt_uses_chat_template(capsys, published):
     expected = greedy(published, [*b"[be]"], 5)
     assert expected != greedy(published, [BOS, *b"[be]"], 5)
     chat = ["--chat", "--prompt", "be", "--num-tokens", 5, "--temperature", 0]
@@ -211,7 +211,7 @@ def test_output_satisfies_schema_regex_or_grammar(capsys, published, tmp_path):
         ("--model {model} --chat --prompt a<s>", "contains '<s>', which is a reserved token", 2),
     ],
 )  # fmt: skip
-def test_bad_option_is_one_line(capsys, published, tmp_path, argv, message, status):
+def test_invalid_option_raises_one_line_error(capsys, published, tmp_path, argv, message, status):
     bare = tmp_path / "bare"
     if "{bare}" in argv:
         shutil.copytree(published, bare)
@@ -225,7 +225,7 @@ def test_bad_option_is_one_line(capsys, published, tmp_path, argv, message, stat
 
 
 @pytest.mark.parametrize("error", [KeyError("wte.weight"), RuntimeError("Out of\nmemory")])
-def test_error_of_any_type_is_one_line(capsys, published, monkeypatch, error):
+def test_every_error_type_prints_one_line(capsys, published, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
@@ -329,18 +329,18 @@ def dropping(published, tmp_path_factory) -> Path:
         ("--task preference --attention-dropout 0.25", (0.0, 0.25)),
     ],
 )  # fmt: skip
-def test_dropout_comes_from_model_task_and_flags(dropping, text, tmp_path, more, rates):
+def test_dropout_is_set_by_model_task_and_flags(dropping, text, tmp_path, more, rates):
     config, _ = configure(parse(flags(dropping, text, tmp_path, *more.split()), None))
     assert (config.model.dropout, config.model.attention_dropout) == rates
 
 
-def test_dropout_0_turns_off_dropout_of_preset():
+def test_dropout_zero_disables_preset_dropout():
     config, _ = configure(parse("--preset gpt2 --data x --dropout 0".split(), None))
     assert config.model.attention_dropout == config.model.dropout == 0
 
 
 @pytest.mark.slow
-def test_preference_loss_starts_at_log_2_although_folder_has_dropout(dropping, tmp_path, capsys):
+def test_preference_loss_starts_at_log_2_despite_configured_dropout(dropping, tmp_path, capsys):
     data = tmp_path / "pairs.jsonl"
     data.write_text('{"prompt": "ab", "chosen": "cde", "rejected": "fg"}\n' * 3)
     more = ["--val-data", str(data), "--task", "preference"]
@@ -436,7 +436,7 @@ def test_published_model_can_be_converted(capsys, published, tmp_path):
 
 @pytest.mark.slow_except("tokenizer0")
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer.train("héllo wörld\n")])
-def test_saved_tokenizer_of_run_is_readable(tokenizer, tmp_path):
+def test_saved_run_tokenizer_can_be_loaded(tokenizer, tmp_path):
     from tokenizers import Tokenizer
 
     files, note = tokenizer_files(tokenizer, tokenizer.vocab_size)
@@ -454,7 +454,7 @@ def test_saved_tokenizer_of_run_is_readable(tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_unseen_character_is_rejected_in_wider_vocabulary(tmp_path):
+def test_unseen_character_is_rejected_despite_larger_model_vocabulary(tmp_path):
     """A model with 100 tokens trained on 10 characters: row 10 exists but has no character."""
     tokenizer = CharTokenizer.train("héllo wörld\n")
     files, note = tokenizer_files(tokenizer, 100)
@@ -499,7 +499,7 @@ def stand_in(monkeypatch, load_run):
 
 
 @pytest.mark.slow
-def test_qkv_biases_are_saved_for_other_tokenizers(capsys, monkeypatch, tmp_path):
+def test_qkv_biases_are_saved_with_other_tokenizers(capsys, monkeypatch, tmp_path):
     """Saved as a llama, because transformers always uses Qwen 2's text splitting for a qwen2."""
     config = dataclasses.replace(CONFIG, qkv_bias=True, vocab_size=256)
     run = TextModel(config, parameters(config, 7), ByteTokenizer())
@@ -523,7 +523,7 @@ def test_qkv_biases_are_saved_for_other_tokenizers(capsys, monkeypatch, tmp_path
     assert "as a smollm3" in capsys.readouterr().out  # a llama has no windows
 
 
-def test_names_of_tokens_in_templates_are_written(published, tmp_path):
+def test_named_template_tokens_are_saved(published, tmp_path):
     beside = json.loads((published / "tokenizer_config.json").read_text())
     beside["extra_special_tokens"] = {"tool_token": "<s>"}
     beside["chat_template"] = "{{ tool_token }}{{ messages[0].content }}"

@@ -12,7 +12,7 @@ from transformer_jax.cli.serve import main
         (["--model", "x", "--port", "65536"], "port is 65536: must be from 0 to 65535"),
     ],
 )
-def test_wrong_flag_is_one_line(argv, why, capsys):
+def test_invalid_serve_flag_prints_one_line_error(argv, why, capsys):
     assert main(argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("serve: ") and why in line

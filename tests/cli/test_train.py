@@ -143,7 +143,9 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         ("--frozen embd", "frozen has 'embd': no parameter name begins with it (they begin with "),
     ],
 )  # fmt: skip
-def test_bad_usage_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, message):
+def test_invalid_usage_prints_one_line_and_exits_with_2(
+    capsys, tmp_path, monkeypatch, argv, message
+):
     monkeypatch.chdir(tmp_path)
     status, line = refused(capsys, argv.split())
     assert message in line
@@ -159,20 +161,20 @@ def test_bad_usage_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv,
         (b"\xef\xbb\xbf" + TEXT.encode() + b"\x80", "byte 923 is 0x80: not UTF-8"),
     ],
 )
-def test_bad_data_is_one_line_and_status_2(capsys, flags, tmp_path, content, message):
+def test_invalid_data_prints_one_line_and_exits_with_2(capsys, flags, tmp_path, content, message):
     (tmp_path / "text.txt").write_bytes(content)
     status, line = refused(capsys, flags)
     assert (status, message in line) == (2, True), line
     assert not (tmp_path / "run").exists()
 
 
-def test_debug_shows_the_traceback(flags):
+def test_debug_flag_shows_traceback(flags):
     with pytest.raises(tj.ConfigError, match="steps is -1"):
         train.main([*flags, "--steps", "-1", "--debug"])
 
 
 @pytest.mark.slow
-def test_bad_flag_in_subprocess_prints_no_traceback():
+def test_invalid_flag_prints_no_traceback():
     out = subprocess.run(
         [sys.executable, "train.py", "--learnig-rate", "1"], cwd=ROOT, capture_output=True,
         text=True,
@@ -181,7 +183,7 @@ def test_bad_flag_in_subprocess_prints_no_traceback():
     assert out.stderr == "train.py: --learnig-rate: no such flag, nearest: --learning-rate\n"
 
 
-def test_every_field_is_a_flag():
+def test_every_config_field_has_flag():
     def flat(cls, *skipped):
         return {f.name for f in dataclasses.fields(cls)} - {*skipped}
 
@@ -222,7 +224,7 @@ def test_every_field_is_a_flag():
     assert vocab_size is None
 
 
-def test_lora_word_leaves_short_flags_to_model():
+def test_lora_subcommand_leaves_short_flags_for_model():
     first = configured(["--dropout", "0.25", "--positions", "rope", "--base", "500"])[0].model
     assert (first.dropout, first.positions.base) == (0.25, 500.0)
     given = {("lora",): "rank=4,targets=query,value,dropout=0.5,base=int8"}
@@ -237,7 +239,7 @@ def test_lora_word_leaves_short_flags_to_model():
         FLAGS.read({("lora",): "rnak=4"}, tj.TrainConfig())
 
 
-def test_rope_factors_survive_run_folder(tmp_path):
+def test_rope_factors_round_trip_through_run_folder(tmp_path):
     argv = (
         "--positions rope --head-dim 4 --scaling longrope --original-len 16 --length 32 "
         "--short-factors 1,1.25 --long_factors=2.5,3e0 --window 3,none --window-base 31 "
@@ -255,7 +257,7 @@ def test_rope_factors_survive_run_folder(tmp_path):
     assert folder.read_config() == config and hash(folder.read_config()) == hash(config)
 
 
-def test_fields_of_tables_and_norms_are_flags():
+def test_table_and_norm_fields_have_flags():
     argv = "--positions learned --offset 2 --norm-unit-offset True --ff-bias False"
     model = configured([*argv.split(), "--logit-scale", "0.5"])[0].model
     assert (model.positions.offset, model.norm_unit_offset) == (2, True)
@@ -266,7 +268,7 @@ def test_fields_of_tables_and_norms_are_flags():
     assert configured(argv.split())[0].model.positions.truncate is False
 
 
-def test_flags_change_preset():
+def test_flags_override_preset_fields():
     assert configured([]) == (tj.train_preset(None), None)
     config, vocab_size = configured("--data x.txt --preset=shakespeare-cpu --vocab-size 99".split())
     assert (config.model.d_model, config.model.max_len, config.data) == (128, 64, "x.txt")
@@ -293,7 +295,7 @@ def test_help_explains_every_flag(capsys):
 
 
 @pytest.mark.parametrize(("group", "others"), [(None, "model"), ("model", "run")])
-def test_help_prints_group_and_lists_others(capsys, group, others):
+def test_help_prints_one_group_and_lists_others(capsys, group, others):
     with pytest.raises(SystemExit):
         train.main(["--help", *filter(None, [group])])
     out = capsys.readouterr().out
@@ -310,7 +312,7 @@ def test_help_prints_group_and_lists_others(capsys, group, others):
 
 
 @pytest.mark.slow
-def test_printed_commands_work(capsys, flags, tmp_path):
+def test_printed_commands_run_successfully(capsys, flags, tmp_path):
     assert train.main(flags) == 0
     out = capsys.readouterr().out
     assert re.search(r"held-out loss: \d\.\d+ nats per character = \d\.\d+ bits", out)
@@ -344,7 +346,7 @@ def piped(monkeypatch, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_resume_needs_standard_input_again(capsys, flags, tmp_path, monkeypatch):
+def test_resuming_run_requires_standard_input_again(capsys, flags, tmp_path, monkeypatch):
     """The printed command resumes if TEXT is the same text."""
     flags[flags.index("--data") + 1] = "-"
     flags += ["--sample-tokens", "0", "--steps", "50", "--eval-every", "50"]
@@ -448,7 +450,7 @@ def test_interrupt_during_imports_prints_no_traceback(inherited, status, printed
         ("plan --target cpu --model x --out y", 2, "", "plan: model and out: pass only one of"),
     ],
 )  # fmt: skip
-def test_first_word_selects_command(capsys, argv, status, out, err):
+def test_first_argument_selects_command(capsys, argv, status, out, err):
     try:
         found = run_command(argv.split())
     except SystemExit as ended:
@@ -470,7 +472,7 @@ def test_unknown_words_are_reported(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_not_implemented_error_is_one_line(capsys):
+def test_not_implemented_error_prints_one_line(capsys):
     Write = dataclasses.make_dataclass("Write", ())
 
     def work(options):
@@ -494,7 +496,9 @@ class Signals(progress.Silent):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signal_saves_step_and_stops(capsys, flags, tmp_path, monkeypatch, number, status):
+def test_signal_saves_checkpoint_and_stops_run(
+    capsys, flags, tmp_path, monkeypatch, number, status
+):
     flags += ["--steps", "50", "--eval-every", "50"]
     before = signal.getsignal(number)
     monkeypatch.setattr(progress, "progress_for_output", lambda: Signals(3, number))
@@ -531,7 +535,7 @@ def test_run_without_evaluation_uses_last_checkpoint(capsys, flags, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_run_first_describes_model_and_data(capsys, flags, tmp_path):
+def test_training_output_begins_with_model_and_data_summary(capsys, flags, tmp_path):
     """Two lines before the first step; a resumed run adds its step."""
     assert train.main([*flags, "--sample-tokens", "0"]) == 0
     model, text, *_ = capsys.readouterr().out.splitlines()
@@ -551,7 +555,7 @@ def fit_parameters(run: Path) -> int:
     return sum(array.size for name, array in arrays.items() if name.startswith("params:"))
 
 
-def test_report_names_unit_of_loss():
+def test_training_report_states_loss_unit():
     def report_lines(tokenizer: str) -> str:
         config = dataclasses.replace(tj.train_preset(None), tokenizer=tokenizer)
         task = SimpleNamespace(config=config, data=SimpleNamespace(val=range(8), val_characters=6))
@@ -569,7 +573,7 @@ def test_report_names_unit_of_loss():
 
 
 @pytest.mark.slow
-def test_second_signal_stops_immediately(flags, tmp_path, monkeypatch):
+def test_second_signal_stops_run_immediately(flags, tmp_path, monkeypatch):
     class Ended(BaseException):
         pass
 
@@ -588,7 +592,7 @@ def test_second_signal_stops_immediately(flags, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_runtime_error_is_one_line_and_status_1(capsys, flags, tmp_path):
+def test_runtime_error_prints_one_line_and_exits_with_1(capsys, flags, tmp_path):
     blocked = list(flags)
     blocked[blocked.index("--out") + 1] = str(tmp_path / "text.txt" / "run")
     status, line = refused(capsys, blocked)
@@ -604,7 +608,7 @@ def test_runtime_error_is_one_line_and_status_1(capsys, flags, tmp_path):
 @pytest.mark.slow
 @pytest.mark.long_except("2")
 @pytest.mark.parametrize("kills", [2, 5])
-def test_kill_loses_at_most_one_save_interval(flags, tmp_path, rng, kills):
+def test_killed_training_loses_at_most_one_save_interval(flags, tmp_path, rng, kills):
     """A run that is killed several times equals an uninterrupted run."""
     kill_and_finish(flags, tmp_path, rng, kills)
 
@@ -683,7 +687,7 @@ def written(capsys, *argv: str) -> str:
 
 
 @pytest.mark.slow
-def test_same_seed_gives_same_text(capsys, trained):
+def test_same_seed_generates_same_text(capsys, trained):
     arguments = ["--model", trained, "--prompt", "to be", "--num-tokens", "6"]
     first = written(capsys, *arguments)
     assert first.startswith("to be") and len(first) == 12
@@ -716,7 +720,7 @@ def test_prompts_are_split_only_at_line_ends(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_decoding_method_works(capsys, trained, tmp_path):
+def test_every_decoding_method_generates_text(capsys, trained, tmp_path):
     base = ["--model", trained, "--num-tokens", "9", "--prompt", "to"]
     greedy = written(capsys, *base, "--temperature", "0")
     assert written(capsys, *base, "--temperature", "0", "--lookup", "3") == greedy
@@ -746,7 +750,7 @@ def test_every_decoding_method_works(capsys, trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_prompt_may_look_like_flag_and_flags_may_have_underscores(capsys, trained):
+def test_prompt_may_resemble_flag_and_flags_may_contain_underscores(capsys, trained):
     names = {name: name for name in ("--prompt", "--top-k")}
     dashes = spelled(["--prompt", "-- to be", "--top_k=3", "-x"], names)
     assert dashes == ["--prompt", "-- to be", "--top-k=3", "-x"]
@@ -800,7 +804,7 @@ def test_best_and_last_checkpoint_are_distinguished(capsys, trained, tmp_path, m
         ("--weights int3", "weights is 'int3': must be bf16|int8|int4", 2),
     ],
 )  # fmt: skip
-def test_bad_option_is_one_line(capsys, begun, argv, message, status):
+def test_invalid_option_raises_one_line_error(capsys, begun, argv, message, status):
     found = generate.main(["--model", begun, *argv.split()])
     out, err = capsys.readouterr()
     assert (found, out, err.count("\n")) == (status, "", 1), err
@@ -844,14 +848,14 @@ def test_text_may_exceed_max_len(key):
 
 
 @pytest.mark.slow
-def test_ids_outside_tokenizer_are_never_sampled(key):
+def test_token_ids_outside_tokenizer_are_never_sampled(key):
     logits = jax.random.normal(key, (3, 17)).at[:, 11:].add(50.0)
     kept = ExcludePadding(11)(logits)
     assert np.isneginf(np.asarray(kept)[:, 11:]).all()
     np.testing.assert_array_equal(kept[:, :11], logits[:, :11])
 
 
-def test_progress_is_plain_lines_without_terminal(capsys):
+def test_progress_without_terminal_prints_plain_lines(capsys):
     assert isinstance(progress.progress_for_output(), progress.Lines)
     lines = progress.Lines()
     lines.start(0, 40)
@@ -865,7 +869,7 @@ def test_progress_is_plain_lines_without_terminal(capsys):
 
 
 @pytest.mark.slow
-def test_progress_is_a_bar_on_a_terminal(monkeypatch):
+def test_progress_on_terminal_is_shown_as_bar(monkeypatch):
     from rich.console import Console
 
     monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))

@@ -62,7 +62,7 @@ def planner(monkeypatch, capsys):
     return run
 
 
-def test_plan_prints_memory_and_minimum_time(planner):
+def test_plan_command_prints_memory_and_minimum_time(planner):
     chips = Hardware("tpu-x", CHIP, 2)
     title, batch, *lines = planner(chips, "--quick")
     # tokens, four matrices of attention, two of the feed-forward network, and three norms
@@ -103,7 +103,7 @@ def test_plan_prints_memory_and_minimum_time(planner):
     )
 
 
-def test_plan_suggests_largest_batch_and_mildest_remedy(planner, monkeypatch):
+def test_plan_command_suggests_largest_batch_and_simplest_remedy(planner, monkeypatch):
     chips = Hardware("tpu-x", CHIP, 2)
     sizes_tried = []
 
@@ -127,7 +127,7 @@ def test_plan_suggests_largest_batch_and_mildest_remedy(planner, monkeypatch):
     assert two == "state and gradients only    fit if sharded with --mesh fsdp=8"
 
 
-def test_largest_batch_is_found_within_a_sixteenth(monkeypatch):
+def test_largest_batch_is_found_within_one_sixteenth(monkeypatch):
     """Memory grows linearly with the rows, or quadratically, which needs a search."""
     config = configs.TrainConfig(batch_size=4)
     chip = Hardware("x", CHIP, 1)
@@ -149,7 +149,7 @@ def test_largest_batch_is_found_within_a_sixteenth(monkeypatch):
     assert planning.largest_batch(config, chip, planned(chip, 13)) is None  # not even the smallest
 
 
-def test_remedies_accumulate_and_least_chips_is_power_of_two(monkeypatch):
+def test_remedies_accumulate_and_minimum_chip_count_is_power_of_two(monkeypatch):
     chip, seen = Hardware("x", CHIP, 2), []
 
     def at(config, hardware, compiled):
@@ -185,7 +185,7 @@ def test_remedies_accumulate_and_least_chips_is_power_of_two(monkeypatch):
     assert planning.least_chips(config, chip) is None
 
 
-def test_compare_writes_table_record_and_picture(monkeypatch, tmp_path, capsys):
+def test_compare_command_writes_table_record_and_chart(monkeypatch, tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("abcdefghij" * 40)
     model = configs.RecurrentConfig(vocab_size=10, d_embed=3, d_hidden=5, cell="gru")
@@ -282,7 +282,7 @@ def result(task, **changes):
     return SimpleNamespace(**given | changes)
 
 
-def test_report_summarizes_run():
+def test_training_report_summarizes_run():
     files = "in runs/x: loss.png, metrics.jsonl, sample.txt, scores.json, checkpoints"
     bits = 1.5 / math.log(2)
     expected = [
@@ -347,7 +347,7 @@ class CountTask(Task):
          f"EchoConfig (module {__name__}) and CountTask (module {__name__})"),
     ],
 )  # fmt: skip
-def test_report_names_module_of_custom_kinds(monkeypatch, capsys, argv, names):
+def test_training_report_names_module_defining_custom_kind(monkeypatch, capsys, argv, names):
     configs.register(configs.AnyModelConfig, echo=EchoConfig)
     configs.register(Task, count=CountTask)
     fake_training(monkeypatch)
@@ -375,7 +375,7 @@ def fake_training(monkeypatch):
     return calls
 
 
-def test_training_ends_with_next_commands(monkeypatch, capsys):
+def test_training_output_ends_with_suggested_commands(monkeypatch, capsys):
     calls = fake_training(monkeypatch)
     for argv, status, expected in (
         ("--data f --steps 2 --out o", 0, [
@@ -399,7 +399,7 @@ def test_training_ends_with_next_commands(monkeypatch, capsys):
         assert capsys.readouterr().out == ""
 
 
-def test_serve_passes_flags_to_server(monkeypatch, capsys, tmp_path):
+def test_serve_command_passes_flags_to_server(monkeypatch, capsys, tmp_path):
     import uvicorn
 
     from transformer_jax.server import app, engine

@@ -261,7 +261,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     BROKEN,
     ids=lambda x: x.__name__ if isinstance(x, type) else str(x)[:30],
 )
-def test_invalid_value_names_field_value_and_rule(kind, start, change, name, value, rule):
+def test_invalid_value_error_names_field_value_and_rule(kind, start, change, name, value, rule):
     valid = kind(**start)
     with pytest.raises(ConfigError) as caught:
         dataclasses.replace(valid, **change)
@@ -274,7 +274,7 @@ def test_invalid_value_names_field_value_and_rule(kind, start, change, name, val
     assert isinstance(caught.value, ValueError)
 
 
-def test_values_at_limits_are_allowed():
+def test_config_values_at_limits_are_allowed():
     ModelConfig(dropout=0.0, attention_dropout=0.999, window=1, num_kv_heads=1, num_layers=1)
     ModelConfig(norm_eps=1, init_std=1)  # an integer is a number
     ModelConfig(d_model=7, num_heads=2, head_dim=3, positions="none")
@@ -292,8 +292,8 @@ def test_values_at_limits_are_allowed():
     )
 
 
-def test_fields_of_a_choice_are_allowed_with_it():
-    """`test_invalid_value_names_field_value_and_rule` covers the other choices."""
+def test_choice_specific_fields_are_allowed_with_that_choice():
+    """`test_invalid_value_error_names_field_value_and_rule` covers the other choices."""
     Rope(**LLAMA, low_freq_factor=2.0, high_freq_factor=3.0)
     Rope(**YARN, beta_fast=31, beta_slow=2, attention_factor=1.5, truncate=False)
     Rope(**DYNAMIC, factor=2.0, length=128)
@@ -333,7 +333,7 @@ def test_string_selects_kind_with_defaults():
         TrainConfig(mesh="mesh")
 
 
-def test_repr_of_positions_shows_changed_fields():
+def test_positions_repr_shows_only_changed_fields():
     values = Alibi(), Learned(offset=2), Rope(base=500.0, dims=4), T5Buckets(buckets=8)
     assert [repr(value) for value in values] == [
         "Alibi()", "Learned(offset=2)", "Rope(base=500.0, dims=4)", "T5Buckets(buckets=8)",
@@ -350,7 +350,7 @@ def model_of(**content) -> ModelConfig:
 
 
 @pytest.mark.parametrize("positions", SHORT.values(), ids=SHORT)
-def test_positions_in_json_are_object_with_kind(positions):
+def test_positions_are_stored_in_json_as_object_with_kind(positions):
     config = TrainConfig(model=ModelConfig(positions=positions))
     stored = json.loads(config_to_json(config))["model"]["positions"]
     if positions is None:
@@ -366,7 +366,7 @@ BEFORE = dict(position_offset=0, sinusoid="halves", rope={}, beta1=0.9, weight_d
 
 
 @pytest.mark.parametrize("field", BEFORE)
-def test_config_of_other_version_names_unknown_field(tmp_path, field):
+def test_unknown_field_in_config_file_is_named(tmp_path, field):
     path = "" if field in ("beta1", "weight_decay") else "model."
     content = json.loads(config_to_json(TrainConfig()))
     (content["model"] if path else content)[field] = BEFORE[field]
@@ -391,13 +391,13 @@ def test_config_of_other_version_names_unknown_field(tmp_path, field):
     ],
     ids=lambda x: str(x)[:40],
 )
-def test_invalid_positions_in_file_name_their_path(stored, message):
+def test_invalid_positions_in_file_error_names_path(stored, message):
     with pytest.raises(ConfigError) as caught:
         model_of(**stored)
     assert str(caught.value).startswith(message)
 
 
-def test_differences_name_changed_positions():
+def test_config_differences_name_changed_positions():
     learned, rope = TrainConfig(), TrainConfig(model=ModelConfig(positions=Rope(base=500.0)))
     assert differences(learned, learned) == []
     assert differences(learned, rope) == ["model.positions: Learned() -> Rope(base=500.0)"]
@@ -418,7 +418,7 @@ def test_configs_are_frozen_hashable_and_keyword_only(kind):
         kind(getattr(one, field))
 
 
-def test_default_sizes_follow_from_others():
+def test_default_sizes_are_derived_from_other_fields():
     config = ModelConfig(d_model=48, num_heads=6)
     assert (config.kv_heads, config.key_dim, config.value_dim) == (6, 8, 8)
     assert (config.ff_dim, config.decoder_layers) == (192, 4)
@@ -432,7 +432,7 @@ def test_default_sizes_follow_from_others():
     assert TrainConfig().sequence_len == 256 and TrainConfig(context=31).sequence_len == 31
 
 
-def test_pooler_and_layer_rotation_follow_from_other_fields():
+def test_pooler_and_layer_rotation_are_derived_from_other_fields():
     kinds = dict(pooler="relu", num_classes=None), dict(num_classes=3), {}
     encoders = [ModelConfig(kind="encoder", **change) for change in kinds]
     assert [c.pooling for c in encoders] == ["relu", "tanh", None]
@@ -478,7 +478,7 @@ def test_only_transformer_base_scales_embeddings():
     assert [name for name in PRESETS if preset(name).scale_embeddings] == ["transformer-base"]
 
 
-def test_presets_drop_attention_weights_as_published():
+def test_presets_have_published_attention_dropout():
     found = {n: (c.dropout, c.attention_dropout) for n in PRESETS for c in [preset(n)] if c.dropout}
     assert found["shakespeare-gpu"] == (0.2, 0.2)
     assert found["bert-base"] == found["bert-large"] == found["gpt2"] == (0.1, 0.1)
@@ -575,7 +575,7 @@ def test_counting_parameters_does_not_allocate_them():
         ("kind", "bert", "encoder"),
     ],
 )
-def test_invalid_choice_suggests_intended_one(field, wrong, meant):
+def test_invalid_config_choice_suggests_intended_choice(field, wrong, meant):
     with pytest.raises(ConfigError, match=rf"^{field} is '{wrong}': .*nearest: {meant}$"):
         ModelConfig(**{field: wrong})
 

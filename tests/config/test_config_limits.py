@@ -123,13 +123,13 @@ BORDERS = [
 
 
 @pytest.mark.parametrize(("config", "wrong", "right", "message"), BORDERS)
-def test_rule_rejects_only_values_past_its_limit(config, wrong, right, message):
+def test_config_rule_rejects_only_values_past_limit(config, wrong, right, message):
     replace(config, **right)
     with pytest.raises(ConfigError, match=f"^{message}"):
         replace(config, **wrong)
 
 
-def test_derived_values_follow_from_fields():
+def test_derived_config_values_match_fields():
     assert TRAIN.warmup == 100 and replace(TRAIN, steps=999).warmup == 99
     assert replace(TRAIN, warmup_steps=0).warmup == 0
     assert replace(TRAIN, profile="3-17").profiled_steps == (3, 17)

@@ -33,7 +33,7 @@ from transformer_jax.config.tasks import DigitsTask, Seq2SeqTask, TonesTask
         (lambda: Frames(layers=0), "layers is 0: must be positive"),
     ],
 )
-def test_invalid_inputs_are_rejected(make, message):
+def test_invalid_input_configs_are_rejected(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -53,12 +53,12 @@ def test_invalid_inputs_are_rejected(make, message):
         (dict(inputs="pixels"), "inputs is 'pixels': must be"),
     ],
 )
-def test_fields_that_contradict_inputs_are_rejected(change, message):
+def test_config_fields_that_contradict_inputs_are_rejected(change, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**dict(dict(kind="encoder", inputs=Vectors()), **change))
 
 
-def test_fields_compatible_with_inputs_are_allowed():
+def test_config_fields_compatible_with_inputs_are_allowed():
     ModelConfig(kind="encoder", inputs=Patches(), max_len=197, num_classes=3)
     ModelConfig(kind="encoder", inputs=Patches(), positions="rope")
     ModelConfig(kind="encoder-decoder", inputs=Frames(), tie_embeddings=False, logit_bias=True)
@@ -86,7 +86,7 @@ def test_run_config_restores_inputs(task):
     assert config_from_json(json.dumps({"task": {"kind": "seq2seq"}, "model": stored})) == plain
 
 
-def test_flags_select_inputs_and_their_fields():
+def test_flags_select_input_kind_and_set_its_fields():
     flags = ConfigFlags(ModelConfig)
     base = ModelConfig(kind="encoder-decoder")
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)

@@ -44,7 +44,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("kind", [tj.ModelConfig, tj.LoraConfig, tj.Rope])
-def test_help_of_config_describes_every_field(kind):
+def test_config_help_describes_every_field(kind):
     text = " ".join(pydoc.plain(pydoc.render_doc(kind)).replace("|", " ").split())
     for field in fields(kind):
         assert f" {field.name}: {keywords.field_docs(kind)[field.name]}" in text
@@ -57,7 +57,7 @@ def test_every_public_config_documents_its_fields():
         assert named == [field.name for field in fields(kind)], kind
 
 
-def test_help_of_class_without_source_is_docstring(monkeypatch):
+def test_help_for_class_without_source_is_docstring(monkeypatch):
     def no_source(kind):
         raise OSError("could not get source code")
 
@@ -148,7 +148,7 @@ MEANT = {
 
 
 @pytest.mark.parametrize("name", MEANT)
-def test_keyword_of_other_library_suggests_argument(name):
+def test_keyword_from_other_library_suggests_equivalent_argument(name):
     call, hint = MEANT[name]
     with pytest.raises(
         TypeError, match=f"has no (argument|field) '{name}', meant: {hint}"
@@ -167,12 +167,12 @@ def test_keyword_of_other_library_suggests_argument(name):
         (partial(tj.load, "a"), "trust_remote_code"),
     ],
 )
-def test_unneeded_keyword_says_to_leave_it_out(call, name):
+def test_unneeded_keyword_error_suggests_omitting_it(call, name):
     with pytest.raises(TypeError, match=f"has no argument '{name}', leave it out: "):
         call(**{name: True})
 
 
-def test_every_public_function_suggests_nearest_keyword():
+def test_every_public_function_suggests_nearest_valid_keyword():
     without = ("build", "num_params", "places", "rewind_cache", "preset", "train_preset")
     functions = [getattr(tj, name) for name in tj.__all__ if name not in without]
     checked = 0
@@ -187,14 +187,14 @@ def test_every_public_function_suggests_nearest_keyword():
 
 
 @pytest.mark.parametrize("kind", [tj.Sample, tj.Window, tj.Segments, tj.Request, tj.LengthPenalty])
-def test_wrong_keyword_of_value_names_class(kind):
+def test_invalid_keyword_error_names_class(kind):
     with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) has no argument 'nothing'$"):
         kind(nothing=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(3, 2), (0, 1), (2, 0), 2])
-def test_jax_nn_window_is_translated(size):
+def test_jax_nn_window_error_suggests_equivalent_window(size):
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 7, 2, 4)) for i in range(3))
     with pytest.raises(TypeError, match="local_window_size', meant: ") as error:
         tj.dot_product_attention(q, k, v, local_window_size=size)
@@ -212,7 +212,7 @@ def test_jax_nn_window_is_translated(size):
         (dict(local_window_size=(3, 2)), r"Window\(4, 3\)"),
     ],
 )
-def test_windows_that_exclude_the_query_are_translated(keywords, meant):
+def test_window_that_excludes_query_suggests_equivalent_mask(keywords, meant):
     with pytest.raises(TypeError, match=f"meant: mask={meant}"):
         attend(**keywords)
 
@@ -229,7 +229,7 @@ def test_windows_that_exclude_the_query_are_translated(keywords, meant):
     ],
     ids=lambda keywords: next(iter(keywords)),
 )
-def test_suggested_arguments_match_jax_nn(keywords):
+def test_suggested_arguments_reproduce_jax_nn_results(keywords):
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 7, 2, 4)) for i in range(3))
     names = vars(tj) | dict(jnp=jnp, B=2, T=7, S=7) | keywords
     if "float_mask" in keywords:
@@ -264,7 +264,7 @@ def test_suggested_arguments_match_jax_nn(keywords):
         ("--num-return-sequences", "--samples"),
     ],
 )
-def test_flag_of_other_program_suggests_flag(wrong, meant):
+def test_flag_from_other_program_suggests_equivalent_flag(wrong, meant):
     flags = {
         name: name
         for name in ("--learning-rate", "--lora", "--steps", "--d-model", "--remat",
@@ -282,7 +282,7 @@ def test_flag_of_other_program_suggests_flag(wrong, meant):
         ("blocks.*.attn.hook_pattern", r"block_\*/attention/weights"),
     ],
 )
-def test_transformerlens_hook_suggests_place(hook, place, params):
+def test_transformerlens_hook_name_suggests_equivalent_place(hook, place, params):
     call = partial(tj.build(CONFIG).apply, {"params": params}, TOKENS)
     with pytest.raises(ValueError, match=f"TransformerLens hook is '{place}'"):
         call(capture=(hook,))
@@ -292,7 +292,7 @@ def test_transformerlens_hook_suggests_place(hook, place, params):
         assert interpret.place_of_hook(CONFIG, hook) == place
 
 
-def test_params_without_collection_raise_clear_error(params):
+def test_parameters_without_collection_raise_clear_error(params):
     for wrong in (params, TOKENS):
         with pytest.raises(ValueError, match=r'variables is .*must be \{"params": params\}'):
             tj.build(CONFIG).apply(wrong, TOKENS)
@@ -304,7 +304,7 @@ def test_params_without_collection_raise_clear_error(params):
             tj.build(CONFIG).apply({"params": params}, TOKENS, method=method)
 
 
-def test_decoder_mask_that_shows_the_future_is_rejected(params):
+def test_decoder_mask_that_reveals_future_tokens_is_rejected(params):
     call = partial(tj.build(CONFIG).apply, {"params": params}, TOKENS)
     ids = np.array([[0, 0, 0, 1, 1, 1, 1]])
     for mask in (tj.Segments(ids), tj.Padding(ids == 0) | tj.Segments(ids), tj.Window(3)):
@@ -315,7 +315,7 @@ def test_decoder_mask_that_shows_the_future_is_rejected(params):
         assert logits.shape == (1, 7, 11)
 
 
-def test_suggested_names_exist():
+def test_names_suggested_in_errors_exist():
     calls = (tj.generate, tj.beam_search, tj.dot_product_attention, tj.make_step, tj.init_cache,
              tj.speculate, tj.cross_entropy, tj.load_pretrained)  # fmt: skip
     apply = (tj.Decoder.__call__, tj.Encoder.__call__, tj.EncoderDecoder.__call__)

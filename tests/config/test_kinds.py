@@ -128,7 +128,7 @@ def test_custom_model_and_task_are_trained_and_loaded_by_name(tmp_path):
 
 
 @pytest.mark.usefixtures("registering")
-def test_registered_kind_has_recipe_and_round_trips():
+def test_registered_kind_has_training_recipe_and_round_trips():
     with pytest.raises(ConfigError, match="model is 'average'"):
         task_recipe(ReverseTask(), "average")
     register(AnyModelConfig, average=AverageConfig)
@@ -160,7 +160,7 @@ def test_registered_kind_has_recipe_and_round_trips():
         (CustomTask, "mine", AlphabetTask, "base is .*CustomTask.*: must be AnyModelConfig or"),
     ],
 )  # fmt: skip
-def test_invalid_kinds_are_not_registered(base, name, kind, rule):
+def test_invalid_kinds_cannot_be_registered(base, name, kind, rule):
     known = kinds.names_of(AnyModelConfig), kinds.names_of(Task)
     good = dict(average=AverageConfig) if base is AnyModelConfig else {}
     with pytest.raises(ValueError, match=rule):
@@ -171,14 +171,14 @@ def test_invalid_kinds_are_not_registered(base, name, kind, rule):
 
 @pytest.mark.usefixtures("registering")
 @pytest.mark.parametrize("place", ["no_such_module:Mean", "transformer_jax:Nope"])
-def test_kind_that_cannot_be_imported_is_named_in_error(place):
+def test_import_error_names_kind_that_cannot_be_imported(place):
     register(AnyModelConfig, mean=place)
     with pytest.raises(ValueError, match=f"mean is '{place}': .*(no_such_module|Nope)"):
         TrainConfig()
 
 
 @pytest.mark.usefixtures("registering")
-def test_registered_kind_has_flags_and_checked_fields():
+def test_registered_kind_has_flags_and_validated_fields():
     assert "--model.width" not in run_flags.FLAGS.names
     register(AnyModelConfig, average=AverageConfig)
     flags = run_flags.parse(["--model", "average", "--model.width", "5"])
@@ -187,26 +187,26 @@ def test_registered_kind_has_flags_and_checked_fields():
         AverageConfig(width="x")
 
 
-def test_run_of_unregistered_kind_says_to_register_it():
+def test_loading_run_with_unregistered_kind_suggests_registration():
     text = config_to_json(TrainConfig()).replace('"decoder"', '"average"')
     with pytest.raises(ConfigError, match=r"model.kind is 'average'.*register a custom kind"):
         config_from_json(text)
 
 
-def test_model_without_places_rejects_edits_and_has_no_word_vectors():
+def test_model_without_places_rejects_edits_and_word_vectors():
     config = AverageConfig()
     with pytest.raises(ValueError, match="logits"):
         config.build().edited({"logits": jnp.zeros_like})
     assert config.word_vectors({}) is None
 
 
-def test_lecture_names_are_listed_by_dir():
+def test_dir_lists_lecture_names():
     for module in (tj.config, tj.config.tasks, tj.decoding):
         assert {"RecurrentConfig", "ReverseTask", "RecurrentStep"} & {*dir(module)}
 
 
 @pytest.mark.usefixtures("registering")
-def test_redefined_class_replaces_old_one():
+def test_redefined_class_replaces_registered_class():
     def defined(width):
         @dataclass(frozen=True, kw_only=True)
         class AgainConfig(AnyModelConfig):
@@ -225,7 +225,7 @@ def test_redefined_class_replaces_old_one():
 
 
 @pytest.mark.usefixtures("registering")
-def test_task_without_load_is_rejected():
+def test_task_without_load_method_is_rejected():
     register(Task, empty=EmptyTask)
     with pytest.raises(ConfigError, match=r"task is EmptyTask.*must have a method `load`"):
         load_task(TrainConfig(task="empty"))

@@ -104,7 +104,7 @@ def test_custom_alibi_matches_alibi(key):
 
 
 @pytest.mark.slow
-def test_function_as_activation_matches_its_name(key):
+def test_activation_function_matches_activation_name(key):
     ours = replace(CONFIG, activation="silu")
     params = tj.init_params(ours, key)
     custom = replace(CONFIG, activation=jax.nn.silu)
@@ -183,7 +183,7 @@ def gone(text: str) -> Any:
         ),
     ],
 )
-def test_invalid_custom_value_is_rejected_in_one_line(call, message):
+def test_invalid_custom_value_raises_one_line_error(call, message):
     with pytest.raises(ConfigError, match=message):
         call()
 
@@ -211,7 +211,7 @@ class CountingRows(RowsTask):
 
 
 @pytest.mark.slow
-def test_run_of_custom_task_is_trained_resumed_and_loaded(tmp_path):
+def test_custom_task_run_is_trained_resumed_and_loaded(tmp_path):
     settings = dict(
         batch_size=5, context=6, eval_every=4, checkpoint_every=2, sample_tokens=0,
         learning_rate=1e-2, warmup_steps=1,

@@ -11,13 +11,13 @@ from transformer_jax.tokenizers.utf8 import DataError
 
 
 @pytest.mark.slow
-def test_all_readers_agree_on_lines_and_documents():
+def test_all_readers_split_lines_and_documents_identically():
     count, calls, failed = fuzz(range(3, 26))
     assert not failed, "\n".join(failed)
     assert count == 23 and len(calls) == 17 and min(calls.values()) > 9
 
 
-def test_lines_match_python_and_paragraphs_end_at_blank_lines():
+def test_lines_match_python_and_blank_lines_end_paragraphs():
     text = " \n\na\u2028b\r\nc\x0c\rd\x85\n\u2029\t\ne\n\n"
     assert split_lines(text) == [" ", "", "a\u2028b", "c\x0c", "d\x85", "\u2029\t", "e", ""]
     assert split_documents(text, "lines") == ["a\u2028b", "c\x0c", "d\x85", "e"]
@@ -42,7 +42,7 @@ def test_lines_match_python_and_paragraphs_end_at_blank_lines():
         (b"PAR1\x15\x04", "Parquet"),
     ],
 )
-def test_binary_formats_are_named_and_never_replaced(content, kind, errors):
+def test_binary_formats_are_named_and_never_decoded(content, kind, errors):
     with pytest.raises(DataError, match=f"^file: byte 0 is 0x..: not UTF-8 but {kind}"):
         read_text(content, "file", errors)
 
@@ -64,7 +64,7 @@ def test_control_characters_are_accepted_as_text(text):
     assert read_text(text.encode(), "file") == text
 
 
-def test_byte_order_mark_is_dropped_only_at_start_of_file():
+def test_byte_order_mark_is_removed_only_at_start_of_file():
     marked = "\ufeffa\ufeff".encode()
     assert read_text(marked, "file") == "a\ufeff"
     assert read_text(marked, "file", at=7) == "\ufeffa\ufeff"
@@ -72,7 +72,7 @@ def test_byte_order_mark_is_dropped_only_at_start_of_file():
         read_text(b"abc\xff", "file", at=7)
 
 
-def test_text_errors_is_suggested_only_if_available():
+def test_text_errors_option_is_suggested_only_if_available():
     with pytest.raises(DataError, match=r"`text_errors='replace'` substitutes U\+FFFD$"):
         read_text(b"abc\xff", "file", "strict")
     with pytest.raises(DataError, match=r"not UTF-8 \(invalid start byte\)$"):

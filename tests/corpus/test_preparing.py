@@ -21,7 +21,7 @@ from transformer_jax.tokenizers.utf8 import DataError
 module = sys.modules[prepare.__module__]
 
 
-def test_preparation_reports_phases_and_files_match_manifest(tmp_path):
+def test_preparation_reports_phases_and_writes_files_in_manifest(tmp_path):
     lines = [f"{'ab' * (i % 3)}c{i}" for i in range(30)]
     (tmp_path / "a.txt").write_text("\n".join(lines[:20]) + "\n")
     (tmp_path / "b.txt").write_text("\n".join(lines[20:]) + "\n")
@@ -67,7 +67,7 @@ class Future:
         return self.value
 
 
-def test_workers_compute_ahead_and_return_results_in_order(monkeypatch):
+def test_workers_prefetch_and_return_results_in_order(monkeypatch):
     submitted, events = [], []
 
     class Pool:
@@ -101,7 +101,7 @@ def test_workers_compute_ahead_and_return_results_in_order(monkeypatch):
     assert len(events) == 4
 
 
-def test_sample_is_spread_over_all_chunks(monkeypatch):
+def test_tokenizer_sample_is_spread_over_all_chunks(monkeypatch):
     chunks = [SimpleNamespace(bytes=500_000, number=n) for n in range(11)]
     read = []
 

@@ -180,7 +180,7 @@ WIDE = [  # vocabulary, longest, stop tokens
 @pytest.mark.slow
 @pytest.mark.long_except("(5, 4, (4, 2))")
 @pytest.mark.parametrize("case", WIDE, ids=str)
-def test_wide_beams_find_the_best_of_all_strings(case):
+def test_wide_beams_find_best_of_all_sequences(case):
     """24 cases each: four prompts for each of six penalties."""
     vocab, longest, stop = case
     prompt, results = prompts(vocab), 7
@@ -208,7 +208,7 @@ NARROW = [  # vocabulary, longest, beams, results, stop, groups, diversity
 @pytest.mark.long_except("(5, 7, 6, 5, (1, 2), 3, 0.9)", "(3, 5, 8, 7, 0, 2, 0.0)")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", NARROW, ids=str)
-def test_narrow_beams_match_plain_python(case):
+def test_narrow_beams_match_python_reference(case):
     """24 cases each; results with and without early exit are bitwise equal."""
     vocab, longest, beams, results, stop, groups, diversity = case
     prompt = prompts(vocab)
@@ -234,7 +234,7 @@ def assert_same(one: Beams, other: Beams) -> None:
 
 
 @pytest.mark.slow
-def test_early_exit_ends_a_row_when_no_living_beam_can_win():
+def test_row_ends_early_if_no_live_beam_can_win():
     """The third token is almost certainly a stop token: early exit takes three steps, not 13."""
     ran = []
 
@@ -261,7 +261,7 @@ def test_early_exit_ends_a_row_when_no_living_beam_can_win():
     assert steps == [3, 13]  # the prompt is one of them
 
 
-def test_score_bound_considers_lengths_up_to_the_limit():
+def test_score_bound_considers_all_lengths_up_to_limit():
     """For a penalty that is not monotonic, the bound is the smallest factor still reachable."""
     divisors = np.array([3.0, 7.0, 2.0, 5.0, 11.0])
     limits = np.array([5, 4, 3, 1, 2])
@@ -275,7 +275,7 @@ def test_score_bound_considers_lengths_up_to_the_limit():
 
 
 @pytest.mark.slow
-def test_ties_go_to_lower_beam_then_lower_token():
+def test_ties_prefer_lower_beam_then_lower_token():
     """All strings of one length tie. Token 1 stops, so 3 beams keep 0, 2, 3, then 00, 02."""
     params = jax.tree.map(jnp.zeros_like, automaton(1, 4))
     call = partial(beam_search, STEP, params, prompts(4), num_tokens=2, stop=1, num_results=3)
@@ -289,7 +289,7 @@ def test_ties_go_to_lower_beam_then_lower_token():
 
 
 @pytest.mark.slow
-def test_processors_see_the_history_of_their_own_beam():
+def test_processors_receive_history_of_their_beam():
     """Log-probabilities are computed from the processed logits, renormalized."""
     params, prompt = automaton(7, 5), prompts(5)
     lengths = np.array([3, 1, 2, 3], np.int32)
@@ -320,7 +320,7 @@ def test_processors_see_the_history_of_their_own_beam():
 
 
 @pytest.mark.slow
-def test_beams_without_allowed_tokens_give_no_hypothesis():
+def test_beams_without_allowed_tokens_return_no_hypothesis():
     """No token may repeat: after prompt 0 some beams stop in time, after 0 1 2 none can."""
     got = beam_search(
         STEP, automaton(6, 3), np.array([[0, 1, 2], [0, 1, 2]], np.int32), states(2), num_tokens=5,
@@ -335,7 +335,7 @@ def test_beams_without_allowed_tokens_give_no_hypothesis():
     assert (np.asarray(got.scores)[:, 2:] == -np.inf).all()
 
 
-def test_one_beam_is_greedy():
+def test_beam_search_with_one_beam_is_greedy():
     """Also with stop tokens: without a penalty, a longer text can only be less likely."""
     params, prompt, stop = automaton(8, 7), prompts(7), (0, 3)
     got = beam_search(STEP, params, prompt, states(), num_tokens=11, num_beams=1, stop=stop)
@@ -353,7 +353,7 @@ COMMON: dict[str, Any] = dict(num_tokens=11, num_beams=3, num_results=2, stop=(0
 
 
 @pytest.mark.slow
-def test_rows_are_independent_and_ragged():
+def test_ragged_rows_are_searched_independently():
     """Each row is bitwise equal to a search for the row alone, without padding."""
     params, prompt = automaton(9, 7), prompts(7, columns=5)
     lengths = np.array([5, 1, 2, 4], np.int32)
@@ -376,7 +376,7 @@ LIMITED = [  # vocabulary, longest, beams, results, stop, groups, diversity
 @pytest.mark.slow
 @pytest.mark.long_except("(3, 5, 3, 3, (), 1, 0.0)")
 @pytest.mark.parametrize("case", LIMITED, ids=str)
-def test_limited_rows_match_separate_rows(case):
+def test_row_limits_match_separate_searches(case):
     """Ragged prompts with limits match plain Python, and bitwise the row alone."""
     vocab, longest, beams, results, stop, groups, diversity = case
     prompt, lengths = prompts(vocab, columns=5), np.array([5, 1, 2, 4], np.int32)
@@ -407,7 +407,7 @@ def test_limited_rows_match_separate_rows(case):
 
 
 @pytest.mark.slow
-def test_wide_beams_find_the_best_string_within_the_row_limit():
+def test_wide_beams_find_best_sequence_within_row_limit():
     prompt, limits = prompts(3), np.array([4, 1, 3, 2])
     for seed, (penalty, divisor) in enumerate(PENALTIES):
         params = automaton(30 + seed, 3)
@@ -421,7 +421,7 @@ def test_wide_beams_find_the_best_string_within_the_row_limit():
 
 
 @pytest.mark.slow
-def test_row_with_limit_0_has_no_result():
+def test_row_with_zero_limit_has_no_result():
     """Even if the logits after its prompt are NaN."""
     params = automaton(2, 7)
     got = beam_search(
@@ -435,7 +435,7 @@ def test_row_with_limit_0_has_no_result():
 
 
 @pytest.mark.slow
-def test_row_reads_nothing_after_its_limit():
+def test_row_stops_decoding_at_its_limit():
     """It reads all but its last token, while other rows continue."""
     seen = []
 
@@ -458,7 +458,7 @@ def test_row_reads_nothing_after_its_limit():
 
 
 @pytest.mark.slow
-def test_limited_row_needs_no_more_cache_than_a_separate_row():
+def test_row_limit_caps_required_cache():
     """The cache is full when the row ends; another token would make the row nonfinite."""
     params, prompt, limits = network(ROPE), prompts(VOCAB, rows=3, columns=5), [2, 6, 4]
     step, lengths = make_step(build(ROPE)), [5, 1, 3]
@@ -498,7 +498,7 @@ def test_traced_limits_are_clipped_to_num_tokens():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nonfinite", [np.nan, np.inf])
-def test_nonfinite_logits_end_only_their_row(nonfinite):
+def test_nonfinite_logits_end_only_the_affected_row(nonfinite):
     """The row gets length 0 and score NaN; the other rows do not change."""
     params, prompt = automaton(5, 7), prompts(7)
     search = partial(beam_search, STEP, prompt=prompt, **COMMON)
@@ -559,7 +559,7 @@ def assert_rescored(got: Beams, prompt, lengths, full) -> None:
 
 
 @pytest.mark.slow
-def test_decoder_scores_match_full_passes():
+def test_decoder_beam_scores_match_full_forward():
     """The cache of ragged rows is forked, reordered and consumed."""
     params, prompt = network(ROPE), prompts(VOCAB, rows=3, columns=5)
     lengths = [5, 1, 3]
@@ -572,7 +572,7 @@ def test_decoder_scores_match_full_passes():
 
 
 @pytest.mark.slow
-def test_encoder_decoder_scores_match_full_passes():
+def test_encoder_decoder_beam_scores_match_full_forward():
     params, model = network(PAIR), build(PAIR)
     source = np.random.default_rng(3).integers(0, VOCAB, (3, 7), dtype=np.int32)
     places = np.tile(np.arange(7, dtype=np.int32), (3, 1))
@@ -637,7 +637,7 @@ def recurrent_logits(params, tokens: np.ndarray) -> np.ndarray:  # [T] -> [T, V]
 
 
 @pytest.mark.slow
-def test_recurrent_scores_match_full_passes():
+def test_recurrent_beam_scores_match_full_forward():
     """The state is one vector per row; no cache is needed."""
     prompt, empty = prompts(VOCAB, rows=3, columns=5), jnp.zeros((3, 13))
     shapes = jax.eval_shape(
@@ -659,7 +659,7 @@ def test_recurrent_scores_match_full_passes():
 
 
 @pytest.mark.slow
-def test_state_is_consumed_but_a_fork_is_not():
+def test_beam_search_consumes_state_but_not_its_fork():
     params, prompt, state = automaton(1, 7), prompts(7), states()
     search = partial(beam_search, STEP, params, prompt, **COMMON)
     first = search(fork(state, 1))
@@ -671,7 +671,7 @@ def test_state_is_consumed_but_a_fork_is_not():
 
 
 @pytest.mark.slow
-def test_unchanged_leaves_are_not_gathered():
+def test_unchanged_state_leaves_are_not_gathered():
     """For example the keys of a source, which all beams share. No other leaf has this width."""
     state = dict(states(), source=jnp.ones((4, 97)), read=jnp.zeros((4, 89)))
 
@@ -696,7 +696,7 @@ def test_unchanged_leaves_are_not_gathered():
 
 
 @pytest.mark.slow
-def test_all_prompts_of_a_bucket_and_all_penalties_share_a_program():
+def test_prompts_in_one_bucket_share_program_for_all_penalties():
     step, params, sizes = counting(Automaton)(), automaton(1, 5), []
     changes: list[dict[str, Any]] = [
         dict(lengths=None), dict(lengths=[2, 1, 2, 2]), dict(length_penalty=GNMTPenalty(0.6)),
@@ -747,7 +747,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("message", "change"), REFUSED, ids=[message for message, _ in REFUSED])
-def test_wrong_arguments_are_refused(message, change):
+def test_invalid_arguments_are_rejected(message, change):
     """Errors are raised before anything is compiled and before the state is consumed."""
     state = change.get("state", states)()
     arguments = dict(prompt=prompts(5), num_tokens=3, num_beams=4) | change | dict(state=state)
@@ -758,12 +758,12 @@ def test_wrong_arguments_are_refused(message, change):
 
 @pytest.mark.parametrize("penalty", [LengthPenalty, GNMTPenalty])
 @pytest.mark.parametrize("alpha", [math.nan, math.inf, "1"])
-def test_nonfinite_alpha_is_refused(penalty, alpha):
+def test_nonfinite_alpha_is_rejected(penalty, alpha):
     with pytest.raises(ValueError, match=r"alpha is .*: must be finite"):
         penalty(alpha)
 
 
-def test_search_longer_than_the_cache_is_refused():
+def test_beam_search_longer_than_cache_is_rejected():
     """The last token is not fed back, so 3 tokens and 7 new ones take 9 slots."""
     with pytest.raises(ValueError, match="reach length 9: the limit is 8"):
         beam_search(
@@ -773,7 +773,7 @@ def test_search_longer_than_the_cache_is_refused():
 
 
 @pytest.mark.slow
-def test_empty_batch_gives_no_results():
+def test_empty_batch_returns_no_results():
     got = beam_search(
         STEP, automaton(1, 5), prompts(5, 0), states(0), num_tokens=3, num_beams=4, num_results=2
     )

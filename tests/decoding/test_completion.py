@@ -59,7 +59,7 @@ ON_A_BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.t
     st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3),
     st.lists(st.integers(0, 40), max_size=7),
 )
-def test_text_does_not_depend_on_token_boundaries(text, stop, cuts):
+def test_decoded_text_does_not_depend_on_token_boundaries(text, stop, cuts):
     parts = split(text.encode(), cuts)
     out = list(pieces(Cut(parts), range(len(parts)), stop))
     assert "".join(out) == before_stop(text, stop) and all(out)
@@ -69,7 +69,7 @@ def test_text_does_not_depend_on_token_boundaries(text, stop, cuts):
 @given(
     st.text(LETTERS, max_size=13), st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3)
 )
-def test_text_waits_only_while_a_stop_string_may_follow(text, stop):
+def test_text_is_withheld_only_while_stop_string_is_possible(text, stop):
     """After each character, only the longest suffix that begins a stop string is pending."""
     tokenizer, seen = Cut(tuple(c.encode() for c in text)), []
 
@@ -89,11 +89,11 @@ def test_text_waits_only_while_a_stop_string_may_follow(text, stop):
         assert done == so_far[: count - pending] and kept.startswith(done)
 
 
-def test_longest_of_stop_strings_with_a_common_end_is_removed():
+def test_longest_matching_stop_string_is_removed():
     assert "".join(pieces(Cut((b"aa", b"bc")), range(2), ["b", "ab"])) == "a"
 
 
-def test_no_token_is_drawn_after_a_stop_string():
+def test_no_token_is_sampled_after_stop_string():
     drawn = []
 
     def ids() -> Iterator[int]:
@@ -125,7 +125,7 @@ def spans(whole: bytes) -> list[int]:
     return found
 
 
-def test_token_start_is_the_index_of_its_first_character(rng):
+def test_token_start_is_index_of_first_character(rng):
     bits = [b"a", b"\xc3", b"\xa9", b"\xe6\xbc", b"\xa2", b"\xf0\x9f", b"\x91", b"\xff"]
     bits += ["\u00e9b".encode(), "\ufffd".encode(), b"\xa2\xc3", b"\xef\xbf", b"\xbd"]
     for _ in range(300):
@@ -156,7 +156,7 @@ def text(params, **options) -> str:
 
 
 @pytest.mark.slow
-def test_completion_follows_stop_strings_and_processors(params):
+def test_completion_respects_stop_strings_and_processors(params):
     """Also beyond max_len, where the model re-reads its own text."""
     forced = dict(processors=(tj.Force(*b"or not to"), tj.Ban(*range(128, 256))))
     free = text(params, **forced)
@@ -170,7 +170,7 @@ def test_completion_follows_stop_strings_and_processors(params):
 
 
 @pytest.mark.long
-def test_token_counts_continue_when_text_is_reread(params):
+def test_token_counts_persist_when_prompt_is_reprocessed(params):
     """The cache of CONFIG is full after 19 tokens."""
     mark, a = ord("!"), ord("a")
     late = text(params, processors=(tj.Ban(mark, *range(128, 256)), tj.ForceLast(27, mark)))
@@ -188,14 +188,14 @@ def spell(history, logits):
 
 
 @pytest.mark.slow
-def test_generated_tokens_stay_new_when_reread(params):
+def test_generated_tokens_stay_marked_as_generated_when_reprocessed(params):
     """The model re-reads 11 tokens: two of the prompt and nine that it generated."""
     generator = greedy(CONFIG, params, processors=(spell,))
     whole = "".join(generator.complete("To be or not to", 13))
     assert whole == "ABCDEFGHI" + "JKLM"
 
 
-def test_forgotten_tokens_count():
+def test_tokens_evicted_from_cache_still_count():
     """Processors that count new tokens include those dropped before the text is re-read."""
     left = {n: _remaining(tj.ForceLast(5, 2), n) for n in (0, 3, 5)}
     assert left == {0: tj.ForceLast(5, 2), 3: tj.ForceLast(2, 2), 5: _unchanged}
@@ -207,7 +207,7 @@ def test_forgotten_tokens_count():
 
 
 @pytest.mark.long
-def test_forced_text_is_generated_once(params):
+def test_forced_prefix_is_generated_once(params):
     """Also if the forced text is longer than max_len, so that the model re-reads a part of it."""
     words = "or not to be, that is the question: w"
     first = text(params, processors=(tj.Force(*words[:5].encode()),))
@@ -221,7 +221,7 @@ def test_forced_text_is_generated_once(params):
 
 
 @pytest.mark.long
-def test_all_methods_give_the_same_text_with_processors(params):
+def test_all_methods_generate_same_text_with_processors(params):
     generator = greedy(CONFIG, params, processors=(tj.NoRepeatNGram(1), tj.Ban(*range(128, 256))))
     want = "".join(generator.complete("abcdef", 9))
     assert len(set("abcdef" + want)) == 15
@@ -232,7 +232,7 @@ def test_all_methods_give_the_same_text_with_processors(params):
 
 
 @pytest.mark.long
-def test_all_methods_report_that_no_token_can_follow(params):
+def test_all_methods_report_when_no_token_is_allowed(params):
     generator = greedy(CONFIG, params, processors=(tj.Ban(*range(256)),))
     for call in (
         lambda: list(generator.complete("a", 3)),
@@ -253,7 +253,7 @@ def test_all_methods_report_that_no_token_can_follow(params):
         pytest.param(2, (5, None), id="one of two layers"),
     ],
 )
-def test_look_up_allocates_room_in_a_ring(layers, window):
+def test_prompt_lookup_allocates_extra_ring_slots(layers, window):
     config = dataclasses.replace(CONFIG, positions="rope", window=window, num_layers=layers)
     generator = greedy(config, init_params(config, jax.random.key(0)))
     want = "".join(generator.complete("abcab", 17))
@@ -261,7 +261,7 @@ def test_look_up_allocates_room_in_a_ring(layers, window):
 
 
 @pytest.mark.slow
-def test_wrong_text_options_are_refused(params):
+def test_invalid_text_options_are_rejected(params):
     with pytest.raises(
         ValueError, match="stop contains '': must be strings of at least one character"
     ):
@@ -278,7 +278,7 @@ def test_wrong_text_options_are_refused(params):
         greedy(CONFIG, params, many).complete("\u4e00", 3)
 
 
-def test_prompt_with_unknown_character_is_refused(params):
+def test_prompt_with_unknown_character_is_rejected(params):
     with pytest.raises(ValueError):
         greedy(CONFIG, params, CharTokenizer("ab")).complete("c", 3)
     assert np.asarray(ByteTokenizer().encode("\u20ac")).tolist() == [0xE2, 0x82, 0xAC]

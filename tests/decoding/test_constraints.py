@@ -131,7 +131,7 @@ def test_each_row_follows_its_own_constraint(drawn):
     assert len({tuple(one.tokens) for one in got}) == 6 and got[2].tokens[-1] in (5, 6)
 
 
-def test_constrained_text_is_cut_at_its_limit_and_streams_by_token():
+def test_constrained_text_stops_at_limit_and_streams_by_token():
     texts = TEXTS[2]
     whole = expected(PROMPTS[0], texts, 10, lambda n, masked: masked.argmax())[0]
     got = served([Request(PROMPTS[0], 6, constraint=OneOf(*texts), id=0)])[0]
@@ -152,7 +152,7 @@ def test_constraint_without_allowed_tokens_yields_none():
     assert len(got.tokens) == 1 and got.end == "nonfinite"
 
 
-def test_allowed_mask_applies_to_one_step_and_has_a_fixed_shape():
+def test_allowed_token_mask_applies_to_one_step_with_fixed_shape():
     state = tj.init_cache(CONFIG, 1, CONFIG.max_len)
     slots = init_slots(STEP, params(), state, 2, CONFIG.max_len, stop=STOP)
     only = np.arange(VOCAB)[None] == 6

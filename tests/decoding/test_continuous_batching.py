@@ -145,7 +145,7 @@ def arriving(requests):
         pytest.param("gru", SAMPLED, id="gru-sampled", marks=pytest.mark.long),
     ],
 )
-def test_each_request_gets_the_tokens_of_a_separate_call(kind, options):
+def test_each_request_matches_separate_generation(kind, options):
     """23 requests share 3 slots and arrive at random; with `pause`, also in another order."""
     model, requests = MODELS[kind](), some_requests()
     got = served(model, arriving(requests), options)
@@ -203,7 +203,7 @@ def test_several_prompts_are_admitted_at_once(rope):
 
 
 @pytest.mark.slow
-def test_many_requests_share_a_prefix(rope):
+def test_many_requests_can_share_a_prefix(rope):
     step, params, empty = rope
     prefix = np.array([[3, 1, 4, 1, 5]])
     _, state = jax.jit(partial(prefill, step))(params, prefix, empty(1), np.array([5]))
@@ -221,7 +221,7 @@ def test_many_requests_share_a_prefix(rope):
 
 
 @pytest.mark.long
-def test_encoder_decoder_serves_requests_with_sources():
+def test_encoder_decoder_batching_serves_requests_with_sources():
     """Sources of different lengths are padded to one length; the padding is not read."""
     config = dataclasses.replace(PAIR, d_ff=13)
     params, model = parameters(config, 2), build(config)
@@ -266,7 +266,7 @@ def begin_three(model, **options):
 
 
 @pytest.mark.slow
-def test_reused_slot_contains_nothing_of_the_previous_row(rope):
+def test_reused_slot_contains_no_data_from_previous_request(rope):
     """Cache and history are bitwise equal to those of a fresh slot."""
     step, params, empty = rope
 
@@ -299,7 +299,7 @@ def make_nonfinite(slots, row: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rope", "gru"])
-def test_nan_in_a_free_slot_reaches_no_other_row(kind):
+def test_nan_in_free_slot_does_not_affect_other_rows(kind):
     """Neither other rows nor the next request in the slot are affected."""
     model = MODELS[kind]()
     _, params, empty = model
@@ -345,7 +345,7 @@ def test_only_the_nonfinite_row_ends(rope):
 
 
 @pytest.mark.slow
-def test_pause_stops_once_a_slot_is_free(rope):
+def test_pause_ends_once_a_slot_is_free(rope):
     _, params, _ = rope
     slots, _, _ = begin_three(rope)
     decode_state = dataclasses.replace(slots.decode_state, limits=jnp.array([15, 12, 14]))
@@ -363,7 +363,7 @@ def test_pause_stops_once_a_slot_is_free(rope):
 
 
 @pytest.mark.slow
-def test_admission_is_first_come_first_served_and_long_requests_do_not_block(rope):
+def test_long_requests_do_not_block_first_come_first_served_admission(rope):
     step, params, empty = rope
     requests = some_requests(17)
     requests[1] = dataclasses.replace(requests[1], num_tokens=CAPACITY - len(requests[1].prompt))
@@ -392,7 +392,7 @@ def test_admission_is_first_come_first_served_and_long_requests_do_not_block(rop
 
 
 @pytest.mark.slow
-def test_invalid_requests_are_refused_and_the_queue_continues(rope):
+def test_invalid_requests_are_rejected_and_queue_continues(rope):
     _, _, empty = rope
     good = some_requests(6)
     other = init_cache(dataclasses.replace(ROPE, num_kv_heads=2), 1, CAPACITY)
@@ -485,7 +485,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_each_request_ends_by_its_own_rule(streamed):
+def test_each_request_follows_its_own_stopping_rule(streamed):
     requests = [
         dataclasses.replace(request, id=name, constraint=copy.copy(request.constraint))
         for name, (request, *_) in ENDS.items()
@@ -501,7 +501,7 @@ def test_each_request_ends_by_its_own_rule(streamed):
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_dropped_request_frees_its_slot(streamed):
+def test_cancelled_request_frees_its_slot(streamed):
     """After its first part, nothing more is emitted for it, in the same turn or later."""
     requests = [Request([3], 12, id="a", top=2), Request([7], 9), Request([3], 2, id="c", top=1)]
     slots = init_slots(follow, {}, START, 2, 16)
@@ -523,7 +523,7 @@ def test_dropped_request_frees_its_slot(streamed):
     assert np.concatenate([part.likeliest.tokens for part in got["c"]]).tolist() == [[4], [5]]
 
 
-def test_request_is_dropped_by_an_equal_id():
+def test_request_is_cancelled_by_equal_id():
     """Ids of any type: an array, whose comparison has no truth value, is found by identity."""
     array, pair = np.arange(2), np.array([1, 2, 3])
     ids = [int("300"), ("a", int("301")), array, pair, None]
@@ -540,7 +540,7 @@ def test_request_is_dropped_by_an_equal_id():
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_longest_prefix_in_a_slot_is_shared(rope, shares):
+def test_longest_cached_prefix_is_shared(rope, shares):
     """A slot contains 20 tokens, the last one unread; the prompts begin with the same tokens."""
     step, params, _ = rope
     empty, key = init_cache(ROPE, 1, 41), jax.random.key(0)
@@ -567,7 +567,7 @@ def test_longest_prefix_in_a_slot_is_shared(rope, shares):
 
 
 @pytest.mark.slow
-def test_requests_advance_with_pause_while_the_queue_yields_none():
+def test_requests_advance_while_queue_is_paused():
     """A free slot does not pause the loop if no request is waiting for it."""
     parts, requested = [], []
 
@@ -588,7 +588,7 @@ def test_requests_advance_with_pause_while_the_queue_yields_none():
 
 
 @pytest.mark.slow
-def test_pause_fills_a_free_slot_before_the_next_step():
+def test_pause_fills_free_slot_before_next_step():
     """After one step a slot becomes free, and the third request fills it before the next step."""
     requests = [Request([3], 2, id="a"), Request([7], 9, id="b"), Request([11], 9, id="c")]
     arguments: dict = dict(slots=2, capacity=16, steps_per_call=8, stream=True)
@@ -602,7 +602,7 @@ def test_pause_fills_a_free_slot_before_the_next_step():
 
 
 @pytest.mark.slow
-def test_raw_words_are_accepted_as_key():
+def test_raw_uint32_words_are_accepted_as_key():
     key = jax.random.key(5)
     requests = [Request([3], 9, key=key), Request([3], 9, key=jax.random.key_data(key))]
     arguments: dict = dict(slots=2, capacity=16, sampler=Sample())
@@ -615,7 +615,7 @@ def test_raw_words_are_accepted_as_key():
 
 
 @pytest.mark.slow
-def test_slots_work_inside_jit():
+def test_batching_slots_work_inside_jit():
     """Traced limits are clipped to the room in a slot."""
 
     @jax.jit
@@ -638,7 +638,7 @@ def test_slots_work_inside_jit():
 
 
 @pytest.mark.slow
-def test_repeated_ids_and_requests_that_fill_a_slot_are_served(rope):
+def test_duplicate_ids_and_slot_filling_requests_are_served(rope):
     """A bucket may be longer than the capacity of a slot; the history still fits."""
     step, params, empty = rope
     requests = [
@@ -652,7 +652,7 @@ def test_repeated_ids_and_requests_that_fill_a_slot_are_served(rope):
 
 
 @pytest.mark.slow
-def test_wrong_arguments_are_refused_at_the_call(rope):
+def test_invalid_arguments_are_rejected_at_call_time(rope):
     step, params, empty = rope
     step = CountingStep(step.model)
 
@@ -694,7 +694,7 @@ def test_wrong_arguments_are_refused_at_the_call(rope):
 
 
 @pytest.mark.slow
-def test_occupied_and_consumed_slots_are_refused(rope):
+def test_occupied_and_consumed_slots_are_rejected(rope):
     _, params, empty = rope
     slots, requests, _ = begin_three(rope)
     with pytest.raises(ValueError, match=r"rows \[2\] are occupied: release them"):
@@ -768,7 +768,7 @@ def test_cache_is_updated_in_place(rope):
     [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],
     ids=["leaks", "nans", "transfers"],
 )
-def test_serving_passes_checks(setting, rope):
+def test_continuous_batching_passes_leak_nan_and_transfer_checks(setting, rope):
     step, params, empty = rope
     requests = some_requests(7)
     running = serve_requests(step, params, requests, empty(1), slots=SLOTS, capacity=CAPACITY)

@@ -131,14 +131,14 @@ def sampled(rope) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_greedy_tokens_match_full_passes(rope, greedy):
+def test_greedy_tokens_match_full_forward(rope, greedy):
     _, params, _ = rope
     assert_varied(greedy)
     np.testing.assert_array_equal(greedy, naive(ROPE, params, prompts(), LENGTHS, NEW))
 
 
 @pytest.mark.slow
-def test_sampled_tokens_follow_the_key(rope, sampled, greedy):
+def test_sampled_tokens_depend_only_on_key(rope, sampled, greedy):
     step, params, empty = rope
     assert_varied(sampled)
     draw = partial(
@@ -150,7 +150,7 @@ def test_sampled_tokens_follow_the_key(rope, sampled, greedy):
 
 
 @pytest.mark.slow
-def test_token_n_is_drawn_with_the_key_folded_with_n(rope, sampled):
+def test_nth_token_is_sampled_with_key_folded_with_n(rope, sampled):
     """Token n can be reproduced from the logits before it."""
     _, params, _ = rope
     both = np.concatenate([prompts()[:1], sampled[:1]], axis=1)
@@ -164,7 +164,7 @@ def test_token_n_is_drawn_with_the_key_folded_with_n(rope, sampled):
 @pytest.mark.slow
 @pytest.mark.long_except("sampled")
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
-def test_stream_yields_the_tokens_of_generate(rope, kind, request):
+def test_stream_yields_same_tokens_as_generate(rope, kind, request):
     step, params, empty = rope
     want = request.getfixturevalue(kind)
     more = dict(sampler=SAMPLER, key=jax.random.key(3)) if kind == "sampled" else {}
@@ -178,13 +178,13 @@ def test_stream_yields_the_tokens_of_generate(rope, kind, request):
 @pytest.mark.slow
 @pytest.mark.long_except("2", "5")
 @pytest.mark.parametrize("chunk", [1, 2, 5, PROMPT])
-def test_chunked_prompt_gives_the_same_tokens(rope, greedy, chunk):
+def test_chunked_prefill_generates_same_tokens(rope, greedy, chunk):
     step, params, empty = rope
     got = generate(step, params, prompts(), empty(), num_tokens=NEW, lengths=LENGTHS, chunk=chunk)
     np.testing.assert_array_equal(got, greedy)
 
 
-def test_prefill_returns_logits_after_the_last_token_of_each_row(rope):
+def test_prefill_returns_logits_after_last_token_in_each_row(rope):
     step, params, empty = rope
     want = np.asarray(oracle.forward(ROPE, params, prompts()))
     want = want[np.arange(3), LENGTHS - 1]
@@ -226,7 +226,7 @@ def test_prefill_computes_only_the_logits_it_returns(rope):
 
 
 @pytest.mark.slow
-def test_rows_are_independent(rope, greedy):
+def test_generated_rows_are_independent(rope, greedy):
     """A row gives the same tokens alone and with other prompts of other lengths."""
     step, params, empty = rope
     alone = generate(step, params, prompts()[1:2], empty(1), num_tokens=NEW, lengths=LENGTHS[1:2])
@@ -240,7 +240,7 @@ def test_rows_are_independent(rope, greedy):
 
 
 @pytest.mark.slow
-def test_tokens_after_the_length_are_ignored(rope, greedy):
+def test_prompt_tokens_past_row_length_are_ignored(rope, greedy):
     """Even if they are not valid tokens."""
     step, params, empty = rope
     prompt = prompts()
@@ -252,7 +252,7 @@ def test_tokens_after_the_length_are_ignored(rope, greedy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", [generate, stream])
-def test_state_and_prompt_are_not_mutated(rope, greedy, call):
+def test_generation_does_not_mutate_state_or_prompt(rope, greedy, call):
     step, params, empty = rope
     state, prompt, lengths = empty(), prompts(), LENGTHS.copy()
     before = jax.tree.map(np.array, state)
@@ -266,7 +266,7 @@ def test_state_and_prompt_are_not_mutated(rope, greedy, call):
 
 
 @pytest.mark.slow
-def test_one_token_is_the_first_of_many(rope, greedy):
+def test_generating_one_token_matches_first_of_many(rope, greedy):
     step, params, empty = rope
     capacity = PROMPT  # the only new token is never fed back, so it needs no slot
     one = generate(step, params, prompts(), empty(3, capacity), num_tokens=1, lengths=LENGTHS)
@@ -276,7 +276,7 @@ def test_one_token_is_the_first_of_many(rope, greedy):
 
 
 @pytest.mark.slow
-def test_generation_continues_from_a_state(rope, greedy):
+def test_generation_continues_from_saved_state(rope, greedy):
     """The state has read the beginning of the prompt; the rest is passed as the prompt."""
     step, params, empty = rope
     four = np.full((3,), 4, np.int32)
@@ -289,7 +289,7 @@ def test_generation_continues_from_a_state(rope, greedy):
 @pytest.mark.slow
 @pytest.mark.long_except("3")
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_ring_cache_generates_after_wrapping(chunk):
+def test_generation_continues_after_ring_cache_wraps(chunk):
     """Five slots for 34 positions give the same tokens as a full cache and as no cache."""
     step, params, empty = make(RING)
     ring = empty(3, 5)
@@ -308,7 +308,7 @@ def test_ring_cache_generates_after_wrapping(chunk):
 
 
 @pytest.mark.long
-def test_scanned_layers_generate_the_same_tokens():
+def test_scanned_and_looped_layers_generate_same_tokens():
     two, options = dataclasses.replace(ROPE, num_layers=2), dict(num_tokens=NEW, lengths=LENGTHS)
     step, params, empty = make(two)
     looped = generate(step, params, prompts(), empty(), **options)
@@ -320,7 +320,7 @@ def test_scanned_layers_generate_the_same_tokens():
 @pytest.mark.slow
 @pytest.mark.long_except("loop")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
-def test_encoder_decoder_matches_full_passes(scan):
+def test_encoder_decoder_generation_matches_full_forward(scan):
     """The tokens are also streamed twice from one state, which must survive both."""
     config = dataclasses.replace(PAIR, scan_layers=scan)
     params = parameters(PAIR, 2)
@@ -345,7 +345,7 @@ def test_encoder_decoder_matches_full_passes(scan):
 
 
 @pytest.mark.slow
-def test_overridden_call_reads_the_prompt(rope):
+def test_overridden_call_method_processes_prompt(rope):
     """In a subclass, a mixin, and a subclass of either; an overridden `read` takes precedence."""
     step, params, empty = rope
 
@@ -455,7 +455,7 @@ def refuse(message: str, *, config=ROPE, capacity: int = PROMPT + NEW, call=gene
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", [generate, stream])
-def test_text_longer_than_the_cache_is_refused_before_compiling(call):
+def test_text_longer_than_cache_is_rejected_before_compiling(call):
     """11 tokens and 23 new ones need 33 slots, because the last one is not fed back."""
     message = r"reach length 33: the limit is 32 \(cache capacity 32"
     refuse(message, capacity=32, call=call)
@@ -466,7 +466,7 @@ def test_text_longer_than_the_cache_is_refused_before_compiling(call):
     refuse(r"reach length 33: the limit is 13 .*max_len 13", config=learned, call=call)
 
 
-def test_used_state_has_less_room(rope):
+def test_partly_filled_state_has_less_capacity(rope):
     step, _, empty = rope
     state = empty(3, 17)
     state = dataclasses.replace(
@@ -478,7 +478,7 @@ def test_used_state_has_less_room(rope):
 
 @pytest.mark.slow_except("stream")
 @pytest.mark.parametrize("call", [generate, stream])
-def test_wrong_arguments_are_refused_before_compiling(call):
+def test_invalid_arguments_are_rejected_before_compiling(call):
     wrong = prompts()
     wrong[1, 2] = VOCAB
     cases = [
@@ -512,7 +512,7 @@ def test_wrong_arguments_are_refused_before_compiling(call):
 
 
 @pytest.mark.slow
-def test_lists_are_accepted_as_prompt_and_raw_words_as_key(rope, greedy, sampled):
+def test_prompt_may_be_list_and_key_may_be_raw_words(rope, greedy, sampled):
     step, params, empty = rope
     arguments = dict(num_tokens=NEW, lengths=LENGTHS.tolist())
     got = generate(step, params, prompts().tolist(), empty(), **arguments)
@@ -525,7 +525,7 @@ def test_lists_are_accepted_as_prompt_and_raw_words_as_key(rope, greedy, sampled
 
 
 @pytest.mark.long
-def test_overflow_inside_jit_overwrites_no_slot_and_yields_no_token():
+def test_cache_overflow_inside_jit_overwrites_no_slot():
     """A traced length cannot be checked: from there on, the row has NaN logits and token -1."""
     step, params, empty = make(ROPE)
 
@@ -552,7 +552,7 @@ def test_overflow_inside_jit_overwrites_no_slot_and_yields_no_token():
 
 
 @pytest.mark.slow
-def test_empty_batch_gives_no_tokens(rope):
+def test_empty_batch_generates_no_tokens(rope):
     step, params, empty = rope
     got = generate(step, params, prompts(0), empty(0), num_tokens=3)
     assert got.shape == (0, 3) and got.dtype == jnp.int32
@@ -568,7 +568,7 @@ def test_empty_batch_gives_no_tokens(rope):
     [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],
     ids=["leaks", "nans", "transfers"],
 )
-def test_generation_passes_checks(setting, rope, greedy):
+def test_generation_passes_leak_nan_and_transfer_checks(setting, rope, greedy):
     step, params, empty = rope
     state, key = empty(), jax.random.key(3)
     with setting():
@@ -579,7 +579,7 @@ def test_generation_passes_checks(setting, rope, greedy):
 
 
 @pytest.mark.slow
-def test_cache_of_another_model_is_refused():
+def test_cache_from_another_model_is_rejected():
     scanned = dataclasses.replace(ROPE, scan_layers=True)
     deeper = dataclasses.replace(ROPE, num_layers=3)
     tokens = jnp.zeros((3, 2), jnp.int32)
@@ -602,7 +602,7 @@ def double(params, tokens, state, *, valid=None):
 
 
 @pytest.mark.slow
-def test_prompts_without_token_ids_are_refused_for_any_step():
+def test_prompts_without_token_ids_are_rejected_by_every_step():
     state = jnp.zeros((1,))
     for wrong in (np.array([[1.7, 2.2]]), np.array([[True, False]])):
         message = rf"prompt is {wrong.dtype}\[1, 2\]: must be integer token ids"
@@ -617,7 +617,7 @@ def test_prompts_without_token_ids_are_refused_for_any_step():
     assert generate(double, {}, padded, state, num_tokens=2, lengths=[1]).tolist() == [[6, 12]]
 
 
-def test_stop_may_be_a_scalar_array_and_greedy_needs_no_key():
+def test_scalar_stop_array_and_keyless_greedy_are_accepted():
     for options in ({}, dict(sampler=Greedy())):
         got = decode.generate(
             double, {}, [[1]], np.zeros(1, np.float32), num_tokens=4, stop=np.array(4), **options

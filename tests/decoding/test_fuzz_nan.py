@@ -10,12 +10,12 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.slow_except("TopK*-inf - inf", "speculation-inf - inf", "pooling-inf - inf")
 @pytest.mark.parametrize("made", ["inf - inf", "-nan"])
 @pytest.mark.parametrize("name", PLACES)
-def test_nan_in_a_long_row_is_detected(name, made):
+def test_fuzzer_detects_nan_in_long_row(name, made):
     assert check(name, 1000, 3, "float32", made, mapped=False, seed=0) is None
 
 
 @pytest.mark.long
-def test_random_nans_are_detected():
+def test_fuzzer_detects_randomly_placed_nans():
     ran, failed = fuzz(5, cases=4 * len(PLACES))
     assert not failed, "\n".join(failed)
     assert ran == 4 * len(PLACES) and len(MADE) == 5

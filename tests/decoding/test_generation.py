@@ -76,7 +76,7 @@ LIMITS = np.array([NEW, 4, 0], np.int32)
 @pytest.mark.long_except("both-scan", "limits-while")
 @pytest.mark.parametrize("early", [False, True], ids=["scan", "while"])
 @pytest.mark.parametrize("ends", ["stop", "limits", "both"])
-def test_row_ends_after_a_stop_token_or_at_its_limit(rope, free, ends, early):
+def test_row_ends_after_stop_token_or_at_limit(rope, free, ends, early):
     whole = np.asarray(free.tokens).tolist()
     stop = () if ends == "limits" else STOP
     limits = np.full(3, NEW, np.int32) if ends == "stop" else LIMITS
@@ -132,7 +132,7 @@ def test_log_probs_ignore_sampler_and_processors(rope, free):
 
 
 @pytest.mark.slow
-def test_state_has_read_all_but_the_last_token_of_each_row(rope, free):
+def test_state_includes_all_but_last_token_in_each_row(rope, free):
     """Continuing from the state with that token gives the same text as a longer generation."""
     step, params, _ = rope
     greedy = run(rope, sampler=None)
@@ -216,7 +216,7 @@ def test_processors_receive_float32_logits():
 
 
 @pytest.mark.slow
-def test_stream_ends_like_generate(rope):
+def test_stream_ends_rows_like_generate(rope):
     step, params, empty = rope
     want = run(rope, stop=STOP, limits=[9, 4, 6])
     columns = list(
@@ -261,7 +261,7 @@ def test_limits_below_num_tokens_end_only_their_rows(call):
 
 
 @pytest.mark.slow
-def test_ended_row_writes_nothing(rope):
+def test_finished_row_does_not_write_to_cache(rope):
     """Its state equals that of a shorter generation; the ring does not advance."""
     model = make(RING)
     limited = run(model, limits=[2, NEW, 2], sampler=None).state
@@ -276,7 +276,7 @@ def test_ended_row_writes_nothing(rope):
 
 
 @pytest.mark.long
-def test_forked_samples_of_one_prompt_equal_samples_of_copies(rope):
+def test_samples_from_forked_prompt_match_copied_prompts(rope):
     step, params, empty = rope
     count = 5
     one = prompts()[:1]
@@ -292,7 +292,7 @@ def test_forked_samples_of_one_prompt_equal_samples_of_copies(rope):
 
 
 @pytest.mark.slow
-def test_chat_turns_continue_from_the_state(rope):
+def test_chat_turns_continue_from_previous_state(rope):
     """Each turn reads only the new tokens; the result equals reading everything again."""
     step, params, empty = rope
     state, text, pending = empty(1, 67), [], np.zeros((1, 0), np.int32)
@@ -310,7 +310,7 @@ def test_chat_turns_continue_from_the_state(rope):
 
 @pytest.mark.slow_except("eager, viewed by NumPy")
 @pytest.mark.parametrize("made", ["empty", "jit", "eager", "eager, viewed by NumPy"])
-def test_state_is_consumed_and_then_refused(rope, made):
+def test_consumed_state_is_rejected(rope, made):
     """This holds even if XLA cannot donate a buffer, for example because NumPy views it."""
     step, params, empty = rope
     state, model, prompt = empty(), build(ROPE), prompts()
@@ -346,7 +346,7 @@ def test_state_is_consumed_and_then_refused(rope, made):
     np.testing.assert_array_equal(again.tokens, out.tokens)
 
 
-def test_state_rows_are_gathered_forked_written_and_selected():
+def test_state_rows_can_be_gathered_forked_written_and_selected():
     rng = np.random.default_rng(1)
     shapes = [jax.eval_shape(partial(init_cache, ROPE, n, PROMPT)) for n in (3, 2)]
     state, other = jax.tree.map(
@@ -382,7 +382,7 @@ def test_state_rows_are_gathered_forked_written_and_selected():
 
 
 @pytest.mark.slow
-def test_prompt_lengths_of_a_bucket_and_all_requests_share_a_program():
+def test_prompt_lengths_in_one_bucket_share_program():
     """Limits, keys and states may differ; only a new bucket needs a new program."""
     step = CountingStep(build(ROPE))  # traced again each time, because it is user code
     params = parameters(ROPE)
@@ -406,7 +406,7 @@ def test_prompt_lengths_of_a_bucket_and_all_requests_share_a_program():
 
 
 @pytest.mark.slow
-def test_generate_is_compiled_once_for_equal_arguments():
+def test_generate_compiles_once_for_equal_arguments():
     """Also with a custom step, and for all tokens."""
     sizes = []
     for seed in range(3):
@@ -448,7 +448,7 @@ def test_cache_is_donated_and_never_copied(early):
 # Padding on the left
 
 
-def test_length_mask_moves_tokens_to_the_start_of_a_row():
+def test_length_mask_moves_tokens_to_start_of_row():
     prompt, mask = (
         np.array([[9, 9, 4, 5], [4, 5, 9, 9], [4, 9, 9, 5]]),
         np.array([[0, 0, 1, 1], [1, 1, 0, 0], [1, 0, 0, 1]]),
@@ -495,7 +495,7 @@ def test_left_padding_does_not_change_tokens(rope):
 
 
 @pytest.mark.slow
-def test_bad_arguments_are_refused_before_compiling(rope):
+def test_invalid_arguments_are_rejected_before_compiling(rope):
     step = CountingStep(build(ROPE))
     state = init_cache(ROPE, 3, PROMPT + NEW)
     for rule, change in (
@@ -523,7 +523,7 @@ def test_bad_arguments_are_refused_before_compiling(rope):
 
 
 @pytest.mark.slow
-def test_limits_reduce_the_required_cache(rope):
+def test_row_limits_reduce_required_cache(rope):
     """A cache too small for `num_tokens` is enough for rows with lower limits."""
     step, params, empty = rope
     out = generate(step, params, prompts(), empty(3, 15), num_tokens=NEW, lengths=LENGTHS,
@@ -538,7 +538,7 @@ def test_limits_reduce_the_required_cache(rope):
 
 
 @pytest.mark.slow
-def test_generation_under_jit_vmap_and_scan(rope):
+def test_generation_works_under_jit_vmap_and_scan(rope):
     step, params, _ = rope
     greedy = run(rope, sampler=None, stop=STOP)
 
@@ -560,7 +560,7 @@ def test_generation_under_jit_vmap_and_scan(rope):
 
 
 @pytest.mark.slow
-def test_invalid_traced_values_make_their_row_nonfinite(rope):
+def test_invalid_traced_values_make_only_their_row_nonfinite(rope):
     """A token outside the vocabulary, or a position past the cache, affects only its row."""
     step, params, _ = rope
     wrong = prompts().copy()
@@ -579,7 +579,7 @@ def test_invalid_traced_values_make_their_row_nonfinite(rope):
 
 
 @pytest.mark.slow
-def test_nonfinite_row_with_stop_tokens_yields_minus_one(rope):
+def test_nonfinite_row_yields_minus_one_despite_stop_tokens(rope):
     """The row continues with token -1 and does not stop by itself."""
     step, params, empty = rope
     broken = jax.tree.map(lambda x: x, empty())
@@ -607,7 +607,7 @@ class ChecksPassed(Exception):
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
-def test_prompt_and_tokens_read_after_it_must_fit_the_cache(limit):
+def test_prompt_and_generated_tokens_must_fit_cache(limit):
     """A row with limit 0 also reads its whole prompt; the last new token is not read."""
 
     class Reached(ModelStep):
@@ -625,7 +625,7 @@ def test_prompt_and_tokens_read_after_it_must_fit_the_cache(limit):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1, 2])
-def test_prompt_that_just_fits_is_read(rope, limit):
+def test_prompt_that_exactly_fits_cache_is_accepted(rope, limit):
     step, params, empty = rope
     tokens = prompts(1, PROMPT - max(limit - 1, 0))
     out = generate(step, params, tokens, empty(1, PROMPT), num_tokens=3, limits=[limit])

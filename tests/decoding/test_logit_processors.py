@@ -112,7 +112,7 @@ CASES = [
     "Force(tokens=(4, 2, 4))-", "NoRepeatNGram(n=1)-", "RepetitionPenalty(p=1.7, prompt=False)-"
 )
 @pytest.mark.parametrize(("processor", "rule"), CASES, ids=lambda x: str(x) if hasattr(x, "__dataclass_fields__") else "")  # fmt: skip  # noqa: E501
-def test_processors_match_plain_python(rng, processor, rule):
+def test_logit_processors_match_python_reference(rng, processor, rule):
     prompts, new = texts(rng)
     logits = rng.normal(size=(len(prompts), V))
     actual = np.asarray(jax.jit(processor)(history(prompts, new), logits.astype(np.float32)))
@@ -127,7 +127,7 @@ def test_processors_match_plain_python(rng, processor, rule):
 
 @pytest.mark.slow_except("2")
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_sequence_is_banned_once_its_beginning_matches(size):
+def test_banned_sequence_is_blocked_once_its_prefix_matches(size):
     """The last token is banned after the other ones, but not after a part of them."""
     sequence = [4, 1, 3, 1, 5][:size]
     matching = history([sequence[:-1] or [9], [9, *sequence[:-1]]], [[], []])
@@ -139,7 +139,7 @@ def test_sequence_is_banned_once_its_beginning_matches(size):
         assert not np.asarray(ban(shorter, np.zeros((2, V), np.float32))).any()
 
 
-def test_history_contains_the_text_of_each_row_without_gaps(rng):
+def test_processor_history_contains_each_row_without_gaps(rng):
     prompts, new = texts(rng)
     made = history(prompts, new)
     for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)):
@@ -151,7 +151,7 @@ def test_history_contains_the_text_of_each_row_without_gaps(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [tj.PresencePenalty, tj.FrequencyPenalty, tj.RepetitionPenalty])
-def test_penalties_outside_float32_are_refused(kind):
+def test_penalties_outside_float32_range_are_rejected(kind):
     for bad in (math.nan, INFINITE, -INFINITE, "1", None):
         with pytest.raises(ValueError, match="must be finite"):
             kind(bad)
@@ -162,7 +162,7 @@ def test_penalties_outside_float32_are_refused(kind):
     assert np.isfinite(largest).all() and largest[0, 3] == 0
 
 
-def test_wrong_processor_settings_are_refused():
+def test_invalid_processor_settings_are_rejected():
     for call, rule in (
         (lambda: tj.RepetitionPenalty(0), "p is 0: must be finite and above 0"),
         (lambda: tj.RepetitionPenalty(-1.0), "p is -1"),
@@ -195,7 +195,7 @@ def test_wrong_processor_settings_are_refused():
     [tj.Ban(2, V), tj.BanSequences((1, V)), tj.Force(V), tj.ForceLast(3, V), tj.MinLength(3, V)],
     ids=str,
 )
-def test_token_outside_the_vocabulary_is_refused(processor):
+def test_token_outside_vocabulary_is_rejected(processor):
     made = history([[1]], [[2]])
     with pytest.raises(ValueError, match=rf"token {V} of .*: must be in 0..{V - 1}"):
         jax.jit(processor)(made, np.zeros((1, V), np.float32))

@@ -62,7 +62,7 @@ MASKS = {
 @pytest.mark.slow
 @pytest.mark.long_except("prefix of several chunks", "causal segments")
 @pytest.mark.parametrize("name", MASKS)
-def test_chunked_prefill_matches_full_prefill_or_is_nan(rng, params, name):
+def test_chunked_prefill_with_lookahead_matches_full_prefill_or_is_nan(rng, params, name):
     mask, valid_rows = MASKS[name]
     tokens = rng.integers(0, 23, (ROWS, P)).astype(np.int32)
     whole = jax.jit(MODEL.apply)({"params": params}, tokens, mask=mask)[0][:, -1]
@@ -78,7 +78,7 @@ def test_chunked_prefill_matches_full_prefill_or_is_nan(rng, params, name):
 
 
 @pytest.mark.slow
-def test_concrete_lookahead_across_chunks_is_refused(params):
+def test_concrete_lookahead_across_chunks_is_rejected(params):
     mask, tokens = Causal() | Prefix(jnp.array([9, 4])), np.ones((ROWS, P), np.int32)
     with pytest.raises(ValueError, match=r"mask is .*Prefix.*in row 0 .* position 4 or later"):
         Masked(mask)(params, tokens[:, :4], tj.init_cache(CONFIG, ROWS, 19))

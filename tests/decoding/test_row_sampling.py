@@ -45,7 +45,7 @@ def test_each_row_uses_its_own_temperature_and_top_p(rng):
             np.testing.assert_allclose(got[row][kept], want[kept], rtol=2e-6, atol=1e-6)
 
 
-def test_top_p_of_equal_tokens_keeps_the_exact_count():
+def test_top_p_keeps_exact_count_of_equally_likely_tokens():
     """p = k / n keeps k of n equal tokens, in `TopP` and `RowSampling`, with and without `rest`."""
     n, k = (x.ravel() for x in np.meshgrid(np.arange(1, 33), np.arange(1, 33)))
     n, k = n[k <= n], k[k <= n]
@@ -62,7 +62,7 @@ def test_top_p_of_equal_tokens_keeps_the_exact_count():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.6, 0.95, 1 - 1e-6])
-def test_top_p_and_row_sampling_keep_the_smallest_set(rng, p):
+def test_top_p_and_row_sampling_keep_smallest_sufficient_set(rng, p):
     """The exact sum of the float32 weights reaches p, up to rounding, at the last kept token."""
     logits = np.round(rng.normal(0, rng.uniform(0.1, 4, (200, 1)), (200, 97)), 1).astype(np.float32)
     full = np.full(200, p)
@@ -81,7 +81,7 @@ def test_top_p_and_row_sampling_keep_the_smallest_set(rng, p):
 
 
 @pytest.mark.slow
-def test_row_sampling_gives_the_tokens_of_a_separate_call():
+def test_row_sampling_matches_separate_calls():
     params = tj.init_params(CONFIG, jax.random.key(0))
     prompt = np.array([[3, 1, 4, 1, 5]] * len(WAYS))
 
@@ -126,7 +126,7 @@ def test_row_sampling_gives_the_tokens_of_a_separate_call():
         (True, each(WAYS[:2]), r"temperature is float32\[2\]: must be float32\[1\]"),
     ],
 )
-def test_slots_refuse_missing_unexpected_or_misshapen_sampling(required, sampling, message):
+def test_slots_reject_missing_unexpected_or_misshapen_sampling(required, sampling, message):
     params, empty = tj.init_params(CONFIG, jax.random.key(0)), tj.init_cache(CONFIG, 1, 29)
     slots = init_slots(STEP, params, empty, 2, 29, sampling=required)
     with pytest.raises(ValueError, match=message):

@@ -102,7 +102,7 @@ def distributions(rng) -> np.ndarray:
     + [(Typical(p), lambda x, p=p: typical(x, p)) for p in (0.11, 0.51, 0.9)],
     ids=lambda x: str(x) if not callable(x) or hasattr(x, "__dataclass_fields__") else "",
 )
-def test_kept_tokens_match_plain_python(rng, processor, rule: Callable):
+def test_sampler_keeps_same_tokens_as_python_reference(rng, processor, rule: Callable):
     logits = distributions(rng)
     actual = kept(processor, logits)
     expected = [rule(row) for row in logits]
@@ -147,7 +147,7 @@ def repeated(logits: list[float]) -> jax.Array:
     "Typical(p=1)-[0.0, 9.0, -9.0, 4.0, 8.5]-{0, 1, 2, 3, 4}",
 )
 @pytest.mark.parametrize(("processor", "logits", "ids"), EDGES, ids=str)
-def test_edge_cases_keep_the_right_tokens(processor, logits, ids):
+def test_sampler_edge_cases_keep_correct_tokens(processor, logits, ids):
     if processor == Temperature(1e-300):
         out = np.asarray(processor(jnp.asarray(logits)[None]))[0]
         assert not np.isnan(out).any()
@@ -158,7 +158,7 @@ def test_edge_cases_keep_the_right_tokens(processor, logits, ids):
 
 
 @pytest.mark.slow
-def test_tiny_temperature_takes_the_best_token():
+def test_tiny_temperature_selects_most_likely_token():
     sampler = Sample(Temperature(1e-8))
     for logits, ids in ((SPREAD, {1}), (TIED, {1, 2, 4}), (LONELY, {2})):
         assert set(sampler(jax.random.key(0), repeated(logits)).tolist()) == ids
@@ -179,7 +179,7 @@ NUMBERS = -1, -1e-9, math.nan, INFINITE, -INFINITE, "1", None
     *(((TopK,), bad, "k is") for bad in (*NUMBERS, 0, -3, 2.0, True)),
     ((TopP, MinP, Typical), 1.5, r"p is 1\.5"), ((Sample,), TopK, "processor is"),
 ])  # fmt: skip
-def test_wrong_sampler_settings_are_refused(kinds, bad, rule):
+def test_invalid_sampler_settings_are_rejected(kinds, bad, rule):
     for kind in kinds:
         with pytest.raises(ValueError, match=rule):
             kind(bad)
@@ -191,7 +191,7 @@ def test_wrong_sampler_settings_are_refused(kinds, bad, rule):
     [Greedy(), Sample(), Sample(Temperature(0), TopK(2), TopP(0.9)), MinP(0.1), TopK(2)],
     ids=str,
 )
-def test_rows_without_a_finite_maximum_are_refused_or_yield_minus_one(function):
+def test_rows_without_finite_maximum_are_rejected_or_yield_minus_one(function):
     bad = [[math.nan, 1.0, 2.0], [-INFINITE] * 3, [INFINITE, 0.0, 1.0]]
     good = [0.0, 1.0, 2.0]
     draws = isinstance(function, Greedy | Sample)
@@ -223,7 +223,7 @@ def test_row_with_a_nan_yields_minus_one_at_every_length(vocab):
         assert tokens[1] == -1 and tokens[0] >= 0 and tokens[2] >= 0
 
 
-def test_processor_that_excludes_all_tokens_is_refused():
+def test_processor_that_excludes_all_tokens_is_rejected():
     sampler = Sample(lambda logits: jnp.full_like(logits, -jnp.inf))
     with pytest.raises(ValueError, match="must be finite"):
         sampler(jax.random.key(0), jnp.zeros((2, 3)))
@@ -248,7 +248,7 @@ SAMPLERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_draws_follow_the_distribution(rng, name):
+def test_samples_follow_the_distribution(rng, name):
     logits = rng.normal(size=11).astype(np.float32)
     x = oracle.double(logits)
     for processor in SAMPLERS[name].processors:
@@ -272,7 +272,7 @@ def test_draws_follow_the_distribution(rng, name):
 @pytest.mark.slow
 @pytest.mark.long_except("-16.0-0.0")
 @pytest.mark.parametrize(("rare", "deviation"), [(-16.0, 0.0), (-17.0, 0.2)])
-def test_rare_tokens_are_drawn_with_the_right_frequency(rng, rare, deviation):
+def test_rare_tokens_are_sampled_at_correct_frequency(rng, rare, deviation):
     """One token is almost certain, 262,143 are rare; a correct sampler fails 1 time in 15,000."""
     vocab, draws = 262_144, 6_000
     logits = rng.normal(rare, deviation, vocab).astype(np.float32)
@@ -287,7 +287,7 @@ def test_rare_tokens_are_drawn_with_the_right_frequency(rng, rare, deviation):
 @pytest.mark.long_except("1", "67")
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab", [1, 2, 9, 67])
-def test_every_allowed_token_and_no_other_is_drawn(vocab):
+def test_exactly_the_allowed_tokens_are_sampled(vocab):
     rows = jnp.zeros((20 * vocab, vocab)).at[:, vocab // 2].set(-jnp.inf if vocab > 1 else 0.0)
     drawn = set(np.asarray(Sample()(jax.random.key(2), rows)).tolist())
     allowed = set(range(vocab)) - ({vocab // 2} if vocab > 1 else set())
@@ -300,7 +300,7 @@ IMPLEMENTATIONS = ["threefry2x32", "rbg", "unsafe_rbg"]
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("raw", [False, True], ids=["typed", "raw"])
-def test_draws_under_vmap_depend_only_on_their_own_key(rng, implementation, raw):
+def test_samples_under_vmap_depend_only_on_their_own_key(rng, implementation, raw):
     """In a vmap over keys of each implementation; different keys give different draws."""
     logits = jnp.asarray(rng.normal(size=(5, V)), jnp.float32)
 
@@ -334,7 +334,7 @@ NEAR = [1.0, 2.0, 2.0, -1e30]
     + [(1e-13, [1e-13, 2e-13, -1e-12, 0.0]), (2e-12, [1e-12, 0.9, -1.0, 0.5])],
     ids=str,
 )
-def test_extreme_temperatures_and_logits_match_float64(t, logits):
+def test_sampling_with_extreme_temperatures_and_logits_matches_float64(t, logits):
     x = np.asarray(logits, np.float32)
     with np.errstate(over="ignore"):
         expected = np.exp((oracle.double(x) - oracle.double(x).max()) / t)
@@ -346,7 +346,7 @@ def test_extreme_temperatures_and_logits_match_float64(t, logits):
 @pytest.mark.slow
 @pytest.mark.parametrize("p", [1e-30, 1e-6, 0.3, 0.999, 1 - 1e-5, 1 - 1e-7, 1 - 1e-12])
 @pytest.mark.parametrize("kind", [TopP, Typical])
-def test_top_p_and_typical_keep_the_smallest_set_near_0_and_1(rng, p, kind):
+def test_top_p_and_typical_sampling_are_exact_near_zero_and_one(rng, p, kind):
     """5,003 tokens have probabilities from almost 1 down to 1e-20; the reference is float64."""
     logits = np.sort(rng.normal(0, 9, 5003).astype(np.float32))[::-1].copy()
     log_q = oracle.double(logits) - oracle.double(logits).max()
@@ -363,7 +363,7 @@ def test_top_p_and_typical_keep_the_smallest_set_near_0_and_1(rng, p, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-3, 9.0])
-def test_typical_tokens_are_nearest_to_the_entropy_of_a_large_vocabulary(rng, scale):
+def test_typical_sampling_matches_entropy_for_large_vocabulary(rng, scale):
     """No excluded token is nearer than a kept one, even if all are almost equally near."""
     logits = rng.normal(0, scale, 50_021).astype(np.float16)
     below = oracle.double(logits) - oracle.double(logits).max()
@@ -375,7 +375,7 @@ def test_typical_tokens_are_nearest_to_the_entropy_of_a_large_vocabulary(rng, sc
         assert far[stays].max() <= far[~stays].min() + 1e-7 * -below.min()
 
 
-def test_min_p_compares_tiny_probabilities():
+def test_min_p_compares_tiny_probabilities_correctly():
     logits = np.asarray([[0.0, -90.0, -95.0, -200.0, 3e38 * -1]], np.float32)
     for p, count in ((1e-40, 2), (1e-42, 3), (1e-300, 4), (1.0, 1), (0.0, 5)):
         assert len(kept(MinP(p), logits)[0]) == count
@@ -392,7 +392,7 @@ def test_processors_apply_from_left_to_right():
 
 
 @pytest.mark.slow
-def test_compiled_draws_match_eager_draws(rng):
+def test_compiled_samples_match_eager_samples(rng):
     logits = jnp.asarray(distributions(rng)).astype(jnp.bfloat16)
     sampler = Sample(Temperature(0.8), TopK(19), TopP(0.9), MinP(0.01))
     drawn = sampler(jax.random.key(5), logits)
@@ -415,7 +415,7 @@ def test_low_precision_logits_are_processed_in_float32(rng):
         jax.tree.map(assert_same_bits, of_low, of_float32)
 
 
-def test_row_draw_does_not_depend_on_other_rows(rng):
+def test_sampled_row_does_not_depend_on_other_rows(rng):
     logits = distributions(rng)
     sampler = jax.jit(Sample(Temperature(0.9)))
     drawn = sampler(jax.random.key(5), logits)
@@ -485,14 +485,14 @@ def as_bits(results: dict[str, jax.Array]) -> dict[str, list]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
-def test_compiled_random_numbers_match_eager_ones():
+def test_compiled_random_numbers_match_eager_random_numbers():
     for name, value in made_from(pinned(), jnp.asarray(LOGITS)).items():
         assert_same_bits(compiled_here()[name], value, name)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
-def test_eight_devices_draw_the_same_as_one():
+def test_sampling_on_eight_devices_matches_one():
     code = """
 import json
 import jax, numpy as np
@@ -542,7 +542,7 @@ def golden() -> dict[str, jax.Array]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GOLDEN)
-def test_pinned_key_gives_golden_numbers(name):
+def test_fixed_key_produces_golden_numbers(name):
     _, expected = GOLDEN[name]
     actual = np.asarray(golden()[name])
     if actual.dtype == np.float32:
@@ -551,7 +551,7 @@ def test_pinned_key_gives_golden_numbers(name):
         assert actual.tolist() == expected
 
 
-def test_distribution_matches_the_processed_softmax(rng):
+def test_distribution_matches_softmax_of_processed_logits(rng):
     """`Sample` applies its processors in order; `Greedy` keeps only the best token."""
     logits = distributions(rng)
     sampler = Sample(TopK(7), Temperature(0.5))
@@ -573,7 +573,7 @@ def test_distribution_without_a_finite_maximum_is_nan(sampler):
 
 
 @pytest.mark.slow
-def test_greedy_works_on_a_mesh_with_explicit_axes():
+def test_greedy_decoding_works_on_mesh_with_explicit_axes():
     """Rows or the vocabulary are sharded; called eagerly, outside any compiled program."""
     code = """
 import json, jax, numpy as np
@@ -589,7 +589,7 @@ print(json.dumps([best("data"), best(None, "data")]))
 
 
 @pytest.mark.slow
-def test_greedy_ties_go_to_the_first_token(rng):
+def test_greedy_ties_select_first_token(rng):
     logits = rng.integers(0, 5, size=(50, 300)).astype(np.float32)
     np.testing.assert_array_equal(Greedy()(None, logits), logits.argmax(-1))
     np.testing.assert_array_equal(jax.jit(lambda x: Greedy()(None, x))(logits), logits.argmax(-1))

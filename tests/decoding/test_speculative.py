@@ -331,7 +331,7 @@ def drafted():
 
 
 @pytest.mark.slow
-def test_draft_equal_to_the_model_is_always_accepted(drafted):
+def test_draft_identical_to_model_is_always_accepted(drafted):
     _, params, call, want = drafted
     got = call(params)
     assert_same_text(got, want)
@@ -343,7 +343,7 @@ def test_draft_equal_to_the_model_is_always_accepted(drafted):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True], ids=["other", "nan"])
-def test_draft_with_other_parameters_changes_no_token(drafted, broken):
+def test_draft_with_other_parameters_does_not_change_tokens(drafted, broken):
     """A draft with NaN logits proposes nothing and changes no token, either."""
     step, params, call, want = drafted
     other = jax.tree.map(lambda x: x * jnp.nan, params) if broken else random_parameters(ROPE, 9)
@@ -359,7 +359,7 @@ def test_draft_with_other_parameters_changes_no_token(drafted, broken):
 
 
 @pytest.mark.slow
-def test_rows_end_as_in_generate():
+def test_speculative_rows_end_as_in_generate():
     """A stop token in the middle of accepted proposals discards the tokens after it."""
     params, prompt = chain(1, 17, 3.0), prompts(7) % 17
     arguments = dict(num_tokens=NEW, lengths=np.array([11, 3, 7, 1, 2, 5, 4]))
@@ -389,7 +389,7 @@ def test_rows_end_as_in_generate():
             assert got.accepted[0] == lengths[0] - 1, "the stop token itself was accepted"
 
 
-def test_text_one_token_too_long_for_the_cache_is_refused():
+def test_text_exceeding_cache_by_one_token_is_rejected():
     """As in `generate`, 11 tokens and 23 new ones need 33 slots; proposals need no more."""
     step = CountingStep(build(ROPE))
     with pytest.raises(ValueError, match=r"reach length 33: the limit is 32"):
@@ -399,7 +399,7 @@ def test_text_one_token_too_long_for_the_cache_is_refused():
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-def test_draft_proposals_change_no_greedy_token(seed):
+def test_draft_proposals_do_not_change_greedy_tokens(seed):
     """The draft is equal to the model (seed 2), and always right, or different (seed 3)."""
     params, prompt = chain(2), prompts(31) % 5
     want = generate(Chain(), params, prompt, chain_state(31), num_tokens=9)
@@ -412,7 +412,7 @@ def test_draft_proposals_change_no_greedy_token(seed):
 
 
 @pytest.mark.long
-def test_generation_continues_from_both_states():
+def test_speculation_continues_from_model_and_draft_states():
     """The state of the draft and that of the model, after different numbers of tokens."""
     params, other, prompt = chain(2), chain(3), prompts(31) % 5
     call = partial(speculate, Chain(), params, num_draft=4)
@@ -430,7 +430,7 @@ def test_generation_continues_from_both_states():
 
 
 @pytest.mark.slow
-def test_processors_see_the_proposals_before_them():
+def test_processors_see_preceding_proposals():
     params, prompt = chain(4), prompts(7) % 5
     arguments = dict(num_tokens=NEW, processors=(NoRepeatNGram(3), PresencePenalty(0.7)))
     want = generate(Chain(), params, prompt, chain_state(7), **arguments)
@@ -469,7 +469,7 @@ def chances_and_rest(p, q):
     return acceptance(p, q), residual(p, q)
 
 
-def test_accepted_or_replaced_proposals_follow_the_model_distribution(rng):
+def test_accepted_and_replaced_proposals_follow_model_distribution(rng):
     """sum over x of q(x) (a(x) [x = y] + (1 - a(x)) r(y)) = p(y), in float64."""
     p, q = (rng.dirichlet(np.full(7, 0.4), 100) for _ in range(2))
     p[::3, 2], q[::3, 4], p[::4, :5] = 0, 0, 0
@@ -486,7 +486,7 @@ def test_accepted_or_replaced_proposals_follow_the_model_distribution(rng):
     assert total.shape == (100, 7) and some.sum() > 500
 
 
-def test_token_after_all_accepted_proposals_follows_the_model():
+def test_token_after_accepted_proposals_follows_model_distribution():
     """It is not drawn from the residual of the last proposal."""
     rows, certain = 256, jnp.array([-50.0, 50.0, -50.0])
     after = jnp.array([0.0, 0.0, -50.0])
@@ -501,7 +501,7 @@ def test_token_after_all_accepted_proposals_follows_the_model():
     assert counts[2] == 0 and abs(counts[0] - rows / 2) < 5 * (rows / 4) ** 0.5
 
 
-def test_residual_of_equal_distributions_is_the_distribution():
+def test_residual_between_equal_distributions_is_that_distribution():
     p = np.float32([0.25, 0.75])
     stay, rest = chances_and_rest(p, p)
     assert_same_bits(rest, p)
@@ -564,7 +564,7 @@ PROPOSERS = {
 @pytest.mark.parametrize(
     "name", ["draft", "lookup", pytest.param("hot draft", marks=pytest.mark.long), "equal draft"]
 )
-def test_sampled_texts_follow_the_distribution_of_plain_sampling(name):
+def test_speculative_samples_follow_plain_sampling_distribution(name):
     """Compare 30,000 rows of four tokens with the 81 possible texts, enumerated in float64."""
     step, state = (Chain(), chain_state) if name == "hot draft" else (Ledger(), ledger_state)
     got = speculate(
@@ -594,7 +594,7 @@ def log_probs(table: np.ndarray, tokens) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_draws_without_proposals_match_generate():
+def test_sampling_without_proposals_matches_generate():
     prompt, arguments = prompts(7) % 5, dict(num_tokens=NEW, sampler=SAMPLER)
     want = generate(Chain(), chain(1), prompt, chain_state(7), key=jax.random.key(5), **arguments)
     got = speculate(
@@ -649,7 +649,7 @@ def looked_up(text: list[int], ngram: int, count: int) -> list[int]:
 
 @pytest.mark.slow_except("2")
 @pytest.mark.parametrize("ngram", [1, 2, 3])
-def test_prompt_lookup_copies_after_the_last_match(rng, ngram):
+def test_prompt_lookup_copies_tokens_after_last_match(rng, ngram):
     """Short texts over three tokens, so that n-grams overlap themselves or are missing."""
     from transformer_jax.decoding.logit_processors import History
     from transformer_jax.decoding.proposers import Turn
@@ -674,7 +674,7 @@ def test_prompt_lookup_copies_after_the_last_match(rng, ngram):
 
 
 @pytest.mark.slow
-def test_prompt_lookup_continues_a_repetition():
+def test_prompt_lookup_continues_repeating_pattern():
     """A greedy chain falls into a cycle; from then on, all proposals are right."""
     params, prompt = chain(8), prompts(7) % 5
     want = generate(Chain(), params, prompt, chain_state(7), num_tokens=NEW)
@@ -685,7 +685,7 @@ def test_prompt_lookup_continues_a_repetition():
 
 
 @pytest.mark.slow
-def test_limits_below_num_tokens_cap_the_proposals():
+def test_limits_below_num_tokens_cap_proposals():
     """Every proposal is right and there is no stop token, so only limits end a row."""
     prompt, limits = prompts(7) % 5, np.array([1, 2, 3, 5, 0, 9, NEW])
     whole = generate(Chain(), chain(1), prompt, chain_state(7), num_tokens=NEW)
@@ -721,7 +721,7 @@ def test_traced_limits_are_clipped_to_num_tokens():
 
 
 @pytest.mark.slow
-def test_nonfinite_proposal_logits_change_no_greedy_token():
+def test_nonfinite_proposal_logits_do_not_change_greedy_tokens():
     prompt = prompts(7) % 5
     want = generate(Chain(), chain(1), prompt, chain_state(7), num_tokens=NEW)
     text = jnp.asarray(want.tokens)
@@ -739,7 +739,7 @@ def test_nonfinite_proposal_logits_change_no_greedy_token():
 
 
 @pytest.mark.slow
-def test_all_requests_of_a_bucket_share_a_program():
+def test_speculative_requests_in_one_bucket_share_program():
     """Prompts of 1 to 16 tokens, and other keys, lengths, parameters and drafts."""
     step, sizes = counting(Chain)(), []
     for columns, lengths in ((16, None), (1, None), (2, [2, 1, 2]), (13, [4, 13, 1])):
@@ -760,7 +760,7 @@ def test_all_requests_of_a_bucket_share_a_program():
     [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],
     ids=["leaks", "nans", "transfers"],
 )
-def test_speculation_passes_checks(setting):
+def test_speculative_decoding_passes_leak_nan_and_transfer_checks(setting):
     params, state, prompt = chain(2), chain_state(31), prompts(31) % 5
     draft, key = Draft(Chain(), chain(3), chain_state(31)), jax.random.key(3)
     want = generate(Chain(), params, prompt, chain_state(31), num_tokens=12)
@@ -772,7 +772,7 @@ def test_speculation_passes_checks(setting):
 
 
 @pytest.mark.slow
-def test_proposer_is_not_consumed_and_a_consumed_state_is_refused():
+def test_proposer_is_not_consumed_and_consumed_state_is_rejected():
     state, draft = chain_state(31), Draft(Chain(), chain(3), chain_state(31))
     call = partial(speculate, Chain(), chain(2), prompts(31) % 5, num_tokens=12, num_draft=4)
     first, again = (call(chain_state(31), proposer=draft) for _ in range(2))
@@ -797,7 +797,7 @@ class Unregistered(Proposer):
 
 
 @pytest.mark.slow
-def test_wrong_arguments_are_refused_before_compiling():
+def test_invalid_arguments_are_rejected_before_compiling():
     step = CountingStep(build(ROPE))
     empty = init_cache(ROPE, 3, PROMPT + NEW)
     params = jax.eval_shape(lambda: random_parameters(ROPE))
@@ -866,7 +866,7 @@ def test_cache_shorter_than_its_window_is_not_a_ring():
 
 
 @pytest.mark.slow
-def test_cache_is_rewound_to_the_length_of_each_row():
+def test_cache_is_rewound_to_each_row_length():
     step, params = make_step(build(ROPE)), random_parameters(ROPE)
     read = jax.jit(partial(prefill, step))
     _, before = read(params, prompts()[:, :5], init_cache(ROPE, 3, 17), np.array([4, 2, 3]))
@@ -880,7 +880,7 @@ def test_cache_is_rewound_to_the_length_of_each_row():
 
 
 @pytest.mark.long
-def test_speculation_works_with_x64():
+def test_speculative_decoding_works_with_x64():
     """The counts in the loop remain i32."""
     import os
     import subprocess

@@ -181,7 +181,7 @@ def test_allowed_tokens_match_brute_force(regex):
 
 
 @pytest.mark.parametrize("regex", ["[abé]{3}", "(ab|ba){0,3}c"])
-def test_greedy_text_takes_the_largest_allowed_logit(regex):
+def test_greedy_structured_text_selects_largest_allowed_logit(regex):
     """The oracle reads the whole text before each token, and lists the allowed tokens."""
     model = model_of(Parts(), padding=1, stop_ids=(10,))
     apply = jax.jit(lambda ids: build(model.config).apply({"params": model.params}, ids)[0])
@@ -215,7 +215,7 @@ def structured_text(model, prompt, count, grammar):
 
 
 @pytest.mark.slow
-def test_lists_and_streams_give_the_same_text():
+def test_batch_and_stream_produce_same_structured_text():
     form, words = dict(regex="[a-z ]{12}é"), model("byte pairs")
     alone = [words.generate(prompt, 60, **form) for prompt in ("a", "cab", "")]
     assert len(set(alone)) > 1 and all(re.fullmatch(form["regex"], text) for text in alone)
@@ -226,7 +226,7 @@ def test_lists_and_streams_give_the_same_text():
 
 
 @pytest.mark.slow
-def test_text_longer_than_max_len_follows_its_grammar():
+def test_text_longer_than_max_len_still_follows_grammar():
     tokenizer = CharTokenizer("abcd")
     config = tj.ModelConfig(
         vocab_size=4, d_model=8, num_layers=1, num_heads=2, max_len=16, init_std=0.7
@@ -239,7 +239,7 @@ def test_text_longer_than_max_len_follows_its_grammar():
 
 
 @pytest.mark.slow
-def test_limit_and_stop_string_cut_a_text():
+def test_limit_and_stop_string_truncate_structured_text():
     bytewise, words = model("bytes"), model("byte pairs")
     whole = bytewise.generate("a", 200, schema=SCHEMA)
     cut = bytewise.generate("a", 20, schema=SCHEMA)
@@ -248,7 +248,7 @@ def test_limit_and_stop_string_cut_a_text():
     assert bytewise.generate("a", 200, regex="") == "" and words.generate("a", 9, regex="") == ""
 
 
-def test_text_follows_a_lark_grammar():
+def test_generated_text_follows_lark_grammar():
     grammar = 'start: "(" start ")" | DIGIT\nDIGIT: /[0-9]{2}/'
     for text in model("pieces").generate("a", 200, grammar=grammar, samples=4, **DRAWN):
         depth = text.index(next(filter(str.isdigit, text)))
@@ -265,7 +265,7 @@ def takes(form, content, text: str) -> bool:
     return bool(matcher.allowed[256])
 
 
-def test_property_names_have_one_spelling():
+def test_schema_property_names_have_one_canonical_encoding():
     """JSON readers decode "\\u0061" to "a", so it must not name one of the other properties."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "\n": {"type": "integer"}}}
     for name in r"\u0061", r"\u000a", r"\u000A", r"\\\u0061", r"b\u0061", r"\ud800", r"\u001F":
@@ -283,7 +283,7 @@ def test_property_names_have_one_spelling():
         assert matcher.allowed.nonzero()[0].tolist() == allowed
 
 
-def test_posix_classes_match_unicode():
+def test_regex_posix_classes_match_unicode():
     for name, inside, outside in (
         ("alpha", "éЖ日", "1_"), ("lower", "éж", "ÉЖ1"), ("upper", "ÉЖ", "éж1"),
         ("alnum", "é1", "_"),
@@ -307,7 +307,7 @@ def test_posix_classes_match_unicode():
                 takes(*form(wrong), "")
 
 
-def test_union_is_distinguished_by_a_required_constant_behind_references():
+def test_union_is_distinguished_by_required_constant_behind_references():
     """Pydantic's schema of a union with a discriminator, here of a recursive type."""
     kind = {"const": "sum", "title": "Kind", "type": "string"}
     either = {
@@ -343,7 +343,7 @@ def test_union_is_distinguished_by_a_required_constant_behind_references():
     assert takes("schema", into, one.replace("1", f'1,"next":{one}'))
 
 
-def test_property_names_and_values_are_not_read_as_keywords():
+def test_property_names_and_values_are_not_treated_as_keywords():
     """Names of properties, constants, and annotations may look like keywords."""
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#", "$id": "a", "title": "b",
@@ -370,7 +370,7 @@ ROUNDED = (
 ROUNDED_WRITTEN = "0.1000000000000000055", "1.00000000000000000001", "1e-400", "9007199254740992.0"
 
 
-def test_schema_numbers_are_exact_or_refused():
+def test_schema_numbers_are_exact_or_rejected():
     def written(schema) -> Decimal:
         matcher, text = Grammar("schema", schema, ByteTokenizer(), 257, (256,)).start(), bytearray()
         while not matcher.ended and not matcher.allowed[256]:
@@ -387,7 +387,7 @@ def test_schema_numbers_are_exact_or_refused():
                 Grammar("schema", schema, ByteTokenizer(), 257, (256,))
 
 
-def test_limits_of_different_values_are_not_combined():
+def test_limits_on_different_values_are_not_combined():
     accepts = {
         '{"a":1.25,"b":300}': {
             "properties": {
@@ -448,7 +448,7 @@ def test_limits_of_different_values_are_not_combined():
         ({"maximum": 10.55}, "10.4", True),
     ],
 )
-def test_number_at_a_bound_is_allowed_in_the_documented_spelling(schema, text, allowed):
+def test_number_at_bound_is_allowed_in_documented_format(schema, text, allowed):
     schema = {"type": "number", **schema}
     matcher = Grammar("schema", schema, ByteTokenizer(), 257, (256,)).start()
     for byte in text.encode():
@@ -471,7 +471,7 @@ def test_number_at_a_bound_is_allowed_in_the_documented_spelling(schema, text, a
         ({"exclusiveMinimum": 0.5, "maximum": 0.75}, False),
     ],
 )
-def test_excluded_number_that_the_parser_would_allow_is_refused(schema, refused):
+def test_excluded_number_that_parser_would_allow_is_rejected(schema, refused):
     def grammar():
         return Grammar("schema", {"type": "number"} | schema, ByteTokenizer(), 257, (256,))
 
@@ -482,14 +482,14 @@ def test_excluded_number_that_the_parser_would_allow_is_refused(schema, refused)
         grammar()
 
 
-def test_special_tokens_are_not_text():
+def test_special_tokens_do_not_count_as_grammar_text():
     pieces = model("pieces")
     for form in (r"</s>|<s>.*|<unk>", r"[</s>unk]+"):
         allowed = Grammar("regex", form, pieces.tokenizer, pieces.config.vocab_size, (2,)).start()
         assert not allowed.allowed[:3].any() and allowed.allowed[3 + ord("<")]
 
 
-def test_processors_combine_with_a_grammar():
+def test_logit_processors_combine_with_grammar():
     generate, banned = model("bytes").generate, (tj.Ban(ord("7")),)
     assert generate("x", 9, regex="[78]{5}", processors=banned) == "88888"
     with pytest.raises(ValueError, match="no token can follow"):
@@ -561,14 +561,14 @@ def test_processors_combine_with_a_grammar():
         (dict(regex="a", beams=2), "regex is 'a': must not be set for a beam search"),
     ],
 )  # fmt: skip
-def test_invalid_grammars_are_refused_in_one_line(options, message):
+def test_invalid_grammars_raise_one_line_error(options, message):
     with pytest.raises(ValueError, match=message) as caught:
         model("bytes").generate("a", 5, **options)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow
-def test_missing_token_for_a_required_letter_is_reported():
+def test_missing_token_for_required_letter_is_reported():
     model = model_of(CharTokenizer("ab{"), padding=0)
     for form in (dict(schema={"type": "object"}), dict(regex="abc")):
         with pytest.raises(ValueError, match="the tokenizer has no token for what must come next"):
@@ -576,7 +576,7 @@ def test_missing_token_for_a_required_letter_is_reported():
 
 
 @pytest.mark.slow
-def test_missing_llguidance_names_the_extra(monkeypatch):
+def test_missing_llguidance_error_names_package_extra(monkeypatch):
     monkeypatch.setattr(structured, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"schema needs llguidance.*transformer_jax\[structured"):

@@ -346,7 +346,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_likely_mistakes_give_a_helpful_line(mistake):
+def test_common_mistakes_raise_helpful_errors(mistake):
     call, message = MISTAKES[mistake]
     with pytest.raises(ValueError, match=message) as error:
         call()
@@ -380,7 +380,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_keywords_of_other_libraries_name_the_equivalent(name):
+def test_keywords_from_other_libraries_suggest_equivalent(name):
     call, message = OTHERS[name]
     with pytest.raises(TypeError, match=message) as error:
         call()

@@ -85,13 +85,13 @@ def copy_with_changes(text: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", CHANGES, ids=lambda p: p.stem)
-def test_lines_changed_by_page_occur_once_in_their_files(page, tmp_path):
+def test_source_lines_changed_by_page_occur_once(page, tmp_path):
     copy_with_changes(page.read_text(), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", CHANGES, ids=lambda p: p.stem)
-def test_code_with_changes_prints_output_shown_on_page(page, tmp_path):
+def test_code_with_page_changes_prints_output_shown(page, tmp_path):
     text = page.read_text()
     copy_with_changes(text, tmp_path)
     pairs = blocks(text)
@@ -124,7 +124,7 @@ def test_links_point_to_existing_files(name):
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda p: p.stem)
-def test_site_links_point_to_pages_of_site(page):
+def test_site_links_point_to_existing_pages(page):
     """Check links like mkdocs --strict, without mkdocs."""
     links = re.findall(r"""(?:\]\(|href="|src=")([^)"#]+)""", page.read_text())
     local = [(page.parent / link).resolve() for link in links if "://" not in link]
@@ -158,7 +158,7 @@ def test_table_cells_have_at_most_120_characters(page):
     assert [cell for cell in shown if len(cell) > 120] == []
 
 
-def test_pages_begin_with_paragraph_of_text():
+def test_pages_begin_with_text_paragraph():
     """Only the start page explains that indented output is printed by the code above it."""
     note = "is printed by the code above it"
     for page in PAGES:
@@ -186,7 +186,7 @@ def test_reference_has_page_for_every_folder():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["architecture", "three_questions"])
-def test_functions_named_on_page_are_in_stated_file(page):
+def test_functions_named_on_page_exist_in_stated_file(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     named = re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`\)", text)
     assert len(named) > 30
@@ -231,6 +231,6 @@ def defined(tree: ast.AST) -> set[str]:
         ("tokenizers", 3), ("training", 2),
     ],
 )  # fmt: skip
-def test_page_shows_minimum_number_of_outputs(page, least):
+def test_documentation_shows_minimum_number_of_outputs(page, least):
     pairs = blocks((ROOT / "docs" / f"{page}.md").read_text())
     assert sum(bool(out) for _, out in pairs) >= least

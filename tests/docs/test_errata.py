@@ -31,7 +31,7 @@ def written(number: str, side: str, *values: str) -> None:
         assert value in (says if side == "says" else right), (number, side, value)
 
 
-def test_page_lists_every_slip_in_order():
+def test_errata_page_lists_every_error_in_order():
     assert list(ROWS) == [str(i) for i in range(1, 20)]
     for number, (place, says, right) in ROWS.items():
         assert place and says and right and says != right, number
@@ -39,7 +39,7 @@ def test_page_lists_every_slip_in_order():
     assert set(ROWS) <= set(numbers)  # code of the page computes each of them
 
 
-def test_weights_and_context_of_three_states_are_corrected():
+def test_corrected_weights_and_context_match_three_state_example():
     """Slips 2, 3: .3374 and .4125 do not follow from the rounded exponentials of the slide."""
     h, scores = np.array([[1, 0], [0, 1], [1, 1.0]]), np.array([0.5, 0.2, 0.7])
     exact = softmax(scores)
@@ -57,7 +57,7 @@ def test_weights_and_context_of_three_states_are_corrected():
     written("3", "right", ".7499, .6624")
 
 
-def test_division_by_the_reciprocal_root_squares_the_variance():
+def test_dividing_by_reciprocal_root_squares_variance():
     """Slip 1: scores divided by 1/sqrt(d) have variance d^2."""
     q, k = np.random.default_rng(0).standard_normal((2, 40_009, 61))
     scores = (q * k).sum(axis=1)
@@ -65,7 +65,7 @@ def test_division_by_the_reciprocal_root_squares_the_variance():
     assert abs((scores * (1 / 61**0.5)).var() - 1) < 0.03
 
 
-def test_stacked_windows_of_ten_show_nine_more_tokens_per_layer():
+def test_stacked_windows_of_ten_add_nine_tokens_per_layer():
     """Slip 10: computed with sets of tokens, not with a mask."""
 
     def sees(token, layers):
@@ -80,7 +80,7 @@ def test_stacked_windows_of_ten_show_nine_more_tokens_per_layer():
     written("10", "right", "1 to 10", "1 to 19", "19 tokens")
 
 
-def test_derivative_of_saturated_softmax_vanishes():
+def test_saturated_softmax_has_vanishing_derivative():
     """Slip 11: the Jacobian diag(p) - p p^T shrinks with d only for unscaled scores."""
     rng, sizes = np.random.default_rng(0), []
     for d in (16, 256, 4096):
@@ -95,14 +95,14 @@ def test_derivative_of_saturated_softmax_vanishes():
     assert raw[0] > 2 * raw[1] > 4 * raw[2] and scaled.max() < 1.2 * scaled.min()
 
 
-def test_rotary_loss_on_page_matches_its_measurement():
+def test_rotary_loss_on_page_matches_measurement():
     """Slip 14: both figures are in the measurement on the page about positions."""
     written("14", "right", "0.64", "3.04", "64 to 96")
     positions = PATH.with_name("positions.md").read_text()
     assert "| rotary | 0.644 | 2.456 | 3.040 | 3.014 |" in positions
 
 
-def test_example_of_three_words_is_corrected():
+def test_three_word_example_is_corrected():
     """Slips 16 to 18: V, the place of V, and the input of the residual connection."""
     angles = np.arange(3)[:, None] * np.array([1, 0.01])
     pe = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(3, 4)
@@ -132,7 +132,7 @@ def test_example_of_three_words_is_corrected():
     written("18", "right", "-1.5479, .7006, 1.0378, -.1905")
 
 
-def test_last_masked_weight_is_corrected():
+def test_last_masked_weight_in_example_is_corrected():
     """Slip 19: .8668 rounds to .87, but the slide has .86."""
     exact = softmax(np.array([4.0, 6, 8]))
     assert exact.round(4).tolist() == [0.0159, 0.1173, 0.8668]

@@ -100,7 +100,7 @@ def test_neuron_with_three_inputs_matches_slide():
     near(b - 0.1 * slopes[1], 0.5295)
 
 
-def test_position_table_matches_ten_decimals_in_float64():
+def test_position_table_matches_slide_to_ten_decimals_in_float64():
     slide = (
         "0.0000000000 1.0000000000 0.0000000000 1.0000000000",
         "0.8414709848 0.5403023059 0.0099998333 0.9999500004",
@@ -113,7 +113,7 @@ def test_position_table_matches_ten_decimals_in_float64():
 
 
 @pytest.mark.slow
-def test_next_state_depends_on_last_state_context_and_word():
+def test_next_decoder_state_depends_on_previous_state_context_and_word():
     """s_t = tanh(W [s_{t-1}; c_t] + W_y y + b): an Elman cell with the context as input."""
     config = RecurrentConfig(
         vocab_size=7, source_vocab_size=11, d_embed=3, d_hidden=5, cell="rnn", attention="dot",
@@ -136,7 +136,7 @@ def test_next_state_depends_on_last_state_context_and_word():
 
 
 @pytest.mark.slow
-def test_sinusoidal_table():
+def test_sinusoidal_table_matches_slide():
     table = sinusoidal(jnp.arange(3), 4)
     near(table[0], SINUSOIDS[0], 7)
     near(table[1], SINUSOIDS[1], 5)
@@ -155,7 +155,7 @@ def worked_example():
 
 
 @pytest.mark.slow_except("xla")
-def test_worked_example_projections_and_scores(implementation):
+def test_worked_example_projections_and_scores_match_slide(implementation):
     queries, keys, _ = worked_example()
     near(queries[0], [17, 12, 14, 15])
     near(keys[0], [8, 17, 21, 15])
@@ -172,7 +172,7 @@ def test_worked_example_projections_and_scores(implementation):
 
 
 @pytest.mark.slow_except("xla")
-def test_worked_example_attends_to_the_second_token_only(implementation):
+def test_worked_example_attends_only_to_second_token(implementation):
     queries, keys, values = worked_example()
     weights, out = weights_and_out(queries, keys, values, implementation=implementation)
     near(weights, [[0, 1, 0]] * 3, 6)
@@ -181,7 +181,7 @@ def test_worked_example_attends_to_the_second_token_only(implementation):
 
 
 @pytest.mark.slow_except("xla")
-def test_worked_example_added_to_its_positions_and_normalised(implementation):
+def test_worked_example_residual_sum_and_norm_match_slide(implementation):
     queries, keys, values = worked_example()
     _, out = weights_and_out(queries, keys, values, implementation=implementation)
     total = out + positions()
@@ -192,7 +192,7 @@ def test_worked_example_added_to_its_positions_and_normalised(implementation):
 
 
 @pytest.mark.slow_except("xla")
-def test_masked_scores(implementation):
+def test_masked_scores_match_slide(implementation):
     scores = np.array([[2, 4, 6], [3, 5, 7], [4, 6, 8]], np.float32)
     weights = attend(
         np.zeros((3, 1)), np.zeros((3, 1)), np.eye(3), bias=jax.device_put(scores), mask=Causal(),
@@ -203,7 +203,7 @@ def test_masked_scores(implementation):
 
 
 @pytest.mark.slow_except("xla")
-def test_cross_attention_of_two_states_over_three(implementation):
+def test_cross_attention_from_two_states_over_three_matches_slide(implementation):
     encoded = np.array([[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0.0]])
     states = np.array([[1, 0, 0, 1], [0, 1, 1, 0.0]])
     assert (states @ encoded.T).tolist() == [[1, 1, 1], [1, 1, 1]]
@@ -232,7 +232,7 @@ def test_additive_attention_with_equal_scores_is_uniform():
 
 
 @pytest.mark.slow_except("xla")
-def test_key_value_caching(implementation):
+def test_key_value_cache_matches_slide(implementation):
     x = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.float32)
     keys, values = x @ [[1, 2], [0, 1]], x @ [[0.5, -0.5], [1, 0.5]]
     expected_keys, expected_values = (
@@ -266,7 +266,7 @@ def test_key_value_caching(implementation):
 
 
 @pytest.mark.slow_except("xla")
-def test_permuting_the_tokens_permutes_the_output(implementation, rng):
+def test_permuting_tokens_permutes_output(implementation, rng):
     x = rng.normal(size=(1, 11, 3, 5)).astype(np.float32)
     order = rng.permutation(11)
 
@@ -281,7 +281,7 @@ def test_permuting_the_tokens_permutes_the_output(implementation, rng):
 
 
 @pytest.mark.slow_except("xla")
-def test_rope_scores_depend_only_on_the_distance(implementation, rng):
+def test_rope_scores_depend_only_on_distance(implementation, rng):
     query, key = (rng.normal(size=(1, 1, 1, 6)).astype(np.float32) for _ in range(2))
     rope = Rope(pairing="interleaved")
 
@@ -298,7 +298,7 @@ def test_rope_scores_depend_only_on_the_distance(implementation, rng):
     assert abs(float(score(3, 0)) - float(score(7, 0))) > 0.01
 
 
-def test_rope_turns_the_pairs_by_the_angle_of_the_lecture(rng):
+def test_rope_rotates_pairs_by_angle_in_lecture(rng):
     x = rng.normal(size=(1, 1, 1, 6))
     turn = jax.jit(lambda x: apply_rope(x, jnp.array([5]), Rope(pairing="interleaved")))
     turned = np.asarray(turn(x.astype(np.float32)))
@@ -310,7 +310,7 @@ def test_rope_turns_the_pairs_by_the_angle_of_the_lecture(rng):
 
 
 @pytest.mark.slow_except("xla")
-def test_scaling_brings_the_variance_of_scores_from_d_to_one(implementation, rng):
+def test_scaling_reduces_score_variance_from_d_to_one(implementation, rng):
     d, count = 61, 20_011
     query, key = (rng.normal(size=(count, 1, 1, d)).astype(np.float32) for _ in range(2))
 
@@ -325,7 +325,7 @@ def test_scaling_brings_the_variance_of_scores_from_d_to_one(implementation, rng
 
 
 @pytest.mark.slow_except("xla")
-def test_causal_window_of_fifty_frames(implementation):
+def test_causal_window_covers_fifty_frames(implementation):
     frames = jax.device_put(np.zeros((1, 100, 1, 1), np.float32))
     values = jax.device_put(np.eye(100, dtype=np.float32)[None, :, None, :])
     mask = Causal() & Window(50)
@@ -340,7 +340,7 @@ def test_causal_window_of_fifty_frames(implementation):
 
 
 @pytest.mark.slow
-def test_stacked_windows_grow_the_receptive_field(implementation, rng):
+def test_stacked_windows_enlarge_receptive_field(implementation, rng):
     x = jnp.asarray(rng.normal(size=(1, 19, 2, 3)), jnp.float32)
     mask, last = Causal() & Window(4), 17
 
@@ -365,6 +365,6 @@ def test_stacked_windows_grow_the_receptive_field(implementation, rng):
         ("gpt2", 768, 3072),
     ],
 )  # fmt: skip
-def test_feed_forward_sizes(name, width, hidden):
+def test_feed_forward_sizes_match_slide(name, width, hidden):
     config = preset(name)
     assert (config.d_model, config.ff_dim) == (width, hidden)

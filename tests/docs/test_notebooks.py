@@ -28,7 +28,7 @@ def test_notebooks_match_script_output(script):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebooks_install_package_and_store_output_of_their_page(path, script):
+def test_notebooks_install_package_and_store_page_output(path, script):
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     assert "pip install" in "".join(cells[0]["source"]) and len(cells) > 3
     page = (ROOT / "docs" / f"{script['NOTEBOOKS'][path.stem][0]}.md").read_text()
@@ -51,7 +51,7 @@ def test_notebook_links_point_to_existing_files():
 @pytest.mark.long_except("load_tune_convert")
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebooks_run(path, monkeypatch):
+def test_notebooks_run_without_errors(path, monkeypatch):
     for name, value in quick_environment().items():  # for the process of the kernel
         monkeypatch.setenv(name, value)
     nbformat = pytest.importorskip("nbformat", reason="reads notebooks; in the extra test")

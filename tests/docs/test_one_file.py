@@ -78,7 +78,7 @@ def from_library(config, **changes):
 
 @pytest.mark.slow_except("gpt2")
 @each_config
-def test_parameters_have_names_and_shapes_of_library(config, key):
+def test_one_file_parameters_match_library_names_and_shapes(config, key):
     ours = jax.eval_shape(lambda: one_file.init_params(config, key))
     theirs = jax.eval_shape(lambda: tj.init_params(library_config(config), key))
     shapes, expected = (
@@ -148,7 +148,7 @@ def test_gradients_match_library():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.7, None), (1.3, 3)])
-def test_token_frequencies_match_distribution_of_library(temperature, top_k, key):
+def test_sampled_token_frequencies_match_library_distribution(temperature, top_k, key):
     logits = jnp.array([0.3, 1.1, -0.7, 0.9, 2.0, -1.3, 0.5])
     processors = [tj.Temperature(temperature), *([] if top_k is None else [tj.TopK(top_k)])]
     p = np.asarray(jax.nn.softmax(tj.Sample(*processors).distribution(logits)), np.float64)
@@ -159,7 +159,7 @@ def test_token_frequencies_match_distribution_of_library(temperature, top_k, key
 
 
 @pytest.mark.slow
-def test_each_token_of_each_row_is_drawn_independently(key):
+def test_sampled_tokens_are_independent_across_rows_and_steps(key):
     params, tokens, _ = from_library(GPT2)
     same = jnp.broadcast_to(tokens[:1, :5], (2, 5))
     texts = one_file.generate(params, GPT2, same, key, num_tokens=13, temperature=1e6)
@@ -175,7 +175,7 @@ def test_text_longer_than_max_len_is_rejected(key):
 
 
 @pytest.mark.slow
-def test_token_without_embedding_or_slot_gives_nan_logits():
+def test_token_without_embedding_or_slot_produces_nan_logits():
     """An unknown token makes its whole row NaN, because masked values are multiplied by 0."""
     params, tokens, _ = from_library(LLAMA)
     logits, _ = forward(params, LLAMA, tokens.at[0, 7].set(LLAMA.vocab_size))
@@ -185,7 +185,7 @@ def test_token_without_embedding_or_slot_gives_nan_logits():
 
 
 @pytest.mark.slow
-def test_rotations_have_accuracy_stated_on_page():
+def test_rotation_accuracy_matches_page():
     """Compare vectors of length sqrt(2) at position 8191, base of Llama 3, with float64."""
     i, positions = np.arange(64), jnp.array([8191])
     a = 8191 * 500_000.0 ** (-i / 64)
@@ -197,7 +197,7 @@ def test_rotations_have_accuracy_stated_on_page():
     assert_near(theirs, expected, FORWARD_F32)
 
 
-def test_file_is_short_and_imports_little():
+def test_file_is_short_with_few_imports():
     text = FILE.read_text()
     lines = text.splitlines()
     assert len(lines) <= 200
@@ -212,7 +212,7 @@ def test_file_is_short_and_imports_little():
 
 
 @pytest.mark.slow
-def test_file_runs_as_program(capsys):
+def test_single_file_model_runs_as_program(capsys):
     runpy.run_path(str(FILE), run_name="__main__")
     written, read = re.findall(r"\[([\d ]+)\]", capsys.readouterr().out)
     assert len(set(written.split())) > 3
@@ -226,7 +226,7 @@ def test_default_config_equals_gpt2_preset():
 
 
 @pytest.mark.slow
-def test_code_quoted_on_page_is_in_file():
+def test_code_quoted_on_page_exists_in_file():
     quoted = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(quoted) > 2
     assert [text for text in quoted if text not in FILE.read_text()] == []

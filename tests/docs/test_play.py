@@ -59,7 +59,7 @@ def trained():
 # Without a browser
 
 
-def test_files_load_only_local_files(elements):
+def test_playground_files_load_only_local_files(elements):
     for name in FILES:
         assert not re.search(
             r"https?://|//cdn|@import|url\(|fetch\(|XMLHttp", (FOLDER / name).read_text()
@@ -69,7 +69,7 @@ def test_files_load_only_local_files(elements):
     assert all((FOLDER / name).is_file() for name in loaded)
 
 
-def test_page_elements_have_labels_and_no_inline_handlers(elements):
+def test_playground_elements_have_labels_and_no_inline_handlers(elements):
     ids = [a["id"] for _, a in elements if "id" in a]
     assert len(ids) == len(set(ids)) > 30
     assert [a for _, a in elements for name in a if name.startswith("on")] == []
@@ -82,7 +82,7 @@ def test_page_elements_have_labels_and_no_inline_handlers(elements):
     assert {a or b for a, b in named} <= set(ids)
 
 
-def test_model_file_is_written_by_script_and_small(trained):
+def test_model_file_matches_script_output_and_is_small(trained):
     model, params = trained
     assert tuple(model["words"]) == play.WORDS and tuple(model["examples"]) == play.EXAMPLES
     assert all(model["config"][name] == getattr(play.CONFIG, name) for name in model["config"])
@@ -91,7 +91,7 @@ def test_model_file_is_written_by_script_and_small(trained):
 
 
 @pytest.mark.slow
-def test_model_fits_its_config_and_predicts_verbs_of_distant_subjects(trained):
+def test_playground_model_matches_config_and_predicts_verb_agreement(trained):
     shapes = jax.eval_shape(lambda: init_params(play.CONFIG, jax.random.key(0)))
     assert jax.tree.map(jnp.shape, trained[1]) == jax.tree.map(jnp.shape, shapes)
     ids, follow = play.stories(np.random.default_rng(71), 100)
@@ -101,7 +101,7 @@ def test_model_fits_its_config_and_predicts_verbs_of_distant_subjects(trained):
 
 
 @pytest.mark.slow
-def test_script_output_round_trips(tmp_path):
+def test_playground_model_file_round_trips(tmp_path):
     out = tmp_path / "model.js"
     share = play.main(["--steps", "2", "--batch", "3", "--out", str(out)])
     _, params = play.read(out.read_text())
@@ -213,7 +213,7 @@ console.log(JSON.stringify((() => {{ {script} }})()));"""
 
 @needs_node
 @pytest.mark.parametrize("count", [4, pytest.param(50, marks=pytest.mark.slow)])
-def test_masks_and_tiles_match_library(count):
+def test_playground_masks_and_tiles_match_library(count):
     given = cases(count)
     found = in_node(
         f"""return given.map(({{text, block}}) => {{
@@ -231,7 +231,7 @@ def test_masks_and_tiles_match_library(count):
 @pytest.mark.slow
 @needs_node
 @pytest.mark.parametrize("rings", [RINGS[:1], pytest.param(RINGS, marks=pytest.mark.slow)])
-def test_ring_slots_match_library(rings):
+def test_playground_ring_slots_match_library(rings):
     found = in_node(
         """return given.map(([window, sinks, capacity, length]) => {
             const {positions} = page.cacheAfter(length, capacity, sinks);
@@ -246,7 +246,7 @@ def test_ring_slots_match_library(rings):
 @pytest.mark.slow
 @needs_node
 @pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_attention_and_probabilities_match_library(trained, count):
+def test_playground_attention_and_probabilities_match_library(trained, count):
     model, params = trained
     ids = sentences(count)
     found = in_node(
@@ -281,7 +281,7 @@ def test_attention_and_probabilities_match_library(trained, count):
         ("Window(99999999999)", "99999999999 does not fit int32"),
     ],
 )  # fmt: skip
-def test_invalid_mask_gives_one_line_error(text, line):
+def test_invalid_mask_raises_one_line_error(text, line):
     message = in_node(
         "try { page.parseMask(given); return ''; } catch (e) { return e.message; }", text
     )
@@ -290,7 +290,7 @@ def test_invalid_mask_gives_one_line_error(text, line):
 
 @pytest.mark.slow
 @needs_node
-def test_any_text_is_mask_or_rejected_in_one_line():
+def test_arbitrary_text_is_valid_mask_or_rejected_in_one_line():
     rng = random.Random(79)
     texts = ["(" * 5000, "~" * 5000, "Predicate(lambda", "Predicate(lambda q,", "Window(", "tj."]
     for _ in range(2000):
@@ -333,7 +333,7 @@ def page():
 
 
 @pytest.mark.slow
-def test_page_draws_masks_like_library(page):
+def test_playground_page_draws_masks_like_library(page):
     page.locator("#mask-length").fill(str(T))
     read = """() => {
         const cells = [...document.querySelectorAll("#mask-matrix .cell")];
@@ -355,7 +355,7 @@ def test_page_draws_masks_like_library(page):
 
 
 @pytest.mark.slow
-def test_page_draws_attention_like_library(page, trained):
+def test_playground_page_draws_attention_like_library(page, trained):
     model, params = trained
     for i, ids in enumerate(sentences(20)):
         words = [model["words"][x] for x in ids]
@@ -383,7 +383,7 @@ def test_page_draws_attention_like_library(page, trained):
 
 
 @pytest.mark.slow
-def test_page_steps_ring_like_library(page):
+def test_playground_page_advances_ring_like_library(page):
     page.locator("#cache-text").fill(" ".join(f"w{i}" for i in range(19)))
     found = []
     for window, sinks, capacity, length in RINGS:
@@ -402,7 +402,7 @@ def test_page_steps_ring_like_library(page):
 
 
 @pytest.mark.slow
-def test_page_works_with_keyboard_fits_phone_and_reports_errors(page):
+def test_playground_page_is_accessible_and_reports_errors(page):
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     paper = "getComputedStyle(document.querySelector('#play button')).backgroundColor"
     light = page.evaluate(paper)

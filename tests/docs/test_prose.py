@@ -97,7 +97,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"] + [
     [(MODULES, docstring_sentences), (PAGES, page_sentences)],
     ids=["docstrings", "pages"],
 )
-def test_few_sentences_have_marked_phrases(paths, read):
+def test_few_sentences_contain_flagged_phrases(paths, read):
     found = [(path.relative_to(ROOT), sentence) for path in paths for sentence in read(path)]
     odd = [(path, sentence) for path, sentence in found if marked(sentence)]
     assert len(found) > 1000
@@ -107,11 +107,11 @@ def test_few_sentences_have_marked_phrases(paths, read):
 
 
 @pytest.mark.parametrize(("rule", "example"), [*zip(PATTERNS, EXAMPLES, strict=True)])
-def test_each_pattern_marks_its_example(rule, example):
+def test_each_prose_pattern_matches_its_example(rule, example):
     assert rule in marked(example)
 
 
-def test_code_and_output_are_not_prose(tmp_path):
+def test_prose_check_ignores_code_and_output(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "# A title of four words\n\nThe code `what is it` runs first.\n\n"

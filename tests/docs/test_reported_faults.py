@@ -10,7 +10,7 @@ PAGE = TESTS.parent / "docs" / "reference" / "reported_faults.md"
 NAMED = sorted(set(re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", PAGE.read_text())))
 
 
-def test_page_lists_every_case():
+def test_faults_page_lists_every_reproduction_case():
     cases = re.findall(r"^\| ([AB]\d+) \|", PAGE.read_text(), re.M)
     assert set(cases) == {f"{kind}{n}" for kind in "AB" for n in range(1, 17)}
     second = {
@@ -23,6 +23,6 @@ def test_page_lists_every_case():
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED, ids=lambda part: part.replace("/", "."))
-def test_test_named_on_page_exists(file, name):
+def test_tests_named_on_faults_page_exist(file, name):
     text = (TESTS / file).read_text()
     assert not name or f"def {name}(" in text

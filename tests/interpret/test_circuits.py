@@ -70,7 +70,7 @@ def test_singular_values_match_explicit_products(shape, circuit, fold, branch, s
 
 
 @pytest.mark.slow
-def test_count_keeps_largest_values_and_vmap_over_parameters_works():
+def test_singular_value_count_keeps_largest_and_supports_vmap():
     model, params = model_of("llama")
     whole, top = (circuits(model, params, "ov", count=count) for count in (None, 2))
     assert (np.diff(whole.values) <= 0).all()
@@ -82,7 +82,7 @@ def test_count_keeps_largest_values_and_vmap_over_parameters_works():
 
 
 @pytest.mark.slow
-def test_circuits_include_adapters():
+def test_circuit_products_include_adapters():
     config = SHAPES["llama"]
     model, params = build(config), init_params(config, jax.random.key(3))
     lora = LoraConfig(rank=2, targets="all-linear")
@@ -120,7 +120,7 @@ def test_circuits_include_adapters():
         ("t5", {}, dict(fold_norm=True, branch="cross_attention"), "the branch reads two streams"),
     ],
 )
-def test_invalid_circuits_are_rejected(shape, changes, arguments, message):
+def test_invalid_circuit_arguments_are_rejected(shape, changes, arguments, message):
     model = build(dataclasses.replace(SHAPES[shape], **changes))
     with pytest.raises(ValueError, match=message):
         circuits(model, {}, **dict(circuit="ov") | arguments)

@@ -125,7 +125,7 @@ def rebuilt(dictionary: Dictionary, x: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 @pytest.mark.parametrize("active", [3, None])
-def test_features_reconstructions_and_loss_match_formulas(active):
+def test_dictionary_features_reconstructions_and_loss_match_formulas(active):
     dictionary = random_dictionary("block_0/residual", active=active)
     rng = np.random.default_rng(13)
     x, y = (rng.standard_normal((B, T, D)).astype(np.float32) for _ in range(2))
@@ -159,7 +159,7 @@ def test_features_reconstructions_and_loss_match_formulas(active):
         ("block_1/feed_forward/input", "block_1/feed_forward/output"),
     ],
 )
-def test_scores_and_examples_match_captured_values(place, target, scanned):
+def test_feature_scores_and_examples_match_captured_values(place, target, scanned):
     model, params = model_of("gpt2", scanned=scanned)
     width = 24 if place.endswith("heads") else D
     dictionary = random_dictionary(place, target, width=width, target_width=width, features=29)
@@ -272,7 +272,7 @@ class Unnamed(Superposed):
     loaded_by = None
 
 
-def test_task_with_learner_must_name_its_loader(tmp_path):
+def test_task_with_custom_learner_must_name_loader(tmp_path):
     config = tj.TrainConfig(model=tj.ModelConfig(d_model=8), out=str(tmp_path / "run"))
     with pytest.raises(ConfigError, match="loaded_by is None: must be set"):
         fit(config, task=Unnamed(active=2))
@@ -293,7 +293,7 @@ def test_invalid_dictionary_tasks_are_rejected(fields, message):
 
 
 @pytest.mark.slow
-def test_edits_across_branches_and_missing_features_are_rejected():
+def test_cross_branch_edits_and_missing_features_are_rejected():
     model, params = model_of("gpt2")
     dictionary = random_dictionary("block_0/residual", "block_1/residual")
     with pytest.raises(ValueError, match=r"edit of block_0/residual and block_1/residual: must be"):

@@ -53,7 +53,7 @@ def test_zeroed_feed_forward_matches_zeroed_last_matrix():
 
 @pytest.mark.slow_except("both")
 @pytest.mark.parametrize("over", ["tokens", "rows", "both"])
-def test_mean_is_taken_over_tokens_of_call(over):
+def test_mean_edit_averages_over_tokens_in_call(over):
     name = "block_0/attention/heads"
     model, params = model_of("gpt2")
     edit = mean(name, over, heads=2, at=(1, 3))
@@ -73,7 +73,7 @@ def test_mean_is_taken_over_tokens_of_call(over):
 
 @pytest.mark.parametrize("over", ["tokens", "rows", "both"])
 @pytest.mark.parametrize("place", ["block_0/residual", "block_0/attention/heads", "*/weights"])
-def test_edit_of_value_matches_numpy(place, over):
+def test_value_edit_matches_numpy(place, over):
     """Includes attention weights [B, N, T, S], with other axes for tokens and heads."""
     shapes = {"block_0/residual": (B, T, D), "*/weights": (B, 3, T, 11)}
     value = np.random.default_rng(7).standard_normal(shapes.get(place, (B, T, 3, 5)))
@@ -91,7 +91,7 @@ def test_edit_of_value_matches_numpy(place, over):
 
 
 @pytest.mark.slow
-def test_resampling_every_place_reproduces_other_run():
+def test_resampling_every_place_reproduces_source_run():
     """Resample every place; then one token, which changes no other token before attention."""
     model, _ = model_of("llama")
     requested = tuple(x for x in places(model.config) if not x.endswith("key_positions"))
@@ -109,7 +109,7 @@ def test_resampling_every_place_reproduces_other_run():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
-def test_steered_generation_matches_full_pass(scanned):
+def test_steered_generation_matches_full_forward(scanned):
     model, params = model_of("gpt2", scanned=scanned)
     vector = np.random.default_rng(3).standard_normal(D).astype(np.float32)
     edit = add("block_0/residual", 5 * vector)
@@ -143,7 +143,7 @@ def test_edits_accept_traced_indices_and_differentiable_vectors():
 
 
 @pytest.mark.parametrize("name", ["heads", "at"])
-def test_traced_index_out_of_range_makes_value_nan(name):
+def test_traced_index_out_of_range_produces_nan(name):
     value = np.ones((B, T, 4, 3), np.float32)
 
     @jax.jit
@@ -158,7 +158,7 @@ def test_traced_index_out_of_range_makes_value_nan(name):
         assert np.isfinite(found).all() and (found == 0).any()
 
 
-def test_traced_index_counts_from_first_token_of_sequence():
+def test_traced_index_is_relative_to_sequence_start():
     token, call = np.ones((B, 1, D), np.float32), Call(whole=False, starts=None, padded=None)
 
     @jax.jit
@@ -172,7 +172,7 @@ def test_traced_index_counts_from_first_token_of_sequence():
 
 @pytest.mark.slow_except("None")
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_traced_token_beyond_its_row_makes_row_nan(chunk):
+def test_traced_token_index_past_row_end_makes_row_nan(chunk):
     """Rows of 5 and 3 tokens plus 4 new ones: no row reads token 8, one row reads token 7."""
     model, params = model_of("gpt2")
     vector, lengths = np.arange(D, dtype=np.float32), np.array([5, 3])
@@ -217,7 +217,7 @@ def test_source_keys_and_values_are_indexed_by_source_tokens():
 
 
 @pytest.mark.slow
-def test_edit_of_one_row_of_padded_batch_does_not_affect_others():
+def test_editing_one_row_in_padded_batch_does_not_affect_others():
     """The edit selects the row through `positions`."""
     model, params = model_of("gpt2")
     vector, lengths = np.arange(D, dtype=np.float32), np.array([5, 3])
@@ -247,7 +247,7 @@ def test_edit_of_one_row_of_padded_batch_does_not_affect_others():
         (resample({"embedding": np.ones((B, T, D))}), "<resample, float32[2,7,14]>"),
     ],
 )
-def test_repr_of_edits(edit, shown):
+def test_edit_reprs_show_their_arguments(edit, shown):
     assert shown in repr(edit)
 
 

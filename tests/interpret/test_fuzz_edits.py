@@ -15,14 +15,14 @@ EDITS = ("add", "positions", "mean", "last", "missing")
 )  # fmt: skip
 @pytest.mark.parametrize("which", EDITS)
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_edit_matches_single_pass_or_is_rejected_by_name(entry, which):
+def test_random_edit_matches_full_forward_or_is_rejected_by_name(entry, which):
     name, wrong = case(3, ENTRIES.index(entry), kind="learned", entry=entry, which=which)
     assert not wrong, f"{name}: {wrong}"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_edits_of_random_batches_match_single_pass(kind):
+def test_edits_on_random_batches_match_full_forward(kind):
     ran, failed = fuzz(7, cases=20, kind=kind)
     assert not failed, "\n".join(failed)
     assert ran.total() == 20

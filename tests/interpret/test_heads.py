@@ -30,7 +30,7 @@ def random_weights(*shape: int, seed: int = 3) -> np.ndarray:
     return (x / x.sum(-1, keepdims=True)).astype(np.float32)
 
 
-def test_head_scores_match_formulas():
+def test_attention_head_scores_match_formulas():
     P, length = 5, 13
     weights = random_weights(2, 3, 4, length, length)
     found = jax.jit(partial(head_scores, period=P))(weights)
@@ -44,7 +44,7 @@ def test_head_scores_match_formulas():
     assert_near(np.stack(found), wanted, NEAR)
 
 
-def test_heads_that_attend_to_one_kind_of_token_have_a_score_of_1():
+def test_head_that_attends_only_to_target_token_scores_one():
     P = 5
     draw = jax.jit(lambda: repeated_tokens(jax.random.key(3), 7, rows=3, period=P))
     tokens = np.asarray(draw())
@@ -63,7 +63,7 @@ def test_heads_that_attend_to_one_kind_of_token_have_a_score_of_1():
     np.testing.assert_array_equal(found, np.eye(3, dtype=np.float32))
 
 
-def test_rollout_multiplies_layers_and_its_rows_sum_to_1():
+def test_attention_rollout_multiplies_layers_and_rows_sum_to_one():
     weights = random_weights(2, 3, 5, 7, 7)
     found = np.asarray(jax.jit(attention_rollout)(weights))
     for b in range(2):
@@ -75,7 +75,7 @@ def test_rollout_multiplies_layers_and_its_rows_sum_to_1():
     assert_near(found.sum(-1), np.ones((2, 3, 7)), NEAR)
 
 
-def test_entropy_of_uniform_weights_is_ln_n_with_finite_gradients():
+def test_uniform_attention_entropy_is_log_n_with_finite_gradients():
     rows = np.array([[1, 0, 0, 0, 0], [0.5, 0.5, 0, 0, 0], [0.2] * 5], np.float32)
     entropy = jax.jit(attention_entropy)
     assert_near(entropy(rows), [0, math.log(2), math.log(5)], NEAR)
@@ -88,7 +88,7 @@ def test_entropy_of_uniform_weights_is_ln_n_with_finite_gradients():
 
 
 @pytest.mark.slow
-def test_scores_of_model_weights_have_layer_and_head_axes():
+def test_head_scores_have_layer_and_head_axes():
     model, params = model_of("llama", scanned=True)
     tokens = repeated_tokens(jax.random.key(3), VOCAB, rows=2, period=3)
     weights = attention_weights(model, params, tokens)["attention"]
@@ -108,7 +108,7 @@ def test_scores_of_model_weights_have_layer_and_head_axes():
         (lambda: repeated_tokens(jax.random.key(3), 7, period=11), "period is 11, rows is 4"),
     ],
 )
-def test_invalid_weights_are_rejected(call, message):
+def test_invalid_attention_weights_are_rejected(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -124,7 +124,7 @@ def metric(logits):
 @pytest.mark.parametrize(
     ("shape", "scanned"), [("gpt2", False), ("llama", True), ("t5", False), ("encoder", True)]
 )
-def test_integrated_gradients_are_complete(shape, scanned):
+def test_integrated_gradients_sum_to_output_difference(shape, scanned):
     model, params = model_of(shape, scanned=scanned)
     params = jax.tree.map(lambda x: x / 2, params)  # makes the path smooth enough for 64 points
     run = jax.jit(partial(model.apply, {"params": params}, **more(shape)))
@@ -134,7 +134,7 @@ def test_integrated_gradients_are_complete(shape, scanned):
     assert abs(found.sum() - wanted) <= 1e-4 * max(1, np.abs(found).sum())
 
 
-def test_integrated_gradients_of_square_equal_its_difference():
+def test_integrated_gradients_are_exact_for_quadratic_function():
     """Without branches and norm, logit z_t is linear in token t, which gets all of z_t^2."""
     model, params = model_of("no norm")
     silent = {

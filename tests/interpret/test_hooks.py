@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.mark.slow_except("gpt2")
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "neox"])
-def test_places_have_values_of_their_hooks(shape):
+def test_captured_places_match_hook_values(shape):
     config = SHAPES[shape]
     turned = "" if shape == "gpt2" else "rot_"
     names = [n for n in IN_BLOCK if "rot_" not in n and n[-2:] not in ("_q", "_k")]
@@ -70,12 +70,12 @@ def test_places_have_values_of_their_hooks(shape):
         ("gpt2", "hook_embed", "has no place: "),
     ],
 )  # fmt: skip
-def test_hooks_without_place_explain_their_value(shape, hook, rule):
+def test_hooks_without_place_explain_how_to_compute_value(shape, hook, rule):
     with pytest.raises(ValueError, match=rule):
         place_of_hook(SHAPES[shape], hook)
 
 
-def test_places_of_hooks_exist():
+def test_places_mapped_from_hooks_exist():
     for name in IN_BLOCK:
         assert place_of_hook(SHAPES["gpt2"], f"blocks.1.{name}") in places(SHAPES["gpt2"])
     assert place_of_hook(SHAPES["gpt2"], "blocks.0.hook_resid_pre") == "embedding"

@@ -25,7 +25,7 @@ def double(tree):
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "bert", "sandwich", "t5"])
-def test_lens_applies_final_norm_and_output_to_every_stream(shape, scanned):
+def test_logit_lens_applies_final_norm_and_output_to_every_stream(shape, scanned):
     model, params = model_of(shape, scanned=scanned)
     lens = jax.jit(partial(logit_lens, model))(params, draw(), **more(shape))
     assert lens.shape == (B, L + 1, T, VOCAB)
@@ -43,7 +43,7 @@ def test_lens_applies_final_norm_and_output_to_every_stream(shape, scanned):
             assert_near(lens[row, i], want, NEAR)
 
 
-def test_lens_of_embedding_is_its_norm_times_output_table():
+def test_logit_lens_of_embedding_is_normalized_and_projected():
     model, params = model_of("gpt2")
     found = jax.jit(lambda own: logit_lens(model, own, draw())[:, 0])(params)
     own = double(params)
@@ -54,7 +54,7 @@ def test_lens_of_embedding_is_its_norm_times_output_table():
 
 
 @pytest.mark.slow
-def test_lens_of_edited_model_reads_edited_streams():
+def test_logit_lens_uses_edited_streams():
     model, params = model_of("gpt2")
     edit = {"block_0/residual": lambda x: 2 * x}
     lens = jax.jit(lambda params: logit_lens(model, params, draw(), edit=edit))(params)
@@ -96,7 +96,7 @@ def attributed_by_definition(shape: str, tokens: np.ndarray, target: int, other:
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "gemma", "neox"])
-def test_attributions_match_formula(shape, scanned):
+def test_logit_attributions_match_formula(shape, scanned):
     model, params = model_of(shape, scanned=scanned)
     found = jax.jit(partial(logit_attribution, model))(params, draw(), 3, 19)
     wanted = attributed_by_definition(shape, draw(), 3, 19)
@@ -109,7 +109,7 @@ def test_attributions_match_formula(shape, scanned):
     "shape",
     ["gpt2", "llama", "gemma", "t5", "encoder", "no norm", "gptj", "attention alone"],
 )
-def test_parts_sum_to_logit_and_to_difference(shape):
+def test_logit_attributions_sum_to_logit_and_logit_difference(shape):
     model, params = model_of(shape, scanned=shape == "llama")
     target, other = draw(3), draw(4)
 
@@ -141,7 +141,7 @@ def test_parts_sum_to_logit_and_to_difference(shape):
         ("gpt2", dict(key=jax.random.key(3)), "takes no key"),
     ],
 )  # fmt: skip
-def test_attribution_of_non_additive_models_is_rejected(shape, arguments, message):
+def test_attribution_for_non_additive_models_is_rejected(shape, arguments, message):
     model, params = model_of(shape)
 
     def attribute(own):
@@ -151,7 +151,7 @@ def test_attribution_of_non_additive_models_is_rejected(shape, arguments, messag
         attribute(params) if "target" in arguments else jax.eval_shape(attribute, params)
 
 
-def test_capped_logits_and_models_without_logits_are_rejected():
+def test_attribution_rejects_capped_or_missing_logits():
     scaled = build(ModelConfig(vocab_size=VOCAB, num_layers=1, residual_scale=0.5))
     with pytest.raises(ValueError, match=r"residual_scale is 0.5: must be None"):
         logit_attribution(scaled, {}, draw(), 3)

@@ -15,7 +15,7 @@ RESIDUAL = T * D * 4
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-def test_capturing_one_layer_needs_memory_of_one_layer(scan):
+def test_capturing_one_layer_uses_memory_for_one_layer(scan):
     """Compare the output and temporary sizes of the compiled programs."""
     config = tj.ModelConfig(
         vocab_size=31, d_model=D, num_layers=L, num_heads=2, d_ff=D, max_len=T, positions=None,

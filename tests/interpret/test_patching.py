@@ -60,7 +60,7 @@ STREAMS = ("embedding", "block_0/residual")  # the inputs of block 0 and block 1
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
-def test_patch_matches_float64_model_from_patched_stream(scanned):
+def test_patched_output_matches_float64_model(scanned):
     model, params = model_of("llama", scanned=scanned)
     found = patch(model, params, CLEAN, CORRUPTED, STREAMS, metric)
     wanted = np.zeros((L, T))
@@ -76,7 +76,7 @@ def test_patch_matches_float64_model_from_patched_stream(scanned):
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["gpt2", "t5", "bert"])
-def test_patch_of_heads_matches_single_edits(shape, scanned):
+def test_head_patch_matches_individual_edits(shape, scanned):
     """Compute each entry with an edit of one head of one block at one token.
 
     The metric returns two logits of each row; their difference would cancel digits of float32.
@@ -105,7 +105,7 @@ def test_patch_of_heads_matches_single_edits(shape, scanned):
 
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("scanned", [False, True])
-def test_patching_everything_gives_clean_run_and_same_prompt_changes_nothing(scanned):
+def test_patching_every_place_reproduces_clean_run(scanned):
     model, params = model_of("gpt2", scanned=scanned)
     clean, corrupted = (metric(x) for x in logits_of(scanned))
     places = ("embedding", "block_*/residual", "final_norm", "logits")
@@ -115,7 +115,7 @@ def test_patching_everything_gives_clean_run_and_same_prompt_changes_nothing(sca
 
 
 @pytest.mark.slow
-def test_metric_per_row_and_vmap_over_prompts_compile_once():
+def test_patching_with_per_row_metric_and_vmap_compiles_once():
     model, params = model_of("gpt2", scanned=True)
     traced = []
 
@@ -143,7 +143,7 @@ def test_metric_per_row_and_vmap_over_prompts_compile_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
-def test_attribution_patching_is_derivative_of_patching(scanned):
+def test_attribution_patching_equals_derivative_of_patching(scanned):
     """Central differences in float64 along clean - corrupted."""
     model, params = model_of("llama", scanned=scanned)
     found = attribution_patching(model, params, CLEAN, CORRUPTED, STREAMS, metric)
@@ -158,7 +158,7 @@ def test_attribution_patching_is_derivative_of_patching(scanned):
     assert_near(found, wanted, 2 * GRADIENT_F32)
 
 
-def test_patch_of_one_token_of_logits_gives_that_token_of_other_run():
+def test_patching_logits_at_one_token_copies_clean_logits():
     """The metric is linear in the logits, with a different weight for each token."""
     model, params = model_of("gpt2", scanned=True)
     clean, corrupted = (x[..., 3] for x in logits_of(True))
@@ -174,7 +174,7 @@ def test_patch_of_one_token_of_logits_gives_that_token_of_other_run():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["gpt2", "t5"])
-def test_attribution_patching_agrees_with_patch_to_first_order(shape):
+def test_attribution_patching_matches_patching_to_first_order(shape):
     """Compare both tables for prompts with similar embeddings."""
     model, params = model_of(shape)
     near = jax.tree.map(np.copy, params)
@@ -220,7 +220,7 @@ def test_invalid_patches_are_rejected(arguments, message):
 
 
 @pytest.mark.slow
-def test_encoder_places_are_rejected():
+def test_patching_rejects_encoder_places():
     model, params = model_of("t5")
     with pytest.raises(
         ValueError, match="encoder/embedding: both prompts are read by the decoder, and they share"

@@ -79,7 +79,7 @@ def without_feed_forward(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["looped", "scanned", "d_ff 0"])
-def test_path_patching_matches_attention_only_model(
+def test_path_patching_matches_attention_only_reference(
     kind,
 ):
     model, params = without_feed_forward(kind)
@@ -156,7 +156,7 @@ def test_path_patching_to_all_receivers_matches_patch(shape, scanned):
     assert np.abs(received - base).max() > 1e-3
 
 
-def test_direct_effect_of_embedding_is_its_share_of_logits():
+def test_embedding_direct_effect_equals_its_logit_contribution():
     """Without a final norm, a logit is linear in the stream; each token has a different weight."""
     model, params = model_of("no norm")
     apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0])
@@ -171,7 +171,7 @@ def test_direct_effect_of_embedding_is_its_share_of_logits():
 
 
 @pytest.mark.slow
-def test_metric_per_row_and_vmap_over_prompts():
+def test_path_patching_supports_per_row_metric_and_vmap():
     model, params = model_of("gpt2")
 
     def of(clean, corrupted):
@@ -205,7 +205,7 @@ def test_metric_per_row_and_vmap_over_prompts():
         (dict(edit={}), "path_patching takes no edit"),
     ],
 )  # fmt: skip
-def test_invalid_paths_are_rejected(arguments, message):
+def test_invalid_path_patching_arguments_are_rejected(arguments, message):
     model, params = model_of("llama")
     given = dict(clean=CLEAN, corrupted=CORRUPTED, senders=HEADS, receivers="logits", metric=metric)
     with pytest.raises(ValueError, match=message):

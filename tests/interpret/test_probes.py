@@ -43,7 +43,7 @@ def minimum(x, y, penalty):
 
 
 @pytest.mark.slow
-def test_class_probe_minimizes_loss_and_is_scored_on_last_rows():
+def test_class_probe_minimizes_loss_and_scores_held_out_rows():
     values, labels = drawn()
     labels[2, 1:] = -1  # padding
     labels[-1, 0] = -1
@@ -64,7 +64,7 @@ def test_class_probe_minimizes_loss_and_is_scored_on_last_rows():
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_number_probe_satisfies_normal_equations(several):
+def test_regression_probe_satisfies_normal_equations(several):
     values, _ = drawn()
     rng = np.random.default_rng(5)
     numbers = values[..., :2] @ rng.standard_normal((2, 2)) + rng.standard_normal((ROWS, T, 2))
@@ -85,7 +85,7 @@ def test_number_probe_satisfies_normal_equations(several):
 
 
 @pytest.mark.slow
-def test_vmap_over_layers_matches_single_probes_and_noise_scores_baseline():
+def test_vmapped_probes_match_single_probes_and_noise_scores_baseline():
     values, labels = drawn(spread=0.1)
     noise = np.random.default_rng(7).standard_normal(values.shape).astype(np.float32)
     mapped = jax.vmap(lambda x: probe(x, labels))(np.stack([values, noise]))
@@ -97,7 +97,7 @@ def test_vmap_over_layers_matches_single_probes_and_noise_scores_baseline():
 
 
 @pytest.mark.slow
-def test_shuffling_keeps_rows_whole():
+def test_shuffling_probe_data_keeps_rows_intact():
     """Each row has a single class, and the last rows share a class that no other row has."""
     values = jnp.repeat(jnp.eye(4)[jnp.arange(20) // 5][:, None], 3, axis=1)
     labels = jnp.repeat((jnp.arange(20) // 5)[:, None], 3, axis=1)
@@ -108,7 +108,7 @@ def test_shuffling_keeps_rows_whole():
 
 
 @pytest.mark.slow
-def test_invalid_traced_labels_and_nonfinite_values_score_nan():
+def test_probe_score_is_nan_for_invalid_traced_labels():
     values, labels = drawn()
     of = jax.jit(lambda x, y: probe(x, y, num_classes=C, steps=2))
     assert np.isfinite(of(values, labels).score)

@@ -28,7 +28,7 @@ def llama():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_published_model_matches_transformers_streams(make, tmp_path):
+def test_published_model_streams_match_transformers(make, tmp_path):
     folder = saved(randomised(make(), 3), tmp_path)
     theirs = reopened(folder, transformers.AutoModelForCausalLM)
     config, params = load_pretrained(folder)[:2]

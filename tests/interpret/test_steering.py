@@ -13,7 +13,7 @@ NEAR = 5 * FORWARD_F32
 
 
 @pytest.mark.parametrize("over", ["last", "all"])
-def test_steering_vector_of_embedding_matches_tables(over):
+def test_embedding_steering_vector_matches_embedding_tables(over):
     model, params = model_of("gpt2")
     positive, negative = [[3, 5, 7, 11], [2, 19]], [[13], [17, 23, 29, 5]]
     found = steering_vector(model, params, positive, negative, "embedding", over=over)
@@ -30,7 +30,7 @@ def test_steering_vector_of_embedding_matches_tables(over):
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["llama", "bert"])
-def test_padding_of_shorter_rows_is_ignored(shape, scanned):
+def test_steering_vector_ignores_padding(shape, scanned):
     model, params = model_of(shape, scanned=scanned)
     place = "block_1/attention/heads"
     long, short = draw(3), draw(4, rows=3)[:, :4]
@@ -46,7 +46,7 @@ def test_padding_of_shorter_rows_is_ignored(shape, scanned):
 
 
 @pytest.mark.slow
-def test_array_matches_list_of_rows_under_jit_and_with_edit():
+def test_steering_accepts_array_or_list_of_rows():
     model, params = model_of("gpt2", scanned=True)
     edit = {"block_0/residual": lambda x: 2 * x}
     given, place = (draw(3), draw(4)), "block_1/residual"

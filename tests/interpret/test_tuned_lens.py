@@ -29,7 +29,7 @@ def random_translators():
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["llama", "t5", "bert"])
-def test_identity_translators_give_logit_lens_bitwise(shape, scanned):
+def test_identity_translators_reproduce_logit_lens_bitwise(shape, scanned):
     model, params = model_of(shape, scanned=scanned)
     given = draw(), more(shape)
 
@@ -42,7 +42,7 @@ def test_identity_translators_give_logit_lens_bitwise(shape, scanned):
     np.testing.assert_array_equal(found, plain(params, *given))
 
 
-def test_logits_and_divergence_follow_from_translated_streams():
+def test_tuned_lens_logits_and_divergence_match_translated_streams():
     model, params = model_of("llama", scanned=True)
     own, tokens = random_translators(), draw()
     both = lambda *given: (tuned_lens(model, *given), lens_divergence(model, *given))  # noqa: E731
@@ -64,7 +64,7 @@ def test_logits_and_divergence_follow_from_translated_streams():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "scanned"), [("gpt2", True), ("llama", False), ("bert", False)])
-def test_training_reduces_divergence_on_unseen_tokens(shape, scanned):
+def test_tuned_lens_training_reduces_divergence_on_unseen_tokens(shape, scanned):
     model, params = model_of(shape, scanned=scanned)
     train, unseen = draw(3, rows=64), draw(4, rows=32)
     fit = lambda p, x: fit_tuned_lens(  # noqa: E731
@@ -82,7 +82,7 @@ def test_training_reduces_divergence_on_unseen_tokens(shape, scanned):
 
 
 @pytest.mark.slow
-def test_vmap_over_translators():
+def test_tuned_lens_supports_vmap_over_translators():
     model, params = model_of("gpt2")
     own = random_translators()
     two = jax.tree.map(lambda a, b: jnp.stack([a, b]), own, Translators.identity(model))
@@ -92,7 +92,7 @@ def test_vmap_over_translators():
 
 
 @pytest.mark.slow
-def test_wrong_translators_and_arguments_are_rejected():
+def test_invalid_tuned_lens_arguments_are_rejected():
     model, params = model_of("gpt2")
     own = Translators(np.zeros((L + 1, D, D)), np.zeros((L + 1, D)))
     with pytest.raises(

@@ -147,19 +147,19 @@ SLIPS: tuple[Slip, ...] = (
             "the gradient of a capped, biased score ignores the mask",
             "(call.bias is None or t is not None)",
             "call.bias is None",
-            "attention/test_attention.py::test_overflowing_products_of_hidden_keys_do_not_reach_gradients",
+            "attention/test_attention.py::test_overflow_in_masked_keys_does_not_affect_gradients",
         ),
         (
             "the softcap's slope is 1 - t instead of 1 - t^2",
             "ds = ds * (1 - t * t)",
             "ds = ds * (1 - t)",
-            "attention/test_attention.py::test_overflowing_products_of_hidden_keys_do_not_reach_gradients",
+            "attention/test_attention.py::test_overflow_in_masked_keys_does_not_affect_gradients",
         ),
         (
             "the backward pass omits log l from the weights",
             "p = _exp(s - of.row_max - of.log_sum)",
             "p = _exp(s - of.row_max)",
-            "attention/test_attention.py::test_overflowing_products_of_hidden_keys_do_not_reach_gradients",
+            "attention/test_attention.py::test_overflow_in_masked_keys_does_not_affect_gradients",
         ),
     ),
     *of(
@@ -168,7 +168,7 @@ SLIPS: tuple[Slip, ...] = (
             "a causal tile counts as full if only its last query sees all keys",
             "ends = [(x_high, y_low), (x_low, y_high)]",
             "ends = [(x_high, y_high), (x_low, y_high)]",
-            "attention/test_masks.py::test_or_is_full_in_tiles_where_either_mask_is_full",
+            "attention/test_masks.py::test_union_tile_is_full_if_either_mask_tile_is_full",
         ),
     ),
     *of(
@@ -177,7 +177,7 @@ SLIPS: tuple[Slip, ...] = (
             "a negated mask reveals empty slots",
             "return self.allows(jnp.asarray(q), jnp.asarray(k)) & (k >= 0)[:, None, None, :]",
             "return self.allows(jnp.asarray(q), jnp.asarray(k))",
-            "attention/test_masks.py::test_empty_slot_is_hidden_even_under_negation",
+            "attention/test_masks.py::test_empty_slot_stays_masked_under_negation",
         ),
     ),
     *of(
@@ -186,19 +186,19 @@ SLIPS: tuple[Slip, ...] = (
             "a window of one skips its own tile",
             "self.left + self.right < 2",
             "self.left + self.right <= 2",
-            "attention/test_masks.py::test_window_counts_the_query_itself",
+            "attention/test_masks.py::test_window_size_includes_query_itself",
         ),
         (
             "a window excludes the query itself",
             "q - k <= min(self.left - 1, INT32.max)",
             "q - k <= min(self.left, INT32.max)",
-            "attention/test_masks.py::test_window_counts_the_query_itself",
+            "attention/test_masks.py::test_window_size_includes_query_itself",
         ),
         (
             "a missing segment ID counts as another document",
             "(q_ids == k_ids) & q_inside & k_inside",
             "(q_ids == k_ids) & q_inside",
-            "attention/test_masks.py::test_segment_ids_may_be_fewer_than_queries_or_keys",
+            "attention/test_masks.py::test_segment_ids_may_be_shorter_than_queries_or_keys",
         ),
     ),
     *of(
@@ -207,7 +207,7 @@ SLIPS: tuple[Slip, ...] = (
             "a nonfinite key affects query heads of another group",
             "bad_heads = jnp.repeat(~good_key.all(axis=1), group, axis=1)",
             "bad_heads = jnp.tile(~good_key.all(axis=1), (1, group))",
-            "attention/test_attention.py::test_without_mask_bad_key_breaks_query_heads_of_its_group",
+            "attention/test_attention.py::test_nonfinite_unmasked_key_affects_query_heads_in_its_group",
         ),
         (
             "position 0 counts as an empty slot",
@@ -228,13 +228,13 @@ SLIPS: tuple[Slip, ...] = (
             "a ring with sinks wraps at its full length",
             "sinks + (positions - sinks) % ring",
             "sinks + positions % ring",
-            "cache/test_kv_cache.py::test_ring_keeps_the_newest_positions",
+            "cache/test_kv_cache.py::test_ring_cache_keeps_newest_positions",
         ),
         (
             "a ring claims one key more than it stores",
             "at_most(window + k.shape[1] - 1, cache.capacity - cache.sinks)",
             "at_most(window + k.shape[1] - 2, cache.capacity - cache.sinks)",
-            "cache/test_kv_cache.py::test_first_of_several_new_queries_sees_its_whole_window",
+            "cache/test_kv_cache.py::test_first_query_in_chunk_attends_to_its_full_window",
         ),
         (
             "a repeated token is stored twice",
@@ -252,7 +252,7 @@ SLIPS: tuple[Slip, ...] = (
             "int8 overflows at the largest value",
             "largest(jnp.abs(x)) / 127, jnp.finfo",
             "largest(jnp.abs(x)) / 128, jnp.finfo",
-            "cache/test_cache_memory.py::test_quantisation_error_is_at_most_half_a_step",
+            "cache/test_cache_memory.py::test_cache_quantization_error_is_at_most_half_a_step",
         ),
     ),
     *of(
@@ -261,15 +261,15 @@ SLIPS: tuple[Slip, ...] = (
             "a ring with room only for its sinks is reported as never filling",
             "return slots, slots >= least",
             "return slots, slots >= window",
-            "cache/test_cache_memory.py::test_full_layer_among_rings_limits_positions "
-            "cache/test_cache_memory.py::test_each_layer_has_the_slots_it_needs "
-            "cache/test_cache_memory.py::test_cache_of_another_window_pattern_is_refused",
+            "cache/test_cache_memory.py::test_full_attention_layer_limits_positions_of_ring_caches "
+            "cache/test_cache_memory.py::test_each_layer_allocates_only_required_slots "
+            "cache/test_cache_memory.py::test_cache_with_different_window_pattern_is_rejected",
         ),
         (
             "a ring in a layer pattern has no slack",
             "min(capacity, least + slack)",
             "min(capacity, least)",
-            "cache/test_cache_memory.py::test_each_layer_has_the_slots_it_needs",
+            "cache/test_cache_memory.py::test_each_layer_allocates_only_required_slots",
         ),
     ),
     *of(
@@ -278,19 +278,19 @@ SLIPS: tuple[Slip, ...] = (
             "a full page is allocated again",
             "(cache.length // cache.page_size)[:, None]\n    touched",
             "((cache.length - 1) // cache.page_size)[:, None]\n    touched",
-            "cache/test_paged_cache.py::test_shared_rows_allocate_as_many_pages_as_count_needed",
+            "cache/test_paged_cache.py::test_page_count_needed_matches_allocation_with_shared_rows",
         ),
         (
             "an exhausted row stays exhausted after a rewind",
             "exhausted &= (length >= old_length) & (length > 0)",
             "exhausted &= length >= old_length",
-            "cache/test_paged_cache.py::test_empty_exhausted_row_may_continue_after_rewind",
+            "cache/test_paged_cache.py::test_exhausted_row_continues_after_rewind_to_zero",
         ),
         (
             "an unassigned block counts as owned",
             "unshared = (table >= 0) & (_references(cache)[table] == 1)",
             "unshared = _references(cache)[table] == 1",
-            "cache/test_paged_cache.py::test_count_needed_with_no_free_page",
+            "cache/test_paged_cache.py::test_page_count_needed_is_correct_without_free_pages",
         ),
         (
             "a row copies its own page before a write",
@@ -302,13 +302,13 @@ SLIPS: tuple[Slip, ...] = (
             "rewound tokens reappear with the next token",
             "jnp.where(positions < before.length[:, None, None], positions, -1)",
             "jnp.where(positions < before.length.max(), positions, -1)",
-            "cache/test_paged_cache.py::test_rewound_tokens_stay_dropped_next_to_a_longer_row",
+            "cache/test_paged_cache.py::test_rewound_tokens_stay_discarded_despite_longer_row",
         ),
         (
             "a full page keeps its successor",
             "blocks = -(-length // cache.page_size)\n",
             "blocks = length // cache.page_size + 1\n",
-            "cache/test_paged_cache.py::test_rows_that_grow_share_fork_and_end_match_dictionary",
+            "cache/test_paged_cache.py::test_random_paged_cache_operations_match_dictionary_model",
         ),
     ),
     *of(
@@ -317,7 +317,7 @@ SLIPS: tuple[Slip, ...] = (
             "a save keeps a reference to the caller's array",
             "array = value if isinstance(value, jax.Array) else np.array(value)",
             "array = value if isinstance(value, jax.Array) else np.asarray(value)",
-            "checkpoints/test_checkpoint.py::test_save_stores_values_at_time_of_call",
+            "checkpoints/test_checkpoint.py::test_save_captures_values_at_call_time",
         ),
         (
             "the best checkpoint is deleted with the old ones",
@@ -333,7 +333,7 @@ SLIPS: tuple[Slip, ...] = (
             "any nonempty string parses as true",
             'return text.lower() == "true"',
             "return bool(text)",
-            "cli/test_flags.py::test_every_field_of_a_run_is_read_back_as_it_is_shown",
+            "cli/test_flags.py::test_every_displayed_run_field_parses_to_original_value",
         ),
     ),
     *of(
@@ -342,7 +342,7 @@ SLIPS: tuple[Slip, ...] = (
             "each line's time starts at the beginning of the run",
             'seconds += (line["step"] - last) * self.tokens_per_step / rate',
             'seconds += line["step"] * self.tokens_per_step / rate',
-            "cli/test_plot.py::test_points_stand_at_steps_tokens_or_hours",
+            "cli/test_plot.py::test_horizontal_axis_shows_steps_tokens_or_hours",
         ),
     ),
     *of(
@@ -351,7 +351,7 @@ SLIPS: tuple[Slip, ...] = (
             "bits are nats times log 2 instead of divided by it",
             "bits = nats / math.log(2)",
             "bits = nats * math.log(2)",
-            "cli/test_train.py::test_report_names_unit_of_loss",
+            "cli/test_train.py::test_training_report_states_loss_unit",
         ),
     ),
     *of(
@@ -369,7 +369,7 @@ SLIPS: tuple[Slip, ...] = (
             "rows are split over only one of two axes",
             "return self.data * self.fsdp",
             "return max(self.data, self.fsdp)",
-            "config/test_config_limits.py::test_derived_values_follow_from_fields",
+            "config/test_config_limits.py::test_derived_config_values_match_fields",
         ),
     ),
     *of(
@@ -378,7 +378,7 @@ SLIPS: tuple[Slip, ...] = (
             "the default feed-forward width is 2x instead of 4x",
             "return 4 * self.d_model if self.d_ff is None",
             "return 2 * self.d_model if self.d_ff is None",
-            "config/test_config.py::test_default_sizes_follow_from_others",
+            "config/test_config.py::test_default_sizes_are_derived_from_other_fields",
         ),
         (
             "norm_order is accepted without a norm",
@@ -393,7 +393,7 @@ SLIPS: tuple[Slip, ...] = (
             "a windowed layer uses the default rotary pairing",
             "Rope(base=self.window_base, dims=self.dims, pairing=self.pairing)",
             "Rope(base=self.window_base, dims=self.dims)",
-            "config/test_config.py::test_pooler_and_layer_rotation_follow_from_other_fields",
+            "config/test_config.py::test_pooler_and_layer_rotation_are_derived_from_other_fields",
         ),
         (
             "distance biases with learned positions have T5's range",
@@ -426,13 +426,13 @@ SLIPS: tuple[Slip, ...] = (
             "65536 IDs use 32 bits",
             "tokenizer.vocab_size <= 2**16 else",
             "tokenizer.vocab_size < 2**16 else",
-            "cli/test_prepare.py::test_65536_ids_fit_into_16_bits_and_one_more_does_not",
+            "cli/test_prepare.py::test_65536_token_ids_fit_into_16_bits",
         ),
         (
             "a document ends one token late",
             "dtype=np.int64) - 1\n",
             "dtype=np.int64)\n",
-            "cli/test_prepare.py::test_documents_keep_their_order_and_are_in_one_part",
+            "cli/test_prepare.py::test_documents_keep_order_and_are_not_split_between_parts",
         ),
     ),
     *of(
@@ -441,7 +441,7 @@ SLIPS: tuple[Slip, ...] = (
             "an out-of-range row overwrites the last row",
             'x.at[rows].set(y, mode="drop")',
             'x.at[rows].set(y, mode="clip")',
-            "decoding/test_generation.py::test_state_rows_are_gathered_forked_written_and_selected",
+            "decoding/test_generation.py::test_state_rows_can_be_gathered_forked_written_and_selected",
         ),
     ),
     *of(
@@ -450,7 +450,7 @@ SLIPS: tuple[Slip, ...] = (
             "a text found by two groups is returned twice",
             "before = np.tril(np.ones(same.shape[1:], bool), -1)[None]",
             "before = np.tril(np.ones(same.shape[1:], bool), -2)[None]",
-            "decoding/test_beams.py::test_narrow_beams_match_plain_python",
+            "decoding/test_beams.py::test_narrow_beams_match_python_reference",
         ),
     ),
     *of(
@@ -459,7 +459,7 @@ SLIPS: tuple[Slip, ...] = (
             "a row with no new tokens skips the last prompt token",
             "numpy.maximum(limits, 1) - 1",
             "limits - 1",
-            "decoding/test_generation.py::test_prompt_and_tokens_read_after_it_must_fit_the_cache",
+            "decoding/test_generation.py::test_prompt_and_generated_tokens_must_fit_cache",
         ),
     ),
     *of(
@@ -474,14 +474,14 @@ SLIPS: tuple[Slip, ...] = (
             "every token of a row uses the same key",
             "keys = jax.vmap(jax.random.fold_in)(decode_state.keys, decode_state.count)",
             "keys = decode_state.keys",
-            "decoding/test_decode.py::test_token_n_is_drawn_with_the_key_folded_with_n",
+            "decoding/test_decode.py::test_nth_token_is_sampled_with_key_folded_with_n",
         ),
         (
             "chunked prefill returns only the last chunk's logits",
             "here = (offset >= 0) & (offset < chunk)",
             "here = offset < chunk",
-            "decoding/test_decode.py::test_prefill_returns_logits_after_the_last_token_of_each_row "
-            "decoding/test_decode.py::test_chunked_prompt_gives_the_same_tokens",
+            "decoding/test_decode.py::test_prefill_returns_logits_after_last_token_in_each_row "
+            "decoding/test_decode.py::test_chunked_prefill_generates_same_tokens",
         ),
     ),
     *of(
@@ -490,31 +490,31 @@ SLIPS: tuple[Slip, ...] = (
             "a banned sequence is allowed after its shortest prefix",
             "(history.length >= size - 1)",
             "(history.length > size - 1)",
-            "decoding/test_logit_processors.py::test_sequence_is_banned_once_its_beginning_matches",
+            "decoding/test_logit_processors.py::test_banned_sequence_is_blocked_once_its_prefix_matches",
         ),
         (
             "an n-gram can extend past the text",
             "again = at < length[:, None]",
             "again = at <= length[:, None]",
-            "decoding/test_logit_processors.py::test_processors_match_plain_python",
+            "decoding/test_logit_processors.py::test_logit_processors_match_python_reference",
         ),
         (
             "a repetition penalty raises negative logits",
             "jnp.where(logits > 0, logits / self.p, logits * self.p)",
             "logits / self.p",
-            "decoding/test_logit_processors.py::test_processors_match_plain_python",
+            "decoding/test_logit_processors.py::test_logit_processors_match_python_reference",
         ),
         (
             "one extra token is forced",
             "jnp.where((history.new < count)[:, None], forced, logits)",
             "jnp.where((history.new <= count)[:, None], forced, logits)",
-            "decoding/test_logit_processors.py::test_processors_match_plain_python",
+            "decoding/test_logit_processors.py::test_logit_processors_match_python_reference",
         ),
         (
             "the first new token is not counted",
             "counted & (at >= self.prompt[:, None])",
             "counted & (at > self.prompt[:, None])",
-            "decoding/test_logit_processors.py::test_processors_match_plain_python",
+            "decoding/test_logit_processors.py::test_logit_processors_match_python_reference",
         ),
     ),
     *of(
@@ -523,13 +523,13 @@ SLIPS: tuple[Slip, ...] = (
             "the entropy has the wrong sign",
             "-jnp.abs(below - mean))",
             "-jnp.abs(below + mean))",
-            "decoding/test_samplers.py::test_kept_tokens_match_plain_python",
+            "decoding/test_samplers.py::test_sampler_keeps_same_tokens_as_python_reference",
         ),
         (
             "a tie keeps one token too few",
             "jnp.cumsum(equal, axis=-1) <= room",
             "jnp.cumsum(equal, axis=-1) < room",
-            "decoding/test_samplers.py::test_edge_cases_keep_the_right_tokens",
+            "decoding/test_samplers.py::test_sampler_edge_cases_keep_correct_tokens",
         ),
     ),
     *of(
@@ -877,19 +877,19 @@ SLIPS: tuple[Slip, ...] = (
             "the shortest of several matching stop strings is removed",
             "self.pending[: -max(map(len, matches))]",
             "self.pending[: -min(map(len, matches))]",
-            "decoding/test_completion.py::test_longest_of_stop_strings_with_a_common_end_is_removed",
+            "decoding/test_completion.py::test_longest_matching_stop_string_is_removed",
         ),
         (
             "buffered text is lost at the end",
             "return text if stopped else text + self.matcher.pending",
             "return text",
-            "decoding/test_completion.py::test_text_does_not_depend_on_token_boundaries",
+            "decoding/test_completion.py::test_decoded_text_does_not_depend_on_token_boundaries",
         ),
         (
             "a token after an invalid character has the wrong offset",
             "self.start = self.length + broken",
             "self.start = self.length",
-            "decoding/test_completion.py::test_token_start_is_the_index_of_its_first_character",
+            "decoding/test_completion.py::test_token_start_is_index_of_first_character",
         ),
     ),
     *of(
@@ -1176,13 +1176,13 @@ SLIPS: tuple[Slip, ...] = (
             "an induction score is shifted by one token",
             "score(period - 1, period))",
             "score(period - 2, period))",
-            "interpret/test_heads.py::test_heads_that_attend_to_one_kind_of_token_have_a_score_of_1",
+            "interpret/test_heads.py::test_head_that_attends_only_to_target_token_scores_one",
         ),
         (
             "a rollout omits the residual stream",
             "mixed = weights.astype(jnp.float32).mean(axis=2) + jnp.eye(T)[None, None]",
             "mixed = weights.astype(jnp.float32).mean(axis=2)",
-            "interpret/test_heads.py::test_rollout_multiplies_layers_and_its_rows_sum_to_1",
+            "interpret/test_heads.py::test_attention_rollout_multiplies_layers_and_rows_sum_to_one",
         ),
     ),
     *of(
@@ -1191,7 +1191,7 @@ SLIPS: tuple[Slip, ...] = (
             "integration points come only from the first half of the path",
             "(nodes + 1) / 2, x1.dtype",
             "(nodes + 1) / 4, x1.dtype",
-            "interpret/test_heads.py::test_integrated_gradients_of_square_equal_its_difference",
+            "interpret/test_heads.py::test_integrated_gradients_are_exact_for_quadratic_function",
         ),
     ),
     *of(
@@ -1200,13 +1200,13 @@ SLIPS: tuple[Slip, ...] = (
             "patching uses the previous token",
             "selected = selected & (jnp.arange(sizes[i]) == index[i]).reshape(shape)",
             "selected = selected & (jnp.arange(sizes[i]) == index[i] - 1).reshape(shape)",
-            "interpret/test_patching.py::test_patch_of_one_token_of_logits_gives_that_token_of_other_run",
+            "interpret/test_patching.py::test_patching_logits_at_one_token_copies_clean_logits",
         ),
         (
             "attribution patching has the wrong sign",
             "(value.astype(jnp.float32) - before[name].astype(jnp.float32)) * gradient",
             "(before[name].astype(jnp.float32) - value.astype(jnp.float32)) * gradient",
-            "interpret/test_patching.py::test_patch_of_one_token_of_logits_gives_that_token_of_other_run",
+            "interpret/test_patching.py::test_patching_logits_at_one_token_copies_clean_logits",
         ),
     ),
     *of(
@@ -1215,7 +1215,7 @@ SLIPS: tuple[Slip, ...] = (
             "branches on a path stay fixed at the clean prompt",
             "constants = apply(corrupted, capture=frozen)[1]",
             "constants = apply(clean, capture=frozen)[1]",
-            "interpret/test_paths.py::test_direct_effect_of_embedding_is_its_share_of_logits",
+            "interpret/test_paths.py::test_embedding_direct_effect_equals_its_logit_contribution",
         ),
     ),
     *of(
@@ -1224,13 +1224,13 @@ SLIPS: tuple[Slip, ...] = (
             "a mean over tokens is taken over rows",
             '{"tokens": (tokens,), "rows": (0,), ',
             '{"tokens": (0,), "rows": (tokens,), ',
-            "interpret/test_edits.py::test_edit_of_value_matches_numpy",
+            "interpret/test_edits.py::test_value_edit_matches_numpy",
         ),
         (
             "an edit applies to the next token",
             "(positions[..., None] == at[None, None])",
             "(positions[..., None] == at[None, None] + 1)",
-            "interpret/test_edits.py::test_edit_of_value_matches_numpy",
+            "interpret/test_edits.py::test_value_edit_matches_numpy",
         ),
     ),
     *of(
@@ -1239,19 +1239,19 @@ SLIPS: tuple[Slip, ...] = (
             "the lens skips the final norm",
             'x = x if model.config.norm_order == "post" else stack.norm(x)',
             'x = x if model.config.norm_order != "post" else stack.norm(x)',
-            "interpret/test_lens.py::test_lens_of_embedding_is_its_norm_times_output_table",
+            "interpret/test_lens.py::test_logit_lens_of_embedding_is_normalized_and_projected",
         ),
         (
             "a logit contribution omits the norm's scale",
             "d = d * scale[None, None]",
             "d = d * jnp.ones_like(scale)[None, None]",
-            "interpret/test_lens.py::test_parts_sum_to_logit_and_to_difference[gpt2]",
+            "interpret/test_lens.py::test_logit_attributions_sum_to_logit_and_logit_difference[gpt2]",
         ),
         (
             "the other token's logit is added instead of subtracted",
             "return first - rest[0] if rest else first",
             "return first + rest[0] if rest else first",
-            "interpret/test_lens.py::test_parts_sum_to_logit_and_to_difference[gpt2]",
+            "interpret/test_lens.py::test_logit_attributions_sum_to_logit_and_logit_difference[gpt2]",
         ),
     ),
     *of(
@@ -1260,7 +1260,7 @@ SLIPS: tuple[Slip, ...] = (
             "the lens divergence is reversed",
             "(jnp.exp(log_p) * (log_p - log_q))",
             "(jnp.exp(log_q) * (log_q - log_p))",
-            "interpret/test_tuned_lens.py::test_logits_and_divergence_follow_from_translated_streams",
+            "interpret/test_tuned_lens.py::test_tuned_lens_logits_and_divergence_match_translated_streams",
         ),
     ),
     *of(
@@ -1269,7 +1269,7 @@ SLIPS: tuple[Slip, ...] = (
             "the last token of a shorter text is padding",
             "index == counts[:, None] - 1 if",
             "index == tokens.shape[1] - 1 if",
-            "interpret/test_steering.py::test_steering_vector_of_embedding_matches_tables",
+            "interpret/test_steering.py::test_embedding_steering_vector_matches_embedding_tables",
         ),
     ),
     *of(
@@ -1278,7 +1278,7 @@ SLIPS: tuple[Slip, ...] = (
             "a probe's bias ignores the mean of its inputs",
             "return kernel, (mean - centre @ kernel)[0], mean",
             "return kernel, mean[0], mean",
-            "interpret/test_probes.py::test_number_probe_satisfies_normal_equations[False]",
+            "interpret/test_probes.py::test_regression_probe_satisfies_normal_equations[False]",
         ),
     ),
     *of(
@@ -1287,7 +1287,7 @@ SLIPS: tuple[Slip, ...] = (
             "the stream before a block is read after it",
             'f"block_{number - 1}/residual"',
             'f"block_{number}/residual"',
-            "interpret/test_hooks.py::test_places_have_values_of_their_hooks[gpt2]",
+            "interpret/test_hooks.py::test_captured_places_match_hook_values[gpt2]",
         ),
     ),
     *of(
