@@ -1,4 +1,4 @@
-"""Atomic checkpoints, which consist of arrays in orbax format and a manifest.
+"""Atomic checkpoints that consist of arrays in orbax format and a manifest.
 
     step-00000500/
         params/         the leaves under `params`, in orbax format
@@ -6,7 +6,7 @@
         state/          the leaves at the top level
         manifest.json   leaf names, dtypes, and shapes; size and SHA-256 of each file; own SHA-256
 
-A save copies the values to the host and returns; a thread writes them to `step-00000500.tmp`. Each
+A save copies the values to the host and returns. A thread writes them to `step-00000500.tmp`. Each
 process writes its shards, reads them back, and compares them with the originals. Process 0 then
 writes the manifest, syncs the folder to disk, and renames it. A `step-N` folder is therefore always
 complete, and a killed process leaves only a `.tmp` folder. Loading a checkpoint never runs code
@@ -209,7 +209,7 @@ def restore(path: str | Path, like: PyTree, *, verified: bool = False) -> PyTree
     type: a NumPy array, a Python number, or a JAX array with the sharding of the
     `ShapeDtypeStruct`. If `like` has only some of the top-level entries, such as `{"params": ...}`,
     only their files are read. If you have called `verify`, pass `verified=True` to skip the hash
-    checks; each process then reads only the shards for its devices. Raises CheckpointError if a
+    checks. Each process then reads only the shards for its devices. Raises CheckpointError if a
     file is damaged, or if leaves are missing, unexpected, or have a different shape.
     """
     manifest = read_manifest(path)
@@ -349,7 +349,7 @@ def _shards(arrays: Mapping[str, Array]) -> dict[str, np.ndarray]:
 def _read_back(folder: Path, staged: Mapping[str, Array], final: Path) -> None:
     """Raise CheckpointError if the written arrays do not read back bit for bit.
 
-    Each process reads its own shards; process 0 also reads the arrays that are not sharded.
+    Each process reads its own shards. Process 0 also reads the arrays that are not sharded.
     """
     arrays = {name: _on_host(array) for name, array in staged.items()}
     if jax.process_index() != 0:
@@ -384,7 +384,7 @@ _save_numbers = itertools.count()
 
 @contextlib.contextmanager
 def _synchronized(name: str) -> Iterator[None]:
-    """Wait for all processes at the end of the context, and raise an error of one in all."""
+    """Wait for all processes at the end of the context. If one has an error, raise it in all."""
     try:
         yield
     except BaseException as error:

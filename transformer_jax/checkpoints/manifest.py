@@ -1,4 +1,4 @@
-"""Checkpoint manifest, which describes the leaves and contains the hash of each file."""
+"""Manifest of a checkpoint, which describes the leaves and contains the hash of each file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Manifest:
     leaves: tuple[Leaf, ...]
     """All leaves, in tree order."""
     keys: Mapping[str, str]
-    """Implementation of each PRNG key, keyed by leaf name; the leaf contains uint32 key data."""
+    """Implementation of each PRNG key, keyed by leaf name. The leaf contains uint32 key data."""
 
 
 _FILES = Untrusted(CheckpointError)

@@ -33,9 +33,9 @@ LATE_REPORTS = 0.2
 
 
 def staged(array: jax.Array) -> jax.Array:
-    """Start copying an array to host memory; the array can be donated afterward.
+    """Start copying an array to host memory. The array can be donated afterward.
 
-    Each device copies its shard; a replicated array is copied once.
+    Each device copies its shard. A replicated array is copied once.
     """
     if array.is_fully_replicated:
         array = array.addressable_shards[0].data
@@ -43,7 +43,7 @@ def staged(array: jax.Array) -> jax.Array:
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> None:
-    """Write the shards of this process into an empty folder; `finish` then makes it readable.
+    """Write the shards of this process into an empty folder. `finish` then makes it readable.
 
     Process 0 writes the NumPy arrays. Raises OSError with the name of the file if writing fails.
     """

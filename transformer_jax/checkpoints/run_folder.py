@@ -151,7 +151,7 @@ class RunFolder:
             log.write(json_text(line) + "\n")
 
     def _metrics(self) -> list[JsonObject | None]:
-        """Read the finished lines of metrics.jsonl; a damaged line becomes None."""
+        """Read the complete lines of metrics.jsonl. A damaged line becomes None."""
         if not self.metrics_file.is_file():
             return []
         found: list[JsonObject | None] = []
@@ -249,7 +249,7 @@ def _to_json(config: FieldValue) -> JsonObject:
 
 
 def config_from_json(text: str | bytes) -> TrainConfig:
-    """Parse the output of `config_to_json`; keys can be missing, but not unknown.
+    """Parse the output of `config_to_json`. Keys can be missing, but unknown keys are not allowed.
 
     Files from other versions are not converted. Raises ConfigError if a key is invalid.
     """

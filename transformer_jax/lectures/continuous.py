@@ -45,7 +45,7 @@ CLASSIFY_ROWS = 128
 
 
 class Signals(RowsTask):
-    """Task on generated images or sounds; `held_out` signals replace generated ones."""
+    """Task on generated images or sounds. `held_out` signals replace generated ones."""
 
     def __init__(
         self,

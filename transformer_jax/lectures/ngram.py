@@ -58,7 +58,7 @@ class NgramConfig(AnyModelConfig):
     vocab_size: Size = 256
     """Size of the vocabulary."""
     order: Size = 5
-    """The order n of the model; a prediction sees n - 1 tokens."""
+    """The order n of the model. A prediction sees n - 1 tokens."""
     nodes: tuple[int, ...] | None = None
     """Numbers of distinct 1-grams to n-grams, which are the sizes of the parameters. `count_ngrams`
     sets this field, which is None before counting."""

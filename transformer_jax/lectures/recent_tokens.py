@@ -235,7 +235,10 @@ class RecentTokensLM(CheckedModule):
         visit: Visit,
         whole: bool,
     ) -> jax.Array:  # f32[B, Q, V]
-        """Return the logits after each window. If `whole`, windows start at consecutive tokens."""
+        """Return the logits after each window.
+
+        If `whole` is true, the windows start at consecutive tokens.
+        """
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Recurrent models, including a language model, a tagger, and an encoder-decoder with attention.
+"""Recurrent models: a language model, a tagger, and an encoder-decoder with attention.
 
 As in all models, `model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32,
 state)` is used for training, prefill, and decoding, with any number of tokens at a time. Tokens
@@ -120,7 +120,7 @@ class RecurrentConfig(AnyModelConfig):
     d_attention: Size | None = None
     """Width of the hidden layer of additive attention; None uses d_hidden."""
     num_classes: Size | None = None
-    """Number of classes of the classification head of a bidirectional tagger; None means no
+    """Number of classes in the classification head of a bidirectional tagger; None means no
     head."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output matrix."""
@@ -155,7 +155,7 @@ class RecurrentConfig(AnyModelConfig):
 
     @property
     def context_use(self) -> ContextUse | None:
-        """Return the use of the context, or None without attention."""
+        """Return the place where the context is used, or None without attention."""
         if self.attention is None or self.context is not None:
             return self.context
         return "input" if self.attention == "additive" else "output"
@@ -422,7 +422,7 @@ class RecurrentDecoder(Module):
             context, weights = state_attention(query, memory.states, w=w, mask=mask)
         context, weights = context[:, 0], visit.token("attention/weights", weights[:, 0])
         if "attention/weights" in visit.edits:
-            # attention used the weights from before the edit
+            # the attention used the weights before the edit
             context = jnp.einsum("BS,BSM->BM", weights, memory.states)
         return visit.token("attention/context", context), weights
 
@@ -533,7 +533,7 @@ def _keep(valid: jax.Array, new: Tree, old: Tree) -> Tree:
 
 
 def _zero_at(start: jax.Array | None, carry: Tree) -> Tree:
-    """Reset the carry of rows where a document starts, bool[B]; None resets nothing."""
+    """Reset the carry of rows where a document starts, bool[B]. None resets nothing."""
     if start is None:
         return carry
     return _keep(start, jax.tree.map(jnp.zeros_like, carry), carry)
@@ -1016,7 +1016,7 @@ class RecurrentStep(AppliedStep[RecurrentState]):
     model: RecurrentLM | RecurrentSeq2Seq
 
     def check(self, prompt: np.ndarray, state: RecurrentState, total: np.ndarray) -> None:
-        """Raise ValueError if the prompt or the state does not fit; any length is allowed."""
+        """Raise ValueError if the prompt or the state does not fit. Any length is allowed."""
         check_tokens(prompt, self.model.config.vocab_size)
         check_recurrent_state(self.model.config, state, prompt.shape[0], "prompt has")
         super().check(prompt, state, total)

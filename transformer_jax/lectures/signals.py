@@ -97,14 +97,15 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
 
     The file contains these arrays:
 
-    - `inputs`: numbers, either images [N, 8, 8, 1] or [N, 8, 8], or frames [N, T, 16]. - `lengths`:
-    integers [N], the number of frames of each sound. This array is optional and defaults to T. -
-    `targets`: str[N], the target texts.
+    - `inputs`: numbers, either images [N, 8, 8, 1] or [N, 8, 8], or frames [N, T, 16].
+    - `lengths`: integers [N], the number of frames of each sound. This array is optional. By
+      default, every sound has T frames.
+    - `targets`: str[N], the target texts.
 
     Args:
         task: a `DigitsTask` or a `TonesTask`.
         path: path of the file.
-        targets: whether to read the targets; if not, they are "".
+        targets: whether to read the targets. If not, they are "".
 
     Raises:
         DataError: If an array is missing or invalid.

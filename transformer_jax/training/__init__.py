@@ -1,7 +1,8 @@
 """Training: data, batches, losses, optimizers, tasks, the training step, and the training loop.
 
-`loop.fit` trains a `TrainConfig`; `step` and `losses` are the building blocks for a custom loop.
-The names in `_LATER` need optax and other heavy packages, so they are imported on first use.
+`loop.fit` trains the model of a `TrainConfig`. `step` and `losses` contain building blocks for a
+custom loop. The names in `_LATER` need optax and other heavy packages, so they are imported on
+first use.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class FrozenBase:
     def trained(self, loaded: Params, params: Params, key: jax.Array) -> Params:
         """Return the trainable parameters at the start of the run.
 
-        Raises ConfigError if a parameter is new or has a new shape, but is not trained in full.
+        Raises ConfigError if a parameter that is new or has a new shape is not trained in full.
         """
         found = fresh_trained(self.config, params, key)
         whole = found["whole"]
@@ -99,8 +99,8 @@ class FrozenBase:
     ) -> tuple[Params, list[str]]:
         """Load the frozen parameters. Return the trainable ones and a message for each new part.
 
-        `metadata` comes from a checkpoint. Raises CheckpointError if it names a different base
-        model, and ConfigError if a new parameter is not trained.
+        `metadata` is the metadata of a checkpoint. Raises CheckpointError if it names a different
+        base model, and ConfigError if a new parameter is not trained.
         """
         config = self.config
         loaded = start.params(config.model.scan_layers)

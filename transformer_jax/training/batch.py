@@ -29,7 +29,7 @@ from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 from transformer_jax.values import value_class
 
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
-"""`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; a key of None disables dropout."""
+"""`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`. A key of None disables dropout."""
 
 
 @value_class(pytree=True)
@@ -148,7 +148,7 @@ output matrix twice and updates its gradient, so larger chunks move less data.""
 
 
 def chosen_chunk(rows: int, length: int, vocab_size: int) -> int:
-    """Return the number of tokens per row whose logits are computed together.
+    """Return the number of tokens per row for which logits are computed at a time.
 
     `rows` is the number of rows per device. A row is split as evenly as possible.
     """
@@ -175,10 +175,10 @@ def batch_loss(
 
     Args:
         config: model config.
-        label_smoothing: same as in `cross_entropy`; at least 0 and below 1.
-        z_loss: same as in `cross_entropy`; at least 0.
-        chunk: number of tokens per row whose logits a transformer computes together, in both the
-            forward and the backward pass; None uses `chosen_chunk`.
+        label_smoothing: see `cross_entropy`; at least 0 and less than 1.
+        z_loss: see `cross_entropy`; at least 0.
+        chunk: number of tokens per row for which a transformer computes logits at a time, in both
+            the forward and the backward pass. None means `chosen_chunk`.
         row_shards: number of devices across which the rows of a batch are split.
 
     Returns:

@@ -83,9 +83,10 @@ class Programs:
 
 
 def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
-    """Return the config of a task, with table sizes for an n-gram model, and its programs.
+    """Return the config and the programs of a task.
 
-    Runs whose numerical settings are equal share compiled programs.
+    The config of an n-gram model includes the table sizes. Runs with the same numerical settings
+    share compiled programs.
     """
     config = task.config
     if not config.model.supports("gradients"):

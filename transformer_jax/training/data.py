@@ -60,8 +60,9 @@ class Source:
 def read(data: str, out: str | None = None) -> list[Source]:
     """Read the data that `TrainConfig.data` specifies: a file, a folder, `-`, or a named data set.
 
-    The files of a folder are sorted by path. Hidden files, links to folders, and run folders such
-    as `out` are skipped. A newline is appended to each file that does not end with one.
+    `-` means standard input. The files in a folder are sorted by path. Hidden files, links to
+    folders, and run folders such as `out` are skipped. A newline is appended to each file that does
+    not end with one.
     """
     if data == "-":
         if sys.stdin is None:
@@ -166,8 +167,8 @@ class Dataset:
 def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:
     """Read `config.data`, train the tokenizer unless one is passed, encode the text, and split it.
 
-    The held-out part is `val_data`, if set; otherwise, it is the last `val_fraction` of the
-    characters (or of the bytes, for the `byte` tokenizer). See `train_tokenizer` for the text that
+    The held-out part is `val_data`, if it is set. Otherwise, it is the last `val_fraction` of the
+    characters, or of the bytes for the `byte` tokenizer. See `train_tokenizer` for the text that
     the tokenizer is trained on.
     """
     sources, kept = _read_all(config, config.data), 1.0 - config.val_fraction
@@ -256,9 +257,9 @@ def line_tokenizer(config: TrainConfig, lines: Iterable[str], training: Iterable
 def random_starts(
     seed: int, step: int, shape: tuple[int, ...], count: int
 ) -> np.ndarray:  # i32[shape]
-    """Draw the window starts of a step uniformly from [0, count), using only the arguments.
+    """Draw the window starts of a step uniformly from [0, count).
 
-    The windows do not depend on how a step is divided into micro-batches.
+    The windows depend only on the arguments, and not on the division of a step into micro-batches.
     """
     if not (0 <= seed < 2**32 and 0 <= step < 2**63 and 0 < count < 2**31):
         raise ValueError(f"seed {seed}, step {step}, count {count}: out of range")

@@ -55,7 +55,7 @@ def start_model(init_from: str) -> StartModel:
 
     Raises ConfigError or CheckpointError if the model cannot be used.
     """
-    # imported here: a run from scratch does not need the tables of published model families
+    # imported here because a run from scratch does not need the tables of published model families
     from transformer_jax.loading import base_params, is_run, published_tokenizer, with_targets
     from transformer_jax.pretrained.load import pretrained_config
     from transformer_jax.pretrained.weights import open_weights

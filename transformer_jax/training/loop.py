@@ -1,4 +1,4 @@
-"""Training loop, which takes steps, evaluates the model, saves checkpoints, and resumes runs.
+"""Training loop, which trains and evaluates a model, saves checkpoints, and resumes runs.
 
 The loop is the same for all tasks. A task (see `tasks`) defines the data and the loss. For a custom
 loop, use the building blocks in `step`.
@@ -66,8 +66,8 @@ class Result:
         rejected: number of steps with a non-finite loss or gradient.
         accuracy: fraction of held-out labels predicted correctly at `step`.
         scores: metrics for the decoded held-out examples.
-        unit: unit of `val_loss_per_character`, which is "character" or "byte"; "token" if that loss
-            is None.
+        unit: unit of `val_loss_per_character`, which is "character" or "byte", or "token" if that
+            loss is None.
     """
 
     config: TrainConfig
@@ -111,7 +111,7 @@ def fit(
     able to read it. Every `log_every` steps, the processes agree on whether to stop.
 
     Args:
-        config: config of the run; `config.out` is the folder. If `config.init_from` is set, the
+        config: config of the run. `config.out` is the folder. If `config.init_from` is set, the
             parameters and the tokenizer are loaded from that run or published model. In this case,
             `config.model` must match the initial model's config, except for `OVERRIDABLE_FIELDS`
             and the table rows that the task appends. Use `fine_tuning` to create the config.
@@ -126,9 +126,9 @@ def fit(
         task: a custom task, used instead of `config.task` (docs/howto_task.md).
 
     Raises:
-        ConfigError: If the config is invalid; nothing is written.
-        DataError: If the data cannot be used; nothing is written.
-        CheckpointError: If the initial model or checkpoint cannot be read; nothing is written.
+        ConfigError: If the config is invalid. Nothing is written.
+        DataError: If the data cannot be used. Nothing is written.
+        CheckpointError: If the initial model or checkpoint cannot be read. Nothing is written.
         RunError: If the run fails. After RunError or OSError, existing checkpoints remain valid.
     """
     if not isinstance(config, TrainConfig):

@@ -246,7 +246,7 @@ def matrix_dimensions(params: Params) -> Params:
 
 
 def averaged_params(opt_state: optax.OptState, params: Params) -> Params:
-    """Return the parameters to evaluate and use, which are averages for ScheduleFree."""
+    """Return the parameters for evaluation and inference, which are averages for ScheduleFree."""
     found = [part for part in opt_state if isinstance(part, ScheduleFreeState)]
     if not found:
         return params

@@ -45,7 +45,7 @@ class Phases:
 
 
 def peak_memory() -> int:
-    """Return the peak memory of this process's device, or of the process on a CPU, in bytes."""
+    """Return the peak memory in bytes of this process's device or, on a CPU, of this process."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "peak_bytes_in_use" in stats:
@@ -61,7 +61,7 @@ def flops_utilisation(
     device_kind: str | None = None,
     devices: int | None = None,
 ) -> float | None:
-    """Return the model FLOPs utilization (MFU) (Chowdhery et al. 2022, appendix B).
+    """Return the model FLOPs utilization (MFU; Chowdhery et al. 2022, appendix B).
 
     `step_flops` counts the operations. The peak is the device's peak rate for dense bfloat16
     products, regardless of the run's dtype. Returns None if the model is not a transformer, or if

@@ -1,4 +1,4 @@
-"""Direct preference optimization, which learns which of two answers is preferred.
+"""Direct preference optimization (DPO): training on pairs of a preferred and a rejected answer.
 
 The reward for an answer y to a prompt x is r(y) = beta (log p(y | x) - log p0(y | x)), where p0 is
 the initial model. The loss for a pair is -log sigmoid(r(chosen) - r(rejected)) (Rafailov et al.
@@ -32,8 +32,8 @@ def answer_log_probs(
 ) -> Callable[..., jax.Array]:
     """Return `log_probs(params, batch, key) -> f32[B, 2]` for the two answers in each row.
 
-    Each value is the sum over the answer's labels, in nats. Logits exist for only `chunk` tokens
-    per row at a time. None uses `chosen_chunk`.
+    Each value is the sum over the answer's labels, in nats. Logits are computed for `chunk` tokens
+    per row at a time. None means `chosen_chunk`.
     """
     model = build(config)
 
@@ -105,8 +105,8 @@ def _margins(
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Return a function that computes the margin and the weight of each row, f32[B] each.
 
-    The margin is r(chosen) - r(rejected). The weight is 1 if the row contains a pair; otherwise, it
-    is 0.
+    The margin is r(chosen) - r(rejected). The weight is 1 if the row contains a pair, and 0
+    otherwise.
     """
     model = as_transformer(config.model)
     log_probs = answer_log_probs(model, chunk=config.loss_chunk, row_shards=row_shards)

@@ -209,7 +209,7 @@ class RowReader:
 
 
 def rows_of_process(batch_size: int, process: tuple[int, int]) -> slice:
-    """Return the slice of batch rows of process p of P, which is p B / P to (p + 1) B / P.
+    """Return the slice of batch rows for process p of P, from p B / P to (p + 1) B / P.
 
     Raises ConfigError unless P divides B.
     """

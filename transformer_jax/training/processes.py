@@ -26,7 +26,7 @@ _MAX_BYTES = 4096
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes to the run's folder."""
+    """Whether this process is the process that writes to the run's folder."""
     return jax.process_index() == 0
 
 
@@ -81,7 +81,7 @@ def time_of_first() -> str:
 
 
 def gathered_here(tree: T) -> T:
-    """Copy arrays that are split across processes, in full, to each host."""
+    """Copy arrays that are split across processes to every host."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils

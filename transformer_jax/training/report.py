@@ -25,7 +25,7 @@ from transformer_jax.training.tasks.task import Inputs
 from transformer_jax.training.trackers import Trackers
 
 MAX_REJECTED = 10
-"""Number of consecutive steps with a non-finite loss or gradient that stops a run."""
+"""Number of consecutive steps with a non-finite loss or gradient after which a run stops."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Report:
     def read(self, step: int, metrics: Metrics, inputs: Inputs | None) -> StepNumbers:
         """Wait for the measurements of a step and show them.
 
-        If the step is a loss spike, the batch is saved. Raises RunError after MAX_REJECTED
-        consecutive rejected steps.
+        If the loss spikes, the batch is saved. Raises RunError after MAX_REJECTED consecutive
+        rejected steps.
         """
         with self.phases.of("step"):
             metrics = jax.device_get(metrics)

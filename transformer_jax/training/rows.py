@@ -134,7 +134,7 @@ def stack_rows(
     """Pad shorter rows with `fill`, stack them, and return the array and a mask of valid entries.
 
     The length is rounded up to a multiple of MULTIPLE. Images [H, W, C] and classes [] are not
-    padded because all have the same shape; the mask is then None.
+    padded because all have the same shape. The mask is then None.
     """
     first = rows[0]
     kind = first.dtype if first.dtype == bool else np.dtype(np.float32)

@@ -127,7 +127,7 @@ class Run:
         return trained if self.base is None else self.base.join_parts(trained)
 
     def described(self, done: int) -> list[str]:
-        """Return two lines that describe the model with its device and the data."""
+        """Return two lines, which describe the model with its device, and the data."""
         total, trained = count(self.template.params), ""
         if self.config.lora is not None:
             trained, total = f" ({total:,} of them trained)", total + count(self.frozen)
@@ -140,7 +140,7 @@ class Run:
 
     def save(self, state: TrainState, val_loss: float | None) -> None:
         """Write a checkpoint in the background."""
-        # the parameters to use are averages, not those at which gradients are computed
+        # the parameters for inference are averages, not those at which gradients are computed
         if isinstance(self.config.optimizer, ScheduleFree):
             state = replace(state, average=state.eval_params)
         metadata = {

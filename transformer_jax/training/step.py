@@ -1,7 +1,7 @@
 """Training step, which is a pure function of the state, and evaluation of held-out batches.
 
-Step n uses the key `fold_in(key, n)`, and micro-batch i folds i into that key, so training from a
-restored state continues bit for bit.
+Step n uses the key `fold_in(key, n)`, and micro-batch i folds i into that key. Training from a
+restored state is therefore bit for bit the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROUNDING = np.uint32(2**32 - 1)
 
 @value_class(pytree=True)
 class TrainState:
-    """Everything that a step changes and the key that determines all randomness.
+    """Training state: everything that a step changes, and the key that determines all randomness.
 
     Attributes:
         step: number of steps that were taken, including rejected ones.
@@ -51,7 +51,7 @@ class TrainState:
 
     @property
     def eval_params(self) -> Params:
-        """Return the parameters to evaluate and use, which are averages if there are any."""
+        """Return the parameters for evaluation and inference: the average if there is one."""
         if self.average is not None:
             return self.average
         return averaged_params(self.opt_state, self.params)
@@ -62,7 +62,7 @@ class Metrics:
     """Measurements of a step, taken before its update."""
 
     loss: jax.Array  # f32[]; mean over the tokens of the step, in nats
-    weight: jax.Array  # f32[]; number of tokens that counted
+    weight: jax.Array  # f32[]; number of tokens in the loss
     grad_norm: jax.Array  # f32[]; before clipping
     rejected: jax.Array  # i32[]
     rejected_in_a_row: jax.Array  # i32[]

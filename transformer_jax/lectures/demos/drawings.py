@@ -145,7 +145,7 @@ def activation_name(config: ModelConfig) -> str:
 
 
 def norm_boxes(config: ModelConfig, name: str, width: int | None = None) -> list[Box]:
-    """Return a list with the box of a norm, or an empty list if the config has no norm."""
+    """Return a list with the box for a norm, or an empty list if the config has no norm."""
     if config.norm is None:
         return []
     return [Box(name, [f"{config.norm} {config.d_model if width is None else width}"], "norm")]

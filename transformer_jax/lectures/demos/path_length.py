@@ -52,7 +52,7 @@ WIDTH = 8
 
 
 def loop_steps(program: Jaxpr) -> int:
-    """Count the sequential steps in a program's loops; the result is at least 1."""
+    """Count the sequential steps in a program's loops. The result is at least 1."""
 
     def count(program: Jaxpr) -> int:
         total = 0

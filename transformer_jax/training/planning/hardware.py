@@ -24,7 +24,7 @@ _GRIDS = {
     "3d": {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8",
            256: "4x8x8", 512: "8x8x8"},
 }  # fmt: skip
-"""Slice shapes, keyed by the number of chips; v5e and v6e have two dimensions, and v5p has
+"""Slice shapes, keyed by the number of chips. v5e and v6e have two dimensions, and v5p has
 three."""
 
 H200 = """
@@ -122,9 +122,9 @@ class Hardware:
 def find_hardware(name: str) -> Hardware:
     """Return the hardware with a name such as cpu, h200, h200-8, tpu-v5e-256, or tpu-v5p-8.
 
-    The number counts chips, except for v5p, for which Google counts cores. A v5p chip has two
-    cores, so tpu-v5p-8 has 4 chips. Raises ConfigError if the name is unknown or if no slice has
-    this number of chips.
+    The number at the end is the number of chips, except for v5p, where Google uses the number of
+    cores. A v5p chip has two cores, so tpu-v5p-8 has 4 chips. Raises ConfigError if the name is
+    unknown or if no slice has this number of chips.
     """
     parts = name.split("-")
     last = parts[-1]

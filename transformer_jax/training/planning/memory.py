@@ -25,7 +25,7 @@ class StepMemory:
     optimizer: int
     """Optimizer state and, if there is one, the moving average of the parameters."""
     inputs: int
-    """The batch and the arrays that stay on the device, such as a text."""
+    """The batch and the arrays that stay on the device, such as a corpus."""
     working: int
     """Temporary arrays: gradients, activations, and buffers."""
 
@@ -62,9 +62,9 @@ def bytes_on_device(tree: PyTree) -> int:
 def step_memory(
     program: Compiled, state: PyTree, inputs: PyTree, frozen: PyTree = ()
 ) -> StepMemory:
-    """Return the memory per device of a step that was compiled for these shapes.
+    """Return the memory per device that a step needs if it is compiled for these shapes.
 
-    The parameters include the `frozen` ones.
+    The memory of the parameters includes `frozen` parameters.
     """
     found = program.memory_analysis()
     assert found is not None

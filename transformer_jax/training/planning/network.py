@@ -25,9 +25,9 @@ class Traffic(NamedTuple):
     """Number of bytes that each device sends in one run of a program."""
 
     bytes: dict[str, float]
-    """Bytes, keyed by the kind of collective."""
+    """Number of bytes, keyed by the kind of collective."""
     unknown_loops: int
-    """Number of collectives in loops of unknown length, which are counted as one iteration."""
+    """Number of collectives in loops of unknown length. Each of these is counted once."""
 
     @property
     def total(self) -> float:
@@ -70,7 +70,7 @@ def network_traffic(text: str, devices: int) -> Traffic:
 
 
 def _computations(text: str) -> dict[str, list[str]]:
-    """Return the lines of each computation, keyed by name (`entry` for the entry computation)."""
+    """Return the lines of each computation, keyed by name. The entry computation is `entry`."""
     found: dict[str, list[str]] = {}
     name = None
     for line in text.splitlines():
@@ -134,7 +134,7 @@ def _result_bytes(shapes: str, kind: str, begins: bool) -> float:
 
 
 def _group(line: str, devices: int) -> int:
-    """Return the number of devices per group of a collective, or all if it has no groups."""
+    """Return the number of devices per group of a collective, or all devices without groups."""
     named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
     if named:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))

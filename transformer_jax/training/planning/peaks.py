@@ -1,8 +1,8 @@
 """Published peak rates of chips.
 
 The sources are the pages v5e, v5p, and v6e of cloud.google.com/tpu/docs for TPUs, and NVIDIA's data
-sheets of the SXM models for GPUs. Rates apply to dense products in bfloat16. The memory of a TPU is
-the amount that its compiler allows a program to use. The memory of an H200 is the amount that it
+sheets for the SXM models for GPUs. Rates apply to dense products in bfloat16. The memory of a TPU
+is the amount that its compiler allows a program to use. The memory of an H200 is the amount that it
 reports.
 """
 

@@ -56,7 +56,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory per chip and time of a step."""
+    """Time of a step and its memory per chip."""
 
     hardware: Hardware
     mesh: MeshConfig
@@ -66,7 +66,7 @@ class Plan:
     tokens: int
     """Number of tokens per step on all chips."""
     flops: float
-    """Number of operations in a step's products on all chips."""
+    """Number of floating-point operations in a step's products on all chips."""
     compiled: bool
     """Whether the step was compiled. If not, `memory` excludes activations."""
     traffic: Traffic | None = None
@@ -107,7 +107,7 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
 
     The source of an encoder-decoder also has `sequence_len` tokens. If the state and its gradients
     alone exceed a chip's memory, or if `compiled` is False, nothing is compiled, and activations
-    are excluded. Raises ConfigError if the mesh and the hardware differ in size.
+    are excluded. Raises ConfigError if the mesh and the hardware have different numbers of devices.
     """
     model = config.model
     if not isinstance(model, ModelConfig):
@@ -163,7 +163,7 @@ def plan_decoding(
     """Compile a step that decodes one token per row, with a cache of `length` positions.
 
     The parameters and the cache use the compute dtype. Raises ConfigError if the model is not a
-    decoder, or if the mesh and the hardware differ in size.
+    decoder, or if the mesh and the hardware have different numbers of devices.
     """
     if model.kind != "decoder":
         raise ConfigError(f"kind is {model.kind!r}: decoding plans support only decoders")
@@ -237,9 +237,9 @@ def _traffic(program: Compiled, devices: int) -> Traffic | None:
 def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple[int, Plan] | None:
     """Return the largest batch size that fits and its plan, or None if no batch size fits.
 
-    The size is a multiple of the mesh's row shards. Memory is nearly linear in the batch size, so
-    the limit is extrapolated from two sizes and then bracketed by up to four more compilations. The
-    result is usually within a sixteenth of the largest size that fits.
+    The size is a multiple of the number of row shards in the mesh. Memory is nearly linear in the
+    batch size, so the limit is extrapolated from two sizes and then bracketed by up to four more
+    compilations. The result is usually within a sixteenth of the largest size that fits.
     """
     unit = first.mesh.row_shards
     plans = {config.batch_size: first}
@@ -319,7 +319,8 @@ def least_chips(config: TrainConfig, hardware: Hardware) -> int | None:
     """Return the smallest power-of-two number of chips on which a run fits with `fsdp`.
 
     Only the state and its gradients are considered. Returns None if 4096 chips are not enough,
-    because axes that are not divisible are replicated.
+    which can happen because an axis is replicated if its size is not divisible by the number of
+    chips.
     """
     for count in (2**n for n in range(13)):
         run = replace(config, mesh=MeshConfig(fsdp=count), batch_size=count)

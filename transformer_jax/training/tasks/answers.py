@@ -78,8 +78,8 @@ class Targets:
         tokenizers: tokenizers for targets and sources.
         params: parameters of the model.
         model: model of the config, which may have edits; None builds it from the config.
-        published: whether to read sources as published models do. Special tokens can then be
-            spelled out, and each source is read separately, without padding.
+        published: whether to encode sources as for a published model. Sources can then contain
+            special tokens, and each source is encoded separately, without padding.
         stop: tokens that end a target; None uses the tokenizer's.
         processors: functions that change the logits before a token is chosen.
         cache_dtype: the dtype of cached keys and values. None means the compute dtype.

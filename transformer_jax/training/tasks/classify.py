@@ -190,7 +190,7 @@ def label_texts(
 def _class_logits(
     model: AnyModel, params: Params, batch: Batch, columns: Array | None
 ) -> jax.Array:  # f32[B, C]
-    """Return the class logits, either from a head or from the class tokens after <cls>."""
+    """Return the class logits from a head, or the logits of the class tokens after <cls>."""
     logits = batch_logits(model)(params, batch, None)
     if columns is None:
         return logits

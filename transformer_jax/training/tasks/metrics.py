@@ -11,7 +11,7 @@ import numpy as np
 def compare_texts(
     written: Sequence[str], wanted: Sequence[str], *, translations: bool = True
 ) -> dict[str, float]:
-    """Compare texts with references; return exact_match, word_error_rate, bleu, and chrf.
+    """Compare texts with references. Return exact_match, word_error_rate, bleu, and chrf.
 
     The exact_match is the fraction of texts that are equal, ignoring spaces at both ends. The
     word_error_rate is the number of words to insert, delete, or replace, divided by the number of

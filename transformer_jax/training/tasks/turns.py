@@ -95,7 +95,7 @@ def message_turn(tokenizer: Tokenizer, messages: Messages) -> Turn:
 
     Args:
         tokenizer: tokenizer with a chat template or special tokens for roles.
-        messages: list of `{"role": ..., "content": ...}`, with at least one message.
+        messages: list of at least one message `{"role": ..., "content": ...}`.
 
     Raises:
         DataError: If the template does not write the answer after the other messages, or if it
@@ -181,7 +181,7 @@ def _loose_pattern(content: str) -> re.Pattern[str]:
 
 
 def _last_visible_id(tokenizer: PretrainedTokenizer, answer: np.ndarray) -> int | None:
-    """Return the last token ID whose text is not whitespace."""
+    """Return the ID of the last token whose text is not whitespace."""
     return next((int(i) for i in answer[::-1] if tokenizer.to_bytes([i]).strip()), None)
 
 
@@ -202,7 +202,7 @@ def talk_turns(tokenizer: Tokenizer, where: str, messages: Messages) -> list[Tur
 def tokenizer_of_talks(
     tokenizer: Tokenizer, where: str, messages: Messages
 ) -> tuple[Tokenizer, str | None]:
-    """Return the tokenizer for a run on conversations and a line about the end of answers.
+    """Return the tokenizer for a run on conversations, and a line about the end of answers.
 
     The token that the chat template puts at the end of answers becomes an end token. If the
     template writes the current time, this time is fixed for the run. Raises DataError if no token
