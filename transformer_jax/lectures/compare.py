@@ -159,8 +159,7 @@ def equal_models(
     """Return models of equal size, keyed by name: a decoder, the other models, and an n-gram model.
 
     Raises:
-        ConfigError: If a model in `names` cannot match the decoder's number of parameters within 3
-            %.
+        ConfigError: If a model in `names` cannot match the size of the decoder within 3 %.
     """
     if d_model < 8 or d_model % 8:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Training on images and sound, for which the encoder reads numbers instead of tokens.
+"""Training on images and sound, where the encoder reads numbers instead of tokens.
 
 An encoder-decoder reads an image or frames and writes `<bos> target <eos>` letter by letter. An
 encoder reads an image and predicts its class.
@@ -137,7 +137,7 @@ class Signals(RowsTask):
         signals: Sequence[Signal],
         report: Report | None = None,
     ) -> list[str]:
-        """Return the text that the model writes, or the name of the class, for each signal."""
+        """Return the text or class name that the model predicts for each signal."""
         longest = max(len(self.tokenizers.tokenizer.encode(signal.target)) for signal in signals)
         return answer_signals(
             self.config, self.tokenizers, params, signals, longest + 1, report, self.model
@@ -153,7 +153,7 @@ def answer_signals(
     report: Report | None = None,
     model: AnyModel | None = None,
 ) -> list[str]:
-    """Return the text that a model writes, or the name of the class, for each signal.
+    """Return the text or class name that a model predicts for each signal.
 
     Each text has at most `num_tokens` tokens. `model` is the model of the config, which may have
     edits.

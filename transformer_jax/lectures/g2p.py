@@ -91,7 +91,7 @@ def gru_cell(
 def letters(words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # i32[B, S], bool[B, S]
     """Return the tokens of words, each followed by </s>, and the mask of real tokens."""
     ids_by_letter = {letter: i for i, letter in enumerate(LETTERS)}
-    # 1 is <unk>, which is used, for example, for accented letters and digits
+    # 1 is <unk>, for example for accented letters and digits
     end = ids_by_letter["</s>"]
     rows = [[*(ids_by_letter.get(c, 1) for c in word.lower()), end] for word in words]
     source = np.zeros((len(rows), max(map(len, rows), default=1)), np.int32)

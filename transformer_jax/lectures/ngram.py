@@ -116,8 +116,8 @@ def count_ngrams(
     """
     if getattr(documents, "ndim", None) == 1:
         documents = [np.asarray(documents)]
-    # concatenate the documents, each after its start symbols; `room` is the number of tokens to the
-    # end
+    # concatenate the documents, each after its start symbols, where `room` is the number of tokens
+    # up to the end
     begin = np.full(config.context, config.vocab_size, np.int64)
     line, rooms = [], []
     for document in documents:

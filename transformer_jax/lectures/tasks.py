@@ -31,7 +31,8 @@ MONTHS = (
     "october", "november", "december",
 )  # fmt: skip
 TRIES = 1000, 20
-"""Maximum number of consecutive duplicates, as a constant plus a number per example found."""
+"""Maximum number of consecutive duplicates: a constant, plus a number per example that was
+found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class _GeneratedTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class _LettersTask(_GeneratedTask):
-    """Base class of tasks that use random strings of letters."""
+    """Base class of tasks on random strings of letters."""
 
     letters: Size = 8
     """Number of distinct letters, starting with a."""
@@ -203,7 +204,7 @@ class ModularTask(_GeneratedTask):
 
 @dataclass(frozen=True, kw_only=True)
 class _ContinuousTask(_GeneratedTask):
-    """Base class of tasks that use images and sound."""
+    """Base class of tasks on images and sound."""
 
     examples: Size = 4000
     """Maximum number of distinct examples, including held-out examples."""

@@ -60,8 +60,8 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Return the optimizer that `config.optimizer` specifies, with clipping and the schedule.
 
-    Frozen parameters are not updated and do not count toward the norm that is clipped. The `init`
-    of the optimizer raises ConfigError if a frozen name does not match any parameter.
+    Frozen parameters are not updated and are not part of the clipped norm. The `init` of the
+    optimizer raises ConfigError if a frozen name does not match any parameter.
     """
     rate, last = learning_rate_schedule(config), []
     if config.frozen is not None:
@@ -117,7 +117,7 @@ def scale_by_adafactor(settings: Adafactor) -> optax.GradientTransformation:
     """
 
     def axes(path: KeyPath, leaf: jax.Array) -> tuple[int, tuple[int, int] | None]:
-        """Return the number of leading axes and the second-longest and longest of the other axes.
+        """Return the number of leading axes, and the two longest of the other axes.
 
         The longest axis comes second. The two axes are replaced by None if each element has its own
         second moment.
@@ -174,7 +174,7 @@ def scale_by_adafactor(settings: Adafactor) -> optax.GradientTransformation:
 def without_frozen(loss: Loss, names: tuple[str, ...]) -> Loss:
     """Return a loss with zero gradient for parameters whose names begin with one of `names`.
 
-    The backward pass skips the products with these parameters.
+    The backward pass skips the products for these gradients.
     """
 
     def partly_frozen(

@@ -2,7 +2,8 @@
 
     python -m transformer_jax demo decoding_cost
 
-The number of query-key products of one head in one layer is as follows, where step t has t tokens:
+The numbers of query-key products of one head in one layer are as follows, where step t has t
+tokens:
 
     no cache    sum of t (t + 1) / 2 = n (n + 1) (n + 2) / 6    recomputes every query at every step
     cache       sum of t             = n (n + 1) / 2            one query per step

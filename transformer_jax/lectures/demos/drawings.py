@@ -49,7 +49,7 @@ FILLS = {"embed": "#e3f1e6", "norm": "#f4f0d8", "attention": "#fbe5d6", "feed_fo
 
 
 class Box(NamedTuple):
-    """Labeled box with the name of a group of parameters and lines about them."""
+    """Box with the name of a group of parameters and lines that describe them."""
 
     name: str
     lines: Sequence[str]
@@ -57,10 +57,10 @@ class Box(NamedTuple):
 
 
 Item = Box | str
-"""Element of a column, from bottom to top. A box, "text ..." for a label, "plus" to add the stream
-of the last "split", "fork" where parallel branches leave the stream, "beside" at the start of the
-next parallel branch, "start" and any other string where the blocks begin and end, or "states" for
-the output of the stack."""
+"""Element of a column, which is drawn from bottom to top. An element is a box or one of these
+strings: "text ..." is a label. "plus" adds the stream of the last "split". "fork" is where parallel
+branches leave the stream, and "beside" starts the next parallel branch. "start" is the start of the
+blocks, and any other string is their end. "states" is the output of the stack."""
 
 
 def attention_box(config: ModelConfig, stack: str, cross: bool = False) -> Box:

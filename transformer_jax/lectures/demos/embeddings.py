@@ -71,7 +71,7 @@ def sentences() -> list[list[str]]:
 
 
 def windows(texts: list[list[str]], vocabulary: list[str]) -> np.ndarray:  # i32[M, CONTEXT + 1]
-    """Return each word of each text, preceded by its CONTEXT previous words."""
+    """Return a row for each word of each text, with the CONTEXT previous words before it."""
     rows = []
     for text in texts:
         ids = [vocabulary.index(word) for word in [START] * CONTEXT + text]

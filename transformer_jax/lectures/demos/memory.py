@@ -3,11 +3,11 @@
     python -m transformer_jax demo memory
 
 A sequence contains one of eight letters, followed by k random distractors, which are chosen from
-eight other symbols. After the last distractor, the network must name the letter; the accuracy of a
-random guess is 1/8. An Elman network overwrites its state at every token. An untrained LSTM keeps a
-fraction of about sigmoid(b_f) of its cell, so b_f determines whether the gradient survives k steps
-(Gers et al. 2000, Jozefowicz et al. 2015). The models are of class `RecurrentLM`, and b_f is the
-`forget_bias` of `RecurrentConfig`.
+eight other symbols. After the last distractor, the network must name the letter. The accuracy of
+random guessing is 1/8. An Elman network overwrites its state at every token. An untrained LSTM
+keeps a fraction of about sigmoid(b_f) of its cell, so b_f determines whether the gradient survives
+k steps (Gers et al. 2000, Jozefowicz et al. 2015). The models are of class `RecurrentLM`, and b_f
+is the `forget_bias` of `RecurrentConfig`.
 """
 
 from __future__ import annotations

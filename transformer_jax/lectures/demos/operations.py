@@ -1,4 +1,4 @@
-"""Count the multiplications in an attention, recurrent, convolution, and feed-forward layer.
+"""Count the multiplications in attention, recurrent, convolutional, and feed-forward layers.
 
     python -m transformer_jax demo operations
 

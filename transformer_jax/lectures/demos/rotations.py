@@ -4,8 +4,9 @@
 
 The left plot shows P[p, 2i] = sin(p w_i) and P[p, 2i + 1] = cos(p w_i) with w_i = 10000^(-2i/D),
 from high to low frequencies. Every pair is a point on a circle, so P(t + k) is P(t) rotated by k
-w_i. The right plot shows the first pair of a query with rotary positions (Su et al. 2021). At
-positions 0 to 5, the vector [1, 0] has the angles 0, 1, 2, ... radians, and its length is always 1.
+w_i. The right plot shows the first pair of elements of a query with rotary positions (Su et al.
+2021). At positions 0 to 5, the vector [1, 0] is rotated by 0, 1, 2, ... radians, and its length
+remains 1.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m transformer_jax demo score_variance
 
 If the elements of q and k are independent with mean 0 and variance 1, then q.k has variance d.
-After scaling by 1/sqrt(d), the variance is 1 (Vaswani et al. 2017, 3.2.1, note 4). Large scores
-make the softmax one-hot, so its entropy and gradient approach 0. Uniform weights over S keys have
-entropy ln S.
+After scaling by 1/sqrt(d), the variance is 1 (Vaswani et al. 2017, section 3.2.1, note 4). Large
+scores make the softmax one-hot, so its entropy and gradient approach 0. Uniform weights over S keys
+have entropy ln S.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ INK = "#444444"
 
 
 Options = Mapping[str, tuple[Any, Any]]
-"""Pairs of default values of a demonstration's options, keyed by name: normally and with
---quick."""
+"""Default values of a demonstration's options, keyed by name. Each pair contains the usual value
+and the value with --quick."""
 
 MEANINGS = {
     "data": "a text file, UTF-8",
@@ -77,7 +77,7 @@ def check_least(name: str, value: int, least: int, reason: str) -> None:
 
 
 def halved(largest: int, count: int) -> list[int]:
-    """Return up to `count` increasing lengths, each half of the next; the last is `largest`."""
+    """Return up to `count` increasing lengths that end with `largest`. Each is half of the next."""
     # a set, because halving a small length results in 1 several times
     return sorted({max(1, largest >> i) for i in range(count)})
 
@@ -93,7 +93,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> No
 
 def new_figure(columns: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes]]:
     """Create a figure that contains a row of empty plots in the style of `plot_losses`."""
-    # do not use pyplot, which keeps every figure and may need a display
+    # do not use pyplot, which keeps every figure in memory and may need a display
     figure = Figure(figsize=(7.0 if columns == 1 else 4.7 * columns, height), layout="constrained")
     FigureCanvasAgg(figure)
     plots = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
@@ -178,7 +178,7 @@ def train(
 ) -> tuple[PyTree, jax.Array]:  # params, f32[steps]
     """Minimize loss(params, batch) with Adam, one step per batch. Return params and losses.
 
-    The learning rate decays to zero along half a cosine.
+    The learning rate decays to zero along half a period of a cosine.
     """
     steps = len(jax.tree.leaves(batches)[0])
     optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))

@@ -68,7 +68,7 @@ def measure(
     for name, cell in CELLS.items():
         of_key = partial(jacobian, cell(width), length, width)
         keys = jax.random.split(jax.random.key(seed), seeds)
-        # use in float64, because the squares of the smallest elements underflow in float32
+        # in float64, because the squares of the smallest elements underflow in float32
         jacobians = np.asarray(jax.jit(jax.vmap(of_key))(keys), np.float64)
         norms[name] = np.sqrt((jacobians**2).sum(axis=(1, 3))).mean(axis=0)[::-1]
     return norms

@@ -9,8 +9,8 @@
     O = A V                       output
     Y = norm(O + P)               positions added again, then normalized
 
-The equations are from Vaswani et al. 2017, 3.2.1, and the numbers are from the lecture. Adding P
-again is not a residual connection, because a transformer block adds X: Z = norm(O + X).
+The equations are from Vaswani et al. 2017, section 3.2.1, and the numbers are from the lecture.
+Adding P again is not a residual connection, because a transformer block adds X: Z = norm(O + X).
 """
 
 from __future__ import annotations

@@ -39,9 +39,8 @@ def load_task(
 
     Args:
         config: config of the run.
-        tokenizers: tokenizers of the run; None creates them from the data.
-        vocab_size: size of a vocabulary that is larger than the tokenizer's; None uses the
-            tokenizer's.
+        tokenizers: tokenizers of the run. None means that they are created from the data.
+        vocab_size: a vocabulary size larger than the tokenizer's. None means the tokenizer's.
 
     Raises:
         ConfigError: If the config does not match the data.

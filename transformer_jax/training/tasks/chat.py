@@ -1,8 +1,9 @@
-"""Training on conversations. The loss covers only the assistant's turns.
+"""Training on conversations, with a loss for only the assistant's turns.
 
 Each line of the file is an object {"messages": [{"role": ..., "content": ...}, ...]}. Published
-tokenizers use their chat template. Other tokenizers use one special token per role: <user> text
-<assistant> text <eos> <user> ...
+tokenizers use their chat template. Other tokenizers use one special token per role:
+
+    <user> text <assistant> text <eos> <user> ...
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Conversations(RowsTask):
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
 
     def described(self) -> str:
-        """Describe the rows and the token that marks the end of an answer."""
+        """Return a description of the rows and of the token that marks the end of an answer."""
         return "; ".join(filter(None, (super().described(), self.end)))
 
     def sample(self, params: Params) -> str:

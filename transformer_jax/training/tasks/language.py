@@ -77,7 +77,7 @@ def write_sample(self: TrainingTask, params: Params) -> str:
 
 
 class LanguageWindows(TrainingTask):
-    """Task whose windows start anywhere in one long text."""
+    """Task whose windows start at random positions in one long text."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -110,7 +110,7 @@ class LanguageWindows(TrainingTask):
         yield from np.concatenate([starts, padding]).reshape(-1, size)
 
     def described(self) -> str:
-        """Describe the text length."""
+        """Return a description of the length of the text."""
         train, held_out = len(self.data.train), len(self.data.val)
         return (
             f"text: {train:,} tokens and {held_out:,} held out, {self.tokens_per_step:,} in a step"

@@ -204,7 +204,7 @@ def _uniform(
     random stream differs from the one for window starts.
     """
     *rows, tokens = shape
-    # use whole Philox blocks per row, so that its numbers do not depend on the batch
+    # each row uses whole Philox blocks, so that its numbers do not depend on the batch
     blocks = -(-3 * tokens // 4)  # a block has four words
     philox = np.random.Philox(key=(seed << 64) + (1 << 63) + step, counter=1 + first * blocks)
     words = philox.random_raw(math.prod(rows) * 4 * blocks).reshape(-1, 4 * blocks)
@@ -229,7 +229,7 @@ def _text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
 def masked_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:  # i32[n]
     """Encode text that contains masks ("[MASK]" or "_"), and add the tokenizer's special tokens.
 
-    The mask token of a published tokenizer can also be spelled out.
+    Text for a published tokenizer can also contain its mask token.
     """
     base, mask = plain(tokenizer), special_ids(tokenizer).get("mask")
     spelled = dict(base.roles).get("mask") if isinstance(base, PretrainedTokenizer) else None

@@ -13,15 +13,15 @@ def compare_texts(
 ) -> dict[str, float]:
     """Compare texts with references. Return exact_match, word_error_rate, bleu, and chrf.
 
-    The exact_match is the fraction of texts that are equal, ignoring spaces at both ends. The
-    word_error_rate is the number of words to insert, delete, or replace, divided by the number of
-    reference words. BLEU (Papineni et al. 2002) and chrF (Popović 2015) range from 0 to 100. They
-    are sacrebleu's corpus scores with default settings, and are computed only if sacrebleu is
-    installed. BLEU is omitted if no reference has four words, because even a perfect copy would
-    score 0.
+    The exact_match is the fraction of texts that equal their reference, ignoring spaces at both
+    ends. The word_error_rate is the number of words to insert, delete, or replace, divided by the
+    number of reference words. BLEU (Papineni et al. 2002) and chrF (Popović 2015) range from 0 to
+    100. They are sacrebleu's corpus scores with default settings, and are computed only if
+    sacrebleu is installed. BLEU is omitted if no reference has four words, because even a perfect
+    copy would score 0.
 
     Args:
-        written: n texts; at least one.
+        written: the n texts to compare, at least one.
         wanted: n references.
         translations: whether to compute bleu and chrf.
     """

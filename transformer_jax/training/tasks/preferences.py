@@ -110,7 +110,7 @@ class Preferences(RowsTask):
         super().__init__(config, tokenizers, sha256_of(content), *rows)
 
     def described(self) -> str:
-        """Describe the rows and the token that marks the end of an answer."""
+        """Return a description of the rows and of the token that marks the end of an answer."""
         return "; ".join(filter(None, (super().described(), self.end)))
 
     def sample(self, params: Params) -> str:

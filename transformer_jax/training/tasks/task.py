@@ -60,19 +60,19 @@ class Learner:
     loss: Loss
     """`loss(params, batch, key) -> (mean, weight)`, f32[] each, as returned by `batch_loss`."""
     scores: Callable[..., jax.Array]
-    """`scores(params, batch) -> f32[3]`, which returns the summed loss, the summed weights, and the
-    summed accuracy (for labels, the number of correct predictions)."""
+    """`scores(params, batch) -> f32[3]`, which are the summed loss, the summed weights, and the
+    summed accuracy. For labels, the summed accuracy is the number of correct predictions."""
 
 
 class TrainingTask:
     """Examples of a task and the evaluation of models on them.
 
     On the device, `prepare(*resident, inputs)` converts a step's inputs to micro-batches. `prepare`
-    must be hashable, because equal values share compiled programs.
+    must be hashable. Equal values share compiled programs.
     """
 
     config: TrainConfig
-    """Config of the run, including the model sizes that follow from the data."""
+    """Config of the run, including the model sizes that depend on the data."""
     tokenizers: Tokenizers
     sha256: str
     """Hash of all the data that was read."""
@@ -85,7 +85,7 @@ class TrainingTask:
     held_out: tuple[np.ndarray, ...] = ()
     """Held-out arrays that stay on the device."""
     learner: Learner | None = None
-    """Custom learner that is trained instead of `config.model`; None trains the model."""
+    """Custom learner that is trained instead of `config.model`. None trains the model."""
     place: Callable[[Batch], Batch] | None = None
     """Function that puts the rows of a process on its devices, for a task that prefetches its
     inputs. If it is None, the loop places the result of `inputs`."""
@@ -170,7 +170,7 @@ class ReadsNumbers(Protocol):
 
 
 class RowsTask(TrainingTask):
-    """Base class of all tasks whose examples are rows, not text windows or prepared data."""
+    """Base class of all tasks whose examples are rows instead of text windows or prepared data."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers, sha256: str, train: Rows, val: Rows
@@ -224,12 +224,12 @@ def with_vocabulary(
 ) -> TrainConfig:
     """Return the config with vocabulary sizes that match the tokenizers.
 
-    An initial model keeps its sizes, apart from new special tokens.
+    An initial model keeps its vocabulary sizes, except for new special tokens.
 
     Args:
         config: config of the run.
         tokenizers: tokenizers of the run's data.
-        vocab_size: a vocabulary larger than the tokenizer's; None is the tokenizer's.
+        vocab_size: a vocabulary size larger than the tokenizer's. None means the tokenizer's.
         **changes: other model fields to change.
 
     Raises:
