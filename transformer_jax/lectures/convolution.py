@@ -43,8 +43,7 @@ class ConvolutionConfig(AnyModelConfig):
     vocab_size: Size = 256
     """Size of the vocabulary."""
     kernel_size: Size = 4
-    """Number of tokens that a layer reads at once, which are the current token and those before
-    it."""
+    """Number of tokens that a layer reads at once: the current token and the tokens before it."""
     d_hidden: Size = 128
     """Width of the token embeddings and of each layer."""
     num_layers: Size = 4

@@ -906,7 +906,7 @@ class RecurrentSeq2Seq(CheckedModule):
             values keyed by place.
 
         Raises:
-            ValueError: If the arguments are invalid, or unless exactly one of source and state is
+            ValueError: If the arguments are invalid, or if both or neither of source and state are
                 passed.
         """
         if (source is None) == (state is None):

@@ -51,7 +51,7 @@ class StartModel:
 
 
 def start_model(init_from: str) -> StartModel:
-    """Open the model that a run starts from.
+    """Open the initial model of a run.
 
     Raises ConfigError or CheckpointError if the model cannot be used.
     """

@@ -26,7 +26,7 @@ _MAX_BYTES = 4096
 
 
 def is_first() -> bool:
-    """Whether this process is the process that writes to the run's folder."""
+    """Whether this process writes to the run's folder."""
     return jax.process_index() == 0
 
 

@@ -3,8 +3,9 @@
     python -m transformer_jax demo exposure_bias
 
 In training, the model reads the true previous tokens (teacher forcing). In generation, it reads its
-own output (free running), whose errors it was not trained on (Bengio et al. 2015; Ranzato et al.
-2016). Here, each prompt has exactly one correct continuation, so errors can be counted:
+own output (free running), which contains errors that did not occur in training (Bengio et al. 2015;
+Ranzato et al. 2016). Here, each prompt has exactly one correct continuation, so errors can be
+counted:
 
     x_t = (x_{t-1} + x_{t-2}) mod 11
 

@@ -39,7 +39,10 @@ GATES = {
 
 
 def learn_perceptron(answers: np.ndarray, epochs: int) -> tuple[np.ndarray, int | None]:
-    """Return the weights [w1, w2, b] and the number of epochs until all are right, or None."""
+    """Return the weights [w1, w2, b], and the number of epochs until all answers are right.
+
+    The number is None if some answers are still wrong at the end.
+    """
     weights = np.zeros(3)
     for epoch in range(epochs):
         wrong = 0

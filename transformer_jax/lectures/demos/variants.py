@@ -61,7 +61,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def rows_of(ids: np.ndarray, length: int) -> np.ndarray:  # i32[M, length + 1]
-    """Cut text into consecutive rows, in which the last token of a row also begins the next."""
+    """Cut text into consecutive rows. The last token of each row is the first token of the next."""
     count = (len(ids) - 1) // length
     return np.stack([ids[i * length : (i + 1) * length + 1] for i in range(count)])
 

@@ -1,4 +1,4 @@
-"""Training on conversations, with a loss for only the assistant's turns.
+"""Training on conversations, with a loss on the assistant's turns only.
 
 Each line of the file is an object {"messages": [{"role": ..., "content": ...}, ...]}. Published
 tokenizers use their chat template. Other tokenizers use one special token per role:
