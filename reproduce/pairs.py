@@ -1,19 +1,21 @@
-"""Train translators on real pairs, and judge them on a part that no training has seen.
+"""Train sequence-to-sequence models on real pairs, and evaluate them on the test part.
 
     python -m reproduce.pairs --set multi30k --data multi30k --task seq2seq
     python -m reproduce.pairs --set g2p --data g2p --language hun --task prefix
 
-multi30k: 29,000 German sentences and their English ones (Elliott et al. 2016); its folder has
-train, val and test_2016_flickr, each as .de and .en. Text is lower-cased, and words, numbers and
-signs stand apart. g2p: words and their sounds (SIGMORPHON 2021, task 1); its folder has
-LANGUAGE_train.tsv, LANGUAGE_dev.tsv and LANGUAGE_test.tsv of lines "word TAB sounds". Letters stand
-apart as sounds do, so that a token is a letter or a sound.
+The set multi30k contains 29,000 German sentences with English translations (Elliott et al. 2016).
+Its folder contains train, val, and test_2016_flickr, each as .de and .en. Text is lowercased, and
+words, numbers, and punctuation marks are separated by spaces. The set g2p contains words and their
+pronunciations (SIGMORPHON 2021, task 1). Its folder contains LANGUAGE_train.tsv, LANGUAGE_dev.tsv,
+and LANGUAGE_test.tsv with lines "word TAB sounds". Letters are separated by spaces, as are sounds,
+so that a token is a letter or a sound.
 
-Task seq2seq trains an encoder-decoder, task prefix a decoder that reads source and target in one
-row. The run is that of `train.py` with the settings of RECIPES, and its folder is one of its runs.
-Prints the measures of the test part, decoded with 4 beams, and some of what was written; draws the
-held-out loss of training (curve.png) and what the written tokens look at (alignment.png). A run
-that is complete is judged again, not trained again.
+The task seq2seq trains an encoder-decoder. The task prefix trains a decoder that reads source and
+target in one row. The run is the same as a run of `train.py` with the settings in RECIPES, and it
+has the same kind of run folder. The command prints the metrics on the test part, decoded with 4
+beams, and some of the generated targets. It plots the held-out loss during training (curve.png) and
+the attention of the generated tokens (alignment.png). A run that is already complete is only
+evaluated again.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ from transformer_jax.training.tasks import Tokenizers
 from transformer_jax.training.tasks.answers import answer_sources
 
 SHOWN = 6
-"""Test pairs that are printed; the first two are drawn."""
+"""Number of test pairs to print. The alignments of the first two are also plotted."""
 
 LONGEST = 24
-"""Written tokens that are drawn, at most."""
+"""Maximum number of generated tokens in a plot."""
 
 ALL = 2**31 - 1
 
@@ -83,11 +85,11 @@ RECIPES: dict[tuple[str, str], dict[str, Any]] = {
     ("g2p", "seq2seq"): dict(steps=2500, batch_size=64, learning_rate=2e-3),
     ("g2p", "prefix"): dict(steps=2500, batch_size=16, learning_rate=2e-3),
 }
-"""Steps and rates. A step of `prefix` reads packed rows, of about 4 pairs each."""
+"""Training settings. A step of `prefix` reads packed rows, which contain about 4 pairs each."""
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the command; return the measures and sizes of the run."""
+    """Run the command and return the metrics and sizes of the run."""
     arguments = read_arguments(argv)
     keep_freed_memory()
     files = write_files(arguments)
@@ -130,7 +132,7 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def write_files(arguments: argparse.Namespace) -> dict[str, tuple[str, str]]:
-    """Write the parts of the set with spaces between tokens; return the two files of each part."""
+    """Write the parts of the set with spaces between tokens, and return both files of each part."""
     arguments.texts.mkdir(parents=True, exist_ok=True)
     files = {}
     for part in ("train", "val", "test"):
@@ -143,21 +145,21 @@ def write_files(arguments: argparse.Namespace) -> dict[str, tuple[str, str]]:
 
 
 def lines(file: str | Path) -> list[str]:
-    """Return the lines of a file; exit with a line where it is not there."""
+    """Return the lines of a file, or exit with a message if it does not exist."""
     if not Path(file).is_file():
         raise SystemExit(f"pairs: {file}: no such file; --data is the folder of the set")
     return Path(file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
 
 
 def translations(arguments: argparse.Namespace, part: str) -> list[list[str]]:
-    """Return the German and the English sentences of a part of multi30k."""
+    """Return the German and English sentences in a part of multi30k."""
     stem = "test_2016_flickr" if part == "test" else part
     columns = [lines(arguments.data / f"{stem}.{language}") for language in ("de", "en")]
     return [[" ".join(re.findall(r"\w+|[^\w\s]", line.lower())) for line in c] for c in columns]
 
 
 def sounds(arguments: argparse.Namespace, part: str) -> list[list[str]]:
-    """Return the words, with spaces between letters, and the sounds of a part of g2p."""
+    """Return the words, with spaces between letters, and the sounds in a part of g2p."""
     stem = "dev" if part == "val" else part
     pairs = [
         line.split("\t") for line in lines(arguments.data / f"{arguments.language}_{stem}.tsv")
@@ -168,7 +170,7 @@ def sounds(arguments: argparse.Namespace, part: str) -> list[list[str]]:
 def training_config(
     arguments: argparse.Namespace, files: dict[str, tuple[str, str]]
 ) -> TrainConfig:
-    """Return the run of a set and a task."""
+    """Return the config of the run for a set and a task."""
     given = dict(targets=files["train"][1], val_targets=files["val"][1], judged=0)
     task = Seq2SeqTask(vocabulary="separate", **given)
     one_row = arguments.task == "prefix"
@@ -196,7 +198,7 @@ def training_config(
 
 
 def train(config: TrainConfig) -> dict[str, float]:
-    """Train the run if it is not complete; return the seconds that this took."""
+    """Train the run unless it is complete, and return the training time in seconds."""
     folder = RunFolder(Path(config.out))
     done = folder.read_metrics() if folder.metrics_file.exists() else []
     if done and done[-1]["step"] >= config.steps:
@@ -208,12 +210,12 @@ def train(config: TrainConfig) -> dict[str, float]:
 
 
 def tokenizers(model: TextModel) -> Tokenizers:
-    """Return the tokenizers of a run's targets and sources."""
+    """Return the tokenizers for the targets and sources of a run."""
     return Tokenizers(model.tokenizer, model.source_tokenizer)
 
 
 def judge(model: TextModel, files: tuple[str, str]) -> dict[str, float]:
-    """Return the measures of a run on the test part, all of it."""
+    """Return the metrics of a run on the whole test part."""
     assert model.run is not None and isinstance(model.run.task, Seq2SeqTask | PrefixTask)
     task = dataclasses.replace(
         model.run.task, targets=files[1], val_targets=files[1], judged=ALL, beams=4
@@ -225,7 +227,7 @@ def judge(model: TextModel, files: tuple[str, str]) -> dict[str, float]:
 
 
 def sizes(model: TextModel) -> dict[str, float]:
-    """Return the size of a model and of its vocabularies, and the step of its checkpoint."""
+    """Return the sizes of a model and its vocabularies, and the step of its checkpoint."""
     given = {"parameters": num_params(model.config), "vocabulary": model.config.vocab_size}
     if model.source_tokenizer is not None:
         given["source vocabulary"] = model.source_tokenizer.vocab_size
@@ -233,7 +235,7 @@ def sizes(model: TextModel) -> dict[str, float]:
 
 
 def draw_curve(arguments: argparse.Namespace, config: TrainConfig) -> None:
-    """Draw the held-out loss and accuracy of a run over its steps."""
+    """Plot the held-out loss and accuracy of a run over the steps."""
     metrics = RunFolder(Path(config.out)).read_metrics()
     figure, plots = new_figure(2)
     for axes, name, unit in zip(
@@ -249,7 +251,7 @@ def draw_curve(arguments: argparse.Namespace, config: TrainConfig) -> None:
 def draw_alignment(
     arguments: argparse.Namespace, model: TextModel, pairs: Sequence[tuple[str, str]]
 ) -> None:
-    """Draw what each written token looks at in its source."""
+    """Plot the attention of each generated token to the source."""
     figure, plots = new_figure(2, height=5.0)
     for axes, (source, target) in zip(plots, pairs, strict=True):
         written, weights = alignment(model, source, target)
@@ -260,11 +262,11 @@ def draw_alignment(
 
 
 def alignment(model: TextModel, source: str, target: str) -> tuple[list[str], np.ndarray]:
-    """Return the words that are written, and their weights f32[T, S] over those of the source.
+    """Return the generated words and their attention weights f32[T, S] over the source words.
 
-    Row i belongs to the place that writes word i. Weights are means over the heads of the layer
-    before the last, where there are several, which follows the words most closely (Garg et al.
-    2019); those of a decoder are divided by what they give to the source in all.
+    Row i contains the weights at the position that generates word i. Weights are averaged over the
+    heads of the next-to-last layer, if there are several layers, because this layer aligns words
+    best (Garg et al. 2019). For a decoder, the weights are divided by their sum over the source.
     """
     target = " ".join(target.split()[:LONGEST])
     seen = LanguageModel(model, "the run").inspect.attention((source, target))

@@ -1,17 +1,16 @@
-"""Train the small model whose attention the page docs/play shows, and write its weights.
+"""Train the small model whose attention is shown on the page docs/play, and write its weights.
 
     python -m reproduce.play
 
-A decoder of two layers reads sentences that this file makes up, of animals and their sounds:
+A two-layer decoder reads generated sentences about animals and their sounds:
 
     the old dogs near the tree bark . they sleep . the bird behind the cats sings .
 
-A token is a word. Which sound comes, and in which number, is said by the subject, not by the noun
-in front of the verb (the agreement of Linzen et al. 2016): a head has to look back past that one.
-
-Weights are rounded to thousandths and written as integers into docs/play/model.js, JSON after the
-name of a variable: a page that is opened as a file may load a script and no JSON. It prints the
-share of verbs after a second noun that the rounded weights predict.
+A token is a word. The subject, not the noun before the verb, determines the verb and its number
+(subject-verb agreement, Linzen et al. 2016), so a head must look past that noun. Weights are
+rounded to thousandths and written as integers to docs/play/model.js. This file assigns JSON to a
+variable, because a page that is opened as a file can load scripts but not JSON. The command prints
+the fraction of verbs after a second noun that the rounded weights predict correctly.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ EXAMPLES = (
     "the dogs bark . they sleep . the cat near the dogs",
 )
 SUBJECT = 2
-"""Where the subject of the first example stands: the page begins with a head that looks there."""
+"""Position of the subject in the first example. The page initially shows a head that attends to
+it."""
 LONGEST = 40
 CONFIG = ModelConfig(
     vocab_size=len(WORDS), d_model=40, num_layers=2, num_heads=4, head_dim=16, d_ff=80,
@@ -56,11 +56,11 @@ CONFIG = ModelConfig(
     norm="rmsnorm", use_bias=False, init_std=0.15,
 )  # fmt: skip
 SCALE = 1000
-"""A weight w is written as round(SCALE w)."""
+"""Factor by which weights are multiplied before rounding."""
 
 
 def story(random: np.random.Generator) -> list[str]:
-    """Return the words of sentences; * stands before a verb after a second noun."""
+    """Return the words of sentences, with * before each verb that follows a second noun."""
 
     def phrase(nouns: Sequence[str], many: bool) -> list[str]:
         adjective = [str(random.choice(ADJECTIVES))] if random.random() < 0.4 else []
@@ -84,7 +84,7 @@ def story(random: np.random.Generator) -> list[str]:
 def stories(
     random: np.random.Generator, count: int
 ) -> tuple[np.ndarray, np.ndarray]:  # i32[count, LONGEST], bool[count, LONGEST]
-    """Return words as ids, and which of them are verbs after a second noun."""
+    """Return the word IDs, and whether each word is a verb that follows a second noun."""
     told = [story(random) for _ in range(count)]
     ids = [[WORDS.index(word.removeprefix("*")) for word in words] for words in told]
     follow = [[word.startswith("*") for word in words] for words in told]
@@ -108,7 +108,7 @@ def written(params: Any) -> str:
 
 
 def read(text: str) -> tuple[dict[str, Any], Any]:
-    """Return what model.js holds, and its weights as params of `CONFIG`."""
+    """Return the content of model.js, and its weights as parameters for `CONFIG`."""
     model = json.loads(text.removeprefix(BEGIN).removesuffix(END))
     flat = {
         tuple(name.split("/")): jnp.array(x["values"], jnp.float32).reshape(x["shape"]) / SCALE
@@ -118,7 +118,7 @@ def read(text: str) -> tuple[dict[str, Any], Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    """Run the command; return the share that is predicted."""
+    """Run the command and return the fraction of correct predictions."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     batches = [x.reshape(arguments.steps, arguments.batch, LONGEST) for x in (ids, follow)]
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        """Return nats of a word; half of the weight is on the verbs after a second noun."""
+        """Return nats per word, with half of the weight on the verbs that follow a second noun."""
         ids, follow = batch
         logits, _ = model.apply({"params": params}, ids[:, :-1])
         known = jnp.where(follow[:, 1:], ids[:, 1:], -1)

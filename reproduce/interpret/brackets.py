@@ -1,17 +1,18 @@
-"""Find the heads that match brackets by patching, and check them by ablation.
+"""Find the attention heads that match brackets by patching, and verify them by ablation.
 
     python -m reproduce.interpret.brackets --seeds 3
 
 Yao et al. 2021, "Self-Attention Networks Can Process Bounded Hierarchical Languages"
-(arXiv:2105.11115): two layers are enough to say which bracket closes next, of two kinds that nest
-at most DEPTH deep: the first finds how deep each bracket is, the second attends to the last open
-one. A decoder of two layers is trained on such rows. A corrupted prompt has the other kind of
-bracket where the last open one stands, and nothing else; so only what carries that kind to the last
-token differs. `interpret.patch` puts values of the clean prompt in, one at a time,
+(arXiv:2105.11115), show that two layers suffice to predict the next closing bracket for two kinds
+of brackets with a maximum nesting depth of DEPTH. The first layer computes the depth of each
+bracket, and the second layer attends to the last open bracket. This script trains a two-layer
+decoder on rows of such brackets. A corrupted prompt differs from the clean prompt only in the kind
+of the last open bracket. `interpret.patch` replaces the values of the corrupted prompt with those
+of the clean prompt, one at a time, and measures
 
     restored = (metric(patched) - metric(corrupted)) / (metric(clean) - metric(corrupted)),
 
-where the metric is the logit of the right closing bracket less that of the wrong one.
+where the metric is the logit of the correct closing bracket minus the logit of the incorrect one.
 """
 
 from __future__ import annotations
@@ -38,37 +39,37 @@ from transformer_jax.models import attention_weights
 
 LENGTH, DEPTH, ROWS = 32, 4, 64
 ASKED, BACK = 24, 8
-"""Tokens of a prompt, and how far before its last one the last open bracket stands."""
+"""Number of tokens in a prompt, and distance from the last open bracket to the last token."""
 CLOSE, BOS = 2, 4
-"""0 and 1 open, 2 and 3 close."""
+"""Tokens 0 and 1 are opening brackets; 2 and 3 are closing brackets."""
 Heads = list[tuple[int, int]]
-"""Layers and heads."""
+"""Heads, as pairs of a layer and a head number."""
 
 
 class Found(NamedTuple):
-    """Hold what was measured of one model."""
+    """Measurements of one model."""
 
     right: float
-    """Share of closing brackets of the right kind, on held-out rows."""
+    """Fraction of closing brackets on held-out rows whose kind is predicted correctly."""
     asked: float
-    """Share of the prompts, clean and corrupted, whose closing bracket is of the right kind."""
-    attention: np.ndarray  # f32[L, N], on the last open bracket
-    tokens: np.ndarray  # f32[L, T], restored by the stream after a layer, at a token
+    """Fraction of the clean and corrupted prompts for which the closing bracket is correct."""
+    attention: np.ndarray  # f32[L, N], weight on the last open bracket
+    tokens: np.ndarray  # f32[L, T], restored by the residual stream after a layer at a token
     heads: np.ndarray  # f32[L, N], restored by a head
     circuit: Heads
-    """The heads that restore most, as many as restore 0.9 together."""
+    """Smallest set of the most important heads that together restore 0.9."""
     without: float
-    """`asked` with its mean in place of each head of the circuit."""
+    """Value of `asked` if the output of each head in the circuit is replaced by its mean."""
     without_others: float
-    """The same of as many other heads, those that restore least."""
+    """Value of `asked` if the same number of other heads, those that restore least, are ablated."""
     alone: float
-    """The same of all heads that are not of the circuit."""
+    """Value of `asked` if all heads outside the circuit are ablated."""
 
 
 def draw_rows(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:  # i32[count, LENGTH + 1]
-    """Draw rows of <bos> and brackets; return them, and where each token's last open one is.
+    """Draw rows of <bos> and brackets, and find the last open bracket at each token.
 
-    That is -1 where none is open.
+    Its position is -1 if no bracket is open.
     """
     random, each = np.random.default_rng(seed), np.arange(count)
     rows, last_open = (np.full((count, LENGTH + 1), x, np.int32) for x in (BOS, -1))
@@ -84,7 +85,8 @@ def draw_rows(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:  # i32[co
 
 
 def draw_prompts(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:  # i32[count, ASKED]
-    """Draw prompts with an open bracket BACK tokens before the end, and those of its other kind."""
+    """Draw clean prompts whose last open bracket is BACK tokens before the end, and corrupted
+    prompts."""
     rows, last_open = draw_rows(seed, 200 * count)
     place = ASKED - 1 - BACK
     clean = rows[last_open[:, ASKED - 1] == place, :ASKED][:count]
@@ -97,13 +99,13 @@ def on_last_open(
     weights: np.ndarray,  # f32[B, L, N, T, S]
     last_open: np.ndarray,  # i32[B, T]
 ) -> np.ndarray:  # f32[L, N]
-    """Return the mean weight of the last open bracket, over queries that are not that bracket."""
+    """Return the mean attention weight on the last open bracket over all other queries."""
     rows, queries = np.nonzero((last_open > 0) & (last_open < np.arange(last_open.shape[1])))
     return weights[rows, :, :, queries, last_open[rows, queries]].mean(axis=0)
 
 
 def edit_heads(heads: Heads, edit: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """Return the edits of some heads, edit(place, heads=...) of each layer that has one."""
+    """Return the edits for some heads, with one call of edit(place, heads=...) per layer."""
     joined: dict[str, Any] = {}
     for layer in sorted({layer for layer, _ in heads}):
         own = [head for of, head in heads if of == layer]
@@ -112,7 +114,7 @@ def edit_heads(heads: Heads, edit: Callable[..., dict[str, Any]]) -> dict[str, A
 
 
 def measure(seed: int, sizes: Any) -> Found:
-    """Train a decoder, find the heads that carry the kind of a bracket, and ablate them."""
+    """Train a decoder, find the heads that transfer the kind of a bracket, and ablate them."""
     config = tj.ModelConfig(
         vocab_size=BOS + 1, d_model=sizes.width, num_layers=2, num_heads=4, max_len=LENGTH,
         init_std=0.1,
@@ -177,7 +179,7 @@ def measure(seed: int, sizes: Any) -> Found:
 
 
 def main(argv: Sequence[str] | None = None) -> list[Found]:
-    """Run the command; return what was found of each model."""
+    """Run the command and return the measurements of each model."""
     arguments = read_arguments(__doc__, argv, steps=1000, width=32)
     found = [measure(seed, arguments) for seed in arguments.seeds]
     place = ASKED - 1 - BACK
@@ -202,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> list[Found]:
 
 
 def draw_picture(arguments: Any, found: Found) -> None:
-    """Draw what heads and tokens of seed 0 restore."""
+    """Plot how much the heads and tokens of seed 0 restore."""
     figure, plots = new_figure(2, height=2.6)
     layers = [f"layer {i}" for i in range(len(found.heads))]
     heads = [f"head {n}" for n in range(found.heads.shape[1])]

@@ -1,17 +1,18 @@
-"""Train on modular addition until it generalises, and read the frequencies that it computes with.
+"""Train on modular addition until the model generalizes, and find the frequencies that it uses.
 
     python -m reproduce.interpret.grokking --seeds 3
 
-Power et al. 2022, "Grokking" (arXiv:2201.02177), and Nanda et al. 2023, "Progress measures for
-grokking via mechanistic interpretability" (arXiv:2301.05217): one block without norms reads a, b
-and "=", and learns a + b mod p from a share of all pairs. Long after it knows these it knows the
-others too, by a few frequencies k of a Fourier series: its logits are sums of waves of a + b,
+This script reproduces Power et al. 2022, "Grokking" (arXiv:2201.02177), and Nanda et al. 2023,
+"Progress measures for grokking via mechanistic interpretability" (arXiv:2301.05217). A single block
+without norms reads a, b, and "=", and learns a + b mod p from some of the pairs. Long after it has
+learned these pairs, it also predicts the other pairs correctly. It uses a few frequencies k of a
+Fourier series: its logits are sums of waves of a + b,
 
     cos(w (a + b)), sin(w (a + b)),    w = 2 pi k / p.
 
-The restricted loss is that of the logits' mean and these waves alone, the excluded loss that of
-the logits without these waves. a and b are read into a cache, and only "=" goes through the whole
-block, which costs a third.
+The restricted loss is computed from only the mean of the logits and these waves. The excluded loss
+is computed from the logits without these waves. The tokens a and b are read into a cache, and only
+"=" passes through the whole block, which reduces the cost to a third.
 """
 
 from __future__ import annotations
@@ -30,35 +31,35 @@ from reproduce.interpret.shared import print_figures, read_arguments
 from transformer_jax.lectures.demos.shared import COLOURS, label, new_figure, save_picture
 
 CHUNK = 100
-"""Steps between two looks at the model."""
+"""Number of steps between two measurements of the model."""
 KEY_FREQUENCIES = 5
 
 
 class Run(NamedTuple):
-    """Hold what was seen of one training, at step 0 and after each chunk of steps."""
+    """Measurements during one training run, at step 0 and after each chunk of steps."""
 
     steps: np.ndarray  # i32[C]
-    accuracy: np.ndarray  # f32[C, 2], of pairs that are trained on and of the others
+    accuracy: np.ndarray  # f32[C, 2], for the training pairs and the other pairs
     loss: np.ndarray  # f32[C, 2], in nats
-    restricted: np.ndarray  # f32[C], loss of all pairs
-    excluded: np.ndarray  # f32[C], loss of pairs that are trained on
-    power: np.ndarray  # f32[C, (p - 1) / 2], of frequencies 1, 2, .. of the embedding
-    frequencies: np.ndarray  # i32[5], the largest at the end
+    restricted: np.ndarray  # f32[C], loss on all pairs
+    excluded: np.ndarray  # f32[C], loss on the training pairs
+    power: np.ndarray  # f32[C, (p - 1) / 2], for frequencies 1, 2, ... of the embedding
+    frequencies: np.ndarray  # i32[5], the largest at the end of training
 
 
 def all_pairs(p: int) -> tuple[np.ndarray, np.ndarray]:  # i32[p^2, 3], i32[p^2]
-    """Return the rows a, b, "=" of all pairs, and a + b mod p; "=" is token p."""
+    """Return the rows a, b, "=" for all pairs, and a + b mod p. The token for "=" is p."""
     a, b = np.divmod(np.arange(p * p, dtype=np.int32), p)
     return np.stack([a, b, np.full_like(a, p)], axis=1), (a + b) % p
 
 
 def spectrum(embedding: np.ndarray) -> np.ndarray:  # f32[p, D] -> f32[(p - 1) / 2]
-    """Return the squared norm of each frequency over tokens, from 1 on."""
+    """Return the squared norm of each frequency over the tokens, starting from frequency 1."""
     return (np.abs(np.fft.rfft(embedding, axis=0))[1:] ** 2).sum(axis=1)
 
 
 def waves(logits: np.ndarray, frequencies: np.ndarray) -> np.ndarray:  # [p^2, p] -> [p^2, p]
-    """Return the part of logits over all pairs that is of the waves of a + b alone."""
+    """Return the component of the logits for all pairs that consists of the waves of a + b."""
     p = logits.shape[1]
     a, b = np.divmod(np.arange(p * p), p)
     angles = 2 * np.pi * frequencies[:, None] * (a + b)[None] / p
@@ -67,14 +68,14 @@ def waves(logits: np.ndarray, frequencies: np.ndarray) -> np.ndarray:  # [p^2, p
 
 
 def loss(logits: np.ndarray, labels: np.ndarray) -> float:
-    """Return the mean cross-entropy in nats; of float64, as its last digits are small."""
+    """Return the mean cross-entropy in nats, in float64 because late losses are very small."""
     logits = logits - logits.max(axis=1, keepdims=True)
     chosen = np.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
     return float((np.log(np.exp(logits).sum(axis=1)) - chosen).mean())
 
 
 def fit(seed: int, sizes: Any) -> Run:
-    """Train a model by AdamW on all its pairs at each step, and measure it."""
+    """Train a model with AdamW on all training pairs in each step, and measure it."""
     p, width, key = sizes.modulus, sizes.width, jax.random.key(seed)
     config = tj.ModelConfig(
         vocab_size=p + 1, d_model=width, num_layers=1, num_heads=4, max_len=3, norm=None,
@@ -121,17 +122,17 @@ def fit(seed: int, sizes: Any) -> Run:
 
 
 def first_step(steps: np.ndarray, reached: np.ndarray) -> float:
-    """Return the first step at which something is reached; nan where it never is."""
+    """Return the first step at which `reached` is true, or NaN if there is none."""
     return float(steps[reached.argmax()]) if reached.any() else float("nan")
 
 
 def share(power: np.ndarray) -> float:
-    """Return the share of the largest frequencies in the squared norm of all."""
+    """Return the fraction of the total squared norm in the largest frequencies."""
     return float(np.sort(power)[-KEY_FREQUENCIES:].sum() / power.sum())
 
 
 def main(argv: Sequence[str] | None = None) -> list[Run]:
-    """Run the command; return the trainings."""
+    """Run the command and return the training runs."""
     arguments = read_arguments(__doc__, argv, steps=6000, width=48, modulus=53, percent=50)
     runs = [fit(seed, arguments) for seed in arguments.seeds]
     count = len(runs[0].power[0])
@@ -158,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> list[Run]:
 
 
 def draw_picture(arguments: Any, runs: list[Run]) -> None:
-    """Draw accuracy over the steps, and of seed 0 its losses and its frequencies."""
+    """Plot the accuracy of all runs over the steps, and the losses and frequencies of seed 0."""
     figure, plots = new_figure(3)
     for i, run in enumerate(runs):
         for side, name in enumerate(("pairs of the training", "the others")):

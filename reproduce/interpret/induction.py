@@ -1,12 +1,14 @@
-"""Watch an induction head form in a two-layer model of attention alone, then ablate it.
+"""Track the formation of an induction head in a two-layer attention-only model, then ablate it.
 
     python -m reproduce.interpret.induction --seeds 3
 
-Olsson et al. 2022, "In-context learning and induction heads" (arXiv:2209.11895). Half of the rows
-of a batch are random tokens that repeat after 12 to 24 tokens, which differs by row, half are text
-(Python's own documentation, in letters). Attention alone: the feed-forward branch is edited to 0
-while it is trained, `interpret.zero("block_*/feed_forward/output")`. The in-context loss is that of
-second halves of random rows; the prefix-matching score is `interpret.head_scores(...).induction`.
+This script reproduces Olsson et al. 2022, "In-context learning and induction heads"
+(arXiv:2209.11895). In each batch, half of the rows contain random tokens that repeat with a period
+of 12 to 24 tokens, which differs by row. The other half contain text, which is the documentation of
+Python, split into letters. The model uses only attention because the output of the feed-forward
+branch is set to 0 during training, with `interpret.zero("block_*/feed_forward/output")`. The
+in-context loss is the loss on the second half of random rows. The prefix-matching score is
+`interpret.head_scores(...).induction`.
 """
 
 from __future__ import annotations
@@ -28,22 +30,22 @@ from transformer_jax.lectures.demos.shared import COLOURS, label, new_figure, sa
 
 LENGTH, PERIOD, ROWS = 48, 24, 32
 CHUNK = 50
-"""Steps between two looks at the heads."""
+"""Number of steps between two measurements of the heads."""
 NO_FEED_FORWARD = interpret.zero("block_*/feed_forward/output")
 
 
 class Run(NamedTuple):
-    """Hold a training: what was seen after each chunk of steps, and the model."""
+    """Training run, with the measurements after each chunk of steps and the model."""
 
     steps: np.ndarray  # i32[C]
-    loss: np.ndarray  # f32[C], of second halves
+    loss: np.ndarray  # f32[C], on the second half of random rows
     scores: np.ndarray  # f32[C, L, N]
     model: Any
     params: Any
 
 
 def repeated_rows(key: jax.Array, rows: int) -> jax.Array:  # i32[rows, LENGTH]
-    """Return random tokens, which repeat after a number of tokens that each row draws."""
+    """Return rows of random tokens that repeat with a random period per row."""
     first, second = jax.random.split(key)
     period = jax.random.randint(first, (rows, 1), PERIOD // 2, PERIOD + 1)
     tokens = jax.random.randint(second, (rows, PERIOD), 0, VOCAB)
@@ -51,7 +53,7 @@ def repeated_rows(key: jax.Array, rows: int) -> jax.Array:  # i32[rows, LENGTH]
 
 
 def config(layers: int, width: int) -> tj.ModelConfig:
-    """Return the config: each head has a bias of each distance."""
+    """Return the config, in which each head has a bias for each distance."""
     return tj.ModelConfig(
         vocab_size=VOCAB, d_model=width, num_layers=layers, num_heads=4, d_ff=1, max_len=LENGTH,
         positions=T5Buckets(buckets=2 * LENGTH, max_distance=2 * LENGTH), init_std=width**-0.5,
@@ -60,14 +62,14 @@ def config(layers: int, width: int) -> tj.ModelConfig:
 
 
 def second_half_loss(model: Any, params: Any, rows: jax.Array, edit: Any = None) -> jax.Array:
-    """Return the loss where all of a period has been read once, in nats per token."""
+    """Return the loss after the first full period, in nats per token."""
     given = NO_FEED_FORWARD | (edit or {})
     logits = model.apply({"params": params}, rows[:, :-1], edit=given)[0]
     return tj.cross_entropy(logits[:, PERIOD:], rows[:, PERIOD + 1 :])[0]
 
 
 def fit(seed: int, layers: int, steps: int, width: int) -> Run:
-    """Train a model, and look at its heads after each chunk of steps."""
+    """Train a model, and measure its heads after each chunk of steps."""
     model, key = tj.build(config(layers, width)), jax.random.key(seed)
     params = tj.init_params(model.config, jax.random.fold_in(key, 0))
     optimizer, text = optax.adam(3e-3), text_ids()
@@ -104,13 +106,13 @@ def fit(seed: int, layers: int, steps: int, width: int) -> Run:
 
 
 def halfway(values: np.ndarray, steps: np.ndarray) -> int:
-    """Return the step from which values are nearer to the last than to the first."""
+    """Return the step from which the values are closer to the last value than to the first."""
     near = np.abs(values - values[-1]) <= np.abs(values - values[0])
     return int(steps[len(near) - int(np.argmin(np.append(near[::-1], False)))])
 
 
 def ablated(run: Run) -> tuple[float, float]:
-    """Return the loss without the induction heads, and without as many others of the layer."""
+    """Return the loss without the induction heads, and without as many other heads of the layer."""
     held_out, last = repeated_rows(jax.random.key(1_000_003), 64), run.scores[-1, -1]
     order = np.argsort(-last)
     count = min(max(1, int((last > 0.3).sum())), len(last) // 2)
@@ -121,7 +123,7 @@ def ablated(run: Run) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, list[Run]]:
-    """Run the command; return the trainings of two layers and of one."""
+    """Run the command and return the training runs with two layers and with one layer."""
     arguments = read_arguments(__doc__, argv, steps=1400, width=64)
     sizes = arguments.steps, arguments.width
     two, one = ([fit(seed, layers, *sizes) for seed in arguments.seeds] for layers in (2, 1))
@@ -144,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Run]]:
 
 
 def draw_picture(arguments: Any, two: list[Run], one: list[Run]) -> None:
-    """Draw loss and score over the steps."""
+    """Plot the loss and the score over the steps."""
     figure, plots = new_figure(2)
     for runs, name, color in ((two, "two layers", COLOURS[0]), (one, "one layer", COLOURS[1])):
         for i, run in enumerate(runs):

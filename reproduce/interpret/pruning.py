@@ -1,22 +1,25 @@
-"""Prune the heads of a translator one after another, and see what its BLEU loses.
+"""Prune the heads of a translation model one by one, and measure the loss in BLEU.
 
     python -m reproduce.interpret.pruning --data multi30k --runs runs --seeds 3
 
-Michel et al. 2019, "Are Sixteen Heads Really Better than One?" (arXiv:1905.10650): most heads can
-be taken out by themselves, many of them together, and those over the source least of all. Voita et
-al. 2019, "Analyzing Multi-Head Self-Attention" (arXiv:1905.09418): the heads that matter have a
-role, those of the encoder go first, and those over the source last. Garg et al. 2019 (arXiv:
-1909.02074): a few heads over the source align words.
+Michel et al. 2019, "Are Sixteen Heads Really Better than One?" (arXiv:1905.10650), show that most
+heads can be removed individually, and many of them together. Cross-attention heads are the most
+difficult to remove. Voita et al. 2019, "Analyzing Multi-Head Self-Attention" (arXiv:1905.09418),
+show that the important heads have specific roles. Encoder heads are pruned first, and
+cross-attention heads last. Garg et al. 2019 (arXiv:1909.02074) show that a few cross-attention
+heads align words.
 
-An encoder-decoder is trained on the German and English sentences of multi30k, as `reproduce.pairs`
-reads them. A head is pruned by `edit=`, which multiplies what it gives by 0; nothing is trained
-again. Its importance is that of Michel et al., of the validation part, with m_h the factor of head
-h at 1, divided by the norm of those of its layer:
+An encoder-decoder is trained on the German and English sentences of multi30k, as read by
+`reproduce.pairs`. A head is pruned with `edit=`, which multiplies its output by 0, and the model is
+not retrained. The importance of a head is defined as in Michel et al. It is computed on the
+validation part, where m_h = 1 is the factor of head h, and divided by the norm over the heads of
+its layer:
 
     I_h = mean over pairs of |d log p(target | source) / d m_h|
 
-BLEU is that of sentences of the test part, each word the likeliest one. Links between words come
-from IBM's model 1 (Brown et al. 1993), which is fitted to the training part without the translator.
+BLEU is computed on sentences of the test part with greedy decoding. Links between words are found
+with IBM's model 1 (Brown et al. 1993), which is fitted to the training part, independently of the
+translation model.
 """
 
 from __future__ import annotations
@@ -52,50 +55,52 @@ KINDS = {
     "decoder": "block_{}/attention/heads",
     "source": "block_{}/cross_attention/heads",
 }
-"""The heads of the encoder, those of the decoder over its target, and those over the source."""
+"""Places of the encoder heads, the decoder's self-attention heads, and the cross-attention
+heads."""
 CONFIG = tj.ModelConfig(
     kind="encoder-decoder", d_model=128, num_layers=3, num_heads=4, d_ff=256, max_len=64,
     positions=Rope(), dropout=0.1,
 )  # fmt: skip
 RECIPE: dict[str, Any] = dict(batch_size=64, learning_rate=2e-3, word_count=5)
 LONGEST, ROWS = 40, 64
-"""Words that are written at most, and pairs whose gradients are taken together."""
+"""Maximum number of generated words, and number of pairs per gradient computation."""
 ALIGNED, CLEAR = 0.5, 0.2
-"""Links that an alignment head gives most weight, and p(word | source word) of a link."""
+"""Minimum fraction of links found by an alignment head, and minimum p(word | source word) of a
+link."""
 LOSS = 1.0
-"""BLEU that is no small loss."""
+"""Loss in BLEU that is considered significant."""
 
 
 class Rows(NamedTuple):
-    """Hold pairs as a model reads them."""
+    """Pairs as model inputs."""
 
     source: np.ndarray  # i32[B, S]
-    positions: np.ndarray  # i32[B, S], negative where there is no word
+    positions: np.ndarray  # i32[B, S], negative at padding
     tokens: np.ndarray  # i32[B, T]
     labels: np.ndarray  # i32[B, T]
     texts: list[str]
-    """The targets as texts, which BLEU compares with."""
+    """Reference texts for BLEU."""
 
 
 class Found(NamedTuple):
-    """Hold what was measured of one translator; arrays begin with the kind and the layer."""
+    """Measurements of one translation model. The first axes of arrays are kind and layer."""
 
     bleu: float
-    aligned: np.ndarray  # f32[L, N]: links that a head over the source gives most weight
+    aligned: np.ndarray  # f32[L, N]: links on which a cross-attention head has its largest weight
     without_aligned: float
     without_others: float
     single: np.ndarray  # f32[3, L, N]: BLEU without the head
     importance: np.ndarray  # f32[3, L, N]
-    order: np.ndarray  # i32[3 L N]: heads as they are pruned
-    pruned: np.ndarray  # f32[2, steps]: BLEU by share left, in this order and in a random one
+    order: np.ndarray  # i32[3 L N]: heads in the order of pruning
+    pruned: np.ndarray  # f32[2, steps]: BLEU by fraction left, in this order and in a random order
     of_kind: dict[str, float]
-    """BLEU where a quarter of the heads of one kind is left, the most important ones."""
+    """BLEU with only the most important quarter of the heads of one kind."""
     minutes: float
-    """How long training took, by its log."""
+    """Training time in minutes according to the log."""
 
 
 def edits(masks: jax.Array) -> dict[str, Edit]:  # f32[3, L, 1 or B, N]
-    """Return edits that multiply what each head gives by its mask."""
+    """Return edits that multiply the output of each head by its mask."""
 
     def scaled(mask: jax.Array) -> Edit:
         return lambda heads: heads * mask[:, None, :, None].astype(heads.dtype)
@@ -108,7 +113,7 @@ def edits(masks: jax.Array) -> dict[str, Edit]:  # f32[3, L, 1 or B, N]
 
 
 def train(arguments: argparse.Namespace, seed: int) -> tuple[TextModel, dict[str, Any]]:
-    """Train a translator unless it is there; return it, and the files of each part."""
+    """Train a model unless it already exists, and return it with the files of each part."""
     given = argparse.Namespace(
         set="multi30k", task="seq2seq", data=arguments.data, steps=arguments.steps, d_model=None,
         texts=arguments.runs / "multi30k", out=arguments.runs / f"seed_{seed}",
@@ -122,7 +127,7 @@ def train(arguments: argparse.Namespace, seed: int) -> tuple[TextModel, dict[str
 
 
 def read_rows(model: TextModel, files: tuple[str, str], count: int) -> Rows:
-    """Return the first pairs of a part."""
+    """Return the first `count` pairs of a part."""
     assert model.run is not None
     texts = [*zip(*map(pairs.lines, files), strict=True)][:count]
     read = pairs.tokenizers(model)
@@ -145,7 +150,7 @@ def write(
     start: int,
     stop: tuple[int, ...],
 ) -> jax.Array:  # i32[B, LONGEST]
-    """Write the targets of sources with masked heads, each word the likeliest one."""
+    """Generate the targets of sources with masked heads by greedy decoding."""
     model = tj.build(config).edited(edits(masks[:, :, None]))
     state = init_decode_state(
         model, params, len(source), LONGEST, source=source, source_valid=positions >= 0
@@ -157,7 +162,7 @@ def write(
 
 
 def bleu(model: TextModel, rows: Rows, masks: np.ndarray) -> float:
-    """Return the BLEU of what a translator writes with masked heads."""
+    """Return the BLEU of the translations with masked heads."""
     target = target_of(model.tokenizer)
     ids = np.asarray(
         write(model.config, model.params, jnp.asarray(masks, jnp.float32), rows.source,
@@ -169,7 +174,7 @@ def bleu(model: TextModel, rows: Rows, masks: np.ndarray) -> float:
 
 
 def importance(model: TextModel, rows: Rows) -> np.ndarray:  # f32[3, L, N]
-    """Return how much each head matters to log p, of those of its layer."""
+    """Return the importance of each head for log p, relative to the heads of its layer."""
     built, config = tj.build(model.config), model.config
     size = len(KINDS), config.num_layers, config.num_heads
 
@@ -181,7 +186,7 @@ def importance(model: TextModel, rows: Rows) -> np.ndarray:  # f32[3, L, N]
             mean, count = tj.cross_entropy(logits, labels, ignore_label=IGNORE)
             return mean * count
 
-        ones = jnp.ones((*size[:2], len(tokens), size[2]))  # of each pair its own
+        ones = jnp.ones((*size[:2], len(tokens), size[2]))  # one mask per pair
         return jnp.abs(jax.grad(total)(ones)).sum(axis=2)
 
     summed, used = np.zeros(size), 0
@@ -193,22 +198,22 @@ def importance(model: TextModel, rows: Rows) -> np.ndarray:  # f32[3, L, N]
 
 
 class Words(NamedTuple):
-    """Hold p(target word | source word) of IBM's model 1, of the pairs that occur together."""
+    """Probabilities p(target word | source word) in IBM's model 1 for the pairs that co-occur."""
 
     codes: np.ndarray  # i64[n], sorted: source word * V + target word
     p: np.ndarray  # f64[n]
     size: int
-    """V."""
+    """Vocabulary size, V."""
 
 
 def fit_words(source: np.ndarray, positions: np.ndarray, labels: np.ndarray) -> Words:
-    """Fit IBM's model 1 by five rounds of expectation and maximisation."""
+    """Fit IBM's model 1 with five rounds of expectation maximization."""
     size = int(labels.max()) + 1
     together = (positions >= 0)[:, :, None] & (labels != IGNORE)[:, None, :]
     row, s, t = np.nonzero(together)
     codes = source[row, s].astype(np.int64) * size + labels[row, t]
     known, at = np.unique(codes, return_inverse=True)
-    word = row * labels.shape[1] + t  # the target word that each pair is of
+    word = row * labels.shape[1] + t  # the target word of each pair
     p = np.ones(len(known))
     for _ in range(5):
         share = p[at] / np.bincount(word, p[at], labels.size)[word]
@@ -218,10 +223,10 @@ def fit_words(source: np.ndarray, positions: np.ndarray, labels: np.ndarray) -> 
 
 
 def links(words: Words, rows: Rows, end: Sequence[int]) -> np.ndarray:  # i32[n, 3]: row, s, t
-    """Return which source word each target word translates, where that is clear.
+    """Return the source word that each target word translates, if this is clear.
 
-    It is where each is the other's likeliest, with p above CLEAR; the end and unknown words, 0, are
-    linked to none.
+    Two words are linked if each is the most likely translation of the other and p is above CLEAR.
+    End tokens and unknown words, 0, are not linked.
     """
     codes = rows.source[:, :, None].astype(np.int64) * words.size + rows.labels[:, None, :]
     at = np.minimum(np.searchsorted(words.codes, codes), len(words.codes) - 1)
@@ -233,9 +238,9 @@ def links(words: Words, rows: Rows, end: Sequence[int]) -> np.ndarray:  # i32[n,
 
 
 def aligned(model: TextModel, rows: Rows, linked: np.ndarray) -> np.ndarray:  # f32[L, N]
-    """Return how many links each head over the source gives its largest weight.
+    """Return the fraction of links on which each cross-attention head has its largest weight.
 
-    A word is written at the token before it, whose weights count.
+    A word is generated at the previous token, so the weights of that token are used.
     """
     config = model.config
     names = [f"block_{i}/cross_attention/weights" for i in range(config.num_layers)]
@@ -248,7 +253,7 @@ def aligned(model: TextModel, rows: Rows, linked: np.ndarray) -> np.ndarray:  # 
 
 
 def measure(arguments: argparse.Namespace, seed: int) -> Found:
-    """Train a translator, and prune it."""
+    """Train a translation model and prune it."""
     model, files = train(arguments, seed)
     test = read_rows(model, files["test"], arguments.sentences)
     val = read_rows(model, files["val"], 2 * arguments.sentences)
@@ -256,7 +261,7 @@ def measure(arguments: argparse.Namespace, seed: int) -> Found:
     whole = np.ones((len(KINDS), model.config.num_layers, model.config.num_heads))
     judge = partial(bleu, model, test)
 
-    def without(heads: np.ndarray) -> float:  # numbers of heads, of all kinds
+    def without(heads: np.ndarray) -> float:  # head numbers, counted over all kinds
         masks = whole.copy()
         masks.ravel()[heads] = 0
         return judge(masks)
@@ -289,14 +294,14 @@ def measure(arguments: argparse.Namespace, seed: int) -> Found:
 
 
 def share_that_goes(curve: np.ndarray) -> float:
-    """Return the share of heads that go before BLEU has lost LOSS, by steps of the curve."""
+    """Return the fraction of heads that can be pruned before BLEU decreases by LOSS."""
     lost = np.append(curve[0] - curve > LOSS, True)
     return (int(np.argmax(lost)) - 1) / (len(curve) - 1)
 
 
 def main(argv: Sequence[str] | None = None) -> list[Found]:
-    """Run the command; return what was found of each seed."""
-    logging.getLogger("sacrebleu").setLevel(logging.ERROR)  # it warns of texts that are tokens
+    """Run the command and return the measurements for each seed."""
+    logging.getLogger("sacrebleu").setLevel(logging.ERROR)  # it warns about tokenized texts
     folders = {"data": "that of multi30k", "runs": "where translators are trained"}
     arguments = read_arguments(__doc__, argv, folders, steps=1500, width=128, sentences=500)
     found = [measure(arguments, seed) for seed in arguments.seeds]
@@ -340,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> list[Found]:
 
 
 def draw_picture(arguments: argparse.Namespace, found: list[Found]) -> None:
-    """Draw what each head costs by itself, and BLEU by the share of heads that is left."""
+    """Plot the cost of pruning each head individually, and BLEU by the fraction of heads left."""
     figure, plots = new_figure(2)
     for k, (kind, color) in enumerate(zip(KINDS, COLOURS, strict=False)):
         lost = np.sort(np.stack([(x.bleu - x.single[k]).ravel() for x in found]))[:, ::-1]

@@ -1,15 +1,15 @@
-"""Watch a lookup head form in a two-layer model that answers queries of pairs it has read.
+"""Train a two-layer model on associative recall and find the lookup head that forms in it.
 
     python -m reproduce.interpret.recall --seeds 3
 
-Arora et al. 2023, "Zoology: Measuring and improving recall in efficient language models"
-(arXiv:2312.04927): multi-query associative recall. A row is PAIRS pairs of a key and its value,
-k1 v1 k2 v2 .., then the pairs again in another order; each key must be answered with its value,
-and only these answers are in the loss. Two layers of attention do it as an induction head does: a
-head of the first attends to the token before, so that a value knows its key, and a head of the
-second attends from a key to the value beside its earlier occurrence, the lookup. In training a row
-has from 2 to PAIRS distinct keys, and repeats some of them: rows with few keys are easy, and on
-them the head forms.
+The task is multi-query associative recall from Arora et al. 2023, "Zoology: Measuring and improving
+recall in efficient language models" (arXiv:2312.04927). A row contains PAIRS pairs of a key and a
+value, k1 v1 k2 v2 ..., and then the same pairs in a different order. The model must answer each key
+with its value, and the loss covers only these answers. Two layers of attention solve the task like
+an induction head. A head in the first layer attends to the previous token, so that the position of
+a value contains its key. A lookup head in the second layer attends from a key to the value after
+the earlier occurrence of the key. In training, a row has from 2 to PAIRS distinct keys, some of
+which are repeated. Rows with few keys are easy, and the head forms on them.
 """
 
 from __future__ import annotations
@@ -35,30 +35,32 @@ from transformer_jax.lectures.demos.shared import (
 from transformer_jax.models import attention_weights
 
 KEYS, PAIRS, ROWS = 16, 8, 32
-"""Token kinds of keys, and as many of values; pairs of a row; rows of a batch."""
+"""Number of different keys (and of values), number of pairs per row, and number of rows per
+batch."""
 LENGTH = 4 * PAIRS
 ANSWERS = 2 * PAIRS + 1 + 2 * np.arange(PAIRS)
-"""Which tokens are answers; the key before each asks for it."""
+"""Indices of the answers in a row; the query for each answer is the key before it."""
 
 
 class Found(NamedTuple):
-    """Hold what was measured of one model on held-out rows of PAIRS distinct keys."""
+    """Measurements of one model on held-out rows with PAIRS distinct keys."""
 
     right: float
-    """Share of right answers."""
-    lookup: np.ndarray  # f32[L, N], weight of the value that a key asks for
-    own_key: np.ndarray  # f32[L, N], weight of the key of a value, at the value
+    """Fraction of correct answers."""
+    lookup: np.ndarray  # f32[L, N], weight from a key to its value
+    own_key: np.ndarray  # f32[L, N], weight from a value to its key
     without: tuple[float, float]
-    """`right` without the lookup heads of the last layer, and without all of its other heads."""
+    """Values of `right` without the lookup heads of the last layer, and without its other heads."""
     without_first: tuple[float, float]
-    """The same of the first layer, and its heads that attend to a value's own key."""
+    """Values of `right` without the first-layer heads that attend from values to their keys, and
+    without the other first-layer heads."""
 
 
 def draw_rows(key: jax.Array, rows: int, fewest: int) -> tuple[jax.Array, jax.Array]:
-    """Draw rows i32[rows, LENGTH], and where the value of each answer stands, i32[rows, PAIRS].
+    """Draw rows i32[rows, LENGTH] and the position of the value of each answer, i32[rows, PAIRS].
 
-    The first half of a row has from `fewest` to PAIRS distinct keys, and a key that is there again
-    has its value again; of its places the last is returned.
+    The first half of a row has from `fewest` to PAIRS distinct keys. If a key is repeated, so is
+    its value, and the position of the last occurrence is returned.
     """
     keys = jax.random.split(key, 5)
 
@@ -78,7 +80,7 @@ def draw_rows(key: jax.Array, rows: int, fewest: int) -> tuple[jax.Array, jax.Ar
 
 
 def measure(seed: int, layers: int, sizes: Any) -> Found:
-    """Train a model, find its lookup heads, and ablate them."""
+    """Train a model, find the lookup heads, and ablate them."""
     config = tj.ModelConfig(
         vocab_size=2 * KEYS, d_model=sizes.width, num_layers=layers, num_heads=4, d_ff=sizes.width,
         max_len=LENGTH, positions=T5Buckets(buckets=2 * LENGTH, max_distance=2 * LENGTH),
@@ -119,14 +121,14 @@ def attention(
     weights: np.ndarray,  # f32[B, L, N, T, S]
     places: np.ndarray,  # i32[B, PAIRS]
 ) -> tuple[np.ndarray, np.ndarray]:  # f32[L, N] both
-    """Return the mean weights of the value that a key asks for, and of a value's own key."""
+    """Return the mean attention weights from keys to their values and from values to their keys."""
     each, values = np.arange(len(places))[:, None], 1 + 2 * np.arange(PAIRS)
     lookup = weights[each, :, :, ANSWERS - 1, places].mean(axis=(0, 1))
     return lookup, weights[:, :, :, values, values - 1].mean(axis=(0, 3))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[int, list[Found]]:
-    """Run the command; return what was found of two layers and of one."""
+    """Run the command and return the measurements for two layers and for one layer."""
     arguments = read_arguments(__doc__, argv, steps=5000, width=32)
     found = {layers: [measure(seed, layers, arguments) for seed in arguments.seeds]
              for layers in (2, 1)}  # fmt: skip
@@ -150,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> dict[int, list[Found]]:
 
 
 def draw_picture(arguments: Any, found: Found) -> None:
-    """Draw the two weights of every head of seed 0, two layers."""
+    """Plot both weights of every head of the two-layer model with seed 0."""
     figure, plots = new_figure(2, height=2.6)
     layers = [f"layer {i}" for i in range(len(found.lookup))]
     heads = [f"head {n}" for n in range(found.lookup.shape[1])]

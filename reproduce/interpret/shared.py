@@ -1,4 +1,4 @@
-"""Take the flags of an experiment, print its figures beside the claims, and read a text."""
+"""Shared code of the experiments: flags, a table of results and claims, and a text."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from transformer_jax.lectures.demos.shared import print_table
 from transformer_jax.training.data import read
 
 VOCAB = 64
-"""Ids of letters."""
+"""Number of letter IDs."""
 
 Row = tuple[str, str, Sequence[float]]
-"""A quantity, what the paper says of it, and its figure for each seed."""
+"""Row of the table: a quantity, the paper's claim about it, and the result for each seed."""
 
 
 def read_arguments(
@@ -29,10 +29,10 @@ def read_arguments(
     folders: Mapping[str, str] = MappingProxyType({}),
     **sizes: int,
 ) -> argparse.Namespace:
-    """Parse --seeds, --out, a flag for each of the sizes, with its default, and for each folder.
+    """Parse --seeds, --out, and a flag for each size and each folder.
 
-    Folders have to be given, and say what they are. `seeds` becomes the range of them, and
-    `started` is when the flags were read.
+    Sizes have default values. Folders are required and have a help text. `seeds` becomes a range,
+    and `started` is the time at which the flags were parsed.
     """
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -55,7 +55,7 @@ def read_arguments(
 
 
 def print_figures(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Print rows with the figure of each seed and the spread, largest less smallest."""
+    """Print rows with the result for each seed and the spread (largest minus smallest)."""
     table = [
         [name, claim, *(f"{x:.3g}" for x in found), f"{np.ptp(np.asarray(found)):.2g}"]
         for name, claim, found in rows
@@ -72,7 +72,10 @@ def print_figures(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
 
 
 def text_ids() -> jax.Array:  # i32[n]
-    """Return Python's own documentation as ids of its commonest letters; the others share one."""
+    """Return the documentation of Python as IDs of its most common letters.
+
+    All other letters share one ID.
+    """
     text = read("python-docs")[0].text()
     letters = sorted(set(text), key=lambda c: (-text.count(c), c))[: VOCAB - 1]
     known = {letter: i for i, letter in enumerate(letters)}

@@ -1,14 +1,15 @@
-"""Measure how much of attention goes to the first token, and what a window without it costs.
+"""Measure the attention to the first token and the cost of a window that excludes it.
 
     python -m reproduce.interpret.sinks --seeds 3
 
-Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453): a
-decoder gives much of its attention to the first token, which says nothing; a window that no longer
-holds it raises the loss, and the token kept beside the window brings it back. A logit that is
-learnt in the softmax's denominator (`attention_sinks=True`) can take its place. The task is that of
-Guo et al. 2024, "Active-Dormant Attention Heads" (arXiv:2410.13835), in which one layer has a
-reason: rows follow the bigrams of a text, in letters, after <bos>; after one of the letters
-TRIGGERS comes the letter before it again. So attention has work after a trigger, else none.
+Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453),
+show that a decoder directs much of its attention to the first token, which contains no information.
+If the window no longer contains this token, the loss increases. If the token is kept in addition to
+the window, the loss returns to its previous value. A learned logit in the denominator of the
+softmax (`attention_sinks=True`) can replace the token. The task is from Guo et al. 2024,
+"Active-Dormant Attention Heads" (arXiv:2410.13835). After <bos>, rows follow the letter bigrams of
+a text, except that one of the letters TRIGGERS is followed by a copy of the letter before it.
+Attention is therefore useful only after a trigger.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from transformer_jax.models import attention_weights
 
 LENGTH, WINDOW, ROWS, BOS = 48, 8, 32, VOCAB
 TRIGGERS = (1, 2, 3)
-"""Three of the commonest letters."""
+"""Three of the most common letters."""
 CONFIG = tj.ModelConfig(
     vocab_size=VOCAB + 1, num_heads=1, max_len=LENGTH, norm="rmsnorm", init_std=0.1,
     positions=T5Buckets(buckets=2 * LENGTH, max_distance=2 * LENGTH),
@@ -40,21 +41,21 @@ SEEN: dict[str, dict[str, int]] = {
     "a window and 1 first token": {"window": WINDOW, "sink_tokens": 1},
     "a window and 4 first tokens": {"window": WINDOW, "sink_tokens": 4},
 }
-"""The fields of the config that say what a query sees, by their name in the table."""
+"""Config fields that determine which keys are visible, keyed by their name in the table."""
 
 
 class Found(NamedTuple):
-    """Hold what was measured of one model on held-out rows."""
+    """Measurements of one model on held-out rows."""
 
-    dormant: np.ndarray  # f32[L]: share on token 0 where there is no trigger
-    active: np.ndarray  # f32[L]: after a trigger
-    learnt: np.ndarray  # f32[L]: share of the learnt logit where there is no trigger
+    dormant: np.ndarray  # f32[L]: fraction on token 0 if there is no trigger
+    active: np.ndarray  # f32[L]: fraction on token 0 after a trigger
+    learnt: np.ndarray  # f32[L]: fraction on the learned logit if there is no trigger
     loss: dict[str, float]
-    """Nats a letter, of the labels from 2 WINDOW on, by what a query sees."""
+    """Loss in nats per letter on the labels from 2 WINDOW onward, keyed by the visible keys."""
 
 
 def draw_rows(seed: int, count: int, ids: np.ndarray) -> np.ndarray:  # i32[count, LENGTH + 1]
-    """Draw rows of <bos> and letters, each of the bigrams or, after a trigger, the one before."""
+    """Draw rows of <bos> and letters, which follow the bigrams or, after a trigger, are copies."""
     random, pairs = np.random.default_rng(seed), np.ones((VOCAB, VOCAB)) * 1e-3
     np.add.at(pairs, (ids[:-1], ids[1:]), 1)
     below = np.cumsum(pairs / pairs.sum(axis=1, keepdims=True), axis=1)
@@ -71,14 +72,14 @@ def share(
     weights: np.ndarray,  # f32[B, L, N, T, S]
     queries: np.ndarray,  # bool[B, T]
 ) -> tuple[np.ndarray, np.ndarray]:  # f32[L], f32[L]
-    """Return the shares of some late queries' attention on token 0, and on no token at all."""
+    """Return the fractions of the attention of late queries on token 0 and on no token."""
     late = queries & (np.arange(queries.shape[1]) >= WINDOW)
     rows = np.moveaxis(weights.astype(np.float64), 3, 1)[late]  # [queries, L, N, S]
     return rows[..., 0].mean(axis=(0, 2)), 1 - rows.sum(axis=-1).mean(axis=(0, 2))
 
 
 def measure(seed: int, attention_sinks: bool, sizes: Any) -> Found:
-    """Train a decoder, and measure it."""
+    """Train a decoder and measure it."""
     config = dataclasses.replace(
         CONFIG, attention_sinks=attention_sinks, d_model=sizes.width, num_layers=sizes.layers
     )
@@ -109,7 +110,7 @@ def measure(seed: int, attention_sinks: bool, sizes: Any) -> Found:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[bool, list[Found]]:
-    """Run the command; return what was found without and with the learnt logit."""
+    """Run the command and return the measurements without and with the learned logit."""
     arguments = read_arguments(__doc__, argv, steps=600, layers=1, width=64)
     found = {sinks: [measure(seed, sinks, arguments) for seed in arguments.seeds]
              for sinks in (False, True)}  # fmt: skip
@@ -135,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> dict[bool, list[Found]]:
 
 
 def draw_picture(arguments: Any, found: dict[bool, list[Found]]) -> None:
-    """Draw the shares by layer, and the losses."""
+    """Plot the fractions by layer, and the losses."""
     figure, plots = new_figure(2)
     kinds = (("token 0", False, "dormant"), ("token 0, attention_sinks", True, "dormant"),
              ("the learnt logit", True, "learnt"))  # fmt: skip

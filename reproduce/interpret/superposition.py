@@ -1,16 +1,17 @@
-"""Count the features that a toy model keeps in fewer dimensions, against their sparsity.
+"""Count the features that a toy model represents in fewer dimensions at different sparsities.
 
     python -m reproduce.interpret.superposition --seeds 3
 
-Elhage et al. 2022, "Toy Models of Superposition" (arXiv:2209.10652), section 2: n features x_i, 0
-with probability S and else uniform in 0..1, go through m < n dimensions and are read back,
+The model is from Elhage et al. 2022, "Toy Models of Superposition" (arXiv:2209.10652), section 2.
+It projects n features x_i to m < n dimensions and reconstructs them. A feature is 0 with
+probability S and otherwise uniform in 0..1:
 
     h = W x,    y = ReLU(W^T h + b),    loss = sum_i I_i (x_i - y_i)^2,    I_i = 0.7^i.
 
-A feature counts as represented where |W_i| > 0.5. The control is the same model without ReLU. D_i =
-|W_i|^2 / sum_j (W_i/|W_i| . W_j)^2 is the share of a dimension that a feature has (section 4); its
-sum over the features is at most m, whatever W is. All sparsities, seeds and the control are trained
-by one program, on the same draws.
+A feature counts as represented if |W_i| > 0.5. The control is the same model without ReLU. The
+dimensionality D_i = |W_i|^2 / sum_j (W_i/|W_i| . W_j)^2 is the fraction of a dimension that a
+feature has (section 4). Its sum over the features is at most m for every W. A single program trains
+all sparsities, all seeds, and the control on the same draws.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ SPARSITIES = (0.0, 0.7, 0.9, 0.97, 0.99, 0.999)
 
 
 def draw(key: jax.Array, sparsity: jax.Array, shape: tuple[int, int]) -> jax.Array:  # f32[B, n]
-    """Draw features, each 0 with probability `sparsity` and else uniform in 0..1."""
+    """Draw features, each of which is 0 with probability `sparsity` and otherwise uniform in
+    0..1."""
     keep, size = jax.random.uniform(key, (2, *shape))
     return jnp.where(keep >= sparsity, size, 0.0)
 
@@ -55,7 +57,7 @@ def loss(
 def fit(
     seed: jax.Array, sparsity: jax.Array, with_relu: jax.Array, sizes: Any
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Return the trained parameters, and the loss over the last tenth of the steps."""
+    """Return the trained parameters and the mean loss over the last tenth of the steps."""
     n, m, steps = sizes.features, sizes.dimensions, sizes.steps
     key = jax.random.key(seed)
     first = jax.random.fold_in(key, steps)
@@ -71,7 +73,7 @@ def fit(
 
 
 def dimensionality(W: np.ndarray) -> np.ndarray:  # [..., m, n] -> [..., n]
-    """Return D_i, the share of a dimension that each feature has; 0 of a feature that is 0."""
+    """Return D_i, the fraction of a dimension that each feature has, or 0 if the feature is 0."""
     W = np.asarray(W, np.float64)
     products = np.swapaxes(W, -1, -2) @ W
     square = np.diagonal(products, axis1=-2, axis2=-1)
@@ -79,7 +81,7 @@ def dimensionality(W: np.ndarray) -> np.ndarray:  # [..., m, n] -> [..., n]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """Run the command; return W f32[2, S, seeds, m, n], with and without ReLU, and the losses."""
+    """Run the command; return W f32[2, S, seeds, m, n] (with, without ReLU), losses, and counts."""
     arguments = read_arguments(__doc__, argv, features=20, dimensions=5, steps=5000, rows=256)
     every = jax.vmap(lambda seed, s, relu: fit(seed, s, relu, arguments), (0, None, None))
     every = jax.vmap(jax.vmap(every, (None, 0, None)), (None, None, 0))
@@ -102,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
 
 
 def draw_picture(arguments: Any, W: np.ndarray, counts: np.ndarray) -> None:
-    """Draw the counts against sparsity, and |W^T W| of seed 0 at three sparsities."""
+    """Plot the counts against sparsity, and |W^T W| of seed 0 at three sparsities."""
     figure, plots = new_figure(4, height=3.6)
     x = 1 / (1 - np.asarray(SPARSITIES))
     for i, name in enumerate(("ReLU", "linear")):
