@@ -388,7 +388,7 @@ def test_models_without_attention_weights_are_rejected_by_name():
     config = CONFIGS["rope"]
     with pytest.raises(ValueError, match="attention_weights takes no cache"):
         attention_weights(build(config), parameters(config), draw(1), cache=empty(config, None))
-    with pytest.raises(ValueError, match=r"tokens have shape \(3, 2\): .* reads one token a r"):
+    with pytest.raises(ValueError, match=r"tokens have shape \(3, 2\): .* reads one per row"):
         make_step(build(config)).look(
             parameters(config), draw(2), empty(config, None), ("block_0/attention/weights",)
         )

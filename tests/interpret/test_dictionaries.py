@@ -259,7 +259,7 @@ def test_dictionary_run_resumes_bitwise_and_loads(tmp_path):
         load_dictionary(tmp_path / "whole", 5)
     for changes, message in [
         (dict(optimizer=AdamW()), "optimizer.weight_decay is 0.1: must be 0 for a dictionary"),
-        (dict(model=dataclasses.replace(m.config, num_heads=4)), "model is another"),
+        (dict(model=dataclasses.replace(m.config, num_heads=4)), "model differs"),
     ]:
         with pytest.raises(ConfigError, match=message):
             fit(dataclasses.replace(config("other"), **changes), task=task)

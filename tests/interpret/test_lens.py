@@ -134,7 +134,7 @@ def test_logit_attributions_sum_to_logit_and_logit_difference(shape):
     ("shape", "arguments", "message"),
     [
         ("post", {},
-         "norm_order is 'post': the last stream is the sum .* in pre-norm and parallel models"),
+         "norm_order is 'post': only in pre-norm and parallel models is the last stream a sum"),
         ("sandwich", {}, "norm_order is 'sandwich'"),
         ("gpt2", dict(target=VOCAB), r"token 31 at \[0, 0\]: must be in 0..30"),
         ("gpt2", dict(edit={"block_*/residual": jnp.sin}), "an edit of block_0/residual"),

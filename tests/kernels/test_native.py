@@ -182,7 +182,7 @@ def test_results_do_not_depend_on_threads(rng):
 @pytest.mark.slow
 def test_capped_scores_with_slopes_match_float64(rng):
     arrays = drawn(rng, 60, 70, 4, 2, 16, 8)
-    bias = ALiBi.heads(4) if hasattr(ALiBi, "heads") else ALiBi(np.array([0.5, 0.25, 0.1, 0.0]))
+    bias = ALiBi(np.array([0.5, 0.25, 0.1, 0.0]))
     away = np.abs(np.arange(60)[:, None] - np.arange(70))
     wide = -np.asarray(bias.slopes, np.float64)[:, None, None] * away
     with jax.enable_x64(True):
