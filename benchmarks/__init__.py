@@ -1,1 +1,1 @@
-"""Benchmarks: one table of shapes, one script per question, with comparisons to peers."""
+"""Benchmarks, with one table of shapes and one script per question, and comparisons with peers."""

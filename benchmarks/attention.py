@@ -1,12 +1,13 @@
-"""How fast is our attention compared with its peers, and how does its memory grow?
+"""How fast is our attention compared with other libraries, and how does its memory use grow?
 
     python -m benchmarks.attention --quick
     python -m benchmarks.attention --out benchmarks/results/attention_cpu.json
 
-Compares our implementations, by name and as chosen by `None`, with the attention of torch, jax.nn
-and flax, forward and forward with backward. Each contender gets inputs in its fastest layout and
-the mask in its most efficient form. A contender that is not installed, cannot express a case, or
-does not fit into memory is reported with the reason and not counted.
+Compares our implementations, both by name and as chosen by `None`, with the attention functions of
+torch, jax.nn, and flax. Both the forward pass and the forward and backward passes are measured.
+Each contender gets inputs in its fastest layout and the mask in its most efficient form. A
+contender that is not installed, cannot express a case, or does not fit into memory is reported with
+the reason and not counted.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     clock = timing.prepare(one_core=options.one_core)
     before = timing.environment()
     print(timing.headline(before))
-    if options.wait_each is None:  # a CPU would run several calls at once
+    if options.wait_each is None:  # otherwise, a CPU would run several calls at once
         options.wait_each = before["platform"] == "cpu"
     if options.goals and before["platform"] != "cpu":
         options.ours = options.ours or "pallas"  # the goals are about these kernels
@@ -77,13 +78,13 @@ def main(argv: list[str] | None = None) -> None:
             if time.perf_counter() - start > 60 * options.minutes:
                 raise TimeoutError(f"not begun: {options.minutes:g} minutes are over")
             found = measure(case, direction, options, clock, who)
-        except Exception as error:  # the other cases must keep their results
+        except Exception as error:  # keep the results of the other cases
             results["failed"][f"{case.name} {direction}"] = timing.brief(error)
             print(f"\n{case.name} {direction}: {timing.brief(error)}", flush=True)
         else:
             results["cases"].append(found)
             print(_line(found, limit), flush=True)
-        write()  # after each case, because a run may be interrupted
+        write()  # after each case, in case the run is interrupted
     print(flush=True)
     fastest = max(limit, limits("after"))
     means = geometric_means(results["cases"])
@@ -109,9 +110,9 @@ def measure(
     clock: Callable[[], float],
     who: set[str] | None = None,
 ) -> dict[str, Any]:
-    """Return timings, ratios to ours and the largest difference for one case and direction.
+    """Return timings, ratios to ours, and the largest difference for one case and direction.
 
-    `who` names the contenders; None means all of them.
+    `who` contains the names of the contenders; None means all of them.
     """
     builders = contenders.builders(case, direction, options)
     present, differences = [], {}
@@ -126,7 +127,7 @@ def measure(
             call = build()
             outputs = [np.asarray(leaf, np.float32) for leaf in call()]
             reference = reference or outputs
-            if name != WITHOUT:  # it computes another function
+            if name != WITHOUT:  # it computes a different function
                 differences[name] = _difference(reference, outputs)
             queued = not options.wait_each and isinstance(call, contenders.Work)
             present.append(
@@ -156,7 +157,7 @@ def measure(
 
 
 def _difference(ours: list[np.ndarray], other: list[np.ndarray]) -> float | None:
-    """Return the largest |other - ours| / max |ours| of all results, or None if not finite."""
+    """Return the largest |other - ours| / max |ours| over all results, or None if not finite."""
     with np.errstate(invalid="ignore"):
         pairs = zip(ours, other, strict=True)
         found = [float(np.abs(mine - x).max() / np.abs(mine).max()) for mine, x in pairs]
@@ -164,9 +165,9 @@ def _difference(ours: list[np.ndarray], other: list[np.ndarray]) -> float | None
 
 
 def geometric_means(cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return per direction and contender the mean speedup of ours, the worst cell and the count.
+    """Return our mean speedup, the worst cell, and the count for each direction and contender.
 
-    Cells with another function than ours do not count for a contender.
+    Cells in which a contender computes a different function do not count.
     """
     means: dict[str, dict[str, Any]] = {}
     for direction in get_args(Direction):
@@ -192,7 +193,7 @@ def geometric_means(cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def memory_growth(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Return the temporary bytes of forward with backward as S doubles; nothing is run."""
+    """Yield the temporary bytes of the forward and backward passes as S doubles; nothing is run."""
     base = specs.attention_cases("memory")[0]
     if jax.default_backend() != "cpu":
         base = replace(base, dtype="bfloat16")
@@ -200,7 +201,7 @@ def memory_growth(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     variants: dict[str, dict[str, Any]] = {
         "window256": dict(window=256), "causal": {}, "alibi": dict(bias="alibi"),
     }  # fmt: skip
-    if options.quick:  # each variant, length and contender needs a program
+    if options.quick:  # each variant, length, and contender needs a program
         variants = {"causal": {}}
     for label, changes in variants.items():
         cases = [replace(base, queries=n, keys=n, **changes) for n in lengths]
@@ -289,7 +290,7 @@ def _memory_table(memory: list[dict[str, Any]]) -> str:
 
 
 def plot(cases: list[dict[str, Any]], limit: float, device: str, path: Path) -> None:
-    """Draw the rate of each contender relative to a matmul, one row per case and direction."""
+    """Plot the rate of each contender relative to a matmul, with one row per case and direction."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -326,7 +327,7 @@ def plot(cases: list[dict[str, Any]], limit: float, device: str, path: Path) -> 
 def _selected(
     options: argparse.Namespace, platform: str
 ) -> list[tuple[AttentionCase, Direction, set[str] | None]]:
-    """Return the cells to measure, each with its contenders; None means all contenders."""
+    """Return the cells to measure and the contenders of each cell; None means all contenders."""
     chosen: list[tuple[AttentionCase, Direction, set[str] | None]]
     if options.goals:
         cases = {case.name: case for case in specs.attention_cases("gpu")}

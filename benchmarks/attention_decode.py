@@ -1,12 +1,12 @@
-"""How fast is attention of one query over a long cache, compared with torch and memory bandwidth?
+"""How fast is attention of one query over a long cache compared with torch and memory bandwidth?
 
     python -m benchmarks.attention_decode --out benchmarks/results/attention_native_decode.json
 
-A call is a chain of layers: each output is the next query, and each layer has its own cache, so
-that caches come from memory as in a model. Ours reads caches [B, S, K, H] with positions, filled
-completely or half; torch's scaled_dot_product_attention gets the filled part of caches
-[B, K, S, H], its fastest layout, without a mask. The limit is the time of reading a large array,
-measured in turns with the rest.
+A call is a chain of layers. Each output is the next query, and each layer has its own cache, so
+that caches are read from memory as in a model. Our function reads caches [B, S, K, H] with
+positions, which are filled completely or to one half. The function scaled_dot_product_attention of
+torch receives the filled part of caches [B, K, S, H], its fastest layout, without a mask. The limit
+is the time to read a large array, measured alternately with the contenders.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ QUESTION = "attention of one query over a cache: seconds per layer"
 OURS = ("native", "blockwise", "xla")
 HEADS = ((1, 12, 12, 64), (8, 12, 12, 64), (1, 32, 8, 128), (8, 32, 8, 128))  # B, N, K, H
 LENGTHS = (128, 512, 2048, 8192, 32768)
-LAYER_BYTES = 2**28  # all layers together, unless a single one takes more
+LAYER_BYTES = 2**28  # for all layers together, unless one layer needs more
 MOST_BYTES = 2**31
 
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(
     B: int, N: int, K: int, H: int, S: int, filled: float, options: argparse.Namespace, clock: Any
 ) -> dict[str, Any]:
-    """Return seconds per layer, ratios to "native", and shares of the rate of reading."""
+    """Return the seconds per layer, the ratios to "native", and the fractions of the read rate."""
     T = options.queries
     width = jnp.dtype(options.dtype).itemsize
     size = 2 * B * S * K * H * width

@@ -1,13 +1,14 @@
-"""Which of our implementations is the fastest for a call, and how close is the choice of `None`?
+"""Which of our implementations is the fastest for a call, and how good is the choice of `None`?
 
-    python -m benchmarks.choosing --only short decode     # measures, adds rows to the file
+    python -m benchmarks.choosing --only short decode     # measure and add rows to the file
     python -m benchmarks.choosing --check benchmarks/results/choosing.json
 
-The first command measures "xla", "blockwise" and "native" in turns, forward and forward + backward,
-for the cases of `specs.py` with the tag `choosing`. The rule in `attention/api.py` is fitted to the
-file. The second command prints for each row the choice of `None` and how much slower than the best
-it was. It exits with status 1 if the median of the rounds' ratios is more than 3 % slower and three
-quarters of the rounds are slower (noise alone causes the first without the second).
+The first command measures "xla", "blockwise", and "native" alternately, forward and forward +
+backward, for the cases in `specs.py` with the tag `choosing`. The rule in `attention/api.py` is
+fitted to the file. The second command prints, for each row, the choice of `None` and how much
+slower it is than the best implementation. It exits with status 1 if the median ratio is more than 3
+% slower and three quarters of the rounds are slower. Noise alone causes the former without the
+latter.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _cells(options: argparse.Namespace) -> Iterator[tuple[AttentionCase, Directi
 def measure(
     case: AttentionCase, direction: Direction, options: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Return the seconds of each round for each of our implementations that runs."""
+    """Return the time in seconds of each round for each of our implementations that can run."""
     explained = contenders.explain(case)
     found = []
     for name in OURS:
@@ -102,14 +103,14 @@ def best_of(row: Mapping[str, Sequence[float]]) -> str:
 
 
 def slower(row: Mapping[str, Sequence[float]], chosen: str) -> tuple[float, float]:
-    """Return the time of the choice relative to the best: the median and a lower quartile."""
+    """Return the median and the lower quartile of the time of the choice relative to the best."""
     ratios = [x / y for x, y in zip(row[chosen], row[best_of(row)], strict=True)]
     low, middle, _ = statistics.quantiles(ratios, n=4, method="inclusive")
     return middle, low
 
 
 def check(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
-    """Print the choice of each row, and return the rows with too slow choices."""
+    """Print the choice for each row and return the rows for which the choice is too slow."""
     cases = {case.name: case for case in attention_cases("choosing")}
     worst = []
     for name, row in rows.items():

@@ -1,10 +1,10 @@
-"""Time and memory of the loss and its gradients, with all logits at once and in chunks.
+"""Time and memory of the loss and its gradients with all logits at once and with chunks.
 
     python -m benchmarks.chunked_loss --out benchmarks/results/chunked_loss.json
 
-The inputs are hidden states [B, T, D] and an output matrix [V, D] of GPT-2 124M. The plain loss
-computes all logits, the others those of some tokens of each row at a time. Memory is the
-temporary memory that the compiler allocates.
+The inputs are hidden states [B, T, D] and an output matrix [V, D] with the sizes of GPT-2 124M. The
+plain loss computes all logits at once. The other losses compute the logits of a limited number of
+tokens per row at a time. The memory is the temporary memory that the compiler allocates.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHAPES = ((8, 256), (1, 1024))
 
 
 def losses(B: int, T: int) -> dict[str, Any]:
-    """Return the compiled gradients of each way to compute the loss, by name."""
+    """Return the compiled gradients for each way to compute the loss, keyed by name."""
 
     def plain(x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
         logits = jnp.einsum("BTD,VD->BTV", x, table, preferred_element_type=jnp.float32)

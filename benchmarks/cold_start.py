@@ -1,14 +1,14 @@
-"""How long does a fresh process take to its first result?
+"""How long does a new process take to produce its first result?
 
     python -m benchmarks.cold_start --quick
     python -m benchmarks.cold_start --out benchmarks/results/cold_start.json
 
-Each sample is a separate process. Its files are in the page cache; compiled programs are kept
-only for a "second start". The process itself measures the seconds of `import`, `init_params` and
-the first token, from its first line or around one call. The first step of train.py is timed from
-the command to its line in metrics.jsonl. Peers do the same in eager torch and transformers, which
-compile nothing, and contenders take turns. The first step of the peers uses a model of the same
-size as train.py.
+Each sample is a separate process whose files are in the page cache. Compiled programs are kept only
+for a "second start". The process itself measures the seconds for `import`, `init_params`, and the
+first token, either from its first line or around one call. The first step of train.py is timed from
+the start of the command to the line in metrics.jsonl. The peers do the same in eager torch and
+transformers, which compile nothing, and the contenders alternate. For the first step, the peers use
+a model of the same size as train.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUESTION = "cold start: seconds to a first result in a fresh process"
 OURS, TORCH = "transformer_jax", "torch"
 TRAIN_PY = Path(__file__).parents[1] / "train.py"
 STEP = "train.py"
-"""Contender that is the command up to its first step, not Python code."""
+"""Contender that is not Python code but the command `train.py` up to its first step."""
 
 SMALL = "vocab_size=50257, max_len=1024, d_model=64, num_heads=4, num_layers=2, d_ff=256"
 TORCH_SMALL = "vocab_size=50257, n_positions=1024, n_embd=64, n_head=4, n_layer=2"
@@ -77,16 +77,16 @@ KEEP = "from transformer_jax.cli.programs import keep_programs; keep_programs()"
 
 @dataclass(frozen=True)
 class Case:
-    """A task whose time is measured for ours and, if it exists, for an equivalent in torch."""
+    """Task that is timed for this library and, if there is one, for an equivalent in torch."""
 
     name: str
     ours: str
-    """Python code, or STEP; the code may set `start`, the beginning of the measured time."""
+    """Python code, or STEP. The code can set `start`, the beginning of the measured time."""
     torch: str | None
     goal: float | None
-    """Seconds on two otherwise idle cores."""
+    """Expected time in seconds on two otherwise idle cores."""
     keeps: bool = False
-    """Whether each sample finds the programs compiled by an earlier one."""
+    """Whether each sample uses the programs that an earlier sample compiled."""
 
 
 IMPORT, TORCH_IMPORT = "import transformer_jax", "from transformers import GPT2LMHeadModel"
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _joined(options: argparse.Namespace, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the results, with those of other cases from the file if `--add` is set."""
+    """Return the results, including those of other cases in the file if `--add` is set."""
     if not (options.add and options.out.exists()):
         return found
     names = {row["name"] for row in found}
@@ -132,7 +132,7 @@ def _joined(options: argparse.Namespace, found: list[dict[str, Any]]) -> list[di
 
 
 def _measured(case: Case, peer: bool, repeats: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of each contender, after one sample that fills the page cache."""
+    """Return the seconds for each contender, after one sample that fills the page cache."""
     contenders = {OURS: case.ours}
     if peer and case.torch is not None:
         contenders[TORCH] = case.torch
@@ -164,7 +164,7 @@ def _measured(case: Case, peer: bool, repeats: int, options: argparse.Namespace)
 
 
 def _sample(code: str, cache: Path) -> float:
-    """Return the seconds of one fresh process, whose compiled programs are stored in a folder."""
+    """Return the seconds for one new process, whose compiled programs are stored in a folder."""
     unset = {"JAX_COMPILATION_CACHE_DIR", "TRANSFORMER_JAX_CACHE"}
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment |= {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
@@ -180,7 +180,7 @@ def _sample(code: str, cache: Path) -> float:
 
 
 def _first_step(environment: dict[str, str]) -> float:
-    """Return the seconds from the command `python train.py` to the line of its first step."""
+    """Return the seconds from the start of `python train.py` to the line for its first step."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         start = time.perf_counter()

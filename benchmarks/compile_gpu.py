@@ -1,16 +1,17 @@
-"""Compile the kernels for an NVIDIA GPU without having one, and print registers and spills.
+"""Compile the kernels for an NVIDIA GPU that is not attached, and print registers and spills.
 
-    python -m benchmarks.compile_gpu                # Hopper's, for an H200
-    python -m benchmarks.compile_gpu 8.0            # Ampere's, for another compute capability
-    python -m benchmarks.compile_gpu --options      # with bias, softcap, many vectors, ...
+    python -m benchmarks.compile_gpu                # for Hopper, such as an H200
+    python -m benchmarks.compile_gpu 8.0            # for Ampere, or another compute capability
+    python -m benchmarks.compile_gpu --options      # with bias, softcap, many vectors, and so on
     python -m benchmarks.compile_gpu 8.9 --head-dims 64 192:128 --only forward decode
     python -m benchmarks.compile_gpu 8.0 --step     # memory of a decoding step over a cache
 
-Needs `pip install "jax[cuda13]==0.11.2"` and no GPU. Each process compiles for one capability,
-because Mosaic GPU keeps the first one. Registers are per thread at launch: afterward a consumer of
-Hopper raises its share to 240, and the producer drops to 24. Spills are bytes stored and loaded. A
-note such as (C7513) at the end of a line is the report of ptxas that it waits for each product at
-once. The exit status is 1 if a kernel does not compile.
+This command needs `pip install "jax[cuda13]==0.11.2"`, but no GPU. Each process compiles for one
+capability, because Mosaic GPU keeps the first one. The number of registers is per thread at launch.
+After launch, a Hopper consumer increases its number to 240, and the producer decreases its number
+to 24. Spills are the numbers of bytes stored and loaded. A note such as (C7513) at the end of a
+line is a report by ptxas that the kernel waits for each product immediately. The exit status is 1
+if a kernel does not compile.
 """
 
 from __future__ import annotations
@@ -65,30 +66,31 @@ KERNELS: dict[Any, dict[str, Callable[..., Any]]] = {
 
 causal = program_of(lambda q, k: (k[0] >= 0) & (q[0] >= k[0]), 1, 1)
 seven = causal
-"""A mask with seven query vectors and seven key vectors, more than are copied with a tile."""
+"""Mask with seven query vectors and seven key vectors, which is more than are copied with a
+tile."""
 for i in range(1, 7):
     seven = seven & combined("eq", Program((), ("q", i)), Program((), ("k", i)))
 in_matrix = causal & Program((), ("pair", 0))
-"""A Dense mask combined with causal ones."""
+"""Dense mask combined with causal masks."""
 
 
 # The device
 
 
 class Chip(jax.sharding.AbstractDevice):
-    """GPU that Pallas compiles for."""
+    """GPU for which Pallas compiles."""
 
     compute_capability: str
 
 
 def device(capability: str = HOPPER) -> Any:
-    """Return the device for which programs are compiled; JAX itself sees only the CPU."""
+    """Return the device for which programs are compiled. JAX itself sees only the CPU."""
     jax.config.update("jax_platforms", "cpu")
     described = H200
     if capability != HOPPER:
         major, minor = capability.split(".")
         chip = f"major: {major} minor: {minor}"
-        if int(major) > 9:  # Mosaic GPU writes for sm_120a, which ptxas must know
+        if int(major) > 9:  # Mosaic GPU targets sm_120a, which ptxas must support
             chip += " feature_extension: ACCELERATED_FEATURES"
         described = H200.replace("major: 9 minor: 0", chip)
         assert described != H200
@@ -98,7 +100,7 @@ def device(capability: str = HOPPER) -> Any:
 
 
 def context(capability: str = HOPPER) -> AbstractContextManager:
-    """Return a context in which Pallas knows the chip."""
+    """Return a context in which Pallas compiles for the chip."""
     kind = "NVIDIA H200" if capability == HOPPER else f"compute capability {capability}"
     chip = Chip(device_kind=kind, num_cores=None, platform="gpu")
     object.__setattr__(chip, "compute_capability", capability)
@@ -117,17 +119,17 @@ def backend_of(capability: str) -> Any:
 
 
 class Compiled(NamedTuple):
-    """Report of ptxas about a kernel."""
+    """Report by ptxas about a kernel."""
 
     registers: int  # per thread, at launch
-    spills: tuple[int, int]  # bytes stored and loaded
+    spills: tuple[int, int]  # number of bytes stored and loaded
     notes: tuple[str, ...]
 
 
 def compile_one(
     kind: str, H: int, Hv: int, problem: Problem, capability: str = HOPPER, **arrays: Any
 ) -> Compiled:
-    """Compile a kernel; `arrays` are fields of Operands as (shape, dtype)."""
+    """Compile a kernel. `arrays` contains fields of Operands as (shape, dtype)."""
     backend = backend_of(capability)
     plan, function = backend.blocks(kind, H, Hv), KERNELS[backend][kind]
     operands, lists, *saved = structs(kind, H, Hv, problem, plan, device(capability), arrays)
@@ -137,7 +139,7 @@ def compile_one(
         mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTXAS": "1"}),
         context(capability),
     ):
-        kept = [os.dup(stream) for stream in (1, 2)]  # the report is printed from C++
+        kept = [os.dup(stream) for stream in (1, 2)]  # the report is printed by C++
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
         try:
@@ -159,7 +161,7 @@ def compile_one(
 def structs(
     kind: str, H: int, Hv: int, problem: Problem, plan: Blocks, device: Any, arrays: dict[str, Any]
 ) -> tuple:
-    """Return shapes of the arguments of a kernel after the problem, without the tile sizes."""
+    """Return the shapes of a kernel's arguments after the problem, without the tile sizes."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     queries = FEW if kind == "decode" else T
 
@@ -199,7 +201,7 @@ def structs(
 def configurations(
     options: bool, dims: list[tuple[int, int]], kinds: list[str]
 ) -> Iterator[tuple[str, str, int, int, Problem, dict[str, Any]]]:
-    """Yield a name, kernel, H, Hv, problem and fields of Operands."""
+    """Yield a name, a kernel, H, Hv, a problem, and the fields of Operands."""
     slopes = {"slopes": ((1, N), jnp.float32)}
     masked, scale = {"visible": causal}, ((B, T, K), jnp.float32)
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -232,7 +234,7 @@ def configurations(
 
 
 def print_steps(capability: str) -> None:
-    """Print the memory of decoding steps without the cache, and their results of its size."""
+    """Print the memory of decoding steps without the cache, and results as large as the cache."""
     place = jax.sharding.SingleDeviceSharding(device(capability))
     target = Target("hopper", chip="NVIDIA H200") if capability == HOPPER else Target("ampere")
     print("cache                      its bytes   temporaries   as large as keys or values")

@@ -1,4 +1,4 @@
-"""Contenders of the attention benchmarks: ours, and each peer with its fastest layout and options.
+"""Contenders in the attention benchmarks, each with its fastest layout and options.
 
 `builders` returns, for each contender, a function that builds its call. If the contender is not
 installed, cannot express a case, or does not fit into memory, it raises `Absent` with the reason.
@@ -33,7 +33,7 @@ JLA_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 
 @dataclass(frozen=True)
 class Work:
-    """Work that `begin` starts and `wait` completes; a call does both."""
+    """Work that `begin` starts and `wait` completes. A call does both."""
 
     begin: Callable[[], Any]
     wait: Callable[[Any], tuple[Any, ...]]
@@ -43,14 +43,15 @@ class Work:
 
 
 Attend = Callable[..., Any]
-"""Function of a case's inputs. In JAX it is a `Partial`, whose arrays are arguments of the program:
-the compiler would fold a large constant mask, and creating it inside would take time."""
+"""Function of the inputs of a case. In JAX, it is a `Partial` whose arrays are arguments of the
+program. The compiler would fold a large constant mask, and creating the mask inside the program
+would take time."""
 
 
 def builders(
     case: AttentionCase, direction: Direction, options: argparse.Namespace
 ) -> dict[str, Callable[[], Callable[[], Any]]]:
-    """Return for each contender a function that builds its call, or raises `Absent`."""
+    """Return, for each contender, a function that builds its call or raises `Absent`."""
 
     def jax_call(attend: Attend, case: AttentionCase, *arguments: Any, runs: str) -> Any:
         return partial(_jax_call, case, direction, options, partial(attend, case, *arguments), runs)
@@ -82,14 +83,14 @@ def builders(
 
 
 def lacking(case: AttentionCase, name: str) -> str:
-    """Return why `builders` has no such contender."""
+    """Return the reason why `builders` has no such contender."""
     if name in PEERS:
         return f"does not run on {jax.default_backend()}"
     return explain(case).get(name.removeprefix(f"{OURS} ")) or f"is {OURS}, by another name"
 
 
 def explain(case: AttentionCase) -> Explanation:
-    """Return which of our implementations can run."""
+    """Return an explanation of which of our implementations can run."""
     inputs = jax.eval_shape(case.inputs)
     given = settings(case) | case.positions() | case.learned(*inputs[3:])
     return explain_attention(*inputs[:3], **given)
@@ -104,7 +105,7 @@ def plain(case: AttentionCase) -> AttentionCase:
 
 
 def ours(case: AttentionCase, name: str | None) -> Attend:
-    """Return our attention, with a named implementation or the choice of `None`."""
+    """Return our attention with a named implementation or the choice of `None`."""
     fixed = dict(settings(case), implementation=name)
     arrays = dict(mask=fixed.pop("mask")) | case.positions()
 
@@ -116,13 +117,13 @@ def ours(case: AttentionCase, name: str | None) -> Attend:
 
 
 def settings(case: AttentionCase) -> dict[str, Any]:
-    """Return the arguments of `dot_product_attention` other than the inputs of the case."""
+    """Return the arguments of `dot_product_attention`, except the inputs of the case."""
     bias = ALiBi(case.slopes()) if case.bias == "alibi" else None
     return dict(mask=case.mask(), bias=bias, softcap=case.softcap)
 
 
 def jax_nn(case: AttentionCase, implementation: str) -> Attend:
-    """Return jax.nn's attention, with its own flag, window and lengths if possible, else a mask."""
+    """Return jax.nn's attention, with its own mask arguments if possible and a mask otherwise."""
     if case.softcap is not None or case.sinks:
         raise Absent("no softcap and no sinks")
     mask = None
@@ -160,15 +161,13 @@ def _tokamax(case: AttentionCase) -> Attend:
         raise Absent("its softcap is of the scores with their bias")
     arguments = _lengths(case) | _window(case)
     arguments.update(is_causal=case.causal, logits_soft_cap=case.softcap)
-    arguments.update(
-        implementation=("mosaic", "triton")
-    )  # by default it may use XLA without a message
+    arguments.update(implementation=("mosaic", "triton"))  # by default, it may silently use XLA
     attend = partial(tokamax.dot_product_attention, **arguments)
     return Partial(lambda more, *inputs: attend(*inputs, **more), _arrays(case))
 
 
 def _jax_linear_attention(case: AttentionCase) -> Attend:
-    """Return its softmax attention for Hopper (Mosaic GPU) with the reproducible backward pass."""
+    """Return the library's softmax attention for Hopper with the reproducible backward pass."""
     try:
         from jla.ops.mosaic_gpu.attention import flash_attention
     except ImportError as error:
@@ -190,7 +189,7 @@ def _jax_linear_attention(case: AttentionCase) -> Attend:
 
 
 def _jax_pallas(case: AttentionCase) -> Attend:
-    """Return jax's Pallas-Triton kernel; its Mosaic kernel has no causal backward pass."""
+    """Return JAX's Pallas-Triton kernel, because its Mosaic kernel has no causal backward pass."""
     try:
         from jax.experimental.pallas.ops.gpu import attention
     except ImportError as error:
@@ -215,7 +214,7 @@ def _window(case: AttentionCase) -> dict[str, Any]:
 
 
 def _arrays(case: AttentionCase, mask: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Return a mask and ALiBi as arrays, which all of these functions require."""
+    """Return the mask and the ALiBi bias as arrays, which all of these functions require."""
     found = {} if mask is None else dict(mask=mask)
     return found | (dict(bias=_alibi(case, case.dtype)) if case.bias == "alibi" else {})
 
@@ -225,7 +224,7 @@ def _alibi(case: AttentionCase, dtype: str) -> jax.Array:  # [1, N, T, S]
         positions = (jnp.arange(n, dtype=jnp.int32) for n in (case.queries, case.keys))
         return ALiBi(slopes).materialize(*positions).astype(dtype)
 
-    return jax.jit(make)(case.slopes())  # as one program, because a float32 copy may not fit
+    return jax.jit(make)(case.slopes())  # one program, because a float32 copy may not fit
 
 
 def _jax_call(
@@ -236,7 +235,8 @@ def _jax_call(
     runs: str,
 ) -> Callable[[], Any]:
     if runs == "xla":
-        # forward the scores and their exponentials, backward their gradients too
+        # the forward pass has scores and their exponentials, and the backward pass also has their
+        # gradients
         needed = case.score_bytes() * (2 if direction == "forward" else 4)
         if needed > options.memory * 2**30:
             raise Absent(f"materialised scores need {needed / 2**30:.1f} GiB")
@@ -260,7 +260,7 @@ def _jax_call(
 
 
 def cotangent_of(case: AttentionCase) -> jax.Array:
-    """Return a gradient of the output, drawn like the inputs."""
+    """Return a gradient of the output, which is drawn like the inputs."""
     shape = case.batch, case.queries, case.heads, case.value_dim
     return jax.random.normal(jax.random.key(3), shape, case.dtype)
 
@@ -277,9 +277,9 @@ def with_gradients(attend: Attend, cotangent: jax.Array, *inputs: jax.Array) -> 
 def _torch_call(
     case: AttentionCase, direction: Direction, options: argparse.Namespace, name: str = ""
 ) -> Callable[[], Any]:
-    """Return torch's attention in its layout [B, N, T, H]; the transposition is not timed.
+    """Return torch's attention in its layout [B, N, T, H]. The transposition is not timed.
 
-    `name` selects one of its kernels ("flash", "cudnn", "flex"); by default torch chooses.
+    `name` selects one of its kernels ("flash", "cudnn", or "flex"). By default, torch chooses one.
     """
     torch, device = torch_and_device()
     attend = (
@@ -319,7 +319,7 @@ def _torch_call(
 def _sdpa(
     torch: Any, case: AttentionCase, device: str, options: argparse.Namespace, name: str
 ) -> Attend:
-    """Return scaled_dot_product_attention, with everything but a causal mask as a float bias."""
+    """Return scaled_dot_product_attention, with all noncausal masks as a float bias."""
     if case.softcap is not None or case.sinks:
         raise Absent("no softcap and no sinks")
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -329,7 +329,7 @@ def _sdpa(
     if not case.is_dense and case.bias is None:
         if not (case.cached and case.causal):
             return partial(attend, is_causal=case.causal)
-        if case.queries == 1:  # the last query, which sees all keys
+        if case.queries == 1:  # the last query sees all keys
             return attend
     if name == "flash":
         raise Absent("takes no mask and no bias as an array")
@@ -368,13 +368,13 @@ def _one_kernel(torch: Any, attend: Attend, name: str) -> Attend:
 
 
 def _flex(torch: Any, case: AttentionCase, device: str) -> Attend:
-    """Return FlexAttention, compiled for this case, with the mask as blocks.
+    """Return FlexAttention, compiled for this case, with a block mask.
 
-    A sink scales the result without sink by l / (l + e^sink).
+    A sink multiplies the result without a sink by l / (l + e^sink).
     """
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # otherwise the eighth case would run uncompiled
+    torch._dynamo.reset()  # otherwise, the eighth case would run uncompiled
     ids = valid = slopes = None
     if case.documents is not None:
         ids = torch.from_numpy(case.document_ids()).to(device)
@@ -386,7 +386,7 @@ def _flex(torch: Any, case: AttentionCase, device: str) -> Attend:
     def sees(b, h, q, k):
         result = q >= k if case.causal else q == q
         if case.window is not None:
-            # no differences of positions: for all pairs, these would be integer arrays
+            # avoid differences of positions, which would be integer arrays over all pairs
             result = result & (q - case.window < k) & (q + case.window > k)
         if ids is not None:
             result = result & (ids[b, q] == ids[b, k])
@@ -423,7 +423,7 @@ def _flex(torch: Any, case: AttentionCase, device: str) -> Attend:
 def _onnxruntime_call(
     case: AttentionCase, direction: Direction, options: argparse.Namespace
 ) -> Callable[[], Any]:
-    """Return GroupQueryAttention or, if it cannot express the case, ONNX's Attention."""
+    """Return GroupQueryAttention, or ONNX's Attention if the former cannot express the case."""
     if direction != "forward":
         raise Absent("has no gradient")
     if case.dtype != "float32":
@@ -445,7 +445,7 @@ def _onnxruntime_call(
 
 
 def _group_query_attention(onnx: Any, case: AttentionCase, inputs: list[np.ndarray]) -> Any:
-    """Return causal self-attention; heads are merged, window and softcap are attributes."""
+    """Return causal self-attention with merged heads, and window and softcap as attributes."""
     feeds = {
         name: x.reshape(case.batch, case.keys, -1)
         for name, x in zip(("q", "k", "v"), inputs, strict=True)
@@ -462,7 +462,7 @@ def _group_query_attention(onnx: Any, case: AttentionCase, inputs: list[np.ndarr
 
 
 def _onnx_attention(onnx: Any, case: AttentionCase, inputs: list[np.ndarray]) -> Any:
-    """Return ONNX's Attention with heads first, and everything but a causal mask as float bias."""
+    """Return ONNX's Attention with heads first and all noncausal masks as a float bias."""
     feeds = {
         name: np.ascontiguousarray(x.swapaxes(1, 2))
         for name, x in zip(("q", "k", "v"), inputs, strict=False)
@@ -470,7 +470,7 @@ def _onnx_attention(onnx: Any, case: AttentionCase, inputs: list[np.ndarray]) ->
     if case.bias is not None:
         bias = inputs[3] if case.bias == "dense" else np.array(_alibi(case, "float32"))
         feeds["mask"] = np.where(case.seen()[:, None], bias, -np.inf).astype(np.float32)
-    elif case.is_dense or case.cached:  # with its flag, the first query sees only the first key
+    elif case.is_dense or case.cached:  # with the flag, the first query sees only one key
         feeds["mask"] = case.seen()[:, None]
     flag = int(case.causal and "mask" not in feeds)
     node = onnx.helper.make_node(
@@ -481,7 +481,7 @@ def _onnx_attention(onnx: Any, case: AttentionCase, inputs: list[np.ndarray]) ->
 
 @dataclass(frozen=True)
 class _Onnx:
-    """Result of onnxruntime, converted to our layout when read."""
+    """Result of onnxruntime, which is converted to our layout when it is read."""
 
     array: np.ndarray  # [B, N, T, H] or [B, T, N * H]
     heads: int
@@ -497,9 +497,9 @@ class _Onnx:
 
 @dataclass(frozen=True)
 class _Torch:
-    """Results of torch, converted to arrays when read."""
+    """Results of torch, which are converted to arrays when they are read."""
 
-    heads: Sequence[Any]  # [B, N, T, H], given as [B, T, N, H]
+    heads: Sequence[Any]  # [B, N, T, H], returned as [B, T, N, H]
     others: Sequence[Any]
 
     def __iter__(self) -> Iterator[np.ndarray]:

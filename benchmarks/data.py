@@ -1,10 +1,11 @@
-"""Speed of preparing, checking and reading data, and the memory that it needs.
+"""Speed and memory of preparing, checking, and reading data.
 
     python -m benchmarks.data --megabytes 500 --folder /tmp/data --context 512 --batch-size 16
 
-A text of random words becomes a folder with this many 10^6 bytes of tokens, which is kept for later
-runs. Then three variants take turns: steps of a small decoder with the same batch every time, which
-costs nothing; with their own batches, read on demand; and with batches read ahead.
+Random words are converted to a folder with the specified number of megabytes (10^6 bytes) of
+tokens, which is kept for later runs. Then three variants of training steps of a small decoder are
+measured alternately: with the same batch in every step, which costs nothing; with batches that are
+read on demand; and with batches that are prefetched.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from transformer_jax.training.tasks.prepared import PreparedText
 
 
 def write_text(file: Path, size: int) -> None:
-    """Write lines of 20 to 300 random words, `size` bytes in all."""
+    """Write lines of 20 to 300 random words, with a total of `size` bytes."""
     random = np.random.default_rng(0)
     words = np.array(["".join(map(chr, random.integers(97, 123, n % 9 + 1))) for n in range(5000)])
     with open(file, "w") as stream:
@@ -40,7 +41,7 @@ def write_text(file: Path, size: int) -> None:
 
 
 def made(folder: Path, megabytes: int, workers: int) -> tuple[Corpus, float | None]:
-    """Return the corpus and the seconds of its preparation; None if it existed."""
+    """Return the corpus and the time in seconds to prepare it, or None if it already existed."""
     out = folder / f"tokens-{megabytes}"
     if is_prepared(out) and (out / "manifest.json").exists():
         return open_corpus(out), None
@@ -56,7 +57,7 @@ def made(folder: Path, megabytes: int, workers: int) -> tuple[Corpus, float | No
 
 
 def memory() -> dict[str, float]:
-    """Return the memory of the process in 10^6 bytes: resident, and resident without files."""
+    """Return the resident memory of the process, with and without files, in 10^6 bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     said = dict(line.split(":", 1) for line in lines)
     return {name: int(said[name].split()[0]) * 1024 / 1e6 for name in ("VmRSS", "RssAnon")}
@@ -115,7 +116,7 @@ def main() -> None:
     waits: dict[str, list[float]] = {name: [] for name in reads}
     for begin in range(0, given.rounds * given.steps, given.steps):
         for name, read in reads.items():
-            task.inputs(begin)  # the next ones are read while the previous round ends
+            task.inputs(begin)  # prefetch while the previous round ends
             time.sleep(0.2)
             pending, waited, start = None, 0.0, time.perf_counter()
             for number in range(begin + 1, begin + 1 + given.steps):
@@ -155,7 +156,7 @@ def slow_down(seconds: float) -> None:
 
 
 def whole_epoch(task: PreparedText, size: float, batch_size: int) -> dict[str, object]:
-    """Read every row of the training part once, and return the seconds."""
+    """Read every row of the training part once, and return the time in seconds."""
     start = time.perf_counter()
     steps = len(task.rows[0]) // batch_size
     for number in range(steps):

@@ -1,15 +1,15 @@
-"""How fast is decoding, compared with peers and with memory bandwidth?
+"""How fast is decoding compared with peers and with memory bandwidth?
 
     python -m benchmarks.decode --quick
     python -m benchmarks.decode --weights f32,bf16,int8 --out benchmarks/results/decode_cpu.json
 
-Each contender makes one greedy `generate` call of a GPT-2 after a random prompt, with the same
-weights: ours, Hugging Face in torch (also compiled, with a static cache), CTranslate2 and
-llama.cpp; on a CPU also with weights in bfloat16 and in 8 bits. Before the timing, the logits
-after the prompt must agree with ours for unrounded weights, and in float32 every token must agree.
-A token reads every weight once, so the limit is the fastest read of as many bytes by XLA or torch,
-timed in the same rounds. The last line is the cost of a cache with four times the capacity for the
-same tokens.
+Each contender runs one greedy `generate` call of a GPT-2 model after a random prompt, with the same
+weights. The contenders are this library, Hugging Face in torch (also compiled, with a static
+cache), CTranslate2, and llama.cpp. On a CPU, weights in bfloat16 and 8 bits are also measured.
+Before timing, the logits after the prompt must agree with ours for unrounded weights, and in
+float32 every token must agree. Each token reads every weight once, so the limit is the fastest read
+of the same number of bytes by XLA or torch, timed in the same rounds. The last line shows the cost
+of a cache with four times the capacity for the same tokens.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ UNROUNDED = "ours, f32"
 FIRST = ", first token"
 QUESTION = "decoding: seconds per greedy generate call of ours, its peers and the memory's limit"
 TOLERANCE: dict[Weights, float] = {"f32": 1e-3, "bf16": 0.25, "int8": 0.25}
-"""Largest allowed difference of a logit; the logits of these weights are about -3 to 3."""
+"""Largest allowed difference of a logit. With these weights, logits are between about -3 and 3."""
 ROUNDS = {LLAMA_CPP: 0.02}
-"""The same for contenders with rounded arithmetic: llama.cpp uses a float16 table for GELU."""
+"""Largest allowed difference for contenders with rounded arithmetic, such as llama.cpp, which uses
+a float16 table for GELU."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -94,8 +95,8 @@ def measure(
     options: argparse.Namespace,
     clock: Callable[[], float],
 ) -> dict[str, Any]:
-    """Return timings, tokens per second, ratios and the share of the limit for one case."""
-    rounded = partial(quantize, params, kind, embeddings=kind == "int8")  # as the peers do
+    """Return timings, tokens per second, ratios, and the fraction of the limit for one case."""
+    rounded = partial(quantize, params, kind, embeddings=kind == "int8")  # as in the peers
     held = params if kind == own_weights(case) else rounded()
     builders = {OURS: lambda: ours(case, held)}
     if held is not params:
@@ -105,7 +106,7 @@ def measure(
     unrounded = ours(case, params)
     expected = Peer(cache(unrounded.generate), cache(unrounded.logits), unrounded.token_bytes)
     size = ours(case, held).token_bytes
-    reads = timing.reads(size)  # before a peer uses the rest of the memory
+    reads = timing.reads(size)  # before peers use the rest of the memory
     peers: dict[str, Peer] = {}
     absent, differs = {}, {}
     for name, build_peer in builders.items():
@@ -174,7 +175,7 @@ def measure(
 
 
 def difference(case: DecodeCase, kind: Weights, name: str, peer: Peer, expected: Peer) -> float:
-    """Return the largest difference of a logit; raise an error if it is too large."""
+    """Return the largest difference of a logit. Raise an error if it is too large."""
     found = float(np.abs(peer.logits() - expected.logits()).max())
     if not found <= max(TOLERANCE[kind], ROUNDS.get(name, 0.0)):
         raise AssertionError(f"{name} computes other logits: they differ by {found}")
@@ -188,7 +189,7 @@ def difference(case: DecodeCase, kind: Weights, name: str, peer: Peer, expected:
 
 
 def ours(case: DecodeCase, params: dict[str, Any], capacity: int | None = None) -> Peer:
-    """Return the `generate` call of this library from an empty cache."""
+    """Return this library's `generate` call, which starts with an empty cache."""
     step = make_step(build(case.model))
     tokens, lengths = case.tokens(), case.lengths()
     chunk = 128 if case.prompt > 128 else None
@@ -205,7 +206,7 @@ def ours(case: DecodeCase, params: dict[str, Any], capacity: int | None = None) 
 
 
 def _token_bytes(params: dict[str, Any]) -> int:
-    """Return the bytes of parameters that a token reads, with one row of the position table."""
+    """Return the bytes of parameters read per token, including one row of the position table."""
     embed = {name: x for name, x in params["embed"].items() if name != "positions"}
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params | {"embed": embed}))
 
@@ -216,7 +217,7 @@ def capacity_growth(
     options: argparse.Namespace,
     clock: Callable[[], float],
 ) -> dict[str, Any]:
-    """Return a token's time with 4 times the cache capacity, relative to the case's capacity."""
+    """Return the time per token with 4 times the cache capacity, relative to the default."""
     sizes = {str(n): ours(case, params, capacity=n) for n in (case.capacity, 4 * case.capacity)}
     contenders = [
         Contender(name + more, partial(peer.generate, new))
@@ -236,13 +237,13 @@ def capacity_growth(
 
 
 def _per_token(taken: dict[str, Timing], name: str, new: int) -> list[float]:
-    """Return the seconds per token of each round, without the prompt and the first token."""
+    """Return the seconds per token in each round, without the prompt and the first token."""
     both = zip(taken[name].samples, taken[name + FIRST].samples, strict=True)
     return [(whole - first) / (new - 1) for whole, first in both]
 
 
 def _ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
-    """Return the median and quartiles over the rounds of the ratio of two times."""
+    """Return the median and the quartiles, over the rounds, of the ratio of two times."""
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     low, high = Timing(tuple(ratios), 0.0).quartiles
     return {"median": statistics.median(ratios), "quartiles": [low, high]}

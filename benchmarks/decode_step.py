@@ -1,6 +1,6 @@
-"""Lowered decoding steps over a cache, for attached or other devices, and their large results.
+"""Lowered decoding steps over a cache for attached or other devices, and their large results.
 
-The step writes one token per row into a donated cache; it attends to the filled part of the row.
+The step writes one token per row into a donated cache and attends to the filled part of the row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def lowered(
     *,
     H: int = H,
 ) -> jax.stages.Lowered:
-    """Return the lowered step over a cache of a dtype, for the target of `kernels.using`."""
+    """Return the lowered step over a cache with a given dtype for the target of `kernels.using`."""
 
     def step(cache: Any, query: jax.Array, new: jax.Array) -> tuple[Any, jax.Array]:
         at = cache.length[:, None]
@@ -46,9 +46,9 @@ def lowered(
 def lowered_over_pages(
     place: jax.sharding.Sharding, page: int, dtype: DTypeLike = jnp.bfloat16, *, K: int = K
 ) -> tuple[jax.stages.Lowered, int]:
-    """Return the lowered step over pages, and the number of elements of a pool.
+    """Return the lowered step over pages and the number of elements in a pool.
 
-    The pool has half of the pages that all rows could fill.
+    The pool has half of the pages that all rows together could fill.
     """
 
     def step(cache: Any, query: jax.Array, new: jax.Array) -> tuple[Any, jax.Array]:
@@ -69,14 +69,14 @@ def lowered_over_pages(
 
 
 def _placed(place: jax.sharding.Sharding, tree: Any) -> Any:
-    """Return structs of arrays on a device."""
+    """Return shape structs for arrays on a device."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
 
 def large_results(text: str, least: int) -> list[tuple[str, bool]]:
-    """Return opcodes, except views, with results of this size, and whether each is a scatter.
+    """Return the opcodes with results of this size and whether each is a scatter.
 
-    A fusion is one operation.
+    Views are excluded, and a fusion is one operation.
     """
     views = ("parameter", "tuple", "bitcast", "get-tuple-element")
     found = []

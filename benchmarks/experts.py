@@ -1,16 +1,17 @@
-"""Costs of a mixture of experts: its products, a decoding step, and training.
+"""Costs of a mixture of experts in matrix products, a decoding step, and training.
 
     python -m benchmarks.experts --data tiny_shakespeare.txt
     python -m benchmarks.experts --part products
 
-- products: rows sorted by expert, each times the matrix of its expert, in blocks as in the model
-  and by `jax.lax.ragged_dot`, compared with all rows times one matrix. Medians of calls in turns.
-- decode: the time of one token for increasing numbers of experts (2 are chosen), compared with a
-  dense model with as many active parameters; and the bytes that XLA counts, without those that the
-  compiled kernels of a dense model read.
-- train: a model with experts, a dense one with as many active parameters and one with as many in
-  total, for the same steps; and how evenly experts are used on held-out text, with and without
-  balance loss.
+- products: rows are sorted by expert and multiplied by the matrix of their expert, in blocks as in
+the model and with `jax.lax.ragged_dot`. This is compared with the product of all rows and one
+matrix. The results are medians of alternating calls. - decode: the time per token for increasing
+numbers of experts, of which 2 are chosen, is compared with a dense model with the same number of
+active parameters. The bytes that XLA counts are also printed, except those that the compiled
+kernels of a dense model read. - train: a model with experts is trained for the same number of steps
+as two dense models, one with the same number of active parameters and one with the same total
+number. How evenly experts are used on held-out text is also measured, with and without balance
+loss.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ EXPERTS = Experts(count=8, top_k=2, d_ff=172)
 
 
 def medians(calls: dict[str, Callable[[], Any]], times: int) -> dict[str, float]:
-    """Return the median seconds of each call; the calls take turns."""
+    """Return the median time in seconds of each call. The calls alternate."""
     spent: dict[str, list[float]] = {name: [] for name in calls}
     for name in calls:
         jax.block_until_ready(calls[name]())
@@ -104,7 +105,7 @@ def decode(times: int) -> None:
 
 
 def used(config: ModelConfig, params: Any, text: np.ndarray) -> list[float]:
-    """Return the largest share of the choices that one expert receives, for each block."""
+    """Return, for each block, the largest fraction of the choices that one expert receives."""
     model: Any = tj.build(config)
     asked = "block_*/feed_forward/router"
     found = jax.jit(partial(model.apply, capture=(asked,)))({"params": params}, text)[2]

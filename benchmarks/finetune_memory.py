@@ -1,11 +1,11 @@
-"""Memory of fine-tuning: all parameters, or adapters of a frozen base.
+"""Memory of fine-tuning, either of all parameters or of adapters on a frozen base.
 
 python -m benchmarks.finetune_memory                              GPT-2 124M on this machine's CPU
 python -m benchmarks.finetune_memory --target h200 --model llama3-8b     compiled, not run
 
-Each row is a training step compiled for the target, with the same batch size and length, and with
-layers scanned and recomputed (--remat full). Nothing is run; `python -m benchmarks.plan_audit`
-compares such figures with runs.
+Each row of the table is a training step that is compiled for the target, with the same batch size
+and length, and with scanned and recomputed layers (--remat full). Nothing is run. `python -m
+benchmarks.plan_audit` compares these figures with actual runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WAYS: dict[str, LoraConfig | None] = {
 
 
 def planned(name: str, target: str, batch_size: int, context: int, way: str) -> Plan:
-    """Compile the training step of one way to fine-tune the model of a preset."""
+    """Compile the training step for one way to fine-tune the model of a preset."""
     model = dataclasses.replace(
         preset(name), scan_layers=True, remat="full", dtype="bfloat16", dropout=0.0
     )

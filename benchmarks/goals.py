@@ -1,7 +1,7 @@
-"""Goals of the kernels on an H200 in bfloat16, and how far a run reaches them.
+"""Performance goals for the kernels on an H200 in bfloat16, and comparison of a run with them.
 
-`python -m benchmarks.attention --goals` measures the cells of `GOALS`, each with the contenders
-that its goals name, and prints this table at the end.
+`python -m benchmarks.attention --goals` measures the cells in `GOALS`, each with the contenders
+that its goals require, and then prints a table of the goals.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from benchmarks.contenders import IN_JAX, OURS, WITHOUT
 from benchmarks.specs import Direction
 
 MATMUL = "a matmul"
-"""The rate of a product of 8192 x 8192 matrices in the same run."""
+"""Name of the rate of a product of 8192 x 8192 matrices in the same run."""
 UNORDERED = f"{OURS} pallas_unordered"
 WITNESS = "jax.nn cudnn"
-"""Contenders of cells without others, for comparison with ours."""
+"""Contenders for cells that have no other contenders."""
 PEERS = tuple(name for name in contenders.PEERS if name != "onnxruntime")  # it runs only on a CPU
 NATIVE = tuple(name for name in IN_JAX if name != "jax.nn cudnn")
-"""Contenders in JAX, without NVIDIA's closed kernel."""
+"""Contenders in JAX, except NVIDIA's closed-source kernel."""
 TOLERANCE = 0.1  # relative to the largest value: allows other orders of summation in bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A wanted ratio: the rate of ours in a cell, divided by that of contenders or another rate."""
+    """Target ratio of our rate in a cell to the rate of contenders or to another rate."""
 
     case: str
     direction: Direction
     ratio: float
     than: tuple[str, ...]
-    """Contenders (the fastest counts), `MATMUL`, or another case (its rate counts)."""
+    """Contenders, the fastest of which counts; `MATMUL`; or another case, whose rate counts."""
     of: str = OURS
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """The contenders of the ratio."""
+        """Return the contenders in the ratio."""
         return tuple(name for name in self.than if name in (*PEERS, WITHOUT))
 
     @property
     def rate(self) -> str | None:
-        """The case whose rate is the divisor."""
+        """Return the case whose rate is the divisor."""
         return None if self.peers or self.than == (MATMUL,) else self.than[0]
 
 
@@ -81,7 +81,7 @@ GOALS = _goals()
 
 
 def cells(goals: Sequence[Goal] = GOALS) -> dict[tuple[str, Direction], set[str]]:
-    """Return the cells to measure with their contenders."""
+    """Return the cells to measure, with their contenders."""
     found: dict[tuple[str, Direction], set[str]] = {}
     for goal in goals:
         found.setdefault((goal.case, goal.direction), {OURS}).update({goal.of, *goal.peers})
@@ -96,9 +96,10 @@ def reached(
     failed: Mapping[str, str],
     goals: Sequence[Goal] = GOALS,
 ) -> list[dict[str, Any]]:
-    """Return for each goal its ratio and the missing contenders, or None and the reason.
+    """Return, for each goal, its ratio and the missing contenders, or None and the reason.
 
-    `cases` are the measured cells, `failed` maps other cells to reasons, `matmul` is in FLOP/s.
+    `cases` contains the measured cells, `failed` maps other cells to reasons, and `matmul` is in
+    FLOP/s.
     """
     measured = {(found["case"], found["direction"]): found for found in cases}
 
@@ -133,7 +134,7 @@ def reached(
 
 def _compared(
     goal: Goal, measured: Mapping[tuple[str, str], dict[str, Any]], matmul: float
-) -> tuple[str, float | None, str | None]:  # divisor, ratio, reason or missing contenders
+) -> tuple[str, float | None, str | None]:  # divisor, ratio, and reason or missing contenders
     cell, than = measured[goal.case, goal.direction], _name(goal)
     if goal.peers:
         troubles = {name: trouble(cell, name) for name in goal.peers}
@@ -157,10 +158,10 @@ def _name(goal: Goal) -> str:
 
 
 def trouble(cell: dict[str, Any], name: str) -> str | None:
-    """Return why the time of a contender does not count."""
+    """Return the reason why the time of a contender does not count, or None if it does."""
     if name not in cell["timings"]:
         return cell["absent"].get(name, "does not run")
-    differences = cell["difference"]  # from ours; None for another function
+    differences = cell["difference"]  # from ours; None for a different function
     peers = [differences[peer] for peer in PEERS if peer in differences]
     if name not in PEERS and peers and all(map(_too_large, peers)):
         return "differs from everyone"
@@ -193,7 +194,7 @@ def _verdict(row: dict[str, Any]) -> str:
 
 
 def table(found: Sequence[dict[str, Any]], ours: str) -> str:
-    """Return one line per goal; `ours` is the name of our implementation."""
+    """Return a table with one line per goal. `ours` is the name of our implementation."""
     rows = [
         (
             f"{row['case']} {row['direction']}, {row['of']}",

@@ -1,9 +1,9 @@
-"""GPT-2 with our weights in other libraries: the peers of `benchmarks.decode`.
+"""GPT-2 with our weights in other libraries, which are the peers in `benchmarks.decode`.
 
-Each peer is built from a case, our float32 parameters and the dtype of the weights. It raises
-`Absent` if it is not installed or does not support this dtype. All use every core, store keys and
-values in float32 (Hugging Face in its compute dtype), and get the settings that were fastest on two
-cores (`NOTES.md`).
+Each peer is built from a case, our float32 parameters, and the dtype of the weights. It raises
+`Absent` if it is not installed or does not support the dtype. All peers use every core and have the
+settings that were fastest on two cores (`NOTES.md`). They store keys and values in float32, except
+Hugging Face, which uses its compute dtype.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ DTYPES: dict[Weights, str] = {"f32": "float32", "bf16": "bfloat16", "int8": "int
 
 @dataclass(frozen=True)
 class Peer:
-    """A decoder; both of its calls return when the results are complete."""
+    """Decoder whose calls both return only when the results are complete."""
 
     generate: Callable[[int], np.ndarray]
-    """Continue the prompts by n tokens, i32[B, n]."""
+    """Function that continues the prompts by n tokens and returns them, i32[B, n]."""
     logits: Callable[[], np.ndarray]
-    """Return the logits after each prompt, f32[B, V]."""
+    """Function that returns the logits after each prompt, f32[B, V]."""
     token_bytes: int
-    """Bytes of the stored weights that a token reads."""
+    """Number of bytes of stored weights that are read per token."""
 
 
 def prompts(case: DecodeCase) -> list[list[int]]:
@@ -50,7 +50,7 @@ def hugging_face(
 ) -> Peer:
     """Return `GPT2LMHeadModel.generate`, which pads shorter rows on the left.
 
-    bf16 is also the compute dtype, because torch has no other product of bfloat16.
+    For bf16, this is also the compute dtype, because torch has no other product for bfloat16.
     """
     if weights == "int8":
         raise Absent("no int8 weights without another package")
@@ -65,7 +65,7 @@ def hugging_face(
         n_layer=cfg.num_layers, n_head=cfg.num_heads, n_inner=cfg.ff_dim,
         layer_norm_epsilon=cfg.norm_eps, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    with torch.device(device):  # drawing 1.5 billion numbers takes half a minute on a CPU
+    with torch.device(device):  # on a CPU, drawing 1.5 billion numbers takes half a minute
         model = GPT2LMHeadModel(config)
     state = gpt2_state(params, cfg.num_layers)
     model.load_state_dict({name: torch.from_numpy(x) for name, x in state.items()}, strict=False)
@@ -80,7 +80,7 @@ def hugging_face(
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
     mask = torch.from_numpy((columns >= 0).astype(np.int64)).to(device)
     more: dict[str, Any] = {"cache_implementation": "static"} if compiled else {}
-    if compiled and device == "cpu":  # there `generate` compiles only on request
+    if compiled and device == "cpu":  # on a CPU, `generate` compiles only on request
         more["compile_config"] = CompileConfig(mode="default")
         more["compile_config"]._compile_all_devices = True
 
@@ -103,9 +103,9 @@ def hugging_face(
 
 
 def ctranslate2(case: DecodeCase, params: dict[str, Any], weights: Weights) -> Peer:
-    """Return CTranslate2's `Generator`, with our weights named as by its GPT-2 converter.
+    """Return CTranslate2's `Generator` with our weights, named as in its GPT-2 converter.
 
-    int8 has a scale per output; activations are also int8, with a scale per row.
+    For int8, weights have one scale per output. Activations are also int8, with one scale per row.
     """
     library = imported("ctranslate2")
     supported = library.get_supported_compute_types("cpu")
@@ -145,7 +145,7 @@ def ctranslate2(case: DecodeCase, params: dict[str, Any], weights: Weights) -> P
 
 
 def _fill(decoder: Any, state: dict[str, np.ndarray]) -> None:
-    """Copy our weights into a CTranslate2 decoder; its matrices are [out, in]."""
+    """Copy our weights to a CTranslate2 decoder, whose matrices are [out, in]."""
 
     def linear(spec: Any, name: str) -> None:
         spec.weight = np.ascontiguousarray(state[f"{name}.weight"].T)
@@ -170,10 +170,10 @@ def _fill(decoder: Any, state: dict[str, np.ndarray]) -> None:
 
 
 def llama_cpp(case: DecodeCase, params: dict[str, Any], weights: Weights) -> Peer:
-    """Return llama.cpp, which llama-cpp-python compiles for this processor.
+    """Return a llama.cpp decoder, which llama-cpp-python compiles for this processor.
 
-    int8 is Q8_0: a float16 scale per 32 weights, and per 32 activations. GELU always comes from a
-    float16 table.
+    For int8, the format is Q8_0, which has one float16 scale per 32 weights and per 32 activations.
+    GELU is always read from a float16 table.
     """
     library, gguf = imported("llama_cpp"), imported("gguf")
     if jax.default_backend() != "cpu":
@@ -235,7 +235,7 @@ def llama_cpp(case: DecodeCase, params: dict[str, Any], weights: Weights) -> Pee
 def write_gguf(
     gguf: Any, path: Path, case: DecodeCase, state: dict[str, np.ndarray], weights: Weights
 ) -> None:
-    """Write our weights in llama.cpp's format: matrices as [out, in], vectors in float32."""
+    """Write our weights in llama.cpp's format, with matrices as [out, in] and float32 vectors."""
     cfg, kinds = case.model, gguf.GGMLQuantizationType
     kind = {"f32": kinds.F32, "bf16": kinds.BF16, "int8": kinds.Q8_0}[weights]
     names = {
@@ -271,17 +271,17 @@ def write_gguf(
 
 @functools.cache
 def _silence(library: Any) -> Any:
-    """Return a logger that prints nothing; it must live as long as the library."""
+    """Return a logger that prints nothing and must exist as long as the library."""
     return library.llama_log_callback(lambda level, text, data: None)
 
 
 def token_bytes(
     state: dict[str, np.ndarray], matrix: float, vector: float, scales: float = 0
 ) -> int:
-    """Return the bytes of the weights that a token reads, for these bytes per element.
+    """Return the number of bytes of weights that are read per token.
 
-    The token table is read once, as the output matrix, and one row of the position table.
-    `scales` are additional bytes per output of a matrix.
+    The token table is read once as the output matrix, and one row of the position table is read.
+    `scales` is the number of additional bytes per output of a matrix.
     """
     found = 0.0
     for name, x in state.items():
@@ -294,7 +294,7 @@ def token_bytes(
 
 
 def gpt2_state(params: dict[str, Any], layers: int) -> dict[str, np.ndarray]:
-    """Return our parameters with the names of Hugging Face's GPT-2; both use [in, out]."""
+    """Return our parameters with the names in Hugging Face's GPT-2. Both use [in, out]."""
 
     def array(leaf: jax.Array, *shape: int) -> np.ndarray:
         return np.array(leaf, np.float32).reshape(shape or leaf.shape)

@@ -1,14 +1,15 @@
-"""How long does it take to load a checkpoint, and how much memory does it need at its peak?
+"""How long does loading a checkpoint take, and what is its peak memory?
 
     python -m benchmarks.load --quick
     python -m benchmarks.load --out benchmarks/results/load_cpu.json
 
-A Llama with random weights (f32, 1 GB; `transformer_jax.save_pretrained` writes it once into a
-temporary folder) is loaded by a fresh process each time: by `load_pretrained`, by `transformers`
-(which reads through `safetensors.torch`), and only by `safetensors.torch.load_file`, which maps the
-file and here must touch every page. The file is always in the page cache. Seconds are those of the
-load, without imports. Memory is the peak resident size of the process (VmHWM), minus its size
-before the load, relative to the file.
+The checkpoint is a Llama model with random weights in f32 (1 GB), which
+`transformer_jax.save_pretrained` writes once to a temporary folder. A new process loads it each
+time with `load_pretrained`, with `transformers` (which reads through `safetensors.torch`), or with
+only `safetensors.torch.load_file`, which maps the file and must touch every page here. The file is
+always in the page cache. The time in seconds is that of loading, without imports. The memory is the
+peak resident size of the process (VmHWM) minus the size before loading, relative to the size of the
+file.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks import timing
 QUESTION = "loading a checkpoint: seconds and peak memory"
 OURS, TRANSFORMERS, RAW = "transformer_jax", "transformers", "safetensors.torch"
 LIMIT = 1.1
-"""Bytes in memory, relative to the file."""
+"""Size in memory relative to the size of the file."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _there(name: str) -> bool:
-    """Whether a contender can be imported; torch and transformers are in the extra `parity`."""
+    """Whether a contender can be imported. The extra `parity` includes torch and transformers."""
     needs = {OURS: (), TRANSFORMERS: ("torch", "transformers"), RAW: ("torch",)}[name]
     missing = [package for package in needs if importlib.util.find_spec(package) is None]
     if missing:
@@ -71,7 +72,7 @@ def _there(name: str) -> bool:
 
 
 def _write(folder: Path, gigabytes: float) -> None:
-    """Write a Llama with about this size in bytes."""
+    """Write a Llama model with approximately this size in gigabytes."""
     import numpy as np
     from flax.traverse_util import unflatten_dict
 
@@ -115,7 +116,7 @@ def _in_a_process(name: str, folder: Path) -> dict[str, float]:
 
 
 def _load(name: str, folder: Path) -> dict[str, float]:
-    """Load once in this process; return the seconds and the peak bytes of memory."""
+    """Load once in this process. Return the time in seconds and the peak memory in bytes."""
     call = {OURS: _ours, TRANSFORMERS: _transformers, RAW: _raw}[name](folder)
     _forget_peak()
     resident, start = _memory("VmRSS"), time.perf_counter()
@@ -143,7 +144,7 @@ def _transformers(folder: Path) -> Callable[[], Any]:
 
     def load() -> Any:
         model = transformers.LlamaForCausalLM.from_pretrained(folder)
-        with torch.no_grad():  # otherwise mapped files would cost nothing until they are used
+        with torch.no_grad():  # otherwise, mapped files would cost nothing until they are used
             return model, [float(p.view(-1)[::1024].sum()) for p in model.parameters()]
 
     return load

@@ -1,12 +1,13 @@
-"""Time of a sweep of activation patching over layers and positions, compared with Python loops.
+"""Time of an activation patching sweep over layers and positions, compared with Python loops.
 
     python -m benchmarks.patch_sweep
-    python -m benchmarks.patch_sweep --layers 2 --width 64 --positions 8      # a small one
+    python -m benchmarks.patch_sweep --layers 2 --width 64 --positions 8      # a small sweep
 
-The model is a GPT-2 124M with random weights and two random prompts. The clean stream replaces that
-of the corrupted pass at each layer and position. `patch` runs one compiled program, which reports
-its progress. The alternatives are one jitted pass called from a Python loop, and passes that are
-compiled one by one; only a few of these are timed, and the rest is extrapolated.
+The model is GPT-2 124M with random weights and two random prompts. At each layer and position, the
+residual stream of the corrupted pass is replaced by that of the clean pass. `patch` runs one
+compiled program, which reports its progress. The alternatives are one jitted pass that is called in
+a Python loop, and passes that are compiled one by one. Only a few of the latter are timed, and the
+total is extrapolated.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main() -> None:
 
     done = 0
 
-    def said(logit: np.ndarray) -> None:  # which makes it a call for each entry
+    def said(logit: np.ndarray) -> None:  # called for each entry
         nonlocal done
         done += 1
         print(f"\r{done} of {L * T}", end="", flush=True)

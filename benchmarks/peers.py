@@ -1,4 +1,4 @@
-"""Helpers for peers, and the error of a contender that is not measured."""
+"""Helpers for peers, and the error for a contender that is not measured."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import jax
 
 
 class Absent(Exception):
-    """The reason why a contender is not measured."""
+    """Error that contains the reason why a contender is not measured."""
 
 
 def imported(package: str) -> Any:
-    """Import a package that only benchmarks need, or raise `Absent`."""
+    """Import a package that is needed only for benchmarks, or raise `Absent`."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -23,12 +23,12 @@ def imported(package: str) -> Any:
 
 
 def onnx_session(node: Any, feeds: dict[str, Any], shape: Sequence[int], opset: int) -> Any:
-    """Return onnxruntime's session for a single node, which runs on a CPU with all cores.
+    """Return an onnxruntime session for a single node, which uses all cores of a CPU.
 
     Args:
-        node: an ONNX node, whose inputs are named in `feeds` and whose only output is "y".
-        feeds: arrays by the name of the input. Their shapes and dtypes become those of the graph,
-            and "y" has the dtype of the first.
+        node: ONNX node whose input names are in `feeds` and whose only output is "y".
+        feeds: arrays, keyed by input name. They determine the shapes and dtypes in the graph. The
+            output "y" has the dtype of the first array.
         shape: shape of "y".
         opset: version of ONNX's operators.
     """
@@ -48,14 +48,14 @@ def onnx_session(node: Any, feeds: dict[str, Any], shape: Sequence[int], opset: 
 
 
 def cores() -> int:
-    """Return the number of threads for a peer: one per core that this process may use."""
+    """Return the number of threads for a peer, which is one per core that this process can use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def torch_and_device() -> tuple[Any, str]:
-    """Return torch, set to all cores, and its name of JAX's device, or raise `Absent`."""
+    """Return torch, set to use all cores, and its name for JAX's device, or raise `Absent`."""
     try:
         import torch
     except ImportError as error:

@@ -1,11 +1,11 @@
-"""Memory that a plan predicts, compared with training steps on this CPU.
+"""Comparison of the memory that a plan predicts with training steps on this CPU.
 
     python -m benchmarks.plan_audit --out benchmarks/results/plan_audit.json
 
-There are six runs of different shapes, each in a separate process. The prediction is the total of
-`plan_training` for this machine. The measurement is the peak memory of the process while it creates
-the state and runs three steps, minus its memory before, once everything is compiled (Linux: VmHWM,
-reset).
+There are six runs with different shapes, each in a separate process. The prediction is the total of
+`plan_training` for this machine. The measurement starts after everything has been compiled. It is
+the peak memory of the process while it creates the state and runs three steps, minus its memory
+before (VmHWM, which is reset; Linux only).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RUNS = {
 
 
 def status(name: str) -> int:
-    """Return a line of /proc/self/status, in bytes."""
+    """Return the value of a line in /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -56,7 +56,7 @@ def status(name: str) -> int:
 
 
 def measure(name: str) -> dict[str, float]:
-    """Return the predicted and the measured bytes of a run."""
+    """Return the predicted and the measured memory of a run in bytes."""
     from functools import partial
 
     import jax

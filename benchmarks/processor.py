@@ -1,6 +1,6 @@
-"""The processor of a measurement, because rented machines differ from day to day.
+"""Description of the processor, because rented machines differ from day to day.
 
-The facts come from Linux's /proc/cpuinfo and /sys; on other systems each of them is None.
+The values are read from /proc/cpuinfo and /sys on Linux. On other systems, each value is None.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ FIELDS = {
     "stepping": ("stepping", "CPU revision"),
     "name": ("model name", "Model"),
 }
-"""Names of a fact in /proc/cpuinfo, on x86-64 and on aarch64."""
+"""Names of a value in /proc/cpuinfo on x86-64 and aarch64."""
 
 SETS = re.compile(
     r"sse4_2|f16c|fma|avx|avx2|avx512\w*|avx_\w+|amx_\w+"  # x86-64
-    r"|asimd\w*|fphp|bf16|i8mm|sve\w*|sme2?"  # aarch64, where asimd is NEON
+    r"|asimd\w*|fphp|bf16|i8mm|sve\w*|sme2?"  # aarch64, on which asimd is NEON
 )
-"""Linux names of the instruction sets that arithmetic uses."""
+"""Names of the arithmetic instruction sets in Linux."""
 
 
 def processor() -> dict[str, Any]:
-    """Return family, model, instruction sets, caches and cores of this processor."""
+    """Return the family, model, instruction sets, caches, and cores of this processor."""
     found = _first_core()
     facts: dict[str, Any] = {
         fact: next((found[name] for name in names if name in found), None)
@@ -49,13 +49,13 @@ def processor() -> dict[str, Any]:
 
 
 def compiled_kernels() -> str:
-    """Return the instruction set of our native kernels, or why there are none."""
+    """Return the instruction set of our native kernels, or the reason why there are none."""
     library = cpu.library()
     return library if isinstance(library, str) else cpu.instructions()
 
 
 def line(facts: dict[str, Any], kernels: str) -> str:
-    """Return the facts in one line."""
+    """Return the values on one line."""
     sizes = (facts["caches"] or {}).items()
     caches = ", ".join(f"{name} {size // 2**10} KiB" for name, size in sizes)
     return (
@@ -65,7 +65,7 @@ def line(facts: dict[str, Any], kernels: str) -> str:
 
 
 def _first_core() -> dict[str, str]:
-    """Return the facts of the first core in /proc/cpuinfo, or an empty dict."""
+    """Return the values for the first core in /proc/cpuinfo, or an empty dict."""
     with contextlib.suppress(OSError):
         first = CPUINFO.read_text().strip().partition("\n\n")[0]
         pairs = (line.partition(":") for line in first.splitlines())
@@ -74,7 +74,7 @@ def _first_core() -> dict[str, str]:
 
 
 def _caches() -> dict[str, int] | None:
-    """Return the bytes of each cache of the first core: L1d, L1i, L2, L3."""
+    """Return the size in bytes of each cache of the first core: L1d, L1i, L2, and L3."""
     found = {}
     with contextlib.suppress(OSError, ValueError):
         for index in sorted(CACHES.glob("index*")):

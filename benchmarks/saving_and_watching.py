@@ -1,11 +1,12 @@
-"""How much do checkpoints and monitoring slow down the steps of a run?
+"""How much do checkpoints and monitoring slow down a training run?
 
     python -m benchmarks.saving_and_watching --out benchmarks/results/saving_and_watching.json
 
-Three variants of the same run take turns: without either, with a checkpoint every N steps, and with
-monitoring (TensorBoard files, --dump-batch, a line of measurements every ten steps). Each is
-divided into stretches of N steps, without the first one, which compiles. A stall is the time that
-the loop waits for a save; the CPU time of the writing thread affects only the ratio.
+Three variants of the same run alternate: without either, with a checkpoint every N steps, and with
+monitoring (TensorBoard files, --dump-batch, and a line of measurements every ten steps). Each
+variant is divided into stretches of N steps, of which the first is excluded because it includes
+compilation. A stall is the time that the loop waits for a save. The CPU time of the writing thread
+affects only the ratio.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NEVER = 10**6
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and the number of steps between its checkpoints."""
+    """Run, and the number of steps between its checkpoints."""
 
     name: str
     model: ModelConfig
@@ -83,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measured(case: Case, rounds: int) -> dict[str, Any]:
-    """Return the seconds of a stretch for each variant, ratios to the bare run, and the stall."""
+    """Return the seconds per stretch for each variant, ratios to the bare run, and the stall."""
     seconds: dict[str, list[float]] = {"bare": [], "saved": [], "watched": []}
     stalls = []
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +116,7 @@ def measured(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def _runs(case: Case, text: Path) -> dict[str, TrainConfig]:
-    """Return one run per variant."""
+    """Return the config of one run per variant."""
     bare = TrainConfig(
         model=case.model, data=str(text), batch_size=case.batch_size, warmup_steps=0,
         steps=(case.stretches + 1) * case.interval, log_every=case.interval, eval_every=NEVER,
@@ -131,9 +132,9 @@ def _runs(case: Case, text: Path) -> dict[str, TrainConfig]:
 
 
 def _stretches(lines: list[dict[str, Any]], interval: int) -> list[dict[str, float]]:
-    """Return the seconds of each stretch of `interval` steps, without the first one.
+    """Return the seconds for each stretch of `interval` steps, except the first one.
 
-    The first line after step n includes its checkpoint.
+    The first line after step n includes the checkpoint of that step.
     """
     found: dict[int, dict[str, float]] = {}
     for line in lines:

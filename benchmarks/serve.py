@@ -1,13 +1,14 @@
-"""How much faster is continuous batching than batches that wait for their longest row?
+"""How much faster is continuous batching than static batching?
 
     python -m benchmarks.serve --quick
     python -m benchmarks.serve --out benchmarks/results/serve_cpu.json
 
-One decoder answers requests with ragged prompts and geometric lengths, with the same number of
-rows. Continuous batching is `serve_requests`, which fills free slots between its calls; with pause,
-a call ends as soon as a slot is free. Static batching is `generate` for batches in order of
-arrival; its loop ends with the last row of a batch. All must give the same tokens. The lengths
-determine the number of steps of each method, and thus the ideal speedup.
+The same decoder answers requests with prompts of different lengths and geometrically distributed
+answer lengths, with the same number of rows. Continuous batching uses `serve_requests`, which fills
+free slots between its calls. With pauses, a call ends as soon as a slot is free. Static batching
+uses `generate` for batches in order of arrival, and its loop ends when the last row of a batch
+ends. All methods must return the same tokens. The lengths determine the number of steps for each
+method, and thus the ideal speedup.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def pausing_steps(lengths: Sequence[int], slots: int) -> int:
-    """Return the steps if the next request always takes the first free slot.
+    """Return the number of steps if the next request always uses the first free slot.
 
-    The prompt yields the first token of a request, and each step one more.
+    The prompt yields the first token of a request, and each step yields one more.
     """
     free = [0] * slots
     for length in lengths:
@@ -63,7 +64,7 @@ def pausing_steps(lengths: Sequence[int], slots: int) -> int:
 
 
 def continuous_steps(lengths: Sequence[int], slots: int, call: int) -> int:
-    """Return the steps if free slots are filled only between calls of `call` steps."""
+    """Return the number of steps if free slots are filled only between calls of `call` steps."""
     waiting, running, steps = [int(n) - 1 for n in lengths], [], 0
     while waiting or running:
         count = slots - len(running)
@@ -75,14 +76,14 @@ def continuous_steps(lengths: Sequence[int], slots: int, call: int) -> int:
 
 
 def static_steps(lengths: Sequence[int], slots: int) -> int:
-    """Return the steps if each batch, in order, runs as long as its longest row."""
+    """Return the number of steps if each batch, in order, runs as long as its longest row."""
     starts = range(0, len(lengths), slots)
     return sum(int(max(lengths[start : start + slots])) - 1 for start in starts)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers of a contender by request number."""
+    """Answers of a contender, indexed by request number."""
 
     tokens: list[np.ndarray]
     latencies: np.ndarray  # f64[requests], seconds from arrival to the last token
@@ -121,7 +122,7 @@ def continuous(
 
 
 def static(case: ServeCase, arrivals: np.ndarray, clock: Clock) -> Answers:
-    """Run `generate` for batches of the requests that have arrived, in order."""
+    """Run `generate` for batches of the requests that have arrived, in order of arrival."""
     step, params, prompts, lengths = _work(case)
     tokens: list[np.ndarray] = []
     latencies, start = np.zeros(case.requests), clock()
@@ -131,7 +132,7 @@ def static(case: ServeCase, arrivals: np.ndarray, clock: Clock) -> Answers:
             pass
         come = np.searchsorted(arrivals, clock() - start, side="right")
         count = min(case.slots, int(come) - first)
-        # Rows without a request end at once, so that one program serves all batches.
+        # Rows without a request end immediately, so that one program serves all batches.
         prompt = np.zeros((case.slots, case.longest_prompt), np.int32)
         sizes, limits = np.ones(case.slots, np.int32), np.zeros(case.slots, np.int32)
         for row, number in enumerate(range(first, first + count)):
@@ -159,7 +160,7 @@ def _work(case: ServeCase) -> tuple[Any, Any, list[np.ndarray], np.ndarray]:
 
 
 def measure(case: ServeCase, options: argparse.Namespace, clock: Clock) -> dict[str, Any]:
-    """Return timings, latencies and ratios of one case."""
+    """Return timings, latencies, and ratios for one case."""
     lengths, eagerly = case.lengths(), np.zeros(case.requests)
 
     def ours(arrivals: np.ndarray, pause: bool = False) -> Answers:

@@ -1,18 +1,20 @@
-"""How many tokens per second does the server deliver to many clients, and how soon the first one?
+"""How many tokens per second does the server generate for many clients, and how soon is the first?
 
     python -m benchmarks.serve_load --clients 1,4,16 --seconds 10
     python -m benchmarks.serve_load --model runs/book --clients 16 --seconds 60
     python -m benchmarks.serve_load --model FILE.gguf --clients 64 --seconds 300 --check 64
 
-A process serves a model, by default with random weights, and this process runs the clients. Each
+One process serves a model, by default with random weights, and this process runs the clients. Each
 client sends a streaming request with a prompt of 8 to 64 bytes as soon as its last answer has
-ended. An answer is lost, and the command fails, if the status is not 200, the stream has no end, or
-tokens are missing although the model did not end the text. One prompt of each compiled length comes
-first, untimed. The time to the first token is from sending to the first event with text.
+ended. An answer is lost, and the command fails, if the status is not 200, if the stream has no end,
+or if tokens are missing although the model did not end the text. First, one prompt of each compiled
+length is sent without timing. The time to the first token is measured from sending the request to
+the first event with text.
 
-With `--check N` the clients draw from N prompts and request the likeliest tokens. After the load,
-each answer is compared with that of `generate` for the same prompt in this process. If one differs,
-the command fails and prints how close the first differing token was to the likeliest.
+With `--check N`, the clients draw from N prompts and request greedy decoding. After the load test,
+each answer is compared with the answer of `generate` for the same prompt in this process. If an
+answer differs, the command fails and prints how close the first different token was to the most
+likely token.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from benchmarks import timing
 
 QUESTION = "the server under load: tokens a second, and seconds to the first token"
 TOKENS = 32
-"""The length of each answer, unless the model ends it earlier."""
+"""Length of each answer, unless the model ends it earlier."""
 LENGTHS = 16, 32, 64
 """Buckets of the prompt lengths."""
 
@@ -46,11 +48,11 @@ class Taken:
     """Answers that the clients received."""
 
     first: list[float] = field(default_factory=list)
-    """Seconds to the first token of each answer."""
+    """Time to the first token of each answer, in seconds."""
     tokens: int = 0
     lost: list[str] = field(default_factory=list)
     answers: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of a prompt and its answer, if answers are compared."""
+    """Pairs of a prompt and an answer, if answers are compared."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -97,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def report(clients: int, taken: Taken, seconds: float) -> dict[str, Any]:
-    """Return the figures for one number of clients."""
+    """Return the results for a number of clients."""
     for why in taken.lost[:3]:
         print(f"lost: {why}", flush=True)
     p50, p95 = np.percentile(1e3 * np.array(taken.first or [np.nan]), [50, 95])
@@ -110,15 +112,15 @@ def report(clients: int, taken: Taken, seconds: float) -> dict[str, Any]:
 def compare(
     answers: Sequence[tuple[str, str]], wanted: Mapping[str, str]
 ) -> tuple[int, list[tuple[str, str]]]:
-    """Return the number of equal answers, and the pairs (prompt, text) that differ."""
+    """Return the number of equal answers and the pairs (prompt, text) that differ."""
     different = [(prompt, text) for prompt, text in answers if text != wanted[prompt]]
     return len(answers) - len(different), different
 
 
 def difference(model: Any, prompt: str, want: str, text: str) -> str:
-    """Return the model's two largest log-probabilities at the first difference of two answers.
+    """Return the two largest log-probabilities at the first difference between two answers.
 
-    The preceding text is tokenized again, so its tokens may differ from the generated ones.
+    The preceding text is tokenized again, so its tokens may differ from the generated tokens.
     """
     import jax
 
@@ -136,7 +138,7 @@ def difference(model: Any, prompt: str, want: str, text: str) -> str:
 async def measure(
     port: int, clients: int, seconds: float, prompts: Sequence[str] = ()
 ) -> tuple[Taken, float]:
-    """Run clients until the time is over and their last answers have ended."""
+    """Run clients until the time has elapsed and their last answers have ended."""
     taken, start = Taken(), time.perf_counter()
 
     async def client(number: int) -> None:
@@ -204,7 +206,7 @@ def _prompt(rng: random.Random, length: int | None = None) -> str:
 
 
 async def get(port: int, path: str) -> tuple[int, str]:
-    """Return the status and the body of a URL."""
+    """Fetch a URL and return the status and the body."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
     head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
@@ -213,7 +215,7 @@ async def get(port: int, path: str) -> tuple[int, str]:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    """Serve on a free port, and print it."""
+    """Serve on a free port and print the port."""
     import uvicorn
 
     from transformer_jax.server.app import make_app

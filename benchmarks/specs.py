@@ -1,7 +1,7 @@
-"""Shapes that benchmarks time and kernel tests check; add new shapes here.
+"""Shapes for benchmarks and kernel tests. Add new shapes here.
 
-Tags select cases: `cpu`, `gpu`, `tpu`, `quick` (a smoke run), `memory` (compiled, not run), `edge`
-(correctness at sizes that no block divides).
+The following tags select cases: `cpu`, `gpu`, `tpu`, `quick` (a smoke test), `memory` (compiled but
+not run), and `edge` (correctness for sizes that are not divisible by any block size).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Direction = Literal["forward", "backward", "forward+backward"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase:
-    """Shapes and mask of one call of attention."""
+    """Shapes and mask of one attention call."""
 
     name: str
     batch: int  # B
@@ -36,25 +36,28 @@ class AttentionCase:
     value_dim: int  # Hv
     causal: bool = False
     window: int | None = None
-    """Keys that a query sees, including itself; two-sided without `causal`."""
+    """Number of keys that a query sees, including its own position. The window is two-sided if
+    `causal` is false."""
     documents: int | None = None
-    """Packed documents of different lengths per row; attention stays within each."""
+    """Number of packed documents per row, which have different lengths and do not attend to each
+    other."""
     padded: bool = False
-    """Whether rows have S/2 to S real keys."""
+    """Whether rows have between S/2 and S valid keys."""
     bias: Literal["alibi", "dense"] | None = None
-    """ALiBi with the published slopes, or a learned array [1, N, T, S]."""
+    """Type of bias: ALiBi with the published slopes, or a learned array [1, N, T, S]."""
     softcap: float | None = None
     sinks: bool = False
     """Whether each head has a learned sink logit."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     cached: bool = False
-    """Whether the queries are at the last positions, passed as arrays, as in decoding."""
+    """Whether the queries are at the last positions and positions are passed as arrays, as in
+    decoding."""
     tags: frozenset[str] = frozenset()
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array, ...]:
-        """Return everything that is differentiated: query, key, value, and the arrays of `learned`.
+        """Return all differentiable inputs: query, key, value, and the arrays from `learned`.
 
-        The values are standard normal, because products of zeros are faster.
+        The values are standard normal, because products with zeros are faster.
         """
         shapes = [
             (self.batch, self.queries, self.heads, self.head_dim),
@@ -72,7 +75,7 @@ class AttentionCase:
         )
 
     def learned(self, *more: Any) -> dict[str, Any]:
-        """Return by name the arrays that `inputs` returns after query, key and value."""
+        """Return the arrays that `inputs` returns after query, key, and value, keyed by name."""
         names = ["bias"] * (self.bias == "dense") + ["sinks"] * self.sinks
         return dict(zip(names, more, strict=True))
 
@@ -84,12 +87,12 @@ class AttentionCase:
         return dict(q_positions=k[:, self.keys - self.queries :], k_positions=k)
 
     def slopes(self) -> jax.Array:  # f32[N]
-        """Return the slopes of ALiBi, which are known when tracing."""
+        """Return the ALiBi slopes, which are known during tracing."""
         with jax.ensure_compile_time_eval():
             return alibi_slopes(self.heads)
 
     def mask(self) -> Mask | None:
-        """Return the mask of the case; None shows all pairs."""
+        """Return the mask of the case, or None if all pairs are visible."""
         parts: list[Mask] = []
         if self.causal:
             parts.append(Causal())
@@ -111,13 +114,13 @@ class AttentionCase:
         return self.seen() if self.is_dense else None
 
     def seen(self) -> np.ndarray:  # bool[B or 1, T, S]
-        """Return every pair, for peers that include the mask in a bias."""
+        """Return the visibility of every pair, for peers that include the mask in a bias."""
         first, end = (x[..., None].astype(np.int32) for x in self.ranges())
         place = np.arange(self.keys, dtype=np.int32)
         return (first <= place) & (place < end)
 
     def ranges(self) -> tuple[np.ndarray, np.ndarray]:  # int[B or 1, T]
-        """Return the first visible key of each query and the end; every mask is a range."""
+        """Return the start and the end of the visible keys of each query. Every mask is a range."""
         place = np.arange(self.queries) + (self.keys - self.queries if self.cached else 0)
         first, end = np.zeros((1, self.queries), int), np.full((1, self.queries), self.keys)
         if self.causal:
@@ -161,12 +164,12 @@ class AttentionCase:
         return product * {"forward": 2, "backward": 5, "forward+backward": 7}[direction]
 
     def score_bytes(self) -> int:
-        """Return the bytes of one materialised f32[B, N, T, S]."""
+        """Return the number of bytes of one materialized f32[B, N, T, S]."""
         return 4 * self.batch * self.heads * self.queries * self.keys
 
 
 def _case(name, batch, length, heads, head_dim, *tags, kv_heads=None, **rest) -> AttentionCase:
-    """Return self-attention with as many queries as keys."""
+    """Return a case of self-attention with equal numbers of queries and keys."""
     return AttentionCase(
         name=name, batch=batch, queries=length, keys=length, heads=heads,
         kv_heads=heads if kv_heads is None else kv_heads, head_dim=head_dim, value_dim=head_dim,
@@ -204,7 +207,7 @@ def _cpu() -> list[AttentionCase]:
     for label, rest in masked.items():
         for length in (512, 2048, 4096, 8192):
             if (label, length) == ("bias", 8192):
-                continue  # 2 GiB, and as much for its gradient
+                continue  # 2 GiB, and the same for the gradient
             quick = length == 512 and label in ("everything", "padding")
             tags = ["cpu", "masked", *(["quick"] if quick else [])]
             cases.append(_case(f"{label}-b2n8-h64-s{length}", 2, length, 8, 64, *tags, **rest))
@@ -215,7 +218,7 @@ def _cpu() -> list[AttentionCase]:
 
 
 def _gpu() -> list[AttentionCase]:
-    """Return the cells of the goals on Hopper (16k tokens; and NVIDIA's own B=1, 64/8 heads)."""
+    """Return the cases in the goals on Hopper (16k tokens, and NVIDIA's B=1 with 64/8 heads)."""
     tags = ("gpu", "tpu")
     cases = []
     for head_dim, length in itertools.product((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)):
@@ -250,7 +253,7 @@ def _gpu() -> list[AttentionCase]:
 
 
 def _edge() -> list[AttentionCase]:
-    """Return cases with sizes that no block divides, and with all masks and options."""
+    """Return cases with all masks and options and with sizes not divisible by any block size."""
     prime = dict(batch=2, queries=67, keys=131, heads=6, kv_heads=3, head_dim=64, value_dim=64)
     square = dict(prime, queries=131)
     edge = frozenset({"edge"})
@@ -274,7 +277,7 @@ def _edge() -> list[AttentionCase]:
 
 
 def _choosing() -> list[AttentionCase]:
-    """Return cases to fit `implementation=None`, at lengths around the changes of the best one."""
+    """Return cases to fit `implementation=None`, at lengths where the best choice changes."""
     cases = []
     for (batch, heads, head_dim), length in itertools.product(
         ((1, 4, 64), (12, 4, 32), (4, 12, 64)), (8, 16, 32, 64, 96, 128, 256, 512)
@@ -318,13 +321,13 @@ ATTENTION: tuple[AttentionCase, ...] = (*_cpu(), *_gpu(), *_edge(), *_choosing()
 
 
 def attention_cases(*tags: str) -> list[AttentionCase]:
-    """Return the cases that have all of `tags`."""
+    """Return the cases that have all `tags`."""
     return [case for case in ATTENTION if case.tags >= set(tags)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCase:
-    """One optimizer step of a decoder on random tokens."""
+    """Optimizer step of a decoder on random tokens."""
 
     name: str
     model: ModelConfig
@@ -347,7 +350,7 @@ class TrainCase:
 
 _SMALL = preset(
     "shakespeare-cpu", positions="learned", init_std=0.02, dropout=0.0, attention_dropout=0.0
-)  # as it was when its older rows were measured
+)  # unchanged, for comparison with older measurements
 _MEDIUM = preset("shakespeare-gpu", dropout=0.0, attention_dropout=0.0)
 
 TRAIN: tuple[TrainCase, ...] = (
@@ -360,19 +363,20 @@ TRAIN: tuple[TrainCase, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCase:
-    """Requests with ragged prompts and lengths, answered by a decoder with `slots` rows."""
+    """Requests with different prompt and answer lengths for a decoder with `slots` rows."""
 
     name: str
     model: ModelConfig
     slots: int
     requests: int
     mean: int
-    """Mean of the geometric number of new tokens of a request."""
+    """Mean number of new tokens per request, which is geometrically distributed."""
     most: int
-    """Largest number of new tokens of a request."""
+    """Maximum number of new tokens per request."""
     longest_prompt: int
     busy: float | None = None
-    """Share of the slots' time that arriving requests need; None: all arrive at the start."""
+    """Fraction of the slots' time that arriving requests need. If it is None, all requests arrive
+    at the start."""
     tags: frozenset[str] = frozenset()
 
     def prompts(self, seed: int = 0) -> list[np.ndarray]:
@@ -382,12 +386,12 @@ class ServeCase:
         return [rng.integers(0, self.model.vocab_size, n, dtype=np.int32) for n in lengths]
 
     def lengths(self, seed: int = 1) -> np.ndarray:  # i64[requests]
-        """Return the number of new tokens of each request."""
+        """Return the number of new tokens for each request."""
         drawn = np.random.default_rng(seed).geometric(1 / self.mean, self.requests)
         return np.minimum(drawn, self.most)
 
     def arrivals(self, seconds: float, seed: int = 2) -> np.ndarray:  # f64[requests]
-        """Return Poisson arrival times, for slots that need `seconds` to answer all requests."""
+        """Return Poisson arrival times for slots that need `seconds` to answer all requests."""
         if self.busy is None:
             return np.zeros(self.requests)
         gap = seconds / self.busy / self.requests
@@ -422,9 +426,9 @@ class DecodeCase:
     prompt: int
     new: int = 64
     capacity: int
-    """Slots of our cache and of a peer's static cache."""
+    """Number of slots in our cache and in the static cache of a peer."""
     ragged: bool = False
-    """Whether prompts have prompt/2 to prompt tokens."""
+    """Whether prompts have between prompt/2 and prompt tokens."""
     tags: frozenset[str] = frozenset()
 
     def tokens(self) -> np.ndarray:  # i32[B, P]
@@ -432,7 +436,7 @@ class DecodeCase:
         return np.random.default_rng(0).integers(0, self.model.vocab_size, shape, dtype=np.int32)
 
     def lengths(self) -> np.ndarray:  # i32[B]
-        """Return the number of valid tokens of each row; the first row is full."""
+        """Return the number of valid tokens in each row. The first row is full."""
         if not self.ragged:
             return np.full(self.batch, self.prompt, np.int32)
         drawn = np.random.default_rng(1).integers(self.prompt // 2, self.prompt + 1, self.batch)

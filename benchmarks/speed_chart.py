@@ -1,9 +1,10 @@
-"""The chart of the README: measured speed against peers, from committed results.
+"""Chart in the README, which shows measured speed relative to peers from committed results.
 
-    python -m benchmarks.speed_chart            # writes docs/pictures/speed.svg and speed_dark.svg
-    python -m benchmarks.speed_chart --table    # prints the same figures
+    python -m benchmarks.speed_chart            # write docs/pictures/speed.svg and speed_dark.svg
+    python -m benchmarks.speed_chart --table    # print the same figures
 
-A bar is the ratio of a peer's time to ours: above 1.0 ours is faster. Nothing is measured here.
+A bar is the ratio of a peer's time to ours. Above 1.0, this library is faster. Nothing is measured
+here.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ H100 = "NVIDIA H100"
 
 @dataclass(frozen=True)
 class Bar:
-    """One ratio: the task, the peer with its version, the device, and the source of the figure."""
+    """Ratio with its task, the peer and its version, the device, and the source of the figure."""
 
     task: str
     peer: str
     device: str
     file: str
     ratio: Callable[[Any], float]
-    """Read the ratio from the content of `file`."""
+    """Function that reads the ratio from the content of `file`."""
 
     def value(self) -> float:
         return self.ratio(json.loads((RESULTS / self.file).read_text()))
@@ -42,7 +43,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class GoalBar(Bar):
-    """A ratio in a file of JSON lines, one per check of `first_light`."""
+    """Ratio in a file of JSON lines, with one line per check in `first_light`."""
 
     case: str
     direction: str
@@ -122,7 +123,7 @@ BARS = [*CPU, *GPU]
 
 
 def draw(dark: bool = False) -> Figure:
-    """Draw one horizontal bar per ratio, with a line at 1.0."""
+    """Draw one horizontal bar per ratio and a line at 1.0."""
     ink, quiet, bar, slower = (
         ("#e6edf3", "#9da7b3", "#4f9cf0", "#d29a5b") if dark else
         ("#1f2328", "#59636e", "#2f6fbb", "#b9793a")
@@ -130,12 +131,12 @@ def draw(dark: bool = False) -> Figure:
     figure = Figure(figsize=(8.4, 5.6), layout="constrained", facecolor="none")
     axes = figure.subplots()
     axes.set_facecolor("none")
-    # One free row separates the processors from the GPU.
+    # One empty row separates the CPUs from the GPU.
     rows = [*range(len(CPU)), *(len(CPU) + 1 + i for i in range(len(GPU)))]
     for row, one in zip(rows, BARS, strict=True):
         value = one.value()
         axes.barh(row, value, height=0.66, color=bar if value >= 1 else slower)
-        label = max(value, 1) if value > 0.8 else value  # clear of the line at 1.0
+        label = max(value, 1) if value > 0.8 else value  # does not touch the line at 1.0
         axes.text(label + 0.03, row, f"{value:.2f}×", va="center", color=ink, fontsize=10)
         axes.text(-0.04, row - 0.17, one.task, ha="right", va="center", color=ink, fontsize=9.5)
         under = f"{one.peer} · {one.device}"
@@ -165,7 +166,7 @@ def main() -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     for name, dark in (("speed", False), ("speed_dark", True)):
-        # A fixed salt and no date, so that equal figures give equal files.
+        # A fixed salt and no date ensure that equal figures result in equal files.
         with matplotlib.rc_context({"svg.hashsalt": "speed", "svg.fonttype": "none"}):
             path = options.out / f"{name}.svg"
             draw(dark).savefig(path, metadata={"Date": None})

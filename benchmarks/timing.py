@@ -1,7 +1,8 @@
-"""Timing of all benchmarks: warm, blocked until ready, with contenders in turns.
+"""Timing for all benchmarks, with warm-up, blocking until results are ready, and alternation.
 
-Machines drift (other load, clocks, temperature), so only contenders that alternate in one run are
-compared: A B C, C B A, ... A ratio is the median over rounds of the ratio within a round.
+The speed of a machine drifts with its load, clocks, and temperature. Therefore, only contenders
+that alternate in one run are compared: A B C, C B A, ... A ratio is the median over rounds of the
+ratio within a round.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Contender:
-    """A timed task: `call` starts the work, and `wait` returns when it is done."""
+    """Timed task. `call` starts the work, and `wait` returns when it is complete."""
 
     name: str
     call: Callable[[], Any]
     wait: Callable[[Any], Any] = lambda begun: begun
-    """Wait for several calls, given the result of the last one: an accelerator runs them in order.
-    By default `call` itself returns when the work is done."""
+    """Function that waits for several calls, given the result of the last one, because an
+    accelerator runs calls in order. By default, `call` itself returns when the work is complete."""
 
 
 def of_jax(name: str, begin: Callable[[], Any]) -> Contender:
-    """Return the contender of `begin`, which dispatches a program; on a CPU each call waits."""
+    """Return a contender for `begin`, which dispatches a program. On a CPU, each call waits."""
     if jax.default_backend() == "cpu":
         return Contender(name, lambda: jax.block_until_ready(begin()))
     return Contender(name, begin, jax.block_until_ready)
@@ -57,11 +58,11 @@ def of_jax(name: str, begin: Callable[[], Any]) -> Contender:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call, with one sample per round."""
+    """Time per call in seconds, with one sample per round."""
 
     samples: tuple[float, ...]
     first: float
-    """Seconds of the first call, including compilation."""
+    """Time of the first call in seconds, including compilation."""
 
     @property
     def median(self) -> float:
@@ -69,7 +70,7 @@ class Timing:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The quartiles of the samples."""
+        """Return the quartiles of the samples."""
         if len(self.samples) < 2:
             return self.samples[0], self.samples[0]
         low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
@@ -87,20 +88,20 @@ class Timing:
 
 
 TURNS = "BENCHMARK_TURNS"
-"""Environment variable with the name of a lock file. Processes that build hold a shared lock, and
-the process that measures holds an exclusive lock."""
+"""Environment variable that contains the name of a lock file. Processes that build hold a shared
+lock, and the process that measures holds an exclusive lock."""
 
 
 @contextlib.contextmanager
 def side_by_side(folder: Path) -> Iterator[None]:
-    """Allow benchmarks in this context to build at the same time, but to run only one by one."""
+    """Allow benchmarks in this context to build concurrently, but to run only one at a time."""
     with mock.patch.dict(os.environ, {TURNS: str(folder / "turns")}):
         yield
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Wait until no other process builds or runs, and block the others until the end."""
+    """Wait until no other process builds or runs, and block others until the context ends."""
     if _TURNS is None:
         yield
         return
@@ -115,7 +116,7 @@ def _alone() -> Iterator[None]:
 
 
 def _end_if_it_hangs() -> None:
-    """End this process if it holds a lock too long, because other processes wait for it."""
+    """End this process if it holds a lock for too long, because other processes wait for it."""
     faulthandler.dump_traceback_later(LONGEST_TURN, exit=True)
 
 
@@ -134,11 +135,12 @@ def interleave(
     sample_seconds: float = 0.02,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Time contenders in turns, in alternating order.
+    """Time contenders alternately, reversing their order in every other round.
 
-    Each turn starts with an uncounted call, which reclaims caches and cores from the previous
-    contender. A sample is the mean of as many calls as fill `sample_seconds`, with one `wait` at
-    the end. There are `rounds` rounds, or fewer (at least 3) if they would exceed `seconds`.
+    Each turn starts with a call that is not counted, which reclaims caches and cores from the
+    previous contender. A sample is the mean over as many calls as fit in `sample_seconds`, with one
+    `wait` at the end. There are `rounds` rounds, or fewer (but at least 3) if they would exceed
+    `seconds`.
     """
 
     with _alone():
@@ -182,11 +184,11 @@ def _interleave(
 
 
 FASTER = "times as fast (median of rounds)"
-"""Column title of `speedup`, which is not the ratio of the medians, because machines drift."""
+"""Column title for `speedup`, which is not the ratio of the medians because machines drift."""
 
 
 def speedup(ours: Timing, peer: Timing) -> float:
-    """Return how many times as fast ours is: the median ratio of the rounds."""
+    """Return our speedup, which is the median of the ratios in each round."""
     return statistics.median(p / o for o, p in zip(ours.samples, peer.samples, strict=True))
 
 
@@ -201,7 +203,7 @@ def matmul_rate(
     rounds: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the current FLOP/s of one product of random square matrices."""
+    """Return the current FLOP/s of a product of random square matrices."""
     x, y = jax.random.normal(jax.random.key(0), (2, size, size), dtype)
     multiply = jax.jit(lambda x, y: jnp.dot(x, y, precision="highest"))
     taken = interleave(
@@ -224,7 +226,7 @@ def copy_rate(
 
 
 def reads(size: int) -> list[Contender]:
-    """Return ways to read this many bytes once: XLA and, on a CPU, torch."""
+    """Return contenders that read this many bytes once with XLA and, on a CPU, with torch."""
     numbers = jax.random.normal(jax.random.key(2), (size // 4,))
     total, largest = jax.jit(jnp.sum), jax.jit(jnp.max)
     found = [
@@ -236,7 +238,7 @@ def reads(size: int) -> list[Contender]:
     except ImportError:
         return found
     if jax.default_backend() == "cpu":
-        same = torch.from_dlpack(numbers)  # the same memory, because its pages determine the rate
+        same = torch.from_dlpack(numbers)  # shares memory, because its pages determine the rate
         found.append(Contender("read by torch, sum", same.sum))
     return found
 
@@ -249,7 +251,7 @@ def fastest(taken: Iterable[Timing]) -> Timing:
 def read_rate(
     size: int = 2**28, rounds: int = 5, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the bytes per second of reading an array larger than the caches."""
+    """Return the bytes per second when reading an array that is larger than the caches."""
     taken = interleave(reads(size), rounds=rounds, clock=clock)
     return size / min(fastest(taken.values()).samples)
 
@@ -269,9 +271,9 @@ ONE_CORE = "stay on one core and count its CPU time: for a machine that others u
 
 
 def prepare(*, one_core: bool = False) -> Callable[[], float]:
-    """Return the clock; call this first, as its memory setting makes all contenders faster.
+    """Return the clock. Call this first, because its memory setting makes all contenders faster.
 
-    On one core the clock is CPU time, which excludes other processes.
+    On one core, the clock is CPU time, which excludes other processes.
     """
     keep_freed_memory()
     if not one_core:
@@ -281,12 +283,12 @@ def prepare(*, one_core: bool = False) -> Callable[[], float]:
 
 
 def brief(error: BaseException) -> str:
-    """Return an error in one line, for a contender that fails while the others continue."""
+    """Return a description of an error on one line, for a contender that fails."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def headline(environment: Mapping[str, Any]) -> str:
-    """Return the machine in one line, with a warning if it is busy."""
+    """Return a description of the machine on one line, with a warning if it is busy."""
     cores, busy = environment["cores"] or 1, environment["load"] or 0.0
     line = f"{environment['device']}, {cores} cores, load {busy:.1f}, {environment['commit']}"
     line += "\n" + processor.line(environment["processor"], environment["compiled_kernels"])
@@ -296,7 +298,7 @@ def headline(environment: Mapping[str, Any]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return the machine, versions and commit of a measurement."""
+    """Return the machine, the versions, and the commit of a measurement."""
     device = jax.devices()[0]
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -316,14 +318,14 @@ def environment() -> dict[str, Any]:
 
 
 def load() -> float | None:
-    """Return the mean number of runnable processes over the last minute."""
+    """Return the average number of runnable processes over the last minute."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def write(path: Path, question: str, before: Mapping[str, Any], results: Any) -> None:
     """Write a JSON file with the question, the environment, the final load, and the results.
 
-    The environment must contain the `limits` of the same run, which give the rates a meaning.
+    The environment must contain the `limits` of the same run, because rates are relative to them.
     """
     if "limits" not in before:
         raise ValueError("the environment lacks limits: add what timing.limits returns")
@@ -338,7 +340,7 @@ def write(path: Path, question: str, before: Mapping[str, Any], results: Any) ->
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows in aligned columns, the first one left-aligned."""
+    """Return rows in aligned columns, of which the first is left-aligned."""
     lines = [tuple(header), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -365,7 +367,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit, with + if tracked files differ from it."""
+    """Return the commit, followed by + if tracked files differ from it."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(

@@ -1,13 +1,14 @@
-"""How fast does one GPU train GPT-2 124M and a Llama shape of 1.3 billion parameters, in bfloat16?
+"""How fast does one GPU train GPT-2 124M and a Llama with 1.3 billion parameters in bfloat16?
 
     python -m benchmarks.train_gpu --out benchmarks/results/train_gpu.json
     JAX_PLATFORMS=cpu python -m benchmarks.train_gpu --quick
 
-Steps have 524,288 (GPT-2) and 131,072 (Llama) random tokens, in accumulated micro-batches. Ours is
-`make_train_step` with each implementation of attention that runs; torch is compiled, with fused
-attention and optimizer under autocast. Utilisation counts only products, causal pairs once,
-relative to the published peak of the chip. Goals: 1.25 x torch, 620,000 tokens per second for GPT-2
-and 58 % for the Llama shape on an H200.
+A step has 524,288 (GPT-2) or 131,072 (Llama) random tokens in accumulated micro-batches. Our
+contender is `make_train_step` with each attention implementation that runs. The torch contender is
+compiled, with fused attention and a fused optimizer under autocast. Utilization counts only
+products, with causal pairs once, relative to the published peak of the chip. The goals on an H200
+are 1.25 times the speed of torch, 620,000 tokens per second for GPT-2, and a utilization of 58 %
+for the Llama.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ QUESTION = "training on one GPU: tokens a second and utilisation"
 
 @dataclass(frozen=True)
 class Case:
-    """A model, with the rows and micro-batches of a step."""
+    """Model with the rows and micro-batches of a step."""
 
     name: str
     model: ModelConfig
@@ -74,7 +75,7 @@ def tokens(case: Case) -> np.ndarray:  # i32[A, B, T + 1]
 
 
 def ours(case: Case, implementation: str | None) -> Callable[[], float]:
-    """Return a training step of this library with an implementation of attention."""
+    """Return a training step of this library with a given attention implementation."""
     from transformer_jax import training
 
     model = replace(case.model, implementation=implementation)
@@ -93,7 +94,7 @@ def ours(case: Case, implementation: str | None) -> Callable[[], float]:
 
 
 def torch_compiled(case: Case) -> Callable[[], float]:
-    """Return a compiled training step of the same model in torch, in bfloat16 by autocast."""
+    """Return a compiled training step of the same model in torch, with bfloat16 autocast."""
     model, device = _torch_model(case.model)
     import torch
     from torch.nn import functional as F
@@ -149,7 +150,7 @@ def contenders(case: Case) -> dict[str, Callable[[], Callable[[], float]]]:
 
 
 def measure(case: Case, seconds: float, results: dict[str, Any]) -> Iterator[None]:
-    """Store the step time of each contender; they run one after another to save memory."""
+    """Store the step time of each contender. Contenders run one after another to save memory."""
     per_row = training_flops(case.model, case.model.max_len)
     flops = case.tokens / case.model.max_len * per_row
     chip = chip_of(jax.devices()[0].device_kind)
@@ -222,9 +223,7 @@ def main(argv: list[str] | None = None) -> None:
         if options.only in case.name:
             found = results[case.name] = {}
             for _ in measure(case, 0.0 if options.quick else options.seconds, found):
-                if (
-                    options.out is not None
-                ):  # after each contender, because a run may be interrupted
+                if options.out is not None:  # after each contender, in case the run is interrupted
                     timing.write(options.out, QUESTION, before, results)
             print(report(case, found), flush=True)
 

@@ -3,9 +3,10 @@
     python -m benchmarks.train_step --quick
     python -m benchmarks.train_step --out benchmarks/results/train_step_cpu.json
 
-Each contender runs AdamW steps of the same GPT (pre-norm, tied embedding, no biases, no dropout,
-gradient clipping) on the same random tokens: ours as in train.py; flax's modules with optax; plain
-torch, eager and compiled, with fused attention and optimizer. The first losses must agree.
+Each contender runs AdamW steps of the same GPT model (pre-norm, tied embeddings, no biases, no
+dropout, gradient clipping) on the same random tokens. The contenders are this library as in
+train.py; flax modules with optax; and plain torch, both eager and compiled, with fused attention
+and a fused optimizer. The first losses must agree.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from transformer_jax.config import ModelConfig, TrainConfig
 OURS = "ours"
 QUESTION = "training: seconds per optimizer step of ours and its peers"
 RECIPE = TrainConfig(warmup_steps=0, learning_rate=3e-4)
-"""Learning rate, betas, decay and clipping of every contender."""
+"""Learning rate, betas, weight decay, and gradient clipping of every contender."""
 
 
 Step = Callable[[], float]
-"""Takes one optimizer step and returns the loss before it."""
+"""Function that takes one optimizer step and returns the loss before it."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
 def measure(
     case: TrainCase, options: argparse.Namespace, clock: Callable[[], float]
 ) -> dict[str, Any]:
-    """Return timings, tokens per second and ratios of one case."""
+    """Return timings, tokens per second, and ratios for one case."""
     builders: dict[str, Callable[[TrainCase], Step]] = {
         OURS: ours,
         "flax": flax_modules,
@@ -99,13 +100,13 @@ def measure(
 
 
 def tokens(case: TrainCase) -> np.ndarray:  # i32[B, T + 1]
-    """Return random tokens, equal for all, so that no contender gains from repetition."""
+    """Return random tokens, equal for all contenders, so that none gains from repetition."""
     shape = (case.batch, case.model.max_len + 1)
     return np.random.default_rng(0).integers(0, case.model.vocab_size, shape, dtype=np.int32)
 
 
 def ours(case: TrainCase) -> Step:
-    """Return the step of this library as train.py runs it."""
+    """Return this library's step, as train.py runs it."""
     from transformer_jax import training
 
     text = jnp.asarray(tokens(case))
@@ -123,7 +124,7 @@ def ours(case: TrainCase) -> Step:
 
 
 def flax_modules(case: TrainCase) -> Step:
-    """Return a step of the same model, built from flax.linen's modules as in its documentation."""
+    """Return a step of the same model, built from flax.linen modules as in their documentation."""
     import flax.linen as nn
 
     cfg = case.model
@@ -190,17 +191,17 @@ def flax_modules(case: TrainCase) -> Step:
 
 
 def torch_eager(case: TrainCase) -> Step:
-    """Return a step with plain modules, fused attention and the fused optimizer."""
+    """Return a step with plain modules, fused attention, and the fused optimizer."""
     model, device = _torch_model(case.model)
     return _torch_step(case, model, model, device)
 
 
 def torch_compiled(case: TrainCase) -> Step:
-    """Return the same step under torch.compile, which needs a C++ compiler."""
+    """Return the same step with torch.compile, which needs a C++ compiler."""
     model, device = _torch_model(case.model)
     import torch
 
-    torch._dynamo.reset()  # otherwise the second size would be compiled for all sizes
+    torch._dynamo.reset()  # otherwise, the second size would be compiled for all sizes
     step = _torch_step(case, model, torch.compile(model, dynamic=False), device)
 
     def call() -> float:
@@ -295,7 +296,7 @@ def _torch_step(case: TrainCase, model: Any, forward: Callable[..., Any], device
 
 
 def _check_size(cfg: ModelConfig, found: int) -> None:
-    """Raise an error if a peer has another number of parameters."""
+    """Raise an error if the model of a peer has a different number of parameters."""
     from transformer_jax.models.factory import num_params
 
     if found != num_params(cfg):

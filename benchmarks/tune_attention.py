@@ -4,10 +4,10 @@
     python -m benchmarks.tune_attention --heads 16:4 --dims 128:128 --lengths 8192 --dtype bfloat16
     python -m benchmarks.tune_attention --candidates 128:128:2 128:128:2:8  # tiles, stages, slack
 
-Tunes one kernel after another ("forward", then "dq" and "dkdv" of the backward pass, then
-"single_pass", which replaces both), with the others at their present sizes. Every candidate is
-compiled, compared with the present one, and timed in turns with the rest. A candidate that does not
-compile is reported with the reason.
+The kernels are tuned one after another, while the others have their current sizes: "forward", then
+"dq" and "dkdv" in the backward pass, then "single_pass", which replaces both. Every candidate is
+compiled, compared with the current sizes, and timed alternately with the other candidates. A
+candidate that does not compile is reported with the reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _hopper(queries: tuple[int, ...], keys: tuple[int, ...], slack: float = 0.0)
 
 CANDIDATES: dict[str, dict[Kind, list[Blocks]]] = {
     "tpu": dict.fromkeys(SEARCHED, _TPU),
-    "hopper": {  # multiples of 64: other numbers of keys do not compile, or skip keys
+    "hopper": {  # multiples of 64, because other numbers of keys do not compile or skip keys
         "forward": _hopper((128,), (64, 128), 8.0) + _hopper((64, 128, 192), (64, 128, 192)),
         "dq": _hopper((64, 128, 192), (64, 128)),
         "dkdv": _hopper((64, 128), (64, 128)),
@@ -55,7 +55,7 @@ CANDIDATES: dict[str, dict[Kind, list[Blocks]]] = {
         "dkdv": [Blocks(q, 64, 1) for q in (16, 32, 64)],
     },
 }
-TOLERANCE = 0.05  # relative to the largest value: allows other orders of summation
+TOLERANCE = 0.05  # relative to the largest value; allows for other orders of summation
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -109,7 +109,7 @@ def _implementation(kind: Kind) -> str:
 def search(
     where: Target, kind: Kind, length: int, H: int, Hv: int, options: argparse.Namespace, end: float
 ) -> Iterator[tuple[str, Target | None]]:
-    """Yield lines to print, the last with the target that has the fastest tiles.
+    """Yield lines to print, the last one with the target that has the fastest tiles.
 
     No candidate starts after `end`.
     """
@@ -126,7 +126,7 @@ def search(
         try:
             run = compiled.result()
             result = jax.block_until_ready(run(*inputs))
-        except Exception as error:  # compilers raise errors of any type for sizes that do not fit
+        except Exception as error:  # compilers raise errors of any type if sizes do not fit
             if tiles == present:
                 raise
             yield f"#   {tiles}: {timing.brief(error)}", None
@@ -158,7 +158,7 @@ def _written(tiles: Blocks) -> str:
 
 
 def _inputs(B: int, S: int, N: int, K: int, H: int, Hv: int, dtype: str) -> tuple[jax.Array, ...]:
-    """Return standard normal query, key, value and cotangent."""
+    """Return a standard normal query, key, value, and cotangent."""
     shapes = (B, S, N, H), (B, S, K, H), (B, S, K, Hv), (B, S, N, Hv)
     keys = jax.random.split(jax.random.key(0), 4)
     return tuple(jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
@@ -167,7 +167,7 @@ def _inputs(B: int, S: int, N: int, K: int, H: int, Hv: int, dtype: str) -> tupl
 def _compiled(
     where: Target, kind: Kind, inputs: tuple[jax.Array, ...], end: float
 ) -> Callable[..., Any]:
-    """Compile forward, or forward and backward, for a target; raise TimeoutError after `end`."""
+    """Compile the forward pass, or both passes, for a target. Raise TimeoutError after `end`."""
     if time.perf_counter() > end:
         raise TimeoutError("left out, the minutes are over")
 

@@ -1,14 +1,14 @@
-"""Compare two versions of the library: are the numbers the same, and which one is faster?
+"""Compare the results and the speed of two versions of the library.
 
     python benchmarks/versions.py export DIRECTORY         once with each version installed
     python benchmarks/versions.py compare OLD NEW          two such directories
 
-The first command writes portable programs (`jax.export`): attention by each implementation, forward
-and gradient, the gradient of a small and of a medium language model, and one decoding step. The
-second loads one pair of programs at a time into one process and calls them in turns, so that other
-load affects both equally. It prints the median of the old one in milliseconds, new / old as the
-ratio of medians, the ratio of minima and the median of pairs, and the largest difference of
-results.
+The first command writes portable programs (`jax.export`): attention with each implementation,
+forward and gradient; the gradients of a small and a medium language model; and one decoding step.
+The second command loads one pair of programs at a time into one process and calls them alternately,
+so that other load affects both equally. It prints the median of the old version in milliseconds and
+new / old as the ratio of medians, the ratio of minima, and the median of pairs. It also prints the
+largest difference between the results.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def programs() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Return functions of the installed version by name, with the shapes of their arguments."""
+    """Return functions of the installed version, keyed by name, with their argument shapes."""
     import transformer_jax as tj
 
     found: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
@@ -104,7 +104,7 @@ def programs() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 
 def compare(old: Path, new: Path, seconds: float) -> str:
-    """Call two exported programs in turns on the same random arrays; return one line."""
+    """Call two exported programs alternately on the same random arrays, and return one line."""
     exported = [export.deserialize(path.read_bytes()) for path in (old, new)]
     rng = np.random.default_rng(0)
 

@@ -1,1 +1,1 @@
-"""Which attention functions agree: small cases, many libraries, one definition in float64."""
+"""Agreement of attention functions in many libraries with one definition in float64."""

@@ -1,19 +1,20 @@
-"""Print which attention functions agree with one definition, case by case.
+"""Print which attention functions agree with one definition for each case.
 
     python -m benchmarks.conformance                        all installed implementations
-    python -m benchmarks.conformance --only jax.nn          a single one
+    python -m benchmarks.conformance --only jax.nn          only this implementation
     python -m benchmarks.conformance --write benchmarks/results/conformance
 
-Each implementation runs in its own process, so that a crash costs only one cell. A cell is one of
+Each implementation runs in its own process, so that a crash affects only one cell. The outcome in a
+cell is one of
 
     equal          output and gradients are within the bounds on rounding (`Case.result`)
-    another        they match another definition, which a note names
-    wrong          they match none of the definitions
+    another        they match another definition, which is described in a note
+    wrong          they match no definition
     refused        the call raised an error
     inexpressible  the function has no argument for an option of the case
     crashed        a signal ended the process
 
-If nothing is selected, a second part says what caches, tables of positions and dropout do
+If nothing is selected, a second part describes the behavior of caches, position tables, and dropout
 (`benchmarks.conformance.behavior`).
 """
 
@@ -48,7 +49,7 @@ MARKS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """The outcome of one case; `text` names the definition, the error or the difference."""
+    """Outcome of one case. `text` is the name of the definition, the error, or the difference."""
 
     implementation: str
     case: str
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--case", default="", help="run the cases whose name contains this text")
     parser.add_argument("--write", metavar="PATH", type=Path, help="write PATH.json and PATH.md")
-    parser.add_argument("--skip", type=int, help=argparse.SUPPRESS)  # in a child: cases to skip
+    parser.add_argument("--skip", type=int, help=argparse.SUPPRESS)  # for child processes
     options = parser.parse_args(argv)
     os.environ.setdefault("KERAS_BACKEND", "jax")
     chosen = [case for case in cases() if options.case in case.name]
@@ -102,9 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def in_process(name: str, chosen: list[Case], part: str) -> list[Cell]:
-    """Run an implementation's cases in a process, and the rest in a new one after a crash.
+    """Run an implementation's cases in a process, which is replaced after a crash.
 
-    Raises RuntimeError if the process ends with an error of its own instead of a signal.
+    Raises RuntimeError if the process ends with an error instead of a signal.
     """
     cells: list[Cell] = []
     defaults = dict(JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
@@ -127,7 +128,7 @@ def in_process(name: str, chosen: list[Case], part: str) -> list[Cell]:
 
 
 def judge(name: str, case: Case) -> Cell:
-    """Run a case and compare the result with each definition in turn."""
+    """Run a case and compare the result with each definition."""
     cell = functools.partial(Cell, name, case.name)
     try:
         result = IMPLEMENTATIONS[name](case)
@@ -145,7 +146,7 @@ def judge(name: str, case: Case) -> Cell:
 
 
 def difference(case: Case, definition: Definition, result: dict[str, np.ndarray]) -> str | None:
-    """Return None if a result is within the bounds of a definition, else the first difference."""
+    """Return the first difference from a definition, or None if a result is within its bounds."""
     expected, bounds = case.result(definition)
     for name, found in result.items():
         what = "output" if name == "out" else f"gradient of {name}"
@@ -162,14 +163,14 @@ def difference(case: Case, definition: Definition, result: dict[str, np.ndarray]
 
 
 def choices(definition: Definition) -> list[str]:
-    """Return the meaning of each choice of a definition that is not the default."""
+    """Return the meaning of each choice in a definition that is not the default."""
     return [text for (field, value), text in MEANING.items() if getattr(definition, field) == value]
 
 
 def table(
     chosen: list[Case], versions: dict[str, str], absent: dict[str, str], cells: list[Cell]
 ) -> str:
-    """Return the table as Markdown, with the notes that its cells refer to."""
+    """Return the table in Markdown, with the notes to which its cells refer."""
     found = {(cell.implementation, cell.case): cell for cell in cells}
     notes: dict[str, int] = {}
     heads = [

@@ -1,7 +1,7 @@
-"""What libraries do at the edges of a cache, of a table of positions, and under dropout.
+"""Behavior of libraries at the end of a cache or a position table, and with dropout.
 
-Each probe runs a library on small inputs and returns what it observed in a few words; no outcome is
-written down in advance. `BEHAVIOR` lists the questions, and for each library its probe.
+Each probe runs a library on small inputs and returns a short description of what it observed. No
+outcome is defined in advance. `BEHAVIOR` contains the questions and the probe of each library.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def raised(error: Exception) -> str:
     return f"raises {type(error).__name__}"
 
 
-# One key more than a cache has slots
+# One more key than a cache has slots
 
 
 def full_cache(write: Callable[[float], np.ndarray]) -> str:
-    """Write one key more than a cache has slots, and compare its content before and after.
+    """Write one more key than a cache has slots, and compare the cache's content before and after.
 
     Args:
-        write: appends a key, and returns one number for each slot. Keys are proportional to the
-            argument.
+        write: function that appends a key and returns one number per slot. The key is proportional
+            to the argument.
     """
     for number in range(1, CAPACITY + 1):
         before = write(float(number))
@@ -77,7 +77,7 @@ def our_cache(jit: bool) -> str:
     def write(number: float) -> np.ndarray:
         nonlocal state, logits
         logits, state = step(params, jnp.full((1, 1), int(number)), state)
-        # NaN logits are what a user of a compiled step sees
+        # a user of a compiled step sees NaN logits
         bad = bool(jnp.isnan(logits).any())
         return np.full(CAPACITY, np.nan if bad else float(number))
 
@@ -138,11 +138,11 @@ def transformers_cache(name: str) -> str:
     return full_cache(write)
 
 
-# A position past the end of a table of learned positions
+# A position past the end of a table of learned positional embeddings
 
 
 def past_table(table: np.ndarray, row: np.ndarray) -> str:
-    """Describe the row that was looked up behind the end of a table."""
+    """Describe the row that was looked up past the end of a table."""
     if np.isnan(row).all():
         return "NaN"
     for name, same in {"the last row": table[-1], "the first row": table[0]}.items():
@@ -201,16 +201,16 @@ def torch_table() -> str:
     return past_table(layer.weight.detach().numpy(), row.detach().numpy())
 
 
-# Dropout of attention weights
+# Dropout on attention weights
 
 SHAPE = (4, 8, 16, 3)  # B, T, S, N
 RATE = 0.5
 
 
 def dropped(out: np.ndarray) -> str:
-    """Describe dropout from outputs [B, T, N, S].
+    """Describe dropout, based on outputs [B, T, N, S].
 
-    Scores are equal and the value of key s is the unit vector s, so the output is the weights.
+    Scores are equal, and the value of key s is the unit vector s, so the output equals the weights.
     """
     kept, largest = out > 0, out.max() * SHAPE[2]
     factors = {1 / (1 - RATE): "divided by 1 - rate", 1.0: "not rescaled"}
@@ -272,14 +272,15 @@ def x_transformers_dropout() -> str:
     return dropped(out.transpose(1, 2).numpy())
 
 
-# A batch of prompts of different lengths, then one token
+# A batch of prompts with different lengths, then one token
 
 
 def ragged(step_of_rows: Callable[[list[list[int]]], np.ndarray]) -> str:
-    """Compare a batch of two prompts with each prompt alone.
+    """Compare a batch of two prompts with each prompt by itself.
 
     Args:
-        step_of_rows: pads prompts as the library asks for, and returns the logits after each.
+        step_of_rows: function that pads prompts as the library requires, and returns the logits
+            after each prompt.
     """
     prompts = [[1, 2, 3, 4, 5], [6, 7, 8]]
     both = step_of_rows(prompts)
@@ -370,7 +371,7 @@ BEHAVIOR: dict[str, dict[str, Probe]] = {
         "transformers GPT-2, padded on the right": lambda: transformers_ragged("right"),
     },
 }
-"""For each question, the probe of each library."""
+"""Probes, keyed by question and library."""
 
 
 PACKAGES = ("flax", "jax", "keras", "torch", "transformers", "x-transformers")
@@ -386,7 +387,7 @@ def versions() -> dict[str, str]:
 
 
 def observed() -> dict[str, dict[str, str]]:
-    """Return what each probe observed, or "not run: ..." if its library is missing."""
+    """Return the observation of each probe, or "not run: ..." if its library is missing."""
     found: dict[str, dict[str, str]] = {}
     for question, probes in BEHAVIOR.items():
         found[question] = {}
@@ -399,7 +400,7 @@ def observed() -> dict[str, dict[str, str]]:
 
 
 def markdown(found: dict[str, dict[str, str]]) -> str:
-    """Return one table for each question, and the versions of the libraries."""
+    """Return one table per question, and the versions of the libraries."""
     parts = [", ".join(f"{name} {version}" for name, version in versions().items())]
     for question, rows in found.items():
         lines = [f"| {question} | observed |", "|---|---|"]

@@ -1,4 +1,4 @@
-"""Inputs and options that every library receives, and the result of each definition."""
+"""Inputs and options that every library receives, and the results according to each definition."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Inputs and options of one call, in words that every adapter translates.
+    """Inputs and options of one call, which every adapter translates to its library.
 
     Attributes:
-        window: keys visible to the left and to the right of the query, next to its own position;
-            None is no limit on that side.
-        segments: document ids of the queries [B, T] and of the keys [B, S].
-        lengths: number of valid keys of each row, [B]; the rest is padding on the right.
-        mask: bool, broadcasts to [B, N, T, S]; True lets a query see a key.
-        bias: broadcasts to [B, N, T, S].
-        sinks: one logit for each query head, [N].
-        size: factor of the queries.
-        shift: added to the values.
-        poison: an array, a value and the indices of the keys whose entries have that value.
-        exact: whether queries and keys are small integers times a power of two, so that their
-            products are exact in every dtype, and large scores have no rounding error.
+        window: number of visible keys to the left and to the right of the query, in addition to its
+            own position; None means no limit on that side.
+        segments: document IDs of the queries [B, T] and of the keys [B, S].
+        lengths: number of valid keys in each row, [B]; the rest is padding on the right.
+        mask: bool mask that broadcasts to [B, N, T, S]; True makes a key visible to a query.
+        bias: bias that broadcasts to [B, N, T, S].
+        sinks: one logit per query head, [N].
+        size: factor by which the queries are multiplied.
+        shift: number that is added to the values.
+        poison: an array, a value, and the indices of the keys whose entries have this value.
+        exact: whether queries and keys are small integers times a power of two. Their products are
+            then exact in every dtype, and large scores have no rounding error.
         grads: whether to compare the gradients of query, key and value for a fixed cotangent.
     """
 
@@ -57,7 +57,7 @@ class Case:
 
     @functools.cached_property
     def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Query, key, value and the cotangent of the output, in the case's dtype."""
+        """Return query, key, value, and the cotangent of the output, in the dtype of the case."""
         B, T, S, N, K, H = self.shape
         random = np.random.default_rng(sum(map(ord, self.name)))
         shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H))
@@ -71,11 +71,11 @@ class Case:
         return tuple(x.astype(DTYPES[self.dtype]) for x in (q, k, v, dout))  # type: ignore[return-value]
 
     def changed(self, **fields: Any) -> Case:
-        """Return the case with other options."""
+        """Return the case with different options."""
         return replace(self, **fields)
 
     def visible(self, definition: Definition = DEFINITION) -> np.ndarray:
-        """Return the pairs that the mask lets through, bool [B, N, T, S]."""
+        """Return the visible pairs according to the mask, bool [B, N, T, S]."""
         B, T, S, N, _, _ = self.shape
         q = np.arange(T)[:, None] + (S - T if definition.align == "last" else 0)
         k = np.arange(S)[None, :]
@@ -98,19 +98,19 @@ class Case:
         return seen
 
     def result(self, definition: Definition = DEFINITION) -> tuple[Arrays, Arrays]:
-        """Return `out`, the gradients `query`, `key` and `value` in float64, and their bounds.
+        """Return `out`, the gradients `query`, `key`, and `value` in float64, and their bounds.
 
-        The bounds follow from the dtype, the lengths and the sizes of the terms, to first order and
-        doubled. A sum of n products in float32 has a relative error of n u / (1 - n u) (Higham
-        2002, section 3.1), and an error e in a score changes its weight by the factor 1 + e. For
-        inputs of 16 bits, weights, their gradients and results may be rounded to 16 bits.
+        The bounds depend on the dtype, the lengths, and the sizes of the terms. They are twice the
+        first-order error. A sum of n products in float32 has a relative error of n u / (1 - n u)
+        (Higham 2002, section 3.1), and an error e in a score changes its weight by the factor 1 +
+        e. For 16-bit inputs, weights, their gradients, and results may be rounded to 16 bits.
         """
         _, T, S, N, K, H = self.shape
         q, k, v, dout = (x.astype(np.float64) for x in self.inputs)
         group = np.arange(N) % K if definition.heads == "n % K" else np.arange(N) // (N // K)
         seen = self.visible(definition)
         scale = 1 / np.sqrt(H) if self.scale is None else self.scale
-        if definition.hidden == "excluded":  # the content of a key that no query sees has no effect
+        if definition.hidden == "excluded":  # a key that no query sees has no effect
             used = (seen.any((1, 2)) | (definition.empty == "mean"))[:, :, None, None]
             k, v = (np.where(used, x, 0.0) for x in (k, v))
         keys, values = k[:, :, group], v[:, :, group]
@@ -192,7 +192,7 @@ class Case:
 
 
 def _times(weights: np.ndarray, terms: np.ndarray, definition: Definition) -> np.ndarray:
-    """Return the product; a weight of 0 excludes its term unless the definition differs."""
+    """Return the product. A weight of 0 excludes its term, unless the definition differs."""
     return (
         np.where(weights == 0, 0.0, weights * terms)
         if definition.hidden == "excluded"
@@ -203,7 +203,7 @@ def _times(weights: np.ndarray, terms: np.ndarray, definition: Definition) -> np
 def _weighted(
     form: str, weights: np.ndarray, rows: np.ndarray, definition: Definition
 ) -> np.ndarray:
-    """Return the weighted sum; a weight of 0 excludes its row, unless the definition differs."""
+    """Return the weighted sum. A weight of 0 excludes its row, unless the definition differs."""
     if definition.hidden == "excluded" and not np.isfinite(rows).all():
         clean = np.einsum(form, weights, np.where(np.isfinite(rows), rows, 0.0))
         bad = np.einsum(form, (weights != 0).astype(float), (~np.isfinite(rows)).astype(float))
@@ -212,7 +212,7 @@ def _weighted(
 
 
 def _by_key(rows: np.ndarray, group: np.ndarray, K: int) -> np.ndarray:
-    """Add up the query heads of each key/value head."""
+    """Sum over the query heads of each key/value head."""
     total = np.zeros((*rows.shape[:2], K, rows.shape[3]))
     for n, key in enumerate(group):
         total[:, :, key] += rows[:, :, n]
@@ -220,7 +220,7 @@ def _by_key(rows: np.ndarray, group: np.ndarray, K: int) -> np.ndarray:
 
 
 def cases() -> list[Case]:
-    """Return every case; names are unique."""
+    """Return all cases, which have unique names."""
     random = np.random.default_rng(0)
 
     def bias(*shape: int) -> np.ndarray:
@@ -415,7 +415,7 @@ def cases() -> list[Case]:
         bias=np.where(blind(5, 5, 1), 0, -3.4e38).astype(np.float32),
     )
 
-    # Large scores, values that are not finite
+    # Large scores and values that are not finite
     large = dict(exact=True, scale=0.5)
     add("large scores", "scores near 1e4", size=2.0**12, **large)
     add("large scores", "scores near 1e30", size=2.0**98, **large)
@@ -466,7 +466,7 @@ def cases() -> list[Case]:
             shape=(2, 5, 5, 4, 2, 8),
         )
 
-    # Nothing to do
+    # Empty inputs
     add("empty", "no keys", shape=(2, 5, 0, 2, 2, 4))
     add("empty", "no queries", shape=(2, 0, 5, 2, 2, 4))
     add("empty", "no rows", shape=(0, 5, 5, 2, 2, 4))

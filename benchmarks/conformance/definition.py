@@ -1,11 +1,11 @@
-"""The definition that every library is compared with, and other definitions that are in use.
+"""Definition with which every library is compared, and alternative definitions in use.
 
     x = scale q k^T        c = softcap tanh(x / softcap)        z = c + bias, only at visible pairs
     p = exp(z) / (sum exp(z) + exp(sink))        out = p v
 
-Positions start at 0 for queries and for keys. A window of `(left, right)` shows that many keys on
-each side of the query, in addition to the key at the query's own position. Query head n reads
-key/value head n // (N / K). A query that sees no key returns zeros and has no gradient.
+Positions start at 0 for both queries and keys. With a window of `(left, right)`, a query sees that
+many keys on each side, in addition to the key at its own position. Query head n uses key/value head
+n // (N / K). The output for a query that sees no key is zero and has no gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Definition:
-    """One choice for each question on which libraries differ."""
+    """Choice for each question on which libraries differ."""
 
     align: Literal["first", "last"] = "first"
     empty: Literal["zeros", "mean", "nan"] = "zeros"
@@ -44,11 +44,11 @@ MEANING = {
     ("scores", "of the inputs"): "scores are rounded to the dtype of the inputs",
     ("weights", "of the inputs"): "weights are rounded to the dtype of the inputs",
 }
-"""The meaning of every other choice, for the notes under the table."""
+"""Meaning of every alternative choice, for the notes under the table."""
 
 
 def alternatives() -> Iterator[Definition]:
-    """Yield the other definitions: those with one other choice first, then those with two."""
+    """Yield the alternative definitions, first those with one different choice, then with two."""
     for count in (1, 2):
         for chosen in itertools.combinations(MEANING, count):
             if len({field for field, _ in chosen}) == count:

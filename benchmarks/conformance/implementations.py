@@ -1,4 +1,4 @@
-"""Adapters: how a user of each library writes a case, and what its arguments cannot express."""
+"""Adapters that call each library for a case as a user would."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Attend = Callable[[Any, Any, Any], Any]
 
 @dataclass(frozen=True)
 class Implementation:
-    """A library's attention function.
+    """Attention function of a library.
 
     Attributes:
         package: name of the module to import.
-        takes: options of a case that the function has an argument for. If `mask` is one of them,
-            the adapter turns the other mask options into a single bool mask.
-        build: function that returns the attention function of query, key and value for a case.
-        run: function that computes the output and gradients of that function.
-        gradient: whether it has a gradient on a CPU. Otherwise only the output is compared.
+        takes: options of a case for which the function has an argument. If `mask` is one of them,
+            the adapter converts the other mask options to a single bool mask.
+        build: function that returns the attention function of (query, key, value) for a case.
+        run: function that computes the output and the gradients of the attention function.
+        gradient: whether the function has a gradient on a CPU. If not, only the output is compared.
     """
 
     package: str
@@ -42,7 +42,7 @@ class Implementation:
         return getattr(module, "__version__", None) or importlib.metadata.version(self.package)
 
     def __call__(self, case: Case) -> dict[str, np.ndarray]:
-        """Return `out` and, if compared, the gradients; raise `Absent` for an option it lacks."""
+        """Return `out` and, if compared, the gradients. Raise `Absent` if an option is missing."""
         for option in OPTIONS:
             value = getattr(case, option)
             if value is None or value is False or option in self.takes:
@@ -55,7 +55,7 @@ class Implementation:
 
 
 def bool_mask(case: Case, *native: str) -> np.ndarray | None:
-    """Return the mask options as one bool array, except `native` ones; None if there are none."""
+    """Return all mask options except `native` as one bool array, or None if there are none."""
     options = dict(causal=False, window=None, segments=None, lengths=None, mask=None)
     rest = case.changed(**{name: options[name] for name in native})
     if all(getattr(rest, name) is value for name, value in options.items()):
@@ -151,7 +151,7 @@ def jax_nn(case: Case) -> Attend:
 
 
 def _both_sides(case: Case) -> tuple[int, int] | None:
-    """Return a window as two numbers; no limit on a side is a window as long as the keys."""
+    """Return a window as two numbers. If a side has no limit, its number is the number of keys."""
     if case.window is None:
         return None
     left, right = (case.shape[2] if side is None else side for side in case.window)
@@ -172,7 +172,7 @@ def flax_nnx(case: Case) -> Attend:
 
 
 def _flax(attend: Attend, case: Case, mask: np.ndarray | None, q: Any, k: Any, v: Any) -> Any:
-    """Scale the query, because flax has no argument for a scale and divides by sqrt(H)."""
+    """Scale the query, because flax divides by sqrt(H) and has no argument for a scale."""
     if case.scale is not None:
         q = q * (case.scale * q.shape[-1] ** 0.5)
     return attend(q, k, v, bias=case.bias, mask=mask)  # type: ignore[call-arg]
@@ -374,4 +374,4 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "x-transformers": Implementation("x_transformers", COMMON, x_transformers, in_torch),
     "onnxruntime": Implementation("onnxruntime", COMMON, onnxruntime, in_numpy, gradient=False),
 }
-"""Every implementation by its name."""
+"""All implementations, keyed by name."""

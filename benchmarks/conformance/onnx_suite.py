@@ -1,13 +1,13 @@
-"""Run the attention cases of ONNX's own test suite on `transformer_jax.dot_product_attention`.
+"""Run the attention cases of ONNX's test suite on `transformer_jax.dot_product_attention`.
 
     python -m benchmarks.conformance.onnx_suite
     python -m benchmarks.conformance.onnx_suite --only native --write benchmarks/results/onnx_suite
 
-The installed onnx generates the cases: models with one `Attention`, `FlexAttention` or
-`LinearAttention` node, inputs and expected outputs. All outputs are compared, with the tolerances
-of each case. In 16 bits, two units in the last place are allowed, as ONNX does for bfloat16. The
-gradients of query, key and value along random directions are compared with finite differences of
-ONNX's reference implementation in float64.
+The installed onnx package generates the cases, which consist of a model with one `Attention`,
+`FlexAttention`, or `LinearAttention` node, its inputs, and the expected outputs. All outputs are
+compared with the tolerances of each case. For 16-bit dtypes, a difference of two units in the last
+place is allowed, as in ONNX for bfloat16. The gradients of query, key, and value along random
+directions are compared with finite differences of ONNX's reference implementation in float64.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ OPERATORS = ("Attention", "FlexAttention", "LinearAttention")
 IMPLEMENTATIONS: dict[str, Target | None] = {
     "xla": None, "blockwise": None, "native": None, "tpu, interpreted": Target("tpu", True),
 }  # fmt: skip
-"""Implementations by name, and the target of those that are interpreted on a CPU.
+"""Implementations, keyed by name, with the target of those that are interpreted on a CPU.
 
-The kernels for NVIDIA GPUs are absent: they need a head dim of at least 32; ONNX's cases have at
-most 16.
+The kernels for NVIDIA GPUs are not included because they need a head dimension of at least 32. In
+ONNX's cases, it is at most 16.
 """
 NODE_INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
 NODE_OUTPUTS = ("Y", "present_key", "present_value", "qk_matmul_output")
-RAW, CAPPED, BIASED, WEIGHTS = range(4)  # values of qk_matmul_output_mode
+RAW, CAPPED, BIASED, WEIGHTS = range(4)  # possible values of qk_matmul_output_mode
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The outcome of one case: "equal", "wrong", "refused" or "inexpressible", with a reason."""
+    """Outcome of one case, "equal", "wrong", "refused", or "inexpressible", with a reason."""
 
     implementation: str
     case: str
@@ -61,10 +61,10 @@ class OnnxCase:
     """One case of the suite.
 
     Attributes:
-        attributes: the node's attributes, keyed by name.
-        inputs: the node's inputs, keyed by the operator's name of the input.
+        attributes: attributes of the node, keyed by name.
+        inputs: inputs of the node, keyed by their names in the operator.
         outputs: expected outputs, keyed in the same way.
-        model: the ONNX model.
+        model: ONNX model.
     """
 
     name: str
@@ -78,11 +78,11 @@ class OnnxCase:
 
     @property
     def flat(self) -> bool:
-        """Whether the heads share an axis with their features, [B, T, N H]."""
+        """Whether heads and features share an axis, [B, T, N H]."""
         return self.inputs["Q"].ndim == 3
 
     def heads(self, name: str) -> np.ndarray:
-        """Return an input of the node in the layout of this library, [B, T, N, H]."""
+        """Return an input of the node in this library's layout, [B, T, N, H]."""
         array = self.inputs[name]
         if array.ndim == 4:
             return array.swapaxes(1, 2)
@@ -95,11 +95,11 @@ class OnnxCase:
 
 
 def suite() -> Iterator[OnnxCase]:
-    """Yield the cases of the installed onnx; raise `Absent` if it is missing."""
+    """Yield the cases in the installed onnx package. Raise `Absent` if it is missing."""
     onnx = imported("onnx")
     node_cases = imported("onnx.backend.test.case.node")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the cases of other operators
+        warnings.simplefilter("ignore")  # from the cases of other operators
         found = node_cases.collect_testcases(None)
     for case in found:
         nodes = case.model.graph.node
@@ -119,10 +119,10 @@ def suite() -> Iterator[OnnxCase]:
 
 
 def options(case: OnnxCase) -> tuple[dict[str, Any], int]:
-    """Return the arguments of `dot_product_attention` for a case, and the number of cached keys.
+    """Return the arguments of `dot_product_attention` for a case and the number of cached keys.
 
     Raises:
-        Absent: if the library has no argument for a part of the node.
+        Absent: If the library has no argument for a feature of the node.
     """
     if case.operator == "LinearAttention":
         raise Absent("there is no linear attention")
@@ -160,8 +160,8 @@ def options(case: OnnxCase) -> tuple[dict[str, Any], int]:
 def _modification(case: OnnxCase, name: str) -> dict[str, Any]:
     """Return the arguments for a graph that modifies scores.
 
-    Causal masks, soft caps and sums are arguments. A graph is recognized by its operators; a wrong
-    translation would fail the comparison.
+    Causal masks, soft caps, and sums are converted to arguments. A graph is recognized by its
+    operators. An incorrect conversion would fail the comparison.
     """
     onnx, graph = imported("onnx"), case.attributes[name]
     kinds = [node.op_type for node in graph.node]
@@ -181,7 +181,7 @@ def _modification(case: OnnxCase, name: str) -> dict[str, Any]:
 
 
 def judge(implementation: str, case: OnnxCase) -> Cell:
-    """Run one case, and compare its outputs and gradients."""
+    """Run one case and compare its outputs and gradients."""
     cell = functools.partial(Cell, implementation, case.name)
     try:
         arguments, past = options(case)
@@ -217,7 +217,7 @@ def judge(implementation: str, case: OnnxCase) -> Cell:
 
 
 def _with_past(case: OnnxCase, name: str, past: int) -> jax.Array:
-    """Return the cached keys or values followed by the new ones, [B, S, K, H]."""
+    """Return the cached keys or values, followed by the new ones, [B, S, K, H]."""
     new = case.heads("K" if name == "key" else "V")
     if past:
         new = np.concatenate([case.heads(f"past_{name}"), new], axis=1)
@@ -231,9 +231,10 @@ def scores(
     mode: int,
     arguments: dict[str, Any],
 ) -> np.ndarray:
-    """Return `qk_matmul_output`, [B, N, T, S]: the weights, or scores computed from weights.
+    """Return `qk_matmul_output`, [B, N, T, S], which is the weights or scores computed from them.
 
-    With the identity matrix as values, the output is the weights p, and log p + lse is the score.
+    If the values are the identity matrix, the output is the weights p, and log p + lse is the
+    score.
     """
     B, S, K, _ = key.shape
     identity = jnp.broadcast_to(jnp.eye(S, dtype=key.dtype)[:, None], (B, S, K, S))
@@ -256,8 +257,9 @@ def gradients_off(
 ) -> str:  # fmt: skip
     """Return the first gradient that differs from finite differences, or an empty string.
 
-    The bound on a derivative along a direction is sqrt(n) terms of the size of the largest, rounded
-    to the dtype of the inputs, and the error of a central difference with step 1e-5 in float64.
+    The bound on a directional derivative has two parts. The first is the rounding error of sqrt(n)
+    terms of the largest size in the dtype of the inputs. The second is the error of a central
+    difference with step 1e-5 in float64.
     """
     evaluate = imported("onnx.reference").ReferenceEvaluator(in_float64(case.model))
     node_inputs = [name for name in case.model.graph.node[0].input if name]
@@ -294,7 +296,7 @@ def gradients_off(
 
 
 def in_float64(model: Any) -> Any:
-    """Return a copy of a model whose modifications of scores have float64 constants and casts."""
+    """Return a copy of a model whose score modifications have float64 constants and casts."""
     onnx = imported("onnx")
     kinds = onnx.TensorProto
     floats = (kinds.FLOAT, kinds.FLOAT16, kinds.BFLOAT16)
@@ -342,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table(selected: Sequence[OnnxCase], cells: Sequence[Cell]) -> str:
-    """Return the number of cases by operator, implementation and outcome, and the reasons."""
+    """Return the number of cases per operator, implementation, and outcome, and the reasons."""
     operators = {case.name: case.operator for case in selected}
     names = list(dict.fromkeys(cell.implementation for cell in cells))
     lines = [f"| operator | cases | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]

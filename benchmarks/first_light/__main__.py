@@ -1,12 +1,12 @@
-"""Run the kernels on a GPU for the first time: does it run, how fast, why, and with which tiles?
+"""Run the kernels on a GPU for the first time, and measure correctness, speed, and tile sizes.
 
     python -m benchmarks.first_light --out runs/first_light
     python -m benchmarks.first_light --step smoke why --minutes 4
-    python -m benchmarks.first_light --rehearse     on a CPU, over few tokens
+    python -m benchmarks.first_light --rehearse     on a CPU, with few tokens
 
-Each check is a separate process with a time limit, and is recorded when it ends, in one file of
-JSON lines per step. Finally `summary.txt` is written, one page about all steps with files, so that
-steps can run one by one.
+Each check is a separate process with a time limit. Its record is written when it ends, to one file
+of JSON lines per step. Finally, the command writes `summary.txt`, one page about all steps that
+have files, so that steps can be run one by one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEFAULT = ("smoke", "speed", "why", "tune")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the steps; return 1 if a check is wrong, hung or crashed."""
+    """Run the steps. Return 1 if a check is wrong, hung, or crashed."""
     options = _options(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     prefix = "rehearsed_" if options.rehearse else ""
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         step = Step(name, options.minutes[name], path, rehearsed=options.rehearse)
         step.open(where)
         STEPS[name](step)
-        _, records = summary.read(options.out, prefix, tuple(STEPS))  # a run may be interrupted
+        _, records = summary.read(options.out, prefix, tuple(STEPS))  # in case a run is interrupted
         text = summary.page(where, records, options.rehearse)
         (options.out / f"{prefix}summary.txt").write_text(text)
     print("\n" + text, end="")
@@ -56,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def look(options: argparse.Namespace) -> dict[str, Any]:
-    """Print and return the machine; exit if it is not the requested kind."""
+    """Print and return the description of the machine. Exit if it is not of the requested kind."""
     step = Step("first light", 2.0, options.out / "machine.jsonl", rehearsed=options.rehearse)
     [record] = step.run(machine.check(rehearsal.flags(options.rehearse)))
-    step.path.unlink()  # the file of each step begins with the machine
+    step.path.unlink()  # the file of each step begins with this description
     if record["outcome"] != "passed":
         raise SystemExit(f"{record.get('output', '')}\nthe machine: {record['reason']}")
     [where] = record["found"]

@@ -1,10 +1,10 @@
-"""Cost of the parts of a call: the same call without each part, synchronised and chained.
+"""Cost of the parts of a call, found by disabling each part, with synchronized and chained calls.
 
     python -m benchmarks.first_light.ablations causal-16k-h128-s2048
 
-Chained calls are many calls in one program, each with numbers from the previous one. As in a
-training step, the host does not wait between calls. A part is disabled by replacing a function of
-the library in this process.
+Chained calls are many calls in one program, each of which uses numbers from the previous call. As
+in a training step, the host does not wait between calls. To disable a part, a function of the
+library is replaced in this process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformer_jax.kernels import Target, target, using
 
 AS_IT_IS = "as it is"
 CHAINED = ", chained"
-TOLERANCE = 0.05  # relative to the largest value: allows other orders of summation in bfloat16
+TOLERANCE = 0.05  # relative to the largest value; allows for other orders of summation in bfloat16
 Patch = contextlib.AbstractContextManager[Any]
 
 
@@ -45,7 +45,7 @@ def replaced(module: str, name: str, make: Callable[[Any], Any]) -> Patch:
 
 
 def rows_as_they_are() -> Patch:
-    """Process the rows of tiles in their order, not the heaviest first."""
+    """Process the rows of tiles in their original order, not the heaviest first."""
 
     def without(_: Any) -> Callable[..., Any]:
         def prepare(lists: Any) -> Any:
@@ -59,7 +59,7 @@ def rows_as_they_are() -> Patch:
 
 
 def automatic_barriers() -> Patch:
-    """Synchronise the warps of a warpgroup before and after every store and copy."""
+    """Synchronize the warps of a warpgroup before and after every store and copy."""
 
     def with_all(usual: Any) -> Callable[..., Any]:
         return lambda auto_barriers: usual(auto_barriers=True)
@@ -68,7 +68,7 @@ def automatic_barriers() -> Patch:
 
 
 def slack_of_8() -> Patch:
-    """Rescale sums only if the maximum of a row rises by more than 8."""
+    """Rescale sums only if the maximum of a row increases by more than 8."""
     chosen = target()
     if not isinstance(chosen, Target):
         raise Unavailable(chosen)
@@ -86,7 +86,7 @@ FORWARD_ALONE = ("slack 8",)
 
 
 def call_of(case: AttentionCase, direction: Direction) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a call of (query, key, value, cotangent)."""
+    """Return a function of (query, key, value, cotangent)."""
     attend = contenders.ours(case, "pallas")
 
     def forward(*inputs: jax.Array) -> tuple[jax.Array, ...]:
@@ -100,7 +100,7 @@ def call_of(case: AttentionCase, direction: Direction) -> Callable[..., tuple[ja
 
 
 def chained(call: Callable[..., tuple[jax.Array, ...]], times: int) -> Callable[..., Any]:
-    """Return a chain of calls, each with one number of each previous result in its inputs."""
+    """Return a chain of calls, in which each input includes a number from each previous result."""
 
     def step(inputs: tuple[jax.Array, ...], _: None) -> tuple[tuple[jax.Array, ...], None]:
         results = call(*inputs)
@@ -118,12 +118,12 @@ def lowered(
     inputs: tuple[jax.Array, ...],
     names: Sequence[str] = tuple(VARIANTS),
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the programs of all variants, and why others have none."""
+    """Return the programs of all variants, and the reasons why other variants have no program."""
     programs, absent = {}, {}
     for name in names:
         if direction != "forward" and name in FORWARD_ALONE:
             continue
-        jax.clear_caches()  # the trace of the last variant must not be reused
+        jax.clear_caches()  # do not reuse the trace of the last variant
         try:
             with VARIANTS[name]():
                 call = call_of(case, direction)
@@ -143,7 +143,7 @@ def measure(
     times: int,
     names: Sequence[str] = tuple(VARIANTS),
 ) -> dict[str, Any]:
-    """Return the milliseconds per call of each variant, measured in turns."""
+    """Return the milliseconds per call for each variant, measured alternately."""
     inputs = (*case.inputs()[:3], contenders.cotangent_of(case))
     programs, absent = lowered(case, direction, times, inputs, names)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -168,7 +168,7 @@ def measure(
         "direction": direction,
         "flops": case.flops(direction),
         "ms": {name: 1e3 * x for name, x in per_call.items()},
-        "gain": {  # from disabling a part, by rounds
+        "gain": {  # from disabling a part, per round
             name: timing.speedup(t, taken[AS_IT_IS + (CHAINED if name.endswith(CHAINED) else "")])
             for name, t in taken.items()
         },
@@ -186,7 +186,7 @@ def _difference(found: tuple[jax.Array, ...], expected: tuple[jax.Array, ...]) -
 
 
 def main() -> None:
-    """Measure one case, forward and then with gradients."""
+    """Measure one case, first the forward pass and then with gradients."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("case", help="a name in specs.py")
     parser.add_argument("--seconds", type=float, default=5.0, help="for a direction, about")

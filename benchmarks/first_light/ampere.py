@@ -1,4 +1,4 @@
-"""Do the kernels for other NVIDIA GPUs run on this one, which has their instructions; how fast?"""
+"""Do the kernels for other NVIDIA GPUs also run on this GPU, and how fast are they?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CASES = "causal-16k-h128-s2048", "causal-16k-h64-s2048"
 
 
 def run(step: Step) -> None:
-    """Run the checks that these kernels support, then time two cases next to "xla" and cuDNN."""
+    """Run the checks that these kernels support, then compare two cases with "xla" and cuDNN."""
     flags = (*KERNELS, *rehearsal.flags(step.rehearsed))
     found = (Check(name, smoke.command(name, flags), 60) for name in NAMES)
     step.run(*found, jobs=8)

@@ -1,7 +1,7 @@
-"""Checks in separate processes with a time limit, and records of how each one ended.
+"""Checks in separate processes with a time limit, and records of how each process ended.
 
-A hang or a crash therefore affects only its check. Each step has its own time; checks that do not
-fit are reported as not begun.
+A hang or a crash therefore affects only one check. Each step has its own time limit. Checks that do
+not fit into it are reported as not begun.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "RESULT "  # prefix of a line with JSON in the output of a check
-TAIL = 4000  # characters of output that a record keeps
-GRACE = 3.0  # seconds for a process to report where it hung
+MARK = "RESULT "  # prefix of a line of JSON in the output of a check
+TAIL = 4000  # number of characters of output in a record
+GRACE = 3.0  # seconds for a process to report where it hangs
 
 Outcome = Literal["passed", "failed", "crashed", "hung", "cut short", "not begun", "absent"]
 OUTCOMES = get_args(Outcome)
@@ -32,7 +32,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended."""
+    """Description of how a process ended."""
 
     code: int
     output: str
@@ -41,7 +41,7 @@ class Ended:
 
     @property
     def found(self) -> list[Any]:
-        """Reports of the process, in order."""
+        """Return the reports of the process, in order."""
         lines = [line for line in self.output.splitlines() if line.startswith(MARK)]
         reports = []
         for line in lines:
@@ -52,14 +52,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Judgement of a process that ended within its limit."""
+    """Verdict on a process that ended within its limit."""
 
     outcome: Outcome
     reason: str | None = None
 
 
 def by_status(ended: Ended) -> Verdict:
-    """Judge by the exit status and the report of `main_of`."""
+    """Judge a process by its exit status and the report of `main_of`."""
     said = [report for report in ended.found if isinstance(report, dict) and "outcome" in report]
     if said:
         return Verdict(said[-1]["outcome"], said[-1]["reason"])
@@ -71,22 +71,22 @@ def by_status(ended: Ended) -> Verdict:
 
 
 def last_line(text: str) -> str:
-    """Return the last nonempty line, shortened."""
+    """Return the last nonempty line, truncated."""
     return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 @dataclass(frozen=True)
 class Check:
-    """A command, its limit, and its judge."""
+    """Check that consists of a command, its time limit, and its judge."""
 
     name: str
     command: tuple[str, ...]
     seconds: float
     judge: Callable[[Ended], Verdict] = by_status
     absent: str | None = None
-    """Why the check cannot start, for example because a tool is not installed."""
+    """Reason why the check cannot start, for example because a tool is not installed."""
     collect: Callable[[Ended], list[Any]] = lambda ended: ended.found
-    """Return the results that a check wrote, also if it was cut short."""
+    """Return the results that a check wrote, even if it was stopped early."""
 
 
 def python(module: str, *arguments: str) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def report(found: Any) -> None:
 
 
 def main_of(check: Callable[[], Any]) -> None:
-    """Run a check in its own process, and report how it ended."""
+    """Run a check in its own process and report how it ended."""
     try:
         check()
     except AssertionError as error:
@@ -114,16 +114,16 @@ def main_of(check: Callable[[], Any]) -> None:
 
 
 class Unavailable(Exception):
-    """The reason why a check cannot run here."""
+    """Reason why a check cannot run here."""
 
 
 def brief(error: BaseException) -> str:
-    """Return an error in one line."""
+    """Return a description of an error on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def run(command: tuple[str, ...], seconds: float) -> Ended:
-    """Run a command for at most this many seconds, then end it and its child processes."""
+    """Run a command for at most `seconds` seconds, then end it and its child processes."""
     settings = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict(os.environ) | settings
     start = time.monotonic()
@@ -136,12 +136,12 @@ def run(command: tuple[str, ...], seconds: float) -> Ended:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             timed_out = True
-            _signal(process, signal.SIGABRT)  # Python then prints where it is
+            _signal(process, signal.SIGABRT)  # Python then prints a stack trace
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
         finally:
             _signal(process, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # if the driver blocks it
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in case the driver blocks it
                 process.wait(GRACE)
         taken = time.monotonic() - start
         log.seek(0)
@@ -156,7 +156,7 @@ def _signal(process: subprocess.Popen, which: signal.Signals) -> None:
 
 @dataclass
 class Step:
-    """The time and the file of a step; each record is written at once."""
+    """Time limit and file of a step. Each record is written immediately."""
 
     name: str
     minutes: float
@@ -166,16 +166,16 @@ class Step:
     begun: float = field(default_factory=time.monotonic)
 
     def left(self) -> float:
-        """Return the seconds that are left."""
+        """Return the remaining time in seconds."""
         return 60 * self.minutes - (time.monotonic() - self.begun)
 
     def open(self, machine: Mapping[str, Any]) -> None:
-        """Begin the file with the description of the machine."""
+        """Begin the file with a description of the machine."""
         head = {"step": self.name, "rehearsed": self.rehearsed, "machine": dict(machine)}
         self.path.write_text(json.dumps(head) + "\n")
 
     def run(self, *checks: Check, jobs: int = 1) -> list[Record]:
-        """Run checks, several at once, and return their records in order."""
+        """Run checks, `jobs` at a time, and return their records in order."""
         with ThreadPoolExecutor(jobs) as pool:
             return list(pool.map(self._one, checks))
 
@@ -217,13 +217,13 @@ class Step:
 
 
 def say(text: str) -> None:
-    """Print a line atomically, because several checks may end at once."""
+    """Print a line atomically, because several checks may end at the same time."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def line(step: str, record: Mapping[str, Any]) -> str:
-    """Return a record as one line."""
+    """Format a record as one line."""
     seconds = "" if record["seconds"] is None else f", {record['seconds']:.0f} s"
     reason = "" if record["reason"] is None else f": {record['reason']}"
     mark = "(rehearsed) " if record["rehearsed"] else ""

@@ -1,8 +1,8 @@
-"""Measure like `benchmarks.attention`, with tile sizes found before or with other kernels.
+"""Run `benchmarks.attention` with tile sizes that were found earlier, or with other kernels.
 
     python -m benchmarks.first_light.goals_with_rows --rows ROWS.json -- --goals --only bias
 
-Arguments after `--` are passed to `benchmarks.attention`; without them, only limits are measured.
+Arguments after `--` are passed to `benchmarks.attention`. Without them, only limits are measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformer_jax.kernels import Name, chips
 from transformer_jax.kernels.contract import Blocks
 
 Row = tuple[str, str, str, int, int, int, int, int, int, float]
-"""(backend, chip, kernel, H, Hv, bytes of a number, queries, keys, stages, slack)"""
+"""(backend, chip, kernel, H, Hv, bytes per number, queries, keys, stages, slack)"""
 SMALL = ["--ours", "pallas", "--repeats", "1", "--seconds", "0"]
 
 
@@ -33,7 +33,7 @@ def add_rows(rows: Sequence[Row]) -> None:
 
 
 def kept(path: Path, measure: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return `timing.limits`, measured only by the first of several processes."""
+    """Return a version of `timing.limits` that only the first of several processes measures."""
 
     def limits(*arguments: Any) -> dict[str, Any]:
         if not path.exists():
@@ -44,7 +44,7 @@ def kept(path: Path, measure: Callable[..., dict[str, Any]]) -> Callable[..., di
 
 
 def small_limits(dtype: str, clock: Any) -> dict[str, Any]:
-    """Return limits of a small product, for a rehearsal."""
+    """Return the limits for a small product, for a rehearsal."""
     rate = timing.matmul_rate("float32", 256, 1, clock)
     others = dict.fromkeys(("read_bytes_per_s", "copy_bytes_per_s"), 1.0)
     return {"dtype": dtype, "matmul_flops_per_s": rate} | others
@@ -68,14 +68,14 @@ def measure(
             arguments = [*arguments, *SMALL, "--without", "torch", "onnxruntime"]
         if limits is not None:
             replace(timing, "limits", kept(limits, timing.limits))
-        if only_limits:  # for the processes that follow
+        if only_limits:  # for later processes
             timing.limits("float32" if rehearsed else "bfloat16", time.perf_counter)
         else:
             attention.main(["--skip-memory", *arguments])
 
 
 def main() -> None:
-    """Register the rows, and measure."""
+    """Register the rows and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=Path, help="JSON of rows of tile sizes")
     parser.add_argument("--limits", type=Path, help="JSON of limits: read, or written if not there")

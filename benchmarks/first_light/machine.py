@@ -1,4 +1,4 @@
-"""Description of the machine: driver, ptxas, device, clocks, versions. Settings are only read."""
+"""Description of the machine: driver, ptxas, device, clocks, and versions."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SHOWN = (
 
 
 def check(flags: tuple[str, ...]) -> checks.Check:
-    """Return the check that describes the machine, in a separate process as a driver may hang."""
+    """Return a check that describes the machine in its own process, because a driver may hang."""
     return checks.Check("machine", checks.python("first_light.machine", *flags), 90)
 
 
 def describe() -> dict[str, Any]:
-    """Return a description of the machine; this starts JAX's backend."""
+    """Return a description of the machine. This function starts JAX's backend."""
     import jax
 
     from benchmarks import timing
@@ -63,7 +63,7 @@ def _said(value: Any) -> str:
 
 
 def _card() -> dict[str, str]:
-    """Return the report of nvidia-smi about the first card."""
+    """Return the report by nvidia-smi about the first GPU."""
     if shutil.which("nvidia-smi") is None:
         return {}
     said = _output("nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader")
@@ -72,7 +72,7 @@ def _card() -> dict[str, str]:
 
 
 def _ptxas() -> list[str]:
-    """Return each ptxas: on the PATH, and in NVIDIA's packages next to JAX."""
+    """Return every ptxas, both on the PATH and in NVIDIA's packages for JAX."""
     paths = {}
     if on_path := shutil.which("ptxas"):
         paths[on_path] = "on the PATH"

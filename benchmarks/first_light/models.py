@@ -13,7 +13,7 @@ from benchmarks.first_light.checks import Check, Ended, Step, Verdict
 
 
 def run(step: Step) -> None:
-    """Decode at batch 1 and 64, then train; each may take half of the remaining time."""
+    """Decode with batch sizes 1 and 64, then train. Each can take half of the remaining time."""
     with tempfile.TemporaryDirectory() as folder:
         for name, module, arguments in _questions(step.rehearsed):
             path = Path(folder) / f"{len(step.records)}.json"

@@ -21,7 +21,7 @@ from benchmarks.specs import Direction
 
 @contextlib.contextmanager
 def profiling(rehearsed: bool) -> Iterator[None]:
-    """Return a context that a waiting profiler records."""
+    """Return a context that is recorded by a waiting profiler."""
     if rehearsed:
         yield
         return
@@ -42,7 +42,7 @@ def profiling(rehearsed: bool) -> Iterator[None]:
 
 
 def main() -> None:
-    """Call twice, the second time for the profiler."""
+    """Call attention twice, the second time for the profiler."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("implementation", choices=tuple(rehearsal.STANDS_IN))
     parser.add_argument("direction", choices=get_args(Direction))

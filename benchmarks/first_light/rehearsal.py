@@ -1,7 +1,7 @@
-"""Rehearsal of a GPU run on a CPU, with other kernels, few tokens and meaningless figures.
+"""Rehearsal of a GPU run on a CPU, with other kernels, few tokens, and meaningless figures.
 
-The Pallas kernels for a TPU run in their interpreter, which every supported jax has, instead of
-those for Hopper, and the blockwise implementation instead of the single-pass backward.
+Instead of the kernels for Hopper, the Pallas kernels for a TPU run in interpreter mode, which every
+supported version of JAX has. The blockwise implementation replaces the single-pass backward pass.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ STANDS_IN = {"pallas": "pallas", "pallas_unordered": "blockwise"}
 
 
 def flags(rehearsed: bool) -> tuple[str, ...]:
-    """Return the flags of a process that rehearses."""
+    """Return the flags for a process that rehearses."""
     return (FLAG,) if rehearsed else ()
 
 
 def kernels(rehearsed: bool, name: Name | None = None) -> contextlib.AbstractContextManager[None]:
-    """Return a context with kernels for this device: its own, or those with another name.
+    """Return a context with the kernels for this device, or with the kernels called `name`.
 
     Raise `Unavailable` if the device does not support the named kernels.
     """
@@ -44,7 +44,7 @@ def implementation(name: str, rehearsed: bool) -> str:
 
 
 def shrunk(case: AttentionCase) -> AttentionCase:
-    """Return the case with the same mask and options over few tokens of two heads."""
+    """Return the case with the same mask and options, but with few tokens and two heads."""
     return replace(
         case, batch=1, queries=128, keys=128, heads=2, kv_heads=1 + (case.heads == case.kv_heads),
         head_dim=16, value_dim=16, window=None if case.window is None else 29,

@@ -1,4 +1,4 @@
-"""Does it run, and is it correct? The checks of the first step, the smallest first."""
+"""Do the kernels run, and are they correct? This step runs its checks from small to large."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = (
     "softcap and documents, gradients",
     "65,536 tokens, gradients",
 )
-"""Checks in running order; `smoke_calls` computes them."""
+"""Checks in the order in which they run, implemented in `smoke_calls`."""
 SANITIZED = "one tile, forward", "one tile, single-pass"
 ATTACHED = tuple(
     f"tests/kernels/test_attached.py::{name}"
@@ -50,9 +50,9 @@ ATTACHED = tuple(
 
 
 def run(step: Step) -> None:
-    """Run the checks, then the sanitizer and tests of the kernels, several at once.
+    """Run the checks, then the sanitizer and the kernel tests, several at a time.
 
-    A kernel that hangs slows the others down, but does not stop them.
+    A kernel that hangs slows down the others, but does not stop them.
     """
     flags = rehearsal.flags(step.rehearsed)
     step.run(*(Check(name, command(name, flags), 60) for name in NAMES), jobs=6)
@@ -64,12 +64,12 @@ TOOLS = "memcheck", "synccheck"
 
 
 def command(name: str, flags: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command of one check."""
+    """Return the command for one check."""
     return checks.python("first_light.smoke_calls", name, *flags)
 
 
 def sanitized(name: str, tool: str, flags: tuple[str, ...]) -> Check:
-    """Return a check that runs under a tool of compute-sanitizer."""
+    """Return a check that runs under a tool from compute-sanitizer."""
     found = shutil.which("compute-sanitizer")
     options = "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"
     return Check(
@@ -82,7 +82,7 @@ def sanitized(name: str, tool: str, flags: tuple[str, ...]) -> Check:
 
 
 def judge_sanitizer(ended: Ended) -> Verdict:
-    """Judge by the error count of the tool; without a count the check did not run."""
+    """Judge by the tool's error count. Without a count, the check did not run."""
     counts = re.findall(r"ERROR SUMMARY: (\d+) error", ended.output)
     if not counts:
         return Verdict("crashed", f"no summary of errors: {checks.last_line(ended.output)}")
@@ -92,14 +92,14 @@ def judge_sanitizer(ended: Ended) -> Verdict:
 
 
 def attached(test: str) -> Check:
-    """Return a test of the kernels on the attached device as a check."""
+    """Return a check that runs a kernel test on the attached device."""
     options = "-m", "", "-n", "0", "--tb=short", "-rs"
     run_one = (sys.executable, "-m", "pytest", *options, test)
     return Check(test.rpartition("::")[2], run_one, 100, judge=judge_pytest)
 
 
 def judge_pytest(ended: Ended) -> Verdict:
-    """Judge by the number of passed tests; a skipped test counts as absent."""
+    """Judge by the number of passed tests. A skipped test counts as absent."""
     said = checks.last_line(ended.output)
     if ended.code == 0 and not re.search(r"\d+ passed", said):
         skipped = re.findall(r"^SKIPPED.*: (.*)$", ended.output, re.MULTILINE)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.first_light.smoke_calls "slack 8"
 
-Results are compared with NumPy in float64, and at 65,536 tokens with "xla" in float32 on some
-queries, within the tolerances of the kernel tests.
+Results are compared with NumPy in float64, using the tolerances of the kernel tests. For 65,536
+tokens, some queries are compared with "xla" in float32.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from transformer_jax.kernels import Name, Target, target, using
 
 Arrays = dict[str, jax.Array]
 Shares = dict[str, float]
-"""Errors relative to the tolerances of the tests; above 1 is too large."""
+"""Errors relative to the tolerances of the tests. Errors above 1 are too large."""
 INPUTS = "query", "key", "value"
 NAMES = "out", "lse", "dquery", "dkey", "dvalue"
 
 
 @dataclass(frozen=True)
 class Where:
-    """Sizes of a check, for the device or for a rehearsal."""
+    """Sizes of a check on the device or in a rehearsal."""
 
     rehearsed: bool = False
 
@@ -51,7 +51,7 @@ class Where:
         return rehearsal.implementation(name, self.rehearsed)
 
     def length(self, n: int) -> int:
-        """Return a sequence length, a short one in a rehearsal."""
+        """Return a sequence length, which is shorter in a rehearsal."""
         return min(n, 100) if self.rehearsed else n
 
     def arrays(self, length: int, H: int, *, heads: int = 2, kv_heads: int = 1) -> Arrays:
@@ -66,7 +66,7 @@ class Where:
 def program(
     arrays: Arrays, mask: Mask | None, implementation: str, gradients: bool = True, **settings: Any
 ) -> Callable[[], dict[str, jax.Array]]:
-    """Return a compiled call that gives (out, lse), and the gradients of the inputs."""
+    """Return a compiled function that returns (out, lse) and the gradients of the inputs."""
     inputs = [arrays[name] for name in INPUTS]
     reason = explain_attention(*inputs, mask=mask, return_lse=True, **settings)[implementation]
     assert reason is None, f"{implementation!r} refuses: {reason}"
@@ -89,7 +89,7 @@ def program(
 
 
 def shares(results: Mapping[str, Any], expected: Mapping[str, Any]) -> Shares:
-    """Return each error relative to its limit; an AssertionError names those above 1."""
+    """Return each error relative to its limit. Raise AssertionError if any of them is above 1."""
     found = {}
     for name, x in results.items():
         limit = FORWARD_BF16 if name in NAMES[:2] else GRADIENT_BF16
@@ -101,7 +101,7 @@ def shares(results: Mapping[str, Any], expected: Mapping[str, Any]) -> Shares:
 
 
 def causal(where: Where, length: int, H: int, implementation: str, gradients: bool) -> Shares:
-    """Compare a causal call with float64."""
+    """Compare a causal call with the result in float64."""
     arrays = where.arrays(length, H)
     run = program(arrays, Causal(), where.implementation(implementation), gradients)
     return shares(run(), reference(arrays, _causal(arrays)))
@@ -112,7 +112,7 @@ def _causal(arrays: Arrays) -> np.ndarray:  # bool[1, 1, T, S]
 
 
 def single_pass_repeats(where: Where) -> Shares:
-    """Repeat the single-pass backward pass: out, lse, dk and dv are bit-identical, dq is near."""
+    """Repeat the single-pass backward pass. All results except dq must be bit-identical."""
     arrays = where.arrays(704, 128, heads=4, kv_heads=2)
     run = program(arrays, Causal(), where.implementation("pallas_unordered"))
     first = run()
@@ -128,10 +128,10 @@ def single_pass_repeats(where: Where) -> Shares:
 
 
 def own_barriers(where: Where) -> Shares:
-    """Run often without automatic barriers; results equal those with barriers bit for bit.
+    """Run repeatedly without automatic barriers. The results must equal those with barriers.
 
-    Only an unordered dq may differ. The interpreter cannot detect a race between the warps of one
-    warpgroup, but this check may.
+    Results must be equal bit for bit, except for an unordered dq. The interpreter cannot detect a
+    race between the warps of one warpgroup, but this check can.
     """
     found = {}
     for H, name in ((256, "pallas"), (128, "pallas_unordered")):
@@ -139,7 +139,7 @@ def own_barriers(where: Where) -> Shares:
         given = arrays, Causal(), where.implementation(name)
         with automatic_barriers():
             ordered = program(*given)()
-        jax.clear_caches()  # otherwise the program with automatic barriers is reused
+        jax.clear_caches()  # otherwise, the program with automatic barriers is reused
         run = program(*given)
         kept = [n for n in NAMES if name == "pallas" or n != "dquery"]
         for _ in range(2 if where.rehearsed else 50):
@@ -152,7 +152,7 @@ def own_barriers(where: Where) -> Shares:
 
 
 def slack(where: Where) -> Shares:
-    """Draw row maxima that rise by more than the slack in half of the warps."""
+    """Use row maxima that increase by more than the slack in half of the warps."""
     chosen, H = target(), 128
     assert isinstance(chosen, Target), chosen
     tiles = replace(chosen.backend.blocks("forward", H, H, 2), slack=8.0)
@@ -169,7 +169,7 @@ def slack(where: Where) -> Shares:
 
 
 def alibi(where: Where) -> Shares:
-    """Add ALiBi with the published slopes."""
+    """Add an ALiBi bias with the published slopes."""
     arrays = where.arrays(704, 128)
     slopes = np.asarray(alibi_slopes(2), np.float64)
     at = np.arange(arrays["query"].shape[1])
@@ -180,7 +180,7 @@ def alibi(where: Where) -> Shares:
 
 
 def window(where: Where) -> Shares:
-    """Use a window on both sides."""
+    """Use a two-sided window."""
     arrays = where.arrays(704, 128)
     at = np.arange(arrays["query"].shape[1])
     left, right = 131, 67
@@ -191,7 +191,7 @@ def window(where: Where) -> Shares:
 
 
 def documents(where: Where) -> Shares:
-    """Cap scores within packed documents."""
+    """Use capped scores within packed documents."""
     arrays = where.arrays(704, 128)
     length = arrays["query"].shape[1]
     ids = np.searchsorted([37, 211, 500], np.arange(length), side="right")
@@ -202,10 +202,10 @@ def documents(where: Where) -> Shares:
 
 
 def long(where: Where) -> Shares:
-    """Attend over 65,536 tokens, and compare some queries and their gradients with "xla".
+    """Attend over 65,536 tokens and compare some queries and their gradients with "xla".
 
     The cotangent is zero for the other queries, so the gradients of keys and values are sums over
-    the compared ones.
+    the compared queries.
     """
     length = 640 if where.rehearsed else 65536
     arrays = draw(
@@ -224,7 +224,7 @@ def long(where: Where) -> Shares:
     wide = {name: x.astype(jnp.float32) for name, x in few.items()}
     expected = program(
         wide, Causal(), "xla", q_positions=jnp.asarray(rows, jnp.int32)
-    )()  # in f32, its products have the highest precision
+    )()  # in f32, the products have the highest precision
     at_rows = {n: x if n in ("dkey", "dvalue") else x[:, rows] for n, x in found.items()}
     return shares(at_rows, {name: np.asarray(x) for name, x in expected.items()})
 
@@ -233,9 +233,9 @@ PAGE = 128
 
 
 def decode(where: Where, int8: bool = False, paged: bool = False) -> Shares:
-    """Decode one query per row over the filled part of a cache with ragged rows.
+    """Decode one query per row over the filled part of a cache whose rows have different lengths.
 
-    Pages are in random order in their pool, and unused pages are NaN.
+    Pages are in random order in the pool, and unused pages contain NaN.
     """
     S = where.length(8200)
     S = -(-S // PAGE) * PAGE if paged else S
@@ -266,7 +266,7 @@ def decode(where: Where, int8: bool = False, paged: bool = False) -> Shares:
 
 
 def few_queries(where: Where) -> Shares:
-    """Differentiate few queries of grouped heads, which are packed as rows of one tile."""
+    """Differentiate a few queries of grouped heads, which are packed as rows of one tile."""
     length = where.length(704)
     arrays = draw(
         13, batch=2, queries=13, keys=length, heads=16, kv_heads=2, dim=128, value_dim=128,

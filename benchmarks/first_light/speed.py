@@ -1,4 +1,4 @@
-"""How fast are the kernels compared with peers, and what do the parts of a call cost?"""
+"""How fast are the kernels compared with peers, and how much does each part of a call cost?"""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.first_light.checks import Check, Ended, Record, Step, Verdict
 
 ABLATED = tuple(f"causal-16k-h128-s{length}" for length in (8192, 512, 2048))
 GOALS = "goals"
-GOALS_SHARE = 0.6  # share of the step's time
+GOALS_SHARE = 0.6  # fraction of the step's time
 CASES = tuple(dict.fromkeys(case for case, _ in goals.cells()))
 
 
 def run(step: Step) -> None:
-    """Measure the goals, then ablate parts of a call at three lengths."""
+    """Measure the goals, then ablate the parts of a call at three lengths."""
     measure_goals(step, GOALS, GOALS_SHARE * step.left())
     flags = rehearsal.flags(step.rehearsed)
     for case in ABLATED[:1] if step.rehearsed else ABLATED:
@@ -31,9 +31,9 @@ def measure_goals(
     step: Step, name: str, seconds: float, more: Sequence[str] = (), only: str = "",
     rows: Path | None = None,
 ) -> None:  # fmt: skip
-    """Measure cases within this many seconds, each in its own process.
+    """Measure cases within a time limit, each in its own process.
 
-    They are built at the same time, and timed one after another.
+    The cases are built at the same time and timed one after another.
     """
     after = step.left() - seconds
     chosen = CASES[:1] if step.rehearsed else [case for case in CASES if only in case]
@@ -54,7 +54,7 @@ def measure_goals(
 
 
 def cell(name: str, command: tuple[str, ...], path: Path, seconds: float) -> Check:
-    """Return the check that measures a case, with partial results after a timeout."""
+    """Return a check that measures a case and keeps partial results after a timeout."""
 
     def judge(ended: Ended) -> Verdict:
         verdict, said = checks.by_status(ended), checks.last_line(ended.output)
@@ -68,7 +68,7 @@ def cell(name: str, command: tuple[str, ...], path: Path, seconds: float) -> Che
 
 
 def reached(records: Sequence[Record], name: str) -> list[dict[str, Any]]:
-    """Return how far each goal is reached in the records of `measure_goals`."""
+    """Return the degree to which each goal is reached in the records of `measure_goals`."""
     own = [record for record in records if record["check"].startswith(f"{name}: ")]
     cases, failed, rates = [], {}, []
     for record in own:

@@ -1,4 +1,4 @@
-"""Summary on one page: passed checks, reached goals, and suggested changes."""
+"""One-page summary of passed checks, reached goals, and suggested changes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from benchmarks.first_light.tune import AGAIN
 from benchmarks.first_light.why import busiest
 
 Records = Mapping[str, Sequence[Record]]
-"""The records of each step that ran."""
+"""Records of each step that ran."""
 GAIN = 1.03  # smaller gains are within the spread of a measurement
 WAITS = 1.10
 BUSY = 70.0  # percent
-FIRST = 10  # number of things to change
-MARK = (
-    "rehearsed |"  # prefix of each line of a rehearsal's page, so that no figure appears without it
-)
+FIRST = 10  # number of suggested changes
+MARK = "rehearsed |"  # prefix of every line in a rehearsal, so that no figure appears without it
 
 
 def read(folder: Path, prefix: str, steps: Sequence[str]) -> tuple[dict[str, Any], Records]:
-    """Return the machine and the records of each step, from files that may be incomplete."""
+    """Return the machine and the records of each step; the files may be incomplete."""
     where: dict[str, Any] = {}
     found = {}
     for step in steps:
@@ -56,7 +54,7 @@ def page(where: dict[str, Any], records: Records, rehearsed: bool) -> str:
 
 
 def outcomes(step: str, records: Sequence[Record]) -> str:
-    """Return the numbers of outcomes, and one line for each check that did not pass."""
+    """Return the number of checks per outcome, and one line for each check that did not pass."""
     counted = Counter(record["outcome"] for record in records)
     said = ", ".join(f"{counted[name]} {name}" for name in OUTCOMES if counted[name])
     lines = [f"\n{step}: {said or 'nothing was begun'}"]
@@ -71,7 +69,7 @@ def outcomes(step: str, records: Sequence[Record]) -> str:
 
 
 def change_first(records: Records) -> list[str]:
-    """Return suggested changes: first wrong results, then the largest costs."""
+    """Return suggested changes, with wrong results first and then the largest costs."""
     return [*_wrong(records), *_costs(records), *_missed(records), *_limits(records)]
 
 
@@ -83,7 +81,7 @@ def _wrong(records: Records) -> Iterator[str]:
 
 
 def _costs(records: Records) -> Iterator[str]:
-    """Yield parts without which a call is faster, the most expensive first, and host waits."""
+    """Yield the parts that slow down a call, with the most expensive first, and host waits."""
     best: dict[str, tuple[float, str]] = {}
     for cell in _cells(records):
         place = f"{cell['case']} {cell['direction']}"
@@ -123,7 +121,7 @@ def _limits(records: Records) -> Iterator[str]:
 
 
 def _goals(records: Records) -> dict[str, list[dict[str, Any]]]:
-    """Return how far the goals are reached, also with the tile sizes found."""
+    """Return the degree to which goals are reached, with the default and the best tile sizes."""
     every = [record for found in records.values() for record in found]
     rows = {name: reached(every, name) for name in (GOALS, AGAIN)}
     return {name: found for name, found in rows.items() if found}
@@ -135,13 +133,13 @@ def _found(records: Records, check: str) -> Iterator[Any]:
 
 
 def _cells(records: Records) -> Iterator[dict[str, Any]]:
-    """Yield the measurements of calls without their parts."""
+    """Yield the measurements of calls with disabled parts."""
     for record in records.get("speed", ()):
         yield from (x for x in record["found"] if "gain" in x)
 
 
 def _parts_table(records: Records) -> list[str]:
-    """Return one row per case: milliseconds, and the speedup without each part."""
+    """Return one row per case with the time in milliseconds and the speedup without each part."""
     parts = [name for name in VARIANTS if name != AS_IT_IS]
     rows = []
     for cell in _cells(records):
@@ -164,7 +162,7 @@ def _parts_table(records: Records) -> list[str]:
 
 
 def _kernels_table(records: Records) -> list[str]:
-    """Return the longest launches of each pass, and the number of the others."""
+    """Return the longest launches of each pass and the number of other launches."""
     rows = []
     for record in records.get("why", ()):
         longest = sorted(record["found"], key=lambda x: -(x["ns"] or 0))

@@ -1,4 +1,4 @@
-"""Which tile sizes are the fastest, and how far are the goals reached with them?"""
+"""Which tile sizes are the fastest, and which goals are reached with them?"""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from transformer_jax.kernels.contract import Kind
 
 ROW = re.compile(r"^ {4}(\(.*?\)): Blocks\((\d+), (\d+), (\d+)(?:, slack=([\d.]+))?\),")
 AGAIN = "goals with these rows"
-SEARCH_SHARE = 0.55  # share of the step's time
+SEARCH_SHARE = 0.55  # fraction of the step's time
 KERNELS: tuple[tuple[Kind, ...], ...] = (("forward",), ("dq", "dkdv"), ("single_pass",))
 SEARCHES = (*itertools.product((128, 64), KERNELS), *((256, kernels) for kernels in KERNELS[:2]))
-"""H, and the kernels to search; there is no single pass for H 256."""
+"""Head dimensions and the kernels to tune. There is no single-pass kernel for H = 256."""
 REHEARSED = ["--batch", "1", "--heads", "2:1", "--dims", "16", "--lengths", "128", "--repeats", "1"]
 REHEARSED += ["--seconds", "0", "--candidates", "128:128:2"]
 
 
 def run(step: Step) -> None:
-    """Search, then measure the goals with the tile sizes found."""
+    """Search for the best tile sizes, then measure the goals with them."""
     seconds = SEARCH_SHARE * step.left()
     searches = SEARCHES[:1] if step.rehearsed else SEARCHES
     with tempfile.TemporaryDirectory() as folder:
@@ -39,12 +39,12 @@ def run(step: Step) -> None:
             return
         rows = Path(folder) / "rows.json"
         rows.write_text(json.dumps(found))
-        more = ["--without", "flax", "jax.nn"]  # they were slower in `speed`
+        more = ["--without", "flax", "jax.nn"]  # these were slower in `speed`
         measure_goals(step, AGAIN, step.left(), more, rows=rows)
 
 
 def search(H: int, kernels: tuple[Kind, ...], seconds: float, rehearsed: bool) -> Check:
-    """Return the check that searches; rows found before a timeout are kept."""
+    """Return a check that searches for tile sizes and keeps the rows found before a timeout."""
     minutes = f"{max(seconds - 30, 1) / 60:.2f}"
     if rehearsed:
         command = checks.python("first_light.tune", minutes, *rehearsal.flags(True))
@@ -80,7 +80,7 @@ def rows(text: str) -> list[Row]:
 
 
 def main() -> None:
-    """Rehearse the search in this process."""
+    """Run a rehearsal of the search in this process."""
 
     def rehearse() -> None:
         with rehearsal.kernels(True):

@@ -1,4 +1,4 @@
-"""What limits the speed of a kernel? One call of each under ncu, which counts busy units."""
+"""What limits the speed of a kernel? One call of each kernel is profiled with ncu."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ METRICS = {
     "dram": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
     "registers": "launch__registers_per_thread",
 }
-"""Reported counters of ncu: nanoseconds, and percent of each unit's peak."""
+"""Counters that ncu reports, in nanoseconds and in percent of each unit's peak."""
 UNITS = {"tensor": "tensor cores", "special": "special functions", "issue": "issue slots",
          "dram": "device memory"}  # fmt: skip
-LAUNCHES = 24  # per call, including the small ones around the kernels
+LAUNCHES = 24  # number per call, including small launches around the kernels
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Counters of ncu for one kernel; None for a missing counter."""
+    """Counters that ncu reports for one kernel; None for a missing counter."""
 
     kernel: str
     counters: dict[str, float | None]
@@ -50,7 +50,7 @@ def run(step: Step) -> None:
 
 
 def check(name: str, path: Path, rehearsed: bool) -> Check:
-    """Return the check that runs a pass under ncu."""
+    """Return a check that runs a pass under ncu."""
     command = checks.python("first_light.profiled", *PASSES[name], *rehearsal.flags(rehearsed))
     ncu = (
         "ncu", "--clock-control", "none", "--profile-from-start", "off", "--launch-count",
@@ -82,9 +82,9 @@ def check(name: str, path: Path, rehearsed: bool) -> Check:
 
 
 def launches(lines: Iterable[str]) -> list[Launch]:
-    """Read ncu's "raw" page as CSV: names of counters, units, then one row per launch.
+    """Parse ncu's "raw" page in CSV format: counter names, units, and one row per launch.
 
-    Lines of ncu itself begin with "==", and numbers may have commas between thousands.
+    Messages from ncu begin with "==", and numbers may have thousands separators.
     """
     rows = list(csv.reader(line for line in lines if line.startswith('"')))
     if len(rows) < 3:
@@ -106,7 +106,7 @@ def _number(text: str | None) -> float | None:
 
 
 def busiest(found: dict[str, Any]) -> tuple[str, float] | None:
-    """Return the unit with the highest utilisation, and its percentage."""
+    """Return the unit with the highest utilization and its percentage."""
     known = {unit: found[unit] for unit in UNITS if found.get(unit) is not None}
     if not known:
         return None

@@ -85,8 +85,8 @@ def draw_rows(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:  # i32[co
 
 
 def draw_prompts(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:  # i32[count, ASKED]
-    """Draw clean prompts whose last open bracket is BACK tokens before the end, and corrupted
-    prompts."""
+    """Draw clean prompts, with the last open bracket BACK tokens before the end, and corrupted
+    ones."""
     rows, last_open = draw_rows(seed, 200 * count)
     place = ASKED - 1 - BACK
     clean = rows[last_open[:, ASKED - 1] == place, :ASKED][:count]

@@ -36,8 +36,7 @@ SPARSITIES = (0.0, 0.7, 0.9, 0.97, 0.99, 0.999)
 
 
 def draw(key: jax.Array, sparsity: jax.Array, shape: tuple[int, int]) -> jax.Array:  # f32[B, n]
-    """Draw features, each of which is 0 with probability `sparsity` and otherwise uniform in
-    0..1."""
+    """Draw features that are 0 with probability `sparsity` and otherwise uniform in 0..1."""
     keep, size = jax.random.uniform(key, (2, *shape))
     return jnp.where(keep >= sparsity, size, 0.0)
 
