@@ -2,10 +2,10 @@
 # A full decoding cache of flax overwrites its newest key without an error.
 #
 # flax 0.12.8, jax 0.10.2, Python 3.11.7, CPU; seen on 2026-11-30.
-# Expected: the step after the last slot raises an error, or drops the oldest key as a ring would.
-# Seen: linen.MultiHeadDotProductAttention(decode=True) and nnx.MultiHeadAttention(decode=True) write the
-# fourth token to the third of three slots, so the third token is lost. The index keeps counting, and the
-# output is finite. It differs from the output of a layer with a cache of four slots.
+# Expected: the step after the last slot raises an error, or drops the oldest key, as a ring buffer does.
+# Seen: linen.MultiHeadDotProductAttention(decode=True) and nnx.MultiHeadAttention(decode=True) write the fourth
+# token to the third of three slots, so the third token is lost. The index continues to increase, and the output is
+# finite, but it differs from the output of a layer with a cache of four slots.
 #
 # Output seen (linen):
 #   slot 0 unchanged: True, slot 1 unchanged: True, slot 2 unchanged: False, index 4

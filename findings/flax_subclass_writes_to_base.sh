@@ -2,10 +2,10 @@
 # Defining a subclass of a linen module writes to its base class.
 #
 # flax 0.12.8, jax 0.10.2, Python 3.11.7; seen on 2026-11-29.
-# Expected: a class statement changes no class but the new one.
-# Seen: `class Sub(Base)` replaces `Base.__dataclass_fields__` by a copy with the same names, and removes the
-# keyword-only fields from the first object. A metaclass with `__setattr__` is told that Base has changed, and whoever
-# kept the first object reads a shorter one.
+# Expected: a class statement changes only the new class.
+# Seen: `class Sub(Base)` replaces `Base.__dataclass_fields__` with a copy that has the same names, and removes the
+# keyword-only fields from the original object. A metaclass with `__setattr__` sees a change of Base, and code that
+# kept the original object reads a shorter one.
 #
 # Output seen:
 #   written to Base while Sub is defined: ['__dataclass_fields__']

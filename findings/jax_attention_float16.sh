@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# On a CPU, jax.nn.dot_product_attention does not take float16.
+# On a CPU, jax.nn.dot_product_attention does not support float16.
 #
 # jax 0.10.2, jaxlib 0.10.2, numpy 2.4.6, Python 3.11.7, x86-64 Linux; seen on 2026-11-29.
-# Expected: it takes float16 as it takes bfloat16 and float32; an einsum of float16 arrays runs.
-# Seen: it raises when it is compiled, forward and backward.
+# Expected: it supports float16 as it supports bfloat16 and float32; an einsum of float16 arrays runs.
+# Seen: it raises an error during compilation, both forward and backward.
 #
 # Output seen:
 #   float16 einsum: runs

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# On a CPU, the maximum and the minimum of a long array lose its NaN.
+# On a CPU, the maximum and the minimum of a long array ignore a NaN.
 #
 # jax 0.10.2, jaxlib 0.10.2, numpy 2.4.6, Python 3.11.7, x86-64 Linux; seen on 2026-11-29.
 # Expected: like numpy.max, jax.numpy.max returns NaN if any element is NaN.
-# Seen: with 1,000 elements it is NaN. With 4,096 zeros and one NaN it is 0.0, for either sign of the NaN
-# and wherever it stands, and if the NaN is the last element it is -inf (the minimum: inf). The sum and
-# argmax see the NaN. Rows of a matrix lose theirs from fewer elements on (64 rows of 100).
+# Seen: with 1,000 elements, the maximum is NaN. With 4,096 zeros and one NaN, it is 0.0, regardless of the sign
+# and the position of the NaN. If the NaN is the last element, the maximum is -inf, and the minimum is inf. The sum
+# and argmax detect the NaN. For the rows of a matrix, fewer elements are sufficient (64 rows of 100).
 #
 # Output seen:
 #   1000 elements, NaN at 3: max nan, min nan, sum nan

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# jax.lax.top_k ranks a NaN by its sign bit, and the NaN of inf - inf has the sign bit set.
+# jax.lax.top_k ranks a NaN by its sign bit, and the result of inf - inf is a NaN with the sign bit set.
 #
 # jax 0.10.2, jaxlib 0.10.2, numpy 2.4.6, Python 3.11.7, x86-64 Linux; seen on 2026-11-29.
-# Expected: top_k agrees with jax.numpy.sort and argmax, which put every NaN above all numbers.
-# Seen: a NaN from jnp.nan ranks first. A NaN that arithmetic made at run time (inf - inf) ranks below
-# -inf, so that top_k(x, 2) returns two ordinary numbers and hides it.
+# Expected: top_k agrees with jax.numpy.sort and argmax, which rank every NaN above all numbers.
+# Seen: a NaN from jnp.nan ranks first. A NaN that results from arithmetic at run time (inf - inf) ranks below
+# -inf, so top_k(x, 2) returns two ordinary numbers and hides the NaN.
 #
 # Output seen:
 #   jnp.nan: top_k [nan, 1.0], last of sort nan, argmax 2

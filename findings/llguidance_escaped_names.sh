@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A property may be written under a second spelling, to which its schema does not apply.
+# A property name can be written with an alternative spelling, to which its schema does not apply.
 #
 # llguidance 1.9.1, Python 3.11.7; seen on 2026-11-29.
-# Expected: with {"properties": {"a": {"type": "integer"}}}, no text is accepted that a JSON parser reads as a string
-# under the name "a".
-# Seen: the name of an additional property may contain any letter as \uXXXX. {"\u0061": "s"} is accepted, and
+# Expected: with {"properties": {"a": {"type": "integer"}}}, no text is accepted that a JSON parser reads as an
+# object in which "a" is a string.
+# Seen: the name of an additional property can contain any letter as \uXXXX. {"\u0061": "s"} is accepted, and
 # json.loads reads {"a": "s"}, which jsonschema rejects.
 #
 # Output seen:

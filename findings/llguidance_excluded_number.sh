@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# llguidance writes a number that exclusiveMinimum or exclusiveMaximum excludes.
+# llguidance accepts a number that exclusiveMinimum or exclusiveMaximum excludes.
 #
 # llguidance 1.9.1, Python 3.11.7; seen on 2026-11-29.
 # Expected: a number above 3 and at most 3.5 is never 3.
-# Seen: if the excluded bound is a whole number and the other bound is less than 1 away, the grammar
-# accepts the excluded number. With bounds that are 1 or more apart it does not.
+# Seen: if the excluded bound is an integer and the other bound is less than 1 away, the grammar accepts the
+# excluded number. If the bounds are 1 or more apart, it does not.
 #
 # Output seen:
 #   above 3, at most 3.5: accepts 3

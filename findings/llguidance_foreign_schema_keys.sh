@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# llguidance ignores schema keys that JSON Schema does not have, but refuses some that it does have.
+# llguidance ignores schema keys that are not part of JSON Schema, but rejects some that are.
 #
 # llguidance 1.9.1, Python 3.11.7; seen on 2026-11-29.
-# Expected: a misspelt keyword ("maxlength", "aditionalProperties") or a keyword of OpenAPI ("nullable")
-# is refused or warned about, because the grammar that comes out is weaker than the schema.
-# Seen: validate_grammar returns no message, and a text that the intended schema forbids is accepted.
-# "contentEncoding" is ignored too. "dependentRequired", which is a keyword, is refused by name.
+# Expected: a misspelled keyword ("maxlength", "aditionalProperties") or an OpenAPI keyword ("nullable") is
+# rejected or causes a warning, because the resulting grammar is weaker than the schema.
+# Seen: validate_grammar returns no message, and text that the intended schema forbids is accepted.
+# "contentEncoding" is also ignored. "dependentRequired", which is a keyword, is rejected by name.
 #
 # Output seen:
 #   maxlength: no message, a longer string is accepted

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# llguidance rounds the numbers of a JSON Schema to float64, and writes them with fewer digits.
+# llguidance rounds the numbers in a JSON Schema to float64 and writes them with fewer digits.
 #
 # llguidance 1.9.1, Python 3.11.7; seen on 2026-11-29.
-# Expected: a constant of a schema is matched as it is written; a 64-bit id survives.
-# Seen: {"const": 9007199254740993} accepts only 9007199254740992, and so does an integer whose minimum and
-# maximum are 9007199254740993. {"const": 123456789.12345679}, which float64 holds exactly, accepts
-# only 123456789.1234568. {"enum": [18446744073709551615]} accepts neither the number nor its neighbour.
+# Expected: a constant in a schema matches exactly as it is written, including a 64-bit ID.
+# Seen: {"const": 9007199254740993} accepts only 9007199254740992, and so does an integer whose minimum and maximum
+# are 9007199254740993. {"const": 123456789.12345679}, which float64 preserves in a round trip, accepts only
+# 123456789.1234568. {"enum": [18446744073709551615]} accepts neither the number nor its neighbor.
 #
 # Output seen:
 #   {"const": 9007199254740993}: accepts ['9007199254740992']

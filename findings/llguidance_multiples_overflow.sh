@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# llguidance combines multiples in 32 bits, and an overflow is not noticed.
+# llguidance combines multiples in 32 bits and does not detect an overflow.
 #
 # llguidance 1.9.1, Python 3.11.7; seen on 2026-11-29.
-# Expected: a number of two multiples is a multiple of both, or the schema is refused.
+# Expected: with two multipleOf constraints, a number is a multiple of both, or the schema is rejected.
 # Seen: for allOf with multipleOf 65537 and 65539, whose least common multiple is 4295229443, the
 # grammar accepts 262147, which is a multiple of neither. 4295229443 - 2**32 = 262147.
 #

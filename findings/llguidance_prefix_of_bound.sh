@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# llguidance refuses a number whose digits begin the digits of a decimal bound.
+# llguidance rejects a number whose digits are a prefix of a decimal bound.
 #
 # llguidance 1.9.1, Python 3.11.7; seen on 2026-11-29.
-# Expected: 10.5 is at most 10.55, so the grammar of {"maximum": 10.55} accepts it.
-# Seen: 10.5 is refused and 10.50 accepted; the same for -10.5 from -10.55 on. With multipleOf 0.5,
-# where a number has one decimal at most, neither is accepted: no text has this number.
+# Expected: 10.5 is at most 10.55, so the grammar for {"maximum": 10.55} accepts it.
+# Seen: 10.5 is rejected and 10.50 is accepted. The same happens to -10.5 with a minimum of -10.55. With multipleOf
+# 0.5, a number has at most one decimal place, and neither is accepted, so the number cannot be written.
 #
 # Output seen:
 #   at most 10.55: refuses 10.5

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Orbax ignores a target's shape if the checkpoint holds a NumPy array, and casts floats to integers.
+# Orbax ignores a target's shape if the checkpoint contains a NumPy array, and casts floats to integers.
 #
 # orbax-checkpoint 0.12.8, jax 0.10.2, numpy 2.4.6, Python 3.11.7; seen on 2026-11-29.
-# Expected: restoring [3] float32 into a target of shape [5] or of dtype int32 is an error, whatever kind of
-# array was saved.
-# Seen: a saved jax.Array refuses another shape. A saved numpy.ndarray comes back in its stored shape,
-# without a message, also for a jax.ShapeDtypeStruct. Either is cast to the target's dtype: 1.7 becomes 1.
+# Expected: restoring a float32 array of shape [3] into a target with shape [5] or dtype int32 raises an error,
+# regardless of the type of array that was saved.
+# Seen: for a saved jax.Array, a different shape is rejected. A saved numpy.ndarray is restored with its stored
+# shape, without a message, even if the target is a jax.ShapeDtypeStruct. Both are cast to the dtype of the target:
+# 1.7 becomes 1.
 #
 # Output seen:
 #   saved numpy, target int32[5]: int32[3] [1, 2, 3]

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# sacrebleu gives a perfect translation of short lines 0 BLEU, and drops surplus hypotheses.
+# sacrebleu gives a perfect translation of short lines a BLEU of 0 and ignores surplus hypotheses.
 #
 # sacrebleu 2.6.0, Python 3.11.7; seen on 2026-11-29.
-# Expected: hypotheses equal to their references have 100 BLEU, and more hypotheses than references are
-# an error.
+# Expected: hypotheses that equal their references have a BLEU of 100, and more hypotheses than references raise an
+# error.
 # Seen: if no line has four words, the corpus has no 4-grams, and its score is 0.0 without a warning.
 # The second hypothesis, which has no reference, is ignored.
 #

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# With padding on the left, the vector of a text depends on the other texts of its batch.
+# With left padding, the vector of a text depends on the other texts in its batch.
 #
 # sentence-transformers 6.2.0, transformers 5.24.0, torch 2.13.0, Python 3.11.7; seen on 2026-11-29.
-# Expected: encode(["a cat sat", longer]) gives the vector of "a cat sat" that encode(["a cat sat"]) gives, up to
-# rounding, also if the tokenizer of a BERT has padding_side="left".
-# Seen: a BERT counts positions from the first column, padding included, so that the same text has other positions in
-# a longer batch. Pooling of the first token reads the padding itself.
+# Expected: encode(["a cat sat", longer]) returns the same vector for "a cat sat" as encode(["a cat sat"]), up to
+# rounding, even if the tokenizer of a BERT model has padding_side="left".
+# Seen: a BERT model counts positions from the first column, including padding, so the same text has different
+# positions in a longer batch. Pooling with the first token reads the padding itself.
 #
 # Output seen:
 #   right, mean: the same True

@@ -3,8 +3,8 @@
 #
 # tokamax 0.0.12, jax 0.10.2, absl-py as resolved, Python 3.11.7; seen on 2026-11-30.
 # Expected: a function of arrays does not depend on sys.argv.
-# Seen: the same call works in a script without arguments and raises UnrecognizedFlagError if the script has an
-# option of its own, such as --steps, because the first call passes sys.argv to absl's flag parser.
+# Seen: the same call works in a script without arguments and raises UnrecognizedFlagError if the script has its
+# own option, such as --steps, because the first call passes sys.argv to absl's flag parser.
 #
 # Output seen:
 #   without arguments: (1, 4, 2, 8)

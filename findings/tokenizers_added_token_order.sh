@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The longer of two added tokens loses if it is a normalized one.
+# The longer of two added tokens is not found if it is normalized and the shorter one is not.
 #
 # tokenizers 0.23.3, Python 3.11.7; seen on 2026-11-29.
-# Expected: of two added tokens that begin at the same place, the longer one is found.
-# Seen: added tokens are searched in two passes. The first finds only those with normalized=False (special
-# tokens are so by default), the second the others in the text between. So "<|tool" splits
-# "<|tool_call|>" although that is an added token itself.
+# Expected: if two added tokens begin at the same position, the longer one is found.
+# Seen: added tokens are searched for in two passes. The first pass finds only tokens with normalized=False (the
+# default for special tokens), and the second pass finds the others in the remaining text. Therefore, "<|tool"
+# splits "<|tool_call|>", although the latter is also an added token.
 #
 # Output seen:
 #   both normalized=True: ['<|tool_call|>']

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One wrong byte makes the ByteFallback decoder of tokenizers replace the letters before it too.
+# After one invalid byte, the ByteFallback decoder of tokenizers also replaces the letters before it.
 #
 # tokenizers 0.23.3, Python 3.11.7; seen on 2026-11-29.
-# Expected: "a", "b" and an invalid byte decode to "ab" and one replacement character, as bytes.decode
-# with errors="replace" has it.
-# Seen: the decoder replaces every byte token of a run of byte tokens if the run as a whole is not UTF-8.
-# While tokens stream in, text that was already shown changes into replacement characters.
+# Expected: "a", "b", and an invalid byte decode to "ab" and one replacement character, as in bytes.decode with
+# errors="replace".
+# Seen: the decoder replaces every byte token in a run of byte tokens if the run as a whole is not valid UTF-8.
+# During streaming, text that was already displayed changes to replacement characters.
 #
 # Output seen:
 #   <0x61> <0x62>: 'ab'

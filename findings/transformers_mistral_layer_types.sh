@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# A Mistral folder that lists layer_types is two different models, or none, depending on the class that loads it.
+# A Mistral folder with layer_types loads as two different models, or fails, depending on the class that loads it.
 #
 # transformers 5.24.0, torch 2.13.0, Python 3.11.7; seen on 2026-11-29.
-# Expected: AutoModelForCausalLM and MistralForCausalLM load the same model from a folder of model_type "mistral",
-# and head_dim may be left out, as in MistralConfig: hidden_size / num_attention_heads.
-# Seen: with layer_types in config.json, AutoConfig makes a "ministral" of it. That one obeys layer_types, while
-# MistralForCausalLM warns, and has the sliding window in all layers: other logits from the same files. Without head_dim,
-# the config of "ministral" leaves it None, and the model cannot be built.
+# Expected: AutoModelForCausalLM and MistralForCausalLM load the same model from a folder with model_type
+# "mistral", and head_dim can be omitted, as in MistralConfig, which uses hidden_size / num_attention_heads.
+# Seen: with layer_types in config.json, AutoConfig creates a "ministral" config. This model follows layer_types,
+# whereas MistralForCausalLM prints a warning and uses the sliding window in all layers, so the same files result
+# in different logits. Without head_dim, the value in the "ministral" config is None, and the model cannot be
+# built.
 #
 # Output seen:
 #   AutoModelForCausalLM: MinistralForCausalLM, MistralForCausalLM: MistralForCausalLM
