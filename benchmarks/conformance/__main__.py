@@ -95,8 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{text}")
         return 0
     about = dict(python=platform.python_version(), machine=platform.machine(), versions=versions)
-    found = about | {"absent": absent, "cells": [asdict(cell) for cell in cells]}
-    found |= {"behavior": behavior}
+    outcomes: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        outcome = ": ".join(filter(None, (cell.kind, cell.text)))
+        outcomes.setdefault(cell.implementation, {})[cell.case] = outcome
+    found = about | {"absent": absent, "cells": outcomes, "behavior": behavior}
     options.write.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     options.write.with_suffix(".md").write_text(text + "\n")
     return 0

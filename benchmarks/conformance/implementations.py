@@ -229,10 +229,12 @@ def ejkernel(case: Case) -> Attend:
         options["mask_info"] = MaskInfo.from_segments(*case.segments)
     B, T, S, N = case.shape[:4]
     bias = None if case.bias is None else np.broadcast_to(case.bias, (B, N, T, S))
+    # documented as [num_heads, num_sinks]; a vector is [num_sinks], which all heads share
+    sinks = None if case.sinks is None else case.sinks[:, None]
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         return flash_attention(
-            q, k, v, bias, None, None, case.sinks, None, softmax_scale=case.scale,
+            q, k, v, bias, None, None, sinks, None, softmax_scale=case.scale,
             causal=case.causal, sliding_window=_both_sides(case), logits_soft_cap=case.softcap,
             platform="xla", **options,
         )  # fmt: skip

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ from benchmarks.conformance.implementations import IMPLEMENTATIONS, Implementati
 from benchmarks.peers import Absent
 from tests.support import oracle
 
+ROOT = Path(__file__).parents[2]
 CASES = {case.name: case for case in cases()}
 FINITE = [
     name for name, case in CASES.items()
@@ -164,3 +167,58 @@ def test_alternatives_begin_with_single_option_changes():
 def test_this_library_matches_every_case_definition(name):
     for case in cases()[:: 7 if name == "xla" else 11]:
         assert conformance.judge(f"transformer_jax {name}", case).kind == "equal", case.name
+
+
+RESULTS = json.loads((ROOT / "benchmarks/results/conformance.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("case", "outcome", "names"),
+    [
+        (
+            "a query that sees no key",
+            "another: a query that sees no key returns the mean of all values",
+            ("jax.nn", "flax.linen", "flax.nnx", "keras", "tokamax"),
+        ),
+        ("nan in a hidden value", "another: NaN and inf in a hidden value", None),
+        (
+            "causal, T = 3, S = 7",
+            "another: the last query is aligned with the last key",
+            ("x-transformers",),
+        ),
+        (
+            "softcap 2, bias",
+            "another: the softcap is applied to the sum",
+            ("tokamax", "ejkernel", "x-transformers"),
+        ),
+        ("6 heads, 2 key/value heads", "another: query head n reads", ("x-transformers",)),
+        (
+            "scores above 65,504, float16",
+            "wrong: output: NaN",
+            ("flax.linen", "attnax", "ejkernel", "x-transformers"),
+        ),
+    ],
+)
+def test_page_on_moving_states_what_was_measured(case, outcome, names):
+    cells = {name: found[case] for name, found in RESULTS["cells"].items()}
+    others = [name for name in cells if not name.startswith("transformer_jax")]
+    for name in others if names is None else names:
+        assert cells[name].startswith(outcome), name
+    assert all(cells[name] == "equal" for name in cells if name not in others)
+
+
+def test_results_cover_all_cases_and_page_states_their_versions():
+    assert set(RESULTS["cells"]) == set(IMPLEMENTATIONS) == set(RESULTS["versions"])
+    assert all(set(found) == set(CASES) for found in RESULTS["cells"].values())
+    page = (ROOT / "docs/moving.md").read_text()
+    assert (
+        f"compares {len(IMPLEMENTATIONS)} implementations with one definition in {len(CASES)} cases"
+        in (" ".join(page.split()))
+    )
+    shown = dict(re.findall(r"(\w[\w-]*) (\d+(?:\.\d+)+)", page.split("## ")[0]))
+    for name, package in (
+        ("jax", "jax.nn"), ("flax", "flax.nnx"), ("keras", "keras"), ("tokamax", "tokamax"),
+        ("x-transformers", "x-transformers"), ("onnxruntime", "onnxruntime"),
+    ):  # fmt: skip
+        assert shown[name] == RESULTS["versions"][package].partition("+")[0]
+    assert RESULTS["versions"]["torch SDPA"].startswith(shown["torch"])
