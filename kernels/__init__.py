@@ -117,5 +117,10 @@ def _attached() -> Target | str:
             processors = getattr(device, "core_count", None)
             kind: Name = "hopper" if major == "9" else "ampere"
             return Target(kind, chip=chip, processors=processors)
-        return f"needs an NVIDIA GPU of compute capability 8 or later, the device has {capability}"
-    return f"needs a TPU or an NVIDIA GPU of capability 8 or later; the backend is {backend}"
+        return (
+            f"needs an NVIDIA GPU of compute capability 8 or later, but the device has {capability}"
+        )
+    return (
+        "needs a TPU or an NVIDIA GPU of compute capability 8 or later, but the backend is "
+        f"{backend}"
+    )

@@ -74,7 +74,7 @@ def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> 
             k = 64 if wide else 128
             room = HOPPER_SHARED_MEMORY - 256 * H - 256 * k - 12 * 1024
             return Blocks(q=64, k=k, stages=min(6, room // (2 * k * (H + Hv))))
-    raise ValueError(f"no kernel {kind!r}")
+    raise ValueError(f"there is no kernel named {kind!r}")
 
 
 # Ampere, and other GPUs with mma.sync
@@ -104,7 +104,7 @@ def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> 
             return Blocks(q=short, k=64, stages=1)
         case "decode":
             return Blocks(q=64, k=64 if widest <= 64 else 32, stages=3 if widest <= 128 else 2)
-    raise ValueError(f"no kernel {kind!r}")
+    raise ValueError(f"there is no kernel named {kind!r}")
 
 
 # TPU

@@ -374,15 +374,15 @@ class _ConstantReader:
     def read(self, value: Array, shape: tuple[int, ...] = ()) -> Program:
         del shape
         if isinstance(value, jax.core.Tracer) or np.size(value) != 1:
-            raise Refused("supports only masks whose function reads nothing but its vectors")
+            raise Refused("supports only masks whose function reads only its vectors")
         value = np.asarray(value).reshape(())
         if value.dtype.kind not in "bi" or not LOW <= int(value) <= HIGH:
-            raise Refused(f"takes masks of 32-bit integers, not {value.dtype}")
+            raise Refused(f"supports only masks of 32-bit integers, not {value.dtype}")
         return number(int(value))
 
     def halves(self, value: Array, shape: tuple[int, ...]) -> list[Program]:
         del shape
-        raise Refused(f"takes masks of 32-bit integers, not {value.dtype}")
+        raise Refused(f"supports only masks of 32-bit integers, not {value.dtype}")
 
 
 def write(
@@ -437,13 +437,17 @@ def _step(
         compared = name in _COMPARISONS and jnp.issubdtype(dtype, jnp.integer)
         fits = dtype.itemsize < 4 or name in ("eq", "ne")
         if dtype not in (jnp.int32, jnp.bool_) and not (compared and fits):
-            raise Refused(f"takes masks of 32-bit integers, but {name} uses {dtype}")
+            raise Refused(f"supports only masks of 32-bit integers, but {name} uses {dtype}")
     if name == "select_n" and len(inputs) > 3:
-        raise Refused(f"takes no mask that selects among {len(inputs) - 1} values by a pair")
+        raise Refused(
+            f"does not support a mask that selects among {len(inputs) - 1} values by a pair"
+        )
     misshapen = name in SHAPES and not keeps_order(equation)
     if name not in OPERATIONS.keys() | SHAPES | _SAME | _MADE_OF_THEM or misshapen:
         operation = "a look-up" if looks_up else name
-        raise Refused(f"takes no mask that computes {operation} from a query and a key{hint}")
+        raise Refused(
+            f"does not support a mask that computes {operation} from a query and a key{hint}"
+        )
     if kinds[0].itemsize > 4:
         # programs have only 32 bits
         values = [x for x in inputs if not isinstance(x, Program)]

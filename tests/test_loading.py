@@ -32,7 +32,7 @@ def test_model_with_parameters_in_another_dtype_computes_in_it():
         (lambda: loading.with_param_dtype(recurrent, "bfloat16"), "dtype is 'bfloat16'"),
         (lambda: loading.with_quantized_weights(recurrent, "int8"), "weights is 'int8'"),
     ):
-        with pytest.raises(ValueError, match=f"{message}: a RecurrentConfig supports only float32"):
+        with pytest.raises(ValueError, match=f"{message}: RecurrentConfig supports only float32"):
             call()
 
 
@@ -75,7 +75,9 @@ def test_adapter_run_finds_its_base_model(monkeypatch, tmp_path):
             jax.tree.map(np.testing.assert_array_equal, found, stacks[scanned])
     monkeypatch.setattr(loading, "sha256_of", lambda params: "1" * 64)
     loading.check_base("m", {}, {"base_sha256": "1" * 64})
-    message = "m: parameters have sha256 1{16}: the run started from 2{16}, so this is a different"
+    message = (
+        "m: parameters have sha256 1{16}, but the run started from 2{16}, so this is a different"
+    )
     with pytest.raises(CheckpointError, match=message):
         loading.check_base("m", {}, {"base_sha256": "2" * 64})
 
@@ -104,7 +106,7 @@ def test_export_program_prints_ids_or_text(monkeypatch, capsys, tmp_path):
     run(",".join("1" * 12))
     assert [count for _, _, count in calls] == [11 - 3 + 1, 5, 1]
     for wrong in ("a", "1,", "1 2", "-1", ""):
-        with pytest.raises(ValueError, match="must be token ids, such as 12,5,9: the folder has"):
+        with pytest.raises(ValueError, match="must be token IDs, such as 12,5,9: the folder has"):
             decode_exported._ids(wrong)
     (tmp_path / "tokenizer.json").touch()
     letters = SimpleNamespace(

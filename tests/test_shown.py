@@ -213,10 +213,10 @@ def test_dir_lists_exactly_the_public_names():
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("make_train_step", ": from transformer_jax.training import make_train_step"),
-        ("fine_tuning", ": from transformer_jax.config import fine_tuning"),
-        ("Rop", ", nearest: Rope"),
-        ("laod", ", nearest: load"),
+        ("make_train_step", "; use `from transformer_jax.training import make_train_step`"),
+        ("fine_tuning", "; use `from transformer_jax.config import fine_tuning`"),
+        ("Rop", r"; did you mean Rope\?"),
+        ("laod", r"; did you mean load\?"),
         ("zzzz", ""),
     ],
 )

@@ -304,7 +304,7 @@ def __getattr__(name: str) -> Any:
         ]
         hint = nearest(name, __all__)
         if defined_in:
-            hint = f": from {min(defined_in, key=len)} import {name}"
+            hint = f"; use `from {min(defined_in, key=len)} import {name}`"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
 

@@ -15,15 +15,15 @@ COMMANDS = {
     "generate": "continue, answer or translate text with a trained or published model",
     "serve": "serve a trained or published model over HTTP with OpenAI's API",
     "evaluate": "evaluate a trained or published model on a held-out file",
-    "inspect": "look inside a model: attention, lens, patching, heads, attribution, as a picture",
-    "tokens": "show the tokens of a text and their ids",
-    "nearest": "list the words with the embeddings nearest to that of a word",
+    "inspect": "draw the attention, logit lens, patching, heads or attribution of a model",
+    "tokens": "show the tokens of a text and their IDs",
+    "nearest": "list the words whose embeddings are nearest to that of a word",
     "prepare": "turn text files into a folder of tokens, for corpora larger than memory",
-    "compare": "train language models on one text on equal terms: perplexities and a picture",
-    "plot": "compare runs: their losses, a table and a picture",
-    "demo": "check a claim of a lecture with your own numbers: a table and a picture",
-    "plan": "report the memory and time of a step on hardware that need not be attached",
-    "convert": "write a run or a published model as a published checkpoint",
+    "compare": "train language models on one text on equal terms, and compare their perplexities",
+    "plot": "compare the losses of runs in a table and a picture",
+    "demo": "check a claim from a lecture with your own numbers, in a table and a picture",
+    "plan": "estimate the memory and time of a step on hardware that need not be attached",
+    "convert": "convert a run or a published model to a published checkpoint",
     "export": "write a decoder as programs that run without this package",
 }
 """Purpose of each command. A command is a module in `transformer_jax.cli` with a `main`
@@ -44,7 +44,8 @@ USAGE = "\n".join(
         "",
         *(f"  {name:10} {purpose}" for name, purpose in COMMANDS.items()),
         "",
-        "For the flags of a command: python -m transformer_jax COMMAND --help; or --version",
+        "To list the flags of a command: python -m transformer_jax COMMAND --help",
+        "To print the versions: python -m transformer_jax --version",
     ]
 )
 
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if argv:
         moved = MOVED.get(argv[0])
-        hint = f", meant: {moved}" if moved else nearest(argv[0], COMMANDS)
+        hint = f"; use {moved}" if moved else nearest(argv[0], COMMANDS)
         rule = f"must be {' or '.join(COMMANDS)}{hint}"
         print(f"transformer_jax: command is {argv[0]!r}: {rule}", file=sys.stderr)
     else:

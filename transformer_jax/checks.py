@@ -79,7 +79,7 @@ def check_key(name: str, key: object) -> None:
     """
     rule = "must be a single key, such as jax.random.key(0)"
     if not isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        shown = repr(key) if isinstance(key, Real | str | None) else f"a {type(key).__name__}"
+        shown = repr(key) if isinstance(key, Real | str | None) else f"of type {type(key).__name__}"
         raise ValueError(f"{name} is {shown}: {rule}")
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not (len(key.shape) == 0 if typed else key.dtype == jnp.uint32 and len(key.shape) == 1):
@@ -118,14 +118,14 @@ def as_number(name: str, value: float | jax.Array) -> float:
             raise TypeError
         return float(value)
     except (TypeError, ValueError):
-        shown = f"a {type(value).__name__}" if hasattr(value, "dtype") else repr(value)
-        raise ValueError(f"{name} is {shown}: must be a known number") from None
+        shown = f"of type {type(value).__name__}" if hasattr(value, "dtype") else repr(value)
+        raise ValueError(f"{name} is {shown}: must be a concrete number") from None
 
 
 def check_array(name: str, value: object, shape: str) -> None:
     """Raise ValueError unless `value` is an array."""
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
-        raise ValueError(f"{name} is a {type(value).__name__}: must be an array {shape}")
+        raise ValueError(f"{name} is of type {type(value).__name__}: must be an array {shape}")
 
 
 def check_finite(name: str, value: float) -> None:

@@ -89,7 +89,7 @@ def locked(folder: Path, busy: Callable[[str], Exception]) -> Iterator[None]:
             os.close(handle)
             file.unlink(missing_ok=True)
             # two runs in one folder would overwrite each other's checkpoints
-            rule = f"its file system has no locks ({error.strerror}): choose a local disk"
+            rule = f"its file system does not support locks ({error.strerror}); choose a local disk"
             raise OSError(error.errno, rule, str(folder)) from None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.stat(file)):

@@ -82,7 +82,7 @@ def load_run(
     config = _with_base(folder.read_config(), init_from)
     if isinstance(config.task, CustomTask) and config.task.loaded_by is not None:
         rule = f"load it with {config.task.loaded_by}(RUN)"
-        raise ConfigError(f"run is {str(path)!r}: it contains no text model, {rule}")
+        raise ConfigError(f"run is {str(path)!r}: it contains no text model; {rule}")
     which, step = _chosen_step(folder, which)
     saved = checkpoint.step_path(folder.checkpoints, step)
     metadata = checkpoint.read_manifest(saved).metadata
@@ -154,7 +154,7 @@ def check_base(init_from: str, base: Params, metadata: JsonObject) -> None:
     found, wanted = sha256_of(base), metadata["base_sha256"]
     if found != wanted:
         rule = f"the run started from {wanted[:16]}, so this is a different model"
-        raise CheckpointError(f"{init_from}: parameters have sha256 {found[:16]}: {rule}")
+        raise CheckpointError(f"{init_from}: parameters have sha256 {found[:16]}, but {rule}")
 
 
 def _restore_trained(config: TrainConfig, saved: Path) -> Params:
@@ -184,7 +184,7 @@ def load_adapters(
     folder = RunFolder(Path(path))
     config = folder.read_config()
     if config.lora is None:
-        raise ConfigError(f"run is {str(path)!r}: it has no adapters, lora is None")
+        raise ConfigError(f"run is {str(path)!r}: it has no adapters, because lora is None")
     saved = checkpoint.step_path(folder.checkpoints, _chosen_step(folder, which)[1])
     trained = _restore_trained(config, saved)
     if init_from is not None:
@@ -208,7 +208,7 @@ def _chosen_step(folder: RunFolder, which: Which | None) -> tuple[Which, int]:
     if which == "last" or (which is None and best is None):
         return "last", steps[-1]
     if best is None:
-        raise ConfigError("checkpoint is 'best': none was evaluated yet; use 'last'")
+        raise ConfigError("checkpoint is 'best': no checkpoint has been evaluated yet; use 'last'")
     return "best", best
 
 
@@ -237,7 +237,7 @@ def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:
     target use different tokenizers.
     """
     if folder.config.get("share_encoder_decoder_embeddings") is False:
-        rule = "source and target have separate tokenizers; use load_pretrained with token ids"
+        rule = "source and target have separate tokenizers; use load_pretrained with token IDs"
         where = f"{folder.where}: share_encoder_decoder_embeddings is False"
         raise ConfigError(f"{where}: {rule}")
     try:
@@ -282,7 +282,7 @@ def with_param_dtype(model: TextModel, dtype: DType) -> TextModel:
     """
     if not model.config.supports("dtypes"):
         kind = type(model.config).__name__
-        raise ConfigError(f"dtype is {dtype!r}: a {kind} supports only float32")
+        raise ConfigError(f"dtype is {dtype!r}: {kind} supports only float32")
     return replace(
         model,
         params=cast_floats(model.params, dtype),
@@ -298,7 +298,7 @@ def with_quantized_weights(model: TextModel, kind: Kind) -> TextModel:
     """
     if not model.config.supports("dtypes"):
         name = type(model.config).__name__
-        raise ConfigError(f"weights is {kind!r}: a {name} supports only float32")
+        raise ConfigError(f"weights is {kind!r}: {name} supports only float32")
     return replace(model, params=quantize(model.params, kind, embeddings=True))
 
 
@@ -329,7 +329,7 @@ def _ids(
     for i in ids:
         # Python's `bool` is an `int`, but true is not a token ID
         if type(i) is not int or not 0 <= i < config.vocab_size:
-            rule = f"must be ids below vocab_size {config.vocab_size}"
+            rule = f"must be IDs below vocab_size {config.vocab_size}"
             raise ConfigError(f"{folder.path}: {name} is {value!r:.80}: {rule}")
     return tuple(ids)
 
@@ -343,13 +343,13 @@ def _banned(
     `begin_suppress_tokens`, which transformers bans in the first step only.
     """
     if content.get(first := "begin_suppress_tokens"):
-        rule = "bans of a single step are not supported"
+        rule = "bans for a single step are not supported"
         raise ConfigError(f"{folder.path}: {first} is {content[first]!r:.80}: {rule}")
     suppressed = _ids(folder, content, "suppress_tokens", config)
     name = "bad_words_ids"
     words = content.get(name) or []
     if not isinstance(words, list) or not all(isinstance(w, list) and w for w in words):
-        raise ConfigError(f"{folder.path}: {name} is {words!r:.80}: must be lists of ids")
+        raise ConfigError(f"{folder.path}: {name} is {words!r:.80}: must be lists of IDs")
     words = [_ids(folder, {name: word}, name, config) for word in words]
     # as in transformers, because otherwise no text could end
     words = [word for word in words if word not in {(end,) for end in stop}]

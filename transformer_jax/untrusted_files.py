@@ -48,7 +48,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 def check_path(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a path."""
     if not isinstance(value, str | os.PathLike):
-        raise ValueError(f"{name} is a {type(value).__name__}: must be the path of a folder")
+        raise ValueError(f"{name} is of type {type(value).__name__}: must be the path of a folder")
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class Untrusted:
         cache = root.parents[1] if len(root.parents) > 1 else root
         cached = root.parent.name == "snapshots" and cache.name.startswith("models--")
         if not (path.is_relative_to(root) or (cached and path.is_relative_to(cache / "blobs"))):
-            raise self.error(f"{folder / name}: a link that leaves the folder")
+            raise self.error(f"{folder / name} is a link that leaves the folder")
         try:
             mode = path.lstat().st_mode
         except OSError as error:
-            raise self.error(f"{folder / name}: cannot be read ({error.strerror})") from None
+            raise self.error(f"{folder / name} cannot be read ({error.strerror})") from None
         if not stat.S_ISREG(mode):
-            raise self.error(f"{folder / name}: not a regular file")
+            raise self.error(f"{folder / name} is not a regular file")
         return path
 
     @contextlib.contextmanager
@@ -90,10 +90,10 @@ class Untrusted:
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            raise self.error(f"{path}: cannot be read ({error.strerror})") from None
+            raise self.error(f"{path} cannot be read ({error.strerror})") from None
         with open(handle, "rb") as stream:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise self.error(f"{path}: not a regular file")
+                raise self.error(f"{path} is not a regular file")
             yield stream
 
     def content(self, path: Path, limit: int) -> bytes:
@@ -101,7 +101,7 @@ class Untrusted:
         with self.opened(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size > limit:
-                raise self.error(f"{path}: has {size} bytes: at most {limit} are read")
+                raise self.error(f"{path} has {size} bytes: must have at most {limit}")
             return stream.read(limit)
 
     def json(
@@ -142,7 +142,7 @@ class Untrusted:
         except self.error:
             raise
         except (ValueError, RecursionError) as error:
-            raise self.error(f"{where}: not JSON ({brief(error)})") from None
+            raise self.error(f"{where} is not JSON ({brief(error)})") from None
 
     def json_object(self, path: Path, limit: int, values: int = VALUE_LIMIT) -> JsonObject:
         """Read a JSON file that contains an object and has at most `limit` bytes."""
@@ -159,10 +159,10 @@ class Untrusted:
             for mark in bare.translate(None, _NO_BRACKETS)[: 2 * limit]:
                 depth += 1 if mark in b"[{" else -1
                 if depth > DEPTH_LIMIT:
-                    raise self.error(f"{where}: nested deeper than {DEPTH_LIMIT}")
+                    raise self.error(f"{where} is nested more than {DEPTH_LIMIT} levels deep")
             values += sum(map(bare.count, (b"[", b"{", b",")))
             if values > limit:
-                raise self.error(f"{where}: has more than {limit} values")
+                raise self.error(f"{where} has more than {limit} values")
 
 
 def is_plain(name: object) -> bool:

@@ -341,7 +341,7 @@ const MASKS = {
     fields: ["left", "right"],
     make({ left, right = null }) {
       if (left === undefined) refuse("Window: left is missing: write Window(4)");
-      if (left === null && right === null) refuse("Window(None, None) bounds nothing: pass left or right");
+      if (left === null && right === null) refuse("Window(None, None) has no bound: pass left or right");
       for (const [name, value] of [["left", left], ["right", right]]) {
         if (value !== null && !(Number.isInteger(value) && value >= 0)) {
           refuse(`Window: ${name} is ${python(value)}: must be an integer of at least 0`);

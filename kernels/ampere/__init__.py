@@ -35,13 +35,13 @@ def refuse(
     if reason := nvidia.refuse(target, "Ampere", query, key, value):
         return reason
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
-        return f"head dims {H} (query, key) and {Hv} (value): both must be in {HEAD_DIMS}"
+        return f"head dims are {H} (query, key) and {Hv} (value): both must be in {HEAD_DIMS}"
     if nondeterministic:
         return "ampere: 'pallas_unordered' needs a Hopper GPU"
     if not HAS_MMA:
-        return f"ampere: jax {jax.__version__} has no mma in Pallas, use 0.11.2 or 0.12"
+        return f"ampere: Pallas has no mma in jax {jax.__version__}; use jax 0.11.2 or 0.12"
     if target.interpret and not HAS_INTERPRETER:
-        return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
+        return f"the Mosaic GPU interpreter needs jax 0.12, but this is {jax.__version__}"
     return None
 
 

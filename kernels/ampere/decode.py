@@ -74,7 +74,9 @@ def decode(
     and values may end within a tile, but pages may not.
     """
     if blocks.k not in WIDTHS:
-        raise ValueError(f"k={blocks.k}: a tile of the decode kernel must have 32 or 64 keys")
+        raise ValueError(
+            f"k={blocks.k} must be 32 or 64, the number of keys in a tile of the decode kernel"
+        )
     if blocks.stages < 2:
         raise ValueError(f"stages={blocks.stages} must be at least 2 in the decode kernel")
     if operands.page is not None and operands.page % blocks.k:

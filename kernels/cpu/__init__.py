@@ -71,7 +71,10 @@ def library() -> ctypes.CDLL | str:
     if wanted == "0":
         return "TRANSFORMER_JAX_NATIVE is 0"
     if wanted not in ("1", *INSTRUCTIONS):
-        return f"TRANSFORMER_JAX_NATIVE is {wanted!r}: must be 0, 1, {', '.join(INSTRUCTIONS)}"
+        return (
+            f"TRANSFORMER_JAX_NATIVE is {wanted!r}: must be 0, 1 or one of "
+            f"{', '.join(INSTRUCTIONS)}"
+        )
     found = sorted(Path(__file__).parent.glob("_native*.so"))
     if not found:
         return (
@@ -126,7 +129,7 @@ def refuse(
     """Return the reason why these arrays are not supported, or None."""
     dtypes = [jnp.dtype(x.dtype).name for x in (query, key, value)]
     if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
-        return f"dtypes {', '.join(dtypes)}: must be equal, and one of {', '.join(DTYPES)}"
+        return f"dtypes are {', '.join(dtypes)}: must be equal, and one of {', '.join(DTYPES)}"
     return None
 
 

@@ -42,19 +42,20 @@ def refuse(
         return reason
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
         return (
-            f"head dims {H} (query, key) and {Hv} (value): must be multiples of 16 "
+            f"head dims are {H} (query, key) and {Hv} (value): must be multiples of 16 "
             f"from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
         )
     if H != Hv and H + Hv > UNLIKE_HEAD_DIMS:
-        return f"H + Hv is {H} + {Hv}: if they differ, must be at most {UNLIKE_HEAD_DIMS}"
+        return f"H + Hv is {H} + {Hv}: must be at most {UNLIKE_HEAD_DIMS} if H and Hv differ"
     if nondeterministic and H + Hv > 256:
         return f"hopper: H + Hv is {H} + {Hv}: must be at most 256 in the single-pass backward"
     if nondeterministic and not HAS_JAX_11:
         return (
-            f"hopper: the single-pass backward needs jax 0.11 or later, this is {jax.__version__}"
+            "hopper: the single-pass backward needs jax 0.11 or later, but this is "
+            f"{jax.__version__}"
         )
     if target.interpret and not HAS_INTERPRETER:
-        return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
+        return f"the Mosaic GPU interpreter needs jax 0.12, but this is {jax.__version__}"
     return None
 
 

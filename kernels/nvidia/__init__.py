@@ -32,11 +32,11 @@ def refuse(target: Target, backend: str, query: Shaped, key: Shaped, value: Shap
     """Return the reason why no kernel in a backend supports these arrays or structs, or None."""
     if not target.interpret and cuda_version() in BROKEN_CUDA:
         return (
-            f"CUDA 12.8.0 to 12.9.0 compiles causal kernels wrongly, and version {cuda_version()} "
-            "may be one of them, as 12.9.1 reports the number of 12.9.0: install CUDA 13"
+            "CUDA 12.8.0 to 12.9.0 miscompiles causal kernels, and version "
+            f"{cuda_version()} may be affected, because 12.9.1 also reports 12.9.0; install CUDA 13"
         )
     if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the {backend} kernel takes bfloat16 or float16, not {query.dtype}"
+        return f"the {backend} kernel supports only bfloat16 and float16, not {query.dtype}"
     if not query.dtype == key.dtype == value.dtype:
         return f"query {query.dtype}, key {key.dtype} and value {value.dtype} differ in dtype"
     return None

@@ -37,10 +37,10 @@ def refuse(
     """Return the reason why these arrays are not supported, or None."""
     dtypes = [jnp.dtype(x.dtype).name for x in (query, key, value)]
     if len(set(dtypes)) > 1 or dtypes[0] not in ("float32", "bfloat16"):
-        return f"dtypes {', '.join(dtypes)}: must be equal, and float32 or bfloat16"
+        return f"dtypes are {', '.join(dtypes)}: must be equal, and float32 or bfloat16"
     for name, size in (("H", query.shape[-1]), ("Hv", value.shape[-1])):
         if size % 8 or not 0 < size <= 512:
-            return f"{name} {size}: must be a multiple of 8 up to 512"
+            return f"{name} is {size}: must be a multiple of 8 up to 512"
     if nondeterministic:
         return "tpu: 'pallas_unordered' needs a Hopper GPU"
     return None

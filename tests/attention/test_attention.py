@@ -765,7 +765,9 @@ def test_invalid_static_scale_is_rejected(scale):
 
 @pytest.mark.parametrize("shape", [(3,), (1,), (2, 1), (4, 1, 1)], ids=str)
 def test_scale_with_wrong_shape_is_rejected(shape):
-    rule = r"scale is float32\(.*\): must be one number, or floating \(4,\), one for each head"
+    rule = (
+        r"scale is float32\(.*\): must be one number, or floating-point \(4,\), one for each head"
+    )
     for scale in (zeros(*shape), np.zeros(shape, np.float32), np.zeros(shape).tolist()):
         with pytest.raises(ValueError, match=rule):
             dot_product_attention(*(zeros(*s) for s in (Q, K, K)), scale=scale)
@@ -953,7 +955,7 @@ def test_blockwise_rejects_per_row_bias_with_per_row_positions():
     rows = RowSlopes(np.linspace(0, 1, 4, dtype=np.float32))
     assert explain_attention(*inputs, bias=rows)["blockwise"] is None
     explained = explain_attention(*inputs, bias=rows, k_positions=places)
-    assert explained["blockwise"] == "bias and positions differ by batch row: only one of them may"
+    assert explained["blockwise"] == "only one of bias and positions may differ between batch rows"
     alibi = ALiBi(alibi_slopes(inputs[0].shape[2]))
     assert explain_attention(*inputs, bias=alibi, k_positions=places)["blockwise"] is None
 
@@ -1010,14 +1012,14 @@ def test_int8_inputs_with_scales_match_dequantized_arrays(implementation):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(key_scale=None), "key is int8, key_scale None"),
+        (dict(key_scale=None), "key is int8 and key_scale is None"),
         (
             dict(value_scale=np.ones((2, 5, 1), np.float32)),
             r"value_scale is float32\(2, 5, 1\): must be",
         ),
         (
             dict(key=np.ones((2, 5, 2, 8), np.float32)),
-            "key is float32, key_scale float32: int8 key and value need",
+            "key is float32 and key_scale is float32: int8 key and value need",
         ),
         (dict(key_scale=None, value_scale=None), "must be one dtype.*; int8 needs key_scale"),
     ],

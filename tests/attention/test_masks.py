@@ -512,7 +512,7 @@ BAD = [
     (lambda: Window(True), "left is True: must be an integer of at least 0"),
     (lambda: Window(jnp.float32(3)), r"left is Array\(3., .*: must be an integer of at least 0"),
     (lambda: Window(None, np.array([3])), r"right is array\(\[3\]\): must be an integer"),
-    (lambda: jax.jit(Window)(3), r"left is traced: must be static, .*; or use Predicate\(lambda"),
+    (lambda: jax.jit(Window)(3), r"left is traced, but must be static, .*; Predicate\(lambda"),
     (lambda: jax.jit(lambda w: Window(None, w))(3), "right is traced"),
     (lambda: Window(2, -3), "-3"),
     (lambda: Window(2.5), "2.5"),

@@ -572,7 +572,7 @@ def test_custom_bias_field_names_may_match_array_attributes():
             assert_near(got, want, FORWARD_F32, name)
     with using(Plain()):
         reason = explain_attention(q, k, v, bias=bias)["pallas"]
-    assert reason == "takes a bias that is an array or ALiBi, not Ramp"
+    assert reason == "supports only an array or ALiBi as a bias, not Ramp"
 
 
 def test_invalid_custom_bias_error_states_rule():
@@ -596,7 +596,7 @@ def test_invalid_custom_bias_error_states_rule():
                 call(x, x, x, bias=bias)
     with using(Plain()):
         reason = explain_attention(x, x, x, bias=Decay(np.ones(2, np.float32)))["pallas"]
-    assert reason == "takes a bias that is an array or ALiBi, not Decay"
+    assert reason == "supports only an array or ALiBi as a bias, not Decay"
 
 
 @jax.tree_util.register_dataclass
@@ -652,7 +652,10 @@ def test_comparison_with_wrong_return_type_is_rejected():
     x = zeros(1, 5, 2, 32)
     with (
         using(Target("tpu", interpret=True)),
-        pytest.raises(NotImplementedError, match=r"comparison returned a .*: must be a Program"),
+        pytest.raises(
+            NotImplementedError,
+            match=r"comparison returned an object of type .*: must be a Program",
+        ),
     ):
         dot_product_attention(x, x, x, mask=NoComparison(), implementation="pallas")
 

@@ -103,7 +103,7 @@ def fed(apply, tokens, positions, cache, chunk: int):
 def test_first_position_past_capacity_is_rejected():
     places, beyond = refuse_past_capacity(np.array([[3, 4], [-1, 0]], np.int32), 5)
     assert places.tolist() == [[3, 4], [-1, 0]] and not beyond.any()
-    with pytest.raises(ValueError, match="position 5 is past the cache: its capacity is 5"):
+    with pytest.raises(ValueError, match="position 5 is beyond the capacity of the cache, 5"):
         refuse_past_capacity(np.array([[3, 5]], np.int32), 5)
 
 
@@ -247,7 +247,7 @@ def test_full_attention_layer_limits_positions_of_ring_caches(rng):
     cache = init_cache(config, 3, TOKENS)
     with pytest.raises(ValueError, match=r"reach length 38: the limit is 37 \(cache capacity 37"):
         generate(make_step(model), params, tokens[:, :5], cache, num_tokens=34)
-    with pytest.raises(ValueError, match="position 38 is past the cache: its capacity is 37"):
+    with pytest.raises(ValueError, match="position 38 is beyond the capacity of the cache, 37"):
         model.apply({"params": params}, tokens, positions=positions, cache=cache)
     _, full = fed(apply, tokens[:, :TOKENS], positions[:, :TOKENS], cache, 13)
     at = np.array([[TOKENS], [TOKENS - 1], [TOKENS]], np.int32)
@@ -303,7 +303,7 @@ def test_invalid_slack_and_dtype_are_rejected():
             init_cache(config, 2, 19, slack=3)
     with pytest.raises(ValueError, match="slack is -1: must be an integer of at least 0"):
         init_cache(dataclasses.replace(SMALL, **RINGS), 2, 19, slack=-1)
-    with pytest.raises(ValueError, match="dtype is int16: must be int8 or a float"):
+    with pytest.raises(ValueError, match="dtype is int16: must be int8 or a floating-point"):
         init_cache(SMALL, 2, 19, dtype=jnp.int16)
 
 

@@ -257,7 +257,9 @@ def test_python_list_of_keys_is_rejected():
     arrays = {n: np.zeros(s, int if n == "positions" else None) for n, s in shapes.items()}
     for name, rule in (("k", "K, H"), ("v", "K, Hv"), ("positions", "B, T")):
         arguments = arrays | {name: arrays[name].tolist()}
-        with pytest.raises(ValueError, match=rf"{name} is a list: must be an array .*{rule}\]"):
+        with pytest.raises(
+            ValueError, match=rf"{name} is of type list: must be an array .*{rule}\]"
+        ):
             kv.update(init(2, 5), **arguments)
 
 
@@ -298,7 +300,7 @@ def test_wrong_shape_error_shows_both_shapes(name, change):
 def test_invalid_cache_sizes_and_lengths_are_rejected():
     with pytest.raises(ValueError, match="capacity is 0"):
         init(2, 0)
-    with pytest.raises(ValueError, match="sinks is 5: must be below capacity 5"):
+    with pytest.raises(ValueError, match="sinks is 5: must be below capacity, 5"):
         init(2, 5, sinks=5)
     with pytest.raises(ValueError, match="sinks is -1"):
         init(2, 5, sinks=-1)
@@ -319,7 +321,7 @@ def test_invalid_cache_sizes_and_lengths_are_rejected():
     ],
 )
 def test_invalid_dtype_is_rejected_by_argument_name(dtype, shown):
-    rule = f"is {shown}: must be int8 or a float of at least 16 bits$"
+    rule = f"is {shown}: must be int8 or a floating-point dtype of at least 16 bits$"
     with pytest.raises(ValueError, match=f"^dtype {rule}"):
         kv.init(2, 5, HEADS, KEY_DIM, dtype=dtype)
     if dtype is not None:  # None is the compute dtype

@@ -236,7 +236,7 @@ def test_concrete_row_without_free_page_is_rejected(rng):
     message = "row 1 has no page for position 9: 1 of 4 pages of 4 tokens were free"
     with pytest.raises(ValueError, match=message):
         paged.update(cache, k, v, after([6, 4, 0], [0, 6, 0]))
-    with pytest.raises(ValueError, match="position 28 of row 0 is past the capacity 28"):
+    with pytest.raises(ValueError, match="position 28 of row 0 is beyond the capacity 28"):
         paged.update(cache, k, v, after([28, 0, 0], [1, 0, 0]))
 
 
@@ -315,7 +315,7 @@ def test_invalid_arguments_are_rejected(rng):
     for change, message in (
         (dict(num_pages=0), "num_pages is 0"),
         (dict(page_size=0), "page_size is 0"),
-        (dict(page_size=5), "capacity is 28: must be a multiple of page_size 5"),
+        (dict(page_size=5), "capacity is 28: must be a multiple of page_size, 5"),
         (dict(dtype="int32"), "dtype is 'int32'"),
     ):
         arguments = dict(num_pages=9, page_size=4) | change
@@ -325,7 +325,7 @@ def test_invalid_arguments_are_rejected(rng):
     with pytest.raises(ValueError, match="v has shape"):
         paged.update(empty(), k, v[..., 1:], after([0] * 3, [2] * 3, 2))
     wrong = jax.device_put(np.array([0, 3]))
-    with pytest.raises(ValueError, match=r"rows are \[0, 3\]: must be in 0..2"):
+    with pytest.raises(ValueError, match=r"rows are \[0, 3\]: must be from 0 to 2"):
         paged.share(empty(), wrong)
     with pytest.raises(ValueError, match=r"length is int32\[2\]: must be integers \[3\]"):
         jax.eval_shape(paged.rewind, empty(), wrong)
@@ -438,7 +438,7 @@ def test_paged_generation_matches_contiguous_cache(rng):
     )
     np.testing.assert_array_equal(found.tokens, plain.tokens)
     few = init_paged_cache(config, 2, 24, num_pages=8, page_size=4)
-    with pytest.raises(ValueError, match="rows need 9 more pages: 8 of 8 are free"):
+    with pytest.raises(ValueError, match="rows need 9 more pages, but only 8 of 8 are free"):
         generate(step, params, prompt, few, num_tokens=11, lengths=lengths)
 
 
@@ -566,7 +566,9 @@ def test_row_reordering_functions_reject_paged_caches():
         with pytest.raises(ValueError, match=r"does not support a PagedCache.*share_cache"):
             move()
     mixed = ModelCache((cache.layers[0], init_cache(config, 2, 12).layers[1]))
-    with pytest.raises(ValueError, match=r"cache.layers\[1\] is a KVCache, but others are not"):
+    with pytest.raises(
+        ValueError, match=r"cache.layers\[1\] is of type KVCache, but other layers are not"
+    ):
         check_cache(config, mixed, jnp.zeros((2, 1), jnp.int32), False)
     with pytest.raises(ValueError, match="StreamingEncoder does not support a PagedCache"):
         frames = jnp.zeros((2, 1, 3))

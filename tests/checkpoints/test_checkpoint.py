@@ -170,7 +170,7 @@ def test_single_group_can_be_restored_alone(tmp_path, tree):
     shutil.rmtree(path / "opt_state")
     again = restore(path, {"params": tree["params"]})
     assert bits(again) == bits({"params": tree["params"]})
-    with pytest.raises(CheckpointError, match=r"opt_state/\S+: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"opt_state/\S+ cannot be read"):
         restore(path, tree)
 
 
@@ -197,7 +197,7 @@ def test_float64_without_x64_is_rejected(tmp_path):
 def test_unsafe_leaf_names_are_rejected(tmp_path, tree):
     if "a/b" in tree:
         tree["a"] = {"b": np.zeros(1)}
-    with pytest.raises(ValueError, match="leaf"):
+    with pytest.raises(ValueError, match=r"leaf name|two leaves"):
         save(tmp_path, 1, tree)
     assert not list(tmp_path.iterdir())
 
@@ -296,7 +296,7 @@ def test_extra_file_in_checkpoint_is_detected(tmp_path, tree):
         path = save(tmp_path, 7, tree)
         verify(path)
         (path / where / "more.bin").write_bytes(b"1")
-        with pytest.raises(CheckpointError, match=r"more\.bin: not part of this checkpoint"):
+        with pytest.raises(CheckpointError, match=r"more\.bin is not part of this checkpoint"):
             verify(path)
 
 
@@ -350,7 +350,7 @@ def test_checkpoint_with_unknown_format_version_is_rejected(tmp_path, tree, writ
     for read in (verify, lambda path: restore(path, tree)):
         with pytest.raises(CheckpointError) as caught:
             read(path)
-        message = f"{path}/manifest.json: format {written}: this version reads only format 2"
+        message = f"{path}/manifest.json: format is {written}, but this version reads only format 2"
         assert str(caught.value) == message
 
 
@@ -372,7 +372,7 @@ def test_invalid_manifest_is_rejected(tmp_path, tree, text):
 def test_oversized_manifest_is_not_read(tmp_path, tree):
     path = save(tmp_path, 7, tree)
     os.truncate(path / "manifest.json", 2**33)
-    with pytest.raises(CheckpointError, match="at most 67108864 are read"):
+    with pytest.raises(CheckpointError, match="must have at most 67108864"):
         verify(path)
 
 
@@ -561,8 +561,8 @@ def test_older_checkpoints_are_kept_if_saved_data_fails_verification(tmp_path, m
         with pytest.raises(CheckpointError) as caught:
             saver.wait()
         assert str(caught.value) == (
-            f"{path}: params/w reads back differently: "
-            "this save is discarded, older checkpoints are kept"
+            f"{path}: params/w reads back differently, so "
+            "this save is discarded; older checkpoints are kept"
         )
         assert [entry.name for entry in folder.iterdir()] == ["step-00000001"]
         chex.assert_trees_all_equal(restore(step_path(folder, 1), older), older)

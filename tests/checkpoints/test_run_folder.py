@@ -106,14 +106,14 @@ def test_config_differences_list_only_immutable_fields():
 
 def test_invalid_config_error_names_key(tmp_path):
     folder = RunFolder(tmp_path)
-    with pytest.raises(ConfigError, match=f"^{tmp_path}: no run here .config.json is missing.$"):
+    with pytest.raises(ConfigError, match=f"^{tmp_path} is not a run: config.json is missing$"):
         folder.read_config()
     content = json.loads(config_to_json(PAIRS))
     for change, message in (
-        ({"stepz": 3}, "stepz: unknown key, did you mean steps?"),
+        ({"stepz": 3}, "stepz: unknown key; did you mean steps?"),
         ({"steps": 0}, "steps is 0: must"), ({"task": 3}, "task is 3: must be an object"),
         ({"task": {"kind": "no"}}, "task.kind is 'no'"),
-        ({"model": content["model"] | {"d_modl": 1}}, "model.d_modl: unknown key, did you mean"),
+        ({"model": content["model"] | {"d_modl": 1}}, "model.d_modl: unknown key; did you mean"),
         ({"optimizer": {"kind": "sgd", "momentum": 2.0}}, "optimizer.momentum is 2.0"),
         ({"task": {"kind": "x:Y"}}, "task.kind"),
     ):  # fmt: skip
@@ -133,7 +133,7 @@ def test_tokenizer_files_are_verified_by_hash(tmp_path):
     assert folder.read_tokenizer() == one
     digest = hashlib.sha256(folder.tokenizer_file.read_bytes()).hexdigest()
     assert tokenizer_sha256(one) == digest and folder.read_tokenizer(digest) == one
-    with pytest.raises(CheckpointError, match=r"tokenizer.json: sha256 mismatch$"):
+    with pytest.raises(CheckpointError, match=r"tokenizer.json has the wrong SHA-256 checksum$"):
         folder.read_tokenizer(tokenizer_sha256(two))
     with pytest.raises(CheckpointError, match=r"source_tokenizer.json: No such file"):
         folder.read_source_tokenizer(digest)

@@ -241,7 +241,7 @@ def test_loading_flags_are_passed_to_loader(invoke):
     assert invoke(generate.main, model, *argv)[0] == "a!x!x\n"
     arguments = dict(checkpoint=None, init_from="b", weights="int8", dtype=None, max_len=None)
     assert invoke.loaded == [("r", arguments)]
-    line = "no checkpoint was evaluated yet: using the last one, step 3\n"
+    line = "no checkpoint has been evaluated yet; using the last one, step 3\n"
     assert invoke.errors == "generate: " + line
     invoke(generate.main, model, *argv[:2], "--checkpoint", "last", "--prompt", "a")
     assert invoke.errors == "" and invoke.loaded[0][1]["checkpoint"] == "last"
@@ -396,59 +396,59 @@ def test_exported_folder_includes_tokenizer(invoke, monkeypatch):
     assert made[-1][1]["batch"] is made[-1][1]["context"] is None
     model.model.processors = (tj.Ban(1),)
     invoke(export.main, model, "--model", "m", "--to", "f", status=2)
-    assert invoke.errors.startswith("export: the generation config of the model excludes tokens")
+    assert invoke.errors.startswith("export: the model's generation config excludes tokens")
     model.model.processors, model.model.tokenizer = (), CharTokenizer("\ud800")
     out, _ = invoke(export.main, model, "--model", "m", "--to", "f")
     one, two = out.splitlines()
     assert one.endswith(
-        "takes token IDs: the run's characters include a lone surrogate, which has no UTF-8"
+        "takes token IDs: the run's characters include a lone surrogate, which UTF-8 cannot encode"
     )
     assert two == "f: written; to decode: python f/decode.py '1,2,3'" and made[-1][1]["files"] == {}
 
 
 REFUSED = [
     (generate, "text", "", "--model TEXT is required"),
-    (generate, "text", "--run r", "--run: no such flag, meant: --model"),
-    (generate, "text", "--model r --tokens 3", "--tokens: no such flag, meant: --num-tokens"),
+    (generate, "text", "--run r", "--run: no such flag; use --model"),
+    (generate, "text", "--model r --tokens 3", "--tokens: no such flag; use --num-tokens"),
     (generate, "text", "--model m --seed -1", "seed is -1: must be at least 0 and below 2**32"),
     (generate, "text", "--model m --seed 4294967296", "seed is 4294967296: must be at least 0 and"),
     (generate, "text", "--model m --num-tokens 0", "num_tokens is 0: must be an integer of at lea"),
-    (generate, "text", "--model m --beams 2 --lookup 2", "beams and lookup: pass only one of them"),
-    (generate, "text", "--model m --prompts p --samples 2", "samples and prompts: pass only one o"),
-    (generate, "text", "--model m --lookup 3 --samples 2", "samples and lookup: pass only one of"),
+    (generate, "text", "--model m --beams 2 --lookup 2", "pass only one of beams and lookup"),
+    (generate, "text", "--model m --prompts p --samples 2", "pass only one of samples and prompts"),
+    (generate, "text", "--model m --lookup 3 --samples 2", "pass only one of samples and lookup"),
     (generate, "text", "--model m --beams 0", "beams is 0: must be an integer of at least 1"),
     (generate, "text", "--model m --slots 0", "slots is 0: needs prompts"),
     (generate, "text", "--model m --beams 2 --samples 3", "samples is 3: must be at most beams, 2"),
     (generate, "text", "--model m --length-penalty 1", "length_penalty is 1.0: needs beams"),
     (generate, "text", "--model m --slots 2", "slots is 2: needs prompts"),
-    (generate, "text", "--model m --beams 2 --top-k 3", "top_k with beams: not supported by beam"),
-    (generate, "text", "--model m --beams 2 --seed 0", "seed with beams: not supported by"),
-    (generate, "text", "--model m --prompts p --prompt a", "prompt and prompts: pass only one"),
-    (generate, "text", "--model m --regex a --grammar g", "regex and grammar: pass only one of"),
-    (generate, "text", "--model m --regex a --lookup 3", "regex and lookup: pass only one of them"),
+    (generate, "text", "--model m --beams 2 --top-k 3", "top_k is not supported with beams"),
+    (generate, "text", "--model m --beams 2 --seed 0", "seed is not supported with beams"),
+    (generate, "text", "--model m --prompts p --prompt a", "pass only one of prompt and prompts"),
+    (generate, "text", "--model m --regex a --grammar g", "pass only one of regex and grammar"),
+    (generate, "text", "--model m --regex a --lookup 3", "pass only one of regex and lookup"),
     (generate, "text", "--model m --languages a", "languages is 'a': must be two languages, such"),
     (generate, "text", "--model m --prompt a --beams 2 --num-tokens 10",
-     "num_tokens is 10: 9 fit after the prompt (max_len 20)"),
+     "num_tokens is 10: at most 9 fit after the prompt (max_len 20)"),
     (generate, "text", "--model m --prompt a --temperature -1", "temperature is -1.0: must be"),
     (generate, "chat", "--model m", "prompt is '': the model needs prompt or prompts"),
     (generate, "labels", "--model m --prompt a --num-tokens 3",
-     "num_tokens is 3: the model reads only prompt, prompts, checkpoint"),
+     "num_tokens is 3: the model supports only prompt, prompts, checkpoint"),
     (generate, "masks", "--model m --prompt a --top-k 3",
-     "top_k is 3: the model reads only prompt, prompts, checkpoint, samples"),
-    (generate, "signals", "--model m", "prompts is None: a run of task 'digits' reads numbers"),
-    (evaluate, "text", "--model m", "data, prompt, text and choices: pass exactly one of them"),
-    (evaluate, "text", "--model m --data d --prompt p", "data, prompt, text and choices: pass exa"),
+     "top_k is 3: the model supports only prompt, prompts, checkpoint, samples"),
+    (generate, "signals", "--model m", "prompts is None: a run for task 'digits' reads numbers"),
+    (evaluate, "text", "--model m", "pass exactly one of data, prompt, text and choices"),
+    (evaluate, "text", "--model m --data d --prompt p", "pass exactly one of data, prompt, text"),
     (evaluate, "text", "--model m --data d --window 3", "window is 3: needs text"),
     (evaluate, "text", "--model m --prompt p --batch-size 3", "batch_size is 3: needs text or cho"),
     (evaluate, "text", "--model m --text x --choices y",
-     "data, prompt, text and choices: pass exa"),
+     "pass exactly one of data, prompt, text an"),
     (evaluate, "text", "--model m --prompt p --window 3", "window is 3: needs text"),
     (evaluate, "text", "--model m --choices a --stride 3", "stride is 3: needs text"),
     (evaluate, "text", "--model m --data x --target a", "target is 'a': needs prompt"),
     (evaluate, "text", "--model m --prompt a --beams 2", "beams is 2: needs data"),
-    (evaluate, "text", "--model m --prompt p --heads 0", "heads is [0]: needs zero, the place wit"),
-    (evaluate, "chat", "--model m --prompt p", "target is None: it says labels: pass the answer"),
-    (evaluate, "targets", "--model m --prompt p", "target is None: it says labels: pass the targ"),
+    (evaluate, "text", "--model m --prompt p --heads 0", "heads is [0]: needs zero, the name of"),
+    (evaluate, "chat", "--model m --prompt p", "target is None: it says labels; pass the answer"),
+    (evaluate, "targets", "--model m --prompt p", "target is None: it says labels; pass the targ"),
     (evaluate, "labels", "--model m --prompt p --target t", "target is 't': it says labels"),
     (inspect, "text", "--model m --prompt=", "prompt is '': must not be empty"),
     (inspect, "text", "--model m --prompt a --other b", "other is 'b': needs what to be patch"),
@@ -470,16 +470,16 @@ REFUSED = [
     (inspect, "text", "--model m", "--prompt TEXT is required"),
     (nearest, "text", "--model m", "--word TEXT is required"),
     (convert, "text", "--to t", "--model TEXT is required"),
-    (convert, "text", "--to t --model m --adapter", "adapter is True: allowed only for a run, and"),
+    (convert, "text", "--to t --model m --adapter", "adapter is True: allowed only for a run, but"),
     (convert, "text", "--to t --model m --family bert",
      "family is 'bert': allowed only for a run,"),
     (convert, "text", "--to t --model RUN --adapter --shard-gb 1",
-     "shard_gb with adapter: an adapter"),
+     "shard_gb cannot be used with adapter: an adapter"),
     (convert, "text", "--to t --model r --shard-gb 0",
      "shard_gb is 0.0: must be above 0 and below"),
     (convert, "text", "--to t --model r --shard-gb 1e6",
      "shard_gb is 1000000.0: must be above 0 an"),
-    (convert, "text", "--to . --model m", "to is '.': already exists; must be new or empty"),
+    (convert, "text", "--to . --model m", "to is '.': must be new or empty"),
 ]  # fmt: skip
 
 
@@ -499,7 +499,7 @@ def test_prompts_file_with_blank_line_is_rejected(invoke, tmp_path, monkeypatch)
     file.write_text("a\n \nb\n")
     argv = "--model", "m", "--prompts", file
     invoke(generate.main, Recorder("labels"), *argv, status=2)
-    rule = "line 2 is empty: every line must have text"
+    rule = "line 2 is empty, but every line must have text"
     assert invoke.errors == f"generate: prompts is {str(file)!r}: {rule}\n"
     file.write_text(" \n\n")
     invoke(generate.main, Recorder(), *argv, status=2)
@@ -509,7 +509,7 @@ def test_prompts_file_with_blank_line_is_rejected(invoke, tmp_path, monkeypatch)
     )
     file.write_text("a\n")
     invoke(generate.main, Recorder(), *argv, "--beams", 2, status=2)
-    assert invoke.errors == "generate: prompts and beams: pass only one of them\n"
+    assert invoke.errors == "generate: pass only one of prompts and beams\n"
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"x\ny\n")))
     out, _ = invoke(generate.main, Recorder(), *argv[:3], "-")
     assert out == "--- 1\nx!x\n--- 2\ny!x\n"
@@ -578,7 +578,7 @@ def test_convert_command_passes_run_to_writer(invoke, monkeypatch, tmp_path):
     )
     argv = *of_run, "--to", str(target), "--adapter", "--checkpoint", "last", "--init-from", "i"
     out, _ = invoke(convert.main, Recorder(), *argv)
-    wanted = f"{target}: adapters of 16 parameters, rank 4, for a gpt2; base model: base\n"
+    wanted = f"{target}: adapters with 16 parameters and rank 4 for gpt2; base model: base\n"
     assert out == wanted and requests == [((of_run[1], "last"), {"init_from": "i"})]
     (folder, shapes, *rest, names), kwargs = saved[-1]
     assert folder == target and rest == [adapters, lora] and "transformer.wte.weight" in names

@@ -109,7 +109,7 @@ def test_load_float32_flag_affects_only_published_models(monkeypatch, tmp_path):
 def test_run_options_are_rejected_for_published_models(tmp_path, capsys):
     (tmp_path / "lock").touch()  # marks a run without checkpoints
     for argv, message in (
-        (("--model", str(tmp_path)), f"{tmp_path}: no run here"),
+        (("--model", str(tmp_path)), f"{tmp_path} is not a run"),
         (("--model", "x", "--checkpoint", "best"),
          "checkpoint is 'best': 'x' is not a run; only a run has one"),
         (("--model", "x", "--init-from", "y"), "init_from is 'y': 'x' is not a run"),
@@ -166,7 +166,7 @@ def test_evaluate_command_accepts_windows_and_questions(invoke, tmp_path):
     error = invoke(*base[:-1], "0")[2]
     assert error == "evaluate: stride is 0: must be an integer of at least 1\n"
     status, printed, error = invoke("evaluate", "--model", "masks", "--text", str(text))
-    assert (status, printed) == (2, "") and "text.txt': a run of task 'masked' fills m" in error
+    assert (status, printed) == (2, "") and "text.txt': a run for task 'masked' fills m" in error
     requested = [{"context": "bad", "choices": ["c", "feed"], "answer": n} for n in (0, 1, 1)]
     questions.write_text("\n".join(map(json.dumps, requested)))
     printed = invoke("evaluate", "--model", "plain", "--choices", str(questions))[1]
@@ -209,8 +209,11 @@ def test_evaluate_command_zeroes_heads_and_rejects_invalid_places(invoke, tmp_pa
     assert json.loads(printed) == pytest.approx(found)
     for wrong, message in (
         (("--heads", "0"), r"heads is \[0\]: needs zero"),
-        (("--zero", "block_0/head"), "no place is named 'block_0/head', nearest"),
-        (("--zero", "block_0/attention/heads", "--heads", "2"), r"heads is \[2\]: must be in 0..1"),
+        (("--zero", "block_0/head"), "no place is named 'block_0/head': .*did you mean"),
+        (
+            ("--zero", "block_0/attention/heads", "--heads", "2"),
+            r"heads is \[2\]: must be from 0 to 1",
+        ),
     ):
         status, printed, error = invoke(*of_plain, "--prompt", "badcab", *wrong)
         assert (status, printed) == (2, "") and re.fullmatch(f"evaluate: {message}.*\n", error)
@@ -222,8 +225,8 @@ def test_evaluate_command_zeroes_heads_and_rejects_invalid_places(invoke, tmp_pa
         ("plot plain --out no/a.png", "out is 'no/a.png': must be a file in an existing folder"),
         ("plot plain --out a", "out is 'a': must end in .png or .svg or .pdf"),
         ("inspect --model plain --prompt a --target b", "target is 'b': 'here' continues text"),
-        ("inspect --model classes --prompt a", "lens: a run of task 'classify' predicts the class"),
-        ("tokens --prompt a", "model and data: pass exactly one of them"),
+        ("inspect --model classes --prompt a", "lens: a run for task 'classify' predicts the"),
+        ("tokens --prompt a", "pass exactly one of model and data"),
         ("tokens --model x", "--prompt TEXT is required"),
         ("tokens --model x --tokenizer bpe --prompt a", "tokenizer is 'bpe': needs data"),
         ("tokens --data x --prompt a", "data is 'x': no such file or folder"),
@@ -234,11 +237,11 @@ def test_evaluate_command_zeroes_heads_and_rejects_invalid_places(invoke, tmp_pa
         ("nearest --model plain --word a --count 0",
          "count is 0: must be an integer of at least 1"),
         ("nearest --model plain --word bad",
-         "word is 'bad': 3 tokens ('b', 'a', 'd'): must be one"),
+         "word is 'bad': must be one token, not 3 ('b', 'a', 'd')"),
         ("evaluate --model plain --choices nowhere",
          "choices is 'nowhere': cannot be read (No such"),
         ("evaluate --model masks --text /dev/null", "text is '/dev/null': the file is empty"),
-        ("evaluate --model masks --prompt a", "score: a masked model has no probability of a text"),
+        ("evaluate --model masks --prompt a", "score: a masked model does not define the"),
     ],
 )  # fmt: skip
 def test_invalid_flags_raise_one_line_error(invoke, argv, rule):
@@ -273,7 +276,7 @@ def test_unknown_words_in_every_prompt_are_reported(invoke, tmp_path, monkeypatc
     own = model_of(replace(CONFIG, vocab_size=5), words)
     monkeypatch.setitem(MODELS, "words", lambda: own)
     base = "--model", "words", "--prompt", "to bee"
-    rule = "not among the words of the training text, read as <unk>"
+    rule = "they are not among the words of the training text and are read as <unk>"
     out = (
         "--what", "patch", "--other", "be see or", "--answer", "to", "--other-answer", "be",
         "--out", str(tmp_path / "a.svg"),

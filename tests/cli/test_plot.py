@@ -197,7 +197,7 @@ def test_run_names_in_any_script_are_drawn(runs, tmp_path):
 
 def test_folder_without_run_raises_one_line_error(tmp_path, capsys):
     assert run_command(["plot", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"plot: {tmp_path}: no run here (config.json is missing)\n"
+    assert capsys.readouterr().err == f"plot: {tmp_path} is not a run: config.json is missing\n"
     empty = tmp_path / "empty"
     empty.mkdir()
     RunFolder(empty).write_config(BASE)

@@ -173,7 +173,7 @@ def test_chunks_do_not_split_line_endings(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", ["", "\n\n \n"])
 def test_file_without_documents_is_rejected(content, tmp_path):
     (tmp_path / "text.txt").write_text(content)
-    with pytest.raises(DataError, match=r"text.txt': contains no documents$"):
+    with pytest.raises(DataError, match=r"text.txt': the files contain no documents$"):
         prepare(config(str(tmp_path / "text.txt")), tmp_path / "out")
 
 
@@ -187,10 +187,10 @@ def test_parquet_files_can_be_prepared(tmp_path):
     parquet.write_table(table, file, row_group_size=7)
     corpus = prepare(config(file, documents=None), tmp_path / "out")
     assert documents(corpus, "train") == [t for t in texts if part_of(t, 0.1) == "train"]
-    with pytest.raises(DataError, match=r"a.parquet: has no column 'body' \(columns: text, n\)"):
+    with pytest.raises(DataError, match=r"a.parquet has no column 'body' \(columns: text, n\)"):
         prepare(config(file, documents=None, field="body"), tmp_path / "other")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 nothing")
-    with pytest.raises(DataError, match=r"a.parquet: not a valid Parquet file \("):
+    with pytest.raises(DataError, match=r"a.parquet is not a valid Parquet file \("):
         prepare(config(file, documents=None), tmp_path / "damaged")
 
 
@@ -205,8 +205,8 @@ def test_parquet_without_pyarrow_raises_one_line_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"good\nbad \xff\n", r"a.txt: byte 9 is 0xff: not UTF-8"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl: line at byte 14: not JSON"),
+        ("a.txt", b"good\nbad \xff\n", r"a.txt: byte 9 is 0xff: must be UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl: line at byte 14 is not JSON"),
         ("a.jsonl", b'{"text": "a", "text": "b"}\n', r"line at byte 0: 'text' appears twice"),
         (
             "a.jsonl",
@@ -215,7 +215,7 @@ def test_parquet_without_pyarrow_raises_one_line_error(tmp_path, monkeypatch):
         ),
         ("a.jsonl", b'{"body": "a"}\n', r"a.jsonl: line at byte 0: text is missing"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"line at byte 0: character 0 is U\+D800"),
-        ("a.txt", b" \n\n", r"a.txt': contains no documents"),
+        ("a.txt", b" \n\n", r"a.txt': the files contain no documents"),
         ("a.txt", b"one", r"val_fraction is 0.1: 0 of 1 documents"),
     ],
 )
@@ -394,7 +394,7 @@ def test_file_that_changes_during_reading_is_rejected(text, tmp_path, monkeypatc
         real(work)
 
     monkeypatch.setattr(module._Preparation, "encode", encode)
-    with pytest.raises(DataError, match=r"text.txt: changed while it was being read"):
+    with pytest.raises(DataError, match=r"text.txt changed while it was being read"):
         prepare(config(text), tmp_path / "out")
 
 
@@ -419,7 +419,7 @@ def test_damaged_prepared_folder_is_detected(name, damage, text, tmp_path):
         (out / name).unlink()
     message = f"{name}|preparation is unfinished"
     if damage in ("shorter", "longer") and name != MANIFEST:  # detected without reading the file
-        message = rf"{name}: has \d+ bytes, \d+ were written: it is damaged"
+        message = rf"{name} has \d+ bytes, but \d+ were written, so it is damaged"
     with pytest.raises(DataError, match=message):
         open_corpus(out).check()
 
@@ -528,7 +528,7 @@ def test_files_with_unusual_names_are_prepared(tmp_path, name):
             dict(val_fraction=0.5),
             "both parts need at least one",
         ),
-        (b" \n\n", None, "contains no documents"),
+        (b" \n\n", None, "the files contain no documents"),
         (b"\x1f\x8b", None, "gzip"),
     ],
 )
@@ -549,7 +549,7 @@ def test_preparation_without_file_locks_leaves_no_folder(tmp_path, text, monkeyp
 
     monkeypatch.setattr("fcntl.flock", refuse)
     flags = ["--data", text, "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
-    with pytest.raises(OSError, match="has no locks"):
+    with pytest.raises(OSError, match="does not support locks"):
         prepare(config(text), tmp_path / "out")
     assert main(["prepare", *flags]) == 1
     assert not (tmp_path / "out").exists()

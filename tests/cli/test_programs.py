@@ -76,7 +76,7 @@ def test_unusable_cache_folder_prints_one_line_message(tmp_path, restored, capsy
     (tmp_path / "transformer_jax").write_text("a file where the folder should be")
     programs.keep_programs({"XDG_CACHE_HOME": str(tmp_path)})
     errors = capsys.readouterr().err
-    assert errors.startswith("no cache of compiled programs: ") and errors.count("\n") == 1
+    assert errors.startswith("compiled programs are not cached: ") and errors.count("\n") == 1
     assert jax.config.jax_compilation_cache_dir is None
 
 

@@ -149,12 +149,14 @@ def test_bad_words_listed_in_folder_are_not_generated(published, tmp_path, words
     banned = next(p for p in load_text_model(tmp_path / "model").processors if type(p) is Ban)
     assert {11, 5} <= {*banned.tokens} and len({*banned.tokens}) == len(banned.tokens)
     beside.write_text(json.dumps({"begin_suppress_tokens": [3]}))
-    with pytest.raises(ConfigError, match=r"begin_suppress_tokens is \[3\]: bans of a single step"):
+    with pytest.raises(
+        ConfigError, match=r"begin_suppress_tokens is \[3\]: bans for a single step"
+    ):
         load_text_model(tmp_path / "model")
     for wrong, rule in (
-        ([[]], "lists of ids"),
-        ([5], "lists of ids"),
-        ([[5, 999]], "ids below vocab"),
+        ([[]], "lists of IDs"),
+        ([5], "lists of IDs"),
+        ([[5, 999]], "IDs below vocab"),
     ):
         beside.write_text(json.dumps({"bad_words_ids": wrong}))
         with pytest.raises(ConfigError, match=f"bad_words_ids is .*: must be {rule}"):
@@ -196,16 +198,16 @@ def test_output_satisfies_schema_regex_or_grammar(capsys, published, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message", "status"),
     [
-        ("--model {run} --dtype float16", "dtype is 'float16': a run has its own", 2),
-        ("--model {run} --max-len 9", "max_len is 9: a run has its own", 2),
+        ("--model {run} --dtype float16", "dtype is 'float16': must be None for a run, which", 2),
+        ("--model {run} --max-len 9", "max_len is 9: must be None for a run, which has its own", 2),
         ("--model x --checkpoint best", "checkpoint is 'best': 'x' is not a run; only a", 2),
         ("--model /nonexistent", "'/nonexistent': must be an existing folder", 1),
-        ("--model x --regex a --schema b", "schema and regex: pass only one of them", 2),
+        ("--model x --regex a --schema b", "pass only one of schema and regex", 2),
         ("--model x --grammar /nonexistent", "/nonexistent", 1),
         ("--model {model} --prompt a --regex (", "regex: unclosed group", 2),
         ("--model {bare} --prompt a", "no usable tokenizer: ", 1),
         ("--model {model} --prompt a --samples 2 --num-tokens 99",
-         "tokens is 99: 60 fit after the prompt", 2),
+         "tokens is 99: at most 60 fit after the prompt", 2),
         (f"--model {{model}} --chat --prompt {'a' * 60}", "no new token fits after them", 2),
         ("--model {model} --max-len 0", "max_len is 0: must be a positive integer", 2),
         ("--model {model} --chat --prompt a<s>", "contains '<s>', which is a reserved token", 2),
@@ -295,12 +297,12 @@ def test_fine_tuned_run_resumes_bitwise_without_published_folder(published, text
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--d-model 28", "d_model is 28: {model} has 14"),
-        ("--base 5e5", "base is 500000.0: {model} has 10000.0"),
-        ("--vocab-size 300", "vocab_size is 300: {model} has 258"),
+        ("--d-model 28", "d_model is 28: must be 14, as in {model}"),
+        ("--base 5e5", "base is 500000.0: must be 10000.0, as in {model}"),
+        ("--vocab-size 300", "vocab_size is 300: must be 258, as in {model}"),
         ("--tokenizer char", "tokenizer is 'char': must be 'pretrained'"),
-        ("--preset tiny", "preset and init_from"),
-        ("--context 62", "context is 62: exceeds the model's max_len 61"),
+        ("--preset tiny", "preset cannot be used with init_from"),
+        ("--context 62", "context is 62: must be at most the model's max_len, 61"),
     ],
 )
 def test_fields_that_contradict_published_model_are_rejected(
@@ -362,7 +364,7 @@ def test_execution_options_may_differ_from_published_model(published, text, tmp_
     assert model.dtype == "bfloat16"
     other = dataclasses.replace(model, norm_eps=1e-3)
     wrong = dataclasses.replace(config, model=other, out=str(tmp_path / "x"))
-    with pytest.raises(ConfigError, match=r"norm_eps is 0\.001: .* has 1e-05"):
+    with pytest.raises(ConfigError, match=r"norm_eps is 0\.001, but .* has 1e-05"):
         fit(wrong)
     assert fine_tuning(CONFIG, "x").tokenizer == "pretrained"
 
@@ -374,9 +376,11 @@ def test_text_with_ids_outside_vocabulary_is_rejected(capsys, published, tmp_pat
     (folder / "tokenizer.json").write_text(json.dumps(definition))
     (tmp_path / "text.txt").write_text(TEXT + "<new>")
     assert train.main(flags(folder, tmp_path / "text.txt", tmp_path / "run")) == 2
-    assert "it contains token 258: " in capsys.readouterr().err
+    assert "it contains token 258" in capsys.readouterr().err
     assert generate(["--model", str(folder), "--prompt", "<new>"]) == 2
-    assert "the prompt has id 258: the model has 258 tokens" in capsys.readouterr().err
+    assert (
+        "the prompt contains ID 258, but the model has only 258 tokens" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
@@ -396,10 +400,10 @@ def test_converted_run_generates_same_text(capsys, published, tuned, tmp_path):
     content = json.loads((to / "config.json").read_text())
     assert [content[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [BOS, EOS, None]
     assert convert(argv) == 2
-    assert "already exists; must be new or empty" in capsys.readouterr().err
+    assert "must be new or empty" in capsys.readouterr().err
     argv[-1] = str(tmp_path / "gemma")
     assert convert([*argv, "--family", "gemma"]) == 2
-    assert "a gemma has" in capsys.readouterr().err and not (tmp_path / "gemma").exists()
+    assert "in the family gemma" in capsys.readouterr().err and not (tmp_path / "gemma").exists()
 
 
 def test_published_model_can_be_converted(capsys, published, tmp_path):
@@ -458,7 +462,7 @@ def test_unseen_character_is_rejected_despite_larger_model_vocabulary(tmp_path):
     """A model with 100 tokens trained on 10 characters: row 10 exists but has no character."""
     tokenizer = CharTokenizer.train("héllo wörld\n")
     files, note = tokenizer_files(tokenizer, 100)
-    assert "any other character gets id 100, which the model does not have" in note
+    assert "any other character gets ID 100, which the model does not have" in note
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     loaded = load_tokenizer_folder(tmp_path)
@@ -482,7 +486,7 @@ def test_qwen2_can_be_saved_only_with_qwen_tokenizer(tmp_path):
     content["pre_tokenizer"] = dict(type="Sequence", pretokenizers=[split, letters])
     check_tokenizer("qwen2", json.dumps(content).encode())
     content["normalizer"] = None
-    with pytest.raises(ConfigError, match="save as a llama"):
+    with pytest.raises(ConfigError, match="save in the family llama"):
         check_tokenizer("qwen2", json.dumps(content).encode())
 
 
@@ -510,7 +514,10 @@ def test_qkv_biases_are_saved_with_other_tokenizers(capsys, monkeypatch, tmp_pat
     stand_in(monkeypatch, lambda path, *_, **__: runs[str(path)])
     argv = ["--model", "plain", "--to", str(tmp_path / "made")]
     assert convert(argv) == 0
-    assert "as a llama\na llama has biases: they are written as zeros" in capsys.readouterr().out
+    assert (
+        "as a llama\nthe family llama has biases, which are written as zeros"
+        in capsys.readouterr().out
+    )
     found, params = load_pretrained(tmp_path / "made")
     one, two = (
         build(c).apply({"params": p}, jnp.arange(11)[None])[0]
@@ -543,9 +550,9 @@ def test_untied_encoder_decoder_with_shared_input_is_rejected(tmp_path):
         kind="encoder-decoder", vocab_size=13, d_model=14, num_heads=2, num_layers=1, max_len=11,
         positions=Learned(offset=2), norm_order="post", embedding_norm=True, tie_embeddings=False,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"source_vocab_size=None: .* a bart of transformers"):
+    with pytest.raises(ConfigError, match=r"source_vocab_size is None: .* bart in transformers"):
         written_as(config, None)
-    with pytest.raises(ConfigError, match=r"source_vocab_size=None: .* a bart of transformers"):
+    with pytest.raises(ConfigError, match=r"source_vocab_size is None: .* bart in transformers"):
         save_pretrained(tmp_path / "saved", config, drawn(config))
     assert not (tmp_path / "saved").exists()
     assert written_as(dataclasses.replace(config, source_vocab_size=13), None)[0] == "bart"
@@ -560,7 +567,10 @@ def test_run_without_biases_is_saved_with_zeros(capsys, monkeypatch, key, tmp_pa
     stand_in(monkeypatch, lambda path, *_, **__: run)
     assert convert(["--model", "any", "--to", str(tmp_path / "made")]) == 0
     printed = capsys.readouterr().out
-    assert "a gpt2 has biases: they are written as zeros" in printed and "13 characters" in printed
+    assert (
+        "the family gpt2 has biases, which are written as zeros" in printed
+        and "13 characters" in printed
+    )
     found, params = load_pretrained(tmp_path / "made")
     assert found.use_bias
     content = json.loads((tmp_path / "made" / "config.json").read_text())
@@ -571,7 +581,7 @@ def test_run_without_biases_is_saved_with_zeros(capsys, monkeypatch, key, tmp_pa
     )
     np.testing.assert_array_equal(one, two)
     assert convert(["--model", "any", "--to", str(tmp_path / "x"), "--family", "llama"]) == 2
-    assert "a llama" in capsys.readouterr().err
+    assert "the family llama" in capsys.readouterr().err
 
 
 @pytest.mark.slow

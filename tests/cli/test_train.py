@@ -86,7 +86,7 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--learnig_rate 1", "--learnig_rate: no such flag, nearest: --learning-rate"),
+        ("--learnig_rate 1", "--learnig_rate: no such flag; did you mean --learning-rate?"),
         ("--rope 3", "--rope: no such flag"),
         ("--steps -1", "steps is -1: must be positive"),
         ("--steps abc", "steps is 'abc': must be INTEGER"),
@@ -106,24 +106,24 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         ("--positions rope --scaling linaer",
          "scaling is 'linaer': must be None|linear|ntk|dynamic|llama3|yarn|lo"),
         ("--preset gtp2", "preset is 'gtp2': must be one of tiny, "),
-        ("--preset gtp2", ", nearest: gpt2"),
+        ("--preset gtp2", "; did you mean gpt2?"),
         ("--preset bert-base",
-         "preset is 'bert-base': an encoder learns --task masked or classify, not language"),
-        ("--preset=transformer-base --steps 3", "an encoder-decoder learns --task seq2seq or "),
+         "preset is 'bert-base': an encoder supports --task masked or classify, not language"),
+        ("--preset=transformer-base --steps 3", "an encoder-decoder supports --task seq2seq or "),
         ("--help modle", "help is 'modle': must be all or one of run, "),
-        ("--preset bert-large --help", "preset is 'bert-large': an encoder learns --task masked"),
+        ("--preset bert-large --help", "preset is 'bert-large': an encoder supports --task masked"),
         ("--positions rope --short-factors 1,x", "short_factors is 'x': must be NUMBER"),
         ("--positions rope --short-factors 1,2",
          "short_factors is (1.0, 2.0): needs scaling 'longrope'"),
-        ("--context 9999", "context is 9999: exceeds the model's max_len"),
+        ("--context 9999", "context is 9999: must be at most the model's max_len"),
         ("stray", "unrecognized arguments: stray"),
         ("--kind encoder", "task is 'language': needs a decoder, but the model is of"),
         ("--data /nonexistent", "data is '/nonexistent': no such file or folder"),
         ("--vocab-size 3", "vocab_size is 3: must be at least"),
-        ("--resume --out /nonexistent", "/nonexistent: no run here"),
-        ("--resume --preset tiny", "preset and resume"),
-        ("--resume --model gru", "model and resume"),
-        ("--preset tiny --model gru", "preset and model: pass only one of them"),
+        ("--resume --out /nonexistent", "/nonexistent is not a run"),
+        ("--resume --preset tiny", "preset cannot be used with resume"),
+        ("--resume --model gru", "model cannot be used with resume"),
+        ("--preset tiny --model gru", "pass only one of preset and model"),
         ("--model .",
          "model is '.': must be a kind of model; --init-from . starts from a run or a"),
         (
@@ -139,8 +139,8 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
          "data is 'python-docs': must be a file, which task 'seq2seq' reads line"),
         ("--task reverse --data x", "data is 'x': is not used: task 'reverse' makes its own"),
         ("--model ngram --steps 5",
-         "steps is 5: an n-gram model is counted in one step: must be 1"),
-        ("--frozen embd", "frozen has 'embd': no parameter name begins with it (they begin with "),
+         "steps is 5: must be 1, because an n-gram model is counted in one step"),
+        ("--frozen embd", "frozen contains 'embd': no parameter name begins with it"),
     ],
 )  # fmt: skip
 def test_invalid_usage_prints_one_line_and_exits_with_2(
@@ -158,7 +158,7 @@ def test_invalid_usage_prints_one_line_and_exits_with_2(
     [
         (b"", "it is empty"),
         (b"short", "a window of context 11 needs 12"),
-        (b"\xef\xbb\xbf" + TEXT.encode() + b"\x80", "byte 923 is 0x80: not UTF-8"),
+        (b"\xef\xbb\xbf" + TEXT.encode() + b"\x80", "byte 923 is 0x80: must be UTF-8"),
     ],
 )
 def test_invalid_data_prints_one_line_and_exits_with_2(capsys, flags, tmp_path, content, message):
@@ -180,7 +180,7 @@ def test_invalid_flag_prints_no_traceback():
         text=True,
     )  # fmt: skip
     assert (out.returncode, out.stdout) == (2, "")
-    assert out.stderr == "train.py: --learnig-rate: no such flag, nearest: --learning-rate\n"
+    assert out.stderr == "train.py: --learnig-rate: no such flag; did you mean --learning-rate?\n"
 
 
 def test_every_config_field_has_flag():
@@ -234,7 +234,7 @@ def test_lora_subcommand_leaves_short_flags_for_model():
         "base": "int8",
     }  # fmt: skip
     with pytest.raises(
-        tj.ConfigError, match=r"lora has 'rnak': must be one of rank, .* nearest: rank"
+        tj.ConfigError, match=r"lora has 'rnak': must be one of rank, .*; did you mean rank\?"
     ):
         FLAGS.read({("lora",): "rnak=4"}, tj.TrainConfig())
 
@@ -428,8 +428,8 @@ def test_interrupt_during_imports_prints_no_traceback(inherited, status, printed
             "trian",
             2,
             "",
-            f"transformer_jax: command is 'trian': must be {' or '.join(COMMANDS)}, "
-            "nearest: train\n",
+            f"transformer_jax: command is 'trian': must be {' or '.join(COMMANDS)}; "
+            "did you mean train?\n",
         ),
         ("--version", 0, f"transformer_jax {transformer_jax.__version__}, jax {jax.__version__}",
          ""),
@@ -440,14 +440,14 @@ def test_interrupt_during_imports_prints_no_traceback(inherited, status, printed
             2,
             "",
             "train: model.positions is 'rotary': must be "
-            "None|learned|sinusoidal|rope|shaw|t5buckets|alibi, nearest: rope\n",
+            "None|learned|sinusoidal|rope|shaw|t5buckets|alibi; did you mean rope?\n",
         ),
         ("convert --to x", 2, "", "convert: --model TEXT is required\n"),
-        ("generate --modle x", 2, "", "generate: --modle: no such flag, nearest: --model\n"),
+        ("generate --modle x", 2, "", "generate: --modle: no such flag; did you mean --model?\n"),
         ("generate --help", 0, "usage: python -m transformer_jax generate [--FLAG VALUE ...]", ""),
         ("plan --target cpu --model x --preset gpt2", 2, "",
-         "plan: model and preset: pass only one of them\n"),
-        ("plan --target cpu --model x --out y", 2, "", "plan: model and out: pass only one of"),
+         "plan: pass only one of model and preset\n"),
+        ("plan --target cpu --model x --out y", 2, "", "plan: pass only one of model and out"),
     ],
 )  # fmt: skip
 def test_first_argument_selects_command(capsys, argv, status, out, err):
@@ -465,7 +465,7 @@ def test_first_argument_selects_command(capsys, argv, status, out, err):
 def test_unknown_words_are_reported(capsys):
     words = SpecialTokens(WordTokenizer.train("a dog saw a cat"), ("mask",))
     command.report_unknown("generate", words, ["a cow saw", "a [MASK] cow or _"], MASKS)
-    rule = "not among the words of the training text, read as <unk>"
+    rule = "they are not among the words of the training text and are read as <unk>"
     assert capsys.readouterr() == ("", f"generate: unknown words: 2 ('cow', 'or'): {rule}\n")
     command.report_unknown("generate", words, ["a dog"])
     command.report_unknown("generate", ByteTokenizer(), ["a cow"])
@@ -521,7 +521,7 @@ def test_run_without_evaluation_uses_last_checkpoint(capsys, flags, tmp_path, mo
     run, out = str(tmp_path / "run"), str(tmp_path / "made")
     (step,) = saved_steps(tmp_path / "run" / "checkpoints")
     capsys.readouterr()
-    note = f"no checkpoint was evaluated yet: using the last one, step {step}\n"
+    note = f"no checkpoint has been evaluated yet; using the last one, step {step}\n"
     arguments = ["--model", run, "--prompt", "to", "--num-tokens", "3"]
     assert generate.main(arguments) == 0
     printed = capsys.readouterr()
@@ -529,7 +529,7 @@ def test_run_without_evaluation_uses_last_checkpoint(capsys, flags, tmp_path, mo
     assert generate.main([*arguments, "--checkpoint", "last"]) == 0
     assert capsys.readouterr() == (printed.out, "")
     assert generate.main([*arguments, "--checkpoint", "best"]) == 2
-    assert "none was evaluated yet; use 'last'" in capsys.readouterr().err
+    assert "no checkpoint has been evaluated yet; use 'last'" in capsys.readouterr().err
     assert run_command(["convert", "--model", run, "--to", out]) == 0
     assert capsys.readouterr().err == f"convert: {note}"
 
@@ -715,7 +715,7 @@ def test_prompts_are_split_only_at_line_ends(tmp_path):
     file.write_bytes("\ufeffa\u2028b\x0bc\r\n\n\x85d\re\n".encode())
     assert generate._prompts(str(file)) == ["a\u2028b\x0bc", "\x85d", "e"]
     file.write_bytes(b"good\ncaf\xe9\n")
-    with pytest.raises(DataError, match=f"^{file}: byte 8 is 0xe9: not UTF-8"):
+    with pytest.raises(DataError, match=f"^{file}: byte 8 is 0xe9: must be UTF-8"):
         generate._prompts(str(file))
 
 
@@ -774,7 +774,7 @@ def test_best_and_last_checkpoint_are_distinguished(capsys, trained, tmp_path, m
 
 @pytest.mark.slow_except(
     "--min-p 2-min_p is 2.0: must be from 0 to 1-2", "--seed -1-seed is -1: must be at least 0-2",
-    "--temprature 1---temprature*", "--top_kk=3---top_kk: no such flag, nearest: --top-k-2",
+    "--temprature 1---temprature*", "--top_kk=3---top_kk: no such flag; did you mean --top-k?-2",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("argv", "message", "status"),
@@ -784,23 +784,23 @@ def test_best_and_last_checkpoint_are_distinguished(capsys, trained, tmp_path, m
         ("--top-k 0", "top_k is 0: must be", 2),
         ("--top-p 2", "top_p is 2.0: must be", 2),
         ("--seed -1", "seed is -1: must be at least 0", 2),
-        ("--prompt é", "character 0 is U+00E9 'é': not among the", 2),
-        ("--model /nonexistent", "/nonexistent: no run here", 2),
+        ("--prompt é", "character 0 is U+00E9 'é', which is not among the", 2),
+        ("--model /nonexistent", "/nonexistent is not a run", 2),
         ("--num-tokens many", "num_tokens is 'many': must be INTEGER", 2),
         ("--checkpoint first", "checkpoint is 'first': must be best|last", 2),
-        ("--temprature 1", "--temprature: no such flag, nearest: --temperature", 2),
-        ("--top_kk=3", "--top_kk: no such flag, nearest: --top-k", 2),
+        ("--temprature 1", "--temprature: no such flag; did you mean --temperature?", 2),
+        ("--top_kk=3", "--top_kk: no such flag; did you mean --top-k?", 2),
         ("--zzzzzz", "--zzzzzz: no such flag\n", 2),
         ("--min-p 2", "min_p is 2.0: must be from 0 to 1", 2),
         ("--typical-p nan", "typical_p is nan: must be", 2),
         ("--repetition-penalty 0", "repetition_penalty is 0.0: must be finite and above 0", 2),
         ("--no-repeat-ngram 0", "no_repeat_ngram is 0: must be an integer", 2),
         ("--ban é", "character 0 is U+00E9", 2),
-        ("--stop=", "stop contains '': must be strings", 2),
+        ("--stop=", "stop contains '': each must be a string", 2),
         ("--samples 2 --num-tokens 400", "num_tokens is 400: ", 2),
         ("--prompts /nonexistent", "/nonexistent", 1),
         ("--cache-dtype int4",
-         "cache_dtype is 'int4': must be float32|bfloat16|int8, nearest: int8", 2),
+         "cache_dtype is 'int4': must be float32|bfloat16|int8; did you mean int8?", 2),
         ("--weights int3", "weights is 'int3': must be bf16|int8|int4", 2),
     ],
 )  # fmt: skip
@@ -819,7 +819,7 @@ def test_damaged_checkpoint_is_rejected(capsys, begun, tmp_path):
     assert generate.main(["--model", str(tmp_path / "copy")]) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert "/params/" in err and ": sha256 mismatch" in err
+    assert "/params/" in err and " has the wrong SHA-256 checksum" in err
 
 
 @pytest.mark.slow

@@ -304,7 +304,7 @@ def test_training_report_summarizes_run():
     lost = result(Seq2SeqTask(), val_loss=None, scores={"exact_match": 0.5}, sample="")
     assert report.summary(lost).split("\n") == [
         "held-out loss: not finite", "exact_match 0.5",
-        "BLEU and chrF need sacrebleu: pip install sacrebleu", files,
+        "BLEU and chrF need sacrebleu: run pip install sacrebleu", files,
     ]  # fmt: skip
     assert report.missing_metrics({"exact_match": 1, "chrf": 2}) is None
     assert report.missing_metrics({}) is None

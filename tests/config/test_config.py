@@ -237,7 +237,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (TrainConfig, {}, dict(log_every=0), "log_every", "0", "positive"),
     (TrainConfig, {}, dict(bpe_vocab_size=256), "bpe_vocab_size", "256", "at least 257"),
     (TrainConfig, {}, dict(min_learning_rate=-1.0), "min_learning_rate", "-1.0", "negative"),
-    (TrainConfig, {}, dict(min_learning_rate=1.0), "min_learning_rate", "1.0", "rate 0.001"),
+    (TrainConfig, {}, dict(min_learning_rate=1.0), "min_learning_rate", "1.0", "rate, 0.001"),
     (TrainConfig, {}, dict(warmup_steps=-1), "warmup_steps", "-1", "negative"),
     (AdamW, {}, dict(weight_decay=-0.1), "weight_decay", "-0.1", "negative"),
     (TrainConfig, {}, dict(sample_tokens=-1), "sample_tokens", "-1", "negative"),
@@ -252,7 +252,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ReverseTask, {}, dict(examples=0), "examples", "0", "must be positive"),
     (TrainConfig, {}, dict(seed=2**70), "seed", str(2**70), "2**32"),
     (TrainConfig, {}, dict(seed=-1), "seed", "-1", "at least 0"),
-    (TrainConfig, {}, dict(context=257), "context", "257", "max_len 256"),
+    (TrainConfig, {}, dict(context=257), "context", "257", "max_len, 256"),
 ]  # fmt: skip
 
 
@@ -327,7 +327,7 @@ def test_string_selects_kind_with_defaults():
     encoder = preset("bert-base")
     for name in ("masked", "classify"):
         assert fine_tuning(encoder, "x", task=name) == fine_tuning(encoder, "x", TASKS[name]())
-    with pytest.raises(ConfigError, match=r"^task is 'sft': must be .*, nearest: chat$"):
+    with pytest.raises(ConfigError, match=r"^task is 'sft': must be .*; did you mean chat\?$"):
         fine_tuning(encoder, "x", task="sft")
     with pytest.raises(ConfigError, match=r"^mesh is 'mesh': must be"):
         TrainConfig(mesh="mesh")
@@ -447,10 +447,10 @@ def test_pooler_and_layer_rotation_are_derived_from_other_fields():
 
 
 def test_unknown_preset_suggests_nearest_name():
-    with pytest.raises(ConfigError, match=r"preset is 'gpt-2'.*nearest: gpt2$") as caught:
+    with pytest.raises(ConfigError, match=r"preset is 'gpt-2'.*did you mean gpt2\?$") as caught:
         preset("gpt-2")
     assert all(name in str(caught.value) for name in PRESETS)
-    with pytest.raises(ConfigError, match=r"nearest: llama3-8b$"):
+    with pytest.raises(ConfigError, match=r"did you mean llama3-8b\?$"):
         train_preset("llama-8b")
     with pytest.raises(ConfigError) as caught:
         preset("zzzz")
@@ -576,7 +576,7 @@ def test_counting_parameters_does_not_allocate_them():
     ],
 )
 def test_invalid_config_choice_suggests_intended_choice(field, wrong, meant):
-    with pytest.raises(ConfigError, match=rf"^{field} is '{wrong}': .*nearest: {meant}$"):
+    with pytest.raises(ConfigError, match=rf"^{field} is '{wrong}': .*did you mean {meant}\?$"):
         ModelConfig(**{field: wrong})
 
 

@@ -150,7 +150,7 @@ def gone(text: str) -> Any:
         (lambda: replace(CONFIG, positions=Turned), "positions is .*: must be"),
         (lambda: replace(CONFIG, positions=Turned([])), "positions is .*must be hashable"),
         (lambda: replace(CONFIG, positions=Bare()), "positions is of class Bare: must be a frozen"),
-        (lambda: replace(CONFIG, positions=Bare()), r"@dataclass\(frozen=True\) before class Bare"),
+        (lambda: replace(CONFIG, positions=Bare()), r"@dataclass\(frozen=True\) above class Bare"),
         (lambda: replace(CONFIG, dropout=cubed), "dropout is .*must be"),
         (lambda: replace(CONFIG, activation="os:nothing"), "os has no such name"),
         (
@@ -159,7 +159,7 @@ def gone(text: str) -> Any:
         ),
         (
             lambda: gone(config_to_json(tj.TrainConfig(model=replace(CONFIG, activation=cubed)))),
-            r"activation is 'tests\.config\.test_gone:cubed': .*is not imported: import it first",
+            r"activation is 'tests\.config\.test_gone:cubed': .*is not imported; import it first",
         ),
         (
             lambda: gone(config_to_json(tj.TrainConfig(model=replace(CONFIG, positions=Added())))),
@@ -239,7 +239,9 @@ def test_invalid_custom_task_is_rejected(tmp_path):
             return 3
 
     config = tj.TrainConfig(model=CONFIG, out=str(tmp_path / "run"))
-    with pytest.raises(ConfigError, match="load returns a int: must be a TrainingTask"):
+    with pytest.raises(
+        ConfigError, match="load returns an object of type int: must be a TrainingTask"
+    ):
         fit(config, task=Broken())
     with pytest.raises(ConfigError, match=r"task is .*must be"):
         fit(config, task="counting")

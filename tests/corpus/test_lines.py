@@ -43,7 +43,7 @@ def test_lines_match_python_and_blank_lines_end_paragraphs():
     ],
 )
 def test_binary_formats_are_named_and_never_decoded(content, kind, errors):
-    with pytest.raises(DataError, match=f"^file: byte 0 is 0x..: not UTF-8 but {kind}"):
+    with pytest.raises(DataError, match=f"^file: byte 0 is 0x..: must be UTF-8, not {kind}"):
         read_text(content, "file", errors)
 
 
@@ -75,7 +75,7 @@ def test_byte_order_mark_is_removed_only_at_start_of_file():
 def test_text_errors_option_is_suggested_only_if_available():
     with pytest.raises(DataError, match=r"`text_errors='replace'` substitutes U\+FFFD$"):
         read_text(b"abc\xff", "file", "strict")
-    with pytest.raises(DataError, match=r"not UTF-8 \(invalid start byte\)$"):
+    with pytest.raises(DataError, match=r"must be UTF-8 \(invalid start byte\)$"):
         read_text(b"abc\xff", "file")
 
 

@@ -263,18 +263,20 @@ def test_prompt_lookup_allocates_extra_ring_slots(layers, window):
 @pytest.mark.slow
 def test_invalid_text_options_are_rejected(params):
     with pytest.raises(
-        ValueError, match="stop contains '': must be strings of at least one character"
+        ValueError, match="stop contains '': each must be a string of at least one character"
     ):
         text(params, stop=["a", ""])
     with pytest.raises(ValueError, match="processors is Ban"):
         text(params, processors=tj.Ban(3))
-    with pytest.raises(ValueError, match="the prompt has id 300: the model has 300 tokens"):
+    with pytest.raises(
+        ValueError, match="the prompt contains ID 300, but the model has only 300 tokens"
+    ):
         ring = greedy(dataclasses.replace(CONFIG, window=4), params)
         ring.samples(np.array([300] + [98] * 12), 3, 2)
     with pytest.raises(ValueError, match="new tokens reach length 32: the limit is 23"):
         greedy(CONFIG, params).samples("a" * 30, 3, 2)
     many = CharTokenizer("".join(map(chr, range(0x4E00, 0x4E00 + 301))))
-    with pytest.raises(ValueError, match="the tokenizer has 301 tokens: the model has 300"):
+    with pytest.raises(ValueError, match="the tokenizer has 301 tokens, but the model has 300"):
         greedy(CONFIG, params, many).complete("\u4e00", 3)
 
 

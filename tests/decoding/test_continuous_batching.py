@@ -401,10 +401,10 @@ def test_invalid_requests_are_rejected_and_queue_continues(rope):
     wrong = [
         (Request(range(20), 11), r"reach length 30: the limit is 29, the capacity of a slot"),
         (Request(range(30), 1), r"reach length 30: the limit is 29"),
-        (Request([1, VOCAB], 3), r"token 31 at \[0, 1\]: must be in 0..30"),
+        (Request([1, VOCAB], 3), r"token 31 at \[0, 1\]: must be from 0 to 30"),
         (Request([], 3), r"prompt has shape \(1, 0\)"),
         (Request([[1, 2]], 3), r"prompt has shape \(1, 1, 2\)"),
-        (Request([0.5], 3), r"prompt is float64\[1, 1\]: must be integer token ids"),
+        (Request([0.5], 3), r"prompt is float64\[1, 1\]: must be integer token IDs"),
         (Request([2**40], 3), f"prompt contains {2**40}: must be from"),
         (Request([1], 0), "num_tokens is 0: must be at least 1"),
         (Request([1], 2.5), "num_tokens is 2.5: must be an integer"),
@@ -416,7 +416,7 @@ def test_invalid_requests_are_rejected_and_queue_continues(rope):
         (Request([1], 3, state=empty(2)), r"state.layers\[0\].k is float32\[2, 29, 1, 6\]"),
         (Request([1], 3, state=jnp.zeros((1, 7))), "state is PyTreeDef"),
         (Request([1], 3, state=consumed), "state was consumed by an earlier call"),
-        ("text", "request is a str: must be a Request"),
+        ("text", "request is of type str: must be a Request"),
     ]  # fmt: skip
     queue = [x for pair in zip(good, wrong[:6], strict=True) for x in (pair[0], pair[1][0])]
     queue += [request for request, _ in wrong[6:]]
@@ -673,17 +673,17 @@ def test_invalid_arguments_are_rejected_at_call_time(rope):
         ("capacity is 0: must be an integer of at least 1", serving(capacity=0)),
         ("steps_per_call is 0: must be an integer of at least 1", serving(steps_per_call=0)),
         ("state has 2 rows: must have one", serving(state=empty(2))),
-        ("stop is 31: must be in 0..30", serving(stop=31)),
+        ("stop is 31: must be from 0 to 30", serving(stop=31)),
         ("sampler is TopK", serving(sampler=TopK(3))),
         ("processors is .*: must be a tuple", serving(processors=RepetitionPenalty(1.2))),
-        (r"rows are \[3\]: must be in 0..2", admitting(3)),
-        (r"rows are \[-1\]: must be in 0..2", admitting(-1)),
+        (r"rows are \[3\]: must be from 0 to 2", admitting(3)),
+        (r"rows are \[-1\]: must be from 0 to 2", admitting(-1)),
         (r"rows are \[0.5\]: must be integers", admitting(0.5)),
         (r"rows are \[1, 1\]: must be distinct", admitting([1, 1], 2, [3, 3])),
-        ("prompt has 1 rows for 2 slots", admitting([0, 1])),
+        ("prompt has 1 rows, but there are 2 slots", admitting([0, 1])),
         (r"limits are \[3, 3\]: must be", admitting(0, 1, [3, 3])),
         ("chunk is 0", admitting(0, chunk=0)),
-        ("key is None: Sample", admitting(0, slots=sampled)),
+        ("key is None: must be set, because Sample", admitting(0, slots=sampled)),
         ("steps is 0: must be an integer of at least 1", partial(advance_slots, slots, params, 0)),
     ]
     traced = len(step.calls)

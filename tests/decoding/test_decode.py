@@ -390,7 +390,7 @@ def test_callable_with_step_methods_must_subclass_step(rope):
         def rewind(self, state, before, count):
             return state
 
-    with pytest.raises(ValueError, match=r"step is a Own with `rewind`.*subclass of"):
+    with pytest.raises(ValueError, match=r"step is of type Own with `rewind`.*subclass of"):
         prefill(Own(), params, prompts(), empty(), LENGTHS)
 
 
@@ -485,13 +485,13 @@ def test_invalid_arguments_are_rejected_before_compiling(call):
         (r"token 31 at \[1, 2\]", dict(prompt=wrong)),
         (r"prompt has shape \(3, 0\)", dict(prompt=prompts()[:, :0])),
         (r"prompt has shape \(11,\)", dict(prompt=prompts()[0])),
-        (r"prompt is float32\[3, 11\]: must be integer token ids",
+        (r"prompt is float32\[3, 11\]: must be integer token IDs",
          dict(prompt=prompts().astype(np.float32))),
-        (r"prompt has 2 rows, the cache has 3", dict(prompt=prompts(2))),
+        (r"prompt has 2 rows, but the cache has 3", dict(prompt=prompts(2))),
         (r"num_tokens is 0", dict(num_tokens=0)),
         (r"chunk is 0", dict(chunk=0)),
         (r"prompt has rows of different lengths", dict(prompt=[[1, 2], [3], [4, 5, 6]])),
-        (r"key is None: Sample", dict(sampler=SAMPLER)),
+        (r"key is None: must be set, because Sample", dict(sampler=SAMPLER)),
         (r"key is 0: must be a single key", dict(sampler=SAMPLER, key=0)),
         (r"key is float32\(2,\): must be", dict(sampler=SAMPLER, key=np.zeros(2, np.float32))),
         (r"key is key<fry>\(4,\)",
@@ -584,10 +584,10 @@ def test_cache_from_another_model_is_rejected():
     deeper = dataclasses.replace(ROPE, num_layers=3)
     tokens = jnp.zeros((3, 2), jnp.int32)
     for model, cached, rows, rule in (
-        (ROPE, scanned, 3, "cache.layers is for a scanned stack, but the model's is looped"),
-        (scanned, ROPE, 3, "cache.layers is for a looped stack, but the model's is scanned"),
-        (ROPE, deeper, 3, "cache.layers has 3 layers: the model has 1"),
-        (ROPE, ROPE, 2, "tokens have 3 rows: the cache has 2"),
+        (ROPE, scanned, 3, "cache.layers is for a scanned stack, but the model has a looped stack"),
+        (scanned, ROPE, 3, "cache.layers is for a looped stack, but the model has a scanned stack"),
+        (ROPE, deeper, 3, "cache.layers has 3 layers, but the model has 1"),
+        (ROPE, ROPE, 2, "tokens have 3 rows, but the cache has 2"),
         (PAIR, dataclasses.replace(PAIR, kind="decoder"), 3, "cache.cross is None"),
     ):
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes(model))
@@ -605,10 +605,10 @@ def double(params, tokens, state, *, valid=None):
 def test_prompts_without_token_ids_are_rejected_by_every_step():
     state = jnp.zeros((1,))
     for wrong in (np.array([[1.7, 2.2]]), np.array([[True, False]])):
-        message = rf"prompt is {wrong.dtype}\[1, 2\]: must be integer token ids"
+        message = rf"prompt is {wrong.dtype}\[1, 2\]: must be integer token IDs"
         with pytest.raises(ValueError, match=message):
             generate(double, {}, wrong, state, num_tokens=2)
-    with pytest.raises(ValueError, match=r"prompt is float32.*: must be integer token ids"):
+    with pytest.raises(ValueError, match=r"prompt is float32.*: must be integer token IDs"):
         jax.jit(lambda x: generate(double, {}, x, state, num_tokens=2))(jnp.ones((1, 2)))
     for wrong, lengths in itertools.product((2**40, -(2**31) - 1), (None, [2])):
         with pytest.raises(ValueError, match=f"prompt contains {wrong}: must be from -{2**31} to"):

@@ -461,7 +461,7 @@ def test_length_mask_moves_tokens_to_start_of_row():
     for wrong, rule in (
         (mask[:, :3], r"lengths have shape \(3, 3\): must be \(3,\), or \(3, 4\) for a mask"),
         (mask - 1.0, "lengths are float64: must be integers, or a bool mask"),
-        (mask * 2, "a mask that contains 2: must be 0/1 or bool"),
+        (mask * 2, "a mask that contains 2: must contain only 0 and 1, or be bool"),
         (mask * [[0], [1], [1]], r"lengths are \[0, 2, 2\]: must be from 1 to 4"),
     ):
         with pytest.raises(ValueError, match=rule):
@@ -499,10 +499,10 @@ def test_invalid_arguments_are_rejected_before_compiling(rope):
     step = CountingStep(build(ROPE))
     state = init_cache(ROPE, 3, PROMPT + NEW)
     for rule, change in (
-        (r"stop contains -1: token ids must be integers", dict(stop=-1)),
+        (r"stop contains -1: token IDs must be integers", dict(stop=-1)),
         (r"stop contains 2\.5", dict(stop=[2.5])),
         (r"num_tokens is 2147483648: must be at most 2147483647", dict(num_tokens=2**31)),
-        (r"stop is 31: must be in 0\.\.30", dict(stop=[3, VOCAB])),
+        (r"stop is 31: must be from 0 to 30", dict(stop=[3, VOCAB])),
         (r"limits are float64\[3\]: must be integers \[3\]", dict(limits=[1.0, 2.0, 3.0])),
         (r"limits are int64\[2\]", dict(limits=[1, 2])),
         (r"limits are \[1, 2, 24\]: must be from 0 to 23", dict(limits=[1, 2, 24])),
@@ -517,7 +517,7 @@ def test_invalid_arguments_are_rejected_before_compiling(rope):
     def until(token):
         return generate(step, parameters(ROPE), prompts(), state, num_tokens=NEW, stop=token)
 
-    with pytest.raises(ValueError, match=r"stop is JitTracer\(.*: must be a concrete token id"):
+    with pytest.raises(ValueError, match=r"stop is JitTracer\(.*: must be a concrete token ID"):
         jax.jit(until)(3)
     assert [call for call in step.calls if call != (3, 1)] == []
 

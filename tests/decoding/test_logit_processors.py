@@ -169,7 +169,7 @@ def test_invalid_processor_settings_are_rejected():
         (lambda: tj.NoRepeatNGram(0), "n is 0: must be an integer of at least 1"),
         (lambda: tj.NoRepeatNGram(2.0), "n is 2.0"),
         (lambda: tj.Ban(), "tokens is empty"),
-        (lambda: tj.Ban(3, -1), "tokens contains -1: token ids must be integers"),
+        (lambda: tj.Ban(3, -1), "tokens contains -1: token IDs must be integers"),
         (lambda: tj.Force(True), "tokens contains True"),
         (lambda: tj.MinLength(-1, 2), "n is -1"),
         (lambda: tj.BanSequences(), "sequences is empty"),
@@ -178,10 +178,13 @@ def test_invalid_processor_settings_are_rejected():
         (lambda: tj.ForceLast(0, 3), "n is 0"),
         (lambda: tj.ForceLast(3, 1.0), "token contains 1.0"),
         (lambda: tj.MinLength(3, ()), "stop is empty"),
-        (lambda: tj.MinLength(3, 2.5), "stop is 2.5: must be one or more token ids"),
+        (lambda: tj.MinLength(3, 2.5), "stop is 2.5: must be one or more token IDs"),
         (lambda: check_processors("abc"), "processors is 'abc'"),
         (lambda: check_processors([tj.Ban]), "must be callable with"),
-        (lambda: check_processors([lambda x: x]), r"a processor of only logits goes into Sample"),
+        (
+            lambda: check_processors([lambda x: x]),
+            r"pass a processor that reads only logits to Sample",
+        ),
     ):
         with pytest.raises(ValueError, match=rule):
             call()
@@ -197,7 +200,7 @@ def test_invalid_processor_settings_are_rejected():
 )
 def test_token_outside_vocabulary_is_rejected(processor):
     made = history([[1]], [[2]])
-    with pytest.raises(ValueError, match=rf"token {V} of .*: must be in 0..{V - 1}"):
+    with pytest.raises(ValueError, match=rf"token {V} of .*: must be from 0 to {V - 1}"):
         jax.jit(processor)(made, np.zeros((1, V), np.float32))
 
 

@@ -300,7 +300,7 @@ def test_regex_posix_classes_match_unicode():
         lambda x: ("schema", {"patternProperties": {x: {}}}), r"schema\.patternProperties"
     ), (lambda x: ("schema", {"pattern": x}), r"schema\.pattern"):  # fmt: skip
         for wrong, message in (
-            ("[[:upr:]]", r"\[:upr:\] is not a POSIX class, nearest: upper"),
+            ("[[:upr:]]", r"\[:upr:\] is not a POSIX class; did you mean upper"),
             ("a\\", "the last backslash escapes nothing"),
         ):
             with pytest.raises(ValueError, match=f"{name}: {message}"):
@@ -424,10 +424,15 @@ def test_limits_on_different_values_are_not_combined():
         Grammar("schema", combined, ByteTokenizer(), 257, (256,))
     half, twentieth = {"multipleOf": 0.5}, {"multipleOf": 0.05}
     for unwritable in ({"maximum": 1.56, **half}, {"maximum": 1.56, "allOf": [half, twentieth]}):
-        with pytest.raises(ValueError, match=r"a bound is 1\.56: must have at most 1 decimal with"):
+        with pytest.raises(
+            ValueError, match=r"a bound is 1.56: must have at most 1 decimal place with"
+        ):
             Grammar("schema", {"type": "number", **unwritable}, ByteTokenizer(), 257, (256,))
     for message, schema in (
-        ("is 2.4e-09: must have at most 8 decimals", {"type": "number", "multipleOf": 24e-10}),
+        (
+            "is 2.4e-09: must have at most 8 decimal places",
+            {"type": "number", "multipleOf": 24e-10},
+        ),
         ("is 65536: must be at most 65535", {"multipleOf": 65536}),
         ("is 6.5536: must be at most 6.5535", {"multipleOf": Decimal("6.5536")}),
         (
@@ -476,7 +481,7 @@ def test_excluded_number_that_parser_would_allow_is_rejected(schema, refused):
         return Grammar("schema", {"type": "number"} | schema, ByteTokenizer(), 257, (256,))
 
     if refused:
-        with pytest.raises(ValueError, match=r"exclusive\w+ is -?[\d.]+: must be 1 or more from"):
+        with pytest.raises(ValueError, match=r"exclusive\w+ is -?[\d.]+: must differ from"):
             grammar()
     else:
         grammar()
@@ -521,16 +526,16 @@ def test_logit_processors_combine_with_grammar():
         (dict(schema={"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}),
          "schema: multipleOf is 65537 and 65539: the least common multiple must"),
         (dict(schema={"maxlength": 3}),
-         "schema.maxlength: is not a JSON Schema keyword.*, nearest: maxLength"),
+         "schema.maxlength is not a JSON Schema keyword.*did you mean maxLength"),
         (dict(schema={"anyOf": [{"items": {"aditionalProperties": False}}]}),
-         r"schema.anyOf\[0\].items.aditionalProperties: is not a.*nearest: additionalProperties"),
+         r"schema.anyOf\[0\].items.aditionalProperties is not a.*did you mean"),
         (dict(schema={"$defs": {"title": {"nullable": True}}}),
-         r"schema.\$defs.title.nullable: is not JSON Schema but OpenAPI.*\[\"string\", \"null\"\]"),
+         r"schema.\$defs.title.nullable is not JSON Schema but OpenAPI.*\[\"string\", \"null\"\]"),
         (dict(schema={"type": "integer", "format": "int32"}),
          "schema.format is 'int32', which is not a known format: must be one of date-time"),
-        (dict(schema={"type": "string", "format": "datetime"}), "nearest: date-time"),
-        (dict(schema={"contentEncoding": "base64"}), "schema.contentEncoding: is not supported"),
-        (dict(schema={"items": {"x-guidance": {}}}), "items.x-guidance: is allowed only at"),
+        (dict(schema={"type": "string", "format": "datetime"}), "did you mean date-time"),
+        (dict(schema={"contentEncoding": "base64"}), "schema.contentEncoding is not supported"),
+        (dict(schema={"items": {"x-guidance": {}}}), "items.x-guidance is allowed only at"),
         (dict(schema={"x-guidance": []}), r"schema.x-guidance is \[\]: must be an object"),
         (dict(schema={"properties": ["a"]}), r"schema.properties is \['a'\]: must be an object of"),
         (dict(schema={"properties": {"a": []}}), r"schema.properties.a is \[\]: must be an object"),
@@ -548,16 +553,16 @@ def test_logit_processors_combine_with_grammar():
         (dict(grammar='start: %json {"const": -9223372036854775808}'),
          "grammar: %json.const is -9223372036854775808: must be from"),
         (dict(grammar='start: a\na: %json {"items": {"nullable": true}}'),
-         "json.items.nullable: is"),
+         "json.items.nullable is"),
         (dict(schema={"if": {"maxlength": 3}}),
-         "schema.if.maxlength: is not a JSON Schema keyword"),
+         "schema.if.maxlength is not a JSON Schema keyword"),
         (dict(schema={"dependentSchemas": {"a": {"minlength": 3}}}),
-         "Schemas.a.minlength: is not a JSON"),
+         "Schemas.a.minlength is not a JSON"),
         (dict(schema={"title": {"type": "string"}}), "schema.title is {.*}: must be a string"),
         (dict(grammar="x: /a/"), "grammar: no start rule"),
         (dict(regex="[a&&b]"), "regex: no text matches it"),
         (dict(regex="a(b&&c)[a&&b]"), "regex: no text matches it"),
-        (dict(regex="a", schema={}), "schema and regex: pass only one of them"),
+        (dict(regex="a", schema={}), "pass only one of schema and regex"),
         (dict(regex="a", beams=2), "regex is 'a': must not be set for a beam search"),
     ],
 )  # fmt: skip

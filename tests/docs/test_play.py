@@ -268,7 +268,7 @@ def test_playground_attention_and_probabilities_match_library(trained, count):
         ("Windo(3)", "Windo is no mask: there are Everything, Causal"),
         ("Causal", "Causal is a class: write Causal()"),
         ("Window(-1)", "Window: left is -1: must be an integer of at least 0"),
-        ("Window(None)", "Window(None, None) bounds nothing"),
+        ("Window(None)", "Window(None, None) has no bound"),
         ("Window(2, 3, 4)", "Window takes (left, right)"),
         ("Segments([1, 2])", "Segments: q_ids must be an array i32[B, T]"),
         ("Segments([[1], [2]])", "Segments: q_ids has 2 rows; the page draws a batch of 1"),

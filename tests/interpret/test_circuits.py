@@ -108,7 +108,7 @@ def test_circuit_products_include_adapters():
     ("shape", "changes", "arguments", "message"),
     [
         ("llama", {}, dict(circuit="vo"), "circuit is 'vo': must be 'qk' or 'ov'"),
-        ("llama", {}, dict(count=7), r"count is 7: must be in 1..6"),
+        ("llama", {}, dict(count=7), r"count is 7: must be from 1 to 6"),
         ("llama", {}, dict(branch="cross_attention"), "branch is 'cross_attention': must be 'att"),
         (
             "llama",
@@ -116,8 +116,18 @@ def test_circuit_products_include_adapters():
             dict(circuit="qk"),
             "not linear in the stream, because qk_norm",
         ),
-        ("post", {}, dict(fold_norm=True), "fold_norm: attention has no norm before it"),
-        ("t5", {}, dict(fold_norm=True, branch="cross_attention"), "the branch reads two streams"),
+        (
+            "post",
+            {},
+            dict(fold_norm=True),
+            "fold_norm is True, but attention has no norm before it",
+        ),
+        (
+            "t5",
+            {},
+            dict(fold_norm=True, branch="cross_attention"),
+            "cross_attention, which reads two streams",
+        ),
     ],
 )
 def test_invalid_circuit_arguments_are_rejected(shape, changes, arguments, message):

@@ -250,16 +250,16 @@ def test_dictionary_run_resumes_bitwise_and_loads(tmp_path):
     assert "variance_explained" in (tmp_path / "whole" / "sample.txt").read_text()
     assert isinstance(m.edited(dictionary.edit()).generate("the", 5), str)
     with pytest.raises(
-        ConfigError, match=r"it contains no text model, load it with .*\.interpret\.load_dict"
+        ConfigError, match=r"it contains no text model; load it with .*\.interpret\.load_dict"
     ):
         tj.load(tmp_path / "whole")
-    with pytest.raises(ConfigError, match=r"must be a run of task 'dictionary', not of 'language'"):
+    with pytest.raises(ConfigError, match=r"must be a run with task 'dictionary', not 'language'"):
         load_dictionary(base)
-    with pytest.raises(ConfigError, match=r"step is 5: run .* has checkpoints of steps"):
+    with pytest.raises(ConfigError, match=r"step is 5: run .* has checkpoints only for steps"):
         load_dictionary(tmp_path / "whole", 5)
     for changes, message in [
         (dict(optimizer=AdamW()), "optimizer.weight_decay is 0.1: must be 0 for a dictionary"),
-        (dict(model=dataclasses.replace(m.config, num_heads=4)), "model differs"),
+        (dict(model=dataclasses.replace(m.config, num_heads=4)), "model must equal the config"),
     ]:
         with pytest.raises(ConfigError, match=message):
             fit(dataclasses.replace(config("other"), **changes), task=task)
@@ -283,7 +283,7 @@ def test_task_with_custom_learner_must_name_loader(tmp_path):
     [
         (dict(), "set exactly one of active and l1 .l1 is None"),
         (dict(active=3, l1=0.1), "active is 3: set exactly one of active and l1 .l1 is 0.1"),
-        (dict(active=8), "active is 8: must be at most features 7"),
+        (dict(active=8), "active is 8: must be at most features, 7"),
         (dict(l1=-1.0), "l1 is -1.0: must be positive"),
     ],
 )
@@ -296,16 +296,20 @@ def test_invalid_dictionary_tasks_are_rejected(fields, message):
 def test_cross_branch_edits_and_missing_features_are_rejected():
     model, params = model_of("gpt2")
     dictionary = random_dictionary("block_0/residual", "block_1/residual")
-    with pytest.raises(ValueError, match=r"edit of block_0/residual and block_1/residual: must be"):
+    with pytest.raises(
+        ValueError, match=r"edit of block_0/residual and block_1/residual: both must be"
+    ):
         dictionary.edit()
-    with pytest.raises(ValueError, match=r"features is .*: must be a list of indices in 0..22"):
+    with pytest.raises(ValueError, match=r"features is .*: must be a list of indices from 0 to 22"):
         feature_examples(model, params, dictionary, draw(), np.array([23]))
     traced = jax.jit(
         lambda n: feature_examples(model, params, dictionary, draw(), n, count=2).values
     )
     assert np.isfinite(traced(np.array([3]))).all()
     assert np.isnan(traced(np.array([3, 23, -1]))[1:]).all()
-    with pytest.raises(ValueError, match=r"count is 15: must be in 1..14"):
+    with pytest.raises(ValueError, match=r"count is 15: must be from 1 to 14"):
         feature_examples(model, params, dictionary, draw(), np.array([3]), count=15)
-    with pytest.raises(ValueError, match=r"dictionary_scores with Encoder and rows of length 7"):
+    with pytest.raises(
+        ValueError, match=r"dictionary_scores received Encoder and rows of length 7"
+    ):
         dictionary_scores(*model_of("bert"), dictionary, draw())

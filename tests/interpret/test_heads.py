@@ -102,8 +102,8 @@ def test_head_scores_have_layer_and_head_axes():
     ("call", "message"),
     [
         (lambda: head_scores(np.ones((2, 3, 5)), 2), r"weights have shape \[2, 3, 5\]: must be"),
-        (lambda: head_scores(np.ones((2, 5, 5)), 5), "period is 5: must be in 2..4"),
-        (lambda: head_scores(np.ones((2, 5, 5)), 1), "period is 1: must be in 2..4"),
+        (lambda: head_scores(np.ones((2, 5, 5)), 5), "period is 5: must be from 2 to 4"),
+        (lambda: head_scores(np.ones((2, 5, 5)), 1), "period is 1: must be from 2 to 4"),
         (lambda: attention_rollout(np.ones((2, 5, 5))), r"must be \[B, L, N, T, T\]"),
         (lambda: repeated_tokens(jax.random.key(3), 7, period=11), "period is 11, rows is 4"),
     ],
@@ -179,7 +179,7 @@ def test_integrated_gradients_match_float64_path_integral():
         (dict(steps=0), "steps is 0: must be positive"),
         (dict(baseline=VOCAB), "token 31 at"),
         (dict(edit={"embedding": jnp.sin}), "an edit of embedding"),
-        (dict(capture=("logits",)), "takes no capture"),
+        (dict(capture=("logits",)), "does not accept capture"),
     ],
 )
 def test_invalid_gradient_arguments_are_rejected(arguments, message):

@@ -56,8 +56,8 @@ def test_captured_places_match_hook_values(shape):
     ("shape", "hook", "rule"),
     [
         ("llama", "blocks.1.attn.hook_q", "the value after rotation and norm is `attention/query`"),
-        ("gpt2", "blocks.2.hook_resid_pre", "the block must be in 0..1"),
-        ("gpt2", "blocks.0.attn.hook_qq", "is unknown, nearest: blocks.0.attn.hook_q"),
+        ("gpt2", "blocks.2.hook_resid_pre", "the block number must be from 0 to 1"),
+        ("gpt2", "blocks.0.attn.hook_qq", r"is unknown; see place_of_hook; did you mean"),
         ("gpt2", "hook_resid_pre", "is unknown"),
         ("encoder", "blocks.0.hook_resid_pre", "kind is 'encoder' and norm_order 'pre': must be"),
         ("neox", "blocks.0.hook_resid_mid", "with norm_order 'parallel' no branch reads it"),

@@ -136,9 +136,9 @@ def test_logit_attributions_sum_to_logit_and_logit_difference(shape):
         ("post", {},
          "norm_order is 'post': only in pre-norm and parallel models is the last stream a sum"),
         ("sandwich", {}, "norm_order is 'sandwich'"),
-        ("gpt2", dict(target=VOCAB), r"token 31 at \[0, 0\]: must be in 0..30"),
+        ("gpt2", dict(target=VOCAB), r"token 31 at \[0, 0\]: must be from 0 to 30"),
         ("gpt2", dict(edit={"block_*/residual": jnp.sin}), "an edit of block_0/residual"),
-        ("gpt2", dict(key=jax.random.key(3)), "takes no key"),
+        ("gpt2", dict(key=jax.random.key(3)), "does not accept key"),
     ],
 )  # fmt: skip
 def test_attribution_for_non_additive_models_is_rejected(shape, arguments, message):
@@ -158,11 +158,13 @@ def test_attribution_rejects_capped_or_missing_logits():
     capped = build(ModelConfig(vocab_size=VOCAB, num_layers=1, logit_softcap=5.0))
     with pytest.raises(ValueError, match=r"logit_softcap is 5.0: a capped logit is not a sum"):
         logit_attribution(capped, {}, draw(), 3)
-    with pytest.raises(ValueError, match="logit_lens of a RecurrentLM: must be a Decoder, Enc"):
+    with pytest.raises(
+        ValueError, match="logit_lens received a model of type RecurrentLM: must be a Decoder, "
+    ):
         logit_lens(build(RecurrentConfig(vocab_size=VOCAB)), {}, draw())
     vectors = build(ModelConfig(kind="encoder", inputs=Vectors(width=3)))
     with pytest.raises(ValueError, match="such an encoder has no logits"):
         logit_lens(vectors, {}, draw())
     model, params = model_of("gpt2")
-    with pytest.raises(ValueError, match="logit_lens with an edit of final_norm"):
+    with pytest.raises(ValueError, match="logit_lens does not accept an edit of final_norm"):
         logit_lens(model, params, draw(), edit={"final_*": jnp.sin})

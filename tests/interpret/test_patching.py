@@ -206,9 +206,9 @@ def test_attribution_patching_matches_patching_to_first_order(shape):
         (dict(each=("layer",)), r"each is \('layer',\): must contain"),
         (dict(each=("head",)), r"each is \('head',\): block_0/residual has no heads"),
         (dict(places=("block_0/attention/key", "block_0/attention/query"), each=("head",)),
-         "block_0/attention/query has 4 heads, earlier places have 2"),
-        (dict(edit={}), "takes no edit"),
-        (dict(key=jax.random.key(3)), "takes no key"),
+         "block_0/attention/query has 4 heads, but earlier places have 2"),
+        (dict(edit={}), "does not accept edit"),
+        (dict(key=jax.random.key(3)), "does not accept key"),
     ],
 )  # fmt: skip
 def test_invalid_patches_are_rejected(arguments, message):

@@ -69,7 +69,7 @@ def test_steering_accepts_array_or_list_of_rows():
         (dict(positive=[[3.5]]), r"positive is \[\[3.5\]\]: must be rows of token IDs"),
         (dict(positive=[3, 4]), r"positive is \[3, 4\]: must be rows of token IDs"),
         (dict(negative=[[2**40]]), "negative contains 1099511627776"),
-        (dict(positions=None), "steering_vector takes no positions"),
+        (dict(positions=None), "steering_vector does not accept positions"),
     ],
 )
 def test_invalid_steering_arguments_are_rejected(arguments, message):

@@ -100,9 +100,9 @@ def test_invalid_tuned_lens_arguments_are_rejected():
     ):
         tuned_lens(model, params, own, draw())
     own = Translators.identity(model)
-    with pytest.raises(ValueError, match="tuned_lens with an edit of final_norm"):
+    with pytest.raises(ValueError, match="tuned_lens does not accept an edit of final_norm"):
         tuned_lens(model, params, own, draw(), edit={"final_norm": lambda x: x})
     with pytest.raises(ValueError, match="steps is 0: must be positive"):
         fit_tuned_lens(model, params, draw(), key=jax.random.key(3), steps=0)
-    with pytest.raises(ValueError, match="fit_tuned_lens of an encoder-decoder"):
+    with pytest.raises(ValueError, match="fit_tuned_lens does not support an encoder-decoder"):
         fit_tuned_lens(*model_of("t5"), draw(), key=jax.random.key(3))

@@ -134,7 +134,7 @@ def test_tiles_without_64_rows_are_rejected(kind):
 @pytest.mark.parametrize(
     ("blocks", "page", "message"),
     [
-        (Blocks(1, 128), None, "k=128: a tile of the decode kernel must have 32 or 64 keys"),
+        (Blocks(1, 128), None, "k=128 must be 32 or 64"),
         (Blocks(1, 32, stages=1), None, "stages=1 must be at least 2"),
         (Blocks(1, 64), 96, "page=96 must be a multiple of 64 keys"),
     ],
@@ -199,11 +199,11 @@ def test_unsupported_calls_give_reason(monkeypatch):
 
     monkeypatch.setattr(ampere, "HAS_MMA", True)
     assert reason() is None and reason("float16", 192) is None
-    assert "takes bfloat16 or float16, not float32" in reason("float32")
+    assert "supports only bfloat16 and float16, not float32" in reason("float32")
     assert "80" in reason(H=80)
     assert "needs a Hopper GPU" in reason(nondeterministic=True)
     monkeypatch.setattr(ampere, "HAS_MMA", False)
-    assert "has no mma in Pallas" in reason()
+    assert "Pallas has no mma in jax" in reason()
     monkeypatch.setattr(nvidia, "cuda_version", lambda: 12080)
     assert "install CUDA 13" in reason()
 

@@ -402,10 +402,10 @@ def test_unsupported_calls_give_reason():
     assert reason() is None and reason("float16", 192, 128) is None
     assert "float32" in reason("float32")
     assert reason(H=72) == (
-        "head dims 72 (query, key) and 64 (value): must be multiples of 16 from 32 to 256"
+        "head dims are 72 (query, key) and 64 (value): must be multiples of 16 from 32 to 256"
     )
     assert "64 (query, key) and 272" in reason(Hv=272) and "16 (query" in reason(H=16)
-    assert reason(H=256, Hv=208) == "H + Hv is 256 + 208: if they differ, must be at most 448"
+    assert reason(H=256, Hv=208) == "H + Hv is 256 + 208: must be at most 448 if H and Hv differ"
 
 
 def test_head_dims_are_multiples_of_16():
@@ -425,7 +425,7 @@ def test_cuda_that_breaks_causal_kernels_is_rejected(version, broken, monkeypatc
     shapes = [jax.ShapeDtypeStruct((1, 128, 2, 64), "bfloat16")] * 3
     reason = hopper.refuse(Target("hopper"), False, *shapes)
     if broken:
-        assert f"version {version} may be one of them" in reason and "install CUDA 13" in reason
+        assert f"version {version} may be affected" in reason and "install CUDA 13" in reason
     else:
         assert reason is None
     interpreted = hopper.refuse(Target("hopper", True), False, *shapes)

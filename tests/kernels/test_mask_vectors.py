@@ -91,7 +91,7 @@ def test_unsupported_masks_give_reason():
     table = jnp.ones((4, 4), bool)
     eight = functools.reduce(operator.or_, [~Dense(table)] * 8)
     assert refuse_mask(Causal() & eight) is None
-    assert refuse_mask(~eight & Dense(table)) == "takes at most 8 Dense masks, not 9"
+    assert refuse_mask(~eight & Dense(table)) == "supports at most 8 Dense masks, not 9"
     assert refuse_mask(Predicate(lambda q, k: table[0, q] & table[k, 1])) is None
     assert "from a query and a key" in str(refuse_mask(Predicate(lambda q, k: table[q, k])))
     assert "must be bool" in str(refuse_mask(Predicate(lambda q, k: q - k)))

@@ -79,13 +79,13 @@ def test_program_matches_comparison(visible):
 def test_unsupported_operations_are_rejected_with_reason():
     with pytest.raises(Refused, match=r"masks of 32-bit integers, but .* uses float32"):
         program_of(lambda q, k: q[0].astype(jnp.float32) < 0.5, 1, 1)
-    with pytest.raises(Refused, match="takes no mask that computes population_count"):
+    with pytest.raises(Refused, match="does not support a mask that computes population_count"):
         program_of(lambda q, k: jax.lax.population_count(q[0]) < 2, 1, 1)
     x = jnp.zeros((1, 3, 1, 8))
     mask = Predicate(lambda q, k: jnp.sin(q - k) < 0)
     why = explain_attention(x, x, x, mask=mask)["native"]
-    assert "takes masks of 32-bit integers" in why
-    with pytest.raises(NotImplementedError, match="native: takes masks of 32-bit integers"):
+    assert "supports only masks of 32-bit integers" in why
+    with pytest.raises(NotImplementedError, match="native: supports only masks of 32-bit integers"):
         dot_product_attention(x, x, x, mask=mask, implementation="native")
 
 

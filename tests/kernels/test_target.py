@@ -35,7 +35,7 @@ def test_missing_accelerator_gives_reason():
     arrays = draw(0)
     inputs = arrays["query"], arrays["key"], arrays["value"]
     assert explain_attention(*inputs)["pallas"] == str(target())
-    with pytest.raises(NotImplementedError, match="pallas: needs a TPU or an NVIDIA GPU of capa"):
+    with pytest.raises(NotImplementedError, match="pallas: needs a TPU or an NVIDIA GPU of comp"):
         dot_product_attention(*inputs, implementation="pallas")
 
 
@@ -88,7 +88,7 @@ def test_gpus_without_bfloat16_mma_are_rejected(capability, monkeypatch):
     reason = attached(monkeypatch, device_kind="a GPU", compute_capability=capability)
     assert (
         reason
-        == f"needs an NVIDIA GPU of compute capability 8 or later, the device has {capability}"
+        == f"needs an NVIDIA GPU of compute capability 8 or later, but the device has {capability}"
     )
 
 

@@ -32,7 +32,7 @@ def test_unknown_demonstration_suggests_the_nearest_name(capsys):
     assert demo.main(["rotation"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("demo: demonstration is 'rotation': must be activations or ")
-    assert error.endswith("nearest: rotations\n")
+    assert error.endswith("did you mean rotations?\n")
 
 
 @pytest.mark.parametrize("name", demonstrations())
@@ -48,7 +48,7 @@ def test_unsupported_option_is_refused(name, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        ("rotations --window 7", "--window: no such flag, nearest: --width"),
+        ("rotations --window 7", "--window: no such flag; did you mean --width?"),
         ("rotations --tokens 0", "tokens is 0: must be positive"),
         ("rotations --tokens 1", "tokens is 1: must be at least 2: one position is rotated to "
          "another"),
@@ -80,7 +80,7 @@ def test_unsupported_option_is_refused(name, tmp_path):
         ("streaming_windows --tokens 12", "tokens is 12: must be a multiple of 8, the number of "
          "frames per chunk"),
         ("worked_attention --sentence=", "sentence is '': must contain a word"),
-        ("streaming_windows --windw 7", "--windw: no such flag, nearest: --window"),
+        ("streaming_windows --windw 7", "--windw: no such flag; did you mean --window?"),
         ("rotations --dark", "dark needs --format svg"),
     ],
 )  # fmt: skip
@@ -110,7 +110,7 @@ def test_unknown_word_is_refused_before_training(tmp_path, capsys):
 
 def test_text_shorter_than_a_row_is_refused_before_training(tmp_path):
     module = importlib.import_module("transformer_jax.lectures.demos.variants")
-    rule = "tokens is 3000: must be below [4-6].., the tokens of the shorter part of the text"
+    rule = "tokens is 3000: must be below [4-6].., the number of tokens in the shorter part of the"
     with pytest.raises(ConfigError, match=rule):
         module.demonstrate(settings(module.OPTIONS, tmp_path, quick=True, tokens=3000))
 

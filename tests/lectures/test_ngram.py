@@ -261,14 +261,16 @@ def test_wrong_arguments_are_refused():
         init_params(config, jax.random.key(0))
     for documents, message in (
         (np.zeros(0, np.int32), "documents have no tokens"),
-        (np.array([1, 5]), r"token 5 at \[0, 1\]: must be in 0..4"),
+        (np.array([1, 5]), r"token 5 at \[0, 1\]: must be from 0 to 4"),
         (np.array([0.5]), "tokens are float64"),
         (np.zeros((2, 3, 2), np.int32), r"a document has shape \(3, 2\): must be \[T\]"),
     ):
         with pytest.raises(ValueError, match=message):
             count_ngrams(config, documents)
     model, params = model_and_params()
-    with pytest.raises(ValueError, match=r"state\.tokens are 4 wide: the model's context is 2"):
+    with pytest.raises(
+        ValueError, match=r"state\.tokens have width 4, but the model's context is 2"
+    ):
         wide = init_recent_tokens(NgramConfig(vocab_size=VOCAB), ROWS)
         model.apply({"params": params}, draw_tokens(), state=wide)
 

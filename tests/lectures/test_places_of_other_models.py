@@ -272,7 +272,7 @@ def test_generation_edits_and_captures_match_the_model(kind):
 @pytest.mark.slow
 def test_unknown_place_is_refused():
     for kind, options, message in (
-        ("lstm", dict(capture=("layer_2/hidden",)), "no place is named 'layer_2/hidden', nearest"),
+        ("lstm", dict(capture=("layer_2/hidden",)), "no place is named 'layer_2/hidden': "),
         ("rnn", dict(capture=("layer_0/cell",)), "no place is named 'layer_0/cell'"),
         ("rnn", dict(edit={"layer_0/hidden": lambda x: x[..., :2]}), "edit of layer_0/hidden"),
         ("window", dict(edit={"block_0/residual": jnp.square}), "no place is named 'block_0"),

@@ -300,19 +300,19 @@ def test_wrong_arguments_are_refused():
     fewer = init_recent_tokens(WINDOW, 2)
     wider = RecentTokens(np.zeros((ROWS, 5), np.int32), state.length)
     for message, tokens, arguments in (
-        (r"token 31 at \[1, 2\]: must be in 0..30", wrong, {}),
-        ("tokens have 3 rows, the state 2", right, dict(state=fewer)),
-        ("state.tokens are 5 wide: the model's context is 3", right, dict(state=wider)),
-        ("state is a dict: must be RecentTokens", right, dict(state={})),
+        (r"token 31 at \[1, 2\]: must be from 0 to 30", wrong, {}),
+        ("tokens have 3 rows, but the state has 2", right, dict(state=fewer)),
+        ("state.tokens have width 5, but the model's context is 3", right, dict(state=wider)),
+        ("state is of type dict: must be RecentTokens", right, dict(state={})),
         ("segments with a state", right, dict(state=state, segments=DOCUMENTS)),
         (r"valid is int32\[3, 11\]: must be bool\[3, 11\]", right, dict(valid=DOCUMENTS)),
         (r"at is int32\[1, 1\]: must be integers \[3, Q\]", right, dict(at=wrong[:1, :1])),
-        ("rngs has 'dropout'", right, dict(rngs={"dropout": jax.random.key(0)})),
+        ("rngs contains 'dropout'", right, dict(rngs={"dropout": jax.random.key(0)})),
     ):
         apply = partial(build(WINDOW).apply, tokens=tokens, **arguments)
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(lambda params, apply=apply: apply({"params": params}), params)
-    with pytest.raises(ValueError, match="prompt has 3 rows, the state 2"):
+    with pytest.raises(ValueError, match="prompt has 3 rows, but the state has 2"):
         generate(make_step(build(WINDOW)), {}, right, fewer, num_tokens=3)
     with pytest.raises(ValueError, match="batch is -1: must be an integer of at least 0"):
         init_recent_tokens(WINDOW, -1)

@@ -723,19 +723,19 @@ def test_wrong_arguments_are_refused_before_anything_is_computed():
     wrong[1, 2] = VOCAB
     deeper = init_recurrent_state(dataclasses.replace(LSTM, num_layers=3), ROWS)
     for prompt, start, message in (
-        (wrong, state, r"token 31 at \[1, 2\]: must be in 0..30"),
-        (draw_tokens(rows=2), state, "prompt has 2 rows, the state 3"),
+        (wrong, state, r"token 31 at \[1, 2\]: must be from 0 to 30"),
+        (draw_tokens(rows=2), state, "prompt has 2 rows, but the state has 3"),
         (draw_tokens(), deeper, "state.carry has shapes .* this model's are"),
         (draw_tokens(), init_recurrent_state(GRU, ROWS), "state.carry has shapes"),
-        (draw_tokens(), None, "state is a NoneType: must be a RecurrentState"),
+        (draw_tokens(), None, "state is of type NoneType: must be a RecurrentState"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(step, {}, prompt, start, num_tokens=3)
-    with pytest.raises(ValueError, match="key is None: Sample"):
+    with pytest.raises(ValueError, match="key is None: must be set, because Sample"):
         generate(step, {}, draw_tokens(), state, num_tokens=3, sampler=Sample())
     apply, tokens = partial(step.model.apply, {"params": parameters(LSTM)}), draw_tokens()
     for message, arguments in (
-        ("tokens have 3 rows, the state 2", dict(state=init_recurrent_state(LSTM, 2))),
+        ("tokens have 3 rows, but the state has 2", dict(state=init_recurrent_state(LSTM, 2))),
         (r"valid is bool\[3, 10\]: must be bool\[3, 11\]", dict(valid=np.ones((3, 10), bool))),
         (r"valid is int32\[3, 11\]", dict(valid=np.ones((3, 11), np.int32))),
         ("key is 0: must be a single key", dict(key=0)),
@@ -752,7 +752,7 @@ def test_wrong_arguments_are_refused_before_anything_is_computed():
 def test_rngs_are_refused_with_the_alternative(config):
     model, tokens = build(config), draw_tokens()
     arguments = {} if config.source_vocab_size is None else {"source": draw_source()}
-    with pytest.raises(ValueError, match="rngs has 'dropout': pass the dropout key"):
+    with pytest.raises(ValueError, match="rngs contains 'dropout': pass the dropout key"):
         model.apply({"params": {}}, tokens, **arguments, rngs={"dropout": jax.random.key(0)})
 
 
@@ -771,14 +771,16 @@ def test_inconsistent_source_and_state_are_refused():
             r"valid is .*: must be bool\[3, 7\], the shape of source",
             dict(source=source, source_valid=source),
         ),
-        (r"token 23 at \[0, 0\]: must be in 0..22", dict(source=source * 0 + SOURCE_VOCAB)),
+        (r"token 23 at \[0, 0\]: must be from 0 to 22", dict(source=source * 0 + SOURCE_VOCAB)),
         ("state.memory is None", dict(state=dataclasses.replace(state, memory=None))),
-        ("state.memory.keys are None wide: attention needs 13", dict(state=general)),
+        ("state.memory.keys have width None, but the attention needs 13", dict(state=general)),
     ):
         with pytest.raises(ValueError, match=message):
             apply(tokens, **arguments)
     narrow = dataclasses.replace(state.memory, states=state.memory.states[:, :, :17])
-    with pytest.raises(ValueError, match=r"state\.memory is 17 wide: the model's is 34"):
+    with pytest.raises(
+        ValueError, match=r"state\.memory has width 17, but the model's memory has width 34"
+    ):
         apply(tokens, state=dataclasses.replace(state, memory=narrow))
     with pytest.raises(ValueError, match=r"state\.memory must be None: this model has no"):
         plain = dataclasses.replace(PLAIN, num_layers=1)

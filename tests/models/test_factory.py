@@ -147,16 +147,16 @@ def test_invalid_decode_state_arguments_raise_error():
         (
             CONFIGS["decoder"],
             dict(source=SOURCE),
-            r"source has shape \(2, 5\): this model takes no source",
+            r"source has shape \(2, 5\): this model does not accept a source",
         ),
         (
             CONFIGS["window"],
             dict(source=SOURCE),
-            r"source has shape \(2, 5\): this model takes no source",
+            r"source has shape \(2, 5\): this model does not accept a source",
         ),
         (CONFIGS["rnn"], dict(source_valid=SOURCE_VALID), "source_valid requires a source"),
         (CONFIGS["translator"], dict(source=SOURCE[:1]), "source has 1 rows, but batch is 2"),
-        (CONFIGS["rnn"], dict(dtype=jnp.int8), "dtype is int8: a RecurrentConfig has no cache"),
+        (CONFIGS["rnn"], dict(dtype=jnp.int8), "dtype is int8: RecurrentConfig has no cache"),
         (
             CONFIGS["encoder-decoder"],
             dict(source=SOURCE, source_valid=SOURCE),

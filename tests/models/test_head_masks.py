@@ -172,15 +172,19 @@ def test_without_mask_no_multiplication_is_added():
 @pytest.mark.parametrize(
     ("place", "mask", "message"),
     [
-        (OWN, np.ones(2, np.float32), r"by is float32\[2\]: block_\*/attention/heads has 3 heads"),
+        (
+            OWN,
+            np.ones(2, np.float32),
+            r"by is float32\[2\], but block_\*/attention/heads has 3 heads",
+        ),
         (
             OWN,
             np.ones((3, 3), np.float32),
             r"values for 3 blocks: block_\*/attention/heads matches 2",
         ),
-        (OWN, np.ones((2, 2), np.float32), r"by is float32\[2, 2\]: .* has 3 heads"),
+        (OWN, np.ones((2, 2), np.float32), r"by is float32\[2, 2\], but .* has 3 heads"),
         (OWN, np.ones(3, np.int32), r"by is int32\[3\]: must be a float array"),
-        (OWN, [1.0, 1.0, 1.0], "by is a list: must be a float array"),
+        (OWN, [1.0, 1.0, 1.0], "by is of type list: must be a float array"),
         (
             "block_0/attention/heads",
             np.ones((2, 3), np.float32),

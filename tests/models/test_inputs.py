@@ -283,7 +283,7 @@ def test_scan_and_remat_of_patch_encoder_match_oracle(rng):
         (PATCHES, np.zeros((2, 6, 9), np.float32),
          r"must be floats \[B, H, W, C\] of .*\[6, 9, 2\]"),
         (PATCHES, np.zeros((2, 9, 6, 2), np.float32), r"float32\[2, 9, 6, 2\]: must be floats"),
-        (VECTORS, [[[1.0]]], r"inputs are a list: must be floats"),
+        (VECTORS, [[[1.0]]], r"inputs are of type list: must be floats"),
     ],
 )  # fmt: skip
 def test_inputs_with_wrong_shape_or_dtype_raise_error(inputs, x, message):

@@ -216,8 +216,8 @@ def test_lookup_of_negative_int8_id_gives_nan(rng, vocab):
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (np.array([[3, 4], [5, 31]]), r"token 31 at \[1, 1\].*0\.\.30"),
-        (np.array([[3, -1], [5, 6]]), r"token -1 at \[0, 1\].*0\.\.30"),
+        (np.array([[3, 4], [5, 31]]), r"token 31 at \[1, 1\].*from 0 to 30"),
+        (np.array([[3, -1], [5, 6]]), r"token -1 at \[0, 1\].*from 0 to 30"),
         (np.array([[3, 2**31]], np.int64), r"token 2147483648 at \[0, 1\]"),
         (np.array([[3.0, 4.0]], np.float32), r"float32\[1, 2\].*integers"),
         (np.array([[True, False]]), r"bool\[1, 2\].*integers"),
@@ -238,7 +238,7 @@ def test_float_tokens_raise_under_jit():
     model = build(SMALL)
     with pytest.raises(ValueError, match=r"float32\[2, 3\].*integers"):
         jax.eval_shape(lambda t: model.apply({"params": {}}, t), jnp.ones((2, 3)))
-    with pytest.raises(ValueError, match="tokens are a list: must be an array"):
+    with pytest.raises(ValueError, match="tokens are of type list: must be an array"):
         model.apply({"params": {}}, [[1, 2], [3, 4]])
 
 

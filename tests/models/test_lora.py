@@ -227,7 +227,7 @@ def test_invalid_lora_config_raises_error(fields, message):
 
 def test_adapters_that_do_not_match_parameters_raise_error(params):
     key = jax.random.key(0)
-    with pytest.raises(ConfigError, match=r"targets has 'uery'.*attention/key, attention/out"):
+    with pytest.raises(ConfigError, match=r"targets contains 'uery'.*attention/key, attention/out"):
         init_lora(params, LoraConfig(targets=("query", "uery")), key)
     with pytest.raises(ConfigError, match=r"layers is \(2,\): the stacks have 2 blocks"):
         init_lora(params, LoraConfig(layers=(0, 2)[1:]), key)
@@ -382,7 +382,7 @@ def test_fused_weight_stacks_different_adapters(params, tmp_path, rslora):
 
 def test_unsupported_save_raises_error(params, tmp_path):
     adapters = trained(params)
-    with pytest.raises(ValueError, match=r"block_0/feed_forward/gate: .* no weight in names"):
+    with pytest.raises(ValueError, match=r"block_0/feed_forward/gate.* no weight in names"):
         save_lora(tmp_path, params, adapters, ALL, FUSED)
     with pytest.raises(ValueError, match="for rank 2"):
         save_lora(tmp_path, params, adapters, dataclasses.replace(ALL, rank=2), NAMES)
@@ -498,7 +498,7 @@ def test_damaged_config_raises_error(saved, params, text):
     load_lora(saved, params, NAMES)
     file.write_bytes(text)
     line = refused(saved, params)
-    assert line.startswith(f"{file}: ") and len(line) < 400
+    assert line.startswith(f"{file}") and len(line) < 400
 
 
 @pytest.mark.slow
@@ -513,14 +513,14 @@ def test_damaged_tensor_error_names_tensor(saved, params):
             new = tensors | {named.get(name, name): value for name, value in changes.items()}
             safetensors.save_file({n: x for n, x in new.items() if x is not None}, file)
         line = refused(saved, params)
-        assert line.startswith(f"{file}: ") and message in line
+        assert line.startswith(f"{file}") and message in line
 
     check(f"{b} is missing", b=None)
     line = f"{a} has shape [14, 2]: must be [2, 14] for rank 2 and these parameters"
     check(line, a=tensors[a].T.copy())
     check(f"{b} has dtype I32: must be F32, F16, or BF16", b=np.ones((24, 2), np.int32))
     other = "base_model.model.lm_head.lora_A.weight"
-    check(f"{other}: matches no kernel in names", **{other: np.ones((2, 14), np.float32)})
+    check(f"{other} matches no kernel in names", **{other: np.ones((2, 14), np.float32)})
     safetensors.save_file({}, file)
     check("contains no adapter")
     for damaged in (whole[:-1], whole[:50], b"", (2**60).to_bytes(8, "little") + whole[8:]):

@@ -158,7 +158,7 @@ class Both(Plain, Gated):
         (lambda: replace(CONFIG, block=Bare()), r"block is of class Bare: must be a frozen"),
         (lambda: replace(CONFIG, block=Gated), "block is .*must be"),
         (lambda: replace(CONFIG, block=Both()), "must override edit or run, not both"),
-        (lambda: replace(CONFIG, block=Plain(), qk_norm=True), "qk_norm is True: is not read"),
+        (lambda: replace(CONFIG, block=Plain(), qk_norm=True), "qk_norm is True: is not used"),
         (lambda: replace(CONFIG, block=Gated(), kind="encoder-decoder"), "needs kind 'decoder'"),
         (lambda: gone(as_text(Gated())), r"model.block.kind is .*test_gone:Gated.*import it first"),
         (lambda: config_from_json(as_text(Gated()).replace(f"{__name__}:Gated", "os:getcwd")),
@@ -182,7 +182,7 @@ def test_invalid_custom_block_raises_one_line_error(call, message):
         (Plain("result"), r"run returns \(1, 1, 8\): must be \(1, 13, 8\)"),
         (
             Gated("attention/outputs"),
-            "Gated.edit has 'attention/outputs': .*nearest: attention/out",
+            "Gated.edit has 'attention/outputs': .*did you mean attention/out",
         ),
     ],
 )
@@ -195,7 +195,7 @@ def test_faulty_custom_block_raises_error(block, message):
 
 def test_parameters_of_another_block_raise_error():
     params = drawn(replace(CONFIG, block=Gated()))
-    with pytest.raises(ValueError, match=r"parameters have .*/own, but block is None"):
+    with pytest.raises(ValueError, match=r"parameters contain .*/own, but block is None"):
         jax.eval_shape(lambda: tj.build(CONFIG).apply({"params": params}, TOKENS))
     wrong = tj.build(replace(CONFIG, block=Plain()))
     with pytest.raises(ValueError, match=r"decoder/block_0/own has shapes .*Plain.init makes"):

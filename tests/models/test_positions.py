@@ -335,7 +335,7 @@ def test_more_rotated_dims_than_head_dim_raise_error():
 def test_unknown_positions_error_lists_names():
     known = "'none', 'learned', 'sinusoidal', 'rope', 'shaw', 't5buckets', 'alibi', 't5'"
     told = f"positions is 'rotary': must be one of {known}, or a value such as Rope(base=500.0)"
-    with pytest.raises(ConfigError, match=f"^{re.escape(told)}, nearest: rope$"):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(told)}; did you mean rope\?$"):
         ModelConfig(positions="rotary")
 
 
@@ -499,7 +499,7 @@ def test_first_distance_of_bucket_is_in_it():
 def test_invalid_buckets_raise_error(settings):
     buckets, longest = settings
     given = dict(bidirectional=True, num_buckets=buckets, max_distance=longest)
-    with pytest.raises(ValueError, match=f"num_buckets {buckets}, max_distance {longest}"):
+    with pytest.raises(ValueError, match=f"num_buckets is {buckets}, max_distance is {longest}"):
         biases.relative_bucket(jnp.arange(3), **given)
 
 
@@ -641,5 +641,5 @@ def test_base_of_sinusoids_must_be_known():
     for base in (np.float32(100), jnp.float32(100), jnp.bfloat16(100)):
         made = jax.jit(lambda base=base: pos.sinusoidal(jnp.arange(3), 4, base))()
         np.testing.assert_array_equal(np.asarray(made), wanted)
-    with pytest.raises(ValueError, match=r"base is a .*Tracer: must be a known number"):
+    with pytest.raises(ValueError, match=r"base is of type .*Tracer: must be a concrete number"):
         jax.eval_shape(lambda base: pos.sinusoidal(jnp.arange(3), 4, base), 100.0)

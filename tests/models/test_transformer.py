@@ -927,7 +927,7 @@ def test_encoder_decoder_requires_exactly_one_of_source_and_cache(rng, key):
     for more, message in (
         ({}, "either source or cache"),
         (dict(source=tokens, cache=cache), "either source or cache"),
-        (dict(source_positions=tokens, cache=cache), "source_positions without a source"),
+        (dict(source_positions=tokens, cache=cache), "source_positions needs a source"),
     ):
         with pytest.raises(ValueError, match=message):
             model.apply({"params": params}, tokens, **more)
@@ -953,13 +953,13 @@ def test_contradictory_arguments_raise_error(rng):
     for more, message in (
         (dict(positions=ids[:, :2]), r"positions \(2, 2\) and tokens \(2, 3\)"),
         (dict(segments=ids[:1]), r"segments \(1, 3\) and tokens \(2, 3\)"),
-        (dict(segments=ids, positions=ids), "positions with segments: .* start at 0; omit "
-         "positions, or use one row per document"),
+        (dict(segments=ids, positions=ids), "positions cannot be passed with segments: .* start at"
+         " 0; omit positions, or use one row per document"),
         (dict(segments=ids, cache=init_cache(SMALL, 2, 5)), "segments with a cache"),
         (dict(at=np.zeros((2, 1))), r"at is \w+\[.*\]: must be integers \[2, Q\]"),
         (dict(at=ids[:1]), r"at is \w+\[.*\]: must be integers \[2, Q\]"),
         (dict(at=ids[0]), r"at is \w+\[.*\]: must be integers \[2, Q\]"),
-        (dict(at=[[1], [1]]), r"at is a list: must be an array \[B, Q\]"),
+        (dict(at=[[1], [1]]), r"at is of type list: must be an array \[B, Q\]"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             build(SMALL).apply({"params": params}, tokens, **more)
@@ -975,7 +975,9 @@ def test_dropout_key_in_rngs_raises_error(kind, rng, key):
     model, tokens = build(config), random_tokens(rng, 2, 3)
     params = init_params(config, key)
     more = {"source": tokens} if kind == "encoder-decoder" else {}
-    message = r"rngs has 'dropout': pass the dropout key as an argument: model.apply\(.*, key=key\)"
+    message = (
+        r"rngs contains 'dropout': pass the dropout key as an argument: model.apply\(.*, key=key\)"
+    )
     with pytest.raises(ValueError, match=message):
         model.apply({"params": params}, tokens, **more, rngs={"dropout": key})
     assert model.apply({"params": params}, tokens, **more, rngs={"params": key})[0].shape
@@ -1036,7 +1038,7 @@ def test_position_past_full_cache_raises_or_gives_nan(rng):
     apply = jax.jit(model.apply)
     logits, cache = apply({"params": params}, tokens, positions=places, cache=cache)
     assert np.isfinite(np.asarray(logits)).all()
-    with pytest.raises(ValueError, match="position 5 is past the cache: its capacity is 5"):
+    with pytest.raises(ValueError, match="position 5 is beyond the capacity of the cache, 5"):
         model.apply({"params": params}, tokens, cache=cache)
     before = jax.tree.map(np.array, cache)
     for _ in range(2):
@@ -1150,9 +1152,9 @@ def test_source_vocabulary_adds_one_table_and_is_checked(rng):
     model, params = build(config), oracle.randomised(shapes(config), rng)
     encode = jax.jit(lambda params: model.apply({"params": params}, source, method="encode"))
     assert np.isfinite(encode(params)).all()
-    with pytest.raises(ValueError, match=r"token 43 at \[0, 0\]: must be in 0..42"):
+    with pytest.raises(ValueError, match=r"token 43 at \[0, 0\]: must be from 0 to 42"):
         model.apply({"params": params}, source + 1, method="encode")
-    with pytest.raises(ValueError, match=r"token 31 at \[0, 0\]: must be in 0..30"):
+    with pytest.raises(ValueError, match=r"token 31 at \[0, 0\]: must be from 0 to 30"):
         model.apply({"params": params}, target, source=source)
 
 

@@ -117,9 +117,9 @@ def test_incomplete_distributed_config_is_rejected():
     assert (found.distributed, found.coordinator) == (True, None)
     for argv, message in {
         "--coordinator h:1": "processes is None: pass all of coordinator, processes and process",
-        "--coordinator h:1 --processes 2 --process 2": "process is 2: must be below processes 2",
+        "--coordinator h:1 --processes 2 --process 2": "process is 2: must be below processes, 2",
         "--coordinator h:1 --processes x --process 2": "processes is 'x': must be INTEGER",
-        "--distributed --process 2": "distributed and coordinator: pass only one of them",
+        "--distributed --process 2": "pass only one of distributed and coordinator",
     }.items():
         with pytest.raises(ConfigError, match=message):
             parse(argv.split())

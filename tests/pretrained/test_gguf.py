@@ -364,10 +364,10 @@ def key(name: str, kind: int, value: bytes) -> bytes:
 HOSTILE = {
     "no GGUF file": (b"GGML" + bytes(60), "not a GGUF file"),
     "empty": (b"", "4 bytes, but only 0 remain"),
-    "version 1": (header(version=1), "version 1: must be 2 or 3"),
+    "version 1": (header(version=1), "version is 1: must be 2 or 3"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "of a big-endian machine"),
-    "tensors": (header(tensors=2**40), f"{2**40} tensors: must be at most"),
-    "keys": (header(keys=2**62), f"{2**62} keys: must be at most"),
+    "tensors": (header(tensors=2**40), f"number of tensors is {2**40}: must be at most"),
+    "keys": (header(keys=2**62), f"number of keys is {2**62}: must be at most"),
     "long name": (header(keys=1) + struct.pack("<Q", 2**63), "a key has .* bytes"),
     "long text": (header(keys=1) + key("a", 8, struct.pack("<Q", 2**60)), "bytes"),
     "long list": (header(keys=1) + key("a", 9, struct.pack("<IQ", 5, 2**61)),
@@ -441,7 +441,7 @@ def test_unknown_keys_and_tensors_are_rejected(small, tmp_path):
     odd = tensors | {"blk.0.attn_rot.weight": np.zeros(3, np.float32)}
     refused("'blk.0.attn_rot.weight': not a supported tensor", odd)
     deep = tensors | {"blk.1.attn_norm.weight": np.zeros(32, np.float32)}
-    refused("model.layers.1.input_layernorm.weight: a llama with this", deep)
+    refused("model.layers.1.input_layernorm.weight: llama with this", deep)
     less = {name: tensor for name, tensor in tensors.items() if "ffn_up" not in name}
     refused("tensor model.layers.0.mlp.up_proj.weight is missing", less)
     wide = tensors | {"blk.0.ffn_up.weight": np.zeros((64, 31), np.float32)}
@@ -473,7 +473,7 @@ def test_file_changed_after_opening_is_not_read(small, tmp_path):
 
 
 def test_errors_explain_paths_without_gguf_file(small, tmp_path, monkeypatch):
-    with pytest.raises(CheckpointError, match=r"none\.gguf: cannot be read \(No such file"):
+    with pytest.raises(CheckpointError, match=r"none\.gguf cannot be read \(No such file"):
         load_pretrained(str(tmp_path / "none.gguf"))
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "model-Q8_0.gguf").write_bytes(small[0].read_bytes())
@@ -488,7 +488,7 @@ def test_errors_explain_paths_without_gguf_file(small, tmp_path, monkeypatch):
     blob.symlink_to(small[0])
     assert pretrained_config(blob).d_model == 32
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(CheckpointError, match="requires the package gguf: pip install gguf"):
+    with pytest.raises(CheckpointError, match="requires the package gguf: run pip install gguf"):
         load_pretrained(small[0])
 
 

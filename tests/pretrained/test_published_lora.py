@@ -106,5 +106,5 @@ def test_run_without_adapters_cannot_export_adapter(tmp_path, capsys):
     fit(config)
     status = convert.main(["--model", config.out, "--to", str(tmp_path / "out"), "--adapter"])
     assert status == 2
-    assert "it has no adapters, lora is None" in capsys.readouterr().err
+    assert "it has no adapters, because lora is None" in capsys.readouterr().err
     assert jax.tree.leaves(load_run(config.out).params)

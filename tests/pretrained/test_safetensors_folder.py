@@ -157,9 +157,9 @@ def test_failed_save_names_cause_and_leaves_nothing(tmp_path):
         ({}, [("a", one), ("a", one)], "'a': the name must be a unique string"),
         ({}, [("__metadata__", one)], "'__metadata__'"),
         ({}, [(3, one)], "3: the name must be"),
-        ({"a": {1, 2}}, [("a", one)], "config.json: cannot be written"),
-        ({"a": float("nan")}, [("a", one)], "config.json: cannot be written"),
-        ({"a": "x" * CONFIG_LIMIT}, [("a", one)], r"config\.json: has \d+ bytes"),
+        ({"a": {1, 2}}, [("a", one)], "config.json cannot be written"),
+        ({"a": float("nan")}, [("a", one)], "config.json cannot be written"),
+        ({"a": "x" * CONFIG_LIMIT}, [("a", one)], r"config\.json has \d+ bytes"),
     ]
     for config, tensors, message in cases:
         with pytest.raises(CheckpointError, match=message):
@@ -178,15 +178,15 @@ def test_folder_with_other_files_is_not_replaced(tmp_path):
         "model-00002-of-00002.safetensors",
     }  # fmt: skip
     before = digest(path)
-    with pytest.raises(CheckpointError, match=r"has 'README\.md', which would be lost"):
+    with pytest.raises(CheckpointError, match=r"contains 'README\.md', which would be lost"):
         write_folder(path, {"n": 3}, (1 / 0 for _ in "a"))  # raised before any tensor is computed
     (path / "sub").mkdir()
     (path / "sub" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"has 'sub/notes\.txt', which would be lost"):
+    with pytest.raises(CheckpointError, match=r"contains 'sub/notes\.txt', which would be lost"):
         write_folder(path, {"n": 3}, [], files={"README.md": b"3"})
     shutil.rmtree(path / "sub")
     (path / "sub").symlink_to(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has 'sub', which would be lost"):
+    with pytest.raises(CheckpointError, match=r"contains 'sub', which would be lost"):
         write_folder(path, {"n": 3}, [], files={"README.md": b"3"})
     (path / "sub").unlink()
     assert digest(path) == before
@@ -206,7 +206,7 @@ def test_saving_over_open_folder_preserves_open_tensors(tmp_path):
     write_folder(path, {}, halved)  # from the same folder
     assert bytes(mapped) == content
     assert bits(open_folder(path).read_all("ab")) == bits({"a": old / 2, "b": (old + 1) / 2})
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: has changed since"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has changed since"):
         folder.read("a")
 
 
@@ -390,7 +390,7 @@ def test_file_truncated_after_opening_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="has changed since the folder was opened"):
         folder.read("a")
     (tmp_path / "m" / SINGLE).unlink()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         folder.read("a")
 
 
@@ -423,7 +423,7 @@ def test_no_code_in_file_is_run(tmp_path):
         with pytest.raises(CheckpointError, match="is a pickle, which this library never reads"):
             open_folder(folder)
         lay(folder, GOOD, content)
-        with pytest.raises(CheckpointError, match=r"config\.json: "):
+        with pytest.raises(CheckpointError, match=r"config\.json"):
             open_folder(folder)
         assert not canary.exists(), name
 
@@ -496,11 +496,12 @@ def links(folder: Path, outside: Path) -> dict[str, tuple[str, str]]:
     (folder / "proc.safetensors").symlink_to("/proc/self/mem")
     (folder / "folder.safetensors").mkdir()
     os.mkfifo(folder / "pipe.safetensors")
-    leaves = "a link that leaves the folder"
+    leaves = "is a link that leaves the folder"
     return {
         "out": leaves, "chain": leaves, "up": leaves, "zero": leaves, "proc": leaves,
-        "loop": "not a regular file|cannot be read", "nothing": "cannot be read",
-        "folder": "not a regular file", "pipe": "not a regular file", "absent": "cannot be read",
+        "loop": "is not a regular file|cannot be read", "nothing": "cannot be read",
+        "folder": "is not a regular file", "pipe": "is not a regular file",
+        "absent": "cannot be read",
     }  # fmt: skip
 
 
@@ -512,7 +513,7 @@ def test_nothing_outside_the_folder_is_opened(tmp_path):
         index = {"weight_map": {"b": "good.safetensors", "a": f"{name}.safetensors"}}
         (folder / INDEX).write_text(json.dumps(index))
         with Watch(folder) as near, Watch(outside) as far:
-            with pytest.raises(CheckpointError, match=rf"m/{name}\.safetensors: ({message})"):
+            with pytest.raises(CheckpointError, match=rf"m/{name}\.safetensors ({message})"):
                 open_folder(folder)
             assert near.opened() == {CONFIG, INDEX}
             assert not far.opened()
@@ -521,7 +522,7 @@ def test_nothing_outside_the_folder_is_opened(tmp_path):
     (folder / "secret.json").symlink_to(outside / CONFIG)
     (folder / SINGLE).symlink_to(outside / SINGLE)
     with Watch(outside) as watch:
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: a link that leaves"):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is a link that leaves"):
             open_folder(folder)
         (folder / SINGLE).unlink()
         (folder / SINGLE).symlink_to("good.safetensors")  # links within the folder are allowed
@@ -529,7 +530,7 @@ def test_nothing_outside_the_folder_is_opened(tmp_path):
         assert opened.read("a").tobytes() == EIGHT
         for name in ("secret.json", "linked/config.json"):
             for read in (opened.read_json, opened.file):
-                with pytest.raises(CheckpointError, match=f"{name}: a link that leaves"):
+                with pytest.raises(CheckpointError, match=f"{name} is a link that leaves"):
                     read(name)
         for name in ("../outside/config.json", str(outside / CONFIG), "~", "", "a\0", "linked//x"):
             with pytest.raises(CheckpointError, match="is not a plain file name"):
@@ -537,9 +538,9 @@ def test_nothing_outside_the_folder_is_opened(tmp_path):
         for name in (SINGLE, CONFIG):
             (folder / name).unlink()
             (folder / name).symlink_to(outside / name)
-            with pytest.raises(CheckpointError, match=f"{name}: a link that leaves"):
+            with pytest.raises(CheckpointError, match=f"{name} is a link that leaves"):
                 open_folder(folder)
-            with pytest.raises(CheckpointError, match=f"{name}: a link that leaves"):
+            with pytest.raises(CheckpointError, match=f"{name} is a link that leaves"):
                 opened.read("a") if name == SINGLE else opened.read_json(name)
         assert not watch.opened()
 
@@ -563,7 +564,7 @@ def test_index_and_files_must_agree(tmp_path):
         (right | {"c": "2.safetensors", "d": "2.safetensors"}, r"'c' is missing, and 1 more"),
         ({"a": "1.safetensors", "c": "2.safetensors"}, r"2\.safetensors: 'c' is missing"),
         ({"a": "2.safetensors", "b": "1.safetensors"}, r"2\.safetensors: 'a' is missing"),
-        (right | {"c": "3.safetensors"}, r"3\.safetensors: cannot be read"),
+        (right | {"c": "3.safetensors"}, r"3\.safetensors cannot be read"),
         (right | {"c": "M.safetensors", "d": "m.safetensors"}, "must differ in more than case"),
         ({}, "weight_map must be an object"),
         ([], "weight_map must be an object"),
@@ -577,15 +578,15 @@ def test_index_and_files_must_agree(tmp_path):
         open_folder(sharded(tmp_path / "m", files | extra, right))
     for damage in (b"", bytes(len(two)), two[:-1], hostile.zipped("x", b"x")):
         damaged = {"2.safetensors": damage}
-        with pytest.raises(CheckpointError, match=r"2\.safetensors: "):
+        with pytest.raises(CheckpointError, match=r"2\.safetensors(: | is not a safetensors file)"):
             open_folder(sharded(tmp_path / "m", files | damaged, right))
     for text in ("[]", "1", "null", '{"weight_map": {"a": "x", "a": "y"}}', "[" * 10**6):
         (tmp_path / "m" / INDEX).write_text(text)
-        with pytest.raises(CheckpointError, match=r"index\.json: "):
+        with pytest.raises(CheckpointError, match=r"index\.json(: | is )"):
             open_folder(tmp_path / "m")
     with open(tmp_path / "m" / INDEX, "wb") as stream:
         stream.truncate(HEADER_LIMIT + 1)
-    with pytest.raises(CheckpointError, match=r"index\.json: has 100000001 bytes"):
+    with pytest.raises(CheckpointError, match=r"index\.json has 100000001 bytes"):
         open_folder(tmp_path / "m")
 
 
@@ -643,18 +644,18 @@ def test_index_and_header_of_235b_model_are_read(tmp_path):
         (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
         (b'{"a": 1, "b": 2, "a": 1}', "'a' appears twice"),
         (b'{"a": {"b": 2, "b": 1}}', "'b' appears twice"),
-        (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "nested deeper than 64"),
-        (b'{"a": "\\"' + b"[" * 64 + b'", "b": ' + b"[" * 64, "nested deeper than 64"),
-        (b"[" * 10**6, "nested deeper than 64"),
-        (b'{"a":' * 10**5, "nested deeper than 64"),
+        (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "nested more than 64 levels deep"),
+        (b'{"a": "\\"' + b"[" * 64 + b'", "b": ' + b"[" * 64, "nested more than 64 levels deep"),
+        (b"[" * 10**6, "nested more than 64 levels deep"),
+        (b'{"a":' * 10**5, "nested more than 64 levels deep"),
         (b'{"a": [' + b"0," * 2**17 + b"0]}", "more than 131072 values"),
-        (b'{"a": "' + b"\\" * CONFIG_LIMIT, "has 8388615 bytes: at most 8388608 are read"),
+        (b'{"a": "' + b"\\" * CONFIG_LIMIT, "has 8388615 bytes: must have at most 8388608"),
         (b'{"a": "' + b'\\"' * 500_000, "not JSON"),
     ],
     ids=lambda value: ascii(value)[:24],
 )
 def test_hostile_config_is_rejected(tmp_path, content, message):
-    with pytest.raises(CheckpointError, match=rf"config\.json: .*{re.escape(message)}") as caught:
+    with pytest.raises(CheckpointError, match=rf"config\.json.* {re.escape(message)}") as caught:
         open_folder(lay(tmp_path, GOOD, content))
     assert len(str(caught.value)) < 300 + len(str(tmp_path))
 
@@ -663,7 +664,7 @@ def test_two_gigabyte_config_is_not_read(tmp_path):
     lay(tmp_path, GOOD)
     with open(tmp_path / CONFIG, "wb") as stream:
         stream.truncate(2**31)
-    with pytest.raises(CheckpointError, match=r"config\.json: has 2147483648 bytes"):
+    with pytest.raises(CheckpointError, match=r"config\.json has 2147483648 bytes"):
         open_folder(tmp_path)
 
 
@@ -692,7 +693,7 @@ def test_missing_parts_are_named(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="is not a folder"):
         open_folder(tmp_path / "file")
-    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         open_folder(tmp_path)
     lay(tmp_path, GOOD).joinpath(SINGLE).unlink()
     with pytest.raises(CheckpointError, match=f"there is no {SINGLE} and no {INDEX}$"):
@@ -705,7 +706,7 @@ def test_adapter_folder_error_names_base_model(tmp_path):
     for base, part in (("org/base", ", 'org/base',"), (None, "")):
         content = json.dumps({"peft_type": "LORA", "base_model_name_or_path": base})
         (tmp_path / "adapter_config.json").write_text(content)
-        rule = f"not a model: load its base model{part} and then load_lora\\(path, params, names\\)"
+        rule = f"not a model; load its base model{part} and then load_lora\\(path, params, names\\)"
         for load in (open_folder, load_model, load_sentence_encoder):
             with pytest.raises(CheckpointError, match=rule):
                 load(tmp_path)
@@ -817,13 +818,13 @@ def test_unreachable_hub_is_one_line_error(monkeypatch):
 
 def test_missing_package_is_named_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match=r"huggingface_hub: pip install huggingface_hub$"):
+    with pytest.raises(CheckpointError, match=r"huggingface_hub: run pip install huggingface_hub$"):
         open_folder("gpt2")
     monkeypatch.setattr(safetensors, "__version__", "0.7.1rc0")
     with pytest.raises(CheckpointError, match=r"0\.7\.1rc0: must be 0\.8 or later"):
         open_folder(lay(tmp_path, GOOD))
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(CheckpointError, match=r"safetensors: pip install safetensors$"):
+    with pytest.raises(CheckpointError, match=r"safetensors: run pip install safetensors$"):
         open_folder(lay(tmp_path, GOOD))
 
 

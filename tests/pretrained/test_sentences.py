@@ -159,7 +159,7 @@ def test_invalid_arguments_are_rejected(encoder):
     with pytest.raises(ValueError, match=r"token 31 at \[0, 1\]"):
         encoder.encode(np.array([[1, 31]], np.int32))
     narrow = dataclasses.replace(encoder, max_len=1)
-    with pytest.raises(ValueError, match="cannot truncate a text to max_len 1"):
+    with pytest.raises(ValueError, match="cannot truncate text to max_len 1"):
         narrow.encode_texts(["4 5"], Words())
 
 

@@ -217,7 +217,7 @@ def test_separate_tables_are_read_used_and_saved(name, tmp_path):
         not apart and not config.tie_embeddings
     ):  # transformers would initialise both tables at random
         like = folder
-        with pytest.raises(ConfigError, match="of transformers has two input tables: set it"):
+        with pytest.raises(ConfigError, match="in transformers has two input tables; set it"):
             save_pretrained(tmp_path / "saved", config, params)
     save_pretrained(tmp_path / "saved", config, params, like=like)
     assert_loads(tmp_path / "saved", config, params)
@@ -290,7 +290,7 @@ def test_bart_rejects_separate_vocabularies_and_tied_separate_tables():
 
     write_config(FAMILIES["bart"], config(source_vocab_size=41, tie_embeddings=False))
     for wrong in (dict(source_vocab_size=43, tie_embeddings=False), dict(source_vocab_size=41)):
-        with pytest.raises(ConfigError, match=r"vocab_size is \d+: a bart has"):
+        with pytest.raises(ConfigError, match=r"vocab_size is \d+: must be \w+ in the family bart"):
             write_config(FAMILIES["bart"], config(**wrong))
 
 
@@ -325,7 +325,9 @@ def test_source_ids_are_checked_against_source_vocabulary():
     targets = with_special_tokens(CharTokenizer("abcdefghi"), ["bos", "eos"])
     sources = CharTokenizer("abcdefghijklmn")
     model = LanguageModel(TextModel(config, {}, targets, source_tokenizer=sources), "here")
-    with pytest.raises(ValueError, match="prompt is 'ln': has token 13, 'n': the model has 13"):
+    with pytest.raises(
+        ValueError, match="prompt is 'ln': it has token 13, 'n', but the model has only 13"
+    ):
         model.generate("ln", 2)
 
 
@@ -519,14 +521,14 @@ def test_t5_encoder_loads_without_decoder(flag, tmp_path):
     np.testing.assert_array_equal(got, want)
     written = write_config(FAMILIES["t5"], config)
     assert written["architectures"] == ["T5EncoderModel"] and not written["is_encoder_decoder"]
-    with pytest.raises(ConfigError, match=r"logit_scale is 0\.5: a t5 has None"):
+    with pytest.raises(ConfigError, match=r"logit_scale is 0\.5: must be None in the family t5"):
         write_config(FAMILIES["t5"], dataclasses.replace(config, logit_scale=0.5))
 
 
 def test_mt5_logits_are_unscaled():
     config = loaded("t5")[0]
     assert config.logit_scale is not None
-    with pytest.raises(ConfigError, match=r"logit_scale is .*: a mt5 has None"):
+    with pytest.raises(ConfigError, match=r"logit_scale is .*: must be None in the family mt5"):
         write_config(FAMILIES["mt5"], config)
 
 

@@ -50,7 +50,7 @@ def test_folder_defines_classified_unit(family, of, changes, tensor, architectur
     if of == "token":
         del content["architectures"]
         (tmp_path / "m" / "config.json").write_text(json.dumps(content))
-        rule = r"architectures is None: without .* the classifier reads tokens: must"
+        rule = r"architectures is None: must be, without .*, a class for tokens"
         with pytest.raises(ConfigError, match=rule):
             load_pretrained(tmp_path / "m")
 

@@ -116,15 +116,19 @@ def test_openai_client_reads_vectors_of_encoder(client, encoder, tokenizer):
     ("fields", "param", "why"),
     [
         (dict(input=["a", "a " * 8]), "input", r"input[1] has 10 tokens: must have from 1 to 9"),
-        (dict(input=[2, 11, 3]), "input", "input[0] has id 11: the model has 11 tokens"),
+        (
+            dict(input=[2, 11, 3]),
+            "input",
+            "input[0] contains ID 11, but the model has only 11 tokens",
+        ),
         (dict(input=[2, 3, 0]), "input", "input[0] ends with the padding token 0"),
         (dict(input=[]), "input", "at least 1"),
         (dict(input=["a", 3]), "input[1]", "input[1] is 3: must be a string"),
         (dict(input=[[2, 3], []]), "input[1]", "input[1] has 0 items"),
         (dict(input=None), "input", "input is None: must be a string or a list"),
-        (dict(dimensions=3), "dimensions", "the vectors of this model have 6"),
+        (dict(dimensions=3), "dimensions", "must be 6, the length of this model's vectors"),
         (dict(encoding_format="int8"), "encoding_format", "must be 'float' or 'base64'"),
-        (dict(model="other"), "model", "this server has 'small'"),
+        (dict(model="other"), "model", "this server serves 'small'"),
         (dict(tools=[]), "tools", "is not a parameter"),
     ],
 )
@@ -208,4 +212,6 @@ def test_command_serves_sentence_transformers_folder(folder, monkeypatch, capsys
 
     assert len(embed(TestClient(served[0])).json()["data"][0]["embedding"]) == 6
     assert serve.main([*command, "--context", "5"]) == 2
-    assert capsys.readouterr().err == "serve: context is 5: not supported by a sentence encoder\n"
+    assert (
+        capsys.readouterr().err == "serve: context is 5: a sentence encoder does not support it\n"
+    )

@@ -183,7 +183,7 @@ def test_failures_have_openai_form(client, monkeypatch):
     wrong = FixedEngine()
     wrong.read = lambda request: 1 / 0
     error(post(wrong), 500, "server_error", "the server failed")
-    message = "model is 'n': this server has 'm'"
+    message = "model is 'n': this server serves 'm'"
     expected = 404, "not_found_error", message, "model", "model_not_found"
     error(post(FixedEngine(), request | {"model": "n"}), *expected)
     error(client(FixedEngine()).get("/v1/models/n"), *expected)

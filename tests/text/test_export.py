@@ -120,14 +120,14 @@ def test_fixed_batch_stops_rows_and_rejects_other_sizes(tmp_path):
     (found,) = decoded_elsewhere(tmp_path / "out", [PROMPTS])
     assert found == generated(config, params, PROMPTS, 71, stop=stop)
     assert len(found[0]) <= 4
-    with pytest.raises(ValueError, match="2 prompts: the programs take 3"):
+    with pytest.raises(ValueError, match="the number of prompts is 2: must be 3"):
         decode_exported.decode(tmp_path / "out", PROMPTS[:2], 5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(context=98), "context is 98: must be at most max_len 97"),
+        (dict(context=98), "context is 98: must be at most max_len, 97"),
         (dict(context=0), "context is 0: must be an integer of at least 1"),
         (dict(batch=0), "batch is 0: must be an integer of at least 1"),
         (dict(platforms=["cpu", "gpu"]), r"platforms is \['cpu', 'gpu'\]: must be one or more of "),
@@ -135,7 +135,7 @@ def test_fixed_batch_stops_rows_and_rejects_other_sizes(tmp_path):
         (dict(platforms=[]), r"platforms is \[\]: must be one or more of "),
         (dict(platforms=None), "platforms is None: must be one or more of "),
         (dict(platforms=[["cpu"]]), r"platforms is \[\['cpu'\]\]: must be one or more of "),
-        (dict(first=5), "first is 5: must be a list of token ids"),
+        (dict(first=5), "first is 5: must be a list of token IDs"),
         (dict(first=[1, 61]), r"first\[1\] is 61: must be at most 60"),
         (dict(stop=[-1]), r"stop\[0\] is -1: must be an integer of at least 0"),
         (dict(stop=[2.5]), r"stop\[0\] is 2.5: must be an integer of at least 0"),
@@ -180,19 +180,19 @@ def about(tmp_path, **changes):
         ({}, [], 1, "a prompt has no tokens: must have at least one"),
         ({}, [[1]], 0, "number of new tokens is 0: must be an integer of at least 1"),
         ({}, [[1]], 2.5, "number of new tokens is 2.5: must be an integer of at least 1"),
-        ({}, [5, 6], 1, "a prompt is 5: must be a list of token ids"),
-        ({}, ["56"], 1, "a prompt is '56': must be a list of token ids"),
+        ({}, [5, 6], 1, "a prompt is 5: must be a list of token IDs"),
+        ({}, ["56"], 1, "a prompt is '56': must be a list of token IDs"),
         (
             {},
             [[1, 2, 3]],
             10,
             "prompt and new tokens reach length 12: the limit is the context, 11",
         ),
-        (dict(batch=2), [[1]], 1, "1 prompts: the programs take 2"),
-        ({}, [[1], [5, 61]], 1, "a prompt has the token 61: must be an id from 0 to 60"),
-        ({}, [[-1]], 1, "a prompt has the token -1: must be an id from 0 to 60"),
-        ({}, [[2**40]], 1, f"a prompt has the token {2**40}: must be an id from 0 to 60"),
-        ({}, [[1.5]], 1, "a prompt has the token 1.5: must be an id from 0 to 60"),
+        (dict(batch=2), [[1]], 1, "the number of prompts is 1: must be 2"),
+        ({}, [[1], [5, 61]], 1, "a prompt contains the token 61: must be an ID from 0 to 60"),
+        ({}, [[-1]], 1, "a prompt contains the token -1: must be an ID from 0 to 60"),
+        ({}, [[2**40]], 1, f"a prompt contains the token {2**40}: must be an ID from 0 to 60"),
+        ({}, [[1.5]], 1, "a prompt contains the token 1.5: must be an ID from 0 to 60"),
     ],
 )
 def test_script_reports_arguments_that_do_not_fit(changes, prompts, count, message, tmp_path):
@@ -221,7 +221,7 @@ def test_script_writes_no_token_after_nan(tmp_path, monkeypatch):
         ("config.json", "[]", "config.json: format is []: must be '"),
         ("config.json", "{", "config.json cannot be read: Expecting property name"),
         ("config.json", json.dumps({"format": decode_exported.FORMAT, "batch": None}),
-         "config.json lacks context, first, stop, vocab_size"),
+         "config.json is missing context, first, stop, vocab_size"),
         ("model.safetensors", "torn", "model.safetensors cannot be read: "),
         ("prefill.jax", "torn", "prefill.jax cannot be read: "),
     ],
@@ -238,11 +238,11 @@ def test_damaged_file_is_named(name, content, message, tmp_path):
 @pytest.mark.parametrize(
     ("prompt", "error"),
     [
-        ("Once", "decode.py: a prompt is 'Once': must be token ids, such as 12,5,9: the folder "
+        ("Once", "decode.py: a prompt is 'Once': must be token IDs, such as 12,5,9: the folder "
                  "has no tokenizer.json"),
-        ("1,,2", "decode.py: a prompt is '1,,2': must be token ids, such as 12,5,9: the folder "
+        ("1,,2", "decode.py: a prompt is '1,,2': must be token IDs, such as 12,5,9: the folder "
                  "has no tokenizer.json"),
-        ("61", "decode.py: a prompt has the token 61: must be an id from 0 to 60"),
+        ("61", "decode.py: a prompt contains the token 61: must be an ID from 0 to 60"),
     ],
 )  # fmt: skip
 def test_script_checks_prompt_of_ids(prompt, error, tmp_path):

@@ -107,7 +107,9 @@ def test_patched_target_keeps_its_source():
     assert seen.by_head["cross_attention/heads"].shape == (2, 2)
     assert seen.tokens == ["<bos>", "f", "e"] and seen.other_tokens == ["<bos>", "a", "b"]
     np.testing.assert_allclose(seen.by_token["residual"][1], [0, 0, 1], atol=1e-4)
-    with pytest.raises(ValueError, match=r"other is \('cad', 'ab'\): must have the source of the"):
+    with pytest.raises(
+        ValueError, match=r"other is \('cad', 'ab'\): must have the same source as the"
+    ):
         pairs().inspect.patch(("bad", "fe"), ("cad", "ab"))
 
 
@@ -190,20 +192,20 @@ def ngrams():
     ("ask", "rule"),
     [
         (lambda: classes().inspect.lens("bad"),
-         "lens: a run of task 'classify' predicts the class of a text"),
+         "lens: a run for task 'classify' predicts the class of a text"),
         (lambda: ngrams().inspect.heads("bad"),
-         "heads: a NgramConfig of 'here' has no blocks and heads"),
+         r"heads: model 'here' \(NgramConfig\) has no blocks and heads"),
         (lambda: pairs().inspect.lens("bad"), r"text is 'bad': must be \(source, target\)"),
         (lambda: plain().inspect.lens("bad", count=0),
          "count is 0: must be an integer of at least 1"),
         (lambda: plain().inspect.lens("a" * 18),
-         "the text has 18 tokens: must be at most max_len 17"),
+         "the text has 18 tokens: must be at most max_len, 17"),
         (lambda: plain().inspect.patch("bad", "ba"),
          "other has 2 tokens: must be as many as in the text, 3"),
         (lambda: plain().inspect.patch("a", "b", answer="c", other_answer="c"),
          "the answer to both prompts is 'c': pass an answer and"),
         (lambda: plain().inspect.heads("bad", answer="ab"),
-         r"answer is 'ab': 2 tokens \('a', 'b'\): must"),
+         r"answer is 'ab': must be one token, not 2"),
         (lambda: plain().inspect.heads("bad", answer=""),
          "answer is '': must be a string of one token"),
         (lambda: plain().inspect.heads("a", answer="a", other_answer="a"),

@@ -370,7 +370,7 @@ def test_loaded_model_is_accepted_and_invalid_arguments_raise_one_line(folder, t
         (lambda: TransformerJaxLM(model, max_length=65), "max_length is 65: must be at most 64"),
         (lambda: made.loglikelihood(instances("loglikelihood", ("the", ""))), "continuation is ''"),
         (lambda: made.generate_until(instances("generate_until", ("the", {"max_gen_toks": 64}))),
-         "max_gen_toks is 64: must be below max_length 64"),
+         "max_gen_toks is 64: must be below max_length, 64"),
         (lambda: made.chat_template("other"), None),
     ]  # fmt: skip
     for call, message in wrong:

@@ -153,8 +153,8 @@ def test_plot_selects_part_layer_and_head(tmp_path):
     assert (tmp_path / "map.png").read_bytes()[:4] == b"\x89PNG"
     assert "<svg" in (tmp_path / "map.svg").read_text()
     for options, rule in (
-        (dict(layer=2), "layer is 2: must be 0 to 1 in cross-attention"),
-        (dict(head=-1), "head is -1: must be 0 to 1 in cross-attention"),
+        (dict(layer=2), "layer is 2: must be from 0 to 1 for cross-attention"),
+        (dict(head=-1), "head is -1: must be from 0 to 1 for cross-attention"),
         (dict(part="both"), "part is 'both': must be 'cross' or 'self' or 'encoder'"),
     ):
         with pytest.raises(ConfigError, match=rule):
@@ -207,14 +207,16 @@ def test_nearest_uses_source_embedding_and_skips_special_tokens():
     )
     words = model_of(replace(CONFIG, vocab_size=6), WordTokenizer(("to", "be", "or", "not")))
     assert {text for text, _ in words.inspect.nearest("to")} == {"be", "or", "not"}
-    with pytest.raises(ValueError, match="word is 'To': not among the words of the tokenizer"):
+    with pytest.raises(
+        ValueError, match="word is 'To', which is not among the words of the tokenizer"
+    ):
         words.inspect.nearest("To")
     pieces = BPETokenizer.train("king man king man " * 9, 270)
     subwords = model_of(replace(CONFIG, vocab_size=pieces.vocab_size), pieces)
     assert len(pieces.encode(" king")) == 1
     assert subwords.inspect.nearest("king", count=1)[0][0] != " king"
     ngrams = tj.NgramConfig(vocab_size=11)
-    with pytest.raises(ConfigError, match="a NgramConfig of 'here' has no embeddings of words"):
+    with pytest.raises(ConfigError, match=r"model 'here' \(NgramConfig\) has no word embeddings"):
         replace(plain(), model=replace(plain().model, config=ngrams)).inspect.nearest("c")
 
 

@@ -260,9 +260,9 @@ def test_run_is_evaluated_on_all_of_another_file(task, options, changed):
 @pytest.mark.parametrize(("options", "message"), [
     (dict(examples=0), "examples is 0: must be at least 1"),
     (dict(context=0), "context is 0: must be at least 1"),
-    (dict(context=5), "context is 5: a run has its own"),
-    (dict(beams=2), "beams is 2: a run of task 'language' has no pairs"),
-    (dict(examples=2), "examples is 2: a run of task 'language' has no pairs"),
+    (dict(context=5), "context is 5: must be None for a run, which has its own"),
+    (dict(beams=2), "beams is 2: a run for task 'language' has no pairs"),
+    (dict(examples=2), "examples is 2: a run for task 'language' has no pairs"),
 ])  # fmt: skip
 def test_evaluation_option_that_does_not_fit_run_is_rejected(options, message):
     run = TrainConfig(model=CONFIG, task=LanguageTask())
@@ -424,7 +424,7 @@ def test_adapter_generates_each_text_up_to_its_end(adapter_of, monkeypatch):
     long = adapter_of(letters(), batch_size=2, max_gen_toks=14)
     assert texts(long, ("a", {"until": "d"}), ("abcdefg", {"until": "d"})) == ["bc", "hijkabc"]
     assert calls.admitted[-2:] == [[4, 5, 6], [0]] and sorted(calls.released) == [0, 1]
-    with pytest.raises(ValueError, match="max_gen_toks is 17: must be below max_length 17"):
+    with pytest.raises(ValueError, match="max_gen_toks is 17: must be below max_length, 17"):
         texts(lm, ("a", {"max_gen_toks": 17}))
     assert not any(stepped)
     edited = letters().edited({"logits": lambda logits: logits})
@@ -509,7 +509,7 @@ def test_published_model_writes_targets_of_sources(monkeypatch):
         replace(model.model, config=replace(config, positions="learned")), "here"
     )
     assert learned.target_count(200) == learned.target_count(None) == 200
-    with pytest.raises(ValueError, match="num_tokens is 201: must be at most max_len 200"):
+    with pytest.raises(ValueError, match="num_tokens is 201: must be at most max_len, 200"):
         learned.target_count(201)
     assert model.target_count(201) == 201
     monkeypatch.undo()
@@ -558,9 +558,9 @@ def test_each_token_is_scored_once_for_any_windows(labels_as_nats):
     shown = f"Score(nats={sum(ids):.4f}, num_tokens=17, num_bytes=17, bits_per_byte="
     assert repr(found).startswith(shown)
     for options, message in (
-        (dict(window=18), "window is 18: must be at most max_len 17"),
-        (dict(window=5, stride=6), "stride is 6: must be at most window 5"),
-        (dict(stride=18), "stride is 18: must be at most max_len 17"),
+        (dict(window=18), "window is 18: must be at most max_len, 17"),
+        (dict(window=5, stride=6), "stride is 6: must be at most window, 5"),
+        (dict(stride=18), "stride is 18: must be at most max_len, 17"),
     ):
         with pytest.raises(ValueError, match=message):
             letters().score(text, **options)
@@ -578,7 +578,7 @@ def test_answers_and_targets_are_scored_with_their_end_token(labels_as_nats):
     found = model.score(whole)
     assert list(found.token_nats) == encode(whole)[1:] and found.num_bytes == 5 - 1
     for wrong, message in (
-        (talk[:1], "the last message has role 'user': must be a message of the assistant"),
+        (talk[:1], "the last message has role 'user': must be a message from the assistant"),
         (("a", "b"), "must be a string"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -602,7 +602,7 @@ def test_answers_and_targets_are_scored_with_their_end_token(labels_as_nats):
             pair.score(wrong, **options)
     short = replace(config, positions="learned", max_len=3)
     full = LanguageModel(replace(pair.model, config=short), "here")
-    with pytest.raises(ValueError, match="source: 4 tokens: a sequence has at most 3"):
+    with pytest.raises(ValueError, match="source: it has 4 tokens, but a sequence has at most 3"):
         read_whole(full, ("abcde"[1:], "f"))
     assert read_whole(full, ("bcd", "f")).ids.tolist() == [258, *encode("f")]
 

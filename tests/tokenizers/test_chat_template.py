@@ -210,9 +210,13 @@ def test_template_is_chosen_by_name_or_for_tools():
     assert found.chat(TALK) == "usual"
     assert found.chat(TALK, tools=TOOLS) == "tools"
     assert found.chat(TALK, template="rag") == "None"
-    with pytest.raises(DataError, match=r"template 'x': the tokenizer has default, rag, tool_use"):
+    with pytest.raises(
+        DataError, match=r"template 'x' does not exist: the tokenizer has default, rag, tool_use"
+    ):
         found.chat(TALK, template="x")
-    with pytest.raises(DataError, match="template 'default': the tokenizer has none"):
+    with pytest.raises(
+        DataError, match="template 'default' does not exist: the tokenizer has none"
+    ):
         tokenizer().chat(TALK)
 
 
@@ -251,12 +255,12 @@ class TestInjection:
         ],
     )
     def test_special_token_in_message_is_refused_with_its_path(self, messages, path):
-        with pytest.raises(DataError, match=path + ": contains '<.*>', which is a reserved token"):
+        with pytest.raises(DataError, match=path + " contains '<.*>', which is a reserved token"):
             self.found.chat_ids(messages)
 
     def test_special_token_in_tools_or_documents_is_refused(self):
         for name in ("tools", "documents"):
-            with pytest.raises(DataError, match=rf"{name}\[0\].a: contains '<s>'"):
+            with pytest.raises(DataError, match=rf"{name}\[0\].a contains '<s>'"):
                 self.found.chat_ids(TALK, **{name: [{"a": "<s>"}]})
 
     def test_parse_accepts_special_tokens(self):
@@ -267,7 +271,7 @@ class TestInjection:
 
     def test_added_token_of_template_is_refused_except_from_assistant(self):
         gemma, mark = tokenizer(("default", LAYOUTS["Gemma"][0])), "<start_of_turn>"
-        with pytest.raises(DataError, match=r"messages\[0\].content: contains '<start_of_turn>'"):
+        with pytest.raises(DataError, match=r"messages\[0\].content contains '<start_of_turn>'"):
             gemma.chat_ids([{"role": "user", "content": mark}])
         assert len(gemma.chat_ids([TALK[0], {"role": "assistant", "content": mark}]))
         assert len(self.found.chat_ids([{"role": "user", "content": mark}]))
@@ -344,7 +348,7 @@ HOSTILE = {
     "{{ raise_exception('no  system\nrole, please') }}": "^chat template: no system role, please$",
     "{{ nothing() }}": "'nothing' is undefined",
     "{{ 1 // 0 }}": "division",
-    "x" * (TEMPLATE_LIMIT + 1): f"has {TEMPLATE_LIMIT + 1} characters: must be at most",
+    "x" * (TEMPLATE_LIMIT + 1): f"has {TEMPLATE_LIMIT + 1} characters: must have at most",
 }
 
 
@@ -418,7 +422,7 @@ def test_template_handles_null_content_and_tool_calls():
 def test_cyclic_messages_are_refused():
     message: dict = {"role": "user"}
     message["content"] = [message]
-    with pytest.raises(DataError, match="nested more than 64 deep"):
+    with pytest.raises(DataError, match="nested more than 64 levels deep"):
         tokenizer(("default", "")).chat([message])
 
 

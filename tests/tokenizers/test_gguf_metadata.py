@@ -230,7 +230,7 @@ WRONG = {
     "tokens": (None, "tokenizer.ggml.tokens is missing: must be a list of strings"),
     "token_type": (np.ones(3, np.int32), r"token_type of 3: must be a list of \d+ numbers"),
     "merges": (["a b", "zz qq"], "entry 1, 'zz qq', must be two known tokens"),
-    "bos_token_id": (9999, r"bos_token_id is 9999: must be an id of the \d+ tokens"),
+    "bos_token_id": (9999, r"bos_token_id is 9999: must be an ID of the \d+ tokens"),
     "add_bos_token": (2, "add_bos_token is 2: must be true or false"),
     "add_space_prefix": (True, "add_space_prefix is True: must be false for 'gpt2'"),
     "normalizer": ("x", "'tokenizer.ggml.normalizer': unknown key"),
@@ -241,7 +241,7 @@ LISTS = {
     "model": ([1, 2], "model of 2: must be a string"),
     "pre": (["qwen2"], "tokenizer.ggml.pre of 1: must be one of gpt-2"),
     "add_bos_token": (np.array([True, False]), "add_bos_token of 2: must be true or false"),
-    "eos_token_id": (np.array([1, 2]), r"eos_token_id of 2: must be an id of the \d+ tokens"),
+    "eos_token_id": (np.array([1, 2]), r"eos_token_id of 2: must be an ID of the \d+ tokens"),
 }
 
 
@@ -260,7 +260,7 @@ def test_invalid_key_is_named(name, wrong):
 def test_duplicate_tokens_missing_scores_and_invalid_template_are_refused():
     _, metadata = byte_level("smollm")
     metadata["tokenizer.ggml.tokens"][9] = metadata["tokenizer.ggml.tokens"][8]
-    with pytest.raises(DataError, match="has ids 8 and 9"):
+    with pytest.raises(DataError, match="has IDs 8 and 9"):
         tokenizer_of_metadata(metadata, "m.gguf")
     metadata = pieces()
     del metadata["tokenizer.ggml.scores"]

@@ -142,7 +142,7 @@ class TestGPT2:
         assert 268 not in verbatim
         assert gpt2.to_bytes(verbatim) == gpt2.to_bytes(gpt2.encode(text)) == text.encode()
         with pytest.raises(
-            DataError, match=r"the text: contains '<\|endoftext\|>', which is a reserved token"
+            DataError, match=r"the text contains '<\|endoftext\|>', which is a reserved token"
         ):
             gpt2.encode(text, written="refuse")
         assert gpt2.encode("a<b", written="refuse").tolist() == [97, 60, 98]
@@ -451,7 +451,7 @@ class TestFolder:
         assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
         assert tokenizer.decode([97, 269, 98], skip_special_tokens=True) == "a<tool>b"
         with pytest.raises(
-            DataError, match="continue_final_message: is an argument of transformers"
+            DataError, match="continue_final_message is an argument of transformers"
         ):
             tokenizer.chat([dict(role="user", content="a")], continue_final_message=True)
         (folder / "additional_chat_templates").mkdir()
@@ -557,35 +557,35 @@ BEYOND = dict(id=999, content="<x>", single_word=False, lstrip=False, rstrip=Fal
               normalized=False, special=True)  # fmt: skip
 DOUBLE = dict(type="Replace", pattern={"String": "a"}, content="aa")
 HOSTILE = {
-    "nothing": ({}, r"no tokenizer found"),
-    "not JSON": (dict(tokenizer_json="{"), r"tokenizer.json: not JSON"),
-    "not UTF-8": (dict(tokenizer_json=b"\xff{}"), r"tokenizer.json: not JSON \('utf-8' codec"),
-    "nested": (dict(tokenizer_json='{"a":' + "[" * 100_000), "tokenizer.json: nested deeper"),
+    "nothing": ({}, r"no tokenizer was found"),
+    "not JSON": (dict(tokenizer_json="{"), r"tokenizer.json is not JSON"),
+    "not UTF-8": (dict(tokenizer_json=b"\xff{}"), r"tokenizer.json is not JSON \('utf-8' codec"),
+    "nested": (dict(tokenizer_json='{"a":' + "[" * 100_000), "tokenizer.json is nested more"),
     "a list": (dict(tokenizer_json="[]"), r"tokenizer.json: must be an object"),
     "no model": (dict(tokenizer_json="{}"), r"tokenizer.json: "),
     "a key twice": (dict(tokenizer_json='{"a": 1, "a": 2}'), r"tokenizer.json: 'a' appears twice"),
     "NaN": (dict(tokenizer_json='{"a": NaN}'), "tokenizer.json: 'NaN' is not a finite number"),
     "an added id beyond": (dict(tokenizer_json=llama()
         | dict(added_tokens=[*llama()["added_tokens"], BEYOND])),
-        r"tokenizer.json: added_tokens: '<x>' has id 999: must be 272"),
-    "a huge id": (dict(tokenizer_json=with_vocabulary(zz=2**31)), r"'zz' has id 2147483648"),
+        r"tokenizer.json: added_tokens: '<x>' has ID 999: must be 272"),
+    "a huge id": (dict(tokenizer_json=with_vocabulary(zz=2**31)), r"'zz' has ID 2147483648"),
     "a negative id": (dict(tokenizer_json=with_vocabulary(zz=-1)), r"tokenizer.json: "),
     "an id that is text": (dict(tokenizer_json=with_vocabulary(zz="1")), r"tokenizer.json: "),
-    "an id twice": (dict(tokenizer_json=with_vocabulary(zz=5)), r"id 5 is used by \['<0x02>'"),
+    "an id twice": (dict(tokenizer_json=with_vocabulary(zz=5)), r"ID 5 is used by \['<0x02>'"),
     "unknown merges": (dict(tokenizer_json=with_model(merges=[["q", "x"]])), r"json: .*`q` out of"),
     "an unknown model": (dict(tokenizer_json=with_model(type="Pickle")), r"tokenizer.json: "),
     "dropout": (dict(tokenizer_json=with_model(dropout=0.1)), r"model.dropout is 0.1"),
     "no unknown": (dict(tokenizer_json=with_model(unk_token=None, byte_fallback=False)),
-        r"model: would drop unknown characters"),
+        r"model would drop unknown characters"),
     "an unknown unknown": (dict(tokenizer_json=with_model(unk_token="?")), r"unk_token is '\?'"),
     "an unknown decoder": (dict(tokenizer_json=llama()
         | dict(decoder=dict(type="CTC", pad_token="a", word_delimiter_token="b", cleanup=True))),
         r"decoder .*CTC"),
-    "growing text": (dict(tokenizer_json=normalizing(*[DOUBLE] * 30)), r"normalizer: lengthens"),
+    "growing text": (dict(tokenizer_json=normalizing(*[DOUBLE] * 30)), r"normalizer lengthens"),
     "auto_map": (dict(tokenizer_json=llama(), tokenizer_config_json=dict(auto_map=["x.Y", None])),
         r"tokenizer_config.json: auto_map is \['x.Y', None\]: it names Python code"),
     "an unknown role": (dict(tokenizer_json=llama(), tokenizer_config_json=dict(pad_token="[PAD]")),
-        r"tokenizer.json: pad_token is '\[PAD\]': not in the vocabulary"),
+        r"tokenizer.json: pad_token is '\[PAD\]': must be in the vocabulary"),
     "a role that is a number": (dict(tokenizer_json=llama(),
         tokenizer_config_json=dict(pad_token=3)),
         r"tokenizer_config.json: pad_token is 3: must be a string"),
@@ -601,20 +601,20 @@ HOSTILE = {
         decoders=[None]))), r"tokenizer.json: "),
     "added under two ids": (dict(tokenizer_json=llama(),
         tokenizer_config_json=dict(added_tokens_decoder={"7": {"content": "<s>"}})),
-        r"'<s>' has id 7: it already has id 1"),
+        r"'<s>' has ID 7: it already has ID 1"),
     "two under one id": (dict(tokenizer_json=llama(), added_tokens_json={"<x>": 1}),
-        r"'<x>' has id 1: '<s>' has this id"),
+        r"'<x>' has ID 1: '<s>' has this ID"),
     "an end beyond": (dict(tokenizer_json=llama(), generation_config_json=dict(eos_token_id=[2,
-        272])), r"generation_config.json: eos_token_id is 272: must be an id below 272"),
+        272])), r"generation_config.json: eos_token_id is 272: must be an ID below 272"),
     "a template that is a number": (dict(tokenizer_json=llama(),
         tokenizer_config_json=dict(chat_template=3)),
         r"tokenizer_config.json: chat_template: must be a string"),
-    "GPT-2: an id twice": (gpt2_files(zz=5), r"vocab.json: 'zz' and .* have id 5"),
-    "GPT-2: a hole": (gpt2_files(zz=300), r"vocab.json: no token has id 269, but 'zz' has 300"),
-    "GPT-2: an id that is text": (gpt2_files(zz="300"), r"vocab.json: 'zz' has id '300'"),
-    "GPT-2: a negative id": (gpt2_files(zz=-3), r"vocab.json: 'zz' has id -3: must be at least 0"),
+    "GPT-2: an id twice": (gpt2_files(zz=5), r"vocab.json: 'zz' and .* have ID 5"),
+    "GPT-2: a hole": (gpt2_files(zz=300), r"vocab.json: no token has ID 269, but 'zz' has 300"),
+    "GPT-2: an id that is text": (gpt2_files(zz="300"), r"vocab.json: 'zz' has ID '300'"),
+    "GPT-2: a negative id": (gpt2_files(zz=-3), r"vocab.json: 'zz' has ID -3: must be at least 0"),
     "GPT-2: a merge of unknowns": (gpt2_files("h e\nhe zz"), r"merges.txt: line 2 names 'zz'"),
-    "GPT-2: a merge to an unknown": (gpt2_files("h e\ne h"), r"line 2 names 'eh': not in vocab"),
+    "GPT-2: a merge to an unknown": (gpt2_files("h e\ne h"), r"line 2 names 'eh', which is"),
     "GPT-2: a merge of three": (gpt2_files("h e l"), r"merges.txt: line 1 is 'h e l': must be two"),
     "GPT-2: no byte": (dict(vocab_json={"a": 0}, merges_txt=""), r"vocab.json: byte 0x21 has no"),
     "GPT-2: another class": (gpt2_files() | dict(
@@ -695,7 +695,7 @@ def test_oversized_file_is_not_read(tmp_path):
     with open(tmp_path / "tokenizer.json", "wb") as file:
         file.truncate(2**31)
     tracemalloc.start()
-    with pytest.raises(DataError, match="has 2147483648 bytes: at most 67108864 are read"):
+    with pytest.raises(DataError, match="has 2147483648 bytes: must have at most 67108864"):
         load_tokenizer_folder(tmp_path)
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()

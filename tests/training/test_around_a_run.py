@@ -158,7 +158,7 @@ def test_mesh_of_one_device_places_rows_and_parameters():
     np.testing.assert_array_equal(alone.rows_of_process(x, 1), x)
     mesh = SimpleNamespace(shape={"data": 2, "fsdp": 1, "tensor": 4}, size=8)
     assert Placement(mesh).described() == "8 x cpu: data=2, tensor=4"
-    with pytest.raises(ConfigError, match="mesh is 'data=2': needs 2 devices, there is one"):
+    with pytest.raises(ConfigError, match="mesh is 'data=2': needs 2 devices, but there is one"):
         make_placement(MeshConfig(data=2))
 
 
@@ -259,7 +259,9 @@ def test_trackers_get_numbers_and_failing_one_is_removed(monkeypatch, tmp_path):
     ]  # fmt: skip
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else 1)
     check_trackers(("tensorboard", "trackio"))
-    with pytest.raises(ConfigError, match="log has 'wandb': needs wandb: pip install wandb"):
+    with pytest.raises(
+        ConfigError, match="log contains 'wandb', which needs wandb: run pip install wandb"
+    ):
         check_trackers(("trackio", "wandb"))
 
 

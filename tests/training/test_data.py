@@ -105,7 +105,7 @@ def test_bpe_training_is_deterministic_across_processes():
 @pytest.mark.parametrize("unknown", ["a", "c", "f", "z", " ", "é"])
 def test_character_adjacent_to_known_one_is_unknown(unknown):
     tokenizer = CharTokenizer("bdegy")
-    rule = rf"character 2 is U\+{ord(unknown):04X} '{unknown}': not among the 5 characters"
+    rule = rf"character 2 is U\+{ord(unknown):04X} '{unknown}', which is not among the 5 characters"
     with pytest.raises(DataError, match=rule):
         tokenizer.encode(f"ye{unknown}b")
     with pytest.raises(DataError, match=r"character 0 is U\+D800"):
@@ -249,11 +249,11 @@ def test_held_out_characters_do_not_depend_on_tokenizer(tmp_path):
     [
         (b"", "it is empty"),
         (b"\xef\xbb\xbf", "it is empty except for a byte-order mark"),
-        (b"abcdefgh", "training part has 7 tokens, a window of context 7 needs 8"),
-        (b"abcdefgh" * 5, "held-out part has 4 tokens, a window of context 7 needs 8"),
-        (b"abc\xffdef" * 99, "text.txt: byte 3 is 0xff: not UTF-8"),
-        ("wide".encode("utf-16"), "byte 0 is 0xff: not UTF-8"),
-        (b"\xed\xa0\x80" * 99, "byte 0 is 0xed: not UTF-8"),
+        (b"abcdefgh", "training part has 7 tokens, but a window of context 7 needs 8"),
+        (b"abcdefgh" * 5, "held-out part has 4 tokens, but a window of context 7 needs 8"),
+        (b"abc\xffdef" * 99, "text.txt: byte 3 is 0xff: must be UTF-8"),
+        ("wide".encode("utf-16"), "byte 0 is 0xff: must be UTF-8"),
+        (b"\xed\xa0\x80" * 99, "byte 0 is 0xed: must be UTF-8"),
     ],
 )
 def test_unusable_text_raises_with_reason(tmp_path, content, message):
@@ -293,11 +293,11 @@ def test_shakespeare_is_downloaded_once_and_verified(tmp_path, monkeypatch):
     file = tmp_path / "transformer_jax" / "shakespeare.txt"
     assert [p.name for p in file.parent.iterdir()] == [file.name]
     file.write_bytes(content[:-1])
-    with pytest.raises(DataError, match=r"shakespeare.txt: sha256 differs"):
+    with pytest.raises(DataError, match=r"shakespeare.txt: its SHA-256 checksum"):
         read("shakespeare")
     file.unlink()
     monkeypatch.setattr(data, "SHAKESPEARE_SHA256", "0" * 64)
-    with pytest.raises(DataError, match="does not have sha256"):
+    with pytest.raises(DataError, match="does not have the SHA-256 checksum"):
         read("shakespeare")
     assert not file.exists()
 

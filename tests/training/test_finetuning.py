@@ -209,11 +209,11 @@ def test_invalid_adapter_configs_raise(base, tmp_path):
     with pytest.raises(ConfigError, match="init_from is None: must name the model"):
         fit(alone)
     late = {
-        r"targets has 'qerry': matches nothing": LoraConfig(targets=("qerry",)),
-        r"lora.trained has 'decoder': .*/kernel has an adapter": dataclasses.replace(
+        r"targets contains 'qerry', which matches nothing": LoraConfig(targets=("qerry",)),
+        r"lora.trained contains 'decoder': .*/kernel has an adapter": dataclasses.replace(
             LORA, trained=("decoder",)
         ),
-        r"lora.trained has 'haed': no parameter has this prefix": dataclasses.replace(
+        r"lora.trained contains 'haed': no parameter has this prefix": dataclasses.replace(
             LORA, trained=("haed",)
         ),
     }

@@ -272,7 +272,7 @@ def test_traced_label_outside_vocabulary_makes_loss_nan(label):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(labels=np.zeros((2, 4), np.int32)), r"\(2, 3, 13\), labels \(2, 4\)"),
+        (dict(labels=np.zeros((2, 4), np.int32)), r"\(2, 3, 13\) and labels \(2, 4\)"),
         (dict(labels=np.zeros((2, 3), np.float32)), "labels are float32"),
         (dict(weights=np.ones(3, np.float32)), r"weights have shape \(3,\)"),
         (dict(label_smoothing=1.0), "label_smoothing is 1.0"),
@@ -438,7 +438,7 @@ def test_chunks_never_materialize_all_logits(differentiated):
 
 
 @pytest.mark.slow_except(
-    "change1-D is 4 in hidden, 5 in output_weights",
+    "change1-D is 4 in hidden but 5 in output_weights",
     "change2-hidden has shape \\\\(3, 5\\\\)",
     "change4-softcap is 0.0: must be finite and above 0",
     "change5-logit_bias has shape \\\\(1,\\\\): must be \\\\(13,\\\\)",
@@ -447,7 +447,7 @@ def test_chunks_never_materialize_all_logits(differentiated):
     ("change", "message"),
     [
         (dict(chunk_size=0), "chunk_size is 0"),
-        (dict(hidden=np.zeros((2, 3, 4), np.float32)), "D is 4 in hidden, 5 in output_weights"),
+        (dict(hidden=np.zeros((2, 3, 4), np.float32)), "D is 4 in hidden but 5 in output_weights"),
         (dict(hidden=np.zeros((3, D), np.float32)), r"hidden has shape \(3, 5\)"),
         (dict(label_smoothing=-0.1), "label_smoothing is -0.1"),
         (dict(softcap=0.0), "softcap is 0.0: must be finite and above 0"),

@@ -226,9 +226,9 @@ def test_resumed_preference_run_is_bit_identical(tmp_path, lora):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "a", "chosen": "b"}', "line 2: lacks rejected: must be {"),
-        ("[1]", "line 2: lacks prompt, chosen, rejected: must be {"),
-        ("{", "line 2: not JSON"),
+        ('{"prompt": "a", "chosen": "b"}', "line 2 lacks rejected: must be {"),
+        ("[1]", "line 2 lacks prompt, chosen, rejected: must be {"),
+        ("{", "line 2 is not JSON"),
         (
             '{"prompt": "a", "chosen": "b", "rejected": "b"}',
             "line 2: chosen and rejected are eq",
@@ -240,7 +240,7 @@ def test_resumed_preference_run_is_bit_identical(tmp_path, lora):
         ('{"prompt": "", "chosen": "b", "rejected": "t"}', "line 2: prompt has no tokens"),
         (
             json.dumps({"prompt": "a", "chosen": "b", "rejected": "t" * 90}),
-            "line 2, rejected: 91 tokens: a sequence has at most 48",
+            "line 2, rejected: it has 91 tokens, but a sequence has at most 48",
         ),
         (
             '{"prompt": [{"role": "user", "content": "a"}], "chosen": [{"role": "cat", '
@@ -274,7 +274,7 @@ def with_a_bad_pair(folder, line):
 @pytest.mark.slow
 def test_invalid_pairs_start_no_run(tmp_path, base_of_lines):
     with_a_bad_pair(tmp_path, "[1]")
-    with pytest.raises(DataError, match="line 2: lacks prompt, chosen, rejected"):
+    with pytest.raises(DataError, match="line 2 lacks prompt, chosen, rejected"):
         fit(a_run(tmp_path, base_of_lines))
     assert not (tmp_path / "run").exists()
 

@@ -406,7 +406,7 @@ def test_mixture_uses_tokenizer_of_its_folders(folders):
     )
     assert task.described() == f"{parts}; {held_out:,} tokens held out, 156 in a step"
     assert task.per_character(1.5) == (1.5, "byte") and task.tokens_per_step == 2 * 6 * 13
-    other = f"its tokenizer differs from {folders}/run: prepare it with `tokenizer={folders}/run`"
+    other = f"its tokenizer differs from {folders}/run; prepare it with `tokenizer={folders}/run`"
     with pytest.raises(ConfigError, match=f"web': {other}$"):
         load_task(run, Tokenizers(CharTokenizer("ab")))
     documented = replace(run, task=documents())
@@ -424,7 +424,7 @@ def test_damaged_folder_is_rejected_before_anything_is_written(folders, tmp_path
     content = bytearray(file.read_bytes())
     content[100] ^= 4
     file.write_bytes(content)
-    with pytest.raises(DataError, match=r"train-00000.bin: sha256 mismatch"):
+    with pytest.raises(DataError, match=r"train-00000.bin has the wrong SHA-256 checksum"):
         fit(config(tmp_path, "out"))
     (out / "manifest.json").unlink()
     (out / "prepare.json").write_text("{}")
@@ -438,7 +438,9 @@ def test_shard_truncated_during_run_stops_it_with_one_line(folders, tmp_path):
     task = load_task(config(tmp_path, "out"))
     task.inputs(0)
     os.truncate(tmp_path / "out" / "train-00000.bin", 50)
-    with pytest.raises(DataError, match=r"train-00000.bin: ends before byte \d+: was truncated"):
+    with pytest.raises(
+        DataError, match=r"train-00000.bin: ends before byte \d+, so it was truncated"
+    ):
         for step in range(1, 300):  # steps that were read ahead are intact
             task.inputs(step)
 
@@ -448,14 +450,14 @@ def test_settings_incompatible_with_prepared_folder_raise(folders, tmp_path):
     both = f"{folders / 'web'},{tmp_path / 'other'}"
     encoder = replace(MODEL, kind="encoder")
     cases = [
-        (DataError, r"other: tokenizer differs from that of .*web", {"data": both}),
+        (DataError, r"other: its tokenizer differs from that of .*web", {"data": both}),
         (ConfigError, "documents is 'lines'", {"task": LanguageTask(documents="lines")}),
         (ConfigError, "task is 'masked'", {"task": MaskedTask(), "model": encoder}),
         (ConfigError, "tokenizer is 'bpe'", {"tokenizer": "bpe"}),
         (DataError, "val_data is .*txt': must be a prep", {"val_data": f"{tmp_path}/other.txt"}),
         (DataError, "'nowhere' is not a prepared folder", {"data": f"{folders / 'web'},nowhere"}),
         (ConfigError, "vocab_size is 100", {"vocab": 100}),
-        (DataError, r"books: train has \d+ tokens, a window of context 3000 needs 3001",
+        (DataError, r"books: train has \d+ tokens, but a window of context 3000 needs 3001",
          {"data": str(folders / "books"), "model": replace(MODEL, max_len=3000)}),
     ]  # fmt: skip
     for error, message, changes in cases:
@@ -499,7 +501,7 @@ def test_trained_model_continues_on_folder_with_its_tokenizer(folders, tmp_path)
     )  # fmt: skip
     assert fit(second).val_loss is not None
     prepared_lines(tmp_path, "other", [f"other {i}" for i in range(300)], tokenizer="char")
-    with pytest.raises(ConfigError, match=r"its tokenizer differs from .*first: prepare it with"):
+    with pytest.raises(ConfigError, match=r"its tokenizer differs from .*first; prepare it with"):
         fit(replace(second, data=str(tmp_path / "other"), out=str(tmp_path / "third")))
 
 

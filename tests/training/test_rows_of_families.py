@@ -233,7 +233,9 @@ def test_encoder_reads_text_between_special_tokens(around, roles, row):
     example = class_example(config, Tokenizers(tokenizer_of(around, **roles)), pair)
     assert example.tokens.tolist() == row and example.labels == 1
     short = replace(config, context=len(row) - 1)
-    with pytest.raises(ValueError, match=f"line 1: {len(row)} tokens: a sequence has at most"):
+    with pytest.raises(
+        ValueError, match=f"line 1: it has {len(row)} tokens, but a sequence has at most"
+    ):
         class_example(short, Tokenizers(tokenizer_of(around, **roles)), pair)
 
 
@@ -242,9 +244,13 @@ def test_token_unknown_to_model_is_rejected_with_line():
     config = TrainConfig(model=model, task=ClassifyTask(labels=("x", "y")))
     tokenizers = Tokenizers(tokenizer_of("<s> $A </s>", cls="<s>", sep="</s>", mask="<mask>"))
     assert len(class_example(config, tokenizers, Pair("y", "aa", "line 1")).tokens) == 5
-    with pytest.raises(ValueError, match=rf"line 1: has token {B}, 'b': the model has {B} tokens"):
+    with pytest.raises(
+        ValueError, match=rf"line 1: it has token {B}, 'b', but the model has only {B} tokens"
+    ):
         class_example(config, tokenizers, Pair("y", "ab", "line 1"))
-    with pytest.raises(ValueError, match=rf"prompt is 'b<mask>': has token {B}, 'b': the model"):
+    with pytest.raises(
+        ValueError, match=rf"prompt is 'b<mask>': it has token {B}, 'b', but the model"
+    ):
         fill_masks(config, tokenizers, {}, "b<mask>")
 
 

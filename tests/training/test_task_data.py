@@ -336,18 +336,30 @@ REFUSED = {
     "one pair": (
         Seq2SeqTask(),
         "a\tb\n",
-        "1 pairs: must have at least one for",
+        "the number of pairs is 1: must be at least one for",
     ),
-    "long": (Seq2SeqTask(), "a\tb\n" + "a" * 30 + "\tb\n", "line 2: source: 30 tokens: a sequence"),
-    "long row": (PrefixTask(), "a\tb\na\t" + "b" * 23 + "\n", "line 2: source and target: 25 tok"),
-    "encoding": (Seq2SeqTask(), b"a\tb\n\xff\tb\n", "byte 4 is 0xff: not UTF-8"),
+    "long": (
+        Seq2SeqTask(),
+        "a\tb\n" + "a" * 30 + "\tb\n",
+        "line 2: source: it has 30 tokens, but a sequence",
+    ),
+    "long row": (
+        PrefixTask(),
+        "a\tb\na\t" + "b" * 23 + "\n",
+        "line 2: source and target: it has 25 tok",
+    ),
+    "encoding": (Seq2SeqTask(), b"a\tb\n\xff\tb\n", "byte 4 is 0xff: must be UTF-8"),
     "one label": (
         ClassifyTask(),
         "x\tab\nx\tcd\n",
         "its only label is 'x': must have at least two labels",
     ),
-    "label": (ClassifyTask(), "x\ta\ny\tb\n" * 2 + "z\tb\n", "line 5: label 'z': must be one of"),
-    "not JSON": (ChatTask(), "{]\n", "line 1: not JSON"),
+    "label": (
+        ClassifyTask(),
+        "x\ta\ny\tb\n" * 2 + "z\tb\n",
+        "line 5: label is 'z': must be one of",
+    ),
+    "not JSON": (ChatTask(), "{]\n", "line 1 is not JSON"),
     "a key twice": (ChatTask(), '{"messages": 1, "messages": 2}\n', "'messages' appears twice"),
     "no messages": (ChatTask(), '{"text": "a"}\n', "line 1: must be {"),
     "role": (ChatTask(), '{"messages": [{"role": "cat", "content": "a"}]}\n', "must have a role"),
@@ -355,7 +367,7 @@ REFUSED = {
     "one document": (
         LanguageTask(documents="lines"),
         "abc\n",
-        "1 lines: must have at least one",
+        "the number of lines is 1: must be at least one",
     ),
 }
 
@@ -372,7 +384,7 @@ def test_unusable_data_raises_in_one_line(tmp_path, name):
 
 def test_parallel_files_of_different_length_are_rejected(tmp_path):
     one, two = write(tmp_path, "a\nb\nc\n", "a"), write(tmp_path, "x\ny\n", "b")
-    with pytest.raises(DataError, match=r"a has 3 lines, .*b has 2: parallel files must have"):
+    with pytest.raises(DataError, match=r"a has 3 lines and .*b has 2: parallel files must have"):
         load_task(run(Seq2SeqTask(targets=str(two)), one))
     with pytest.raises(DataError, match="targets is '/nowhere': must be a file"):
         load_task(run(Seq2SeqTask(targets="/nowhere"), one))
@@ -418,7 +430,7 @@ def test_text_unknown_to_tokenizer_raises_with_line(tmp_path):
     tokenizers = load_task(run(Seq2SeqTask(), write(tmp_path, PAIRS))).tokenizers
     other = write(tmp_path, "av\tva\nax\txQ\n", "other.tsv")
     with pytest.raises(
-        DataError, match=r"other.tsv, line 2: character 1 is U\+0051 'Q': not among"
+        DataError, match=r"other.tsv, line 2: character 1 is U\+0051 'Q', which is not among"
     ):
         load_task(run(Seq2SeqTask(), other, val_data=str(other)), tokenizers)
 
@@ -450,7 +462,7 @@ def test_grown_table_keeps_rows_and_other_shapes_are_rejected():
     found, lines = merged(fresh, {"table": jnp.arange(6.0).reshape(3, 2)})
     assert found["table"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 0], [0, 0]]
     assert lines == ["new parameters: table[3:], head"]
-    rule = r"table has shape \[5, 2\]: the model to start from has \[5, 3\]"
+    rule = r"table has shape \[5, 2\], but the model to start from has shape \[5, 3\]"
     with pytest.raises(ConfigError, match=rule):
         merged(fresh, {"table": jnp.zeros((5, 3))})
 

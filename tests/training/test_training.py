@@ -712,7 +712,9 @@ def test_damaged_checkpoint_is_reported_and_previous_one_resumes(config):
     file.write_bytes(content)
     recorder = Recorder()
     fit(replace(parts, keep=1), resume=True, progress=recorder, stop=after(1))
-    assert f"{file}: sha256 mismatch; trying the previous checkpoint" in recorder.lines
+    assert (
+        f"{file} has the wrong SHA-256 checksum; trying the previous checkpoint" in recorder.lines
+    )
     assert saved_steps(folder)[-1] == 11
     aside = folder / "step-00000013.damaged"
     assert (aside / file.relative_to(folder / "step-00000013")).read_bytes() == content
@@ -780,9 +782,9 @@ def test_run_in_folder_of_any_name_is_read_and_resumes(config, name):
     ("name", "rule"),
     [
         (b"caf\xe9".decode("utf-8", "surrogateescape"), "must be UTF-8"),
-        ("gs://bucket/run", "must be a folder of this machine, not an address"),
+        ("gs://bucket/run", "must be a folder on this machine, not an address"),
         ("a\0b", "must be the name of a folder"),
-        ("/".join(["d" * 97] * 41), "but at most 3840 are allowed"),
+        ("/".join(["d" * 97] * 41), "must have at most 3840 bytes, not 4032"),
     ],
 )
 def test_invalid_folder_name_is_rejected_first(config, name, rule):
@@ -812,7 +814,9 @@ def test_file_system_without_locks_raises_and_leaves_nothing(config, monkeypatch
 
     with monkeypatch.context() as patched:
         patched.setattr("fcntl.flock", refuse)
-        with pytest.raises(OSError, match=r"has no locks .*: choose a local disk") as caught:
+        with pytest.raises(
+            OSError, match=r"does not support locks .*; choose a local disk"
+        ) as caught:
             fit(config)
         assert caught.value.filename == str(Path(config.out).absolute())
     assert not Path(config.out).exists()
@@ -823,7 +827,7 @@ def test_file_system_without_locks_raises_and_leaves_nothing(config, monkeypatch
 def test_changed_tokenizer_is_detected(started):
     file = Path(started.out) / "tokenizer.json"
     file.write_text(file.read_text().replace("a", "b", 1))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: sha256 mismatch"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json has the wrong SHA-256 checksum"):
         fit(started, resume=True)
 
 
@@ -940,8 +944,8 @@ def test_absent_config_keys_are_defaults():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"stepz": 3}', "stepz: unknown key, did you mean steps?"),
-        ('{"model": {"d_modle": 3}}', "model.d_modle: unknown key, did you mean model.d_model?"),
+        ('{"stepz": 3}', "stepz: unknown key; did you mean steps?"),
+        ('{"model": {"d_modle": 3}}', "model.d_modle: unknown key; did you mean model.d_model?"),
         ('{"auto_map": {}}', "auto_map: unknown key"),
         ('{"model": {"rope": {"theta": 3}}}', "model.rope: unknown key"),
         ('{"model": 3}', "model is 3: must be an object"),
@@ -949,7 +953,7 @@ def test_absent_config_keys_are_defaults():
         ('{"model": {"num_heads": 0}}', "model.num_heads is 0: must be positive"),
         ('{"model": {"num_layers": true}}', "model.num_layers is True: must be of type int"),
         ('{"model": {"d_model": 1e9}}', "model.d_model is 1000000000.0: must be of type int"),
-        ('{"learning_rate": NaN}', "NaN: is not a number"),
+        ('{"learning_rate": NaN}', "NaN is not a number"),
         ('{"learning_rate": 1e999}', "learning_rate is inf: must be a finite number"),
         ('{"steps": 1, "steps": 2}', "'steps' appears twice"),
         ('{"steps": ' + "9" * 5000 + "}", "not JSON"),

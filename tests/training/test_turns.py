@@ -286,9 +286,17 @@ def test_template_without_end_is_reported_and_eos_is_learned(tmp_path):
 @pytest.mark.parametrize(
     ("task", "line", "where"),
     [
-        (ChatTask(), dict(messages=talk("a", "b")), "line 1: has token 262"),
-        (PreferenceTask(), dict(prompt="a", chosen="b", rejected="c"), "line 1: chosen: has token"),
-        (PrefixTask(), "a\tb", "line 1: has token 261, '</s>': the model has 257 tokens"),
+        (ChatTask(), dict(messages=talk("a", "b")), "line 1: it has token 262"),
+        (
+            PreferenceTask(),
+            dict(prompt="a", chosen="b", rejected="c"),
+            "line 1: chosen: it has token",
+        ),
+        (
+            PrefixTask(),
+            "a\tb",
+            "line 1: it has token 261, '</s>', but the model has only 257 tokens",
+        ),
     ],
 )
 def test_token_unknown_to_model_raises_with_line(tmp_path, task, line, where):
@@ -302,11 +310,11 @@ def test_unreadable_prompt_raises_in_one_line(tmp_path):
     model = ModelConfig(vocab_size=257, d_model=8, num_layers=1, num_heads=1, max_len=17)
     params = init_params(model, jax.random.key(0))
     options = dict(sampler=Sample(), key=jax.random.key(0))
-    message = "the prompt has token ID 263, and the model has 257 tokens"
+    message = "the prompt contains ID 263, but the model has only 257 tokens"
     with pytest.raises(ValueError, match=message):
         TextGenerator(model, params, tokenizer, **options).complete("<|im_end|>", 3)
     config = TrainConfig(model=model, task=PrefixTask(), init_from="x", tokenizer="pretrained")
-    with pytest.raises(DataError, match="prompt is 'a': has token 261"):
+    with pytest.raises(DataError, match="prompt is 'a': it has token 261"):
         answer_sources(config, Tokenizers(tokenizer), params, ["a"])
 
 
@@ -486,7 +494,7 @@ def test_preference_run_is_prompted_as_trained(tmp_path, messages):
     read = model.read_messages if messages else model.read
     learned = message_turn(coder, talk("a", "b")) if messages else text_turn(coder, "a", "b")
     assert read("a").tolist() == learned.prompt.tolist()
-    with pytest.raises(ConfigError, match=f"messages is {not messages}: the data has "):
+    with pytest.raises(ConfigError, match=f"messages is {not messages}, but the data has "):
         task_of(tmp_path, tokenizer, PreferenceTask(messages=not messages), line)
 
 
@@ -539,7 +547,7 @@ def test_stop_text_unknown_to_model_raises_in_one_line(tmp_path, capsys, flag):
     flags = ["--model", str(tmp_path / "model"), "--prompt", "a", "--num-tokens", "2"]
     assert generate_command([*flags, f"--{flag}", "b<|im_end|>"]) == 2
     error = capsys.readouterr().err
-    message = "has token ID 263, and the model has 257 tokens"
+    message = "has token ID 263, but the model has only 257 tokens"
     assert error == f"generate: {flag} is 'b<|im_end|>': {message}\n"
 
 
@@ -550,7 +558,7 @@ def test_conversation_with_tools_is_rejected_with_line(tmp_path):
     }
     for task, line in lines.items():
         with pytest.raises(
-            DataError, match=r"data.jsonl, line 1: has tools, which are not supported"
+            DataError, match=r"data.jsonl, line 1 has tools, which are not supported"
         ):
             task_of(tmp_path, folder(tmp_path), task, line | dict(tools=[dict(name="f")]))
         task_of(tmp_path, folder(tmp_path), task, line | dict(tools=None))

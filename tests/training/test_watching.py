@@ -142,7 +142,9 @@ def test_failing_tracker_is_removed_and_run_continues(config, monkeypatch):
 
 def test_missing_package_raises_before_anything_is_written(config, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^log has 'wandb': needs wandb: pip install wandb$"):
+    with pytest.raises(
+        ConfigError, match=r"^log contains 'wandb', which needs wandb: run pip install wandb$"
+    ):
         fit(dataclasses.replace(config, log=("wandb",)))
     assert not loop.Path(config.out).exists()
 

@@ -64,7 +64,7 @@ def test_known_full_cache_is_refused_inside_jit(key):
     model, params = tj.build(config), tj.init_params(config, key)
     cache, at = tj.init_cache(config, 1, 4), jnp.arange(6)[None]
     run = lambda p: model.apply({"params": p}, TOKENS, positions=at, cache=cache)[0]  # noqa: E731
-    with pytest.raises(ValueError, match="position 5 is past the cache: its capacity is 4"):
+    with pytest.raises(ValueError, match="position 5 is beyond the capacity of the cache, 4"):
         jax.jit(run)(params)
 
 
@@ -75,7 +75,7 @@ def test_repeated_segment_ids_are_refused_or_distinct_under_trace(key):
     again, apart = (np.array([ids], np.int32) for ids in ([1, 1, 2, 2, 1, 1], [1, 1, 2, 2, 3, 3]))
     run = lambda segments: model.apply({"params": params}, TOKENS, segments=segments)[0]  # noqa: E731
     for call in (run, lambda segments: jax.jit(lambda: run(segments))()):
-        with pytest.raises(ValueError, match=r"segments have 1 again at \[0, 4\]"):
+        with pytest.raises(ValueError, match=r"segments contain 1 again at \[0, 4\]"):
             call(again)
     assert_near(jax.jit(run)(again), run(apart), FORWARD_F32)
     alone = [model.apply({"params": params}, TOKENS[:, i : i + 2])[0] for i in (0, 2, 4)]

@@ -57,7 +57,7 @@ def additive_attention(
         shown = f"keys {keys.shape}" if w_key is None else f"w_key {w_key.shape}"
         key_rule = "[B, S, A]" if w_key is None else f"[{keys.shape[2]}, A]"
         raise ValueError(
-            f"w_query {w_query.shape}, {shown}, v {v.shape}: must be "
+            f"shapes are w_query {w_query.shape}, {shown}, v {v.shape}: must be "
             f"[{query.shape[2]}, A], {key_rule}, [A]"
         )
     # add an axis for a single head, to reuse the softmax and the NaN handling of the reference
@@ -102,7 +102,7 @@ def state_attention(
     width = query.shape[2] if w is None else w.shape
     wanted = states.shape[2] if w is None else (query.shape[2], states.shape[2])
     if width != wanted:
-        raise ValueError(f"{'query' if w is None else 'w'} is {width} wide: must be {wanted}")
+        raise ValueError(f"{'query' if w is None else 'w'} has width {width}: must be {wanted}")
     if w is not None:
         query = einsum("BTD,DE->BTE", query, w).astype(query.dtype)
     heads = states[:, :, None]

@@ -258,7 +258,7 @@ def check_call(
     )
     inputs = {"query": query, "key": key, "value": value}
     # a function, because formatting takes longer than all the checks of an eager call
-    shapes = lambda: ", ".join(f"{name} {x.shape}" for name, x in inputs.items())  # noqa: E731
+    shapes = lambda: "shapes are " + ", ".join(f"{name} {x.shape}" for name, x in inputs.items())  # noqa: E731
     for name, x in inputs.items():
         if x.ndim != 4:
             raise ValueError(f"{shapes()}: {name} must be [batch, length, heads, width]")
@@ -268,7 +268,7 @@ def check_call(
             if s is None or x.dtype != jnp.int8:
                 scale_dtype = None if s is None else s.dtype
                 rule = "int8 key and value need key_scale and value_scale"
-                raise ValueError(f"{name} is {x.dtype}, {name}_scale {scale_dtype}: {rule}")
+                raise ValueError(f"{name} is {x.dtype} and {name}_scale is {scale_dtype}: {rule}")
             if s.shape != x.shape[:3] or s.dtype != jnp.float32:
                 rule = f"must be float32{x.shape[:3]}, one scale for each row of {name}"
                 raise ValueError(f"{name}_scale is {s.dtype}{s.shape}: {rule}")
@@ -293,11 +293,11 @@ def check_call(
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(f"{shapes()}: value must have the batch, length and heads of key")
     if H != keys_H or H == 0:
-        rule = "widths must be equal and not 0"
-        raise ValueError(f"{shapes()}: query is {H} wide, key {keys_H}: {rule}")
+        rule = "the widths must be equal and not 0"
+        raise ValueError(f"{shapes()}: query has width {H} and key has width {keys_H}, but {rule}")
     if K == 0 or N == 0 or N % K:
-        rule = "the number of key heads must divide that of query heads"
-        raise ValueError(f"{shapes()}: query has {N} heads, key {K}: {rule}")
+        rule = "the number of key heads must divide the number of query heads"
+        raise ValueError(f"{shapes()}: query has {N} heads and key has {K}, but {rule}")
     shared, checked = None, None
     if isinstance(mask, PlannedMask):
         shared, checked = mask.shared, mask.checked
@@ -310,7 +310,7 @@ def check_call(
     if bias is not None:
         bias = _check_bias(bias, (B, N, T, S), q_positions, k_positions)
     if sinks is not None and (sinks.shape != (N,) or not _floating(sinks)):
-        rule = f"must be floating ({N},), one for each head"
+        rule = f"must be floating-point ({N},), one for each head"
         raise ValueError(f"sinks is {sinks.dtype}{sinks.shape}: {rule}")
     for name, positions, length in (
         ("q_positions", q_positions, T),
@@ -331,7 +331,7 @@ def check_call(
     if isinstance(scale, jax.Array):
         real = jnp.issubdtype(scale.dtype, jnp.floating) | jnp.issubdtype(scale.dtype, jnp.integer)
         if scale.shape not in ((), (N,)) or not real:
-            rule = f"must be one number, or floating ({N},), one for each head"
+            rule = f"must be one number, or floating-point ({N},), one for each head"
             raise ValueError(f"scale is {scale.dtype}{scale.shape}: {rule}")
         scale = None
     elif scale is not None:
@@ -345,7 +345,7 @@ def check_call(
         check_factor("softcap", as_number("softcap", softcap))
     dropout_rate = as_number("dropout_rate", options.get("dropout_rate", 0.0))
     if not 0 <= dropout_rate < 1:
-        raise ValueError(f"dropout_rate is {dropout_rate}: must be in [0, 1)")
+        raise ValueError(f"dropout_rate is {dropout_rate}: must be at least 0 and below 1")
     if dropout_rate > 0 and dropout_key is None:
         raise ValueError(f"dropout_rate is {dropout_rate}: a rate above 0 needs a dropout_key")
     if dropout_key is not None:
@@ -414,7 +414,7 @@ def _check_bias(
         shape = tuple(array.shape)
         raise ValueError(f"bias has shape {shape}: must broadcast to [B, N, T, S], {full}")
     if not _floating(array):
-        raise ValueError(f"bias is {array.dtype}: must be floating; to hide keys, use a mask")
+        raise ValueError(f"bias is {array.dtype}: must be floating-point; to hide keys, use a mask")
     shape = (1,) * (4 - len(array.shape)) + array.shape
     if isinstance(bias, jax.ShapeDtypeStruct):
         return as_array(jax.ShapeDtypeStruct(shape, bias.dtype))
@@ -435,7 +435,7 @@ def check_states(
     name: str, query: jax.Array, keys: jax.Array, values: jax.Array, mask: Mask | None
 ) -> None:
     """Raise ValueError if the arguments of a recurrent decoder's attention do not match."""
-    shapes = f"query {query.shape}, {name} {keys.shape}, values {values.shape}"
+    shapes = f"shapes are query {query.shape}, {name} {keys.shape}, values {values.shape}"
     if query.ndim != 3 or keys.ndim != 3 or values.ndim != 3:
         raise ValueError(f"{shapes}: must be [B, T, D], [B, S, D], [B, S, D]")
     if query.shape[0] != keys.shape[0] or keys.shape[:2] != values.shape[:2]:

@@ -100,8 +100,9 @@ def relative_bucket(
     exact = b // 2
     if num_buckets % 2 or exact < 1 or max_distance <= exact:
         raise ValueError(
-            f"num_buckets {num_buckets}, max_distance {max_distance}: must be even and at least "
-            f"{4 if bidirectional else 2}, and above {exact}"
+            f"num_buckets is {num_buckets}, max_distance is {max_distance}: num_buckets must be "
+            "even "
+            f"and at least {4 if bidirectional else 2}, and max_distance above {exact}"
         )
     distance = jnp.asarray(as_int32("distance", distance))
     n = jnp.abs(distance) if bidirectional else jnp.maximum(-distance, 0)

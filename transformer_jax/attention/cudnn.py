@@ -22,15 +22,15 @@ class Cudnn(Implementation):
             return f"needs an NVIDIA GPU; the backend is {jax.default_backend()}"
         capability = getattr(jax.devices()[0], "compute_capability", None)
         if capability is None or float(capability) < 8.0:
-            return f"needs compute capability 8.0, the device has {capability}"
+            return f"needs compute capability 8.0, but the device has {capability}"
         if str(query.dtype) not in ("bfloat16", "float16"):
-            return f"needs bfloat16 or float16, the inputs are {query.dtype}"
+            return f"needs bfloat16 or float16, but the inputs are {query.dtype}"
         widest = 256 if float(capability) >= 9.0 else 128
         if H != Hv or H % 8 or H > widest:
             rule = f"keys and values of one width, a multiple of 8 up to {widest}"
-            return f"needs {rule}: {H} and {Hv}"
+            return f"needs {rule}, not {H} and {Hv}"
         if 0 in (B, T, S):
-            return f"an axis is empty: B {B}, T {T}, S {S}"
+            return f"an axis is empty (B is {B}, T is {T}, S is {S})"
         for name in ("bias", "sinks", "q_positions", "k_positions", "dropout_key"):
             if getattr(call, name) is not None:
                 return f"does not support {name}"
@@ -41,9 +41,9 @@ class Cudnn(Implementation):
         if call.return_lse:
             return "returns lse in the inputs' dtype and without a gradient"
         if mask is not None and _causal_window(mask) is None:
-            return f"supports only Causal() and Causal() & Window(left), the mask is {mask!r}"
+            return f"supports only Causal() and Causal() & Window(left), but the mask is {mask!r}"
         if mask is not None and T != S:
-            return f"needs T equal to S with a mask: T {T}, S {S}"
+            return f"needs T equal to S with a mask, but T is {T} and S is {S}"
         return None
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, None]:  # [B, T, N, H]

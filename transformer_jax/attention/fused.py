@@ -90,7 +90,7 @@ class Pallas(Implementation):
         backend, plain = where.backend, call.plain_shapes()
         query, key, value, bias = plain.query, plain.key, plain.value, plain.bias
         if self.pads and 0 in (*query.shape, *key.shape, *value.shape):
-            return f"an axis is empty: query {query.shape}, key {key.shape}, value {value.shape}"
+            return f"an axis is empty (query {query.shape}, key {key.shape}, value {value.shape})"
         by_array = call.scale_array is not None
         if by_array:
             inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
@@ -99,14 +99,16 @@ class Pallas(Implementation):
         # the kernels read the slopes of ALiBi instead of an array
         if isinstance(bias, Bias) and not isinstance(bias, ALiBi):
             if not self.evaluates_biases:
-                return f"takes a bias that is an array or ALiBi, not {type(bias).__name__}"
+                return f"supports only an array or ALiBi as a bias, not {type(bias).__name__}"
             array = bias_shape(bias, *plain.positions())
             if 4 * array.size > MOST_BIAS:
                 gib = f"{4 * array.size / 2**30:.1f} GiB"
-                return f"evaluates {type(bias).__name__} to an array of {gib}: at most 1 GiB"
+                return (
+                    f"evaluates {type(bias).__name__} to an array of {gib}: must be at most 1 GiB"
+                )
             bias = as_array(array)
         if bias is not None and str(getattr(bias, "dtype", "")) == "float64":
-            return "computes in float32, the bias is float64"
+            return "computes in float32, but the bias is float64"
         if call.mask is not None and (reason := refuse_mask(call.mask)) is not None:
             return reason
         reason = backend.refuse(where, self.single_pass, query, key, value)
@@ -160,7 +162,7 @@ class Pallas(Implementation):
                 if size > backend.list_bytes:
                     of_tiles = f"{lead} x {rows} x {columns}"
                     most = backend.list_bytes
-                    return f"lists of {of_tiles} tiles take {size} bytes: at most {most}"
+                    return f"lists of {of_tiles} tiles take {size} bytes: must be at most {most}"
 
         # pack the queries of a group if this halves the number of forward tiles. The exceptions are
         # dropout (which hashes the head and the query), ALiBi (which has one slope per head), and a

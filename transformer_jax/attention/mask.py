@@ -448,10 +448,10 @@ def check_mask(
     if not isinstance(mask, Mask):
         if isinstance(mask, type):
             raise ValueError(f"mask is the class {mask.__name__}: must be an instance of it")
-        kind = "a function" if callable(mask) else f"a {type(mask).__name__}"
+        kind = "a function" if callable(mask) else f"of type {type(mask).__name__}"
         kind = "an array" if isinstance(mask, jax.Array | np.ndarray) else kind
         rule = "use Dense(array) for an array [T, S], Padding(array) for one [B, S], "
-        rule += "Predicate(fn) for a function"
+        rule += "or Predicate(fn) for a function"
         if isinstance(mask, jax.Array | np.ndarray) and jnp.issubdtype(mask.dtype, jnp.floating):
             kind, rule = (
                 f"{mask.dtype}{list(mask.shape)}",
@@ -483,7 +483,7 @@ def check_mask(
     rows, heads = mask.lead
     if rows not in (1, B) or heads not in (1, N):
         rule = f"query has {B} and {N}"
-        raise ValueError(f"{mask!r} has {rows} batch rows and {heads} heads: {rule}")
+        raise ValueError(f"{mask!r} has {rows} batch rows and {heads} heads, but {rule}")
 
 
 def refuse_mask(mask: Mask) -> str | None:
@@ -493,7 +493,7 @@ def refuse_mask(mask: Mask) -> str | None:
     """
     matrices = sum(type(node).reads_pairs for node in nodes(mask))
     if matrices > MATRICES:
-        return f"takes at most {MATRICES} Dense masks, not {matrices}"
+        return f"supports at most {MATRICES} Dense masks, not {matrices}"
     if not mask.calls_user_code:
         return None
     at = jax.ShapeDtypeStruct((1, 1), jnp.int32)

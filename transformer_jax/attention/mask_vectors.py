@@ -80,13 +80,15 @@ class MaskVectors:
         vectors = cls([q_positions], [k_positions], positions_are_indices)
         seen = mask.comparison(vectors)
         if not isinstance(seen, Program):
-            result = f"{mask!r}.comparison returned a {type(seen).__name__}"
-            raise TypeError(f"{result}: must be a Program, as the methods of its argument return")
+            result = f"{mask!r}.comparison returned an object of type {type(seen).__name__}"
+            raise TypeError(
+                f"{result}: must be a Program, which the methods of its argument return"
+            )
         # kernels read one row of integers for all heads of a batch row
         if any(x.ndim > 2 for x in (*vectors.q, *vectors.k)):
-            raise Refused("takes only masks that are the same for every head, or Dense(array)")
+            raise Refused("supports only masks that are the same for every head, or Dense(array)")
         if len(vectors.matrices) > MATRICES:
-            raise Refused(f"takes at most {MATRICES} Dense masks, not {len(vectors.matrices)}")
+            raise Refused(f"supports at most {MATRICES} Dense masks, not {len(vectors.matrices)}")
         # add this outside all masks, so that no `~` can make an empty slot visible
         vectors.visible = NO_EMPTY_SLOT & seen
         return vectors
@@ -127,7 +129,7 @@ class MaskVectors:
             traced_mask = jax.make_jaxpr(lambda q, k: function(q, k))(*at)
         shape = (1, 1, 1, 1, *traced_mask.out_avals[0].shape)
         if shape[-2:] != (1, 1):
-            raise Refused("takes only elementwise masks")
+            raise Refused("supports only elementwise masks")
         known = _Sides(self)
         constants = [_Side("", x) for x in traced_mask.consts]
         (result,) = write(traced_mask.jaxpr, constants, known.positions, known)
@@ -241,7 +243,7 @@ class _Sides(ValueReader):
         if array.dtype.itemsize > 4:
             array = array >> 32 if part else array & 0xFFFFFFFF
         if jnp.issubdtype(array.dtype, jnp.floating):
-            raise Refused(f"takes masks of 32-bit integers, not {array.dtype}")
+            raise Refused(f"supports only masks of 32-bit integers, not {array.dtype}")
         # only static values become numbers in the program, so that equal masks have equal programs
         if value.fixed and not traced(array) and (array == (first := array.ravel()[0])).all():
             return number(int(first.astype(np.int32)))
@@ -252,7 +254,7 @@ class _Sides(ValueReader):
         inner = array.shape[bool(value.side) :]
         inner = (1,) * (4 - len(inner)) + inner
         if len(inner) != 4 or inner[2:] != (1, 1):
-            raise Refused("takes only elementwise masks")
+            raise Refused("supports only elementwise masks")
         lib = numpy_or_jax(array)
         rows = lib.broadcast_to(
             array.reshape(-1 if value.side else 1, *inner[:2]), (length, *inner[:2])

@@ -129,7 +129,7 @@ class Window(_BuiltinMask):
 
     def __post_init__(self) -> None:
         if self.left is None and self.right is None:
-            raise ValueError("Window(None, None) bounds nothing: pass left or right")
+            raise ValueError("Window(None, None) has no bound: pass left or right")
         for name in ("left", "right"):
             value = getattr(self, name)
             if value is None:
@@ -140,8 +140,9 @@ class Window(_BuiltinMask):
                 number = -1
             if isinstance(value, jax.core.Tracer):
                 raise ValueError(
-                    f"Window: {name} is traced: must be static, because a window is part of the "
-                    "program; or use Predicate(lambda q, k: q - k < left), which may read arrays"
+                    f"Window: {name} is traced, but must be static, because a window is part of "
+                    "the "
+                    "program; Predicate(lambda q, k: q - k < left) may read arrays"
                 )
             if number < 0:
                 raise ValueError(f"Window: {name} is {value!r}: must be an integer of at least 0")
@@ -505,7 +506,9 @@ def _check(
 ) -> None:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:
-        raise ValueError(f"{mask}: {name} is a {type(value).__name__}: must be an array {wanted}")
+        raise ValueError(
+            f"{mask}: {name} is of type {type(value).__name__}: must be an array {wanted}"
+        )
     if len(shape) not in ranks or not jnp.issubdtype(dtype, kind):
         raise ValueError(f"{mask}: {name} is {dtype}{tuple(shape)}: must be {wanted}")
     if kind is np.integer:

@@ -88,7 +88,7 @@ def check_cache_dtype(name: str, dtype: object) -> np.dtype:
         name: name of the argument that specified the dtype, for the error message.
         dtype: a dtype, a scalar type such as `jnp.bfloat16`, or the name of a dtype.
     """
-    rule = "must be int8 or a float of at least 16 bits"
+    rule = "must be int8 or a floating-point dtype of at least 16 bits"
     value: Any = dtype
     try:
         # NumPy converts None to float64, and an array to the dtype of its elements
@@ -134,7 +134,7 @@ def init(
     check_count("batch", batch, 0)
     check_count("sinks", sinks, 0)
     if sinks >= capacity:
-        raise ValueError(f"sinks is {sinks}: must be below capacity {capacity}")
+        raise ValueError(f"sinks is {sinks}: must be below capacity, {capacity}")
 
     quantised, scales = dtype == jnp.int8, (batch, capacity, num_kv_heads)
     return KVCache(

@@ -133,7 +133,9 @@ def check_pages(
             needed = int(paged.count_needed(layer, jnp.asarray(length)))
             free = int(layer.free_pages)
         if needed > free:
-            raise ValueError(f"rows need {needed} more pages: {free} of {layer.num_pages} are free")
+            raise ValueError(
+                f"rows need {needed} more pages, but only {free} of {layer.num_pages} are free"
+            )
 
 
 def refuse_pages(state: object, what: str) -> None:
@@ -176,7 +178,7 @@ def empty_layers(
     """
     check_count("slack", slack, 0)
     if slack and not isinstance(config.window, tuple):
-        rule = "needs a window pattern; a ring of a single window has `capacity` slots"
+        rule = "needs a window pattern; the ring for a single window has `capacity` slots"
         raise ValueError(f"slack is {slack}: {rule}")
 
     heads = config.kv_heads, config.key_dim, config.value_dim
@@ -207,8 +209,8 @@ def _slots(config: ModelConfig, i: int, capacity: int, slack: int = 0) -> tuple[
 def check_is_cache(cache: object) -> None:
     """Raise ValueError unless this is a model's cache that no earlier call has consumed."""
     if not isinstance(cache, ModelCache):
-        rule = "must be a ModelCache, as init_cache(config, batch, capacity) returns"
-        raise ValueError(f"cache is a {type(cache).__name__}: {rule}")
+        rule = "must be a ModelCache, which init_cache(config, batch, capacity) returns"
+        raise ValueError(f"cache is of type {type(cache).__name__}: {rule}")
     check_not_consumed(cache, "cache")
 
 
@@ -225,15 +227,19 @@ def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, cross
         layers: Any = getattr(cache, name)
         if isinstance(layers, kv.KVCache) != config.scan_layers:
             kind, wanted = ("looped", "scanned") if config.scan_layers else ("scanned", "looped")
-            raise ValueError(f"cache.{name} is for a {kind} stack, but the model's is {wanted}")
+            raise ValueError(
+                f"cache.{name} is for a {kind} stack, but the model has a {wanted} stack"
+            )
         found = layers.length.shape[1] if config.scan_layers else len(layers)
         if found != depth:
-            raise ValueError(f"cache.{name} has {found} layers: the model has {depth}")
+            raise ValueError(f"cache.{name} has {found} layers, but the model has {depth}")
     layers = cache.layers
     for i in range(1 if config.scan_layers else depth):
         layer: Any = layers if cache.is_scanned else layers[i]
         if isinstance(layer, paged.PagedCache) != (cache.exhausted is not None):
-            raise ValueError(f"cache.layers[{i}] is a {type(layer).__name__}, but others are not")
+            raise ValueError(
+                f"cache.layers[{i}] is of type {type(layer).__name__}, but other layers are not"
+            )
         if isinstance(layer, paged.PagedCache):
             continue
         slots, sinks = cache.capacity if config.scan_layers else layer.capacity, layer.sinks
@@ -243,7 +249,7 @@ def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, cross
             rule = f"the model needs {kept} and at least {least}"
             raise ValueError(f"cache.layers[{i}] has {sinks} sinks and {slots} slots: {rule}")
     if (rows := cache.length.shape[0]) != tokens.shape[0]:
-        raise ValueError(f"tokens have {tokens.shape[0]} rows: the cache has {rows}")
+        raise ValueError(f"tokens have {tokens.shape[0]} rows, but the cache has {rows}")
 
 
 def refuse_past_capacity(positions: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
@@ -255,7 +261,7 @@ def refuse_past_capacity(positions: jax.Array, limit: int) -> tuple[jax.Array, j
     if known is not None and known.size:
         last = known.max()
         if last >= limit:
-            raise ValueError(f"position {last} is past the cache: its capacity is {limit}")
+            raise ValueError(f"position {last} is beyond the capacity of the cache, {limit}")
     # a traced position cannot raise an error, so the caller sets the logits of these rows to NaN
     beyond = positions >= limit
     return jnp.where(beyond, -1, positions), beyond.any(axis=1)
@@ -275,6 +281,6 @@ def refuse_past_int32(
     known = concrete_value(positions)
     if known is not None and (known >= last).any():
         row = int(np.argmax((known >= last).any(axis=1)))
-        raise ValueError(f"row {row} reaches position {last}: rebase the cache before it does")
+        raise ValueError(f"row {row} would reach position {last}: rebase the cache before it does")
     beyond = (positions >= last).any(axis=1)
     return jnp.where(beyond[:, None], -1, positions), beyond

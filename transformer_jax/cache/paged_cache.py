@@ -107,7 +107,7 @@ def init(
     check_count("capacity", capacity, 1)
     check_count("batch", batch, 0)
     if capacity % page_size:
-        raise ValueError(f"capacity is {capacity}: must be a multiple of page_size {page_size}")
+        raise ValueError(f"capacity is {capacity}: must be a multiple of page_size, {page_size}")
     pool = kv.init(num_pages, page_size, num_kv_heads, head_dim, value_head_dim, dtype)
     return PagedCache(
         **kv.slot_leaves(pool),
@@ -153,7 +153,9 @@ def update(
         row = int(marked[0])
         last, free = int(np.max(np.asarray(positions)[row])), int(cache.free_pages)
         if last >= cache.capacity:
-            raise ValueError(f"position {last} of row {row} is past the capacity {cache.capacity}")
+            raise ValueError(
+                f"position {last} of row {row} is beyond the capacity {cache.capacity}"
+            )
         pool = f"{free} of {cache.num_pages} pages of {cache.page_size} tokens were free"
         raise ValueError(f"row {row} has no page for position {last}: {pool}")
     return new
@@ -293,7 +295,7 @@ def share(
     count = len(cache.block_table)
     known = concrete_value(rows)
     if known is not None and not ((known >= 0) & (known < count)).all():
-        raise ValueError(f"rows are {known.tolist()}: must be in 0..{count - 1}")
+        raise ValueError(f"rows are {known.tolist()}: must be from 0 to {count - 1}")
     rows = jnp.clip(rows, 0, count - 1)
     old_length, exhausted = cache.length[rows], cache.exhausted[rows]
     length = old_length if length is None else jnp.asarray(length)

@@ -241,14 +241,14 @@ def restore(path: str | Path, like: PyTree, *, verified: bool = False) -> PyTree
                 arrays |= orbax_arrays.read(manifest.path / group, requests)
             except (ValueError, KeyError, OSError) as error:
                 why = str(error).splitlines()[0] if str(error) else repr(error)
-                raise CheckpointError(f"{manifest.path / group}: cannot be read ({why})") from None
+                raise CheckpointError(f"{manifest.path / group} cannot be read ({why})") from None
         # a forged manifest may have the correct hashes but wrong shapes
         for leaf in leaves:
             array = arrays[leaf.name]
             if array.shape != leaf.shape or array.dtype != leaf.numpy_dtype:
                 raise CheckpointError(
                     f"{manifest.path / group}: {leaf.name} is {array.dtype}{list(array.shape)}, "
-                    f"the manifest specifies {leaf.dtype}{list(leaf.shape)}"
+                    f"but the manifest specifies {leaf.dtype}{list(leaf.shape)}"
                 )
     values = {
         name: _convert(value, arrays[name], manifest.keys.get(name))
@@ -322,7 +322,7 @@ def _named_leaves(tree: PyTree) -> dict[str, PyTree]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         check_name(name)
         if name in found:
-            raise ValueError(f"leaf {name!r}: two leaves have this name")
+            raise ValueError(f"two leaves have the name {name!r}")
         found[name] = leaf
     return found
 
@@ -371,7 +371,9 @@ def _read_back(folder: Path, staged: Mapping[str, Array], final: Path) -> None:
         for name, original in _shards(part).items():
             same = found[name].dtype == original.dtype and found[name].shape == original.shape
             if not same or not np.array_equal(_bits(found[name]), _bits(original)):
-                rule = "reads back differently: this save is discarded, older checkpoints are kept"
+                rule = (
+                    "reads back differently, so this save is discarded; older checkpoints are kept"
+                )
                 raise CheckpointError(f"{final}: {name} {rule}")
 
 
@@ -420,7 +422,7 @@ def _compare(manifest: Manifest, wanted: Mapping[str, PyTree], groups: set[str])
                     zeros = jnp.zeros(leaf.shape, leaf.dtype)
                     actual = describe(jax.eval_shape(lambda zeros=zeros, key=key: _key(zeros, key)))
                 except (ValueError, TypeError):
-                    actual = f"key of an unknown kind {key!r}"
+                    actual = f"unknown kind of key {key!r}"
             expected = describe(value if hasattr(value, "dtype") else np.asarray(value))
             if actual != expected:
                 wrong.append(f"{name} is {actual}, not {expected}")

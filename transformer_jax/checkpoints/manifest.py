@@ -92,7 +92,7 @@ def read_manifest(path: str | Path) -> Manifest:
             raise ValueError("its checksum is wrong")
         if content["format"] != FORMAT:
             rule = f"this version reads only format {FORMAT}"
-            raise CheckpointError(f"{file}: format {content['format']!r:.20}: {rule}")
+            raise CheckpointError(f"{file}: format is {content['format']!r:.20}, but {rule}")
         leaves = tuple(Leaf(n, d, tuple(s)) for n, d, s in content["leaves"])
         manifest = Manifest(
             path=path,
@@ -105,9 +105,9 @@ def read_manifest(path: str | Path) -> Manifest:
         for leaf in leaves:
             check_name(leaf.name)
             if not all(type(n) is int and n >= 0 for n in leaf.shape):
-                raise ValueError(f"shape of {leaf.name} is invalid")
+                raise ValueError(f"the shape of {leaf.name} is invalid")
             if leaf.dtype not in DTYPES:
-                raise ValueError(f"dtype of {leaf.name} is unknown")
+                raise ValueError(f"the dtype of {leaf.name} is unknown")
         for entry in manifest.files.values():
             int(entry["bytes"])
         groups, folders = {leaf.group for leaf in leaves if 0 not in leaf.shape}, set[str]()
@@ -115,7 +115,7 @@ def read_manifest(path: str | Path) -> Manifest:
             parts = name.split("/")
             # a leading dot or another character could lead outside the folder
             if len(parts) < 2 or any(not re.fullmatch(r"\w[\w.-]*", p, re.ASCII) for p in parts):
-                raise ValueError(f"file name {name!r} is invalid")
+                raise ValueError(f"the file name {name!r} is invalid")
             folders.add(parts[0])
         if groups != folders:
             raise ValueError("its files do not match its leaves")
@@ -139,13 +139,13 @@ def check_files(manifest: Manifest, group: str | None = None) -> None:
     try:
         found = {name for name, is_folder in contents(manifest.path) if not is_folder}
     except OSError as error:
-        raise CheckpointError(f"{manifest.path}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{manifest.path} cannot be read ({error.strerror})") from None
     for name in in_group(found - set(manifest.files) - {MANIFEST}):
-        raise CheckpointError(f"{manifest.path / name}: not part of this checkpoint")
+        raise CheckpointError(f"{manifest.path / name} is not part of this checkpoint")
     for name in in_group(manifest.files):
         file, entry = manifest.path / name, manifest.files[name]
         if hashlib.sha256(_read(file, entry["bytes"])).hexdigest() != entry["sha256"]:
-            raise CheckpointError(f"{file}: sha256 mismatch")
+            raise CheckpointError(f"{file} has the wrong SHA-256 checksum")
 
 
 def contents(folder: Path) -> Iterator[tuple[str, bool]]:
@@ -176,7 +176,7 @@ def sealed(content: JsonObject) -> str:
 def check_name(name: str) -> None:
     """Raise ValueError if a leaf name is not a safe file name."""
     if not re.fullmatch(r"\w+(/\w+)*", name, re.ASCII):
-        raise ValueError(f"leaf {name!r}: must be words separated by /")
+        raise ValueError(f"leaf name {name!r} must be words separated by /")
 
 
 def _read(file: Path, size: int | None) -> bytes:
@@ -184,7 +184,7 @@ def _read(file: Path, size: int | None) -> bytes:
     with _FILES.opened(file) as stream:
         actual = os.fstat(stream.fileno()).st_size
         if size is None and actual > MANIFEST_LIMIT:
-            raise CheckpointError(f"{file}: has {actual} bytes: at most {MANIFEST_LIMIT} are read")
+            raise CheckpointError(f"{file} has {actual} bytes: must have at most {MANIFEST_LIMIT}")
         if size is not None and actual != size:
-            raise CheckpointError(f"{file}: has {actual} bytes, the manifest specifies {size}")
+            raise CheckpointError(f"{file} has {actual} bytes, but the manifest specifies {size}")
         return stream.read(actual)

@@ -90,9 +90,9 @@ class RunFolder:
     def read_config(self) -> TrainConfig:
         """Read the run's config. Raises ConfigError if a key is invalid."""
         if not self.config_file.is_file():
-            raise ConfigError(f"{self.path}: no run here (config.json is missing)")
+            raise ConfigError(f"{self.path} is not a run: config.json is missing")
         if self.config_file.stat().st_size > CONFIG_LIMIT:
-            raise ConfigError(f"{self.config_file}: longer than {CONFIG_LIMIT} bytes")
+            raise ConfigError(f"{self.config_file} is longer than {CONFIG_LIMIT} bytes")
         try:
             config = config_from_json(self.config_file.read_bytes())
         except ConfigError as error:
@@ -176,7 +176,7 @@ def _read_tokenizer(file: Path, sha256: str | None) -> Tokenizer:
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from None
     if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
-        raise CheckpointError(f"{file}: sha256 mismatch")
+        raise CheckpointError(f"{file} has the wrong SHA-256 checksum")
     try:
         return tokenizer_from_json(content.decode("utf-8", "surrogatepass"))
     except ValueError as error:
@@ -255,7 +255,7 @@ def config_from_json(text: str | bytes) -> TrainConfig:
     """
 
     def constant(name: str) -> None:
-        raise ConfigError(f"{name}: is not a number")
+        raise ConfigError(f"{name} is not a number")
 
     content = Untrusted(ConfigError).parse(text, "the config", parse_constant=constant)
     return _build(TrainConfig, content, "")
@@ -269,7 +269,7 @@ def _build(cls: type[C], content: Json, path: str) -> C:
     for key, value in content.items():
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1)
-            hint = f", did you mean {path}{near[0]}?" if near else ""
+            hint = f"; did you mean {path}{near[0]}?" if near else ""
             rule = "configs of other versions cannot be read"
             raise ConfigError(f"{path}{key}: unknown key{hint} ({rule})")
         field = tuple(value) if isinstance(value, list) else value
@@ -345,7 +345,7 @@ def locked(path: Path) -> AbstractContextManager[None]:
 def check_unused(path: Path) -> None:
     """Raise ConfigError if the folder of a new run already contains files."""
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"out is {str(path)!r}: not a folder")
+        raise ConfigError(f"out is {str(path)!r}: must be a folder")
     if (path / "lock").exists():
         with locked(path):  # raises RunError for a live run; removes a stale lock
             pass

@@ -44,7 +44,9 @@ class ModelOptions:
             self.model, checkpoint=self.checkpoint, init_from=self.init_from, **more
         )
         if self.checkpoint is None and model.model.which == "last":
-            note = f"no checkpoint was evaluated yet: using the last one, step {model.model.step}"
+            note = (
+                f"no checkpoint has been evaluated yet; using the last one, step {model.model.step}"
+            )
             print(f"{type(self).__name__.lower()}: {note}", file=sys.stderr)
         return model
 

@@ -53,11 +53,13 @@ def convert(options: Convert) -> list[str]:
     from_run = is_run(options.model)
     for name in ("family", "checkpoint", "init_from", "adapter"):
         if not from_run and (value := getattr(options, name)) not in (None, False):
-            rule = f"allowed only for a run, and {options.model!r} is not one"
+            rule = f"allowed only for a run, but {options.model!r} is not one"
             raise ConfigError(f"{name} is {value!r}: {rule}")
     for name in ("dtype", "shard_gb"):
         if options.adapter and getattr(options, name) is not None:
-            raise ConfigError(f"{name} with adapter: an adapter is one file, in float32")
+            raise ConfigError(
+                f"{name} cannot be used with adapter: an adapter is one file in float32"
+            )
     shard_bytes = SHARD_BYTES
     if (gigabytes := options.shard_gb) is not None:
         if not 0 < gigabytes < 10**6:
@@ -67,7 +69,7 @@ def convert(options: Convert) -> list[str]:
     target = Path(options.to)
     # `lexists` also finds a dangling symlink, which a write would follow.
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"to is {str(target)!r}: already exists; must be new or empty")
+        raise ConfigError(f"to is {str(target)!r}: must be new or empty")
     if options.adapter:
         import jax
 
@@ -91,7 +93,7 @@ def convert(options: Convert) -> list[str]:
         )  # fmt: skip
         count = sum(leaf.size for leaf in jax.tree.leaves(adapters))
         return [
-            f"{target}: adapters of {count:,} parameters, rank {written.rank}, for a {family}; "
+            f"{target}: adapters with {count:,} parameters and rank {written.rank} for {family}; "
             f"base model: {training.init_from}"
         ]
     if from_run:

@@ -81,10 +81,12 @@ def evaluate(options: Evaluate) -> None:
     """Evaluate the model on the selected data and print its metrics."""
     selected = [name for name in READS if getattr(options, name) is not None]
     if len(selected) != 1:
-        raise ConfigError("data, prompt, text and choices: pass exactly one of them")
+        raise ConfigError("pass exactly one of data, prompt, text and choices")
     refuse_unread(options, READS, selected[0])
     if options.heads is not None and options.zero is None:
-        raise ConfigError(f"heads is {list(options.heads)}: needs zero, the place with these heads")
+        raise ConfigError(
+            f"heads is {list(options.heads)}: needs zero, the name of the place with these heads"
+        )
     rows = {} if options.batch_size is None else {"batch_size": options.batch_size}
     found: Mapping[str, float | str]
     if options.data is not None:
@@ -100,7 +102,7 @@ def evaluate(options: Evaluate) -> None:
         model, prompt, target = _load(options), options.prompt, options.target
         if model.kind in ("targets", "chat") and target is None:
             noun = "answer" if model.kind == "chat" else "target"
-            raise ConfigError(f"target is None: {model.instead()}: pass the {noun} to score")
+            raise ConfigError(f"target is None: {model.instead()}; pass the {noun} to score")
         report_unknown("evaluate", model.tokenizers.of_source, [prompt])
         report_unknown("evaluate", model.tokenizer, [target] if target else [])
         if model.kind == "labels":

@@ -44,15 +44,18 @@ def export(options: Export) -> list[str]:
     found = options.load(dtype=options.dtype, weights=options.weights).model
     check_is_decoder(found.config)
     if found.processors:
-        rule = "decode.py could not exclude them; use export_decoder to export only the programs"
-        raise ConfigError(f"the generation config of the model excludes tokens: {rule}")
+        rule = "decode.py cannot exclude them; use export_decoder to export only the programs"
+        raise ConfigError(f"the model's generation config excludes tokens, but {rule}")
     files, lines = dict[str, bytes](), list[str]()
     try:
         definition = tokenizer_files(found.tokenizer, found.config.vocab_size)[0]
         files["tokenizer.json"] = definition["tokenizer.json"]
         prompt = "a text"
     except ConfigError as error:
-        lines, prompt = [f"no tokenizer.json, decode.py takes token IDs: {error}"], "1,2,3"
+        lines, prompt = (
+            [f"tokenizer.json was not written, so decode.py takes token IDs: {error}"],
+            "1,2,3",
+        )
     first = frame(found.tokenizer).first if found.begin_id is None else (found.begin_id,)
     export_decoder(
         options.to, found.config, found.params, context=options.context,

@@ -74,7 +74,9 @@ def spelled(
             if spelling not in names:
                 matches = {flag for flag in names.values() if flag.endswith(f".{spelling[2:]}")}
                 if len(matches) > 1:
-                    raise ConfigError(f"{name}: must be {' or '.join(sorted(matches))}")
+                    raise ConfigError(
+                        f"{name} is ambiguous: must be {' or '.join(sorted(matches))}"
+                    )
                 raise ConfigError(f"{name}: no such flag{nearest_flag(spelling, names)}")
             word = names[spelling] + word[len(name) :]
         words.append(word)
@@ -178,7 +180,10 @@ class ConfigFlags:
             if name in shown:
                 first = ((inspect.getdoc(owner) or "").partition("\n")[0] for owner in owners)
                 about = "\n".join(filter(None, first))
-            group = parser.add_argument_group(name, about)
+            if name == self._whole and not self._none:  # the options of a command
+                group = parser.add_argument_group(f"{name} options")
+            else:
+                group = parser.add_argument_group(name, about)
             for path, same_path in inside.items():
                 hint, metadata = same_path[0].hint, same_path[0].metadata
                 options: dict[str, Any] = {"dest": ".".join(path)}

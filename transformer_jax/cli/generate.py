@@ -117,13 +117,13 @@ def generate(options: Generate) -> None:
     for method, names in excluded.items():
         for name in names if getattr(options, method) is not None else ():
             if getattr(options, name) is not None:
-                raise ConfigError(f"{name} and {method}: pass only one of them")
+                raise ConfigError(f"pass only one of {name} and {method}")
     if options.prompts is None and options.slots is not None:
         raise ConfigError(f"slots is {options.slots}: needs prompts")
     sampled = [name for name in SAMPLING if getattr(options, name) is not None]
     # Beam search would silently ignore these options.
     if options.beams is not None and (sampled or options.stop):
-        raise ConfigError(f"{[*sampled, 'stop'][0]} with beams: not supported by beam search")
+        raise ConfigError(f"{[*sampled, 'stop'][0]} is not supported with beams")
     from transformer_jax.text.options import GENERATES, SEARCHES, GenerateOptions
 
     shared = {"num_tokens", "beams", "length_penalty", "slots", "cache_dtype"}
@@ -144,7 +144,7 @@ def generate(options: Generate) -> None:
             rule = "must be two languages, such as eng_Latn,fra_Latn"
             raise ConfigError(f"languages is {options.languages!r}: {rule}")
         model = model.with_languages(*pair)
-    subject = model.name if model.task is None else f"a run of task {model.task.kind!r}"
+    subject = model.name if model.task is None else f"a run for task {model.task.kind!r}"
     usual = "prompt", "prompts", "checkpoint"
     kinds = {"masks": (*usual, "samples"), "labels": usual, "signals": ("prompts", "checkpoint")}
     supported = kinds.get(model.kind, ())
@@ -152,12 +152,12 @@ def generate(options: Generate) -> None:
     for name in (one.name for one in fields(options)) if supported else ():
         value = getattr(options, name)
         if name not in (*loads, *supported) and value not in (None, False, ()):
-            rule = f"{subject} reads only {', '.join(supported)}"
+            rule = f"{subject} supports only {', '.join(supported)}"
             raise ConfigError(f"{name} is {value!r}: {rule}")
     if model.kind == "signals":
         task: Any = model.task  # a `ReadsNumbers`
         if options.prompts is None:
-            raise ConfigError(f"prompts is None: {subject} reads numbers: pass a .npz file")
+            raise ConfigError(f"prompts is None: {subject} reads numbers; pass a .npz file")
         file = options.prompts
         print("\n".join(task.answer_file(model.run, model.tokenizers, model.params, file)))
         return
@@ -178,7 +178,7 @@ def generate(options: Generate) -> None:
     before = texts if model.kind == "text" and not chats else [""] * len(texts)
     ranked = options.beams and (options.samples or options.length_penalty is not None)
     if options.beams is not None and options.prompts is not None and model.kind != "targets":
-        raise ConfigError("prompts and beams: pass only one of them")
+        raise ConfigError("pass only one of prompts and beams")
     if options.lookup is not None:
         chosen = {n: x for n, x in settings.items() if n not in ("samples", "slots")}
         prompt = ids[0] if chats else texts[0]
@@ -244,7 +244,7 @@ def _form(options: Generate) -> dict[str, Any]:
     found: dict[str, Any] = {}
     names = [name for name in FORMS if getattr(options, name) is not None]
     if len(names) > 1:  # before their files are read
-        raise ConfigError(f"{names[0]} and {names[1]}: pass only one of them")
+        raise ConfigError(f"pass only one of {names[0]} and {names[1]}")
     for name in names:
         check_installed(name)
         value = found[name] = getattr(options, name)
@@ -271,7 +271,9 @@ def _prompts(path: str, every_line: bool = False) -> list[str]:
     prompts = [line for line in found if line.strip()]
     if every_line and len(prompts) < len(found):
         number = next(n for n, line in enumerate(found, start=1) if not line.strip())
-        raise ConfigError(f"prompts is {path!r}: line {number} is empty: every line must have text")
+        raise ConfigError(
+            f"prompts is {path!r}: line {number} is empty, but every line must have text"
+        )
     if not prompts:
         raise ConfigError(f"prompts is {path!r}: must have at least one line with text")
     return prompts
@@ -296,7 +298,7 @@ def _processors(options: Generate, model: LanguageModel) -> tuple[HistoryProcess
         if text is not None:
             ids = model.tokenizer.encode(text).tolist() if text else []
             if ids and max(ids) >= (size := model.config.vocab_size):
-                rule = f"has token ID {max(ids)}, and the model has {size} tokens"
+                rule = f"has token ID {max(ids)}, but the model has only {size} tokens"
                 raise ConfigError(f"{name} is {text!r}: {rule}")
             out.append(_make(name, text, lambda _, of_ids=of_ids, ids=ids: of_ids(*ids)))  # type: ignore[misc]
     return tuple(out)

@@ -85,7 +85,7 @@ def plan(options: PlanOptions, texts: Mapping[Path, Text]) -> bool:
         }
         for one, value in other_starts.items():
             if value is not None:
-                raise ConfigError(f"model and {one}: pass only one of them")
+                raise ConfigError(f"pass only one of model and {one}")
         if is_run(name):
             start, texts = Start(resume=True), {**texts, ("out",): name}
         else:
@@ -94,7 +94,7 @@ def plan(options: PlanOptions, texts: Mapping[Path, Text]) -> bool:
     hardware = find_hardware(options.target)
     if not config.model.supports("plan"):
         kind = type(config.model).__name__
-        raise ConfigError(f"model is a {kind}: only transformers can be planned")
+        raise ConfigError(f"model is of type {kind}: only transformers can be planned")
     model = as_transformer(config.model)
     active = "" if model.experts is None else f" ({active_params(model):,} for each token)"
     print(

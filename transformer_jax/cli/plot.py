@@ -120,7 +120,7 @@ def read_runs(paths: Sequence[Path]) -> list[Curves]:
         folder = RunFolder(path)
         lines = folder.read_metrics()
         if not lines:
-            raise ConfigError(f"{path}: no metrics yet (metrics.jsonl has no valid line)")
+            raise ConfigError(f"{path} has no metrics yet (metrics.jsonl has no valid line)")
         # A run that was killed may leave an incomplete line.
         written = folder.metrics_file.read_text(errors="replace").count("\n")
         tokens = config.accumulation * config.batch_size * config.sequence_len

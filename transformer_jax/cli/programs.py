@@ -43,7 +43,7 @@ def keep_programs(environment: Mapping[str, str] = os.environ) -> None:
         folder = cache_folder(environment)
         _prepare(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
-        print(f"no cache of compiled programs: {error}", file=sys.stderr)
+        print(f"compiled programs are not cached: {error}", file=sys.stderr)
         return
     config.update("jax_compilation_cache_dir", str(folder))
     # By default, JAX keeps only programs that take at least a second to compile, but commands have

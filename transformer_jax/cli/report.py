@@ -59,7 +59,7 @@ def missing_metrics(scores: Mapping[str, float]) -> str | None:
     """Return a hint if texts were evaluated without BLEU and chrF, which need sacrebleu."""
     if "exact_match" not in scores or "chrf" in scores:
         return None
-    return "BLEU and chrF need sacrebleu: pip install sacrebleu"
+    return "BLEU and chrF need sacrebleu: run pip install sacrebleu"
 
 
 def how_to_resume(config: TrainConfig, command: str, more: str = "") -> str:

@@ -50,7 +50,7 @@ class Start:
         if all(value is None for value in group.values()):
             return
         if self.distributed:
-            raise ConfigError("distributed and coordinator: pass only one of them")
+            raise ConfigError("pass only one of distributed and coordinator")
         for name, value in group.items():
             if value is None:
                 rule = "pass all of coordinator, processes and process, or none"
@@ -59,7 +59,7 @@ class Start:
             if group[name] < 0:
                 raise ConfigError(f"{name} is {group[name]}: must not be negative")
         if not group["process"] < group["processes"]:
-            rule = f"must be below processes {self.processes}"
+            rule = f"must be below processes, {self.processes}"
             raise ConfigError(f"process is {self.process}: {rule}")
 
     def join(self) -> bool:
@@ -109,9 +109,13 @@ class RunFlags:
             if getattr(self.start, name) is None:
                 continue
             if self.start.resume:
-                raise ConfigError(f"{name} and resume: a resumed run keeps its own config")
+                raise ConfigError(
+                    f"{name} cannot be used with resume: a resumed run keeps its own config"
+                )
             if self.init_from is not None:
-                raise ConfigError(f"{name} and init_from: the model comes from init_from")
+                raise ConfigError(
+                    f"{name} cannot be used with init_from: the model comes from init_from"
+                )
         kind = self.start.model
         if kind is not None and kind not in names_of(AnyModelConfig) and Folder(kind).is_dir():
             rule = f"must be a kind of model; `init_from={kind}` starts from a run or a model"
@@ -123,11 +127,11 @@ class RunFlags:
         if name is None:
             return task_recipe(task, self.start.model or "transformer")
         if self.start.model is not None:
-            raise ConfigError("preset and model: pass only one of them")
+            raise ConfigError("pass only one of preset and model")
         kind = preset(name).kind
         if kind not in task.shapes:
             fitting = (n for n, other in kinds_of(Task).items() if learns(other(), preset(name)))
-            rule = f"learns --task {' or '.join(fitting)}, not {task.kind}"
+            rule = f"supports --task {' or '.join(fitting)}, not {task.kind}"
             article = "a" if kind == "decoder" else "an"
             raise ConfigError(f"preset is {name!r}: {article} {kind} {rule}")
         return train_preset(name, task=task)
@@ -170,7 +174,7 @@ def _parser(
         command,
         description if whole else None,
         "A unique suffix of a flag is enough: --d-model, --positions.base.\n"
-        "The fields of a group may also be one word: --positions rope,base=5e5.\n\n"
+        "The fields of a group may also be passed as one word: --positions rope,base=5e5.\n\n"
         "--help all prints the flags of run and model, --help GROUP those of a group:\n"
         f"{others}",
     )
@@ -215,7 +219,7 @@ def configure(flags: RunFlags) -> tuple[TrainConfig, int | None]:
             if isinstance(value, type):  # a kind of config
                 value, original = value.__name__.lower(), type(original).__name__.lower()
             if value != original:
-                rule = f"{flags.init_from} has {original!r}"
+                rule = f"must be {original!r}, as in {flags.init_from}"
                 raise ConfigError(f"{'.'.join(path)} is {value!r}: {rule}")
         if getattr(model, "dtype", None) == "float16":
             # float16 gradients vanish without loss scaling

@@ -100,6 +100,6 @@ def _embedder(options: Serve) -> Embedder | None:
         return None
     for name in ("checkpoint", "init_from", "context", "steps", "cache_dtype", "weights"):
         if (value := getattr(options, name)) is not None:
-            raise ConfigError(f"{name} is {value!r}: not supported by a sentence encoder")
+            raise ConfigError(f"{name} is {value!r}: a sentence encoder does not support it")
     encoder = load_sentence_encoder(folder.path, dtype=options.dtype)
     return Embedder(encoder, published_tokenizer(folder), slots=options.slots, queue=options.queue)

@@ -49,7 +49,7 @@ def tokens(options: Tokens) -> None:
     from transformer_jax.tokenizers.trained import WordTokenizer
 
     if (options.model is None) == (options.data is None):
-        raise ConfigError("model and data: pass exactly one of them")
+        raise ConfigError("pass exactly one of model and data")
     kind, size = options.tokenizer, options.bpe_vocab_size
     if options.data is not None:
         from transformer_jax.config import TrainConfig

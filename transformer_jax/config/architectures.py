@@ -100,7 +100,11 @@ class AnyModelConfig:
             what: the models or parts that have the feature, for the message.
         """
         if ability not in self.abilities:
-            fail(field, value, f"is for {what}, but the model is {kind_name(type(self))}")
+            fail(
+                field,
+                value,
+                f"is supported only by {what}, but the model is {kind_name(type(self))}",
+            )
 
     def check_training(self, run: FieldValue) -> None:
         """Raise ConfigError if this kind of model does not support a field of a `TrainConfig`."""

@@ -81,7 +81,7 @@ class CustomBlock:
             fail("block", self, "needs kind 'decoder' or 'encoder'")
         if self.is_whole and (model.experts is not None or model.qk_norm):
             name = "qk_norm" if model.experts is None else "experts"
-            fail(name, getattr(model, name), "is not read by a custom block with `run`")
+            fail(name, getattr(model, name), "is not used by a custom block with `run`")
 
 
 CustomBlock.custom_kind_of = CustomBlock

@@ -20,7 +20,7 @@ def check_custom(field: str, value: object) -> None:
     name = type(value).__name__
     # use `vars`, because a subclass without the decorator would compare only the fields of its base
     if "__dataclass_fields__" not in vars(type(value)):
-        rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {name}"
+        rule = f"must be a frozen dataclass; write @dataclass(frozen=True) above class {name}"
         raise ConfigError(f"{field} is of class {name}: {rule}")
     try:
         hash(value)
@@ -54,6 +54,6 @@ def find_by_name(field: str, name: str) -> Any:
     module, _, attribute = name.partition(":")
     value = getattr(sys.modules.get(module), attribute, None)
     if value is None:
-        rule = "has no such name" if module in sys.modules else "is not imported: import it first"
+        rule = "has no such name" if module in sys.modules else "is not imported; import it first"
         fail(field, name, f"{module} {rule}")
     return value

@@ -87,14 +87,14 @@ OTHER_NAMES = {
 
 
 def nearest(text: object, known: Collection[str], least: float = 0.6) -> str:
-    """Return `, nearest: X`, where X is the most similar known name, or an empty string.
+    """Return `; did you mean X?`, where X is the most similar known name, or an empty string.
 
     `least` is the minimum similarity between the names, from 0 to 1.
     """
     other = OTHER_NAMES.get(str(text).lower().replace("-", "_"))
     near = [other] if other in known else difflib.get_close_matches(str(text), known, 1, least)
     near = near or difflib.get_close_matches(str(text).lower(), known, 1, least)
-    return f", nearest: {near[0]}" if near else ""
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def check_types(config: Dataclass) -> None:
@@ -190,9 +190,9 @@ def check_new_folder(name: str, path: str) -> None:
     if "\0" in path or not path:
         fail(name, path, "must be the name of a folder")
     if re.match(r"[A-Za-z][\w+.-]*://", path):
-        fail(name, path, "must be a folder of this machine, not an address")
+        fail(name, path, "must be a folder on this machine, not an address")
     if size > LONGEST_FOLDER:
-        fail(name, f"{path[:40]}...", f"has {size} bytes, but at most {LONGEST_FOLDER} are allowed")
+        fail(name, f"{path[:40]}...", f"must have at most {LONGEST_FOLDER} bytes, not {size}")
 
 
 def unread(config: Dataclass, rule: str, *names: str) -> None:

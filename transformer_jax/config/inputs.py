@@ -22,13 +22,17 @@ class _Inputs:
         """Raise ConfigError if these inputs conflict with the fields of `model`."""
         if model.kind == "decoder":
             fail("inputs", self, "needs kind 'encoder' or 'encoder-decoder'")
-        unread(model, "needs inputs None: only tokens have a vocabulary", "source_vocab_size")
+        unread(
+            model, "needs inputs None, because only tokens have a vocabulary", "source_vocab_size"
+        )
         if model.kind == "encoder":
             fields = (
                 "type_vocab_size", "masked_token_head", "tie_embeddings", "logit_scale",
                 "embedding_scale", "logit_bias", "logit_softcap", "embedding_dim",
             )  # fmt: skip
-            unread(model, "needs inputs None: an encoder with inputs has no tokens", *fields)
+            unread(
+                model, "needs inputs None, because an encoder with inputs has no tokens", *fields
+            )
 
 
 @config_class
@@ -69,7 +73,7 @@ class Patches(_Inputs):
         check_types(self)
         for name in ("height", "width"):
             if getattr(self, name) % self.size:
-                fail(name, getattr(self, name), f"must be a multiple of size {self.size}")
+                fail(name, getattr(self, name), f"must be a multiple of size, {self.size}")
 
     def row_shape(self, length: int | None = None) -> tuple[int, ...]:
         """Return the shape of one image. The argument `length` is ignored."""
@@ -108,7 +112,7 @@ class Frames(_Inputs):
         if self.kernel % 2 == 0:
             fail("kernel", self.kernel, "must be odd, to be centered on a frame")
         if self.stride > self.kernel:
-            rule = f"must not exceed kernel {self.kernel}: frames would be skipped"
+            rule = f"must not exceed kernel, {self.kernel}, or frames would be skipped"
             fail("stride", self.stride, rule)
 
     def row_shape(self, length: int) -> tuple[int, ...]:

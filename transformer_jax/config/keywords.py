@@ -290,7 +290,7 @@ def known_keywords(function: F, name: str | None = None) -> F:
             refuse_keywords(function, unknown, name=name)
         if first == "step" and args and isinstance(args[0], str):
             rule = "must be a step, make_step(model)"
-            use = "for text use transformer_jax.load(FOLDER).generate(TEXT), or the command serve"
+            use = "for text, use transformer_jax.load(FOLDER).generate(TEXT) or the serve command"
             raise ValueError(f"step is {args[0]!r:.60}: {rule}; {use}")
         return function(*args, **keywords)
 
@@ -362,11 +362,11 @@ def meant(name: str, known: Collection[str], value: object = None) -> str:
     """Return the replacement for an unknown keyword, or the nearest known name."""
     sides = _SIDES.get(name)
     if sides is not None and "mask" in known and isinstance(value, int | tuple):
-        return f", meant: mask={sides(value)}"
+        return f"; use mask={sides(value)}"
     for text, others in _OTHER_NAMES.items():
         elsewhere = re.match(r"[\w.]+\(|leave it out|[A-Z_]+ in ", text)
         if name in others.split() and (elsewhere or re.split(r"\W", text)[0] in known):
-            return f", {text}" if text.startswith("leave") else f", meant: {text}"
+            return f"; {text}" if text.startswith("leave") else f"; use {text}"
     return nearest(name, known, least=0.65)
 
 
@@ -378,5 +378,5 @@ def nearest_flag(flag: str, flags: Collection[str]) -> str:
         if name in others.split() and found:
             meant = f"--{found[1].replace('_', '-')}"
             if meant in flags:
-                return f", meant: {' '.join(filter(None, (meant, found[2])))}"
+                return f"; use {' '.join(filter(None, (meant, found[2])))}"
     return nearest(flag, flags)

@@ -122,7 +122,9 @@ def _check_kind(base: type, name: str, kind: object) -> None:
     # use `vars`, because a subclass without the decorator would compare only the fields of its base
     options = vars(kind).get("__dataclass_params__")
     if options is None or not options.frozen:
-        rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {kind.__name__}"
+        rule = (
+            f"must be a frozen dataclass; write @dataclass(frozen=True) above class {kind.__name__}"
+        )
         raise ValueError(f"{name} is {kind!r}: {rule}")
 
 

@@ -42,7 +42,11 @@ class LoraConfig:
             fail("targets", self.targets, "must contain at least one name, and no empty name")
         if self.layers is not None:
             if not self.layers or min(self.layers) < 0 or len({*self.layers}) < len(self.layers):
-                fail("layers", self.layers, "must contain different indices from 0, at least one")
+                fail(
+                    "layers",
+                    self.layers,
+                    "must contain at least one index, each at least 0 and used once",
+                )
 
     @property
     def scale(self) -> float:

@@ -297,7 +297,11 @@ class ModelConfig(AnyModelConfig):
         if self.pooler_reads == "each" and self.classes_of == "text":
             fail("pooler_reads", "each", "needs classes_of 'token' or 'span'")
         if self.pooler == "transform" and self.masked_token_head:
-            fail("pooler", "transform", "needs masked_token_head False, since it uses its layers")
+            fail(
+                "pooler",
+                "transform",
+                "needs masked_token_head False, because both would use the same layers",
+            )
         if self.classes_of == "span" and self.num_classes != 2:
             fail("num_classes", self.num_classes, "must be 2 with classes_of 'span'")
 

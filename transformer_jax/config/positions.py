@@ -151,7 +151,11 @@ class Rope(_Positions):
         if self.dims is not None and self.dims % 2:
             fail("dims", self.dims, "must be even")
         if self.pattern is not None and not any(self.pattern):
-            fail("pattern", self.pattern, "must rotate at least one layer; else use positions None")
+            fail(
+                "pattern",
+                self.pattern,
+                "must rotate at least one layer; to rotate none, use positions None",
+            )
         trained = ("dynamic", "llama3", "yarn", "longrope")
         if self.scaling in trained and self.original_len is None:
             fail("original_len", None, f"must be set for scaling {self.scaling!r}")

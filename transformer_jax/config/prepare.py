@@ -52,7 +52,7 @@ class PrepareConfig:
         if not self.field:
             fail("field", self.field, "must not be empty")
         if self.bpe_vocab_size < 257:
-            rule = "must be at least 257 (every byte, one merge)"
+            rule = "must be at least 257 (256 bytes and one merge)"
             fail("bpe_vocab_size", self.bpe_vocab_size, rule)
         if self.tokenizer != "bpe":
             unread(self, "needs tokenizer 'bpe'", "bpe_vocab_size")

@@ -140,7 +140,7 @@ class TrainConfig:
         if self.data_weights is not None and min(self.data_weights, default=0) <= 0:
             fail("data_weights", self.data_weights, "must be positive")
         if self.min_learning_rate > self.learning_rate:
-            rule = f"must not exceed learning_rate {self.learning_rate}"
+            rule = f"must not exceed learning_rate, {self.learning_rate}"
             fail("min_learning_rate", self.min_learning_rate, rule)
         if not 0 <= self.seed < 2**32:
             fail("seed", self.seed, "must be at least 0 and below 2**32")
@@ -150,7 +150,7 @@ class TrainConfig:
             fail("dump_batch", self.dump_batch, "must be above 1")
         log = self.log or ()
         if not {*log} <= {*TRACKERS} or len({*log}) < len(log):
-            fail("log", self.log, f"must name some of {', '.join(TRACKERS)}, each once")
+            fail("log", self.log, f"must be some of {', '.join(TRACKERS)}, each at most once")
         if self.profile is not None:
             parts = self.profile.split("-")
             # `isdigit` also accepts superscripts, which `int` rejects, and digits from other
@@ -161,7 +161,7 @@ class TrainConfig:
                 fail("profile", self.profile, f"must be steps from 1 to {self.steps}, in order")
         longest = self.model.max_len
         if self.context is not None and longest is not None and self.context > longest:
-            fail("context", self.context, f"exceeds the model's max_len {longest}")
+            fail("context", self.context, f"must be at most the model's max_len, {longest}")
         if isinstance(self.optimizer, Muon):
             self.model.check_supports("muon", "optimizer", "muon", "the blocks of transformers")
         if isinstance(self.optimizer, ScheduleFree):
@@ -180,9 +180,13 @@ class TrainConfig:
             count = 1 if self.model.experts is None else self.model.experts.count
             if count % mesh.expert:
                 found = "there are none" if self.model.experts is None else f"there are {count}"
-                fail("mesh", str(mesh), f"expert must divide the experts of the model: {found}")
+                fail(
+                    "mesh",
+                    str(mesh),
+                    f"expert must divide the number of experts in the model, but {found}",
+                )
         if self.bpe_vocab_size < 257:
-            rule = "must be at least 257 (every byte, one merge)"
+            rule = "must be at least 257 (256 bytes and one merge)"
             fail("bpe_vocab_size", self.bpe_vocab_size, rule)
         if (self.tokenizer == "pretrained") != (self.init_from is not None):
             rule = f"must be 'pretrained' if and only if init_from is set ({self.init_from!r})"
@@ -190,7 +194,7 @@ class TrainConfig:
         if self.lora is not None:
             self.model.check_supports("adapters", "lora", "LoraConfig")
             if isinstance(self.optimizer, Muon):
-                fail("optimizer", "muon", "is for kernels, but lora trains none")
+                fail("optimizer", "muon", "applies to kernels, but lora trains none")
             if isinstance(self.task, PreferenceTask) and self.lora.trained:
                 rule = "must be () for task 'preference', whose reference model is the base"
                 fail("lora.trained", self.lora.trained, rule)
@@ -200,7 +204,7 @@ class TrainConfig:
         if not self.model.supports("output_layer"):
             unread(self, "needs a transformer", "loss_chunk")
         if isinstance(self.task, ClassifyTask):
-            unread(self, "needs a task with labels of tokens", "loss_chunk")
+            unread(self, "needs a task with token labels", "loss_chunk")
         if isinstance(self.task, PreferenceTask):
             rule = "needs a cross-entropy loss, which task 'preference' does not have"
             unread(self, rule, "label_smoothing", "z_loss")
@@ -211,7 +215,7 @@ class TrainConfig:
         if self.schedule != "wsd":
             unread(self, "needs schedule 'wsd'", "decay_steps")
         if self.decay_steps is not None and self.decay_steps > self.steps:
-            fail("decay_steps", self.decay_steps, f"must not exceed steps {self.steps}")
+            fail("decay_steps", self.decay_steps, f"must not exceed steps, {self.steps}")
         if self.task.makes_examples:
             rule = f"is not used: task {self.task.kind!r} makes its own examples"
             unread(self, rule, "val_data", "data", "data_weights")

@@ -69,7 +69,7 @@ class Reader:
             file = open_parquet(chunk.path)
             if self.field not in file.schema_arrow.names:
                 names = ", ".join(file.schema_arrow.names)
-                raise DataError(f"{chunk.path}: has no column {self.field!r} (columns: {names})")
+                raise DataError(f"{chunk.path} has no column {self.field!r} (columns: {names})")
             for group in range(chunk.start, chunk.end):
                 try:
                     values = file.read_row_group(group, columns=[self.field]).column(0).to_pylist()
@@ -83,7 +83,7 @@ class Reader:
                 stream.seek(chunk.start)
                 content = stream.read(chunk.end - chunk.start)
         except OSError as error:
-            raise DataError(f"{chunk.path}: cannot be read ({error.strerror})") from None
+            raise DataError(f"{chunk.path} cannot be read ({error.strerror})") from None
         if chunk.format != "jsonl":
             text = read_text(content, chunk.path, self.text_errors, chunk.start)
             yield from split_documents(text, chunk.format)
@@ -173,7 +173,7 @@ def open_parquet(path: str) -> ParquetFile:
 
 
 def _invalid(path: str, error: Exception) -> DataError:
-    return DataError(f"{path}: not a valid Parquet file ({' '.join(str(error).split())[:200]})")
+    return DataError(f"{path} is not a valid Parquet file ({' '.join(str(error).split())[:200]})")
 
 
 def check_unchanged(file: Input) -> None:
@@ -181,6 +181,6 @@ def check_unchanged(file: Input) -> None:
     try:
         found = os.stat(file.path)
     except OSError as error:
-        raise DataError(f"{file.path}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{file.path} cannot be read ({error.strerror})") from None
     if (found.st_size, found.st_mtime_ns) != (file.bytes, file.changed):
-        raise DataError(f"{file.path}: changed while it was being read")
+        raise DataError(f"{file.path} changed while it was being read")

@@ -114,10 +114,10 @@ class Part:
                 found = os.preadv(self._handle(shard), [part.view(np.uint8)], offset)
             except OSError as error:
                 where = self.folder / shard_file(self.name, shard)
-                raise DataError(f"{where}: cannot be read ({error.strerror})") from None
+                raise DataError(f"{where} cannot be read ({error.strerror})") from None
             if found < size:
                 where = self.folder / shard_file(self.name, shard)
-                rule = f"ends before byte {offset + size}: was truncated after it was checked"
+                rule = f"ends before byte {offset + size}, so it was truncated after it was checked"
                 raise DataError(f"{where}: {rule}")
             done += len(part)
 
@@ -202,7 +202,7 @@ def prepared_folders(data: str) -> tuple[str, ...]:
         return ()
     for name in names:
         if not is_prepared(name):
-            rule = "is not a prepared folder: create one with python -m transformer_jax prepare"
+            rule = "is not a prepared folder; create one with python -m transformer_jax prepare"
             raise DataError(f"data is {data!r}: {name!r} {rule}")
     return names
 
@@ -211,14 +211,14 @@ def open_corpus(path: str | Path) -> Corpus:
     """Open a prepared folder; raise DataError if its manifest or tokenizer is damaged."""
     folder = Path(path)
     if not (folder / MANIFEST).is_file():
-        rule = f"preparation is unfinished ({MANIFEST} is missing): run the prepare command again"
+        rule = f"preparation is unfinished ({MANIFEST} is missing); run the prepare command again"
         raise DataError(f"{folder}: {rule}")
     content = _FILES.content(folder / MANIFEST, MANIFEST_LIMIT)
     manifest: JsonObject = _FILES.json_object(folder / MANIFEST, MANIFEST_LIMIT, 2**22)
     if manifest.get("format") != FORMAT:
         raise DataError(f"{folder / MANIFEST}: must have format {FORMAT!r}")
     if content.decode() != sealed(manifest):
-        raise DataError(f"{folder / MANIFEST}: sha256 mismatch: it is damaged")
+        raise DataError(f"{folder / MANIFEST} has the wrong SHA-256 checksum, so it is damaged")
     _check_file(folder / TOKENIZER, manifest["files"][TOKENIZER], None, 0)
     tokenizer = tokenizer_from_json((folder / TOKENIZER).read_text("utf-8", "surrogatepass"))
     dtype = np.dtype(manifest["dtype"])
@@ -246,8 +246,8 @@ def check_same_tokenizer(corpora: list[Corpus]) -> None:
     first = corpora[0]
     for other in corpora[1:]:
         if other.tokenizer.to_json() != first.tokenizer.to_json():
-            rule = f"differs from that of {first.path}: prepare it with `tokenizer={first.path}`"
-            raise DataError(f"{other.path}: tokenizer {rule}")
+            rule = f"differs from that of {first.path}; prepare it with `tokenizer={first.path}`"
+            raise DataError(f"{other.path}: its tokenizer {rule}")
 
 
 def end_id(tokenizer: Tokenizer) -> int:
@@ -271,7 +271,7 @@ def scan_file(
                     whole = count - count % np.dtype(dtype).itemsize
                     look(np.frombuffer(view[:whole], dtype))
     except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{file} cannot be read ({error.strerror})") from None
     return {"bytes": size, "sha256": found.hexdigest()}
 
 
@@ -280,9 +280,11 @@ def _check_file(file: Path, entry: FileDigest, dtype: np.dtype | None, limit: in
     try:
         size = file.stat().st_size
     except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{file} cannot be read ({error.strerror})") from None
     if size != entry["bytes"]:
-        raise DataError(f"{file}: has {size} bytes, {entry['bytes']} were written: it is damaged")
+        raise DataError(
+            f"{file} has {size} bytes, but {entry['bytes']} were written, so it is damaged"
+        )
     largest = -1
 
     def look(tokens: np.ndarray) -> None:
@@ -291,7 +293,7 @@ def _check_file(file: Path, entry: FileDigest, dtype: np.dtype | None, limit: in
 
     found = scan_file(file, None if dtype is None else look, dtype)
     if found["sha256"] != entry["sha256"]:
-        raise DataError(f"{file}: sha256 mismatch: it is damaged")
+        raise DataError(f"{file} has the wrong SHA-256 checksum, so it is damaged")
     if dtype is not None and largest >= limit:
         raise DataError(
             f"{file}: contains token {largest}: must be below the vocabulary size {limit}"

@@ -410,7 +410,9 @@ class _PartWriter:
         """Truncate a file to its recorded size; raise DataError if it is shorter."""
         current = file.stat().st_size if file.exists() else 0
         if current < size:
-            rule = f"has {current} bytes, {size} were written: remove the folder and start again"
+            rule = (
+                f"has {current} bytes, but {size} were written; remove the folder and start again"
+            )
             raise DataError(f"{file}: {rule}")
         if current > size:
             os.truncate(file, size)
@@ -577,14 +579,14 @@ def _read_json(file: Path) -> JsonObject | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read ({error})") from None
+        raise DataError(f"{file} cannot be read ({error})") from None
     if not isinstance(found, dict):
         raise DataError(f"{file}: must be an object")
     return found
 
 
 def _empty(config: PrepareConfig) -> DataError:
-    return DataError(f"data is {','.join(config.data)!r}: contains no documents")
+    return DataError(f"data is {','.join(config.data)!r}: the files contain no documents")
 
 
 def write_whole(file: Path, content: bytes) -> None:

@@ -122,7 +122,7 @@ def check_arguments(
     tokens, lengths = check_prompt(prompt, lengths)
     rows = tokens.shape[0]
     if key is None and not isinstance(sampler, Greedy):
-        raise ValueError(f"key is None: {sampler!r} draws random numbers")
+        raise ValueError(f"key is None: must be set, because {sampler!r} draws random numbers")
     keys = row_keys(key, rows)
     # If no row can end early, the program does not need masks of finished rows.
     ends = bool(stop) or limits is not None
@@ -166,7 +166,7 @@ def check_stop(
     """Raise ValueError if a stop token is outside the vocabulary."""
     vocab = count_vocab(step, params, rows, state)
     if max(stop) >= vocab:
-        raise ValueError(f"stop is {max(stop)}: must be in 0..{vocab - 1}")
+        raise ValueError(f"stop is {max(stop)}: must be from 0 to {vocab - 1}")
 
 
 def fill_prompts(
@@ -205,12 +205,14 @@ def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Arr
         ) from None
     # NumPy would convert a string to an array, and passing a string is a common mistake.
     if tokens.dtype.kind in "SU":
-        raise ValueError("prompt is text: must be token ids; load(FOLDER).generate takes a string")
+        raise ValueError(
+            "prompt is a string: must be token IDs; load(FOLDER).generate accepts a string"
+        )
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise ValueError(f"prompt has shape {tokens.shape}: must be [B, P] with P at least 1")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         actual = f"{tokens.dtype}{list(tokens.shape)}"
-        raise ValueError(f"prompt is {actual}: must be integer token ids")
+        raise ValueError(f"prompt is {actual}: must be integer token IDs")
     rows, columns = tokens.shape
     if lengths is None:
         return as_int32("prompt", tokens), np.full(rows, columns, np.int32)
@@ -225,7 +227,9 @@ def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Arr
         numpy: ModuleType = jnp if traced(tokens, counts) else np
         valid = counts != 0
         if not traced(counts) and (wrong := counts[valid & (counts != 1)]).size:
-            raise ValueError(f"lengths is a mask that contains {wrong[0]}: must be 0/1 or bool")
+            raise ValueError(
+                f"lengths is a mask that contains {wrong[0]}: must contain only 0 and 1, or be bool"
+            )
         # A stable sort keeps the order of the tokens, no matter which side is padded.
         order = numpy.argsort(~valid, axis=1, stable=True)
         tokens = numpy.take_along_axis(tokens, order, axis=1)
@@ -271,7 +275,7 @@ def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry
 def stop_tokens(stop: int | Sequence[int] | None) -> tuple[int, ...]:
     """Convert one or more stop tokens, or None, to a tuple, after checking the IDs."""
     if isinstance(stop, str | bytes):
-        rule = "must be token ids; load(FOLDER).generate(..., stop=...) takes stop strings"
+        rule = "must be token IDs; load(FOLDER).generate(..., stop=...) accepts stop strings"
         raise ValueError(f"stop is {stop!r}: {rule}")
     return () if stop is None else as_token_ids("stop", stop, least=0)
 

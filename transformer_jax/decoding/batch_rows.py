@@ -27,7 +27,7 @@ def count_rows(state: State) -> int:
     refuse_pages(state, "decoding by rows of arrays")
     leaves = jax.tree.leaves(state)
     if not leaves:
-        raise ValueError("state has no arrays: it has no rows")
+        raise ValueError("state has no arrays and therefore no rows")
     sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     if len(sizes) != 1 or None in sizes:
         raise ValueError(

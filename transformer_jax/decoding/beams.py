@@ -206,7 +206,7 @@ def beam_search(
     state = arguments.make_donatable(state)
     tokens = arguments.check_with_step(step, tokens, lengths, limits, state)
     if jax.tree.leaves(state) and count_rows(state) != len(tokens):
-        raise ValueError(f"prompt has {len(tokens)} rows, the state {count_rows(state)}")
+        raise ValueError(f"prompt has {len(tokens)} rows, but the state has {count_rows(state)}")
     step, tokens, lengths = arguments.fill_prompts(step, tokens, lengths)
     prompts = _BeamPrompts(tokens, lengths, limits)
     return _search(options, step, params, prompts, state, scoring)[0]
@@ -298,7 +298,7 @@ def _search(
         logits, after_prompt = read_prompts(step, params, prompt, lengths, state, options.chunk)
         if options.stop and options.stop[-1] >= logits.shape[-1]:
             limit = logits.shape[-1] - 1
-            raise ValueError(f"stop contains {options.stop[-1]}: must be in 0..{limit}")
+            raise ValueError(f"stop contains {options.stop[-1]}: must be from 0 to {limit}")
         rows = len(limits)
         history = History.of(prompt, lengths, N) if options.processors else None
         logits, state, history = fork((logits, after_prompt, history), M)

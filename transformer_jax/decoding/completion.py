@@ -266,7 +266,9 @@ class TextGenerator:
         ids, count = read_prompt(self.tokenizer, prompt), self.config.vocab_size
         if len(ids) and not 0 <= ids.min() <= ids.max() < count:
             wrong = int(ids[np.argmax((ids < 0) | (ids >= count))])
-            raise ValueError(f"the prompt has id {wrong}: the model has {count} tokens")
+            raise ValueError(
+                f"the prompt contains ID {wrong}, but the model has only {count} tokens"
+            )
         return ids
 
     def _text(self, ids: Iterable[int]) -> str:
@@ -447,7 +449,7 @@ def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[ExcludePadd
     published = isinstance(tokenizer, PretrainedTokenizer)
     if tokenizer.vocab_size > config.vocab_size and not published:
         rule = f"the model has {config.vocab_size}"
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens: {rule}")
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, but {rule}")
     padded = tokenizer.vocab_size < config.vocab_size
     return (ExcludePadding(tokenizer.vocab_size),) if padded else ()
 

@@ -156,8 +156,8 @@ def serve_requests(
     if chunk is not None:
         check_count("chunk", chunk, 1)
     if not isinstance(requests, Iterable):
-        rule = "must be an iterable of Request"
-        raise ValueError(f"requests is a {type(requests).__name__}: {rule}")
+        rule = "must be an iterable of Request objects"
+        raise ValueError(f"requests is of type {type(requests).__name__}: {rule}")
     empty_slots = init_slots(
         step, params, state, slots, capacity, sampler=sampler, processors=processors, stop=stop
     )
@@ -306,7 +306,7 @@ class Batcher(Generic[State]):
     def _read(self, request: Request) -> tuple[Prompts, State, int]:
         """Check a request and return its prompt, its state, and the number of shared tokens."""
         if not isinstance(request, Request):
-            raise ValueError(f"request is a {type(request).__name__}: must be a Request")
+            raise ValueError(f"request is of type {type(request).__name__}: must be a Request")
         limit = request.num_tokens
         if not isinstance(limit, Integral) or isinstance(limit, bool):
             raise ValueError(f"num_tokens is {limit!r}: must be an integer")

@@ -54,9 +54,9 @@ _LIMITS, _MEETING = "multiples and bounds of one value", "several schemas of one
 _UNIONS = "schemas with oneOf"
 _INSTEAD = {
     "nullable": 'is not JSON Schema but OpenAPI: write {"type": ["string", "null"]}',
-    "contentEncoding": "is not supported: the text would ignore it",
-    "contentMediaType": "is not supported: the text would ignore it",
-    "contentSchema": "is not supported: the text would ignore it",
+    "contentEncoding": "is not supported, and the text would ignore it",
+    "contentMediaType": "is not supported, and the text would ignore it",
+    "contentSchema": "is not supported, and the text would ignore it",
     "x-guidance": "is allowed only at the top level of a schema",
 }
 _LARGEST = 2**53 - 1
@@ -102,7 +102,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
     if not isinstance(schema, Mapping):
         raise ValueError(f"{where} is {schema!r:.80}: must be an object")
     if depth > DEPTH_LIMIT:
-        raise ValueError(f"{where}: is nested deeper than {DEPTH_LIMIT}")
+        raise ValueError(f"{where} is nested more than {DEPTH_LIMIT} levels deep")
     found: dict[str, Any] = {}
 
     def inner(schema: Any, where: str) -> Any:
@@ -119,9 +119,9 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             continue
         # llguidance silently ignores these keys, so the text would not satisfy the schema.
         if key in _INSTEAD:
-            raise ValueError(f"{at}: {_INSTEAD[key]}")
+            raise ValueError(f"{at} {_INSTEAD[key]}")
         if key not in _KNOWN and not key.startswith("x-"):
-            raise ValueError(f"{at}: is not a JSON Schema keyword{nearest(key, _KNOWN)}")
+            raise ValueError(f"{at} is not a JSON Schema keyword{nearest(key, _KNOWN)}")
         if key in _TEXTS and not isinstance(value, str) and not (key in _NOTES and value is None):
             raise ValueError(f"{at} is {value!r:.80}: must be a string")
         if key in _NOTES or key.startswith("x-") or (key == "uniqueItems" and value is False):
@@ -169,7 +169,9 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             if key == "multipleOf" and value <= 0:
                 raise ValueError(f"{at} is {value}: must be above 0")
             if key == "multipleOf" and _decimals(Decimal(str(value))) > _MOST_PLACES:
-                raise ValueError(f"{at} is {value}: must have at most {_MOST_PLACES} decimals")
+                raise ValueError(
+                    f"{at} is {value}: must have at most {_MOST_PLACES} decimal places"
+                )
     _check_excluded({key: [found[key]] for key in _BOUNDS if key in found}, where)
     if "oneOf" in found:
         seen.setdefault(_UNIONS, []).append(found)
@@ -221,7 +223,7 @@ def _check_combined(multiples: list[Decimal], bounds: list[Decimal], where: str)
     long = [x for x in bounds if places and _decimals(x) > most]
     if long:
         plural = "s" * (most > 1)
-        rule = f"must have at most {most} decimal{plural} with multipleOf {listed}"
+        rule = f"must have at most {most} decimal place{plural} with multipleOf {listed}"
         raise ValueError(f"{where}: a bound is {long[0]}: {rule}")
 
 
@@ -240,7 +242,7 @@ def _check_excluded(bounds: Mapping[str, Sequence[Any]], where: str) -> None:
         for value, end in itertools.product(excluded, ends):
             if not isinstance(value, bool) and not isinstance(end, bool):
                 if value == int(value) and value * sign >= 0 and 0 < (end - value) * sign < 1:
-                    rule = f"must be 1 or more from the other bound {end}"
+                    rule = f"must differ from the other bound, {end}, by at least 1"
                     why = f"or the parser would allow {value}"
                     raise ValueError(f"{where}: exclusive{side} is {value}: {rule}, {why}")
 
@@ -280,7 +282,7 @@ def _tags(schema: Any, root: Any) -> dict[str, set[str]]:
 def _plain(value: Any, where: str, depth: int) -> Any:
     """Check that the parser reads the numbers in a JSON value exactly and return the value."""
     if depth > DEPTH_LIMIT:
-        raise ValueError(f"{where}: is nested deeper than {DEPTH_LIMIT}")
+        raise ValueError(f"{where} is nested more than {DEPTH_LIMIT} levels deep")
     if isinstance(value, Mapping):
         return {
             key: _plain(one, f"{where}.{shown(str(key))[1:-1]}", depth + 1)
@@ -313,7 +315,10 @@ def _exact(value: float | Decimal, where: str) -> float:
     elif len(digits) <= 15 and places <= 22:
         return float(number)
     else:
-        rule = "must have at most 15 digits, and 22 after the point, or the parser would round it"
+        rule = (
+            "must have at most 15 digits, and at most 22 after the decimal point, or the parser "
+            "would round it"
+        )
     raise ValueError(f"{where} is {str(number) if len(digits) < 40 else f'{number:.5e}'}: {rule}")
 
 

@@ -385,7 +385,7 @@ def check_processors(processors: Sequence[HistoryProcessor]) -> tuple[HistoryPro
             inspect.signature(processor).bind(None, None)
         except TypeError:
             raise ValueError(
-                f"processor is {processor!r}: {rule}; a processor of only logits goes into "
+                f"processor is {processor!r}: {rule}; pass a processor that reads only logits to "
                 "Sample(...)"
             ) from None
         except ValueError:  # built-in functions may have no signature
@@ -405,7 +405,7 @@ def _exclude(processor: HistoryProcessor, logits: jax.Array, tokens: tuple[int, 
 
 def _check_vocab(processor: HistoryProcessor, tokens: Sequence[int], vocab: int) -> None:
     if max(tokens) >= vocab:
-        raise ValueError(f"token {max(tokens)} of {processor!r}: must be in 0..{vocab - 1}")
+        raise ValueError(f"token {max(tokens)} of {processor!r}: must be from 0 to {vocab - 1}")
 
 
 def as_token_ids(name: str, ids: int | Iterable[int], *, least: int = 1) -> tuple[int, ...]:
@@ -415,14 +415,14 @@ def as_token_ids(name: str, ids: int | Iterable[int], *, least: int = 1) -> tupl
     """
     if isinstance(ids, jax.Array | np.ndarray | np.generic) and ids.ndim == 0:
         if isinstance(ids, jax.core.Tracer):  # IDs are compiled into the program
-            raise ValueError(f"{name} is {ids!r}: must be a concrete token id, not a traced one")
+            raise ValueError(f"{name} is {ids!r}: must be a concrete token ID, not a traced one")
         ids = ids.item()
     if not isinstance(ids, Integral | Iterable):
-        raise ValueError(f"{name} is {ids!r}: must be one or more token ids")
+        raise ValueError(f"{name} is {ids!r}: must be one or more token IDs")
     tokens = tuple(ids) if isinstance(ids, Iterable) else (ids,)
     for token in tokens:
         if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:
-            raise ValueError(f"{name} contains {token!r}: token ids must be integers of at least 0")
+            raise ValueError(f"{name} contains {token!r}: token IDs must be integers of at least 0")
     if len(tokens) < least:
         raise ValueError(f"{name} is empty: must contain at least one token")
     return tuple(int(token) for token in tokens)

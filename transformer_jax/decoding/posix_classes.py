@@ -31,7 +31,7 @@ def with_unicode_classes(regex: str, name: str) -> str:
         nonlocal depth
         kind = match["kind"]
         if match[0] == "\\":
-            raise ValueError(f"{name}: the last backslash escapes nothing: remove or double it")
+            raise ValueError(f"{name}: the last backslash escapes nothing; remove or double it")
         if kind is not None and depth:
             if kind not in _CLASSES:
                 raise ValueError(

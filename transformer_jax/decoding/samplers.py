@@ -415,7 +415,9 @@ def _count_to_reach(
 
 def _check_between(name: str, value: float, low: float, high: float) -> None:
     if not isinstance(value, Real) or not low <= value <= min(high, sys.float_info.max):
-        span = f"from {low:g} to {high:g}" if math.isfinite(high) else f"finite, at least {low:g}"
+        span = (
+            f"from {low:g} to {high:g}" if math.isfinite(high) else f"finite and at least {low:g}"
+        )
         raise ValueError(f"{name} is {value!r}: must be {span}")
 
 

@@ -177,7 +177,9 @@ def admit(
         # This waits for the device. `Batcher` tracks its rows and skips this check.
         occupied = row_array[jax.device_get(slots.active)[row_array]].tolist()
         if occupied:
-            raise ValueError(f"rows {occupied} are occupied: release them, or wait for their end")
+            raise ValueError(
+                f"rows {occupied} are occupied: release them, or wait until they finish"
+            )
     numpy: ModuleType = jnp if traced(limits) else np
     check_count("top", top, 0)
     if chunk is not None:
@@ -185,7 +187,9 @@ def admit(
     limit_array = numpy.atleast_1d(limits)
     prompts = check_prompts(slots, prompt, lengths, state, limit_array, key, sampling)
     if len(prompts.lengths) != len(row_array):
-        raise ValueError(f"prompt has {len(prompts.lengths)} rows for {len(row_array)} slots")
+        raise ValueError(
+            f"prompt has {len(prompts.lengths)} rows, but there are {len(row_array)} slots"
+        )
     prompts = prompts._replace(allowed=None if allowed is None else jnp.asarray(allowed))
     return admit_rows(slots, params, jnp.asarray(row_array, jnp.int32), prompts, state, chunk, top)
 
@@ -257,7 +261,7 @@ def advance_slots(
     check_count("steps", steps, 1)
     check_count("top", top, 0)
     if allowed is not None and steps > 1:
-        raise ValueError(f"steps is {steps}: must be 1 with `allowed`, which is for one token")
+        raise ValueError(f"steps is {steps}: must be 1 with `allowed`, which applies to one token")
     mask = None if allowed is None else jnp.asarray(allowed)
     return advance_rows(slots, params, jax.device_put(np.bool_(pause)), steps, top, mask)
 
@@ -353,7 +357,7 @@ def check_slot_rows(slots: Slots[State], rows: int | arguments.PerRow) -> argume
     if len(set(array.tolist())) < len(array):
         raise ValueError(f"rows are {array.tolist()}: must be distinct")
     if not ((array >= 0) & (array < count)).all():
-        raise ValueError(f"rows are {array.tolist()}: must be in 0..{count - 1}")
+        raise ValueError(f"rows are {array.tolist()}: must be from 0 to {count - 1}")
     return array
 
 
@@ -383,14 +387,16 @@ def check_prompts(
             f"the limit is {slots.capacity}, the capacity of a slot"
         )
     if key is None and not isinstance(slots.options.sampler, Greedy):
-        raise ValueError(f"key is None: {slots.options.sampler!r} draws random numbers")
+        raise ValueError(
+            f"key is None: must be set, because {slots.options.sampler!r} draws random numbers"
+        )
     keys = arguments.row_keys(key, rows)
     check_not_consumed(state)
     # A state with a different shape would be broadcast into the row, or fail deep inside a program.
     slot_leaves, slot_tree = jax.tree_util.tree_flatten_with_path(slots.decode_state.state)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     if tree != slot_tree:  # type: ignore[operator]
-        raise ValueError(f"state is {tree}: the slots contain {slot_tree}")
+        raise ValueError(f"state is {tree}, but the slots contain {slot_tree}")
     for (path, slot_leaf), (_, leaf) in zip(slot_leaves, leaves, strict=True):
         expected = (rows, *slot_leaf.shape[1:])
         if leaf.shape != expected or leaf.dtype != slot_leaf.dtype:

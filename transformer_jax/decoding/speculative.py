@@ -143,7 +143,7 @@ def speculate(
     if any(leaf is proposer for leaf in jax.tree.leaves(proposer)):
         name = type(proposer).__name__
         rule = "register it with jax.tree_util.register_static or register_dataclass"
-        raise ValueError(f"proposer is a {name}, which is not a pytree: {rule}")
+        raise ValueError(f"proposer is of type {name}, which is not a pytree: {rule}")
     if sampler is not None:
         proposers.check_distribution("sampler", sampler)
     step, options, prompts, state = check_arguments(

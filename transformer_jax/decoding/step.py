@@ -348,7 +348,7 @@ class ModelStep(AppliedStep[ModelCache]):
             raise ValueError(f"state is {_brief(state)}: {rule}")
         rows = state.length.shape[0]
         if len(prompt) != rows:
-            raise ValueError(f"prompt has {len(prompt)} rows, the cache has {rows}")
+            raise ValueError(f"prompt has {len(prompt)} rows, but the cache has {rows}")
         self.too_short(state, total)
         limit = max_positions(config, state)
         # A ring has no limit, but a table of learned positions has one.
@@ -416,7 +416,9 @@ def as_step(step: StepLike[State], params: object = None, state: object = None) 
     if isinstance(step, Step):
         result = step
     elif hasattr(step, "vocab_size"):
-        raise ValueError(f"step is a {name}: must be a step, such as make_step(build(config))")
+        raise ValueError(
+            f"step is of type {name}: must be a step, such as make_step(build(config))"
+        )
     elif isinstance(getattr(step, "__self__", None), nn.Module) and step.__name__ == "apply":
         raise ValueError("step is the model's apply: must be a step, such as make_step(model)")
     elif isinstance(step, type) or not callable(step):
@@ -427,7 +429,7 @@ def as_step(step: StepLike[State], params: object = None, state: object = None) 
             if callable(getattr(type(step), method, None)):  # an instance field may have any name
                 rule = "make it a subclass of transformer_jax.decoding.Step"
                 raise ValueError(
-                    f"step is a {name} with `{method}`, which would not be called: {rule}"
+                    f"step is of type {name} with `{method}`, which would not be called: {rule}"
                 )
         result = FunctionStep(step)
     if isinstance(params, Mapping) and list(params) == ["params"]:
@@ -446,7 +448,7 @@ def _brief(value: object) -> str:
     """Return the repr of a number, string or type, or the type name of anything else."""
     if isinstance(value, str | int | float | type | None):
         return repr(value)
-    return f"a {type(value).__name__}"
+    return f"of type {type(value).__name__}"
 
 
 @overload
@@ -481,6 +483,6 @@ def make_step(model: nn.Module, *, edit: Mapping[str, Edit] = NO_EDIT) -> Applie
     for name, _ in named_edits(edited.config, edit):
         if name.startswith("encoder/"):
             rule = "edit it where the source is read, in `init_cache` of the model"
-            raise ValueError(f"edit of {name} in a step: {rule}")
+            raise ValueError(f"a step cannot edit {name}: {rule}")
     edited = edited.edited(edit) if edit else edited
     return ModelStep(edited) if isinstance(model, Decoder | EncoderDecoder) else edited.as_step()

@@ -209,7 +209,7 @@ class Matcher:
 def check_installed(name: str) -> None:
     """Raise ConfigError if llguidance, which the option `name` requires, is not installed."""
     if find_spec("llguidance") is None:
-        rule = "pip install 'transformer_jax[structured]'"
+        rule = "run pip install 'transformer_jax[structured]'"
         raise ConfigError(f"{name} needs llguidance, which is not installed: {rule}")
 
 

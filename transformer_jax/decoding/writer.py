@@ -113,8 +113,10 @@ def check_stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     """Convert one or more stop strings to a tuple. Raise ValueError if a string is empty."""
     strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
     if not isinstance(strings, list | tuple | set | frozenset):
-        raise ValueError(f"stop is {stop!r:.80}: must be a string or several strings")
+        raise ValueError(f"stop is {stop!r:.80}: must be a string or a sequence of strings")
     for text in strings:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"stop contains {text!r}: must be strings of at least one character")
+            raise ValueError(
+                f"stop contains {text!r}: each must be a string of at least one character"
+            )
     return tuple(strings)

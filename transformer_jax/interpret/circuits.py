@@ -86,16 +86,18 @@ def circuits(
     if branch not in branches:
         raise ValueError(f"branch is {branch!r}: must be {' or '.join(map(repr, branches))}")
     if circuit == "qk" and cfg.qk_norm:
-        raise ValueError("circuit is 'qk': not linear in the stream, because qk_norm is True")
+        raise ValueError(
+            "circuit is 'qk', which is not linear in the stream, because qk_norm is True"
+        )
     if fold_norm and (cfg.norm is None or cfg.norm_order in ("post", "output")):
-        rule = f"norm is {cfg.norm!r}, norm_order {cfg.norm_order!r}"
-        raise ValueError(f"fold_norm: attention has no norm before it ({rule})")
+        rule = f"norm is {cfg.norm!r}, norm_order is {cfg.norm_order!r}"
+        raise ValueError(f"fold_norm is True, but attention has no norm before it ({rule})")
     if fold_norm and branch == "cross_attention":
-        raise ValueError("fold_norm with cross_attention: the branch reads two streams")
+        raise ValueError("fold_norm is not supported for cross_attention, which reads two streams")
     width = cfg.key_dim if circuit == "qk" else cfg.value_dim
     rank = min(cfg.d_model, width)
     if count is not None and not 1 <= count <= rank:
-        raise ValueError(f"count is {count}: must be in 1..{rank}")
+        raise ValueError(f"count is {count}: must be from 1 to {rank}")
 
     side = "encoder" if cfg.kind == "encoder" or branch == "encoder/attention" else "decoder"
     depth = cfg.decoder_layers if side == "decoder" else cfg.num_layers

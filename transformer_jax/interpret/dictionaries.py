@@ -94,7 +94,7 @@ class Dictionary:
 
             return {self.place: rebuild}
         if self.place.rpartition("/")[0] != self.target.rpartition("/")[0]:
-            rule = "must be in the same branch, so that both values are available together"
+            rule = "both must be in the same branch, so that both values are available together"
             raise ValueError(f"edit of {self.place} and {self.target}: {rule}")
         inputs: list[jax.Array] = []  # the edit at `place` runs before the edit at `target`
 
@@ -170,9 +170,11 @@ def feature_examples(
     features, F = jnp.asarray(features), dictionary.encoder.shape[1]
     concrete = features.ndim == 1 and not isinstance(features, jax.core.Tracer)
     if features.ndim != 1 or (concrete and bool(((features < 0) | (features >= F)).any())):
-        raise ValueError(f"features is {features!r:.60}: must be a list of indices in 0..{F - 1}")
+        raise ValueError(
+            f"features is {features!r:.60}: must be a list of indices from 0 to {F - 1}"
+        )
     if not 1 <= count <= B * T:
-        raise ValueError(f"count is {count}: must be in 1..{B * T}")
+        raise ValueError(f"count is {count}: must be from 1 to {B * T}")
     name = dictionary.place
 
     def search(
@@ -241,7 +243,7 @@ def dictionary_scores(
     if not isinstance(model, Decoder) or tokens.shape[1] < 2:
         got = f"{type(model).__name__} and rows of length {tokens.shape[1]}"
         rule = "must be a Decoder and rows of at least 2 tokens"
-        raise ValueError(f"dictionary_scores with {got}: {rule}")
+        raise ValueError(f"dictionary_scores received {got}: {rule}")
     names = resolve_places(model, (dictionary.place, dictionary.target))
 
     def scored(params: Params, dictionary: Dictionary, tokens: jax.Array) -> DictionaryScores:

@@ -62,7 +62,7 @@ class DictionaryTask(CustomTask):
         if (self.active is None) == (self.l1 is None):
             fail("active", self.active, f"set exactly one of active and l1 (l1 is {self.l1})")
         if self.active is not None and self.active > self.features:
-            fail("active", self.active, f"must be at most features {self.features}")
+            fail("active", self.active, f"must be at most features, {self.features}")
 
     @property
     def loaded_by(self) -> str:
@@ -193,7 +193,7 @@ class DictionaryWindows(TrainingTask):
             raise ConfigError(f"of is {task.of!r}: must be a transformer decoder")
         if config.model != studied:
             rule = "must equal the config of that model, transformer_jax.load(...).config"
-            raise ConfigError(f"of is {task.of!r}: model differs: {rule}")
+            raise ConfigError(f"of is {task.of!r}: model {rule}")
         for field in ("init_from", "lora", "frozen"):
             if getattr(config, field) is not None:
                 rule = "must be None: a dictionary starts at random, and the model is frozen"
@@ -204,7 +204,9 @@ class DictionaryWindows(TrainingTask):
             raise ConfigError(f"optimizer.weight_decay is {decay}: {rule}")
         target = task.place if task.target is None else task.target
         if any(len(resolve_places(build(studied), name)) != 1 for name in (task.place, target)):
-            raise ConfigError(f"place is {task.place!r}, target {target!r}: must be one place each")
+            raise ConfigError(
+                f"place is {task.place!r}, target {target!r}: each must be a single place"
+            )
         text = LanguageWindows(
             replace(config, task=LanguageTask()), Tokenizers(model.tokenizer), studied.vocab_size
         )
@@ -275,11 +277,13 @@ def load_dictionary(run: str | Path, step: int | None = None) -> Dictionary:
     config = folder.read_config()
     task = config.task
     if not isinstance(task, DictionaryTask):
-        rule = f"must be a run of task 'dictionary', not of {task.kind!r}"
+        rule = f"must be a run with task 'dictionary', not {task.kind!r}"
         raise ConfigError(f"run is {str(run)!r}: {rule}")
     steps = checkpoint.saved_steps(folder.checkpoints)
     if not steps or step not in (None, *steps):
-        raise ConfigError(f"step is {step}: run {str(run)!r} has checkpoints of steps {steps}")
+        raise ConfigError(
+            f"step is {step}: run {str(run)!r} has checkpoints only for steps {steps}"
+        )
     saved = checkpoint.step_path(folder.checkpoints, steps[-1] if step is None else step)
     leaves = checkpoint.read_manifest(saved).leaves
     shapes = {leaf.name.removeprefix("params/"): leaf.shape for leaf in leaves}

@@ -79,7 +79,7 @@ def scale(
     """
     rule = "must be a float array [], [N] (heads) or, with block_*/..., [L, N] (blocks, heads)"
     if not hasattr(by, "ndim"):
-        raise ValueError(f"by is a {type(by).__name__}: {rule}")
+        raise ValueError(f"by is of type {type(by).__name__}: {rule}")
     rows = by.ndim == 2 and "block_*/" in place
     if not jnp.issubdtype(by.dtype, jnp.floating) or not (by.ndim < 2 or rows):
         raise ValueError(f"by is {by.dtype}{list(by.shape)}: {rule}")
@@ -91,7 +91,9 @@ def scale(
         axis = axes_of(place, value.ndim).get("head")
         if axis is None or len(factors) != value.shape[axis]:
             heads_there = value.shape[axis] if axis else "no"
-            raise ValueError(f"by is {by.dtype}{list(by.shape)}: {place} has {heads_there} heads")
+            raise ValueError(
+                f"by is {by.dtype}{list(by.shape)}, but {place} has {heads_there} heads"
+            )
         shape = [1] * value.ndim
         shape[axis] = -1
         return value * factors.astype(value.dtype).reshape(shape)
@@ -368,5 +370,5 @@ def _select(name: str, index: Indices, size: int, ending: str = "") -> jax.Array
         if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.integer):
             raise ValueError(f"{name} is {index!r}: must be an index or a list of indices")
         if ((indices < 0) | (indices >= size)).any():
-            raise ValueError(f"{name} is {index!r}: must be in 0..{size - 1}{ending}")
+            raise ValueError(f"{name} is {index!r}: must be from 0 to {size - 1}{ending}")
     return (jnp.arange(size)[:, None] == jnp.atleast_1d(jnp.asarray(index))[None, :]).any(axis=1)

@@ -39,7 +39,7 @@ def repeated_tokens(
         ValueError: if `period` is greater than `vocab_size`, or if a number is not positive.
     """
     if rows < 1 or not 1 <= period <= vocab_size:
-        rule = f"period must be in 1..{vocab_size} (vocab_size), and rows must be positive"
+        rule = f"period must be from 1 to {vocab_size} (vocab_size), and rows must be positive"
         raise ValueError(f"period is {period}, rows is {rows}: {rule}")
     keys = jax.random.split(key, rows)
     draw = lambda key: jax.random.choice(key, vocab_size, (period,), replace=False)  # noqa: E731
@@ -81,7 +81,7 @@ def head_scores(weights: jax.Array, period: int) -> HeadScores:
     """
     T = _check_weights(weights)
     if not 2 <= period < T:
-        raise ValueError(f"period is {period}: must be in 2..{T - 1} for {T} tokens")
+        raise ValueError(f"period is {period}: must be from 2 to {T - 1} for {T} tokens")
 
     def score(offset: int, first: int) -> jax.Array:
         """Return the mean weight of token t - `offset` for queries t >= `first`."""

@@ -58,12 +58,14 @@ def place_of_hook(config: ModelConfig, hook: str) -> str:
     if not config.ff_dim and name.startswith(("hook_resid_mid", "hook_mlp_out", "ln2.", "mlp.")):
         raise ValueError(f"hook {hook!r} has no place: d_ff is 0, so there is no feed-forward")
     if name in COMPUTED:
-        raise ValueError(f"hook {hook!r} has no place: {COMPUTED[name]}")
+        raise ValueError(f"hook {hook!r} has no place: it is {COMPUTED[name]}")
     if block is None or name not in IN_BLOCK:
         hooks = [f"blocks.{number}.{one}" for one in IN_BLOCK]
-        raise ValueError(f"hook {hook!r} is unknown{nearest(hook, hooks)}: see place_of_hook")
+        raise ValueError(f"hook {hook!r} is unknown; see place_of_hook{nearest(hook, hooks)}")
     if number >= config.num_layers:
-        raise ValueError(f"hook {hook!r}: the block must be in 0..{config.num_layers - 1}")
+        raise ValueError(
+            f"hook {hook!r}: the block number must be from 0 to {config.num_layers - 1}"
+        )
     if name == "hook_resid_pre":
         return "embedding" if number == 0 else f"block_{number - 1}/residual"
     if name == "hook_resid_mid" and config.is_parallel:

@@ -26,14 +26,16 @@ def check_model(
     """
     if not isinstance(model, Decoder | Encoder | EncoderDecoder):
         rule = "must be a Decoder, Encoder or EncoderDecoder, as build(config) returns"
-        raise ValueError(f"{tool} of a {type(model).__name__}: {rule}")
+        raise ValueError(f"{tool} received a model of type {type(model).__name__}: {rule}")
     if not model.config.has_logits:
         name = "embedding_dim" if model.config.inputs is None else "inputs"
         value = getattr(model.config, name)
         raise ValueError(f"{tool}: {name} is {value!r}: such an encoder has no logits")
     for name in ("key", "method", "cache", "at", *sets.split()):
         if name in arguments:
-            raise ValueError(f"{tool} takes no {name}: it reads whole prompts, without dropout")
+            raise ValueError(
+                f"{tool} does not accept {name}: it reads whole prompts, without dropout"
+            )
 
 
 def resolve_places(model: Transformer, names: str | Iterable[str]) -> tuple[str, ...]:
@@ -45,7 +47,7 @@ def refuse_edits(tool: str, model: Transformer, edit: Mapping[str, Edit], *names
     """Raise ValueError if `edit` contains a place that the tool computes itself."""
     for name, _ in Places.of(model, (), edit).edit:
         if name in names:
-            raise ValueError(f"{tool} with an edit of {name}: the tool computes {name} itself")
+            raise ValueError(f"{tool} does not accept an edit of {name}, which it computes itself")
 
 
 def run(

@@ -199,11 +199,11 @@ def check_prompts(
         raise ValueError(f"each is {each!r}: must contain 'token' or 'head', such as ('token',)")
     names = resolve_places(model, places)
     if not names:
-        raise ValueError("places is empty: transformer_jax.places(config) lists them")
+        raise ValueError("places is empty: transformer_jax.places(config) lists the known places")
     for name in names:
         if name.startswith("encoder/"):
             rule = "both prompts are read by the decoder, and they share one source"
-            raise ValueError(f"{tool} of {name}: {rule}")
+            raise ValueError(f"{tool} does not support {name}: {rule}")
     return names
 
 
@@ -217,6 +217,6 @@ def _axis_sizes(values: dict[str, jax.Array], each: Sequence[Axis]) -> list[int]
                 raise ValueError(f"each is {tuple(each)!r}: {name} has no {axis}s")
             size = value.shape[axes[axis]]
             if found.setdefault(axis, size) != size:
-                rule = f"{name} has {size} {axis}s, earlier places have {found[axis]}"
+                rule = f"{name} has {size} {axis}s, but earlier places have {found[axis]}"
                 raise ValueError(f"places must have equal sizes: {rule}")
     return [found[axis] for axis in each]

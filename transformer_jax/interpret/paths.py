@@ -78,7 +78,7 @@ def path_patching(
     names = check_prompts(tool, model, clean, corrupted, senders, each, arguments)
     for name in names:
         if name.rpartition("/")[2] not in _WRITES:
-            raise ValueError(f"senders has {name}: must end in one of {', '.join(_WRITES)}")
+            raise ValueError(f"senders contains {name}: must end in one of {', '.join(_WRITES)}")
     branches = ["attention", *(["feed_forward"] if model.config.ff_dim else [])]
     if model.config.kind == "encoder-decoder":
         branches.append("cross_attention")
@@ -88,7 +88,7 @@ def path_patching(
     for name in free:
         if name not in frozen:
             rule = "must be the heads of attention or the output of a feed-forward branch"
-            raise ValueError(f"recomputed has {name}: {rule}")
+            raise ValueError(f"recomputed contains {name}: {rule}")
     frozen = tuple(name for name in frozen if name not in free)
     patterns = receivers if isinstance(receivers, Mapping) else dict.fromkeys(
         [receivers] if isinstance(receivers, str) else receivers
@@ -99,7 +99,7 @@ def path_patching(
     for name in reached:
         if name in frozen or name.startswith("encoder/") or name.endswith("attention/output"):
             rule = "must read the stream: the input, query, key or value of a branch, or logits"
-            raise ValueError(f"receivers has {name}: {rule}")
+            raise ValueError(f"receivers contains {name}: {rule}")
 
     def table(params: Params, clean: jax.Array, corrupted: jax.Array) -> jax.Array:
         apply = partial(run, model, params, arguments)

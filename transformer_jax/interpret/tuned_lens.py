@@ -156,7 +156,9 @@ def fit_tuned_lens(
 
     check_model("fit_tuned_lens", model, {})
     if model.config.kind == "encoder-decoder":
-        raise ValueError("fit_tuned_lens of an encoder-decoder: each row would need a source")
+        raise ValueError(
+            "fit_tuned_lens does not support an encoder-decoder: each row would need a source"
+        )
     for name, number in dict(
         steps=steps, batch_size=batch_size, learning_rate=learning_rate
     ).items():

@@ -73,7 +73,7 @@ class Compare:
     """Command-line options."""
 
     data: str
-    """A text file."""
+    """Text file to train on."""
     out: Path = Path("runs/compared")
     """The folder for the runs and the plot."""
     models: tuple[Name, ...] = field(default=MODELS, metadata=WORDS)
@@ -87,7 +87,7 @@ class Compare:
     d_model: int = 64
     """Width of the decoder, which determines the number of parameters of all models."""
     seed: int = 0
-    """The seed of all random numbers."""
+    """Seed for all random numbers."""
     resume: bool = False
     """Continue the comparison in the --out folder."""
 

@@ -81,7 +81,7 @@ class NgramConfig(AnyModelConfig):
 
     def check_training(self, run: FieldValue) -> None:
         if run.steps != 1:
-            fail("steps", run.steps, "an n-gram model is counted in one step: must be 1")
+            fail("steps", run.steps, "must be 1, because an n-gram model is counted in one step")
         rule = "an n-gram model is counted, not trained"
         unread(run, rule, "ema_decay", "param_dtype", "z_loss")
 

@@ -76,13 +76,15 @@ def check_recent_tokens(
 ) -> None:
     """Raise ValueError unless the state matches the rows of the tokens and the model's context."""
     if not isinstance(state, RecentTokens):
-        raise ValueError(f"state is a {type(state).__name__}: must be RecentTokens")
+        raise ValueError(f"state is of type {type(state).__name__}: must be RecentTokens")
     check_not_consumed(state)
     state_rows, width = state.tokens.shape
     if state_rows != rows:
-        raise ValueError(f"{subject} {rows} rows, the state {state_rows}")
+        raise ValueError(f"{subject} {rows} rows, but the state has {state_rows}")
     if width != config.context:
-        raise ValueError(f"state.tokens are {width} wide: the model's context is {config.context}")
+        raise ValueError(
+            f"state.tokens have width {width}, but the model's context is {config.context}"
+        )
 
 
 def slide_window(

@@ -978,16 +978,16 @@ def check_recurrent_state(
 ) -> None:
     """Raise ValueError unless the state matches the tokens' rows and the model's layers."""
     if not isinstance(state, RecurrentState):
-        raise ValueError(f"state is a {type(state).__name__}: must be a RecurrentState")
+        raise ValueError(f"state is of type {type(state).__name__}: must be a RecurrentState")
     check_not_consumed(state)
     state_rows = state.length.shape[0]
     if state_rows != rows:
-        raise ValueError(f"{subject} {rows} rows, the state {state_rows}")
+        raise ValueError(f"{subject} {rows} rows, but the state has {state_rows}")
     # check only shapes, to reject the state of another model before computing anything
     zero = jax.eval_shape(lambda: zero_carry(config, rows))
     found, expected = (jax.tree.map(lambda leaf: leaf.shape, c) for c in (state.carry, zero))
     if found != expected:
-        raise ValueError(f"state.carry has shapes {found}: this model's are {expected}")
+        raise ValueError(f"state.carry has shapes {found}, but this model's are {expected}")
     memory = state.memory
     if config.attention is None:
         if memory is not None:
@@ -997,12 +997,13 @@ def check_recurrent_state(
         raise ValueError("state.memory is None: make the state with method='init_state'")
     if memory.states.shape[-1] != config.memory_dim:
         raise ValueError(
-            f"state.memory is {memory.states.shape[-1]} wide: the model's is {config.memory_dim}"
+            f"state.memory has width {memory.states.shape[-1]}, but the model's memory has width "
+            f"{config.memory_dim}"
         )
     width = None if memory.keys is None else memory.keys.shape[-1]
     wide = config.attention_dim if config.attention == "additive" else None
     if width != wide:
-        raise ValueError(f"state.memory.keys are {width} wide: attention needs {wide}")
+        raise ValueError(f"state.memory.keys have width {width}, but the attention needs {wide}")
 
 
 @value_class

@@ -118,9 +118,9 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
     except Exception:  # NumPy, zipfile, and zlib raise different types for a damaged file
         arrays = {}
     if not arrays or not all(isinstance(array, np.ndarray) for array in arrays.values()):
-        raise DataError(f"{path}: must be a .npz file of arrays, without Python objects")
+        raise DataError(f"{path} must be a .npz file of arrays, without Python objects")
     if "inputs" not in arrays:
-        raise DataError(f"{path}: has no array inputs, only {sorted(arrays)}")
+        raise DataError(f"{path} has no array named inputs, only {sorted(arrays)}")
     inputs, picture = arrays["inputs"], isinstance(task.inputs, Patches)
     shape = task.inputs.row_shape(inputs.shape[1] if inputs.ndim > 1 else 1)
     if picture and inputs.shape[1:] == shape[:2]:
@@ -133,7 +133,7 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
     count = len(inputs)
     lengths = arrays.get("lengths", np.full(count, inputs.shape[1]))
     if picture and "lengths" in arrays:
-        raise DataError(f"{path}: lengths: must be absent, because pictures have no length")
+        raise DataError(f"{path}: lengths must be absent, because pictures have no length")
     if lengths.shape != (count,) or not np.issubdtype(lengths.dtype, np.integer):
         raise DataError(f"{path}: lengths is {_described(lengths)}: must be integers [{count}]")
     wrong = np.flatnonzero((lengths < 1) | (lengths > inputs.shape[1]))
@@ -142,11 +142,11 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
         raise DataError(f"{path}: lengths[{wrong[0]}] is {lengths[wrong[0]]}: {rule}")
     for number, (row, length) in enumerate(zip(inputs, lengths, strict=True)):
         if not np.isfinite(row[:length]).all():
-            raise DataError(f"{path}: inputs[{number}] has a number that is not finite")
+            raise DataError(f"{path}: inputs[{number}] contains a number that is not finite")
     written = [""] * count
     if targets:
         if "targets" not in arrays:
-            raise DataError(f"{path}: has no array targets, only {sorted(arrays)}")
+            raise DataError(f"{path} has no array named targets, only {sorted(arrays)}")
         texts = arrays["targets"]
         if texts.shape != (count,) or texts.dtype.kind != "U":
             raise DataError(f"{path}: targets is {_described(texts)}: must be strings [{count}]")

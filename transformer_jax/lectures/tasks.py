@@ -92,7 +92,7 @@ class _LettersTask(_GeneratedTask):
         if self.letters > 26:
             fail("letters", self.letters, "must be at most 26")
         if self.min_length > self.max_length:
-            fail("min_length", self.min_length, f"must not exceed max_length {self.max_length}")
+            fail("min_length", self.min_length, f"must not exceed max_length, {self.max_length}")
 
     def draw(self, random: Random) -> tuple[str, str]:
         length = int(random.integers(self.min_length, self.max_length + 1))
@@ -174,9 +174,9 @@ class RecallTask(_GeneratedTask):
         if self.letters > 26:
             fail("letters", self.letters, "must be at most 26")
         if self.pairs > self.letters:
-            fail("pairs", self.pairs, f"must not exceed letters {self.letters}")
+            fail("pairs", self.pairs, f"must not exceed letters, {self.letters}")
         if self.queries > self.pairs:
-            fail("queries", self.queries, f"must not exceed pairs {self.pairs}")
+            fail("queries", self.queries, f"must not exceed pairs, {self.pairs}")
 
     def draw(self, random: Random) -> tuple[str, str]:
         letters = [chr(97 + int(i)) for i in random.permutation(self.letters)[: self.pairs]]
@@ -259,7 +259,10 @@ class _ContinuousTask(_GeneratedTask):
         if not isinstance(found, type(wanted)):
             fail("task", self.kind, f"needs model.inputs {kind_name(type(wanted))}")
         if found.row_shape(1) != wanted.row_shape(1):
-            rule = f"has inputs {wanted.row_shape(1)}, but model.inputs reads {found.row_shape(1)}"
+            rule = (
+                f"has inputs of shape {wanted.row_shape(1)}, but model.inputs reads "
+                f"{found.row_shape(1)}"
+            )
             fail("task", self.kind, rule)
 
 
@@ -314,7 +317,7 @@ class TonesTask(_ContinuousTask):
             rule = "must be at most 12: higher tones exceed half the sampling rate"
             fail("letters", self.letters, rule)
         if self.min_length > self.max_length:
-            fail("min_length", self.min_length, f"must not exceed max_length {self.max_length}")
+            fail("min_length", self.min_length, f"must not exceed max_length, {self.max_length}")
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

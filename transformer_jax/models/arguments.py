@@ -112,12 +112,12 @@ class CheckedModule(Module, kw_only=True):
             TypeError: If the method has no argument of that name.
         """
         if not isinstance(variables, Mapping) or (variables and "params" not in variables):
-            value = f"a {type(variables).__name__}"
+            value = f"of type {type(variables).__name__}"
             if isinstance(variables, Mapping):
                 value = f"a dict of {', '.join(map(str, variables))}"
             elif hasattr(variables, "shape"):
                 value = shape_text(variables)
-            rule = 'must be {"params": params}: model.apply({"params": params}, tokens)'
+            rule = 'must be {"params": params}, as in model.apply({"params": params}, tokens)'
             raise ValueError(f"variables is {value}: {rule}")
         called = "__call__" if method is None else method
         if isinstance(called, str):
@@ -148,7 +148,7 @@ def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
     Traced IDs are not checked here. A traced ID outside the vocabulary results in NaN.
     """
     if not hasattr(tokens, "ndim"):
-        raise ValueError(f"tokens are a {type(tokens).__name__}: must be an array [B, T]")
+        raise ValueError(f"tokens are of type {type(tokens).__name__}: must be an array [B, T]")
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens are {tokens.dtype}{list(tokens.shape)}: must be integers [B, T]")
     if isinstance(tokens, jax.core.Tracer):
@@ -158,14 +158,16 @@ def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
     if len(wrong):
         row, column = wrong[0]
         raise ValueError(
-            f"token {known[row, column]} at [{row}, {column}]: must be in 0..{vocab_size - 1}"
+            f"token {known[row, column]} at [{row}, {column}]: must be from 0 to {vocab_size - 1}"
         )
 
 
 def check_one(tokens: jax.Array) -> None:
     """Raise ValueError unless there is one token per row."""
     if tokens.ndim != 2 or tokens.shape[1] != 1:
-        raise ValueError(f"tokens have shape {tokens.shape}: attend reads one per row, [B, 1]")
+        raise ValueError(
+            f"tokens have shape {tokens.shape}: attend reads one token per row, [B, 1]"
+        )
 
 
 def gather_tokens(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B, Q] -> [B, Q, D]
@@ -174,7 +176,7 @@ def gather_tokens(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B
     Raise ValueError unless `at` is an integer array with one row for each row of x.
     """
     if not hasattr(at, "ndim"):
-        raise ValueError(f"at is a {type(at).__name__}: must be an array [B, Q]")
+        raise ValueError(f"at is of type {type(at).__name__}: must be an array [B, Q]")
     if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or at.shape[0] != x.shape[0]:
         raise ValueError(f"at is {at.dtype}{list(at.shape)}: must be integers [{x.shape[0]}, Q]")
     # A negative index would count from the end, so move it out of range.
@@ -215,7 +217,9 @@ def positions_and_masks(
     # with segments, each document starts at 0, so a row may be longer than the position table
     if isinstance(config.positions, Learned) and positions is None and segments is None:
         if are_concrete(shape[1]) and shape[1] > config.max_len:
-            raise ValueError(f"{shape[1]} tokens are more than max_len {config.max_len}")
+            raise ValueError(
+                f"tokens have length {shape[1]}: must be at most max_len, {config.max_len}"
+            )
     if mask is not None and positions is None:
         check_mask(mask, shape[0], config.num_heads, shape[1], shape[1])
     # [T] if all rows have the same positions, so that angles are computed once instead of per row
@@ -226,7 +230,10 @@ def positions_and_masks(
     if segments is not None:
         if positions is not None:
             rule = "omit positions, or use one row per document"
-            raise ValueError(f"positions with segments: a document's positions start at 0; {rule}")
+            raise ValueError(
+                "positions cannot be passed with segments: a document's positions start at 0; "
+                f"{rule}"
+            )
         check_array("segments", segments, "[B, T]")
         if segments.shape != shape:
             raise ValueError(f"segments {segments.shape} and tokens {shape} differ in shape")

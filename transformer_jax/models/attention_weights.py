@@ -42,10 +42,10 @@ def attention_weights(
     """
     if "cache" in arguments:
         rule = "capture weights over a cache with capture=('block_*/attention/weights',)"
-        raise ValueError(f"attention_weights takes no cache: {rule}")
+        raise ValueError(f"attention_weights does not accept a cache: {rule}")
     names = tuple(name for name in places(model) if name.endswith("attention/weights"))
     if not names:
-        raise ValueError(f"{type(model).__name__}: this model has no attention weights")
+        raise ValueError(f"{type(model).__name__} has no attention weights")
     if isinstance(model, Encoder):  # an encoder without a token table has no logits to return
         arguments["method"] = "encode"
     captured = model.apply({"params": params}, tokens, capture=names, **arguments)[-1]

@@ -480,7 +480,7 @@ class Block(Module):
             self.own: Params = own
             if expected != shapes:
                 path, kind = "/".join((*self.path, "own")), type(cfg.block).__name__
-                raise ValueError(f"{path} has shapes {shapes}: {kind}.init makes {expected}")
+                raise ValueError(f"{path} has shapes {shapes}, but {kind}.init makes {expected}")
         self.attention = Attention(cfg, depth=self.depth, window=self.window, number=self.number)
         if cfg.block is not None and cfg.block.is_whole:
             refuse_surplus(self)

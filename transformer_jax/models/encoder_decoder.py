@@ -159,11 +159,13 @@ class EncoderDecoder(CheckedModule):
                 memory=memory, memory_positions=self._memory_positions(memory, source_positions)
             )
         elif source_positions is not None:
-            raise ValueError("source_positions without a source: a cache already contains them")
+            raise ValueError("source_positions needs a source: a cache already contains them")
         else:  # the cache already includes the effects of the model's own encoder edits
             requested = Places.of(self.config, capture, edit).inside("encoder/")
             for name in (*requested.capture, *dict(requested.edit)):
-                raise ValueError(f"encoder/{name} with a cache: its source was read earlier")
+                raise ValueError(
+                    f"encoder/{name} is not available with a cache: its source was read earlier"
+                )
         logits, cache, captured = run_decoder(self, tokens, places, **arguments)
         captured = of_source | captured
         return (logits, cache, places.in_order(captured)) if capture else (logits, cache)

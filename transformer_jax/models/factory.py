@@ -38,7 +38,7 @@ def _check_config(config: AnyModelConfig) -> None:
     """Raise ValueError if this is not a config. The message helps with common mistakes."""
     if isinstance(config, AnyModelConfig):
         return
-    value, rule = f"a {type(config).__name__}", "such as preset('tiny') or ModelConfig(...)"
+    value, rule = f"of type {type(config).__name__}", "such as preset('tiny') or ModelConfig(...)"
     if isinstance(config, str):
         value = repr(config)
         rule = f"preset({config!r}) for a size, load_pretrained(folder) for published weights"
@@ -123,7 +123,7 @@ def num_params(config: AnyModelConfig) -> int:
     """Return the number of parameters of a model without allocating them."""
     if isinstance(config, Mapping):
         rule = "must be a config; for arrays, use sum(x.size for x in jax.tree.leaves(params))"
-        raise ValueError(f"config is a {type(config).__name__}: {rule}")
+        raise ValueError(f"config is of type {type(config).__name__}: {rule}")
     _check_config(config)
     shapes = jax.eval_shape(lambda: _init(config, jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
@@ -161,7 +161,7 @@ def init_cache(
     _check_config(config)
     if not config.supports("cache"):
         rule = "it has no cache; use init_decode_state, which supports every model"
-        raise ValueError(f"config is a {type(config).__name__}: {rule}")
+        raise ValueError(f"config is of type {type(config).__name__}: {rule}")
     if config.kind != "decoder":
         rule = "an encoder has no cache"
         if config.kind == "encoder-decoder":
@@ -236,7 +236,7 @@ def cache_bytes(
     """
     _check_config(config)
     if not config.supports("cache"):
-        raise ValueError(f"config is a {type(config).__name__}: it has no cache")
+        raise ValueError(f"config is of type {type(config).__name__}: it has no cache")
     arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype, slack=slack)
     if config.kind == "encoder-decoder":
         images = isinstance(config.inputs, Patches)
@@ -301,13 +301,15 @@ def init_decode_state(
     if cfg.kind == "encoder" and cfg.supports("cache"):
         raise ValueError("kind is 'encoder': it does not generate tokens, so it has no state")
     if dtype is not None and not cfg.supports("cache"):
-        rule = f"a {type(cfg).__name__} has no cache"
+        rule = f"{type(cfg).__name__} has no cache"
         name = dtype if isinstance(dtype, str) else check_cache_dtype("dtype", dtype)
         raise ValueError(f"dtype is {name}: {rule}")
     if source is None and has_source:
         raise ValueError("source is None: this model requires a source")
     if source is not None and not has_source:
-        raise ValueError(f"source has shape {np.shape(source)}: this model takes no source")
+        raise ValueError(
+            f"source has shape {np.shape(source)}: this model does not accept a source"
+        )
     if source is None and source_valid is not None:
         raise ValueError("source_valid requires a source")
     if source is not None and len(source) != batch:
@@ -349,8 +351,8 @@ def merged(fresh: Params, loaded: Params) -> tuple[Params, list[str]]:
             found[path] = leaf.at[: len(value)].set(value)
             new.append(f"{name}[{len(value)}:]")
         else:
-            rule = f"the model to start from has {list(value.shape)}"
-            raise ConfigError(f"{name} has shape {list(leaf.shape)}: {rule}")
+            rule = f"the model to start from has shape {list(value.shape)}"
+            raise ConfigError(f"{name} has shape {list(leaf.shape)}, but {rule}")
     unused = ["/".join(map(str, path)) for path in old if path not in found]
     lines = [f"new parameters: {', '.join(new)}"] if new else []
     lines += [f"parameters that the new model lacks: {', '.join(unused)}"] if unused else []

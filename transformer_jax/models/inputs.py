@@ -31,7 +31,7 @@ def check_inputs(inputs: Inputs, x: jax.Array) -> None:
     row = inputs.row_shape(length)
     rule = f"must be floats [{letters}] of rows {list(row)}"
     if not hasattr(x, "ndim"):
-        raise ValueError(f"inputs are a {type(x).__name__}: {rule}")
+        raise ValueError(f"inputs are of type {type(x).__name__}: {rule}")
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.shape[1:] != row or not length:
         raise ValueError(f"inputs are {x.dtype}{list(x.shape)}: {rule}")
 

@@ -93,7 +93,7 @@ def refuse_surplus(module: nn.Module) -> None:
         rule = "which the config does not use"
         if value is not NotImplemented:
             rule = f"but {field} is {value!r}"
-        raise ValueError(f"parameters have {'/'.join(path)}, {rule}")
+        raise ValueError(f"parameters contain {'/'.join(path)}, {rule}")
 
 
 def refuse_rngs(module: nn.Module, key: jax.Array | None) -> None:
@@ -108,7 +108,7 @@ def refuse_rngs(module: nn.Module, key: jax.Array | None) -> None:
         return
     if "dropout" in scope.rngs:
         rule = "pass the dropout key as an argument: model.apply(variables, ..., key=key)"
-        raise ValueError(f"rngs has 'dropout': {rule}")
+        raise ValueError(f"rngs contains 'dropout': {rule}")
 
 
 class Norm(Module):

@@ -147,7 +147,7 @@ def with_adapters(
     def attach(path: str, kernel: Kernel, part: Adapter) -> AdaptedKernel:
         kernel_rows, scanned = rows, _is_scanned(path)
         if layer(path) is None and not scanned:
-            raise ValueError(f"adapters have {path}: only kernels of blocks can have adapters")
+            raise ValueError(f"adapters contain {path}: only kernels of blocks can have adapters")
         first: Mapping[str, Parameter] = part
         if several:
             at = int(scanned)
@@ -155,7 +155,7 @@ def with_adapters(
             first = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in shapes.items()}
         _check_adapter(path, kernel, first, config.rank)
         if several and len(_matrix(path, tuple(kernel.shape))) > 2 + scanned:
-            raise ValueError(f"adapters have {path}: an expert can only have a single adapter")
+            raise ValueError(f"adapters contain {path}: an expert can only have a single adapter")
         if kernel_rows is not None:
             kernel_rows = jnp.asarray(kernel_rows, jnp.int32)
             if scanned:
@@ -233,9 +233,9 @@ def split_trained(
         if not names:
             heads = ", ".join(dict.fromkeys("/".join(name.split("/")[:2]) for name in flat))
             rule = f"no parameter has this prefix (there are {heads})"
-            raise ConfigError(f"lora.trained has {prefix!r}: {rule}")
+            raise ConfigError(f"lora.trained contains {prefix!r}: {rule}")
         if both := sorted(adapted.intersection(names)):
-            raise ConfigError(f"lora.trained has {prefix!r}: {both[0]} has an adapter")
+            raise ConfigError(f"lora.trained contains {prefix!r}: {both[0]} has an adapter")
         found |= {name: flat[name] for name in names}
     return {"lora": adapters, "whole": found}
 
@@ -299,7 +299,7 @@ def lora_loss(
 def matrices(params: Params) -> Matrices:
     """Return the shapes of all kernels, keyed by module path, without any computation."""
     if not isinstance(params, Mapping):
-        raise ConfigError(f"params is a {type(params).__name__}: must be parameters")
+        raise ConfigError(f"params is of type {type(params).__name__}: must be parameters")
     shapes = jax.eval_shape(unstack_layers, params)
     return {
         name.removesuffix("/kernel"): _matrix(name.removesuffix("/kernel"), leaf.shape)
@@ -327,7 +327,7 @@ def select(found: Matrices, config: LoraConfig) -> list[str]:
             known = ", ".join(sorted({"/".join(p.split("/")[-2:]) for p in within})) or "no kernel"
             where = "" if config.layers is None else f" in layers {config.layers!r}"
             raise ConfigError(
-                f"lora.targets has {target!r}: matches nothing{where}; there is {known}"
+                f"lora.targets contains {target!r}, which matches nothing{where}; there is {known}"
             )
         chosen |= meant
     return sorted(chosen)
@@ -384,18 +384,22 @@ def _with_kernels(
     """Replace the kernel of each adapted module with `make(path, kernel, adapter)`."""
     for argument, tree in dict(params=params, adapters=adapters).items():
         if not isinstance(tree, Mapping):
-            raise ValueError(f"{argument} is a {type(tree).__name__}: must be a dict by module")
+            raise ValueError(
+                f"{argument} is of type {type(tree).__name__}: must be a dict keyed by module"
+            )
 
     def walk(params: Params, adapters: Params, path: str) -> Params:
         out = dict(params)
         for name in adapters:
             part, module = adapters[name], params.get(name)
             if not isinstance(module, Mapping):
-                raise ValueError(f"adapters have {path}{name}: the parameters have no such module")
+                raise ValueError(
+                    f"adapters contain {path}{name}: the parameters have no such module"
+                )
             if part.keys() == {"a", "b"}:
                 if "kernel" not in module:
                     rule = "the parameters have no kernel there"
-                    raise ValueError(f"adapters have {path}{name}: {rule}")
+                    raise ValueError(f"adapters contain {path}{name}: {rule}")
                 kernel: Any = module["kernel"]
                 pair: Any = part
                 out[name] = {**module, "kernel": make(path + name, kernel, pair)}

@@ -58,8 +58,8 @@ def documents_of(segments: jax.Array) -> jax.Array:  # i32[B, T]
         repeated = np.delete(starts, first)
         if repeated.size:
             at = repeated.min()
-            rule = "a document is one run of equal ids, so use a different id for each"
-            raise ValueError(f"segments have {ids[at]} again at [{row}, {at}]: {rule}")
+            rule = "a document is one run of equal IDs, so use a different ID for each"
+            raise ValueError(f"segments contain {ids[at]} again at [{row}, {at}]: {rule}")
     return segments
 
 

@@ -109,7 +109,9 @@ def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
             del found["logits"]
         return found
     if not isinstance(config, AnyModelConfig):
-        raise ValueError(f"config is a {type(config).__name__}: must be a config, or build(config)")
+        raise ValueError(
+            f"config is of type {type(config).__name__}: must be a config, or build(config)"
+        )
     if not isinstance(config, ModelConfig):
         return config.places()
     found = _stack_places(config, config.decoder_layers, cross=config.kind == "encoder-decoder")
@@ -170,7 +172,9 @@ Edits = tuple[tuple[str, EditSpec], ...]
 def named_edits(config: AnyModelConfig | nn.Module, edit: Mapping[str, Edit]) -> Edits:
     """Expand `*` in the names of an edit. Raise ValueError if a name or function is invalid."""
     if not isinstance(edit, Mapping):
-        raise ValueError(f"edit is a {type(edit).__name__}: must be a dict of place to function")
+        raise ValueError(
+            f"edit is of type {type(edit).__name__}: must be a dict that maps places to functions"
+        )
     known = list(places(config)) if edit else []
     found: dict[str, EditSpec] = {}
     for pattern, function in edit.items():
@@ -183,9 +187,9 @@ def named_edits(config: AnyModelConfig | nn.Module, edit: Mapping[str, Edit]) ->
             raise ValueError(f"edit of {pattern} has values for {count} blocks: {rule}")
         for name in names:
             if name in found:
-                raise ValueError(f"edit has {name} twice: {pattern!r} matches it again")
+                raise ValueError(f"edit contains {name} twice: {pattern!r} matches it again")
             if name.endswith("/key_positions"):
-                raise ValueError(f"edit has {name}: positions can be captured, not edited")
+                raise ValueError(f"edit contains {name}, but positions can only be captured")
             found[name] = spec
     return tuple(found.items())
 
@@ -216,7 +220,9 @@ class Places:
         if not capture and not edit and not permanent:  # in the usual call, do not list any names
             return NOWHERE
         if isinstance(capture, str):
-            raise ValueError(f"capture is {capture!r}: must be names of places, ({capture!r},)")
+            raise ValueError(
+                f"capture is {capture!r}: must be a tuple of place names, such as ({capture!r},)"
+            )
         known = list(places(model)) if capture else []
         names = dict.fromkeys(name for pattern in capture for name in _expand(pattern, known))
         return cls(tuple(names), (*permanent, *named_edits(model, edit)))
@@ -392,7 +398,9 @@ class Visit:
                 changed = jnp.asarray(result)
             except (TypeError, ValueError):
                 kind = type(result).__name__
-                raise ValueError(f"edit of {place} returns a {kind}: {rule}") from None
+                raise ValueError(
+                    f"edit of {place} returns an object of type {kind}: {rule}"
+                ) from None
             if changed.shape != value.shape or changed.dtype != value.dtype:
                 shape = f"{changed.dtype}{list(changed.shape)}"
                 raise ValueError(f"edit of {place} returns {shape}: {rule}")
@@ -430,5 +438,5 @@ def _expand(name: str, known: list[str]) -> list[str]:
             if hook[2] not in ("attn.hook_q", "attn.hook_k") and place.replace("*", "0") in known:
                 rule = f"this TransformerLens hook is {place!r}"
             raise ValueError(f"no place is named {name!r}: {rule}")
-        raise ValueError(f"no place is named {name!r}{nearest(name, known)}: {rule}")
+        raise ValueError(f"no place is named {name!r}: {rule}{nearest(name, known)}")
     return found

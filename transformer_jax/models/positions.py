@@ -258,7 +258,9 @@ def _angles(
     """
     positions = jnp.asarray(as_int32("positions", positions))
     if positions.dtype in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"positions are {positions.dtype}: too imprecise for positions; use int32")
+        raise ValueError(
+            f"positions are {positions.dtype}, which is too imprecise for positions; use int32"
+        )
     lead = (1,) * positions.ndim
     if jnp.issubdtype(positions.dtype, jnp.floating):
         w = jnp.asarray(frequencies, dtype).reshape(*lead, -1)
@@ -354,7 +356,7 @@ def _shaw_rows(
 ) -> jax.Array:  # i32[B or 1, 1, T, S]
     rows = table.shape[0]
     if rows % 2 == 0:
-        raise ValueError(f"table has {rows} rows: must be odd, 2 clip + 1")
+        raise ValueError(f"table has {rows} rows: the number must be odd (2 clip + 1)")
     clip = rows // 2
     return jnp.clip(key_distances(q_positions, k_positions), -clip, clip)[:, None] + clip
 

@@ -143,7 +143,7 @@ def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
     """
     if not isinstance(params, Mapping):
         rule = "must be parameters, such as init_params(config, key)"
-        raise ConfigError(f"params is a {type(params).__name__}: {rule}")
+        raise ConfigError(f"params is of type {type(params).__name__}: {rule}")
     if kind not in get_args(Kind):
         raise ConfigError(
             f"kind is {kind!r}: must be one of {', '.join(map(repr, get_args(Kind)))}"
@@ -183,10 +183,10 @@ def _walk(tree: Params, path: str, kind: Kind, embeddings: bool) -> Params:
 
 def _checked(path: str, weights: Parameter) -> jax.Array:
     if not isinstance(weights, jax.Array | np.ndarray):
-        raise ConfigError(f"{path} is a {type(weights).__name__}: must be an array")
+        raise ConfigError(f"{path} is of type {type(weights).__name__}: must be an array")
     known = concrete_value(weights)
     if known is not None and not np.isfinite(known).all():
-        raise ConfigError(f"{path} is not finite: cannot be quantised")
+        raise ConfigError(f"{path} is not finite and cannot be quantised")
     return jnp.asarray(weights)
 
 
@@ -194,7 +194,7 @@ def _check_scale(path: str, scale: jax.Array, bits: int) -> None:
     """Check that the largest dequantized weight, scale (2^(bits - 1) - 1), does not overflow."""
     most = 2 ** (bits - 1) - 1
     if not isinstance(scale, jax.core.Tracer) and not bool(jnp.isfinite(scale * most).all()):
-        raise ConfigError(f"{path} has weights near the float32 maximum: cannot be quantised")
+        raise ConfigError(f"{path} has weights near the float32 maximum and cannot be quantised")
 
 
 def _quantized(path: str, kernel: Parameter, bits: int) -> QuantizedKernel:
@@ -205,7 +205,7 @@ def _quantized(path: str, kernel: Parameter, bits: int) -> QuantizedKernel:
     outputs = tuple(kernel.shape[first + contract :])
     rows = math.prod(inputs)
     if bits == 4 and rows % 2:
-        raise ConfigError(f"{path} has {rows} inputs: must be even in 4 bits")
+        raise ConfigError(f"{path} has {rows} inputs: the number must be even for 4 bits")
     groups = rows // GROUP if bits == 4 and rows % GROUP == 0 else 1
     values, scale = _rounded(weights.reshape(*lead, groups, -1, math.prod(outputs)), bits)
     _check_scale(path, scale, bits)

@@ -115,7 +115,7 @@ class StreamingEncoder(CheckedModule):
     def __post_init__(self) -> None:
         config, chunk = self.config, self.chunk
         if not isinstance(config, ModelConfig):
-            raise ValueError(f"config is a {type(config).__name__}: must be a ModelConfig")
+            raise ValueError(f"config is of type {type(config).__name__}: must be a ModelConfig")
         window = _window(config)
         if config.kind != "decoder":
             rule = "must be 'decoder', since a StreamingEncoder is a causal stack"
@@ -178,10 +178,12 @@ class StreamingEncoder(CheckedModule):
             check_is_cache(cache)
         shape, dtype = getattr(frames, "shape", None), getattr(frames, "dtype", None)
         if shape is None or dtype is None:
-            raise ValueError(f"frames are a {type(frames).__name__}: must be an array [B, T, D_in]")
+            raise ValueError(
+                f"frames are of type {type(frames).__name__}: must be an array [B, T, D_in]"
+            )
         floating = jnp.issubdtype(dtype, jnp.floating)
         if len(shape) != 3 or shape[2] != self.frame_dim or not floating:
-            rule = f"must be floating [B, T, {self.frame_dim}]"
+            rule = f"must be floating-point [B, T, {self.frame_dim}]"
             raise ValueError(f"frames are {dtype}{list(shape)}: {rule}")
         _check_positions("frames", shape, positions)
         if cache is not None and cache.length.shape[0] != shape[0]:
@@ -206,7 +208,7 @@ class StreamingEncoder(CheckedModule):
             misaligned = (first % self.chunk != 0) & (p >= 0).any(axis=1)
             if known is not None and misaligned.any():
                 row = int(np.argmax(misaligned))
-                rule = f"must be a multiple of chunk {self.chunk}"
+                rule = f"must be a multiple of chunk, {self.chunk}"
                 raise ValueError(f"row {row} starts at position {int(first[row])}: {rule}")
             refused = misaligned if refused is None else refused | misaligned
         mask: Mask = Causal()
@@ -291,7 +293,7 @@ def stream_attention(
             raise ValueError(f"query has {query.shape[0]} rows, but {rule}")
     if bias is not None and not isinstance(bias, Bias):
         kind = type(bias).__name__
-        raise ValueError(f"bias is a {kind}: must be a value such as ALiBi or RelativeBias")
+        raise ValueError(f"bias is of type {kind}: must be a value such as ALiBi or RelativeBias")
     rows, count = query.shape[:2]
     positions = as_int32("positions", positions)
     refused, placed = None, positions
@@ -354,7 +356,7 @@ def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1)
     k = state.k
     if rope is not None:
         if not jnp.issubdtype(k.dtype, jnp.floating):
-            raise ValueError(f"keys are {k.dtype}: must be floating to be rotated")
+            raise ValueError(f"keys are {k.dtype}: must be floating-point to be rotated")
         if rope.scaling in ("yarn", "longrope"):
             rope = replace(rope, attention_factor=1.0)  # the keys already include it
         k = pos.apply_rope(k, jnp.broadcast_to(-shift[:, None], state.positions.shape), rope)

@@ -29,10 +29,12 @@ OVERRIDABLE_FIELDS = frozenset(
 UNSUPPORTED_HEADS = ("ForMultipleChoice",)
 """Suffixes of `architectures` whose tensor names can conflict with those of a supported head."""
 
-_LATENT = "its multi-head latent attention is not in this library"
+_LATENT = "this library does not implement its multi-head latent attention"
 WITHOUT_PARTS = dict.fromkeys(
     ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "minicpm3"), _LATENT
-) | dict.fromkeys(("deberta", "deberta-v2"), "its disentangled attention is not in this library")
+) | dict.fromkeys(
+    ("deberta", "deberta-v2"), "this library does not implement its disentangled attention"
+)
 """Reasons why models cannot be loaded, keyed by each unsupported `model_type` that users may
 try."""
 
@@ -98,12 +100,12 @@ def write_config(family: Family, config: ModelConfig) -> JsonObject:
         rope = dataclasses.replace(rope, length=None)
         config = dataclasses.replace(config, positions=rope, max_len=rope.original_len or 1)
     if not config.ff_dim:
-        raise ConfigError(f"d_ff is 0: every block of a {family.name} has a feed-forward")
+        raise ConfigError(f"d_ff is 0: every block in the family {family.name} has a feed-forward")
     content = {"model_type": family.name, **family.write(config)}
     try:
         back = read_config(content, table_names(family, config), CONFIG)
     except ConfigError as error:
-        raise ConfigError(f"a {family.name} cannot express this config: {error}") from None
+        raise ConfigError(f"the family {family.name} cannot express this config: {error}") from None
     for field in dataclasses.fields(ModelConfig):
         name = field.name
         one, two = _meaning(config, name), _meaning(back, name)
@@ -116,7 +118,7 @@ def write_config(family: Family, config: ModelConfig) -> JsonObject:
                 if getattr(one, x.name) != getattr(two, x.name)
             )
             name, one, two = f"{name}.{inner}", getattr(one, inner), getattr(two, inner)
-        raise ConfigError(f"{name} is {one!r}: a {family.name} has {two!r}")
+        raise ConfigError(f"{name} is {one!r}: must be {two!r} in the family {family.name}")
     return content
 
 
@@ -138,7 +140,8 @@ def written_family(config: ModelConfig, name: str | None = None) -> str:
             if family.divides_width and config.d_model % config.num_heads:
                 rule = f"must be divisible by num_heads={config.num_heads}"
                 raise ConfigError(
-                    f"d_model={config.d_model} {rule}, or transformers refuses a {family.name}"
+                    f"d_model={config.d_model} {rule}, or transformers rejects the {family.name} "
+                    "model"
                 )
             return family.name
         except ConfigError as error:
@@ -153,8 +156,8 @@ def check_tables(name: str, config: ModelConfig) -> None:
     """Raise ConfigError if transformers would use separate embeddings for encoder and decoder."""
     shared = not config.tie_embeddings and config.source_vocab_size is None
     if shared and FAMILIES[name].shares_if_tied:
-        rule = f"with an untied output, a {name} of transformers has two input tables"
-        raise ConfigError(f"source_vocab_size=None: {rule}: set it, or set tie_embeddings")
+        rule = f"with an untied output, {name} in transformers has two input tables"
+        raise ConfigError(f"source_vocab_size is None: {rule}; set it, or set tie_embeddings")
 
 
 def table_names(family: Family, config: ModelConfig) -> frozenset[str]:
@@ -170,7 +173,7 @@ def _unrotated(family: Family, config: ModelConfig) -> str | None:
     able = ", ".join(name for name, other in FAMILIES.items() if other.rotates_parts)
     return (
         f"here {rope.dims} of the {width} dimensions of each head rotate, but transformers rotates "
-        f"all of them in a {family.name}; families that support partial rotation: {able}"
+        f"all of them in the family {family.name}; families that support partial rotation: {able}"
     )
 
 

@@ -114,7 +114,7 @@ def open_gguf_model(path: str | Path) -> GgufModel:
         for to, source, info in _placed(file, name, tensor, names, config):
             if to in sources:
                 other = sources[to].tensor
-                raise CheckpointError(f"{path}: {shown(name)} and {shown(other)} are {to}")
+                raise CheckpointError(f"{path}: {shown(name)} and {shown(other)} are both {to}")
             sources[to], infos[to] = source, info
     return GgufModel(
         Path(path), config, MappingProxyType(infos), {}, file, MappingProxyType(sources)

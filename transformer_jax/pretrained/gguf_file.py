@@ -99,7 +99,7 @@ class GgufFile:
         start = found.start + (0 if part is None else part * rows * found.row_bytes)
         with _FILES.opened(_resolved(self.path)) as stream:
             if _stamp(stream) != self.stamp:
-                raise CheckpointError(f"{self.path}: has changed since it was opened")
+                raise CheckpointError(f"{self.path} has changed since it was opened")
             stream.seek(start)
             if found.kind in _PLAIN:
                 flat = np.empty(math.prod(shape), _PLAIN[found.kind])
@@ -135,19 +135,21 @@ def open_gguf(path: str | Path) -> GgufFile:
     with _FILES.opened(_resolved(path)) as stream:
         header = _Header(path, stream)
         if header.take(4) != b"GGUF":
-            raise CheckpointError(f"{path}: not a GGUF file")
+            raise CheckpointError(f"{path} is not a GGUF file")
         # An invalid file is reported even if the package is missing.
         _library()
         version = header.number("I")
         if version not in (2, 3):
             # A small number in the wrong byte order has zeros in its lower half.
             big = " (of a big-endian machine)" if version % 2**16 == 0 else ""
-            raise CheckpointError(f"{path}: version {version}{big}: must be 2 or 3")
+            raise CheckpointError(f"{path}: version is {version}{big}: must be 2 or 3")
         counts = header.number("Q"), header.number("Q")
         # A 24-byte file can claim to contain 2^62 keys.
         for count, kind in zip(counts, ("tensors", "keys"), strict=True):
             if count > COUNT_LIMIT:
-                raise header.wrong(f"{count} {kind}: must be at most {COUNT_LIMIT}")
+                raise header.wrong(
+                    f"the number of {kind} is {count}: must be at most {COUNT_LIMIT}"
+                )
         metadata: dict[str, Value] = {}
         for _ in range(counts[1]):
             key = header.text("a key", NAME_LIMIT)
@@ -161,7 +163,9 @@ def open_gguf(path: str | Path) -> GgufFile:
                 raise header.wrong(f"tensor {shown(name)} appears twice")
             rank = header.number("I")
             if not 1 <= rank <= RANK_LIMIT:
-                raise header.wrong(f"{shown(name)} has {rank} axes: must have 1 to {RANK_LIMIT}")
+                raise header.wrong(
+                    f"{shown(name)} has {rank} axes: must have from 1 to {RANK_LIMIT}"
+                )
             shape = tuple(header.number("Q") for _ in range(rank))[::-1]
             infos[name] = shape, header.number("I"), header.number("Q")
         align = metadata.get("general.alignment", 32)
@@ -275,7 +279,7 @@ def _dequantise(raw: np.ndarray, kind: str) -> np.ndarray:
 
 def _fill(stream: BinaryIO, target: np.ndarray, path: Path) -> None:
     if stream.readinto(memoryview(target)) != target.nbytes:  # type: ignore[attr-defined]
-        raise CheckpointError(f"{path}: was truncated while being read")
+        raise CheckpointError(f"{path} was truncated while being read")
 
 
 def _resolved(path: Path) -> Path:
@@ -293,6 +297,6 @@ def _library() -> ModuleType:
         import gguf
     except ImportError:
         raise CheckpointError(
-            "reading a GGUF file requires the package gguf: pip install gguf"
+            "reading a GGUF file requires the package gguf: run pip install gguf"
         ) from None
     return gguf

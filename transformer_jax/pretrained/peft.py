@@ -133,8 +133,8 @@ def save_lora(
         (x.renamed_by for x in names.values() if isinstance(x, InterleavedKernels)), ""
     ):
         raise ValueError(
-            f"names are those of a {renamed_by}, whose modules have different names in "
-            "transformers, so PEFT would not find them: merge the adapters instead"
+            f"names belong to {renamed_by}, whose modules have different names in "
+            "transformers, so PEFT would not find them; merge the adapters instead"
         )
     folder = Path(path)
     for name in (CONFIG, TENSORS):
@@ -151,16 +151,16 @@ def save_lora(
         if (np.shape(x["a"]), np.shape(x["b"])) != wanted:
             found_shapes = f"a {np.shape(x['a'])} and b {np.shape(x['b'])}"
             rule = f"must be {wanted[0]} and {wanted[1]} for rank {config.rank}"
-            raise ValueError(f"{kernel}: has shapes {found_shapes}: {rule}")
+            raise ValueError(f"{kernel} has shapes {found_shapes}: {rule}")
     kept = {kernel for kernel, x in flat.items() if np.any(x["a"]) or np.any(x["b"])}
     if not kept:
         raise ValueError("adapters: every A and B is zero, so there is nothing to save")
     module_of = {kernel: module for module, kernels in modules.items() for kernel in kernels}
     for kernel in sorted(kernel for kernel in kept if len(found[kernel]) > 2):
-        rule = "is a kernel of experts, whose adapters cannot be saved: merge them instead"
-        raise ValueError(f"{kernel}: {rule}")
+        rule = "is a kernel of experts, whose adapters cannot be saved; merge them instead"
+        raise ValueError(f"{kernel} {rule}")
     for kernel in sorted(kept - set(module_of)):
-        raise ValueError(f"{kernel}: has an adapter, but no weight in names contains this kernel")
+        raise ValueError(f"{kernel} has an adapter, but no weight in names contains this kernel")
     pairs: dict[str, Pair] = {}
     for module in dict.fromkeys(module_of[kernel] for kernel in sorted(kept)):
         kernels = modules[module]
@@ -323,7 +323,7 @@ def _matching(ends: list[str], modules: list[str]) -> list[str]:
 def _read_config(file: Path) -> JsonObject:
     """Read adapter_config.json and check that every key is supported."""
     if not _FILES.there(file.parent, CONFIG):
-        raise CheckpointError(f"{file}: the file does not exist")
+        raise CheckpointError(f"{file} does not exist")
     content = _FILES.json_object(_FILES.inside(file.parent, CONFIG), CONFIG_LIMIT)
 
     def fail(key: str, rule: str) -> None:
@@ -365,7 +365,7 @@ def _targeted(file: Path, content: JsonObject, modules: list[str]) -> set[str] |
     ):
         listed = isinstance(items, list) and all(type(item) is kind for item in items)
         if not (items is None or listed or (kind is str and isinstance(items, str))):
-            raise CheckpointError(f"{file}: {key}: must be a list of {kind.__name__}")
+            raise CheckpointError(f"{file}: {key} must be a list of {kind.__name__}")
     # Matching an untrusted pattern could run forever.
     if not isinstance(targets, list) or isinstance(without, str):
         return None
@@ -389,7 +389,7 @@ def _read_tensors(
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise ImportError(
-            "reading adapters requires safetensors: pip install safetensors"
+            "reading adapters requires safetensors: run pip install safetensors"
         ) from None
     file = folder / TENSORS
     if not _FILES.there(folder, TENSORS):
@@ -404,11 +404,11 @@ def _read_tensors(
             adapted = {m for m in modules if keys & {_key(m, "A"), _key(m, "B")}}
             known = {_key(module, x) for module in adapted for x in "AB"}
             for key in sorted(keys - known):
-                raise CheckpointError(f"{file}: {key[:200]}: matches no kernel in names")
+                raise CheckpointError(f"{file}: {key[:200]} matches no kernel in names")
             for key in sorted(known - keys):
                 raise CheckpointError(f"{file}: {key} is missing")
             if not adapted:
-                raise CheckpointError(f"{file}: contains no adapter")
+                raise CheckpointError(f"{file} contains no adapter")
             for module in sorted(adapted):
                 kernels = modules[module]
                 inputs, outputs = found[kernels[0]][0], sum(found[path][1] for path in kernels)
@@ -431,4 +431,4 @@ def _read_tensors(
             )
             return {module: (a[module], b[module]) for module in sorted(adapted)}
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({error})") from None
+        raise CheckpointError(f"{file} cannot be read ({error})") from None

@@ -142,7 +142,7 @@ class WeightFolder:
     def _read(self, file: str, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
         path = _FILES.inside(self.path, file)
         if _stamp(path) != self.stamps[file]:
-            raise CheckpointError(f"{path}: has changed since the folder was opened")
+            raise CheckpointError(f"{path} has changed since the folder was opened")
         with _opened(path) as reader:
             for name in names:
                 yield name, self._tensor(path, reader, name)
@@ -177,7 +177,7 @@ def open_folder(path_or_id: str | Path, *, revision: str | None = None) -> Weigh
         base = adapter.get("base_model_name_or_path")
         base = f", {shown(base)}," if isinstance(base, str) else ""
         rule = f"load its base model{base} and then load_lora(path, params, names)"
-        raise CheckpointError(f"{folder}: is a PEFT adapter ({ADAPTER}), not a model: {rule}")
+        raise CheckpointError(f"{folder} is a PEFT adapter ({ADAPTER}), not a model; {rule}")
     path = _FILES.inside(folder, CONFIG)
     config = _FILES.json_object(path, CONFIG_LIMIT)
     listed = _listed(folder)
@@ -246,7 +246,7 @@ def write_folder(
 def _located(path_or_id: str | Path, revision: str | None) -> Path:
     if not isinstance(path_or_id, str | os.PathLike):
         kind = type(path_or_id).__name__
-        raise CheckpointError(f"path_or_id is a {kind}: must be a folder or a repository ID")
+        raise CheckpointError(f"path_or_id is of type {kind}: must be a folder or a repository ID")
     path, name = Path(path_or_id), shown(str(path_or_id))
     if os.path.lexists(path_or_id):
         if revision is not None:
@@ -265,7 +265,7 @@ def _located(path_or_id: str | Path, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        need = "a repository ID requires huggingface_hub: pip install huggingface_hub"
+        need = "a repository ID requires huggingface_hub: run pip install huggingface_hub"
         raise CheckpointError(f"{name}: no such folder, and {need}") from None
     try:
         found = snapshot_download(path_or_id, revision=revision, allow_patterns=_DOWNLOADED)
@@ -326,7 +326,7 @@ def _header(path: Path, file: str) -> dict[str, TensorInfo]:
         size, start = os.fstat(stream.fileno()).st_size, stream.read(9)
         length = int.from_bytes(start[:8], "little")
         if start[8:] != b"{":
-            raise CheckpointError(f"{path}: not a safetensors file")
+            raise CheckpointError(f"{path} is not a safetensors file")
         if length > size - 8:
             raise CheckpointError(
                 f"{path}: truncated, or not a safetensors file: "
@@ -397,7 +397,7 @@ def _library() -> ModuleType:
     try:
         import safetensors
     except ImportError:
-        rule = "requires the package safetensors: pip install safetensors"
+        rule = "requires the package safetensors: run pip install safetensors"
         raise CheckpointError(f"reading weights {rule}") from None
     version = safetensors.__version__
     if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < (0, 8):
@@ -419,14 +419,14 @@ def _check_replaceable(path: Path, files: Mapping[str, bytes]) -> None:
     if not os.path.lexists(path):
         return
     if not path.is_dir():
-        raise CheckpointError(f"{path}: is not a folder")
+        raise CheckpointError(f"{path} is not a folder")
     for folder, names, found in os.walk(path):
         links = [name for name in names if os.path.islink(os.path.join(folder, name))]
         for name in sorted(found + links):
             entry = Path(folder, name)
             local = entry.relative_to(path).as_posix()
             if not (_is_weight_file(local) or local in files) or entry.is_symlink():
-                raise CheckpointError(f"{path}: has {shown(local)}, which would be lost")
+                raise CheckpointError(f"{path} contains {shown(local)}, which would be lost")
 
 
 def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_bytes: int) -> None:
@@ -445,7 +445,7 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_byt
         try:
             save_file(content, path, metadata={"format": "pt"})
         except library.SafetensorError as error:
-            raise CheckpointError(f"{path}: cannot be written ({brief(error)})") from None
+            raise CheckpointError(f"{path} cannot be written ({brief(error)})") from None
         path.chmod(stat.S_IMODE((folder / CONFIG).stat().st_mode))  # save_file sets it to 0600
         sync(path)
 
@@ -495,7 +495,7 @@ def _dump(content: JsonObject, name: str) -> bytes:
     try:
         return (json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{name}: cannot be written ({brief(error)})") from None
+        raise CheckpointError(f"{name} cannot be written ({brief(error)})") from None
 
 
 def _write(path: Path, content: bytes) -> None:

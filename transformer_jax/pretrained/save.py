@@ -101,20 +101,22 @@ def save_pretrained(
         ValueError: if a parameter does not match the config, or if an argument is invalid.
     """
     if not isinstance(params, Mapping):
-        kind = repr(params) if isinstance(params, str) else f"a {type(params).__name__}"
+        kind = repr(params) if isinstance(params, str) else f"of type {type(params).__name__}"
         rule = "must be a tree of parameters: save_pretrained(path, config, params)"
         raise ValueError(f"params is {kind}: {rule}")
     check_path("path", path)
     check_count("shard_bytes", shard_bytes, 1)
     for name, mapping in dict(files=files, keys=keys).items():
         if not isinstance(mapping, Mapping | None):
-            raise ValueError(f"{name} is a {type(mapping).__name__}: must be a dict keyed by name")
+            raise ValueError(
+                f"{name} is of type {type(mapping).__name__}: must be a dict keyed by name"
+            )
     for name, data in (files or {}).items():
         if not isinstance(data, bytes):
-            raise ValueError(f"files[{name!r}] is a {type(data).__name__}: must be bytes")
+            raise ValueError(f"files[{name!r}] is of type {type(data).__name__}: must be bytes")
     if not isinstance(config, ModelConfig):
         rule = "must be the ModelConfig of a transformer"
-        raise ConfigError(f"config is a {type(config).__name__}: {rule}")
+        raise ConfigError(f"config is of type {type(config).__name__}: {rule}")
     if config.block is not None:
         rule = "no published family supports custom blocks"
         raise ConfigError(f"block is {config.block!r}: {rule}; save a run folder instead")
@@ -185,8 +187,10 @@ def check_tokenizer(family: str, definition: bytes | None) -> None:
         and not steps[1].get("add_prefix_space")
     )
     if not same:
-        rule = "transformers always splits text like Qwen 2 for a qwen2, so the ids would differ"
-        remedy = "save as a llama, with zeros for missing biases, or use Qwen 2's pre-tokenizer"
+        rule = "transformers always splits text like Qwen 2 for qwen2, so the IDs would differ"
+        remedy = (
+            "save in the family llama, with zeros for missing biases, or use Qwen 2's pre-tokenizer"
+        )
         raise ConfigError(f"tokenizer.json: {rule}: {remedy}")
 
 
@@ -199,7 +203,7 @@ class _Original:
         self.family = family_of(self._folder.config, where)
         if family not in (None, self.family.name):
             raise ConfigError(
-                f"family is {family!r}: the checkpoint {path} is a {self.family.name!r}"
+                f"family is {family!r}: the checkpoint {path} has family {self.family.name!r}"
             )
         tensors = CheckpointTensors(self._folder, self.family)
         self.bare = tensors.bare

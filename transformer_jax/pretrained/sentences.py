@@ -219,7 +219,7 @@ class SentenceEncoder:
                 kept = plain[len(plain) - room :] if self.truncate_left else plain[:room]
                 return np.concatenate([whole[:front], kept, whole[after:]])
         rule = "its special tokens must surround the text and leave room for it"
-        raise ValueError(f"tokenizer cannot truncate a text to max_len {self.max_len}: {rule}")
+        raise ValueError(f"the tokenizer cannot truncate text to max_len {self.max_len}: {rule}")
 
 
 @program(static=("config", "pooling", "normalize"))
@@ -269,7 +269,7 @@ def load_sentence_encoder(
     pooling_path, normalize = _parts(folder)
     keys = _object(folder, f"{pooling_path}/config.json")
     if keys is None:
-        raise CheckpointError(f"{folder.path / pooling_path / 'config.json'}: is missing")
+        raise CheckpointError(f"{folder.path / pooling_path / 'config.json'} is missing")
     keys.ignore("word_embedding_dimension", "embedding_dimension")
     keys.require("include_prompt", True)
     modes: dict[str, Pooling] = {

@@ -145,7 +145,7 @@ class CheckpointTensors:
                 today = today.removesuffix(old) + new if today.endswith(old) else today
             if today in self._in_file:
                 raise CheckpointError(
-                    f"{self._where(name)}: appears twice, as {name!r} and {today!r}"
+                    f"{self._where(name)} appears twice, as {name!r} and {today!r}"
                 )
             self._in_file[today] = name
         # AutoModel saves models without their head. In this case, no name has the prefix.
@@ -226,7 +226,7 @@ class CheckpointTensors:
             if name in family.computed_tensors or copies.get(name) in self._in_file:
                 continue
             if not _matches(name, family.ignored_tensors):
-                rule = f"a {family.name} with this config.json has no such tensor"
+                rule = f"{family.name} with this config.json has no such tensor"
                 raise CheckpointError(f"{self._where(self._in_file[name])}: {rule}")
 
     def mappings(self, config: ModelConfig, shapes: Shapes) -> list[TensorMapping]:
@@ -235,7 +235,9 @@ class CheckpointTensors:
         params = [mapping.param for mapping in table]
         shapes = table_shapes(shapes, set(params))
         if sorted(params) != sorted(shapes):
-            raise AssertionError(f"{self._family.name}: {set(params) ^ set(shapes)} not in both")
+            raise AssertionError(
+                f"{self._family.name}: {set(params) ^ set(shapes)} are not in both"
+            )
         for mapping in table:
             actual = self._in_file[mapping.tensor]
             want = mapping.layout.file_shape(shapes[mapping.param].shape)

@@ -79,7 +79,7 @@ def make_app(
     def one_model(request: Request) -> Response:
         requested = request.path_params["model"]
         if requested != name:
-            message = f"model is {requested[:80]!r}: this server has {name!r}"
+            message = f"model is {requested[:80]!r}: this server serves {name!r}"
             raise RequestError(message, 404, param="model", code="model_not_found")
         return JSONResponse(_model(name, created))
 
@@ -191,7 +191,7 @@ def check_installed() -> None:
     """Raise ConfigError if a library that the server needs is not installed."""
     for package in ("starlette", "uvicorn"):
         if find_spec(package) is None:
-            rule = "pip install 'transformer_jax[serve]'"
+            rule = "run pip install 'transformer_jax[serve]'"
             raise ConfigError(f"serve needs {package}, which is not installed: {rule}")
 
 

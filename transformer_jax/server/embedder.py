@@ -74,7 +74,10 @@ class Embedder:
         """
         width = self.encoder.config.d_model
         if request.dimensions not in (None, width):
-            message = f"dimensions is {request.dimensions}: the vectors of this model have {width}"
+            message = (
+                f"dimensions is {request.dimensions}: must be {width}, the length of this model's "
+                "vectors"
+            )
             raise RequestError(message, param="dimensions")
         ids = [self._ids(one, n) for n, one in enumerate(request.inputs)]
         with self._counting:
@@ -106,7 +109,7 @@ class Embedder:
             ids = np.array(value, np.int32)
             size = encoder.config.vocab_size
             if ids.max() >= size:
-                message = f"{name} has id {ids.max()}: the model has {size} tokens"
+                message = f"{name} contains ID {ids.max()}, but the model has only {size} tokens"
                 raise RequestError(message, param="input")
             try:
                 check_unpadded(self.tokenizer, ids, name)

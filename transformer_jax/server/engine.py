@@ -122,7 +122,7 @@ class Engine:
         if cache_dtype is not None:
             check_cache_dtype("cache_dtype", cache_dtype)
         if context > longest:
-            raise ConfigError(f"context is {context}: must be at most max_len {longest}")
+            raise ConfigError(f"context is {context}: must be at most max_len, {longest}")
         tokenizer = plain(model.tokenizer)
         # A published model can answer messages if its folder contains a chat template.
         templates = isinstance(tokenizer, PretrainedTokenizer) and bool(tokenizer.chat_templates)

@@ -92,22 +92,22 @@ def read_request(endpoint: Endpoint, body: bytes, model: str) -> TextRequest:
     parsed = read_json(body)
     prompt = parsed.get("prompt") if isinstance(parsed, dict) else None
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int | float):
-        message = f"prompt has {len(prompt)} strings: must have one, or token ids"
+        message = f"prompt has {len(prompt)} strings: must have one, or be token IDs"
         raise RequestError(message, param="prompt")
     fields = _checked(parsed, CHAT if endpoint == "chat" else COMPLETION, model)
     if "max_tokens" in fields and "max_completion_tokens" in fields:
-        message = "max_tokens and max_completion_tokens: pass only one of them"
+        message = "pass only one of max_tokens and max_completion_tokens"
         raise RequestError(message, param="max_tokens")
     count = fields.get("max_completion_tokens", fields.get("max_tokens"))
     top = fields.get("logprobs")
     if endpoint == "chat":
         top = int(fields.get("top_logprobs", 0)) if top else None
         if top is None and "top_logprobs" in fields:
-            raise RequestError("top_logprobs: needs logprobs true", param="top_logprobs")
+            raise RequestError("top_logprobs needs logprobs true", param="top_logprobs")
     elif count is None:
         count = 16  # OpenAI's default
     if "stream_options" in fields and not fields.get("stream"):
-        raise RequestError("stream_options: needs stream true", param="stream_options")
+        raise RequestError("stream_options needs stream true", param="stream_options")
     stop = fields.get("stop", ())
     content = _messages(fields["messages"]) if endpoint == "chat" else _prompt(fields["prompt"])
     return TextRequest(
@@ -132,7 +132,7 @@ def _checked(body: Json, schema: Schema, model: str) -> dict[str, Any]:
     # Clients may send null instead of omitting a parameter.
     fields: dict[str, Any] = {name: value for name, value in body.items() if value is not None}
     if fields["model"] != model:
-        message = f"model is {fields['model'][:80]!r}: this server has {model!r}"
+        message = f"model is {fields['model'][:80]!r}: this server serves {model!r}"
         raise RequestError(message, 404, param="model", code="model_not_found")
     return fields
 
@@ -196,7 +196,7 @@ def _form(body: bytes, fields: JsonObject) -> AnswerForm | None:
     name = "response_format.json_schema"
     if (kind == "json_schema") != (json_schema is not None):
         rule = "is missing" if json_schema is None else "needs type 'json_schema'"
-        raise RequestError(f"{name}: {rule}", param=name)
+        raise RequestError(f"{name} {rule}", param=name)
     if json_schema is not None:
         found.append(AnswerForm("schema", json_schema["schema"], f"{name}.schema"))
     elif kind == "json_object":
@@ -206,7 +206,7 @@ def _form(body: bytes, fields: JsonObject) -> AnswerForm | None:
         if content is not None:
             found.append(AnswerForm(forms[name], content, f"structured_outputs.{name}"))
     if len(found) > 1:
-        message = f"{found[0].param} and {found[1].param}: pass only one of them"
+        message = f"pass only one of {found[0].param} and {found[1].param}"
         raise RequestError(message, param=found[1].param)
     return found[0] if found else None
 

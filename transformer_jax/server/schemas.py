@@ -279,7 +279,7 @@ def check(value: Json, schema: Schema, name: str = "") -> None:
         for key in value if schema.get("additionalProperties") is False else ():
             if key not in known:
                 hint = nearest(key, known) if known else ""
-                message = f"{before}{shown(key)[1:-1]}: is not a parameter of this server{hint}"
+                message = f"{before}{shown(key)[1:-1]} is not a parameter of this server{hint}"
                 raise Misfit(before + key[:80], message)
         for key in value:
             # Check this first, because a tool call also lacks the required content.
@@ -287,7 +287,7 @@ def check(value: Json, schema: Schema, name: str = "") -> None:
                 check(value[key], known[key], before + key)
         for key in schema.get("required", ()):
             if key not in value:
-                raise Misfit(before + key, f"{before}{key}: is missing")
+                raise Misfit(before + key, f"{before}{key} is missing")
         for key, item in value.items():
             if key in known:
                 check(item, known[key], before + key)

@@ -134,9 +134,9 @@ def _question(where: str, value: object) -> Question:
         raise DataError(f"{where}: the question is {value!r:.60}: {rule}")
     for name in FIELDS:
         if name not in value:
-            raise DataError(f"{where}: {name} is missing: a question has {', '.join(FIELDS)}")
+            raise DataError(f"{where}: {name} is missing: a question must have {', '.join(FIELDS)}")
     if unknown := [name for name in value if name not in FIELDS]:
-        rule = f"a question has {', '.join(FIELDS)}"
+        rule = f"a question must have {', '.join(FIELDS)}"
         raise DataError(f"{where}: unknown field {unknown[0]!r:.60}: {rule}")
     choices = value["choices"]
     choices = tuple(choices) if isinstance(choices, list) else choices

@@ -169,7 +169,7 @@ def _cut(request: ScoringRequest, longest: int) -> ScoringRequest:
     """Remove the first tokens of a context that is too long."""
     if len(request.continuation) > longest:
         size = len(request.continuation)
-        raise DataError(f"the continuation has {size} tokens: must be at most max_len {longest}")
+        raise DataError(f"the continuation has {size} tokens: must be at most max_len, {longest}")
     excess = len(request) - longest
     return ScoringRequest(request.context[excess:], request.continuation) if excess > 0 else request
 

@@ -92,7 +92,7 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: format is {found!r:.80}: must be {FORMAT!r}")
     lacking = {"batch", "context", "first", "stop", "vocab_size"} - about.keys()
     if lacking:
-        raise ValueError(f"{file} lacks {', '.join(sorted(lacking))}")
+        raise ValueError(f"{file} is missing {', '.join(sorted(lacking))}")
     return about
 
 
@@ -111,9 +111,9 @@ def check_prompts(about: dict[str, Any], lengths: np.ndarray, count: int) -> Non
     if not len(lengths) or not lengths.min():
         raise ValueError("a prompt has no tokens: must have at least one")
     if not isinstance(count, int) or count < 1:
-        raise ValueError(f"number of new tokens is {count!r}: must be an integer of at least 1")
+        raise ValueError(f"the number of new tokens is {count!r}: must be an integer of at least 1")
     if about["batch"] not in (None, len(lengths)):
-        raise ValueError(f"{len(lengths)} prompts: the programs take {about['batch']}")
+        raise ValueError(f"the number of prompts is {len(lengths)}: must be {about['batch']}")
     total, context = int(lengths.max()) + count - 1, about["context"]  # the last token is not read
     if total > context:
         rule = f"the limit is the context, {context}"
@@ -124,19 +124,21 @@ def check_ids(about: dict[str, Any], prompts: Sequence[Sequence[int]]) -> None:
     """Raise ValueError unless the prompts are lists of IDs in the vocabulary."""
     for prompt in prompts:
         if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
-            raise ValueError(f"a prompt is {prompt!r:.80}: must be a list of token ids")
+            raise ValueError(f"a prompt is {prompt!r:.80}: must be a list of token IDs")
     for token in (token for prompt in prompts for token in prompt):
         if not isinstance(token, int | np.integer) or not 0 <= token < about["vocab_size"]:
-            rule = f"must be an id from 0 to {about['vocab_size'] - 1}"
-            raise ValueError(f"a prompt has the token {token!r}: {rule}")
+            rule = f"must be an ID from 0 to {about['vocab_size'] - 1}"
+            raise ValueError(f"a prompt contains the token {token!r}: {rule}")
 
 
 def main() -> None:
     """Print the continuation of each prompt, or its IDs if there is no tokenizer."""
     folder = Path(__file__).parent
     parser = argparse.ArgumentParser(description="Continue prompts greedily.")
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text, or ids: 12,5,9")
-    help_text = "new tokens of each prompt (default: 64, or as many as fit)"
+    parser.add_argument(
+        "prompts", nargs="+", metavar="PROMPT", help="text, or token IDs such as 12,5,9"
+    )
+    help_text = "number of new tokens for each prompt (default: 64, or as many as fit)"
     parser.add_argument("--num-tokens", type=int, metavar="N", help=help_text)
     options = parser.parse_args()
     about, file = read_about(folder), folder / "tokenizer.json"
@@ -158,7 +160,7 @@ def _ids(prompt: str) -> list[int]:
     """Return the IDs of a prompt such as "12,5,9"."""
     # `int` also accepts 1_000 and the digits of other alphabets.
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", prompt, re.ASCII):
-        rule = "must be token ids, such as 12,5,9: the folder has no tokenizer.json"
+        rule = "must be token IDs, such as 12,5,9: the folder has no tokenizer.json"
         raise ValueError(f"a prompt is {prompt!r:.80}: {rule}")
     return [int(i) for i in prompt.split(",")]
 

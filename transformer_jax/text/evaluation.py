@@ -101,7 +101,7 @@ def task_on(
     run = model.run
     for name, value in {"context": context, "task": named}.items():
         if value is not None:
-            raise ConfigError(f"{name} is {value!r}: a run has its own; only for a published model")
+            raise ConfigError(f"{name} is {value!r}: must be None for a run, which has its own")
     task: tasks.Task = run.task
     if isinstance(task, tasks.PreferenceTask):
         rule = "its loss is relative to the initial model of the run; train.py measures it"
@@ -117,7 +117,7 @@ def task_on(
         decoded = ("examples",) if not task.reads_numbers else ()
         for name in ("targets", "beams", *decoded):
             if options[name] is not None:
-                rule = f"a run of task {task.kind!r} has no pairs"
+                rule = f"a run for task {task.kind!r} has no pairs"
                 raise ConfigError(f"{name} is {options[name]!r}: {rule}")
     if task.reads_numbers:  # the training data is not a file
         judged: dict[str, FieldValue] = {"judged": examples or 2**31 - 1}
@@ -176,8 +176,8 @@ def judge_file(
         if not (isinstance(config.task, tasks.LanguageTask) and config.task.documents is None):
             raise
         if text.tokens < 2:
-            rule = "must have at least two"
-            raise DataError(f"data is {config.data!r}: tokens are {text.tokens}: {rule}") from None
+            found = f"the number of tokens is {text.tokens}"
+            raise DataError(f"data is {config.data!r}: {found}, but must be at least 2") from None
         task = load_task(dataclasses.replace(config, context=text.tokens - 1), tokenizers, size)
     # A task adds the special tokens that it needs, but new tokens would be untrained.
     if isinstance(needed := task.tokenizers.tokenizer, SpecialTokens):

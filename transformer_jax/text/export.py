@@ -91,7 +91,7 @@ def export_decoder(
         raise ConfigError(f"platforms is {platforms!r}: {rule}")
     for name, ids in (("first", first), ("stop", stop)):
         if isinstance(ids, str) or not isinstance(ids, Sequence):
-            raise ConfigError(f"{name} is {ids!r}: must be a list of token ids")
+            raise ConfigError(f"{name} is {ids!r}: must be a list of token IDs")
         for place, token in enumerate(ids):
             check_count(f"{name}[{place}]", token, 0, config.vocab_size - 1)
     programs, state = decoding_programs(config, params, context)
@@ -188,5 +188,5 @@ def check_context(config: AnyModelConfig, context: int | None) -> int:
         return min(longest, CONTEXT)
     check_count("context", context, 1)
     if context > longest:
-        raise ConfigError(f"context is {context}: must be at most max_len {longest}")
+        raise ConfigError(f"context is {context}: must be at most max_len, {longest}")
     return context

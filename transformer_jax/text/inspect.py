@@ -321,7 +321,7 @@ def _select(maps: Maps, layer: int | None, head: int | None) -> Maps:
         count = maps.weights.shape[axis]
         if type(index) is not int or not 0 <= index < count:
             kind = maps.title.partition(":")[0]
-            raise ConfigError(f"{name} is {index!r}: must be 0 to {count - 1} in {kind}")
+            raise ConfigError(f"{name} is {index!r}: must be from 0 to {count - 1} for {kind}")
         kept: dict[str, Any] = {f"{name}s": [index], "weights": maps.weights.take([index], axis)}
         maps = maps._replace(**kept)
     return maps
@@ -355,7 +355,7 @@ class Inspect:
         attends = blocks is not None and blocks.inputs is None
         if not attends and getattr(config, "attention", None) is None:
             rule = f"has no attention over tokens{_capture_hint(config)}"
-            raise ConfigError(f"attention: a {type(config).__name__} of {model.name!r} {rule}")
+            raise ConfigError(f"attention: model {model.name!r} ({type(config).__name__}) {rule}")
         whole = read_whole(model, text)
         ids, source = whole.ids, whole.source
         found = programs.attention_weights(model.module, model.params, ids[None], whole.inputs())
@@ -436,7 +436,7 @@ class Inspect:
             rule = f"must be as many as in the text, {len(clean.ids)}"
             raise DataError(f"other has {len(corrupted.ids)} tokens: {rule}")
         if any(not np.array_equal(inputs[name], other_inputs[name]) for name in inputs):
-            raise DataError(f"other is {other!r:.80}: must have the source of the text")
+            raise DataError(f"other is {other!r:.80}: must have the same source as the text")
         at = _answer_position(model, clean)
         if (elsewhere := _answer_position(model, corrupted)) != at:
             raise DataError(f"other has its mask at token {elsewhere}: must be at {at}, as in text")
@@ -644,7 +644,7 @@ def _read(model: Reader, tool: str, text: Text) -> tuple[ModelConfig, WholeText,
         raise ConfigError(f"{tool}: {model.instead()}; it has no logits of tokens")
     if not isinstance(config, ModelConfig):
         rule = f"has no blocks and heads{_capture_hint(config)}"
-        raise ConfigError(f"{tool}: a {type(config).__name__} of {model.name!r} {rule}")
+        raise ConfigError(f"{tool}: model {model.name!r} ({type(config).__name__}) {rule}")
     prompt = read_whole(model, text)
     return config, prompt, prompt.inputs()
 
@@ -732,7 +732,7 @@ def _input_embedding(model: Reader) -> np.ndarray:  # f64[V, D]
     config, params = model.config, model.params
     if (table := config.word_vectors(params)) is None:
         kind = type(config).__name__
-        raise ConfigError(f"nearest: a {kind} of {model.name!r} has no embeddings of words")
+        raise ConfigError(f"nearest: model {model.name!r} ({kind}) has no word embeddings")
     if isinstance(table, QuantizedTable):
         table = table.look_up(jnp.arange(table.shape[0]))
     return np.asarray(table, np.float64)

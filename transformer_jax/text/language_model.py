@@ -93,7 +93,7 @@ def load(
         CheckpointError: if a file cannot be read.
     """
     if not isinstance(path_or_id, str | Path):
-        rule = "must be a folder or the id of a repository on the hub"
+        rule = "must be a folder or the ID of a repository on the hub"
         raise ConfigError(f"path_or_id is of type {type(path_or_id).__name__}: {rule}")
     try:
         # A name that is not a path, such as ORG/NAME, is looked up on the Hub below.
@@ -105,7 +105,7 @@ def load(
     if has_run or began:
         for name, value in dict(dtype=dtype, max_len=max_len).items():
             if has_run and value is not None:  # without a checkpoint, `load_run` raises below
-                raise ConfigError(f"{name} is {value!r}: a run has its own")
+                raise ConfigError(f"{name} is {value!r}: must be None for a run, which has its own")
         model = load_run(path_or_id, checkpoint, init_from=init_from)
     else:
         for name, option in dict(checkpoint=checkpoint, init_from=init_from).items():
@@ -219,9 +219,9 @@ class LanguageModel(Reader):
         # The other kinds cannot stream, follow a grammar or exceed their maximum length.
         if self.kind == "text" and settings.beams is None:
             return self._continue([self.read(text) for text in texts], is_list, settings)
-        model = self.name if self.task is None else f"a run of task {self.task.kind!r}"
+        model = self.name if self.task is None else f"a run for task {self.task.kind!r}"
         writer = model if settings.beams is None else "a beam search"
-        settings.refuse(option_names.FORMS, writer, "it cannot constrain the form of its texts")
+        settings.refuse(option_names.FORMS, writer, "it cannot constrain the form of its text")
         if self.kind == "masks":
             ignored = {*option_names.GENERATES, "num_tokens"} - {"stream", "slots"}
             settings.refuse(ignored, model, "each mask is filled with its likeliest token")
@@ -403,7 +403,7 @@ class LanguageModel(Reader):
             raise ConfigError(f"look_up: {self.instead()}")
         if not self.config.supports("cache"):
             rule = "must be a transformer, which has a cache"
-            raise ConfigError(f"look_up: a {type(self.config).__name__} of {self.name!r}: {rule}")
+            raise ConfigError(f"look_up: model {self.name!r} ({type(self.config).__name__}) {rule}")
         ids = self.read(prompt) if isinstance(prompt, str) else prompt
         count = self.fitting(num_tokens, [ids])
         return self._generator(settings).sized([ids], count).look_up(ids, count, num_draft)
@@ -420,7 +420,10 @@ class LanguageModel(Reader):
         """
         left = min(map(self.room, prompts))
         if left < 1 or (num_tokens or 1) > left:
-            fits = f"{max(left, 0)} fit after the prompt (max_len {max_text_tokens(self.config)})"
+            fits = (
+                f"at most {max(left, 0)} fit after the prompt (max_len "
+                f"{max_text_tokens(self.config)})"
+            )
             raise ConfigError(f"num_tokens is {num_tokens or 1}: {fits}")
         return num_tokens or min(left, NUM_TOKENS)
 
@@ -429,14 +432,14 @@ class LanguageModel(Reader):
         if isinstance(prompt, str):
             return
         if not isinstance(prompt, np.ndarray):
-            raise ValueError(f"prompt is {prompt!r:.80}: must be a string, or an array of its ids")
+            raise ValueError(f"prompt is {prompt!r:.80}: must be a string, or an array of its IDs")
         if prompt.ndim != 1 or not len(prompt) or not np.issubdtype(prompt.dtype, np.integer):
             rule = "must be integers [P], at least one"
             raise ValueError(f"prompt is {prompt.dtype}{list(prompt.shape)}: {rule}")
         check_int32("prompt", prompt)
         size = self.config.vocab_size
         if len(wrong := prompt[(prompt < 0) | (prompt >= size)]):
-            raise ValueError(f"prompt has id {wrong[0]}: must be from 0 to {size - 1}")
+            raise ValueError(f"prompt contains ID {wrong[0]}: must be from 0 to {size - 1}")
 
     def _generator(self, settings: GenerateOptions) -> TextGenerator:
         sampler, key = settings.drawing()
@@ -540,8 +543,8 @@ class LanguageModel(Reader):
         read = Windows(window, stride, batch_size)
         if self.kind == "masks":
             rule = (
-                "a masked model has no probability of a text; "
-                "evaluate(FILE) measures its pseudo_perplexity, from each token masked by itself"
+                "a masked model does not define the probability of a text; evaluate(FILE) measures "
+                "its pseudo_perplexity by masking one token at a time"
             )
             raise ConfigError(f"score: {rule}")
         if self.kind in ("labels", "signals", "vectors"):
@@ -644,7 +647,7 @@ class LanguageModel(Reader):
         """
         texts, is_list = as_texts("text", text)
         if self.kind != "labels":
-            raise ConfigError(f"classify: {self.instead()}; classes need a run of task 'classify'")
+            raise ConfigError(f"classify: {self.instead()}; classes need a run for task 'classify'")
         for one in texts:
             # Batches are padded, so a text without tokens would contain only padding.
             self.check_tokens(one)

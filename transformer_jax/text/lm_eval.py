@@ -93,7 +93,7 @@ def read_generation(options: Mapping[str, Any], num_tokens: int) -> Generation:
     draws = left.pop("do_sample", None)
     draws = temperature > 0 if draws is None else bool(draws)
     if draws and not temperature > 0:
-        raise ConfigError(f"temperature is {temperature}: must be above 0 with do_sample")
+        raise ConfigError(f"temperature is {temperature}: must be above 0 if do_sample is true")
     chosen: list[Any] = [Temperature(temperature if draws else 0.0)]
     for name, kind in dict(top_k=TopK, top_p=TopP, min_p=MinP).items():
         # A task that does not sample may also set these options, but they have no effect.
@@ -102,7 +102,7 @@ def read_generation(options: Mapping[str, Any], num_tokens: int) -> Generation:
     if left:
         name, value = next(iter(left.items()))
         rule = f"must be until, {', '.join(COUNTS)}, do_sample, temperature, top_k, top_p or min_p"
-        raise ConfigError(f"generation_kwargs have {name}={value!r:.40}: {rule}")
+        raise ConfigError(f"generation_kwargs contain {name}={value!r:.40}: {rule}")
     texts = [text for text in ([until] if isinstance(until, str) else until or ()) if text]
     return Generation(check_stop_strings(texts), count, Sample(*chosen))
 
@@ -173,7 +173,7 @@ class TransformerJaxLM(_Base):
     ) -> None:
         if _Base is object:
             raise ModuleNotFoundError(
-                "lm-eval is not installed: pip install 'transformer_jax[lm-eval]'"
+                "lm-eval is not installed: run pip install 'transformer_jax[lm-eval]'"
             )
         refuse_keywords(type(self).__init__, unknown)
         super().__init__()
@@ -320,7 +320,7 @@ class TransformerJaxLM(_Base):
                 settings = read_generation(requests[numbers[0]].args[1], self.max_gen_toks)
                 most = self.max_length - settings.num_tokens
                 if most < 1:
-                    rule = f"must be below max_length {self.max_length}"
+                    rule = f"must be below max_length, {self.max_length}"
                     raise ConfigError(f"max_gen_toks is {settings.num_tokens}: {rule}")
                 prompts = {
                     n: self.tok_encode(requests[n].args[0])[-most:] or [self.prefix_token_id]

@@ -115,7 +115,7 @@ class GenerateOptions:
         if self.results > (self.beams or 1):
             raise ValueError(f"results is {self.results}: must be at most beams, {self.beams or 1}")
         if self.stream and self.samples is not None:
-            raise ValueError("stream and samples: pass only one of them")
+            raise ValueError("pass only one of stream and samples")
         if self.sampler is not None and not isinstance(self.sampler, Greedy | Sample):
             raise ValueError(f"sampler is {self.sampler!r:.80}: must be Greedy() or a Sample(...)")
         if self.key is not None:
@@ -129,7 +129,7 @@ class GenerateOptions:
                 rule = "an object, such as a dict" if name == "schema" else "a string"
                 raise ValueError(f"{name} is {value!r:.80}: must be {rule}")
         if len(forms) > 1:
-            raise ValueError(f"{forms[0]} and {forms[1]}: pass only one of them")
+            raise ValueError(f"pass only one of {forms[0]} and {forms[1]}")
         # Convert a single stop string to a tuple, so that equivalent options compare equal.
         object.__setattr__(self, "stop", check_stop_strings(self.stop))
         object.__setattr__(self, "processors", check_processors(self.processors))
@@ -151,7 +151,7 @@ class GenerateOptions:
         """Raise ValueError if an option needs a single prompt, but `count` prompts are passed."""
         if count is not None and (self.stream or self.samples is not None):
             name = "stream" if self.stream else "samples"
-            raise ValueError(f"{name}: needs one prompt, not a list of {count}")
+            raise ValueError(f"{name} needs one prompt, not a list of {count}")
 
     def refuse(self, names: Collection[str], model: str, rule: str) -> None:
         """Raise ConfigError if one of the options is set, because the model does not support it."""

@@ -158,7 +158,7 @@ class Reader:
         checked = checked_messages(messages)
         if checked[-1]["role"] == "assistant":
             rule = "must end with a message that the model can answer"
-            raise DataError(f"messages end with one of the assistant: {rule}")
+            raise DataError(f"messages end with a message from the assistant: {rule}")
         base = plain(self.tokenizer)
         if isinstance(base, PretrainedTokenizer) and base.chat_templates:
             return self.known(base.chat_ids(checked), "messages")
@@ -193,7 +193,7 @@ class Reader:
         size = self.config.vocab_size
         # An ID outside the embedding table would make all later logits NaN.
         if len(ids) and ids.max() >= size:
-            raise DataError(f"{what} has id {ids.max()}: the model has {size} tokens")
+            raise DataError(f"{what} contains ID {ids.max()}, but the model has only {size} tokens")
         return ids
 
     def room(self, ids: np.ndarray) -> int:
@@ -220,12 +220,12 @@ class Reader:
         config = as_transformer(self.config)
         count = min(NUM_TOKENS, config.max_len) if num_tokens is None else num_tokens
         if config.positions is not None and config.positions.absolute and count > config.max_len:
-            raise ConfigError(f"num_tokens is {count}: must be at most max_len {config.max_len}")
+            raise ConfigError(f"num_tokens is {count}: must be at most max_len, {config.max_len}")
         return count
 
     def instead(self) -> str:
         """Return a description of the model, with the method to call instead."""
-        model = repr(self.name) if self.task is None else f"a run of task {self.task.kind!r}"
+        model = repr(self.name) if self.task is None else f"a run for task {self.task.kind!r}"
         return f"{model} {self._usage()}"
 
     def _usage(self) -> str:
@@ -340,7 +340,7 @@ def read_whole(model: Reader, text: Any) -> WholeText:
     assert ids is not None
     ids = model.known(ids.astype(np.int32), "the text")
     if (most := config.longest_row) is not None and len(ids) > most:
-        raise DataError(f"the text has {len(ids)} tokens: must be at most max_len {most}")
+        raise DataError(f"the text has {len(ids)} tokens: must be at most max_len, {most}")
     return WholeText(ids, source, prefix, labels)
 
 
@@ -365,11 +365,11 @@ def token_id(tokenizer: Tokenizer, name: str, word: str, vocab_size: int) -> int
     if isinstance(base, PretrainedTokenizer):
         unknown = base.special_ids.get("unk")
     if unknown in ids:
-        raise DataError(f"{name} is {word!r:.60}: not among the words of the tokenizer")
+        raise DataError(f"{name} is {word!r:.60}, which is not among the words of the tokenizer")
     if len(ids) != 1:
         parts = ", ".join(map(repr, token_texts(tokenizer, ids[:8]))) + ", ..." * (len(ids) > 8)
-        raise DataError(f"{name} is {word!r:.60}: {len(ids)} tokens ({parts}): must be one token")
+        raise DataError(f"{name} is {word!r:.60}: must be one token, not {len(ids)} ({parts})")
     if ids[0] >= vocab_size:
-        rule = f"has id {ids[0]}: the model has {vocab_size} tokens"
+        rule = f"has ID {ids[0]}, but the model has only {vocab_size} tokens"
         raise DataError(f"{name} is {word!r:.60}: {rule}")
     return int(ids[0])

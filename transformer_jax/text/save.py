@@ -54,13 +54,13 @@ def save_run(
     config, params, lines = model.config, model.params, list[str]()
     if not isinstance(config, ModelConfig):
         rule = "must be a transformer, because other libraries have no such model"
-        raise ConfigError(f"model of the run is a {type(config).__name__}: {rule}")
+        raise ConfigError(f"model of the run is of type {type(config).__name__}: {rule}")
     classifies = config.kind == "encoder" and config.num_classes is not None
     files, note = tokenizer_files(model.tokenizer, config.vocab_size, classifies=classifies)
     family, written = written_as(config, family, files["tokenizer.json"])
     if written != config:
         config, params = written, with_zero_biases(written, params)
-        lines = [f"a {family} has biases: they are written as zeros"]
+        lines = [f"the family {family} has biases, which are written as zeros"]
     keys = token_ids(model.tokenizer, config.kind, config.vocab_size)
     generation = {name: i for name, i in keys.items() if i is not None}
     if config.kind == "encoder-decoder" and (banned := target_of(model.tokenizer).banned):
@@ -139,7 +139,7 @@ def token_ids(tokenizer: Tokenizer, kind: str, vocab_size: int) -> JsonObject:
     return found
 
 
-_SURROGATE = "the run's characters include a lone surrogate, which has no UTF-8"
+_SURROGATE = "the run's characters include a lone surrogate, which UTF-8 cannot encode"
 
 
 def tokenizer_files(
@@ -184,10 +184,12 @@ def tokenizer_files(
             definition = json.loads(library.to_str())
             note = (
                 f"tokenizer.json: the run's {base.vocab_size} characters, as a BPE without "
-                f"merges; any other character gets id {vocab_size}, which the model does not have"
+                f"merges; any other character gets ID {vocab_size}, which the model does not have"
             )
         case _:
-            raise ConfigError(f"a {type(plain(tokenizer)).__name__} cannot be written")
+            raise ConfigError(
+                f"a tokenizer of type {type(plain(tokenizer)).__name__} cannot be written"
+            )
     if isinstance(tokenizer, SpecialTokens):
         settings |= _with_added(definition, tokenizer)
     if classifies and (framing := encoder_frame(tokenizer)) != frame(tokenizer):

@@ -126,7 +126,7 @@ def _turn(model: Reader, text: ScoreInput) -> tuple[Turn, str]:
         if isinstance(content, list | None):
             raise DataError(f"messages[-1] has content {content!r:.60}: must be a string")
         if messages[-1]["role"] != "assistant":
-            rule = "must be a message of the assistant, which is scored"
+            rule = "must be a message from the assistant, which is scored"
             raise DataError(f"the last message has role {messages[-1]['role']!r}: {rule}")
         has_template = isinstance(base, PretrainedTokenizer) and bool(base.chat_templates)
         if has_template or model.kind == "chat":
@@ -137,7 +137,7 @@ def _turn(model: Reader, text: ScoreInput) -> tuple[Turn, str]:
             used = tokenizer_of_talks(base, "messages", messages)[0] if has_template else None
             turn = located("messages[-1]", message_turn, used or model.tokenizer, messages)
             return turn, str(messages[-1]["content"])
-    rules = {"chat": "messages that end with one of the assistant"}
+    rules = {"chat": "messages that end with one from the assistant"}
     raise DataError(f"text is {text!r:.80}: must be {rules.get(model.kind, 'a string')}")
 
 
@@ -162,12 +162,12 @@ def _score_ids(
     most = max_text_tokens(model.config)
     longest = most if read.size is None else read.size
     if longest > most:
-        raise ValueError(f"window is {longest}: must be at most max_len {most}")
+        raise ValueError(f"window is {longest}: must be at most max_len, {most}")
     # By default, each token after the first window has at least half a window of context.
     stride = max(1, longest // 2) if read.stride is None else read.stride
     if stride > longest:
         name = "max_len" if read.size is None else "window"
-        raise ValueError(f"stride is {stride}: must be at most {name} {longest}")
+        raise ValueError(f"stride is {stride}: must be at most {name}, {longest}")
     # An edit that combines rows would mix windows, and an edit that averages over tokens would see
     # padding. Therefore, an edited model reads single rows without padding. Edits also receive the
     # offset of the window.

@@ -73,7 +73,7 @@ def render(template: str, variables: Mapping[str, Value], now: datetime | None =
     """
     if len(template) > TEMPLATE_LIMIT:
         raise DataError(
-            f"chat template: has {len(template)} characters: must be at most {TEMPLATE_LIMIT}"
+            f"the chat template has {len(template)} characters: must have at most {TEMPLATE_LIMIT}"
         )
     plain = {name: _plain(value, name) for name, value in variables.items()}
     meter = _Meter(BUDGET)
@@ -374,7 +374,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     if indent is not None and not (isinstance(indent, int) and indent <= 16):
-        raise jinja2.TemplateRuntimeError(f"tojson has indent {_line(indent)}: at most 16")
+        raise jinja2.TemplateRuntimeError(
+            f"the indent of tojson is {_line(indent)}: must be at most 16"
+        )
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -389,7 +391,7 @@ def _clock(now: datetime | None) -> Callable[[str], str]:
 
     def strftime_now(format: str) -> str:
         if len(format) > 100:
-            raise jinja2.TemplateRuntimeError("strftime_now: format exceeds 100 characters")
+            raise jinja2.TemplateRuntimeError("strftime_now: the format exceeds 100 characters")
         _check_format(r"%[^a-zA-Z%]*\d", format)
         return (now or datetime.now()).strftime(format)
 
@@ -404,7 +406,7 @@ def _plain(value: Value, path: str, depth: int = 0) -> Value:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth > _DEPTH:
-        raise DataError(f"{path}: nested more than {_DEPTH} deep")
+        raise DataError(f"{path} is nested more than {_DEPTH} levels deep")
     if isinstance(value, Mapping):
         for key in value:
             if type(key) is not str:

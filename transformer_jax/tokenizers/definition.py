@@ -24,9 +24,9 @@ def read_definition(text: str) -> JsonObject:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"definition of a tokenizer: not JSON ({error})") from None
+        raise DataError(f"the definition of a tokenizer is not JSON ({error})") from None
     if not isinstance(content, dict):
-        raise DataError("definition of a tokenizer: must be an object")
+        raise DataError("the definition of a tokenizer must be an object")
     return content
 
 
@@ -41,11 +41,11 @@ def check_model(content: JsonObject) -> None:
     if isinstance(vocabulary, dict):
         unknown = model.get("unk_token")
         if unknown is not None and not (isinstance(unknown, str) and unknown in vocabulary):
-            raise DataError(f"model.unk_token is {shown(unknown)}: not in the vocabulary")
+            raise DataError(f"model.unk_token is {shown(unknown)}: must be in the vocabulary")
         for token, i in vocabulary.items():
             if type(i) is not int or not 0 <= i < MAX_IDS:
                 rule = f"must be at least 0 and below {MAX_IDS}"
-                raise DataError(f"vocabulary: {shown(token)} has id {shown(i)}: {rule}")
+                raise DataError(f"vocabulary: {shown(token)} has ID {shown(i)}: {rule}")
         merges = model.get("merges")
         # the library silently drops bytes that have no token
         fallback = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
@@ -54,7 +54,7 @@ def check_model(content: JsonObject) -> None:
                 content
             ):
                 rule = "must be byte-level, use byte_fallback, or have an unk_token"
-                raise DataError(f"model: would drop unknown characters: {rule}")
+                raise DataError(f"model would drop unknown characters: {rule}")
 
 
 def step_kinds(content: JsonObject) -> set[str]:
@@ -86,7 +86,7 @@ def check_growth(normalizer: Json) -> None:
             # Thirty replacements of one letter with two letters lengthen text 2^30-fold.
             growth *= max(1.0, len(content) / max(1, len(old)))
         if growth > MAX_GROWTH:
-            raise DataError(f"normalizer: lengthens text more than {MAX_GROWTH}-fold")
+            raise DataError(f"normalizer lengthens text more than {MAX_GROWTH}-fold")
 
 
 def check_added(content: JsonObject, added: Mapping[int, AddedToken]) -> None:
@@ -97,7 +97,7 @@ def check_added(content: JsonObject, added: Mapping[int, AddedToken]) -> None:
         if i not in added or added[i].content != text:
             ids = [n for n, other in added.items() if other.content == text]
             rule = f"must be {ids[0]}" if ids else "another token has it"
-            raise DataError(f"added_tokens: {shown(text)} has id {i}: {rule}")
+            raise DataError(f"added_tokens: {shown(text)} has ID {i}: {rule}")
 
 
 def strings(value: object, path: str) -> Iterable[tuple[str, str]]:

@@ -96,7 +96,7 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
         # llama.cpp uses the same name for an empty token
         token = tokens[i] = token or f"[EMPTY_{i}]"
         if ids.setdefault(token, i) != i:
-            keys.fail("tokens", tokens, f"{shown(token)} has ids {ids[token]} and {i}")
+            keys.fail("tokens", tokens, f"{shown(token)} has IDs {ids[token]} and {i}")
     match model:
         case "gpt2":
             definition, adds_bos = _byte_level(keys, pre, ids), pre in _WHOLE_WORDS
@@ -250,7 +250,7 @@ class _Keys(ObjectKeys):
         if value is None:
             return default
         if type(value) is not int or not 0 <= value < count:
-            self.fail(f"{name}_token_id", value, f"must be an id of the {count} tokens")
+            self.fail(f"{name}_token_id", value, f"must be an ID of the {count} tokens")
         return value
 
     def numbers(self, name: str, count: int, default: np.ndarray | None) -> np.ndarray:

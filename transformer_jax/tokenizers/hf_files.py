@@ -156,7 +156,7 @@ def _definition(
         kind = class_for("vocab.txt")
         return "vocab.txt", _word_piece(folder, words, config, kind), kind
     rule = "must have tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
-    raise DataError(f"{folder}: no tokenizer found: {rule}")
+    raise DataError(f"{folder}: no tokenizer was found: {rule}")
 
 
 def _options(folder: Path, config: JsonObject, kind: classes.TokenizerClass) -> dict[str, Json]:
@@ -210,15 +210,15 @@ def _byte_level_bpe(
     path, tokens = folder / file, dict[int, str]()
     for token, i in vocabulary.items():  # IDs must be 0, 1, 2, ..., each used once
         if type(i) is not int or i < 0:
-            raise DataError(f"{path}: {shown(token)} has id {shown(i)}: must be at least 0")
+            raise DataError(f"{path}: {shown(token)} has ID {shown(i)}: must be at least 0")
         if tokens.setdefault(i, token) != token:
-            raise DataError(f"{path}: {shown(token)} and {shown(tokens[i])} have id {i}")
+            raise DataError(f"{path}: {shown(token)} and {shown(tokens[i])} have ID {i}")
     if not vocabulary:
-        raise DataError(f"{path}: it is empty")
+        raise DataError(f"{path} is empty")
     if (largest := max(tokens)) >= len(tokens):
         gap = next(i for i in range(len(tokens)) if i not in tokens)
         raise DataError(
-            f"{path}: no token has id {gap}, but {shown(tokens[largest])} has {largest}"
+            f"{path}: no token has ID {gap}, but {shown(tokens[largest])} has {largest}"
         )
     if missing := [letter for letter in byte_letters() if letter not in vocabulary]:
         raise DataError(f"{path}: byte 0x{byte_letters()[missing[0]]:02x} has no token")
@@ -232,7 +232,7 @@ def _byte_level_bpe(
             raise DataError(f"{where} is {shown(line)}: must be two tokens separated by a space")
         for token in (*parts, "".join(parts)):
             if token not in vocabulary:
-                raise DataError(f"{where} names {shown(token)}: not in {file}")
+                raise DataError(f"{where} names {shown(token)}, which is not in {file}")
         pairs.append((parts[0], parts[1]))
     library = Library(_create(path, models.BPE, vocab=vocabulary, merges=pairs))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -365,12 +365,12 @@ def _read_added(folder: Path, config: JsonObject, definition: JsonObject) -> dic
     for where, token, i in tokens:
         text = _token(token)
         if not isinstance(text, str) or not text or type(i) is not int or i < 0:
-            rule = "must be a token with a nonnegative id"
-            raise DataError(f"{where}: {shown(token)} with id {shown(i)}: {rule}")
+            rule = "must be a token with a nonnegative ID"
+            raise DataError(f"{where}: {shown(token)} with ID {shown(i)}: {rule}")
         first = found.get(text)
         if taken.setdefault(i, text) != text or (first and first["id"] != i):
-            rule = f"it already has id {first['id']}" if first else f"{shown(taken[i])} has this id"
-            raise DataError(f"{where}: {shown(text)} has id {i}: {rule}")
+            rule = f"it already has ID {first['id']}" if first else f"{shown(taken[i])} has this ID"
+            raise DataError(f"{where}: {shown(text)} has ID {i}: {rule}")
         found[text] = {"id": i, "content": text} | (first or {}) | _flags(token, where)
     return found
 
@@ -410,14 +410,14 @@ def _complete_added(
     for text in [*added, *(t for t in dict.fromkeys([*roles.values(), *extra]) if t not in added)]:
         if text not in added and text not in vocabulary:
             if text in extra:
-                rule = "not in the vocabulary"
-                raise DataError(f"additional_special_tokens has {shown(text)}: {rule}")
+                rule = "must be in the vocabulary"
+                raise DataError(f"additional_special_tokens contains {shown(text)}: {rule}")
             continue  # `PretrainedTokenizer` rejects a role without a token
         new = {"id": vocabulary.get(text), "content": text} | flags.get(text, {})
         token = added.get(text, new | {"special": True})
         if taken.setdefault(token["id"], text) != text or type(token["id"]) is not int:
             other = shown(taken[token["id"]])
-            raise DataError(f"vocabulary: {shown(text)} has id {token['id']}: {other} has this id")
+            raise DataError(f"vocabulary: {shown(text)} has ID {token['id']}: {other} has this ID")
         is_special = token.get("special", text in special)
         base = dict.fromkeys(_FLAGS, False) | {"normalized": not is_special}
         found[text] = base | token | {"special": is_special or text in roles.values()}

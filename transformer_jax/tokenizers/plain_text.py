@@ -16,16 +16,16 @@ from transformer_jax.tokenizers.utf8 import DataError
 MARK = b"\xef\xbb\xbf"
 """The byte-order mark, U+FEFF, in UTF-8."""
 
-_UTF_16 = "UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
-_COMPRESSED = ": decompress it first"
+_UTF_16 = "UTF-16; convert it with iconv -f UTF-16 -t UTF-8"
+_COMPRESSED = "; decompress it first"
 _KINDS = (
     (rb"\xff\xfe|\xfe\xff|\0[^\0]\0[^\0]|[^\0]\0[^\0]\0", _UTF_16),
     (rb"\x1f\x8b", f"gzip{_COMPRESSED}"),
     (rb"\x28\xb5\x2f\xfd", f"zstd{_COMPRESSED}"),
     (rb"BZh[1-9]1AY&SY", f"bzip2{_COMPRESSED}"),
     (rb"\xfd7zXZ\0", f"xz{_COMPRESSED}"),
-    (rb"PK\x03\x04", "a zip archive: unpack it first"),
-    (rb"PAR1\x15", "Parquet: use python -m transformer_jax prepare --documents parquet"),
+    (rb"PK\x03\x04", "a zip archive; unpack it first"),
+    (rb"PAR1\x15", "Parquet; use python -m transformer_jax prepare --documents parquet"),
 )
 """Initial bytes of files that are not UTF-8 text, regardless of their suffix."""
 _NO_CONTROL = re.compile(rb"[^\x00-\x1f]")
@@ -43,7 +43,7 @@ def read_text(content: bytes, where: str, errors: str | None = None, at: int = 0
     if at == 0:
         for start, kind in _KINDS:
             if re.match(start, content, re.DOTALL):
-                raise DataError(f"{where}: byte 0 is 0x{content[0]:02x}: not UTF-8 but {kind}")
+                raise DataError(f"{where}: byte 0 is 0x{content[0]:02x}: must be UTF-8, not {kind}")
         # Detect UTF-16 without a byte-order mark: at least three in four bytes at even (or odd)
         # positions are the same few control characters, the high bytes of one or two alphabets.
         # UTF-8 text with as many control characters has more kinds of them, or only whitespace.
@@ -51,13 +51,15 @@ def read_text(content: bytes, where: str, errors: str | None = None, at: int = 0
             controls = _NO_CONTROL.sub(b"", high)
             many = 10 <= len(high) <= 4 / 3 * len(controls)
             if many and len(set(controls)) <= 3 and _WHITE.sub(b"", controls):
-                raise DataError(f"{where}: byte 0 is 0x{content[0]:02x}: not UTF-8 but {_UTF_16}")
+                raise DataError(
+                    f"{where}: byte 0 is 0x{content[0]:02x}: must be UTF-8, not {_UTF_16}"
+                )
     try:
         text = content.decode("utf-8", errors or "strict")
     except UnicodeDecodeError as error:
         hint = "; `text_errors='replace'` substitutes U+FFFD" if errors else ""
         raise DataError(
-            f"{where}: byte {at + error.start} is 0x{content[error.start]:02x}: not UTF-8 "
+            f"{where}: byte {at + error.start} is 0x{content[error.start]:02x}: must be UTF-8 "
             f"({error.reason}){hint}"
         ) from None
     return text.removeprefix("\ufeff") if at == 0 else text

@@ -97,7 +97,7 @@ class PretrainedTokenizer:
         content = read_definition(self.definition)
         for name in ("truncation", "padding"):
             if content.get(name) is not None:
-                raise DataError(f"{name} of a tokenizer: must be null")
+                raise DataError(f"{name} of a tokenizer must be null")
         if self.now is not None:
             _time(self.now)
         check_model(content)
@@ -108,26 +108,26 @@ class PretrainedTokenizer:
         if len(set(vocabulary_ids)) != len(vocabulary_ids):
             twice = min(i for i, count in Counter(vocabulary_ids).items() if count > 1)
             tokens = sorted(token for token, i in vocabulary.items() if i == twice)
-            raise DataError(f"vocabulary: id {twice} is used by {shown(tokens)}")
+            raise DataError(f"vocabulary: ID {twice} is used by {shown(tokens)}")
         if not vocabulary_ids and not added:
-            raise DataError("vocabulary: it is empty")
+            raise DataError("the vocabulary is empty")
         _ = self._spelling
         for role, token in self.roles:
             if role not in ROLES:
                 raise DataError(f"role is {role!r}: must be one of {', '.join(ROLES)}")
             if _rust(f"{role}_token", self._library.token_to_id, token) is None:
-                raise DataError(f"{role}_token is {shown(token)}: not in the vocabulary")
+                raise DataError(f"{role}_token is {shown(token)}: must be in the vocabulary")
         for i in self.stop_ids:
             if type(i) is not int or not 0 <= i < self.vocab_size:
-                rule = f"must be an id below {self.vocab_size}"
+                rule = f"must be an ID below {self.vocab_size}"
                 raise DataError(f"eos_token_id is {shown(i)}: {rule}")
         for name, i in self.target_ids:
             if name not in TARGET_IDS or type(i) is not int or not 0 <= i < MAX_IDS:
-                rule = f"must be one of {', '.join(TARGET_IDS)} with an id below {MAX_IDS}"
-                raise DataError(f"target id {shown(name)} is {shown(i)}: {rule}")
+                rule = f"must be one of {', '.join(TARGET_IDS)} with an ID below {MAX_IDS}"
+                raise DataError(f"target ID {shown(name)} is {shown(i)}: {rule}")
         for ids in self.banned:
             if not ids or not all(type(i) is int and 0 <= i < MAX_IDS for i in ids):
-                raise DataError(f"banned contains {shown(ids)}: must be ids below {MAX_IDS}")
+                raise DataError(f"banned contains {shown(ids)}: must be IDs below {MAX_IDS}")
 
     def __repr__(self) -> str:
         text = tokens_repr(self)
@@ -303,7 +303,7 @@ class PretrainedTokenizer:
         }
         if reserved := sorted(RESERVED & variables.keys()):
             rule = "is an argument of transformers' apply_chat_template, not a template variable"
-            raise DataError(f"{reserved[0]}: {rule}")
+            raise DataError(f"{reserved[0]} {rule}")
         names = dict(self.named_tokens) | {f"{role}_token": token for role, token in self.roles}
         source = self._template(template, tools is not None)
         try:
@@ -381,7 +381,7 @@ class PretrainedTokenizer:
     def _library(self) -> Library:
         from tokenizers import Tokenizer as Library
 
-        return _rust("definition of a tokenizer", Library.from_str, self.definition)
+        return _rust("the definition of a tokenizer", Library.from_str, self.definition)
 
     @cached_property
     def _readers(self) -> dict[tuple[bool, bool], Library]:
@@ -469,7 +469,7 @@ class PretrainedTokenizer:
         for i in found.ids:
             if i in control:
                 token = self._library.id_to_token(i)
-                raise DataError(f"{path}: contains {shown(token)}, which is a reserved token")
+                raise DataError(f"{path} contains {shown(token)}, which is a reserved token")
 
     def _template(self, name: str | None, tools: bool) -> str:
         """Return a template.
@@ -482,7 +482,9 @@ class PretrainedTokenizer:
             if key in templates:
                 return templates[key]
         names = ", ".join(sorted(templates)) or "none"
-        raise DataError(f"chat template {shown(name or 'default')}: the tokenizer has {names}")
+        raise DataError(
+            f"chat template {shown(name or 'default')} does not exist: the tokenizer has {names}"
+        )
 
 
 def pretrained_from_json(content: JsonObject) -> PretrainedTokenizer:
@@ -512,7 +514,7 @@ def pretrained_from_json(content: JsonObject) -> PretrainedTokenizer:
                     tuple(map(tuple, banned)), now,
                 )  # fmt: skip
     raise DataError(
-        "tokenizer of kind 'pretrained': fields are missing, unknown or of a wrong type"
+        "tokenizer of kind 'pretrained': fields are missing, unknown or of the wrong type"
     )
 
 

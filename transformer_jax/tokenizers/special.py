@@ -36,7 +36,7 @@ class SpecialTokens:
     def __post_init__(self) -> None:
         if not self.names or len(set(self.names)) != len(self.names):
             raise DataError(
-                f"names of special tokens are {self.names!r}: must be distinct, at least one"
+                f"names of special tokens are {self.names!r}: must be distinct, and at least one"
             )
         if isinstance(self.base, SpecialTokens):
             raise DataError("base is a SpecialTokens: must be a plain tokenizer")
@@ -261,7 +261,7 @@ def unknown_words(
     if not isinstance(words, WordTokenizer) or not (unknown := words.unknown(text)):
         return None
     named = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-    rule = "not among the words of the training text, read as <unk>"
+    rule = "they are not among the words of the training text and are read as <unk>"
     return f"unknown words: {len(unknown)} ({named}): {rule}"
 
 

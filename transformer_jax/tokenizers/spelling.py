@@ -67,7 +67,9 @@ def read_decoder(decoder: Json) -> Spelling:
     if "ByteLevel" in kinds:
         if all(kind in ("ByteLevel", "Fuse") for kind in kinds):
             return Spelling(byte_level=True)
-        raise DataError(f"decoder is a sequence of {', '.join(map(str, kinds))}: not supported")
+        raise DataError(
+            f"decoder is a sequence of {', '.join(map(str, kinds))}, which is not supported"
+        )
     steps, ends = list[Step](), list[tuple[str, int, int]]()
     for n, part in enumerate(parts):
         match part:
@@ -90,7 +92,7 @@ def read_decoder(decoder: Json) -> Spelling:
             case {"type": "BPEDecoder", "suffix": str(suffix)} if suffix:
                 steps.append(partial(_replace, suffix, " ", ""))
             case _:
-                raise DataError(f"decoder {shown(part)}: not supported")
+                raise DataError(f"decoder {shown(part)} is not supported")
     return Spelling(
         byte_fallback="ByteFallback" in kinds,
         steps=tuple(steps),

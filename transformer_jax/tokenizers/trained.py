@@ -64,7 +64,7 @@ def known_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
         raise DataError(f"ids are {found.dtype}{list(found.shape)}: must be a sequence of integers")
     for i in found:
         if not 0 <= i < vocab_size:
-            raise DataError(f"id {i} has no token: must be at least 0 and below {vocab_size}")
+            raise DataError(f"ID {i} has no token: must be at least 0 and below {vocab_size}")
     return [int(i) for i in found]
 
 
@@ -80,7 +80,9 @@ class CharTokenizer(WholeText):
 
     def __post_init__(self) -> None:
         if not self.characters or sorted(set(self.characters)) != list(self.characters):
-            raise DataError("characters of a tokenizer: must be distinct and sorted, at least one")
+            raise DataError(
+                "the characters of a tokenizer must be distinct and sorted, and at least one"
+            )
 
     @classmethod
     def train(cls, text: str) -> CharTokenizer:
@@ -102,8 +104,8 @@ class CharTokenizer(WholeText):
         if len(wrong):
             at = int(wrong[0])
             raise DataError(
-                f"character {at} is U+{ord(text[at]):04X} {text[at]!r}: "
-                f"not among the {self.vocab_size} characters of the training text"
+                f"character {at} is U+{ord(text[at]):04X} {text[at]!r}, "
+                f"which is not among the {self.vocab_size} characters of the training text"
             )
         return ids
 
@@ -151,9 +153,9 @@ class BPETokenizer(WholeText):
         try:
             pieces = set(self._bytes)
         except Exception as error:  # the Rust library raises plain Exception
-            raise DataError(f"definition of a tokenizer: {error!r}") from None
+            raise DataError(f"the definition of a tokenizer is invalid: {error!r}") from None
         if not pieces >= {bytes([byte]) for byte in range(256)}:
-            raise DataError("definition of a tokenizer: not every byte has a token")
+            raise DataError("in the definition of a tokenizer, not every byte has a token")
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> BPETokenizer:
@@ -230,7 +232,7 @@ class WordTokenizer(WholeText):
         if len(set(self.words)) != len(self.words) or not all(
             w == "".join(w.split()) and w for w in self.words
         ):
-            raise DataError("words of a tokenizer: must be distinct and without spaces")
+            raise DataError("the words of a tokenizer must be distinct and without spaces")
 
     @classmethod
     def train(cls, text: str, count: int = 1) -> WordTokenizer:
@@ -294,7 +296,7 @@ def tokenizer_of(content: Json) -> Tokenizer:
         case {"kind": "word", "words": list(words), **rest} if not rest:
             texts = tuple(word for word in words if isinstance(word, str))
             if len(texts) < len(words):
-                raise DataError("words of a tokenizer: must be strings")
+                raise DataError("the words of a tokenizer must be strings")
             return WordTokenizer(texts)
         case dict() if content.get("kind") == "pretrained":
             return pretrained_from_json(content)
@@ -312,7 +314,7 @@ def _canonical(definition: JsonObject) -> str:
 
 def _code_points(text: str) -> np.ndarray:
     if not isinstance(text, str):
-        raise DataError(f"text is {text!r:.80}: must be a str")
+        raise DataError(f"text is {text!r:.80}: must be a string")
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 

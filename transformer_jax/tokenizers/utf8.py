@@ -10,7 +10,7 @@ class DataError(ValueError):
 def utf8(text: str) -> bytes:
     """Encode a string; raise DataError for a lone surrogate, which UTF-8 cannot encode."""
     if not isinstance(text, str):
-        raise DataError(f"text is {text!r:.80}: must be a str")
+        raise DataError(f"text is {text!r:.80}: must be a string")
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:

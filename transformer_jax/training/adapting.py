@@ -90,7 +90,7 @@ class FrozenBase:
         before = flatten_dict(loaded, sep="/")
         for name, leaf in flatten_dict(params, sep="/").items():
             if name not in whole and (name not in before or before[name].shape != leaf.shape):
-                rule = f"it is new, or has a new shape: add trained={name}"
+                rule = f"it is new or has a new shape; add trained={name}"
                 raise ConfigError(f"lora.trained lacks {name!r}: {rule}")
         return found
 

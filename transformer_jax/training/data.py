@@ -127,7 +127,9 @@ def _download(url: str, sha256: str, name: str) -> bytes:
     if file.is_file():
         content = file.read_bytes()
         if hashlib.sha256(content).hexdigest() != sha256:
-            raise DataError(f"{file}: sha256 differs from {sha256}: remove it and run again")
+            raise DataError(
+                f"{file}: its SHA-256 checksum is not {sha256}; remove it and run again"
+            )
         return content
     from urllib.request import urlopen
 
@@ -141,7 +143,9 @@ def _download(url: str, sha256: str, name: str) -> bytes:
             f"save {url} as {file}, or train on your own text with `data=FILE`"
         ) from None
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise DataError(f"{name}: the download of {url} does not have sha256 {sha256}")
+        raise DataError(
+            f"{name}: the download of {url} does not have the SHA-256 checksum {sha256}"
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     # each concurrent run writes its own file, and the last rename wins
     handle, partial = tempfile.mkstemp(dir=file.parent)
@@ -192,7 +196,7 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
         largest = max(int(part.max(initial=0)) for part in (train, val))
         if config.tokenizer == "pretrained" and largest >= config.model.vocab_size:
             rule = f"{config.init_from} has only {config.model.vocab_size} tokens"
-            raise DataError(f"data is {config.data!r}: it contains token {largest}: {rule}")
+            raise DataError(f"data is {config.data!r}: it contains token {largest}, but {rule}")
         val_characters = len(text) - cut
     # with this dtype, byte tokens take no more memory than the file
     small = np.min_scalar_type(tokenizer.vocab_size - 1)
@@ -203,7 +207,7 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
             subject = "it" if config.val_data == config.data else f"its {name} part"
             raise ShortText(
                 f"data is {config.data!r}: {subject} has {len(part)} tokens, "
-                f"a window of context {config.sequence_len} needs {needed}",
+                f"but a window of context {config.sequence_len} needs {needed}",
                 len(part),
             )
         if len(part) >= 2**31:
@@ -262,7 +266,7 @@ def random_starts(
     The windows depend only on the arguments, and not on the division of a step into micro-batches.
     """
     if not (0 <= seed < 2**32 and 0 <= step < 2**63 and 0 < count < 2**31):
-        raise ValueError(f"seed {seed}, step {step}, count {count}: out of range")
+        raise ValueError(f"seed {seed}, step {step} or count {count} is out of range")
     # unlike Generator methods, this raw stream is the same in all NumPy versions
     words = np.random.Philox(key=(seed << 64) + step).random_raw(int(np.prod(shape)))
     scaled = (words >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)

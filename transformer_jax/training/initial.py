@@ -91,11 +91,13 @@ def check_model(model: AnyModelConfig, start: StartModel, init_from: str) -> Non
 
     if type(model) is not type(start.config):
         kinds = type(model).__name__, type(start.config).__name__
-        raise ConfigError(f"model is a {kinds[0]}: {init_from} has a {kinds[1]}")
+        raise ConfigError(
+            f"model is of type {kinds[0]}, but that of {init_from} is of type {kinds[1]}"
+        )
     for field in fields(start.config):
         one, two = getattr(model, field.name), getattr(start.config, field.name)
         if field.name not in OVERRIDABLE_FIELDS | TASK_FIELDS and one != two:
-            raise ConfigError(f"{field.name} is {one!r}: {init_from} has {two!r}")
+            raise ConfigError(f"{field.name} is {one!r}, but {init_from} has {two!r}")
 
 
 def start_params(

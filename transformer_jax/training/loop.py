@@ -132,7 +132,7 @@ def fit(
         RunError: If the run fails. After RunError or OSError, existing checkpoints remain valid.
     """
     if not isinstance(config, TrainConfig):
-        kind = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
+        kind = repr(config) if isinstance(config, str) else f"of type {type(config).__name__}"
         rule = "must be a TrainConfig, such as TrainConfig(model=...) or train_preset(NAME)"
         raise ConfigError(f"config is {kind}: {rule}")
     if task is not None:

@@ -57,7 +57,8 @@ def cross_entropy(
     check_array("labels", labels, "[...]")
     if logits.ndim == 0 or logits.shape[-1] == 0 or labels.shape != logits.shape[:-1]:
         raise ValueError(
-            f"logits have shape {logits.shape}, labels {labels.shape}: must be [..., V] and [...]"
+            f"logits have shape {logits.shape} and labels {labels.shape}: must be [..., V] and "
+            "[...]"
         )
     labels, weights = _mask_ignored(labels, weights, ignore_label, logits.shape[-1])
 
@@ -117,12 +118,12 @@ def chunked_cross_entropy(
     check_array("labels", labels, "[B, T]")
     if hidden.ndim != 3 or output_weights.ndim != 2 or labels.shape != hidden.shape[:2]:
         raise ValueError(
-            f"hidden has shape {hidden.shape}, output_weights {output_weights.shape}, labels "
+            f"hidden has shape {hidden.shape}, output_weights {output_weights.shape} and labels "
             f"{labels.shape}: must be [B, T, D], [V, D] and [B, T]"
         )
     if hidden.shape[2] != output_weights.shape[1]:
         raise ValueError(
-            f"D is {hidden.shape[2]} in hidden, {output_weights.shape[1]} in output_weights"
+            f"D is {hidden.shape[2]} in hidden but {output_weights.shape[1]} in output_weights"
         )
     check_count("chunk_size", chunk_size, 1)
     if softcap is not None:
@@ -194,7 +195,7 @@ class _Terms:
 
     def __post_init__(self) -> None:
         if not 0.0 <= as_number("label_smoothing", self.smoothing) < 1.0:
-            raise ValueError(f"label_smoothing is {self.smoothing}: must be at least 0, below 1")
+            raise ValueError(f"label_smoothing is {self.smoothing}: must be at least 0 and below 1")
         if not 0.0 <= as_number("z_loss", self.z) < float("inf"):
             raise ValueError(f"z_loss is {self.z}: must be finite and not negative")
 
@@ -218,7 +219,7 @@ def _mask_ignored(
         check_array("weights", weights, "of the labels' shape")
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(
-            f"weights have shape {weights.shape}, labels {labels.shape}: must be the same"
+            f"weights have shape {weights.shape} and labels {labels.shape}: must be the same"
         )
     values = labels, weights
     if not any(

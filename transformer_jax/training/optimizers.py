@@ -206,7 +206,7 @@ def is_frozen(names: tuple[str, ...], params: Params) -> Params:
         heads = [jax.tree_util.keystr(path[:2], simple=True, separator="/") for path in paths]
         parts = ", ".join(dict.fromkeys(heads))
         rule = f"no parameter name begins with it (they begin with {parts})"
-        raise ConfigError(f"frozen has {unused[0]!r}: {rule}")
+        raise ConfigError(f"frozen contains {unused[0]!r}: {rule}")
     return marked
 
 

@@ -182,7 +182,7 @@ def make_placement(config: MeshConfig | None) -> Placement:
     available = len(jax.devices())
     if config.devices != available:
         found = "there is one" if available == 1 else f"there are {available}"
-        raise ConfigError(f"mesh is {str(config)!r}: needs {config.devices} devices, {found}")
+        raise ConfigError(f"mesh is {str(config)!r}: needs {config.devices} devices, but {found}")
     shape = config.shape
     # explicit axes make the sharding part of an array's type, so that modules can read it
     axes = (AxisType.Explicit,) * len(shape)

@@ -128,7 +128,7 @@ def _pieces(
     sizes = np.diff(bounds) - skipped
     counts = -(-sizes // length)
     if sizes.min(initial=1) < 1:
-        raise DataError("index: must be ascending")
+        raise DataError("index must be ascending")
     first = np.cumsum(counts) - counts
     offsets = (np.arange(counts.sum()) - np.repeat(first, counts)) * length
     left = np.repeat(sizes, counts) - offsets

@@ -96,7 +96,9 @@ def check_trackers(names: Iterable[str]) -> None:
     for name in names:
         package = PACKAGES[name]
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"log has {name!r}: needs {package}: pip install {package}")
+            raise ConfigError(
+                f"log contains {name!r}, which needs {package}: run pip install {package}"
+            )
 
 
 class Trackers:

@@ -107,7 +107,7 @@ class Blockwise(Implementation):
     def refuse(self, call: AttentionCall) -> str | None:
         """Reject float64, and a bias and positions that both differ between batch rows."""
         if call.query.dtype == np.float64:
-            return "computes in float32, the inputs are float64"
+            return "computes in float32, but the inputs are float64"
         places = call.q_positions, call.k_positions
         if isinstance(call.bias, Bias) and any(_differs_by_row(x, 2) for x in places):
             # a tile evaluates the bias at the positions of some rows, so the bias cannot know which
@@ -115,7 +115,7 @@ class Blockwise(Implementation):
             _, T, _, S = call.sizes
             one_row = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (T, S))
             if _differs_by_row(bias_shape(call.bias, *one_row), 4):
-                return "bias and positions differ by batch row: only one of them may"
+                return "only one of bias and positions may differ between batch rows"
         return None
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:

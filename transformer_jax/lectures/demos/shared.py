@@ -29,15 +29,15 @@ Options = Mapping[str, tuple[Any, Any]]
 and the value with --quick."""
 
 MEANINGS = {
-    "data": "a text file, UTF-8",
-    "layers": "number of layers",
-    "preset": "the preset of the model to draw",
-    "seed": "the seed of all random numbers",
-    "steps": "number of training steps",
-    "sentence": "words separated by spaces",
-    "tokens": "number of tokens or frames",
-    "width": "width of the vectors",
-    "window": "number of keys that a query sees, including its own",
+    "data": "Text file in UTF-8",
+    "layers": "Number of layers",
+    "preset": "Preset of the model to draw",
+    "seed": "Seed for all random numbers",
+    "steps": "Number of training steps",
+    "sentence": "Words separated by spaces",
+    "tokens": "Number of tokens or frames",
+    "width": "Width of the vectors",
+    "window": "Number of keys that a query sees, including its own",
 }
 """Help text for each option."""
 

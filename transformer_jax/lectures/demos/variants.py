@@ -103,7 +103,11 @@ def demonstrate(arguments: Namespace) -> dict[str, dict[str, Any]]:
     tokenizer = BPETokenizer.train(text[:cut], size)
     parts = [np.asarray(tokenizer.encode(part), np.int32) for part in (text[:cut], text[cut:])]
     if length >= (least := min(map(len, parts))):
-        fail("tokens", length, f"must be below {least}, the tokens of the shorter part of the text")
+        fail(
+            "tokens",
+            length,
+            f"must be below {least}, the number of tokens in the shorter part of the text",
+        )
     texts, held_out = (rows_of(part, length) for part in parts)
     found: dict[str, dict[str, Any]] = {}
     for name, changes in VARIANTS.items():

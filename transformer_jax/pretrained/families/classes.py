@@ -44,7 +44,7 @@ def classes_of(keys: k.ConfigKeys, classifier: str, pooler: str) -> ClassesOf | 
     if named_head(keys) == "token":
         return "token"
     if pooler not in keys.names:
-        rule = f"without {pooler}, the classifier reads tokens: must be a class "
+        rule = f"must be, without {pooler}, a class for tokens, "
         keys.fail(
             "architectures", keys.take("architectures", None), f"{rule}...{HEAD_NAMES['token']}"
         )

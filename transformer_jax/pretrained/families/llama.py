@@ -318,7 +318,7 @@ def _phi3_table(config: ModelConfig) -> list[t.TensorMapping]:
 def _read_phi3(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     positions = d.read_rope(keys, fields)
     if positions.scaling not in (None, "longrope"):
-        keys.fail("rope_scaling", positions.scaling, "must be longrope or absent for a phi3")
+        keys.fail("rope_scaling", positions.scaling, "must be longrope or absent for phi3")
     return dict(positions=positions, max_len=fields["max_len"])
 
 

@@ -60,7 +60,7 @@ def _read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     pooler = f"{POOLER}.weight"
     of = None if masked else c.classes_of(keys, "classifier.weight", pooler)
     if of == "span":
-        rule = "a nomic_bert in transformers has no head for spans"
+        rule = "nomic_bert in transformers has no head for spans"
         keys.fail("architectures", keys.take("architectures", None), rule)
     return c.head_fields(
         keys,

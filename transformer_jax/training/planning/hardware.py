@@ -137,7 +137,7 @@ def find_hardware(name: str) -> Hardware:
         available = len(jax.devices())
         if count > available:
             raise ConfigError(
-                f"target is {name!r}: needs {count} CPU devices, there are {available}"
+                f"target is {name!r}: needs {count} CPU devices, but there are {available}"
             )
         return Hardware(name, None, count)
     if head == "h200":

@@ -111,7 +111,9 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     """
     model = config.model
     if not isinstance(model, ModelConfig):
-        raise ConfigError(f"model is a {type(model).__name__}: plans support only transformers")
+        raise ConfigError(
+            f"model is of type {type(model).__name__}: plans support only transformers"
+        )
     if config.task.makes_examples:
         rule = "plans support only tasks with rows of `context` tokens"
         raise ConfigError(f"task is {config.task.kind!r}: {rule}")

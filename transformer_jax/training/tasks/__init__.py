@@ -50,7 +50,9 @@ def load_task(
         task = config.task.load(config, tokenizers, vocab_size)
         if not isinstance(task, TrainingTask):
             rule = "must be a TrainingTask"
-            fail("task", config.task, f"load returns a {type(task).__name__}: {rule}")
+            fail(
+                "task", config.task, f"load returns an object of type {type(task).__name__}: {rule}"
+            )
         loaded_by = getattr(config.task, "loaded_by", None)
         if (task.learner is None) != (loaded_by is None):
             rule = "must be set for a task with a learner, and only then"
@@ -64,7 +66,7 @@ def load_task(
         fail("documents", "prepared", f"data is {config.data!r}, which is not a prepared folder")
     if folders:
         if importlib.util.find_spec("grain") is None:
-            fail("data", config.data, "reading prepared folders needs grain: pip install grain")
+            fail("data", config.data, "reading prepared folders needs grain: run pip install grain")
         from transformer_jax.training.tasks.prepared import PreparedText  # imports grain
 
         return PreparedText(config, folders, tokenizers, vocab_size)

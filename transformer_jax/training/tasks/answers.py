@@ -110,8 +110,8 @@ class Targets:
         check_token_ids(known_sources(config), tokenizer, f"prompt is {text!r:.40}", ids)
         if len(ids) > config.sequence_len and config.model.max_len is not None:
             raise DataError(
-                f"prompt is {text!r:.40}: has {len(ids)} tokens, but the model was trained on at "
-                f"most {config.sequence_len}"
+                f"prompt is {text!r:.40}: it has {len(ids)} tokens, but the model was trained on "
+                f"at most {config.sequence_len}"
             )
         return ids.astype(np.int32)
 

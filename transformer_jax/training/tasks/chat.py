@@ -112,7 +112,7 @@ def answer_messages(
     check_token_ids(config.model.vocab_size, tokenizer, what.rpartition(" ")[0], prompt)
     longest = config.model.max_len
     if longest is not None and len(prompt) >= longest:
-        rule = f"must be less than max_len {longest}"
+        rule = f"must be below max_len, {longest}"
         raise DataError(f"{what} {len(prompt)} tokens: {rule}")
     key = jax.random.fold_in(jax.random.key(config.seed), 2 + number)
     generator = TextGenerator(
@@ -168,7 +168,7 @@ def _read_file(
         where = f"{data}, line {number}"
         value = Untrusted(DataError).parse(line, where)
         if isinstance(value, dict) and value.get("tools"):
-            raise DataError(f"{where}: has tools, which are not supported")
+            raise DataError(f"{where} has tools, which are not supported")
         found.append((where, check(where, value)))
     return found, content
 
@@ -180,7 +180,7 @@ def _messages(where: str, read: Json) -> Messages:
         raise DataError(f'{where}: must be {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
     found = check_messages(where, messages)
     if not any(message["role"] == "assistant" for message in found):
-        raise DataError(f"{where}: no message is from the assistant: there is nothing to learn")
+        raise DataError(f"{where}: no message is from the assistant, so there is nothing to learn")
     return found
 
 

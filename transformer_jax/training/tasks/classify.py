@@ -66,7 +66,7 @@ class Classes(RowsTask):
         for pair in (*train, *val):
             if pair.source not in labels:
                 listed = ", ".join(labels[:10])
-                raise DataError(f"{pair.where}: label {pair.source!r}: must be one of {listed}")
+                raise DataError(f"{pair.where}: label is {pair.source!r}: must be one of {listed}")
         # stored in the config so that a resumed run uses the same order
         config = replace(config, task=ClassifyTask(labels=labels))
         if tokenizers is None:
@@ -180,7 +180,7 @@ def label_texts(
         logits = _class_logits(model, params, batch, columns if names else None)
         for row in np.asarray(jax.nn.softmax(logits, axis=-1))[: len(part)]:
             if not np.isfinite(row).all():
-                raise DataError(f"text {len(found) + 1}: its logits are not finite")
+                raise DataError(f"the logits of text {len(found) + 1} are not finite")
             best = int(row.argmax())
             found.append((labels[best], float(row[best])))
     return found

@@ -153,8 +153,10 @@ class LanguageDocuments(RowsTask):
             parts = [parts[0][:cut], parts[0][cut:]]
         train, val = parts
         if not (train and val):
-            rule = "must have at least one for training and one held out"
-            raise DataError(f"data is {config.data!r}: {len(train + val)} {kind}: {rule}")
+            rule = "must be at least one for training and one held out"
+            raise DataError(
+                f"data is {config.data!r}: the number of {kind} is {len(train + val)}: {rule}"
+            )
         if tokenizers is None:
             tokenizers = Tokenizers(line_tokenizer(config, [*train, *val], train))
         tokenizer = with_special_tokens(tokenizers.tokenizer, ["eos"])

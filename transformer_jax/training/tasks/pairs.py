@@ -165,7 +165,7 @@ def _tokenizers(
     if two_rows and separate != (loaded.source is not None):
         count = "one vocabulary" if separate else "two vocabularies"
         rule = f"init_from {config.init_from!r} has {count}"
-        raise DataError(f"vocabulary is {'separate' if separate else 'shared'!r}: {rule}")
+        raise DataError(f"vocabulary is {'separate' if separate else 'shared'!r}, but {rule}")
     tokenizer = with_special_tokens(loaded.tokenizer, names)
     if not two_rows:
         tokenizer = with_end(tokenizer, special_ids(tokenizer)["eos"])
@@ -225,7 +225,9 @@ def read_pairs(
         _check_none_blank(others, targets)
         if len(sources) != len(others):
             rule = "parallel files must have the same number of lines"
-            raise DataError(f"{data} has {len(sources)} lines, {targets} has {len(others)}: {rule}")
+            raise DataError(
+                f"{data} has {len(sources)} lines and {targets} has {len(others)}: {rule}"
+            )
         places = (f"{data}, line {number}" for number in range(1, len(sources) + 1))
         found = zip(sources, others, places, strict=True)
         return [Pair(*three) for three in found], content + more

@@ -90,7 +90,7 @@ class Preferences(RowsTask):
         assert isinstance(config.task, PreferenceTask)
         if config.task.messages not in (None, messages):
             rule = f"the data has {'messages' if messages else 'only texts'}"
-            raise ConfigError(f"messages is {config.task.messages}: {rule}")
+            raise ConfigError(f"messages is {config.task.messages}, but {rule}")
         config = replace(config, task=replace(config.task, messages=messages))
         if messages and not templates:
             tokenizer = with_special_tokens(tokenizer, [*ROLES, "eos"])
@@ -178,7 +178,7 @@ def _pair(where: str, read: Json) -> Pair:
     if not isinstance(read, dict) or any(name not in read for name in FIELDS):
         lacks = [name for name in FIELDS if not isinstance(read, dict) or name not in read]
         rule = 'must be {"prompt": ..., "chosen": ..., "rejected": ...}'
-        raise DataError(f"{where}: lacks {', '.join(lacks)}: {rule}")
+        raise DataError(f"{where} lacks {', '.join(lacks)}: {rule}")
     fields = [read[name] for name in FIELDS]
     values: list[str | Messages] = [value for value in fields if isinstance(value, str)]
     if len(values) < len(fields):
@@ -192,5 +192,5 @@ def _pair(where: str, read: Json) -> Pair:
                 raise DataError(f"{where}: {name}: must be one message from the assistant")
             values.append(messages)
     if read["chosen"] == read["rejected"]:
-        raise DataError(f"{where}: chosen and rejected are equal: there is nothing to learn")
+        raise DataError(f"{where}: chosen and rejected are equal, so there is nothing to learn")
     return Pair(where, *values)

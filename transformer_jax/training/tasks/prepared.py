@@ -58,7 +58,11 @@ class PreparedText(TrainingTask):
         if not isinstance(task, LanguageTask):
             fail("task", task.kind, f"reads files, but data is the prepared folder {folders[0]}")
         if task.documents not in (None, "prepared"):
-            fail("documents", task.documents, "data is a prepared folder: must be prepared or None")
+            fail(
+                "documents",
+                task.documents,
+                "must be prepared or None, because data is a prepared folder",
+            )
         if config.tokenizer not in (TrainConfig.tokenizer, "pretrained"):
             fail(
                 "tokenizer",
@@ -80,7 +84,7 @@ class PreparedText(TrainingTask):
             tokenizer = with_special_tokens(tokenizers.tokenizer, ["eos"])
             if tokenizer.to_json() != corpora[0].tokenizer.to_json():
                 model = config.init_from or config.out
-                rule = f"its tokenizer differs from {model}: prepare it with `tokenizer={model}`"
+                rule = f"its tokenizer differs from {model}; prepare it with `tokenizer={model}`"
                 raise ConfigError(f"data is {str(corpora[0].path)!r}: {rule}")
         self.config = with_vocabulary(config, self.tokenizers, vocab_size)
         for corpus in corpora:
@@ -103,7 +107,7 @@ class PreparedText(TrainingTask):
             rows = DocumentRows(part, length, task.packed)
         if len(rows) == 0:
             needed = f"a window of context {length} needs {length + 1}"
-            message = f"{part.folder}: {part.name} has {part.tokens} tokens, {needed}"
+            message = f"{part.folder}: {part.name} has {part.tokens} tokens, but {needed}"
             raise ShortText(message, part.tokens)
         return rows
 

@@ -241,7 +241,7 @@ def with_vocabulary(
         published = isinstance(tokenizer, PretrainedTokenizer)  # may exceed its model's size
         changes["vocab_size"] = model.vocab_size if published else max(needed, model.vocab_size)
     elif vocab_size is not None and vocab_size < needed:
-        rule = f"must be at least {needed}, the number of tokens of the tokenizer"
+        rule = f"must be at least {needed}, the number of tokens in the tokenizer"
         raise ConfigError(f"vocab_size is {vocab_size}: {rule}")
     else:
         changes["vocab_size"] = needed if vocab_size is None else vocab_size
@@ -257,8 +257,8 @@ def split_held_out(config: TrainConfig, found: list[T], unit: str) -> tuple[list
     """Split examples into training examples and held-out examples, which are the last ones."""
     cut = int(len(found) * (1 - config.val_fraction))
     if not 0 < cut < len(found):
-        rule = "must have at least one for training and one held out"
-        raise DataError(f"data is {config.data!r}: {len(found)} {unit}: {rule}")
+        rule = "must be at least one for training and one held out"
+        raise DataError(f"data is {config.data!r}: the number of {unit} is {len(found)}: {rule}")
     return found[:cut], found[cut:]
 
 
@@ -268,7 +268,7 @@ def check_lengths(config: TrainConfig, sizes: Mapping[str, int]) -> None:
         if size > config.sequence_len:
             limit = "max_len" if config.context is None else "context"
             rule = f"a sequence has at most {config.sequence_len} ({limit})"
-            raise DataError(f"{where}: {size} tokens: {rule}")
+            raise DataError(f"{where}: it has {size} tokens, but {rule}")
 
 
 def located(where: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -293,7 +293,9 @@ def check_token_ids(vocab_size: int, tokenizer: Tokenizer, where: str, *parts: n
         if len(ids) and ids.max() >= vocab_size:
             i = int(ids[np.argmax(ids >= vocab_size)])
             text = shown(tokenizer.to_bytes([i]).decode(errors="replace"))
-            raise DataError(f"{where}: has token {i}, {text}: the model has {vocab_size} tokens")
+            raise DataError(
+                f"{where}: it has token {i}, {text}, but the model has only {vocab_size} tokens"
+            )
 
 
 def check_has(tokenizer: Tokenizer, *names: str) -> None:
