@@ -59,7 +59,7 @@ def test_architecture_page_matches_layer_contract():
     assert drawn == table == dict(enumerate(floors()))
 
 
-def test_every_package_is_installed():
+def test_every_package_is_included_in_installation():
     """Packages are listed individually, those of `kernels/` under their name in the package."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     names = {
@@ -70,7 +70,7 @@ def test_every_package_is_installed():
     assert sorted(listed) == sorted(names)
 
 
-def test_bottom_layer_imports_nothing_from_package():
+def test_bottom_layer_does_not_import_from_package():
     modules = [PACKAGE / f"{name}.py" for name in floors()[0] - {"kernels"}]
     kernels = list(KERNELS.rglob("*.py"))
     assert kernels
@@ -96,7 +96,7 @@ def test_kernels_folder_is_linked_into_package():
 
 
 @pytest.mark.slow
-def test_attention_implementation_is_one_file_and_one_entry():
+def test_attention_implementation_requires_one_file_and_one_entry():
     """Only the entry contains its name, and nothing outside its folder imports its class."""
     names = set(api.IMPLEMENTATIONS) - {"xla"}  # the reference, the fallback of derivatives
     classes = {type(api.IMPLEMENTATIONS[name]) for name in names}
@@ -141,7 +141,7 @@ def test_config_imports_only_the_standard_library():
 @pytest.mark.parametrize(
     "path", [*MODULES, ROOT / "train.py"], ids=lambda p: ".".join(p.parts[-2:])[:-3]
 )
-def test_no_module_unpickles_or_evaluates(path):
+def test_no_module_unpickles_or_evaluates_data(path):
     assert not {name.split(".")[0] for name in imports(path)} & FORBIDDEN
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -151,7 +151,7 @@ def test_no_module_unpickles_or_evaluates(path):
 
 
 @pytest.mark.slow
-def test_import_is_light_and_starts_no_backend():
+def test_importing_package_is_fast_and_starts_no_backend():
     code = """
 import json, sys
 import transformer_jax
@@ -198,6 +198,6 @@ print(any(loaded), listed, bool(tj.decoding.Slots and tj.training.fit))
     assert out.stdout == "False True True\n"
 
 
-def test_citation_has_package_version():
+def test_citation_file_has_package_version():
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)
     assert cited[1] == transformer_jax.__version__

@@ -21,7 +21,7 @@ from transformer_jax.tokenizers.trained import CharTokenizer
 CONFIG = ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2)
 
 
-def test_model_with_parameters_in_another_dtype_computes_in_it():
+def test_model_computes_in_dtype_of_its_parameters():
     params = {"a": np.float32([1.5, 2**-20]), "count": np.int32([3])}
     model = TextModel(CONFIG, params, CharTokenizer("abc"), (9,))
     found = loading.with_param_dtype(model, "bfloat16")
@@ -36,14 +36,14 @@ def test_model_with_parameters_in_another_dtype_computes_in_it():
             call()
 
 
-def test_quantized_weights_include_embeddings(monkeypatch):
+def test_quantized_weights_include_embedding_tables(monkeypatch):
     calls: list[Any] = []
     monkeypatch.setattr(loading, "quantize", lambda *args, **options: calls.append((args, options)))
     loading.with_quantized_weights(TextModel(CONFIG, {"a": 1}, CharTokenizer("abc")), "int4")
     assert calls == [(({"a": 1}, "int4"), {"embeddings": True})]
 
 
-def test_adapter_run_finds_its_base_model(monkeypatch, tmp_path):
+def test_adapter_run_locates_its_base_model(monkeypatch, tmp_path):
     run = TrainConfig(model=CONFIG)
     assert loading._with_base(run, None) is run
     with pytest.raises(ValueError, match="init_from is 'm': the run has no adapters"):
@@ -82,7 +82,7 @@ def test_adapter_run_finds_its_base_model(monkeypatch, tmp_path):
         loading.check_base("m", {}, {"base_sha256": "2" * 64})
 
 
-def test_export_program_prints_ids_or_text(monkeypatch, capsys, tmp_path):
+def test_exported_program_prints_token_ids_or_text(monkeypatch, capsys, tmp_path):
     calls: list[Any] = []
 
     def decode(folder, prompts, count):

@@ -25,7 +25,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("old", CHANGES)
-def test_mutations_of_each_kind_of_expression(old, tmp_path):
+def test_each_expression_type_has_expected_mutations(old, tmp_path):
     (tmp_path / "x.py").write_text(
         f"def g(a: int, b: 'c < d' = a):\n    return (  # é\n        {old})\n"
     )

@@ -22,7 +22,7 @@ class Item:
         return self if self.slow and name == "slow" else None
 
 
-def test_slow_tests_are_in_one_part_and_quick_tests_in_all():
+def test_each_slow_test_runs_in_exactly_one_part():
     tests = [Item(f"tests/test_a.py::test_b[{i}]", slow=i % 4 != 0) for i in range(400)]
     taken = Counter()
     for which in (1, 2, 3):
@@ -39,6 +39,6 @@ def test_slow_tests_are_in_one_part_and_quick_tests_in_all():
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "2", "a/3", "1/3/3", ""])
-def test_invalid_part_is_refused(text):
+def test_invalid_part_argument_is_rejected(text):
     with pytest.raises(Exception, match=f"part is '{text}': must be I/N with I from 1 to N"):
         conftest.part(text)

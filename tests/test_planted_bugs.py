@@ -8,7 +8,7 @@ from tests.planted_bugs.slips import SLIPS
 ROOT = Path(__file__).parents[1]
 
 
-def test_each_slip_occurs_once_in_its_file():
+def test_each_planted_bug_matches_exactly_one_source_location():
     texts = {slip.file: (ROOT / slip.file).read_text() for slip in SLIPS}
     wrong = [slip.name for slip in SLIPS if texts[slip.file].count(slip.old) != 1]
     assert not wrong, "the code has changed: update these slips, or replace them by similar ones"
@@ -16,7 +16,7 @@ def test_each_slip_occurs_once_in_its_file():
     assert Counter(slip.name for slip in SLIPS).most_common(1)[0][1] == 1
 
 
-def test_each_slip_names_existing_tests():
+def test_each_planted_bug_names_existing_tests():
     tests = {test for slip in SLIPS for test in slip.tests}
     texts = {test.partition("::")[0] for test in tests}
     texts = {file: (ROOT / file).read_text() for file in texts}
@@ -27,7 +27,7 @@ def test_each_slip_names_existing_tests():
         assert f"def {name.partition('[')[0]}(" in where, test
 
 
-def test_slips_cover_every_folder():
+def test_planted_bugs_cover_every_folder():
     folders = Counter(str(Path(slip.file).parent) for slip in SLIPS)
     folders_of_package = {file.parent for file in ROOT.glob("transformer_jax/*/*.py")}
     package = {str(x.relative_to(ROOT)) for x in folders_of_package if not x.is_symlink()}

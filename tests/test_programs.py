@@ -137,7 +137,7 @@ def state():
 
 
 @pytest.mark.slow
-def test_predicate_is_reread(number, implementation="xla"):
+def test_changed_predicate_is_retraced(number, implementation="xla"):
     q, v = jnp.ones((1, 6, 1, 2)), jnp.arange(6.0)[None, :, None, None]
     mask = tj.Predicate(lambda q, k: k < number.read() + 1)
     found = changed(
@@ -149,15 +149,15 @@ def test_predicate_is_reread(number, implementation="xla"):
 
 @pytest.mark.slow_except("native")
 @pytest.mark.parametrize("implementation", ["blockwise", "native"])
-def test_each_implementation_rereads_predicate(implementation):
+def test_each_implementation_retraces_changed_predicate(implementation):
     if implementation == "native" and isinstance(cpu.library(), str):
         pytest.skip(cpu.library())
     read, put = Settable.closure()
-    test_predicate_is_reread(SimpleNamespace(read=read, put=put), implementation)
+    test_changed_predicate_is_retraced(SimpleNamespace(read=read, put=put), implementation)
 
 
 @pytest.mark.slow
-def test_custom_masks_biases_and_gradients_are_reread():
+def test_changed_custom_masks_biases_and_gradients_are_retraced():
     read, put = Settable.closure()
     number = SimpleNamespace(read=read, put=put)
 
@@ -212,7 +212,7 @@ WAYS = {
 
 
 @pytest.mark.slow
-def test_step_is_reread(number, way="generate"):
+def test_changed_decoding_step_is_retraced(number, way="generate"):
     step = StepOf(number.read)
     found = changed(number, lambda: getattr(out := WAYS[way](step), "tokens", out))
     assert found == [1, 5]
@@ -221,9 +221,9 @@ def test_step_is_reread(number, way="generate"):
 @pytest.mark.slow
 @pytest.mark.long_except("stream")
 @pytest.mark.parametrize("way", ["stream", "beams", "slots", "speculation"])
-def test_each_decoder_rereads_step(way):
+def test_each_decoding_method_retraces_changed_step(way):
     read, put = Settable.closure()
-    test_step_is_reread(SimpleNamespace(read=read, put=put), way)
+    test_changed_decoding_step_is_retraced(SimpleNamespace(read=read, put=put), way)
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Favour:
 @pytest.mark.parametrize(
     ("way", "kind"), [("generate", "processor"), ("stream", "history"), ("slots", "sampler")]
 )
-def test_processors_and_samplers_are_reread(way, kind):
+def test_changed_processors_and_samplers_are_retraced(way, kind):
     read, put = Settable.closure()
     options = {
         "processor": dict(sampler=tj.Sample(Favour(read))),
@@ -257,7 +257,7 @@ def test_processors_and_samplers_are_reread(way, kind):
     assert found == [1, 5]
 
 
-def test_shape_of_step_is_reread():
+def test_changed_step_shape_is_retraced():
     read, put = Settable.closure()
 
     def step(params, tokens, state, *, valid=None):
@@ -344,7 +344,7 @@ def test_replaced_model_method_is_used(monkeypatch):
 
 
 @pytest.mark.slow
-def test_custom_implementation_is_reread(monkeypatch):
+def test_changed_custom_implementation_is_retraced(monkeypatch):
     read, put = Settable.closure()
 
     class Mine(Xla):
@@ -360,7 +360,7 @@ def test_custom_implementation_is_reread(monkeypatch):
     assert (first, float(attend())) == (1.0, 5.0)
 
 
-def test_brings_code_recognises_foreign_values():
+def test_values_with_foreign_code_are_recognized():
     step = tj.make_step(tj.build(CONFIG))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), "a")
     ours = [
@@ -381,7 +381,7 @@ def test_brings_code_recognises_foreign_values():
     assert all(map(brings_code, foreign))
 
 
-def test_foreign_code_may_read_traced_values():
+def test_custom_code_may_read_traced_values():
     """The arguments are known, and only the closure is mapped or differentiated."""
 
     @program(static=("function",))
@@ -395,7 +395,7 @@ def test_foreign_code_may_read_traced_values():
 
 
 @pytest.mark.slow
-def test_programs_that_read_different_arguments_are_distinct():
+def test_programs_using_different_arguments_are_distinct():
     def token_of_argument(number):
         def step(params, tokens, state, *, valid=None):
             return jax.nn.one_hot(jnp.full(tokens.shape, params[number]), WORDS), state
@@ -407,7 +407,7 @@ def test_programs_that_read_different_arguments_are_distinct():
 
 
 @pytest.mark.slow
-def test_host_callbacks_are_current():
+def test_changed_host_callbacks_are_used():
     number = {"of": lambda _: np.int32(1)}
 
     def step(params, tokens, state, *, valid=None):
@@ -427,7 +427,7 @@ def test_host_callbacks_are_current():
 
 
 @pytest.mark.slow
-def test_runs_with_different_jax_settings_have_different_programs():
+def test_different_jax_settings_use_different_programs():
     of = TrainConfig(model=CONFIG, context=5), lambda batches: batches
     plain, again = (cached_programs(*of, trace_context()) for _ in range(2))
     with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):

@@ -227,14 +227,14 @@ def test_unknown_name_suggests_module_or_nearest_name(name, hint):
         getattr(tj, name)
 
 
-def test_every_public_class_has_a_printed_instance():
+def test_every_public_class_has_tested_repr():
     for kind in public_classes():
         if kind.__name__ not in {*MADE, *OF_ARRAYS}:
             inspect.signature(kind).bind()  # TypeError if an argument is missing
 
 
 @pytest.mark.slow
-def test_no_repr_exceeds_a_screen_or_prints_arrays():
+def test_reprs_fit_on_screen_and_omit_arrays():
     wrong = {}
     for kind in public_classes():
         name = kind.__name__
@@ -256,7 +256,7 @@ def test_no_repr_exceeds_a_screen_or_prints_arrays():
     assert not wrong
 
 
-def test_no_class_with_arrays_has_a_generated_repr():
+def test_classes_with_arrays_define_custom_reprs():
     for module in modules():
         for kind in vars(module).values():
             has_fields = dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
@@ -278,13 +278,13 @@ def test_repr_shows_shapes_and_non_default_fields():
     assert repr(CharTokenizer("abc")) == "CharTokenizer(3 tokens)"
 
 
-def test_consumed_cache_repr_says_consumed():
+def test_consumed_cache_repr_shows_consumed_state():
     cache = tj.init_cache(CONFIG, 1, 17)
     jax.tree.leaves(cache)[0].delete()
     assert repr(cache) == "ModelCache(consumed)"
 
 
-def test_notebook_shows_lines_instead_of_progress_bar(monkeypatch):
+def test_notebook_prints_lines_instead_of_progress_bar(monkeypatch):
     assert isinstance(progress.progress_for_notebook(), progress.Silent)
     shell = SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
@@ -302,7 +302,7 @@ def test_messages_use_python_names_and_commands_use_flags(tmp_path):
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
-def test_tracers_print_their_shapes(transform):
+def test_repr_shows_tracer_shapes(transform):
     printed = []
     transform(lambda cache: printed.append(repr(cache)) or cache)(tj.init_cache(CONFIG, 2, 17))
     assert "KVCache(k=float32[" in printed[0]

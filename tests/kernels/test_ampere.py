@@ -76,7 +76,7 @@ CASES = {
 @pytest.mark.long_except("causal, one head")
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_forward_and_gradients_match_dense_oracle(case):
+def test_forward_and_gradients_match_dense_reference(case):
     operands, do = draw(case)
     expected, saved = oracle(case, operands, do)
     plan = ampere.blocks("forward", case.H, case.Hv)
@@ -108,7 +108,7 @@ def test_bias_gradient_has_shape_of_bias_and_matches_oracle(shape):
 
 @pytest.mark.slow
 @needs_interpreter
-def test_results_with_single_stage_match_oracle():
+def test_single_stage_pipeline_matches_reference():
     case = Case(T=64, S=128, N=1, H=32, Hv=32)
     operands, do = draw(case)
     expected, _ = oracle(case, operands, do)
@@ -120,7 +120,7 @@ def test_results_with_single_stage_match_oracle():
 @pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkdv"])
-def test_tiles_without_64_rows_are_rejected(kind):
+def test_query_tiles_without_64_rows_are_rejected(kind):
     shape = jax.ShapeDtypeStruct((1, 128, 1, 64), "bfloat16")
     attend = partial(dot_product_attention, implementation="pallas")
     with using(Target("ampere", blocks=((kind, Blocks(128, 128, 1)),))):
@@ -180,7 +180,7 @@ def test_decode_step_does_not_copy_cache():
 
 
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkdv", "bias", "decode"])
-def test_tiles_of_all_head_dims_divide_128_and_fit_smallest_shared_memory(kind):
+def test_tiles_divide_128_and_fit_smallest_shared_memory(kind):
     for H in ampere.HEAD_DIMS:
         for Hv in ampere.HEAD_DIMS:
             plan = ampere.blocks(kind, H, Hv)
@@ -192,7 +192,7 @@ def test_tiles_of_all_head_dims_divide_128_and_fit_smallest_shared_memory(kind):
             assert 2 * (queries + tiles * plan.k * (H + Hv)) + 1024 <= AMPERE_SHARED_MEMORY
 
 
-def test_unsupported_calls_give_reason(monkeypatch):
+def test_unsupported_calls_report_reason(monkeypatch):
     def reason(dtype="bfloat16", H=64, nondeterministic=False):
         shapes = [jax.ShapeDtypeStruct((1, 128, 2, H), dtype)] * 3
         return ampere.refuse(Target("ampere"), nondeterministic, *shapes)
@@ -210,7 +210,7 @@ def test_unsupported_calls_give_reason(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
-def test_pallas_runs_ampere_kernels_and_none_does_not_select_them():
+def test_ampere_kernels_run_only_if_pallas_is_requested():
     x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
 
     def loss(*inputs):

@@ -47,7 +47,7 @@ def gradients(*arguments):
 
 
 @pytest.mark.slow
-def test_call_is_single_kernel():
+def test_attention_call_launches_single_kernel():
     assert steps_of(attend, *[SHAPE] * 3)[KERNEL] == 1
     assert steps_of(gradients, *[SHAPE] * 3)[KERNEL] == 3
 
@@ -55,7 +55,7 @@ def test_call_is_single_kernel():
 @pytest.mark.slow_except("attend-known", "gradients-known")
 @pytest.mark.parametrize("known", [True, False], ids=["known", "traced"])
 @pytest.mark.parametrize("function", [attend, gradients])
-def test_no_host_wait_and_no_sort_around_kernels(function, known):
+def test_kernels_need_no_host_synchronization_or_sorting(function, known):
     """A loop with a condition on an array makes the host wait; a sort takes a dozen kernels."""
     ids = [] if known else [jax.ShapeDtypeStruct((2, 512), jnp.int32)]
     found = steps_of(function, *[SHAPE] * 3, *ids)

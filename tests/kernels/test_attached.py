@@ -100,7 +100,7 @@ def test_250_runs_are_bit_identical(name, masked):
         assert_same_bits(x, x)  # fails if any is NaN
 
 
-def test_single_pass_runs_differ_only_in_last_bits_of_dq():
+def test_repeated_single_pass_runs_differ_only_in_last_dq_bits():
     arrays = draw(1, dtype="bfloat16", **SHAPES["groups"])
     single_pass = program(arrays, Causal(), "pallas_unordered")
     first = single_pass()
@@ -114,7 +114,7 @@ def test_single_pass_runs_differ_only_in_last_bits_of_dq():
 @pytest.mark.parametrize("implementation", ["pallas", "pallas_unordered"])
 @pytest.mark.parametrize("H", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("lengths", [(704, 704), (832, 1025), (2047, 2049)], ids=str)
-def test_long_odd_lengths_match_oracle_at_every_width(H, lengths, implementation):
+def test_long_odd_lengths_match_reference_at_every_width(H, lengths, implementation):
     T, S = lengths
     arrays = draw(
         H + T, batch=1, queries=T, keys=S, heads=2, kv_heads=1, dim=H, value_dim=H, dtype="bfloat16"
@@ -128,7 +128,7 @@ def test_long_odd_lengths_match_oracle_at_every_width(H, lengths, implementation
 
 
 @pytest.mark.parametrize("H", [64, 128, 256])
-def test_mixed_rescaling_of_warps_matches_oracle(H):
+def test_mixed_warp_rescaling_matches_reference(H):
     """In alternate groups of 16 rows, the maximum rises by more than the slack with each tile."""
     assert isinstance(WHERE, Target)
     if WHERE.name != "hopper":

@@ -104,14 +104,14 @@ WAYS = {
 
 @pytest.mark.slow_except("jvp", "jvp along one", "jvp of jvp", "linearize")
 @pytest.mark.parametrize("name", WAYS)
-def test_gradients_use_backward_pass_and_other_derivatives_plain_code(name):
+def test_gradients_use_fused_backward_pass_and_other_derivatives_plain_code(name):
     factor, way = WAYS[name]
     found, plain = both(way)
     assert plain.any()
     np.testing.assert_allclose(found, factor * plain, rtol=2e-6, atol=1e-6)
 
 
-def test_transposed_tangent_uses_backward_pass():
+def test_transposed_tangent_uses_fused_backward_pass():
     """Terms linear in the tangent are transposed, the others are differentiated."""
     by_tangent = lambda f: jax.grad(lambda v: (jax.jvp(f, (X, Y), (v, X))[1] * V).sum())(V)  # noqa: E731
     by_primal = lambda f: jax.grad(lambda x: (jax.jvp(f, (x, Y), (V, X))[1] * V).sum())(X)  # noqa: E731
@@ -121,19 +121,19 @@ def test_transposed_tangent_uses_backward_pass():
 
 
 @pytest.mark.slow
-def test_backward_pass_knows_which_gradients_are_read():
+def test_backward_pass_computes_only_requested_gradients():
     requested: list = []
     jax.grad(lambda y: sine(X, y, requested=requested).sum())(jnp.asarray(Y))
     assert requested == [dict(x=False, y=True, indices=False)]
 
 
-def test_undifferentiated_program_contains_only_function():
+def test_undifferentiated_program_contains_no_derivative_code():
     text = str(jax.make_jaxpr(sine)(X, Y))
     assert "cos" not in text
 
 
 @pytest.mark.slow
-def test_gradients_are_summed_over_devices_that_share_argument():
+def test_gradients_of_replicated_arguments_are_summed_over_devices():
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
 
     @jax.shard_map(mesh=mesh, in_specs=(P("rows"), P()), out_specs=P("rows"))

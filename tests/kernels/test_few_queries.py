@@ -85,7 +85,7 @@ def test_few_queries_without_dropout_use_decode_kernel(backend, T, options, kern
 
 
 @pytest.mark.slow
-def test_gradient_uses_forward_kernel():
+def test_differentiated_few_query_call_uses_forward_kernel():
     attend, inputs = program(arrays_of(), mask=Causal(), return_lse=False)
     parts = schedule.key_parts(
         2 * 2, 2, programs.PROGRAMS
@@ -116,7 +116,7 @@ MASKS = {
 @needs_interpreter
 @pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
 @each_backend
-def test_attention_of_few_queries_matches_oracle(backend, make):
+def test_few_query_attention_matches_reference(backend, make):
     arrays, mask = arrays_of(3), make(np.random.default_rng(1))
     seen = np.asarray(mask.materialize(jnp.arange(3)[None], jnp.arange(200)[None]))
     seen = np.broadcast_to(seen, (2, 8, 3, 200))
@@ -148,7 +148,7 @@ def test_alibi_slopes_are_applied_per_head(backend):
 
 
 @pytest.mark.slow
-def test_vmap_folds_mapped_axis_into_batch(monkeypatch):
+def test_vmap_folds_mapped_axis_into_batch_axis(monkeypatch):
     calls = named(monkeypatch)
     attend, (query, key, value) = program(arrays_of(), mask=Causal())
     with using(Target("hopper")):
@@ -160,7 +160,7 @@ def test_vmap_folds_mapped_axis_into_batch(monkeypatch):
 
 @pytest.mark.slow
 @each_backend
-def test_results_vary_like_inputs_in_shard_map(backend):
+def test_results_have_same_varying_axes_as_inputs_in_shard_map(backend):
     """Traced, not run: `shard_map` compares types."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
@@ -179,7 +179,7 @@ def test_results_vary_like_inputs_in_shard_map(backend):
 
 @pytest.mark.slow
 @needs_interpreter
-def test_gradients_of_few_queries_with_keys_ending_within_tile():
+def test_few_query_gradients_match_reference_with_partial_last_tile():
     arrays = arrays_of(2, heads=2, kv_heads=1)
     weight = np.random.default_rng(2).standard_normal((2, 2, 2, 64))
 
@@ -196,7 +196,7 @@ def test_gradients_of_few_queries_with_keys_ending_within_tile():
 
 
 @pytest.mark.slow
-def test_number_of_tiles_read_does_not_depend_on_capacity():
+def test_tile_reads_do_not_depend_on_cache_capacity():
     """The parts of a list partition it, so the length of the lists is the number of copies."""
     lengths = jnp.asarray([[1], [128], [700], [0]])
 
@@ -249,7 +249,7 @@ def test_int8_cache_is_read_without_conversion(backend, monkeypatch):
     ("capacity", "window", "sinks"), [(176, 150, 0), (520, 100, 5)], ids=["small", "with sinks"]
 )
 @each_backend
-def test_token_reads_ring_buffer_in_any_order(backend, capacity, window, sinks, monkeypatch):
+def test_decode_supports_any_ring_buffer_order(backend, capacity, window, sinks, monkeypatch):
     calls = named(monkeypatch, backend)
     with using(interpreter(backend)):
         found, expected = few_queries.token_over_a_ring(64, capacity, window, sinks)
@@ -311,7 +311,7 @@ def test_decode_kernel_spills_no_registers(H, compile_gpu):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["bias", "pairs"])
-def test_decode_kernel_compiles_with_pair_arrays(name, compile_gpu):
+def test_decode_kernel_compiles_with_dense_mask_and_bias(name, compile_gpu):
     """Mosaic GPU may reject the start of a slice that the interpreter accepts."""
     sizes = (compile_gpu.B, compile_gpu.N, compile_gpu.T, compile_gpu.T)
     visible, dtype = (

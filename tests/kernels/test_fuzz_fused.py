@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["tpu", pytest.param("hopper", marks=needs_interpreter)])
-def test_random_calls_and_gradients_match_float64(name):
+def test_random_attention_calls_and_gradients_match_float64(name):
     kernels = TPU if name == "tpu" else hopper()
     options, worst, failed = fuzz(8, seed=3, of_a_program=2, kernels=kernels)
     assert not failed, "\n".join(failed)

@@ -12,7 +12,7 @@ pytestmark = [
 
 
 @pytest.mark.slow
-def test_random_calls_and_gradients_match_float64():
+def test_random_attention_calls_and_gradients_match_float64():
     options, worst, failed = fuzz(60, seed=7, of_a_program=10)
     assert not failed, "\n".join(failed)
     assert len(options) > 15 and 0 < worst <= 1

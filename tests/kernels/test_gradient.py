@@ -32,13 +32,13 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.slow_except(
-    "test_every_mask_matches_oracle[dense]", "test_empty_axes_give_empty_or_zero_results"
+    "test_every_mask_matches_reference[dense]", "test_empty_axes_produce_empty_or_zero_results"
 )
 @pytest.mark.long_except(
-    "test_every_mask_matches_oracle[dense]",
-    "test_masks_use_positions_in_rings_and_ragged_rows",
+    "test_every_mask_matches_reference[dense]",
+    "test_masks_use_positions_in_ring_caches_and_ragged_rows",
     "test_fully_masked_rows_are_zero_and_do_not_affect_others",
-    "test_empty_axes_give_empty_or_zero_results",
+    "test_empty_axes_produce_empty_or_zero_results",
     "test_masked_keys_and_values_have_no_influence[future-3.3e+38]",
     "test_vmap_over_any_argument_matches_loop[('key', 'value')]",
     "test_vmap_over_dense_mask_matches_loop",
@@ -82,7 +82,7 @@ def test_sink_gradients_match_formula():
 @pytest.mark.slow
 @pytest.mark.long_except("1-1")
 @pytest.mark.parametrize(("batch", "rows"), [(2, 1), (2, 2), (1, 1)])
-def test_unmapped_bias_has_gradient_per_mapped_call(batch, rows):
+def test_unmapped_bias_has_separate_gradient_per_vmapped_call(batch, rows):
     """With a bias shared by all batch rows, and with one per row."""
     arrays = draw(2, batch=batch)
     bias = jnp.asarray(np.random.default_rng(3).normal(size=(rows, 4, 1, 17)), jnp.float32)
@@ -138,7 +138,7 @@ def test_vmap_over_one_argument_matches_loop(mapped):
 
 @pytest.mark.slow_except("key")
 @pytest.mark.parametrize("mapped", ["key", "valid"])
-def test_vmap_of_single_row_gives_kernel_row_per_call(mapped):
+def test_vmap_over_single_row_uses_one_kernel_row_per_call(mapped):
     """Unlike dense arrays, the grid of a kernel does not broadcast axes of size 1."""
     random, arrays = np.random.default_rng(9), draw(9, batch=1, queries=9, keys=17)
     inputs = {n: np.asarray(arrays[n]) for n in ("query", "key", "value")}
@@ -162,7 +162,7 @@ def test_vmap_of_single_row_gives_kernel_row_per_call(mapped):
 
 
 @pytest.mark.slow
-def test_vmap_of_single_row_shares_unmapped_matrix():
+def test_vmap_over_single_row_shares_unmapped_matrix():
     arrays, matrix = draw(4, batch=1), jnp.asarray(np.random.default_rng(4).random((13, 17)) < 0.6)
     queries = jnp.stack([arrays["query"] * s for s in (1.0, 0.5, 2.0, -1.0, 3.0)])
 
@@ -189,7 +189,7 @@ def test_vmap_of_single_row_shares_unmapped_matrix():
         pytest.param([], marks=pytest.mark.long, id="all"),
     ],
 )
-def test_mesh_matches_one_device_without_gather(cases):
+def test_mesh_matches_one_device_without_gathering(cases):
     results = on_devices(8, "-m", "tests.multi_device.kernels_on_eight", *cases, optimise=False)
     assert len(results) >= (len(cases) or 3)
     for case, result in results.items():
@@ -205,7 +205,7 @@ def test_mesh_matches_one_device_without_gather(cases):
 @pytest.mark.parametrize(
     ("where", "checked"), [(Plain(), True), (Target("tpu", True), False)], ids=["plain", "tpu"]
 )
-def test_kernels_run_per_device_in_custom_shard_map(where, checked):
+def test_kernels_run_on_each_device_in_user_shard_map(where, checked):
     """Includes gradients of replicated arrays, which are summed over the devices. The Pallas
     interpreter does not report which values vary over a mesh."""
     arrays = draw(1, batch=2)
@@ -229,7 +229,7 @@ def test_kernels_run_per_device_in_custom_shard_map(where, checked):
 
 
 @pytest.mark.slow
-def test_slope_gradient_is_computed_only_on_request(monkeypatch):
+def test_slope_gradient_is_computed_only_if_requested(monkeypatch):
     """In a kernel it costs a sum over every tile."""
     arrays, requested = draw(0, queries=16, keys=16), []
 
@@ -268,7 +268,7 @@ def test_slope_gradient_is_computed_only_on_request(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["hopper", "tpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_bias_creates_no_other_arrays_than_gradient(backend, dtype):
+def test_bias_gradient_allocates_no_extra_arrays(backend, dtype):
     """The surrounding program makes no copy in the same dtype, and no replacements of NaN rows.
 
     Hopper transposes it for the kernel with queries as columns; zeros are accumulators."""

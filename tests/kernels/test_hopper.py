@@ -68,7 +68,7 @@ CASES = {
 )
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_forward_and_gradients_match_dense_oracle(case):
+def test_forward_and_gradients_match_dense_reference(case):
     operands, do = draw(case)
     expected, saved = oracle(case, operands, do)
     saved = saved._replace(do=do)
@@ -87,7 +87,7 @@ def test_forward_and_gradients_match_dense_oracle(case):
 @pytest.mark.parametrize(
     "options", [{}, {"softcap": 2.5, "dropout_rate": 0.3}], ids=["plain", "softcap and dropout"]
 )
-def test_wide_heads_share_weights_between_warpgroups(options):
+def test_wide_heads_share_attention_weights_between_warpgroups(options):
     case = Case(H=256, Hv=32, T=128, S=128, scale=0.07, **options)
     assert hopper.blocks("dkdv", case.H, case.Hv).k == 64
     operands, do = draw(case)
@@ -99,7 +99,7 @@ def test_wide_heads_share_weights_between_warpgroups(options):
 
 @pytest.mark.slow_except("256")
 @pytest.mark.parametrize("H", [128, 256])
-def test_tile_weights_are_computed_once(H):
+def test_attention_weights_are_computed_once_per_tile(H):
     """Traced, not run: one place for full tiles and one for partial tiles."""
     case = Case(T=128, S=128, H=H, Hv=H)
     operands, do = draw(case)
@@ -118,7 +118,7 @@ def test_tile_weights_are_computed_once(H):
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, for products that overflow
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_overflow_of_hidden_pairs_has_no_effect(rate):
+def test_overflow_in_masked_pairs_has_no_effect(rate):
     case = Case(T=128, S=128, N=1, visible=without_a_key, dropout_rate=rate)
     operands, do = draw(case)
     expected, saved = oracle(case, operands, do)
@@ -173,7 +173,7 @@ def test_hardware_tanh_is_used_only_if_input_error_is_larger(dtype, softcap, har
 
 @pytest.mark.long
 @needs_interpreter
-def test_uncopied_vectors_are_read_from_memory(monkeypatch):
+def test_uncopied_vectors_are_read_from_global_memory(monkeypatch):
     monkeypatch.setattr(scores, "COPIED", 1)
     case = Case(visible=window_in_document, slopes=True)
     operands, do = draw(case)
@@ -187,7 +187,7 @@ def test_uncopied_vectors_are_read_from_memory(monkeypatch):
 @pytest.mark.long_except("one")
 @needs_interpreter
 @pytest.mark.parametrize("plan", [Blocks(64, 64, 2), Blocks(192, 64, 3)], ids=["one", "three"])
-def test_one_or_three_warpgroups_match_oracle(plan):
+def test_one_and_three_warpgroups_match_reference(plan):
     case = Case(T=384, S=130, visible=window_in_document)
     operands, do = draw(case)
     expected = oracle(case, operands, do)[0]
@@ -198,7 +198,7 @@ def test_one_or_three_warpgroups_match_oracle(plan):
 
 @pytest.mark.slow
 @needs_interpreter
-def test_single_stage_and_overflowing_slack_are_rejected():
+def test_single_stage_and_excessive_rescaling_slack_are_rejected():
     case = Case(T=128, S=128)
     operands, _ = draw(case)
     with pytest.raises(ValueError, match="stages=1 must be at least 2 in the forward kernel"):
@@ -258,7 +258,7 @@ RISING = {  # increase, in base 2, from one tile of keys to the next
 @pytest.mark.long_except("within the slack")
 @needs_interpreter
 @pytest.mark.parametrize(("case", "steps"), RISING.values(), ids=RISING)
-def test_slack_does_not_change_results(case, steps):
+def test_rescaling_slack_does_not_change_results(case, steps):
     operands, do = draw(case)
     levels = np.cumsum([0, *steps]).repeat(LAZY.k)[: case.S] * np.log(2) / case.scale / 32
     levels = jnp.asarray(np.pad(levels, (0, operands.key.shape[1] - case.S)), case.dtype)
@@ -280,7 +280,7 @@ def test_slack_does_not_change_results(case, steps):
 
 @pytest.mark.slow
 @needs_interpreter
-def test_first_score_becomes_maximum_at_any_slack():
+def test_first_score_becomes_maximum_for_any_slack():
     case = Case(T=256, S=256, bias=(1, 1, 1, 256))
     operands, do = draw(case)
     low = operands.bias.at[..., :64].set(-1.8e38).at[..., 64:128].set(-np.inf)
@@ -309,7 +309,7 @@ def test_rounded_slack_does_not_overflow_float16_weights():
 
 @pytest.mark.slow
 @needs_interpreter
-def test_very_low_visible_scores_count():
+def test_very_low_unmasked_scores_contribute_to_output():
     case = Case(S=167, bias=(1, 1, 167, 1))
     operands, do = draw(case)
     operands = operands._replace(bias=operands.bias - 1e5)
@@ -321,7 +321,7 @@ def test_very_low_visible_scores_count():
 
 @pytest.mark.slow
 @needs_interpreter
-def test_results_do_not_depend_on_number_of_programs(monkeypatch):
+def test_results_do_not_depend_on_program_count(monkeypatch):
     case = Case()
     operands, do = draw(case)
     saved = oracle(case, operands, do)[1]._replace(do=do)
@@ -348,7 +348,7 @@ def in_order(items, lists, group=1):
     return np.ravel_multi_index((b, head, found), items)
 
 
-def test_items_are_sorted_by_level_then_head():
+def test_work_items_are_sorted_by_level_then_head():
     order = in_order(schedule.Items(1, 2, 16), causal_lists(16)).tolist()  # two rows per level
     assert order[:8] == [15, 14, 31, 30, 13, 12, 29, 28]
     assert sorted(order) == list(range(32))
@@ -356,7 +356,7 @@ def test_items_are_sorted_by_level_then_head():
 
 @pytest.mark.slow_except("8")
 @pytest.mark.parametrize("rows", [1, 7, 8, 19])
-def test_every_item_occurs_once_in_list_order(rows):
+def test_every_work_item_occurs_once_in_list_order(rows):
     rng = np.random.default_rng(rows)
     seen = rng.integers(0, 9, (3, 4, rows)).astype(np.int32)
     lists = TileLists(np.zeros((3, 4, rows, 9), np.int32), seen, seen)
@@ -370,7 +370,7 @@ def test_every_item_occurs_once_in_list_order(rows):
 
 @pytest.mark.slow_except("132")
 @pytest.mark.parametrize("items", [7, 132, 3 * 132 + 5])
-def test_items_are_dealt_back_and_forth_exactly_once(items):
+def test_work_items_are_each_assigned_once_in_alternating_order(items):
     number = min(items, 132)
     one = np.eye(items, dtype=np.int32)
 
@@ -384,7 +384,7 @@ def test_items_are_dealt_back_and_forth_exactly_once(items):
     assert (found == wanted).all()
 
 
-def test_causal_work_is_balanced_over_programs(monkeypatch):
+def test_causal_work_is_balanced_across_programs(monkeypatch):
     monkeypatch.setattr(programs, "PROGRAMS", 132)
     weight = np.tile(np.arange(1, 65), 16)  # 16 heads of 8192 queries
     shares = np.zeros(132)
@@ -394,7 +394,7 @@ def test_causal_work_is_balanced_over_programs(monkeypatch):
     assert shares.max() <= 1.05 * shares.mean()
 
 
-def test_unsupported_calls_give_reason():
+def test_unsupported_calls_report_reason():
     def reason(dtype="bfloat16", H=64, Hv=64):
         shapes = [jax.ShapeDtypeStruct((1, 128, 2, h), dtype) for h in (H, H, Hv)]
         return hopper.refuse(Target("hopper"), False, *shapes)
@@ -408,7 +408,7 @@ def test_unsupported_calls_give_reason():
     assert reason(H=256, Hv=208) == "H + Hv is 256 + 208: must be at most 448 if H and Hv differ"
 
 
-def test_head_dims_are_multiples_of_16():
+def test_hopper_head_dims_must_be_multiples_of_16():
     for H in range(32, 257, 16):
         widths = H, H, 448 - max(H, 192)
         shapes = [jax.ShapeDtypeStruct((1, 128, 2, h), "bfloat16") for h in widths]
@@ -420,7 +420,7 @@ def test_head_dims_are_multiples_of_16():
     ("version", "broken"),
     [(12070, False), (12080, True), (12090, True), (13000, False), (13050, False), (None, False)],
 )
-def test_cuda_that_breaks_causal_kernels_is_rejected(version, broken, monkeypatch):
+def test_cuda_version_that_breaks_causal_kernels_is_rejected(version, broken, monkeypatch):
     monkeypatch.setattr(nvidia, "cuda_version", lambda: version)
     shapes = [jax.ShapeDtypeStruct((1, 128, 2, 64), "bfloat16")] * 3
     reason = hopper.refuse(Target("hopper"), False, *shapes)
@@ -434,7 +434,7 @@ def test_cuda_that_breaks_causal_kernels_is_rejected(version, broken, monkeypatc
 
 @pytest.mark.slow_except("dkdv", "dq", "forward")
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkdv", "bias"])
-def test_tiles_of_every_head_dim_divide_128(kind):
+def test_tiles_divide_128_for_every_head_dim(kind):
     for H in hopper.HEAD_DIMS:
         for Hv in hopper.HEAD_DIMS:
             plan = hopper.blocks(kind, H, Hv)
@@ -461,7 +461,7 @@ each_nvidia = pytest.mark.parametrize(
 @pytest.mark.slow_except("ampere-*")
 @pytest.mark.parametrize("options", [{}, {"bias": (1, 4, 256, 1)}], ids=["plain", "bias"])
 @each_nvidia
-def test_gradients_vary_like_inputs_in_shard_map(name, options, where):
+def test_gradients_have_same_varying_axes_as_inputs_in_shard_map(name, options, where):
     """Traced, not run: `shard_map` compares types."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
@@ -486,7 +486,7 @@ def test_gradients_vary_like_inputs_in_shard_map(name, options, where):
 
 @pytest.mark.slow
 @each_nvidia
-def test_kernels_trace_with_x64_enabled(name, where):
+def test_kernels_can_be_traced_with_x64_enabled(name, where):
     query, key = (jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16) for n in (4, 2))
 
     def loss(query, key, value):
@@ -499,6 +499,6 @@ def test_kernels_trace_with_x64_enabled(name, where):
 
 
 @pytest.mark.slow
-@pytest.mark.long_except("test_every_mask_matches_oracle[composition]")
+@pytest.mark.long_except("test_every_mask_matches_reference[composition]")
 class TestHopper(InInterpreter):
     implementation = "pallas"

@@ -94,7 +94,7 @@ def skip_widths_of_hopper(module, case):
 @needs_interpreter
 @pytest.mark.parametrize(("case", "lengths"), CASES.values(), ids=CASES)
 @each_backend
-def test_decode_matches_dense_oracle(module, case, lengths):
+def test_decode_matches_dense_reference(module, case, lengths):
     skip_widths_of_hopper(module, case)
     operands = draw_few(case, lengths=lengths)
     expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
@@ -110,7 +110,7 @@ def test_decode_matches_dense_oracle(module, case, lengths):
 @needs_interpreter
 @pytest.mark.parametrize("S", [S, 328, 13])
 @each_backend
-def test_keys_may_end_within_tile(module, S):
+def test_last_key_tile_may_be_partial(module, S):
     case = Case(B=2, T=2, S=S, N=4, K=2, sinks=True, bias=(1, 4, 2, S), visible=within_length)
     operands = draw_few(case, lengths=[S, 7])
     expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
@@ -136,7 +136,7 @@ def test_fully_masked_rows_are_zero(module):
 @pytest.mark.long_except("hopper")
 @needs_interpreter
 @each_backend
-def test_capped_overflowing_products_match_oracle(module):
+def test_softcapped_overflowing_products_match_reference(module):
     case = Case(T=1, S=200, N=2, K=1, softcap=3.0, visible=causal)
     operands = draw_few(case)
     query = operands.query.at[..., 0].set(3e38)
@@ -152,7 +152,7 @@ def test_capped_overflowing_products_match_oracle(module):
 @needs_interpreter
 @pytest.mark.parametrize("S", [384, 424, 427], ids=["whole tiles", "part of one", "padded"])
 @each_backend
-def test_unlisted_tiles_are_not_read(module, S):
+def test_tiles_missing_from_list_are_not_read(module, S):
     """No mask hides the NaN in all other keys and values."""
     case = Case(B=2, T=1, S=384, N=4, K=2, visible=None)
     operands = draw_few(case)
@@ -193,7 +193,7 @@ INT8 = {
 @needs_interpreter
 @pytest.mark.parametrize(("case", "lengths"), INT8.values(), ids=INT8)
 @each_backend
-def test_int8_is_bit_identical_to_dequantised_cache(module, case, lengths):
+def test_int8_cache_matches_dequantized_cache_bitwise(module, case, lengths):
     skip_widths_of_hopper(module, case)
     operands = draw_few(case, lengths=lengths)
     (key, k_scale), (value, v_scale) = quantize(operands.key), quantize(operands.value)
@@ -212,7 +212,7 @@ def test_int8_is_bit_identical_to_dequantised_cache(module, case, lengths):
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8, 31, 64, 100, 300, 528, 1000])
-def test_parts_fill_programs_and_have_at_least_one_tile(heads):
+def test_decode_splits_fill_programs_and_contain_at_least_one_tile(heads):
     parts = schedule.key_parts(heads, 4096, 132)
     turns = -(-heads * parts // 132)
     assert heads * parts >= 0.9 * turns * 132
@@ -221,14 +221,14 @@ def test_parts_fill_programs_and_have_at_least_one_tile(heads):
 
 @pytest.mark.parametrize("H", hopper.HEAD_DIMS)
 @pytest.mark.parametrize("Hv", hopper.HEAD_DIMS)
-def test_every_head_dim_has_at_least_two_stages(H, Hv):
+def test_every_head_dim_uses_at_least_two_stages(H, Hv):
     plan = hopper.blocks("decode", H, Hv)
     assert plan.stages >= 2 and 128 % plan.k == 0
 
 
 @pytest.mark.slow
 @needs_interpreter
-def test_int8_requires_two_stages():
+def test_int8_cache_requires_two_stages():
     case = INT8["no mask, float16"][0]
     operands = draw_few(case)
     (key, k_scale), (value, v_scale) = quantize(operands.key), quantize(operands.value)

@@ -98,7 +98,7 @@ def copies(monkeypatch, lists, stages, backward):
 
 
 @pytest.mark.slow
-def test_first_keys_of_item_do_not_wait_for_query_slot(monkeypatch):
+def test_first_key_copy_does_not_wait_for_query_slot(monkeypatch):
     found = copies(monkeypatch, [(0, 2), (1,), (), (2,)], 2, backward=False)
     assert found == [
         *("K0", "Q0", "K2", "V0", "V2"),
@@ -110,14 +110,14 @@ def test_first_keys_of_item_do_not_wait_for_query_slot(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
-def test_backward_copies_keys_after_values_that_free_their_slot(stages, monkeypatch):
+def test_backward_pass_copies_keys_after_value_slots_are_freed(stages, monkeypatch):
     found = copies(monkeypatch, [(0, 2), (1,)], stages, backward=True)
     found = [event for event in found if "free" not in event]
     assert found == ["K0", "Q0", "dO0", "V0", "K2", "V2", "K1", "Q1", "dO1", "V1"]
 
 
 @pytest.mark.slow
-def test_tiles_finish_in_order_before_wait_for_next_keys(monkeypatch):
+def test_tiles_finish_in_order_before_waiting_for_next_keys(monkeypatch):
     """Two query heads read a key head, and one item has fewer tiles than slots."""
     lists, stages = [(0, 2), (1,), (), (2,)], 3
     events, tiles = record(monkeypatch), tile_lists(lists)

@@ -95,7 +95,7 @@ CASES = {
 )
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gradients_match_dense_oracle(case):
+def test_gradients_match_dense_reference(case):
     results, expected = run(case)
     assert ("slopes" in results) == case.slopes and {"dq", "dk", "dv"} <= results.keys()
     for name, value in results.items():
@@ -106,7 +106,7 @@ def test_gradients_match_dense_oracle(case):
 @pytest.mark.long
 @needs_interpreter
 @pytest.mark.parametrize("blocks", [Blocks(128, 128, 2), Blocks(64, 128, 3)], ids=str)
-def test_other_tile_sizes_match_oracle(blocks):
+def test_other_tile_sizes_match_reference(blocks):
     results, expected = run(Case(visible=causal), blocks)
     for name, value in results.items():
         assert_near(value, expected[name], NEAR, name)
@@ -137,7 +137,7 @@ def structs(H=64, Hv=64, dtype="bfloat16"):
 
 @pytest.mark.slow
 @needs_jax_11
-def test_too_wide_head_dims_are_rejected_with_reason():
+def test_excessive_head_dims_are_rejected_with_reason():
     with using(Target("hopper")):
         assert explain_attention(*structs(128, 128))["pallas_unordered"] is None
         reasons = explain_attention(*structs(192, 128))
@@ -157,7 +157,7 @@ def test_jax_without_tma_reduction_is_rejected_with_reason(monkeypatch):
     assert "needs jax 0.11" in str(reasons["pallas_unordered"]) and reasons["pallas"] is None
 
 
-def test_tpu_rejects_unordered_with_reason():
+def test_tpu_rejects_unordered_reduction_with_reason():
     with using(Target("tpu")):
         reasons = explain_attention(*structs())
     assert reasons["pallas"] is None
@@ -165,7 +165,7 @@ def test_tpu_rejects_unordered_with_reason():
 
 
 @pytest.mark.slow
-def test_none_selects_pallas_only_if_measured_and_never_single_pass(monkeypatch):
+def test_default_selects_pallas_only_where_measured_faster(monkeypatch):
     inputs = structs()
     queries = inputs[0].shape[1]
     for backend, fewest, taken in (
@@ -184,7 +184,7 @@ def test_none_selects_pallas_only_if_measured_and_never_single_pass(monkeypatch)
 @pytest.mark.slow
 @pytest.mark.long_except("vmap")
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "vmap"])
-def test_dense_backend_matches_gradients_of_pallas(mapped):
+def test_dense_backend_gradients_match_pallas(mapped):
     """Includes slopes, whose rows are by key, not by query."""
     arrays = draw_arrays(3)
     inputs = arrays["query"], arrays["key"], arrays["value"], jnp.linspace(0.1, 0.5, 4)

@@ -56,7 +56,7 @@ def masks_of_vectors(rng: np.random.Generator) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", masks_of_vectors(np.random.default_rng(0)))
 @pytest.mark.parametrize("ragged", [False, True], ids=["", "ragged"])
-def test_mask_vectors_match_mask(name, ragged, rng):
+def test_mask_vectors_reproduce_mask(name, ragged, rng):
     mask = masks_of_vectors(rng)[name]
     q, k = jnp.arange(13)[None], jnp.arange(19)[None]
     if ragged:
@@ -74,7 +74,7 @@ def test_mask_vectors_match_mask(name, ragged, rng):
     )
 
 
-def test_equal_masks_have_equal_vectors():
+def test_equal_masks_have_equal_mask_vectors():
     """Masks of equal structure share a compiled program for all values."""
 
     def visible(n, ids):
@@ -87,7 +87,7 @@ def test_equal_masks_have_equal_vectors():
 
 
 @pytest.mark.slow
-def test_unsupported_masks_give_reason():
+def test_unsupported_masks_report_reason():
     table = jnp.ones((4, 4), bool)
     eight = functools.reduce(operator.or_, [~Dense(table)] * 8)
     assert refuse_mask(Causal() & eight) is None
@@ -100,7 +100,7 @@ def test_unsupported_masks_give_reason():
 
 
 @pytest.mark.slow
-def test_64_bit_ids_are_compared_in_full():
+def test_64_bit_segment_ids_are_compared_in_full():
     with jax.enable_x64():
         ids = jnp.asarray(np.array([[1, 1, 1 + 2**32, 1 + 2**32, -(2**40)]]))
         at = jnp.arange(5, dtype=jnp.int32)

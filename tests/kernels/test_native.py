@@ -68,7 +68,7 @@ def run(program, q, k):
         lambda q, k: jnp.asarray(True),
     ],
 )
-def test_program_matches_comparison(visible):
+def test_native_mask_program_matches_predicate(visible):
     program = program_of(visible, 2, 2)
     for q in itertools.product(range(-1, 4), range(3)):
         for k in itertools.product(range(-1, 4), range(3)):
@@ -147,7 +147,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.long_except("(1, 300, 4, 2, 64, 64)")
 @pytest.mark.parametrize("sizes", CASES, ids=str)
-def test_every_mask_around_tile_sizes_matches_float64(sizes, rng):
+def test_every_mask_matches_float64_near_tile_boundaries(sizes, rng):
     T, S = sizes[:2]
     arrays = drawn(rng, *sizes)
     for name, (mask, seen) in masks(rng, T, S).items():
@@ -165,7 +165,7 @@ def test_every_mask_around_tile_sizes_matches_float64(sizes, rng):
         assert_near(one, own, GRADIENT_F32, name)
 
 
-def test_results_do_not_depend_on_threads(rng):
+def test_results_do_not_depend_on_thread_count(rng):
     """Ten calls, whose tiles are distributed dynamically over threads, are bit-identical."""
     arrays = drawn(rng, 300, 300, 4, 2, 16, 16)
     call = jax.jit(
@@ -180,7 +180,7 @@ def test_results_do_not_depend_on_threads(rng):
 
 
 @pytest.mark.slow
-def test_capped_scores_with_slopes_match_float64(rng):
+def test_softcapped_scores_with_slopes_match_float64(rng):
     arrays = drawn(rng, 60, 70, 4, 2, 16, 8)
     bias = ALiBi(np.array([0.5, 0.25, 0.1, 0.0]))
     away = np.abs(np.arange(60)[:, None] - np.arange(70))
@@ -290,7 +290,7 @@ def test_few_queries_drop_the_same_weights_as_xla(instructions, rng):
 @pytest.mark.slow_except("avx2-40--inf", "neon-40-nan", "neon-8--inf", "neon-8-inf")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("H", [8, 40])
-def test_few_queries_are_nan_if_they_see_nonfinite_values(bad, H, instructions, rng):
+def test_few_queries_output_nan_for_visible_nonfinite_values(bad, H, instructions, rng):
     """A key of head 0 and a value of head 1 are bad; each query sees some or none of them."""
     B, T, S, N, K = 1, 3, 100, 4, 2
     q, k, v = few_arrays(rng, (B, T, S, N, K, H, H), jnp.float32)
@@ -311,7 +311,7 @@ def test_few_queries_are_nan_if_they_see_nonfinite_values(bad, H, instructions, 
 
 
 @pytest.mark.slow
-def test_few_queries_do_not_read_unfilled_cache(rng):
+def test_few_queries_do_not_read_unfilled_cache_slots(rng):
     """Empty slots change no bit, and no program sorts tiles."""
     sizes = 1, 1, 640, 4, 2, 64, 64
     q, k, v = few_arrays(rng, sizes, jnp.float32)
@@ -331,7 +331,7 @@ def test_few_queries_do_not_read_unfilled_cache(rng):
 
 
 @pytest.mark.slow
-def test_library_from_different_sources_is_rejected_with_warning(tmp_path):
+def test_library_built_from_different_sources_is_rejected_with_warning(tmp_path):
     """A copy of the sources gets another comment; the library is that of the original files."""
     copy = tmp_path / "cpu"
     shutil.copytree(Path(cpu.__file__).parent, copy)
@@ -355,7 +355,7 @@ def test_library_from_different_sources_is_rejected_with_warning(tmp_path):
 @pytest.mark.slow
 @pytest.mark.long_except("sse9")
 @pytest.mark.parametrize("name", ["sse9", "plain"])
-def test_environment_selects_instruction_set(name):
+def test_environment_variable_selects_instruction_set(name):
     code = (
         "import jax.numpy as jnp\nfrom transformer_jax import explain_attention\n"
         "from transformer_jax.kernels import cpu\n"
@@ -374,7 +374,7 @@ def test_environment_selects_instruction_set(name):
 
 
 @pytest.mark.slow
-def test_missing_library_gives_reason():
+def test_missing_native_library_reports_reason():
     code = (
         "import jax.numpy as jnp\nfrom transformer_jax import explain_attention\n"
         "x = jnp.zeros((1, 2, 1, 4))\nprint(explain_attention(x, x, x)['native'])"

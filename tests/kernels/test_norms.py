@@ -43,7 +43,7 @@ def test_norms_match_float64(rng, shape, instructions):
 
 
 @pytest.mark.slow
-def test_kernel_runs_few_long_rows_and_xla_their_gradient(rng):
+def test_norm_kernel_runs_few_long_rows_and_xla_computes_gradient(rng):
     def program(function, *shape):
         return jax.jit(function).lower(jnp.ones(shape), jnp.ones(shape[-1])).as_text()
 
@@ -59,7 +59,7 @@ def test_kernel_runs_few_long_rows_and_xla_their_gradient(rng):
 
 
 @pytest.mark.slow
-def test_gradient_of_few_rows_matches_float64(rng):
+def test_norm_gradient_for_few_rows_matches_float64(rng):
     """For normalised y and h = g scale, dx = (h - mean h - y mean(h y)) / sqrt(var + eps)."""
     x, scale, bias, g = draw(rng, 3, 150), draw(rng, 150), draw(rng, 150), draw(rng, 3, 150)
     dx, dscale, dbias = jax.vjp(lambda *args: layer_norm(*args), x, scale, bias)[1](g)
@@ -82,7 +82,7 @@ def test_nonfinite_values_affect_only_their_row(rng, bad, instructions):
 
 
 @pytest.mark.slow
-def test_other_parameter_shapes_and_traced_eps_use_xla(rng):
+def test_unsupported_parameter_shapes_and_traced_eps_use_xla(rng):
     x, scale = draw(rng, 2, 256), draw(rng, 128)
     with pytest.raises(ValueError, match=r"scale has shape \(128,\): must be \(256,\)"):
         layer_norm(x, scale, None)
@@ -93,7 +93,7 @@ def test_other_parameter_shapes_and_traced_eps_use_xla(rng):
 
 
 @pytest.mark.slow
-def test_results_vary_like_inputs_under_shard_map(rng):
+def test_results_have_same_varying_axes_as_inputs_under_shard_map(rng):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, whole = jax.P("data"), jax.P()
     x, scale, kernel = draw(rng, 2, 256), draw(rng, 256), draw(rng, 256, 128)

@@ -43,17 +43,17 @@ BACKENDS = [
 ]
 
 
-@pytest.mark.slow_except("test_every_mask_matches_oracle[prefix]")
+@pytest.mark.slow_except("test_every_mask_matches_reference[prefix]")
 @pytest.mark.long_except(
-    "test_any_length_matches_oracle[7x65]",
-    "test_heads_of_any_number_and_width_match_oracle[(4, 4, 8, 8)]",
-    "test_heads_of_any_number_and_width_match_oracle[(8, 1, 16, 5)]",
-    "test_every_mask_matches_oracle[dense]",
-    "test_every_mask_matches_oracle[prefix]",
-    "test_masks_use_positions_in_rings_and_ragged_rows",
-    "test_scale_softcap_and_sinks_match_oracle[2.0]",
-    "test_sinks_far_above_and_below_scores_match_oracle",
-    "test_array_bias_of_any_broadcast_shape_matches_oracle[TS]",
+    "test_any_sequence_length_matches_reference[7x65]",
+    "test_any_head_count_and_width_match_reference[(4, 4, 8, 8)]",
+    "test_any_head_count_and_width_match_reference[(8, 1, 16, 5)]",
+    "test_every_mask_matches_reference[dense]",
+    "test_every_mask_matches_reference[prefix]",
+    "test_masks_use_positions_in_ring_caches_and_ragged_rows",
+    "test_scale_softcap_and_sinks_match_reference[2.0]",
+    "test_sinks_far_above_and_below_scores_match_reference",
+    "test_array_bias_of_any_broadcast_shape_matches_reference[TS]",
     "test_fully_masked_rows_are_zero_and_do_not_affect_others",
     "test_masked_keys_and_values_have_no_influence[future-3.3e+38]",
     "test_vmap_over_any_argument_matches_loop[('valid', 'bias')]",
@@ -144,7 +144,7 @@ def test_grouped_queries_are_packed_on_ampere(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hopper.HAS_JAX_11, reason="the single-pass backward needs jax 0.11")
-def test_single_pass_backward_gets_packed_queries(monkeypatch):
+def test_single_pass_backward_receives_packed_queries(monkeypatch):
     call = monkeypatch, Target("hopper"), hopper, drawn(16, 8)
     tiles = tiles_of(*call, implementation="pallas_unordered")
     assert tiles == {"forward": 3 * 2, "single_pass": 3 * 2 * 2}
@@ -162,7 +162,7 @@ APART = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "settings"), APART.values(), ids=APART)
-def test_queries_are_not_packed_without_gain_or_with_per_head_inputs(sizes, settings, monkeypatch):
+def test_queries_are_packed_only_if_beneficial_and_inputs_allow(sizes, settings, monkeypatch):
     arrays = drawn(**sizes) | {name: x for name, x in settings.items() if name == "bias"}
     settings = {name: x for name, x in settings.items() if name != "bias"}
     found = tiles_of(monkeypatch, Target("hopper"), hopper, arrays, **settings)
@@ -180,7 +180,7 @@ def packs(monkeypatch):
 
 
 @pytest.mark.slow
-def test_planned_mask_serves_packed_calls(packs):
+def test_planned_mask_is_reused_for_packed_calls(packs):
     """Otherwise each layer would make its own tile lists."""
     arrays = drawn(29, 2, dtype="float32")
     inputs = [arrays[name] for name in ("query", "key", "value")]
@@ -196,7 +196,7 @@ def test_planned_mask_serves_packed_calls(packs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkdv"])
-def test_packed_rows_visit_exactly_tiles_that_any_query_sees(kind):
+def test_packed_rows_visit_only_tiles_visible_to_any_query(kind):
     """Each head has its own mask: a tile counts if any head of the group sees it."""
     rng = np.random.default_rng(3)
     few = rng.random((3, 4, 1, 200)) < 0.03
@@ -215,7 +215,7 @@ def test_packed_rows_visit_exactly_tiles_that_any_query_sees(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [-20.3, -1000.3, 1000.3])
-def test_lse_is_exact_for_sinks_far_from_scores(level):
+def test_log_sum_exp_is_exact_for_extreme_sinks(level):
     """The lse of a sink far above the scores is the sink, and must not be a difference."""
     arrays = draw(5, queries=5, keys=31, heads=6, kv_heads=2)
     arrays["query"] = jnp.zeros_like(arrays["query"]).at[..., 0].set(1)
@@ -304,7 +304,7 @@ def two_programs(monkeypatch):
 @pytest.mark.usefixtures("two_programs")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("target", BACKENDS)
-def test_packed_queries_and_gradients_match_oracle(target, call, packs):
+def test_packed_queries_and_gradients_match_reference(target, call, packs):
     arrays, (mask, seen, positions) = call.arrays(32), call.masked()
     with using(target):
         found = jax.jit(lambda x: attend_and_pull(x, mask=mask, softcap=call.softcap, **positions))(
@@ -329,7 +329,7 @@ def test_packed_queries_and_gradients_match_oracle(target, call, packs):
 @pytest.mark.usefixtures("two_programs")
 @needs_interpreter
 @pytest.mark.parametrize("name", ["value", "key"])
-def test_nan_affects_exactly_packed_queries_that_see_it_on_hopper(name):
+def test_nan_affects_only_packed_queries_that_attend_to_it(name):
     """Both heads of the second key head are NaN from query 3 on, despite their sinks."""
     arrays = Call(T=5, group=2, K=2, sinks=True).arrays(32)
     mask, seen, positions = Call(T=5, group=2).masked()
@@ -355,7 +355,7 @@ def test_nan_affects_exactly_packed_queries_that_see_it_on_hopper(name):
 
 @pytest.mark.long
 @needs_interpreter
-def test_packed_queries_with_single_pass_backward_match_oracle(packs):
+def test_packed_queries_with_single_pass_backward_match_reference(packs):
     call = Call(T=16, group=8, mask="window in documents", bias=(2, 8, 16, 150), sinks=True)
     arrays, (mask, seen, positions) = call.arrays(32), call.masked()
     settings = dict(mask=mask, implementation="pallas_unordered", **positions)

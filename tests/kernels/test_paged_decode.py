@@ -95,7 +95,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.long_except("float32, two tiles a page")
 @pytest.mark.parametrize(("case", "lengths", "page"), CASES.values(), ids=CASES)
-def test_pages_match_dense_oracle(case, lengths, page):
+def test_paged_decode_matches_dense_reference(case, lengths, page):
     """Rows have a common prefix, and share its pages."""
     operands = with_prefix(draw_few(case, lengths=lengths), 128)
     expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
@@ -109,7 +109,7 @@ def test_pages_match_dense_oracle(case, lengths, page):
 
 
 @pytest.mark.slow
-def test_cases_share_pages_in_any_order():
+def test_paged_cases_include_shared_and_unordered_pages():
     """The cases above cover shared pages in any order."""
     case, lengths, page = CASES["lengths of rows, groups of four"]
     lengths = [S, 128, 300]
@@ -158,7 +158,7 @@ GPU_CASES = {
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("case", "lengths", "page"), GPU_CASES.values(), ids=GPU_CASES)
 @each_backend
-def test_pages_match_dense_oracle_on_gpu(module, case, lengths, page):
+def test_paged_decode_matches_dense_reference_on_gpu(module, case, lengths, page):
     """The interpreter also detects races."""
     operands = with_prefix(draw_few(case, lengths=lengths), 128)
     expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
@@ -183,7 +183,7 @@ def run_gpu(module, case, operands, page=None):
     ("backend", "tile", "consumers"),
     [("hopper", 128, 2), pytest.param("ampere", 64, 1, marks=needs_mma)],
 )
-def test_paged_row_has_same_number_of_parts_as_contiguous_row(backend, tile, consumers):
+def test_paged_and_contiguous_rows_have_same_split_count(backend, tile, consumers):
     """Traced: pages of 64 are read in place, those of 96 are gathered."""
     B, S, N, K, H = 2, 1152, 8, 2, 64
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
@@ -208,7 +208,7 @@ def test_paged_row_has_same_number_of_parts_as_contiguous_row(backend, tile, con
 @needs_interpreter
 @pytest.mark.usefixtures("few_programs")
 @each_backend
-def test_int8_pages_are_bit_identical_to_contiguous_rows_on_gpu(module):
+def test_int8_pages_match_contiguous_rows_bitwise_on_gpu(module):
     case = Case(B=2, T=2, S=384, N=4, K=2, H=32, Hv=96, visible=within_length)
     operands = draw_few(case, lengths=[384, 130])
     (key, k_scale), (value, v_scale) = (kv.quantize(x) for x in (operands.key, operands.value))
@@ -221,7 +221,7 @@ def test_int8_pages_are_bit_identical_to_contiguous_rows_on_gpu(module):
 @pytest.mark.slow
 @pytest.mark.long_except("slots first")
 @pytest.mark.parametrize("heads", [4, 3], ids=["slots first", "heads first"])
-def test_int8_pages_are_bit_identical_to_contiguous_rows(heads):
+def test_int8_pages_match_contiguous_rows_bitwise(heads):
     case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=96, visible=within_length)
     operands = draw_few(case, lengths=[S, 130])
     (key, k_scale), (value, v_scale) = (kv.quantize(x) for x in (operands.key, operands.value))
@@ -258,7 +258,7 @@ def test_paged_decode_lowers_for_tpu_and_traces_for_gpus(dtype, x64):
 
 
 @pytest.mark.slow
-def test_page_that_is_not_multiple_of_tile_is_rejected():
+def test_page_size_not_divisible_by_tile_is_rejected():
     case = CASES["lengths of rows, groups of four"][0]
     operands = draw_few(case)
     with pytest.raises(ValueError, match="page=384 must be a multiple of the tile, 256 keys"):
@@ -289,7 +289,7 @@ READABLE = pytest.mark.skipif(
         pytest.param("tpu7x:2x2x1", 8, 128, jnp.bfloat16, marks=READABLE),
     ],
 )
-def test_step_over_pages_does_not_copy_pool(topology, K, page, dtype):
+def test_paged_decode_step_does_not_copy_pool(topology, K, page, dtype):
     """Only two writes and an in-place loop that copies pages have the size of a pool."""
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
     from jax.experimental import topologies
@@ -315,7 +315,7 @@ def test_step_over_pages_does_not_copy_pool(topology, K, page, dtype):
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize("page", [64, 256])
-def test_step_over_pages_does_not_copy_pool_on_hopper(page, dtype, monkeypatch):
+def test_paged_decode_step_does_not_copy_pool_on_hopper(page, dtype, monkeypatch):
     """The loop belongs to `update`, which copies shared pages."""
     reason = "jax[cuda13] compiles for GPUs that are not attached"
     pytest.importorskip("jax_cuda13_plugin", reason=reason)

@@ -48,7 +48,7 @@ MESH = AbstractMesh((2, 2, 3), ("x", "y", "z"))
     ((None, None, ("x", "y"), None), dict(b=1, n=4, k=1), dict(b="", n="xy", k="")),
     ((None, None, ("x", "y"), None), dict(b=1, n=8, k=6), dict(b="", n="", k="")),
 ])  # fmt: skip
-def test_parts_follow_query_if_sizes_divide(spec, full, axes):
+def test_shards_follow_query_sharding_if_sizes_divide(spec, full, axes):
     parts = Parts.of(MESH, [spec, ("y", None, "x", None)], [QUERIES, KEYS], full)
     assert {name: "".join(own) for name, own in parts.axes.items()} == axes
     b, n, k = (tuple(axes[name]) for name in "bnk")
@@ -65,7 +65,7 @@ def test_parts_follow_query_if_sizes_divide(spec, full, axes):
         assert parts.summed((1, N, 5, 7), TILES) == b and parts.summed((B, 1), HEADS) == n
 
 
-def test_rule_propagates_query_heads_to_key_heads_if_mesh_divides_them():
+def test_query_head_sharding_propagates_to_divisible_key_heads():
     def rule(mesh: Any, n: int, k: int) -> Any:
         full = dict(b=4, n=n, k=k)
         shapes = [(4, 5, n, 7), (4, 6, k, 7), (1, n), (9, 8, k, 7)]
@@ -80,7 +80,7 @@ def test_rule_propagates_query_heads_to_key_heads_if_mesh_divides_them():
     assert [sharding._mesh_axes(one) for one in (None, "x", ["x", "y"])] == [(), ("x",), ("x", "y")]
 
 
-def test_device_reads_one_key_head_and_writes_zeros_to_others(monkeypatch):
+def test_device_reads_one_key_head_and_zeroes_other_gradients(monkeypatch):
     parts = Parts.of(MESH, [(None, None, ("y", "z"), None)], [QUERIES], dict(b=1, n=12, k=2))
     monkeypatch.setattr(sharding.lax, "axis_index", lambda axes: {("z",): 1, ("y", "z"): 4}[axes])
     assert parts.first() == (0, 4 * 2)
@@ -105,7 +105,7 @@ def test_device_reads_one_key_head_and_writes_zeros_to_others(monkeypatch):
 # Inputs and results of decode kernels
 
 
-def test_merged_decode_parts_match_softmax(in_numpy):
+def test_merged_decode_splits_match_softmax(in_numpy):
     """Two of three parts saw keys; one row saw none; a sink is added to each row that saw a key."""
     rng = np.random.default_rng(0)
     B, T, N, K, parts, Hv, rows = 2, 3, 4, 2, 3, 5, 64
@@ -135,7 +135,7 @@ def test_merged_decode_parts_match_softmax(in_numpy):
             np.testing.assert_allclose(found, math.log(l), rtol=1e-5, atol=1e-6)
 
 
-def test_keys_are_padded_for_copies_and_located_in_pages(in_numpy):
+def test_keys_are_padded_for_copying_and_located_in_pages(in_numpy):
     k, scale = np.ones((2, 67, 1, 4), np.int8), np.ones((2, 67, 1), np.float32)
     operands = Operands(np.zeros((2, 1, 2, 4)), k, k, k_scale=scale, v_scale=scale)
     found = decode_rows.for_copies(operands, 128)
@@ -164,7 +164,7 @@ def test_keys_are_padded_for_copies_and_located_in_pages(in_numpy):
     assert (row, slots.start, slots.size) == (1, 64, 64)
 
 
-def test_bias_sum_has_axes_of_bias():
+def test_summed_bias_gradient_has_bias_shape():
     lists = TileLists(
         np.array([[[[1, 0, 0], [2, 1, 2]]]]), np.array([[[0, 1]]]), np.array([[[1, 2]]])
     )
@@ -181,7 +181,7 @@ def test_bias_sum_has_axes_of_bias():
         assert tuple(bias.digits(index[at], (2, 3, 4))) == at
 
 
-def test_packed_queries_of_key_head_are_rows_of_one_tile(in_numpy):
+def test_packed_queries_sharing_key_head_form_one_tile(in_numpy):
     rng, T, N, K = np.random.default_rng(0), 3, 4, 2
     rows = PackedQueries(T, N // K, 8)
     for shape in ((2, 4, 3, 5), (1, 4, 1, 5), (2, 1, 3, 5), (1, 1, 3, 1), (1, 1, 1, 5)):
@@ -208,7 +208,7 @@ def test_packed_queries_of_key_head_are_rows_of_one_tile(in_numpy):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, for a row that sees no key
-def test_sink_is_added_to_each_row_that_sees_key(in_numpy):
+def test_sink_is_added_only_to_rows_with_unmasked_keys(in_numpy):
     rng = np.random.default_rng(0)
     m, log_sum = rng.standard_normal((2, 2, 4, 3)).astype(np.float32)
     out = rng.standard_normal((2, 3, 4, 5)).astype(np.float32)
@@ -290,7 +290,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow_except("*-0", "*s-1", "bias-1")
 @pytest.mark.parametrize("q_axis", [ROW, COLUMN])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_tile_weights_and_slopes_match_float64(options, q_axis, on_arrays):
+def test_tile_weights_with_slopes_match_float64(options, q_axis, on_arrays):
     """A tile of 5 rows and 7 columns: from query 2 and key 3 on, head 1, batch row 1."""
     rng, b, n, q0, k0 = np.random.default_rng(0), 1, 1, 2, 3
     rows, columns = 5, 7
@@ -361,7 +361,7 @@ def test_tile_weights_and_slopes_match_float64(options, q_axis, on_arrays):
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")  # NumPy, for a row that sees no key
-def test_final_sums_are_normalised_with_sink(on_arrays):
+def test_final_sums_are_normalized_with_sink(on_arrays):
     rng = np.random.default_rng(0)
     acc, m = rng.standard_normal((5, 7)).astype(np.float32), np.arange(5, dtype=np.float32) - 2
     total = np.array([1, 0, 2, 3, 4], np.float32)
@@ -389,7 +389,7 @@ def test_final_sums_are_normalised_with_sink(on_arrays):
 @pytest.mark.parametrize(
     "options", [dict(softcap=3.0, sinks=True), dict(slopes=True, dropout_rate=0.3, H=128)], ids=str
 )
-def test_hopper_gradients_have_shapes_of_inputs(options):
+def test_hopper_gradients_have_input_shapes(options):
     case = Case(T=167, S=211, bias=(1, 2, 167, 211), **options)
     operands, do = draw(case)
     vector, count = jnp.zeros((1, 2, 256), jnp.float32), jnp.ones((1, 1, 4), jnp.int32)

@@ -34,12 +34,12 @@ class Portable(Native):
         return Elsewhere("cpu")
 
 
-@pytest.mark.slow_except("test_every_mask_matches_oracle[dense]")
+@pytest.mark.slow_except("test_every_mask_matches_reference[dense]")
 @pytest.mark.long_except(
-    "test_any_length_matches_oracle[17x64]",
-    "test_every_mask_matches_oracle[dense]",
+    "test_any_sequence_length_matches_reference[17x64]",
+    "test_every_mask_matches_reference[dense]",
     "test_fully_masked_rows_are_zero_and_do_not_affect_others",
-    "test_rematerialisation_does_not_change_gradients_with_dropout",
+    "test_rematerialization_does_not_change_gradients_with_dropout",
     "test_masked_keys_and_values_have_no_influence[padding-nan]",
     "test_nonfinite_key_head_affects_exactly_its_group",
 )
@@ -96,7 +96,7 @@ def test_exported_gradient_matches_original(options):
 @pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_program_for_other_platform_does_not_call_library(platform):
+def test_program_exported_for_other_platform_does_not_call_native_library(platform):
     """Lowered explicitly for a device that is not attached, without a target."""
     step = jax.jit(jax.grad(loss("native", {})))
     text = step.trace(*inputs()).lower(lowering_platforms=(platform,)).as_text()
@@ -106,7 +106,7 @@ def test_program_for_other_platform_does_not_call_library(platform):
 @pytest.mark.slow_except("target0")
 @compiled
 @pytest.mark.parametrize("target", [Target("tpu", chip="TPU v5e"), Target("hopper")])
-def test_non_cpu_target_does_not_use_cpu_kernels(target):
+def test_non_cpu_export_target_does_not_use_cpu_kernels(target):
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
     with using(target):
         explained = explain_attention(x, x, x)
@@ -117,7 +117,7 @@ def test_non_cpu_target_does_not_use_cpu_kernels(target):
 @pytest.mark.long_except("capped")
 @compiled
 @pytest.mark.parametrize("options", OPTIONS)
-def test_second_derivatives_match_reference(options):
+def test_exported_second_derivatives_match_reference(options):
     """Forward over reverse, reverse over reverse, and `vmap`, which `jax.hessian` uses."""
     arrays, options = inputs(5, 5), OPTIONS[options]
     found, wanted = (

@@ -40,7 +40,7 @@ def weights_of(rng, dtype, *shape):
 @needs_kernels
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", products.DTYPES)
-def test_product_matches_float64(rng, dtype, turned, instructions):
+def test_native_product_matches_float64(rng, dtype, turned, instructions):
     check_products(rng, dtype, turned)
 
 
@@ -48,7 +48,7 @@ def test_product_matches_float64(rng, dtype, turned, instructions):
 @pytest.mark.long_except("bfloat16-*", "int8-*")
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", products.DTYPES)
-def test_product_of_xla_matches_float64(rng, dtype, turned, monkeypatch):
+def test_xla_product_matches_float64(rng, dtype, turned, monkeypatch):
     monkeypatch.setattr(products, "library", lambda: "is left out")
     check_products(rng, dtype, turned)
 
@@ -76,7 +76,7 @@ def check_products(rng, dtype, turned):
 
 
 @needs_kernels
-def test_kernel_multiplies_few_rows_only(rng):
+def test_product_kernel_is_used_only_for_few_rows(rng):
     kernel = rng.normal(size=(256, 96)).astype(np.float32)
 
     def program(rows, weights=kernel, dtype=jnp.float32):
@@ -93,7 +93,7 @@ def test_kernel_multiplies_few_rows_only(rng):
 
 
 @needs_kernels
-def test_exported_product_matches_without_kernel_call(rng):
+def test_exported_product_matches_native_product_without_kernel_call(rng):
     kernel = rng.normal(size=(256, 96)).astype(jnp.bfloat16)
     x = rng.normal(size=(2, 256)).astype(np.float32)
     function = jax.jit(lambda x: project(x, kernel))
@@ -103,7 +103,7 @@ def test_exported_product_matches_without_kernel_call(rng):
 
 
 @pytest.mark.slow
-def test_product_of_few_rows_supports_derivatives_and_vmap(rng):
+def test_few_row_product_supports_derivatives_and_vmap(rng):
     kernel = jnp.array(rng.normal(size=(256, 96)), jnp.float32)
     x, g = (jnp.array(rng.normal(size=(3, n)), jnp.float32) for n in (256, 96))
     exact = [np.asarray(a, np.float64) for a in (x, kernel, g)]
@@ -121,7 +121,7 @@ def test_product_of_few_rows_supports_derivatives_and_vmap(rng):
 
 
 @needs_kernels
-def test_sums_do_not_depend_on_threads(rng):
+def test_product_sums_do_not_depend_on_thread_count(rng):
     kernel = jax.device_put(rng.normal(size=(3072, 768)).astype(np.float32))
     x = jax.device_put(rng.normal(size=(1, 3072)).astype(np.float32))
     first = products.product(x, kernel)
@@ -131,7 +131,7 @@ def test_sums_do_not_depend_on_threads(rng):
 
 @needs_kernels
 @pytest.mark.parametrize("turned", [False, True])
-def test_error_is_relative_to_largest_input(rng, turned, instructions):
+def test_product_error_is_bounded_relative_to_largest_input(rng, turned, instructions):
     """An outlier of 10,000, a row of zeros, and rows near both ends of the float32 range."""
     stored, exact = weights_of(rng, "int8", *((70, 200) if turned else (200, 70)))
     exact = exact.T if turned else exact
@@ -147,7 +147,7 @@ def test_error_is_relative_to_largest_input(rng, turned, instructions):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", products.DTYPES)
-def test_nonfinite_inputs_affect_only_their_row(rng, dtype, turned, bad, instructions):
+def test_nonfinite_product_inputs_affect_only_their_row(rng, dtype, turned, bad, instructions):
     stored, exact = weights_of(rng, dtype, *((70, 200) if turned else (200, 70)))
     exact = exact.T if turned else exact
     x = rng.normal(size=(3, 200)).astype(np.float32)
@@ -162,7 +162,7 @@ def test_nonfinite_inputs_affect_only_their_row(rng, dtype, turned, bad, instruc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
-def test_mismatched_sizes_are_rejected(rng, turned):
+def test_mismatched_product_sizes_are_rejected(rng, turned):
     weights = jnp.ones((96, 256) if turned else (256, 96))
     with pytest.raises(ValueError, match="x has 255 inputs: must have 256, like the weights"):
         products.product(jnp.ones((2, 255)), weights, turned=turned)

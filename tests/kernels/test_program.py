@@ -52,7 +52,7 @@ def program(name: str) -> Program:
 @pytest.mark.slow_except("*-100")
 @pytest.mark.parametrize("cases", [100, 300])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_bounds_contain_all_results(name, cases):
+def test_interval_bounds_contain_all_results(name, cases):
     """Includes results that wrap at the ends of 32 bits; bounds of single integers are exact."""
     rng = np.random.default_rng(list(OPERATIONS).index(name))
     tight = 0
@@ -76,7 +76,7 @@ def test_bounds_contain_all_results(name, cases):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_jax_operations_match_python_integers(name):
+def test_traced_operations_match_python_integers(name):
     few = np.array([n for n in ENDS if name != "select_n" or abs(n) < 9], np.int32)
     values = list(itertools.product(few, repeat=2 + (name == "select_n")))
     columns = [np.array(column) for column in zip(*values, strict=True)]
@@ -86,7 +86,7 @@ def test_jax_operations_match_python_integers(name):
 
 
 @pytest.mark.slow
-def test_true_operands_and_equal_steps_are_simplified():
+def test_redundant_operands_and_duplicate_steps_are_simplified():
     seen = combined("le", Program((), ("k", 0)), Program((), ("q", 0)))
     assert seen & number(1) == number(1) & seen == seen | number(0)
     assert seen | number(1) == number(1)

@@ -31,7 +31,7 @@ from transformer_jax.kernels.chips import blocks, processors_of
 from transformer_jax.kernels.contract import Blocks
 
 
-def test_missing_accelerator_gives_reason():
+def test_missing_accelerator_reports_reason():
     arrays = draw(0)
     inputs = arrays["query"], arrays["key"], arrays["value"]
     assert explain_attention(*inputs)["pallas"] == str(target())
@@ -39,14 +39,14 @@ def test_missing_accelerator_gives_reason():
         dot_product_attention(*inputs, implementation="pallas")
 
 
-def test_target_applies_only_inside_context():
+def test_kernel_target_applies_only_inside_context():
     with using(Target("tpu", True)):
         assert target() == Target("tpu", True)
     assert isinstance(target(), str)
 
 
 @pytest.mark.slow
-def test_hopper_kernels_have_names_for_profilers():
+def test_hopper_kernels_have_names_visible_in_profilers():
     x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
 
     def loss(query, key, value):
@@ -67,7 +67,7 @@ def attached(monkeypatch, **facts):
     return kernels._attached.__wrapped__()
 
 
-def test_attached_device_reports_multiprocessors(monkeypatch):
+def test_attached_device_reports_multiprocessor_count(monkeypatch):
     part = attached(monkeypatch, device_kind="NVIDIA H200", core_count=60)  # part of a divided GPU
     assert part == Target("hopper", chip="NVIDIA H200", processors=60)
     assert processors_of(part) == 60
@@ -105,7 +105,7 @@ def test_gpus_without_bfloat16_mma_are_rejected(capability, monkeypatch):
     ],
     ids=lambda x: x.chip if isinstance(x, Target) else str(x),
 )
-def test_kernel_has_one_program_per_multiprocessor(where, programs):
+def test_kernel_launches_one_program_per_multiprocessor(where, programs):
     x = jax.ShapeDtypeStruct((2, 4096, 8, 64), jnp.bfloat16)
 
     def loss(query, key, value):
@@ -220,7 +220,7 @@ def test_short_sequences_use_shorter_tiles():
     assert blocks(where, "forward", 64, 64, 2, 200, 1000) == replace(tiles, q=256)
 
 
-def test_too_long_lists_are_rejected_in_advance():
+def test_excessively_long_tile_lists_are_rejected_before_launch():
     shape = jax.ShapeDtypeStruct((1, 2**18, 1, 64), jnp.float32)
     with using(Target("tpu")):
         assert "lists of 1 x 512 x 512 tiles" in str(
@@ -235,7 +235,7 @@ def test_too_long_lists_are_rejected_in_advance():
 
 
 @pytest.mark.slow
-def test_too_long_decode_list_falls_back_to_forward_kernel():
+def test_excessively_long_decode_list_falls_back_to_forward_kernel():
     def decoded(batch, queries=1):
         cache = jax.ShapeDtypeStruct((batch, 2**15, 8, 128), jnp.bfloat16)
         query = jax.ShapeDtypeStruct((batch, queries, 32, 128), jnp.bfloat16)
@@ -253,7 +253,7 @@ def test_too_long_decode_list_falls_back_to_forward_kernel():
 
 
 @pytest.mark.slow
-def test_list_size_is_checked_for_selected_backward_kernel():
+def test_tile_list_size_is_checked_for_selected_backward_kernel():
     shape = jax.ShapeDtypeStruct((16, 2**14, 1, 64), jnp.float32)
     mask = Segments(jax.ShapeDtypeStruct((16, 2**14), jnp.int32))
 
@@ -268,7 +268,7 @@ def test_list_size_is_checked_for_selected_backward_kernel():
 
 
 @pytest.mark.slow
-def test_unknown_target_is_rejected_with_name():
+def test_error_names_unknown_target():
     for name in ("gpu", "blackwell"):
         message = f"name='{name}' must be 'tpu', 'hopper', 'ampere' or 'cpu'"
         with pytest.raises(ValueError, match=message):

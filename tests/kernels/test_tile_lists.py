@@ -38,7 +38,7 @@ PATTERNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("sides", [(128, 128), (64, 256)], ids=str)
-def test_lists_contain_exactly_visible_tiles(name, sides):
+def test_tile_lists_contain_exactly_the_visible_tiles(name, sides):
     """The number of tiles of packed documents, a window and a triangle matches counted pairs."""
     mask, sees = PATTERNS[name]
     at, blocks = jnp.arange(4096)[None], Blocks(*sides)
@@ -55,7 +55,7 @@ def test_lists_contain_exactly_visible_tiles(name, sides):
     assert int(lists.seen.sum()) == some.sum() and 0 < some.sum() < grid[0] * grid[1]
 
 
-def test_list_repeats_last_tile():
+def test_tile_list_is_padded_with_last_tile():
     classes = jnp.array([[[[2, 0, 1, 2], [0, 0, 0, 0], [1, 0, 0, 0]]]], jnp.int8)
     lists = BlockPlan(classes, 1, 1).key_tiles()
     assert lists.order[0, 0].tolist() == [[0, 3, 2, 2], [0, 0, 0, 0], [0, 0, 0, 0]]

@@ -211,7 +211,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.long_except("everything")
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_match_formulas(name):
+def test_tpu_kernels_match_formulas(name):
     check(CASES[name])
 
 
@@ -225,7 +225,7 @@ def test_softcap_scales_query_and_key_gradients_but_not_bias_gradient():
 
 
 @pytest.mark.slow
-def test_key_bias_per_batch_row_has_its_gradient():
+def test_per_row_key_bias_has_correct_gradient():
     case = replace(SMALL, bias=(True, False, False, True))
     results, reference = run(case, bias_only=True)
     assert results["dbias"].shape == reference["dbias"].shape == (3, 1, 1, 24)
@@ -239,7 +239,7 @@ def test_key_bias_per_batch_row_has_its_gradient():
     [(0, 0, 1, 1), (1, 0, 1, 1), (0, 1, 0, 1), (1, 1, 1, 0)],
     ids=str,
 )
-def test_bias_gradient_is_summed_over_missing_axes(axes):
+def test_bias_gradient_is_summed_over_broadcast_axes(axes):
     case = Case(segments, per_head=axes == (0, 0, 1, 1), bias=tuple(map(bool, axes)))
     results, reference = run(case, bias_only=True)
     assert_near(results["dbias"], reference["dbias"], GRADIENT_F32)
@@ -256,7 +256,7 @@ def test_bias_gradient_is_zero_in_unvisited_tiles():
 @pytest.mark.slow
 @pytest.mark.long_except("segments")
 @pytest.mark.parametrize("name", ["segments", "rows that see nothing"])
-def test_no_race_and_no_invalid_read(name):
+def test_kernels_have_no_races_or_out_of_bounds_reads(name):
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     small = dict(B=1, N=2, K=1, T=27, S=43, bias=(False, False, True, True))
     check(replace(CASES[name], **small), params)
@@ -273,13 +273,13 @@ def forward_of(case):
 
 
 @pytest.mark.slow
-def test_two_runs_are_bit_identical():
+def test_repeated_runs_are_bit_identical():
     operands, _, forward = forward_of(Case(window, B=1, N=2))
     assert_same_bits(jax.jit(forward)(operands)[0], jax.jit(forward)(operands)[0])
 
 
 @pytest.mark.slow
-def test_single_pass_is_selected_if_sums_fit():
+def test_single_pass_backward_is_selected_if_sums_fit():
     """16 MiB: dk and dv of 16,384 keys of width 128, or of fewer wider keys."""
     struct = lambda S: jax.ShapeDtypeStruct((1, S, 2, 128), jnp.bfloat16)  # noqa: E731
 
@@ -297,7 +297,7 @@ def test_single_pass_is_selected_if_sums_fit():
 
 
 @pytest.mark.slow
-def test_scores_far_below_zero_count():
+def test_very_negative_scores_contribute_to_output():
     operands, _, forward = forward_of(Case(window, bias=(False, False, True, True)))
     low, zero = (
         jax.jit(forward)(operands._replace(bias=jnp.full_like(operands.bias, level)))[0]
@@ -308,7 +308,7 @@ def test_scores_far_below_zero_count():
 
 
 @pytest.mark.slow
-def test_lowest_finite_bias_is_not_mask():
+def test_lowest_finite_bias_is_not_treated_as_mask():
     """Scores are in base 2 only without a bias: times log2(e), such a bias would be -inf."""
     operands, sees, forward = forward_of(Case(window, B=1, N=2, bias=(False, False, True, True)))
     lowest = jnp.full_like(operands.bias, np.finfo(np.float32).min)
@@ -420,7 +420,7 @@ def test_every_option_compiles_for_tpu(kernel, topology, dtype):
 @pytest.mark.long_except("backward_dkdv")
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize("kernel", ["forward", "backward_dkdv"])
-def test_memory_is_linear_in_length(kernel):
+def test_attention_memory_is_linear_in_sequence_length(kernel):
     case = Case(segments, B=1, N=8, K=8, H=128, Hv=128, dtype=jnp.bfloat16)
     small, large = (
         compiled(replace(case, T=S, S=S), kernel, "v5e:2x2").memory_analysis().temp_size_in_bytes
@@ -460,7 +460,7 @@ def test_arrays_in_kernel_layout_need_no_copies(S):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("usual_compilation")
-def test_surrounding_program_does_not_copy_kernel_arrays():
+def test_surrounding_program_does_not_copy_kernel_inputs():
     """Projections of inputs and output, and all gradients: no copy or transpose of q, k, v, o or
     their gradients, and no array of size S x S."""
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
@@ -489,7 +489,7 @@ def test_surrounding_program_does_not_copy_kernel_arrays():
 @pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize("topology", ["v6e:2x2", "v5e:2x2", "v5p:2x2x1"])
-def test_dense_mask_compiles_for_tpu(topology):
+def test_dense_mask_call_compiles_for_tpu(topology):
     """It is read as bytes: there are a few copies, but no wider array of size S x S."""
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
     S, place = 2048, chip(topology)
@@ -516,7 +516,7 @@ def test_dense_mask_compiles_for_tpu(topology):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
-def test_shard_map_compiles_for_four_chips():
+def test_sharded_attention_compiles_for_four_chips():
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
     mesh = jax.sharding.Mesh(np.array(chips("v5e:2x2")).reshape(2, 2), ("data", "model"))
     split, rows = (jax.sharding.PartitionSpec(*s) for s in (("data", None, "model"), ("data",)))
@@ -541,9 +541,9 @@ def test_shard_map_compiles_for_four_chips():
     assert not re.search(r" (all-gather|all-to-all|collective-permute)(-start)?\(", text)
 
 
-@pytest.mark.slow_except("test_every_mask_matches_oracle[composition]")
+@pytest.mark.slow_except("test_every_mask_matches_reference[composition]")
 @pytest.mark.long_except(
-    "test_every_mask_matches_oracle[composition]",
+    "test_every_mask_matches_reference[composition]",
     "test_masked_keys_and_values_have_no_influence[future-3.3e+38]",
 )
 class TestTpu(AttentionSuite):

@@ -86,7 +86,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.long_except("cap, sinks and a bias of each head and query")
 @pytest.mark.parametrize(("case", "lengths"), CASES.values(), ids=CASES)
-def test_decode_matches_dense_oracle(case, lengths):
+def test_decode_matches_dense_reference(case, lengths):
     operands = draw_few(case, lengths=lengths)
     expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
     if case.visible is not None:
@@ -101,7 +101,7 @@ def test_decode_matches_dense_oracle(case, lengths):
 
 @pytest.mark.long
 @pytest.mark.parametrize("heads", [16, 6], ids=["slots first", "heads first"])
-def test_tiles_with_some_key_heads_match_oracle(heads, monkeypatch):
+def test_tiles_covering_some_key_heads_match_reference(heads, monkeypatch):
     case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=32, bias=(1, 2 * heads, 1, S))
     operands = draw_few(case)
     expected, _ = oracle(case, operands, jnp.zeros((2, 2, 2 * heads, 32)))
@@ -122,7 +122,7 @@ def test_fully_masked_rows_are_zero():
 
 
 @pytest.mark.slow
-def test_capped_overflowing_products_match_oracle():
+def test_softcapped_overflowing_products_match_reference():
     case = Case(T=1, S=200, N=2, K=1, softcap=3.0, visible=causal)
     operands = draw_few(case)
     query = operands.query.at[..., 0].set(3e38)
@@ -135,7 +135,7 @@ def test_capped_overflowing_products_match_oracle():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [2, 3], ids=["slots first", "heads first"])
-def test_unlisted_tiles_are_not_read(heads):
+def test_tiles_missing_from_list_are_not_read(heads):
     """No mask hides the NaN in all other keys and values."""
     case = Case(B=2, T=1, S=384, N=2 * heads, K=heads, visible=None)
     operands = draw_few(case)
@@ -162,7 +162,7 @@ def test_unlisted_tiles_are_not_read(heads):
 @pytest.mark.slow
 @pytest.mark.long_except("heads first")
 @pytest.mark.parametrize("heads", [4, 3], ids=["slots first", "heads first"])
-def test_int8_matches_dequantised_oracle(heads):
+def test_int8_cache_matches_dequantized_reference(heads):
     """Keys, values and scales end within a tile; the interpreter reads NaN past the end."""
     case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=96, visible=within_length)
     operands = draw_few(case, lengths=[S, 130])
@@ -200,7 +200,7 @@ def test_few_queries_without_dropout_use_decode_kernel(T, options, kernel):
     assert [name for name in ("decode", "forward") if f"attention_{name}" in text] == [kernel]
 
 
-def test_gradient_uses_forward_kernel():
+def test_differentiated_few_query_call_uses_forward_kernel():
     attend, inputs = program(arrays_of(), mask=Causal(), return_lse=False)
     gradient = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum())
     with using(WHERE):
@@ -209,7 +209,7 @@ def test_gradient_uses_forward_kernel():
 
 
 @pytest.mark.slow
-def test_heads_with_different_masks_match_oracle():
+def test_per_head_masks_match_reference():
     arrays = arrays_of(3, keys=300)
     halves = np.arange(300) // 128 == np.arange(8)[None, :, None, None] % 2
     seen = np.broadcast_to(halves.repeat(3, 2), (2, 8, 3, 300))
@@ -221,7 +221,7 @@ def test_heads_with_different_masks_match_oracle():
     assert_near(lse, expected["lse"], EXACT, "lse")
 
 
-def test_vmap_folds_mapped_axis_into_batch():
+def test_vmap_folds_mapped_axis_into_batch_axis():
     attend, (query, key, value) = program(arrays_of(), mask=Causal())
     with using(WHERE):
         mapped = jax.vmap(attend, (0, None, 0))
@@ -235,7 +235,7 @@ def test_vmap_folds_mapped_axis_into_batch():
 @pytest.mark.slow
 @pytest.mark.long_except("5")
 @pytest.mark.parametrize("sinks", [0, 5])
-def test_token_reads_ring_buffer_in_any_order(sinks):
+def test_decode_supports_any_ring_buffer_order(sinks):
     with using(dataclasses.replace(WHERE, blocks=(("decode", TILES),))):
         found, expected = few_queries.token_over_a_ring(32, 320, 200, sinks)
     assert_near(found["out"], expected["out"], NEAR, "out")
@@ -258,7 +258,7 @@ def copies(lengths, capacity, k=512):
 
 
 @pytest.mark.slow
-def test_number_of_tiles_copied_does_not_depend_on_capacity():
+def test_tile_copies_do_not_depend_on_cache_capacity():
     lengths = [1, 512, 2800, 0]
     found = [copies(lengths, capacity) for capacity in (4096, 32768, 4000)]
     assert found[0] == found[1] == found[2]
@@ -268,14 +268,14 @@ def test_number_of_tiles_copied_does_not_depend_on_capacity():
 
 
 @pytest.mark.slow
-def test_bytes_copied_equal_filled_cache():
+def test_copied_bytes_equal_filled_cache_size():
     lengths = np.random.default_rng(3).integers(6000, 30000, 8)
     tiles, _ = copies(lengths, 32768)
     assert lengths.sum() <= 512 * len(tiles) <= 1.1 * lengths.sum()
 
 
 @pytest.mark.slow
-def test_grid_has_step_per_listed_tile(monkeypatch):
+def test_grid_has_one_step_per_listed_tile(monkeypatch):
     grids, pallas_call = [], kernel.pl.pallas_call
 
     def recorded(*args, grid_spec, **more):
@@ -293,7 +293,7 @@ def test_grid_has_step_per_listed_tile(monkeypatch):
 @pytest.mark.slow_except("bfloat16-")
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
-def test_decode_lowers_for_tpu(dtype, x64):
+def test_decode_kernel_lowers_for_tpu(dtype, x64):
     def attend(query, key, value, scale):
         scales = dict(key_scale=scale, value_scale=scale) if dtype == jnp.int8 else {}
         settings = dict(mask=Causal(), implementation="pallas") | scales

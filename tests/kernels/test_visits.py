@@ -64,7 +64,7 @@ def test_every_listed_tile_is_visited_once_in_order(B, N, group, search, monkeyp
 
 
 @pytest.mark.slow
-def test_causal_mask_takes_one_step_per_tile():
+def test_causal_mask_uses_one_step_per_tile():
     at = jnp.arange(8192)[None]
     blocks = tpu.blocks("forward", 128, 128, 2)
     assert blocks == Blocks(512, 1024)
@@ -75,7 +75,7 @@ def test_causal_mask_takes_one_step_per_tile():
 
 
 @pytest.mark.slow
-def test_plan_of_mask_without_arrays_is_constant():
+def test_plan_for_mask_without_arrays_is_constant():
     """Otherwise the compiler computes them, for up to half a minute: by query and by key."""
     shape = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.float32)
 

@@ -32,7 +32,7 @@ def text(tmp_path_factory):
 
 @pytest.mark.slow_except("11")
 @pytest.mark.parametrize("vocab_size", [11, 65, 211])
-def test_models_have_equal_parameters_within_three_percent(vocab_size):
+def test_model_parameter_counts_agree_within_three_percent(vocab_size):
     models = equal_models(vocab_size, 64, 61)
     assert tuple(models) == compare.MODELS
     counts = {name: num_params(model) for name, model in models.items() if name != "ngram"}
@@ -41,7 +41,7 @@ def test_models_have_equal_parameters_within_three_percent(vocab_size):
 
 
 @pytest.mark.slow
-def test_unsuitable_width_is_refused(tmp_path, capsys):
+def test_unsuitable_model_width_is_rejected(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("abc" * 150)
     command = ["compare", "--data", str(text), "--out", str(tmp_path / "out"), *SMALL[:-1]]
@@ -52,7 +52,7 @@ def test_unsuitable_width_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_data_that_can_be_read_only_once_is_refused(tmp_path, capsys):
+def test_data_that_can_be_read_only_once_is_rejected(tmp_path, capsys):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for data in ("-", str(pipe)):
@@ -63,7 +63,7 @@ def test_data_that_can_be_read_only_once_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_width_must_suit_only_the_requested_models():
+def test_width_is_validated_only_for_requested_models():
     with pytest.raises(ConfigError, match="d_model is 8: no convolution has within 3 %"):
         equal_models(28, 8, 8, ("ngram", "convolution"))
     found = equal_models(28, 8, 8, ("ngram", "transformer"))
@@ -71,7 +71,7 @@ def test_width_must_suit_only_the_requested_models():
 
 
 @pytest.mark.slow
-def test_unusable_output_folder_is_refused_before_the_search(text, capsys):
+def test_unusable_output_folder_is_rejected_before_search(text, capsys):
     out = text / "out"  # in a file
     argv = "--data", str(text), "--models", "ngram", "--out", str(out), *SMALL
     assert run_command(["compare", *argv]) == 1
@@ -79,7 +79,7 @@ def test_unusable_output_folder_is_refused_before_the_search(text, capsys):
 
 
 @pytest.mark.parametrize("best", [0, 3, 5, len(RATES) - 1])
-def test_search_finds_the_best_rate(best, monkeypatch, tmp_path):
+def test_search_finds_best_learning_rate(best, monkeypatch, tmp_path):
     """The losses fall towards the best rate; a rate far above it gives NaN."""
     tried = []
 
@@ -107,7 +107,7 @@ def test_setting_of_inverts_settings():
 
 
 @pytest.mark.slow
-def test_search_never_reads_the_held_out_part(text, tmp_path, monkeypatch):
+def test_search_never_uses_held_out_data(text, tmp_path, monkeypatch):
     """Record every text that is read instead of training."""
     read = []
 
@@ -133,7 +133,7 @@ def test_search_never_reads_the_held_out_part(text, tmp_path, monkeypatch):
     assert [part for size, part in read if size is None] == [whole, whole]
 
 
-def test_interrupted_search_starts_no_run(text, tmp_path, monkeypatch, capsys):
+def test_interrupted_search_does_not_start_training(text, tmp_path, monkeypatch, capsys):
     """Otherwise --resume would continue with a rate that is not the best."""
     runs = []
 
@@ -165,7 +165,7 @@ def compared(text, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_models_read_equal_tokens_and_share_metrics(compared, text):
+def test_compared_models_train_on_equal_tokens_with_same_metrics(compared, text):
     """The text is random, so no model can predict it; sets give the number of n-grams."""
     out, _, models = compared
     by_name = {one["model"]: one for one in models}
@@ -187,7 +187,7 @@ def test_models_read_equal_tokens_and_share_metrics(compared, text):
 
 
 @pytest.mark.slow
-def test_comparison_resumes_and_is_not_overwritten(compared, capsys):
+def test_comparison_resumes_without_overwriting_results(compared, capsys):
     out, command, models = compared
     assert run_command([*command, *SMALL]) == 2
     assert "continue its comparison with --resume" in capsys.readouterr().err

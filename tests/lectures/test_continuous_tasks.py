@@ -52,7 +52,7 @@ def small(task, kind="encoder-decoder", width=12, layers=1, **changes):
 
 
 @pytest.mark.parametrize("task", [DigitsTask(examples=31), TonesTask(examples=31)])
-def test_signals_are_determined_by_the_seed(task):
+def test_signals_are_determined_by_seed(task):
     one, again, other = (make_signals(task, seed) for seed in (5, 5, 6))
     assert len(one) == 31 and len({signal.target for signal in one}) > 5
     assert all(signal.values.dtype == np.float32 for signal in one)
@@ -61,7 +61,7 @@ def test_signals_are_determined_by_the_seed(task):
     assert any(a.target != b.target for a, b in zip(one, other, strict=True))
 
 
-def test_glyph_without_noise_is_a_shifted_and_scaled_bitmap():
+def test_noiseless_glyph_is_shifted_and_scaled_bitmap():
     places = set()
     for signal in make_signals(DigitsTask(examples=97, noise=0.0), 3):
         picture = signal.values[:, :, 0].astype(np.float64)
@@ -76,7 +76,7 @@ def test_glyph_without_noise_is_a_shifted_and_scaled_bitmap():
     assert places == {(y, x) for y in range(2) for x in range(4)}
 
 
-def test_energies_match_the_discrete_fourier_transform(rng):
+def test_band_energies_match_discrete_fourier_transform(rng):
     sound = rng.standard_normal(128 + 2 * 64 + 13)
     found = log_energies(sound)
     assert found.shape == (3, 16) and found.dtype == np.float32
@@ -89,7 +89,7 @@ def test_energies_match_the_discrete_fourier_transform(rng):
         assert_near(found[t], wanted, 1e-6)
 
 
-def test_tone_is_loudest_in_the_band_of_its_frequency():
+def test_tone_energy_peaks_in_its_frequency_band():
     task = TonesTask(examples=61, letters=12, min_length=1, max_length=1, noise=0.01)
     heard = set()
     for signal in make_signals(task, 3):
@@ -115,7 +115,7 @@ def test_stack_rows_pads_frames_but_not_images(rng):
     assert ids.dtype == np.int32 and ids.tolist() == [[1, 2, 3, *[0] * 5], [1, 2, *[0] * 6]]
 
 
-def test_digits_task_makes_sources_or_classifier_inputs():
+def test_digits_task_creates_sources_or_classifier_inputs():
     task = load_task(small(DigitsTask(examples=40)))
     signals = make_signals(DigitsTask(examples=40), 0)
     ids = special_ids(task.tokenizers.tokenizer)
@@ -136,7 +136,7 @@ def test_digits_task_makes_sources_or_classifier_inputs():
 
 
 @pytest.mark.slow
-def test_padding_of_sound_changes_neither_loss_nor_answer(key):
+def test_sound_padding_does_not_change_loss_or_answer(key):
     task = load_task(small(TonesTask(examples=20, max_length=2)))
     config = task.config
     params = init_params(config.model, key)
@@ -160,7 +160,7 @@ def test_padding_of_sound_changes_neither_loss_nor_answer(key):
 @pytest.mark.slow
 @pytest.mark.long_except("encoder")
 @pytest.mark.parametrize("kind", ["encoder", "encoder-decoder"])
-def test_stopped_run_resumes_bit_for_bit(tmp_path, kind):
+def test_stopped_run_resumes_bit_identically(tmp_path, kind):
     config = small(
         DigitsTask(examples=40, judged=3), kind, steps=6, eval_every=6, checkpoint_every=6,
         warmup_steps=2,
@@ -228,13 +228,13 @@ def run_of(task, kind, inputs=None):
         (lambda: TonesTask(min_length=6), "min_length is 6: must not exceed max_length, 5"),
     ],
 )  # fmt: skip
-def test_config_that_contradicts_the_task_is_refused(change, message):
+def test_config_that_contradicts_task_is_rejected(change, message):
     with pytest.raises(ConfigError, match=message) as caught:
         change()
     assert "\n" not in str(caught.value)
 
 
-def test_scikit_learn_digits_match_the_library_and_require_it(monkeypatch):
+def test_scikit_learn_digits_match_and_require_package(monkeypatch):
     task = DigitsTask(source="scikit-learn", examples=53)
     if importlib.util.find_spec("sklearn") is not None:
         from sklearn.datasets import load_digits
@@ -250,7 +250,7 @@ def test_scikit_learn_digits_match_the_library_and_require_it(monkeypatch):
         make_signals(task, 3)
 
 
-def test_sound_longer_than_the_positions_is_refused():
+def test_sound_longer_than_position_table_is_rejected():
     config = small(TonesTask(examples=40))
     with pytest.raises(
         DataError, match=r"source: it has \d+ tokens, but a sequence has at most 7 \("
@@ -259,7 +259,7 @@ def test_sound_longer_than_the_positions_is_refused():
 
 
 @pytest.mark.long
-def test_run_on_images_refuses_text(tmp_path, capsys):
+def test_image_run_rejects_text_input(tmp_path, capsys):
     out = tmp_path / "run"
     fit(small(DigitsTask(examples=20, judged=2), steps=1, warmup_steps=0, out=str(out)))
     scores = json.loads((out / "scores.json").read_text())
@@ -291,7 +291,7 @@ def written_file(path, task, change=None):
 
 
 @pytest.mark.parametrize("task", [DigitsTask(), TonesTask()], ids=["digits", "tones"])
-def test_read_signals_restores_written_signals(tmp_path, task):
+def test_signal_file_round_trips(tmp_path, task):
     file = tmp_path / "seen.npz"
     signals = written_file(file, task)
     found = read_signals(task, str(file))
@@ -335,7 +335,7 @@ def put(name, index, value):
          r"targets\[0\] is 'abd': must be letters from a to c"),
     ],
 )  # fmt: skip
-def test_wrong_signal_file_error_names_file_and_array(tmp_path, task, change, message):
+def test_invalid_signal_file_error_names_file_and_array(tmp_path, task, change, message):
     file = tmp_path / "seen.npz"
     written_file(file, task, change)
     with pytest.raises(DataError, match=rf"^{re.escape(str(file))}.* {message}") as caught:
@@ -343,7 +343,7 @@ def test_wrong_signal_file_error_names_file_and_array(tmp_path, task, change, me
     assert "\n" not in str(caught.value)
 
 
-def test_file_without_arrays_is_refused(tmp_path):
+def test_signal_file_without_arrays_is_rejected(tmp_path):
     for i, content in enumerate((b"", b"text", b"PK\x03\x04 cut off")):
         (tmp_path / f"{i}.npz").write_bytes(content)
     np.save(tmp_path / "one.npy", np.zeros(3))
@@ -355,7 +355,7 @@ def test_file_without_arrays_is_refused(tmp_path):
 
 @pytest.mark.slow_except("array", "bytes", "header", "size")
 @pytest.mark.parametrize("damage", ["array", "header", "bytes", "size", "deflated"])
-def test_damaged_array_is_refused(tmp_path, damage):
+def test_damaged_signal_array_is_rejected(tmp_path, damage):
     """Includes a header that requests too much memory and one that is not an array's."""
     whole = io.BytesIO()
     np.save(whole, np.zeros((3, 8, 8, 1), np.float32))
@@ -386,7 +386,7 @@ def test_damaged_array_is_refused(tmp_path, damage):
     ("name", "kind"),
     [("digits", "encoder-decoder"), ("digits", "encoder"), ("tones", "encoder-decoder")],
 )
-def test_commands_evaluate_and_answer_a_signal_file(tmp_path, name, kind, capsys):
+def test_commands_evaluate_and_answer_signal_file(tmp_path, name, kind, capsys):
     """A file with the held-out examples of the run gives the scores of the run."""
     task = DigitsTask(examples=60) if name == "digits" else TonesTask(examples=60)
     config = small(task, kind, steps=8, eval_every=8, checkpoint_every=8, warmup_steps=2)

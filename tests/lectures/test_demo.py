@@ -28,7 +28,7 @@ def test_help_lists_all_demonstrations(capsys):
         assert line.endswith(".") and f"  {name} " in printed and line in printed
 
 
-def test_unknown_demonstration_suggests_the_nearest_name(capsys):
+def test_unknown_demonstration_suggests_nearest_name(capsys):
     assert demo.main(["rotation"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("demo: demonstration is 'rotation': must be activations or ")
@@ -36,7 +36,7 @@ def test_unknown_demonstration_suggests_the_nearest_name(capsys):
 
 
 @pytest.mark.parametrize("name", demonstrations())
-def test_unsupported_option_is_refused(name, tmp_path):
+def test_unsupported_demonstration_option_is_rejected(name, tmp_path):
     options = importlib.import_module(f"transformer_jax.lectures.demos.{name}").OPTIONS
     every = set(importlib.import_module("transformer_jax.lectures.demos.shared").MEANINGS)
     assert set(options) <= every
@@ -84,7 +84,7 @@ def test_unsupported_option_is_refused(name, tmp_path):
         ("rotations --dark", "dark needs --format svg"),
     ],
 )  # fmt: skip
-def test_error_is_one_line_with_name_value_and_rule(argv, error, tmp_path, capsys):
+def test_error_line_states_name_value_and_rule(argv, error, tmp_path, capsys):
     try:
         status = demo.main([*argv.split(), "--out", str(tmp_path)])
     except SystemExit as end:
@@ -94,21 +94,21 @@ def test_error_is_one_line_with_name_value_and_rule(argv, error, tmp_path, capsy
     assert not list(tmp_path.iterdir())
 
 
-def test_unusable_output_folder_is_refused_before_the_work(tmp_path, capsys):
+def test_unusable_output_folder_is_rejected_before_computation(tmp_path, capsys):
     out = tmp_path / "a"
     out.touch()
     assert demo.main(["rotations", "--out", str(out)]) == 1
     assert capsys.readouterr() == ("", f"demo rotations: {out}: File exists\n")
 
 
-def test_unknown_word_is_refused_before_training(tmp_path, capsys):
+def test_unknown_word_is_rejected_before_training(tmp_path, capsys):
     argv = ["alignment", "--sentence", "je suis roi", "--out", str(tmp_path)]
     assert demo.main(argv) == 2
     error = capsys.readouterr().err
     assert error.startswith("demo alignment: sentence is 'je suis roi': 'roi' is not one of a, ")
 
 
-def test_text_shorter_than_a_row_is_refused_before_training(tmp_path):
+def test_text_shorter_than_row_is_rejected_before_training(tmp_path):
     module = importlib.import_module("transformer_jax.lectures.demos.variants")
     rule = "tokens is 3000: must be below [4-6].., the number of tokens in the shorter part of the"
     with pytest.raises(ConfigError, match=rule):
@@ -116,7 +116,7 @@ def test_text_shorter_than_a_row_is_refused_before_training(tmp_path):
 
 
 @pytest.mark.slow
-def test_permutation_works_with_two_tokens(tmp_path):
+def test_permutation_demonstration_works_with_two_tokens(tmp_path):
     module = importlib.import_module("transformer_jax.lectures.demos.permutation")
     found = module.demonstrate(settings(module.OPTIONS, tmp_path, quick=True, tokens=2))
     assert found["none"] < 1e-4 < found["rope"]
@@ -135,7 +135,7 @@ def test_words_in_any_script_are_drawn_verbatim(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_custom_options_are_used(tmp_path, capsys):
+def test_demonstration_uses_custom_options(tmp_path, capsys):
     """Check the printed rows and columns and the requested picture."""
     argv = ["worked_attention", "--sentence", "the cat sat on it", "--seed", "3"]
     assert demo.main([*argv, "--format", "svg", "--dark", "--out", str(tmp_path)]) == 0

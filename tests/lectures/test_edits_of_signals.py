@@ -51,7 +51,7 @@ def model_and_file(task, kind, path) -> tuple[LanguageModel, str, list]:
     ],
     ids=["classes of pictures", "pictures", "sounds", "sounds, by the decoder"],
 )
-def test_evaluation_and_answers_of_signals_apply_edits(tmp_path, task, kind, side):
+def test_signal_evaluation_and_answers_apply_edits(tmp_path, task, kind, side):
     model, file, signals = model_and_file(task, kind, tmp_path / "seen.npz")
     negated = jax.tree.map(np.negative, model.params[side]["norm"])
     params = {**model.params, side: {**model.params[side], "norm": negated}}
@@ -80,7 +80,7 @@ def test_evaluation_and_answers_of_signals_apply_edits(tmp_path, task, kind, sid
 @pytest.mark.parametrize(
     "task", [DigitsTask(), TonesTask(max_length=2)], ids=["pictures", "sounds"]
 )
-def test_captured_streams_of_signals_include_edits(tmp_path, task):
+def test_captured_signal_streams_include_edits(tmp_path, task):
     """An edit of one row of block 0 changes only that row of block 1; the sounds have padding."""
     model, _, signals = model_and_file(task, "encoder-decoder", tmp_path / "seen.npz")
     built, place = tj.build(model.config), "encoder/block_0/residual"
@@ -112,7 +112,7 @@ class Lines(LanguageTask, CustomTask):
     """A custom task."""
 
 
-def test_evaluation_of_a_custom_task_refuses_edits(tmp_path):
+def test_custom_task_evaluation_rejects_edits(tmp_path):
     (tmp_path / "text").write_text("badcab" * 9)
     run = tj.TrainConfig(model=plain().config, task=Lines(), context=7)
     model = LanguageModel(replace(plain().model, run=run), "here")

@@ -20,7 +20,7 @@ TRANSLATOR = RecurrentConfig(
 
 
 @pytest.mark.slow
-def test_lstm_equals_flax_cell_bit_for_bit():
+def test_lstm_matches_flax_cell_bitwise():
     """Compare initial parameters and one step, with forget bias 0."""
     x, c, h = jax.random.normal(jax.random.key(3), (3, 2, 17))
     cells = LSTMCell(17), nn.OptimizedLSTMCell(17)
@@ -32,7 +32,7 @@ def test_lstm_equals_flax_cell_bit_for_bit():
 
 
 @pytest.mark.slow
-def test_forget_bias_initialises_the_forget_gate_of_every_cell():
+def test_forget_bias_initializes_every_forget_gate():
     """Check encoder and decoder, and that no other initial parameter changes."""
     key, changed = jax.random.key(1), []
     fresh, opened = (
@@ -52,7 +52,7 @@ def test_forget_bias_initialises_the_forget_gate_of_every_cell():
     assert sorted(changed) == ["decoder/cell_0", "decoder/cell_1", *cells]
 
 
-def test_forget_bias_needs_an_lstm():
+def test_forget_bias_requires_lstm():
     for cell in ("gru", "rnn"):
         with pytest.raises(ConfigError, match=r"^forget_bias is 1.0: needs cell 'lstm'"):
             RecurrentConfig(cell=cell, forget_bias=1.0)

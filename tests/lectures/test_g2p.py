@@ -68,7 +68,7 @@ def plain(arrays, source, target):
 
 
 @pytest.mark.slow
-def test_converted_weights_match_the_formulas(rng):
+def test_converted_weights_match_formulas(rng):
     arrays = weights()
     config, params = read_g2p(arrays)
     assert (config.vocab_size, config.source_vocab_size) == (11, 13)
@@ -86,7 +86,7 @@ def test_converted_weights_match_the_formulas(rng):
         np.testing.assert_allclose(logits[row], expected, atol=1e-5)
 
 
-def test_gru_cell_stores_both_biases_of_the_candidate():
+def test_gru_cell_stores_both_candidate_biases():
     arrays = weights()
     found = gru_cell(*(arrays[f"enc_{name}"] for name in NAMES))
     assert {name: set(leaves) for name, leaves in found.items()} == {
@@ -108,7 +108,7 @@ def test_gru_cell_stores_both_biases_of_the_candidate():
         ("enc_w_hh", np.zeros((7, 21)), r"enc_w_hh has shape \[7, 21\]: must be \[21, 7\]"),
     ],
 )
-def test_wrong_array_is_refused(name, value, message):
+def test_array_with_wrong_shape_is_rejected(name, value, message):
     arrays = weights()
     if value is None:
         del arrays[name]
@@ -118,7 +118,7 @@ def test_wrong_array_is_refused(name, value, message):
         read_g2p(arrays)
 
 
-def test_words_become_letters_and_an_end_token():
+def test_words_are_encoded_as_letters_and_end_token():
     source, valid = letters(["Cab", "a!"])
     np.testing.assert_array_equal(source, [[5, 3, 4, 2], [3, 1, 2, 0]])
     np.testing.assert_array_equal(valid, [[True] * 4, [True] * 3 + [False]])
@@ -152,7 +152,7 @@ def spoken():
     return arrays, (make_step(model), params, start), state
 
 
-def test_english_words_have_the_expected_phonemes(spoken):
+def test_english_words_have_expected_phonemes(spoken):
     arrays, begin, state = spoken
     found = generate(*begin, fork(state, 1), num_tokens=20, stop=END)
     for word, row in zip(SPOKEN, found.rows(), strict=True):
@@ -162,7 +162,7 @@ def test_english_words_have_the_expected_phonemes(spoken):
         assert logits.argmax(axis=1).tolist() == row.tolist()
 
 
-def test_beam_search_scores_at_least_greedy(spoken):
+def test_beam_search_scores_no_worse_than_greedy(spoken):
     _, begin, state = spoken
     greedy = generate(*begin, fork(state, 1), num_tokens=20, stop=END)
     beams = beam_search(*begin, fork(state, 1), num_tokens=20, num_beams=5, num_results=2, stop=END)

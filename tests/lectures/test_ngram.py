@@ -95,7 +95,7 @@ def oracle_log_probs(order: int, row) -> np.ndarray:
 
 @pytest.mark.slow_except("3")
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_probabilities_match_the_formula_for_every_context(order):
+def test_ngram_probabilities_match_formula_for_every_context(order):
     """Includes uncounted contexts and the start of a document."""
     model, params = model_and_params(order)
     every = np.array(list(itertools.product(range(VOCAB), repeat=max(order, 2))), np.int32)
@@ -107,7 +107,7 @@ def test_probabilities_match_the_formula_for_every_context(order):
         assert_near(logits[row], oracle_log_probs(order, every[row]), 2 * FORWARD_F32)
 
 
-def test_discounted_mass_goes_to_the_shorter_context():
+def test_discounted_mass_is_assigned_to_shorter_context():
     """Compare d N(h .) / c(h .) of each context, at the highest and at the lower order."""
     (_, params), oracle = counted(2), KneserNey(2)
     assert len(set(oracle.discount.values())) == 2
@@ -119,7 +119,7 @@ def test_discounted_mass_goes_to_the_shorter_context():
 
 
 @pytest.mark.slow
-def test_uncounted_token_has_nonzero_probability():
+def test_unseen_token_has_nonzero_probability():
     model, params = model_and_params()
     assert all(4 not in document for document in CORPUS)
     logits, _ = run(model, params, draw_tokens())
@@ -128,7 +128,7 @@ def test_uncounted_token_has_nonzero_probability():
 
 @pytest.mark.slow_except("7")
 @pytest.mark.parametrize("vocab_size", [7, 8, 256])
-def test_full_vocabulary_is_searched_completely(vocab_size):
+def test_ngram_search_covers_full_vocabulary(vocab_size):
     """Binary search is tested around a power of two, including the start symbol."""
     corpus = [np.random.default_rng(vocab_size).permutation(vocab_size) for _ in range(3)]
     config, params = count_ngrams(NgramConfig(vocab_size=vocab_size, order=2), corpus)
@@ -154,7 +154,7 @@ def test_ngrams_do_not_cross_documents():
 
 
 @pytest.mark.slow
-def test_context_excludes_other_documents_and_padding():
+def test_ngram_context_excludes_other_documents_and_padding():
     model, params = model_and_params()
     tokens = draw_tokens()
     segments = np.array([[3] * 4 + [7] * 2 + [3] * 5, [1] * 11, [0] * 3 + [5] * 8], np.int32)
@@ -190,7 +190,7 @@ def test_greedy_decode_matches_full_forward():
 
 
 @pytest.mark.slow
-def test_exhaustive_beam_search_finds_the_most_probable_text():
+def test_exhaustive_beam_search_finds_most_probable_text():
     """With V^2 beams, a search of three tokens is exhaustive."""
     model, params = model_and_params()
     prompt, state = np.array([[2, 0], [1, 1]], np.int32), init_recent_tokens(counted()[0], 2)
@@ -207,7 +207,7 @@ def test_exhaustive_beam_search_finds_the_most_probable_text():
         assert_near(beams.log_probs[row, 0], every[best], 3 * FORWARD_F32)
 
 
-def test_parameter_shapes_follow_from_nodes():
+def test_ngram_parameter_shapes_depend_on_node_counts():
     """A checkpoint template needs only `nodes`, without counting."""
     config, params = counted()
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
@@ -221,7 +221,7 @@ def test_parameter_shapes_follow_from_nodes():
 
 
 @pytest.mark.slow
-def test_large_vocabularies_do_not_overflow():
+def test_large_ngram_vocabularies_do_not_overflow():
     """The node ids times the vocabulary size exceed 2**31."""
     config = NgramConfig(vocab_size=2**17, order=3)
     tokens = np.random.default_rng(3).permutation(2**17)[: 2**16].astype(np.int32)
@@ -249,13 +249,13 @@ def test_large_vocabularies_do_not_overflow():
         (dict(nodes=3), "nodes is 3: must be"),
     ],
 )
-def test_invalid_config_is_refused(arguments, message):
+def test_invalid_config_is_rejected(arguments, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         NgramConfig(**arguments)
 
 
 @pytest.mark.slow
-def test_wrong_arguments_are_refused():
+def test_invalid_arguments_are_rejected():
     config = NgramConfig(vocab_size=VOCAB, order=3)
     with pytest.raises(ConfigError, match="nodes is None: count first"):
         init_params(config, jax.random.key(0))
@@ -276,7 +276,7 @@ def test_wrong_arguments_are_refused():
 
 
 @pytest.mark.slow
-def test_traced_unknown_token_makes_its_contexts_nan():
+def test_traced_unknown_token_makes_affected_contexts_nan():
     model, params = model_and_params()
     tokens = draw_tokens()
     tokens[1, 2] = VOCAB

@@ -126,7 +126,7 @@ def edits(names: list[str], strengths: jax.Array) -> dict:
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_every_place_has_its_shape_and_capture_changes_nothing(kind):
+def test_captured_places_have_documented_shapes_without_side_effects(kind):
     names = places_of(kind)
     *results, captured = run(kind, capture=tuple(names))
     assert set(captured) == set(names)  # jit sorts the names
@@ -150,7 +150,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_captured_values_match_the_formulas():
+def test_captured_values_match_formulas():
     """Compute each value in float64 from the captured values before it."""
     captured = {k: exact(v) for k, v in run("rnn", capture=("*", "layer_*/*"))[2].items()}
     cell = jax.tree.map(exact, model_and_params("rnn")[1]["decoder"]["cell_0"])
@@ -195,7 +195,7 @@ def test_captured_values_match_the_formulas():
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in WITHOUT_STATE])
-def test_edits_with_a_state_match_the_full_pass(kind):
+def test_edits_with_decoding_state_match_full_forward(kind):
     """Edit one place at a time, token by token; `vmap` maps over the edited place."""
     model, params = model_and_params(kind)
     names = [name for name in places_of(kind) if not name.endswith("key_positions")]
@@ -235,7 +235,7 @@ def test_tagger_can_be_edited_at_every_place():
 
 
 @pytest.mark.slow
-def test_captured_state_has_the_right_gradient():
+def test_captured_state_has_correct_gradient():
     """Compare with finite differences; the second layer has no gradient."""
 
     def loss(strength, params=None):
@@ -252,7 +252,7 @@ def test_captured_state_has_the_right_gradient():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lstm", "rnn, dot", "window", "ngram"])
-def test_generation_edits_and_captures_match_the_model(kind):
+def test_edits_and_captures_in_generation_match_full_forward(kind):
     """Each token is the argmax of the edited model's full pass."""
     model, params = model_and_params(kind)
     place = "logits" if kind == "ngram" else "layer_0/hidden"
@@ -270,7 +270,7 @@ def test_generation_edits_and_captures_match_the_model(kind):
 
 
 @pytest.mark.slow
-def test_unknown_place_is_refused():
+def test_unknown_place_is_rejected():
     for kind, options, message in (
         ("lstm", dict(capture=("layer_2/hidden",)), "no place is named 'layer_2/hidden': "),
         ("rnn", dict(capture=("layer_0/cell",)), "no place is named 'layer_0/cell'"),
@@ -293,7 +293,7 @@ def test_unknown_place_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_program_is_unchanged_without_captures_and_edits(kind):
+def test_program_is_unchanged_without_captures_or_edits(kind):
     model, params = model_and_params(kind)
     more = dict(source=draw(S, 5)) if has_source(kind) else {}
     tokens = frames() if kind == "streaming" else draw(T)

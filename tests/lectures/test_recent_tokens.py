@@ -89,7 +89,7 @@ def oracle_forward(config, params, tokens) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_forward_matches_the_formula(name):
+def test_forward_pass_matches_formula(name):
     config, tokens = CONFIGS[name], draw_tokens()
     logits, state = run(config, parameters(config), tokens)
     assert logits.shape == (ROWS, TOKENS, VOCAB) and logits.dtype == jnp.float32
@@ -101,7 +101,7 @@ def test_forward_matches_the_formula(name):
 
 
 @of_both
-def test_prediction_depends_only_on_its_context(name):
+def test_prediction_depends_only_on_context_window(name):
     """A changed token affects exactly C predictions, where C = L (k - 1) + 1 for convolutions."""
     config, tokens = CONFIGS[name], draw_tokens()
     other = np.array(tokens)
@@ -136,7 +136,7 @@ def test_packed_documents_match_separate_documents(name):
 
 @pytest.mark.slow_except("window")
 @of_both
-def test_padded_chunks_match_the_full_pass(name):
+def test_padded_chunks_match_full_forward(name):
     """Each row has padding at different positions."""
     config, rng = CONFIGS[name], np.random.default_rng(23)
     params, state = parameters(config), init_recent_tokens(config, ROWS)
@@ -157,7 +157,7 @@ def test_padded_chunks_match_the_full_pass(name):
         assert_near(np.array(found), oracle_forward(config, params, tokens), 3 * FORWARD_F32)
 
 
-def test_small_chunks_match_the_full_pass():
+def test_small_chunks_match_full_forward():
     """With chunks of several tokens, each convolution runs once along the chunk."""
     params, tokens = parameters(CONVOLUTION), draw_tokens()
     whole, after = run(CONVOLUTION, params, tokens)
@@ -171,7 +171,7 @@ def test_small_chunks_match_the_full_pass():
 
 
 @of_both
-def test_logits_at_indices_match_the_full_pass(name):
+def test_logits_at_indices_match_full_forward(name):
     """An index out of range gives NaN."""
     config, tokens = CONFIGS[name], draw_tokens()
     at = np.array([[TOKENS - 1, 0], [2, -1], [0, TOKENS]], np.int32)
@@ -255,7 +255,7 @@ def test_gradients_match_finite_differences():
     [(DEEP, window, [51, 17, 17]), (CONVOLUTION, convolution, [5, 5, 5])],
     ids=["window", "convolution"],
 )
-def test_dropout_needs_a_key(config, module, widths, monkeypatch):
+def test_dropout_requires_key(config, module, widths, monkeypatch):
     """Dropout is applied to the embeddings, between the layers and before the output."""
     seen, params = [], parameters(config)  # before the patch: initialisation also calls dropout
     monkeypatch.setattr(module, "dropout", lambda x, rate, key: seen.append((x.shape, key)) or x)
@@ -267,7 +267,7 @@ def test_dropout_needs_a_key(config, module, widths, monkeypatch):
     assert [key is None for _, key in seen] == [True] * 3 + [False] * 3
 
 
-def test_parameters_are_counted():
+def test_parameter_count_matches_formula():
     assert num_params(WINDOW) == 31 * 5 + 5 + (15 + 1) * 17 + (17 + 1) * 31
     assert num_params(DEEP) == 32 * 17 + (51 + 1) * 17 + (17 + 1) * 17 + 51 * 31 + 31
     assert num_params(CONVOLUTION) == 2 * 31 * 5 + 31 + 5 + 2 * (3 * 5 * 10 + 10)
@@ -288,12 +288,12 @@ def test_parameters_are_counted():
         (CONVOLUTION, dict(dropout=1.0), "dropout is 1.0: must be at least 0 and below 1"),
     ],
 )  # fmt: skip
-def test_invalid_config_is_refused(config, change, message):
+def test_invalid_config_is_rejected(config, change, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         dataclasses.replace(config, **change)
 
 
-def test_wrong_arguments_are_refused():
+def test_invalid_arguments_are_rejected():
     params, state, right = parameters(WINDOW), init_recent_tokens(WINDOW, ROWS), draw_tokens()
     wrong = draw_tokens()
     wrong[1, 2] = VOCAB
@@ -318,7 +318,7 @@ def test_wrong_arguments_are_refused():
         init_recent_tokens(WINDOW, -1)
 
 
-def test_traced_unknown_token_makes_its_windows_nan():
+def test_traced_unknown_token_makes_affected_windows_nan():
     tokens = draw_tokens()
     tokens[1, 2] = -5
     logits, _ = run(WINDOW, parameters(WINDOW), tokens)

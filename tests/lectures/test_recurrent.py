@@ -235,7 +235,7 @@ def oracle_row(config, params, tokens, row: int):
 
 @pytest.mark.slow
 @every_context
-def test_forward_matches_the_formulas(config):
+def test_forward_pass_matches_formulas(config):
     params, tokens = parameters(config), draw_tokens()
     everything = np.ones(tokens.shape, bool)
     logits, state = run(config, params, tokens, begin(config, params), everything)
@@ -255,7 +255,7 @@ def test_forward_matches_the_formulas(config):
 @pytest.mark.slow
 @pytest.mark.long_except("lstm")
 @every_config
-def test_logits_at_indices_match_the_full_pass(config):
+def test_logits_at_indices_match_full_forward(config):
     params, tokens = parameters(config), draw_tokens()
     at = np.array([[TOKENS - 1], [2], [0]], np.int32)
     step, state = RecurrentStep(build(config)), begin(config, params)
@@ -270,7 +270,7 @@ def test_logits_at_indices_match_the_full_pass(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [*CONFIGS.values(), STATE], ids=[*CONFIGS, "dot state"])
-def test_padded_chunks_match_the_full_pass(config):
+def test_padded_chunks_match_full_forward(config):
     """Each row has padding at different positions; padding changes no bit of the state."""
     params, rng = parameters(config), np.random.default_rng(23)
     state = begin(config, params)
@@ -327,7 +327,7 @@ def test_greedy_decode_matches_full_forward(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [LSTM, ADDITIVE], ids=["lstm", "additive"])
-def test_row_does_not_depend_on_other_rows(config):
+def test_output_row_does_not_depend_on_other_rows(config):
     params, tokens = parameters(config), draw_tokens()
     valid = np.arange(TOKENS)[None] < LENGTHS[:, None]
     logits, state = run(config, params, tokens, begin(config, params), valid)
@@ -344,7 +344,7 @@ def test_row_does_not_depend_on_other_rows(config):
     "config", [ADDITIVE, DOT, dataclasses.replace(DOT, cell="rnn")],
     ids=["additive", "dot", "dot rnn"],
 )  # fmt: skip
-def test_decoding_donates_the_state_but_not_the_callers_arrays(config):
+def test_decoding_donates_state_but_not_caller_arrays(config):
     params, source = parameters(config), jnp.asarray(draw_source())
     prompt, valid = jnp.asarray(draw_tokens()[:, :1]), jnp.asarray(SOURCE_VALID)
     # not compiled, because a compiled program would copy the arrays
@@ -360,7 +360,7 @@ def test_decoding_donates_the_state_but_not_the_callers_arrays(config):
     "config", [ADDITIVE, dataclasses.replace(ADDITIVE, cell="rnn"), DOT],
     ids=["additive", "additive rnn", "dot"],
 )  # fmt: skip
-def test_padding_of_the_source_is_invisible(config):
+def test_source_padding_does_not_affect_output(config):
     """Padding after, between or before the tokens, with NaN embeddings; forward and backward."""
     params, tokens = parameters(config), draw_tokens()
     source, valid = draw_source(), np.array(SOURCE_VALID)
@@ -401,7 +401,7 @@ def test_empty_source_has_zero_attention_weights(config):
 
 @pytest.mark.slow
 @every_config
-def test_rows_of_a_state_can_be_gathered(config):
+def test_state_rows_can_be_gathered(config):
     """Beams and forks gather rows; the first axis of every leaf is B."""
     params, prompt = parameters(config), draw_tokens()
     valid = np.ones(prompt.shape, bool)
@@ -485,7 +485,7 @@ def oracle_tags(config, params, tokens) -> np.ndarray:
 
 @pytest.mark.long_except("tied rnn")
 @pytest.mark.parametrize("config", [TAGGER, TIED], ids=["lstm", "tied rnn"])
-def test_tagger_reads_each_document_in_both_directions(config):
+def test_tagger_processes_each_document_in_both_directions(config):
     """Padding before, between and after the tokens; packed, and with one document per row."""
     params, tokens = parameters(config), draw_tokens()
     read = jax.jit(partial(build(config).apply, {"params": params}))
@@ -506,7 +506,7 @@ def test_tagger_reads_each_document_in_both_directions(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
-def test_classes_are_computed_from_the_final_states_of_both_directions(cell):
+def test_classifier_uses_final_states_from_both_directions(cell):
     """Padding before, between and after the tokens of a row."""
     config = dataclasses.replace(TAGGER, cell=cell, num_classes=3)
     params, tokens = parameters(config), draw_tokens()
@@ -530,7 +530,7 @@ def test_tagger_without_classes_has_no_head():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [LSTM, RNN_TAGGER], ids=["lstm", "rnn tagger"])
-def test_padding_of_the_target_has_no_gradient(config):
+def test_target_padding_has_no_gradient(config):
     params, tokens = parameters(config), draw_tokens()
     tokens = np.where(PADDED, np.where(tokens == 1, 2, tokens), 1)
     params["embed"]["tokens"][1] = np.nan
@@ -545,7 +545,7 @@ def test_padding_of_the_target_has_no_gradient(config):
     assert np.asarray(slopes["embed"]["tokens"])[2].any()
 
 
-def test_tagger_has_neither_step_nor_state():
+def test_tagger_has_no_decoding_step_or_state():
     with pytest.raises(ValueError, match="model is a RecurrentTagger: it is bidirectional"):
         make_step(build(TAGGER))
     with pytest.raises(ValueError, match="bidirectional is True: a bidirectional model has no"):
@@ -556,7 +556,7 @@ def test_tagger_has_neither_step_nor_state():
 
 
 @pytest.mark.slow
-def test_dropout_needs_a_key():
+def test_dropout_requires_key():
     config = dataclasses.replace(LSTM, dropout=0.3)
     params, tokens = parameters(config), draw_tokens()
     apply = jax.jit(build(config).apply)
@@ -571,7 +571,7 @@ def test_dropout_needs_a_key():
 
 
 @pytest.mark.slow
-def test_dropout_is_between_layers_not_between_time_steps(monkeypatch):
+def test_dropout_applies_between_layers_but_not_time_steps(monkeypatch):
     """Dropout is also applied to embeddings and before the output, with separate keys."""
     config = dataclasses.replace(GENERAL, dropout=0.3)
     params, seen = parameters(config), []
@@ -651,7 +651,7 @@ def test_encoder_decoder_learns_to_reverse(fresh):
 
 
 @pytest.mark.slow
-def test_parameters_are_counted():
+def test_parameter_count_matches_formula():
     cell = 3 * 17  # a GRU: three gates, plus one more bias
     decoder = (5 + 34 + 17 + 1) * cell + 17 + (17 + 17 + 1) * cell + 17
     encoder = 2 * ((5 + 17 + 1) * cell + 17 + (34 + 17 + 1) * cell + 17)
@@ -668,7 +668,7 @@ def test_parameters_are_counted():
 
 
 @pytest.mark.slow
-def test_initial_parameters_follow_the_key(fresh):
+def test_initial_parameters_depend_only_on_key(fresh):
     other = init_params(REVERSE, jax.random.key(2))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(fresh))
     for table in (fresh["embed"]["tokens"], fresh["embed"]["output"], fresh["encoder"]["tokens"]):
@@ -676,7 +676,7 @@ def test_initial_parameters_follow_the_key(fresh):
     assert (fresh["embed"]["tokens"] != other["embed"]["tokens"]).all()
 
 
-def test_equal_steps_are_equal_and_hash_equally():
+def test_steps_with_equal_settings_are_equal_and_hash_equally():
     one, two = (RecurrentStep(build(dataclasses.replace(DOT))) for _ in range(2))
     assert one == two and hash(one) == hash(two)
 
@@ -709,14 +709,14 @@ SOURCED = dict(source_vocab_size=5)
          "tie_embeddings is True: needs d_embed 5 to equal d_hidden 128"),
     ],
 )  # fmt: skip
-def test_invalid_config_is_refused(start, change, message):
+def test_invalid_config_is_rejected(start, change, message):
     valid = RecurrentConfig(**start)
     with pytest.raises(ConfigError, match=f"^{message}"):
         dataclasses.replace(valid, **change)
 
 
 @pytest.mark.slow
-def test_wrong_arguments_are_refused_before_anything_is_computed():
+def test_invalid_arguments_are_rejected_before_computation():
     """`generate` is called without parameters, which shows that it checks before compiling."""
     step, state = RecurrentStep(build(LSTM)), init_recurrent_state(LSTM, ROWS)
     wrong = draw_tokens()
@@ -749,7 +749,7 @@ def test_wrong_arguments_are_refused_before_anything_is_computed():
 
 
 @pytest.mark.parametrize("config", [LSTM, DOT], ids=["lstm", "dot"])
-def test_rngs_are_refused_with_the_alternative(config):
+def test_rngs_argument_error_suggests_alternative(config):
     model, tokens = build(config), draw_tokens()
     arguments = {} if config.source_vocab_size is None else {"source": draw_source()}
     with pytest.raises(ValueError, match="rngs contains 'dropout': pass the dropout key"):
@@ -757,7 +757,7 @@ def test_rngs_are_refused_with_the_alternative(config):
 
 
 @pytest.mark.slow
-def test_inconsistent_source_and_state_are_refused():
+def test_inconsistent_source_and_state_are_rejected():
     model, params = build(ADDITIVE), parameters(ADDITIVE)
     apply, tokens, source = partial(model.apply, {"params": params}), draw_tokens(), draw_source()
     state = begin(ADDITIVE, params)

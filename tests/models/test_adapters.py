@@ -53,7 +53,7 @@ def logits(config, params, tokens=TOKENS, **given):
 @pytest.mark.long_except("encoder-decoder-False")
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
-def test_adapted_logits_match_summed_kernel(kind, scan):
+def test_adapted_logits_match_kernel_plus_adapter(kind, scan):
     config = dataclasses.replace(MODELS[kind], scan_layers=scan)
     params = init_params(config, jax.random.key(0))
     adapters = random_adapters(params)
@@ -64,7 +64,7 @@ def test_adapted_logits_match_summed_kernel(kind, scan):
 
 
 @pytest.mark.slow
-def test_adapter_gradients_match_sum_and_frozen_kernels_get_none():
+def test_adapter_gradients_match_sum_and_frozen_kernels_have_none():
     config = MODELS["decoder"]
     params = init_params(config, jax.random.key(0))
     adapters = random_adapters(params)
@@ -133,7 +133,7 @@ def test_dropout_applies_to_cross_attention_adapter_input(name):
 
 
 @pytest.mark.slow
-def test_scanned_stack_draws_same_dropout_bits_as_looped():
+def test_scanned_and_looped_stacks_draw_same_dropout_bits():
     lora = dataclasses.replace(LORA, dropout=0.5)
     config = MODELS["decoder"]
     params = init_params(config, jax.random.key(0))
@@ -163,7 +163,7 @@ def test_each_row_uses_its_own_adapter(scan):
 
 
 @pytest.mark.slow
-def test_per_row_adapters_generate_same_tokens_as_merged():
+def test_per_row_and_merged_adapters_generate_same_tokens():
     config = MODELS["decoder"]
     params = init_params(config, jax.random.key(0))
     several = [random_adapters(params, seed) for seed in (1, 2)]
@@ -180,7 +180,7 @@ def test_per_row_adapters_generate_same_tokens_as_merged():
 
 
 @pytest.mark.slow
-def test_adapters_that_do_not_fit_raise_error():
+def test_adapters_with_mismatched_shapes_raise_error():
     config = MODELS["decoder"]
     params = init_params(config, jax.random.key(0))
     adapters = random_adapters(params)

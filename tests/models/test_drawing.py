@@ -49,7 +49,7 @@ def one_program(config, key):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
-def test_parameters_match_single_program_bitwise(name, key, monkeypatch):
+def test_initial_parameters_match_single_program_bitwise(name, key, monkeypatch):
     monkeypatch.setattr(drawing, "CHUNK", 1000)  # no size is a multiple of it
     drawing._normal_chunk.clear_cache()
     found = init_params(CONFIGS[name], key)
@@ -74,7 +74,7 @@ def test_normal_numbers_match_jax_bitwise(std, key):
 
 
 @pytest.mark.slow
-def test_more_layers_and_other_widths_reuse_compiled_programs(key):
+def test_initialization_programs_are_reused_across_depths_and_widths(key):
     """The model's other parameters are constants, which need no compilation."""
     compiled = []
 
@@ -111,7 +111,7 @@ def test_other_key_types_match_single_program(impl):
 
 
 @pytest.mark.slow
-def test_traced_key_gives_same_parameters(key):
+def test_traced_key_produces_same_parameters(key):
     traced = jax.jit(partial(init_params, ONE_LAYER))(key)
     assert_same_bits(init_params(ONE_LAYER, key), traced)
     shapes = jax.eval_shape(lambda: init_params(ONE_LAYER, key))

@@ -121,7 +121,7 @@ def drawn(rng, path, leaf):
 
 @pytest.mark.slow_except("all")
 @pytest.mark.parametrize("kind", ROUTERS)
-def test_experts_match_float64_oracle_with_gradients(kind):
+def test_expert_outputs_and_gradients_match_float64(kind):
     """Compare outputs, and gradients with central differences."""
     experts = ROUTERS[kind]
     config, params = made(experts)
@@ -157,7 +157,7 @@ def test_experts_match_float64_oracle_with_gradients(kind):
 @pytest.mark.slow_except("two-40")
 @pytest.mark.parametrize("rows", [1, 5, 40, 300])
 @pytest.mark.parametrize("used", ["all", "one", "two"])
-def test_rows_meet_their_expert_for_any_distribution(rows, used):
+def test_rows_reach_assigned_expert_for_any_distribution(rows, used):
     rng = np.random.default_rng(rows)
     x, w = rng.normal(size=(rows, 3)), rng.normal(size=(6, 3, 4))
     chosen = {"all": rng.integers(0, 6, rows), "one": np.full(rows, 4)}.get(used)
@@ -196,7 +196,7 @@ def test_router_losses_match_formulas(padded):
 
 
 @pytest.mark.slow
-def test_balance_loss_of_even_use_is_one():
+def test_balance_loss_is_one_for_uniform_routing():
     logits = np.tile(np.eye(4, dtype=np.float32) * 1e-4, (2, 1, 1))
     balance, _ = router_losses(Experts(count=4, top_k=1), jnp.asarray(logits))
     np.testing.assert_allclose(balance, 1, rtol=1e-4)
@@ -264,7 +264,7 @@ def test_nonfinite_token_does_not_affect_other_tokens():
 
 
 @pytest.mark.slow
-def test_hidden_layer_of_experts_can_be_captured_and_edited():
+def test_expert_hidden_layer_can_be_captured_and_edited():
     config, params = made(Experts(count=4, top_k=2, normalize=False))
     hidden, router = "block_0/feed_forward/hidden", "block_0/feed_forward/router"
     place_in, place_out = "block_0/feed_forward/input", "block_0/feed_forward/output"
@@ -280,7 +280,7 @@ def test_hidden_layer_of_experts_can_be_captured_and_edited():
 
 
 @pytest.mark.slow
-def test_edit_of_router_changes_chosen_expert():
+def test_editing_router_changes_selected_expert():
     config, params = made(Experts(count=4, top_k=1))
     own = params["decoder"]["block_0"]["feed_forward"]
     third = {"block_0/feed_forward/router": lambda r: r.at[:, :, 2].set(100.0)}
@@ -341,7 +341,7 @@ def test_several_adapters_per_expert_raise_error():
 
 
 @pytest.mark.slow
-def test_decode_step_reads_only_chosen_experts():
+def test_decode_step_reads_only_selected_experts():
     def read(count):
         experts = Experts(count=count, top_k=2)
         config = replace(CONFIG, experts=experts, d_model=64, d_ff=256, num_layers=1)
@@ -356,7 +356,7 @@ def test_decode_step_reads_only_chosen_experts():
     assert 2 * one < few and many - few < one
 
 
-def test_active_params_and_flops_count_only_chosen_experts():
+def test_active_parameters_and_flops_include_only_selected_experts():
     config = replace(CONFIG, experts=Experts(count=8, top_k=2, d_ff=10, shared_d_ff=6), d_ff=None)
     attention = 12 * 12 * 4
     forward = 3 * 12 * 10
@@ -367,14 +367,14 @@ def test_active_params_and_flops_count_only_chosen_experts():
     assert forward_flops(config, 5) == 5 * products + 15 * 2 * 2 * 12
 
 
-def test_drawing_states_number_of_chosen_experts():
+def test_architecture_drawing_states_number_of_selected_experts():
     config = replace(CONFIG, experts=Experts(count=8, top_k=2, d_ff=10), d_ff=None)
     boxes = [item for item in block_items(config, "decoder") if getattr(item, "name", "") != ""]
     lines = next(box.lines for box in boxes if box.name == "feed_forward")
     assert lines == ["router: 2 of 8 experts", "gate 10 · up 10 · silu", "down 12"]
 
 
-def test_chosen_experts_are_sorted_by_score():
+def test_selected_experts_are_sorted_by_score():
     logits = [[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]]
     chosen, weights = choose(Experts(count=3, top_k=2), logits)
     assert chosen.tolist() == [[1, 2], [0, 1]]
@@ -409,7 +409,7 @@ def test_export_with_symbolic_batch_matches_model():
 
 
 @pytest.mark.slow
-def test_empty_batch_gives_empty_output():
+def test_empty_batch_produces_empty_output():
     config, params = made(Experts(count=4, top_k=2))
     own = params["decoder"]["block_0"]["feed_forward"]
     y = ExpertFeedForward(config).apply({"params": own}, jnp.zeros((0, 5, config.d_model)))
@@ -417,7 +417,7 @@ def test_empty_batch_gives_empty_output():
 
 
 @pytest.mark.slow
-def test_backward_pass_stores_no_copy_of_matrices_per_block():
+def test_backward_pass_does_not_copy_expert_matrices_per_block():
     def scratch(rows):
         def loss(x, w, chosen):
             return (by_expert(lambda x, own, _: x @ own[0][0], x, chosen, ((w, None),)) ** 2).sum()
@@ -449,7 +449,7 @@ def test_invalid_expert_configs_raise_error(changes, message):
         replace(CONFIG, experts=Experts(**changes))
 
 
-def test_parameters_of_another_feed_forward_raise_error():
+def test_parameters_from_another_feed_forward_type_raise_error():
     _, params = made(Experts(count=4, top_k=2))
     dense = replace(CONFIG, experts=None)
     with pytest.raises(ScopeParamShapeError, match="feed_forward/up"):

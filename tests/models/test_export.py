@@ -62,7 +62,7 @@ def deserialized(function, *arguments):
 @pytest.mark.slow
 @pytest.mark.long_except("ring with sinks", "window")
 @pytest.mark.parametrize("name", CASES)
-def test_deserialized_step_gives_same_logits_and_state(name, key):
+def test_deserialized_step_returns_same_logits_and_state(name, key):
     config = CASES[name]
     model, params = build(config), init_params(config, key)
     carried = "cache" if isinstance(config, ModelConfig) else "state"

@@ -129,7 +129,7 @@ def test_head_mask_gradient_matches_central_differences(case, rng):
 
 
 @pytest.mark.slow
-def test_mask_without_layer_axis_applies_to_all_layers(rng):
+def test_head_mask_without_layer_axis_applies_to_all_layers(rng):
     config, tokens, _, params, _ = random_case("decoder", rng)
     mask = np.array([1.0, 0.0, 0.5], np.float32)
     got, _ = jax.jit(masked(config, {OWN: mask}).apply)({"params": params}, tokens)
@@ -158,7 +158,7 @@ def test_head_mask_affects_classifier(rng):
     assert_near(got, oracle.classify(config, scaled(config, params, masks), tokens), MODEL_F32)
 
 
-def test_without_mask_no_multiplication_is_added():
+def test_program_without_head_mask_has_no_extra_multiplication():
     """A mask adds one multiplication per layer; no mask adds none."""
     config, tokens = dataclasses.replace(SMALL, num_layers=1), np.zeros((2, 7), np.int32)
 
@@ -195,7 +195,7 @@ def test_without_mask_no_multiplication_is_added():
         ("block_*/residual", np.ones(3, np.float32), r"block_\*/residual has no heads"),
     ],
 )
-def test_masks_with_wrong_shape_or_dtype_raise_error(place, mask, message, rng):
+def test_head_masks_with_wrong_shape_or_dtype_raise_error(place, mask, message, rng):
     config, tokens = dataclasses.replace(SMALL, **BOTH), np.zeros((2, 7), np.int32)
     with pytest.raises(ValueError, match=message):
         apply = partial(masked(config, {place: mask}).apply, source=tokens)

@@ -75,7 +75,7 @@ def tokens_of(config: ModelConfig, positions: np.ndarray) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_hidden_states_match_oracle(case, rng):
+def test_hidden_states_match_reference(case, rng):
     change, positions = CASES[case]
     config, x, params = random_case(change, rng)
     arguments = {} if positions is None else dict(positions=positions)
@@ -92,7 +92,7 @@ def test_hidden_states_match_oracle(case, rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["patches-learned", "frames-sinusoidal"])
-def test_class_logits_match_oracle(case, rng):
+def test_class_logits_match_reference(case, rng):
     """The head reads the state of the class token, or of the first valid frame."""
     change, positions = CASES[case]
     config, x, params = random_case(dict(change, num_classes=3), rng)
@@ -145,7 +145,7 @@ def test_encoder_with_inputs_has_no_token_table():
 @pytest.mark.slow
 @pytest.mark.long_except("one")
 @pytest.mark.parametrize("inputs", [FRAMES, WIDE], ids=["two", "one"])
-def test_frame_positions_match_output_count_without_padding(inputs):
+def test_frame_position_count_matches_unpadded_output(inputs):
     for frames in range(1, LENGTH + 1):
         for left in (0, 1, 2, LENGTH - frames):
             index = np.arange(LENGTH + 2) - left
@@ -160,7 +160,7 @@ def test_frame_positions_match_output_count_without_padding(inputs):
 
 
 @pytest.mark.slow
-def test_padded_frames_match_unpadded(rng):
+def test_padded_and_unpadded_frames_produce_same_output(rng):
     """Compare states and gradients of a row without padding and with up to 4 padding frames.
 
     The contents of padding, even NaN, do not change any bit.
@@ -231,7 +231,7 @@ BOTH: dict[str, tuple[dict[str, Any], np.ndarray | None]] = {
 @pytest.mark.slow
 @pytest.mark.long_except("patches")
 @pytest.mark.parametrize("case", BOTH)
-def test_sequences_generated_from_inputs_match_oracle(case, rng):
+def test_sequences_generated_from_inputs_match_reference(case, rng):
     """Compare full-forward logits, greedy search and beam search."""
     change, positions = BOTH[case]
     config, source, params = random_case(dict(change, kind="encoder-decoder"), rng)
@@ -257,7 +257,7 @@ def test_sequences_generated_from_inputs_match_oracle(case, rng):
 
 
 @pytest.mark.slow
-def test_scan_and_remat_of_patch_encoder_match_oracle(rng):
+def test_patch_encoder_with_scan_and_remat_matches_reference(rng):
     config, x, params = random_case(dict(inputs=PATCHES, num_layers=2), rng)
     scanned = dataclasses.replace(config, scan_layers=True, remat="full")
     want = oracle.encode(config, params, x)
@@ -293,7 +293,7 @@ def test_inputs_with_wrong_shape_or_dtype_raise_error(inputs, x, message):
 
 
 @pytest.mark.slow
-def test_contradictory_arguments_raise_error(rng):
+def test_contradictory_model_arguments_raise_error(rng):
     config, x, params = random_case(dict(inputs=PATCHES), rng)
     ids = np.zeros((2, 7), np.int32)
     for more, message in (

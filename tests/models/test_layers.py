@@ -58,7 +58,7 @@ def test_norms_match_formulas(rng, size, eps):
         ("norm_order", "post"), ("norm_order", "sandwich"), ("norm_order", "output"),
     ],
 )  # fmt: skip
-def test_norm_fields_without_norm_raise_error(field, value):
+def test_norm_options_without_norm_raise_error(field, value):
     with pytest.raises(ConfigError, match=f"{field} is {value!r}: needs a norm, but norm is None"):
         dataclasses.replace(SMALL, norm=None, **{field: value})
     parallel = dataclasses.replace(SMALL, norm=None, norm_order="parallel", qk_norm=True)
@@ -89,7 +89,7 @@ def test_layer_norm_survives_a_large_mean(rng):
 
 @pytest.mark.slow_except("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_norms_of_low_precision_round_once(rng, dtype):
+def test_low_precision_norms_round_once(rng, dtype):
     """The result equals that of a float32 computation, rounded at the end."""
     x = (rng.standard_normal((5, 127)) * 30).astype(dtype)
     scale = rng.standard_normal(127).astype(np.float32)
@@ -101,7 +101,7 @@ def test_norms_of_low_precision_round_once(rng, dtype):
 
 
 @pytest.mark.slow
-def test_norm_of_constant_vector_is_finite_with_gradient():
+def test_constant_vector_has_finite_norm_and_gradient():
     x = jnp.full((2, 7), 3.0)
     assert np.abs(layer_norm(x, None, None)).max() < 1e-3
     for norm in (lambda x: layer_norm(x, None, None), lambda x: rms_norm(0 * x, None)):
@@ -149,7 +149,7 @@ def test_dropout_scales_kept_elements(key):
 
 
 @pytest.mark.parametrize("rate", [1e-6, 3e-7, 1 - 1e-6, 1 - 1e-8, 1 - 1e-10])
-def test_dropout_keeps_the_mean_at_rates_near_zero_and_one(rate, monkeypatch):
+def test_dropout_preserves_mean_at_extreme_rates(rate, monkeypatch):
     """Replace random bits by a grid around the threshold, so that shares are exact."""
     edge = round((1 - rate) * 2**32)  # bits below this are kept
     bits = np.clip(edge + np.arange(-1100, 1101), 0, 2**32 - 1).astype(np.uint32)
@@ -160,7 +160,7 @@ def test_dropout_keeps_the_mean_at_rates_near_zero_and_one(rate, monkeypatch):
     assert y.max() * count / 2**32 == pytest.approx(1, abs=1e-6)
 
 
-def test_dropout_follows_its_key_and_keeps_the_dtype(key):
+def test_dropout_is_determined_by_key_and_preserves_dtype(key):
     """Without a key or a rate, dropout is the identity."""
     x = np.ones((7, 11), jnp.bfloat16)
     assert dropout(x, 0.5, None) is x and dropout(x, 0.0, key) is x
@@ -179,7 +179,7 @@ def test_split_keys_differ_or_are_all_absent(key):
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.int16, np.int8, np.uint8, np.uint32])
-def test_lookup_supports_ids_of_any_width(rng, dtype):
+def test_embedding_lookup_supports_any_integer_width(rng, dtype):
     """The length of the table may exceed the range of the ids' dtype, as for uint8 bytes."""
     sizes = (31, 127, 200, 256, 300)
     tables = [rng.standard_normal((vocab, 3)).astype(np.float32) for vocab in sizes]
@@ -192,7 +192,7 @@ def test_lookup_supports_ids_of_any_width(rng, dtype):
 
 @pytest.mark.slow_except("-1")
 @pytest.mark.parametrize("wrong", [-1, -7, 31, 2**31 - 1, -(2**31)])
-def test_lookup_out_of_range_gives_nan(rng, wrong):
+def test_out_of_range_embedding_lookup_returns_nan(rng, wrong):
     table = rng.standard_normal((31, 3)).astype(np.float32)
     ids = np.array([[3, wrong, 30]], np.int32)
     taken = jax.jit(jax.grad(lambda table: (lookup(table, ids)[0, 1].sum(), lookup(table, ids)),
@@ -206,7 +206,7 @@ def test_lookup_out_of_range_gives_nan(rng, wrong):
 
 @pytest.mark.slow_except("256", "300")
 @pytest.mark.parametrize("vocab", [200, 256, 300])
-def test_lookup_of_negative_int8_id_gives_nan(rng, vocab):
+def test_negative_int8_embedding_lookup_returns_nan(rng, vocab):
     """300 does not fit an int8; wrapped to 44, it would index a valid row."""
     table = rng.standard_normal((vocab, 3)).astype(np.float32)
     got = np.asarray(jax.jit(lookup)(table, np.array([[-1, 5]], np.int8)))
@@ -226,7 +226,7 @@ def test_lookup_of_negative_int8_id_gives_nan(rng, vocab):
     ],
     ids=str,
 )
-def test_wrong_tokens_raise_with_position_and_value(tokens, message):
+def test_invalid_token_error_names_position_and_value(tokens, message):
     with pytest.raises(ValueError, match=message):
         check_tokens(tokens, 31)
     model = build(SMALL)
@@ -242,7 +242,7 @@ def test_float_tokens_raise_under_jit():
         model.apply({"params": {}}, [[1, 2], [3, 4]])
 
 
-def test_number_as_key_raises_error():
+def test_integer_passed_as_key_raises_error():
     with pytest.raises(ValueError, match="key is 0: must be a single key"):
         init_params(SMALL, 0)
     with pytest.raises(ValueError, match="key is 0: must be a single key"):
@@ -288,7 +288,7 @@ def test_logits_and_gradients_match_float64_for_any_row_count(rng, key, rows):
         assert_near(got, want, FORWARD_F32)
 
 
-def test_embeddings_use_dropout_with_key(rng):
+def test_embedding_dropout_uses_key(rng):
     embed = Embed(dataclasses.replace(SMALL, dropout=0.3, positions="none"))
     tokens, places = np.arange(31, dtype=np.int32)[None], np.arange(31, dtype=np.int32)
     params = {"tokens": rng.standard_normal((31, 14)).astype(np.float32)}
@@ -331,7 +331,7 @@ def test_one_row_projection_and_gradients_match_float64(rng):
 
 
 @pytest.mark.slow
-def test_branch_output_uses_dropout_with_key(rng, key):
+def test_branch_output_dropout_uses_key(rng, key):
     config = dataclasses.replace(SMALL, dropout=0.25)
     block = Block(config, number=0)
     x = jnp.asarray(rng.standard_normal((2, 31, 14)), jnp.float32)
@@ -414,7 +414,7 @@ def test_block_applies_norms_in_configured_order(rng, key, order):
 
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("offset", [False, True])
-def test_qk_norm_uses_config_eps(rng, key, offset):
+def test_query_key_norm_uses_configured_epsilon(rng, key, offset):
     """Use an eps that is as large as the mean square of queries and keys."""
     config = dataclasses.replace(
         SMALL, qk_norm=True, norm_eps=0.3, positions="none", norm_unit_offset=offset

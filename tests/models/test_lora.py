@@ -115,7 +115,7 @@ def test_scanned_and_looped_stacks_have_same_adapters(params):
 
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("rslora", [False, True])
-def test_adapted_kernel_is_w_plus_scale_a_b(params, rslora):
+def test_adapted_kernel_adds_scaled_low_rank_product(params, rslora):
     config = dataclasses.replace(ALL, rslora=rslora)
     adapters = trained(params, config)
 
@@ -181,7 +181,7 @@ def test_training_updates_only_adapters(params, scan):
 
 
 @pytest.mark.slow
-def test_merge_keeps_dtype_and_rounds_once(params):
+def test_merging_adapters_preserves_dtype_and_rounds_once(params):
     adapters = trained(params)
     merged = merge_lora(params, adapters, ALL)
     jax.tree.map(assert_same_bits, merged, apply_lora(params, adapters, ALL))
@@ -198,7 +198,7 @@ def test_merge_keeps_dtype_and_rounds_once(params):
         assert_near(summed, exact, 1e-6, path)
 
 
-def test_targets_match_path_suffixes(params):
+def test_adapter_targets_match_path_suffixes(params):
     def chosen(*targets, layers=None):
         config = LoraConfig(targets=targets, layers=layers)
         return set(flatten(jax.eval_shape(lambda: init_lora(params, config, jax.random.key(0)))))
@@ -279,7 +279,7 @@ def deltas(params, adapters, config):
     return found
 
 
-def test_saved_files_have_peft_layout(params, tmp_path):
+def test_saved_adapters_have_peft_layout(params, tmp_path):
     config = LoraConfig(rank=3, alpha=6.0, targets=("query", "down"))
     adapters = trained(params, config)
     save_lora(tmp_path, params, adapters, config, NAMES, base_model="tiny")
@@ -316,7 +316,7 @@ def test_saved_files_have_peft_layout(params, tmp_path):
     ],
     ids=["two", "a layer", "mixed"],
 )
-def test_saved_adapters_load_bitwise_looped_or_scanned(params, tmp_path, config):
+def test_saved_adapters_round_trip_in_looped_and_scanned_stacks(params, tmp_path, config):
     adapters = trained(params, config)
     assert save_lora(tmp_path, params, adapters, config, NAMES) == config
     loaded, again = load_lora(tmp_path, params, NAMES)
@@ -360,7 +360,7 @@ def test_interleaved_qkv_adapters_round_trip(params, tmp_path):
 
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("rslora", [False, True])
-def test_fused_weight_stacks_different_adapters(params, tmp_path, rslora):
+def test_fused_weight_combines_different_adapters(params, tmp_path, rslora):
     config = LoraConfig(rank=2, alpha=3.0, targets=("query", "value", "out"), rslora=rslora)
     adapters = trained(params, config)
     written = save_lora(tmp_path, params, adapters, config, FUSED, fan_in_fan_out=True)
@@ -380,7 +380,7 @@ def test_fused_weight_stacks_different_adapters(params, tmp_path, rslora):
     assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
-def test_unsupported_save_raises_error(params, tmp_path):
+def test_saving_unsupported_adapters_raises_error(params, tmp_path):
     adapters = trained(params)
     with pytest.raises(ValueError, match=r"block_0/feed_forward/gate.* no weight in names"):
         save_lora(tmp_path, params, adapters, ALL, FUSED)
@@ -471,7 +471,7 @@ def test_config_that_contradicts_tensors_raises_error(saved, params, changes, me
     assert message in refused(saved, params)
 
 
-def test_neutral_config_keys_do_not_change_loaded_adapters(saved, params):
+def test_config_keys_with_neutral_values_are_ignored(saved, params):
     expected = load_lora(saved, params, NAMES)
     changed(
         saved, use_dora=False, rank_pattern={}, loftq_config={}, layers_to_transform=[0, 1],
@@ -492,7 +492,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
-def test_damaged_config_raises_error(saved, params, text):
+def test_damaged_adapter_config_raises_error(saved, params, text):
     file = saved / "adapter_config.json"
     file.write_bytes(GOOD + b"}")
     load_lora(saved, params, NAMES)
@@ -533,7 +533,7 @@ def test_damaged_tensor_error_names_tensor(saved, params):
 
 
 @pytest.mark.slow
-def test_matrices_finds_exactly_all_kernels(params):
+def test_adapter_target_search_finds_exactly_all_kernels(params):
     assert matrices(params) == {
         f"decoder/block_{i}/{path}": shape for i in range(2) for path, shape in SHAPES.items()
     }

@@ -120,7 +120,7 @@ def test_scanned_custom_block_matches_looped():
 
 
 @pytest.mark.slow
-def test_call_edit_runs_after_block_edit():
+def test_call_edit_is_applied_after_block_edit():
     config = replace(CONFIG, block=Gated())
     params = drawn(config)
     seen = {}
@@ -193,7 +193,7 @@ def test_faulty_custom_block_raises_error(block, message):
         jax.eval_shape(lambda: model.apply({"params": params}, TOKENS))
 
 
-def test_parameters_of_another_block_raise_error():
+def test_parameters_from_another_block_raise_error():
     params = drawn(replace(CONFIG, block=Gated()))
     with pytest.raises(ValueError, match=r"parameters contain .*/own, but block is None"):
         jax.eval_shape(lambda: tj.build(CONFIG).apply({"params": params}, TOKENS))

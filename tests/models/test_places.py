@@ -79,7 +79,7 @@ def tilted(value: jax.Array) -> jax.Array:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_captured_values_have_stated_shapes_and_agree_looped_and_scanned(kind):
+def test_captured_values_match_in_looped_and_scanned_stacks(kind):
     names, plain = places(config_of(kind)), run(kind)[0]
     found = []
     for scanned in (False, True):
@@ -96,7 +96,7 @@ def test_captured_values_have_stated_shapes_and_agree_looped_and_scanned(kind):
         assert_near(scanned[name], looped[name], NEAR, name)
 
 
-def test_scan_captures_requested_blocks():
+def test_scanned_stack_captures_only_requested_blocks():
     requested = "block_1/residual", "block_0/attention/weights", "block_*/attention/output"
     edit = {"block_1/residual": tilted}
     looped, scanned = (
@@ -110,7 +110,7 @@ def test_scan_captures_requested_blocks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
-def test_captured_values_keep_requested_order(kind):
+def test_captured_values_are_returned_in_requested_order(kind):
     requested = ["logits", "block_1/residual", "block_0/attention/weights", "embedding"]
     model = build(config_of(kind))
     more = dict(source=draw(S, 5)) if kind == "encoder-decoder" else {}
@@ -124,7 +124,7 @@ def test_captured_values_keep_requested_order(kind):
 
 
 @pytest.mark.slow
-def test_captured_values_match_oracle():
+def test_captured_values_match_reference():
     """Compare streams and attention weights with the float64 oracle."""
     record: list[np.ndarray] = []
     hidden: list[np.ndarray] = []
@@ -158,7 +158,7 @@ def test_captured_values_satisfy_block_equations():
 
 
 @pytest.mark.parametrize("kind", ["parallel", "parallel, shared"])
-def test_parallel_branches_read_block_input(kind):
+def test_parallel_branches_receive_block_input(kind):
     """Branches do not affect each other, and their outputs are summed."""
     config, rng = config_of(kind, num_layers=1), np.random.default_rng(3)
     shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
@@ -231,7 +231,7 @@ def edits(names: list[str], strengths: jax.Array) -> dict:
 @pytest.mark.slow
 @pytest.mark.long_except("encoder", "post-norm, GLU, T5")
 @pytest.mark.parametrize("kind", KINDS)
-def test_edits_agree_looped_and_scanned(kind):
+def test_edits_match_in_looped_and_scanned_stacks(kind):
     """Edit one place at a time, with a single program mapped over the places."""
     names, plain, found = editable(kind), run(kind)[0], []
     for scanned in (False, True):
@@ -245,7 +245,7 @@ def test_edits_agree_looped_and_scanned(kind):
 
 
 @pytest.mark.slow
-def test_edit_of_one_block_does_not_affect_others():
+def test_editing_one_block_does_not_affect_others():
     names = ("block_0/residual", "block_1/residual")
     plain = run("decoder", capture=names)[2]
     for scanned in (False, True):
@@ -260,7 +260,7 @@ def test_edit_of_one_block_does_not_affect_others():
 @pytest.mark.long_except("decoder-False", "sandwich, Shaw-False")
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("kind", ["decoder", "encoder-decoder", "sandwich, Shaw"])
-def test_edits_with_cache_match_full_forward(kind, scanned):
+def test_edits_during_cached_decode_match_full_forward(kind, scanned):
     """Edit one place at a time while decoding token by token, mapped over the places."""
     config = config_of(kind, scan_layers=scanned)
     model, params = build(config), params_of(kind)
@@ -292,7 +292,7 @@ def test_edits_with_cache_match_full_forward(kind, scanned):
 
 
 @pytest.mark.slow
-def test_edit_has_gradient_of_closed_over_value():
+def test_edit_is_differentiable_with_respect_to_closed_over_value():
     """Compare the gradient of a traced strength with differences, and map over strengths."""
     rng = np.random.default_rng(3)
     direction = rng.standard_normal(14).astype(np.float32)
@@ -313,7 +313,7 @@ def test_edit_has_gradient_of_closed_over_value():
 @pytest.mark.slow
 @pytest.mark.long_except("attention")
 @pytest.mark.parametrize("remat", ["none", "full", "dots", "attention"])
-def test_identity_edit_changes_nothing_with_any_remat(remat):
+def test_identity_edit_changes_nothing_in_any_remat_mode(remat):
     """Logits and gradients do not change."""
     for scanned in (False, True):
         config = config_of("decoder", scan_layers=scanned, remat=remat)
@@ -377,7 +377,7 @@ class OpenSigmoid(Sigmoid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
-def test_custom_implementation_provides_weights_or_raises_error(monkeypatch, scanned):
+def test_custom_attention_returns_weights_or_raises_error(monkeypatch, scanned):
     monkeypatch.setitem(IMPLEMENTATIONS, "open", OpenSigmoid())
     monkeypatch.setitem(IMPLEMENTATIONS, "closed", Sigmoid())
     place = "block_1/attention/weights"
@@ -425,7 +425,7 @@ def test_edits_apply_to_generate_stream_and_beam_search(scanned):
 
 
 @pytest.mark.slow
-def test_edit_that_reads_changed_global_is_retraced():
+def test_edit_that_reads_global_is_retraced_after_change():
     config, params, prompt = config_of("decoder"), params_of("decoder"), draw(3)
     strength = np.float32([0.0])
     step = make_step(build(config), edit={"block_1/residual": lambda x: x * (1 - strength[0])})

@@ -145,7 +145,7 @@ def test_rotated_scores_depend_only_on_distance(rng, shift):
 
 @pytest.mark.slow_except("yarn")
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_rotation_matches_its_paper(rng, name):
+def test_rotary_embedding_matches_paper(rng, name):
     config = ROTATIONS[name]
     x = inside_unit_circles(rng, B, T, N, 64)
     positions = rng.integers(-1, 2048, (B, T)).astype(np.int32)
@@ -156,7 +156,7 @@ def test_rotation_matches_its_paper(rng, name):
 
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("dims", [None, 2, 6])
-def test_frequencies_match_their_paper(name, dims):
+def test_rotary_frequencies_match_paper(name, dims):
     config = dataclasses.replace(ROTATIONS[name], dims=dims)
     if dims == 2 and config.scaling in ("ntk", "dynamic"):
         assert pos.rope_frequencies(config, H)[0] == [1.0]
@@ -164,7 +164,7 @@ def test_frequencies_match_their_paper(name, dims):
         assert_frequencies_are_those_of_the_paper(config, 128)
 
 
-def test_scalings_match_published_numbers():
+def test_rope_scalings_match_published_numbers():
     def w(**settings):
         return pos.rope_frequencies(Rope(**settings), 128)
 
@@ -262,13 +262,13 @@ RELEASED: dict[str, tuple[int, dict]] = {
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_frequencies_match_released_checkpoints(name):
+def test_rotary_frequencies_match_released_checkpoints(name):
     width, settings = RELEASED[name]
     assert_frequencies_are_those_of_the_paper(Rope(**settings), width)
 
 
 @pytest.mark.slow
-def test_pairings_are_permutations_of_each_other(rng):
+def test_rotary_pairings_are_permutations_of_each_other(rng):
     x = inside_unit_circles(rng, B, T, N, H)
     # half layout 0, H/2, 1, ... in interleaved order
     order = np.arange(H).reshape(2, H // 2).T.ravel()
@@ -280,7 +280,7 @@ def test_pairings_are_permutations_of_each_other(rng):
 
 @pytest.mark.slow_except("dynamic")
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_rotation_of_slice_matches_slice_of_rotation(rng, name):
+def test_rotating_slice_matches_slicing_rotation(rng, name):
     x = inside_unit_circles(rng, B, 11, N, H)
     positions = np.array([[0], [1000]], np.int32) + np.arange(11, dtype=np.int32)
     turn = jax.jit(lambda x, positions: pos.apply_rope(x, positions, ROTATIONS[name]))
@@ -289,7 +289,7 @@ def test_rotation_of_slice_matches_slice_of_rotation(rng, name):
 
 
 @pytest.mark.slow
-def test_negative_positions_turn_backwards(rng):
+def test_negative_positions_rotate_backward(rng):
     x = inside_unit_circles(rng, B, T, N, H)
     positions = jnp.asarray([-1, 0, 7, 31, 101])
     there = pos.apply_rope(jnp.asarray(x), positions, Rope())
@@ -327,7 +327,7 @@ def test_half_precision_positions_raise_error(dtype):
         pos.apply_rope(jnp.ones((1, 3, 1, 4)), jnp.arange(3).astype(dtype), Rope())
 
 
-def test_more_rotated_dims_than_head_dim_raise_error():
+def test_rotating_more_than_head_dim_raises_error():
     with pytest.raises(ValueError, match=r"dims is 8.*head_dim 6"):
         pos.rope_frequencies(Rope(dims=8), 6)
 
@@ -340,7 +340,7 @@ def test_unknown_positions_error_lists_names():
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "halves"])
-def test_sinusoids_match_formula(layout):
+def test_sinusoidal_positions_match_formula(layout):
     """The halves layout has all sines first, then all cosines."""
     actual = np.asarray(jax.jit(lambda at: pos.sinusoidal(at, 34, layout=layout))(FAR))
     assert actual.shape == (len(FAR), 34) and actual.dtype == np.float32
@@ -386,7 +386,7 @@ def test_sinusoids_and_rotations_are_float64_under_x64(rng):
 
 @pytest.mark.slow_except("2")
 @pytest.mark.parametrize("offset", [0, 2])
-def test_learned_positions_are_rows_and_padding_is_zero(rng, offset):
+def test_learned_positions_select_table_rows_and_zero_padding(rng, offset):
     table = rng.normal(size=(offset + 7, 3)).astype(np.float32)
     positions = np.array([[0, 6, -1], [-100, 2, 2]], np.int32)
     actual, pull = jax.jit(
@@ -401,7 +401,7 @@ def test_learned_positions_are_rows_and_padding_is_zero(rng, offset):
 
 
 @pytest.mark.parametrize("offset", [0, 2])
-def test_position_outside_table_raises_or_gives_nan(offset):
+def test_position_outside_table_raises_error_or_returns_nan(offset):
     table, positions = jnp.ones((offset + 7, 3)), jnp.asarray([6, 7, -1])
     said = "9 rows, 2 of them before 0" if offset else "7 rows"
     with pytest.raises(ValueError, match=f"^position 7 is outside the table of {said}$"):
@@ -459,7 +459,7 @@ def test_alibi_is_minus_slope_times_distance(name):
 
 @pytest.mark.slow_except("uint32")
 @pytest.mark.parametrize("dtype", ["uint8", "uint32"])
-def test_distances_support_any_integer_dtype(dtype):
+def test_relative_distances_support_any_integer_dtype(dtype):
     q, k = np.array([0, 3, 127]), np.array([127, 100, 2, 0])
     at = q.astype(dtype), jnp.asarray(k.astype(dtype))
     assert (np.asarray(jax.jit(biases.key_distances)(*at))[0] == k - q[:, None]).all()
@@ -474,7 +474,7 @@ def test_positions_beyond_int32_raise_error():
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "longest"), [(32, 128), (64, 256), (8, 20), (32, 1024)])
-def test_buckets_match_t5(bidirectional, buckets, longest):
+def test_relative_position_buckets_match_t5(bidirectional, buckets, longest):
     d = np.arange(-300, 301, dtype=np.int32)
     settings = dict(bidirectional=bidirectional, num_buckets=buckets, max_distance=longest)
     actual = np.asarray(jax.jit(partial(biases.relative_bucket, **settings))(d))
@@ -487,7 +487,7 @@ def test_buckets_match_t5(bidirectional, buckets, longest):
         assert set(actual.tolist()) == set(range(buckets)) - unused
 
 
-def test_first_distance_of_bucket_is_in_it():
+def test_first_distance_in_bucket_maps_to_that_bucket():
     # 8 (128 / 8)^(i / 8) is 16, 32, 64 at i = 2, 4, 6; a rounded logarithm could be too small
     d = np.int32([-15, -16, -31, -32, -63, -64, -127, -128, 16, 64])
     settings = dict(bidirectional=True, num_buckets=32, max_distance=128)
@@ -506,7 +506,7 @@ def test_invalid_buckets_raise_error(settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_relative_bias_looks_up_its_bucket(rng, name, bidirectional):
+def test_relative_bias_selects_value_for_bucket(rng, name, bidirectional):
     table = rng.normal(size=(8, N)).astype(np.float32)
     q, k = (jnp.asarray(x, jnp.int32) for x in PLACES[name])
     d = distances(name)
@@ -550,7 +550,7 @@ CLIP = 2
 
 @pytest.mark.slow_except("shared")
 @pytest.mark.parametrize("name", PLACES)
-def test_shaw_matches_loops_with_gradients(rng, name):
+def test_shaw_attention_and_gradients_match_loops(rng, name):
     q_positions, k_positions = (np.int32(x) for x in PLACES[name])
     query, table = rng.normal(size=(B, T, N, H)), rng.normal(size=(2 * CLIP + 1, H))
     weights, values = rng.random(size=(B, N, T, S)), rng.normal(size=(2 * CLIP + 1, H + 1))
@@ -585,7 +585,7 @@ def test_shaw_matches_loops_with_gradients(rng, name):
 
 
 @pytest.mark.slow
-def test_shaw_keeps_float32_scores_and_the_dtype_of_weights():
+def test_shaw_attention_keeps_float32_scores_and_weight_dtype():
     q, k = jnp.arange(T), jnp.arange(S)
     table = jnp.ones((2 * CLIP + 1, H), jnp.bfloat16)
     assert pos.shaw_scores(jnp.ones((B, T, N, H), jnp.bfloat16), table, q, k).dtype == jnp.float32
@@ -597,7 +597,7 @@ def test_shaw_keeps_float32_scores_and_the_dtype_of_weights():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("usual_compilation")
-def test_shaw_memory_has_no_vector_per_pair():
+def test_shaw_attention_allocates_no_vector_per_pair():
     length, width = 211, 64
     place = jnp.arange(length)
 
@@ -636,7 +636,7 @@ def test_rotation_broadcasts_positions_and_accepts_lists():
             pos.apply_rope(x, np.array(wrong), Rope())
 
 
-def test_base_of_sinusoids_must_be_known():
+def test_sinusoid_base_must_be_static():
     wanted = np.asarray(jax.jit(lambda: pos.sinusoidal(jnp.arange(3), 4, 100.0))())
     for base in (np.float32(100), jnp.float32(100), jnp.bfloat16(100)):
         made = jax.jit(lambda base=base: pos.sinusoidal(jnp.arange(3), 4, base))()

@@ -82,7 +82,7 @@ def test_quantization_error_is_at_most_half_a_step(rng, kind, levels, group):
 
 @pytest.mark.slow_except("int8-0.01")
 @pytest.mark.parametrize(("kind", "share"), [("int8", 0.01), ("int4", 0.12)])
-def test_relative_error_of_quantized_product(rng, kind, share):
+def test_quantized_product_has_small_relative_error(rng, kind, share):
     kernel = rng.normal(size=(256, 64))
     x = rng.normal(size=(100, 256))
     _, back = quantize_and_back(kernel.astype(np.float32), kind)
@@ -104,7 +104,7 @@ def test_relative_error_of_quantized_product(rng, kind, share):
         pytest.param("encoder", True, "int4", marks=pytest.mark.long),
     ],
 )
-def test_quantized_model_matches_dequantized(model, scan, kind):
+def test_quantized_model_matches_dequantized_model(model, scan, kind):
     config = dataclasses.replace(MODELS[model], scan_layers=scan)
     params = quantize(init_params(config, jax.random.key(0)), kind)
     counted = sum(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
@@ -123,7 +123,7 @@ def test_quantized_model_matches_dequantized(model, scan, kind):
 @pytest.mark.slow
 @pytest.mark.long_except("untied-2")
 @pytest.mark.parametrize(("model", "tables"), [("decoder", 1), ("untied", 2)])
-def test_8_bit_embeddings_match_dequantized(model, tables):
+def test_8_bit_embeddings_match_dequantized_embeddings(model, tables):
     config = MODELS["decoder"]
     if model == "untied":
         config = dataclasses.replace(config, tie_embeddings=False, logit_bias=True)
@@ -144,7 +144,7 @@ def test_8_bit_embeddings_match_dequantized(model, tables):
 
 @pytest.mark.slow_except("few rows")
 @pytest.mark.parametrize("rows", [1, 67], ids=["few rows", "many rows"])
-def test_logits_of_8_bit_table_match_float64_with_bias(rng, rows):
+def test_logits_from_8_bit_table_with_bias_match_float64(rng, rows):
     """Few rows use the compiled kernel, many rows do not."""
     x = rng.normal(size=(rows, 1, 16)).astype(np.float32)
     table, bias = rng.normal(size=(23, 16)), rng.normal(size=23).astype(np.float32)
@@ -161,7 +161,7 @@ def test_logits_of_8_bit_table_match_float64_with_bias(rng, rows):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_quantized_kernel_records_inputs_and_outputs(scan):
+def test_quantized_kernel_supports_input_and_output_capture(scan):
     config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
     params = quantize(init_params(config, jax.random.key(0)), "int8")["decoder"]
     attention = params["blocks" if scan else "block_0"]["attention"]
@@ -184,7 +184,7 @@ def test_stacking_quantized_kernels_round_trips():
 @pytest.mark.slow
 @pytest.mark.long_except("True")
 @pytest.mark.parametrize("scan", [False, True])
-def test_quantized_model_generates_same_tokens_as_dequantized(scan):
+def test_quantized_and_dequantized_models_generate_same_tokens(scan):
     config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
     params = quantize(init_params(config, jax.random.key(0)), "int8")
     step = make_step(build(config))

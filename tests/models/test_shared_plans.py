@@ -53,7 +53,7 @@ def stacked(config, params):
 @pytest.mark.slow
 @pytest.mark.long_except("scan", "scan, remat", "scan, remat of attention")
 @pytest.mark.parametrize("stack", STACKS)
-def test_packed_documents_match_oracle_with_one_plan_per_mask(stack, rng, monkeypatch):
+def test_packed_documents_match_reference_with_shared_plan(stack, rng, monkeypatch):
     config = dataclasses.replace(SMALL, **STACKS[stack])
     tokens, params = drawn(config, rng)
     made = []
@@ -90,7 +90,7 @@ def test_gradients_with_shared_plans_match_plain_attention(stack, rng):
 
 
 @pytest.mark.slow
-def test_plan_with_other_tiles_or_length_is_recomputed(rng):
+def test_plan_is_recomputed_for_other_tiles_or_length(rng):
     """A call only uses a plan that fits."""
     q, k, v = (rng.standard_normal((2, TOKENS, 1, 8)).astype(np.float32) for _ in range(3))
     mask = Causal() & Segments(IDS)
@@ -117,7 +117,7 @@ def test_plan_with_other_tiles_or_length_is_recomputed(rng):
 
 
 @pytest.mark.slow
-def test_plan_without_positions_is_recomputed_for_call_with_positions(rng):
+def test_plan_without_positions_is_not_reused_with_positions(rng):
     q, k, v = (rng.standard_normal((2, TOKENS, 1, 8)).astype(np.float32) for _ in range(3))
     mask, later = Causal() & Segments(IDS), np.arange(TOKENS, dtype=np.int32)[::-1].copy()
     attend = partial(dot_product_attention, q, k, v, q_positions=later, k_positions=later)

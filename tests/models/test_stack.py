@@ -41,7 +41,7 @@ POSITIONS = {
 @pytest.mark.parametrize(
     "order", ["pre", "post", "sandwich", "output", "parallel", "parallel_shared"]
 )
-def test_norm_orders_and_positions_match_oracle_and_train(order, positions, rng):
+def test_norm_orders_and_positions_match_reference_and_train(order, positions, rng):
     """Compare a full forward pass and cached calls with the oracle, and take a gradient step."""
     config = dataclasses.replace(
         SMALL, norm_order=order, positions=POSITIONS[positions], implementation="xla"

@@ -226,7 +226,7 @@ def test_layer_without_state_matches_formula(rng):
 
 
 @pytest.mark.slow
-def test_ring_longer_than_window_matches_formula(rng):
+def test_ring_cache_longer_than_window_matches_formula(rng):
     arrays = layer_inputs(rng)
     want = layer_oracle("half", *arrays, 31)
     got, _ = feed_layer("half", layer_state(capacity=41), arrays, [61, 61, 5], window=31)
@@ -234,7 +234,7 @@ def test_ring_longer_than_window_matches_formula(rng):
 
 
 @pytest.mark.slow
-def test_ring_keeps_sinks(rng):
+def test_ring_cache_keeps_attention_sinks(rng):
     query, key, value = layer_inputs(rng, 1, 29)
     mask = Causal() & (Window(7) | Prefix(jnp.array([3])))
     want = jax.jit(dot_product_attention)(query, key, value, mask=mask)
@@ -250,7 +250,7 @@ def test_ring_keeps_sinks(rng):
 
 
 @pytest.mark.slow
-def test_gradients_flow_through_the_state(rng):
+def test_gradients_flow_through_streaming_state(rng):
     """Keys that are only read from the ring, chunks later, also get gradients."""
     arrays, weight = layer_inputs(rng, 1, 37), draw(rng, 1, 37, HEADS, VALUE)
 
@@ -445,14 +445,14 @@ def reach(model, count: int, at: int) -> np.ndarray:
 
 @pytest.mark.slow_except("1-50-100")
 @pytest.mark.parametrize(("layers", "window", "count"), [(1, 50, 100), (3, 5, 29)])
-def test_receptive_field_is_exact(layers, window, count):
+def test_streaming_receptive_field_is_exact(layers, window, count):
     model = encoder("alibi", num_layers=layers, window=window)
     field = receptive_field(model.config)
     assert field == layers * (window - 1) + 1 < count
     np.testing.assert_array_equal(reach(model, count, count - 1), np.arange(count - field, count))
 
 
-def test_chunk_sees_itself_and_history():
+def test_streaming_chunk_attends_to_itself_and_history():
     places = np.arange(4)
     seen = np.asarray(jax.jit(chunk_mask(2, 1).materialize)(places, places))[0, 0]
     assert seen.astype(int).tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 1]]
@@ -461,7 +461,7 @@ def test_chunk_sees_itself_and_history():
 
 
 @pytest.mark.slow
-def test_chunk_sees_sinks_that_do_not_follow_it(rng):
+def test_streaming_chunk_attends_only_to_earlier_sinks(rng):
     places = jnp.arange(6)
     first, second, third = ([1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 1])
     seen = chunk_mask(2, 0, 3).materialize(places, places)[0, 0].astype(int)
@@ -479,7 +479,7 @@ def test_chunk_sees_sinks_that_do_not_follow_it(rng):
 
 
 @pytest.mark.slow
-def test_chunks_of_one_equal_causal_window():
+def test_single_frame_chunks_match_causal_window():
     places = jnp.concatenate([jnp.arange(-1, 23), END - 1 - jnp.arange(7)])
     want = (Causal() & Window(8)).materialize(places, places)
     assert_same_bits(chunk_mask(1, 7).materialize(places, places), want)
@@ -487,7 +487,7 @@ def test_chunks_of_one_equal_causal_window():
 
 
 @pytest.mark.slow
-def test_encoder_with_look_ahead_streams_whole_chunks(rng):
+def test_encoder_with_lookahead_streams_whole_chunks(rng):
     """Use chunks of 50 frames with 50 frames of history; one row ends early."""
     model = encoder("none", chunk=50, window=100, num_layers=1, implementation="xla")
     frames, places = draw(rng, ROWS, 250, FRAME), np.arange(250, dtype=np.int32)
@@ -548,7 +548,7 @@ def test_rebased_stream_continues_with_same_features(rng, pairing, scan):
 
 
 @pytest.mark.slow
-def test_stream_past_int32_raises_or_gives_nan_until_rebased(rng):
+def test_stream_position_past_int32_fails_until_rebased(rng):
     arrays = layer_inputs(rng, count=122)
     want = layer_oracle("half", *arrays, WINDOW)
     early, late = ([x[:, at] for x in arrays] for at in (slice(61), slice(61, None)))
@@ -565,7 +565,7 @@ def test_stream_past_int32_raises_or_gives_nan_until_rebased(rng):
 
 
 @pytest.mark.long
-def test_decoder_past_int32_raises_or_gives_nan(rng):
+def test_decoder_position_past_int32_raises_error_or_returns_nan(rng):
     model = build(settings(window=7))
     tokens = rng.integers(0, 23, (2, 5)).astype(np.int32)
     params = parameters(model, tokens)
@@ -673,7 +673,7 @@ def test_invalid_stream_attention_arguments_raise_error(state, change, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["yarn", "longrope", "window"])
-def test_rebased_keys_match_keys_at_smaller_positions(rng, scaling):
+def test_rebased_keys_match_keys_computed_at_smaller_positions(rng, scaling):
     """Use the base of the layer's window, and do not apply the attention factor again."""
     factors = dict(short_factors=(1.5,) * 3, long_factors=(2.0,) * 3) if scaling != "yarn" else {}
     name = "yarn" if scaling == "yarn" else "longrope"
@@ -704,7 +704,7 @@ def test_rebase_keeps_keys_of_unrotated_layers(rng):
     assert largest_error(turned.k, keys) > 0.1
 
 
-def test_rebase_moves_by_whole_chunks():
+def test_rebase_shifts_positions_by_whole_chunks():
     @jax.jit
     def moved(length):
         state = dataclasses.replace(kv.init(2, 6, 1, 4), length=length)

@@ -112,7 +112,7 @@ def test_unknown_parameter_raises_error_at_any_depth(config):
 
 
 @pytest.mark.slow
-def test_layers_of_subclass_or_parent_module_are_allowed():
+def test_additional_layers_in_subclass_or_parent_module_are_allowed():
     class Own(tj.Decoder):
         def setup(self):
             super().setup()

@@ -103,7 +103,7 @@ def test_row_wise_functions_and_positions_are_recognized():
     assert not is_wise(last, [value, positions], 1, 13)
 
 
-def test_closed_over_values_may_be_traced():
+def test_token_wise_functions_may_close_over_traced_values():
     value, found = jax.ShapeDtypeStruct((B, 1, H), jnp.float32), []
 
     @jax.jit

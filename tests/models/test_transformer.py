@@ -295,7 +295,7 @@ def shapes_under(config: ModelConfig, x64: bool):
 )  # fmt: skip
 @pytest.mark.slow_except("packed-learned", "mpnet-learned", "llama", "attention-alone")
 @pytest.mark.parametrize("case", CASES)
-def test_logits_match_oracle(case, rng):
+def test_logits_match_reference(case, rng):
     config, tokens, arguments, params = random_case(case, rng)
     want = oracle.forward(config, params, tokens, **arguments)
     got, cache = jax.jit(build(config).apply)({"params": params}, tokens, **arguments)
@@ -310,7 +310,7 @@ def test_logits_match_oracle(case, rng):
 @pytest.mark.slow
 @pytest.mark.long_except("bart", "two-vocabularies", "attention-alone")
 @pytest.mark.parametrize("case", ["gemma3", "bart", "two-vocabularies", "attention-alone"])
-def test_cached_logits_in_two_parts_match_oracle(case, rng):
+def test_cached_logits_in_two_chunks_match_reference(case, rng):
     """Layers differ in rotation (gemma3), and the target has its own position table (bart)."""
     config, tokens, arguments, params = random_case(case, rng)
     want = oracle.forward(config, params, tokens, **arguments)
@@ -333,7 +333,7 @@ def test_cached_logits_in_two_parts_match_oracle(case, rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["gemma3", "bart"])
-def test_logits_at_selected_tokens_match_oracle(case, rng):
+def test_logits_at_selected_tokens_match_reference(case, rng):
     """Indices differ between rows and may repeat; an index out of range gives NaN."""
     config, tokens, arguments, params = random_case(case, rng)
     want = oracle.forward(config, params, tokens, **arguments)
@@ -365,7 +365,7 @@ STRETCHES = {
 """Fields of Rope that `test_positions` varies."""
 
 
-def test_cases_cover_all_config_options():
+def test_config_cases_cover_all_options():
     seen = [small(**{k: v for k, v in c.items() if k not in INPUTS})
             for c in CASES.values()]  # fmt: skip
     assert {type(c.positions) for c in seen} == {type(None), *position_kinds.KINDS.values()}
@@ -427,7 +427,7 @@ def by_method(method: str, rng, **change):
 
 @pytest.mark.slow_except("3-relu")
 @pytest.mark.parametrize(("classes", "pooler"), [(1, None), (3, "relu"), (2, "gelu")])
-def test_class_logits_match_oracle(rng, classes, pooler):
+def test_class_logits_match_reference(rng, classes, pooler):
     got, _ = by_method("classify", rng, num_classes=classes, pooler=pooler)
     assert got.shape == (2, classes)
 
@@ -456,7 +456,7 @@ def test_shared_block_matches_layers_with_equal_parameters(rng, remat):
 
 @pytest.mark.slow_except("mean")
 @pytest.mark.parametrize("reads", ["first", "mean", "each"])
-def test_class_logits_with_transform_match_oracle(rng, reads):
+def test_class_logits_with_head_transform_match_reference(rng, reads):
     """Only the classifier has a bias, as in ModernBERT."""
     of = "token" if reads == "each" else "text"
     _, params = by_method(
@@ -467,14 +467,14 @@ def test_class_logits_with_transform_match_oracle(rng, reads):
 
 
 @pytest.mark.slow
-def test_pooled_vector_matches_oracle(rng):
+def test_pooled_vector_matches_reference(rng):
     """The encoder has no classes; relu makes some elements 0."""
     pooled, _ = by_method("pool", rng, pooler="relu")
     assert pooled.shape == (2, 26)
     assert (pooled == 0).any() and pooled.max() > 0.5
 
 
-def test_logit_lens_of_masked_encoder_ends_in_its_logits(rng):
+def test_last_logit_lens_of_masked_encoder_matches_its_logits(rng):
     """The lens must apply the masked-token head, as in BERT."""
     config, params, tokens = random_model(
         rng, 5, kind="encoder", num_layers=1, norm_order="post", masked_token_head=True
@@ -484,7 +484,7 @@ def test_logit_lens_of_masked_encoder_ends_in_its_logits(rng):
     assert_near(lens[:, -1], oracle.forward(config, params, tokens), MODEL_F32)
 
 
-def test_missing_head_raises_error(rng):
+def test_missing_output_head_raises_error(rng):
     config = small(kind="encoder")
     for method, name in (("classify", "num_classes"), ("pool", "pooler")):
         with pytest.raises(ValueError, match=f"{name} is None"):
@@ -596,7 +596,7 @@ def test_window_is_two_sided_in_encoder_and_causal_in_decoder(kind, rng):
 
 
 @pytest.mark.slow
-def test_target_sees_whole_source_and_its_own_past(rng):
+def test_target_attends_to_full_source_and_previous_target_tokens(rng):
     """Source and target share an embedding, so they use different tokens."""
     config, params, _ = random_model(
         rng, kind="encoder-decoder", tie_embeddings=False, num_layers=1
@@ -788,7 +788,7 @@ FORMS = {
     ],
     ids=["decoder", "encoder-decoder"],
 )  # fmt: skip
-def test_loop_scan_and_remat_agree_with_dropout(change, forms, rng):
+def test_loop_scan_and_remat_match_with_dropout(change, forms, rng):
     """Logits and gradients for one key agree between all forms of the stack."""
     base, params, tokens = random_model(rng, 7, **change)
     weights = rng.standard_normal((2, 7, VOCAB)).astype(np.float32)
@@ -816,7 +816,7 @@ def test_loop_scan_and_remat_agree_with_dropout(change, forms, rng):
      ("rope", dict(dropout=0.5))],
     ids=str,
 )  # fmt: skip
-def test_each_dropout_rate_acts_independently_and_needs_key(kind, change, rng):
+def test_each_dropout_rate_acts_independently_and_requires_key(kind, change, rng):
     config, params, tokens = random_model(rng, 5, num_layers=1, **KINDS[kind], **change)
     apply = jax.jit(build(config).apply)
     still = oracle.forward(config, params, tokens)
@@ -947,7 +947,7 @@ def test_invalid_cache_arguments_raise_error(kind, batch, message):
 
 
 @pytest.mark.slow
-def test_contradictory_arguments_raise_error(rng):
+def test_contradictory_model_arguments_raise_error(rng):
     _, params, tokens = random_model(rng, 3)
     ids = np.zeros((2, 3), np.int32)
     for more, message in (
@@ -1029,7 +1029,7 @@ def test_position_past_learned_table_raises_error(rng):
 
 
 @pytest.mark.slow
-def test_position_past_full_cache_raises_or_gives_nan(rng):
+def test_position_past_full_cache_raises_error_or_returns_nan(rng):
     """Known positions raise ValueError; traced ones make the row NaN and overwrite no slot."""
     config, params, tokens = random_model(rng, 3, positions="rope")
     model = build(config)
@@ -1141,7 +1141,7 @@ def test_parameters_are_plain_dicts_with_stable_names():
 
 
 @pytest.mark.slow
-def test_source_vocabulary_adds_one_table_and_is_checked(rng):
+def test_source_vocabulary_adds_one_embedding_table_and_is_validated(rng):
     shared = small(kind="encoder-decoder")
     config = dataclasses.replace(shared, source_vocab_size=43)
     plain, own = names(shapes(shared)), names(shapes(config))
@@ -1206,7 +1206,7 @@ def test_pooler_exists_only_if_config_needs_it():
     assert own(num_classes=3) == own(num_classes=3, pooler="relu")
 
 
-def test_scanned_parameters_lead_with_layer_axis():
+def test_scanned_parameters_have_leading_layer_axis():
     scanned = names(shapes(dataclasses.replace(FULL, scan_layers=True, num_layers=3)))
     inner = {k: v for k, v in scanned.items() if k.startswith("decoder/blocks/")}
     assert inner == {k: (3, *v) for k, v in block("decoder/blocks").items()}
@@ -1271,7 +1271,7 @@ def test_initial_parameters_have_configured_std(key, scan):
 @pytest.mark.slow
 @pytest.mark.long_except("scan")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
-def test_branch_std_uses_depth_of_its_stack(scan):
+def test_branch_initialization_std_depends_on_stack_depth(scan):
     """The std is 0.02 / sqrt(2 L) with L = 1 in the encoder and L = 4 in the decoder."""
     config = ModelConfig(
         kind="encoder-decoder", vocab_size=31, d_model=64, num_layers=1, num_decoder_layers=4,
@@ -1346,7 +1346,7 @@ def test_low_precision_model_returns_float32_logits(rng, dtype):
     assert largest_error(cached, want) < 0.03 * top
 
 
-def test_equal_configs_give_equal_hashable_models():
+def test_equal_configs_build_equal_hashable_models():
     for kind in ("decoder", "encoder", "encoder-decoder"):
         config = small(kind=kind)
         same = small(kind=kind)
@@ -1387,7 +1387,7 @@ SETTINGS = {
 @pytest.mark.slow
 @pytest.mark.long_except("promotion")
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_training_and_decoding_pass_strict_jax_settings(setting, rng, key):
+def test_training_and_decoding_work_with_strict_jax_settings(setting, rng, key):
     """No leaked tracers, no NaN even in a row that sees nothing, no implicit casts or transfers."""
     config, params, tokens = random_model(
         rng, 5, positions="rope", dropout=0.1, attention_dropout=0.1, remat="full", window=3,

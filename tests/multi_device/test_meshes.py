@@ -32,7 +32,7 @@ ROWS_HEADS = ["data", None, "model"]
         pytest.param([], marks=[pytest.mark.long, pytest.mark.timeout(1800)], id="all"),
     ],
 )
-def test_four_devices_match_one_device(cases):
+def test_results_on_four_devices_match_one_device(cases):
     """With rows, heads or parameters split by type, and inside a `shard_map`."""
     results = on_devices(4, "-m", "tests.multi_device.meshes_on_four", *cases, optimise=False)
     assert len(results) == len(cases) or len(results) > 50
@@ -97,7 +97,7 @@ SUGGESTED = "key heads on one of two axes, automatic"
         pytest.param([], marks=[pytest.mark.long, pytest.mark.timeout(1800)], id="all"),
     ],
 )
-def test_blockwise_tiles_stay_on_device_without_gather(cases):
+def test_blockwise_tiles_stay_on_device_without_gathering(cases):
     """Blockwise attention on 2 x 4 devices: output, lse and gradients, split by the library."""
     results = on_devices(8, "-m", "tests.multi_device.blockwise_on_eight", *cases, optimise=False)
     assert len(results) == len(cases) or len(results) > 30
@@ -116,7 +116,7 @@ def test_blockwise_tiles_stay_on_device_without_gather(cases):
         pytest.param([], marks=[pytest.mark.long, pytest.mark.timeout(1800)], id="all"),
     ],
 )
-def test_training_on_any_mesh_matches_losses_of_one_device(cases):
+def test_training_losses_on_any_mesh_match_one_device(cases):
     """Includes a run that resumes on another mesh. Random bits are identical."""
     results = on_devices(8, "-m", "tests.multi_device.training_on_eight", *cases, optimise=False)
     work = results.pop("work")
@@ -156,7 +156,7 @@ def test_training_on_any_mesh_matches_losses_of_one_device(cases):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_fine_tuning_on_any_mesh_matches_losses_of_one_device():
+def test_fine_tuning_losses_on_any_mesh_match_one_device():
     """With adapters, whose dropout has identical bits, and by preferences."""
     results = on_devices(4, "-m", "tests.multi_device.finetuning_on_four", optimise=False)
     assert len(results) == 12
@@ -166,7 +166,7 @@ def test_fine_tuning_on_any_mesh_matches_losses_of_one_device():
         assert_near(losses, wanted, 1e-5, case)
 
 
-def test_axis_not_divisible_by_devices_is_not_split():
+def test_axis_not_divisible_by_device_count_is_not_sharded():
     sizes = {"data": 2, "fsdp": 4, "tensor": 2, "expert": 2}
     path = ("decoder", "blocks", "attention", "key", "kernel")
     assert parameter_spec(path, (3, 32, 2, 8), sizes) == P(None, "fsdp", "tensor", None)

@@ -66,7 +66,7 @@ def measured(folder: Path) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_processes_match_one_and_one_resumes(text, tmp_path):
+def test_one_process_resumes_run_started_by_two(text, tmp_path):
     data = ["--data", str(text), "--steps", "8"]
     (first, second) = ended(together(*data, "--out", str(tmp_path / "two")))
     assert first[0] == 0, first[2]
@@ -89,7 +89,7 @@ def test_two_processes_match_one_and_one_resumes(text, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_signal_or_error_in_one_process_ends_both(text, tmp_path):
+def test_signal_or_error_in_one_process_stops_both(text, tmp_path):
     out = tmp_path / "run"
     processes = together("--data", str(text), "--steps", "100000", "--out", str(out))
     deadline = time.monotonic() + 200

@@ -23,7 +23,7 @@ SLOW = [
 """`test_models` checks these more cheaply, in two parts and against the formulas."""
 
 
-def test_sample_covers_every_option():
+def test_sampled_configs_cover_every_option():
     assert {c.heads for c in SAMPLE} == set(HEADS)
     assert {(c.window, c.kind) for c in SAMPLE} >= {(w, k) for w in WINDOWS for k in KINDS}
     assert {bool(c.sinks) for c in SAMPLE} == {True, False}
@@ -51,7 +51,7 @@ def test_cached_decode_matches_full_forward(case):
     [c for i, c in enumerate(search_cases()) if i in (3, 13)],
     ids=lambda c: "-".join(str(c).split()),
 )
-def test_beams_and_forks_match_full_forward(case):
+def test_beam_search_and_forked_decoding_match_full_forward(case):
     (result,) = measure_search(case)
     assert result.texts == 12 and result.tokens == 3 * 3 * 23
     assert result.holds, result

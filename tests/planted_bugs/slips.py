@@ -35,13 +35,13 @@ SLIPS: tuple[Slip, ...] = (
             "sigmoid weights are not normalized",
             "        if experts.normalize:",
             "        if experts.normalize and bias is None:",
-            "models/test_experts.py::test_experts_match_float64_oracle_with_gradients",
+            "models/test_experts.py::test_expert_outputs_and_gradients_match_float64",
         ),
         (
             "an expert's rows start one block late",
             "begin = (ends + sizes // -block)[chosen[order]]",
             "begin = (ends + sizes // -block)[chosen[order]] + 1",
-            "models/test_experts.py::test_rows_meet_their_expert_for_any_distribution",
+            "models/test_experts.py::test_rows_reach_assigned_expert_for_any_distribution",
         ),
         (
             "the expert balance counts padding",
@@ -56,7 +56,7 @@ SLIPS: tuple[Slip, ...] = (
             "all calls of a vmap share single-row arrays",
             "return x is pairs or B > 1",
             "return True",
-            "kernels/test_gradient.py::test_vmap_of_single_row_gives_kernel_row_per_call",
+            "kernels/test_gradient.py::test_vmap_over_single_row_uses_one_kernel_row_per_call",
         ),
     ),
     *of(
@@ -65,7 +65,7 @@ SLIPS: tuple[Slip, ...] = (
             "a padded list repeats the wrong tile",
             "xp.minimum(steps, xp.maximum(seen - 1, 0)[..., None])",
             "xp.minimum(steps, seen[..., None])",
-            "kernels/test_tile_lists.py::test_list_repeats_last_tile",
+            "kernels/test_tile_lists.py::test_tile_list_is_padded_with_last_tile",
         ),
     ),
     *of(
@@ -74,13 +74,13 @@ SLIPS: tuple[Slip, ...] = (
             "the gradient's tangents omit the known values",
             "        parts.append(_along(lambda xs: compute(*xs), arrays, changed))",
             "        parts += [] if parts else [_along(lambda xs: compute(*xs), arrays, changed)]",
-            "kernels/test_derivatives.py::test_gradients_use_backward_pass_and_other_derivatives_plain_code",
+            "kernels/test_derivatives.py::test_gradients_use_fused_backward_pass_and_other_derivatives_plain_code",
         ),
         (
             "the wrong gradients are reported as needed",
             "[i in moved for i in range(count)]",
             "[i not in moved for i in range(count)]",
-            "kernels/test_derivatives.py::test_backward_pass_knows_which_gradients_are_read",
+            "kernels/test_derivatives.py::test_backward_pass_computes_only_requested_gradients",
         ),
     ),
     *of(
@@ -89,8 +89,8 @@ SLIPS: tuple[Slip, ...] = (
             "dropout drops the same weights in every row and head",
             "return _absorb(a, b, jnp.arange(B * N, dtype=jnp.uint32).reshape(B, N))",
             "return _absorb(a, b, jnp.zeros((B, N), jnp.uint32))",
-            "attention/test_attention.py::TestXla::test_dropout_has_its_rate_and_keeps_the_mean "
-            "attention/test_attention.py::TestXla::test_all_options_together_match_oracle",
+            "attention/test_attention.py::TestXla::test_dropout_matches_rate_and_preserves_mean "
+            "attention/test_attention.py::TestXla::test_all_options_combined_match_reference",
         ),
     ),
     *of(
@@ -99,7 +99,7 @@ SLIPS: tuple[Slip, ...] = (
             "mesh axes are reordered",
             "else tuple(one)\n",
             "else tuple(sorted(one))\n",
-            "multi_device/test_meshes.py::test_four_devices_match_one_device[some]",
+            "multi_device/test_meshes.py::test_results_on_four_devices_match_one_device[some]",
         ),
     ),
     *of(
@@ -123,7 +123,7 @@ SLIPS: tuple[Slip, ...] = (
             "additive attention ignores its mask",
             "result = softmax(scores[:, None], visible, nonfinite)",
             "result = softmax(scores[:, None], None, nonfinite)",
-            "lectures/test_recurrent.py::test_padding_of_the_source_is_invisible",
+            "lectures/test_recurrent.py::test_source_padding_does_not_affect_output",
         ),
     ),
     *of(
@@ -138,7 +138,7 @@ SLIPS: tuple[Slip, ...] = (
             "distance 0 falls into the buckets after the query",
             "jnp.where(distance > 0, b, 0) if",
             "jnp.where(distance >= 0, b, 0) if",
-            "models/test_positions.py::test_buckets_match_t5",
+            "models/test_positions.py::test_relative_position_buckets_match_t5",
         ),
     ),
     *of(
@@ -219,7 +219,7 @@ SLIPS: tuple[Slip, ...] = (
             "a sink does not update the row's maximum",
             "row_max = jnp.maximum(row_max, jax.lax.stop_gradient(sink))",
             "row_max = jnp.maximum(row_max, 0 * jax.lax.stop_gradient(sink))",
-            "attention/test_attention.py::TestXla::test_all_options_together_match_oracle",
+            "attention/test_attention.py::TestXla::test_all_options_combined_match_reference",
         ),
     ),
     *of(
@@ -360,7 +360,7 @@ SLIPS: tuple[Slip, ...] = (
             "rsLoRA divides by the rank instead of its root",
             "self.rank**0.5 if self.rslora else self.rank",
             "self.rank if self.rslora else self.rank",
-            "models/test_lora.py::test_adapted_kernel_is_w_plus_scale_a_b",
+            "models/test_lora.py::test_adapted_kernel_adds_scaled_low_rank_product",
         ),
     ),
     *of(
@@ -384,7 +384,7 @@ SLIPS: tuple[Slip, ...] = (
             "norm_order is accepted without a norm",
             'unread(self, rule, "norm_order")',
             "pass",
-            "models/test_layers.py::test_norm_fields_without_norm_raise_error",
+            "models/test_layers.py::test_norm_options_without_norm_raise_error",
         ),
     ),
     *of(
@@ -399,7 +399,7 @@ SLIPS: tuple[Slip, ...] = (
             "distance biases with learned positions have T5's range",
             "T5Buckets(buckets=positions.buckets, max_distance=positions.max_distance)",
             "T5Buckets(buckets=positions.buckets)",
-            "models/test_transformer.py::test_logits_match_oracle",
+            "models/test_transformer.py::test_logits_match_reference",
         ),
     ),
     *of(
@@ -538,7 +538,7 @@ SLIPS: tuple[Slip, ...] = (
             "a two-sided window counts the query twice",
             "return before + after - length",
             "return before + after",
-            "training/test_plan.py::test_flops_match_brute_force_count",
+            "training/test_plan.py::test_flop_formula_matches_brute_force_count",
         ),
     ),
     *of(
@@ -557,7 +557,7 @@ SLIPS: tuple[Slip, ...] = (
             "jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)",
             "1 / (jnp.sqrt((y * y).mean(axis=-1, keepdims=True)) + eps)",
             "models/test_layers.py::test_norms_match_formulas "
-            "models/test_layers.py::test_norm_of_constant_vector_is_finite_with_gradient",
+            "models/test_layers.py::test_constant_vector_has_finite_norm_and_gradient",
         ),
     ),
     *of(
@@ -566,13 +566,13 @@ SLIPS: tuple[Slip, ...] = (
             "query and key norms use the stored scale without its offset",
             "setattr(self, name, norm_scale(self, name, cfg, *shape))",
             "setattr(self, name, self.param(name, nn.initializers.ones, shape))",
-            "models/test_layers.py::test_qk_norm_uses_config_eps",
+            "models/test_layers.py::test_query_key_norm_uses_configured_epsilon",
         ),
         (
             "a parallel branch reads the previous branch's output",
             "read = before if cfg.is_parallel else x",
             "read = x",
-            "models/test_places.py::test_parallel_branches_read_block_input",
+            "models/test_places.py::test_parallel_branches_receive_block_input",
         ),
     ),
     *of(
@@ -581,7 +581,7 @@ SLIPS: tuple[Slip, ...] = (
             "a negative ID reads a row from the end",
             "    ids = jnp.where(ids < 0, table.shape[0], ids)\n",
             "",
-            "models/test_layers.py::test_lookup_out_of_range_gives_nan",
+            "models/test_layers.py::test_out_of_range_embedding_lookup_returns_nan",
         ),
     ),
     *of(
@@ -590,7 +590,7 @@ SLIPS: tuple[Slip, ...] = (
             "an edit in a scan applies to every block",
             "jnp.where(here, changed, value)",
             "changed",
-            "models/test_places.py::test_edit_of_one_block_does_not_affect_others",
+            "models/test_places.py::test_editing_one_block_does_not_affect_others",
         ),
         (
             "capture returns the value before the edit",
@@ -599,19 +599,19 @@ SLIPS: tuple[Slip, ...] = (
             "                self.captured.setdefault(name, value)\n"
             "                continue\n"
             "            value = changed\n        if name",
-            "models/test_places.py::test_edit_of_one_block_does_not_affect_others",
+            "models/test_places.py::test_editing_one_block_does_not_affect_others",
         ),
         (
             "a scan returns the first block's capture for every block",
             "scanned[at[2]][:, int(at[1])]",
             "scanned[at[2]][:, 0]",
-            "models/test_places.py::test_captured_values_have_stated_shapes_and_agree_looped_and_scanned",
+            "models/test_places.py::test_captured_values_match_in_looped_and_scanned_stacks",
         ),
         (
             "a scan returns only the last block's capture",
             "jnp.where(layer == int(at[1]), captured[at[2]], sparse[name])",
             "captured[at[2]]",
-            "models/test_places.py::test_scan_captures_requested_blocks",
+            "models/test_places.py::test_scanned_stack_captures_only_requested_blocks",
         ),
     ),
     *of(
@@ -632,7 +632,7 @@ SLIPS: tuple[Slip, ...] = (
             "adapters are merged without their scale",
             "delta = config.scale * jnp.matmul(",
             "delta = jnp.matmul(",
-            "models/test_lora.py::test_adapted_kernel_is_w_plus_scale_a_b",
+            "models/test_lora.py::test_adapted_kernel_adds_scaled_low_rank_product",
         ),
     ),
     *of(
@@ -641,19 +641,19 @@ SLIPS: tuple[Slip, ...] = (
             "a binary search stops one step early",
             "steps = (self.config.vocab_size + 1).bit_length()",
             "steps = self.config.vocab_size.bit_length() - 1",
-            "lectures/test_ngram.py::test_full_vocabulary_is_searched_completely",
+            "lectures/test_ngram.py::test_ngram_search_covers_full_vocabulary",
         ),
         (
             "the discount miscounts n-grams that occur twice",
             "discount = once / (once + 2 * twice)",
             "discount = once / (once + twice)",
-            "lectures/test_ngram.py::test_discounted_mass_goes_to_the_shorter_context",
+            "lectures/test_ngram.py::test_discounted_mass_is_assigned_to_shorter_context",
         ),
         (
             "the start token is predicted",
             "counts = np.where(word == size - 1, 0, counts)",
             "counts = np.asarray(counts)",
-            "lectures/test_ngram.py::test_probabilities_match_the_formula_for_every_context",
+            "lectures/test_ngram.py::test_ngram_probabilities_match_formula_for_every_context",
         ),
     ),
     *of(
@@ -662,20 +662,20 @@ SLIPS: tuple[Slip, ...] = (
             "YaRN's bounds are rounded inward",
             "fast, slow = math.floor(fast), math.ceil(slow)",
             "fast, slow = math.ceil(fast), math.floor(slow)",
-            "models/test_positions.py::test_frequencies_match_their_paper "
-            "models/test_positions.py::test_frequencies_match_released_checkpoints",
+            "models/test_positions.py::test_rotary_frequencies_match_paper "
+            "models/test_positions.py::test_rotary_frequencies_match_released_checkpoints",
         ),
         (
             "learned positions ignore the table's offset",
             "row = jnp.maximum(positions, 0) + offset",
             "row = jnp.maximum(positions, 0)",
-            "models/test_positions.py::test_learned_positions_are_rows_and_padding_is_zero",
+            "models/test_positions.py::test_learned_positions_select_table_rows_and_zero_padding",
         ),
         (
             "Shaw's relative vectors have reversed distances",
             "-clip, clip)[:, None] + clip",
             "-clip, clip)[:, None] * -1 + clip",
-            "models/test_positions.py::test_shaw_matches_loops_with_gradients",
+            "models/test_positions.py::test_shaw_attention_and_gradients_match_loops",
         ),
     ),
     *of(
@@ -684,7 +684,7 @@ SLIPS: tuple[Slip, ...] = (
             "logits of a quantized table omit the bias",
             "return ops.logits(x, table.astype(x.dtype), bias)",
             "return ops.logits(x, table.astype(x.dtype), None)",
-            "models/test_quantized.py::test_logits_of_8_bit_table_match_float64_with_bias",
+            "models/test_quantized.py::test_logits_from_8_bit_table_with_bias_match_float64",
         ),
         (
             "the two 4-bit values of a byte are swapped",
@@ -699,7 +699,7 @@ SLIPS: tuple[Slip, ...] = (
             "a state's length counts padding",
             "length = state.length + read\n",
             "length = state.length + tokens.shape[1]\n",
-            "lectures/test_recent_tokens.py::test_padded_chunks_match_the_full_pass",
+            "lectures/test_recent_tokens.py::test_padded_chunks_match_full_forward",
         ),
         (
             "a window extends into the previous document",
@@ -714,13 +714,13 @@ SLIPS: tuple[Slip, ...] = (
             "decoding donates the caller's padding mask",
             "valid = jnp.array(valid, copy=True)",
             "valid = jnp.asarray(valid)",
-            "lectures/test_recurrent.py::test_decoding_donates_the_state_but_not_the_callers_arrays",
+            "lectures/test_recurrent.py::test_decoding_donates_state_but_not_caller_arrays",
         ),
         (
             "a reversed document starts at the wrong end",
             "ends = first_tokens(number_documents(segments[:, ::-1]), valid[:, ::-1])[:, ::-1]",
             "ends = starts",
-            "lectures/test_recurrent.py::test_tagger_reads_each_document_in_both_directions",
+            "lectures/test_recurrent.py::test_tagger_processes_each_document_in_both_directions",
         ),
     ),
     *of(
@@ -744,19 +744,19 @@ SLIPS: tuple[Slip, ...] = (
             "each layer counts the token again in its window",
             "return 1 + sum(window - 1 for window in windows",
             "return 1 + sum(window for window in windows",
-            "models/test_streaming.py::test_receptive_field_is_exact",
+            "models/test_streaming.py::test_streaming_receptive_field_is_exact",
         ),
         (
             "a chunk sees one frame less of its history",
             "(kept | (after >= -self.history))",
             "(kept | (after > -self.history))",
-            "models/test_streaming.py::test_chunk_sees_itself_and_history",
+            "models/test_streaming.py::test_streaming_chunk_attends_to_itself_and_history",
         ),
         (
             "a stream rewinds by part of a chunk",
             "step = math.lcm(state.capacity, multiple)",
             "step = state.capacity",
-            "models/test_streaming.py::test_rebase_moves_by_whole_chunks",
+            "models/test_streaming.py::test_rebase_shifts_positions_by_whole_chunks",
         ),
     ),
     *of(
@@ -765,7 +765,7 @@ SLIPS: tuple[Slip, ...] = (
             "a layer's residual is one token too old",
             "x = x[:, cfg.kernel_size - 1 :] + value",
             "x = x[:, : value.shape[1]] + value",
-            "lectures/test_recent_tokens.py::test_forward_matches_the_formula",
+            "lectures/test_recent_tokens.py::test_forward_pass_matches_formula",
         ),
     ),
     *of(
@@ -774,7 +774,7 @@ SLIPS: tuple[Slip, ...] = (
             "the pooler's mean counts padding",
             "x = total / jnp.maximum(valid.sum(axis=1), 1)[:, None]",
             "x = total / x.shape[1]",
-            "models/test_transformer.py::test_class_logits_with_transform_match_oracle",
+            "models/test_transformer.py::test_class_logits_with_head_transform_match_reference",
         ),
     ),
     *of(
@@ -783,7 +783,7 @@ SLIPS: tuple[Slip, ...] = (
             "token 0 precedes the text",
             "vectors = jnp.where(begins, self.begin[None, None, None], vectors)",
             "vectors = jnp.where(begins & False, self.begin[None, None, None], vectors)",
-            "lectures/test_recent_tokens.py::test_forward_matches_the_formula",
+            "lectures/test_recent_tokens.py::test_forward_pass_matches_formula",
         ),
     ),
     *of(
@@ -792,7 +792,7 @@ SLIPS: tuple[Slip, ...] = (
             "YaRN's multiplier ignores its scale",
             "0.1 * scale * math.log(factor) + 1.0",
             "0.1 * math.log(factor) + 1.0",
-            "pretrained/test_load.py::test_rope_scaling_is_read",
+            "pretrained/test_load.py::test_rope_scaling_config_is_loaded",
         ),
         (
             "the stretched length is saved as the trained length",
@@ -822,7 +822,7 @@ SLIPS: tuple[Slip, ...] = (
             "an ALBERT with several groups loads as one group",
             "dict(num_hidden_groups=[1], inner_group_num=[1])",
             "dict(num_hidden_groups=[1, 2], inner_group_num=[1])",
-            "pretrained/test_family_folders.py::test_keys_that_change_numbers_are_rejected",
+            "pretrained/test_family_folders.py::test_unsupported_keys_that_affect_results_are_rejected",
         ),
     ),
     *of(
@@ -831,7 +831,7 @@ SLIPS: tuple[Slip, ...] = (
             "the older key of the rotary base is not read",
             "read_rope(keys, fields, default=base)",
             "read_rope(keys, fields, default=BASE)",
-            "pretrained/test_family_folders.py::test_both_nomic_bert_styles_are_equivalent",
+            "pretrained/test_family_folders.py::test_both_nomic_bert_config_styles_are_equivalent",
         ),
     ),
     *of(
@@ -850,7 +850,7 @@ SLIPS: tuple[Slip, ...] = (
             "return np.concatenate(runs, axis=1).reshape(-1, *rest)",
             "return np.concatenate(pieces)",
             "pretrained/test_family_folders.py"
-            "::test_interleaved_rows_are_split_and_joined_like_numpy",
+            "::test_interleaved_qkv_rows_are_split_and_joined_correctly",
         ),
     ),
     *of(
@@ -907,13 +907,13 @@ SLIPS: tuple[Slip, ...] = (
             "a score omits its first label",
             "labels[: first - 1] = IGNORE",
             "labels[:first] = IGNORE",
-            "text/test_language_model.py::test_score_is_sum_of_log_probabilities",
+            "text/test_language_model.py::test_text_score_is_sum_of_log_probabilities",
         ),
         (
             "overlapping windows count labels twice",
             "here[done - start : end - start] = tokens[start:end], labels[done:end]",
             "here[: end - start] = tokens[start:end], labels[start:end]",
-            "text/test_language_model.py::test_windows_score_each_label_once_with_enough_context",
+            "text/test_language_model.py::test_evaluation_windows_score_each_label_once_with_enough_context",
         ),
     ),
     *of(
@@ -923,7 +923,7 @@ SLIPS: tuple[Slip, ...] = (
             "tuple(language if i in named else i for i in ids)",
             "tuple(i for i in ids)",
             "training/test_rows_of_families.py"
-            "::test_translator_reads_one_language_and_targets_another",
+            "::test_translation_rows_use_source_and_target_language_tokens",
         ),
         (
             "special tokens reuse the last text ID",
@@ -974,7 +974,7 @@ SLIPS: tuple[Slip, ...] = (
             "an ignored hidden state contributes to the table's gradient",
             "hidden = jnp.where(counts[..., None], hidden, 0)",
             "hidden = jnp.asarray(hidden)",
-            "training/test_losses.py::test_ignored_hidden_states_change_nothing",
+            "training/test_losses.py::test_ignored_hidden_states_do_not_affect_loss",
         ),
     ),
     *of(
@@ -983,7 +983,7 @@ SLIPS: tuple[Slip, ...] = (
             "the memory plan omits gradients",
             "needed = parameters + optimizer + gradients",
             "needed = parameters + optimizer",
-            "training/test_plan.py::test_state_without_room_for_gradients_is_rejected",
+            "training/test_plan.py::test_training_state_without_memory_for_gradients_is_rejected",
         ),
     ),
     *of(
@@ -1031,7 +1031,7 @@ SLIPS: tuple[Slip, ...] = (
             "the memory plan stores gradients in the parameters' dtype",
             'trained if config.param_dtype == "float32" else 2 * trained',
             "trained",
-            "training/test_plan.py::test_gradients_are_planned_in_float32",
+            "training/test_plan.py::test_plan_assumes_float32_gradients",
         ),
         (
             "the decoding plan counts writes of parameters",
@@ -1052,7 +1052,7 @@ SLIPS: tuple[Slip, ...] = (
             "the reference model gets a gradient",
             "initial = jax.lax.stop_gradient(log_probs(reference, batch, None))",
             "initial = log_probs(reference, batch, None)",
-            "training/test_preference.py::test_loss_starts_at_log_2_and_separates_answers",
+            "training/test_preference.py::test_preference_loss_starts_at_log_2_and_separates_answers",
         ),
     ),
     *of(
@@ -1073,7 +1073,7 @@ SLIPS: tuple[Slip, ...] = (
             "padding rows have labels",
             'FILL = {"labels": IGNORE}',
             'FILL = {"label": IGNORE}',
-            "training/test_rows.py::test_evaluation_reads_every_row_once_and_pads_last_batch_with_empty_rows",
+            "training/test_rows.py::test_evaluation_visits_every_row_once_and_pads_last_batch",
         ),
         (
             "every epoch has the same order",
@@ -1088,7 +1088,7 @@ SLIPS: tuple[Slip, ...] = (
             "an outlier loss counts in the running statistics",
             "if finite and not high:",
             "if finite:",
-            "training/test_watching.py::test_loss_above_median_is_spike",
+            "training/test_watching.py::test_loss_far_above_median_is_reported_as_spike",
         ),
     ),
     *of(
@@ -1103,25 +1103,25 @@ SLIPS: tuple[Slip, ...] = (
             "micro-batches have equal weight regardless of their tokens",
             "return mean * weight, weight\n",
             "return mean * (weight > 0), 1.0 * (weight > 0)\n",
-            "training/test_training.py::test_micro_batches_match_one_big_batch",
+            "training/test_training.py::test_micro_batches_match_one_large_batch",
         ),
         (
             "the last token of a text gets a label",
             "jnp.where(index < last, labels, IGNORE)",
             "jnp.where(index <= last, labels, IGNORE)",
-            "training/test_training.py::test_windows_predict_next_token_and_nothing_past_end",
+            "training/test_training.py::test_windows_predict_next_token_without_reading_past_end",
         ),
         (
             "the average moves by the decay instead of its complement",
             "incremental_update(new, average, 1 - ema_decay)",
             "incremental_update(new, average, ema_decay)",
-            "training/test_optimizers.py::test_average_follows_formula_and_skips_rejected_steps",
+            "training/test_optimizers.py::test_parameter_average_matches_formula_and_skips_rejected_steps",
         ),
         (
             "a nonfinite gradient is applied",
             "accepted = jnp.isfinite(mean) & jnp.isfinite(norm)",
             "accepted = jnp.isfinite(mean)",
-            "training/test_training.py::test_non_finite_step_changes_nothing",
+            "training/test_training.py::test_nonfinite_step_does_not_change_parameters",
         ),
     ),
     *of(
@@ -1140,7 +1140,7 @@ SLIPS: tuple[Slip, ...] = (
             "every evaluation batch masks the same positions",
             "counter=1 + first * blocks",
             "counter=1",
-            "training/test_task_data.py::test_hidden_tokens_do_not_depend_on_batch",
+            "training/test_task_data.py::test_masked_tokens_do_not_depend_on_batch_composition",
         ),
         (
             "an evaluation omits its last window",
@@ -1152,7 +1152,7 @@ SLIPS: tuple[Slip, ...] = (
             "unchanged masked tokens become random tokens",
             "(how < replaced + task.random), random, hidden)",
             "(how < replaced + 1), random, hidden)",
-            "training/test_task_data.py::test_hidden_tokens_have_configured_shares",
+            "training/test_task_data.py::test_masked_tokens_are_replaced_in_configured_proportions",
         ),
     ),
     *of(
@@ -1167,7 +1167,7 @@ SLIPS: tuple[Slip, ...] = (
             "F1 counts absent classes",
             "counted = total > 0",
             "counted, total = total >= 0, np.maximum(total, 1)",
-            "training/test_task_data.py::test_f1_is_mean_over_occurring_classes",
+            "training/test_task_data.py::test_f1_is_averaged_over_occurring_classes",
         ),
     ),
     *of(
@@ -1307,7 +1307,7 @@ SLIPS: tuple[Slip, ...] = (
 """,
             """        return True
 """,
-            "server/test_protocol.py::test_invalid_request_is_rejected_in_one_line",
+            "server/test_protocol.py::test_invalid_request_raises_one_line_error",
         ),
     ),
     *of(
@@ -1316,7 +1316,7 @@ SLIPS: tuple[Slip, ...] = (
             "a pair of sinusoids rotates in the wrong direction",
             "angle = k * 10_000.0",
             "angle = -k * 10_000.0",
-            "lectures/demos/test_demos.py::test_rotation_shifts_the_table_of_sinusoids",
+            "lectures/demos/test_demos.py::test_rotation_shifts_sinusoid_table",
         ),
     ),
 )

@@ -177,7 +177,7 @@ def keys_of(folder):
         )
     ],
 )  # fmt: skip
-def test_saved_folder_loads_bit_for_bit(content, heads, tensor, param, tmp_path):
+def test_saved_folder_round_trips_bitwise(content, heads, tensor, param, tmp_path):
     """Also checks that the parameter is in that tensor, a matrix [outputs, inputs]."""
     leaf, tensors = saved(tmp_path / "one", read(content, *heads), content["model_type"])
     for name in param.split("/"):
@@ -285,7 +285,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("content", "rule"), REFUSED, ids=[f"{c['model_type']}: {rule}" for c, rule in REFUSED]
 )
-def test_keys_that_change_numbers_are_rejected(content, rule):
+def test_unsupported_keys_that_affect_results_are_rejected(content, rule):
     with pytest.raises(ConfigError, match=rule):
         read(content)
 
@@ -312,7 +312,7 @@ TEXT = "classifier.weight", "bert.pooler.dense.weight"
         (NOMIC, ("qa_outputs.weight",), "architectures is None: nomic_bert in transf"),
     ],
 )  # fmt: skip
-def test_keys_that_contradict_the_head_are_rejected(content, heads, rule):
+def test_keys_that_contradict_model_head_are_rejected(content, heads, rule):
     with pytest.raises(ConfigError, match=rule):
         read(content, *heads)
 
@@ -361,7 +361,7 @@ def test_keys_that_contradict_the_head_are_rejected(content, heads, rule):
             (QWEN, dict(selection_bias=True)), (QWEN2, dict(shared_gate=False)))),
     ],
 )  # fmt: skip
-def test_config_fields_beyond_the_family_are_rejected(content, changes, rule):
+def test_config_fields_unsupported_by_family_are_rejected(content, changes, rule):
     config = replace(read(content), **changes)
     with pytest.raises(ConfigError, match=rule):
         write_config(FAMILIES[content["model_type"]], config)
@@ -378,7 +378,7 @@ def test_config_fields_beyond_the_family_are_rejected(content, changes, rule):
         (MIXTRAL, "mistral", "experts is Experts"),
     ],
 )
-def test_config_beyond_another_family_is_rejected(content, family, rule):
+def test_config_unsupported_by_other_family_is_rejected(content, family, rule):
     with pytest.raises(ConfigError, match=rule):
         write_config(FAMILIES[family], read(content))
 
@@ -386,7 +386,7 @@ def test_config_beyond_another_family_is_rejected(content, family, rule):
 # Tensors that contain several parameters
 
 
-def test_interleaved_rows_are_split_and_joined_like_numpy():
+def test_interleaved_qkv_rows_are_split_and_joined_correctly():
     """Split 3 runs of 2 + 1 + 4 rows with 5 inputs, and biases with the same rows."""
     whole = np.arange(3 * 7 * 5).reshape(21, 5)
     runs = whole.reshape(3, 7, 5)
@@ -407,7 +407,7 @@ def test_interleaved_rows_are_split_and_joined_like_numpy():
 
 
 @pytest.mark.slow
-def test_falcon_groups_contain_queries_key_and_value(tmp_path):
+def test_falcon_fused_groups_contain_queries_key_and_value(tmp_path):
     """The rows of the tensor are [K, N / K + 2, H]."""
     config = read(FALCON | dict(new_decoder_architecture=True, num_kv_heads=2, bias=True))
     params, tensors = saved(tmp_path / "one", config, "falcon")
@@ -427,7 +427,7 @@ def test_falcon_groups_contain_queries_key_and_value(tmp_path):
         (NOMIC, "nomic_bert.encoder.layers.1.attn.Wqkv.weight"),
     ],
 )
-def test_values_are_last_third_of_fused_tensor(content, tensor, tmp_path):
+def test_value_projection_is_last_third_of_fused_tensor(content, tensor, tmp_path):
     params, tensors = saved(tmp_path / "m", read(content))
     value = np.asarray(params["encoder"]["block_1"]["attention"]["value"]["kernel"])
     np.testing.assert_array_equal(tensors[tensor][24:], value.reshape(12, 12).T)  # rows of [3 D, D]
@@ -435,7 +435,7 @@ def test_values_are_last_third_of_fused_tensor(content, tensor, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bare", [False, True])
-def test_tied_pythia_loads_with_and_without_head(bare, tmp_path):
+def test_tied_pythia_loads_with_and_without_output_matrix(bare, tmp_path):
     config = read(NEOX | dict(tie_word_embeddings=True))
     params, tensors = saved(tmp_path / "one", config, "gpt_neox")
     if bare:
@@ -475,7 +475,7 @@ def test_both_falcon_architectures_round_trip(keys, heads, order):
         (dict(sliding_window=5), (True, True, True, False), None),
     ],
 )  # fmt: skip
-def test_smollm3_rope_pattern_and_windows(keys, pattern, window):
+def test_smollm3_rope_pattern_and_windows_are_loaded(keys, pattern, window):
     config = read(SMOL | keys)
     assert config.positions == Rope(base=2e6, pattern=pattern) and config.window == window
     assert read(write_config(FAMILIES["smollm3"], config)) == config
@@ -503,7 +503,7 @@ def test_smollm3_without_rope_has_no_positions():
          Rope(base=1e4, window_base=1e4, scaling="yarn", factor=8.0, original_len=8)),
     ],
 )  # fmt: skip
-def test_both_olmo3_ropes_round_trip(keys, rope):
+def test_both_olmo3_rope_settings_round_trip(keys, rope):
     config = read(OLMO3 | keys)
     assert config.positions == rope and config.windows == (5, 5, 5, None)
     assert read(write_config(FAMILIES["olmo3"], config)) == config
@@ -514,7 +514,7 @@ def test_both_olmo3_ropes_round_trip(keys, rope):
 
 @pytest.mark.slow_except("mixtral")
 @pytest.mark.parametrize("content", [MIXTRAL, QWEN2], ids=lambda c: c["model_type"])
-def test_each_expert_is_a_tensor_and_round_trips(content, tmp_path):
+def test_separately_stored_experts_round_trip(content, tmp_path):
     config = read(content)
     params, one = saved(tmp_path / "looped", config, content["model_type"])
     scanned = replace(config, scan_layers=True)
@@ -533,7 +533,7 @@ def test_each_expert_is_a_tensor_and_round_trips(content, tmp_path):
 
 
 @pytest.mark.parametrize("content", [MIXTRAL, GPT_OSS], ids=lambda c: c["model_type"])
-def test_expert_adapters_cannot_be_saved_for_peft(content, tmp_path):
+def test_saving_expert_adapters_for_peft_is_rejected(content, tmp_path):
     config = read(content)
     params, lora = drawn(config), LoraConfig(rank=2, targets=("query", "up"))
     adapters = jax.tree.map(np.ones_like, init_lora(params, lora, jax.random.key(0)))
@@ -544,7 +544,7 @@ def test_expert_adapters_cannot_be_saved_for_peft(content, tmp_path):
         save_lora(tmp_path / "a", params, adapters, lora, names)
 
 
-def test_more_experts_than_tensors_are_rejected_before_listing(tmp_path):
+def test_excessive_expert_count_is_rejected_before_listing_tensors(tmp_path):
     config = read(MIXTRAL)
     save_pretrained(tmp_path / "m", config, drawn(config))
     file = tmp_path / "m" / "config.json"
@@ -557,7 +557,7 @@ def test_more_experts_than_tensors_are_rejected_before_listing(tmp_path):
             load_pretrained(tmp_path / "m")
 
 
-def test_missing_expert_or_mixed_dtypes_are_named(tmp_path):
+def test_error_names_missing_expert_or_mixed_dtypes(tmp_path):
     config = read(MIXTRAL)
     save_pretrained(tmp_path / "m", config, drawn(config))
     file = tmp_path / "m" / "model.safetensors"
@@ -627,7 +627,7 @@ def test_albert_layers_share_one_block(tmp_path):
         load_pretrained(tmp_path / "m", scan_layers=True)
 
 
-def test_both_modernbert_styles_are_equivalent_and_written():
+def test_both_modernbert_config_styles_are_equivalent_and_saved():
     config = read(OLD_MODERN)
     assert read(MODERN) == config
     assert (config.window, config.positions.base, config.positions.window_base) == (
@@ -657,7 +657,9 @@ def test_first_modernbert_block_has_no_attention_norm(tmp_path):
         ("QuestionAnswering", "cls", "span", "each"),
     ],
 )
-def test_folder_defines_classified_unit(end, pooling, of, reads, tmp_path):
+def test_model_folder_determines_whether_texts_or_tokens_are_classified(
+    end, pooling, of, reads, tmp_path
+):
     expected_keys = dict(
         architectures=[f"ModernBertFor{end}"], classifier_pooling=pooling, num_labels=2
     )
@@ -673,7 +675,7 @@ def test_folder_defines_classified_unit(end, pooling, of, reads, tmp_path):
     assert "classifier.bias" in stored and "head.dense.weight" in stored
 
 
-def test_both_nomic_bert_styles_are_equivalent():
+def test_both_nomic_bert_config_styles_are_equivalent():
     config = read(OLD_NOMIC)
     assert config == read(NOMIC | dict(head_dim=None))
     assert (config.d_model, config.d_ff, config.num_layers, config.max_len) == (12, 10, 2, 64)
@@ -685,7 +687,7 @@ def test_both_nomic_bert_styles_are_equivalent():
     assert both == config
 
 
-def test_saving_like_older_style_keeps_its_keys(tmp_path):
+def test_saving_in_older_style_preserves_its_keys(tmp_path):
     config = read(OLD_NOMIC)
     params = drawn(config)
     save_pretrained(tmp_path / "new", config, params)

@@ -38,7 +38,7 @@ def bert(folder: Path, words: list[str]) -> Path:
 
 
 @pytest.mark.slow
-def test_mask_token_of_the_class_is_used_everywhere(tmp_path):
+def test_default_mask_token_of_tokenizer_class_is_used_everywhere(tmp_path):
     model = load(bert(tmp_path / "bert", WORDS))
     (found,) = model.candidates("the [MASK] sat")
     assert len(found) > 1 and model.generate("the [MASK] sat").startswith("the ")
@@ -56,7 +56,7 @@ def test_mask_token_of_the_class_is_used_everywhere(tmp_path):
 
 
 @pytest.mark.parametrize("use", ["candidates", "generate", "evaluate"])
-def test_missing_mask_token_is_one_line_error(use, tmp_path):
+def test_missing_mask_token_raises_one_line_error(use, tmp_path):
     words = [word for word in WORDS if word != "[MASK]"]
     model = load(bert(tmp_path / "bert", words))
     source = "the [MASK] sat"

@@ -111,7 +111,7 @@ def same(got, want) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_file_equals_its_source_folder(case, tmp_path):
+def test_gguf_file_loads_same_model_as_source_folder(case, tmp_path):
     family, config, keys = CASES[case]
     folder, params = folder_of(tmp_path / "m", family, config)
     extra = {}
@@ -128,7 +128,7 @@ def test_file_equals_its_source_folder(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_llama3_scaling_is_recovered_from_divisors(tmp_path):
+def test_llama3_rope_scaling_is_recovered_from_divisors(tmp_path):
     config = dataclasses.replace(LLAMA, positions=STRETCHED, d_model=128, num_heads=2)
     folder, _ = folder_of(tmp_path / "m", "llama", config)
     wavelengths = 2 * np.pi * 500_000.0 ** (np.arange(0, 64, 2) / 64)
@@ -152,7 +152,7 @@ def test_llama3_scaling_is_recovered_from_divisors(tmp_path):
 
 
 @pytest.mark.parametrize("layers, scalar", [(46, 32 / 4), (2, 16)])
-def test_gemma2_scale_is_inferred_from_depth(layers, scalar, tmp_path):
+def test_gemma2_attention_scale_is_inferred_from_depth(layers, scalar, tmp_path):
     folder, _ = folder_of(tmp_path / "m", "gemma2", CAPPED)
     path = gguf_of(tmp_path / "m.gguf", folder, keys={"block_count": layers})
     assert open_weights(path).config["query_pre_attn_scalar"] == scalar
@@ -250,7 +250,7 @@ def random_blocks(kind: str, rows: int, width: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
-def test_dequantisation_matches_formula(kind, tmp_path, monkeypatch):
+def test_gguf_dequantization_matches_formula(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_file, "CHUNK", 2 * 512)  # so that rows are read in several chunks
     raw = random_blocks(kind, 7, 512)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
@@ -287,7 +287,7 @@ def test_half_precision_is_kept_unless_dtype_is_passed(kind, tmp_path):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(loaded)} == {"float32"}
 
 
-def test_quantised_model_equals_dequantised_model(tmp_path):
+def test_quantized_gguf_model_matches_dequantized_model(tmp_path):
     folder, params = folder_of(tmp_path / "m", "llama", LLAMA)
     path = gguf_of(
         tmp_path / "m.gguf", folder, kinds=lambda name: None if "norm" in name else "Q8_0"
@@ -319,7 +319,7 @@ def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
     return text
 
 
-def test_truncated_file_is_rejected_at_any_length(small, tmp_path):
+def test_truncated_gguf_file_is_rejected_at_any_length(small, tmp_path):
     whole = small[0].read_bytes()
     path = tmp_path / "cut.gguf"
     for length in [*range(0, 60), *range(60, len(whole) - 1, 997), len(whole) - 1]:
@@ -333,7 +333,7 @@ def test_truncated_file_is_rejected_at_any_length(small, tmp_path):
 
 @pytest.mark.slow_except("0")
 @pytest.mark.parametrize("seed", range(4))
-def test_mutated_header_is_read_or_rejected(seed, small, tmp_path):
+def test_mutated_gguf_header_is_parsed_or_rejected(seed, small, tmp_path):
     whole, rng = bytearray(small[0].read_bytes()), np.random.default_rng(seed)
     path, refused = tmp_path / "m.gguf", 0
     for _ in range(150):
@@ -396,7 +396,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_malformed_file_is_one_line_error(case, tmp_path):
+def test_malformed_gguf_file_raises_one_line_error(case, tmp_path):
     content, rule = HOSTILE[case]
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
@@ -405,7 +405,7 @@ def test_malformed_file_is_one_line_error(case, tmp_path):
     assert str(path) in one_line(error)
 
 
-def test_unknown_keys_and_tensors_are_rejected(small, tmp_path):
+def test_unknown_gguf_keys_and_tensors_are_rejected(small, tmp_path):
     architecture, keys, tensors = converted(small[1])
     path = tmp_path / "m.gguf"
 
@@ -449,7 +449,7 @@ def test_unknown_keys_and_tensors_are_rejected(small, tmp_path):
     refused("token_embd.weight is missing", {"output_norm.weight": np.zeros(3, np.float32)})
 
 
-def test_phi3_rope_factors_are_two_tensors(tmp_path):
+def test_phi3_rope_factors_are_loaded_from_two_tensors(tmp_path):
     family, config, keys = CASES["phi3 in part"]
     folder, _ = folder_of(tmp_path / "m", family, dataclasses.replace(config, num_layers=1))
     for name, rule in (
@@ -463,7 +463,7 @@ def test_phi3_rope_factors_are_two_tensors(tmp_path):
         one_line(error)
 
 
-def test_file_changed_after_opening_is_not_read(small, tmp_path):
+def test_file_modified_after_opening_is_rejected(small, tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(small[0].read_bytes())
     folder = open_weights(path)
@@ -472,7 +472,7 @@ def test_file_changed_after_opening_is_not_read(small, tmp_path):
         folder.read("model.norm.weight")
 
 
-def test_errors_explain_paths_without_gguf_file(small, tmp_path, monkeypatch):
+def test_error_explains_path_without_gguf_file(small, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"none\.gguf cannot be read \(No such file"):
         load_pretrained(str(tmp_path / "none.gguf"))
     (tmp_path / "in").mkdir()
@@ -529,7 +529,7 @@ def talking(tmp_path_factory):
     return gguf_of(where / "m.gguf", folder, tokenizer=keys), library
 
 
-def test_file_chats_like_its_converted_folder(talking, tmp_path, capsys):
+def test_gguf_file_and_converted_folder_produce_same_chat(talking, tmp_path, capsys):
     from transformer_jax import load
     from transformer_jax.cli.convert import main
 
@@ -549,7 +549,7 @@ def test_file_chats_like_its_converted_folder(talking, tmp_path, capsys):
     assert (written["bos_token_id"], written["eos_token_id"]) == (0, 1)
 
 
-def test_tokens_command_accepts_file(talking, capsys):
+def test_tokens_command_accepts_gguf_file(talking, capsys):
     from transformer_jax.cli.tokens import main as tokens
 
     path, library = talking
@@ -559,7 +559,7 @@ def test_tokens_command_accepts_file(talking, capsys):
 
 
 @pytest.mark.slow
-def test_generate_command_accepts_file(talking, capsys):
+def test_generate_command_accepts_gguf_file(talking, capsys):
     from transformer_jax.cli.generate import main as generate
 
     chat = ["--chat", "--prompt", "the cat", "--num-tokens", "3", "--temperature", "0"]

@@ -21,7 +21,7 @@ def opened(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-def test_filled_mask_matches_transformers(scan):
+def test_mask_predictions_match_transformers(scan):
     golden = opened("bert_masked_lm")
     config, params = load_pretrained(GOLDEN / "bert_masked_lm", scan_layers=scan)
     at = golden["positions"]
@@ -35,7 +35,7 @@ def test_filled_mask_matches_transformers(scan):
 
 
 @pytest.mark.slow
-def test_classification_matches_transformers():
+def test_class_predictions_match_transformers():
     golden = opened("distilbert_classes")
     config, params = load_pretrained(GOLDEN / "distilbert_classes")
     got = np.asarray(
@@ -51,7 +51,7 @@ def test_classification_matches_transformers():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert_masked_lm", "distilbert_classes"])
-def test_resaved_folder_has_same_bytes(name, tmp_path):
+def test_saving_loaded_folder_reproduces_same_bytes(name, tmp_path):
     config, params = load_pretrained(GOLDEN / name)
     save_pretrained(tmp_path / "again", config, params, like=GOLDEN / name)
     file = "model.safetensors"

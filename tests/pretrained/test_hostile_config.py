@@ -164,14 +164,14 @@ def folder(tmp_path_factory) -> Path:
     return lay(tmp_path_factory.mktemp("hostile") / "model")
 
 
-def test_base_folder_is_valid(folder):
+def test_unmodified_base_folder_is_valid(folder):
     (folder / "config.json").write_bytes(changed())
     config, params = load_pretrained(folder)
     assert config.d_model == 12 and params["embed"]["tokens"].shape == (29, 12)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_config_is_rejected_by_file_and_key(folder, name):
+def test_hostile_config_error_names_file_and_key(folder, name):
     content, message = HOSTILE[name]
     (folder / "config.json").write_bytes(content)
     with pytest.raises((ConfigError, CheckpointError), match=re.escape(str(folder))) as caught:
@@ -182,7 +182,7 @@ def test_hostile_config_is_rejected_by_file_and_key(folder, name):
 
 
 @pytest.mark.slow
-def test_hostile_configs_cost_at_most_one_second_and_64_mib(tmp_path):
+def test_hostile_configs_use_bounded_time_and_memory(tmp_path):
     """They also open only files of the folder and run no code."""
     script = [sys.executable, "-m", "tests.pretrained.test_hostile_config", str(tmp_path / "model")]
     root = Path(__file__).parents[2]

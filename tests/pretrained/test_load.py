@@ -225,7 +225,7 @@ QWEN_WINDOW = dict(model_type="qwen2", max_window_layers=1, sliding_window=7)
          dict(attention_softcap=None, logit_softcap=30.0)),
     ],
 )  # fmt: skip
-def test_window_and_softcap_keys_are_read(content, fields):
+def test_window_and_softcap_keys_are_loaded(content, fields):
     config = read_config(content, (), "config.json")
     assert {name: getattr(config, name) for name in fields} == fields
 
@@ -448,7 +448,7 @@ def test_partial_rotation_round_trips(content, rope):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "granite", "qwen3", "gemma3_text", "olmo3"])
-def test_partial_rotation_ignored_by_transformers_is_rejected(kind):
+def test_partial_rotation_unsupported_by_transformers_is_rejected(kind):
     message = "config.json: partial_rotary_factor must be 1: here 4 of .* all of them in the"
     content = small(model_type=kind, num_attention_heads=2, hidden_size=16)
     content |= {} if kind in ("granite", "olmo3") else dict(head_dim=8)
@@ -462,7 +462,7 @@ def test_partial_rotation_ignored_by_transformers_is_rejected(kind):
             read_config(content | keys, (), "config.json")
 
 
-def test_configs_transformers_would_misread_use_another_family():
+def test_config_misread_by_transformers_is_saved_as_another_family():
     base = dict(
         vocab_size=29, d_model=24, num_layers=1, num_heads=3, d_ff=20, max_len=16, norm="rmsnorm",
         activation="silu", glu=True, use_bias=False, tie_embeddings=False,
@@ -537,7 +537,7 @@ FACTORS = dict(short_factor=[1.0, 1.5], long_factor=[2.0, 3.0])
         "longrope",
     ],
 )  # fmt: skip
-def test_rope_scaling_is_read(content, rope, max_len):
+def test_rope_scaling_config_is_loaded(content, rope, max_len):
     config = read_config(content, (), "config.json")
     assert config.positions == rope
     assert config.max_len == max_len
@@ -583,7 +583,7 @@ def test_max_position_embeddings_is_written_as_scaled_length(factor, trained):
          "layer_types is ['full_attention']: must be a list of 2"),
     ],
 )  # fmt: skip
-def test_unsupported_key_is_named(content, message):
+def test_error_names_unsupported_config_key(content, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         read_config(content, (), "DIR/config.json")
     assert str(error.value).startswith("DIR/config.json: ")
@@ -596,7 +596,7 @@ GPT2, LLAMA3, GEMMA3 = (
 )
 
 
-def test_parameters_follow_layout():
+def test_loaded_parameters_follow_requested_layout():
     """Compare with the raw tensors: GPT-2's fused matrix, and Llama's transposed ones."""
     tensors, (_, params) = load_file(GPT2 / "model.safetensors"), load_pretrained(GPT2)
     block, joint = params["decoder"]["block_1"], tensors["transformer.h.1.attn.c_attn.weight"]
@@ -617,7 +617,7 @@ def test_parameters_follow_layout():
     np.testing.assert_array_equal(params["embed"]["output"], tensors["lm_head.weight"])
 
 
-def test_sharded_folder_is_the_same_model(tmp_path):
+def test_sharded_folder_loads_same_model(tmp_path):
     whole = load_pretrained(LLAMA3)
     save_pretrained(tmp_path / "parts", *whole, shard_bytes=9000)
     files = sorted((tmp_path / "parts").glob("model-*.safetensors"))
@@ -636,7 +636,7 @@ def bare(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return tensors
 
 
-def test_names_without_prefix_are_read_and_kept(tmp_path):
+def test_tensor_names_without_prefix_are_accepted_and_preserved(tmp_path):
     folder = changed(GPT2, tmp_path / "bare", bare, n_ctx=48, task_specific_params={"a": 1})
     (folder / "vocab.json").write_text('{"a": 0}')
     (folder / "training_args.bin").write_bytes(b"never copied")
@@ -653,7 +653,7 @@ def test_names_without_prefix_are_read_and_kept(tmp_path):
     assert_same_bits(load_pretrained(tmp_path / "new")[1], params)
 
 
-def test_changed_config_replaces_old_keys(tmp_path):
+def test_modified_config_replaces_old_keys(tmp_path):
     """A removed RoPE scaling, a dtype, and rope_parameters do not survive."""
     config, params = load_pretrained(LLAMA3, dtype="bfloat16")
     plain = dataclasses.replace(config, positions=Rope(base=500.0), max_len=32)
@@ -677,7 +677,7 @@ def test_changed_config_replaces_old_keys(tmp_path):
         (GEMMA3, dict(sliding_window_pattern=2, hidden_act="gelu")),
     ],
 )  # fmt: skip
-def test_unchanged_config_keeps_its_spelling(tmp_path, folder, keys):
+def test_unmodified_config_keeps_original_format(tmp_path, folder, keys):
     """If two spellings express the same config, the folder's spelling is kept."""
     before = changed(folder, tmp_path / "before", dict, **keys)
     config, params = load_pretrained(before)
@@ -697,7 +697,7 @@ def test_all_chat_templates_are_copied(tmp_path):
 
 
 @pytest.mark.slow
-def test_extra_keys_cannot_change_the_config(tmp_path):
+def test_extra_keys_cannot_change_config(tmp_path):
     """This includes keys that the folder omits."""
     before = changed(LLAMA3, tmp_path / "before", dict, rope_parameters=None)
     config, params = load_pretrained(before)
@@ -765,7 +765,7 @@ def test_text_classifier_requires_pooler():
             read_config(content | dict(architectures=named), ("classifier.weight",), "config.json")
 
 
-def test_softcap_is_not_written_as_gemma3():
+def test_config_with_softcap_is_not_saved_as_gemma3():
     config = read_config(PUBLISHED["gemma-3-1b-it"], (), "config.json")
     assert written_family(config) == "gemma3_text"
     capped = dataclasses.replace(config, attention_softcap=3.0)
@@ -785,7 +785,7 @@ def double(scale: float) -> Any:
     return change
 
 
-def test_copy_of_tied_embeddings_must_be_equal(tmp_path):
+def test_stored_copy_of_tied_embeddings_must_match(tmp_path):
     _, params = load_pretrained(changed(GEMMA3, tmp_path / "same", double(1.0)))
     assert_same_bits(params, load_pretrained(GEMMA3)[1])
     folder = changed(GEMMA3, tmp_path / "other", double(2.0))
@@ -811,7 +811,7 @@ NORM = "model.layers.1.input_layernorm.weight"
     ],
     ids=["missing", "no output", "unknown", "misshapen", "float64", "int8"],
 )  # fmt: skip
-def test_invalid_tensor_is_named_with_its_file(change, message, tmp_path):
+def test_error_names_invalid_tensor_and_file(change, message, tmp_path):
     folder = changed(LLAMA3, tmp_path / "bad", lambda t: change(t) or None)
     with pytest.raises(CheckpointError, match=re.escape(message)) as error:
         load_pretrained(folder)
@@ -832,7 +832,7 @@ def test_stacked_layers_round_trip(tmp_path):
         load_pretrained(GEMMA3, scan_layers=True)
 
 
-def test_mixed_dtypes_are_kept_and_not_stacked(tmp_path):
+def test_mixed_dtypes_are_preserved_without_stacking(tmp_path):
     def mixed(tensors):
         return tensors | {NORM: tensors[NORM].astype(np.float16)}
 
@@ -849,7 +849,7 @@ def test_mixed_dtypes_are_kept_and_not_stacked(tmp_path):
         load_pretrained(folder, dtype="int8")
 
 
-def test_parameters_follow_sharding():
+def test_loaded_parameters_follow_requested_sharding():
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
@@ -903,7 +903,7 @@ def without(tree: dict[str, Any], path: str) -> dict[str, Any]:
     return tree | {first: without(tree[first], rest)}
 
 
-def test_parameters_must_match_config_to_be_saved(tmp_path):
+def test_saving_parameters_that_contradict_config_is_rejected(tmp_path):
     config, params = load_pretrained(LLAMA3)
     for wrong, message in (
         (
@@ -922,7 +922,7 @@ def test_parameters_must_match_config_to_be_saved(tmp_path):
 
 
 @pytest.mark.slow
-def test_inexpressible_config_is_rejected_by_field(tmp_path):
+def test_error_names_field_that_family_cannot_express(tmp_path):
     config = ModelConfig(vocab_size=31, d_model=6, num_layers=1, num_heads=1, positions="alibi")
     params = drawn(config)
     with pytest.raises(ConfigError, match="no family can express this config") as error:
@@ -939,7 +939,7 @@ def test_inexpressible_config_is_rejected_by_field(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_attention_only_model_has_no_family(tmp_path):
+def test_attention_only_model_cannot_be_saved(tmp_path):
     config = ModelConfig(vocab_size=31, d_model=6, num_layers=1, num_heads=1, d_ff=0)
     params = drawn(config)
     with pytest.raises(ConfigError, match="no family can express this config") as error:
@@ -951,7 +951,7 @@ def test_attention_only_model_has_no_family(tmp_path):
             save_pretrained(tmp_path / "never", config, params, family=name)
 
 
-def test_max_len_overrides_the_config(tmp_path):
+def test_max_len_argument_overrides_config(tmp_path):
     stretch = dict(rope_type="dynamic", rope_theta=10_000.0, factor=2.0)
     folder = changed(LLAMA3, tmp_path / "dynamic", dict, rope_parameters=stretch)
     config, params = load_pretrained(folder, max_len=3000)
@@ -997,7 +997,7 @@ def test_tensor_names_match_transformers(family):
     assert set(tensor_names(config, family)) == saved
 
 
-def test_token_roles_match_transformers_classes():
+def test_special_token_roles_match_transformers_classes():
     saved = json.loads((Path(__file__).parents[1] / "golden/names.json").read_text())["classes"]
     assert len(saved) > 15
     assert {name: dict(CLASSES[name].roles) for name in saved} == saved
@@ -1047,7 +1047,7 @@ def test_mistral_with_layer_types_round_trips(tmp_path):
         assert_loads(tmp_path / name, config, params)
 
 
-def test_missing_output_matrix_is_explained(tmp_path):
+def test_missing_output_matrix_error_explains_cause(tmp_path):
     """`AutoModel` saves such folders, which lack the tensors for logits."""
 
     def headless(tensors):
@@ -1065,7 +1065,7 @@ def test_missing_output_matrix_is_explained(tmp_path):
     assert load_pretrained(tied)[0].tie_embeddings
 
 
-def test_float64_is_not_saved(tmp_path):
+def test_saving_float64_parameters_is_rejected(tmp_path):
     config = ModelConfig(vocab_size=31, d_model=12, num_heads=3, num_layers=1)
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), drawn(config))
     with pytest.raises(ValueError, match="is float64: must be one of float32, bfloat16, float16"):

@@ -57,7 +57,7 @@ def folders(tmp_path_factory):
     return path, config, wanted
 
 
-def test_mxfp4_experts_match_their_bytes(folders):
+def test_mxfp4_experts_match_raw_bytes(folders):
     path, config, wanted = folders
     loaded, params = load_pretrained(path / "mxfp4")
     assert loaded == replace(config, dtype="bfloat16") == pretrained_config(path / "mxfp4")
@@ -83,7 +83,7 @@ def test_mxfp4_is_saved_as_bfloat16(folders, tmp_path):
 
 
 @pytest.mark.parametrize("scale", [0, 1, 127, 252])
-def test_mxfp4_values_are_exact(scale):
+def test_mxfp4_values_are_decoded_exactly(scale):
     blocks = np.arange(256, dtype=np.uint8).reshape(4, 4, 16)
     found = dequantize(blocks, np.full((4, 4), scale, np.uint8))
     wanted = [[number(int(b) >> shift & 15, scale) for shift in (0, 4)] for b in blocks.ravel()]
@@ -123,13 +123,13 @@ def renamed(end, change):
          "down_proj_scales' has 255: must be at most 252"),
     ],
 )  # fmt: skip
-def test_invalid_mxfp4_parts_are_named(folders, tmp_path, tensors, rule):
+def test_error_names_invalid_mxfp4_tensor(folders, tmp_path, tensors, rule):
     changed(folders[0], tmp_path / "m", **tensors)
     with pytest.raises(CheckpointError, match=rule):
         load_pretrained(tmp_path / "m")
 
 
-def test_duplicate_matrix_is_named(folders, tmp_path):
+def test_error_names_duplicate_matrix(folders, tmp_path):
     changed(folders[0], tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
     save_file(load_file(file) | {PREFIX + "down_proj": np.zeros(3, np.float32)}, file)

@@ -72,7 +72,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_keys_have_no_effect(name):
+def test_ignored_published_keys_have_no_effect(name):
     family, keys = PUBLISHED[name]
     core = {name: keys[name] for name in keys if name not in other_keys(family)}
     core = {name: value for name, value in core.items() if name not in aliases(family)}
@@ -121,7 +121,7 @@ def test_keys_with_effect_are_rejected_by_name(family, keys, message):
         read(family, **({"encoder_layers": 12} if family == "bart" else {}), **keys)
 
 
-def test_alternative_key_names_are_read():
+def test_alternative_key_names_are_accepted():
     assert read("gpt2", hidden_size=48, num_attention_heads=4) == read("gpt2", n_embd=48, n_head=4)
     assert read("t5", head_dim=32, d_kv=32) == read("t5", d_kv=32)
 
@@ -135,18 +135,18 @@ def test_attn_factor_is_ignored_like_in_transformers():
         read("qwen3", rope_scaling=scaling | dict(extrapolation_factor=2.0))
 
 
-def test_null_dropout_is_zero():
+def test_null_dropout_means_zero():
     assert read("llama", attention_dropout=None).attention_dropout == 0
 
 
-def test_every_entry_names_existing_families():
+def test_key_table_refers_only_to_existing_families():
     named = {name for entry in OTHER_KEYS for name in entry.families.split()}
     assert named <= {*FAMILIES, "rope"}
     assert all(entry.why and (entry.ignored or entry.fixed) for entry in OTHER_KEYS)
 
 
 @pytest.mark.slow
-def test_every_transformers_key_is_covered():
+def test_every_transformers_config_key_is_handled():
     """Compares with the config classes of the installed version."""
     transformers = pytest.importorskip("transformers")
     import dataclasses

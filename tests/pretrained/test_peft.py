@@ -79,7 +79,7 @@ def equal(actual, expected):
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_peft_loads_saved_adapters_and_matches(family, tmp_path, rslora):
+def test_saved_adapters_match_when_loaded_by_peft(family, tmp_path, rslora):
     config, params, model, names, targets = family
     lora = LoraConfig(rank=3, alpha=5.0, targets=targets, rslora=rslora)
     rng = np.random.default_rng(2)
@@ -98,7 +98,7 @@ def test_peft_loads_saved_adapters_and_matches(family, tmp_path, rslora):
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("layers", [None, [1]])
-def test_adapters_saved_by_peft_load_and_match(family, tmp_path, scan, layers):
+def test_adapters_saved_by_peft_match_when_loaded(family, tmp_path, scan, layers):
     config, params, model, names, _ = family
     fused = config is GPT2
     theirs = ["c_attn", "mlp.c_proj"] if fused else ["q_proj", "v_proj", "o_proj", "down_proj"]
@@ -126,7 +126,7 @@ def test_adapters_saved_by_peft_load_and_match(family, tmp_path, scan, layers):
     equal(logits(config, apply_lora(params, adapters, lora)), expected)
 
 
-def test_bare_encoder_has_names_without_prefix(tmp_path):
+def test_adapters_for_bare_encoder_have_unprefixed_names(tmp_path):
     """A `BertModel` with PEFT adapters matches the encoder of this library."""
     theirs = transformers.BertConfig(
         vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -165,7 +165,7 @@ def their_states(model):
         return model(torch.tensor(TOKENS)).last_hidden_state.numpy()
 
 
-def test_initialisation_matches_peft(family):
+def test_adapter_initialization_matches_peft(family):
     """Both draw A from U(-bound, bound) with the same bound."""
     _, params, model, _, _ = family
     if isinstance(model, transformers.GPT2LMHeadModel):

@@ -440,7 +440,7 @@ def test_logits_and_internals_match_transformers(name, folders, rng):
 
 
 @pytest.mark.parametrize("name", often(CASES, ()))
-def test_saved_folder_equals_original(name, folders, rng, tmp_path):
+def test_saved_folder_matches_original(name, folders, rng, tmp_path):
     ids = torch.tensor(tokens(rng, VOCAB, 1, 80)).long()
     # earlier families can express some phi3 and falcon configs; smollm3 pads with token 128004
     like = folders(name) if name.startswith(("phi3", "smollm3", "falcon")) else None
@@ -448,7 +448,7 @@ def test_saved_folder_equals_original(name, folders, rng, tmp_path):
 
 
 @pytest.mark.parametrize("name", often(ONE_OF_EACH, ()))
-def test_cross_entropy_gradients_match(name, folders, rng):
+def test_cross_entropy_gradients_match_transformers(name, folders, rng):
     folder = folders(name)
     config, params = load_pretrained(folder)
     scanned, _ = ours(folder)
@@ -506,7 +506,7 @@ def until(ids: list[int], stop: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", often((*ONE_OF_EACH, *WITH_EXPERTS), OFTEN_BEAMS))
-def test_greedy_tokens_match(name, folders, rng):
+def test_greedy_tokens_match_transformers(name, folders, rng):
     """Two prompts of different lengths. No bigram may repeat, otherwise models with random
     parameters repeat one token forever."""
     config, params = ours(folders(name))
@@ -521,7 +521,7 @@ def test_greedy_tokens_match(name, folders, rng):
 
 
 @pytest.mark.parametrize("name", often(ONE_OF_EACH, set(ONE_OF_EACH) - set(OFTEN_BEAMS)))
-def test_beam_search_matches_texts_and_scores(name, folders, rng):
+def test_beam_search_texts_and_scores_match_transformers(name, folders, rng):
     """Two results of three beams; the most likely texts contain stop tokens."""
     config, params = ours(folders(name))
     model = reopened(folders(name), AUTO)
@@ -571,7 +571,7 @@ def test_bfloat16_is_kept_unless_dtype_is_passed(name, tmp_path, rng):
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 2, 16), (2, 7, 1, 16)])
-def test_mxfp4_matches_transformers(shape, rng):
+def test_mxfp4_model_matches_transformers(shape, rng):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks = rng.integers(0, 256, shape, dtype=np.uint8)

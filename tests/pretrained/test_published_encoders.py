@@ -331,7 +331,7 @@ def test_gradients_match_transformers(family, head, rng, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "head"), HEADS)
-def test_saving_like_a_folder_keeps_names_and_bits(family, head, rng, tmp_path):
+def test_saving_in_original_format_preserves_names_and_bits(family, head, rng, tmp_path):
     """A bare original gives a bare folder."""
     model, auto = make(family, head, 1)
     folder = saved(model, tmp_path / "model")
@@ -349,7 +349,7 @@ def test_saving_like_a_folder_keeps_names_and_bits(family, head, rng, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "head"), HEADS)
-def test_new_folder_names_its_heads(family, head, tmp_path):
+def test_newly_saved_folder_declares_its_heads(family, head, tmp_path):
     """The model that transformers builds from config.json uses every tensor."""
     model, auto = make(family, head)
     config, params = load_pretrained(saved(model, tmp_path / "model"))
@@ -372,7 +372,7 @@ def rewritten(folder, change) -> None:
     save_file(change(load_file(path)), path)
 
 
-def test_old_names_buffers_and_copies_are_read(tmp_path, rng):
+def test_legacy_names_buffers_and_copies_are_accepted(tmp_path, rng):
     """The names are those of bert-base-uncased and MiniLM."""
     model, _ = make("bert", "ForPreTraining")
     folder = saved(model, tmp_path / "model")
@@ -404,7 +404,7 @@ def test_old_names_buffers_and_copies_are_read(tmp_path, rng):
 
 
 @pytest.mark.parametrize("family", [name for name in CLASSES if name != "modernbert"])
-def test_bare_file_may_have_heads(family, tmp_path):
+def test_checkpoint_without_prefix_may_include_heads(family, tmp_path):
     """The model's tensors lack the prefix; the heads have their usual names."""
     model, _ = make(family, "ForSequenceClassification")
     folder = saved(model, tmp_path / "model")
@@ -450,7 +450,7 @@ def test_masked_token_head_and_pooler_coexist(tmp_path):
     auto.from_pretrained(tmp_path / "again")
 
 
-def test_class_names_are_kept_if_their_number_matches(tmp_path):
+def test_class_names_are_kept_if_count_matches(tmp_path):
     model, _ = make("distilbert", "ForSequenceClassification", 1)
     model.config.id2label = {0: "NEGATIVE", 1: "POSITIVE"}
     model.config.label2id = {"NEGATIVE": 0, "POSITIVE": 1}

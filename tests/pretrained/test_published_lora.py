@@ -60,7 +60,7 @@ def published(folder, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tuned_model_matches_transformers_and_peft(tmp_path, family):
+def test_fine_tuned_model_matches_transformers_and_peft(tmp_path, family):
     base = published(tmp_path / "base", family)
     (tmp_path / "text.txt").write_text(TEXT)
     start = str(tmp_path / "base")
@@ -94,7 +94,7 @@ def test_tuned_model_matches_transformers_and_peft(tmp_path, family):
         assert_near(alone(torch.tensor(tokens)).logits.numpy(), ours, LOGITS)
 
 
-def test_run_without_adapters_cannot_export_adapter(tmp_path, capsys):
+def test_exporting_adapter_from_run_without_adapters_is_rejected(tmp_path, capsys):
     published(tmp_path / "base", "gpt2")
     (tmp_path / "text.txt").write_text(TEXT)
     start = str(tmp_path / "base")

@@ -104,7 +104,7 @@ def values_of_llama(seen: Hooks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_places_match_transformers_hooks(make, tmp_path):
+def test_captured_places_match_transformers_hooks(make, tmp_path):
     folder = saved(randomised(make(), 3), tmp_path)
     ids = tokens(np.random.default_rng(5), 41, B, T)
     seen = Hooks(reopened(folder, transformers.AutoModelForCausalLM), ids)

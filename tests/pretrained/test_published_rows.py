@@ -67,7 +67,7 @@ def run_config(folder: Path, out: Path) -> TrainConfig:
     )  # fmt: skip
 
 
-def test_rows_and_losses_match_transformers(published, tmp_path):
+def test_training_rows_and_losses_match_transformers(published, tmp_path):
     folder, model, tokenizer = published
     config = run_config(folder, tmp_path / "run")
     start = start_model(str(folder))
@@ -139,7 +139,7 @@ def test_converted_run_generates_same_text_in_transformers(published, tmp_path, 
 
 
 @pytest.mark.parametrize("forced", [False, True])
-def test_suppressed_tokens_stay_suppressed_in_runs(forced, tmp_path, capsys):
+def test_suppressed_tokens_stay_suppressed_in_fine_tuned_runs(forced, tmp_path, capsys):
     torch.manual_seed(7)
     make_tokenizer, make_model = SEQ2SEQ["marian"]
     tokenizer = make_tokenizer()
@@ -227,7 +227,7 @@ def test_classifier_matches_transformers(case, tmp_path):
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_head_with_same_classes_is_reused_in_order(family, tmp_path):
+def test_classification_head_with_same_classes_is_reused_in_order(family, tmp_path):
     tokenizer, names = ENCODERS[family](), ["up", "aside", "down"]
     model = encoder(
         f"{family}ForSequenceClassification", tokenizer,

@@ -183,7 +183,7 @@ def unpadded_vectors(model, words, prompt, end, pool):
     return np.stack(want)
 
 
-def test_decoder_vectors_are_last_hidden_states(qwen):
+def test_decoder_embeddings_are_last_hidden_states(qwen):
     model, path = qwen
     laid(path, dict(word_embedding_dimension=16, pooling_mode_lasttoken=True, include_prompt=True))
     encoder = load_sentence_encoder(path)
@@ -194,7 +194,7 @@ def test_decoder_vectors_are_last_hidden_states(qwen):
         assert np.abs(got - want).max() <= TOLERANCE
 
 
-def test_decoder_vectors_match_sentence_transformers(qwen, tmp_path):
+def test_decoder_embeddings_match_sentence_transformers(qwen, tmp_path):
     theirs = pytest.importorskip("sentence_transformers")
     from tokenizers import models, pre_tokenizers, processors
 
@@ -234,7 +234,7 @@ class Ended(Words):
 
 
 @pytest.mark.parametrize("kind", ["MPNet", "NomicBert"])
-def test_other_encoders_pool_mean_of_tokens(kind, tmp_path):
+def test_encoders_without_pooling_config_use_mean_pooling(kind, tmp_path):
     """The folders have the format of all-mpnet-base-v2 and of nomic-embed-text."""
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(WORDS), hidden_size=16, intermediate_size=12, num_hidden_layers=2,

@@ -328,7 +328,7 @@ every_case = pytest.mark.parametrize("name", CASES)
 
 
 @every_case
-def test_logits_hidden_states_and_weights_match(name, loaded):
+def test_logits_hidden_states_and_weights_match_transformers(name, loaded):
     x = loaded(name)
     with torch.no_grad():
         want = x.model(**x.both, output_hidden_states=True, output_attentions=True)
@@ -366,7 +366,7 @@ def assert_same_layers(got: jax.Array, want: Any, real: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "flan-t5", "bart", "marian", "mbart", "m2m100", "pegasus"])
-def test_gradients_match(name, loaded):
+def test_seq2seq_gradients_match_transformers(name, loaded):
     x = loaded(name)
     rng = np.random.default_rng(3)
     labels = tokens(rng, VOCAB, *x.target.shape)
@@ -397,7 +397,7 @@ def new_tokens(sequence: Any, end: int) -> list[int]:
 
 
 @every_case
-def test_greedy_text_matches(name, loaded):
+def test_greedy_text_matches_transformers(name, loaded):
     x, case = loaded(name), CASES[name]
     with torch.no_grad():
         want = x.model.generate(
@@ -414,7 +414,7 @@ def test_greedy_text_matches(name, loaded):
 
 
 @every_case
-def test_beams_match(name, loaded):
+def test_beam_search_matches_transformers(name, loaded):
     """transformers' `length_penalty` is `LengthPenalty` here, for the new tokens and the end.
     The searches agree if theirs is exact: `early_stopping="never"` and normalised scores."""
     x, case, seen = loaded(name), CASES[name], set()
@@ -442,7 +442,7 @@ def test_beams_match(name, loaded):
 
 
 @every_case
-def test_round_trip(name, loaded, tmp_path):
+def test_seq2seq_folder_round_trips(name, loaded, tmp_path):
     x = loaded(name)
     assert_round_trip(x.folder, tmp_path, AUTO, **x.both)
 
@@ -493,7 +493,7 @@ def test_mt5_output_matrix_depends_only_on_file(has_output, tie_key, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["T5", "MT5"])
-def test_encoder_only_matches_transformers(kind, tmp_path):
+def test_encoder_only_model_matches_transformers(kind, tmp_path):
     options: Any = dict(feed_forward_proj="relu", num_layers=2) if kind == "T5" else {}
     config = getattr(transformers, f"{kind}Config")(**T5 | dict(num_layers=2) | options)
     model = lively(getattr(transformers, f"{kind}EncoderModel"), config, 5)
@@ -541,7 +541,7 @@ def test_m2m100_positions_skip_padding(loaded):
     assert_same_logits(got, want)
 
 
-def test_m2m100_accepts_tables_of_old_files(loaded, tmp_path):
+def test_m2m100_accepts_position_tables_from_old_files(loaded, tmp_path):
     x = loaded("m2m100")
     table = x.model.model.encoder.embed_positions.weights.numpy()
     assert table.shape == (63, 42) and (table[1] == 0).all() and table.std() > 0.1
@@ -560,7 +560,7 @@ def test_m2m100_accepts_tables_of_old_files(loaded, tmp_path):
                 load_pretrained(tmp_path)
 
 
-def test_pegasus_accepts_tables_from_transformers(tmp_path):
+def test_pegasus_accepts_position_tables_from_transformers(tmp_path):
     folder = saved(pegasus(5, 3.0, encoder_layers=1, decoder_layers=1), tmp_path / "pegasus")
     table = load_file(folder / "model.safetensors")[TABLES[0]]
     params = load_pretrained(folder)[1]
@@ -569,7 +569,7 @@ def test_pegasus_accepts_tables_from_transformers(tmp_path):
     chex.assert_trees_all_equal(load_pretrained(folder)[1], params, strict=True)
 
 
-def test_marian_sinusoids_match(loaded):
+def test_marian_sinusoids_match_transformers(loaded):
     x = loaded("marian")
     table = x.model.model.encoder.embed_positions.weight.detach().numpy()
     ours = sinusoidal(jnp.arange(61), x.config.d_model, layout="halves")

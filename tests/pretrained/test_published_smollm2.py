@@ -44,7 +44,7 @@ def messages(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
 
 
-def test_model_answers_question(model):
+def test_published_model_answers_question(model):
     assert model.chat(QUESTIONS[0], 30) == "The capital of France is Paris."
 
 
@@ -112,7 +112,7 @@ def cross_entropy(params, config, rows: np.ndarray) -> float:
     return float(np.mean(np.log(np.exp(logits).sum(-1)) - likely))
 
 
-def test_adapters_lower_held_out_loss(model, tmp_path):
+def test_adapters_reduce_held_out_loss(model, tmp_path):
     train = [(PAGES / f"{name}.md").read_text() for name in ("attention", "decoding", "training")]
     (tmp_path / "train.txt").write_text("".join(train))
     held_out = (PAGES / "cache.md").read_text()

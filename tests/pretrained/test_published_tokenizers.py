@@ -30,7 +30,7 @@ SENTENCEPIECE = {"m2m_100": "M2M100", "marian": "Marian"}
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_class_roles_and_options_match_default_arguments(name):
+def test_tokenizer_class_defaults_match_transformers(name):
     if name in SENTENCEPIECE.values():
         pytest.importorskip("sentencepiece")
     kind = getattr(transformers, f"{name}Tokenizer")
@@ -88,7 +88,7 @@ def layouts(model_type: str, kind: str) -> dict[str, Layout]:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_ids_and_roles_match_transformers(model_type, tmp_path):
+def test_token_ids_and_roles_match_transformers(model_type, tmp_path):
     kinds = ["MBart", "MBart50"] if model_type == "mbart" else [USUAL[model_type]]
     compared = 0
     for kind in kinds:
@@ -103,13 +103,13 @@ def test_ids_and_roles_match_transformers(model_type, tmp_path):
 
 
 @pytest.mark.parametrize("framed", [False, True])
-def test_barthez_template_comes_from_file(framed, tmp_path):
+def test_barthez_template_is_loaded_from_file(framed, tmp_path):
     layout = Layout("mbart", "XLMRoberta", "BarthezTokenizer", framed=framed)
     assert not differences(folder_of(layout, tmp_path / "barthez"))
 
 
 @pytest.mark.parametrize("legacy", [None, False, True])
-def test_nllb_language_position_follows_class(legacy, tmp_path):
+def test_nllb_language_token_position_depends_on_tokenizer_class(legacy, tmp_path):
     """The published tokenizer.json appends </s> and the language to a source."""
     options = {} if legacy is None else dict(legacy_behaviour=legacy)
     layout = Layout("m2m_100", "Nllb", "NllbTokenizer", options, built=dict(legacy_behaviour=True))

@@ -141,7 +141,7 @@ OFTEN = {"llama", "phi3", "smollm3"}
     "family",
     [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in FAMILIES],
 )
-def test_transformers_reads_saved_folder(family, rng, tmp_path, caplog):
+def test_transformers_loads_saved_folder(family, rng, tmp_path, caplog):
     """The vocabulary excludes the default ids of transformers' classes."""
     config = config_of(family)
     save_pretrained(tmp_path / "m", config, small(drawn(config)), family=family)
@@ -156,7 +156,7 @@ def test_transformers_reads_saved_folder(family, rng, tmp_path, caplog):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses an old name of transformers
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peft_reads_all_linear_adapters_or_saving_fails(family, rng, tmp_path):
+def test_peft_loads_all_linear_adapters_or_saving_fails(family, rng, tmp_path):
     """Adapters of experts and of a nomic_bert can only be merged."""
     config = config_of(family)
     params, lora = small(drawn(config)), LoraConfig(rank=2, alpha=3.0, targets="all-linear")
@@ -192,7 +192,7 @@ TEXTS = "don't  two\n\n", " a\tb\n", "12345 it's HÉLLO", "", "<s> x </s>", "e\u
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_saved_tokenizer_has_same_ids_in_transformers(family, tmp_path):
+def test_saved_tokenizer_produces_same_ids_in_transformers(family, tmp_path):
     """Characters, bytes, and a small BPE round-trip; a qwen2 is rejected."""
     content = write_config(FAMILIES[family], config_of(family))
     letters = "".join(sorted({*"".join(TEXTS)}))
@@ -279,7 +279,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("family", "number"), [(f, i) for f, found in CHANGES.items() for i in range(len(found))]
 )
-def test_config_change_is_read_by_transformers_or_rejected(family, number, rng, tmp_path):
+def test_config_change_is_respected_by_transformers_or_rejected(family, number, rng, tmp_path):
     """Checks the named family and the first that can express the config."""
     config = dataclasses.replace(config_of(family), **CHANGES[family][number])
     written = []

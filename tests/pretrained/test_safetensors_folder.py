@@ -74,7 +74,7 @@ def digest(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("shard_bytes", [5 * 10**9, 64], ids=["one file", "shards"])
-def test_tensors_round_trip_bit_for_bit(tmp_path, tensors, shard_bytes):
+def test_tensors_round_trip_bitwise(tmp_path, tensors, shard_bytes):
     config = {"model_type": "gpt2", "n": 3, "é": [1.5, None, True, {"x": []}]}
     path = tmp_path / "new" / "model"
     write_folder(path, config, tensors.items(), shard_bytes=shard_bytes)
@@ -98,7 +98,7 @@ def test_tensors_round_trip_bit_for_bit(tmp_path, tensors, shard_bytes):
     assert [p.name for p in path.parent.iterdir()] == ["model"]
 
 
-def test_read_tensor_is_an_independent_copy(tmp_path):
+def test_loaded_tensor_is_independent_copy(tmp_path):
     folder = open_folder(lay(tmp_path, GOOD))
     first = folder.read("a")
     first[:] = 7
@@ -108,7 +108,7 @@ def test_read_tensor_is_an_independent_copy(tmp_path):
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 13, 40, 100, 10**6])
-def test_shards_match_huggingface_hub(tmp_path, tensors, shard_bytes):
+def test_shard_layout_matches_huggingface_hub(tmp_path, tensors, shard_bytes):
     from huggingface_hub.serialization import split_state_dict_into_shards_factory
 
     split = split_state_dict_into_shards_factory(
@@ -133,7 +133,7 @@ def test_shards_match_huggingface_hub(tmp_path, tensors, shard_bytes):
         assert not (tmp_path / "m" / INDEX).exists()
 
 
-def test_extra_files_are_written_and_found(tmp_path):
+def test_extra_files_are_saved_and_found(tmp_path):
     files = {"tokenizer.json": b"{}", "1_Pooling/config.json": b'{"x": 2}', "modules.json": b"[1]"}
     write_folder(tmp_path / "m", {"n": 1}, [], files=files)
     folder = open_folder(str(tmp_path / "m"))
@@ -149,7 +149,7 @@ def test_extra_files_are_written_and_found(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
-def test_failed_save_names_cause_and_leaves_nothing(tmp_path):
+def test_failed_save_reports_cause_and_leaves_no_files(tmp_path):
     one = np.zeros(1, np.float32)
     cases = [
         ({}, [("a", np.array([None]))], "'a': dtype object"),
@@ -167,7 +167,7 @@ def test_failed_save_names_cause_and_leaves_nothing(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_with_other_files_is_not_replaced(tmp_path):
+def test_saving_does_not_replace_folder_with_other_files(tmp_path):
     path = tmp_path / "m"
     path.mkdir()
     write_folder(path, {"n": 1}, [("a", np.ones(9, np.float32))] * 1, files={"README.md": b"1"})
@@ -196,7 +196,7 @@ def test_folder_with_other_files_is_not_replaced(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "m"]
 
 
-def test_saving_over_open_folder_preserves_open_tensors(tmp_path):
+def test_overwriting_open_folder_preserves_open_tensors(tmp_path):
     path, old = tmp_path / "m", np.arange(4096, dtype=np.float32)
     write_folder(path, {}, [("a", old), ("b", old + 1)])
     folder = open_folder(path)
@@ -227,7 +227,7 @@ def test_full_disk_preserves_old_folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_save_killed_at_any_call_leaves_complete_folder(tmp_path):
+def test_save_killed_at_any_system_call_leaves_complete_folder(tmp_path):
     """Kills the process at each call that changes the disk, and at each fsync."""
     path = tmp_path / "m"
 
@@ -260,7 +260,7 @@ def test_save_killed_at_any_call_leaves_complete_folder(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_everything_is_synced_before_the_rename(tmp_path, monkeypatch):
+def test_all_files_are_synced_before_rename(tmp_path, monkeypatch):
     done = []
     fsync, rename = os.fsync, Path.rename
 
@@ -283,7 +283,7 @@ def test_everything_is_synced_before_the_rename(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_memory_is_one_tensor_to_read_and_one_shard_to_write(tmp_path):
+def test_reading_buffers_one_tensor_and_writing_one_shard(tmp_path):
     """192 MiB of 16 MiB tensors: read one at a time, and written in shards of 32 MiB."""
     code = f"""
 import json, numpy as np
@@ -311,7 +311,7 @@ print(json.dumps([written, grown]))
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_hostile_file_is_rejected_by_name(tmp_path, name):
+def test_error_names_hostile_file(tmp_path, name):
     content, message = FILES[name]
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / SINGLE))) as caught:
         open_folder(lay(tmp_path, content))
@@ -321,7 +321,7 @@ def test_hostile_file_is_rejected_by_name(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_hostile_files_cost_at_most_one_second_and_64_mib(tmp_path):
+def test_hostile_files_use_bounded_time_and_memory(tmp_path):
     script = [sys.executable, "-m", "tests.support.hostile_weights", str(tmp_path)]
     out = subprocess.run(script, capture_output=True, text=True, check=True, cwd=ROOT)
     found = json.loads(out.stdout)
@@ -378,7 +378,7 @@ def test_mutated_file_is_rejected_or_matches_header(tmp_path, rng, count):
     assert read > count / 50
 
 
-def test_file_truncated_after_opening_is_an_error(tmp_path):
+def test_file_truncated_after_opening_raises_error(tmp_path):
     array = np.arange(2**16, dtype=np.float32)
     write_folder(tmp_path / "m", {}, [("a", array), ("b", array)])
     folder = open_folder(tmp_path / "m")
@@ -402,14 +402,14 @@ def test_tensor_that_contradicts_header_is_rejected(tmp_path):
             other.read("a")
 
 
-def test_unknown_tensor_is_named(tmp_path):
+def test_error_names_unknown_tensor(tmp_path):
     folder = open_folder(lay(tmp_path, GOOD))
     for read in (folder.read, lambda name: folder.read_all(["a", name])):
         with pytest.raises(CheckpointError, match="there is no tensor 'x'"):
             read("x")
 
 
-def test_no_code_in_file_is_run(tmp_path):
+def test_code_in_model_folder_is_never_executed(tmp_path):
     canary, folder = tmp_path / "canary", tmp_path / "m"
     found = hostile.payloads(canary)
     assert len(found) >= 6
@@ -468,7 +468,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:30])
-def test_index_cannot_name_files_elsewhere(tmp_path, name):
+def test_index_cannot_refer_to_files_outside_folder(tmp_path, name):
     outside, folder = lay(tmp_path / "outside", b""), tmp_path / "m"
     (outside / "x.safetensors").write_bytes(GOOD)
     lay(folder, GOOD).joinpath(SINGLE).rename(folder / "good.safetensors")
@@ -505,7 +505,7 @@ def links(folder: Path, outside: Path) -> dict[str, tuple[str, str]]:
     }  # fmt: skip
 
 
-def test_nothing_outside_the_folder_is_opened(tmp_path):
+def test_files_outside_folder_are_never_opened(tmp_path):
     outside, folder = lay(tmp_path / "outside", GOOD), lay(tmp_path / "m", GOOD)
     (outside / "x.safetensors").write_bytes(GOOD)
     (folder / SINGLE).rename(folder / "good.safetensors")
@@ -554,7 +554,7 @@ def sharded(folder: Path, files: dict[str, bytes], weight_map: object) -> Path:
     return folder
 
 
-def test_index_and_files_must_agree(tmp_path):
+def test_index_must_match_tensor_files(tmp_path):
     one, two = (raw({name: entry()}, EIGHT) for name in "ab")
     files = {"1.safetensors": one, "2.safetensors": two}
     right = {"a": "1.safetensors", "b": "2.safetensors"}
@@ -590,7 +590,7 @@ def test_index_and_files_must_agree(tmp_path):
         open_folder(tmp_path / "m")
 
 
-def test_header_limit_matches_format(tmp_path):
+def test_header_size_limit_matches_format(tmp_path):
     path = lay(tmp_path, struct.pack("<Q", HEADER_LIMIT + 1) + b"{") / SINGLE
     with open(path, "r+b") as stream:
         stream.truncate(HEADER_LIMIT + 9)
@@ -607,7 +607,7 @@ def test_header_limit_matches_format(tmp_path):
 
 
 @pytest.mark.slow
-def test_index_and_header_of_235b_model_are_read(tmp_path):
+def test_index_and_header_for_235b_model_are_parsed(tmp_path):
     """The names of Qwen3-235B-A22B in an index, and those of 48 layers in one file."""
     layers = [
         f"model.layers.{i}.mlp.experts.{e}.{name}_proj.weight"
@@ -660,7 +660,7 @@ def test_hostile_config_is_rejected(tmp_path, content, message):
     assert len(str(caught.value)) < 300 + len(str(tmp_path))
 
 
-def test_two_gigabyte_config_is_not_read(tmp_path):
+def test_two_gigabyte_config_is_rejected_without_reading(tmp_path):
     lay(tmp_path, GOOD)
     with open(tmp_path / CONFIG, "wb") as stream:
         stream.truncate(2**31)
@@ -668,19 +668,19 @@ def test_two_gigabyte_config_is_not_read(tmp_path):
         open_folder(tmp_path)
 
 
-def test_config_with_12007_class_names_is_read(tmp_path):
+def test_config_with_12007_class_names_is_loaded(tmp_path):
     names = [f"number {i} of the goods and services of a long catalogue" for i in range(12_007)]
     config = {"id2label": {str(i): name for i, name in enumerate(names)}}
     config["label2id"] = {name: i for i, name in enumerate(names)}
     assert open_folder(lay(tmp_path, GOOD, json.dumps(config).encode())).config == config
 
 
-def test_brackets_in_strings_are_not_depth(tmp_path):
+def test_brackets_in_json_strings_do_not_count_as_nesting(tmp_path):
     config = {"template": '\\"[{' * 100 + "\\", "deep": json.loads("[" * 63 + "]" * 63)}
     assert open_folder(lay(tmp_path, GOOD, json.dumps(config).encode())).config == config
 
 
-def test_missing_parts_are_named(tmp_path, monkeypatch):
+def test_error_names_missing_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="'no such/place/here': must be an existing folder"):
         open_folder("no such/place/here")
@@ -755,7 +755,7 @@ def cached(root: Path, content: bytes = GOOD) -> Path:
     return snapshot
 
 
-def test_cached_snapshot_may_link_only_to_its_blobs(tmp_path):
+def test_cached_snapshot_may_link_only_to_own_blobs(tmp_path):
     snapshot = cached(tmp_path)
     assert open_folder(snapshot).read("a").tobytes() == EIGHT
     repository = snapshot.parents[1]
@@ -781,7 +781,7 @@ def test_cached_snapshot_may_link_only_to_its_blobs(tmp_path):
 
 
 @pytest.mark.slow
-def test_cache_is_read_without_network(tmp_path):
+def test_cached_model_is_loaded_without_network(tmp_path):
     cached(tmp_path)
     code = (
         "from transformer_jax.pretrained.safetensors_folder import open_folder\n"
@@ -800,7 +800,7 @@ def test_cache_is_read_without_network(tmp_path):
     assert second == f"CheckpointError 'org/other': no such folder, and {rule}"
 
 
-def test_unreachable_hub_is_one_line_error(monkeypatch):
+def test_unreachable_hub_raises_one_line_error(monkeypatch):
     def unreachable(*arguments, **keywords):
         try:
             try:
@@ -816,7 +816,7 @@ def test_unreachable_hub_is_one_line_error(monkeypatch):
         open_folder("gpt2")
 
 
-def test_missing_package_is_named_in_one_line(tmp_path, monkeypatch):
+def test_missing_package_error_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match=r"huggingface_hub: run pip install huggingface_hub$"):
         open_folder("gpt2")
@@ -829,7 +829,7 @@ def test_missing_package_is_named_in_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_import_loads_neither_package():
+def test_importing_library_loads_neither_package():
     code = (
         "import sys, transformer_jax.pretrained.safetensors_folder\n"
         "print([m for m in ('safetensors', 'huggingface_hub') if m in sys.modules])\n"

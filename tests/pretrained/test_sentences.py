@@ -52,7 +52,7 @@ def test_pooling_ignores_invalid_tokens(pooling, normalize, rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max", "last"])
-def test_padding_row_has_finite_gradient(pooling, rng):
+def test_all_padding_row_has_finite_gradient(pooling, rng):
     hidden = rng.normal(size=(2, 3, 5)).astype(np.float32)
     valid = np.array([[True, True, False], [False] * 3])
 
@@ -71,7 +71,7 @@ def test_zero_vector_has_finite_gradient():
     assert np.isfinite(np.asarray(gradient)).all()
 
 
-def test_invalid_pooling_arguments_are_named(rng):
+def test_error_names_invalid_pooling_argument(rng):
     hidden, valid = rng.normal(size=(2, 3, 5)), np.ones((2, 3), bool)
     choices = "must be one of 'mean', 'cls', 'max', 'last'"
     with pytest.raises(tj.ConfigError, match=f"pooling is 'first': {choices}"):
@@ -102,7 +102,7 @@ def encoder(params):
 
 
 @pytest.mark.slow
-def test_vector_is_independent_of_padding_and_other_rows(encoder, params):
+def test_embedding_is_independent_of_padding_and_other_rows(encoder, params):
     tokens = np.array([[1, 9, 4, 2, 0], [1, 7, 2, 0, 0]], np.int32)
     at = np.array([[0, 1, 2, 3, -1], [0, 1, 2, -1, -1]], np.int32)
     got = np.asarray(encoder.encode(tokens, at))
@@ -115,7 +115,7 @@ def test_vector_is_independent_of_padding_and_other_rows(encoder, params):
 
 
 @pytest.mark.long
-def test_vectors_keep_order_of_texts(encoder):
+def test_embeddings_are_returned_in_input_order(encoder):
     texts = ["4 5 6 7 8", "9", "", "10 11 12", "5 4"]
     want = [encoder.encode(Words().encode(text, special_tokens=True)[None]) for text in texts]
     for size in (2, 32):
@@ -138,7 +138,7 @@ def test_long_text_is_truncated_before_closing_special_tokens(encoder):
     np.testing.assert_array_equal(end.encode_texts([" ".join(words)], Words()), last)
 
 
-def test_text_without_room_keeps_only_special_tokens(encoder):
+def test_text_without_remaining_room_keeps_only_special_tokens(encoder):
     for truncate_left in False, True:
         small = dataclasses.replace(encoder, max_len=2, truncate_left=truncate_left)
         assert small._ids("3 4 5", Words()).tolist() == [1, 2]
@@ -189,7 +189,7 @@ def folder(params, tmp_path):
 
 
 @pytest.mark.slow
-def test_folder_defines_sentence_encoder(folder, encoder):
+def test_model_folder_configures_sentence_encoder(folder, encoder):
     found = tj.load_sentence_encoder(folder)
     tokens = np.array([[1, 9, 4, 2, 0]], np.int32)
     for name in ("config", "pooling", "normalize", "max_len", "lower_case"):
@@ -211,7 +211,7 @@ def test_folder_defines_sentence_encoder(folder, encoder):
 @pytest.mark.parametrize(
     "name", ["bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"]
 )
-def test_limits_are_read_from_each_sentence_config(name, folder):
+def test_length_limit_is_read_from_every_config_variant(name, folder):
     """Names and order are from `Transformer.load_config` in sentence-transformers."""
     (folder / "sentence_bert_config.json").unlink()
     lay(folder, {f"sentence_{name}_config.json": {"max_seq_length": 8, "do_lower_case": True}})
@@ -227,7 +227,7 @@ def test_truncation_side_comes_from_tokenizer_config(folder):
         assert tj.load_sentence_encoder(folder).truncate_left == (side == "left")
 
 
-def test_newer_sentence_transformers_keys_are_read(folder):
+def test_newer_sentence_transformers_keys_are_accepted(folder):
     kinds = (
         "sentence_transformers.base.modules.transformer.Transformer",
         "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
@@ -326,7 +326,7 @@ def test_prompt_is_prepended_to_every_text(folder):
     assert np.abs(bare - by_hand).max() > 1e-4
 
 
-def test_encoder_decoder_is_rejected(tmp_path):
+def test_encoder_decoder_cannot_be_used_as_sentence_encoder(tmp_path):
     config = tj.ModelConfig(
         kind="encoder-decoder", vocab_size=31, d_model=6, num_layers=1, num_heads=2, d_ff=5,
         norm="rmsnorm", use_bias=False, activation="relu", positions="t5", norm_eps=1e-6,

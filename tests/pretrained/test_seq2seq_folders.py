@@ -107,7 +107,7 @@ def test_marian_beams_match_transformers():
 
 
 @pytest.mark.slow
-def test_encoder_captures_match_encode():
+def test_captured_encoder_values_match_encode():
     """The captured memory equals that of `encode`; weights on padding are zero."""
     config, params, case = loaded("t5")
     model, variables = build(config), {"params": params}
@@ -193,7 +193,7 @@ SEPARATE: dict[str, tuple[Any, dict[str, np.ndarray], bool]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEPARATE)
-def test_separate_tables_are_read_used_and_saved(name, tmp_path):
+def test_separate_embedding_tables_are_loaded_used_and_saved(name, tmp_path):
     """Compares logits with formulas on the file's tables, and the saved file with the original."""
     keys, tables, bart = SEPARATE[name]
     folder = changed(
@@ -227,7 +227,7 @@ def test_separate_tables_are_read_used_and_saved(name, tmp_path):
     assert all(saved[tensor].tobytes() == found[tensor].tobytes() for tensor in saved)
 
 
-def test_output_copy_must_equal_decoder_table(tmp_path):
+def test_stored_output_matrix_copy_must_match_decoder_table(tmp_path):
     folder = changed(tmp_path, "marian", lambda x: with_tables(x, bart=False, **THREE), **APART)
     with pytest.raises(CheckpointError, match=f"lm_head.weight must equal {DECODER}"):
         load_pretrained(folder)
@@ -295,7 +295,7 @@ def test_bart_rejects_separate_vocabularies_and_tied_separate_tables():
 
 
 @pytest.mark.long
-def test_generation_with_separate_source_vocabulary(tmp_path):
+def test_generation_works_with_separate_source_vocabulary(tmp_path):
     """Compares greedy and beam search with a full forward pass."""
     tables = dict(encoder=SOURCE, decoder=TARGET)
     folder = changed(tmp_path, "marian", lambda x: with_tables(x, bart=False, **tables), **APART)
@@ -312,7 +312,7 @@ def test_generation_with_separate_source_vocabulary(tmp_path):
     np.testing.assert_array_equal(logits.argmax(-1), written)
 
 
-def test_two_vocabulary_model_is_rejected_as_text_model(tmp_path):
+def test_model_with_two_vocabularies_cannot_be_loaded_for_text(tmp_path):
     """A single tokenizer would encode the source with ids of the target."""
     tables = dict(encoder=SOURCE, decoder=TARGET)
     folder = changed(tmp_path, "marian", lambda x: with_tables(x, bart=False, **tables), **APART)
@@ -320,7 +320,7 @@ def test_two_vocabulary_model_is_rejected_as_text_model(tmp_path):
         load_text_model(folder)
 
 
-def test_source_ids_are_checked_against_source_vocabulary():
+def test_source_ids_are_validated_against_source_vocabulary():
     config = ModelConfig(kind="encoder-decoder", vocab_size=11, source_vocab_size=13, d_model=12)
     targets = with_special_tokens(CharTokenizer("abcdefghi"), ["bos", "eos"])
     sources = CharTokenizer("abcdefghijklmn")
@@ -353,7 +353,7 @@ def renamed(old: str, new: str) -> Any:
 
 
 @pytest.mark.slow
-def test_t5_output_matrix_follows_table(tmp_path):
+def test_t5_output_matrix_is_scaled_embedding_table(tmp_path):
     """Checks the table in families/t5.py."""
     absent: Any = dict(scale_decoder_outputs=...)
     scale = 14**-0.5
@@ -375,7 +375,7 @@ def test_t5_output_matrix_follows_table(tmp_path):
         shutil.rmtree(tmp_path / "changed")
 
 
-def test_contradictory_t5_is_rejected(tmp_path):
+def test_contradictory_t5_config_is_rejected(tmp_path):
     absent: Any = dict(scale_decoder_outputs=...)
     for keys, tensors, rule in (
         (absent, head, "lm_head.weight must equal shared.weight, to which config.json ties it"),
@@ -395,12 +395,12 @@ def test_contradictory_t5_is_rejected(tmp_path):
         ("marian", "model.shared.weight", "model.encoder.embed_tokens.weight"),
     ],
 )
-def test_tied_tensor_may_exist_only_as_copy(name, old, new, tmp_path):
+def test_tied_tensor_may_be_stored_only_under_copy_name(name, old, new, tmp_path):
     folder = changed(tmp_path, name, renamed(old, new))
     chex.assert_trees_all_equal(load_pretrained(folder)[1], loaded(name)[1], strict=True)
 
 
-def test_different_copies_are_rejected(tmp_path):
+def test_mismatched_tied_tensor_copies_are_rejected(tmp_path):
     name = "encoder.embed_tokens.weight"
     folder = changed(
         tmp_path, "t5", lambda stored: copies(stored) | {name: -stored["shared.weight"]}
@@ -420,7 +420,7 @@ TABLES = "model.encoder.embed_positions.weight", "model.decoder.embed_positions.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_tables_of_old_marian_are_sinusoids(dtype, tmp_path):
+def test_old_marian_position_tables_must_be_sinusoids(dtype, tmp_path):
     table = np.asarray(sinusoidal(jnp.arange(31), 18, layout="halves")).astype(dtype)
     folder = changed(tmp_path, "marian", lambda stored: stored | dict.fromkeys(TABLES, table))
     chex.assert_trees_all_equal(load_pretrained(folder)[1], loaded("marian")[1], strict=True)
@@ -442,7 +442,7 @@ def test_other_position_tables_are_rejected(tmp_path):
             shutil.rmtree(folder)
 
 
-def test_headless_marian_loads(tmp_path):
+def test_marian_without_output_head_can_be_loaded(tmp_path):
     """Saved MarianModels have no prefix and no logit bias."""
 
     def bare(stored):
@@ -557,7 +557,7 @@ def test_invalid_t5_config_is_rejected():
 
 
 @pytest.mark.slow
-def test_original_transformer_has_no_family(tmp_path):
+def test_original_transformer_config_cannot_be_saved(tmp_path):
     """Its sines and cosines are interleaved, unlike in any Marian."""
     config = ModelConfig(
         kind="encoder-decoder", vocab_size=11, d_model=6, num_heads=3, num_layers=1, d_ff=5,

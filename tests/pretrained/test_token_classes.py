@@ -36,7 +36,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "of", "changes", "tensor", "architecture"), CASES)
-def test_folder_defines_classified_unit(family, of, changes, tensor, architecture, tmp_path):
+def test_model_folder_determines_whether_texts_or_tokens_are_classified(
+    family, of, changes, tensor, architecture, tmp_path
+):
     config = replace(CONFIG, classes_of=of, **changes)
     params = drawn(config)
     assert "pooler" not in params and params["classifier"]["kernel"].shape == (6, 2)
@@ -55,7 +57,7 @@ def test_folder_defines_classified_unit(family, of, changes, tensor, architectur
             load_pretrained(tmp_path / "m")
 
 
-def test_new_head_drops_keys_of_old_head(tmp_path):
+def test_new_classification_head_removes_old_head_keys(tmp_path):
     old, new = (replace(CONFIG, num_classes=n, pooler="tanh") for n in (5, 3))
     labels = {str(i): f"emotion {i}" for i in range(5)}
     keys = dict(
@@ -78,7 +80,7 @@ def test_new_head_drops_keys_of_old_head(tmp_path):
 
 
 @pytest.mark.parametrize("of", ["token", "span"])
-def test_token_classes_read_hidden_state(of, rng):
+def test_token_classes_are_computed_from_hidden_states(of, rng):
     config = replace(CONFIG, classes_of=of)
     params = drawn(config)
     params["classifier"] = {
@@ -96,14 +98,14 @@ def test_token_classes_read_hidden_state(of, rng):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_no_task_trains_token_classes():
+def test_training_token_classifier_is_rejected():
     with pytest.raises(
         ConfigError, match="classes_of is 'token': must be 'text': no task trains classes of tokens"
     ):
         ClassifyTask().check_model(replace(CONFIG, classes_of="token"))
 
 
-def test_flops_count_classifier_per_token():
+def test_flops_include_classifier_for_each_token():
     """Text classifiers run the pooler and the classifier once per text."""
     token, text = (forward_flops(replace(CONFIG, classes_of=of), 7) for of in ("token", "text"))
     assert token - text == 2 * 6 * 2 * (7 - 1) - 2 * 6 * 6

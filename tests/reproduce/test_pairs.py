@@ -60,7 +60,7 @@ def run(folder, out, name, task, capsys):
 @pytest.mark.long
 @pytest.mark.parametrize("task", ["seq2seq", "prefix"])
 @pytest.mark.parametrize("name", ["multi30k", "g2p"])
-def test_run_is_evaluated_on_test_part_and_drawn(folder, small, tmp_path, capsys, name, task):
+def test_run_is_evaluated_on_test_split_and_drawn(folder, small, tmp_path, capsys, name, task):
     figures, printed = run(folder, tmp_path, name, task, capsys)
     stem = name if name == "multi30k" else "g2p_xyz"
     out = tmp_path / f"{stem}_{task}"
@@ -77,9 +77,7 @@ def test_run_is_evaluated_on_test_part_and_drawn(folder, small, tmp_path, capsys
 
 
 @pytest.mark.long
-def test_complete_run_is_evaluated_again_and_vocabulary_comes_from_training_part(
-    folder, small, tmp_path, capsys
-):
+def test_finished_run_is_reevaluated_with_training_vocabulary(folder, small, tmp_path, capsys):
     first, _ = run(folder, tmp_path, "multi30k", "seq2seq", capsys)
     again, printed = run(folder, tmp_path, "multi30k", "seq2seq", capsys)
     assert "is complete: judged again" in printed and "seconds" not in again
@@ -93,7 +91,7 @@ def test_complete_run_is_evaluated_again_and_vocabulary_comes_from_training_part
 
 
 @pytest.mark.slow
-def test_recurrent_alignment_comes_from_its_only_attention():
+def test_recurrent_alignment_uses_its_single_attention_layer():
     tokenizer = with_special_tokens(WordTokenizer(("ein", "hund", "a", "dog")), ["bos", "eos"])
     config = RecurrentConfig(
         vocab_size=8, source_vocab_size=8, d_embed=3, d_hidden=5, attention="additive"
@@ -107,7 +105,7 @@ def test_recurrent_alignment_comes_from_its_only_attention():
     assert np.allclose(weights.sum(axis=1), 1, atol=1e-5) and (weights > 0).all()
 
 
-def test_missing_data_set_gives_one_line_error(tmp_path):
+def test_missing_data_set_raises_one_line_error(tmp_path):
     with pytest.raises(SystemExit, match=r"^pairs: .*xyz_train\.tsv: no such file; --data is"):
         pairs.main(
             ["--set", "g2p", "--data", str(tmp_path), "--language", "xyz", "--out", str(tmp_path)]

@@ -9,7 +9,7 @@ from transformer_jax.config.tasks import TASKS
 MESH = "scanned, data=2,tensor=2,expert=2"
 
 
-def test_table_has_every_task_and_optimizer():
+def test_scaling_table_includes_every_task_and_optimizer():
     tasks = {case.changes["task"].kind for case in CASES.values() if "task" in case.changes}
     assert tasks == set(TASKS)
     optimizers = {type(case.changes.get("optimizer")).__name__ for case in CASES.values()}
@@ -20,7 +20,7 @@ def test_table_has_every_task_and_optimizer():
 @pytest.mark.long_except("task seq2seq")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CASES)
-def test_run_matches_one_device_or_is_rejected(name):
+def test_sharded_run_matches_one_device_or_is_rejected(name):
     column = ["--column", MESH] if name == "task seq2seq" else []
     command = ["-m", "tests.scaling", "--json", "--case", name, *column]
     cells = on_devices(8, *command, optimise=False)

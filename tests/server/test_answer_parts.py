@@ -100,13 +100,13 @@ CASES = {
 
 
 @pytest.mark.parametrize(("script", "fields", "parts"), CASES.values(), ids=CASES)
-def test_answer_is_delivered_in_parts(engine, script, fields, parts):
+def test_server_streams_answer_in_parts(engine, script, fields, parts):
     assert answer(engine, *script, **fields) == parts
     assert engine.running == 0 and not engine.batcher.running
     assert len(engine.batcher.dropped) == 1, "the slot is freed"
 
 
-def test_tokens_carry_top_log_probs_and_wait_for_text(engine):
+def test_streamed_tokens_include_top_log_probabilities(engine):
     script = new("ab", log_probs=[-0.5, -np.inf]), new(["c", END], "stop")
     parts = answer(engine, *script, top=2, stop=("bd",))
     top = ((b" ", -0.5), (b"a", -1.5))
@@ -121,7 +121,7 @@ def test_tokens_carry_top_log_probs_and_wait_for_text(engine):
     assert part.tokens[0].top[2] == (b"", -2.5), "the tokenizer has fewer tokens than the model"
 
 
-def test_failed_request_and_closed_loop_end_request(engine, capsys):
+def test_failed_request_or_closed_event_loop_ends_request(engine, capsys):
     parts = answer(engine, new("ab"))  # the script has no more: the turn fails
     assert parts[0] == Part("ab", (), 2)
     why = "the server could not complete this request"

@@ -106,7 +106,7 @@ def test_greedy_answer_matches_model_without_cache(client, engine):
     assert is_idle(engine)
 
 
-def test_prompt_and_answer_may_fill_context():
+def test_prompt_and_answer_may_fill_entire_context():
     """The last token is not read, so one more than the context fits."""
     engine, ids = Engine(tiny(), context=9), tuple(tiny().read("cab").tolist())
     room = 9 + 1 - len(ids)
@@ -201,7 +201,7 @@ def test_log_probabilities_match_full_forward(client):
         (400, "n is 2", dict(json={"model": NAME, "prompt": "a", "n": 2})),
     ],
 )
-def test_invalid_requests_get_openai_errors(client, status, why, send):
+def test_invalid_requests_return_openai_errors(client, status, why, send):
     response = client.post("/v1/completions", **send)
     error = response.json()["error"]
     assert response.status_code == status and why in error["message"]
@@ -265,7 +265,7 @@ def test_concurrent_structured_and_free_answers_match_model(client, engine, form
 
 
 @pytest.mark.slow
-def test_structured_answer_ends_at_form_stop_string_or_limit(client, engine, forms):
+def test_structured_answer_ends_at_schema_stop_string_or_limit(client, engine, forms):
     fields = dict(messages=TALK, response_format=of_schema(SCHEMA))
     whole = answer(client, **fields, max_tokens=40).json()["choices"][0]
     assert whole["finish_reason"] == "stop" and json.loads(whole["message"]["content"])
@@ -318,7 +318,7 @@ def test_structured_log_probabilities_include_all_tokens(client, forms):
          "const is 9007199254740993: must be from"),
     ],
 )  # fmt: skip
-def test_invalid_form_names_its_parameter(client, forms, fields, param, why):
+def test_invalid_response_format_error_names_parameter(client, forms, fields, param, why):
     for response in (complete(client, **fields), answer(client, stream=True, **fields)):
         error = response.json()["error"]
         assert response.status_code == 400 and error["param"] == param
@@ -326,7 +326,7 @@ def test_invalid_form_names_its_parameter(client, forms, fields, param, why):
 
 
 @pytest.mark.slow
-def test_form_that_fails_midway_ends_only_its_request(client, engine, forms, monkeypatch):
+def test_constraint_failure_ends_only_affected_request(client, engine, forms, monkeypatch):
     def fail(matcher, token):
         raise ValueError("structured_outputs.regex: the text cannot go on: too complex")
 
@@ -350,7 +350,7 @@ def test_chat_rejected_by_template_does_not_leak_path(client, engine):
     assert "secret" not in str(caught.value)
 
 
-def test_other_routes_describe_the_model(client):
+def test_metadata_routes_describe_model(client):
     assert client.get("/health").json() == dict(status="ok", slots=3, running=0, waiting=0)
     (model,) = client.get("/v1/models").json()["data"]
     assert model["id"] == NAME and client.get(f"/v1/models/{NAME}").json() == model
@@ -376,14 +376,14 @@ class PausedTurns:
         yield from self.turn()
 
 
-def test_edits_reach_the_step_of_an_engine_and_prevent_shared_prefixes():
+def test_engine_applies_edits_and_disables_prefix_sharing():
     edited = tiny().edited({"logits": lambda logits: logits})
     assert Engine(edited, slots=1)._step == make_step(edited.module)
     assert Engine(tiny(), slots=1)._shares and not Engine(edited, slots=1)._shares
 
 
 @pytest.mark.slow
-def test_engine_serves_the_edited_model(quick_compilation):
+def test_engine_serves_edited_model(quick_compilation):
     """Each token is the one that the edit prefers, also after the prefix of another request."""
     model = tiny().edited({"logits": lambda logits: logits.at[..., ord("B")].add(1e4)})
     with running(model, slots=1) as engine:
@@ -394,7 +394,7 @@ def test_engine_serves_the_edited_model(quick_compilation):
 
 
 @pytest.mark.slow
-def test_requests_beyond_queue_are_rejected(monkeypatch):
+def test_requests_beyond_queue_capacity_are_rejected(monkeypatch):
     with running(tiny(), slots=1, queue=2) as engine:
         paused = PausedTurns(engine, monkeypatch)
         client = client_of(engine)
@@ -445,7 +445,7 @@ def test_device_failure_ends_only_current_requests(monkeypatch, capsys):
         assert complete(client).status_code == 503 == client.get("/health").status_code
 
 
-def test_missing_dependency_is_named(monkeypatch, engine):
+def test_error_names_missing_dependency(monkeypatch, engine):
     monkeypatch.setattr(app_module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs starlette.*pip install 'transformer_jax\[serve"):
         make_app(engine, NAME)

@@ -61,7 +61,7 @@ def client(address, openai):
         yield client
 
 
-def test_openai_client_reads_answers_streams_and_errors(client, openai):
+def test_openai_client_parses_answers_streams_and_errors(client, openai):
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME
     want = tiny().generate("cab", 11)
@@ -89,7 +89,7 @@ def test_openai_client_reads_answers_streams_and_errors(client, openai):
         client.completions.create(model="gpt-4", prompt="cab")
 
 
-def test_openai_client_gets_json_of_schema(client, openai):
+def test_openai_client_receives_json_matching_schema(client, openai):
     pytest.importorskip("llguidance")
     schema = {
         "type": "object", "properties": {"a": {"enum": ["b", "é"]}}, "required": ["a"],
@@ -113,7 +113,7 @@ def test_openai_client_gets_json_of_schema(client, openai):
     assert caught.value.param == "structured_outputs.regex"
 
 
-def test_sixteen_concurrent_clients_get_independent_answers(address, engine, openai):
+def test_sixteen_concurrent_clients_receive_independent_answers(address, engine, openai):
     """Half of them are greedy and half seeded, with ragged prompts, over five slots."""
     requests = []
     for n in range(16):
@@ -159,7 +159,7 @@ FORM = {"structured_outputs": {"regex": "[a-z ]{999}"}}
     ("stream", "form"), [(True, {}), (False, {}), (True, FORM)],
     ids=["a stream", "a whole answer", "a stream of a form"],
 )  # fmt: skip
-def test_slot_of_disconnected_client_is_freed(engine, address, stream, form, monkeypatch):
+def test_disconnected_client_frees_its_slot(engine, address, stream, form, monkeypatch):
     if form:
         pytest.importorskip("llguidance")
         with sending(address, {"model": NAME, "prompt": "a"} | form, timeout=60) as connection:
@@ -184,7 +184,7 @@ def test_slot_of_disconnected_client_is_freed(engine, address, stream, form, mon
     assert is_idle(engine, 2) and 2 <= len(turns) < 20, "29 turns would be the whole answer"
 
 
-def test_clients_that_leave_queue_are_never_decoded(engine, address, monkeypatch):
+def test_requests_from_disconnected_queued_clients_are_never_decoded(engine, address, monkeypatch):
     turn, go = engine.batcher.turn, threading.Event()
     monkeypatch.setattr(engine.batcher, "turn", lambda: go.wait(60) and turn())
     body = {"model": NAME, "prompt": "a", "max_tokens": 5}
@@ -200,7 +200,7 @@ def test_clients_that_leave_queue_are_never_decoded(engine, address, monkeypatch
 
 
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
-def test_server_conforms_to_its_openapi_description(address, engine, mode):
+def test_server_conforms_to_its_openapi_schema(address, engine, mode):
     """schemathesis generates valid and invalid requests from /openapi.json."""
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, given, settings

@@ -89,7 +89,7 @@ def embed(client, **fields):
 TEXTS = ["a cab", "the tabs", "é", "cabs the cab a", ""]
 
 
-def test_openai_client_reads_vectors_of_encoder(client, encoder, tokenizer):
+def test_openai_client_receives_encoder_embeddings(client, encoder, tokenizer):
     openai = pytest.importorskip("openai")
     want = encoder.encode_texts(TEXTS, tokenizer)
     ids = [tokenizer.encode(text, special_tokens=True).tolist() for text in TEXTS]
@@ -132,14 +132,14 @@ def test_openai_client_reads_vectors_of_encoder(client, encoder, tokenizer):
         (dict(tools=[]), "tools", "is not a parameter"),
     ],
 )
-def test_invalid_embedding_input_is_named(client, fields, param, why):
+def test_error_names_invalid_embedding_input(client, fields, param, why):
     response = embed(client, **fields)
     error = response.json()["error"]
     assert response.status_code == (404 if param == "model" else 400)
     assert error["param"] == param and why in error["message"]
 
 
-def test_each_kind_of_server_describes_its_own_routes(client):
+def test_each_server_type_describes_only_its_routes(client):
     assert set(client.get("/openapi.json").json()["paths"]) == {
         "/health", "/v1/models", "/v1/models/{model}", "/v1/embeddings"
     }  # fmt: skip
@@ -157,7 +157,7 @@ def test_each_kind_of_server_describes_its_own_routes(client):
 
 
 @pytest.mark.slow
-def test_embedding_requests_beyond_queue_or_time_limit_are_rejected(encoder, tokenizer):
+def test_embedding_requests_past_queue_or_time_limit_are_rejected(encoder, tokenizer):
     embedder, go = Embedder(encoder, tokenizer, queue=1), threading.Event()
 
     class Waiting:
@@ -178,7 +178,7 @@ def test_embedding_requests_beyond_queue_or_time_limit_are_rejected(encoder, tok
         assert embed(client).status_code == 503 and client.get("/health").status_code == 503
 
 
-def test_queue_may_exceed_asyncio_threads(encoder, tokenizer):
+def test_queue_capacity_may_exceed_asyncio_thread_count(encoder, tokenizer):
     embedder, go = Embedder(encoder, tokenizer, queue=40), threading.Event()  # asyncio has 32
 
     class Waiting:
@@ -199,7 +199,7 @@ def test_queue_may_exceed_asyncio_threads(encoder, tokenizer):
     assert refused.status_code == 429 and codes.count(200) == 41
 
 
-def test_command_serves_sentence_transformers_folder(folder, monkeypatch, capsys):
+def test_serve_command_accepts_sentence_transformers_folder(folder, monkeypatch, capsys):
     uvicorn = pytest.importorskip("uvicorn")
     served = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: served.append(self.config.app))

@@ -69,7 +69,7 @@ USAGE = {
 }  # fmt: skip
 
 
-def test_completion_joins_its_parts(client):
+def test_completion_response_joins_streamed_parts(client):
     engine = FixedEngine()
     body = {
         "model": "m", "prompt": "p", "max_tokens": 6, "temperature": 0.5, "top_p": 0.75, "seed": 3,
@@ -106,7 +106,7 @@ def events(found) -> list:
     return [data if data == "[DONE]" else json.loads(data) for data in (x[6:] for x in lines)]
 
 
-def test_chat_stream_ends_with_usage(client):
+def test_chat_stream_ends_with_token_usage(client):
     engine = FixedEngine()
     body = {
         "model": "m", "messages": TALK, "max_completion_tokens": 6, "logprobs": True,
@@ -151,7 +151,7 @@ def test_chat_stream_ends_with_usage(client):
     assert "usage" not in found[0] and found[-1] == "[DONE]"
 
 
-def test_failures_have_openai_form(client, monkeypatch):
+def test_failures_use_openai_error_format(client, monkeypatch):
     request = {"model": "m", "prompt": "p"}
 
     def error(found, status, kind, message, param=None, code=None):
@@ -208,7 +208,7 @@ def test_failures_have_openai_form(client, monkeypatch):
     error(post(FixedEngine(), timeout=0.05), 408, "invalid_request_error", late, code="timeout")
 
 
-def test_model_and_health_routes(client):
+def test_model_and_health_routes_respond(client):
     engine = FixedEngine()
     model = {"id": "m", "object": "model", "created": 1234, "owned_by": "transformer_jax"}
     with client(engine) as open_client:
@@ -222,7 +222,7 @@ def test_model_and_health_routes(client):
     assert (found.status_code, found.json()["error"]["code"]) == (503, "stopping")
 
 
-def test_requests_must_fit_the_model():
+def test_requests_must_fit_model_context():
     engine = Engine.__new__(Engine)
     engine.context, engine.answers_chats = 6, False
     read = lambda text: np.arange(len(text))  # noqa: E731

@@ -20,14 +20,14 @@ def read(endpoint, content):
     return protocol.read_request(endpoint, body, "m")
 
 
-def test_defaults_of_requests_match_openai():
+def test_request_defaults_match_openai():
     assert read("completion", HI) == protocol.TextRequest("completion", "hi", num_tokens=16)
     assert read("chat", TALK) == protocol.TextRequest("chat", ({"role": "user", "content": "hi"},))
     nulls = dict.fromkeys(CHAT["properties"].keys() - TALK.keys())
     assert read("chat", TALK | nulls) == read("chat", TALK)
 
 
-def test_all_parameters_are_read():
+def test_all_request_parameters_are_parsed():
     fields = dict(
         max_completion_tokens=7, temperature=0.5, top_p=0.25, seed=3, stop=["a", "b"], n=1,
         logprobs=True, top_logprobs=2, stream=True, stream_options={"include_usage": True},
@@ -49,7 +49,7 @@ def test_all_parameters_are_read():
     assert read("chat", requested).prompt == ({"role": "system", "content": "ab"},)
 
 
-def test_answer_can_be_sent_back_as_message():
+def test_answer_can_be_sent_back_as_assistant_message():
     """In the forms of OpenAI's client, with or without unset fields, and of other servers."""
     chat = pytest.importorskip("openai.types.chat")
     params = pytest.importorskip("openai.types.chat.completion_create_params")
@@ -74,7 +74,7 @@ def test_answer_can_be_sent_back_as_message():
         assert request.prompt[1] == {"role": "assistant", "content": "a"}
 
 
-def test_form_is_read_from_each_parameter():
+def test_response_format_is_parsed_from_each_parameter():
     schema = {"type": "array"}
     of_schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     for fields, want in (
@@ -165,7 +165,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_invalid_request_is_rejected_in_one_line(name):
+def test_invalid_request_raises_one_line_error(name):
     endpoint, body, why, param = WRONG[name]
     with pytest.raises(protocol.RequestError, match=why) as caught:
         read(endpoint, body)
@@ -177,7 +177,7 @@ def test_invalid_request_is_rejected_in_one_line(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["completion", "chat"])
-def test_checks_match_another_json_schema_validator(name):
+def test_request_validation_matches_json_schema_validator(name):
     """Requests have some parameters changed at random."""
     jsonschema_rs = pytest.importorskip("jsonschema_rs")
     schema, right = (COMPLETION, HI) if name == "completion" else (CHAT, TALK)
@@ -200,7 +200,7 @@ def test_checks_match_another_json_schema_validator(name):
     assert seen[True] > 100 and seen[False] > 1000
 
 
-def test_event_is_one_line_to_every_line_reader():
+def test_server_sent_event_is_one_line_for_every_parser():
     text = "a\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029é\U0001f600"
     assert len(text.splitlines()) == 11
     refused = protocol.RequestError(text).body()
@@ -213,7 +213,7 @@ def test_event_is_one_line_to_every_line_reader():
         assert json.loads(sent.removeprefix("data: ")) == data
 
 
-def test_tokens_with_same_text_are_all_listed():
+def test_top_tokens_with_same_text_are_all_listed():
     top = ((b"a", -1.0), (b"", -2.0), (b"a", -3.0), (b"", -4.0), (b"a #2", -5.0), (b"a", -6.0))
     request = protocol.TextRequest("completion", "", top=6)
     (choice,) = protocol.answer(
@@ -268,7 +268,7 @@ def test_stream_parts_join_to_whole_answer():
         )
 
 
-def test_answers_validate_as_openai_types():
+def test_responses_validate_against_openai_types():
     types = pytest.importorskip("openai.types")
     chat = pytest.importorskip("openai.types.chat")
     part = protocol.Part("a", TOKENS[:1], 1, "stop")

@@ -229,9 +229,9 @@ HIDDEN = "padding", "empty slots", "segments", "expired", "future"
 
 
 @pytest.mark.slow_except(
-    "test_every_mask_matches_oracle[composition]",
-    "test_all_options_together_match_oracle",
-    "test_empty_axes_give_empty_or_zero_results",
+    "test_every_mask_matches_reference[composition]",
+    "test_all_options_combined_match_reference",
+    "test_empty_axes_produce_empty_or_zero_results",
     "test_masked_keys_and_values_have_no_influence[future-3.3e+38]",
 )
 class AttentionSuite:
@@ -335,7 +335,7 @@ class AttentionSuite:
     # Against the oracle in float32.
 
     @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda pair: "x".join(map(str, pair)))
-    def test_any_length_matches_oracle(self, lengths):
+    def test_any_sequence_length_matches_reference(self, lengths):
         queries, keys = lengths
         arrays = self.draw(
             queries * 1000 + keys, queries=queries, keys=keys, heads=2, kv_heads=1, dim=self.dim
@@ -348,7 +348,7 @@ class AttentionSuite:
     @pytest.mark.parametrize(
         "heads", [(4, 4, 8, 8), (10, 5, 4, 3), (8, 2, 8, 16), (8, 1, 16, 5), (3, 1, 1, 1)], ids=str
     )
-    def test_heads_of_any_number_and_width_match_oracle(self, heads):
+    def test_any_head_count_and_width_match_reference(self, heads):
         """Each head has its own mask, bias and sink."""
         n, k, dim, value_dim = heads
         rng = np.random.default_rng(n)
@@ -397,7 +397,7 @@ class AttentionSuite:
         self.check(result, expected)
         assert_near(gradient, by_head, self.gradient_tolerance, "slopes")
 
-    def test_query_head_reads_key_head_n_over_g(self):
+    def test_query_heads_use_key_head_of_their_group(self):
         query, key = jnp.zeros((2, 13, 6, self.dim)), jnp.zeros((2, 17, 3, self.dim))
         named = jnp.broadcast_to(jnp.arange(3.0)[None, None, :, None], key.shape)
         out = self.attend(query, key, named)
@@ -405,7 +405,7 @@ class AttentionSuite:
         assert_near(out, np.broadcast_to(expected, out.shape), self.forward_tolerance)
 
     @pytest.mark.parametrize("name", MASKS)
-    def test_every_mask_matches_oracle(self, name):
+    def test_every_mask_matches_reference(self, name):
         arrays, rng = self.draw(5), np.random.default_rng(6)
         cases = {k: rest for k, *rest in every_mask(rng, 2, 4, self.queries, self.span)}
         mask, predicate, heads = cases[name]
@@ -416,7 +416,7 @@ class AttentionSuite:
             assert not seen.any(axis=3).all(), "no row is fully masked"
         self.check(self.evaluate(arrays, mask), reference(arrays, seen))
 
-    def test_masks_use_positions_in_rings_and_ragged_rows(self):
+    def test_masks_use_positions_in_ring_caches_and_ragged_rows(self):
         span = self.span
         arrays = self.draw(7, batch=3, queries=5)
         ring = (np.arange(span) + 11) % span + 40
@@ -434,7 +434,7 @@ class AttentionSuite:
         self.check(result, reference(arrays, seen))
 
     @pytest.mark.parametrize("softcap", [None, 2.0])
-    def test_scale_softcap_and_sinks_match_oracle(self, softcap):
+    def test_scale_softcap_and_sinks_match_reference(self, softcap):
         arrays = self.draw(9)
         arrays["sinks"] = np.float32([-3.0, 0.5, 2.0, 7.0])
         if softcap:
@@ -444,7 +444,7 @@ class AttentionSuite:
         result = self.evaluate(arrays, mask, scale=0.7, softcap=softcap)
         self.check(result, reference(arrays, seen, scale=0.7, softcap=softcap))
 
-    def test_all_options_together_match_oracle(self):
+    def test_all_options_combined_match_reference(self):
         """Use scale, softcap, bias, dropout, and sinks near the scores and far from them.
 
         The first queries of one row see nothing.
@@ -465,7 +465,7 @@ class AttentionSuite:
             )  # fmt: skip
             self.check(result, reference(arrays, seen, scale=0.7, softcap=3.0, keep=keep))
 
-    def test_sinks_far_above_and_below_scores_match_oracle(self):
+    def test_sinks_far_above_and_below_scores_match_reference(self):
         """exp(200) overflows, and so does dividing by exp(-200)."""
         arrays = self.draw(9)
         arrays["sinks"] = np.float32([-200.0, 0.0, 88.0, 200.0])
@@ -515,7 +515,7 @@ class AttentionSuite:
     # Bias.
 
     @pytest.mark.parametrize("axes", ["BNTS", "_N_S", "B_T_", "TS", ""])
-    def test_array_bias_of_any_broadcast_shape_matches_oracle(self, axes, dtype="float32"):
+    def test_array_bias_of_any_broadcast_shape_matches_reference(self, axes, dtype="float32"):
         sizes = {"B": 2, "N": 4, "T": self.queries, "S": self.span, "_": 1}
         shape = tuple(sizes[axis] for axis in axes)
         arrays = self.draw(10)
@@ -525,10 +525,10 @@ class AttentionSuite:
         assert (result["dbias"].shape, result["dbias"].dtype) == (shape, dtype)
         self.check(result, reference(arrays, seen))
 
-    def test_array_bias_in_input_dtype_matches_oracle(self):
+    def test_array_bias_in_input_dtype_matches_reference(self):
         self.test_array_bias_of_any_broadcast_shape_matches_oracle("_NTS", self.dtype)
 
-    def test_alibi_matches_its_array(self):
+    def test_alibi_bias_matches_equivalent_array_bias(self):
         slopes, arrays = alibi_slopes(4), self.draw(12)
         q_positions, k_positions = np.arange(self.queries) + 8, np.arange(self.span)
         array = oracle.alibi(np.asarray(slopes), q_positions, k_positions)
@@ -597,7 +597,7 @@ class AttentionSuite:
         out = self.evaluate(arrays, dropout_key=key_of(seed), dropout_rate=self.rate)["out"]
         return np.asarray(out).transpose(0, 2, 1, 3) * span
 
-    def test_dropout_has_its_rate_and_keeps_the_mean(self):
+    def test_dropout_matches_rate_and_preserves_mean(self):
         rate, keep = self.rate, self.recovered_keep(1)
         kept = keep > 0
         deviation = math.sqrt(rate * (1 - rate))
@@ -612,12 +612,12 @@ class AttentionSuite:
             same = (flat[1:] == flat[:-1]).mean()
             assert abs(same - rate**2 - (1 - rate) ** 2) < 5 * 0.5 / math.sqrt(keep.size / 2)
 
-    def test_dropout_repeats_for_one_key_and_differs_between_keys(self):
+    def test_dropout_depends_only_on_key(self):
         first, again, other = (self.recovered_keep(seed) > 0 for seed in (1, 1, 2))
         assert (first == again).all()
         assert 0.47 < (first == other).mean() < 0.57  # 0.52 by chance
 
-    def test_backward_pass_repeats_dropout_of_forward_pass(self):
+    def test_backward_pass_reuses_forward_dropout_mask(self):
         arrays, keep = self.draw(16), self.recovered_keep(3)
         mask, seen = self.causal_tail()
         result = self.evaluate(arrays, mask, dropout_key=key_of(3), dropout_rate=self.rate)
@@ -660,7 +660,7 @@ class AttentionSuite:
             assert not np.asarray(value).any(), f"{name} is not exactly zero"
 
     @pytest.mark.parametrize("shape", [(2, 3, 0), (2, 0, 5), (0, 3, 5)], ids=str)
-    def test_empty_axes_give_empty_or_zero_results(self, shape):
+    def test_empty_axes_produce_empty_or_zero_results(self, shape):
         batch, queries, keys = shape
         arrays = self.draw(19, batch=batch, queries=queries, keys=keys)
         for mask in (None, Causal()):
@@ -670,7 +670,7 @@ class AttentionSuite:
             for name, value in result.items():
                 assert name == "lse" or not np.asarray(value).any()
 
-    def test_vmap_over_zero_calls_is_empty(self):
+    def test_vmap_over_empty_axis_returns_empty_result(self):
         arrays = self.draw(19, queries=5)
         inputs = [jnp.zeros((0, *arrays[name].shape)) for name in ("query", "key", "value")]
         attend = jax.vmap(lambda *x: self.attend(*x, mask=Causal()))
@@ -740,7 +740,7 @@ class AttentionSuite:
     # Extreme scores: the products of the inputs are exact, so that float64 is a valid reference.
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-    def test_scores_of_100_000_give_correct_finite_results(self, dtype):
+    def test_scores_of_100_000_produce_correct_finite_results(self, dtype):
         span = self.span
         arrays = self.draw(25, batch=1, queries=6, keys=span, heads=2, kv_heads=1, dim=self.dim)
         big, small = (200.0, 300.0) if dtype == "float16" else (100.0, 1000.0)
@@ -776,7 +776,7 @@ class AttentionSuite:
         result = self.evaluate(arrays, Padding(valid), scale=1.0)
         self.check(result, reference(arrays, valid[:, None, None, :], scale=1.0))
 
-    def test_score_far_below_any_sentinel_still_counts(self):
+    def test_score_below_any_mask_constant_still_contributes(self):
         query, key, value = (self.draw(27)[name] for name in ("query", "key", "value"))
 
         def two_rows(q, k):
@@ -837,7 +837,7 @@ class AttentionSuite:
             assert error <= limit, f"{name}: error {error:.3g}, plain {usual_error:.3g}"
 
     @pytest.mark.parametrize("sharper", [1.0, 16.0])
-    def test_gradients_of_sharp_rows_are_as_accurate_as_jax_nn(self, sharper):
+    def test_gradients_for_peaked_softmax_are_as_accurate_as_jax_nn(self, sharper):
         """In rows with few large weights dp - D cancels, so D needs the unrounded output."""
         arrays = self.draw(62, queries=64, keys=64, dim=64, value_dim=64, dtype="bfloat16")
         arrays["query"] = arrays["query"] * jnp.bfloat16(sharper)
@@ -994,7 +994,7 @@ class AttentionSuite:
             expected = reference(arrays | {"query": query}, seen)["out"]
             assert_near(out, expected, self.forward_tolerance)
 
-    def test_rematerialisation_does_not_change_gradients_with_dropout(self):
+    def test_rematerialization_does_not_change_gradients_with_dropout(self):
         arrays = self.draw(36)
         mask, _ = self.causal_tail()
         arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
@@ -1012,7 +1012,7 @@ class AttentionSuite:
         for name, gradient in zip(("dquery", "dkey", "dvalue"), redone, strict=True):
             assert_near(gradient, kept[name], self.forward_tolerance, name)
 
-    def test_jacobian_rows_are_gradients(self):
+    def test_jacobian_rows_match_gradients(self):
         arrays = self.draw(38, batch=1, queries=2, keys=5, heads=2, kv_heads=1, dim=3, value_dim=2)
         arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
 
@@ -1029,7 +1029,7 @@ class AttentionSuite:
         assert_near(jacobian, expected, self.gradient_tolerance)
 
     @pytest.mark.parametrize("options", ["mask", "all"])
-    def test_forward_reverse_and_second_derivatives_match_oracle(self, options):
+    def test_forward_reverse_and_second_derivatives_match_reference(self, options):
         """Compare with central differences of the oracle's gradient in a random direction."""
         arrays, along = self.draw(39), self.draw(40)
         names = ["query", "key", "value"]
@@ -1100,7 +1100,7 @@ class AttentionSuite:
             gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(*inputs)
         assert all(np.isfinite(np.asarray(g)).all() for g in gradients)
 
-    def test_array_scale_is_not_rounded(self):
+    def test_array_scale_is_not_rounded_to_input_dtype(self):
         """A float32 scale of bfloat16 inputs keeps its bits, even if a hidden score overflows."""
         arrays = self.draw(46, dtype="bfloat16")
         mask, seen = self.causal_tail()
@@ -1145,7 +1145,7 @@ class NonfiniteSuite(AttentionSuite):
     def test_masked_keys_and_values_have_no_influence(self, scenario, bad):
         super().test_masked_keys_and_values_have_no_influence(scenario, bad)
 
-    def test_nonfinite_future_does_not_affect_earlier_rows(self):
+    def test_nonfinite_future_values_do_not_affect_earlier_rows(self):
         arrays = self.draw(21, queries=self.span)
         clean = self.evaluate(arrays, Causal())
         for at in (1, self.span // 2, self.span - 1):
@@ -1156,7 +1156,7 @@ class NonfiniteSuite(AttentionSuite):
             assert np.isnan(np.asarray(result["out"][:, at:])).all(), "NaN did not reach later rows"
 
     @pytest.mark.parametrize("case", ["key", "query", "score"])
-    def test_visible_infinity_makes_its_rows_nan(self, case):
+    def test_visible_infinity_makes_affected_rows_nan(self, case):
         """Even if a softcap or an exponential would make it finite, and all tiles are full."""
         arrays = self.draw(50, batch=1, queries=128, keys=128, heads=2, kv_heads=1)
         query, key = arrays["query"], arrays["key"]
@@ -1192,7 +1192,7 @@ class NonfiniteSuite(AttentionSuite):
             assert np.isfinite(gradient).all() and not gradient[:, :, 1].any()
             assert np.abs(gradient[:, :, 0]).min(axis=-1).all()
 
-    def test_nonfinite_query_that_sees_nothing_has_no_influence(self):
+    def test_nonfinite_fully_masked_query_has_no_influence(self):
         arrays = self.draw(23)
         mask = np.random.default_rng(23).random((2, 4, self.queries, self.span)) < 0.5
         mask[:, :, [3, 28]] = False
@@ -1227,7 +1227,7 @@ class NonfiniteSuite(AttentionSuite):
         assert np.isfinite(out[:, :, :3]).all() and np.isfinite(out[:, :2]).all()
         assert np.isnan(out[:, 2:, 3:]).all()
 
-    def test_nan_in_bias_makes_rows_that_see_it_nan(self):
+    def test_nan_in_bias_makes_affected_rows_nan(self):
         arrays = self.draw(40, queries=13, keys=13)
         bias = np.zeros((1, 1, 13, 13), np.float32)
         bias[..., 7, 2] = bias[..., 3, 9] = np.nan  # a causal mask hides the second
@@ -1270,9 +1270,9 @@ class NonfiniteSuite(AttentionSuite):
 
 
 HOPPER_ROUNDS = {
-    "test_scores_of_100_000_give_correct_finite_results[float16]": "the product of a score "
+    "test_scores_of_100_000_produce_correct_finite_results[float16]": "the product of a score "
     "with log2(e) is rounded before the maximum is subtracted: 0.4 % of a weight at 6e4",
-    "test_array_bias_of_any_broadcast_shape_matches_oracle[]": "the sum of all differences, "
+    "test_array_bias_of_any_broadcast_shape_matches_reference[]": "the sum of all differences, "
     "nearly 0, is the rounding of 280,000 numbers in bfloat16",
 }
 """Tests that the Hopper kernels are known to fail, with reasons."""

@@ -273,7 +273,7 @@ class InInterpreter(Bfloat16Suite):
     target = Target("hopper", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
 
     known = HOPPER_ROUNDS | {
-        "test_rematerialisation_does_not_change_gradients_with_dropout": NO_EFFECTS,
+        "test_rematerialization_does_not_change_gradients_with_dropout": NO_EFFECTS,
         "test_results_stay_float32_under_x64": "the interpreter's threads are outside the context "
         "that enables x64",
         "test_vmap_over_any_argument_matches_loop[('query',)]": NO_EFFECTS,

@@ -50,7 +50,7 @@ def without_head(model: LanguageModel, *sides: str) -> LanguageModel:
 
 
 @pytest.mark.slow
-def test_edit_applies_to_every_way_of_writing_text():
+def test_edit_applies_to_every_generation_method():
     other, drawn = without_head(plain(), "decoder"), dict(sampler=tj.Sample(), key=KEY)
     calls = {
         "one": lambda m: m.generate("bad", 7),
@@ -73,7 +73,7 @@ def test_edit_applies_to_every_way_of_writing_text():
 
 
 @pytest.mark.slow
-def test_edit_applies_to_answers_targets_and_masks():
+def test_edit_applies_to_answers_targets_and_filled_masks():
     other = without_head(chat(), "decoder")
     assert chat().edited(SILENT).chat("bad", 6) == other.chat("bad", 6) != chat().chat("bad", 6)
     assert chat().edited(SILENT).score(TURNS).nats == pytest.approx(
@@ -99,7 +99,7 @@ def by_score(model: LanguageModel, context: str, text: str) -> float:
 
 
 @pytest.mark.slow
-def test_edited_choices_and_continuations_match_scores():
+def test_edited_choice_and_continuation_scores_match():
     """Including a shared context, which an edited model reads separately for each choice."""
     other, context = without_head(plain(), "decoder"), "badcabfeed"
     texts = ["cab", "c", "jade"]
@@ -151,7 +151,7 @@ def test_edited_held_out_loss_matches_zeroed_parameters(tmp_path, monkeypatch, l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pairs", "prefix", "masks", "classes"])
-def test_edit_applies_to_evaluation_of_every_task(tmp_path, name):
+def test_edit_applies_to_evaluation_on_every_task(tmp_path, name):
     both = [("bad", "cab"), ("feed", "beef"), ("ace", "face"), ("dig", "kid")]
     if name in ("pairs", "prefix"):
         task, special = (Seq2SeqTask(beams=1), "bos eos") if name == "pairs" else (
@@ -253,7 +253,7 @@ def test_steering_vector_is_difference_of_means_and_changes_text():
         lambda edit: chat().edited(edit).chat("bad", 2),
     ],
 )
-def test_edit_that_is_not_a_dict_is_rejected(call):
+def test_edit_that_is_not_dict_is_rejected(call):
     with pytest.raises(
         ValueError, match="edit is of type list: must be a dict that maps places to functions"
     ):
@@ -266,7 +266,7 @@ def log_p(model, ids, **options) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_edits_see_tokens_without_padding():
+def test_edits_receive_tokens_without_padding():
     """For a mean, the last token, values of the same number of tokens, and `at`."""
     ids, place = LETTERS.encode("badcabd"), "block_0/attention/heads"
     values = tj.build(plain().config).apply(
@@ -289,7 +289,7 @@ def test_edits_see_tokens_without_padding():
 
 
 @pytest.mark.slow
-def test_edit_in_windows_counts_from_first_token_of_text():
+def test_edit_indices_in_windows_are_relative_to_text_start():
     """In a window that begins at token 8, token 12 has index 4."""
     text, vector = "badcabfeedfacebadcabfeed", np.arange(8.0)
     ids = LETTERS.encode(text)
@@ -304,7 +304,7 @@ def test_edit_in_windows_counts_from_first_token_of_text():
 
 @pytest.mark.slow_except("generate")
 @pytest.mark.parametrize("name", ["generate", "samples", "evaluate"])
-def test_edit_across_rows_of_different_texts_is_rejected(tmp_path, name):
+def test_edit_across_different_texts_is_rejected(tmp_path, name):
     edit = mean("block_0/residual", "rows")
     file = written(tmp_path, ["badcabfeedface" * 3])
     calls = {
@@ -319,7 +319,7 @@ def test_edit_across_rows_of_different_texts_is_rejected(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_edited_class_does_not_depend_on_other_texts():
+def test_edited_classification_does_not_depend_on_other_texts():
     """A mean over tokens sees neither the padding of a list nor empty rows."""
     edit = {"block_0/residual": lambda x: x - x.mean(axis=1, keepdims=True)}
     together = classes().edited(edit).classify(["bad", "cabbage"])

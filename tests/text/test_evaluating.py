@@ -97,7 +97,7 @@ def by_definition(model: LanguageModel, before, after) -> tuple[float, bool]:
 @pytest.mark.slow_except("plain-8")
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_continuations_match_single_row_logits(name, batch_size):
+def test_continuation_scores_match_single_row_logits(name, batch_size):
     model = model_of(CONFIGS[name])
     likeliest = LETTERS.decode([int(logits_after(model, LETTERS.encode(OTHER))[-1].argmax())])
     pairs = [*PAIRS_OF_TEXTS, (OTHER, likeliest)]
@@ -109,7 +109,7 @@ def test_continuations_match_single_row_logits(name, batch_size):
     assert found[-1].is_likeliest and not all(one.is_likeliest for one in found)
 
 
-def test_shared_context_is_read_once(monkeypatch):
+def test_shared_context_is_processed_once(monkeypatch):
     read = []
 
     def counted(config, params, prompts, lengths, *rest):
@@ -128,7 +128,7 @@ def test_shared_context_is_read_once(monkeypatch):
 
 
 @pytest.mark.slow
-def test_too_long_text_loses_its_first_tokens():
+def test_text_exceeding_max_length_is_truncated_at_start():
     ids = tuple(map(int, LETTERS.encode(TEXT)))
     requests = [
         ScoringRequest(ids, ids[:5]), ScoringRequest(ids, ids[:2]), ScoringRequest(ids, ids[:17]),
@@ -143,14 +143,14 @@ def test_too_long_text_loses_its_first_tokens():
         score_requests(plain(), [ScoringRequest(ids, ids[:18])], 4)
 
 
-def test_edit_that_needs_all_tokens_is_rejected_for_cut_text():
+def test_edit_that_requires_all_tokens_is_rejected_for_truncated_text():
     ids = tuple(map(int, LETTERS.encode(TEXT)))
     edit = {"embedding": lambda x: x - x.mean(axis=1, keepdims=True)}
     with pytest.raises(ValueError, match="needs all tokens of a sequence, but this call reads"):
         score_requests(plain().edited(edit), [ScoringRequest(ids, ids[:5])], 4)
 
 
-def test_blanks_at_end_of_context_belong_to_continuation():
+def test_trailing_context_spaces_belong_to_continuation():
     words = {"a": [1], "a b": [1, 2], "ab": [3], "": [], "a b c": [1, 2, 4]}
     assert split_pair(words.__getitem__, "a ", "b") == ([1], [2])
     assert split_pair(words.__getitem__, "a", " b") == ([1], [2])
@@ -180,7 +180,7 @@ def shares(questions, model) -> list[float]:
 
 
 @pytest.mark.slow
-def test_accuracies_of_choices_match_lm_eval_definitions(tmp_path):
+def test_choice_accuracies_match_lm_eval_definitions(tmp_path):
     file = tmp_path / "questions.jsonl"
     file.write_text("\n\n".join(map(json.dumps, QUESTIONS)) + "\n")
     expected = shares(QUESTIONS, plain())
@@ -208,7 +208,7 @@ def test_nan_log_prob_makes_accuracy_nan():
     assert math.isnan(found.accuracy) and math.isnan(found.accuracy_per_byte)
 
 
-def test_question_that_cannot_be_encoded_names_its_line(tmp_path):
+def test_unencodable_question_error_names_line(tmp_path):
     file = tmp_path / "q.jsonl"
     line = json.dumps(dict(context="a", choices=["b", "z"], answer=0))
     file.write_text(f"\n\n{line}\n")
@@ -219,7 +219,7 @@ def test_question_that_cannot_be_encoded_names_its_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_empty_context_is_the_begin_token():
+def test_empty_context_is_replaced_by_begin_token():
     begun = model_of(replace(CONFIG, vocab_size=12), begin_id=11)
     after = LETTERS.encode("bad")
     for context, ids in (("", [11]), ("cab", [11, *LETTERS.encode("cab")])):
@@ -253,7 +253,7 @@ def test_empty_context_is_the_begin_token():
         (lambda: plain().multiple_choice("/no"), "choices is '/no': cannot be read .No such file"),
     ],
 )  # fmt: skip
-def test_invalid_scoring_arguments_raise_one_line(call, message):
+def test_invalid_scoring_arguments_raise_one_line_error(call, message):
     with pytest.raises(ValueError, match=message) as refused:
         call()
     assert "\n" not in str(refused.value)
@@ -277,7 +277,7 @@ def test_invalid_scoring_arguments_raise_one_line(call, message):
     ({"answer": "0"}, "answer is '0': must be an index from 0 to 1"),
     ({"label": 0}, "unknown field 'label': a question must have context, choices, answer"),
 ], ids=str)  # fmt: skip
-def test_malformed_line_names_file_line_field_and_rule(tmp_path, line, message):
+def test_malformed_line_error_names_file_line_field_and_rule(tmp_path, line, message):
     good = {"context": "a", "choices": ["a", "b"], "answer": 0}
     text = line if isinstance(line, str) else json.dumps(good | line)
     file = tmp_path / "q.jsonl"
@@ -305,7 +305,7 @@ def test_rolling_windows_match_lm_eval_documentation():
     assert lm_eval.rolling_windows([1], 77, 4) == [ScoringRequest((77,), (1,))]
 
 
-def test_generation_kwargs_of_task_are_parsed():
+def test_task_generation_kwargs_are_parsed():
     greedy = Sample(Temperature(0.0))
     assert lm_eval.read_generation({}, 256) == lm_eval.Generation((), 256, greedy)
     assert lm_eval.read_generation({"until": "a", "temperature": 0.0, "do_sample": False}, 7) == (
@@ -330,21 +330,21 @@ def test_generation_kwargs_of_task_are_parsed():
             lm_eval.read_generation(wrong, 7)
 
 
-def test_text_is_cut_at_each_stop_string_in_turn():
+def test_text_is_truncated_at_earliest_stop_string():
     assert lm_eval.cut_at("the cat. sat", [". ", "c"]) == "the "
     assert lm_eval.cut_at("the cat. sat", ["t.", "cat"]) == "the ca"  # as lm-eval cuts it
     assert lm_eval.cut_at("the cat", []) == "the cat"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="it is installed")
-def test_missing_lm_eval_error_says_how_to_install():
+def test_missing_lm_eval_error_explains_installation():
     with pytest.raises(
         ModuleNotFoundError, match=r"not installed: run pip install 'transf.*lm-eval"
     ):
         lm_eval.TransformerJaxLM(plain())
 
 
-def test_chat_task_evaluates_answers_of_published_model(tmp_path):
+def test_chat_task_evaluates_published_model_answers(tmp_path):
     """The loss covers each answer and its end token; a file of messages needs task="chat"."""
     model, file = tiny(), tmp_path / "talks.jsonl"
     losses, lines = [], []

@@ -113,7 +113,7 @@ def test_decode_matches_generate_for_several_prompts(tmp_path):
 
 
 @pytest.mark.slow
-def test_fixed_batch_stops_rows_and_rejects_other_sizes(tmp_path):
+def test_fixed_batch_export_stops_rows_and_rejects_other_sizes(tmp_path):
     config, params = made("llama")
     stop = generated(config, params, PROMPTS, 71)[0][3]
     export_decoder(tmp_path / "out", config, params, context=71, batch=3, stop=[stop])
@@ -141,7 +141,7 @@ def test_fixed_batch_stops_rows_and_rejects_other_sizes(tmp_path):
         (dict(stop=[2.5]), r"stop\[0\] is 2.5: must be an integer of at least 0"),
     ],
 )
-def test_invalid_argument_is_named(arguments, message, tmp_path):
+def test_error_names_invalid_argument(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=f"^{message}"):
         export_decoder(tmp_path / "out", CONFIGS["gpt2"], {}, **arguments)
     assert not (tmp_path / "out").exists()
@@ -155,7 +155,7 @@ def test_invalid_argument_is_named(arguments, message, tmp_path):
         (tj.RecurrentConfig(source_vocab_size=5), "source_vocab_size is 5"),
     ],
 )
-def test_model_that_does_not_continue_text_is_rejected(config, field, tmp_path):
+def test_model_that_cannot_continue_text_is_rejected(config, field, tmp_path):
     with pytest.raises(ConfigError, match=f"^{field}: must be a model that continues text"):
         export_decoder(tmp_path / "out", config, {})
 
@@ -195,12 +195,12 @@ def about(tmp_path, **changes):
         ({}, [[1.5]], 1, "a prompt contains the token 1.5: must be an ID from 0 to 60"),
     ],
 )
-def test_script_reports_arguments_that_do_not_fit(changes, prompts, count, message, tmp_path):
+def test_exported_script_reports_invalid_arguments(changes, prompts, count, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         decode_exported.decode(about(tmp_path, **changes), prompts, count)
 
 
-def test_script_writes_no_token_after_nan(tmp_path, monkeypatch):
+def test_exported_script_writes_no_token_after_nan(tmp_path, monkeypatch):
     def programs(folder):
         logits = jnp.zeros((2, 1000)).at[:, 7].set(1.0).at[1, 5].set(2.0)
         broken = logits.at[1, 3].set(jnp.nan)  # in the second row, at the second token
@@ -226,7 +226,7 @@ def test_script_writes_no_token_after_nan(tmp_path, monkeypatch):
         ("prefill.jax", "torn", "prefill.jax cannot be read: "),
     ],
 )  # fmt: skip
-def test_damaged_file_is_named(name, content, message, tmp_path):
+def test_error_names_damaged_file(name, content, message, tmp_path):
     about(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError) as caught:
@@ -245,7 +245,7 @@ def test_damaged_file_is_named(name, content, message, tmp_path):
         ("61", "decode.py: a prompt contains the token 61: must be an ID from 0 to 60"),
     ],
 )  # fmt: skip
-def test_script_checks_prompt_of_ids(prompt, error, tmp_path):
+def test_exported_script_validates_prompt_ids(prompt, error, tmp_path):
     script = about(tmp_path) / "decode.py"
     script.write_bytes(Path(decode_exported.__file__).read_bytes())
     done = subprocess.run(
@@ -255,7 +255,7 @@ def test_script_checks_prompt_of_ids(prompt, error, tmp_path):
 
 
 @pytest.mark.slow
-def test_export_command_writes_script_that_reads_text(tmp_path, capsys):
+def test_export_command_writes_script_that_accepts_text(tmp_path, capsys):
     from transformer_jax.training import fit
 
     text = tmp_path / "text.txt"

@@ -32,7 +32,7 @@ print("equal")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_onnx_code_of_export_page_matches_generate(name):
+def test_onnx_code_on_export_page_matches_generate(name):
     for needed in ("jax2onnx", "onnxruntime"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")

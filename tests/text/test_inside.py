@@ -44,7 +44,7 @@ def changed(model, change):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "masked"])
-def test_lens_ends_in_model_probabilities(name):
+def test_last_logit_lens_layer_matches_model_probabilities(name):
     model, text = {"plain": (plain(), "bad"), "masked": (masked(), "b_d")}[name]
     mask = special_ids(masked().tokenizer).get("mask")
     logits = logits_of(model, BAD if name == "plain" else [1, mask, 3])
@@ -62,7 +62,7 @@ def test_lens_ends_in_model_probabilities(name):
 
 
 @pytest.mark.slow
-def test_patching_nearly_equal_answers_warns():
+def test_patching_with_nearly_equal_answers_warns():
     """Uses the pair of answers whose z differs least between the prompts."""
     clean, corrupted = (logits_of(plain(), ids)[-1] for ids in (BAD, CAB))
     change = (clean - corrupted)[:, None] - (clean - corrupted)[None]
@@ -102,7 +102,7 @@ def test_patching_matches_edits_with_captured_values():
 
 
 @pytest.mark.slow
-def test_patched_target_keeps_its_source():
+def test_patched_target_keeps_original_source():
     seen = pairs().inspect.patch(("bad", "fe"), ("bad", "ab"))
     assert seen.by_head["cross_attention/heads"].shape == (2, 2)
     assert seen.tokens == ["<bos>", "f", "e"] and seen.other_tokens == ["<bos>", "a", "b"]
@@ -114,7 +114,7 @@ def test_patched_target_keeps_its_source():
 
 
 @pytest.mark.slow
-def test_heads_match_zeroed_output_matrix():
+def test_head_ablation_matches_zeroed_output_matrix():
     seen = plain().inspect.heads("bad", answer="d", other_answer="b")
     z = lambda model: float(logits_of(model, BAD)[-1] @ (np.eye(11)[D] - np.eye(11)[B]))  # noqa: E731
 
@@ -131,7 +131,7 @@ def test_heads_match_zeroed_output_matrix():
 
 
 @pytest.mark.slow
-def test_heads_of_cross_attention_match_zeroed_output_matrix():
+def test_cross_attention_head_ablation_matches_zeroed_output_matrix():
     seen = pairs().inspect.heads(("bad", "fe"), answer="d")
     ids = [special_ids(pairs().tokenizer)["bos"], *LETTERS.encode("fe")]
     z = lambda model: logits_of(model, ids, source=BAD[None])[-1, D]  # noqa: E731
@@ -145,7 +145,7 @@ def test_heads_of_cross_attention_match_zeroed_output_matrix():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "pairs", "prefix", "masked", "chat"])
-def test_contributions_of_tokens_and_parts_sum_to_answer(name):
+def test_token_and_component_contributions_sum_to_answer(name):
     model, text = {
         "plain": (plain(), "badcab"), "pairs": (pairs(), ("bad", "fe")),
         "prefix": (prefix(), ("bad", "")), "masked": (masked(), "b_dcab"), "chat": (chat(), "bad"),
@@ -166,7 +166,7 @@ def test_contributions_of_tokens_and_parts_sum_to_answer(name):
 
 
 @pytest.mark.slow
-def test_attribution_has_only_tokens_if_logits_are_not_a_sum():
+def test_attribution_for_non_additive_logits_includes_only_tokens():
     post = model_of(replace(CONFIG, norm_order="post"))
     seen = post.inspect.attribution("bad", baseline="k")
     assert seen.heads is None and seen.reason.startswith("norm_order is 'post'")
@@ -217,7 +217,7 @@ def ngrams():
          "other has its mask at token 0: must be at 1, as in text"),
     ],
 )  # fmt: skip
-def test_invalid_inspection_is_rejected(ask, rule):
+def test_invalid_inspection_arguments_are_rejected(ask, rule):
     with pytest.raises((ConfigError, ValueError), match=rule):
         ask()
 
@@ -266,7 +266,7 @@ class Reader(HTMLParser):
 
 
 @pytest.mark.parametrize("seen", SEEN, ids=lambda seen: type(seen).__name__)
-def test_page_escapes_tokens_and_loads_nothing(seen):
+def test_html_page_escapes_tokens_and_loads_no_resources(seen):
     page = seen.html()
     page.encode("utf-8")
     read = Reader(page)
@@ -295,7 +295,7 @@ def test_page_escapes_tokens_and_loads_nothing(seen):
 
 @pytest.mark.slow_except("Lens")
 @pytest.mark.parametrize("seen", SEEN, ids=lambda seen: type(seen).__name__)
-def test_picture_shows_every_number_and_contains_its_labels(seen):
+def test_picture_shows_every_number_and_fits_labels(seen):
     """For any characters in the tokens; a warning about a glyph would fail the test."""
     figure = seen.plot()
     figure.canvas.draw()
@@ -316,7 +316,7 @@ def test_picture_shows_every_number_and_contains_its_labels(seen):
         assert box.y0 <= place.y0 and place.y1 <= box.y1, text.get_text()
 
 
-def test_columns_of_patching_name_both_tokens_if_they_differ():
+def test_patching_columns_show_both_tokens_if_they_differ():
     shares = {"residual": np.zeros((2, 2), np.float32)}
     found = Patching(
         tokens=["a", "b"], other_tokens=["a", "c"], answer="x", other_answer="y", clean=1.0,

@@ -49,7 +49,7 @@ BLANKS = WordTokenizer(("to", "be"))
 
 
 @pytest.mark.slow
-def test_generate_takes_likeliest_tokens_up_to_stop_string():
+def test_generate_selects_most_likely_tokens_until_stop_string():
     ids = list(LETTERS.encode("bad"))
     for _ in range(7):
         ids.append(int(logits_of(plain(), ids)[-1].argmax()))
@@ -74,7 +74,7 @@ def test_list_of_prompts_matches_single_prompts():
 
 
 @pytest.mark.slow
-def test_model_without_max_len_writes_list_of_texts():
+def test_model_without_max_len_generates_list_of_texts():
     """The history of processors is sized for the texts, not for an unlimited model."""
     model = model_of(tj.RecurrentConfig(vocab_size=11, d_embed=5, d_hidden=7))
     options, texts = dict(processors=[tj.RepetitionPenalty(1.7)]), ["bad", "cabbage"]
@@ -92,7 +92,7 @@ def test_stream_yields_whole_characters_and_no_part_of_stop_string():
     assert list(model.generate("x", 7, **forced, stop="cx")) == ["a", "€", "b", "cd"]
 
 
-def test_score_is_sum_of_log_probabilities():
+def test_text_score_is_sum_of_log_probabilities():
     text = "badcabfeed"
     ids = LETTERS.encode(text)
     each = nats(logits_after(plain(), ids[:-1]), ids[1:])
@@ -133,7 +133,7 @@ def test_num_bytes_counts_only_scored_text():
 
 
 @pytest.mark.slow
-def test_unknown_words_warn_at_call_of_model():
+def test_unknown_words_in_prompt_trigger_warning():
     words = model_of(replace(CONFIG, vocab_size=4), WordTokenizer(("to", "be")))
     rule = r"unknown words: 2 \('a', 'cow'\): they are not among the words of the training text"
     calls = [
@@ -158,7 +158,7 @@ def test_unknown_words_warn_at_call_of_model():
 
 
 @pytest.mark.slow
-def test_search_has_four_beams_by_default():
+def test_beam_search_uses_four_beams_by_default():
     options = dict(results=4)
     assert plain().search("bad", 4, **options) == plain().search("bad", 4, beams=4, **options)
     with pytest.raises(ValueError, match="results"):
@@ -166,7 +166,7 @@ def test_search_has_four_beams_by_default():
 
 
 @pytest.mark.slow
-def test_prompt_of_max_len_is_read_completely():
+def test_prompt_with_max_length_is_processed_completely():
     prompt = "badcabfeedcabbage"
     assert len(prompt) == CONFIG.max_len
     expected = LETTERS.decode([int(logits_of(plain(), LETTERS.encode(prompt))[-1].argmax())])
@@ -174,7 +174,7 @@ def test_prompt_of_max_len_is_read_completely():
 
 
 @pytest.mark.slow
-def test_text_without_tokens_is_empty_prompt_but_cannot_be_inspected():
+def test_text_without_tokens_can_be_prompt_but_not_inspected():
     """Blanks have no tokens in a word tokenizer."""
     words = model_of(replace(CONFIG, vocab_size=4), BLANKS)
     assert words.read(" ").tolist() == words.read("").tolist() == words.read("\n").tolist() == [1]
@@ -187,7 +187,7 @@ def test_text_without_tokens_is_empty_prompt_but_cannot_be_inspected():
 
 
 @pytest.mark.slow
-def test_blanks_with_tokens_are_classified():
+def test_whitespace_text_with_tokens_is_classified():
     words = model_of(replace(CONFIG, vocab_size=4), BLANKS)
     assert words.generate(" \t", 4) == words.generate("\n", 4)
     base = CharTokenizer(" ab")
@@ -199,7 +199,9 @@ def test_blanks_with_tokens_are_classified():
 @pytest.mark.parametrize(("count", "first", "longest", "stride"), [
     (5, 1, 7, 3), (8, 1, 7, 3), (23, 1, 7, 3), (23, 3, 7, 7), (23, 1, 7, 1), (12, 9, 7, 2),
 ])  # fmt: skip
-def test_windows_score_each_label_once_with_enough_context(count, first, longest, stride):
+def test_evaluation_windows_score_each_label_once_with_enough_context(
+    count, first, longest, stride
+):
     ids = np.arange(100, 100 + count)
     found = {}
     for batch in windows(ids, first, longest, stride):
@@ -246,7 +248,7 @@ def test_text_shorter_than_window_is_evaluated_completely(tmp_path, text):
 
 
 @pytest.mark.slow
-def test_attention_is_labelled_with_tokens():
+def test_attention_weights_are_labeled_with_tokens():
     found = plain().inspect.attention("badcab")
     assert found.tokens == list("badcab") and found.weights.shape == (2, 2, 6, 6)
     np.testing.assert_allclose(found.weights.sum(-1), 1, rtol=1e-5)
@@ -275,7 +277,7 @@ def test_pairs_are_generated_scored_and_inspected():
 
 
 @pytest.mark.slow
-def test_source_of_prefix_attends_to_itself_completely():
+def test_prefix_tokens_attend_to_entire_prefix():
     seen = prefix().inspect.attention(("bad", "feed"))
     assert seen.tokens == [*"bad", "<sep>", *"feed"]
     assert (seen.weights[:, :, :4, :4] > 0).all() and not seen.weights[:, :, :4, 4:].any()
@@ -284,7 +286,7 @@ def test_source_of_prefix_attends_to_itself_completely():
 
 
 @pytest.mark.slow
-def test_masks_are_filled_and_texts_classified():
+def test_masked_tokens_are_filled_and_texts_classified():
     filled = masked().generate("b_d")
     assert (len(filled), filled[0], filled[2]) == (3, "b", "d")
     assert masked().generate(["b[MASK]d", "f_"])[0] == filled
@@ -311,7 +313,7 @@ def test_nan_logits_are_rejected():
 
 
 @pytest.mark.slow
-def test_token_with_logit_minus_infinity_fills_no_mask():
+def test_token_with_negative_infinity_logit_never_fills_mask():
     first, second = (text for text, _ in masked().candidates("b_d", count=2)[0])
     (at,) = LETTERS.encode(first)
     edit = {"logits": lambda x: x.at[..., at].set(-np.inf)}
@@ -337,7 +339,7 @@ def test_messages_are_answered_and_scored():
 
 
 @pytest.mark.slow
-def test_preference_run_continues_text():
+def test_preference_tuned_run_continues_text():
     assert isinstance(preferred().generate("bad", 3), str)
     assert preferred().score(("bad", "feed")).num_tokens == 5
 
@@ -480,7 +482,7 @@ def bad_message(*messages):
         (lambda: plain().search("a", temperature=1), "no argument 'temperature'"),
     ],
 )  # fmt: skip
-def test_invalid_arguments_raise_one_line(call, message):
+def test_invalid_arguments_raise_one_line_error(call, message):
     with pytest.raises((ValueError, TypeError, RuntimeError), match=message) as refused:
         call()
     assert "\n" not in str(refused.value)
@@ -515,7 +517,7 @@ def test_decode_inverts_encode(tokenizer):
             tokenizer.encode(wrong)
 
 
-def test_repr_of_model_is_one_line():
+def test_model_repr_is_one_line():
     assert repr(plain()) == (
         "LanguageModel('here': published, ModelConfig of 1,984 parameters, "
         "CharTokenizer(11 tokens))"

@@ -239,7 +239,7 @@ def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"add_bos_token": False}, {"max_length": 23}], ids=str)
-def test_single_requests_match_lm_eval_backend(folder, options):
+def test_individual_requests_match_lm_eval_backend(folder, options):
     left, right = theirs(folder, **options), ours(folder, **options)
     cat, long = "the cat sat", " ".join(sentences(1, 90, 23))
     assert left.max_length == right.max_length and left.prefix_token_id == right.prefix_token_id
@@ -313,7 +313,7 @@ def test_chat_tasks_match_lm_eval_backend(folder, tasks):
     assert answers(one, "local_texts") == answers(two, "local_texts")
 
 
-def test_seed_determines_drawn_texts(folder):
+def test_seed_determines_sampled_texts(folder):
     drawn = {"do_sample": True, "temperature": 1.0, "top_k": 40, "top_p": 0.9, "max_gen_toks": 9}
     requests = instances("generate_until", *[("the cat", drawn)] * 3)
     first = ours(folder).generate_until(requests)
@@ -358,7 +358,7 @@ def test_rolling_windows_match_lm_eval(longest):
         assert found == [(list(a), list(b)) for a, b in expected]
 
 
-def test_loaded_model_is_accepted_and_invalid_arguments_raise_one_line(folder, tmp_path):
+def test_lm_eval_accepts_loaded_model_and_rejects_invalid_arguments(folder, tmp_path):
     model = load(folder)
     made = TransformerJaxLM(model)
     requests = instances("loglikelihood", (" ", "cat"), ("", " cat"))  # both follow the begin token

@@ -52,7 +52,7 @@ def test_attention_weights_are_softmax_of_scores():
 
 
 @pytest.mark.slow
-def test_attention_of_source_writes_its_target():
+def test_cross_attention_is_captured_for_generated_target():
     target = pairs().generate("bad")
     seen, source = pairs().inspect.attention("bad"), LETTERS.encode("bad")[None]
     whole = pairs().inspect.attention(("bad", target))
@@ -112,7 +112,7 @@ def made(L, N, tokens) -> AttentionMaps:
         (12, 12, [f" word{i}" for i in range(11)]),
     ],
 )  # fmt: skip
-def test_labels_stay_within_picture_and_do_not_overlap(L, N, tokens):
+def test_picture_labels_stay_within_bounds_without_overlap(L, N, tokens):
     """For any characters in the tokens; a warning about a glyph would fail the test."""
     seen = made(L, N, tokens)
     figure = seen.plot()
@@ -135,7 +135,7 @@ def test_labels_stay_within_picture_and_do_not_overlap(L, N, tokens):
             assert min(across, down) <= height, (text, other_text)
 
 
-def test_plot_selects_part_layer_and_head(tmp_path):
+def test_attention_plot_selects_part_layer_and_head(tmp_path):
     rng = np.random.default_rng(3)
     sizes = dict(weights=(2, 2, 5, 5), cross=(2, 2, 5, 3), encoder=(3, 2, 3, 3))
     drawn = {name: softmax(rng.standard_normal(size)) for name, size in sizes.items()}
@@ -166,7 +166,7 @@ def cosines(table: np.ndarray, wanted: np.ndarray) -> list[float]:
 
 
 @pytest.mark.slow
-def test_nearest_returns_largest_cosines_of_input_embedding():
+def test_nearest_words_have_largest_embedding_cosines():
     table = np.asarray(plain().params["embed"]["tokens"], np.float64)
     of_c = cosines(table, table[2])
     found = plain().inspect.nearest("c", count=20)
@@ -186,7 +186,7 @@ def test_nearest_returns_largest_cosines_of_input_embedding():
     )
 
 
-def test_words_added_and_subtracted_cancel_exactly():
+def test_adding_and_subtracting_word_cancels_exactly():
     """A rounding error would otherwise decide the direction."""
     assert plain().inspect.nearest("c", minus=["a", "e"], plus=["e", "a", "f"]) == [
         (text, pytest.approx(cosine, rel=1e-9))
@@ -198,7 +198,7 @@ def test_words_added_and_subtracted_cancel_exactly():
 
 
 @pytest.mark.slow
-def test_nearest_uses_source_embedding_and_skips_special_tokens():
+def test_nearest_words_use_source_embedding_without_special_tokens():
     model = recurrent(attention="dot")
     table = np.asarray(model.params["encoder"]["tokens"], np.float64)
     found = model.inspect.nearest("c", count=20)
@@ -221,7 +221,7 @@ def test_nearest_uses_source_embedding_and_skips_special_tokens():
 
 
 @pytest.mark.slow
-def test_candidates_are_softmax_of_logits():
+def test_mask_candidates_are_ranked_by_softmax_of_logits():
     ids = [1, special_ids(masked().tokenizer)["mask"], 3, special_ids(masked().tokenizer)["mask"]]
     p = softmax(captured(masked(), ids, "logits")[0])
     found = masked().candidates("b[MASK]d[MASK]", count=3)
@@ -234,7 +234,7 @@ def test_candidates_are_softmax_of_logits():
 
 
 @pytest.mark.slow
-def test_filled_words_start_without_space():
+def test_words_filled_into_masks_start_without_space():
     words = with_special_tokens(WordTokenizer(("to", "be", "or", "not")), ["mask"])
     config = masked().config
     run = replace(masked().model.run, model=replace(config, vocab_size=7))
@@ -245,7 +245,7 @@ def test_filled_words_start_without_space():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made", [pairs, prefix], ids=["seq2seq", "prefix"])
-def test_search_matches_beam_search_of_targets(made):
+def test_text_search_matches_token_beam_search(made):
     model = made()
     ids, text = special_ids(model.tokenizer), LETTERS.encode("bad")
     if made is pairs:
@@ -271,14 +271,14 @@ def test_search_matches_beam_search_of_targets(made):
     assert model.search("bad", 4, beams=5)[0][1] == model.generate("bad", 4, beams=5)
 
 
-def test_search_with_one_beam_is_greedy():
+def test_text_search_with_one_beam_is_greedy():
     want = pairs().generate("badcab", 9)
     ((_, found),) = pairs().search("badcab", 9, beams=1)
     assert found == want
     assert len(set(want)) > 1
 
 
-def test_largest_value_of_table_is_darkest():
+def test_largest_table_value_has_darkest_color():
     table = Table("t", ["a"], ["x", "y", "z"], np.array([[2.0, -4.0, 0.0]]))
     assert table.shades().tolist() == [[0.5, -1.0, 0.0]]
     assert replace(table, most=1.0).shades().tolist() == [[1.0, -1.0, 0.0]]

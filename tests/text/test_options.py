@@ -44,19 +44,19 @@ from transformer_jax.text.options import GenerateOptions
     ],
     ids=str,
 )  # fmt: skip
-def test_invalid_field_raises_one_line(fields, message):
+def test_invalid_generation_option_raises_one_line_error(fields, message):
     with pytest.raises((ValueError, TypeError), match=message) as caught:
         GenerateOptions(**fields)
     assert "\n" not in str(caught.value)
 
 
-def test_valid_fields_are_stored_in_normal_form():
+def test_valid_options_are_stored_in_canonical_form():
     options = GenerateOptions(stop="a", processors=[], sampler=Greedy(), cache_dtype=jnp.bfloat16)
     assert (options.stop, options.processors) == (("a",), ())
     assert options == GenerateOptions(stop=["a"], sampler=Greedy(), cache_dtype=jnp.bfloat16)
 
 
-def test_each_field_is_documented():
+def test_each_generation_option_is_documented():
     assert list(field_docs(GenerateOptions)) == [
         x.name for x in dataclasses.fields(GenerateOptions)
     ]

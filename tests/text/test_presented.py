@@ -56,7 +56,7 @@ def likeliest(ids: str) -> Any:
     return logits
 
 
-def test_lens_shows_likeliest_tokens_of_each_position(monkeypatch):
+def test_logit_lens_shows_most_likely_tokens_at_each_position(monkeypatch):
     ids = np.arange(3 * 2 * 2).reshape(3, 2, 2) % 11
     p = np.arange(12, 0, -1).reshape(3, 2, 2) / 100
 
@@ -78,7 +78,7 @@ def test_lens_shows_likeliest_tokens_of_each_position(monkeypatch):
     assert found.summary() == "after the last token: 'k' 0.020, 'a' 0.010"
 
 
-def test_patching_shares_are_relative_to_difference_of_prompts(monkeypatch):
+def test_patching_effects_are_relative_to_prompt_difference(monkeypatch):
     by_token = np.arange(3 * 2 * 3).reshape(3, 2, 3) / 10
     by_head = np.array([[1.5, 9], [-3, 1]])
 
@@ -122,7 +122,7 @@ def test_patching_shares_are_relative_to_difference_of_prompts(monkeypatch):
         letters().inspect.patch("bad", "cae")
 
 
-def test_heads_show_change_of_answer_without_them(monkeypatch):
+def test_head_ablation_shows_change_in_answer(monkeypatch):
     change = np.array([[0.5, -2], [0, 1]])
 
     def without(config, params, tokens, inputs, ids, at):
@@ -244,7 +244,7 @@ def test_programs_return_expected_shapes():
     (TonesTask(), dict(examples=1), dict(judged=1)),
     (TonesTask(), {}, dict(judged=2**31 - 1)),
 ])  # fmt: skip
-def test_run_is_evaluated_on_all_of_another_file(task, options, changed):
+def test_run_is_evaluated_on_entire_other_file(task, options, changed):
     two = isinstance(task, Seq2SeqTask | TonesTask)
     model = task.fit_model(replace(CONFIG, kind="encoder-decoder" if two else "decoder"))
     old = {} if isinstance(task, TonesTask) else {"data": "old"}
@@ -264,7 +264,7 @@ def test_run_is_evaluated_on_all_of_another_file(task, options, changed):
     (dict(beams=2), "beams is 2: a run for task 'language' has no pairs"),
     (dict(examples=2), "examples is 2: a run for task 'language' has no pairs"),
 ])  # fmt: skip
-def test_evaluation_option_that_does_not_fit_run_is_rejected(options, message):
+def test_evaluation_option_incompatible_with_run_is_rejected(options, message):
     run = TrainConfig(model=CONFIG, task=LanguageTask())
     options = dict(targets=None, examples=None, beams=None, context=None) | options
     with pytest.raises(ValueError, match=message):
@@ -311,7 +311,7 @@ def adapter_of(monkeypatch):
     return make
 
 
-def test_adapter_encodes_and_decodes_texts(adapter_of):
+def test_lm_eval_adapter_encodes_and_decodes_texts(adapter_of):
     lm = adapter_of(letters(begin_id=10), batch_size="3")
     assert (lm.batch_size, lm.max_length, lm.max_gen_toks) == (3, 17, 256)
     assert (lm.eot_token_id, lm.prefix_token_id, lm.tokenizer_name) == (None, 10, "here")
@@ -351,7 +351,7 @@ def test_adapter_encodes_and_decodes_texts(adapter_of):
         adapter_of(letters()).chat_template(True)
 
 
-def test_adapter_reports_score_of_each_request(adapter_of, monkeypatch):
+def test_lm_eval_adapter_reports_score_for_each_request(adapter_of, monkeypatch):
     scored: list[Any] = []
 
     def score_requests(model, requests, rows, longest, report):
@@ -380,7 +380,7 @@ def test_adapter_reports_score_of_each_request(adapter_of, monkeypatch):
                                       ("loglikelihood_rolling", asks[1].args, -3)]  # fmt: skip
 
 
-def test_adapter_generates_each_text_up_to_its_end(adapter_of, monkeypatch):
+def test_lm_eval_adapter_generates_each_text_until_its_end(adapter_of, monkeypatch):
     """The fake model continues the alphabet from the last letter of each prompt."""
     calls = SimpleNamespace(admitted=[], released=[], rooms=[])
 
@@ -439,7 +439,7 @@ def key_of(key: jax.Array) -> list[int]:
     return jax.random.key_data(key).tolist()
 
 
-def test_generate_dispatches_single_streamed_sampled_and_list_prompts(monkeypatch):
+def test_generate_supports_single_streamed_sampled_and_list_prompts(monkeypatch):
     """Prompts of a list that fit are batched; the others are written one by one."""
     key, sampler = jax.random.key(7), Sample(Temperature(1.0))
 
@@ -479,7 +479,7 @@ def test_generate_dispatches_single_streamed_sampled_and_list_prompts(monkeypatc
     assert learned.generate("bad", 5) == f"3+5 of 17, {greedy}"
 
 
-def test_published_model_writes_targets_of_sources(monkeypatch):
+def test_published_model_generates_targets_from_sources(monkeypatch):
     calls = []
 
     def draw(targets, source, num_tokens, count, sampler, key):
@@ -517,7 +517,7 @@ def test_published_model_writes_targets_of_sources(monkeypatch):
         model.generate("")
 
 
-def test_forced_tokens_of_targets_come_after_other_processors(monkeypatch):
+def test_forced_target_tokens_are_applied_after_other_processors(monkeypatch):
     monkeypatch.setattr(answers, "_read_sources", lambda *args: "state")
     config = replace(ROTARY, kind="encoder-decoder", vocab_size=261)
     names = "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"
@@ -569,7 +569,7 @@ def test_each_token_is_scored_once_for_any_windows(labels_as_nats):
             model.score("b" if least == "two tokens" else "")
 
 
-def test_answers_and_targets_are_scored_with_their_end_token(labels_as_nats):
+def test_answers_and_targets_are_scored_with_end_token(labels_as_nats):
     model, encode = tiny(), lambda text: tiny().tokenizer.encode(text).tolist()
     talk = [{"role": "user", "content": "bad"}, {"role": "assistant", "content": "fab"}]
     found = model.score(talk)
@@ -607,7 +607,7 @@ def test_answers_and_targets_are_scored_with_their_end_token(labels_as_nats):
     assert read_whole(full, ("bcd", "f")).ids.tolist() == [258, *encode("f")]
 
 
-def test_text_generator_passes_its_fields_to_decoding(monkeypatch):
+def test_text_generator_passes_options_to_decoding(monkeypatch):
     """Fakes record the arguments of each decoding function."""
     calls: dict[str, Any] = {}
 
@@ -685,7 +685,7 @@ def test_text_generator_passes_its_fields_to_decoding(monkeypatch):
         list(writer.answer(["bad"], 5, slots=3))
 
 
-def test_nearest_uses_embedding_of_inputs():
+def test_nearest_words_use_input_embedding():
     """With two vocabularies that of the sources, in the encoder of a recurrent model."""
     tables = {name: np.full((2, 3), i) for i, name in enumerate(("target", "source", "encoder"))}
     params = {"embed": {"tokens": tables["target"], "source_tokens": tables["source"]},

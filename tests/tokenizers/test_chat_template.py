@@ -158,7 +158,7 @@ def tokenizer(*templates: tuple[str, str]) -> PretrainedTokenizer:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_matches_expected_text(name):
+def test_chat_template_output_matches_expected_text(name):
     template, expected = LAYOUTS[name]
     found = tokenizer(("default", template))
     assert found.chat([SYSTEM, *TALK]) == expected
@@ -169,7 +169,7 @@ def test_layout_matches_expected_text(name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_matches_transformers(name):
+def test_chat_template_output_matches_transformers(name):
     transformers = pytest.importorskip("transformers")
     template, _ = LAYOUTS[name]
     ours = tokenizer(("default", template))
@@ -187,7 +187,7 @@ def test_layout_matches_transformers(name):
                 assert ours.chat_ids(messages, **options).tolist() == ids
 
 
-def test_tools_documents_and_variables_reach_the_template():
+def test_tools_documents_and_variables_are_passed_to_template():
     template = (
         "{{ tools|tojson }}{{ documents[0].text }}{{ extra }}{{ eos_token }}{{ unk_token }}"
         "{% for m in messages %}{% if m.content is not defined %}none{% continue %}{% endif %}"
@@ -254,22 +254,22 @@ class TestInjection:
             ([{"role": "user", "content": "", "<s>": 1}], r"messages\[0\].<s>"),
         ],
     )
-    def test_special_token_in_message_is_refused_with_its_path(self, messages, path):
+    def test_special_token_in_message_is_rejected_with_path(self, messages, path):
         with pytest.raises(DataError, match=path + " contains '<.*>', which is a reserved token"):
             self.found.chat_ids(messages)
 
-    def test_special_token_in_tools_or_documents_is_refused(self):
+    def test_special_token_in_tools_or_documents_is_rejected(self):
         for name in ("tools", "documents"):
             with pytest.raises(DataError, match=rf"{name}\[0\].a contains '<s>'"):
                 self.found.chat_ids(TALK, **{name: [{"a": "<s>"}]})
 
-    def test_parse_accepts_special_tokens(self):
+    def test_parse_special_option_accepts_special_tokens(self):
         ids = self.found.chat_ids([{"role": "user", "content": "<|im_end|>"}], written="parse")
         assert (ids == 259).sum() == 2
         with pytest.raises(DataError, match="written is 'text'"):
             self.found.chat_ids(TALK, written="text")
 
-    def test_added_token_of_template_is_refused_except_from_assistant(self):
+    def test_added_token_in_template_is_rejected_except_from_assistant(self):
         gemma, mark = tokenizer(("default", LAYOUTS["Gemma"][0])), "<start_of_turn>"
         with pytest.raises(DataError, match=r"messages\[0\].content contains '<start_of_turn>'"):
             gemma.chat_ids([{"role": "user", "content": mark}])
@@ -353,7 +353,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("template", HOSTILE, ids=lambda t: t[:40])
-def test_hostile_template_is_refused_quickly(template):
+def test_hostile_template_is_rejected_quickly(template):
     start = time.process_time()
     with pytest.raises(DataError, match=HOSTILE[template]) as caught:
         tokenizer(("default", template)).chat(TALK)
@@ -373,7 +373,7 @@ def test_hostile_templates_use_little_memory():
             assert peak < 2**26, template
 
 
-def test_budget_suffices_for_long_conversation():
+def test_template_budget_suffices_for_long_conversation():
     talk = [{"role": "user", "content": "x" * 4099}, {"role": "assistant", "content": "y"}] * 499
     assert sum(len(m["content"]) for m in talk) > BUDGET / 4
     template, _ = LAYOUTS["Llama 3"]
@@ -394,13 +394,13 @@ def test_budget_suffices_for_long_conversation():
         ([{"role": "user", "content": b"x"}], r"messages\[0\].content has type bytes"),
     ],
 )
-def test_messages_must_be_plain_data(messages, message):
+def test_chat_messages_must_be_plain_data(messages, message):
     with pytest.raises(DataError, match=message):
         tokenizer(("default", "{{ messages }}")).chat(messages)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_message_without_content_is_named_by_its_index(name):
+def test_error_gives_index_of_message_without_content(name):
     """Even if the template would write nothing for it, without an error."""
     found = tokenizer(("default", LAYOUTS[name][0]))
     for wrong in ({"role": "user"}, {"role": "user", "contents": "hi"}):
@@ -419,14 +419,14 @@ def test_template_handles_null_content_and_tool_calls():
         tokenizer(("default", "{{ 'a' + messages[1].content }}")).chat([TALK[2], null])
 
 
-def test_cyclic_messages_are_refused():
+def test_cyclic_messages_are_rejected():
     message: dict = {"role": "user"}
     message["content"] = [message]
     with pytest.raises(DataError, match="nested more than 64 levels deep"):
         tokenizer(("default", "")).chat([message])
 
 
-def test_missing_jinja_names_the_package_to_install(monkeypatch):
+def test_missing_jinja_error_names_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.delitem(sys.modules, "transformer_jax.tokenizers.chat_template", raising=False)
     with pytest.raises(DataError, match=r"need jinja2.*pip install jinja2$"):

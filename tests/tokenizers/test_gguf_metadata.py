@@ -93,7 +93,7 @@ def random_texts(seed: int, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "gpt-4o", "tekken"])
-def test_ids_match_published_tokenizer(pre):
+def test_gguf_token_ids_match_published_tokenizer(pre):
     library, metadata = byte_level(pre)
     tokenizer = tokenizer_of_metadata(metadata, "m.gguf")
     texts = [*CORPUS[:3], *random_texts(0, 150)]
@@ -181,7 +181,7 @@ def test_phi3_special_tokens_strip_space_for_any_model_name(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", [True, False])
-def test_pieces_are_merged_by_score(prefix):
+def test_token_pieces_are_merged_by_score(prefix):
     metadata = pieces() | {"tokenizer.ggml.add_space_prefix": prefix}
     tokenizer = tokenizer_of_metadata(metadata, "m.gguf")
     rng = np.random.default_rng(0)
@@ -246,7 +246,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize(("name", "wrong"), [*WRONG.items(), *LISTS.items()])
-def test_invalid_key_is_named(name, wrong):
+def test_error_names_invalid_key(name, wrong):
     _, metadata = byte_level("smollm")
     value, rule = wrong
     metadata[f"tokenizer.ggml.{name}"] = value
@@ -257,7 +257,7 @@ def test_invalid_key_is_named(name, wrong):
     assert str(error.value).startswith("m.gguf: ") and "\n" not in str(error.value)
 
 
-def test_duplicate_tokens_missing_scores_and_invalid_template_are_refused():
+def test_invalid_gguf_tokenizer_metadata_is_rejected():
     _, metadata = byte_level("smollm")
     metadata["tokenizer.ggml.tokens"][9] = metadata["tokenizer.ggml.tokens"][8]
     with pytest.raises(DataError, match="has IDs 8 and 9"):

@@ -68,13 +68,13 @@ BEFORE_ALBERT = sequence(
         ("normalizer", None, ALBERT, None),
     ],
 )  # fmt: skip
-def test_options_change_only_their_own_parts(place, part, options, expected):
+def test_tokenizer_class_options_change_only_related_components(place, part, options, expected):
     definition = {"normalizer": None, "pre_tokenizer": None, "decoder": None, "model": {"a": 1}}
     found = apply_options(definition | {place: part}, options)
     assert found == definition | {place: expected}
 
 
-def test_class_is_read_from_folder_unless_model_type_overrides_it():
+def test_folder_sets_tokenizer_class_unless_model_type_overrides_it():
     fast = {"tokenizer_class": "GPT2TokenizerFast"}
     assert class_name(fast, {}) == ("GPT2", "tokenizer_class is 'GPT2TokenizerFast'")
     assert class_name({}, {"tokenizer_class": "T5Tokenizer"})[0] == "T5"

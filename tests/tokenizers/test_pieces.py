@@ -44,7 +44,7 @@ def sentence_piece() -> PretrainedTokenizer:
     ],
     ids=["trained", "special", "published", "sentence piece"],
 )
-def test_each_step_applies_the_first_learned_merge(tokenizer, text):
+def test_each_merge_step_applies_earliest_learned_merge(tokenizer, text):
     base = getattr(tokenizer, "base", tokenizer)
     merges = [
         tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
@@ -71,7 +71,7 @@ def test_each_step_applies_the_first_learned_merge(tokenizer, text):
             assert all(len(base.to_bytes([i])) == 1 for i in word[0])
 
 
-def test_word_in_vocabulary_may_need_no_merge():
+def test_word_in_vocabulary_may_require_no_merges():
     content = json.loads(BPE.definition)
     content["model"]["ignore_merges"] = True
     (word,) = merge_steps(PretrainedTokenizer(json.dumps(content)), " happy")
@@ -91,7 +91,7 @@ def test_tokenizers_without_merges_have_no_merge_steps(tokenizer):
     assert whole([text for _, text in found]) == "happy un"
 
 
-def test_pieces_include_added_tokens_and_partial_characters():
+def test_token_pieces_include_added_tokens_and_partial_characters():
     assert pieces(trained.ByteTokenizer(), "é") == [(0xC3, "\\xc3"), (0xA9, "\\xa9")]
     assert pieces(trained.WordTokenizer(("to",)), "to zz\nto") == [
         (2, "to"), (0, "<unk>"), (1, "\n"), (2, "to"),
@@ -118,5 +118,5 @@ def test_pieces_include_added_tokens_and_partial_characters():
     [(" am", "␣am"), ("\n", "\\n"), ("", "''"), ("\xa0", "\\xa0"), ("\u0301", "\\u0301"),
      ("e\u0301", "e\u0301"), ("\ud800", "\\ud800"), ("\u200b", "\\u200b"), ("мир", "мир")],
 )  # fmt: skip
-def test_labels_are_visible(text, label):
+def test_token_labels_show_whitespace_visibly(text, label):
     assert marked(text) == label

@@ -130,12 +130,12 @@ class TestGPT2:
             assert gpt2.encode(text).tolist() == [vocabulary[t] for t in reference_bpe(text)]
         assert len(gpt2.encode("hello world, the hello")) == 8
 
-    def test_end_of_text_has_the_roles_bos_eos_and_unk(self, gpt2):
+    def test_end_of_text_token_serves_as_bos_eos_and_unk(self, gpt2):
         assert gpt2.vocab_size == 256 + len(MERGES) + 1
         assert gpt2.special_ids == {"bos": 268, "eos": 268, "unk": 268}
         assert gpt2.stop_ids == (268,)
 
-    def test_special_token_in_text_is_parsed_read_as_text_or_refused(self, gpt2):
+    def test_special_token_in_text_is_parsed_or_rejected_as_configured(self, gpt2):
         text = f"a{END}b"
         assert gpt2.encode(text).tolist() == [97, 268, 98]
         verbatim = gpt2.encode(text, written="text")
@@ -150,19 +150,19 @@ class TestGPT2:
             gpt2.encode(text, written="ignore")
         assert gpt2.decode([97, 268, 98], skip_special_tokens=True) == "ab"
 
-    def test_pieces_stream_whole_characters(self, gpt2):
+    def test_streamed_pieces_contain_whole_characters(self, gpt2):
         text = "é\U0001f469 hello"
         assert "".join(pieces(gpt2, gpt2.encode(text).tolist())) == text
         assert "".join(pieces(gpt2, gpt2.encode(text).tolist(), "hel")) == "é\U0001f469 "
         assert gpt2.decode(gpt2.encode("\U0001f469")[:2]) == "\ufffd"
 
-    def test_unknown_ids_are_named(self, gpt2):
+    def test_error_names_unknown_ids(self, gpt2):
         for i in (-1, gpt2.vocab_size, 10**9):
             for use in (gpt2.to_bytes, gpt2.decode):
                 with pytest.raises(DataError, match=f"id is {i}: must be at least 0 and below 269"):
                     use([97, i])
 
-    def test_run_folder_round_trip(self, gpt2, tmp_path):
+    def test_tokenizer_round_trips_through_run_folder(self, gpt2, tmp_path):
         folder = RunFolder(tmp_path / "run")
         folder.path.mkdir()
         full = replace(gpt2, add_special_tokens=True, chat_templates=(("default", "{{ 1 }}"),))
@@ -194,7 +194,7 @@ class TestGPT2sOwn:
         text = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=10**6))
         assert published.to_bytes(published.encode(text)) == text.encode()
 
-    def test_known_ids(self, published):
+    def test_token_ids_match_known_examples(self, published):
         assert published.vocab_size == 50257
         assert published.encode("Hello world").tolist() == [15496, 995]
         assert published.encode(" Hello world").tolist() == [18435, 995]
@@ -281,7 +281,7 @@ class TestSentencePiece:
                 if text:
                     assert tokenizer.to_bytes(ids) == b" " + text.encode()
 
-    def test_byte_tokens_of_a_character_are_separate(self, tokenizer):
+    def test_byte_tokens_for_one_character_are_separate(self, tokenizer):
         ids = tokenizer.encode("hello\U0001f469")
         assert [tokenizer.to_bytes([i]) for i in ids] == [
             b" hello", b"\xf0", b"\x9f", b"\x91", b"\xa9",
@@ -296,7 +296,7 @@ class TestSentencePiece:
         assert read_prompt(adding, "hello").tolist() == [1, *plain]
         assert adding.encode("hello", special_tokens=False).tolist() == plain
 
-    def test_tokenizer_json_overrides_add_bos_and_eos_of_config(self, tmp_path):
+    def test_tokenizer_json_overrides_configured_bos_and_eos(self, tmp_path):
         for bos, eos in ((True, True), (False, None), (None, True), (None, False)):
             config = dict(bos_token="<s>", eos_token="</s>", add_bos_token=bos, add_eos_token=eos)
             files = dict(tokenizer_json=llama(), tokenizer_config_json=config)
@@ -315,7 +315,7 @@ class TestSentencePiece:
             first, last = (ends[end] if end in expected else [] for end in "12")
             assert tokenizer.encode("x", special_tokens=True).tolist() == [*first, *plain, *last]
 
-    def test_t5_appends_its_end_token(self, tmp_path):
+    def test_t5_tokenizer_appends_end_token(self, tmp_path):
         config = dict(eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
         files = dict(tokenizer_json=t5(), tokenizer_config_json=config)
         tokenizer = load_tokenizer_folder(write(tmp_path / "t5", **files))
@@ -326,7 +326,7 @@ class TestSentencePiece:
         unknown = tokenizer.encode("a\u4e00", written="refuse")  # <unk> is not a reserved token
         assert unknown[-1] == 2
 
-    def test_decode_matches_library(self, tmp_path):
+    def test_decode_matches_tokenizers_library(self, tmp_path):
         rng = random.Random(5)
         for n, content in enumerate((llama(), t5())):
             tokenizer = load_tokenizer_folder(write(tmp_path / str(n), tokenizer_json=content))
@@ -350,13 +350,13 @@ class TestWordPiece:
         assert tokenizer.decode(ids[1:-2]) == "the cats, resume unwanted."
         assert tokenizer.to_bytes(ids[1:4]) == b" the cats"
 
-    def test_tokenizer_config_keeps_the_case(self, tmp_path):
+    def test_tokenizer_config_can_preserve_case(self, tmp_path):
         config = dict(do_lower_case=False, tokenizer_class="BertTokenizer")
         files = dict(vocab_txt="\n".join([*BERT, "Cat"]), tokenizer_config_json=config)
         tokenizer = load_tokenizer_folder(write(tmp_path / "cased", **files))
         assert tokenizer.encode("Cat cat Dog").tolist() == [len(BERT), 6, 1]
 
-    def test_decode_matches_library(self, tokenizer):
+    def test_decode_matches_tokenizers_library(self, tokenizer):
         library, rng = Library.from_str(tokenizer.definition), random.Random(2)
         for n in range(300):
             ids, skip = rng.choices(range(len(BERT)), k=7), dict(skip_special_tokens=n % 2 == 0)
@@ -370,7 +370,7 @@ class TestWordPiece:
 
 
 class TestFolder:
-    def test_roles_come_from_every_file(self, tmp_path):
+    def test_token_roles_are_collected_from_every_file(self, tmp_path):
         content = llama()
         content["model"]["vocab"]["[P]"] = 272
         content["added_tokens"] += [
@@ -429,7 +429,7 @@ class TestFolder:
         found = load_tokenizer_folder(write(tmp_path / "qwen", **files))
         assert found.encode("hello").tolist() == gpt2.encode(" hello").tolist()
 
-    def test_split_special_tokens_is_refused(self, tmp_path):
+    def test_split_special_tokens_option_is_rejected(self, tmp_path):
         files = gpt2_files() | dict(tokenizer_config_json=dict(split_special_tokens=True))
         with pytest.raises(DataError, match=r"split_special_tokens is true: must be false: encode"):
             load_tokenizer_folder(write(tmp_path / "x", **files))
@@ -462,7 +462,7 @@ class TestFolder:
         (folder / "chat_template.jinja").write_text("")
         assert load_tokenizer_folder(folder).chat([dict(role="user", content="a")]) == ""
 
-    def test_tokens_of_added_tokens_json(self, tmp_path):
+    def test_added_tokens_json_is_loaded(self, tmp_path):
         folder = write(
             tmp_path / "added",
             vocab_json=gpt2_vocabulary(),
@@ -488,7 +488,7 @@ class TestFolder:
         assert tokenizer.to_bytes([97, 270, 269]) == b"a<tool>[PAD]"
         assert tokenizer.encode("<tool>[PAD]", written="text")[0] == 270  # added, not special
 
-    def test_added_token_decodes_to_its_own_text(self, tmp_path):
+    def test_added_token_decodes_to_original_text(self, tmp_path):
         """Byte-level files use U+00E9 for the byte 0xE9."""
         files = dict(vocab_json=gpt2_vocabulary(), merges_txt="\n".join(MERGES))
         folder = write(tmp_path / "e", **files, added_tokens_json={"<é ▁>": 269, "éé": 270})
@@ -504,7 +504,7 @@ class TestFolder:
         assert tokenizer.to_bytes([280, 300, 299]) == b"zz"
         assert tokenizer.decode([280, 300]) == "zz"
 
-    def test_byte_without_token_is_named(self, tmp_path):
+    def test_error_names_byte_without_token(self, tmp_path):
         library = Library(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = decoders.ByteLevel()
@@ -514,7 +514,7 @@ class TestFolder:
         with pytest.raises(DataError, match="the byte 0x63, which has no token"):
             tokenizer.encode("abc")
 
-    def test_roberta_adds_bos_and_eos(self, tmp_path):
+    def test_roberta_tokenizer_adds_bos_and_eos(self, tmp_path):
         vocabulary = {t: i for i, t in enumerate(["<s>", "</s>", "<unk>", *gpt2_vocabulary()])}
         config = dict(tokenizer_class="RobertaTokenizerFast")
         files = dict(vocab_json=vocabulary, merges_txt="\n".join(MERGES))
@@ -524,7 +524,7 @@ class TestFolder:
         assert tokenizer.encode("a", special_tokens=True).tolist() == [0, 100, 1]
         assert tokenizer.special_ids["cls"] == 0
 
-    def test_link_within_its_hub_cache_is_followed(self, tmp_path):
+    def test_symlink_within_hub_cache_is_followed(self, tmp_path):
         cache = tmp_path / "models--a--b"
         blobs, folder = cache / "blobs", cache / "snapshots" / "abc"
         folder.mkdir(parents=True)
@@ -627,7 +627,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_folder_is_refused_with_its_reason(name, tmp_path):
+def test_hostile_tokenizer_folder_is_rejected_with_reason(name, tmp_path):
     files, message = HOSTILE[name]
     folder = write(tmp_path / "hostile", **files)
     start = time.process_time()
@@ -650,7 +650,7 @@ def places(content, path=()):
 
 
 @pytest.mark.slow
-def test_corrupted_folder_is_read_or_refused(tmp_path, capfd):
+def test_corrupted_tokenizer_folder_is_loaded_or_rejected(tmp_path, capfd):
     rng, outcomes = random.Random(23), {"read": 0, "refused": 0}
     config = dict(eos_token="</s>", add_bos_token=True, additional_special_tokens=["<unk>"],
                   chat_template=[{"name": "default", "template": "a"}])  # fmt: skip
@@ -676,7 +676,7 @@ def test_corrupted_folder_is_read_or_refused(tmp_path, capfd):
     capfd.readouterr()  # the library prints its panics
 
 
-def test_files_outside_the_folder_are_not_opened(tmp_path):
+def test_files_outside_folder_are_not_opened(tmp_path):
     outside = write(tmp_path / "outside", tokenizer_json=llama())
     inside = tmp_path / "inside"
     inside.mkdir()
@@ -701,7 +701,7 @@ def test_oversized_file_is_not_read(tmp_path):
     tracemalloc.stop()
 
 
-def test_catastrophic_pattern_is_an_error(tmp_path, capfd):
+def test_catastrophic_regex_pattern_raises_error(tmp_path, capfd):
     splitting = dict(type="Split", pattern={"Regex": "(a+)+$"}, behavior="Isolated", invert=False)
     folder = write(tmp_path / "x", tokenizer_json=llama() | dict(pre_tokenizer=splitting))
     tokenizer = load_tokenizer_folder(folder)
@@ -720,7 +720,7 @@ def test_catastrophic_pattern_is_an_error(tmp_path, capfd):
     ],
     ids=str,
 )  # fmt: skip
-def test_changed_tokenizer_of_run_folder_is_refused(gpt2, changes):
+def test_modified_tokenizer_in_run_folder_is_rejected(gpt2, changes):
     with pytest.raises(DataError):
         tokenizer_from_json(json.dumps(json.loads(gpt2.to_json()) | changes))
 
@@ -758,7 +758,7 @@ class TestClass:
         )
         assert gpt2.encode("ab", special_tokens=True).tolist() == [101, 102] and not gpt2.roles
 
-    def test_mpnet_adds_its_own_tokens(self, tmp_path):
+    def test_mpnet_tokenizer_adds_its_special_tokens(self, tmp_path):
         words = ["<s>", "<pad>", "</s>", "[UNK]", "<mask>", "the", "cat"]
         files = dict(vocab_txt="\n".join(words) + "\n", config_json=dict(model_type="mpnet"))
         found = load_tokenizer_folder(write(tmp_path / "m", **files))
@@ -766,7 +766,7 @@ class TestClass:
         assert dict(found.roles) == {**ANGLES, "unk": "[UNK]", "mask": "<mask>"}
 
     @pytest.mark.parametrize("model_type", ["bert", "distilbert", "electra", "nomic_bert"])
-    def test_bert_tokenizer_json_gets_default_roles_and_case(self, model_type, tmp_path):
+    def test_bert_tokenizer_json_uses_default_roles_and_case(self, model_type, tmp_path):
         bert = load_tokenizer_folder(write(tmp_path / "b", vocab_txt="\n".join(BERT) + "\n"))
         definition = json.loads(bert.definition)
         definition["normalizer"]["lowercase"] = False
@@ -791,7 +791,7 @@ class TestClass:
         files = dict(tokenizer_json=definition, config_json=dict(model_type="modernbert"))
         assert load_tokenizer_folder(write(tmp_path / "m", **files)).special_ids == {"mask": 272}
 
-    def test_named_class_counts_unless_model_type_overrides_it(self, tmp_path):
+    def test_tokenizer_class_applies_unless_model_type_overrides_it(self, tmp_path):
         cases = (
             ("llama", "LlamaTokenizerFast", {"bos": 1, "eos": 2, "unk": 0}),
             ("llama", None, {}),
@@ -805,7 +805,7 @@ class TestClass:
             found = load_tokenizer_folder(write(tmp_path / "m", **files))
             assert found.special_ids == roles, (model_type, name)
 
-    def test_vocabulary_file_unknown_to_model_type_is_refused(self, tmp_path):
+    def test_vocabulary_file_unknown_to_model_type_is_rejected(self, tmp_path):
         for model_type in ("llama", "t5", "bert", "qwen2"):
             with pytest.raises(
                 DataError, match=f"model_type is '{model_type}': it does not define"
@@ -826,7 +826,7 @@ class TestClass:
         found = replace(found, target_ids=(("decoder_start_token_id", size + 1),))
         assert target_of(found).labels == ((), (1, size + 1))
 
-    def test_nllb_language_position_overrides_its_file(self, tmp_path):
+    def test_nllb_language_token_position_overrides_tokenizer_file(self, tmp_path):
         definition = t5()
         tokens = ["eng_Latn", "fra_Latn"]
         size = len(definition["model"]["vocab"])

@@ -79,7 +79,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.long_except("causal")
 @pytest.mark.parametrize("name", CASES)
-def test_batched_targets_match_full_forward(name):
+def test_generated_targets_in_batches_match_full_forward(name):
     """Sources of different lengths in one batch, with a cache or a state."""
     config, tokenizers, params = untrained(*CASES[name])
     ids = special_ids(tokenizers.tokenizer)
@@ -133,7 +133,7 @@ def test_beam_answers_do_not_depend_on_batch(name, num_tokens, monkeypatch):
 
 
 @pytest.mark.slow
-def test_sources_of_one_bucket_share_one_search_program(monkeypatch):
+def test_sources_in_one_bucket_share_beam_search_program(monkeypatch):
     monkeypatch.setattr(answers, "BATCH", 3)
     run = untrained(
         PrefixTask(), ModelConfig(vocab_size=6, **SMALL | dict(d_model=10)), ["sep", "eos"]
@@ -145,7 +145,7 @@ def test_sources_of_one_bucket_share_one_search_program(monkeypatch):
 
 
 @pytest.mark.long
-def test_ngram_model_is_counted_in_one_step(tmp_path):
+def test_ngram_model_is_trained_by_one_counting_step(tmp_path):
     """The loss matches dictionaries of counts, here for letters in a cycle."""
     (tmp_path / "text.txt").write_text("abcd" * 200)
     config = TrainConfig(

@@ -58,7 +58,7 @@ def world(monkeypatch):
     return found
 
 
-def test_first_process_works_and_all_raise_its_error(world):
+def test_error_in_first_process_is_raised_in_all(world):
     done = []
     for world.index in range(3):
         found = processes.by_first(lambda: done.append(world.index) or "made")
@@ -115,7 +115,7 @@ TABLES = {
 }  # fmt: skip
 
 
-def test_parameters_are_split_as_documented():
+def test_parameters_are_sharded_as_documented():
     sizes = {"data": 2, "fsdp": 4, "tensor": 2, "expert": 3}
     for module, axes in MATRICES.items():
         path, shape = ("decoder", "block_0", "attention", module), (24, 8, 16)[: len(axes)]
@@ -137,7 +137,7 @@ def test_parameters_are_split_as_documented():
         assert parameter_spec((name, "embed", "tokens"), (24, 8), sizes) == P()
 
 
-def test_mesh_of_one_device_places_rows_and_parameters():
+def test_single_device_mesh_places_rows_and_parameters():
     placement = make_placement(MeshConfig())
     names = "data", "fsdp", "tensor", "expert"
     assert dict(placement.mesh.shape) == dict.fromkeys(names, 1)
@@ -214,7 +214,7 @@ def test_progress_is_bar_on_terminal_and_lines_in_notebook(monkeypatch):
     assert type(progress.progress_for_output()) is Lines
 
 
-def test_trackers_get_numbers_and_failing_one_is_removed(monkeypatch, tmp_path):
+def test_trackers_receive_metrics_and_failing_tracker_is_removed(monkeypatch, tmp_path):
     calls = []
 
     def recorder(name, fails=None):
@@ -265,7 +265,7 @@ def test_trackers_get_numbers_and_failing_one_is_removed(monkeypatch, tmp_path):
         check_trackers(("trackio", "wandb"))
 
 
-def test_profile_covers_first_to_last_step(monkeypatch, tmp_path):
+def test_profile_covers_all_requested_steps(monkeypatch, tmp_path):
     events = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: events.append(folder))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: events.append("stop"))
@@ -310,7 +310,7 @@ def head(count: int, labels: tuple[str, ...] | None, **changes) -> StartModel:
     return StartModel(model, Tokenizers(CharTokenizer("ab")), lambda scan: {}, labels)
 
 
-def test_reused_head_follows_class_order_of_run(monkeypatch):
+def test_reused_head_follows_run_class_order(monkeypatch):
     kernel, bias = np.arange(12.0).reshape(4, 3), np.array([5.0, 6.0, 7.0])
     params = {"embed": {"tokens": np.ones((7, 4))}, "classifier": {"kernel": kernel, "bias": bias}}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -352,7 +352,7 @@ def test_published_classes_have_names_from_config():
     assert initial._published_labels(MODEL, folder) is None
 
 
-def test_adapters_start_next_to_frozen_base(monkeypatch):
+def test_adapters_are_initialized_with_frozen_base(monkeypatch):
     rng = np.random.default_rng(3)
     kernel = lambda *shape: {"kernel": rng.standard_normal(shape).astype(np.float32)}  # noqa: E731
     block = {"query": kernel(6, 2, 3), "out": kernel(2, 3, 6)}
@@ -391,7 +391,7 @@ def test_adapters_start_next_to_frozen_base(monkeypatch):
         base.load(lacking, key)
 
 
-def test_only_step_of_ngram_counts():
+def test_ngram_training_step_counts_tokens():
     """For order 1: (c - d) / N + d K / (N V), with K of V tokens seen and d = n1 / (n1 + 2 n2)."""
     text = np.array([0, 1, 1, 2, 3, 3, 3, 0, 4], np.int32)
     task = TrainingTask()

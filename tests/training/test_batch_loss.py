@@ -104,7 +104,7 @@ def test_chunks_have_equal_length_and_are_larger_on_accelerators(monkeypatch):
     assert chosen_chunk(1, 4096, 10**6) == TOKENS_OF_CHUNK  # more than 2**28 logits
 
 
-def test_router_gets_padding_mask_of_its_input():
+def test_router_receives_padding_mask_for_its_input():
     source, target = np.array([[1, 1, 0]], bool), np.array([[1, 0]], bool)
     pair = batch.Batch(np.zeros((1, 2)), np.zeros((1, 2)), valid=target, source_valid=source)
     logits = jnp.zeros((1, 3, 4)), jnp.zeros((1, 2, 4))

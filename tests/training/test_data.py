@@ -127,7 +127,7 @@ def test_invalid_tokenizer_file_is_rejected(text):
         tokenizer_from_json(text)
 
 
-def test_bpe_without_all_bytes_is_rejected():
+def test_bpe_vocabulary_without_all_bytes_is_rejected():
     definition = json.loads(BPE.definition)
     vocab = definition["model"]["vocab"]
     del vocab["Ā"]  # byte 0
@@ -152,7 +152,7 @@ def test_encoding_takes_linear_time(piece):
     assert seconds(400_000) < 8 * seconds(100_000)  # 4 when linear, 16 when quadratic
 
 
-def test_every_kind_of_source_is_read(tmp_path, monkeypatch):
+def test_every_text_source_type_is_supported(tmp_path, monkeypatch):
     assert read(write(tmp_path, b"\xff\0"))[0].content == b"\xff\0"
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"from a pipe")))
     assert [s.content for s in read("-")] == [b"from a pipe"]
@@ -207,7 +207,7 @@ def test_error_names_unreadable_entry_of_folder(tmp_path, monkeypatch):
         read(str(tmp_path))
 
 
-def test_closed_standard_input_raises(monkeypatch):
+def test_closed_standard_input_raises_error(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(DataError, match="data is '-': standard input is closed"):
         read("-")
@@ -227,7 +227,7 @@ def test_text_is_unchanged_except_leading_byte_order_mark(tmp_path):
         assert found.sha256 == hashlib.sha256(mark + text.encode()).hexdigest()
 
 
-def test_last_tenth_is_held_out(tmp_path):
+def test_last_tenth_of_text_is_held_out(tmp_path):
     text = "".join(chr(ord("a") + i % 23) for i in range(1009))
     found = load_dataset(small(write(tmp_path, text.encode())))
     assert found.tokenizer.to_bytes(found.train).decode() == text[: int(1009 * 0.9)]
@@ -256,7 +256,7 @@ def test_held_out_characters_do_not_depend_on_tokenizer(tmp_path):
         (b"\xed\xa0\x80" * 99, "byte 0 is 0xed: must be UTF-8"),
     ],
 )
-def test_unusable_text_raises_with_reason(tmp_path, content, message):
+def test_unusable_text_raises_error_with_reason(tmp_path, content, message):
     with pytest.raises(DataError) as caught:
         load_dataset(small(write(tmp_path, content)))
     assert message in str(caught.value)
@@ -277,7 +277,7 @@ def test_error_names_unreadable_source(name):
         load_dataset(small(name))
 
 
-def test_shakespeare_is_downloaded_once_and_verified(tmp_path, monkeypatch):
+def test_shakespeare_text_is_downloaded_once_and_verified(tmp_path, monkeypatch):
     content, calls = b"To be, or not to be" * 17, []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(data, "SHAKESPEARE_SHA256", hashlib.sha256(content).hexdigest())
@@ -302,7 +302,7 @@ def test_shakespeare_is_downloaded_once_and_verified(tmp_path, monkeypatch):
     assert not file.exists()
 
 
-def test_missing_network_raises_with_remedy(tmp_path, monkeypatch):
+def test_missing_network_error_suggests_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def unreachable(url, timeout):
@@ -317,7 +317,7 @@ def test_missing_network_raises_with_remedy(tmp_path, monkeypatch):
     assert "`data=FILE`" in line
 
 
-def test_starts_depend_only_on_seed_and_step():
+def test_window_starts_depend_only_on_seed_and_step():
     first = random_starts(3, 5, (2, 7), 1009)
     assert first.tolist() == random_starts(3, 5, (2, 7), 1009).tolist()
     assert first.dtype == np.int32 and first.shape == (2, 7)
@@ -328,17 +328,17 @@ def test_starts_depend_only_on_seed_and_step():
     )
 
 
-def test_starts_are_stable_across_versions():
+def test_window_starts_are_stable_across_versions():
     golden = [[932681, 293945, 524907], [28606, 702972, 792537]]
     assert random_starts(7, 11, (2, 3), 1_000_003).tolist() == golden
 
 
-def test_micro_batches_read_same_windows_as_one_big_batch():
+def test_micro_batches_use_same_windows_as_one_large_batch():
     big = random_starts(3, 5, (1, 12), 1009)
     assert random_starts(3, 5, (4, 3), 1009).reshape(1, 12).tolist() == big.tolist()
 
 
-def test_starts_are_uniform_and_reach_both_ends():
+def test_window_starts_are_uniform_and_include_both_ends():
     draws = random_starts(1, 0, (26_000,), 13)
     counts = np.bincount(draws, minlength=13)
     assert len(counts) == 13
@@ -346,7 +346,7 @@ def test_starts_are_uniform_and_reach_both_ends():
 
 
 @pytest.mark.parametrize("bad", [(-1, 0, 5), (2**32, 0, 5), (0, -1, 5), (0, 0, 0), (0, 0, 2**31)])
-def test_starts_out_of_range_raise(bad):
+def test_out_of_range_window_starts_raise_error(bad):
     seed, step, count = bad
     with pytest.raises(ValueError, match="out of range"):
         random_starts(seed, step, (3,), count)

@@ -56,7 +56,7 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_adapters_learn_and_only_they_are_saved(base, tmp_path):
+def test_only_adapters_are_trained_and_saved(base, tmp_path):
     config = tuned_config(tmp_path, base)
     result = fit(config)
     lines = [
@@ -118,7 +118,7 @@ def test_resumed_adapter_run_is_bit_identical(base, tmp_path, case):
 
 
 @pytest.mark.slow
-def test_measured_loss_matches_merged_parameters(base, tmp_path):
+def test_adapter_loss_matches_loss_with_merged_parameters(base, tmp_path):
     config = tuned_config(tmp_path, base)
     result = fit(config)
     model = load_run(config.out, "last")
@@ -133,7 +133,7 @@ def test_measured_loss_matches_merged_parameters(base, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("base_dtype", ["bfloat16", "int8", "int4"])
-def test_quantized_base_has_nearly_same_loss(base, tmp_path, base_dtype):
+def test_quantized_base_model_has_nearly_same_loss(base, tmp_path, base_dtype):
     """The state has the same size; the loss before the first step differs only by quantization."""
     whole = tuned_config(tmp_path, base, "whole", steps=1)
     fewer = dataclasses.replace(LORA, base=base_dtype)
@@ -146,7 +146,7 @@ def test_quantized_base_has_nearly_same_loss(base, tmp_path, base_dtype):
 
 
 @pytest.mark.long
-def test_changed_base_is_rejected(base, tmp_path):
+def test_changed_base_model_is_rejected(base, tmp_path):
     changed_base = dataclasses.replace(base, out=str(tmp_path / "own"), steps=10, eval_every=10)
     fit(changed_base)
     config = tuned_config(tmp_path, changed_base)
@@ -181,7 +181,7 @@ def test_new_head_is_trained_with_adapters(base, tmp_path):
 
 
 @pytest.mark.long
-def test_encoder_decoder_trains_adapters(tmp_path):
+def test_adapters_can_be_trained_on_encoder_decoder(tmp_path):
     rows = [f"{a}{b}\t{b}{a}\n" for a in "abcd" for b in "efgh"]
     (tmp_path / "pairs.tsv").write_text("".join(rows))
     model = ModelConfig(kind="encoder-decoder", d_model=16, num_layers=1, num_heads=2, max_len=24)
@@ -203,7 +203,7 @@ def test_encoder_decoder_trains_adapters(tmp_path):
 
 
 @pytest.mark.slow
-def test_invalid_adapter_configs_raise(base, tmp_path):
+def test_invalid_adapter_configs_raise_error(base, tmp_path):
     config = tuned_config(tmp_path, base)
     alone = dataclasses.replace(config, init_from=None, tokenizer="char")
     with pytest.raises(ConfigError, match="init_from is None: must name the model"):
@@ -225,7 +225,7 @@ def test_invalid_adapter_configs_raise(base, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_run_continues_between_looped_and_scanned_stacks(base, tmp_path, lora):
+def test_adapter_run_resumes_in_looped_or_scanned_stack(base, tmp_path, lora):
     """A step with rate 0 keeps the initial parameters, so the loss is that of the looped run."""
 
     def began(name, init_from, scan_layers):
@@ -241,7 +241,7 @@ def test_run_continues_between_looped_and_scanned_stacks(base, tmp_path, lora):
 
 
 @pytest.mark.long
-def test_grown_table_must_be_trained(base, tmp_path):
+def test_enlarged_embedding_table_must_be_trained(base, tmp_path):
     config = tuned_config(tmp_path, base, task=LanguageTask(documents="lines"))  # adds an end token
     with pytest.raises(ConfigError, match=r"lora\.trained lacks 'embed/tokens': it is new"):
         fit(config)
@@ -251,7 +251,7 @@ def test_grown_table_must_be_trained(base, tmp_path):
 
 
 @pytest.mark.long
-def test_run_starts_from_adapter_run(base, tmp_path):
+def test_training_can_start_from_adapter_run(base, tmp_path):
     config = tuned_config(tmp_path, base)
     fit(config)
     second = dataclasses.replace(config, init_from=config.out, out=str(tmp_path / "second"))

@@ -130,7 +130,7 @@ GENERATED = {
 @pytest.mark.slow
 @pytest.mark.long_except("copy decoder", "reverse encoder-decoder", "reverse rnn", "reverse window")
 @pytest.mark.parametrize("name", GENERATED)
-def test_generated_tasks_reach_99_percent(tmp_path, name):
+def test_generated_tasks_reach_99_percent_accuracy(tmp_path, name):
     """At most two of 200 held-out examples are wrong; of 78 strings, none."""
     task, steps, changes = GENERATED[name]
     result = fit(run(tmp_path, task, name.split(" ", 1)[1], steps, **changes))
@@ -191,7 +191,7 @@ TRANSLATED = {
 @pytest.mark.slow
 @pytest.mark.long_except("prefix decoder", "seq2seq encoder-decoder")
 @pytest.mark.parametrize("name", TRANSLATED)
-def test_file_pairs_reach_99_percent(tmp_path, name):
+def test_training_on_file_pairs_reaches_99_percent(tmp_path, name):
     task, steps = TRANSLATED[name]
     data = dict(data=spoken(tmp_path), tokenizer="word")
     result = fit(run(tmp_path, task, name.split(" ", 1)[1], steps, **data))
@@ -202,7 +202,7 @@ def test_file_pairs_reach_99_percent(tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.long_except("decoder")
 @pytest.mark.parametrize("model", ["decoder", "rnn", "lstm", "gru"])
-def test_chat_answers_reach_99_percent(tmp_path, model):
+def test_chat_training_reaches_99_percent_accuracy(tmp_path, model):
     """Each letter of an answer follows from the question; the question itself is not learned."""
     random, lines = np.random.default_rng(6), []
     for _ in range(900):
@@ -220,7 +220,7 @@ def test_chat_answers_reach_99_percent(tmp_path, model):
 @pytest.mark.slow
 @pytest.mark.long_except("gru tagger")
 @pytest.mark.parametrize("model", ["encoder", "rnn tagger", "lstm tagger", "gru tagger"])
-def test_masked_letters_are_predicted_far_better_than_by_frequency(tmp_path, model):
+def test_masked_letter_prediction_beats_frequency_baseline(tmp_path, model):
     """The text repeats five words in random order, so most letters follow from the others."""
     words = np.random.default_rng(3).choice(WORDS, 3001)
     (tmp_path / "text.txt").write_text(" ".join(words))
@@ -252,7 +252,7 @@ def labelled(tmp_path) -> str:
 @pytest.mark.parametrize(
     "model", ["encoder", "decoder", *CELLS, "rnn tagger", "lstm tagger", "gru tagger"]
 )
-def test_classification_reaches_95_percent(tmp_path, model):
+def test_classification_reaches_95_percent_accuracy(tmp_path, model):
     steps = 300 if model == "lstm" else 150  # starts to learn later
     result = fit(run(tmp_path, ClassifyTask(), model, steps, data=labelled(tmp_path)))
     assert result.config.task.labels == ("cat", "dog", "owl")

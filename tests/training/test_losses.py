@@ -100,7 +100,7 @@ def test_loss_and_gradients_match_formula(rng, options, weighted):
 
 @pytest.mark.slow_except("shape0", "shape2")
 @pytest.mark.parametrize("shape", [(), (5,), (2, 1, 3)])
-def test_any_number_of_leading_axes(rng, shape):
+def test_loss_supports_any_number_of_leading_axes(rng, shape):
     logits = jnp.asarray(rng.normal(size=(*shape, V)), jnp.float32)
     labels = jnp.asarray(rng.integers(0, V, shape), jnp.int32)
     mean, total, *_ = expected_loss(logits, labels)
@@ -137,7 +137,7 @@ def test_extreme_logits_match_formula(rng, case):
 
 @pytest.mark.slow_except("{'label_smoothing': 0.3, 'z_loss': 0.001}")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_all_ignored_is_zero_with_zero_gradient(rng, options):
+def test_fully_ignored_batch_has_zero_loss_and_gradient(rng, options):
     logits, _, _ = batch(rng)
     nothing = jnp.full((B, T), IGNORE)
     for labels, weights in ((nothing, None), (jnp.zeros((B, T), jnp.int32), jnp.zeros((B, T)))):
@@ -158,13 +158,13 @@ def test_compiled_loss_matches_uncompiled(rng):
 
 
 @pytest.mark.slow
-def test_empty_batch_is_zero():
+def test_empty_batch_has_zero_loss():
     assert cross_entropy(jnp.zeros((0, V)), jnp.zeros(0, jnp.int32)) == (0.0, 0.0)
 
 
 @pytest.mark.slow_except("-inf", "inf")
 @pytest.mark.parametrize("nonfinite", [np.nan, np.inf, -np.inf])
-def test_ignored_logits_change_nothing(rng, nonfinite):
+def test_ignored_logits_do_not_affect_loss(rng, nonfinite):
     logits, labels, weights = batch(rng)
     weights = weights.at[1, 2].set(0.0)
     idle = (labels == IGNORE) | (weights == 0)
@@ -178,7 +178,7 @@ def test_ignored_logits_change_nothing(rng, nonfinite):
         assert_same_bits(actual, clean)
 
 
-def test_smoothing_over_an_excluded_token_is_infinite_but_never_nan():
+def test_smoothing_over_excluded_token_is_infinite_but_never_nan():
     logits, labels = jnp.asarray([[1.0, -jnp.inf, 0.0]]), jnp.asarray([0])
     loss, _, gradient = loss_and_gradient(logits, labels, label_smoothing=0.1)
     assert loss == jnp.inf
@@ -188,7 +188,7 @@ def test_smoothing_over_an_excluded_token_is_infinite_but_never_nan():
     assert np.isfinite(gradient).all()
 
 
-def test_smoothing_is_the_closed_form_and_excludes_ignored_tokens(rng):
+def test_label_smoothing_matches_closed_form_and_excludes_ignored_tokens(rng):
     logits, labels, _ = batch(rng)
     counted = np.asarray(labels) != IGNORE
     x = oracle.double(logits)[counted]
@@ -200,12 +200,12 @@ def test_smoothing_is_the_closed_form_and_excludes_ignored_tokens(rng):
     assert_near(loss, 0.8 * plain + 0.2 * uniform, FORWARD_F32)
 
 
-def test_one_token_and_uniform_logits():
+def test_single_token_and_uniform_logits_have_expected_loss():
     assert_near(compiled(jnp.zeros((1, V)), jnp.asarray([4]))[0], math.log(V), FORWARD_F32)
     assert compiled(jnp.full((3, 1), 7.0), jnp.zeros(3, jnp.int32))[0] == 0  # V = 1
 
 
-def test_weighted_parts_sum_to_whole(rng):
+def test_losses_of_weighted_parts_sum_to_whole(rng):
     logits, labels, weights = batch(rng)
     whole, total = compiled(logits, labels, weights=weights)
     parts = [compiled(logits[b], labels[b], weights=weights[b]) for b in range(B)]
@@ -214,7 +214,7 @@ def test_weighted_parts_sum_to_whole(rng):
 
 
 @pytest.mark.parametrize("unit", [1e-6, 1e6])
-def test_only_ratio_of_weights_matters(rng, unit):
+def test_only_relative_loss_weights_matter(rng, unit):
     logits, labels, weights = batch(rng)
     loss, total = compiled(logits, labels, weights=weights)
     scaled, scaled_total = compiled(logits, labels, weights=unit * weights)
@@ -222,7 +222,7 @@ def test_only_ratio_of_weights_matters(rng, unit):
     assert_near(scaled_total, unit * float(total), FORWARD_F32)
 
 
-def test_ignored_label_can_be_a_token(rng):
+def test_ignored_label_may_be_valid_token(rng):
     logits = jnp.asarray(rng.normal(size=(5, V)), jnp.float32)
     labels = jnp.asarray([0, 3, 0, 1, 2])
     mean, total, *_ = expected_loss(logits, np.where(labels == 0, IGNORE, labels))
@@ -231,7 +231,7 @@ def test_ignored_label_can_be_a_token(rng):
     assert weight == total == 3
 
 
-def test_hessian_matches_softmax(rng):
+def test_loss_hessian_matches_softmax_formula(rng):
     x = rng.normal(size=(1, V))
     p = np.exp(x[0]) / np.exp(x[0]).sum()
     hessian = jax.jit(jax.hessian(lambda x: cross_entropy(x, jnp.asarray([3]))[0]))(
@@ -248,7 +248,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_label_outside_vocabulary_raises(name):
+def test_label_outside_vocabulary_raises_error(name):
     labels = WRONG[name]
     message = rf"label {labels[0, 1]} at \(0, 1\) is outside the vocabulary of {V}"
     with pytest.raises(ValueError, match=message):
@@ -280,7 +280,7 @@ def test_traced_label_outside_vocabulary_makes_loss_nan(label):
         (dict(z_loss=-1e-4), "z_loss is -0.0001"),
     ],
 )
-def test_wrong_arguments_raise(change, message):
+def test_invalid_arguments_raise_error(change, message):
     arguments = dict(logits=jnp.zeros((2, 3, V)), labels=jnp.zeros((2, 3), jnp.int32)) | change
     with pytest.raises(ValueError, match=message):
         cross_entropy(**arguments)
@@ -325,7 +325,7 @@ def differentiate_chunks(hidden, table, bias, weights, labels, **options):
 
 @pytest.mark.slow_except("100")
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
-def test_chunked_loss_and_gradients_match_full(rng, chunk_size):
+def test_chunked_loss_and_gradients_match_full_loss(rng, chunk_size):
     hidden, table, bias = head(rng)
     _, labels, weights = batch(rng)
     options = dict(softcap=3.0, label_smoothing=0.1, z_loss=1e-2)
@@ -339,7 +339,7 @@ def test_chunked_loss_and_gradients_match_full(rng, chunk_size):
         assert_near(got, want, GRADIENT_F32, name)
 
 
-def test_chunked_loss_without_gradient_is_same(rng):
+def test_chunked_loss_is_same_without_gradient(rng):
     hidden, table, _ = head(rng)
     _, labels, _ = batch(rng)
     mean, total, _ = expected_head(hidden, table, None, labels, None, None)
@@ -348,7 +348,7 @@ def test_chunked_loss_without_gradient_is_same(rng):
     assert weight == total
 
 
-def test_chunk_gradients_scale_with_cotangent(rng):
+def test_chunked_loss_gradients_scale_with_cotangent(rng):
     hidden, table, _ = head(rng)
     _, labels, _ = batch(rng)
 
@@ -373,7 +373,7 @@ def test_low_precision_chunks_keep_argument_dtypes(rng):
         assert_near(got, want, 2.0**-7)
 
 
-def test_ignored_hidden_states_change_nothing(rng):
+def test_ignored_hidden_states_do_not_affect_loss(rng):
     hidden, table, bias = head(rng)
     _, labels, weights = batch(rng)
     weights = weights.at[1, 2].set(0.0)
@@ -388,7 +388,7 @@ def test_ignored_hidden_states_change_nothing(rng):
 
 
 @pytest.mark.slow
-def test_fully_ignored_chunks_are_zero(rng):
+def test_fully_ignored_chunks_have_zero_loss(rng):
     hidden, table, bias = head(rng)
     _, _, weights = batch(rng)
     labels = jnp.full((B, T), IGNORE)
@@ -458,7 +458,7 @@ def test_chunks_never_materialize_all_logits(differentiated):
         (dict(logit_bias=np.zeros((2, V), np.float32)), "logit_bias has shape"),
     ],
 )
-def test_wrong_chunk_arguments_raise(change, message):
+def test_invalid_chunk_arguments_raise_error(change, message):
     arguments = dict(
         hidden=jnp.zeros((2, 3, D)),
         output_weights=jnp.zeros((V, D)),

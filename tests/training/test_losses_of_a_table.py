@@ -69,7 +69,7 @@ def labelled(rng, rows=3, length=14) -> Batch:
     return Batch(tokens, labels)
 
 
-def test_losses_and_scores_match_formula_full_and_chunked(rng, monkeypatch):
+def test_full_and_chunked_losses_and_scores_match_formula(rng, monkeypatch):
     params, batch = params_of(1), labelled(rng)
     logits, counts = logits_of(params, batch.tokens), batch.labels != IGNORE
     lse = np.log(np.exp(logits).sum(-1))

@@ -50,7 +50,7 @@ def moved(original, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_run_is_read_from_any_working_directory(original, tmp_path, monkeypatch):
+def test_run_can_be_loaded_from_any_working_directory(original, tmp_path, monkeypatch):
     monkeypatch.chdir(original / "work")
     params = load_run("tuned").params
     monkeypatch.chdir(tmp_path)
@@ -61,7 +61,7 @@ def test_run_is_read_from_any_working_directory(original, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_run_moved_with_base_and_data_is_read_and_resumes(moved):
+def test_run_moved_with_base_and_data_loads_and_resumes(moved):
     assert load_run(moved / "tuned").run.init_from == str(moved / "bases" / "base")
     config = dataclasses.replace(load_run(moved / "tuned").run, out=str(moved / "tuned"), steps=3)
     assert config.data == str(moved / "text.txt")
@@ -70,7 +70,7 @@ def test_run_moved_with_base_and_data_is_read_and_resumes(moved):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tuned", "whole"])
-def test_moved_base_can_be_renamed_and_is_verified(moved, name, capsys):
+def test_moved_base_model_may_be_renamed_and_is_verified(moved, name, capsys):
     (moved / "bases").rename(moved / "elsewhere")
     base, tuned = str(moved / "elsewhere" / "base"), moved / name
     run = ["--model", str(tuned)]

@@ -161,7 +161,7 @@ def layers_of(rng, scale=1.0):
         f"{type(settings).__name__} {getattr(settings, 'smallest_factored', '')}".strip()
     ),
 )
-def test_scanned_stack_is_updated_like_looped_one(optimizer, rng):
+def test_scanned_and_looped_stacks_receive_same_updates(optimizer, rng):
     """Includes a layer with a far larger gradient, and a vector with its own block."""
     chain = make_optimizer(replace(BASE, optimizer=optimizer))
     update, looped = jax.jit(chain.update), layers_of(rng, scale=0.1)
@@ -209,7 +209,7 @@ def test_adafactor_treats_each_expert_of_each_layer_separately(blocks, rng):
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
-def test_sgd_follows_decayed_sum_of_gradients(rng, momentum):
+def test_sgd_momentum_is_decayed_sum_of_gradients(rng, momentum):
     """w - rate g without momentum, as in the lectures; Polyak (1964) with momentum."""
 
     def oracle(name, p, g, n, memory):
@@ -231,7 +231,7 @@ def orthogonalised(matrix):
 
 
 @pytest.mark.slow
-def test_muon_orthogonalizes_block_matrices_and_leaves_rest_to_adamw(rng):
+def test_muon_orthogonalizes_block_matrices_and_uses_adamw_otherwise(rng):
     """The attention matrices are [D, (N H)] for the query and [(N H), D] for the output."""
 
     def oracle(name, p, g, n, memory):
@@ -364,7 +364,7 @@ def test_bfloat16_parameters_follow_tiny_updates_on_average(rng):
     assert moved.mean() == pytest.approx(64 * 2**-12, rel=0.03)
 
 
-def test_quarter_of_spacing_is_rounded_up_a_quarter_of_the_time():
+def test_stochastic_rounding_probability_equals_fractional_distance():
     """Near 1, bfloat16 has a spacing of 2^-7; representable values do not change."""
     x = np.full((3, 4096), 1.0, np.float32)
     x[0] += 2.0**-9
@@ -376,7 +376,7 @@ def test_quarter_of_spacing_is_rounded_up_a_quarter_of_the_time():
 
 
 @pytest.mark.slow
-def test_stochastic_rounding_keeps_exact_and_non_finite_values():
+def test_stochastic_rounding_preserves_exact_and_nonfinite_values():
     exact = jnp.array([0.0, 1.0, -3.5, 2.0**100, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
     found = round_stochastically(exact, jax.random.key(0))
     assert np.array_equal(np.asarray(found, np.float32), np.asarray(exact), equal_nan=True)
@@ -386,7 +386,7 @@ def test_stochastic_rounding_keeps_exact_and_non_finite_values():
     assert (found > 1).mean() == pytest.approx(0.25, abs=0.015)
 
 
-def test_average_follows_formula_and_skips_rejected_steps(rng):
+def test_parameter_average_matches_formula_and_skips_rejected_steps(rng):
     optimizer = make_optimizer(replace(BASE, optimizer=AdamW(weight_decay=0.0)))
     step = make_train_step(linear_loss, optimizer, ema_decay=0.75)
     start = rng.standard_normal((5, 3)).astype(np.float32)

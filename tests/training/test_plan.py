@@ -47,7 +47,7 @@ CPU = Hardware("cpu", None, 1)
 
 
 @pytest.mark.slow
-def test_flops_match_closed_form():
+def test_flop_count_matches_closed_form():
     """Llama 3 8B: 2 x (parameters without the input table) per token, plus causal attention."""
     config, length = preset("llama3-8b"), 4096
     table = config.vocab_size * config.d_model
@@ -112,7 +112,7 @@ def brute(config, length, source=0):
     ],
     ids=["decoder", "windows", "sinks", "attention alone", "encoder", "encoder-decoder"],
 )
-def test_flops_match_brute_force_count(config):
+def test_flop_formula_matches_brute_force_count(config):
     source = 7 if config.kind == "encoder-decoder" else 0
     assert forward_flops(config, 11, source) == brute(config, 11, source)
 
@@ -170,7 +170,7 @@ OF_MODEL = dict(
         if kind != "decoder" and (kind, case) != ("shared", "adapters_of_values")
     ],
 )
-def test_flops_of_frozen_parameters_match_traced_products(monkeypatch, kind, case):
+def test_flops_with_frozen_parameters_match_traced_products(monkeypatch, kind, case):
     """They are counted in the program of value and gradient, which multiplies every pair."""
     config = replace(SMALL, implementation="xla", **OF_MODEL[kind])
     stack = "encoder" if kind in ("post", "shared") else "decoder"
@@ -206,7 +206,7 @@ def test_flops_of_frozen_parameters_match_traced_products(monkeypatch, kind, cas
     assert found == pytest.approx(traced_products(used), rel=1e-12)
 
 
-def test_plan_counts_no_gradients_of_frozen_parameters():
+def test_plan_excludes_gradients_for_frozen_parameters():
     model = ModelConfig(vocab_size=65, d_model=256, num_layers=4, num_heads=4, max_len=128)
     names = tuple(f"decoder/block_{i}/{b}" for i in range(4) for b in ("attention", "feed_forward"))
     run = TrainConfig(model=model, batch_size=4)
@@ -254,7 +254,7 @@ ENTRY %main (p: f32[32]) -> f32[32] {
 """
 
 
-def test_traffic_is_read_from_program_text():
+def test_communication_traffic_is_parsed_from_program_text():
     """A gather in a loop of five iterations, a scatter as TPUs write it, and two sums in one."""
     found = network_traffic(HLO, 32)
     assert found.unknown_loops == 0
@@ -282,7 +282,7 @@ def test_traffic_is_read_from_program_text():
         ("%s = f32[4] reduce-scatter(%x), replica_groups={{0,1,2,3}}", 48),
     ],
 )
-def test_asynchronous_collective_counts_only_its_result(line, sent):
+def test_asynchronous_collective_traffic_counts_only_result(line, sent):
     text = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  {line}\n}}\n"
     assert network_traffic(text, 4).total == sent
 
@@ -303,7 +303,7 @@ def test_plan_for_this_machine_matches_step_of_run():
 
 
 @pytest.mark.slow
-def test_decoding_plan_counts_cache_and_parameters_once():
+def test_decoding_plan_counts_cache_and_parameter_reads_once():
     plan = plan_decoding(SMALL, CPU, batch_size=3, length=13)
     assert plan.memory.parameters == 4 * num_params(SMALL)
     assert plan.cache == cache_bytes(SMALL, 3, 13)
@@ -349,7 +349,7 @@ def test_oversized_state_is_not_compiled_and_remedies_are_listed():
     assert resident.memory.parameters == 4 * num_params(wide.model)
 
 
-def test_state_without_room_for_gradients_is_rejected(monkeypatch):
+def test_training_state_without_memory_for_gradients_is_rejected(monkeypatch):
     """AdamW takes 16 bytes per parameter: value, two moments and gradient."""
     shape = jax.ShapeDtypeStruct((7, 13), jnp.float32)
     state = SimpleNamespace(params=shape, opt_state=(shape, shape), average=None)
@@ -361,7 +361,7 @@ def test_state_without_room_for_gradients_is_rejected(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_are_planned_in_float32(dtype):
+def test_plan_assumes_float32_gradients(dtype):
     count = num_params(SMALL)
     resident = plan_training(replace(RUN, param_dtype=dtype), CPU, compiled=False).memory
     size = {"float32": 4, "bfloat16": 2}[dtype]
@@ -381,7 +381,7 @@ def test_largest_batch_fits_and_larger_one_does_not():
     assert size > 4 and not plan_training(replace(run, batch_size=size * 5 // 4), hardware).fits
 
 
-def test_hardware_names_are_parsed_and_unknown_ones_rejected():
+def test_hardware_names_are_parsed_and_unknown_names_rejected():
     assert find_hardware("tpu-v5e-256").count == 256
     assert find_hardware("tpu-v5p-8").count == 4  # eight cores
     assert find_hardware("h200-8") == Hardware("h200-8", CHIPS["h200"], 8)
@@ -400,7 +400,7 @@ def test_hardware_names_are_parsed_and_unknown_ones_rejected():
         plan_training(replace(RUN, mesh=MeshConfig(data=2)), CPU)
 
 
-def test_chips_are_found_by_device_kind():
+def test_chip_specifications_are_found_by_device_kind():
     assert chip_of("TPU v5 lite") is CHIPS["v5e"] and chip_of("TPU v5p") is CHIPS["v5p"]
     assert chip_of("NVIDIA H200") is CHIPS["h200"] and chip_of("cpu") is None
 
@@ -420,7 +420,7 @@ def test_foreign_libtpu_lock_does_not_block_planning():
     assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
 
 
-def test_installed_package_is_not_suggested(monkeypatch):
+def test_already_installed_package_is_not_suggested(monkeypatch):
     pytest.importorskip("libtpu")
 
     def broken(*args, **named):
@@ -459,7 +459,7 @@ def test_library_output_to_standard_error_is_suppressed(capfd):
     assert capfd.readouterr().err == "ours"
 
 
-def test_grids_have_stated_number_of_chips():
+def test_chip_grids_have_stated_number_of_chips():
     for grids in hardware._GRIDS.values():
         for count, shape in grids.items():
             assert math.prod(map(int, shape.split("x"))) == count

@@ -58,7 +58,7 @@ def log_probs(params, batch):
 @pytest.mark.slow
 @pytest.mark.long_except("3")
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_loss_matches_paper(rng, chunk):
+def test_preference_loss_matches_paper(rng, chunk):
     config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA), loss_chunk=chunk)
     params, reference = (init_params(MODEL, jax.random.key(seed)) for seed in (0, 1))
     batch = a_batch(rng)
@@ -74,7 +74,7 @@ def test_loss_matches_paper(rng, chunk):
 
 
 @pytest.mark.slow
-def test_loss_starts_at_log_2_and_separates_answers(rng):
+def test_preference_loss_starts_at_log_2_and_separates_answers(rng):
     config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA))
     params, batch = init_params(MODEL, jax.random.key(0)), a_batch(rng)
     loss = preference_loss(config, BETA)
@@ -103,7 +103,7 @@ def test_loss_starts_at_log_2_and_separates_answers(rng):
 
 
 @pytest.mark.slow
-def test_chunked_log_probabilities_match_full(rng):
+def test_chunked_log_probabilities_match_full_computation(rng):
     hidden = jnp.array(rng.normal(size=(2, 10, 4)), jnp.float32)
     table = jnp.array(rng.normal(size=(7, 4)), jnp.float32)
     labels = jnp.array(rng.integers(0, 7, (2, 10)), jnp.int32).at[0, 3:6].set(IGNORE)
@@ -188,7 +188,7 @@ ADAPTERS = LoraConfig(rank=4, targets="all-linear")
         (False, ADAPTERS),
     ],
 )
-def test_run_learns_preferred_answers(tmp_path, messages, lora):
+def test_preference_run_learns_preferred_answers(tmp_path, messages, lora):
     base = a_base(tmp_path, ChatTask() if messages else LanguageTask(documents="lines"))
     pairs_file(tmp_path / "pairs.jsonl", messages)
     rate = 2e-3 if lora is None else 1e-2
@@ -254,7 +254,7 @@ def test_resumed_preference_run_is_bit_identical(tmp_path, lora):
         ),
     ],
 )
-def test_invalid_pairs_raise(tmp_path, line, message):
+def test_invalid_preference_pairs_raise_error(tmp_path, line, message):
     file = with_a_bad_pair(tmp_path, line)
     model = ModelConfig(d_model=32, num_layers=1, num_heads=4, max_len=48)
     with pytest.raises(DataError) as caught:
@@ -272,7 +272,7 @@ def with_a_bad_pair(folder, line):
 
 
 @pytest.mark.slow
-def test_invalid_pairs_start_no_run(tmp_path, base_of_lines):
+def test_invalid_preference_pairs_prevent_run_from_starting(tmp_path, base_of_lines):
     with_a_bad_pair(tmp_path, "[1]")
     with pytest.raises(DataError, match="line 2 lacks prompt, chosen, rejected"):
         fit(a_run(tmp_path, base_of_lines))
@@ -285,7 +285,7 @@ def base_of_lines(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_incompatible_settings_raise(tmp_path, base_of_lines):
+def test_incompatible_preference_settings_raise_error(tmp_path, base_of_lines):
     pairs_file(tmp_path / "pairs.jsonl")
     config = a_run(tmp_path, base_of_lines)
     with pytest.raises(ConfigError, match="init_from is None: must name the model that task 'pref"):

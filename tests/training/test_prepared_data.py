@@ -108,7 +108,7 @@ def same(one, two):
         assert a.shape == b.shape and np.array_equal(a, b)
 
 
-def test_windows_are_consecutive_and_label_each_token_once(folders):
+def test_training_windows_label_each_token_once_in_order(folders):
     tokens = stream(folders, "web")
     corpus = open_corpus(folders / "web")
     count = (len(tokens) - 1) // 13
@@ -121,7 +121,7 @@ def test_windows_are_consecutive_and_label_each_token_once(folders):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_document_rows_contain_each_piece_once_and_separate_documents(folders, packed):
+def test_packed_rows_contain_each_piece_once_with_documents_separated(folders, packed):
     corpus = open_corpus(folders / "web")
     rows = DocumentRows(corpus.train, 17, packed)
     found = Counter()
@@ -152,7 +152,7 @@ def test_packing_respects_room_and_open_rows(rng):
             assert piece == 0 or (29 - before < sizes[piece]).all()
 
 
-def test_fullest_row_is_closed_when_too_many_are_open(monkeypatch):
+def test_fullest_row_is_closed_when_too_many_rows_are_open(monkeypatch):
     sizes = np.array([9, 8, 7, 1, 3, 1], np.int32)
     assert pack(sizes, 10, fullest=True).tolist() == [0, 1, 2, 0, 2, 1]
     monkeypatch.setattr(training_rows, "OPEN_ROWS", 2)
@@ -160,7 +160,7 @@ def test_fullest_row_is_closed_when_too_many_are_open(monkeypatch):
 
 
 @pytest.mark.slow
-def test_packed_document_has_logits_of_single_document(folders):
+def test_packed_document_logits_match_single_document(folders):
     task = load_task(
         config(folders, task=documents(), batch_size=40, model=replace(MODEL, max_len=31))
     )
@@ -178,7 +178,7 @@ def test_packed_document_has_logits_of_single_document(folders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [LanguageTask(), documents()])
-def test_each_epoch_reads_every_row_once_in_new_order(folders, task):
+def test_each_epoch_visits_every_row_once_in_new_order(folders, task):
     made = load_task(config(folders, task=task))
     count = len(made.rows[0])
     steps = -(-2 * count // 12)
@@ -201,7 +201,7 @@ def test_each_epoch_reads_every_row_once_in_new_order(folders, task):
 @pytest.mark.parametrize(
     "task", [LanguageTask(), pytest.param(documents(), marks=pytest.mark.long)]
 )
-def test_restoring_at_any_step_gives_same_remainder(folders, task):
+def test_restoring_iterator_at_any_step_yields_same_remaining_rows(folders, task):
     run = config(folders, "web", "books", task=task, data_weights=(0.7, 0.3), batch_size=14)
     whole = load_task(run)
     rows = [len(r) for r in whole.rows]
@@ -229,7 +229,7 @@ def test_resumed_run_is_bit_identical_across_epochs(folders, tmp_path):
     assert resumed.val_loss == straight.val_loss is not None
 
 
-def test_folders_of_mixture_have_their_shares():
+def test_mixture_folders_are_sampled_in_requested_proportions():
     for weights in ([0.7, 0.3], [5, 1, 2], [1, 1], [0.999, 0.001]):
         mixture = Mixture(weights)
         shares = np.array(weights) / np.sum(weights)
@@ -253,7 +253,7 @@ def test_folders_of_mixture_have_their_shares():
 @pytest.mark.parametrize(
     ("weights", "share"), [((0.7, 0.3), 0.7), ((1.0, 3.0), 0.25), (None, None)]
 )
-def test_step_reads_folders_by_weight(folders, weights, share):
+def test_each_step_samples_folders_by_weight(folders, weights, share):
     task = load_task(config(folders, "web", "books", data_weights=weights, task=documents()))
     count = [len(rows) for rows in task.rows]
     share = count[0] / sum(count) if share is None else share
@@ -290,7 +290,7 @@ def test_two_processes_read_halves_of_single_process_batch(folders, monkeypatch)
         task.inputs(0, 0, 4)
 
 
-def test_process_reads_its_own_rows_by_default(folders, monkeypatch):
+def test_each_process_reads_its_own_rows_by_default(folders, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 2)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     task = load_task(config(folders))
@@ -325,7 +325,7 @@ print("the same")
 
 
 @pytest.mark.long
-def test_two_running_processes_assemble_one_batch(folders):
+def test_two_processes_assemble_one_global_batch(folders):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -342,7 +342,7 @@ def test_two_running_processes_assemble_one_batch(folders):
 
 
 @pytest.mark.parametrize("task", [LanguageTask(), documents()])
-def test_evaluation_reads_held_out_labels_once_in_order(folders, task):
+def test_evaluation_covers_held_out_labels_once_in_order(folders, task):
     made = load_task(config(folders, "web", "books", task=task))
     batches = list(made.evaluation())
     labels = np.concatenate([batch.labels.reshape(-1) for batch in batches])
@@ -359,7 +359,7 @@ def test_evaluation_reads_held_out_labels_once_in_order(folders, task):
 
 
 @pytest.mark.slow
-def test_steps_do_not_wait_for_slow_storage(folders, monkeypatch):
+def test_training_steps_do_not_wait_for_slow_storage(folders, monkeypatch):
     real = Part.read
 
     def read(part, start, into):
@@ -380,7 +380,7 @@ def test_steps_do_not_wait_for_slow_storage(folders, monkeypatch):
     assert np.median(waits[1:]) < 0.012
 
 
-def test_loss_per_character_counts_document_ends(tmp_path):
+def test_loss_per_character_includes_document_ends(tmp_path):
     lines = [f"wörd {i} and word {i * i}" for i in range(200)]
     corpus = prepared_lines(tmp_path, "out", lines, tokenizer="bpe", bpe_vocab_size=300)
     task = load_task(config(tmp_path, "out"))
@@ -391,7 +391,7 @@ def test_loss_per_character_counts_document_ends(tmp_path):
     assert corpus.val.characters > labels
 
 
-def test_mixture_uses_tokenizer_of_its_folders(folders):
+def test_mixture_uses_tokenizer_from_its_folders(folders):
     run = config(folders, "web", "books", val_data=str(folders / "books"))
     task = load_task(run, Tokenizers(ByteTokenizer()))
     streams = [stream(folders, name) for name in ("web", "books")]
@@ -418,7 +418,7 @@ def test_mixture_uses_tokenizer_of_its_folders(folders):
     assert (loss, unit) == (1.5 * labels / (corpus.val.characters + ends), "character")
 
 
-def test_damaged_folder_is_rejected_before_anything_is_written(folders, tmp_path):
+def test_damaged_folder_is_rejected_before_writing_files(folders, tmp_path):
     out = prepared_lines(tmp_path, "out", [f"line {i}" for i in range(300)]).path
     file = out / "train-00000.bin"
     content = bytearray(file.read_bytes())
@@ -433,7 +433,7 @@ def test_damaged_folder_is_rejected_before_anything_is_written(folders, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_shard_truncated_during_run_stops_it_with_one_line(folders, tmp_path):
+def test_shard_truncated_during_run_raises_one_line_error(folders, tmp_path):
     prepared_lines(tmp_path, "out", [f"line {i}" for i in range(3000)], val_fraction=0.01)
     task = load_task(config(tmp_path, "out"))
     task.inputs(0)
@@ -445,7 +445,7 @@ def test_shard_truncated_during_run_stops_it_with_one_line(folders, tmp_path):
             task.inputs(step)
 
 
-def test_settings_incompatible_with_prepared_folder_raise(folders, tmp_path):
+def test_settings_incompatible_with_prepared_folder_raise_error(folders, tmp_path):
     prepared_lines(tmp_path, "other", [f"other {i}" for i in range(300)], tokenizer="char")
     both = f"{folders / 'web'},{tmp_path / 'other'}"
     encoder = replace(MODEL, kind="encoder")
@@ -506,7 +506,7 @@ def test_trained_model_continues_on_folder_with_its_tokenizer(folders, tmp_path)
 
 
 @pytest.mark.slow
-def test_command_trains_on_mixture(folders, tmp_path, capsys):
+def test_train_command_accepts_data_mixture(folders, tmp_path, capsys):
     flags = (
         "--steps 2 --context 13 --batch-size 4 --d-model 20 --num-heads 2 --num-layers 1 --d-ff 29 "
         "--sample-tokens 5 --documents prepared --data-weights 0.7,0.3"
@@ -531,7 +531,7 @@ def test_command_trains_on_mixture(folders, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_text_in_memory_does_not_need_grain(tmp_path):
+def test_text_in_memory_does_not_require_grain(tmp_path):
     (tmp_path / "text").write_text("some text " * 100)
     script = (
         "import sys; from transformer_jax.config import TrainConfig;"
@@ -543,7 +543,7 @@ def test_text_in_memory_does_not_need_grain(tmp_path):
     assert ended.stdout == "False\n", ended.stderr
 
 
-def test_prepared_folder_without_grain_names_package(folders, monkeypatch):
+def test_missing_grain_error_names_package(folders, monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     config = TrainConfig(data=str(folders / "web"), context=7)
     with pytest.raises(ConfigError, match=r"^data is .*web': reading .* pip install grain$"):
@@ -571,7 +571,7 @@ for data in sys.argv[1:]:
 
 
 @pytest.mark.long
-def test_reading_corpus_takes_far_less_memory_than_corpus(tmp_path):
+def test_reading_corpus_uses_far_less_memory_than_its_size(tmp_path):
     for name, size in (("small", 3), ("large", 40)):
         lines = [f"{i:09999d}" for i in range(size * 100)]
         prepared_lines(tmp_path, name, lines, val_fraction=0.01)
@@ -583,7 +583,7 @@ def test_reading_corpus_takes_far_less_memory_than_corpus(tmp_path):
 
 
 @pytest.mark.long
-def test_run_over_mesh_reads_same_rows_as_one_device(folders):
+def test_run_on_mesh_uses_same_rows_as_one_device(folders):
     """With one device; tests/multi_device covers more."""
     one = config(folders, out=str(folders / "one"), steps=3)
     over = replace(one, out=str(folders / "over"), mesh=MeshConfig(data=1))

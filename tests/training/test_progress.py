@@ -29,7 +29,7 @@ def decode(monkeypatch):
     return run
 
 
-def test_terminal_shows_one_decoding_line_and_erases_it(decode):
+def test_terminal_shows_one_decoding_progress_line_and_erases_it(decode):
     """Shown after ten seconds, hence after the second batch of 7 s."""
     report = DecodingLine()
     for _ in range(2):  # can be restarted
@@ -41,7 +41,7 @@ def test_terminal_shows_one_decoding_line_and_erases_it(decode):
         )  # fmt: skip
 
 
-def test_other_outputs_get_about_twenty_decoding_lines(decode):
+def test_decoding_progress_without_terminal_prints_about_twenty_lines(decode):
     text = decode(3201, 32, 2, io.StringIO(), Lines().decoded)
     lines = text.splitlines()
     assert 15 < len(lines) <= 20 and text.endswith("\n")
@@ -51,6 +51,6 @@ def test_other_outputs_get_about_twenty_decoding_lines(decode):
 
 
 @pytest.mark.parametrize(("total", "batch", "seconds"), [(5, 32, 99), (256, 32, 1), (64, 32, 4)])
-def test_short_decoding_shows_nothing(decode, total, batch, seconds):
+def test_short_decoding_shows_no_progress(decode, total, batch, seconds):
     for stream in (Terminal(), io.StringIO()):
         assert decode(total, batch, seconds, stream, DecodingLine()) == ""

@@ -53,7 +53,7 @@ def written(folder, name: str) -> str:
 
 @pytest.mark.long_except("chat", "classify", "copy", "masked", "prefix", "seq2seq")
 @pytest.mark.parametrize("name", [n for n in TASKS if TASKS[n] is not PreferenceTask])
-def test_resumed_task_is_bit_identical(tmp_path, name):
+def test_resumed_run_is_bit_identical_for_every_task(tmp_path, name):
     recipe = task_recipe(TASKS[name]())
     task = recipe.task
     changes = {"judged": 0, "examples": 60} if hasattr(task, "examples") else {}

@@ -37,7 +37,7 @@ def examples(count, longest, prefix=False, seed=5):
     return found
 
 
-def test_every_epoch_reads_each_row_once_in_new_order():
+def test_every_epoch_visits_each_row_once_in_new_order():
     rows = bucketed(examples(41, 7))
     read = [rows.step(3, step, 2, 5).tokens[..., 0].ravel() for step in range(10)]
     first, second = np.concatenate(read[:5]), np.concatenate(read[5:])
@@ -55,7 +55,7 @@ def test_single_step_epochs_have_different_orders():
     assert first != second != third != first
 
 
-def test_rows_of_step_depend_only_on_seed_and_step():
+def test_training_rows_depend_only_on_seed_and_step():
     made = [bucketed(examples(41, 7)).step(seed, step, 2, 5) for seed, step in [(3, 4)] * 2]
     assert np.array_equal(made[0].tokens, made[1].tokens)
     for seed, step in ((4, 4), (3, 5)):
@@ -63,7 +63,7 @@ def test_rows_of_step_depend_only_on_seed_and_step():
         assert not np.array_equal(made[0].tokens, other.tokens)
 
 
-def test_evaluation_reads_every_row_once_and_pads_last_batch_with_empty_rows():
+def test_evaluation_visits_every_row_once_and_pads_last_batch():
     rows = bucketed(examples(13, 7))
     batches = list(rows.batches(5))
     assert [batch.tokens.shape[0] for batch in batches] == [5, 5, 5]
@@ -72,7 +72,7 @@ def test_evaluation_reads_every_row_once_and_pads_last_batch_with_empty_rows():
     assert labels == rows.labels == sum(len(e.labels) - 1 for e in examples(13, 7))
 
 
-def test_buckets_contain_rows_of_similar_length(monkeypatch):
+def test_length_buckets_contain_rows_of_similar_length(monkeypatch):
     monkeypatch.setattr(training_rows, "BUCKET_ROWS", 10)
     batches = examples(61, 41)
     rows = bucketed(batches)
@@ -89,7 +89,7 @@ def test_buckets_contain_rows_of_similar_length(monkeypatch):
     assert padded < 0.75 * 61 * 48
 
 
-def test_packing_keeps_examples_whole_and_is_used_if_two_fit():
+def test_packing_keeps_examples_whole():
     batches = examples(23, 7)
     (rows,) = packed(batches, 13).buckets
     found = set()
@@ -109,7 +109,7 @@ def test_packing_keeps_examples_whole_and_is_used_if_two_fit():
 
 
 @pytest.mark.parametrize("fullest", [False, True])
-def test_piece_joins_first_or_fullest_open_row_with_room(fullest):
+def test_piece_is_packed_into_first_or_fullest_row_with_room(fullest):
     """Brute force over all rows; 64 are open: the most recent, or those with room."""
     sizes, length = np.random.default_rng(3).integers(1, 30, 997), 29
     rooms, begun, wanted = {}, [], []
@@ -140,7 +140,7 @@ def test_example_can_fill_remaining_room_exactly():
     assert pack(np.array([4, 5, 3, 2, 1]), 7).tolist() == [0, 1, 0, 1, 2]
 
 
-def test_pieces_beyond_first_block_get_rows():
+def test_pieces_past_first_block_are_assigned_rows():
     assert np.array_equal(pack(np.ones(2**16 + 3, np.int32), 1), np.arange(2**16 + 3))
 
 
@@ -173,7 +173,7 @@ MODELS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_loss_matches_examples_one_by_one(name):
+def test_packed_loss_matches_individual_examples(name):
     batches = examples(19, 7, prefix=name == "prefix")
     model = MODELS[name]
     if isinstance(model, NgramConfig):

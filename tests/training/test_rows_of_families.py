@@ -104,7 +104,7 @@ class Folder:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pair_has_rows_of_its_family(case):
+def test_text_pair_is_formatted_for_model_family(case):
     around, ids, source, reads, labels = CASES[case]
     model = ModelConfig(kind="encoder-decoder", **SIZES)
     tokenizer = with_targets(tokenizer_of(around), Folder(ids), model)
@@ -137,7 +137,7 @@ TRANSLATORS = {  # around a text; the start; and for "ab" -> "ca": source, input
 
 
 @pytest.mark.parametrize("name", TRANSLATORS)
-def test_translator_reads_one_language_and_targets_another(name):
+def test_translation_rows_use_source_and_target_language_tokens(name):
     """Languages are ids 9 to 11; translates from de_DE (11) into en_XX (9)."""
     around, start, rows = TRANSLATORS[name]
     model = ModelConfig(kind="encoder-decoder", **SIZES | dict(vocab_size=12))
@@ -169,19 +169,19 @@ def test_tokenizer_without_language_tokens_is_rejected():
             with_languages(tokenizer, "en_XX", "ro_RO")
 
 
-def test_decoder_has_no_languages():
+def test_decoder_only_model_has_no_language_tokens():
     text = TextModel(ModelConfig(**SIZES), {}, tokenizer_of("en_XX $A", languages=LANGUAGES))
     with pytest.raises(ConfigError, match="languages: plain is not a published encoder-decoder"):
         LanguageModel(text, "plain").with_languages("en_XX", "ro_RO")
 
 
-def test_tokens_without_roles_are_not_languages():
+def test_tokens_without_roles_are_not_treated_as_languages():
     """Otherwise, the end of a text could be taken for a language."""
     bare = replace(tokenizer_of("$A </s>"), roles=(), target_ids=(("decoder_start_token_id", PAD),))
     assert bare.languages == {} and target_of(bare).labels == ((), (EOS,))
 
 
-def test_banned_tokens_are_stored_with_tokenizer():
+def test_banned_tokens_are_saved_with_tokenizer():
     model = ModelConfig(kind="encoder-decoder", **SIZES)
     never = dict(bad_words_ids=[[PAD], [EOS], [A, B]], suppress_tokens=[C], eos_token_id=EOS)
     ids = dict(decoder_start_token_id=PAD) | never
@@ -198,7 +198,7 @@ def test_banned_tokens_are_stored_with_tokenizer():
             tokenizer_from_json(json.dumps(content))
 
 
-def test_run_with_added_tokens_keeps_rows_and_convert_names_them():
+def test_converted_run_preserves_added_tokens():
     model = ModelConfig(kind="encoder-decoder", **SIZES)
     tokenizer = SpecialTokens(CharTokenizer("abc"), ("bos", "eos"))
     config = TrainConfig(model=model, task=Seq2SeqTask())
@@ -226,7 +226,7 @@ def test_run_with_added_tokens_keeps_rows_and_convert_names_them():
         (None, dict(cls="<mask>", sep="</s>"), [MASK, SPACE, A, B]),
     ],
 )
-def test_encoder_reads_text_between_special_tokens(around, roles, row):
+def test_encoder_input_is_framed_by_special_tokens(around, roles, row):
     model = ModelConfig(kind="encoder", num_classes=2, **SIZES)
     config = TrainConfig(model=model, task=ClassifyTask(labels=("x", "y")))
     pair = Pair("y", "ab", "line 1")
@@ -239,7 +239,7 @@ def test_encoder_reads_text_between_special_tokens(around, roles, row):
         class_example(short, Tokenizers(tokenizer_of(around, **roles)), pair)
 
 
-def test_token_unknown_to_model_is_rejected_with_line():
+def test_unknown_token_error_names_line():
     model = ModelConfig(kind="encoder", num_classes=2, **SIZES | {"vocab_size": B})
     config = TrainConfig(model=model, task=ClassifyTask(labels=("x", "y")))
     tokenizers = Tokenizers(tokenizer_of("<s> $A </s>", cls="<s>", sep="</s>", mask="<mask>"))
@@ -258,7 +258,7 @@ def test_token_unknown_to_model_is_rejected_with_line():
     ("around", "row"),
     [(None, [MASK, SPACE, A]), ("$A </s>", [MASK, SPACE, A, EOS]), ("<s> $A", [BOS, SPACE, A])],
 )
-def test_converted_classifier_reads_training_rows(around, row):
+def test_converted_classifier_accepts_training_rows(around, row):
     model = ModelConfig(kind="encoder", num_classes=2, **SIZES)
     config = TrainConfig(model=model, task=ClassifyTask(labels=("x", "y")))
     tokenizer = tokenizer_of(around, cls="<mask>", sep="</s>")
@@ -270,7 +270,7 @@ def test_converted_classifier_reads_training_rows(around, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["LABEL_{}", "{}"])
-def test_unnamed_head_has_numbered_classes_in_order(form):
+def test_head_without_class_names_numbers_classes_in_order(form):
     labels = tuple(sorted(form.format(i) for i in range(11)))  # 10 before 2
     model = ModelConfig(kind="encoder", num_classes=11, **SIZES)
     config = TrainConfig(model=model, task=ClassifyTask(labels=labels))
@@ -282,7 +282,7 @@ def test_unnamed_head_has_numbered_classes_in_order(form):
     assert params["classifier"]["bias"].tolist() == [int(label.split("_")[-1]) for label in labels]
 
 
-def test_frame_surrounds_any_text():
+def test_special_tokens_frame_any_text():
     assert frame(tokenizer_of("<s> <s> $A <mask> </s>")) == ((BOS, BOS), (MASK, EOS))
     assert frame(tokenizer_of(None)) == ((), ()) == frame(CharTokenizer("ab"))
     for letters in ("abc", "CGT"):  # including texts without "a"
@@ -292,7 +292,7 @@ def test_frame_surrounds_any_text():
     assert target.stop == (EOS,) and target.labels == ((), (EOS,))
 
 
-def test_task_drops_heads_that_it_does_not_train():
+def test_heads_unused_by_task_are_dropped():
     classes = train_preset("bert-base", task=ClassifyTask()).model
     assert not classes.masked_token_head and not classes.logit_bias
     bert = replace(classes, num_classes=2, masked_token_head=True, logit_bias=True)

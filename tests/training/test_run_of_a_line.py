@@ -165,7 +165,7 @@ def close(found: np.ndarray) -> object:
     return pytest.approx(np.asarray(found), rel=2e-4)
 
 
-def test_metrics_of_run_match_numpy(config):
+def test_run_metrics_match_numpy(config):
     recorder, folder = Recorder(), Path(config.out)
     result = fit(config, progress=recorder)
     lines, w, average = oracle(2)

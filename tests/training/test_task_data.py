@@ -74,7 +74,7 @@ def write(tmp_path, content, name="data.txt"):
 PAIRS = "".join(f"{a}{b}\t{b}{a}{a}\n" for a in "abcde" for b in "vwxyz")
 
 
-def test_decoder_pair_is_one_row_with_labels_on_target(tmp_path):
+def test_decoder_pair_is_single_row_with_labels_on_target(tmp_path):
     task = load_task(run(PrefixTask(packed=False), write(tmp_path, PAIRS)))
     ids = special_ids(task.tokenizers.tokenizer)
     assert list(ids) == ["sep", "eos"] and task.config.model.vocab_size == 12
@@ -109,7 +109,7 @@ def test_parallel_files_are_paired_by_line(tmp_path):
     assert np.array_equal(apart.train.buckets[0].labels, joined.train.buckets[0].labels)
 
 
-def test_separate_vocabularies_cover_only_their_side(tmp_path):
+def test_separate_vocabularies_cover_only_their_own_language(tmp_path):
     file = write(tmp_path, "ab\txyz\n" * 20)
     task = load_task(run(Seq2SeqTask(vocabulary="separate"), file))
     assert task.tokenizers.source == CharTokenizer("ab")
@@ -121,7 +121,7 @@ def test_separate_vocabularies_cover_only_their_side(tmp_path):
     assert task.config.model.source_vocab_size == task.config.model.vocab_size == 5 + 2
 
 
-def test_hidden_tokens_have_configured_shares(tmp_path):
+def test_masked_tokens_are_replaced_in_configured_proportions(tmp_path):
     text = "".join(np.random.default_rng(3).choice(list("abcdefghij"), 20011))
     config = run(MaskedTask(rate=0.2, replaced=0.6, random=0.3), write(tmp_path, text))
     task = load_task(config)
@@ -141,7 +141,7 @@ def test_hidden_tokens_have_configured_shares(tmp_path):
     assert first == second and len(first) > 10
 
 
-def test_hidden_tokens_do_not_depend_on_batch(tmp_path):
+def test_masked_tokens_do_not_depend_on_batch_composition(tmp_path):
     """Nor on the split of a step, so the held-out loss does not depend on the batch size."""
     text = "".join(np.random.default_rng(3).choice(list("abcdefghij"), 2003))
     config = replace(run(MaskedTask(), write(tmp_path, text)), eval_batches=None)
@@ -178,7 +178,7 @@ def test_masked_evaluation_covers_every_full_window(tmp_path, count):
     assert np.array_equal(found, np.asarray(task.data.val)[: count // 24 * 24].reshape(-1, 24))
 
 
-def test_whole_words_are_hidden_together(tmp_path):
+def test_whole_words_are_masked_together(tmp_path):
     words = np.random.default_rng(3).choice(["one", "seven", "eleven"], 2003)
     task = load_task(run(MaskedTask(rate=0.3, whole_words=True), write(tmp_path, " ".join(words))))
     hidden = 0
@@ -194,7 +194,7 @@ def test_whole_words_are_hidden_together(tmp_path):
     assert hidden > 500
 
 
-def test_class_is_head_output_of_encoder_and_token_of_decoder(tmp_path):
+def test_encoder_predicts_class_by_head_and_decoder_by_token(tmp_path):
     file = write(tmp_path, "up\tabc\ndown\tcba\n" * 10)
     task = load_task(run(ClassifyTask(), file))
     assert task.config.task.labels == ("down", "up") and task.config.model.num_classes == 2
@@ -210,7 +210,7 @@ def test_class_is_head_output_of_encoder_and_token_of_decoder(tmp_path):
     assert bucket.labels[1].tolist() == [*[IGNORE] * 3, ids["label:down"], *[IGNORE] * 4]
 
 
-def test_only_assistant_tokens_are_labels(tmp_path):
+def test_only_assistant_tokens_are_used_as_labels(tmp_path):
     talk = [("user", "ab"), ("assistant", "cd"), ("user", "a"), ("assistant", "d")]
     line = json.dumps({"messages": [{"role": r, "content": c} for r, c in talk]}) + "\n"
     task = load_task(run(ChatTask(packed=False), write(tmp_path, line * 10)))
@@ -224,7 +224,7 @@ def test_only_assistant_tokens_are_labels(tmp_path):
     assert bucket.labels[0, :11].tolist() == wanted
 
 
-def test_documents_are_framed_and_packed_if_short(tmp_path):
+def test_short_documents_are_framed_and_packed(tmp_path):
     file = write(tmp_path, "ab\ncab\n\nb\n" * 9)
     task = load_task(run(LanguageTask(documents="lines"), file))
     (rows,) = task.train.buckets
@@ -263,12 +263,12 @@ def test_generated_targets_match_task_definition(task, target):
 
 
 @pytest.mark.parametrize("task", [ReverseTask, CopyTask])
-def test_generated_strings_have_every_length(task):
+def test_generated_strings_cover_every_length(task):
     pairs = generate_pairs(task(min_length=2, max_length=5, letters=7, examples=300), 3)
     assert {len(source) for source, _ in pairs} == {2, 3, 4, 5}
 
 
-def test_generated_dates_denote_same_day():
+def test_generated_source_and_target_dates_match():
     forms = "%d %B %Y", "%B %d, %Y", "%d. %b %Y", "%b %d %Y"
     for source, target in generate_pairs(DatesTask(examples=300), 7):
         days = set()
@@ -298,7 +298,7 @@ def test_edit_distance_matches_definition():
         assert edit_distance(one, two) == recursive_distance(one, two)
 
 
-def test_texts_are_compared_whole_and_by_word():
+def test_accuracy_is_computed_by_text_and_by_word():
     found = compare_texts(["a b c", "x ", "p q"], ["a b d", "x", "q"])
     assert found["exact_match"] == pytest.approx(1 / 3)
     assert found["word_error_rate"] == pytest.approx(2 / 5)
@@ -319,7 +319,7 @@ def test_bleu_is_omitted_if_no_reference_has_four_words():
     assert compare_texts(["the cat", "a"], ["the cat", "a dog sat here"])["bleu"] == 0
 
 
-def test_f1_is_mean_over_occurring_classes():
+def test_f1_is_averaged_over_occurring_classes():
     predicted, wanted = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 1, 1, 0])
     confusion = confusion_matrix(predicted, wanted, 4)
     assert confusion.tolist() == [[1, 0, 1, 0], [1, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
@@ -373,7 +373,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_unusable_data_raises_in_one_line(tmp_path, name):
+def test_unusable_data_raises_one_line_error(tmp_path, name):
     task, content, message = REFUSED[name]
     file = write(tmp_path, content)
     with pytest.raises(DataError) as caught:
@@ -397,7 +397,7 @@ def test_recipe_rejects_models_that_cannot_learn_task():
             task_recipe(TASKS[name](), architecture)
 
 
-def test_recurrent_classifier_recipe_is_bidirectional():
+def test_recurrent_classifier_recipe_uses_bidirectional_model():
     for cell in ("lstm", "gru", "rnn"):
         model = task_recipe(ClassifyTask(), cell).model
         assert isinstance(model, RecurrentConfig) and model.cell == cell and model.bidirectional
@@ -425,7 +425,7 @@ def test_special_tokens_follow_text_tokens_and_decode_to_nothing():
         SpecialTokens(base, ("a", "a"))
 
 
-def test_text_unknown_to_tokenizer_raises_with_line(tmp_path):
+def test_unencodable_text_error_names_line(tmp_path):
     """Evaluates a run with a trained tokenizer on another file."""
     tokenizers = load_task(run(Seq2SeqTask(), write(tmp_path, PAIRS))).tokenizers
     other = write(tmp_path, "av\tva\nax\txQ\n", "other.tsv")
@@ -435,7 +435,7 @@ def test_text_unknown_to_tokenizer_raises_with_line(tmp_path):
         load_task(run(Seq2SeqTask(), other, val_data=str(other)), tokenizers)
 
 
-def test_separate_held_out_file_leaves_training_file_whole(tmp_path):
+def test_separate_held_out_file_leaves_training_file_unsplit(tmp_path):
     one, two = write(tmp_path, PAIRS), write(tmp_path, "ax\txa\n", "val")
     task = load_task(run(Seq2SeqTask(), one, val_data=str(two)))
     assert sum(task.train.counts) == 25 and [p.source for p in task.pairs] == ["ax"]
@@ -445,7 +445,7 @@ def test_separate_held_out_file_leaves_training_file_whole(tmp_path):
     assert (len(found.data.train), len(found.data.val), found.data.val_characters) == (90, 30, 30)
 
 
-def test_masked_model_from_classifier_drops_its_head():
+def test_masked_model_initialized_from_classifier_drops_its_head():
     """Its config has no classes, and parameters of a head are rejected."""
     model = ModelConfig(kind="encoder", num_classes=3, **SMALL)
     assert fine_tuning(model, "runs/classes", MaskedTask()).model == replace(
@@ -457,7 +457,7 @@ def test_masked_model_from_classifier_drops_its_head():
     assert lines == ["parameters that the new model lacks: classifier/kernel"]
 
 
-def test_grown_table_keeps_rows_and_other_shapes_are_rejected():
+def test_enlarged_table_keeps_rows_and_other_shapes_are_rejected():
     fresh = {"table": jnp.zeros((5, 2)), "head": jnp.zeros(3)}
     found, lines = merged(fresh, {"table": jnp.arange(6.0).reshape(3, 2)})
     assert found["table"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 0], [0, 0]]
@@ -469,7 +469,7 @@ def test_grown_table_keeps_rows_and_other_shapes_are_rejected():
 
 @pytest.mark.parametrize("task", [ChatTask(), PreferenceTask()], ids=["chat", "preference"])
 @pytest.mark.parametrize("wrong", ["template", "surrogate"])
-def test_unencodable_conversation_raises_with_file_and_line(tmp_path, task, wrong):
+def test_unencodable_conversation_error_names_file_and_line(tmp_path, task, wrong):
     if wrong == "template":
         template = (
             "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad') }}"

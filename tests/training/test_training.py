@@ -249,7 +249,7 @@ def step():
     return make_train_step(batch_loss(SMALL), KEEP)
 
 
-def test_micro_batches_match_one_big_batch(rng, step):
+def test_micro_batches_match_one_large_batch(rng, step):
     tokens = rng.integers(0, 31, (4, 13)).astype(np.int32)
     labels = rng.integers(0, 31, (4, 13)).astype(np.int32)
     for row, length in enumerate((13, 2, 7, 0)):  # including an empty row
@@ -319,7 +319,7 @@ def touchy_loss(params, batch, key):
     ("kind", "token", "label"),
     [("loss", np.nan, 1), ("loss", np.inf, 1), ("gradient", 1.0, 0), ("overflow", 3e38, 1)],
 )
-def test_non_finite_step_changes_nothing(kind, token, label, count):
+def test_nonfinite_step_does_not_change_parameters(kind, token, label, count):
     optimizer = make_optimizer(TrainConfig(warmup_steps=0, learning_rate=0.5))
     step = make_train_step(chex.assert_max_traces(touchy_loss, n=1), optimizer)
 
@@ -345,7 +345,7 @@ def test_non_finite_step_changes_nothing(kind, token, label, count):
 
 
 @pytest.mark.slow
-def test_ten_non_finite_steps_in_a_row_stop_run(config):
+def test_ten_consecutive_nonfinite_steps_stop_run(config):
     wild = replace(config, learning_rate=1e37, checkpoint_every=1, keep=40, eval_every=100)
     wild = replace(wild, steps=40, optimizer=AdamW(weight_decay=0.0))
     with pytest.raises(RunError, match=r"step 1\d: loss or gradient was not finite 10 times"):
@@ -363,7 +363,7 @@ def test_ten_non_finite_steps_in_a_row_stop_run(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rejected", [MAX_REJECTED - 1, MAX_REJECTED])
-def test_tenth_rejected_step_stops_run_and_ninth_does_not(config, monkeypatch, rejected):
+def test_run_stops_exactly_at_tenth_rejected_step(config, monkeypatch, rejected):
     """A number of steps, from step 3 on, are rejected."""
     assert MAX_REJECTED == 10
     programs_of = run.programs_of
@@ -401,7 +401,7 @@ def numpy_rate(config: TrainConfig, count: int) -> float:
 
 
 @pytest.mark.slow
-def test_warmup_longer_than_run_warns_in_python(config, caplog):
+def test_warmup_longer_than_run_emits_python_warning(config, caplog):
     fit(replace(config, steps=2, warmup_steps=2))
     warned = "warmup_steps is 2: learning_rate 0.001 is not reached in 2 steps"
     assert [
@@ -409,7 +409,7 @@ def test_warmup_longer_than_run_warns_in_python(config, caplog):
     ] == [warned]
 
 
-def test_probably_unintended_settings_warn(config):
+def test_probably_unintended_settings_emit_warning(config):
     dropped = replace(config.model, dropout=0.25, attention_dropout=0.5)
     assert [*_warnings(replace(config, model=dropped))] == []
     pairs = replace(
@@ -427,7 +427,7 @@ def test_probably_unintended_settings_warn(config):
 @pytest.mark.parametrize(
     "experts", [{}, dict(score="sigmoid"), dict(normalize=False), dict(top_k=2), dict(count=1)]
 )
-def test_router_without_gradient_warns(config, experts):
+def test_router_without_gradient_emits_warning(config, experts):
     moe = Experts(**dict(count=3, top_k=1) | experts)
 
     def weights(logits):
@@ -440,7 +440,7 @@ def test_router_without_gradient_warns(config, experts):
     assert all("top_k=1 and normalize=True" in s and "with normalize=False" in s for s in warned)
 
 
-def test_rate_warms_up_and_decays_as_cosine(config):
+def test_learning_rate_warms_up_and_follows_cosine_decay(config):
     for steps, warmup in ((20, 3), (20, 0), (7, 20), (20, 20)):
         now = replace(config, steps=steps, warmup_steps=warmup)
         expected = [numpy_rate(now, n) for n in range(25)]
@@ -509,7 +509,7 @@ def test_weight_decay_skips_same_parameters_in_stacked_layers():
         assert block[name] is False
 
 
-def test_windows_predict_next_token_and_nothing_past_end():
+def test_windows_predict_next_token_without_reading_past_end():
     corpus = jnp.asarray(np.arange(100, 117) % 251, jnp.uint8)  # 17 tokens
     found = windows(corpus, jnp.asarray([[0, 3], [11, 17]], jnp.int32), 7)
     assert found.tokens.shape == found.labels.shape == (2, 2, 7)
@@ -581,7 +581,7 @@ def test_run_is_saved_in_folder_and_loaded(config):
     assert last.tokenizer.to_bytes(last.tokenizer.encode("the cat")) == b"the cat"
 
 
-def test_smoothed_curve_neither_lags_nor_leaves_losses(rng):
+def test_smoothed_curve_does_not_lag_and_stays_within_losses(rng):
     rising = tuple(float(n) for n in range(211))
     assert_near(smooth(rising), rising, 1e-12)
     noise = tuple(rng.standard_normal(211))
@@ -591,7 +591,7 @@ def test_smoothed_curve_neither_lags_nor_leaves_losses(rng):
 
 
 @pytest.mark.slow
-def test_random_evaluation_batches_are_same_every_time(config, monkeypatch):
+def test_random_evaluation_batches_are_the_same_every_time(config, monkeypatch):
     seen = []
 
     def spy(step, params, held_out, batches):
@@ -606,7 +606,7 @@ def test_random_evaluation_batches_are_same_every_time(config, monkeypatch):
 
 
 @pytest.mark.slow
-def test_fifty_steps_of_three_runs_compile_once(config, traced_once):
+def test_three_fifty_step_runs_compile_once(config, traced_once):
     fit(config)
     fit(replace(config, out=config.out + "-2", seed=3, keep=1), stop=after(10))
     assert fit(replace(config, out=config.out + "-3", seed=2**32 - 1)).step == 20
@@ -615,7 +615,7 @@ def test_fifty_steps_of_three_runs_compile_once(config, traced_once):
 
 
 @pytest.mark.slow
-def test_step_has_no_implicit_transfer_and_no_nan(config):
+def test_training_step_has_no_implicit_transfers_or_nans(config):
     fit(config, stop=after(1))  # compile and initialise
     again = replace(config, out=config.out + "-again")
     with jax.transfer_guard("disallow"), jax.debug_nans(True), jax.checking_leaks():
@@ -665,7 +665,7 @@ def test_run_does_not_resume_with_changed_settings(started, text, tmp_path):
 
 
 @pytest.mark.slow
-def test_run_is_not_overwritten(started):
+def test_existing_run_is_not_overwritten(started):
     before = contents(started.out)
     with pytest.raises(ConfigError, match="contains a run"):
         fit(started)
@@ -673,7 +673,7 @@ def test_run_is_not_overwritten(started):
 
 
 @pytest.mark.slow
-def test_other_run_in_folder_is_reported(started):
+def test_another_active_run_in_folder_is_reported(started):
     before = contents(started.out)
     with locked(Path(started.out)):
         owner = (Path(started.out) / "lock").read_text().strip()
@@ -684,7 +684,7 @@ def test_other_run_in_folder_is_reported(started):
 
 
 @pytest.mark.slow
-def test_stale_lock_is_replaced(started):
+def test_stale_run_lock_is_replaced(started):
     lock = Path(started.out) / "lock"
     lock.write_text("1\n")  # a live process that does not hold the lock
     assert fit(started, resume=True, stop=after(1)).step == 8
@@ -733,7 +733,7 @@ def test_run_without_intact_checkpoint_does_not_resume(started):
 
 
 @pytest.mark.slow
-def test_run_that_lost_checkpoints_does_not_restart(started):
+def test_run_that_lost_checkpoints_is_not_restarted(started):
     for path in Path(started.out).glob("checkpoints/step-*"):
         path.rename(path.with_name("elsewhere-" + path.name))
     before = contents(started.out)
@@ -755,13 +755,13 @@ def test_run_in_its_own_data_folder_resumes(config, text, tmp_path):
     assert len(other.train) + len(other.val) == len(content) + 1
 
 
-def test_folder_with_only_stale_lock_counts_as_unused(tmp_path):
+def test_folder_with_only_stale_lock_is_treated_as_unused(tmp_path):
     (tmp_path / "lock").write_text("1\n")
     check_unused(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_run_of_any_name_is_plotted(tmp_path):
+def test_run_with_any_name_can_be_plotted(tmp_path):
     folder = RunFolder(tmp_path / "f$_$x")
     folder.path.mkdir()
     folder.metrics_file.write_text('{"step": 1, "loss": 2.5}\n')
@@ -771,7 +771,7 @@ def test_run_of_any_name_is_plotted(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["layers=[1,2]", "a b*?{c} 100% #\nn\u0303", "~"])
-def test_run_in_folder_of_any_name_is_read_and_resumes(config, name):
+def test_run_in_folder_with_any_name_loads_and_resumes(config, name):
     odd = replace(config, out=f"{config.out}/{name}/")
     fit(odd, stop=after(2))
     assert fit(odd, resume=True, stop=after(1)).step == 3
@@ -787,13 +787,13 @@ def test_run_in_folder_of_any_name_is_read_and_resumes(config, name):
         ("/".join(["d" * 97] * 41), "must have at most 3840 bytes, not 4032"),
     ],
 )
-def test_invalid_folder_name_is_rejected_first(config, name, rule):
+def test_invalid_run_folder_name_is_rejected_immediately(config, name, rule):
     with pytest.raises(ConfigError, match=rf"^out is .*{rule}$"):
         fit(replace(config, out=name, data="no such file"))
 
 
 @pytest.mark.slow
-def test_run_stays_in_folder_when_process_changes_directory(config, tmp_path, monkeypatch):
+def test_run_folder_is_unaffected_by_changing_working_directory(config, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
 
@@ -808,7 +808,7 @@ def test_run_stays_in_folder_when_process_changes_directory(config, tmp_path, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", ["ENOLCK", "ENOTSUP", "EOPNOTSUPP"])
-def test_file_system_without_locks_raises_and_leaves_nothing(config, monkeypatch, code):
+def test_file_system_without_locks_raises_error_and_leaves_no_files(config, monkeypatch, code):
     def refuse(handle, how):
         raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
 
@@ -824,7 +824,7 @@ def test_file_system_without_locks_raises_and_leaves_nothing(config, monkeypatch
 
 
 @pytest.mark.slow
-def test_changed_tokenizer_is_detected(started):
+def test_changed_run_tokenizer_is_detected(started):
     file = Path(started.out) / "tokenizer.json"
     file.write_text(file.read_text().replace("a", "b", 1))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json has the wrong SHA-256 checksum"):
@@ -832,7 +832,7 @@ def test_changed_tokenizer_is_detected(started):
 
 
 @pytest.mark.slow
-def test_run_lost_before_first_checkpoint_restarts(config):
+def test_run_interrupted_before_first_checkpoint_restarts(config):
     whole = fit(replace(config, out=config.out + "-whole"))
     fit(config, stop=after(3))
     for path in Path(config.out).glob("checkpoints/step-*"):
@@ -898,7 +898,7 @@ def test_model_larger_than_memory_is_rejected_before_creation(config):
 
 
 @pytest.mark.parametrize("model", [ModelConfig(), RecurrentConfig()])
-def test_step_larger_than_memory_lists_remedies(model):
+def test_step_exceeding_memory_error_lists_remedies(model):
     memory = StepMemory(0, 0, 0, 2**60)
     rule = r"batch_size is 5: a step needs [\d,.]+ GiB on each device .* with more accumulation, "
     with pytest.raises(ConfigError, match=rule) as error:
@@ -935,7 +935,7 @@ def test_every_recipe_round_trips_through_file(name, architecture):
     assert type(again.model) is type(config.model)
 
 
-def test_absent_config_keys_are_defaults():
+def test_absent_config_keys_use_defaults():
     config = config_from_json('{"model": {"kind": "decoder", "d_model": 8}, "steps": 7}')
     assert config == TrainConfig(model=ModelConfig(d_model=8), steps=7)
     assert config.task == LanguageTask()
@@ -962,14 +962,14 @@ def test_absent_config_keys_are_defaults():
         ("", "not JSON"),
     ],
 )
-def test_hostile_config_is_rejected_by_key(text, message):
+def test_hostile_run_config_error_names_key(text, message):
     with pytest.raises(ConfigError) as caught:
         config_from_json(text)
     assert message in str(caught.value)
 
 
 @pytest.mark.slow
-def test_oversized_config_is_not_read(tmp_path):
+def test_oversized_config_is_rejected_without_reading(tmp_path):
     folder = RunFolder(tmp_path)
     folder.config_file.write_bytes(b" " * (2**23 + 1))
     with pytest.raises(ConfigError, match="longer than 8388608 bytes"):

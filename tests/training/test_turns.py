@@ -147,7 +147,7 @@ def rows(task):
     return found
 
 
-def test_turn_is_template_text_and_whole_answer_is_learned(tmp_path):
+def test_chat_turn_uses_template_text_and_labels_entire_answer(tmp_path):
     tokenizer = folder(tmp_path)
     messages = talk("a", "ANSWER", "b", "yes")
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
@@ -158,7 +158,7 @@ def test_turn_is_template_text_and_whole_answer_is_learned(tmp_path):
     assert tokenizer.to_bytes(learned) == b"ANSWER<|im_end|>\nyes<|im_end|>\n"
 
 
-def test_template_with_mismatched_generation_prompt_is_rejected_with_line(tmp_path):
+def test_mismatched_generation_prompt_error_names_line(tmp_path):
     tokenizer = folder(tmp_path, THINKS)
     fine = dict(messages=talk("a", "<think>\nhm"))
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), fine)
@@ -172,7 +172,7 @@ def test_template_with_mismatched_generation_prompt_is_rejected_with_line(tmp_pa
         task_of(tmp_path, tokenizer, PreferenceTask(), pair)
 
 
-def test_answer_starts_its_own_token(tmp_path):
+def test_answer_starts_at_token_boundary(tmp_path):
     tokenizer = folder(tmp_path, ENDLESS)
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=talk("a", "yes")))
     ((whole, learned),) = rows(task)
@@ -184,7 +184,7 @@ def test_answer_starts_its_own_token(tmp_path):
     assert tokenizer.to_bytes(turn.answer) == b"yes</s>"
 
 
-def test_new_row_starts_if_template_drops_earlier_text(tmp_path):
+def test_template_that_drops_earlier_text_starts_new_row(tmp_path):
     tokenizer = folder(tmp_path, FORGETS)
     messages = talk("ab", "cd", "ef", "gh")
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
@@ -244,7 +244,7 @@ def test_text_begins_with_tokenizer_prefix(tmp_path):
         (dict(config=dict(eos_token_id=[261, 9999])), [261]),
     ],
 )  # fmt: skip
-def test_end_tokens_come_from_first_file_that_names_them(tmp_path, files, ids):
+def test_end_tokens_are_read_from_first_file_defining_them(tmp_path, files, ids):
     tokenizer = folder(tmp_path, **files)
     assert list(tokenizer.stop_ids) == ids
     assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
@@ -253,7 +253,7 @@ def test_end_tokens_come_from_first_file_that_names_them(tmp_path, files, ids):
 
 
 @pytest.mark.parametrize("preference", [False, True])
-def test_template_end_token_ends_generation(tmp_path, preference):
+def test_template_end_token_stops_generation(tmp_path, preference):
     tokenizer = folder(tmp_path)
     assert tokenizer.stop_ids == (261,)  # </s>, which ends no turn
     line, task = dict(messages=talk("a", "b")), ChatTask()
@@ -271,7 +271,7 @@ def test_template_end_token_ends_generation(tmp_path, preference):
     assert again.tokenizers.tokenizer == coder
 
 
-def test_template_without_end_is_reported_and_eos_is_learned(tmp_path):
+def test_template_without_end_token_is_reported_and_eos_is_learned(tmp_path):
     tokenizer = folder(tmp_path, ENDLESS)
     messages = talk("a", "b", "c", "d </s>")
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
@@ -299,13 +299,13 @@ def test_template_without_end_is_reported_and_eos_is_learned(tmp_path):
         ),
     ],
 )
-def test_token_unknown_to_model_raises_with_line(tmp_path, task, line, where):
+def test_token_unknown_to_model_error_names_line(tmp_path, task, line, where):
     with pytest.raises(DataError, match=f"data.jsonl, {where}"):
         task_of(tmp_path, folder(tmp_path), task, line, vocab_size=257)
 
 
 @pytest.mark.slow
-def test_unreadable_prompt_raises_in_one_line(tmp_path):
+def test_invalid_prompt_raises_one_line_error(tmp_path):
     tokenizer = folder(tmp_path)
     model = ModelConfig(vocab_size=257, d_model=8, num_layers=1, num_heads=1, max_len=17)
     params = init_params(model, jax.random.key(0))
@@ -318,7 +318,7 @@ def test_unreadable_prompt_raises_in_one_line(tmp_path):
         answer_sources(config, Tokenizers(tokenizer), params, ["a"])
 
 
-def test_template_date_is_start_of_run(tmp_path, monkeypatch):
+def test_template_date_is_run_start_date(tmp_path, monkeypatch):
     tokenizer, line = folder(tmp_path, DATED), dict(messages=talk("a", "b"))
 
     class Clock(datetime):
@@ -397,7 +397,7 @@ def test_scored_messages_include_text_dropped_by_template(tmp_path):
         ("m.content if m.role != 'user'", "does not write message 2, 'Ask', unchanged"),
     ],
 )
-def test_template_that_changes_message_is_rejected_with_line(tmp_path, written, reason):
+def test_error_names_line_if_template_changes_message(tmp_path, written, reason):
     tokenizer = folder(tmp_path, CHATML.replace("m.content", written))
     messages = [dict(role="system", content="Rule"), *talk("Ask", "Be <b>")]
     remedy = "change the file, or the chat_template of the tokenizer"
@@ -409,7 +409,7 @@ def test_template_that_changes_message_is_rejected_with_line(tmp_path, written, 
         task_of(tmp_path, tokenizer, PreferenceTask(), pair)
 
 
-def test_dropped_message_is_detected_despite_equal_message(tmp_path):
+def test_dropped_message_is_detected_despite_identical_message(tmp_path):
     tokenizer = folder(tmp_path, CHATML.replace("m.content", "m.content if loop.index0 != 2"))
     task_of(tmp_path, tokenizer, ChatTask(), dict(messages=talk("Ask", "b")))
     with pytest.raises(DataError, match=r"line 1: message 4: .* does not write message 3, 'Ask'"):
@@ -443,7 +443,7 @@ def test_extra_message_fields_are_learned_or_rejected(tmp_path):
         task_of(tmp_path, folder(tmp_path), ChatTask(), line)
 
 
-def test_template_error_names_line(tmp_path):
+def test_chat_template_error_names_line(tmp_path):
     picky = "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
     tokenizer = folder(tmp_path, picky)
     short, long = (dict(messages=talk(*texts)) for texts in ("ab", "abcd"))
@@ -456,14 +456,14 @@ def test_template_error_names_line(tmp_path):
         task_of(tmp_path, tokenizer, ChatTask(), greeting)
 
 
-def test_training_rows_match_prompts(tmp_path):
+def test_training_rows_match_inference_prompts(tmp_path):
     tokenizer = folder(tmp_path)
     messages = talk("a", "b", "c", "d")
     turn = message_turn(tokenizer, messages)
     assert turn.prompt.tolist() == prompt_ids(tokenizer, messages[:-1]).tolist()
 
 
-def test_random_rows_match_transformers():
+def test_random_chat_rows_match_transformers():
     pytest.importorskip("transformers")
     from tests.training.fuzz_answers import fuzz
 
@@ -480,7 +480,7 @@ def test_no_space_is_added_before_continuation(tmp_path):
 
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("messages", [False, True])
-def test_preference_run_is_prompted_as_trained(tmp_path, messages):
+def test_preference_run_uses_training_prompt_format(tmp_path, messages):
     tokenizer = folder(tmp_path)  # with a chat template
     line = dict(prompt="a", chosen="b", rejected="c")
     if messages:
@@ -536,7 +536,7 @@ def test_converted_end_tokens_are_in_model_vocabulary(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["ban", "force"])
-def test_stop_text_unknown_to_model_raises_in_one_line(tmp_path, capsys, flag):
+def test_stop_text_unknown_to_model_raises_one_line_error(tmp_path, capsys, flag):
     tokenizer = folder(tmp_path / "tokenizer")
     model = ModelConfig(
         vocab_size=257, d_model=8, num_layers=1, num_heads=1, max_len=17, use_bias=False,
@@ -551,7 +551,7 @@ def test_stop_text_unknown_to_model_raises_in_one_line(tmp_path, capsys, flag):
     assert error == f"generate: {flag} is 'b<|im_end|>': {message}\n"
 
 
-def test_conversation_with_tools_is_rejected_with_line(tmp_path):
+def test_conversation_with_tools_error_names_line(tmp_path):
     lines = {
         ChatTask(): dict(messages=talk("a", "b")),
         PreferenceTask(): dict(prompt="a", chosen="b", rejected="c"),
@@ -573,7 +573,7 @@ def test_ignored_generation_marks_are_reported(tmp_path):
     assert task.described().endswith(line)
 
 
-def test_answers_with_equal_tokens_are_rejected_with_line(tmp_path):
+def test_answers_with_equal_tokens_error_names_line(tmp_path):
     tokenizer = folder(tmp_path, CHATML.replace("m.content", "m.content | trim"))
     pair = dict(prompt=talk("a"), chosen=talk("", "b")[1:], rejected=talk("", "b ")[1:])
     with pytest.raises(DataError, match=r"line 1: chosen and rejected have the same tokens"):

@@ -44,7 +44,7 @@ def lines_of(config):
 
 
 @pytest.mark.slow
-def test_phases_sum_to_elapsed_time(config):
+def test_phase_times_sum_to_elapsed_time(config):
     fit(config)
     lines = lines_of(config)
     assert [line["step"] for line in lines] == [1, 4, 8, 12, 16, 20, 24]
@@ -59,7 +59,7 @@ def test_phases_sum_to_elapsed_time(config):
     assert sum(line["seconds_checkpoint"] for line in lines) > 0
 
 
-def test_phase_counts_only_its_own_time(monkeypatch):
+def test_phase_time_excludes_nested_phases(monkeypatch):
     now = iter([0.0, 1.0, 4.0, 4.5, 6.5, 9.0, 10.0, 12.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     phases = Phases()  # 0
@@ -74,7 +74,7 @@ def test_phase_counts_only_its_own_time(monkeypatch):
     assert phases._seconds["step"] == 2.0
 
 
-def test_utilization_is_flops_over_peak(config):
+def test_utilization_is_flop_rate_divided_by_peak(config):
     model = ModelConfig(
         vocab_size=50, d_model=64, num_layers=3, num_heads=4, d_ff=256, max_len=32, glu=False
     )
@@ -105,7 +105,7 @@ class FakeTracker:
 @pytest.mark.slow
 @pytest.mark.long_except("wandb")
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_tracker_gets_every_line_and_is_closed(config, monkeypatch, name):
+def test_tracker_receives_every_metric_line_and_is_closed(config, monkeypatch, name):
     run, inits = FakeTracker(), []
     module = types.ModuleType(name)
     module.__spec__ = types.SimpleNamespace()
@@ -140,7 +140,7 @@ def test_failing_tracker_is_removed_and_run_continues(config, monkeypatch):
     assert line == "log: trackio failed and is disabled (OSError: no network)"
 
 
-def test_missing_package_raises_before_anything_is_written(config, monkeypatch):
+def test_missing_package_raises_error_before_writing_files(config, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"^log contains 'wandb', which needs wandb: run pip install wandb$"
@@ -150,7 +150,7 @@ def test_missing_package_raises_before_anything_is_written(config, monkeypatch):
 
 
 @pytest.mark.slow
-def test_tensorboard_reads_measurements(config):
+def test_tensorboard_can_read_logged_metrics(config):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
 
@@ -170,7 +170,7 @@ def test_tensorboard_reads_measurements(config):
 
 
 @pytest.mark.long
-def test_watching_does_not_change_results(config, tmp_path):
+def test_monitoring_does_not_change_results(config, tmp_path):
     """The watched run gets its own process: XLA's profiler may crash one that uses libtpu."""
     plain = fit(config)
     watched = tmp_path / "watched"
@@ -197,7 +197,7 @@ def test_watching_does_not_change_results(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_profile_contains_only_its_steps(config, monkeypatch):
+def test_profile_contains_only_requested_steps(config, monkeypatch):
     calls, steps = [], []
     monkeypatch.setattr("jax.profiler.start_trace", lambda path: calls.append((path, len(steps))))
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append((None, len(steps))))
@@ -217,7 +217,7 @@ def test_profile_contains_only_its_steps(config, monkeypatch):
     assert calls == [(loop.Path(config.out) / "profile", 4), (None, 7)]
 
 
-def test_loss_above_median_is_spike(tmp_path):
+def test_loss_far_above_median_is_reported_as_spike(tmp_path):
     found = Spikes(2.0, tmp_path)
     assert not any(found.is_spike(loss, 1.0) for loss in [9.0, *[1.0] * 8])
     assert not found.is_spike(5.0, 1.0)  # nine losses are too few to judge
@@ -265,7 +265,7 @@ def test_saved_spike_batch_reproduces_loss(config, monkeypatch):
 
 
 @pytest.mark.slow
-def test_only_spikes_are_saved_up_to_limit(config, monkeypatch):
+def test_only_spike_batches_are_saved_up_to_limit(config, monkeypatch):
     fit(dataclasses.replace(config, dump_batch=50.0))
     assert not (loop.Path(config.out) / "spikes").exists()
     monkeypatch.setattr(spikes, "MOST", 2)
@@ -276,7 +276,7 @@ def test_only_spikes_are_saved_up_to_limit(config, monkeypatch):
 
 
 @pytest.mark.long
-def test_watching_settings_can_change_on_resume(config):
+def test_monitoring_settings_can_change_on_resume(config):
     fit(dataclasses.replace(config, steps=8))
     result = fit(
         dataclasses.replace(config, log=("tensorboard",), profile="1-2", dump_batch=3.0),

@@ -65,7 +65,7 @@ def of(tmp_path):
     return load
 
 
-def test_pairs_sample_shows_references_and_judge_uses_first(of, monkeypatch):
+def test_pair_sample_shows_references_and_is_scored_by_first(of, monkeypatch):
     task = of(Seq2SeqTask(judged=3), WRITER, "a\tx y\nb\tz\n", "a\tx y\nb\tz\na b\ty z\nb a\tz x\n")
     written, calls = {"a": "x y", "b": "y", "a b": "y z", "b a": "z"}, []
 
@@ -123,7 +123,7 @@ def test_chat_and_preference_samples_show_first_answers(of, monkeypatch):
     assert calls == [(name, n, 5, preferences.PROMPT_HAS) for n, name in enumerate("ab")]
 
 
-def test_classes_are_judged_by_argmax(of, monkeypatch):
+def test_predicted_class_is_argmax_of_logits(of, monkeypatch):
     held_out = "x\tab\ny\tb\nz\tba\nx\tbb\nx\ta\n"
     train = "x\tab\ny\tb\nz\tba\n"
     logits = np.log(np.array([
@@ -172,7 +172,7 @@ def test_classification_sample_shows_texts_with_classes(of, monkeypatch):
     assert task.sample(PARAMS) == "x 0.76: ab\nx 0.50 (wanted: y): b"
 
 
-def test_signals_are_judged_by_letters_and_classes(monkeypatch):
+def test_signal_tasks_are_scored_by_letters_and_classes(monkeypatch):
     config = small(TonesTask(examples=9, judged=3), val_fraction=0.5)
     task, calls, report = load_task(config), [], print
     edited = task.edited({"embedding": abs})
@@ -215,7 +215,7 @@ def test_signals_are_judged_by_letters_and_classes(monkeypatch):
     assert sizes == [3, 2] and task.judge(PARAMS)["accuracy"] == 3 / 4
 
 
-def test_masked_task_is_judged_one_hidden_token_at_a_time(of, monkeypatch):
+def test_masked_tokens_are_scored_one_at_a_time(of, monkeypatch):
     text = "abcdefgh" * 40
     task = of(MaskedTask(rate=0.4), READER, text, context=13, val_fraction=0.3)
     mask, length = task.masking.mask, task.length
@@ -247,7 +247,7 @@ def test_masked_task_is_judged_one_hidden_token_at_a_time(of, monkeypatch):
         assert (one, two) == (("_", "a") if one == "_" else (three, three))
 
 
-def test_rows_are_documents_for_counting_model():
+def test_counting_model_is_trained_on_document_rows():
     class TwoRows(RowsTask):
         pass
 
@@ -297,7 +297,7 @@ def decoder(monkeypatch):
 LETTERS = with_special_tokens(CharTokenizer("abcd"), ["sep", "eos"])
 
 
-def test_decoder_continues_after_sources(decoder):
+def test_decoder_generates_targets_after_sources(decoder):
     model = ModelConfig(vocab_size=6, max_len=20, **SIZES)
     config = TrainConfig(task=PrefixTask(bidirectional=False, beams=1), model=model, context=11)
     args = config, Tokenizers(LETTERS), PARAMS
@@ -337,7 +337,7 @@ def test_decoder_continues_after_sources(decoder):
         answers.answer_sources(*args, [""])
 
 
-def test_encoder_decoder_reads_sources_and_starts_as_trained(decoder):
+def test_encoder_decoder_generation_starts_as_in_training(decoder):
     letters = with_special_tokens(CharTokenizer("abcd"), ["bos", "eos"])
     model = ModelConfig(kind="encoder-decoder", vocab_size=6, max_len=20, **SIZES)
     config = TrainConfig(task=Seq2SeqTask(beams=2), model=model, context=7)
@@ -352,7 +352,7 @@ def test_encoder_decoder_reads_sources_and_starts_as_trained(decoder):
     assert "lengths" not in kwargs and "limits" not in kwargs
 
 
-def test_sources_are_batched_by_length(monkeypatch):
+def test_generation_sources_are_batched_by_length(monkeypatch):
     model = ModelConfig(vocab_size=6, max_len=99, **SIZES)
     config = TrainConfig(task=PrefixTask(), model=model)
     read, expected, edited = [], [], build(model).edited({"embedding": abs})
@@ -378,7 +378,7 @@ def test_sources_are_batched_by_length(monkeypatch):
     assert read == [[1, 5, 9]]  # a single batch is not padded
 
 
-def test_prefix_prompt_is_read_in_both_directions(monkeypatch):
+def test_prefix_prompt_is_processed_bidirectionally(monkeypatch):
     positions = np.array([[0, 1, 2, -1], [0, 1, 2, 3]])
     usual = lambda self, tokens, state, valid: {"positions": jnp.array(positions), "a": 1}  # noqa: E731
     monkeypatch.setattr(answers.ModelStep, "arguments", usual)

@@ -30,7 +30,7 @@ SAMPLE = {
 @pytest.mark.slow
 @pytest.mark.long_except("export, length", "strict promotion")
 @pytest.mark.parametrize("column", SAMPLE)
-def test_sample_of_table_is_correct(column):
+def test_sampled_transformation_combinations_are_correct(column):
     cases = all_cases()
     for name in SAMPLE[column]:
         assert cell(cases[name], column) == "yes"
@@ -38,7 +38,7 @@ def test_sample_of_table_is_correct(column):
 
 @pytest.mark.long
 @pytest.mark.parametrize("column", COLUMNS)
-def test_table_is_correct(column):
+def test_all_transformation_combinations_are_correct(column):
     results = [cell(case, column) for case in all_cases().values()]
     assert "yes" in results
 
@@ -46,7 +46,7 @@ def test_table_is_correct(column):
 @pytest.mark.slow
 @pytest.mark.long_except("rope")
 @pytest.mark.parametrize("positions", ["learned", "rope"])
-def test_padding_at_known_positions_may_be_closed_over(positions, key):
+def test_padding_mask_with_static_positions_may_be_closed_over(positions, key):
     config = tj.ModelConfig(**SMALL, positions=positions)
     model, params = tj.build(config), tj.init_params(config, key)
     at = jnp.array([[-1, -1, 0, 1, 2, 3]])
@@ -59,7 +59,7 @@ def test_padding_at_known_positions_may_be_closed_over(positions, key):
 
 
 @pytest.mark.slow
-def test_known_full_cache_is_refused_inside_jit(key):
+def test_concrete_full_cache_is_rejected_inside_jit(key):
     config = tj.ModelConfig(**SMALL, positions="rope")
     model, params = tj.build(config), tj.init_params(config, key)
     cache, at = tj.init_cache(config, 1, 4), jnp.arange(6)[None]
@@ -69,7 +69,7 @@ def test_known_full_cache_is_refused_inside_jit(key):
 
 
 @pytest.mark.slow
-def test_repeated_segment_ids_are_refused_or_distinct_under_trace(key):
+def test_repeated_segment_ids_are_rejected_or_kept_distinct_when_traced(key):
     config = tj.ModelConfig(**SMALL, positions="rope")
     model, params = tj.build(config), tj.init_params(config, key)
     again, apart = (np.array([ids], np.int32) for ids in ([1, 1, 2, 2, 1, 1], [1, 1, 2, 2, 3, 3]))
@@ -104,7 +104,7 @@ def test_model_works_through_nnx_bridge(kind):
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, np.dtype("bfloat16"), jnp.zeros(1, "bfloat16").dtype]
 )
-def test_config_dtype_may_be_a_type(dtype):
+def test_config_dtype_may_be_dtype_class(dtype):
     config = tj.ModelConfig(**SMALL, dtype=dtype)
     assert config == tj.ModelConfig(**SMALL, dtype="bfloat16") and config.dtype == "bfloat16"
     assert tj.TrainConfig(param_dtype=dtype).param_dtype == "bfloat16"

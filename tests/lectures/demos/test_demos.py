@@ -40,7 +40,7 @@ def demonstrate(tmp_path_factory):
     return run
 
 
-def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
+def test_every_demonstration_has_test_page_and_small_picture():
     """The page contains the command, and the picture is smaller than 60 KB."""
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "lectures").glob("*.md"))
@@ -53,7 +53,7 @@ def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
         assert 1000 < size < 60_000, name
 
 
-def test_dark_picture_is_generated_from_the_light_one():
+def test_dark_picture_is_derived_from_light_picture():
     from transformer_jax.lectures.demos.shared import darkened
 
     pictures = ROOT / "docs" / "pictures" / "lectures"
@@ -63,7 +63,7 @@ def test_dark_picture_is_generated_from_the_light_one():
 
 
 @pytest.mark.slow
-def test_decoding_costs_match_the_formulas(demonstrate):
+def test_decoding_costs_match_formulas(demonstrate):
     """Compare the counts from masks with the formulas and with NumPy sums."""
     found = demonstrate("decoding_cost")
     assert found["counts"] == found["formulas"]
@@ -75,7 +75,7 @@ def test_decoding_costs_match_the_formulas(demonstrate):
 
 
 @pytest.mark.slow
-def test_paths_and_sequential_steps_match_the_table(demonstrate):
+def test_path_lengths_and_sequential_steps_match_table(demonstrate):
     """Compare with Table 1 of Vaswani et al. 2017."""
     found = demonstrate("path_length")
     for n, steps, paths in zip(found["lengths"], found["steps"], found["paths"], strict=True):
@@ -84,7 +84,7 @@ def test_paths_and_sequential_steps_match_the_table(demonstrate):
 
 
 @pytest.mark.slow
-def test_gradients_vanish_unless_the_forget_gate_is_open(demonstrate):
+def test_gradients_vanish_unless_forget_gate_is_open(demonstrate):
     """Gradients vanish in every network except an LSTM with a forget bias."""
     norms = demonstrate("vanishing_gradients")
     assert all(np.isfinite(curve).all() and curve.min() > 0 for curve in norms.values())
@@ -99,7 +99,7 @@ def test_gradients_vanish_unless_the_forget_gate_is_open(demonstrate):
 
 
 @pytest.mark.long
-def test_open_forget_gate_remembers_longer_than_a_closed_one(demonstrate):
+def test_open_forget_gate_remembers_longer_than_closed_gate(demonstrate):
     delays, found = demonstrate("memory")
     assert delays == [5, 10]
     near, far = ({k: v[i].mean() for k, v in found.items()} for i in (0, 1))
@@ -109,7 +109,7 @@ def test_open_forget_gate_remembers_longer_than_a_closed_one(demonstrate):
 
 
 @pytest.mark.long
-def test_errors_accumulate_when_free_running(demonstrate):
+def test_errors_accumulate_without_teacher_forcing(demonstrate):
     """Teacher-forced errors stay constant."""
     found = demonstrate("exposure_bias")
     forced, free = found["teacher-forced"], found["free-running"]
@@ -121,7 +121,7 @@ def test_errors_accumulate_when_free_running(demonstrate):
 
 
 @pytest.mark.slow
-def test_encoder_without_positions_is_equivariant(demonstrate):
+def test_encoder_without_positions_is_permutation_equivariant(demonstrate):
     """With positions, a permutation changes the outputs."""
     differences = demonstrate("permutation")
     assert differences.pop("none") < 2e-5
@@ -129,7 +129,7 @@ def test_encoder_without_positions_is_equivariant(demonstrate):
 
 
 @pytest.mark.long
-def test_loss_at_longer_lengths_depends_on_positions(demonstrate):
+def test_length_generalization_depends_on_positional_encoding(demonstrate):
     """ALiBi keeps its loss, sinusoids do not, and a learned table is unsupported."""
     losses = demonstrate("length_extrapolation")
     assert losses["learned"] is None
@@ -142,7 +142,7 @@ def test_loss_at_longer_lengths_depends_on_positions(demonstrate):
 
 
 @pytest.mark.long
-def test_overlapping_windows_match_a_stream_with_enough_overlap(demonstrate):
+def test_overlapping_windows_with_enough_overlap_match_streaming(demonstrate):
     """Also check the counts of frames and products."""
     found = demonstrate("streaming_windows")
     reach = found["reach"]
@@ -160,7 +160,7 @@ def test_overlapping_windows_match_a_stream_with_enough_overlap(demonstrate):
 
 
 @pytest.mark.long
-def test_receptive_field_matches_the_formula(demonstrate):
+def test_receptive_field_matches_formula(demonstrate):
     """The number of inputs with a nonzero gradient is L (W - 1) + 1."""
     fields = demonstrate("receptive_field")
     assert len(fields) == 4
@@ -169,7 +169,7 @@ def test_receptive_field_matches_the_formula(demonstrate):
 
 
 @pytest.mark.slow
-def test_score_variance_is_d_and_1_when_scaled(demonstrate):
+def test_scaling_reduces_score_variance_to_one(demonstrate):
     """Scaling also preserves the entropy of the softmax."""
     found = demonstrate("score_variance")
     for d, ((raw, sharp), (scaled, soft)) in found.items():
@@ -181,7 +181,7 @@ def test_score_variance_is_d_and_1_when_scaled(demonstrate):
 
 
 @pytest.mark.slow
-def test_perceptron_learns_and_and_or_but_only_two_layers_learn_xor(demonstrate):
+def test_only_two_layer_perceptron_learns_xor(demonstrate):
     found = demonstrate("perceptron")
     inputs = np.array([[0, 0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1]])
     gates = {"AND": [0, 0, 0, 1], "OR": [0, 1, 1, 1], "XOR": [0, 1, 1, 0]}
@@ -192,7 +192,7 @@ def test_perceptron_learns_and_and_or_but_only_two_layers_learn_xor(demonstrate)
 
 
 @pytest.mark.slow
-def test_words_with_the_same_contexts_get_similar_vectors(demonstrate):
+def test_words_in_same_contexts_have_similar_vectors(demonstrate):
     """Also compare cosines with their definition and unseen 4-grams with a string search."""
     found = demonstrate("embeddings")
     table, words = np.asarray(found["tables"][0], np.float64), found["vocabulary"]
@@ -246,7 +246,7 @@ def test_worked_example_matches_float64():
 
 
 @pytest.mark.long
-def test_translator_attends_to_the_word_that_it_translates(demonstrate):
+def test_translator_attends_to_word_being_translated(demonstrate):
     """Check the accuracy and the attention weights of nouns and adjectives."""
     found = demonstrate("alignment")
     assert found["right"] > 0.9
@@ -260,7 +260,7 @@ def test_translator_attends_to_the_word_that_it_translates(demonstrate):
 
 
 @pytest.mark.slow
-def test_multiplications_match_the_table(demonstrate):
+def test_multiplication_counts_match_table(demonstrate):
     """Also check that the memory of materialised scores grows quadratically."""
     found = demonstrate("operations")
     d = found["width"]
@@ -282,7 +282,7 @@ def test_residual_connections_preserve_gradients(demonstrate):
 
 
 @pytest.mark.long
-def test_variants_differ_as_described(demonstrate):
+def test_architecture_variants_differ_as_described(demonstrate):
     """Compute the cache bytes and the parameters of each variant from its sizes."""
     found = demonstrate("variants")
     bytes_of = {name: one["bytes"] for name, one in found.items()}
@@ -299,7 +299,7 @@ def test_variants_differ_as_described(demonstrate):
         assert np.isfinite(one["losses"]).all() and one["losses"].min() > 0
 
 
-def test_rotation_shifts_the_table_of_sinusoids():
+def test_rotation_shifts_sinusoid_table():
     """Rotating float64 sinusoids by k gives those of k positions later."""
     script = importlib.import_module("transformer_jax.lectures.demos.rotations")
     angles = np.arange(13)[:, None] / 10_000.0 ** (np.arange(5) / 5)
@@ -308,7 +308,7 @@ def test_rotation_shifts_the_table_of_sinusoids():
 
 
 @pytest.mark.long
-def test_pre_norm_has_smaller_final_gradients_and_trains(demonstrate):
+def test_pre_norm_model_has_smaller_final_gradients_and_trains(demonstrate):
     found = demonstrate("norm_order")
     assert {depth for _, depth in found} == {1, 2, 4}
     for (kind, depth), (losses, norms) in found.items():
@@ -320,14 +320,14 @@ def test_pre_norm_has_smaller_final_gradients_and_trains(demonstrate):
 
 
 @pytest.mark.slow
-def test_all_four_drawings_are_returned(demonstrate):
+def test_demonstration_returns_all_four_drawings(demonstrate):
     """test_drawings.py checks the contents of the drawings."""
     names = ["drawings", "drawing_attention", "drawing_cache", "drawing_stream"]
     assert list(demonstrate("drawings")) == names
 
 
 @pytest.mark.long
-def test_window_must_cover_a_tone_and_the_labelled_frame(demonstrate):
+def test_window_must_cover_tone_and_labeled_frame(demonstrate):
     """A window of a tone beats a single frame, and frames outside the window cannot be labelled."""
     found = {window: values.mean(axis=0) for window, values in demonstrate("window_choice").items()}
     delays = [0, 1, 2, 4, 8]

@@ -132,7 +132,7 @@ def test_drawing_names_every_module_and_width(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_boxes_do_not_overlap_and_contain_their_texts(name):
+def test_boxes_do_not_overlap_and_contain_their_labels(name):
     """Compare the bounding boxes of boxes, texts, lines and the page."""
     _, figure, boxes = drawn(name)
     places = [place for each in boxes.values() for place, _ in each]
@@ -160,7 +160,7 @@ def test_boxes_do_not_overlap_and_contain_their_texts(name):
 
 
 @pytest.mark.parametrize("name", ["parallel", "parallel, shared"])
-def test_parallel_branch_starts_below_the_first(name):
+def test_parallel_branch_starts_below_first_branch(name):
     """A line leaves below attention, after a shared norm, and returns above attention's sum."""
     config, figure, boxes = drawn(name)
     attention = boxes["attention"][-1][0]
@@ -182,7 +182,7 @@ def test_parallel_branch_starts_below_the_first(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", "sandwich, scanned", "output", "Vaswani"])
-def test_norms_are_drawn_in_the_configured_order(name):
+def test_norms_are_drawn_in_configured_order(name):
     """A norm is before a branch, after its sum, or on both sides of the branch."""
     config, figure, boxes = drawn(name)
     pluses = [text for text in figure.axes[0].texts if text.get_text() == "+"]
@@ -203,7 +203,7 @@ def test_norms_are_drawn_in_the_configured_order(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_drawing_is_numerically_consistent(causal):
+def test_numbers_in_attention_drawing_are_consistent(causal):
     """Recompute scores, weights and output in float64 from the drawn q, k and v."""
     figure = draw_attention(["a", "bc", "def", "g", "h"], width=7, head_dim=3, causal=causal)
     shown: dict[str, dict[tuple[int, int], float]] = {}
@@ -233,7 +233,7 @@ def test_attention_drawing_is_numerically_consistent(causal):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "window"), [(7, 3), (5, 5), (3, 7)])
-def test_slots_contain_the_last_position_of_their_residue(tokens, window):
+def test_ring_slots_show_last_position_with_matching_remainder(tokens, window):
     """Each slot contains the last p <= t with p = slot (mod capacity)."""
     figure = draw_cache(tokens, window)
     texts = [(text.get_window_extent(), text.get_text()) for text in figure.axes[0].texts]
@@ -251,7 +251,7 @@ def test_slots_contain_the_last_position_of_their_residue(tokens, window):
 
 
 @pytest.mark.parametrize(("layers", "window", "chunk"), [(2, 3, 3), (3, 4, 5), (1, 2, 2)])
-def test_stream_drawing_marks_the_frames_that_outputs_depend_on(layers, window, chunk):
+def test_stream_drawing_marks_frames_that_affect_outputs(layers, window, chunk):
     """Compare the marks with the frames that the outputs reach, layer by layer."""
     figure = draw_stream(layers, window, chunk, chunks=4)
     lines = [line for line in figure.axes[0].lines if line.get_gid()]

@@ -20,7 +20,7 @@ def part_of(demo: str, name: str) -> Any:
     return getattr(importlib.import_module(f"transformer_jax.lectures.demos.{demo}"), name)
 
 
-def test_generated_sequences_follow_their_rules():
+def test_generated_sequences_follow_task_rules():
     tokens, letters = part_of("memory", "texts")(7, 11, 3, seed=5)
     assert tokens.shape == (7, 11) and letters.shape == (7,)
     assert (tokens[:, 7] == letters).all() and ((tokens < 8).sum(axis=1) == 1).all()
@@ -50,7 +50,7 @@ def test_generated_sequences_follow_their_rules():
     assert (words, ids.tolist()) == (["a", "b", "c"], [[1, 0, -1], [2, 0, 1]])
 
 
-def test_labels_are_the_tones_of_earlier_frames(monkeypatch):
+def test_labels_match_tones_in_earlier_frames(monkeypatch):
     """Without noise, higher letters are loudest in higher bands, and silence has no energy."""
     module = importlib.import_module("transformer_jax.lectures.demos.window_choice")
     monkeypatch.setattr(module, "NOISE", 0.0)
@@ -72,7 +72,7 @@ def test_labels_are_the_tones_of_earlier_frames(monkeypatch):
         assert (later[:, delay:, i] == letters[:, : 64 - delay]).all()
 
 
-def test_counts_match_the_tables():
+def test_operation_counts_match_tables():
     """Compare counts from masks and traced programs with explicit sums."""
     formulas = part_of("decoding_cost", "formulas")
     for n, window in ((1, 1), (5, 3), (3, 7), (17, 16)):
@@ -91,7 +91,7 @@ def test_counts_match_the_tables():
     assert part_of("path_length", "steps_until_dependent")(shifted, first, first) == 3
 
 
-def test_windows_and_streams_compute_the_counted_frames(monkeypatch):
+def test_windows_and_streams_compute_expected_number_of_frames(monkeypatch):
     """A sum of 2 (3 - 1) + 1 = 5 frames replaces two layers with window 3."""
     module = importlib.import_module("transformer_jax.lectures.demos.streaming_windows")
     config = ModelConfig(d_model=4, num_layers=2, num_heads=1, positions=Rope(), window=3)
@@ -123,7 +123,7 @@ def test_windows_and_streams_compute_the_counted_frames(monkeypatch):
     assert (run, pairs) == (24, 2 * (3 * 24 - 3))
 
 
-def test_stack_matches_float64():
+def test_layer_stack_matches_float64():
     """Compare a block, its residual connections and its norms with NumPy."""
     module = importlib.import_module("transformer_jax.lectures.demos.depth")
     draw = np.random.default_rng(0)
@@ -196,7 +196,7 @@ def patch_zeros(monkeypatch, module: Any, steps: tuple[int, ...], rate: float) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["memory", "length_extrapolation", "exposure_bias", "variants"])
-def test_untrained_model_of_zeros_guesses(name, monkeypatch):
+def test_zero_initialized_model_guesses_uniformly(name, monkeypatch):
     """With equal logits, the model predicts token 0 and the loss is log V."""
     module = importlib.import_module(f"transformer_jax.lectures.demos.{name}")
     sizes: dict[str, Any] = dict(d_model=4, num_layers=1, num_heads=2, positions=Rope())

@@ -572,7 +572,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_demonstration_prints_and_draws_its_results(case, monkeypatch, capsys, tmp_path):
+def test_demonstration_prints_and_draws_results(case, monkeypatch, capsys, tmp_path):
     name, (stand_ins, printed, lines, images) = case.__name__, case()
     module = importlib.import_module(f"transformer_jax.lectures.demos.{name}")
     figures: dict[str, Figure] = {}
@@ -602,7 +602,7 @@ def test_demonstration_prints_and_draws_its_results(case, monkeypatch, capsys, t
         np.testing.assert_allclose(image, matrix, rtol=1e-5, atol=1e-6)
 
 
-def test_drawings_match_the_pictures_in_the_docs(monkeypatch, tmp_path):
+def test_drawings_match_pictures_in_docs(monkeypatch, tmp_path):
     """Numbers in the svg files may differ by 0.02 points."""
     module = importlib.import_module("transformer_jax.lectures.demos.drawings")
 

@@ -22,7 +22,7 @@ def walk(row):
     return every
 
 
-def test_brackets_nest_and_close_with_matching_kind():
+def test_generated_brackets_nest_and_close_correctly():
     rows, last_open = brackets.draw_rows(3, 101)
     assert rows.shape == last_open.shape == (101, 33) and (rows[:, 0] == brackets.BOS).all()
     assert set(rows[:, 1:].ravel()) == {0, 1, 2, 3}
@@ -31,7 +31,7 @@ def test_brackets_nest_and_close_with_matching_kind():
     assert {len(s) for every in stacks for s in every} == {0, 1, 2, 3, 4}
 
 
-def test_prompts_differ_only_in_kind_of_last_open_bracket():
+def test_prompt_pairs_differ_only_in_last_open_bracket():
     clean, corrupted = brackets.draw_prompts(5, 11)
     assert clean.shape == corrupted.shape == (11, 24)
     assert (clean != corrupted).sum(axis=1).tolist() == [1] * 11
@@ -39,21 +39,21 @@ def test_prompts_differ_only_in_kind_of_last_open_bracket():
         assert [walk(row.tolist())[-1][-1] for row in rows] == [15] * 11
 
 
-def test_attention_on_last_open_bracket_excludes_bracket_itself():
+def test_attention_to_last_open_bracket_excludes_bracket_itself():
     last_open = np.array([[-1, 1, 2, 1], [-1, 1, -1, 3]])
     weights = np.full((2, 1, 3, 4, 4), 9.0)  # [B, L, N, T, S]
     weights[0, 0, :, 3, 1] = [0.25, 0.5, 1.0]  # the only query that is not the bracket itself
     assert brackets.on_last_open(weights, last_open).tolist() == [[0.25, 0.5, 1.0]]
 
 
-def test_each_layer_with_selected_heads_gets_one_edit():
+def test_each_layer_with_selected_heads_has_one_edit():
     made = brackets.edit_heads([(1, 2), (0, 3), (1, 0)], lambda place, heads: {place: heads})
     assert made == {"block_0/attention/heads": [3], "block_1/attention/heads": [2, 0]}
     assert brackets.edit_heads([], lambda place, heads: {place: heads}) == {}
 
 
 @pytest.mark.slow
-def test_command_measures_model_and_draws(tmp_path, capsys, monkeypatch):
+def test_brackets_command_measures_model_and_draws_results(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(brackets, "ROWS", 4)
     flags = "--seeds 1 --steps 2 --width 8 --format svg --out"
     (found,) = brackets.main([*flags.split(), str(tmp_path)])
@@ -69,7 +69,7 @@ def test_command_measures_model_and_draws(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_heads_that_carry_the_kind_are_necessary():
+def test_heads_that_encode_bracket_type_are_necessary():
     found = brackets.measure(0, SimpleNamespace(steps=700, width=32))
     assert found.right > 0.98 and found.asked > 0.95
     assert found.without < found.without_others - 0.1

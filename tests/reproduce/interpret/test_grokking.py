@@ -15,13 +15,13 @@ def pairs():
     return np.array([(a, b) for a in range(P) for b in range(P)])
 
 
-def test_rows_are_all_pairs_with_their_sums():
+def test_data_set_contains_every_pair_with_its_sum():
     rows, sums = grokking.all_pairs(P)
     assert rows.tolist() == [[a, b, P] for a, b in pairs().tolist()]
     assert sums.tolist() == [sum(pair) % P for pair in pairs().tolist()]
 
 
-def test_waves_keep_only_requested_frequencies_of_sum(rng):
+def test_filtered_waves_keep_only_requested_frequencies(rng):
     a, b = pairs().T
     w, columns = 2 * np.pi / P, rng.normal(size=(5, P))
     kept = np.outer(np.cos(2 * w * (a + b)), columns[0]) + np.outer(
@@ -37,7 +37,7 @@ def test_waves_keep_only_requested_frequencies_of_sum(rng):
     np.testing.assert_allclose(found, kept, atol=1e-12)
 
 
-def test_spectrum_finds_frequencies_of_embedding(rng):
+def test_spectrum_finds_embedding_frequencies(rng):
     tokens, (u, v) = np.arange(P), rng.normal(size=(2, 7))
     embedding = 3 + np.outer(np.cos(2 * np.pi * 4 * tokens / P), u)
     embedding = embedding + np.outer(np.sin(2 * np.pi * 2 * tokens / P), v)
@@ -48,7 +48,7 @@ def test_spectrum_finds_frequencies_of_embedding(rng):
     assert grokking.share(np.array([8.0, 1, 1, 1, 1, 1, 3])) == pytest.approx(14 / 16)
 
 
-def test_loss_is_cross_entropy(rng):
+def test_grokking_loss_is_cross_entropy(rng):
     logits, labels = 5 * rng.normal(size=(13, P)), rng.integers(0, P, 13)
     p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     wanted = -np.mean([np.log(row[i]) for row, i in zip(p, labels, strict=True)])
@@ -56,14 +56,14 @@ def test_loss_is_cross_entropy(rng):
     assert grokking.loss(logits + 1e4, labels) == pytest.approx(wanted)
 
 
-def test_first_step_is_nan_if_goal_is_never_reached():
+def test_first_step_reaching_goal_is_nan_if_never_reached():
     steps = np.array([0, 100, 200, 300])
     assert grokking.first_step(steps, np.array([False, False, True, False])) == 200
     assert np.isnan(grokking.first_step(steps, np.zeros(4, bool)))
 
 
 @pytest.mark.slow
-def test_command_prints_measurements_and_draws(tmp_path, capsys, monkeypatch):
+def test_command_prints_measurements_and_draws_results(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(grokking, "CHUNK", 2)
     flags = "--seeds 1 --steps 4 --width 8 --modulus 11 --percent 60 --format svg --out"
     (run,) = grokking.main([*flags.split(), str(tmp_path)])

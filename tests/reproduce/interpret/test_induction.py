@@ -18,14 +18,14 @@ def test_each_row_repeats_with_its_own_period(key):
     assert min(periods) == 12 and max(periods) == 24 and len(set(periods)) == 13
 
 
-def test_halfway_is_first_step_after_which_value_stays_near_its_last():
+def test_halfway_step_is_start_of_lasting_convergence():
     steps = np.arange(10, 70, 10)
     assert induction.halfway(np.array([4.0, 4, 1, 4, 0, 0]), steps) == 50
     assert induction.halfway(np.array([0.0, 0, 0.6, 0.9, 1, 1]), steps) == 30
 
 
 @pytest.mark.slow
-def test_command_trains_both_depths_and_draws(tmp_path, capsys, monkeypatch):
+def test_induction_command_trains_both_depths_and_draws_results(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(induction, "CHUNK", 2)
     monkeypatch.setattr(induction, "ROWS", 4)
     flags = "--seeds 1 --steps 4 --width 8 --format svg --out"

@@ -78,7 +78,7 @@ def scaled(params, kind: str, layer: int, head: int, by: float):
     return changed
 
 
-def test_rows_contain_pairs_and_padding(model, rows):
+def test_pruning_rows_contain_sentence_pairs_and_padding(model, rows):
     one, two = (dict(zip(words, range(2, 8), strict=True)) for words in (WORDS, WORDS.values()))
     for n, (source, target) in enumerate(sentences(7)):
         read, wanted = [one[word] for word in source.split()], [two[w] for w in target.split()]
@@ -110,7 +110,7 @@ def test_head_mask_equals_zeroed_output_rows(model, rows):
 
 
 @pytest.mark.slow
-def test_importance_matches_mean_absolute_central_differences(model, rows, monkeypatch):
+def test_head_importance_matches_mean_absolute_central_differences(model, rows, monkeypatch):
     monkeypatch.setattr(pruning, "ROWS", 5)  # in two parts
     found, slopes, own = pruning.importance(model, rows), np.zeros((3, 2, 2)), rows.labels >= 0
     source = dict(source=rows.source, source_positions=rows.positions)
@@ -130,7 +130,7 @@ def test_importance_matches_mean_absolute_central_differences(model, rows, monke
     np.testing.assert_allclose(found, wanted, rtol=1e-2)
 
 
-def test_word_probabilities_match_plain_model_1(model, rows):
+def test_word_probabilities_match_ibm_model_1_reference(model, rows):
     """Run expectation-maximisation of IBM model 1 for five iterations."""
     found = pruning.fit_words(rows.source, rows.positions, rows.labels)
     pairs = [
@@ -154,7 +154,7 @@ def test_word_probabilities_match_plain_model_1(model, rows):
         assert value == pytest.approx(p[divmod(int(code), found.size)])
 
 
-def test_links_join_words_with_their_translations(model, tmp_path):
+def test_alignment_links_connect_words_with_translations(model, tmp_path):
     rows = read(model, sentences(101), tmp_path)
     words = pruning.fit_words(rows.source, rows.positions, rows.labels)
     found = pruning.links(words, rows, (9,))
@@ -170,7 +170,7 @@ def test_links_join_words_with_their_translations(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_head_is_aligned_if_largest_weight_is_on_linked_word(model, rows):
+def test_head_counts_as_aligned_if_largest_weight_hits_linked_word(model, rows):
     linked = np.array([(n, s, t) for n in range(2) for s in (0, 1) for t in (0, 1, 2)])
     found = pruning.aligned(model, rows, linked)
     weights = [LanguageModel(model, "run").inspect.attention(pair).cross for pair in sentences(2)]
@@ -180,7 +180,7 @@ def test_head_is_aligned_if_largest_weight_is_on_linked_word(model, rows):
 
 
 @pytest.mark.slow
-def test_bleu_scores_texts_written_without_masked_head(model, rows):
+def test_bleu_is_computed_for_text_generated_with_head_masked(model, rows):
     wanted = [target for _, target in sentences(7)]
     texts = []
     for masked in (False, True):
@@ -197,14 +197,14 @@ def test_bleu_scores_texts_written_without_masked_head(model, rows):
     assert texts[0] != texts[1]
 
 
-def test_removable_share_ends_at_first_drop_in_bleu():
+def test_removable_head_fraction_ends_at_first_bleu_drop():
     assert pruning.share_that_goes(np.array([30.0, 29.5, 29.2, 25, 29.9])) == 0.5
     assert pruning.share_that_goes(np.array([30.0, 28, 31, 31, 31])) == 0
     assert pruning.share_that_goes(np.array([30.0, 31, 31, 31, 29.5])) == 1
 
 
 @pytest.mark.long
-def test_command_trains_prunes_and_draws(tmp_path, capsys, monkeypatch):
+def test_pruning_command_trains_prunes_and_draws_results(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pruning, "CONFIG", CONFIG)
     monkeypatch.setitem(pruning.RECIPE, "word_count", 1)
     for part, count in (("train", 40), ("val", 6), ("test_2016_flickr", 5)):
@@ -219,7 +219,7 @@ def test_command_trains_prunes_and_draws(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "pruning.svg").exists()
 
 
-def test_data_folder_is_required(capsys):
+def test_pruning_command_requires_data_folder(capsys):
     with pytest.raises(SystemExit):
         pruning.main(["--runs", "runs"])
     assert "required: --data" in capsys.readouterr().err

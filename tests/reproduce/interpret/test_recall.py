@@ -30,7 +30,7 @@ def test_queried_keys_occur_in_their_rows(key, fewest):
     assert any(row[:16] != row[16:] for row in rows.tolist())
 
 
-def test_attention_is_measured_on_queried_value_and_on_own_key():
+def test_attention_is_measured_on_queried_value_and_key():
     places = np.array([[1, 3, 5, 7, 9, 11, 13, 15], [15, 13, 11, 9, 7, 5, 3, 1]])
     weights = np.full((2, 1, 3, 31, 31), 9.0)  # [B, L, N, T, S]
     for i in range(8):
@@ -43,7 +43,7 @@ def test_attention_is_measured_on_queried_value_and_on_own_key():
 
 
 @pytest.mark.slow
-def test_command_measures_both_depths_and_draws(tmp_path, capsys, monkeypatch):
+def test_recall_command_measures_both_depths_and_draws_results(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(recall, "ROWS", 4)
     flags = "--seeds 1 --steps 2 --width 8 --format svg --out"
     found = recall.main([*flags.split(), str(tmp_path)])

@@ -8,7 +8,7 @@ from reproduce.interpret import sinks
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def test_shares_are_measured_over_late_queries():
+def test_sink_attention_is_averaged_over_late_queries():
     """With weights of 0.25 on token 0 and 0.5 on the query itself, 0.25 goes to the sink logit."""
     weights = np.zeros((2, 3, 5, 48, 48))
     weights[..., np.arange(48), np.arange(48)] = 0.5
@@ -22,7 +22,7 @@ def test_shares_are_measured_over_late_queries():
     assert first == pytest.approx([0.25, 0.5, 0.25]) and learnt == pytest.approx([0.25, 0, 0.25])
 
 
-def test_rows_follow_the_bigrams_and_triggers_copy_back():
+def test_generated_rows_follow_bigrams_and_copy_after_triggers():
     after = {0: 5, 5: 1, 1: 7, 7: 0}
     ids = np.array([0, 5, 1, 7] * 50)
     rows = sinks.draw_rows(3, 97, ids)
@@ -36,7 +36,7 @@ def test_rows_follow_the_bigrams_and_triggers_copy_back():
 
 
 @pytest.mark.slow
-def test_command_measures_with_and_without_learnt_logit(tmp_path, capsys, monkeypatch):
+def test_sinks_command_measures_with_and_without_learned_logit(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sinks, "ROWS", 2)
     flags = "--seeds 1 --steps 2 --layers 1 --width 8 --format svg --out"
     found = sinks.main([*flags.split(), str(tmp_path)])

@@ -39,13 +39,13 @@ def test_loss_matches_formula(rng):
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-def test_draws_are_sparse_and_uniform(key):
+def test_sampled_features_are_sparse_and_uniform(key):
     x = np.asarray(jax.jit(superposition.draw, static_argnums=2)(key, 0.7, (2003, 5)))
     assert (x == 0).mean() == pytest.approx(0.7, abs=0.02)
     assert x[x > 0].mean() == pytest.approx(0.5, abs=0.02) and x.max() <= 1
 
 
-def test_dimension_shares_sum_to_at_most_number_of_dimensions(rng):
+def test_feature_dimensionalities_sum_to_at_most_hidden_size(rng):
     assert superposition.dimensionality(rng.normal(size=(11, 3, 7))).sum(axis=-1).max() <= 3 + 1e-9
     angles = 2 * np.pi * np.arange(3) / 3
     triangle = np.stack([np.cos(angles), np.sin(angles)])
@@ -55,7 +55,7 @@ def test_dimension_shares_sum_to_at_most_number_of_dimensions(rng):
 
 
 @pytest.mark.slow
-def test_command_prints_figures_for_each_seed_and_draws(tmp_path, capsys):
+def test_superposition_command_prints_and_draws_every_seed(tmp_path, capsys):
     flags = "--seeds 2 --features 5 --dimensions 2 --steps 20 --rows 11 --format svg --out"
     found = superposition.main([*flags.split(), str(tmp_path)])
     assert found["W"].shape == (2, 6, 2, 2, 5) and np.isfinite(found["loss"]).all()
