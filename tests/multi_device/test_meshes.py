@@ -54,7 +54,7 @@ def test_results_on_four_devices_match_one_device(cases):
 @pytest.mark.long_except("scanned")
 @pytest.mark.parametrize("kind", ["looped", "scanned"])
 def test_interpretability_tools_on_mesh_match_one_device(kind):
-    found = on_devices(4, "-m", "tests.multi_device.inside_on_four", kind, optimise=False)
+    found = on_devices(4, "-m", "tests.multi_device.interpret_on_four", kind, optimise=False)
     assert len(found) == 10
     assert max(found.values()) <= GRADIENT_F32 * 10, found
 
@@ -62,7 +62,7 @@ def test_interpretability_tools_on_mesh_match_one_device(kind):
 @pytest.mark.slow
 def test_probes_and_dictionaries_trained_on_mesh_match_one_device():
     """Probes, the tuned lens, and dictionaries, trained by the trainer."""
-    results = on_devices(4, "-m", "tests.multi_device.learning_inside_on_four", optimise=False)
+    results = on_devices(4, "-m", "tests.multi_device.probes_on_four", optimise=False)
     assert len(results["fitted"]) == 8
     assert max(results["fitted"].values()) <= GRADIENT_F32 * 10, results["fitted"]
     dictionaries = results["dictionaries"]

@@ -922,7 +922,7 @@ SLIPS: tuple[Slip, ...] = (
             "translation targets use the source language's markers",
             "tuple(language if i in named else i for i in ids)",
             "tuple(i for i in ids)",
-            "training/test_rows_of_families.py"
+            "training/test_family_rows.py"
             "::test_translation_rows_use_source_and_target_language_tokens",
         ),
         (
@@ -1046,7 +1046,7 @@ SLIPS: tuple[Slip, ...] = (
             "a tie of rewards counts as correct",
             "found > 0, False)",
             "found >= 0, False)",
-            "training/test_losses_of_a_table.py::test_preference_scores_match_formula",
+            "training/test_table_model_losses.py::test_preference_scores_match_formula",
         ),
         (
             "the reference model gets a gradient",
@@ -1088,7 +1088,7 @@ SLIPS: tuple[Slip, ...] = (
             "an outlier loss counts in the running statistics",
             "if finite and not high:",
             "if finite:",
-            "training/test_watching.py::test_loss_far_above_median_is_reported_as_spike",
+            "training/test_monitoring.py::test_loss_far_above_median_is_reported_as_spike",
         ),
     ),
     *of(

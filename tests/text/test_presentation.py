@@ -1,6 +1,6 @@
 """Results of the text tools for known numbers, with fakes instead of the compiled programs.
 
-`test_inside.py`, `test_evaluating.py` and `test_lm_eval.py` test the programs.
+`test_interpret.py`, `test_evaluating.py` and `test_lm_eval.py` test the programs.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def test_call_edit_is_applied_after_block_edit():
 
 
 def gone(text):
-    return config_from_json(text.replace("test_own_block:", "test_gone:"))
+    return config_from_json(text.replace("test_custom_block:", "test_gone:"))
 
 
 def as_text(block):

@@ -130,7 +130,10 @@ def test_config_stores_custom_values_by_name(change):
     run = tj.TrainConfig(model=replace(CONFIG, **change))
     text = config_to_json(run)
     assert config_from_json(text) == run
-    named = {"activation": ("test_own:cubed", "jax.nn:mish"), "positions": ("test_own:",)}
+    named = {
+        "activation": ("test_custom_components:cubed", "jax.nn:mish"),
+        "positions": ("test_custom_components:",),
+    }
     assert any(name in text for name in named[next(iter(change))])
 
 
@@ -139,7 +142,7 @@ def save(config) -> None:
 
 
 def gone(text: str) -> Any:
-    return config_from_json(text.replace("test_own:", "test_gone:"))
+    return config_from_json(text.replace("test_custom_components:", "test_gone:"))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def gone(text: str) -> Any:
         (
             lambda: config_from_json(
                 config_to_json(tj.TrainConfig(model=replace(CONFIG, positions=Added()))).replace(
-                    "tests.config.test_own:Added", "os:getcwd"
+                    "tests.config.test_custom_components:Added", "os:getcwd"
                 )
             ),
             r"positions\.kind is 'os:getcwd': must be a custom class for model.positions",
