@@ -44,7 +44,7 @@ def exact_rate(rate: float) -> float:
 
 
 def head_words(key_data: jax.Array, B: int, N: int) -> tuple[jax.Array, jax.Array]:  # u32[B, N]
-    """Return a and b of every batch row and head, after absorbing the key and the head."""
+    """Return a and b for each batch row and head, which depend on the key and the head."""
     a, b = (jnp.uint32(word) for word in _START)
     for i in range(key_data.shape[0]):
         a, b = _absorb(a, b, key_data[i])

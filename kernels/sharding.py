@@ -487,7 +487,7 @@ def empty_batch(
 
 
 def result(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """Return the type of a result, which varies over the same `shard_map` axes as `like`."""
+    """Return the type of a result that varies over the same `shard_map` axes as `like`."""
     axes = jax.typeof(like).manual_axis_type
     return jax.ShapeDtypeStruct(
         shape, dtype, **({"manual_axis_type": axes} if axes.varying else {})

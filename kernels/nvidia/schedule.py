@@ -49,7 +49,9 @@ class Items(NamedTuple):
     def at(
         self, lists: TileLists, item: Index, group: int = 1
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the batch row, head and row of tiles of an item, with heavy items first.
+        """Return the batch row, the head and the tile row of a work item.
+
+        Items are ordered from heaviest to lightest.
 
         The order of rows in each list is divided into `LEVELS` parts. Within a part, items are
         sorted by head, so that concurrent programs read only a few heads, which fit in the cache. A

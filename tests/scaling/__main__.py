@@ -7,6 +7,6 @@ if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     flags = os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
-from tests.scaling.table import main  # noqa: E402: JAX reads the flags when it is imported
+from tests.scaling.table import main  # JAX reads the flags when it is imported
 
 main()

@@ -177,7 +177,7 @@ class AttentionCall:
 class PlannedMask:
     """Mask, with arrays that an implementation computed from the mask and the positions.
 
-    Pass it as the mask of later calls with the same positions, which are not checked. A call
+    Pass it as the mask to later calls with the same positions, which they do not check. A call
     computes its own arrays if its sizes or its implementation differ, or if it has positions but
     the plan had none.
     """

@@ -21,8 +21,8 @@ def with_unicode_classes(regex: str, name: str) -> str:
     r"""Rewrite the POSIX classes of a regex so that `[[:alpha:]]` matches every Unicode letter.
 
     Raise ValueError if the regex contains an unknown class, which the parser would interpret as a
-    set of letters, or if it ends with a backslash, which the parser would ignore. `name` is the
-    name of the regex in error messages.
+    set of letters, or if it ends with a backslash, which the parser would ignore. `name` identifies
+    the regex in error messages.
     """
     # A POSIX class needs an outer pair of brackets. Without it, [:alpha:] is a set of letters.
     depth = 0

@@ -124,7 +124,7 @@ class Step(Generic[State]):
 
     @property
     def needs_unpadded(self) -> bool:
-        """Whether prompts must not be padded, which is False by default."""
+        """Whether the model rejects padded prompts; False by default."""
         return False
 
     def implements(self, name: str) -> bool:

@@ -144,7 +144,7 @@ def fit_tuned_lens(
         steps: the number of Adam steps.
         batch_size: the number of rows per step.
         learning_rate: the learning rate at the first step.
-        start: the initial translators; None starts from the logit lens.
+        start: the initial translators; if None, training starts from the logit lens.
 
     Returns:
         The translators, and the `lens_divergence` on the rows of each step before its update.

@@ -265,7 +265,8 @@ class NgramLM(CheckedModule):
     def _walk(self, contexts: jax.Array) -> jax.Array:  # i32[X, C] -> i32[X, C]
         """Return the nodes of the last 1, 2, ..., C tokens of each context, or -1 if never counted.
 
-        All lengths descend the trie together. At depth d, those with more than d tokens remain.
+        Contexts of all lengths are looked up in one pass down the trie. At depth d, those with more
+        than d tokens remain.
         """
         nodes = jnp.zeros_like(contexts)
         for depth in range(self.config.context):

@@ -125,7 +125,7 @@ def _bits_by_index() -> bool:
 
 
 def _without_compiling(part: _Part, arguments: Sequence[Array]) -> list[jax.Array] | None:
-    """Compute a constant or normal numbers without compiling for this shape, else return None."""
+    """Return constant or normal values without compiling for this shape, or None if impossible."""
     jaxpr = part.traced.jaxpr
     shape = jaxpr.outvars[0].aval.shape
     numbers = [x.val for each in jaxpr.eqns for x in each.invars if isinstance(x, Literal)]

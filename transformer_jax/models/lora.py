@@ -82,8 +82,8 @@ def apply_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
     """Return the parameters of the adapted model: kernel + scale A B for each adapter.
 
     This function works for any model and is differentiable with respect to both arguments. The sum
-    has the wider of the two dtypes. If the model then rounds it to bf16, changes below 2^-9 of a
-    weight are lost.
+    has the wider of the two dtypes. If the model then rounds the weight to bf16, changes smaller
+    than 2^-9 times the weight are lost.
 
     The cost is r multiplications per weight, the same as for r more tokens in a batch. This is
     negligible in training, but would dominate each decoding step, so merge the adapters before you

@@ -205,8 +205,8 @@ def tokenizer_of_talks(
     """Return the tokenizer for a run on conversations, and a line about the end of answers.
 
     The token that the chat template puts at the end of answers becomes an end token. If the
-    template writes the current time, this time is fixed for the run. Raises DataError if no token
-    marks the end of an answer.
+    template inserts the current time, that time stays the same for the whole run. Raises DataError
+    if no token marks the end of an answer.
     """
     if not (isinstance(tokenizer, PretrainedTokenizer) and tokenizer.chat_templates):
         return tokenizer, None
