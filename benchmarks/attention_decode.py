@@ -4,9 +4,9 @@
 
 A call is a chain of layers. Each output is the next query, and each layer has its own cache, so
 that caches are read from memory as in a model. Our function reads caches [B, S, K, H] with
-positions, which are filled completely or to one half. The function scaled_dot_product_attention of
-torch receives the filled part of caches [B, K, S, H], its fastest layout, without a mask. The limit
-is the time to read a large array, measured alternately with the contenders.
+positions, which are completely or half full. The function scaled_dot_product_attention of torch
+receives the filled part of caches [B, K, S, H], its fastest layout, without a mask. The limit is
+the time to read a large array, measured alternately with the contenders.
 """
 
 from __future__ import annotations

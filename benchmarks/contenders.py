@@ -260,7 +260,7 @@ def _jax_call(
 
 
 def cotangent_of(case: AttentionCase) -> jax.Array:
-    """Return a gradient of the output, which is drawn like the inputs."""
+    """Draw a gradient of the output from the same distribution as the inputs."""
     shape = case.batch, case.queries, case.heads, case.value_dim
     return jax.random.normal(jax.random.key(3), shape, case.dtype)
 

@@ -22,7 +22,7 @@ WITNESS = "jax.nn cudnn"
 PEERS = tuple(name for name in contenders.PEERS if name != "onnxruntime")  # it runs only on a CPU
 NATIVE = tuple(name for name in IN_JAX if name != "jax.nn cudnn")
 """Contenders in JAX, except NVIDIA's closed-source kernel."""
-TOLERANCE = 0.1  # relative to the largest value: allows other orders of summation in bfloat16
+TOLERANCE = 0.1  # relative to the largest value; allows for other orders of summation in bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
