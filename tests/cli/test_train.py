@@ -785,7 +785,7 @@ def test_best_and_last_checkpoint_are_distinguished(capsys, trained, tmp_path, m
         ("--top-p 2", "top_p is 2.0: must be", 2),
         ("--seed -1", "seed is -1: must be at least 0", 2),
         ("--prompt é", "character 0 is U+00E9 'é', which is not among the", 2),
-        ("--model /nonexistent", "/nonexistent is not a run", 2),
+        ("--model /nonexistent", "'/nonexistent': must be an existing folder", 1),
         ("--num-tokens many", "num_tokens is 'many': must be INTEGER", 2),
         ("--checkpoint first", "checkpoint is 'first': must be best|last", 2),
         ("--temprature 1", "--temprature: no such flag; did you mean --temperature?", 2),
