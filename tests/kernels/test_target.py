@@ -153,7 +153,7 @@ def test_array_scale_is_float32_or_wider(scale, monkeypatch):
         with using(Target(backend)):
             assert explain_attention(low, low, low, scale=scale)["pallas"] is None
             reason = str(explain_attention(far, far, far, scale=scale)["pallas"])
-        assert reason.startswith("head dims 512")
+        assert reason.startswith("head dims are 512")
         assert (
             "; with a scale that is an array, the kernels get query bfloat16(1, 256, 4, 512), key"
             in reason

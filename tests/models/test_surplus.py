@@ -83,9 +83,9 @@ def test_surplus_parameter_error_names_parameter_and_field(case, scanned):
         unflatten_dict({tuple(k.split("/")): v for k, v in given.items()}),
     )
     source = dict(source=TOKENS) if getattr(config, "kind", "") == "encoder-decoder" else {}
-    with pytest.raises(ValueError, match=f"^parameters have .*, but {field} is ") as error:
+    with pytest.raises(ValueError, match=f"^parameters contain .*, but {field} is ") as error:
         jax.eval_shape(lambda p: model.apply({"params": p}, TOKENS, **source), tree)
-    path = str(error.value).removeprefix("parameters have ").split(",")[0]
+    path = str(error.value).removeprefix("parameters contain ").split(",")[0]
     assert any(f"{name}/".startswith(f"{path}/") for name in surplus)
     assert not any(f"{name}/".startswith(f"{path}/") for name in own)
 
@@ -106,7 +106,7 @@ def test_unknown_parameter_raises_error_at_any_depth(config):
         added = {**own, (*parent, "a"): jax.ShapeDtypeStruct((1, 2), np.float32)}
         path = "/".join((*parent, "a"))
         with pytest.raises(
-            ValueError, match=rf"^parameters have {path}, which the config does not use"
+            ValueError, match=rf"^parameters contain {path}, which the config does not use"
         ):
             jax.eval_shape(run, unflatten_dict(added))
 

@@ -317,7 +317,7 @@ def test_frozen_name_matches_whole_path_components():
     assert frozen("block_10", "block_1/kernel") == names[1:3]
     for part in ("block_", "block", "block_1/ker", "embed/token", "tokens"):
         with pytest.raises(
-            ConfigError, match=f"frozen has {part!r}: no parameter name begins with it"
+            ConfigError, match=f"frozen contains {part!r}: no parameter name begins with it"
         ):
             frozen(part)
 

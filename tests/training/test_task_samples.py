@@ -330,7 +330,7 @@ def test_decoder_generates_targets_after_sources(decoder):
     kwargs = decoder.calls[-1][2]
     expected = kwargs["num_beams"], kwargs["num_results"], kwargs["length_penalty"]
     assert expected == (4, 3, LengthPenalty(0.5)) and kwargs["num_tokens"] == 11
-    with pytest.raises(DataError, match="prompt is 'aaaaaaaaaaa': has 12 tokens, but the"):
+    with pytest.raises(DataError, match="prompt is 'aaaaaaaaaaa': it has 12 tokens, but the"):
         answers.answer_sources(*args, ["a" * 11])
     assert answers.answer_sources(*args, ["a" * 10]) == ["b"]
     with pytest.raises(DataError, match="prompt is '': a source must have at least one token"):
