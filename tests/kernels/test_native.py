@@ -367,7 +367,8 @@ def test_environment_variable_selects_instruction_set(name):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
     wanted = {
-        "sse9": "TRANSFORMER_JAX_NATIVE is 'sse9': must be 0, 1 or one of avx512, avx2, neon, plain\nTrue\n",
+        "sse9": "TRANSFORMER_JAX_NATIVE is 'sse9': must be 0, 1 or one of avx512, avx2, neon, plain"
+        "\nTrue\n",
         "plain": "None\nplain\n",
     }[name]
     assert out.stdout == wanted, out.stderr
