@@ -349,7 +349,7 @@ def _banned(
     name = "bad_words_ids"
     words = content.get(name) or []
     if not isinstance(words, list) or not all(isinstance(w, list) and w for w in words):
-        raise ConfigError(f"{folder.path}: {name} is {words!r:.80}: must be lists of IDs")
+        raise ConfigError(f"{folder.path}: {name} is {words!r:.80}: must be a list of lists of IDs")
     words = [_ids(folder, {name: word}, name, config) for word in words]
     # as in transformers, because otherwise no text could end
     words = [word for word in words if word not in {(end,) for end in stop}]

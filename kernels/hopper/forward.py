@@ -70,7 +70,7 @@ def forward(
     if blocks.stages < 2:
         raise ValueError(f"stages={blocks.stages} must be at least 2 in the forward kernel")
     if not 0 <= blocks.slack <= 15:
-        raise ValueError(f"slack={blocks.slack} must be from 0 to 15 (float16 ends at 2^16)")
+        raise ValueError(f"slack={blocks.slack} must be from 0 to 15 (float16 overflows at 2^16)")
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages

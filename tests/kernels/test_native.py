@@ -254,7 +254,7 @@ def test_few_queries_over_cache_match_float64(sizes, dtype, instructions, rng):
 
 
 @pytest.mark.slow_except("neon")
-def test_few_queries_support_every_option(instructions, rng):
+def test_every_option_works_with_few_queries(instructions, rng):
     sizes = B, T, S, N, *_ = 2, 3, 133, 10, 5, 40, 36
     arrays = few_arrays(rng, sizes, jnp.float32)
     bias = jnp.asarray(rng.normal(size=(1, N, T, S)), jnp.float32)

@@ -48,7 +48,7 @@ MESH = AbstractMesh((2, 2, 3), ("x", "y", "z"))
     ((None, None, ("x", "y"), None), dict(b=1, n=4, k=1), dict(b="", n="xy", k="")),
     ((None, None, ("x", "y"), None), dict(b=1, n=8, k=6), dict(b="", n="", k="")),
 ])  # fmt: skip
-def test_shards_follow_query_sharding_if_sizes_divide(spec, full, axes):
+def test_shards_follow_query_sharding_if_sizes_divide_evenly(spec, full, axes):
     parts = Parts.of(MESH, [spec, ("y", None, "x", None)], [QUERIES, KEYS], full)
     assert {name: "".join(own) for name, own in parts.axes.items()} == axes
     b, n, k = (tuple(axes[name]) for name in "bnk")

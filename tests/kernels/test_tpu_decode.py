@@ -122,7 +122,7 @@ def test_fully_masked_rows_are_zero():
 
 
 @pytest.mark.slow
-def test_softcapped_overflowing_products_match_reference():
+def test_softcap_matches_reference_when_products_overflow():
     case = Case(T=1, S=200, N=2, K=1, softcap=3.0, visible=causal)
     operands = draw_few(case)
     query = operands.query.at[..., 0].set(3e38)

@@ -983,7 +983,7 @@ SLIPS: tuple[Slip, ...] = (
             "the memory plan omits gradients",
             "needed = parameters + optimizer + gradients",
             "needed = parameters + optimizer",
-            "training/test_plan.py::test_training_state_without_memory_for_gradients_is_rejected",
+            "training/test_plan.py::test_training_state_that_leaves_no_memory_for_gradients_is_rejected",
         ),
     ),
     *of(
@@ -1067,7 +1067,7 @@ SLIPS: tuple[Slip, ...] = (
             "an example that fits exactly starts a new row",
             "if room >= size), len(rooms))",
             "if room > size), len(rooms))",
-            "training/test_rows.py::test_example_can_fill_remaining_room_exactly",
+            "training/test_rows.py::test_example_can_exactly_fill_remaining_space",
         ),
         (
             "padding rows have labels",

@@ -135,7 +135,7 @@ def test_picture_labels_stay_within_bounds_without_overlap(L, N, tokens):
             assert min(across, down) <= height, (text, other_text)
 
 
-def test_attention_plot_selects_part_layer_and_head(tmp_path):
+def test_attention_plot_shows_selected_component_layer_and_head(tmp_path):
     rng = np.random.default_rng(3)
     sizes = dict(weights=(2, 2, 5, 5), cross=(2, 2, 5, 3), encoder=(3, 2, 3, 3))
     drawn = {name: softmax(rng.standard_normal(size)) for name, size in sizes.items()}

@@ -269,7 +269,7 @@ class TestInjection:
         with pytest.raises(DataError, match="written is 'text'"):
             self.found.chat_ids(TALK, written="text")
 
-    def test_added_token_in_template_is_rejected_except_from_assistant(self):
+    def test_added_token_in_template_is_allowed_only_in_assistant_messages(self):
         gemma, mark = tokenizer(("default", LAYOUTS["Gemma"][0])), "<start_of_turn>"
         with pytest.raises(DataError, match=r"messages\[0\].content contains '<start_of_turn>'"):
             gemma.chat_ids([{"role": "user", "content": mark}])

@@ -349,7 +349,7 @@ def test_oversized_state_is_not_compiled_and_remedies_are_listed():
     assert resident.memory.parameters == 4 * num_params(wide.model)
 
 
-def test_training_state_without_memory_for_gradients_is_rejected(monkeypatch):
+def test_training_state_that_leaves_no_memory_for_gradients_is_rejected(monkeypatch):
     """AdamW takes 16 bytes per parameter: value, two moments and gradient."""
     shape = jax.ShapeDtypeStruct((7, 13), jnp.float32)
     state = SimpleNamespace(params=shape, opt_state=(shape, shape), average=None)

@@ -139,7 +139,7 @@ def test_packed_rows_contain_each_piece_once_with_documents_separated(folders, p
         assert used > 0.9 * len(rows) * 17
 
 
-def test_packing_respects_room_and_open_rows(rng):
+def test_packing_respects_row_capacity_and_open_row_limit(rng):
     sizes = rng.integers(1, 30, 997).astype(np.int32)
     rows = pack(sizes, 29, fullest=True)
     used = np.bincount(rows, weights=sizes)

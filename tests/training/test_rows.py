@@ -135,7 +135,7 @@ def test_piece_is_packed_into_first_or_fullest_row_with_room(fullest):
     assert len(totals_of_rows) > 256, "too few rows for any to be closed"
 
 
-def test_example_can_fill_remaining_room_exactly():
+def test_example_can_exactly_fill_remaining_space():
     """4 and 3 fill a row of 7, and so do 5 and 2; one more example starts the next row."""
     assert pack(np.array([4, 5, 3, 2, 1]), 7).tolist() == [0, 1, 0, 1, 2]
 

@@ -581,7 +581,7 @@ def test_run_is_saved_in_folder_and_loaded(config):
     assert last.tokenizer.to_bytes(last.tokenizer.encode("the cat")) == b"the cat"
 
 
-def test_smoothed_curve_does_not_lag_and_stays_within_losses(rng):
+def test_smoothed_curve_does_not_lag_and_stays_within_loss_range(rng):
     rising = tuple(float(n) for n in range(211))
     assert_near(smooth(rising), rising, 1e-12)
     noise = tuple(rng.standard_normal(211))

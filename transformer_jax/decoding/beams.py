@@ -195,7 +195,9 @@ def beam_search(
     if diversity < 0:
         raise ValueError(f"diversity is {diversity}: must be at least 0")
     if diversity and groups == 1:
-        raise ValueError(f"diversity is {diversity} with 1 group: must be 0, or pass groups=2")
+        raise ValueError(
+            f"diversity is {diversity} with 1 group: must be 0 unless groups is at least 2"
+        )
     # Scores are products, not quotients: products round the same way everywhere, so the bound on a
     # score is exact.
     factors = (1 / _length_divisors(length_penalty, options.num_tokens)).astype(np.float32)

@@ -425,7 +425,7 @@ def _as_float32(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
     """Return float32 logits. Raise ValueError if the concrete maximum of a row is not finite."""
     dtype = getattr(logits, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise ValueError(f"logits is {dtype}: pass the arguments of a sampler as (key, logits)")
+        raise ValueError(f"logits is {dtype}: pass a sampler its key first, then logits")
     x = jnp.asarray(logits).astype(jnp.float32)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"logits have shape {x.shape}: must be [..., V] with V at least 1")

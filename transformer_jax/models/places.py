@@ -180,7 +180,7 @@ def named_edits(config: AnyModelConfig | nn.Module, edit: Mapping[str, Edit]) ->
     for pattern, function in edit.items():
         if not callable(function) and not isinstance(function, EditSpec):
             value = shape_text(function) if hasattr(function, "shape") else repr(function)
-            raise ValueError(f"edit[{pattern!r}] is {value}: must be a function of the value")
+            raise ValueError(f"edit[{pattern!r}] is {value}: must be a function of the old value")
         names, spec = _expand(pattern, known), EditSpec.of(function)
         if (count := getattr(spec.function, "per_block", None)) not in (None, len(names)):
             rule = f"{pattern} matches {len(names)}"

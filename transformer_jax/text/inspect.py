@@ -641,7 +641,7 @@ def _read(model: Reader, tool: str, text: Text) -> tuple[ModelConfig, WholeText,
     """Tokenize text; raise ConfigError if the model has no blocks or no token logits."""
     config = model.config
     if model.kind in ("labels", "signals", "vectors"):
-        raise ConfigError(f"{tool}: {model.instead()}; it has no logits of tokens")
+        raise ConfigError(f"{tool}: {model.instead()}; it returns no token logits")
     if not isinstance(config, ModelConfig):
         rule = f"has no blocks and heads{_capture_hint(config)}"
         raise ConfigError(f"{tool}: model {model.name!r} ({type(config).__name__}) {rule}")

@@ -361,7 +361,9 @@ class LanguageModel(Reader):
         )  # fmt: skip
         if self.kind == "targets":
             if not isinstance(prompt, str):
-                raise ValueError(f"prompt is {prompt!r:.80}: must be a string, the source")
+                raise ValueError(
+                    f"prompt is {prompt!r:.80}: must be a string that contains the source"
+                )
             return self.targets(settings.processors, settings.cache_dtype).search(
                 prompt, self.target_count(settings.num_tokens), **chosen
             )

@@ -128,7 +128,7 @@ def _download(url: str, sha256: str, name: str) -> bytes:
         content = file.read_bytes()
         if hashlib.sha256(content).hexdigest() != sha256:
             raise DataError(
-                f"{file}: its SHA-256 checksum is not {sha256}; remove it and run again"
+                f"{file}: the SHA-256 checksum must be {sha256}; delete the file and try again"
             )
         return content
     from urllib.request import urlopen

@@ -27,7 +27,7 @@ def compare_texts(
     """
     if len(written) != len(wanted):
         rule = f"must have {len(wanted)}, as many as wanted"
-        raise ValueError(f"written has {len(written)} texts: {rule}")
+        raise ValueError(f"written contains {len(written)} texts: {rule}")
     pairs = [(one.strip(), two.strip()) for one, two in zip(written, wanted, strict=True)]
     if not pairs:
         raise ValueError("written is empty: must have at least one text")
