@@ -293,7 +293,7 @@ def test_shakespeare_text_is_downloaded_once_and_verified(tmp_path, monkeypatch)
     file = tmp_path / "transformer_jax" / "shakespeare.txt"
     assert [p.name for p in file.parent.iterdir()] == [file.name]
     file.write_bytes(content[:-1])
-    with pytest.raises(DataError, match=r"shakespeare.txt: its SHA-256 checksum"):
+    with pytest.raises(DataError, match=r"shakespeare.txt: the SHA-256 checksum must be"):
         read("shakespeare")
     file.unlink()
     monkeypatch.setattr(data, "SHAKESPEARE_SHA256", "0" * 64)
