@@ -142,7 +142,7 @@ def public_names() -> Iterator[str]:
 def groups() -> list[tuple[str, list[str]]]:
     """Return the groups of public names in the docstring of the package, in its order."""
     text = ast.get_docstring(ast.parse((ROOT / PACKAGE / "__init__.py").read_text())) or ""
-    table = text[text.index("Public names;") :].split("\n\n")[1]
+    table = text[text.index("The public names ") :].split("\n\n")[1]
     rows = re.findall(r"^ {4}(\S.*?)  +(\S.*(?:\n {10,}\S.*)*)", table, re.M)
     return [(group, re.findall(r"\w+", names)) for group, names in rows]
 

@@ -287,7 +287,7 @@ def test_unknown_place_is_rejected():
     ):  # fmt: skip
         with pytest.raises(ValueError, match="encoder/embedding needs a source: a state already"):
             model.apply({"params": params}, draw(T), state=begin("rnn, dot"), **options)
-    with pytest.raises(ValueError, match="encoder/embedding in a step"):
+    with pytest.raises(ValueError, match="a step cannot edit encoder/embedding"):
         make_step(model, edit={"encoder/embedding": jnp.square})
 
 

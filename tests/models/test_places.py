@@ -297,11 +297,12 @@ def test_edit_is_differentiable_with_respect_to_closed_over_value():
     rng = np.random.default_rng(3)
     direction = rng.standard_normal(14).astype(np.float32)
     weights = rng.standard_normal((B, T, VOCAB)).astype(np.float32)
+    params = params_of("decoder")
 
     @jax.jit
     def loss(strength):
         edit = {"block_0/residual": lambda x: x + strength * direction[None, None]}
-        return (run("decoder", edit=edit)[0] * weights).sum()
+        return (run("decoder", params=params, edit=edit)[0] * weights).sum()
 
     slope = jax.grad(loss)(0.3)
     wanted = (loss(0.302) - loss(0.298)) / 0.004

@@ -927,12 +927,14 @@ def test_error_names_field_that_family_cannot_express(tmp_path):
     params = drawn(config)
     with pytest.raises(ConfigError, match="no family can express this config") as error:
         save_pretrained(tmp_path / "never", config, params)
-    assert "gpt2: positions is Alibi(): a gpt2 has Learned()" in str(error.value)
+    assert "gpt2: positions is Alibi(): must be Learned() in the family gpt2" in str(error.value)
     assert all(f"{name}: " in str(error.value) for name in FAMILIES)
     assert "`checkpoints.checkpoint.save(folder, step, params)` writes" in str(error.value)
-    with pytest.raises(ConfigError, match=r"^positions is Alibi\(\): a gpt2 has Learned\(\)$"):
+    with pytest.raises(
+        ConfigError, match=r"^positions is Alibi\(\): must be Learned\(\) in the family gpt2$"
+    ):
         save_pretrained(tmp_path / "never", config, params, family="gpt2")
-    with pytest.raises(ConfigError, match=r"family is 'llama': .*gpt2 is a 'gpt2'"):
+    with pytest.raises(ConfigError, match=r"family is 'llama': .*gpt2 has family 'gpt2'"):
         save_pretrained(tmp_path / "never", config, params, family="llama", like=GPT2)
     with pytest.raises(ConfigError, match="family is 'rwkv': must be one of gpt2, llama"):
         save_pretrained(tmp_path / "never", config, params, family="rwkv")
