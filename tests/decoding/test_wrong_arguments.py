@@ -281,7 +281,7 @@ MISTAKES = {
         "num_buckets is 4.5: must be an integer",
     ),
     "compare different numbers of texts": (partial(compare_texts, ["a"], ["a", "b"]),
-                           "has 1 texts: must have 2"),
+                           "contains 1 texts: must have 2"),
     "serve one request": (
         lambda: tj.serve_requests(STEP, params(), tj.Request([1], 2), None, slots=1, capacity=17),
         "requests is of type Request: must be an iterable of Request",
