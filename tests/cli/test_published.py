@@ -154,8 +154,8 @@ def test_bad_words_listed_in_folder_are_not_generated(published, tmp_path, words
     ):
         load_text_model(tmp_path / "model")
     for wrong, rule in (
-        ([[]], "lists of IDs"),
-        ([5], "lists of IDs"),
+        ([[]], "a list of lists of IDs"),
+        ([5], "a list of lists of IDs"),
         ([[5, 999]], "IDs below vocab"),
     ):
         beside.write_text(json.dumps({"bad_words_ids": wrong}))
