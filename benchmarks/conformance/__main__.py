@@ -26,11 +26,10 @@ import functools
 import itertools
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -39,22 +38,13 @@ from benchmarks.conformance.behavior import markdown, observed
 from benchmarks.conformance.cases import Case, cases
 from benchmarks.conformance.definition import DEFINITION, MEANING, Definition, alternatives
 from benchmarks.conformance.implementations import IMPLEMENTATIONS
+from benchmarks.conformance.outcomes import Cell, write
 from benchmarks.peers import Absent
 
 MARKS = {
     "equal": "=", "another": "other", "wrong": "**wrong**", "refused": "refused",
     "inexpressible": "·", "crashed": "**crashed**",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Outcome of one case. `text` is the name of the definition, the error, or the difference."""
-
-    implementation: str
-    case: str
-    kind: str
-    text: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,14 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.write is None:
         print(f"\n{text}")
         return 0
-    about = dict(python=platform.python_version(), machine=platform.machine(), versions=versions)
-    outcomes: dict[str, dict[str, str]] = {}
-    for cell in cells:
-        outcome = ": ".join(filter(None, (cell.kind, cell.text)))
-        outcomes.setdefault(cell.implementation, {})[cell.case] = outcome
-    found = about | {"absent": absent, "cells": outcomes, "behavior": behavior}
-    options.write.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    options.write.with_suffix(".md").write_text(text + "\n")
+    write(options.write, versions, cells, text, absent=absent, behavior=behavior)
     return 0
 
 

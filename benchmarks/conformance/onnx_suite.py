@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
-import platform
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.conformance.outcomes import Cell, write
 from benchmarks.peers import Absent, imported
 from transformer_jax import Causal, Mask, Padding, Window, dot_product_attention
 from transformer_jax.kernels import Target, using
@@ -44,16 +43,6 @@ ONNX's cases, it is at most 16.
 NODE_INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
 NODE_OUTPUTS = ("Y", "present_key", "present_value", "qk_matmul_output")
 RAW, CAPPED, BIASED, WEIGHTS = range(4)  # possible values of qk_matmul_output_mode
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Outcome of one case, "equal", "wrong", "refused", or "inexpressible", with a reason."""
-
-    implementation: str
-    case: str
-    kind: str
-    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -332,14 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{text}")
         return 0
     versions = {package: imported(package).__version__ for package in ("onnx", "jax", "numpy")}
-    about = dict(python=platform.python_version(), machine=platform.machine(), versions=versions)
-    found: dict[str, dict[str, str]] = {}
-    for cell in cells:
-        outcome = ": ".join(filter(None, (cell.kind, cell.text)))
-        found.setdefault(cell.implementation, {})[cell.case] = outcome
-    everything = json.dumps(about | {"cells": found}, indent=1)
-    chosen.write.with_suffix(".json").write_text(everything + "\n")
-    chosen.write.with_suffix(".md").write_text(text + "\n")
+    write(chosen.write, versions, cells, text)
     return 0
 
 

@@ -14,6 +14,7 @@ from benchmarks.conformance import __main__ as conformance
 from benchmarks.conformance.cases import cases
 from benchmarks.conformance.definition import DEFINITION, Definition, alternatives
 from benchmarks.conformance.implementations import IMPLEMENTATIONS, Implementation
+from benchmarks.conformance.outcomes import Cell, write
 from benchmarks.peers import Absent
 from tests.support import oracle
 
@@ -222,3 +223,12 @@ def test_results_cover_all_cases_and_page_states_their_versions():
     ):  # fmt: skip
         assert shown[name] == RESULTS["versions"][package].partition("+")[0]
     assert RESULTS["versions"]["torch SDPA"].startswith(shown["torch"])
+
+
+def test_outcomes_are_written_by_name_and_case(tmp_path):
+    cells = [Cell("a", "x", "equal"), Cell("a", "y", "wrong", "off by 1"), Cell("b", "x", "equal")]
+    write(tmp_path / "out", {"a": "1.0"}, cells, "| table |", absent={"c": "gone"})
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["cells"] == {"a": {"x": "equal", "y": "wrong: off by 1"}, "b": {"x": "equal"}}
+    assert (found["versions"], found["absent"]) == ({"a": "1.0"}, {"c": "gone"})
+    assert (tmp_path / "out.md").read_text() == "| table |\n"
