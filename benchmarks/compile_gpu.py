@@ -78,13 +78,13 @@ in_matrix = causal & Program((), ("pair", 0))
 
 
 class Chip(jax.sharding.AbstractDevice):
-    """GPU for which Pallas compiles."""
+    """Target GPU of Pallas."""
 
     compute_capability: str
 
 
 def device(capability: str = HOPPER) -> Any:
-    """Return the device for which programs are compiled. JAX itself sees only the CPU."""
+    """Return the target device of compiled programs. JAX itself sees only the CPU."""
     jax.config.update("jax_platforms", "cpu")
     described = H200
     if capability != HOPPER:

@@ -193,7 +193,7 @@ def speedup(ours: Timing, peer: Timing) -> float:
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:
-    """Return the geometric mean, in which a ratio and its inverse cancel."""
+    """Return the geometric mean, so that a ratio and its inverse cancel."""
     return statistics.geometric_mean(ratios)
 
 
@@ -340,7 +340,7 @@ def write(path: Path, question: str, before: Mapping[str, Any], results: Any) ->
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows in aligned columns, of which the first is left-aligned."""
+    """Return rows in aligned columns. The first column is left-aligned."""
     lines = [tuple(header), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

@@ -26,7 +26,7 @@ def rows_of_pages(
     x: jax.Array,  # [P, page, ..]
     pages: jax.Array,  # i32[B, M]; an invalid entry is clipped to a valid page
 ) -> jax.Array:  # [B, M * page, ..]
-    """Return a copy in which the pages of each row are contiguous."""
+    """Return a copy with contiguous pages in each row."""
     (B, M), (_, page, *rest) = pages.shape, x.shape
     return x[clip_pages(pages, x.shape[0])].reshape(B, M * page, *rest)
 

@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 
 Results = tuple[jax.Array, ...]
 Tree = Any
-"""Tree of arrays, for which JAX has no type."""
+"""Tree of arrays. JAX has no type for it."""
 Leaves = Sequence[Tree]
 """Leaves of a tree, which are arrays, tangents or symbolic zeros, or placeholders in a JAX rule."""
 

@@ -114,7 +114,7 @@ class Parts:
         )
 
     def summed(self, shape: Sequence[int], names: AxisNames) -> tuple[str, ...]:
-        """Return the mesh axes over which a result must be summed."""
+        """Return the mesh axes to sum a result over."""
         if not {"b", "n", "k"} & {*names}:
             return self.axes["b"] + self.axes["n"]
         # each device that reads a key head has a part of its gradient

@@ -37,7 +37,7 @@ Patch = contextlib.AbstractContextManager[Any]
 
 
 def replaced(module: str, name: str, make: Callable[[Any], Any]) -> Patch:
-    """Return a context in which a function of the library is replaced by `make(function)`."""
+    """Return a context that replaces a function of the library by `make(function)`."""
     found = importlib.import_module(f"transformer_jax.{module}")
     if not hasattr(found, name):
         raise Unavailable(f"transformer_jax.{module} has no {name}")

@@ -87,7 +87,7 @@ def slots(count: int, rows: int, width: int, dtype: DTypeLike) -> Scratch:
 
 
 def copy_layout(tile: Ref) -> Layout:
-    """Return the register layout for copying a tile, in which each thread has parts of the rows."""
+    """Return the register layout for copying a tile. Each thread has parts of the rows."""
     (rows, width), dtype = tile.shape, tile.dtype
     return LAYOUT.SMEM_GMEM_COPY((rows, width), dtype, swizzle_of(rows, width, dtype))
 

@@ -145,7 +145,7 @@ def dq_shares(blocks: Blocks, H: int) -> list[Share]:
 
 
 def dq_slot(share: Share, H: int) -> Scratch:
-    """Return the type of the slot from which a share is copied to device memory."""
+    """Return the type of the slot that holds a share before it is copied to device memory."""
     side = swizzle_of(4, share.column, share.columns, H)
     return tile_slots(1, share.rows, share.columns, f32, side)
 

@@ -15,15 +15,15 @@ from jaxlib.mlir.dialects import nvvm
 from transformer_jax.kernels.contract import Index, Problem
 
 Ref = Any
-"""Reference to memory or barriers, or to a part of them, for which Pallas has no public type."""
+"""Reference to memory or barriers, or to a part of them. Pallas has no public type for it."""
 
 Scratch = pl.MemoryRef | plgpu.Barrier
 """Type of the scratch memory or the barriers of a kernel."""
 Layout = Any
-"""Register layout of a tile, for which Pallas has no public type."""
+"""Register layout of a tile. Pallas has no public type for it."""
 Span = pl.Slice | slice
 Value = Any
-"""MLIR value or context, for which Pallas passes private types."""
+"""MLIR value or context. Pallas passes private types."""
 
 ROWS = 64  # rows of a tile that a warpgroup multiplies
 ROW, COLUMN = 0, 1  # the axis of a tile along which a vector varies

@@ -202,7 +202,7 @@ class Implementation:
         """Return the attention weights of `attend` before dropout, f32[B, N, T, S].
 
         This method is needed to capture or edit weights. The built-in implementations share one
-        softmax. Your own implementation must return the weights with which `attend` averages the
+        softmax. Your own implementation must return the weights that `attend` uses to average the
         values.
         """
         name = type(self).__name__

@@ -159,7 +159,7 @@ class Window(_BuiltinMask):
 
 @value_class(arrays=("valid",), repr=False, eq=False)
 class Padding(_BuiltinMask):
-    """Mask for a padded batch, in which queries of row b see key k if valid[b, k] is True.
+    """Mask for a padded batch. Queries of row b see key k if valid[b, k] is True.
 
     Padding([[True, True, True, False]])
 

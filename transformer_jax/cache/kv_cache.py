@@ -2,7 +2,7 @@
 
 Position p is stored in slot p % S, so the same code implements a full cache and a ring (window)
 cache with different values of S. The first axis of every array is B, so rows can be gathered. Each
-row has its own length. An empty slot has position -1, to which no query may attend.
+row has its own length. An empty slot has position -1, and no query may attend to it.
 
 A cache with `sinks` never overwrites the first `sinks` positions (StreamingLLM, Xiao et al. 2024):
 position p < sinks is stored in slot p, and the other positions share the remaining slots as a ring.

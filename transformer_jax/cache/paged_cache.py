@@ -272,7 +272,7 @@ def share(
     rows: jax.Array,  # i32[R]
     length: jax.Array | None = None,  # i32[R]
 ) -> PagedCache:
-    """Return a cache with R rows, each of which shares a prefix of a row of this cache.
+    """Return a cache with R rows. Each row shares a prefix with a row of this cache.
 
     Use this function to fork, reorder or rewind rows, or to share a prefix. A length of 0 frees the
     pages of a finished row. Nothing is copied: the rows refer to the same pages, and the result

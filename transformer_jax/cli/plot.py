@@ -3,9 +3,9 @@
     python -m transformer_jax plot runs/*
     python -m transformer_jax plot runs/small runs/large --x tokens --out compared.png
 
-The table lists the config fields in which the runs differ. The value of `--x` is step, tokens or
-hours. Hours exclude evaluations and checkpoints. All data come from config.json and metrics.jsonl,
-so the runs may still be in progress.
+The table lists the config fields that differ between the runs. The value of `--x` is step, tokens
+or hours. Hours exclude evaluations and checkpoints. All data come from config.json and
+metrics.jsonl, so the runs may still be in progress.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Experts:
     (Mixtral). If top_k is 1, use False; otherwise the weight is always 1 and the router gets no
     gradient from the task's loss (Fedus et al. 2021)."""
     scale: Factor = 1.0
-    """Factor by which the weights are multiplied after normalization."""
+    """Scale of the weights after normalization."""
     selection_bias: bool = False
     """Choose experts by score + b, where b is a number per expert that does not affect the weights
     (Wang et al. 2024). This field is intended for loaded models, because b has no gradient and

@@ -130,7 +130,7 @@ class ModelConfig(AnyModelConfig):
     glu: bool = False
     """Use a gated feed-forward network: act(x W_gate) * (x W_up)."""
     glu_limit: Factor | None = None
-    """Limit to which a gated feed-forward network clamps x W_gate from above and x W_up from both
+    """Limit of a gated feed-forward network, which clamps x W_gate from above and x W_up from both
     sides. None disables clamping."""
     glu_unit_offset: bool = False
     """Multiply by 1 + x W_up instead of x W_up in a gated feed-forward network (gpt-oss)."""
@@ -155,7 +155,7 @@ class ModelConfig(AnyModelConfig):
     attention_sinks: bool = False
     """Add one learned logit per head to the denominator of the softmax."""
     attention_scale: Factor | None = None
-    """Factor by which q k^T is multiplied. None uses head_dim^-0.5."""
+    """Scale of q k^T. None uses head_dim^-0.5."""
 
     embedding_dim: Size | None = None
     """encoder: width of the embeddings (ELECTRA). A linear layer projects them to d_model, and
@@ -164,10 +164,9 @@ class ModelConfig(AnyModelConfig):
     scale_embeddings: bool = False
     """Multiply token embeddings by sqrt(d_model) (Vaswani et al.)."""
     embedding_scale: Factor | None = None
-    """Factor by which token embeddings are multiplied instead of sqrt(d_model) (Granite)."""
+    """Scale of token embeddings instead of sqrt(d_model) (Granite)."""
     residual_scale: Factor | None = None
-    """Factor by which the output of each branch is multiplied before it is added to the residual
-    stream (Granite)."""
+    """Scale of the output of each branch before it is added to the residual stream (Granite)."""
     tie_embeddings: bool = True
     """Use the embedding matrix as the output matrix."""
     logit_scale: Factor | None = None

@@ -126,7 +126,7 @@ class Rope(_Positions):
     beta_slow: Positive = 1.0
     """yarn: dimensions with fewer rotations than this within original_len are scaled fully."""
     attention_factor: Positive | None = None
-    """yarn, longrope: factor by which the rotated vectors are multiplied. None uses 0.1 ln(factor)
+    """yarn, longrope: scale of the rotated vectors. None uses 0.1 ln(factor)
     + 1 for yarn and sqrt(1 + ln(factor) / ln(original_len)) for longrope."""
     truncate: bool = True
     """yarn: round the bounds of beta_fast and beta_slow outward to whole pairs."""

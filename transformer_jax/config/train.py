@@ -33,7 +33,7 @@ class TrainConfig:
     """Model, task, data, optimizer, schedule and output of a training run."""
 
     task: Task = field(default_factory=LanguageTask)
-    """Task for which to train the model."""
+    """Training task."""
     model: AnyModelConfig = field(default_factory=ModelConfig)
     """Model to train."""
     data: str = "python-docs"
@@ -88,7 +88,7 @@ class TrainConfig:
     inverse_sqrt: proportional to 1 / sqrt(step) (Vaswani et al. 2017). wsd: constant until the last
     decay_steps steps, then decreases (Hu et al. 2024). constant: does not change."""
     decay_steps: Size | None = None
-    """wsd: number of steps at the end in which the learning rate decreases. None uses a tenth of
+    """wsd: number of final steps during which the learning rate decreases. None uses a tenth of
     steps."""
     warmup_steps: Count | None = None
     """Number of steps in the linear warm-up from 0. None uses 100, but at most a tenth of steps."""

@@ -164,7 +164,7 @@ def prepare(
 
 
 class _ResumableDataError(DataError):
-    """Error from which the same command can recover."""
+    """Error that the same command can recover from."""
 
 
 class _EncodedChunk(NamedTuple):

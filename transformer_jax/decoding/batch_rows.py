@@ -65,7 +65,7 @@ def fork(state: State, copies: int) -> State:
         copies: number of copies of each row, at least 1.
 
     Returns:
-        A state with B * copies rows, in which the copies of each row are adjacent.
+        A state with B * copies rows. The copies of each row are adjacent.
 
     Raises:
         ValueError: If `copies` is not an integer of at least 1, or if it is above 1 for a paged

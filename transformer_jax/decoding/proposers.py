@@ -46,7 +46,7 @@ class Proposal(NamedTuple):
 
     tokens: jax.Array  # i32[B, num_draft]; proposals of a row end before the first -1
     logits: jax.Array | None = None  # f32[B, num_draft, V]
-    """Logits of the distributions from which the proposals were drawn. Token j was drawn from
+    """Logits of the proposal distributions. Token j was drawn from
     softmax(logits[:, j]). None means that the proposals are deterministic."""
 
 

@@ -313,7 +313,7 @@ def advance_rows(
 
 
 def _end_nonfinite(decode_state: DecodeState[State], output: StepOutput) -> DecodeState[State]:
-    """End the rows with nonfinite logits, because they have no token from which to continue."""
+    """End the rows with nonfinite logits, because they cannot continue."""
     return replace(decode_state, active=decode_state.active & (output.token >= 0))
 
 

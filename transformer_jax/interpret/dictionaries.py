@@ -122,7 +122,7 @@ def _like(flat: jax.Array, value: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T
 
 @short_repr
 class FeatureExamples(NamedTuple):
-    """Tokens at which each feature has its largest values, in descending order."""
+    """Tokens with the largest values of each feature, in descending order."""
 
     values: jax.Array
     """f32[n, count]: value of the feature at each token."""
@@ -143,7 +143,7 @@ def feature_examples(
     batch_size: int = 8,
     **arguments: Any,
 ) -> FeatureExamples:
-    """Return the tokens at which each feature is largest.
+    """Return the tokens with the largest values of each feature.
 
     For each token, `tokens[row, : position + 1]` is the context up to and including it.
 

@@ -34,7 +34,7 @@ class Translators(NamedTuple):
 
     @classmethod
     def identity(cls, model: Transformer) -> Translators:
-        """Return identity maps, with which the tuned lens equals the logit lens."""
+        """Return identity maps, which make the tuned lens equal the logit lens."""
         L, D = model.config.decoder_layers, model.config.d_model
         return cls(jnp.zeros((L, D, D)), jnp.zeros((L, D)))
 

@@ -250,7 +250,7 @@ def setting_of(config: TrainConfig) -> float:
 def train(
     config: TrainConfig, received: list[int], *, resume: bool = False, vocab_size: int | None = None
 ) -> Result:
-    """Train silently. Raise KeyboardInterrupt after the step in which a signal arrives.
+    """Train silently. Raise KeyboardInterrupt after the step during which a signal arrives.
 
     The exception also ends a search, which has no best value if it is interrupted.
     """

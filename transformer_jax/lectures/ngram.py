@@ -236,7 +236,7 @@ class NgramLM(CheckedModule):
             valid: bool[B, T], False marks padding; None means no padding.
             segments: i32[B, T], IDs of packed documents, which cannot see each other. This argument
                 cannot be combined with `state`.
-            at: i32[B, Q], indices of the tokens for which to compute logits; None means all tokens.
+            at: i32[B, Q], indices of the tokens whose logits are computed; None means all tokens.
             capture: names of places (`transformer_jax.places`) whose values are returned.
             edit: functions that change values, keyed by place.
 

@@ -57,7 +57,7 @@ class WindowSizes(Protocol):
 
 
 def init_recent_tokens(config: WindowSizes, batch: int) -> RecentTokens:
-    """Create the initial state, in which all C values in each row are -1.
+    """Create the initial state: all C values in each row are -1.
 
     Args:
         config: a `ConvolutionConfig`, a `WindowConfig`, or an `NgramConfig`.

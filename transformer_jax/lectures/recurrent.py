@@ -663,7 +663,7 @@ class RecurrentLM(CheckedModule):
             segments: i32[B, T], IDs of packed documents. The carry is reset before the first token
                 of each run of equal IDs, and the new state belongs to the last document. This
                 argument cannot be combined with `state`.
-            at: i32[B, Q], indices of the tokens for which to return logits; None means all tokens.
+            at: i32[B, Q], indices of the tokens whose logits are returned; None means all tokens.
             key: a single key, which turns on dropout.
             capture: names of places (`transformer_jax.places`) to return the values of.
             edit: functions that change values, keyed by place.
@@ -731,7 +731,7 @@ class RecurrentTagger(CheckedModule):
             tokens: i32[B, T].
             valid: bool[B, T], False marks padding; None means no padding.
             segments: i32[B, T], IDs of packed documents, at which both directions restart.
-            at: i32[B, Q], indices of the tokens for which to return logits; None means all tokens.
+            at: i32[B, Q], indices of the tokens whose logits are returned; None means all tokens.
             key: a single key, which turns on dropout.
             capture: names of places (`transformer_jax.places`) to return the values of.
             edit: functions that change values, keyed by place.
@@ -895,7 +895,7 @@ class RecurrentSeq2Seq(CheckedModule):
             state: state after the source and the previous target tokens, passed instead of a
                 source.
             valid: bool[B, T], False marks padding; None means no padding.
-            at: i32[B, Q], indices of the tokens for which to return logits; None means all tokens.
+            at: i32[B, Q], indices of the tokens whose logits are returned; None means all tokens.
             key: a single key, which turns on dropout.
             capture: names of places (`transformer_jax.places`) whose values are returned. Places in
                 the encoder require a source.

@@ -129,7 +129,7 @@ class EncoderDecoder(CheckedModule):
                 positions that follow the cache if one is passed.
             mask: mask on the target that replaces `Causal()`.
             cache: the cache with the source and earlier target tokens; None with a source.
-            at: i32[B, Q], indices of the tokens for which to compute logits; None means all.
+            at: i32[B, Q], indices of the tokens whose logits are computed; None means all.
             key: a single PRNG key, which turns dropout on in both stacks.
             capture: names of the places whose values are returned. Encoder places require a source.
             edit: dict from the name of a place to a function that edits its value.

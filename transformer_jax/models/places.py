@@ -336,7 +336,7 @@ class Places:
         }
 
     def in_order(self, captured: Captured) -> Captured:
-        """Return the captured values in the order in which they were requested."""
+        """Return the captured values in the requested order."""
         return {name: captured[name] for name in self.capture}
 
 

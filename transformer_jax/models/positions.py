@@ -3,8 +3,8 @@
 All of them are functions of integer positions, which may start anywhere and may differ between
 rows, so cached decoding and a full forward pass agree. Angles are float32. They are float64 for
 float64 vectors, and for sinusoids under jax_enable_x64. Whole turns are removed before rounding, so
-angles are as exact at position 2^31 - 1 as at position 1. A negative position marks padding, to
-which no query attends.
+angles are as exact at position 2^31 - 1 as at position 1. A negative position marks padding, and no
+query attends to it.
 """
 
 from __future__ import annotations

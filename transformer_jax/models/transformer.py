@@ -308,7 +308,7 @@ class Decoder(CheckedModule):
                 also be a document. Attention is limited to the document, and its positions start at
                 0. An ID that occurs again after another ID raises an error. Inside a trace, it
                 starts a new document.
-            at: i32[B, Q], indices of the tokens for which to compute logits; None means all.
+            at: i32[B, Q], indices of the tokens whose logits are computed; None means all.
                 After a prompt, you usually need only the logits of the last token.
             key: a single PRNG key, which turns dropout on.
             capture: names of the places (see `transformer_jax.places`) whose values are returned.

@@ -235,7 +235,7 @@ def _prompt(prompt: Any) -> str | tuple[int, ...]:
 
 
 def _messages(messages: list[JsonObject]) -> tuple[dict[str, str], ...]:
-    """Return messages in which each content is a single string."""
+    """Return messages whose contents are single strings."""
     found = []
     for message in messages:
         text, role = message["content"], message["role"]
@@ -252,7 +252,7 @@ class Token(NamedTuple):
     Attributes:
         piece: bytes of the token.
         log_prob: log softmax(logits) of the token in nats, before temperature and top_p.
-        offset: index of the character in which the token begins.
+        offset: index of the token's first character.
         top: bytes and log-probabilities of the likeliest tokens, in decreasing order.
     """
 

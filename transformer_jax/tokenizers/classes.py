@@ -34,7 +34,7 @@ class TokenizerClass:
     mask_strips: bool = False
     """Whether a mask token strips the space before it if no file lists the token."""
     built_from: Literal["bytes", "words"] | None = None
-    """Files from which to build the tokenizer: vocab.json and merges.txt ("bytes"), or vocab.txt
+    """Files of the tokenizer: vocab.json and merges.txt ("bytes"), or vocab.txt
     ("words")."""
 
 

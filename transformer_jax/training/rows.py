@@ -166,7 +166,7 @@ def pack(
     length: int,
     fullest: bool = False,
 ) -> np.ndarray:  # i32[n]
-    """Return the number of the row in which each piece is placed.
+    """Return the row number of each piece.
 
     A piece is placed in the first of the last OPEN_ROWS rows that has room for it. If `fullest` is
     true, it is placed in the fullest of up to OPEN_ROWS open rows instead. The time is linear in

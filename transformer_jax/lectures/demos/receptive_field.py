@@ -3,8 +3,8 @@
     python -m transformer_jax demo receptive_field
 
 With a window of W tokens, a query in a causal layer sees W keys, including its own. The last output
-of L layers therefore depends on L (W - 1) + 1 inputs. The demonstration counts the inputs for which
-the gradient of the last output is not zero.
+of L layers therefore depends on L (W - 1) + 1 inputs. The demonstration counts the inputs whose
+gradient from the last output is not zero.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ NAMES = "gate_proj", "up_proj", "down_proj"
 
 
 def _table(config: ModelConfig, module: str, names: tuple[str, ...]) -> list[TensorMapping]:
-    """Return the table in which the experts of each block have these names in `module`."""
+    """Return the table whose experts have these names in `module` in each block."""
     experts = config.experts or Experts()
     block = f"model.layers.{{i}}.{module}"
     mappings = linear("feed_forward/router", f"{block}.gate", bias=False)

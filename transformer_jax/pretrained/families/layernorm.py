@@ -18,7 +18,7 @@ from transformer_jax.pretrained.families.decoder_keys import (
 )
 
 NO_BIAS: k.Fields = dict(qkv_bias=False, out_bias=False, ff_bias=False)
-"""Fields of a model in which only norms have biases."""
+"""Fields of a model whose only biases are those of norms."""
 NORMS = {
     "norm": "input_layernorm", "norm_attention": "input_layernorm",
     "norm_feed_forward": "post_attention_layernorm",

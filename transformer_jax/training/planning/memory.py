@@ -31,7 +31,7 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        """Return the sum, in which the donated state counts once."""
+        """Return the sum, counting the donated state once."""
         return self.parameters + self.optimizer + self.inputs + self.working
 
     def described(self) -> str:

@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class Conversations(RowsTask):
-    """Conversations in which the assistant's turns are learned."""
+    """Conversations whose assistant turns are learned."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -125,7 +125,7 @@ def answer_messages(
 def _examples(
     config: TrainConfig, tokenizer: Tokenizer, where: str, messages: Messages
 ) -> list[Batch]:
-    """Encode a conversation as rows in which only the assistant's tokens are labels.
+    """Encode a conversation as rows whose labels are only the assistant's tokens.
 
     A turn that does not continue the row starts a new one. This happens if a template shortens an
     answer when another message follows it.

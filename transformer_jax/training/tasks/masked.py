@@ -44,7 +44,7 @@ _EVAL_STREAM = 2**61
 number."""
 
 PSEUDO_WINDOWS = 4
-"""Number of held-out windows from which the pseudo-perplexity is computed."""
+"""Number of held-out windows used for the pseudo-perplexity."""
 
 
 class MaskedWindows(TrainingTask):
