@@ -129,8 +129,16 @@ def module(name: str, has_public: bool) -> str:
 
 
 def public_names() -> Iterator[str]:
-    """Give the lines of a table of public names for each group of the package's docstring."""
+    """Give the lines of a table of public names for each group of the package's docstring.
+
+    Raises:
+        ValueError: the groups of the docstring are not exactly the public names.
+    """
     found = exported()
+    grouped = [name for _, names in groups() for name in names]
+    if sorted(grouped) != sorted(found):
+        wrong = sorted({*grouped} ^ {*found}) or "a name that is listed twice"
+        raise ValueError(f"{PACKAGE}.__doc__ must list each public name once: {wrong}")
     for group, names in groups():
         yield f"\n## {group}\n\n| name | meaning |\n|---|---|"
         for name in names:
