@@ -46,7 +46,9 @@ ENTRIES = (
 )  # fmt: skip
 AT_ONCE = ("apply", "left", "prefill", "generate")
 """Methods that read each prompt in one call and do not continue it."""
-REFUSED = re.compile("edit of .*(needs all|combines rows|sees padding)|at is .*must be in|reaches")
+REFUSED = re.compile(
+    "edit of .*(needs all|needs the tokens|combines rows|sees padding)|at is .*must be from|reaches"
+)
 
 
 @functools.cache
