@@ -109,19 +109,15 @@ def relative_bucket(
     bucket = jnp.minimum(n, exact)
     # compare with the start of each bucket: a floating-point logarithm would place a distance equal
     # to a start in the bucket below
-    for i in range(1, b - exact):
-        starts = n >= _bucket_start(i, exact, b - exact, max_distance)
-        bucket = bucket + starts.astype(jnp.int32)
+    logarithmic = b - exact
+    for i in range(1, logarithmic):
+        # the ceiling of exact (max_distance / exact)^(i / logarithmic): start below the
+        # floating-point power and count up in exact integers
+        start = int(exact * (max_distance / exact) ** (i / logarithmic)) - 1
+        while start**logarithmic * exact**i < max_distance**i * exact**logarithmic:
+            start += 1
+        bucket = bucket + (n >= start).astype(jnp.int32)
     return bucket + jnp.where(distance > 0, b, 0) if bidirectional else bucket
-
-
-def _bucket_start(i: int, exact: int, logarithmic: int, max_distance: int) -> int:
-    """Return the ceiling of exact (max_distance / exact)^(i / logarithmic)."""
-    # start below the floating-point power and count up in exact integers
-    n = int(exact * (max_distance / exact) ** (i / logarithmic)) - 1
-    while n**logarithmic * exact**i < max_distance**i * exact**logarithmic:
-        n += 1
-    return n
 
 
 @value_class(pytree=True, eq=False)

@@ -210,7 +210,20 @@ class _Sides(ValueReader):
         outs = [type_of(x).shape for x in equation.outvars]
         arrays = [x.array for x in known]
         if name in SHAPES:
-            return [_Side(side, _reshaped(known[0], equation), fixed)]
+            before, after = type_of(equation.invars[0]).shape, outs[0]
+            # A single value stays the same array, so positions remain the same vector even if a
+            # mask adds axes of length 1.
+            if before == after or np.prod(before) == np.prod(after) == 1:
+                return [_Side(side, arrays[0], fixed)]
+            array = _fit(known[0], before)
+            first = array.shape[: bool(side)]
+            if name == "broadcast_in_dim":
+                between = [1] * len(after)
+                for axis, size in zip(equation.params["broadcast_dimensions"], before, strict=True):
+                    between[axis] = size
+                array = array.reshape((*first, *between))
+                array = numpy_or_jax(array).broadcast_to(array, (*first, *after))
+            return [_Side(side, array.reshape((*first, *after)), fixed)]
         # use NumPy for known values, so that nothing is compiled for a mask without arrays
         if name in _NUMPY and all(isinstance(x, np.ndarray) for x in arrays):
             fitted = [_fit(x, outs[0]) for x in known]
@@ -298,25 +311,6 @@ def _fit(value: _Side, shape: tuple[int, ...]) -> Array:
         return array
     lib = numpy_or_jax(array)
     return lib.broadcast_to(array.reshape((*first, *(1,) * len(shape))), (*first, *shape))
-
-
-def _reshaped(value: _Side, equation: JaxprEqn) -> Array:
-    """Return the array of a side after a shape operation. A single value is unchanged.
-
-    As a result, positions remain the same vector even if a mask adds axes of length 1.
-    """
-    before, after = type_of(equation.invars[0]).shape, type_of(equation.outvars[0]).shape
-    if before == after or np.prod(before) == np.prod(after) == 1:
-        return value.array
-    array = _fit(value, before)
-    first = array.shape[: bool(value.side)]
-    if equation.primitive.name != "broadcast_in_dim":
-        return array.reshape((*first, *after))
-    between = [1] * len(after)
-    for axis, size in zip(equation.params["broadcast_dimensions"], before, strict=True):
-        between[axis] = size
-    lib = numpy_or_jax(array)
-    return lib.broadcast_to(array.reshape((*first, *between)), (*first, *after))
 
 
 def _known_first(x: Array) -> Array:

@@ -109,7 +109,11 @@ def read_request(endpoint: Endpoint, body: bytes, model: str) -> TextRequest:
     if "stream_options" in fields and not fields.get("stream"):
         raise RequestError("stream_options needs stream true", param="stream_options")
     stop = fields.get("stop", ())
-    content = _messages(fields["messages"]) if endpoint == "chat" else _prompt(fields["prompt"])
+    content: Any = fields["messages" if endpoint == "chat" else "prompt"]
+    if endpoint == "chat":
+        content = _messages(content)
+    elif isinstance(content, list):  # a list of one string, or token IDs
+        content = content[0] if isinstance(content[0], str) else tuple(map(int, content))
     return TextRequest(
         endpoint, content,
         num_tokens=None if count is None else int(count),
@@ -226,12 +230,6 @@ def read_json(body: bytes, *, decimals: bool = False) -> Json:
     except _BodyError as error:
         raise RequestError(str(error)) from None
     return found
-
-
-def _prompt(prompt: Any) -> str | tuple[int, ...]:
-    if isinstance(prompt, str):
-        return prompt
-    return prompt[0] if isinstance(prompt[0], str) else tuple(map(int, prompt))
 
 
 def _messages(messages: list[JsonObject]) -> tuple[dict[str, str], ...]:
@@ -375,10 +373,22 @@ def _log_probs(request: TextRequest, tokens: Sequence[Token]) -> JsonObject | No
             ],
             "refusal": None,
         }
+    likeliest: list[JsonObject] = []
+    for token in tokens:
+        found: JsonObject = {}
+        for piece, log_prob in token.top[: request.top]:
+            # JSON keys must be unique, but several tokens, such as parts of characters, may have
+            # the same text.
+            name, n = _named(piece), 1
+            while name in found:
+                n += 1
+                name = f"{_named(piece)} #{n}"
+            found[name] = log_prob
+        likeliest.append(found)
     return {
         "tokens": [_named(token.piece) for token in tokens],
         "token_logprobs": [token.log_prob for token in tokens],
-        "top_logprobs": [_by_name(token.top[: request.top]) for token in tokens],
+        "top_logprobs": likeliest,
         "text_offset": [token.offset for token in tokens],
     }
 
@@ -397,20 +407,6 @@ def _named(piece: bytes) -> str:
         return piece.decode("utf-8")
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-
-
-def _by_name(top: Sequence[tuple[bytes, float]]) -> JsonObject:
-    """Return log-probabilities keyed by token text, with a number added to texts that repeat."""
-    found: JsonObject = {}
-    for piece, log_prob in top:
-        # JSON keys must be unique, but several tokens, such as parts of characters, may have the
-        # same text.
-        name, n = _named(piece), 1
-        while name in found:
-            n += 1
-            name = f"{_named(piece)} #{n}"
-        found[name] = log_prob
-    return found
 
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}

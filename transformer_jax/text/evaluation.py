@@ -96,8 +96,31 @@ def task_on(
     for name, value in (options | {"context": context}).items():
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} is {value}: must be at least 1")
-    if model.task is None:
-        return _published(model, data, options, context, named)
+    if model.task is None:  # a published model
+        for name, value in options.items():
+            if value is not None:
+                rule = "a published model is evaluated on text"
+                raise ConfigError(f"{name} is {value!r}: {rule}")
+        if model.kind == "targets":
+            rule = "a published encoder-decoder cannot be evaluated; pass a run"
+            raise ConfigError(f"model is {model.name!r}: {rule}")
+        if model.kind == "vectors":
+            rule = "an encoder without a masked-token head cannot be evaluated"
+            raise ConfigError(f"model is {model.name!r}: {rule}")
+        decoder = model.kind == "text"
+        if named is not None and (named != "chat" or not decoder):
+            rule = "must be chat" if decoder else "a masked encoder is evaluated on text"
+            raise ConfigError(f"task is {named!r}: {rule}")
+        line: object = None
+        # A line that is not JSON is text. The reader below raises an error if the file is missing.
+        with contextlib.suppress(OSError, ValueError, RecursionError), open(data, "rb") as file:
+            line = json.loads(file.readline(2**20))
+        # `ChatTask` reads such lines as conversations
+        if named is None and isinstance(line, dict) and "messages" in line:
+            rule = "a decoder needs task chat; any other model needs text"
+            raise ConfigError(f"data is {data!r}: its first line is a conversation: {rule}")
+        published = published_run(cast(ModelConfig, model.config), model.name, data, context)
+        return published if named is None else dataclasses.replace(published, task=tasks.ChatTask())
     run = model.run
     for name, value in {"context": context, "task": named}.items():
         if value is not None:
@@ -126,36 +149,6 @@ def task_on(
     return dataclasses.replace(
         run, task=task, data=data, val_data=data, eval_batches=None, data_weights=None
     )
-
-
-def _published(
-    model: Reader, data: str, options: dict[str, FieldValue], context: int | None, named: str | None
-) -> TrainConfig:
-    """Return a run config for evaluating a published model."""
-    for name, value in options.items():
-        if value is not None:
-            rule = "a published model is evaluated on text"
-            raise ConfigError(f"{name} is {value!r}: {rule}")
-    if model.kind == "targets":
-        rule = "a published encoder-decoder cannot be evaluated; pass a run"
-        raise ConfigError(f"model is {model.name!r}: {rule}")
-    if model.kind == "vectors":
-        rule = "an encoder without a masked-token head cannot be evaluated"
-        raise ConfigError(f"model is {model.name!r}: {rule}")
-    decoder = model.kind == "text"
-    if named is not None and (named != "chat" or not decoder):
-        rule = "must be chat" if decoder else "a masked encoder is evaluated on text"
-        raise ConfigError(f"task is {named!r}: {rule}")
-    line: object = None
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        # A line that is not JSON is text. The reader below raises an error if the file is missing.
-        with open(data, "rb") as file:
-            line = json.loads(file.readline(2**20))
-    if named is None and isinstance(line, dict) and "messages" in line:  # as `ChatTask` reads them
-        rule = "a decoder needs task chat; any other model needs text"
-        raise ConfigError(f"data is {data!r}: its first line is a conversation: {rule}")
-    run = published_run(cast(ModelConfig, model.config), model.name, data, context)
-    return run if named is None else dataclasses.replace(run, task=tasks.ChatTask())
 
 
 def judge_file(

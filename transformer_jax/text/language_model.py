@@ -326,7 +326,10 @@ class LanguageModel(Reader):
         # The first word of an answer may start with a space that separates it from the prompt.
         if isinstance(found, list):
             return [text.removeprefix(" ") for text in found]
-        return found.removeprefix(" ") if isinstance(found, str) else _without_first_space(found)
+        if isinstance(found, str):
+            return found.removeprefix(" ")
+        stripped = (piece if n else piece.removeprefix(" ") for n, piece in enumerate(found))
+        return (piece for piece in stripped if piece)
 
     def search(
         self, prompt: str | np.ndarray, num_tokens: int | None = None, **options: Unpack[Options]
@@ -721,10 +724,3 @@ def as_texts(name: str, value: str | Sequence[str]) -> tuple[list[str], bool]:
     if not texts:
         raise ValueError(f"{name} is an empty list: must contain at least one string")
     return list(texts), not isinstance(value, str)
-
-
-def _without_first_space(pieces: Iterator[str]) -> Iterator[str]:
-    """Yield the pieces without the space before the first word."""
-    for n, piece in enumerate(pieces):
-        if piece := piece if n else piece.removeprefix(" "):
-            yield piece

@@ -191,7 +191,21 @@ def tokenizer_files(
                 f"a tokenizer of type {type(plain(tokenizer)).__name__} cannot be written"
             )
     if isinstance(tokenizer, SpecialTokens):
-        settings |= _with_added(definition, tokenizer)
+        vocabulary = definition["model"].get("vocab")
+        added = definition.setdefault("added_tokens", [])
+        taken = {token["content"] for token in added}
+        taken |= {*vocabulary} if isinstance(vocabulary, dict) else {text for text, _ in vocabulary}
+        flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+        for name, i in tokenizer.special_ids.items():
+            text = f"<{name}>"
+            # An ordinary piece of the vocabulary must not become a special token.
+            while text in taken:
+                text = f"<{text}>"
+            if isinstance(vocabulary, dict):  # a dict fixes the ID
+                vocabulary[text] = i
+            added.append(dict(id=i, content=text, **flags))
+            if name in ROLES:
+                settings[f"{name}_token"] = text
     if classifies and (framing := encoder_frame(tokenizer)) != frame(tokenizer):
         from tokenizers import Tokenizer as Library
 
@@ -205,27 +219,6 @@ def tokenizer_files(
         return {name: f"{text}\n".encode() for name, text in written.items()}, note
     except UnicodeEncodeError:
         raise ConfigError(_SURROGATE) from None
-
-
-def _with_added(definition: JsonObject, tokenizer: SpecialTokens) -> dict[str, str]:
-    """Add special tokens to the tokenizer's JSON, and return the tokens that have a role."""
-    vocabulary = definition["model"].get("vocab")
-    added = definition.setdefault("added_tokens", [])
-    taken = {token["content"] for token in added}
-    taken |= {*vocabulary} if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    roles = {}
-    for name, i in tokenizer.special_ids.items():
-        text = f"<{name}>"
-        # An ordinary piece of the vocabulary must not become a special token.
-        while text in taken:
-            text = f"<{text}>"
-        if isinstance(vocabulary, dict):  # a dict fixes the ID
-            vocabulary[text] = i
-        added.append(dict(id=i, content=text, **flags))
-        if name in ROLES:
-            roles[f"{name}_token"] = text
-    return roles
 
 
 def _byte_definition() -> JsonObject:

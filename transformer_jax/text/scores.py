@@ -107,19 +107,10 @@ def score_text(model: Reader, text: ScoreInput, read: Windows) -> Score:
             least = "one token" if first else "two tokens, because the first has no context"
             raise DataError(f"text is {text!r:.40}: must have at least {least}")
         return _score_ids(model, ids, len(first) or 1, size, read)
-    turn, answer = _turn(model, text)
-    ids = model.known(np.append(turn.prompt, turn.answer), "the text")
-    size = len(utf8(answer))
-    if not len(turn.prompt):  # the first token of the answer has no context
-        size -= _bytes_of_first(model, ids, answer)
-    return _score_ids(model, ids, len(turn.prompt) or 1, size, read)
-
-
-def _turn(model: Reader, text: ScoreInput) -> tuple[Turn, str]:
-    """Return the turn for a pair or for messages, and its answer, which is the part to score."""
+    turn: Turn | None = None
     if is_pair(text):
         if isinstance(model.task, PreferenceTask) and model.kind == "text":
-            return text_turn(model.tokenizer, *text), text[1]
+            turn, answer = text_turn(model.tokenizer, *text), text[1]
     elif isinstance(text, list):
         base, messages = plain(model.tokenizer), checked_messages(text)
         content = messages[-1]["content"]
@@ -136,9 +127,15 @@ def _turn(model: Reader, text: ScoreInput) -> tuple[Turn, str]:
             # token.
             used = tokenizer_of_talks(base, "messages", messages)[0] if has_template else None
             turn = located("messages[-1]", message_turn, used or model.tokenizer, messages)
-            return turn, str(messages[-1]["content"])
-    rules = {"chat": "messages that end with one from the assistant"}
-    raise DataError(f"text is {text!r:.80}: must be {rules.get(model.kind, 'a string')}")
+            answer = str(messages[-1]["content"])
+    if turn is None:
+        rules = {"chat": "messages that end with one from the assistant"}
+        raise DataError(f"text is {text!r:.80}: must be {rules.get(model.kind, 'a string')}")
+    ids = model.known(np.append(turn.prompt, turn.answer), "the text")
+    size = len(utf8(answer))
+    if not len(turn.prompt):  # the first token of the answer has no context
+        size -= _bytes_of_first(model, ids, answer)
+    return _score_ids(model, ids, len(turn.prompt) or 1, size, read)
 
 
 def _bytes_of_first(model: Reader, ids: np.ndarray, text: str) -> int:

@@ -205,7 +205,19 @@ class PretrainedTokenizer:
         add = self.add_special_tokens if special_tokens is None else special_tokens
 
         def read(begins: bool) -> list[int]:
-            library = self._reader(written == "text", begins)
+            from tokenizers import Tokenizer as Library
+
+            # parsing a definition is slow, so each combination of settings is parsed only once
+            kind = written == "text", begins
+            if (library := self._readers.get(kind)) is None:
+                definition = self.definition
+                if not begins:
+                    spaceless = _without_space(read_definition(definition))
+                    assert isinstance(spaceless, dict)
+                    definition = canonical(spaceless)
+                library = Library.from_str(definition)
+                library.encode_special_tokens = written == "text"
+                self._readers[kind] = library  # only now, because other threads may use it
             # the fast call skips token offsets, which are not used here
             (found,) = _rust("text", library.encode_batch_fast, [text], add_special_tokens=add)
             return list(found.ids)
@@ -386,25 +398,6 @@ class PretrainedTokenizer:
     @cached_property
     def _readers(self) -> dict[tuple[bool, bool], Library]:
         return {(False, True): self._library}
-
-    def _reader(self, verbatim: bool, begins: bool) -> Library:
-        """Return the library's tokenizer, which is cached for each combination of settings.
-
-        If `verbatim` is true, special tokens are read as text. If `begins` is false, no space is
-        added at the start.
-        """
-        from tokenizers import Tokenizer as Library
-
-        if (found := self._readers.get((verbatim, begins))) is None:
-            definition = self.definition
-            if not begins:
-                spaceless = _without_space(read_definition(definition))
-                assert isinstance(spaceless, dict)
-                definition = canonical(spaceless)
-            found = Library.from_str(definition)
-            found.encode_special_tokens = verbatim
-            self._readers[verbatim, begins] = found
-        return found
 
     @cached_property
     def _vocabulary(self) -> dict[str, int]:

@@ -111,32 +111,26 @@ def start_params(
     """
     model, params, task = config.model, loaded, config.task
     if isinstance(task, ClassifyTask) and "classifier" in params:
-        params = _match_head(task.labels or (), start, params)
+        labels, names, head = task.labels or (), start.labels, params["classifier"]
+        kernel = head["kernel"]
+        assert not isinstance(kernel, Mapping)
+        count = kernel.shape[-1]
+        differs = count != len(labels) or (names is not None and {*names} != {*labels})
+        # the two outputs of BERT's next-sentence head are not text classes
+        if differs or start.config.masked_token_head:
+            params = {name: part for name, part in params.items() if name != "classifier"}
+        else:
+            # If the head's classes are unnamed, numeric labels select classes by number (class 0 is
+            # LABEL_0, as in transformers, or 0), and other labels are assigned in order.
+            for form in ("LABEL_{}", "{}") if names is None else ():
+                numbered = tuple(form.format(i) for i in range(count))
+                names = numbered if {*numbered} == {*labels} else names
+            if names is not None and names != labels:
+                order = np.array([names.index(label) for label in labels])
+                head = jax.tree.map(lambda leaf: leaf[..., order], head)
+                params = {**params, "classifier": head}
     # random initialization is slow, so it runs only if parameters are missing
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     if jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes):
         return params, []
     return merged(init_params(model, key), params)
-
-
-def _match_head(labels: tuple[str, ...], start: StartModel, params: Params) -> Params:
-    """Reorder the head's outputs to match `labels`, or drop the head if its classes differ.
-
-    BERT's next-sentence head is always dropped. If the head's classes are unnamed, numeric labels
-    select classes by number, and other labels are assigned to classes in order.
-    """
-    head, names = params["classifier"], start.labels
-    next_sentence = start.config.masked_token_head
-    kernel = head["kernel"]
-    assert not isinstance(kernel, Mapping)
-    count = kernel.shape[-1]
-    if next_sentence or count != len(labels) or (names is not None and {*names} != {*labels}):
-        return {name: part for name, part in params.items() if name != "classifier"}
-    # class 0 may be labeled LABEL_0, as in transformers, or 0
-    for form in ("LABEL_{}", "{}") if names is None else ():
-        numbered = tuple(form.format(i) for i in range(count))
-        names = numbered if {*numbered} == {*labels} else names
-    if names is None or names == labels:
-        return params
-    order = np.array([names.index(label) for label in labels])
-    return {**params, "classifier": jax.tree.map(lambda leaf: leaf[..., order], head)}

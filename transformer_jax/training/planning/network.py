@@ -41,7 +41,17 @@ def network_traffic(text: str, devices: int) -> Traffic:
     twice as much, and a permutation sends all of it. Collectives in loops count once per iteration.
     `text` is the result of `jax.stages.Compiled.as_text`.
     """
-    lines = _computations(text)
+    lines: dict[str, list[str]] = {}  # of each computation; `entry` is the one that runs first
+    name = None
+    for line in text.splitlines():
+        match = _COMPUTATION.match(line)
+        if match:
+            name = "entry" if line.startswith("ENTRY") else match[1]
+            lines[name] = []
+        elif line.startswith("}"):
+            name = None
+        elif name is not None:
+            lines[name].append(line)
     runs, unknown = _run_counts(lines)
     found: dict[str, tuple[str, float]] = {}
     uncertain = 0
@@ -50,8 +60,29 @@ def network_traffic(text: str, devices: int) -> Traffic:
             match = _COLLECTIVE.search(line)
             if match is None or runs[name] == 0:
                 continue
-            kind, group = match[2], _group(line, devices)
-            size = _result_bytes(match[1], kind, "-start(" in match[0])
+            # XLA prints the groups of devices in three notations, and nothing for a single group.
+            named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
+            counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", line)
+            listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
+            if named:
+                axes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+                group = math.prod(int(axes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+            elif counted:
+                group = int(counted[2])
+            else:
+                group = len(listed[1].split(",")) if listed and listed[1] else devices
+            kind, sizes = match[2], list[float]()
+            for dtype, dims in _SHAPE.findall(match[1]):
+                bits = re.search(r"\d+", dtype)
+                width = _BYTES.get(dtype, int(bits[0]) / 8 if bits else 4.0)
+                sizes.append(math.prod(int(n) for n in dims.split(",") if n) * width)
+            # Except for an all-reduce, the start of an asynchronous collective also lists its
+            # operands, as (in, out) or ((in, in), (out, out)). A permutation appends two numbers.
+            if "-start(" in match[0] and kind == "collective-permute":
+                sizes = sizes[1:2] or sizes
+            elif "-start(" in match[0] and kind != "all-reduce":
+                sizes = sizes[len(sizes) // 2 :]
+            size = sum(sizes)
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"  # the TPU compiler's notation
             elif kind == "reduce-scatter":
@@ -67,22 +98,6 @@ def network_traffic(text: str, devices: int) -> Traffic:
     for kind, sent in found.values():
         sums[kind] += sent
     return Traffic(dict(sums), uncertain)
-
-
-def _computations(text: str) -> dict[str, list[str]]:
-    """Return the lines of each computation, keyed by name. The entry computation is `entry`."""
-    found: dict[str, list[str]] = {}
-    name = None
-    for line in text.splitlines():
-        match = _COMPUTATION.match(line)
-        if match:
-            name = "entry" if line.startswith("ENTRY") else match[1]
-            found[name] = []
-        elif line.startswith("}"):
-            name = None
-        elif name is not None:
-            found[name].append(line)
-    return found
 
 
 def _run_counts(lines: dict[str, list[str]]) -> tuple[dict[str, float], set[str]]:
@@ -113,34 +128,3 @@ def _run_counts(lines: dict[str, list[str]]) -> tuple[dict[str, float], set[str]
 
     visit("entry", 1.0, False)
     return runs, unknown
-
-
-def _result_bytes(shapes: str, kind: str, begins: bool) -> float:
-    """Return the size in bytes of the results of a collective.
-
-    Except for an all-reduce, the start of an asynchronous collective also lists its operands, as
-    (in, out) or ((in, in), (out, out)). A permutation appends two numbers.
-    """
-    sizes = []
-    for dtype, dims in _SHAPE.findall(shapes):
-        bits = re.search(r"\d+", dtype)
-        width = _BYTES.get(dtype, int(bits[0]) / 8 if bits else 4.0)
-        sizes.append(math.prod(int(n) for n in dims.split(",") if n) * width)
-    if not begins or kind == "all-reduce":
-        return sum(sizes)
-    if kind == "collective-permute":
-        return sizes[1] if len(sizes) > 1 else sum(sizes)
-    return sum(sizes[len(sizes) // 2 :])
-
-
-def _group(line: str, devices: int) -> int:
-    """Return the number of devices per group of a collective, or all devices without groups."""
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
-    if named:
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
-    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", line)
-    if counted:
-        return int(counted[2])
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
-    return len(listed[1].split(",")) if listed and listed[1] else devices

@@ -178,7 +178,20 @@ def plan_decoding(
     params = jax.eval_shape(lambda: cast_floats(init_params(model, jax.random.key(0)), dtype))
     params = placement.state(params)
     cache = jax.eval_shape(lambda: init_cache(model, batch_size, length))
-    cache = _placed_cache(cache, placement, model)
+    assert placement.mesh is not None
+    split = model.kv_heads % placement.mesh.shape["tensor"] == 0
+    heads = "tensor" if split else None
+
+    def placed(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        axes: list[str | tuple[str, ...] | None] = [ROWS, *(None,) * (leaf.ndim - 1)]
+        if name in ("k", "v"):
+            axes[-2] = heads
+        sharding = _sharding(placement, PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    # split by row and, if `tensor` divides them, by key head
+    cache = jax.tree_util.tree_map_with_path(placed, cache)
     rows = _sharding(placement, PartitionSpec(ROWS))
     tokens = jax.ShapeDtypeStruct((batch_size, 1), jnp.int32, sharding=rows)
 
@@ -371,20 +384,3 @@ def _batch(model: ModelConfig, shape: tuple[int, int, int], placement: Placement
     if model.kind == "encoder" and model.num_classes is not None:
         return Batch(tokens, array(shape[:2]))
     return Batch(tokens, tokens, source=source)
-
-
-def _placed_cache(cache: PyTree, placement: Placement, model: ModelConfig) -> PyTree:
-    """Return the shapes of a cache, split by row and, if `tensor` divides them, by key head."""
-    assert placement.mesh is not None
-    split = model.kv_heads % placement.mesh.shape["tensor"] == 0
-    heads = "tensor" if split else None
-
-    def placed(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        name = jax.tree_util.keystr(path[-1:], simple=True)
-        axes: list[str | tuple[str, ...] | None] = [ROWS, *(None,) * (leaf.ndim - 1)]
-        if name in ("k", "v"):
-            axes[-2] = heads
-        sharding = _sharding(placement, PartitionSpec(*axes))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree_util.tree_map_with_path(placed, cache)

@@ -166,7 +166,17 @@ class Masking:
         """
         task = self.task
         replaced = task.replaced if replaced is None else replaced
-        chosen, how, which = _uniform(self.seed, step, first, tokens.shape)
+        *rows, count = tokens.shape
+        # Three random numbers per token, which depend only on the seed, the step, and the number of
+        # the row. Each row uses whole Philox blocks, so it gets the same numbers in every batch.
+        blocks = -(-3 * count // 4)  # a block has four words
+        # 1 << 63 separates this random stream from the one for window starts
+        key = (self.seed << 64) + (1 << 63) + step
+        philox = np.random.Philox(key=key, counter=1 + first * blocks)
+        words = philox.random_raw(math.prod(rows) * 4 * blocks).reshape(-1, 4 * blocks)
+        words = words[:, : 3 * count].reshape(*rows, 3, count)
+        # the upper 53 bits of a word are a float64 in [0, 1)
+        chosen, how, which = np.moveaxis((words >> np.uint64(11)) * 2.0**-53, -2, 0)
         if self.opens is not None and self.closes is not None:
             kinds = np.minimum(tokens, self.kinds)
             starts = self.opens[kinds]
@@ -193,23 +203,6 @@ class Masking:
         whole[..., whole.shape[-1] - around[-1][1] :] = self.frame.last
         labels = np.pad(labels, around, constant_values=IGNORE)
         return Batch(whole, labels.astype(np.int32))
-
-
-def _uniform(
-    seed: int, step: int, first: int, shape: tuple[int, ...]
-) -> np.ndarray:  # f64[3, *shape] in [0, 1)
-    """Draw three random numbers per token, for rows whose numbers start at `first`.
-
-    The numbers depend only on the arguments, so a row gets the same numbers in every batch. The
-    random stream differs from the one for window starts.
-    """
-    *rows, tokens = shape
-    # each row uses whole Philox blocks, so that its numbers do not depend on the batch
-    blocks = -(-3 * tokens // 4)  # a block has four words
-    philox = np.random.Philox(key=(seed << 64) + (1 << 63) + step, counter=1 + first * blocks)
-    words = philox.random_raw(math.prod(rows) * 4 * blocks).reshape(-1, 4 * blocks)
-    words = words[:, : 3 * tokens].reshape(*rows, 3, tokens)
-    return np.moveaxis((words >> np.uint64(11)) * 2.0**-53, -2, 0)
 
 
 def _windows(corpus: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:  # i32[..., T]

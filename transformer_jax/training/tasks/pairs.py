@@ -77,7 +77,26 @@ class Pairs(RowsTask):
             train, val = split_held_out(config, pairs, "pairs")
         self.made = made is not None
         two_rows = config.model.kind == "encoder-decoder"
-        tokenizers = _tokenizers(config, tokenizers, train, val, two_rows)
+        separate = isinstance(config.task, Seq2SeqTask) and config.task.vocabulary == "separate"
+
+        def trained(*columns: int) -> Tokenizers:
+            both = [pair[c] for pair in (*train, *val) for c in columns]
+            training = [pair[c] for pair in train for c in columns]
+            return Tokenizers(line_tokenizer(config, both, training))
+
+        if tokenizers is None and separate:
+            tokenizers = Tokenizers(trained(1).tokenizer, trained(0).tokenizer)
+        elif tokenizers is None:
+            tokenizers = trained(0, 1)
+        if two_rows and separate != (tokenizers.source is not None):
+            count = "one vocabulary" if separate else "two vocabularies"
+            rule = f"init_from {config.init_from!r} has {count}"
+            raise DataError(f"vocabulary is {'separate' if separate else 'shared'!r}, but {rule}")
+        names = ["bos", "eos"] if two_rows else ["sep", "eos"]
+        tokenizer = with_special_tokens(tokenizers.tokenizer, names)
+        if not two_rows:
+            tokenizer = with_end(tokenizer, special_ids(tokenizer)["eos"])
+        tokenizers = Tokenizers(tokenizer, tokenizers.source)
         config = with_vocabulary(config, tokenizers, vocab_size)
         self.pairs = val
 
@@ -142,34 +161,6 @@ def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Bat
     if wanted and config.model.supports("masks"):
         prefix = np.arange(len(labels)) < len(source)
     return Batch(whole[:-1], labels, prefix=prefix)
-
-
-def _tokenizers(
-    config: TrainConfig,
-    loaded: Tokenizers | None,
-    train: Sequence[Pair],
-    val: Sequence[Pair],
-    two_rows: bool,
-) -> Tokenizers:
-    """Return the run's tokenizers, which are trained on its pairs unless they are passed."""
-    names = ["bos", "eos"] if two_rows else ["sep", "eos"]
-    separate = isinstance(config.task, Seq2SeqTask) and config.task.vocabulary == "separate"
-    if loaded is None:
-
-        def made(*columns: int) -> Tokenizers:
-            both = [pair[c] for pair in (*train, *val) for c in columns]
-            training = [pair[c] for pair in train for c in columns]
-            return Tokenizers(line_tokenizer(config, both, training))
-
-        loaded = Tokenizers(made(1).tokenizer, made(0).tokenizer) if separate else made(0, 1)
-    if two_rows and separate != (loaded.source is not None):
-        count = "one vocabulary" if separate else "two vocabularies"
-        rule = f"init_from {config.init_from!r} has {count}"
-        raise DataError(f"vocabulary is {'separate' if separate else 'shared'!r}, but {rule}")
-    tokenizer = with_special_tokens(loaded.tokenizer, names)
-    if not two_rows:
-        tokenizer = with_end(tokenizer, special_ids(tokenizer)["eos"])
-    return Tokenizers(tokenizer, loaded.source)
 
 
 def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:

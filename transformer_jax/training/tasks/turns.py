@@ -101,20 +101,12 @@ def message_turn(tokenizer: Tokenizer, messages: Messages) -> Turn:
         DataError: If the template does not write the answer after the other messages, or if it
             changes the answer or the other messages.
     """
-    if isinstance(tokenizer, PretrainedTokenizer):
-        prompt, answer = _templated(tokenizer, messages)
-        ended = _last_visible_id(tokenizer, answer) in tokenizer.stop_ids
-        return Turn(prompt, answer if ended else _ids(answer, [special_ids(tokenizer)["eos"]]))
-    for field in BESIDE_CONTENT:
-        if messages[-1].get(field):
-            raise DataError(f"has {field}, which needs a chat template: remove it")
-    return Turn(
-        prompt_ids(tokenizer, messages[:-1]), target_ids(tokenizer, messages[-1]["content"])
-    )
-
-
-def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
     *before, last = messages
+    if not isinstance(tokenizer, PretrainedTokenizer):
+        for field in BESIDE_CONTENT:
+            if last.get(field):
+                raise DataError(f"has {field}, which needs a chat template: remove it")
+        return Turn(prompt_ids(tokenizer, before), target_ids(tokenizer, last["content"]))
     if not before:
         raise DataError("is from the assistant: a chat template needs a message before it")
     prompt = tokenizer.chat(before, add_generation_prompt=True)
@@ -165,7 +157,9 @@ def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
         remedy = "begin the content with the prompt, or change the template"
         raise DataError(f"the chat template {rule}: {remedy}")
     encode = partial(tokenizer.encode, special_tokens=False)
-    return Turn(*encode_answer(encode, prompt, whole))
+    read, answer = encode_answer(encode, prompt, whole)
+    ended = _last_visible_id(tokenizer, answer) in tokenizer.stop_ids
+    return Turn(read, answer if ended else _ids(answer, [special_ids(tokenizer)["eos"]]))
 
 
 def _common_prefix(one: str, two: str) -> int:
