@@ -276,8 +276,8 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/cache/paged_cache.py",
         (
             "a full page is allocated again",
-            "(cache.length // cache.page_size)[:, None]\n    touched",
-            "((cache.length - 1) // cache.page_size)[:, None]\n    touched",
+            "(cache.length // size)[:, None]\n    touched",
+            "((cache.length - 1) // size)[:, None]\n    touched",
             "cache/test_paged_cache.py::test_page_count_needed_matches_allocation_with_shared_rows",
         ),
         (
@@ -294,14 +294,14 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "a row copies its own page before a write",
-            "(references[table] > 1))",
-            "(references[table] >= 1))",
+            "(references[cache.block_table] > 1))",
+            "(references[cache.block_table] >= 1))",
             "cache/test_paged_cache.py::test_row_writes_to_unshared_pages_in_place",
         ),
         (
             "rewound tokens reappear with the next token",
-            "jnp.where(positions < before.length[:, None, None], positions, -1)",
-            "jnp.where(positions < before.length.max(), positions, -1)",
+            "jnp.where(kept < cache.length[:, None, None], kept, -1)",
+            "jnp.where(kept < cache.length.max(), kept, -1)",
             "cache/test_paged_cache.py::test_rewound_tokens_stay_discarded_despite_longer_row",
         ),
         (
@@ -651,8 +651,8 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "the start token is predicted",
-            "counts = np.where(word == size - 1, 0, counts)",
-            "counts = np.asarray(counts)",
+            "count = np.where(word == size - 1, 0, count)",
+            "count = np.asarray(count)",
             "lectures/test_ngram.py::test_ngram_probabilities_match_formula_for_every_context",
         ),
     ),
@@ -1276,8 +1276,8 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/interpret/probes.py",
         (
             "a probe's bias ignores the mean of its inputs",
-            "return kernel, (mean - centre @ kernel)[0], mean",
-            "return kernel, mean[0], mean",
+            "bias = (mean - centre @ kernel)[0]",
+            "bias = mean[0]",
             "interpret/test_probes.py::test_regression_probe_satisfies_normal_equations[False]",
         ),
     ),

@@ -217,13 +217,13 @@ class _Sides(ValueReader):
                 return [_Side(side, arrays[0], fixed)]
             array = _fit(known[0], before)
             first = array.shape[: bool(side)]
-            if name == "broadcast_in_dim":
-                between = [1] * len(after)
-                for axis, size in zip(equation.params["broadcast_dimensions"], before, strict=True):
-                    between[axis] = size
-                array = array.reshape((*first, *between))
-                array = numpy_or_jax(array).broadcast_to(array, (*first, *after))
-            return [_Side(side, array.reshape((*first, *after)), fixed)]
+            if name != "broadcast_in_dim":
+                return [_Side(side, array.reshape((*first, *after)), fixed)]
+            between = [1] * len(after)
+            for axis, size in zip(equation.params["broadcast_dimensions"], before, strict=True):
+                between[axis] = size
+            lib, array = numpy_or_jax(array), array.reshape((*first, *between))
+            return [_Side(side, lib.broadcast_to(array, (*first, *after)), fixed)]
         # use NumPy for known values, so that nothing is compiled for a mask without arrays
         if name in _NUMPY and all(isinstance(x, np.ndarray) for x in arrays):
             fitted = [_fit(x, outs[0]) for x in known]
@@ -302,8 +302,8 @@ _ELEMENTWISE = {*_NUMPY, "add", "sub", "mul", "min", "max", "select_n", "convert
 def _fit(value: _Side, shape: tuple[int, ...]) -> Array:
     """Return the array of a side in the shape that an operation expects after the first axis.
 
-    The array either already has this shape, or is a single value whose shape `_reshaped` did not
-    change.
+    The array either already has this shape, or is a single value that no shape operation has
+    reshaped.
     """
     array, side = value.array, bool(value.side)
     first, inner = array.shape[:side], array.shape[side:]

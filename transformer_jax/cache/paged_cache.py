@@ -165,12 +165,53 @@ def update(
 def _write(cache: PagedCache, new: kv.KVCache) -> PagedCache:
     """Allocate the pages that new tokens need and write the tokens."""
     positions, size, P = new.positions, cache.page_size, cache.num_pages
+    (B, M), T = cache.block_table.shape, positions.shape[1]
     beyond = (positions >= cache.capacity).any(axis=1)
     write = (positions >= 0) & ~(beyond | cache.exhausted)[:, None]
-    table, touched, taken, failed = _take_pages(cache, jnp.where(write, positions // size, -1))
+
+    # Allocate pages: bool[B, M] masks select the blocks to write, and those of them that are new.
+    at = jnp.arange(B)[:, None], jnp.where(write, positions // size, M)  # block M does not exist
+    touched = jnp.zeros((B, M), bool).at[at].set(True, mode="drop")
+    # the last block of a row is also rewritten, because its later slots may contain rewound tokens
+    last = jnp.arange(M)[None] == (cache.length // size)[:, None]
+    touched |= last & (cache.block_table >= 0) & touched.any(axis=1, keepdims=True)
+    references = _references(cache)
+    taken = touched & ((cache.block_table < 0) | (references[cache.block_table] > 1))
+    order = jnp.cumsum(taken.reshape(-1)).reshape(B, M) - 1
+    # pages are allocated to the rows in order, so the last rows are the first to fail
+    failed = (taken & (order >= (references == 0).sum())).any(axis=1)
+    touched, taken = touched & ~failed[:, None], taken & ~failed[:, None]
+    free_first = jnp.argsort(references > 0, stable=True).astype(jnp.int32)
+    fresh = free_first[jnp.minimum(order, len(references) - 1)]
+    table = jnp.where(taken, fresh, cache.block_table)
     failed |= beyond
     write &= ~failed[:, None]
-    cache = _prepare_pages(replace(cache, block_table=table), cache, touched, taken, write.shape[1])
+
+    # Initialize the new pages as copies of shared pages, or as empty pages. T tokens affect at most
+    # T blocks, in addition to the last block of the row.
+    blocks = jnp.argsort(~touched, axis=1, stable=True)[:, : min(T + 1, M)]
+    pick = partial(jnp.take_along_axis, indices=blocks, axis=1)
+    old, page = pick(cache.block_table), jnp.where(pick(touched), pick(table), P)
+    copied = pick(taken) & (old >= 0)
+    kept = jnp.where((old >= 0)[..., None], cache.positions[old], -1)
+    # a freed or reallocated page may still contain later positions
+    kept = jnp.where(kept < cache.length[:, None, None], kept, -1)
+    arrays = kv.slot_leaves(cache)
+    arrays["positions"] = cache.positions.at[page].set(kept, mode="drop")
+    if copied.size:
+        copied_first = jnp.argsort(~copied.reshape(-1), stable=True)
+        source, target = old.reshape(-1)[copied_first], page.reshape(-1)[copied_first]
+
+        # copy page by page, because XLA would change the layout of the pool for a scatter of whole
+        # pages
+        def copy(i: jax.Array, pages: Tree) -> Tree:
+            read = partial(jax.lax.dynamic_index_in_dim, index=source[i])
+            write = jax.lax.dynamic_update_index_in_dim
+            return jax.tree.map(lambda x: write(x, read(x), target[i], 0), pages)
+
+        contents = {name: x for name, x in arrays.items() if name != "positions"}
+        arrays |= jax.lax.fori_loop(0, copied.sum(dtype=jnp.int32), copy, contents)
+    cache = replace(cache, block_table=table, **arrays)
 
     block = jnp.where(write, positions // size, 0)
     # page P does not exist, so the scatter drops writes to it
@@ -183,71 +224,6 @@ def _write(cache: PagedCache, new: kv.KVCache) -> PagedCache:
     newest = jnp.where(write, positions, -1).max(axis=1)
     length = jnp.maximum(cache.length, newest + 1)
     return replace(cache, **written, length=length, exhausted=cache.exhausted | failed)
-
-
-def _take_pages(
-    cache: PagedCache,
-    block: jax.Array,  # i32[B, T], the block of each new token; -1 means none
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Allocate pages and return the block table i32[B, M] and three masks.
-
-    The first mask, bool[B, M], selects the blocks to write. The second mask, bool[B, M], selects
-    those of them that are on a new page. The third mask, bool[B], selects the rows without enough
-    pages.
-    """
-    table, (B, M) = cache.block_table, cache.block_table.shape
-    at = jnp.arange(B)[:, None], jnp.where(block < 0, M, block)
-    touched = jnp.zeros((B, M), bool).at[at].set(True, mode="drop")
-    # the last block of a row is also rewritten, because its later slots may contain rewound tokens
-    last = jnp.arange(M)[None] == (cache.length // cache.page_size)[:, None]
-    touched |= last & (table >= 0) & touched.any(axis=1, keepdims=True)
-    references = _references(cache)
-    taken = touched & ((table < 0) | (references[table] > 1))
-    order = jnp.cumsum(taken.reshape(-1)).reshape(B, M) - 1
-    # pages are allocated to the rows in order, so the last rows are the first to fail
-    failed = (taken & (order >= (references == 0).sum())).any(axis=1)
-    kept = ~failed[:, None]
-    free_first = jnp.argsort(references > 0, stable=True).astype(jnp.int32)
-    page = free_first[jnp.minimum(order, len(references) - 1)]
-    return jnp.where(taken & kept, page, table), touched & kept, taken & kept, failed
-
-
-def _prepare_pages(
-    cache: PagedCache,  # with the new table
-    before: PagedCache,
-    touched: jax.Array,  # bool[B, M]
-    taken: jax.Array,  # bool[B, M]
-    T: int,
-) -> PagedCache:
-    """Initialize newly allocated pages as copies of shared pages, or as empty pages."""
-    # T tokens affect at most T blocks, in addition to the last block of the row
-    M, P = touched.shape[1], cache.num_pages
-    blocks = jnp.argsort(~touched, axis=1, stable=True)[:, : min(T + 1, M)]
-    pick = partial(jnp.take_along_axis, indices=blocks, axis=1)
-    old, page = pick(before.block_table), pick(cache.block_table)
-    page = jnp.where(pick(touched), page, P)
-    copied = pick(taken) & (old >= 0)
-    positions = jnp.where((old >= 0)[..., None], before.positions[old], -1)
-    # a freed or reallocated page may still contain later positions
-    positions = jnp.where(positions < before.length[:, None, None], positions, -1)
-    arrays = kv.slot_leaves(cache)
-    arrays["positions"] = cache.positions.at[page].set(positions, mode="drop")
-
-    if copied.size == 0:
-        return replace(cache, **arrays)
-    copied_first = jnp.argsort(~copied.reshape(-1), stable=True)
-    source, target = old.reshape(-1)[copied_first], page.reshape(-1)[copied_first]
-
-    # copy page by page, because XLA would change the layout of the pool for a scatter of whole
-    # pages
-    def copy(i: jax.Array, pages: Tree) -> Tree:
-        read = partial(jax.lax.dynamic_index_in_dim, index=source[i])
-        write = jax.lax.dynamic_update_index_in_dim
-        return jax.tree.map(lambda x: write(x, read(x), target[i], 0), pages)
-
-    contents = {name: x for name, x in arrays.items() if name != "positions"}
-    contents = jax.lax.fori_loop(0, copied.sum(dtype=jnp.int32), copy, contents)
-    return replace(cache, **(arrays | contents))
 
 
 def gather_pages(cache: PagedCache) -> kv.KVCache:

@@ -144,27 +144,19 @@ def _fit(
         return Probe(kernel, bias, score, accuracy(jnp.argmax(counts)))
     numbers = labels.astype(jnp.float32).reshape(*leads, -1)
     y, test_y = (part.reshape(-1, part.shape[-1]) for part in (numbers[:cut], numbers[cut:]))
-    kernel, bias, mean = _ridge(x, y, penalty)
+    # W = (X^T X + penalty)^-1 X^T Y with centered X and Y, so that b is not penalized
+    centre, mean = (part.mean(axis=0, keepdims=True) for part in (x, y))
+    x, y = x - centre, y - mean
+    gram = jnp.einsum("nD,nE->DE", x, x, precision="highest")
+    moment = jnp.einsum("nD,nC->DC", x, y, precision="highest")
+    kernel = jax.scipy.linalg.solve(gram + penalty * jnp.eye(len(gram)), moment, assume_a="pos")
+    bias = (mean - centre @ kernel)[0]
     error, spread = (((test_y - z) ** 2).sum() for z in (_linear(test_x, kernel, bias), mean))
     return Probe(kernel, bias, 1 - error / spread, jnp.zeros(()))
 
 
 def _linear(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     return x @ kernel + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
-
-
-def _ridge(
-    x: jax.Array,  # f32[n, D]
-    y: jax.Array,  # f32[n, C]
-    penalty: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return W = (X^T X + penalty)^-1 X^T Y with centered X and Y, the bias b and the mean of y."""
-    centre, mean = (part.mean(axis=0, keepdims=True) for part in (x, y))
-    x, y = x - centre, y - mean
-    gram = jnp.einsum("nD,nE->DE", x, x, precision="highest")
-    moment = jnp.einsum("nD,nC->DC", x, y, precision="highest")
-    kernel = jax.scipy.linalg.solve(gram + penalty * jnp.eye(len(gram)), moment, assume_a="pos")
-    return kernel, (mean - centre @ kernel)[0], mean
 
 
 def _logistic(

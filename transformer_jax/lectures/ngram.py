@@ -153,37 +153,23 @@ def count_ngrams(
     params: dict[str, np.ndarray] = {}
     parents = 1
     for k, (kinds, count) in enumerate(zip(keys, counts, strict=True), start=1):
-        params |= _smooth(k, kinds, count, size, parents)
+        parent, word = np.divmod(kinds, size)
+        count = np.where(word == size - 1, 0, count)  # the start symbol is never predicted
+        once, twice = np.sum(count == 1), np.sum(count == 2)
+        # if there are no counts of 1 or of 2, the estimate is 0, 1, or undefined
+        discount = once / (once + 2 * twice) if once and twice else 0.5
+        total = np.bincount(parent, count, parents)
+        followers = np.bincount(parent, count > 0, parents)
+        followed = np.maximum(total, 1)
+        weights = np.maximum(count - discount, 0) / followed[parent]
+        # if nothing follows a context, all the probability comes from the shorter context
+        backoff = np.where(total > 0, discount * followers / followed, 1.0)
+        params[f"words_{k}"] = word.astype(np.int32)
+        params[f"weights_{k}"] = weights.astype(np.float32)
+        params[f"start_{k - 1}"] = np.searchsorted(parent, np.arange(parents + 1)).astype(np.int32)
+        params[f"backoff_{k - 1}"] = backoff.astype(np.float32)
         parents = len(kinds)
     return dataclasses.replace(config, nodes=tuple(len(kinds) for kinds in keys)), params
-
-
-def _smooth(
-    order: int,
-    keys: np.ndarray,  # i64[N]: (parent, word) of each n-gram, sorted
-    counts: np.ndarray,  # i64[N]
-    size: int,  # V + 1
-    parents: int,  # P, the number of n-grams that are one token shorter
-) -> dict[str, np.ndarray]:
-    """Return the words and weights of an order and the starts and backoffs of the order below."""
-    parent, word = np.divmod(keys, size)
-    counts = np.where(word == size - 1, 0, counts)  # the start symbol is never predicted
-    once, twice = np.sum(counts == 1), np.sum(counts == 2)
-    # if there are no counts of 1 or of 2, the estimate is 0, 1, or undefined
-    discount = once / (once + 2 * twice) if once and twice else 0.5
-    total = np.bincount(parent, counts, parents)
-    kinds = np.bincount(parent, counts > 0, parents)
-    followed = np.maximum(total, 1)
-    weights = np.maximum(counts - discount, 0) / followed[parent]
-    # if nothing follows a context, all the probability comes from the shorter context
-    backoff = np.where(total > 0, discount * kinds / followed, 1.0)
-    start = np.searchsorted(parent, np.arange(parents + 1))
-    return {
-        f"words_{order}": word.astype(np.int32),
-        f"weights_{order}": weights.astype(np.float32),
-        f"start_{order - 1}": start.astype(np.int32),
-        f"backoff_{order - 1}": backoff.astype(np.float32),
-    }
 
 
 class NgramLM(CheckedModule):

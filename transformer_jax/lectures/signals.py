@@ -77,8 +77,22 @@ def make_signals(task: Any, seed: int) -> list[Signal]:
         DataError: If the task uses scikit-learn's digits and scikit-learn is not installed.
     """
     random = np.random.Generator(np.random.Philox(seed))
-    if not isinstance(task.inputs, Patches):
-        return [_tones(task, random) for _ in range(task.examples)]
+    signals: list[Signal] = []
+    if not isinstance(task.inputs, Patches):  # sequences of letters, each with its own tone
+        for _ in range(task.examples):
+            length = int(random.integers(task.min_length, task.max_length + 1))
+            letters = random.integers(0, task.letters, length)
+            parts = [np.zeros(random.integers(SILENCE[0], SILENCE[1] + 1))]
+            for letter in letters:
+                time = np.arange(random.integers(TONE[0], TONE[1] + 1)) / RATE
+                turns = (200 + 150 * letter) * time + random.uniform()
+                parts.append(random.uniform(0.5, 1.0) * np.sin(2 * np.pi * turns))
+                parts.append(np.zeros(random.integers(SILENCE[0], SILENCE[1] + 1)))
+            sound = np.concatenate(parts)
+            sound += task.noise * random.standard_normal(len(sound))
+            text = "".join(chr(97 + int(letter)) for letter in letters)
+            signals.append(Signal(log_energies(sound), text))
+        return signals
     if task.source == "scikit-learn":  # Alpaydin and Kaynak 1998
         if importlib.util.find_spec("sklearn") is None:
             rule = "it is not installed; install it or use source 'glyphs'"
@@ -89,7 +103,16 @@ def make_signals(task: Any, seed: int) -> list[Signal]:
         pictures = (data.images / 16).astype(np.float32)[:, :, :, None]  # pixels from 0 to 16
         order = random.permutation(len(pictures))[: task.examples]
         return [Signal(pictures[i], DIGITS[int(data.target[i])]) for i in order]
-    return [_glyph(task, random) for _ in range(task.examples)]
+    for _ in range(task.examples):  # digits at random positions, with random brightness and noise
+        digit = int(random.integers(len(DIGITS)))
+        bitmap = np.array([[int(pixel) for pixel in row] for row in GLYPHS[digit].split()])
+        side = task.inputs.height
+        top, left = (int(random.integers(side - size + 1)) for size in bitmap.shape)
+        picture = task.noise * random.standard_normal((side, side))
+        brightness = random.uniform(0.5, 1.0)
+        picture[top : top + bitmap.shape[0], left : left + bitmap.shape[1]] += brightness * bitmap
+        signals.append(Signal(picture.astype(np.float32)[:, :, None], DIGITS[digit]))
+    return signals
 
 
 def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
@@ -166,33 +189,6 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
 
 def _described(array: np.ndarray) -> str:
     return f"{array.dtype}{list(array.shape)}"
-
-
-def _glyph(task: Any, random: np.random.Generator) -> Signal:
-    """Draw a digit at a random position, with random brightness and noise."""
-    digit = int(random.integers(len(DIGITS)))
-    bitmap = np.array([[int(pixel) for pixel in row] for row in GLYPHS[digit].split()])
-    side = task.inputs.height
-    top, left = (int(random.integers(side - size + 1)) for size in bitmap.shape)
-    picture = task.noise * random.standard_normal((side, side))
-    brightness = random.uniform(0.5, 1.0)
-    picture[top : top + bitmap.shape[0], left : left + bitmap.shape[1]] += brightness * bitmap
-    return Signal(picture.astype(np.float32)[:, :, None], DIGITS[digit])
-
-
-def _tones(task: Any, random: np.random.Generator) -> Signal:
-    """Draw a sequence of letters and return the frames of their tones."""
-    length = int(random.integers(task.min_length, task.max_length + 1))
-    letters = random.integers(0, task.letters, length)
-    parts = [np.zeros(random.integers(SILENCE[0], SILENCE[1] + 1))]
-    for letter in letters:
-        time = np.arange(random.integers(TONE[0], TONE[1] + 1)) / RATE
-        turns = (200 + 150 * letter) * time + random.uniform()
-        parts.append(random.uniform(0.5, 1.0) * np.sin(2 * np.pi * turns))
-        parts.append(np.zeros(random.integers(SILENCE[0], SILENCE[1] + 1)))
-    sound = np.concatenate(parts)
-    sound += task.noise * random.standard_normal(len(sound))
-    return Signal(log_energies(sound), "".join(chr(97 + int(letter)) for letter in letters))
 
 
 def log_energies(sound: np.ndarray) -> np.ndarray:  # f64[samples] -> f32[T, 16]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,6 @@ from transformer_jax.models.places import (
     NOWHERE,
     BlockEdit,
     Captured,
-    Edit,
     Places,
     Visit,
     places,
@@ -534,7 +533,16 @@ class Block(Module):
                 raise ValueError(f"{cfg.block!r}: run returns {shape}: must be {x.shape}")
             return visit("residual", y.astype(x.dtype)), call.cache, visit.captured
         if cfg.block is not None:
-            visit = self._with_block_edits(visit, cfg.block.edit(self.own))
+            # the edits of the custom block apply before those of the call
+            known = {name[8:] for name in places(cfg) if name.startswith("block_0/")}
+            requested, edits = visit.requested, dict(visit.edits)
+            for name, function in cfg.block.edit(self.own).items():
+                if name not in known or name.endswith("/key_positions"):
+                    rule = f"must be an editable place of a block{nearest(name, known)}"
+                    raise ValueError(f"{type(cfg.block).__name__}.edit has {name!r}: {rule}")
+                edits[name] = [BlockEdit(name, (), EditSpec(function)), *edits.get(name, [])]
+            visit = copy(visit)
+            visit.edits, visit.requested = edits, requested | edits.keys()
         drop = {"attention": keys[0], "cross_attention": keys[2], "feed_forward": keys[4]}
         before = x
         for branch in self.branches:
@@ -564,20 +572,6 @@ class Block(Module):
             if cfg.norm_order == "post":
                 x = self.norm[branch](x)
         return visit("residual", x), cache, visit.captured
-
-    def _with_block_edits(self, visit: Visit, edits: Mapping[str, Edit]) -> Visit:
-        """Return a visit that applies the edits of the custom block before those of the call."""
-        known = {name[8:] for name in places(self.config) if name.startswith("block_0/")}
-        found = copy(visit)
-        found.edits = dict(visit.edits)
-        for name, function in edits.items():
-            if name not in known or name.endswith("/key_positions"):
-                rule = f"must be an editable place of a block{nearest(name, known)}"
-                raise ValueError(f"{type(self.config.block).__name__}.edit has {name!r}: {rule}")
-            edit = BlockEdit(name, (), EditSpec(function))
-            found.edits[name] = [edit, *found.edits.get(name, [])]
-        found.requested = visit.requested | found.edits.keys()
-        return found
 
     def init_cross_cache(
         self,

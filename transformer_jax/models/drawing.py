@@ -185,26 +185,20 @@ def _words(key: jax.Array, number: jax.Array) -> jax.Array:  # u32[2]
 def _normal_chunk(key: jax.Array, start: jax.Array, scale: jax.Array) -> jax.Array:  # f32[CHUNK]
     """Return CHUNK numbers from index `start` on, with the arithmetic of `jax.random.normal`."""
     index = start + jax.lax.iota(jnp.uint32, CHUNK)
-    high, low = _threefry(key, jnp.zeros_like(index), index)
+    # Encrypt the indices with the Threefry-2x32 cipher. The rounds are unrolled, so XLA fuses them
+    # into one loop over the words. JAX's own version for CPUs loops over the rounds, each of which
+    # reads and writes all words.
+    high, low = jnp.zeros_like(index), index
+    words = key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
+    high, low = high + words[0], low + words[1]
+    for group in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            high = high + low
+            low = high ^ ((low << np.uint32(turn)) | (low >> np.uint32(32 - turn)))
+        high = high + words[(group + 1) % 3]
+        low = low + words[(group + 2) % 3] + np.uint32(group + 1)
     in_1_to_2 = ((high ^ low) >> np.uint32(9)) | np.uint32(0x3F800000)
     u = jax.lax.bitcast_convert_type(in_1_to_2, jnp.float32) - np.float32(1)
     least = np.nextafter(np.float32(-1), np.float32(0))
     u = jnp.maximum(least, u * (np.float32(1) - least) + least)
     return jax.lax.erf_inv(u) * scale
-
-
-def _threefry(key: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Encrypt pairs of words with the Threefry-2x32 cipher.
-
-    The rounds are unrolled, so XLA fuses them into one loop over the words. JAX's own version for
-    CPUs loops over the rounds, each of which reads and writes all words.
-    """
-    words = key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
-    x, y = x + words[0], y + words[1]
-    for group in range(5):
-        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
-            x = x + y
-            y = x ^ ((y << np.uint32(turn)) | (y >> np.uint32(32 - turn)))
-        x = x + words[(group + 1) % 3]
-        y = y + words[(group + 2) % 3] + np.uint32(group + 1)
-    return x, y

@@ -171,7 +171,20 @@ def _walk(tree: Params, path: str, kind: Kind, embeddings: bool) -> Params:
             and any(module.startswith("block") for module in path.split("/"))
             and path.rpartition("/")[2] not in WHOLE
         ):
-            found[name] = _quantized(at, part, 8 if kind == "int8" else 4)
+            weights, bits = _checked(at, part), 8 if kind == "int8" else 4
+            first, contract = kernel_axes(at.split("/"), len(part.shape))
+            lead = part.shape[:first]
+            inputs = tuple(part.shape[first : first + contract])
+            outputs = tuple(part.shape[first + contract :])
+            rows = math.prod(inputs)
+            if bits == 4 and rows % 2:  # a byte contains two rows
+                raise ConfigError(f"{at} has {rows} inputs: the number must be even for 4 bits")
+            groups = rows // GROUP if bits == 4 and rows % GROUP == 0 else 1
+            values, scale = _rounded(weights.reshape(*lead, groups, -1, math.prod(outputs)), bits)
+            _check_scale(at, scale, bits)
+            found[name] = QuantizedKernel(
+                values=values, scale=scale, inputs=inputs, outputs=outputs, bits=bits
+            )
         elif embeddings and at in [f"embed/{table}" for table in TABLES]:
             values, scale = _rounded(_checked(at, part).T[None], 8)
             _check_scale(at, scale, 8)
@@ -195,21 +208,6 @@ def _check_scale(path: str, scale: jax.Array, bits: int) -> None:
     most = 2 ** (bits - 1) - 1
     if not isinstance(scale, jax.core.Tracer) and not bool(jnp.isfinite(scale * most).all()):
         raise ConfigError(f"{path} has weights near the float32 maximum and cannot be quantised")
-
-
-def _quantized(path: str, kernel: Parameter, bits: int) -> QuantizedKernel:
-    weights = _checked(path, kernel)
-    first, contract = kernel_axes(path.split("/"), len(kernel.shape))
-    lead = kernel.shape[:first]
-    inputs = tuple(kernel.shape[first : first + contract])
-    outputs = tuple(kernel.shape[first + contract :])
-    rows = math.prod(inputs)
-    if bits == 4 and rows % 2:
-        raise ConfigError(f"{path} has {rows} inputs: the number must be even for 4 bits")
-    groups = rows // GROUP if bits == 4 and rows % GROUP == 0 else 1
-    values, scale = _rounded(weights.reshape(*lead, groups, -1, math.prod(outputs)), bits)
-    _check_scale(path, scale, bits)
-    return QuantizedKernel(values=values, scale=scale, inputs=inputs, outputs=outputs, bits=bits)
 
 
 @partial(jax.jit, static_argnums=1)
