@@ -112,7 +112,17 @@ class Untrusted:
         If `decimals` is set, numbers other than integers are returned as `Decimal`s with all their
         digits.
         """
-        self._check_limits(data, where, values)
+        # Check depth and size before parsing, because the JSON parser does not limit them.
+        depth = count = 0
+        for chunk in _CHUNK.finditer(data):  # in chunks, because `bare` is a copy of its input
+            bare = _STRING.sub(b"", chunk[0])
+            for mark in bare.translate(None, _NO_BRACKETS)[: 2 * values]:
+                depth += 1 if mark in b"[{" else -1
+                if depth > DEPTH_LIMIT:
+                    raise self.error(f"{where} is nested more than {DEPTH_LIMIT} levels deep")
+            count += sum(map(bare.count, (b"[", b"{", b",")))
+            if count > values:
+                raise self.error(f"{where} has more than {values} values")
 
         def number(text: str) -> Any:
             if not math.isfinite(value := float(text)):
@@ -150,19 +160,6 @@ class Untrusted:
         if not isinstance(content, dict):
             raise self.error(f"{path}: must be an object")
         return content
-
-    def _check_limits(self, data: bytes, where: str, limit: int) -> None:
-        """Check depth and size before parsing, because the JSON parser does not limit them."""
-        depth = values = 0
-        for chunk in _CHUNK.finditer(data):  # in chunks, because `bare` is a copy of its input
-            bare = _STRING.sub(b"", chunk[0])
-            for mark in bare.translate(None, _NO_BRACKETS)[: 2 * limit]:
-                depth += 1 if mark in b"[{" else -1
-                if depth > DEPTH_LIMIT:
-                    raise self.error(f"{where} is nested more than {DEPTH_LIMIT} levels deep")
-            values += sum(map(bare.count, (b"[", b"{", b",")))
-            if values > limit:
-                raise self.error(f"{where} has more than {limit} values")
 
 
 def is_plain(name: object) -> bool:

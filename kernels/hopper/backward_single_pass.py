@@ -88,7 +88,7 @@ def backward_single_pass(
         problem,
         functools.partial(_backward_single_pass, problem, blocks),
         PARTS,
-        1 if problem.interpret else items.number,  # see `_add_to_memory`
+        1 if problem.interpret else items.number,  # see `add` below
         auto_barriers=False,
         out_type=(
             result((B, S, K, H), dtype, like),
@@ -150,16 +150,6 @@ def dq_slot(share: Share, H: int) -> Scratch:
     return tile_slots(1, share.rows, share.columns, f32, side)
 
 
-def _add_to_memory(problem: Problem, tile: Ref, target: Ref) -> None:
-    """Add a tile to device memory, asynchronously."""
-    # the interpreter does not support copies that add. Instead, it reads, adds and writes, which is
-    # correct because it runs only one program
-    if problem.interpret:
-        target[...] = target[...] + tile[...]
-    else:
-        plgpu.copy_smem_to_gmem(tile, target, reduction_op="add")
-
-
 def _backward_single_pass(
     problem: Problem, blocks: Blocks, lists: TileLists, operands: Operands,
     do: Ref, base: Ref, D: Ref, dq: Ref, dk_out: Ref, dv_out: Ref, slope_out: Ref = None, *,
@@ -179,7 +169,13 @@ def _backward_single_pass(
         plgpu.barrier_wait(dq_full)
         for share, tile in zip(dq_shares(blocks, dq.shape[-1]), dq_tile, strict=True):
             rows, columns = pl.ds(q0 + share.row, share.rows), pl.ds(share.column, share.columns)
-            _add_to_memory(problem, tile.at[0], dq.at[b, rows, n, columns])
+            target = dq.at[b, rows, n, columns]
+            # the interpreter does not support copies that add. Instead, it reads, adds and writes,
+            # which is correct because it runs only one program
+            if problem.interpret:
+                target[...] = target[...] + tile.at[0][...]
+            else:
+                plgpu.copy_smem_to_gmem(tile.at[0], target, reduction_op="add")
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(walk.both)
 

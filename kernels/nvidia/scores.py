@@ -107,7 +107,12 @@ def scores(
         # the lowest finite number, which some callers use as a mask, must remain finite
         s = s + jnp.where(bias == -jnp.inf, -jnp.inf, jnp.maximum(bias * LOG2E, LOWEST))
     if operands.slopes is not None:
-        s = s - distance(position, raw.shape) * (_slope(operands, position, raw) * LOG2E)
+        # one slope for the head of the tile, or one for each of its rows
+        if position.slopes is None:
+            slope = at(operands.slopes, position.b, position.n)[...]
+        else:
+            slope = across(position.slopes, raw)
+        s = s - distance(position, raw.shape) * (slope * LOG2E)
     # the code for full tiles does not evaluate a mask
     if partial and problem.visible is not None:
         s = jnp.where(visible_pairs(problem, operands, position, raw.shape, q_axis), s, -jnp.inf)
@@ -155,13 +160,6 @@ def distance(position: TilePosition, shape: Shape) -> jax.Array:
     assert position.rows[0] is not None
     rows = lax.broadcast_in_dim(position.rows[0], shape, [ROW])
     return jnp.abs((rows - load_along(position.columns[0], shape, COLUMN)).astype(f32))
-
-
-def _slope(operands: Operands, position: TilePosition, like: jax.Array) -> jax.Array:
-    """Return the slope for the head of the tile, or the slopes of its rows."""
-    if position.slopes is None:
-        return at(operands.slopes, position.b, position.n)[...]
-    return across(position.slopes, like)
 
 
 def probabilities(

@@ -250,11 +250,25 @@ def restore(path: str | Path, like: PyTree, *, verified: bool = False) -> PyTree
                     f"{manifest.path / group}: {leaf.name} is {array.dtype}{list(array.shape)}, "
                     f"but the manifest specifies {leaf.dtype}{list(leaf.shape)}"
                 )
-    values = {
-        name: _convert(value, arrays[name], manifest.keys.get(name))
-        for name, value in wanted.items()
-    }
-    return jax.tree.unflatten(jax.tree.structure(like), list(values.values()))
+    values = []
+    for name, value in wanted.items():
+        array, key = arrays[name], manifest.keys.get(name)
+        sharding = value.sharding if isinstance(value, jax.ShapeDtypeStruct) else None
+        restored: PyTree = array
+        if key is not None:
+            restored = _key(array, key)
+        elif isinstance(array, jax.Array):
+            sharding = None  # read directly into its shards
+        elif isinstance(value, np.ndarray | np.generic):
+            restored = array.copy() if isinstance(value, np.ndarray) else array[()]
+        elif isinstance(value, bool | int | float):
+            restored = array.item()
+        else:
+            _check_width(array.dtype)
+            if sharding is None:
+                restored = jnp.array(array)  # a copy, because JAX cannot donate NumPy's buffer
+        values.append(restored if sharding is None else jax.device_put(restored, sharding))
+    return jax.tree.unflatten(jax.tree.structure(like), values)
 
 
 def saved_steps(folder: str | Path) -> list[int]:
@@ -438,21 +452,3 @@ def _key(data: Array, implementation: str) -> jax.Array:
 def _check_width(dtype: np.dtype) -> None:
     if str(jax.dtypes.canonicalize_dtype(dtype)) != str(dtype):
         raise CheckpointError(f"dtype {dtype} needs jax_enable_x64")
-
-
-def _convert(like: PyTree, array: Array, key: str | None) -> PyTree:
-    """Convert a restored array to the type of `like`."""
-    sharding = like.sharding if isinstance(like, jax.ShapeDtypeStruct) else None
-    if key is not None:
-        value = _key(array, key)
-        return value if sharding is None else jax.device_put(value, sharding)
-    if isinstance(array, jax.Array):
-        return array
-    if isinstance(like, np.ndarray | np.generic):
-        return array.copy() if isinstance(like, np.ndarray) else array[()]
-    if isinstance(like, bool | int | float):
-        return array.item()
-    _check_width(array.dtype)
-    if sharding is not None:
-        return jax.device_put(array, sharding)
-    return jnp.array(array)  # a copy, because a buffer owned by NumPy cannot be donated

@@ -139,9 +139,10 @@ def labels_of(configs: Sequence[TrainConfig]) -> list[str]:
     whole = {path for path in differing if path.rpartition(".")[0] not in differing}
     listed = [path for path in differing if path.split(".")[0] not in UNNAMED and path in whole]
     listed = listed or [path for path in differing if path == "seed"]
+    texts = [{p: f"{x:g}" if type(x) is float else str(x) for p, x in one.items()} for one in flat]
     labels = [
-        ", ".join(f"{path.split('.')[-1]} {_format(one[path])}" for path in listed if path in one)
-        for one in flat
+        ", ".join(f"{path.split('.')[-1]} {one[path]}" for path in listed if path in one)
+        for one in texts
     ]
     for label in {*labels} if len({*labels}) > 1 else ():  # compare runs that have the same label
         same = [i for i, other in enumerate(labels) if other == label]
@@ -159,10 +160,6 @@ def _flat(config: FieldValue, path: str) -> Iterator[tuple[str, FieldValue]]:
             yield from _flat(value, f"{here}.")
         else:
             yield here, value
-
-
-def _format(value: FieldValue) -> str:
-    return f"{value:g}" if type(value) is float else str(value)
 
 
 def table(curves: Sequence[Curves]) -> str:
@@ -227,8 +224,31 @@ def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
             points = [] if one.counted else one.points(name, axis)
             if points:
                 panels[panel].plot(*zip(*points, strict=True), color=colour, linewidth=1.2)
-    _zoom(panels["loss"], curves, axis)
-    _label_ends(panels["loss"], ends)
+    # The loss axis ignores the first tenth of the longest run, because the initial decrease from
+    # ln V would leave no room for the differences between runs.
+    every = [one.points(name, axis) for one in curves for name in ("loss", "val_loss")]
+    longest = max((points[-1][0] for points in every if points), default=0.0)
+    later = [value for points in every for x, value in points if x >= longest / 10]
+    later += [value for one in curves if one.counted for _, value in one.points("val_loss", axis)]
+    if later:
+        low, high = min(later), max(later)
+        room = 0.08 * max(high - low, 1e-3)
+        panels["loss"].set_ylim(low - room, high + 3 * room)
+    # Write the name, loss and perplexity of each run at the end of its curve. If curves end close
+    # to each other, move the labels up until they do not overlap.
+    finite = sorted((end for end in ends if math.isfinite(end[1])), key=lambda end: end[1])
+    low, high = panels["loss"].get_ylim()
+    place = -math.inf
+    cut = [name if len(name) <= 24 else f"{name[:23]}…" for _, _, name, *_ in finite]
+    names, fonts = spelled(cut)
+    for (at, loss, _, perplexity, colour), name in zip(finite, names, strict=True):
+        place = max(loss, place + (high - low) / 22)
+        panels["loss"].annotate(
+            f" {name}  {loss:.3f} ({perplexity})", (at, loss),
+            xytext=(panels["loss"].get_xlim()[1], place), textcoords="data",
+            color=colour, fontsize=8.5, va="center", annotation_clip=False, parse_math=False,
+            fontfamily=fonts,
+        )  # fmt: skip
     unit = {"step": "step", "tokens": "tokens", "hours": "hours of training steps"}[axis]
     panels["loss"].set_ylabel("loss (nats per label)", color=INK)
     panels["loss"].set_title(
@@ -246,35 +266,3 @@ def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
         axes.spines[["left", "bottom"]].set_color(FAINT)
         axes.tick_params(colors=INK, labelsize=8 if name != "loss" else 9)
     figure.savefig(out)
-
-
-def _zoom(panel: Axes, curves: Sequence[Curves], axis: Axis) -> None:
-    """Set the limits of the loss axis, ignoring the first tenth of the longest run."""
-    every = [one.points(name, axis) for one in curves for name in ("loss", "val_loss")]
-    longest = max((points[-1][0] for points in every if points), default=0.0)
-    # The initial decrease from ln V would leave no room for the differences between runs.
-    later = [value for points in every for x, value in points if x >= longest / 10]
-    later += [value for one in curves if one.counted for _, value in one.points("val_loss", axis)]
-    if later:
-        low, high = min(later), max(later)
-        room = 0.08 * max(high - low, 1e-3)
-        panel.set_ylim(low - room, high + 3 * room)
-
-
-def _label_ends(panel: Axes, ends: Sequence[tuple[float, float, str, str, str]]) -> None:
-    """Write the name, loss and perplexity of each run at the end of its curve, without overlaps."""
-    finite = sorted((end for end in ends if math.isfinite(end[1])), key=lambda end: end[1])
-    low, high = panel.get_ylim()
-    room = (high - low) / 22
-    place = -math.inf
-    cut = [name if len(name) <= 24 else f"{name[:23]}…" for _, _, name, *_ in finite]
-    names, fonts = spelled(cut)
-    for (x, y, _, perplexity, colour), name in zip(finite, names, strict=True):
-        # If curves end close to each other, move the labels up until they do not overlap.
-        place = max(y, place + room)
-        panel.annotate(
-            f" {name}  {y:.3f} ({perplexity})", (x, y),
-            xytext=(panel.get_xlim()[1], place), textcoords="data",
-            color=colour, fontsize=8.5, va="center", annotation_clip=False, parse_math=False,
-            fontfamily=fonts,
-        )  # fmt: skip

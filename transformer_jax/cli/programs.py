@@ -41,7 +41,22 @@ def keep_programs(environment: Mapping[str, str] = os.environ) -> None:
         return
     try:
         folder = cache_folder(environment)
-        _prepare(folder)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+            # Programs in the folder run with the permissions of the user.
+            raise PermissionError(f"{folder} belongs to another user")
+        # Writing a file is the only reliable test of the permission.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        # Remove the programs that have not been used for the longest time. Some file systems do not
+        # record access times.
+        entries = [(entry, entry.stat()) for entry in os.scandir(folder) if entry.is_file()]
+        size = sum(found.st_size for _, found in entries)
+        entries.sort(key=lambda each: max(each[1].st_atime, each[1].st_mtime))
+        while size > MOST_BYTES:
+            entry, found = entries.pop(0)
+            Path(entry.path).unlink(missing_ok=True)
+            size -= found.st_size
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         print(f"compiled programs are not cached: {error}", file=sys.stderr)
         return
@@ -50,46 +65,8 @@ def keep_programs(environment: Mapping[str, str] = os.environ) -> None:
     # many smaller programs.
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environment:
         config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    _report_errors_once(folder)
 
-
-def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder for programs of this processor and this jaxlib."""
-    base = environment.get("XDG_CACHE_HOME")
-    parent = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-    names = "vendor_id", "cpu family", "model", "model name", "flags", "CPU part", "Features"
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-        first = text.strip().split("\n\n")[0]
-        fields = [line.split(":", 1) for line in first.splitlines() if ":" in line]
-        cpu = sorted(f"{name.strip()}:{value}" for name, value in fields if name.strip() in names)
-    except OSError:
-        cpu = [platform.processor(), platform.node()]
-    processor = f"{platform.machine()}-{hashlib.sha256(repr(cpu).encode()).hexdigest()[:12]}"
-    return parent / "transformer_jax" / f"jaxlib-{jaxlib.__version__}-{processor}"
-
-
-def _prepare(folder: Path) -> None:
-    """Create the folder and limit its size; raise OSError if it is not safe to use."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-        # Programs in the folder run with the permissions of the user.
-        raise PermissionError(f"{folder} belongs to another user")
-    # Writing a file is the only reliable test of the permission.
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-    entries = [(entry, entry.stat()) for entry in os.scandir(folder) if entry.is_file()]
-    size = sum(found.st_size for _, found in entries)
-    # Some file systems do not record access times.
-    for entry, found in sorted(entries, key=lambda each: max(each[1].st_atime, each[1].st_mtime)):
-        if size <= MOST_BYTES:
-            return
-        Path(entry.path).unlink(missing_ok=True)
-        size -= found.st_size
-
-
-def _report_errors_once(folder: Path) -> None:
-    """Print only the first of JAX's warnings about unreadable or unwritable programs."""
+    # Print only the first of JAX's warnings about unreadable or unwritable programs.
     show, printed = warnings.showwarning, list[str]()
 
     def show_once(
@@ -108,3 +85,19 @@ def _report_errors_once(folder: Path) -> None:
 
     replaced: Any = show_once
     warnings.showwarning = replaced
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for programs of this processor and this jaxlib."""
+    base = environment.get("XDG_CACHE_HOME")
+    parent = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    names = "vendor_id", "cpu family", "model", "model name", "flags", "CPU part", "Features"
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+        first = text.strip().split("\n\n")[0]
+        fields = [line.split(":", 1) for line in first.splitlines() if ":" in line]
+        cpu = sorted(f"{name.strip()}:{value}" for name, value in fields if name.strip() in names)
+    except OSError:
+        cpu = [platform.processor(), platform.node()]
+    processor = f"{platform.machine()}-{hashlib.sha256(repr(cpu).encode()).hexdigest()[:12]}"
+    return parent / "transformer_jax" / f"jaxlib-{jaxlib.__version__}-{processor}"

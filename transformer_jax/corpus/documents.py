@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from transformer_jax.config.prepare import DocumentFormat
 from transformer_jax.tokenizers.plain_text import read_text, split_documents
@@ -141,23 +141,20 @@ def cut_file(file: Input, format: DocumentFormat, size: int) -> list[Chunk]:
         boundary = _BLANK_LINES if format == "paragraphs" else _LINE_END
         with open(file.path, "rb") as stream:
             while cuts[-1] + size < file.bytes:
-                cuts.append(_next_boundary(stream, cuts[-1] + size, boundary, file.bytes))
+                start, seen, cut = cuts[-1] + size, b"", file.bytes
+                stream.seek(start)
+                while block := stream.read(BLOCK):
+                    seen += block
+                    found = boundary.search(seen)
+                    # the next block may begin with the \n of an \r\n
+                    if found and found.end() < len(seen):
+                        cut = start + found.end()
+                        break
+                    tail = len(seen.rstrip())  # only trailing whitespace can start a boundary
+                    start, seen = start + tail, seen[tail:]
+                cuts.append(cut)
     pairs = itertools.pairwise([*cuts, file.bytes])
     return [Chunk(file.path, format, a, b, b - a, file) for a, b in pairs if b > a]
-
-
-def _next_boundary(stream: BinaryIO, start: int, boundary: re.Pattern[bytes], end: int) -> int:
-    """Return the start of the first document after byte `start`, or `end` if there is none."""
-    stream.seek(start)
-    seen = b""
-    while block := stream.read(BLOCK):
-        seen += block
-        found = boundary.search(seen)
-        if found and found.end() < len(seen):  # the next block may begin with the \n of an \r\n
-            return start + found.end()
-        tail = len(seen.rstrip())  # only trailing whitespace can be the start of a boundary
-        start, seen = start + tail, seen[tail:]
-    return end
 
 
 def open_parquet(path: str) -> ParquetFile:

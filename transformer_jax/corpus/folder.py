@@ -110,8 +110,12 @@ class Part:
             part = into[done : done + self.shard_tokens - at]
             size, offset = part.nbytes, at * self.dtype.itemsize
             try:
+                with self._opening:
+                    if shard not in self._open:
+                        file = self.folder / shard_file(self.name, shard)
+                        self._open[shard] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                 # unlike read, pread does not use the file position, which all threads share
-                found = os.preadv(self._handle(shard), [part.view(np.uint8)], offset)
+                found = os.preadv(self._open[shard], [part.view(np.uint8)], offset)
             except OSError as error:
                 where = self.folder / shard_file(self.name, shard)
                 raise DataError(f"{where} cannot be read ({error.strerror})") from None
@@ -120,17 +124,6 @@ class Part:
                 rule = f"ends before byte {offset + size}, so it was truncated after it was checked"
                 raise DataError(f"{where}: {rule}")
             done += len(part)
-
-    def _handle(self, shard: int) -> int:
-        """Return the file descriptor of a shard, which is opened on first use."""
-        handle = self._open.get(shard)
-        if handle is None:
-            with self._opening:
-                if shard not in self._open:
-                    file = self.folder / shard_file(self.name, shard)
-                    self._open[shard] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-                handle = self._open[shard]
-        return handle
 
     def __del__(self) -> None:
         for handle in self.__dict__.get("_open", {}).values():

@@ -141,7 +141,22 @@ def prepare(
     with _locked_folder(folder), _WorkerPool(workers) as pool:
         inputs = list(_reporting("reading", pool.map(read_input, config.data), sizes, report))
         plan = _plan(config, inputs, tokenizer, chunk_bytes)
-        _claim(folder, plan)
+        stored = _read_json(folder / MANIFEST) or _read_json(folder / PLAN)
+        if stored is None:
+            if {entry.name for entry in folder.iterdir()} - {"lock", f"{PLAN}.tmp"}:
+                rule = "must not exist, be empty, or have been started by the same command"
+                raise ConfigError(f"out is {str(folder)!r}: {rule}")
+            write_whole(folder / PLAN, json.dumps(plan, indent=1).encode())
+        else:
+            old, new = stored.get("settings", {}), plan["settings"]
+            changed = [f"{k}: {old.get(k)!r} -> {new[k]!r}" for k in new if old.get(k) != new[k]]
+            if changed:
+                rule = "was started with other settings: " + "; ".join(changed)
+                raise ConfigError(f"out is {str(folder)!r}: {rule}")
+            for before, now in zip(stored["inputs"], plan["inputs"], strict=True):
+                if before != now:
+                    rule = f"has changed since {folder} was started: sha256 {before['sha256'][:16]}"
+                    raise DataError(f"{now['path']}: {rule} -> {now['sha256'][:16]}")
         if not (folder / MANIFEST).exists():
             try:
                 formats = [config.format_of(path) for path in config.data]
@@ -550,26 +565,6 @@ def _plan(
             settings["begins"] = True  # missing in folders from older versions
     read = [{"path": i.path, "bytes": i.bytes, "sha256": i.sha256} for i in inputs]
     return json.loads(json.dumps({"settings": settings, "inputs": read}))
-
-
-def _claim(folder: Path, plan: JsonObject) -> None:
-    """Write the plan to a new folder, or compare it with the plan of an existing folder."""
-    stored = _read_json(folder / MANIFEST) or _read_json(folder / PLAN)
-    if stored is None:
-        if {entry.name for entry in folder.iterdir()} - {"lock", f"{PLAN}.tmp"}:
-            rule = "must not exist, be empty, or have been started by the same command"
-            raise ConfigError(f"out is {str(folder)!r}: {rule}")
-        write_whole(folder / PLAN, json.dumps(plan, indent=1).encode())
-        return
-    old, new = stored.get("settings", {}), plan["settings"]
-    changed = [f"{k}: {old.get(k)!r} -> {new[k]!r}" for k in new if old.get(k) != new[k]]
-    if changed:
-        rule = "was started with other settings: " + "; ".join(changed)
-        raise ConfigError(f"out is {str(folder)!r}: {rule}")
-    for before, now in zip(stored["inputs"], plan["inputs"], strict=True):
-        if before != now:
-            rule = f"has changed since {folder} was started: sha256 {before['sha256'][:16]}"
-            raise DataError(f"{now['path']}: {rule} -> {now['sha256'][:16]}")
 
 
 def _read_json(file: Path) -> JsonObject | None:

@@ -296,7 +296,13 @@ class Batcher(Generic[State]):
     def drop(self, name: Any) -> None:  # the ID of the request
         """Cancel the request with this ID, free its slot, and emit no more of its tokens."""
         for row, occupant in enumerate(self.rows):
-            if occupant is not None and _is_same_id(occupant.id, name):
+            if occupant is None:
+                continue
+            try:
+                same = occupant.id is name or bool(occupant.id == name)
+            except (TypeError, ValueError):  # arrays do not have a single truth value
+                same = False
+            if same:
                 self._free(row)
 
     def _free(self, row: int) -> None:
@@ -383,13 +389,6 @@ class Batcher(Generic[State]):
             arrays = [(part.tokens, part.log_probs, part.likeliest) for part in occupant.parts]
             whole = jax.tree.map(lambda *parts: np.concatenate(parts), *arrays)
             yield replace(part, tokens=whole[0], log_probs=whole[1], likeliest=whole[2])
-
-
-def _is_same_id(left: Any, right: Any) -> bool:
-    try:
-        return left is right or bool(left == right)
-    except (TypeError, ValueError):  # arrays do not have a single truth value
-        return False
 
 
 def _common_prefix(text: list[int], ids: np.ndarray) -> int:

@@ -91,7 +91,25 @@ def check_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
         _check_excluded(seen, name)
         limits = [_limits(seen)]
     for multiples, bounds in limits:
-        _check_combined(multiples, bounds, name)
+        places = max(map(_decimals, multiples), default=0)
+        units = {int(x.scaleb(places)) for x in multiples}
+        digits = max((len(str(int(x.scaleb(places)))) for x in bounds), default=0)
+        listed = " and ".join(str(x) for x in sorted({*multiples})[:4])
+        # The parser does not detect overflow, but below 2^16, its products fit in 32 bits.
+        limit = _MOST_STATES // digits if digits else _MOST_REMAINDERS
+        if math.lcm(*units) > limit:
+            multiple = "the least common multiple " * (len(units) > 1)
+            bound = f" with a bound of {digits} digits" * bool(digits)
+            rule = f"{multiple}must be at most {Decimal(limit).scaleb(-places):f}{bound}"
+            raise ValueError(f"{name}: multipleOf is {listed}: {rule}")
+        # With a maximum of 1.56, the parser allows 1.50 but not 1.5, and with multipleOf 0.5, it
+        # allows neither.
+        most = places if len(units) == 1 else 1
+        long = [x for x in bounds if places and _decimals(x) > most]
+        if long:
+            plural = "s" * (most > 1)
+            rule = f"must have at most {most} decimal place{plural} with multipleOf {listed}"
+            raise ValueError(f"{name}: a bound is {long[0]}: {rule}")
     return found
 
 
@@ -204,29 +222,6 @@ def _limits(keys: Mapping[str, Sequence[Any]]) -> tuple[list[Decimal], list[Deci
     return multiples, [Decimal(str(abs(x))) for x in bounds if not isinstance(x, bool)]
 
 
-def _check_combined(multiples: list[Decimal], bounds: list[Decimal], where: str) -> None:
-    """Raise ValueError if the parser cannot handle these multiples and bounds of one value."""
-    places = max(map(_decimals, multiples), default=0)
-    units = {int(x.scaleb(places)) for x in multiples}
-    digits = max((len(str(int(x.scaleb(places)))) for x in bounds), default=0)
-    listed = " and ".join(str(x) for x in sorted({*multiples})[:4])
-    # The parser does not detect overflow, but below 2^16, its products fit in 32 bits.
-    limit = _MOST_STATES // digits if digits else _MOST_REMAINDERS
-    if math.lcm(*units) > limit:
-        multiple = "the least common multiple " * (len(units) > 1)
-        bound = f" with a bound of {digits} digits" * bool(digits)
-        rule = f"{multiple}must be at most {Decimal(limit).scaleb(-places):f}{bound}"
-        raise ValueError(f"{where}: multipleOf is {listed}: {rule}")
-    # With a maximum of 1.56, the parser allows 1.50 but not 1.5, and with multipleOf 0.5, it allows
-    # neither.
-    most = places if len(units) == 1 else 1
-    long = [x for x in bounds if places and _decimals(x) > most]
-    if long:
-        plural = "s" * (most > 1)
-        rule = f"must have at most {most} decimal place{plural} with multipleOf {listed}"
-        raise ValueError(f"{where}: a bound is {long[0]}: {rule}")
-
-
 def _check_excluded(bounds: Mapping[str, Sequence[Any]], where: str) -> None:
     """Raise ValueError if a range excludes an integer that is less than 1 from its other bound.
 
@@ -249,34 +244,31 @@ def _check_excluded(bounds: Mapping[str, Sequence[Any]], where: str) -> None:
 
 def _are_apart(schemas: Sequence[Any], root: Any) -> bool:
     """Whether a required property distinguishes these objects, as pydantic's discriminator does."""
-    tags = [_tags(schema, root) for schema in schemas]
+    tags = []  # for each schema, the values of each required property if they are listed strings
+    for schema in schemas:
+        # The number of steps is limited, because references may form a cycle.
+        for _ in range(DEPTH_LIMIT):
+            if not isinstance(schema, Mapping) or not schema.get("$ref", "").startswith("#/"):
+                break
+            parts, schema = schema["$ref"][2:].split("/"), root
+            for part in parts:
+                key = part.replace("~1", "/").replace("~0", "~")
+                schema = schema.get(key) if isinstance(schema, Mapping) else None
+        if not isinstance(schema, Mapping) or schema.get("type") != "object":
+            return False
+        found: dict[str, set[str]] = {}
+        for name in schema.get("required", ()):
+            prop = schema.get("properties", {}).get(name) if isinstance(name, str) else None
+            prop = prop if isinstance(prop, Mapping) else {}
+            values = prop.get("enum", [prop["const"]] if "const" in prop else ())
+            if values and all(isinstance(value, str) for value in values):
+                found[name] = {*values}
+        tags.append(found)
     for name in set.intersection(*map(set, tags)) if tags else ():
         values = [value for one in tags for value in one[name]]
         if len(values) == len(set(values)):
             return True
     return False
-
-
-def _tags(schema: Any, root: Any) -> dict[str, set[str]]:
-    """Return the values of each required property of an object if they are listed strings."""
-    # The number of steps is limited, because references may form a cycle.
-    for _ in range(DEPTH_LIMIT):
-        if not isinstance(schema, Mapping) or not schema.get("$ref", "").startswith("#/"):
-            break
-        parts, schema = schema["$ref"][2:].split("/"), root
-        for part in parts:
-            name = part.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(name) if isinstance(schema, Mapping) else None
-    if not isinstance(schema, Mapping) or schema.get("type") != "object":
-        return {}
-    found: dict[str, set[str]] = {}
-    for name in schema.get("required", ()):
-        prop = schema.get("properties", {}).get(name) if isinstance(name, str) else None
-        prop = prop if isinstance(prop, Mapping) else {}
-        values = prop.get("enum", [prop["const"]] if "const" in prop else ())
-        if values and all(isinstance(value, str) for value in values):
-            found[name] = {*values}
-    return found
 
 
 def _plain(value: Any, where: str, depth: int) -> Any:

@@ -319,7 +319,24 @@ class Sample:
         """
         processed = self.distribution(logits)  # before `key`, to report swapped arguments
         check_key("key", key)
-        token = _draw_token(as_threefry(key), processed)
+        # Draw first one of about sqrt(V) blocks, whose probability is the sum over its tokens, then
+        # a token in this block. Both draws take the argmax of logits plus Gumbel noise. In float32,
+        # the tail of the noise is accurate only in JAX's "high" mode, which uses twice as many bits
+        # per number, but only for 2 sqrt(V) instead of V numbers.
+        x, vocab = processed, processed.shape[-1]
+        size = 1 << max(3, math.isqrt(vocab).bit_length())
+        blocks = -(-vocab // size)
+        lead = [(0, 0)] * (x.ndim - 1)
+        x = x - jnp.max(x, axis=-1, keepdims=True)  # if x were large, rounding would absorb noise
+        x = jnp.pad(x, [*lead, (0, blocks * size - vocab)], constant_values=-jnp.inf)
+        x = x.reshape(*x.shape[:-1], blocks, size)
+        shape = (*x.shape[:-2], blocks + size)
+        noise = jax.random.gumbel(as_threefry(key), shape, jnp.float32, mode="high")
+        # A block in which all tokens are excluded has a log-sum of -inf and is never chosen.
+        sums = jax.nn.logsumexp(x, axis=-1)
+        block = jnp.argmax(sums + noise[..., :blocks], axis=-1)[..., None]
+        x = jnp.take_along_axis(x, block[..., None], axis=-2, mode="clip")[..., 0, :]
+        token = block[..., 0] * size + jnp.argmax(x + noise[..., blocks:], axis=-1)
         return jnp.where(has_finite_maximum(processed), token, -1).astype(jnp.int32)
 
     def distribution(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
@@ -355,31 +372,6 @@ def _threefry_of_words(key: jax.Array) -> jax.Array:  # u32[..., n] -> key[...]
     for i in range(2, words.shape[1]):
         keys = jax.vmap(jax.random.fold_in)(keys, words[:, i])
     return keys.reshape(lead)
-
-
-def _draw_token(key: jax.Array, x: jax.Array) -> jax.Array:  # f32[..., V] -> i32[...]
-    """Draw from softmax(x): first one of about sqrt(V) blocks, then a token in this block.
-
-    The probability of a block is the sum of the probabilities of its tokens. Both draws take the
-    argmax of logits plus Gumbel noise. In float32, the tail of the noise is accurate only in JAX's
-    "high" mode, which uses twice as many bits per number, but only for 2 sqrt(V) instead of V
-    numbers.
-    """
-    vocab = x.shape[-1]
-    size = 1 << max(3, math.isqrt(vocab).bit_length())
-    blocks = -(-vocab // size)
-    lead = [(0, 0)] * (x.ndim - 1)
-    x = x - jnp.max(x, axis=-1, keepdims=True)  # if x were large, rounding would absorb the noise
-    x = jnp.pad(x, [*lead, (0, blocks * size - vocab)], constant_values=-jnp.inf)
-    x = x.reshape(*x.shape[:-1], blocks, size)
-    shape = (*x.shape[:-2], blocks + size)
-    noise = jax.random.gumbel(key, shape, jnp.float32, mode="high")
-    # A block in which all tokens are excluded has a log-sum of -inf and is never chosen.
-    sums = jax.nn.logsumexp(x, axis=-1)
-    block = jnp.argmax(sums + noise[..., :blocks], axis=-1)[..., None]
-    x = jnp.take_along_axis(x, block[..., None], axis=-2, mode="clip")[..., 0, :]
-    token = jnp.argmax(x + noise[..., blocks:], axis=-1)
-    return block[..., 0] * size + token
 
 
 def _keep_mass(
