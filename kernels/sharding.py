@@ -88,7 +88,9 @@ class Parts:
         for spec, array_names in zip(specs, names, strict=True):
             for splitting, name in zip(spec, array_names, strict=False):
                 if name is not None and name != "k" and name not in axes:
-                    axes[name] = _mesh_axes(splitting)
+                    # an entry of a PartitionSpec is None, an axis, or several axes
+                    one = isinstance(splitting, str)
+                    axes[name] = (splitting,) if one else tuple(splitting or ())
         # a mesh axis cannot split both rows and heads
         taken: set[str] = set()
         for name, splitting in axes.items():
@@ -165,11 +167,6 @@ class Parts:
 
     def _number(self, name: str) -> int:
         return math.prod(self.mesh.shape[axis] for axis in self.axes[name])
-
-
-def _mesh_axes(one: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return an entry of a PartitionSpec as a tuple."""
-    return () if one is None else (one,) if isinstance(one, str) else tuple(one)
 
 
 def _embed(x: jax.Array, at: jax.Array, number: int, axis: int) -> jax.Array:

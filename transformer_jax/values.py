@@ -71,72 +71,54 @@ def value_class(
         cls = dataclasses.dataclass(frozen=True, repr=False, **options)(cls)
         if repr:
             short_repr(cls)
-        if arrays is not None or static is not None:
-            _register(cls, arrays or (), static or ())
-        elif pytree:
+        fields = dataclasses.fields(cls)
+        children_names, structure_names = arrays or (), static or ()
+        if pytree:
+            structure_names = tuple(x.name for x in fields if x.metadata.get("static"))
+            children_names = tuple(x.name for x in fields if x.name not in structure_names)
+
+        def rebuilt(structure: Iterable[object], children: Iterable[object]) -> object:
+            node: object = object.__new__(cls)  # `__post_init__` checks only callers' values
+            named = *zip(children_names, children), *zip(structure_names, structure)  # noqa: B905
+            for name, value in named:
+                object.__setattr__(node, name, value)
+            return node
+
+        if pytree:
             import jax
 
             jax.tree_util.register_dataclass(cls)
+        elif arrays is not None or static is not None:
+            import jax
+
+            def getter(names: tuple[str, ...]) -> Callable[[object], tuple[object, ...]]:
+                # every call flattens its arguments, and with `attrgetter` many fields take no
+                # longer than two
+                if len(names) > 1:
+                    return attrgetter(*names)
+                return lambda node: tuple(getattr(node, name) for name in names)
+
+            children_of, structure_of = getter(children_names), getter(structure_names)
+            keys = [jax.tree_util.GetAttrKey(name) for name in children_names]
+            jax.tree_util.register_pytree_with_keys(
+                cls,
+                lambda node: (list(zip(keys, children_of(node), strict=True)), structure_of(node)),
+                rebuilt,
+                lambda node: (children_of(node), structure_of(node)),
+            )
         if exportable:
-            _register_for_export(cls, arrays, static)
+            from jax import export
+
+            export.register_pytree_node_serialization(
+                cls,
+                serialized_name=f"transformer_jax.{cls.__name__}",
+                serialize_auxdata=lambda structure: json.dumps(structure).encode(),
+                deserialize_auxdata=lambda data: tuple(json.loads(data)),
+                from_children=lambda structure, children: rebuilt(structure, children),
+            )
         return cls
 
     return decorate if cls is None else decorate(cls)
-
-
-def _register(cls: type, arrays: tuple[str, ...], static: tuple[str, ...]) -> None:
-    import jax
-
-    def getter(names: tuple[str, ...]) -> Callable[[object], tuple[object, ...]]:
-        # every call flattens its arguments, and with `attrgetter` many fields take no longer than
-        # two
-        if len(names) > 1:
-            return attrgetter(*names)
-        return lambda node: tuple(getattr(node, name) for name in names)
-
-    children_of, structure_of = getter(arrays), getter(static)
-    keys = [jax.tree_util.GetAttrKey(name) for name in arrays]
-    jax.tree_util.register_pytree_with_keys(
-        cls,
-        lambda node: (list(zip(keys, children_of(node), strict=True)), structure_of(node)),
-        lambda structure, children: _rebuilt(cls, arrays, children, static, structure),
-        lambda node: (children_of(node), structure_of(node)),
-    )
-
-
-def _register_for_export(
-    cls: type, arrays: tuple[str, ...] | None, static: tuple[str, ...] | None
-) -> None:
-    from jax import export
-
-    fields = dataclasses.fields(cls)
-    if static is None:
-        static = tuple(field.name for field in fields if field.metadata.get("static"))
-    if arrays is None:
-        arrays = tuple(field.name for field in fields if field.name not in static)
-    export.register_pytree_node_serialization(
-        cls,
-        serialized_name=f"transformer_jax.{cls.__name__}",
-        serialize_auxdata=lambda structure: json.dumps(structure).encode(),
-        deserialize_auxdata=lambda data: tuple(json.loads(data)),
-        from_children=lambda structure, children: _rebuilt(
-            cls, arrays, children, static, structure
-        ),
-    )
-
-
-def _rebuilt(
-    cls: type,
-    arrays: tuple[str, ...],
-    children: Iterable[object],
-    static: tuple[str, ...],
-    structure: Iterable[object],
-) -> object:
-    """Create a value from its fields without running `__post_init__`."""
-    node: object = object.__new__(cls)
-    for name, field in (*zip(arrays, children), *zip(static, structure)):  # noqa: B905
-        object.__setattr__(node, name, field)
-    return node
 
 
 def short_repr(cls: C) -> C:

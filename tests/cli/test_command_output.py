@@ -14,6 +14,7 @@ import pytest
 import transformer_jax as tj
 from tests.cli.test_train import run_command
 from transformer_jax import config as configs
+from transformer_jax import loading
 from transformer_jax.cli import command, plan, report, serve, train
 from transformer_jax.config.tasks import (
     ChatTask,
@@ -404,7 +405,7 @@ def test_serve_command_passes_flags_to_server(monkeypatch, capsys, tmp_path):
 
     from transformer_jax.server import app, engine
 
-    monkeypatch.setattr(serve, "_embedder", lambda arguments: None)
+    monkeypatch.setattr(loading, "is_run", lambda model: True)
     monkeypatch.setattr(
         command.ModelOptions, "load", lambda options, **_: f"loaded {options.model}"
     )

@@ -234,25 +234,10 @@ class ConfigFlags:
         the rule.
         """
         changes: dict[Path, FieldValue] = {}
-        texts = self._split_words(texts)
-        # Read the kinds first, because `--positions.base` may precede `--positions rope`.
-        for path in sorted(texts, key=len):
-            owner = _at(base, changes, path[:-1])
-            matches = [field for field in self.fields[path] if field.owner is type(owner)]
-            if not matches:
-                kinds = " or ".join(architecture_names(field.owner) for field in self.fields[path])
-                rule = f"needs {flag_of(path[:-1])} {kinds}, not {architecture_names(owner)}"
-                raise ConfigError(f"{'.'.join(path)} is {texts[path]!r}: {rule}")
-            changes[path] = _read(".".join(path), matches[0].hint, texts[path])
-        return changes
-
-    def _split_words(self, texts: Mapping[Path, Text]) -> dict[Path, Text]:
-        """Split a word such as `rope,base=5e5` into a kind and its fields.
-
-        Fields without a kind belong to the only possible kind, or to the kind in the base config.
-        """
-        found = dict(texts)
-        for path, text in texts.items():
+        # Split a word such as `rope,base=5e5` into a kind and its fields. Fields without a kind
+        # belong to the only possible kind, or to the kind in the base config.
+        given, texts = texts, dict(texts)
+        for path, text in given.items():
             name, hint = ".".join(path), self.fields[path][0].hint
             kinds = _kinds(hint)
             if not kinds or isinstance(text, list):
@@ -271,20 +256,29 @@ class ConfigFlags:
             if not comma:
                 continue
             keys = [end[-1] for end in self.fields if end[:-1] == path]
-            del found[path]
+            del texts[path]
             if kind_text:
                 kind = _read(name, hint, kind_text)
                 keys = [field.name for field in fields(kind)] if kind is not None else []
-                found[path] = kind_text
+                texts[path] = kind_text
             for key, value in _items(name, items):
-                field = key.replace("-", "_")
-                if field not in keys:
-                    rule = f"must be one of {', '.join(keys)}{nearest(field, keys)}"
+                field_name = key.replace("-", "_")
+                if field_name not in keys:
+                    rule = f"must be one of {', '.join(keys)}{nearest(field_name, keys)}"
                     raise ConfigError(f"{name} has {key!r}: {rule}")
-                if (*path, field) in texts:
-                    raise ConfigError(f"{name}.{field} is passed twice")
-                found[*path, field] = value
-        return found
+                if (*path, field_name) in given:
+                    raise ConfigError(f"{name}.{field_name} is passed twice")
+                texts[*path, field_name] = value
+        # Read the kinds first, because `--positions.base` may precede `--positions rope`.
+        for path in sorted(texts, key=len):
+            owner = _at(base, changes, path[:-1])
+            matches = [field for field in self.fields[path] if field.owner is type(owner)]
+            if not matches:
+                owners = " or ".join(architecture_names(field.owner) for field in self.fields[path])
+                rule = f"needs {flag_of(path[:-1])} {owners}, not {architecture_names(owner)}"
+                raise ConfigError(f"{'.'.join(path)} is {texts[path]!r}: {rule}")
+            changes[path] = _read(".".join(path), matches[0].hint, texts[path])
+        return changes
 
 
 def _items(name: str, text: str) -> Iterator[tuple[str, str]]:

@@ -60,8 +60,23 @@ def serve(options: Serve) -> None:
     check_installed()
     import uvicorn
 
-    engine: Engine | Embedder | None = _embedder(options)
-    if engine is None:
+    from transformer_jax.loading import is_run, published_tokenizer
+    from transformer_jax.pretrained.sentences import load_sentence_encoder
+    from transformer_jax.pretrained.weights import open_weights
+
+    engine: Engine | Embedder
+    folder = None if is_run(options.model) else open_weights(options.model)
+    # only sentence-transformers folders have modules.json
+    if folder is not None and folder.read_json("modules.json") is not None:
+        from transformer_jax.server.embedder import Embedder
+
+        for field in ("checkpoint", "init_from", "context", "steps", "cache_dtype", "weights"):
+            if (value := getattr(options, field)) is not None:
+                raise ConfigError(f"{field} is {value!r}: a sentence encoder does not support it")
+        encoder = load_sentence_encoder(folder.path, dtype=options.dtype)
+        tokenizer = published_tokenizer(folder)
+        engine = Embedder(encoder, tokenizer, slots=options.slots, queue=options.queue)
+    else:
         from transformer_jax.server.engine import Engine
 
         engine = Engine(
@@ -84,22 +99,3 @@ def serve(options: Serve) -> None:
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
         uvicorn.Server(settings).run(sockets=[listening])
     print("serve: stopped", file=sys.stderr)
-
-
-def _embedder(options: Serve) -> Embedder | None:
-    """Return an embedder if the model is a sentence-transformers folder, or else None."""
-    from transformer_jax.loading import is_run, published_tokenizer
-    from transformer_jax.pretrained.sentences import load_sentence_encoder
-    from transformer_jax.pretrained.weights import open_weights
-    from transformer_jax.server.embedder import Embedder
-
-    if is_run(options.model):
-        return None
-    folder = open_weights(options.model)
-    if folder.read_json("modules.json") is None:
-        return None
-    for name in ("checkpoint", "init_from", "context", "steps", "cache_dtype", "weights"):
-        if (value := getattr(options, name)) is not None:
-            raise ConfigError(f"{name} is {value!r}: a sentence encoder does not support it")
-    encoder = load_sentence_encoder(folder.path, dtype=options.dtype)
-    return Embedder(encoder, published_tokenizer(folder), slots=options.slots, queue=options.queue)

@@ -35,7 +35,7 @@ from transformer_jax.config.keywords import known_keywords
 from transformer_jax.durable_files import write_file
 from transformer_jax.models.lora import Matrices, flatten, layer, matrices, nest, select
 from transformer_jax.pretrained.safetensors_folder import ADAPTER
-from transformer_jax.pytree import Array, Params
+from transformer_jax.pytree import Params
 from transformer_jax.untrusted_files import JsonObject, Untrusted, check_path
 
 Names = Mapping[str, Sequence[str]]
@@ -165,9 +165,25 @@ def save_lora(
     for module in dict.fromkeys(module_of[kernel] for kernel in sorted(kept)):
         kernels = modules[module]
         widths = [found[kernel][1] for kernel in kernels]
-        parts = [flat[kernel] if kernel in kept else None for kernel in kernels]
-        a, b = _joined(parts, widths, config.rank)
-        pairs[module] = a, b[kernels.rows(widths)]
+        parts = {
+            kernel: (np.asarray(flat[kernel]["a"]), np.asarray(flat[kernel]["b"]))
+            for kernel in kernels
+            if kernel in kept
+        }
+        # The rank of the weight stays r if all its kernels have the same A. Otherwise, each kernel
+        # has its own columns.
+        every_a = [a for a, _ in parts.values()]
+        shared = all(np.array_equal(a, every_a[0]) for a in every_a)
+        joined_a = every_a[0] if shared else np.concatenate(every_a, axis=1)
+        joined_b = np.zeros((sum(widths), joined_a.shape[1]), np.float32)
+        row = column = 0
+        for kernel, width in zip(kernels, widths, strict=True):
+            if kernel in parts:
+                b = parts[kernel][1]
+                joined_b[row : row + width, column : column + config.rank] = b.T
+                column += 0 if shared else config.rank
+            row += width
+        pairs[module] = joined_a.T.astype(np.float32), joined_b[kernels.rows(widths)]
     times = max(len(a) for a, _ in pairs.values()) // config.rank
     rank = times * config.rank
     # PEFT multiplies by alpha / r, or by alpha / sqrt(r) with rslora. This keeps the product.
@@ -269,23 +285,6 @@ def _modules(names: Names, found: Matrices) -> dict[str, InterleavedKernels]:
             raise ValueError(f"names[{weight!r}]: runs={runs} must divide the outputs of {paths}")
         modules[weight.removesuffix(".weight")] = InterleavedKernels(paths, runs)
     return modules
-
-
-def _joined(parts: Sequence[Mapping[str, Array] | None], widths: list[int], rank: int) -> Pair:
-    """Join the adapters of the kernels in a weight; the rank stays r if all have the same A."""
-    arrays = [None if x is None else (np.asarray(x["a"]), np.asarray(x["b"])) for x in parts]
-    present = [x for x in arrays if x is not None]
-    shared = all(np.array_equal(a, present[0][0]) for a, _ in present)
-    columns = rank if shared else rank * len(present)
-    a = present[0][0] if shared else np.concatenate([a for a, _ in present], axis=1)
-    b = np.zeros((sum(widths), columns), np.float32)
-    row = column = 0
-    for x, width in zip(arrays, widths, strict=True):
-        if x is not None:
-            b[row : row + width, column : column + rank] = x[1].T
-            column += 0 if shared else rank
-        row += width
-    return a.T.astype(np.float32), b
 
 
 def _config(paths: set[str], found: Matrices, rank: int, alpha: float, rslora: bool) -> LoraConfig:

@@ -86,10 +86,26 @@ def read(data: str, out: str | None = None) -> list[Source]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"data is {data!r}: cannot be read ({reason})") from None
-    file = path
+    file, out_folder = path, None if out is None else os.path.realpath(out)
+    of_a_run = "config.json", "tokenizer.json", "metrics.jsonl"
+
+    def unreadable(error: OSError) -> None:
+        raise error  # `os.walk` would skip a folder that cannot be listed
+
     try:
+        files: list[Path] = []
+        for folder, folders, names in os.walk(path, onerror=unreadable):
+            visible = [Path(folder, name) for name in folders if not name.startswith(".")]
+            # os.walk skips folders that are removed here, so a run does not train on its own output
+            folders[:] = [
+                inner.name
+                for inner in visible
+                if os.path.realpath(inner) != out_folder
+                and not all(os.path.isfile(inner / name) for name in of_a_run)
+            ]
+            files += [Path(folder, name) for name in names if not name.startswith(".")]
         sources = []
-        for file in _files(path, out):
+        for file in sorted(files):
             if content := file.read_bytes():
                 whole = content if content.endswith(b"\n") else content + b"\n"
                 sources.append(Source(str(file), whole))
@@ -97,27 +113,6 @@ def read(data: str, out: str | None = None) -> list[Source]:
     except OSError as error:
         where = error.filename or file
         raise DataError(f"data is {data!r}: {where}: cannot be read ({error.strerror})") from None
-
-
-def _files(path: Path, out: str | None) -> list[Path]:
-    """Return all files in a folder and its subfolders, or raise OSError if one cannot be listed."""
-
-    def unreadable(error: OSError) -> None:
-        raise error
-
-    found, out_folder = [], None if out is None else os.path.realpath(out)
-    of_a_run = "config.json", "tokenizer.json", "metrics.jsonl"
-    for folder, folders, names in os.walk(path, onerror=unreadable):
-        visible = [Path(folder, name) for name in folders if not name.startswith(".")]
-        # os.walk skips folders that are removed here, so a run does not train on its own output
-        folders[:] = [
-            inner.name
-            for inner in visible
-            if os.path.realpath(inner) != out_folder
-            and not all(os.path.isfile(inner / name) for name in of_a_run)
-        ]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(found)
 
 
 def _download(url: str, sha256: str, name: str) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -141,7 +142,19 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
         return Plan(hardware, mesh, resident, 0, tokens, flops, False)
     placement = _placement(mesh, hardware, hardware.devices())
     state = placement.state(template)
-    batch = _batch(model, (config.accumulation, rows, length), placement)
+    # micro-batches [A, B, T], split by row
+    by_row = _sharding(placement, PartitionSpec(None, ROWS))
+    array = partial(jax.ShapeDtypeStruct, sharding=by_row)
+    lead = config.accumulation, rows
+    given = ids = array((*lead, length), jnp.int32)  # `given` is what the first stack reads
+    if model.inputs is not None:
+        like = jax.eval_shape(lambda: example_inputs(model.inputs, rows, length))  # type: ignore[arg-type]
+        given = array((config.accumulation, *like.shape), like.dtype)
+    if model.kind == "encoder":
+        has_classes = model.inputs is not None or model.num_classes is not None
+        batch = Batch(given, array(lead, jnp.int32) if has_classes else ids)
+    else:
+        batch = Batch(ids, ids, source=given if model.kind == "encoder-decoder" else None)
     frozen = () if config.lora is None else (FrozenBase(config, placement).params,)
     assert isinstance(programs.train_step, CompiledAhead)
     with hardware.lowering():
@@ -362,25 +375,3 @@ def _placement(mesh: MeshConfig, hardware: Hardware, devices: list[jax.Device] |
 def _sharding(placement: Placement, spec: PartitionSpec) -> NamedSharding:
     assert placement.mesh is not None
     return NamedSharding(placement.mesh, spec)
-
-
-def _batch(model: ModelConfig, shape: tuple[int, int, int], placement: Placement) -> Batch:
-    """Return the shapes of micro-batches [A, B, T], split by row."""
-    rows = _sharding(placement, PartitionSpec(None, ROWS))
-
-    def array(
-        shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.int32
-    ) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-
-    tokens = array(shape)
-    source = tokens if model.kind == "encoder-decoder" else None
-    if model.inputs is not None:
-        like = jax.eval_shape(lambda: example_inputs(model.inputs, shape[1], shape[2]))  # type: ignore[arg-type]
-        inputs = array((shape[0], *like.shape), like.dtype)
-        if model.kind == "encoder":
-            return Batch(inputs, array(shape[:2]))
-        source = inputs
-    if model.kind == "encoder" and model.num_classes is not None:
-        return Batch(tokens, array(shape[:2]))
-    return Batch(tokens, tokens, source=source)
