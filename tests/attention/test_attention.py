@@ -659,6 +659,10 @@ BAD = {
     "mask rows": ((Q, K, K), {"mask": Padding(zeros(3, 17, dtype="bool"))}, r"3"),
     "mask heads": ((Q, K, K), {"mask": Dense(zeros(1, 3, 13, 17, dtype="bool"))}, r"3"),
     "mask array": ((Q, K, K), {"mask": zeros(13, 17, dtype="bool")}, r"Dense"),
+    "mask of floats": (
+        (Q, K, K), {"mask": zeros(13, 17)},
+        r"mask is float32\[13, 17\]: .*use bias=array; .*use Dense\(array > 0\)$",
+    ),
     "softcap": ((Q, K, K), {"softcap": -1.0}, r"softcap.*-1"),
     "no softcap": ((Q, K, K), {"softcap": 0.0}, r"softcap.*0"),
     "infinite softcap": ((Q, K, K), {"softcap": math.inf}, r"softcap is inf: .*finite"),

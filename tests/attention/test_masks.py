@@ -206,7 +206,9 @@ def random_leaf(rng: np.random.Generator):
         lengths = rng.integers(0, S + 1, B)
         return Prefix(jnp.asarray(lengths, jnp.int32)), oracle.prefix(lengths)
     if kind == 7:
-        shape = [(T, S), (1, 1, T, S), (B, 1, T, S), (1, N, T, S), (B, N, T, S)][rng.integers(5)]
+        full = [(T, S), (1, 1, T, S), (B, 1, T, S), (1, N, T, S), (B, N, T, S)][rng.integers(5)]
+        shared = rng.random(2) < 0.3  # one row or column for all queries or keys
+        shape = (*full[:-2], *np.where(shared, 1, full[-2:]).tolist())
         array = rng.random(shape) < 0.5
         return Dense(jnp.asarray(array)), oracle.dense(array)
     return Predicate(near_diagonal), lambda b, n, q, k: (q + k) % 3 != 1

@@ -86,7 +86,7 @@ MEANT = {
     "input_ids": (model, "tokens"),
     "position_ids": (model, "positions"),
     "past_key_values": (model, "cache"),
-    "deterministic": (model, "key, a random key that turns dropout on"),
+    "is_training": (model, "key, a random key that turns dropout on"),
     "train": (model, "key, a random key"),
     "training": (encoder, "key, a random key"),
     "token_type_ids": (encoder, "types"),
@@ -94,12 +94,15 @@ MEANT = {
     "segment_ids": (model, "segments"),
     "max_new_tokens": (model, r"generate\(step, ..., num_tokens=...\)"),
     # attention: jax.nn, flax, torch, tokamax, flash-attention
+    "deterministic": (attend, "dropout_rate=0.0, which turns dropout off"),
     "logits_scale": (attend, "scale$"),
     "block_mask": (attend, "mask$"),
     "dropout_mask": (attend, "dropout_rate and dropout_key"),
     "score_mod": (attend, "bias, your own subclass of `Bias`"),
     "q_indices": (attend, "q_positions$"),
     "k_indices": (attend, "k_positions$"),
+    "query_seq_lengths": (attend, r"mask=Dense\(\(jnp.arange\(T\)\[None\] < query_seq_lengths"),
+    "key_value_seq_lengths": (attend, r"mask=Padding\(jnp.arange\(S\)\[None\] < key_value_seq_le"),
     "precision": (attend, r"jax.default_matmul_precision\(...\)"),
     "dropout_rng": (attend, "dropout_key"),
     "dtype": (attend, "query, which sets the dtype"),
@@ -232,7 +235,7 @@ def test_suggested_arguments_reproduce_jax_nn_results(keywords):
     names = vars(tj) | dict(jnp=jnp, B=2, T=7, S=7) | keywords
     if "float_mask" in keywords:
         bias = jax.random.normal(jax.random.key(3), (2, 2, 7, 7))
-        with pytest.raises(ValueError, match=r"mask is float32.*use bias=array"):
+        with pytest.raises(ValueError, match=r"mask is float32.*use bias=array; "):
             tj.dot_product_attention(q, k, v, mask=bias)
         meant, theirs = dict(bias=bias), dict(bias=bias)
     elif "logits_scale" in keywords:

@@ -46,6 +46,8 @@ def masks_of_vectors(rng: np.random.Generator) -> dict:
         "predicate": Predicate(lambda q, k: (q ^ k) & 3 == 1),
         "not everything": ~Everything(),
         "matrix": matrix,
+        "row": Dense(valid[:, None, None]),
+        "column": ~Dense(short[:, None, :, None] == 1),
         "matrices": Causal() & ~matrix | Padding(valid) & other,
         "eight matrices": functools.reduce(operator.or_, [*[matrix & other] * 3, matrix, ~other]),
         "prefix language model": Causal() | Prefix(lengths),
@@ -92,6 +94,7 @@ def test_unsupported_masks_report_reason():
     eight = functools.reduce(operator.or_, [~Dense(table)] * 8)
     assert refuse_mask(Causal() & eight) is None
     assert refuse_mask(~eight & Dense(table)) == "supports at most 8 Dense masks, not 9"
+    assert refuse_mask(~eight & Dense(table[:1]) & Dense(table[:, :1])) is None
     assert refuse_mask(Predicate(lambda q, k: table[0, q] & table[k, 1])) is None
     assert "from a query and a key" in str(refuse_mask(Predicate(lambda q, k: table[q, k])))
     assert "must be bool" in str(refuse_mask(Predicate(lambda q, k: q - k)))

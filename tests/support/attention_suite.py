@@ -433,6 +433,25 @@ class AttentionSuite:
         )
         self.check(result, reference(arrays, seen))
 
+    @pytest.mark.parametrize("axes", ["B__S", "_NT_"])
+    def test_dense_mask_broadcasts_axes_of_length_one(self, axes):
+        """Also in a composition, at other positions than 0, 1, 2, ..., and with empty slots."""
+        arrays, rng = self.draw(49), np.random.default_rng(50)
+        sizes = {"B": 2, "N": 4, "T": self.queries, "S": self.span, "_": 1}
+        array = rng.random(tuple(sizes[axis] for axis in axes)) < 0.6
+        row = rng.random((1, self.span)) < 0.9
+        q_positions = np.arange(self.queries, dtype=np.int32) + 5
+        k_positions = rng.permutation(self.span).astype(np.int32) - 2
+        predicate = oracle.either(
+            oracle.both(oracle.causal(), oracle.dense(array)), oracle.negation(oracle.dense(row))
+        )
+        heads = 4 if "N" in axes else 1
+        seen = oracle.allowed(predicate, q_positions, k_positions, batch=2, heads=heads)
+        assert 0.1 < seen.mean() < 0.9
+        mask = Causal() & Dense(array) | ~Dense(row)
+        result = self.evaluate(arrays, mask, q_positions=q_positions, k_positions=k_positions)
+        self.check(result, reference(arrays, seen))
+
     @pytest.mark.parametrize("softcap", [None, 2.0])
     def test_scale_softcap_and_sinks_match_reference(self, softcap):
         arrays = self.draw(9)
@@ -526,7 +545,7 @@ class AttentionSuite:
         self.check(result, reference(arrays, seen))
 
     def test_array_bias_in_input_dtype_matches_reference(self):
-        self.test_array_bias_of_any_broadcast_shape_matches_oracle("_NTS", self.dtype)
+        self.test_array_bias_of_any_broadcast_shape_matches_reference("_NTS", self.dtype)
 
     def test_alibi_bias_matches_equivalent_array_bias(self):
         slopes, arrays = alibi_slopes(4), self.draw(12)

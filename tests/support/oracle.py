@@ -95,14 +95,13 @@ def prefix(lengths: np.ndarray) -> Predicate:
 
 
 def dense(array: np.ndarray) -> Predicate:
-    """Return the predicate of an array [T, S] or [B or 1, N or 1, T, S]."""
+    """Return the predicate of an array [T, S] or [B, N, T, S]; each axis may have length 1."""
     full = array if array.ndim == 4 else array[None, None]
 
-    def look_up(b: int, n: int, q: int, k: int) -> bool:
-        if not (0 <= q < full.shape[2] and 0 <= k < full.shape[3]):
-            return False
-        row, head = (b if full.shape[0] > 1 else 0), (n if full.shape[1] > 1 else 0)
-        return bool(full[row, head, q, k])
+    def look_up(*at: int) -> bool:
+        index = tuple(0 if n == 1 else i for i, n in zip(at, full.shape, strict=True))
+        inside = all(i < n for i, n in zip(index, full.shape, strict=True))
+        return min(at) >= 0 and inside and bool(full[index])
 
     return look_up
 

@@ -52,8 +52,6 @@ class Mask:
     __slots__ = ()
     is_foreign: ClassVar[bool] = True
     """Whether `sees` may call code from outside this library."""
-    reads_pairs: ClassVar[bool] = False
-    """Whether a kernel needs one integer per pair for this mask."""
 
     # Methods that custom masks implement or override
 
@@ -120,6 +118,11 @@ class Mask:
         """
 
     # Methods that follow from those above
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether a kernel needs one integer per pair for this mask."""
+        return False
 
     def part(self, first: Pair, full: tuple[int, int], size: tuple[int, int]) -> Mask:
         """Return the part of the mask for some of the batch rows and heads.
@@ -455,7 +458,8 @@ def check_mask(
         if isinstance(mask, jax.Array | np.ndarray) and jnp.issubdtype(mask.dtype, jnp.floating):
             kind, rule = (
                 f"{mask.dtype}{list(mask.shape)}",
-                "to add it to the scores, use bias=array",
+                "to add it to the scores, use bias=array; if it contains only 0 and 1, use "
+                "Dense(array > 0)",
             )
         raise ValueError(f"mask is {kind}: must be a Mask; {rule}")
     for node in nodes(mask):
@@ -491,7 +495,7 @@ def refuse_mask(mask: Mask) -> str | None:
 
     `MaskVectors` may still reject the mask later, when it is traced with the arrays of the call.
     """
-    matrices = sum(type(node).reads_pairs for node in nodes(mask))
+    matrices = sum(node.reads_pairs for node in nodes(mask))
     if matrices > MATRICES:
         return f"supports at most {MATRICES} Dense masks, not {matrices}"
     if not mask.calls_user_code:

@@ -292,7 +292,8 @@ class Prefix(_BuiltinMask):
 class Dense(_BuiltinMask):
     """Mask given by a bool array that is indexed by positions: array[b, n, q, k].
 
-    Planning the tiles reads the whole array.
+    Planning the tiles reads the whole array. An array [B or 1, 1, 1, S] or [B or 1, 1, T, 1] needs
+    only O(T + S) memory, like `Padding`.
 
     Dense(numpy.eye(4, dtype=bool))
 
@@ -311,7 +312,6 @@ class Dense(_BuiltinMask):
     """
 
     array: jax.Array  # bool[B or 1, N or 1, T or 1, S or 1], or its last two axes
-    reads_pairs = True
     __hash__ = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -320,6 +320,11 @@ class Dense(_BuiltinMask):
     @property
     def lead(self) -> tuple[int, int]:
         return (1, 1) if len(self.array.shape) == 2 else (self.array.shape[0], self.array.shape[1])
+
+    @property
+    def reads_pairs(self) -> bool:
+        # without a head axis, an array of one row or column is a vector of keys or queries
+        return self.lead[1] != 1 or 1 not in self.array.shape[-2:]
 
     @property
     def leaf_axes(self) -> tuple[AxisNames, ...]:
@@ -332,6 +337,13 @@ class Dense(_BuiltinMask):
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         array = self.array if self.array.ndim == 4 else self.array[None, None]
+        if not self.reads_pairs:
+            table = array[:, 0].reshape(array.shape[0], -1)
+            at, other = (k, q) if array.shape[2] == 1 else (q, k)
+            if table.shape[1] == 1:
+                return table[:, :, None, None] & (at >= 0) & (other >= 0)
+            seen, inside = look_up(table, at)
+            return seen & inside & (other >= 0)
         q, k = q[:, 0, :, 0], k[:, 0, 0]
         q_inside, k_inside = (
             (at >= 0) & ((at < length) | (length == 1))
@@ -355,6 +367,8 @@ class Dense(_BuiltinMask):
         return jax.vmap(take)(array, *index) & inside
 
     def comparison(self, vectors: MaskVectors) -> Program:
+        if not self.reads_pairs:
+            return vectors.sees(self.sees)
         q, k = vectors.q_positions, vectors.k_positions
         lengths = q.shape[1], k.shape[1]
         # the array itself is the matrix, so no lookup is necessary

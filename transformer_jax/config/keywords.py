@@ -122,8 +122,8 @@ _OTHER_NAMES = {
     # attention, and a model
     "mask=Padding(~key_padding_mask)": "key_padding_mask",
     "mask=Padding(jnp.arange(S)[None] < key_value_seq_lengths[:, None])": "key_value_seq_lengths",
-    "mask=Segments(1 * (jnp.arange(T)[None] >= query_seq_lengths[:, None]), jnp.zeros((B, S), int))"
-    "": "query_seq_lengths",
+    "mask=Dense((jnp.arange(T)[None] < query_seq_lengths[:, None])[:, None, :, None])": ""
+    "query_seq_lengths",
     "mask": "attn_mask attention_mask block_mask",
     "mask=Predicate(lambda q, k: ...)": "mask_mod",
     "mask=Causal()": "is_causal causal use_causal_mask",
