@@ -670,6 +670,9 @@ BAD = {
     "scale below float32": ((Q, K, K), {"scale": 1e-38}, r"scale is 1e-38: must be finite"),
     "complex scale": ((Q, K, K), {"scale": zeros(dtype="complex64")}, "scale is complex64"),
     "complex scales": ((Q, K, K), {"scale": zeros(4, dtype="complex64")}, "scale is complex64"),
+    "broadcast dropout": (
+        (Q, K, K), {"broadcast_dropout": 2}, "broadcast_dropout is 2: must be True or False",
+    ),
     "number as a key": ((Q, K, K), {"dropout_rate": 0.5, "dropout_key": 0}, r"dropout_key is 0"),
 }  # fmt: skip
 

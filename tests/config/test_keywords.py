@@ -162,7 +162,6 @@ def test_keyword_from_other_library_suggests_equivalent_argument(name):
     ("call", "name"),
     [
         (attend, "enable_gqa"),
-        (attend, "broadcast_dropout"),
         (generate, "use_cache"),
         (generate, "pad_token_id"),
         (partial(tj.load, "a"), "trust_remote_code"),

@@ -48,7 +48,7 @@ LENGTHS = [
     (1, 257), (2, 129), (3, 127), (7, 65), (17, 64), (63, 63), (64, 17), (65, 7), (127, 3),
     (129, 2), (257, 1),
 ]  # fmt: skip
-STATIC = ("implementation", "target", "scale", "softcap", "dropout_rate")
+STATIC = ("implementation", "target", "scale", "softcap", "dropout_rate", "broadcast_dropout")
 
 
 def draw(
@@ -277,6 +277,7 @@ class AttentionSuite:
         k_positions: Any = None,
         dropout_key: jax.Array | None = None,
         dropout_rate: float = 0.0,
+        broadcast_dropout: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
     ) -> dict[str, jax.Array]:
@@ -293,7 +294,8 @@ class AttentionSuite:
                 pytest.skip(str(reasons[self.implementation]))
         return _evaluate(
             arrays, mask, q_positions, k_positions, dropout_key, scale=scale, softcap=softcap,
-            dropout_rate=dropout_rate, implementation=self.implementation, target=self.target,
+            dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout,
+            implementation=self.implementation, target=self.target,
         )  # fmt: skip
 
     def attend(self, query, key, value, **settings):
@@ -533,7 +535,7 @@ class AttentionSuite:
 
     # Bias.
 
-    @pytest.mark.parametrize("axes", ["BNTS", "_N_S", "B_T_", "TS", ""])
+    @pytest.mark.parametrize("axes", ["BNTS", "_N_S", "B_T_", "__TS", "TS", ""])
     def test_array_bias_of_any_broadcast_shape_matches_reference(self, axes, dtype="float32"):
         sizes = {"B": 2, "N": 4, "T": self.queries, "S": self.span, "_": 1}
         shape = tuple(sizes[axis] for axis in axes)
@@ -642,6 +644,16 @@ class AttentionSuite:
         result = self.evaluate(arrays, mask, dropout_key=key_of(3), dropout_rate=self.rate)
         exact = np.where(keep > 0, 1 / (1 - self.rate), 0.0)
         self.check(result, reference(arrays, seen, keep=exact))
+
+    def test_broadcast_dropout_drops_same_pairs_in_all_rows_and_heads(self):
+        arrays, key = self.draw(51), key_of(52)
+        mask, seen = self.causal_tail()
+        words, shape = np.asarray(jax.random.key_data(key)), (1, 1, self.queries, self.span)
+        keep = np.broadcast_to(oracle.dropout_keep(words, self.rate, shape), (2, 4, *shape[2:]))
+        result = self.evaluate(
+            arrays, mask, dropout_key=key, dropout_rate=self.rate, broadcast_dropout=True
+        )
+        self.check(result, reference(arrays, seen, keep=keep))
 
     # Rows that see nothing, and lengths of zero.
 

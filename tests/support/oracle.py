@@ -222,7 +222,7 @@ def t5_bucket(distance: int, *, bidirectional: bool, buckets: int, longest: int)
 def dropout_keep(
     words: np.ndarray,  # u32[W], the data of the key
     rate: float,
-    shape: tuple[int, int, int, int],  # B, N, T, S
+    shape: tuple[int, int, int, int],  # B, N, T, S, or 1, 1, T, S if rows and heads share them
 ) -> np.ndarray:
     """Return the dropout multipliers by the formulas of dropout.py, in 64-bit integers."""
 

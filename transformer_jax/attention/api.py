@@ -106,6 +106,7 @@ def dot_product_attention(
     k_positions: jax.Array | None = None,  # i32[S] or [B, S]
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
     key_scale: jax.Array | None = None,  # f32[B, S, K], or paged [P, page, K]
     value_scale: jax.Array | None = None,  # f32[B, S, K], or paged [P, page, K]
     block_table: jax.Array | None = None,  # i32[B, M]
@@ -157,6 +158,8 @@ def dot_product_attention(
         dropout_rate: probability of dropping a weight after the softmax, at least 0 and below 1.
             All implementations drop the same weights.
         dropout_key: a single PRNG key, required if the rate is above 0.
+        broadcast_dropout: whether all batch rows and heads drop the same pairs of query and key, as
+            in flax. By default, each weight is dropped independently.
         key_scale: f32[B, S, K], or paged [P, page, K]: the scales of int8 keys, which are
             dequantized to scale * key.
         value_scale: f32[B, S, K], or paged [P, page, K]: the scales of int8 values.
@@ -188,6 +191,7 @@ def dot_product_attention(
         k_positions=k_positions,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
+        broadcast_dropout=broadcast_dropout,
         key_scale=key_scale,
         value_scale=value_scale,
         block_table=block_table,

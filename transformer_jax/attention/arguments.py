@@ -53,6 +53,7 @@ class Options(TypedDict, total=False):
     k_positions: jax.Array | None
     dropout_rate: float
     dropout_key: jax.Array | None
+    broadcast_dropout: bool
     key_scale: jax.Array | None
     value_scale: jax.Array | None
     block_table: jax.Array | None
@@ -77,7 +78,7 @@ class Options(TypedDict, total=False):
         "block_table",
         "shared",
     ),
-    static=("scale", "softcap", "dropout_rate", "return_lse", "plan"),
+    static=("scale", "softcap", "dropout_rate", "broadcast_dropout", "return_lse", "plan"),
     eq=False,
 )
 class AttentionCall:
@@ -97,6 +98,7 @@ class AttentionCall:
     dropout_rate: float = 0.0
     dropout_key: jax.Array | None = None  # None if the rate is 0
     dropout_words: jax.Array | None = None  # u32[2, B, N], a hash of the key, set by "blockwise"
+    broadcast_dropout: bool = False
     return_lse: bool = False
     key_scale: jax.Array | None = None  # f32[B, S, K] if key is int8
     value_scale: jax.Array | None = None  # f32[B, S, K] if value is int8
@@ -169,8 +171,10 @@ class AttentionCall:
         if self.dropout_key is None:
             return self.dropout_words
         B, _, N, _ = self.query.shape
+        rows_heads = (1, 1) if self.broadcast_dropout else (B, N)
         # computed once per call: each tile only mixes in its queries and keys
-        return jnp.stack(head_words(key_words(self.dropout_key), B, N))
+        words = jnp.stack(head_words(key_words(self.dropout_key), *rows_heads))
+        return jnp.broadcast_to(words, (2, B, N))
 
 
 @value_class(arrays=("mask", "shared"), static=("checked",))
@@ -350,6 +354,9 @@ def check_call(
         raise ValueError(f"dropout_rate is {dropout_rate}: a rate above 0 needs a dropout_key")
     if dropout_key is not None:
         check_key("dropout_key", dropout_key)
+    broadcast_dropout = options.get("broadcast_dropout", False)
+    if not isinstance(broadcast_dropout, bool | np.bool_):
+        raise ValueError(f"broadcast_dropout is {broadcast_dropout!r}: must be True or False")
     rate = exact_rate(dropout_rate) if dropout_rate else 0.0
     return AttentionCall(
         query=query,
@@ -365,6 +372,7 @@ def check_call(
         k_positions=k_positions,
         dropout_rate=rate,
         dropout_key=dropout_key if rate else None,
+        broadcast_dropout=bool(broadcast_dropout and rate),
         return_lse=return_lse,
         key_scale=key_scale,
         value_scale=value_scale,

@@ -95,7 +95,6 @@ _OTHER_NAMES = {
     "dot_product_attention_weights(query, key, ...)": "need_weights average_attn_weights "
     "return_attention_scores return_softmax",
     "leave it out: grouped queries are always supported": "enable_gqa",
-    "leave it out: dropout always differs between rows and heads": "broadcast_dropout",
     "leave it out: scores and softmax are always float32": "force_fp32_for_softmax",
     # calls of a model
     "positions=jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)": "attention_mask "
