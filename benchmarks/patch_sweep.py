@@ -85,7 +85,7 @@ def main() -> None:
             return lambda value: jnp.where((layer == number) & here, values[name], value)
 
         edit = {name: put(i, name) for i, name in enumerate(names)}
-        return metric(model.apply({"params": params}, corrupted, edit=edit)[0])
+        return metric(model.edited(edit).apply({"params": params}, corrupted)[0])
 
     compiling, _ = timed(lambda: one(params, values, 0, 0))
     seconds, found = timed(
@@ -102,7 +102,7 @@ def main() -> None:
 
         def alone(params: Any, value: jax.Array, name: str = name, at: int = at) -> jax.Array:
             edit = {name: lambda x: x.at[:, at].set(value[:, at])}
-            return metric(model.apply({"params": params}, corrupted, edit=edit)[0])
+            return metric(model.edited(edit).apply({"params": params}, corrupted)[0])
 
         spent.append(timed(lambda alone=alone, name=name: jax.jit(alone)(params, values[name]))[0])
     each = float(np.median(spent))

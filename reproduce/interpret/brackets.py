@@ -131,11 +131,11 @@ def measure(seed: int, sizes: Any) -> Found:
     sign = 1 - 2 * clean[:, ASKED - 1 - BACK]
     both = jnp.concatenate([clean, corrupted])
 
-    def read(tokens: Any, **arguments: Any) -> Any:
+    def read(tokens: Any, model: Any = model, **arguments: Any) -> Any:
         return model.apply({"params": params}, jnp.asarray(tokens), **arguments)
 
     def right(ablated: Heads) -> float:
-        logits = read(both, edit=edit_heads(ablated, interpret.mean))[0][:, -1]
+        logits = read(both, model.edited(edit_heads(ablated, interpret.mean)))[0][:, -1]
         kinds = CLOSE + (logits[:, CLOSE + 1] > logits[:, CLOSE])
         return float((kinds == both[:, ASKED - 1 - BACK] + CLOSE).mean())
 
@@ -163,7 +163,7 @@ def measure(seed: int, sizes: Any) -> Found:
     order.sort(key=lambda head: -by_head[head])
     count = 1
     while count < len(order):
-        logits = read(corrupted, edit=edit_heads(order[:count], put))[0]
+        logits = read(corrupted, model.edited(edit_heads(order[:count], put)))[0]
         if metric(logits) - low >= 0.9 * (high - low):
             break
         count += 1

@@ -64,7 +64,7 @@ def config(layers: int, width: int) -> tj.ModelConfig:
 def second_half_loss(model: Any, params: Any, rows: jax.Array, edit: Any = None) -> jax.Array:
     """Return the loss after the first full period, in nats per token."""
     given = NO_FEED_FORWARD | (edit or {})
-    logits = model.apply({"params": params}, rows[:, :-1], edit=given)[0]
+    logits = model.edited(given).apply({"params": params}, rows[:, :-1])[0]
     return tj.cross_entropy(logits[:, PERIOD:], rows[:, PERIOD + 1 :])[0]
 
 
@@ -81,7 +81,7 @@ def fit(seed: int, layers: int, steps: int, width: int) -> Run:
         starts = jax.random.randint(first, (ROWS // 2, 1), 0, len(text) - LENGTH)
         halves = repeated_rows(second, ROWS // 2), text[starts + jnp.arange(LENGTH)[None]]
         rows = jnp.concatenate(halves)
-        logits = model.apply({"params": params}, rows[:, :-1], edit=NO_FEED_FORWARD)[0]
+        logits = model.edited(NO_FEED_FORWARD).apply({"params": params}, rows[:, :-1])[0]
         return tj.cross_entropy(logits, rows[:, 1:])[0]
 
     def update(key: jax.Array, state: Any, step: jax.Array) -> tuple[Any, None]:

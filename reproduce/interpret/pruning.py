@@ -10,7 +10,7 @@ cross-attention heads last. Garg et al. 2019 (arXiv:1909.02074) show that a few 
 heads align words.
 
 An encoder-decoder is trained on the German and English sentences of multi30k, as read by
-`reproduce.pairs`. A head is pruned with `edit=`, which multiplies its output by 0, and the model is
+`reproduce.pairs`. A head is pruned by an edit, which multiplies its output by 0, and the model is
 not retrained. The importance of a head is defined as in Michel et al. It is computed on the
 validation part, where m_h = 1 is the factor of head h, and divided by the norm over the heads of
 its layer:
@@ -181,8 +181,8 @@ def importance(model: TextModel, rows: Rows) -> np.ndarray:  # f32[3, L, N]
     @jax.jit
     def slopes(params: Any, source: Any, positions: Any, tokens: Any, labels: Any) -> jax.Array:
         def total(masks: jax.Array) -> jax.Array:
-            given = dict(source=source, source_positions=positions, edit=edits(masks))
-            logits = built.apply({"params": params}, tokens, **given)[0]
+            given = dict(source=source, source_positions=positions)
+            logits = built.edited(edits(masks)).apply({"params": params}, tokens, **given)[0]
             mean, count = tj.cross_entropy(logits, labels, ignore_label=IGNORE)
             return mean * count
 

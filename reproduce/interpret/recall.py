@@ -88,8 +88,8 @@ def measure(seed: int, layers: int, sizes: Any) -> Found:
     )  # fmt: skip
     model, key = tj.build(config), jax.random.key(seed)
 
-    def answers(params: Any, rows: jax.Array, **arguments: Any) -> jax.Array:  # f32[B, PAIRS, V]
-        return model.apply({"params": params}, rows[:, :-1], **arguments)[0][:, ANSWERS - 1]
+    def answers(params: Any, rows: jax.Array, model: Any = model) -> jax.Array:  # f32[B, PAIRS, V]
+        return model.apply({"params": params}, rows[:, :-1])[0][:, ANSWERS - 1]
 
     def loss(params: Any, step: jax.Array) -> jax.Array:
         rows, _ = draw_rows(jax.random.fold_in(key, 1 + step), ROWS, 2)
@@ -102,7 +102,7 @@ def measure(seed: int, layers: int, sizes: Any) -> Found:
     lookup, own_key = attention(weights, np.asarray(places))
 
     def right(edit: Any) -> float:
-        chosen = answers(params, rows, edit=edit).argmax(axis=-1)
+        chosen = answers(params, rows, model.edited(edit)).argmax(axis=-1)
         return float((chosen == rows[:, ANSWERS]).mean())
 
     def without(layer: int, scores: np.ndarray) -> tuple[float, float]:

@@ -127,7 +127,7 @@ MEANT = {
     "streamer": (generate, r"stream\("),
     "output_attentions": (generate, r"capture=\('block_\*/attention/weights',\)"),
     "attention": (generate, r"capture=\('block_\*/attention/weights',\)"),
-    "head_mask": (model, r"edit=interpret.scale\('block_\*/attention/heads', mask\)"),
+    "head_mask": (model, r"model.edited\(interpret.scale\('block_\*/attention/heads', mask\)\)"),
     "bad_words_ids": (generate, r"processors=\[BanSequences\("),
     # the rest
     "torch_dtype": (partial(tj.load_pretrained, "a"), "dtype"),
@@ -143,7 +143,7 @@ MEANT = {
     "mlp_bias": (tj.ModelConfig, "ff_bias"),
     "rotary_base": (tj.ModelConfig, r"positions=Rope\(base="),
     "lr": (tj.fit, r"TrainConfig\(learning_rate="),
-    "fwd_hooks": (model, r"edit=\{'block_0/residual'"),
+    "fwd_hooks": (model, r"model.edited\(\{'block_0/residual'"),
     "output_hidden_states": (model, "capture="),
     "n_ctx": (tj.ModelConfig, "max_len"),
     "warmup_iters": (tj.TrainConfig, "warmup_steps"),
@@ -283,11 +283,11 @@ def test_flag_from_other_program_suggests_equivalent_flag(wrong, meant):
     ],
 )
 def test_transformerlens_hook_name_suggests_equivalent_place(hook, place, params):
-    call = partial(tj.build(CONFIG).apply, {"params": params}, TOKENS)
+    model = tj.build(CONFIG)
     with pytest.raises(ValueError, match=f"TransformerLens hook is '{place}'"):
-        call(capture=(hook,))
+        model.apply({"params": params}, TOKENS, capture=(hook,))
     with pytest.raises(ValueError, match=f"TransformerLens hook is '{place}'"):
-        call(edit={hook: lambda x: x})
+        model.edited({hook: lambda x: x})
     if "*" not in hook:
         assert interpret.place_of_hook(CONFIG, hook) == place
 

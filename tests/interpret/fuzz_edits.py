@@ -3,7 +3,7 @@
     python -m tests.interpret.fuzz_edits --minutes 1 --seed 0
 
 A case is a model, an edit, a batch of prompts of 1 to 40 tokens and a way to read and continue
-them. Its log-probabilities must equal those of `model.apply(..., edit=...)` on each sequence alone,
+them. Its log-probabilities must equal those of `model.edited(...).apply` on each sequence alone,
 or the edit must be rejected. An edit of single tokens is never rejected, and an edit that needs all
 tokens is not rejected if the prompt is read in one call.
 """
@@ -99,7 +99,7 @@ def run(kind, entry, edit, prompt, lengths, chunk):
     model, params = model_of(kind)
     rows, config = len(prompt), CONFIGS[kind]
     state = init_decode_state(config, params, rows, MOST)
-    step = tj.make_step(model, edit=edit)
+    step = tj.make_step(model.edited(edit))
     texts = [prompt[i, :n] for i, n in enumerate(lengths)]
     if entry in ("apply", "left"):
         valid = np.arange(prompt.shape[1])[None] < lengths[:, None]
@@ -114,7 +114,7 @@ def run(kind, entry, edit, prompt, lengths, chunk):
             given = {"positions": np.where(valid, valid.cumsum(1) - 1, -1)}
         if (lengths == prompt.shape[1]).all():
             given = {}
-        apply = jax.jit(functools.partial(model.apply, edit=edit))
+        apply = jax.jit(model.edited(edit).apply)
         logits = apply({"params": params}, tokens, **given)[0]
         last = logits[:, -1] if entry == "left" else logits[np.arange(rows), lengths - 1]
         return texts, [x[None] for x in np.asarray(jax.nn.log_softmax(last))]
@@ -170,7 +170,7 @@ def wanted(kind, edit, sequence, together=None):
     """Return the log-probabilities [n, V] of the next token, computed in one pass."""
     model, params = model_of(kind)
     tokens = sequence[None] if together is None else together
-    apply = jax.jit(functools.partial(model.apply, edit=edit))
+    apply = jax.jit(model.edited(edit).apply)
     return np.asarray(jax.nn.log_softmax(apply({"params": params}, tokens)[0]))
 
 

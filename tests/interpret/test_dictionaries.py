@@ -176,7 +176,7 @@ def test_feature_scores_and_examples_match_captured_values(place, target, scanne
 
     def with_target(value):
         put = value.reshape(captured[target].shape).astype(np.float32)
-        return nats(model.apply({"params": params}, tokens, edit={target: lambda _: put})[0])
+        return nats(model.edited({target: lambda _: put}).apply({"params": params}, tokens)[0])
 
     found = dictionary_scores(model, params, dictionary, tokens, batch_size=2)
     spread = ((y - y.mean((0, 1))) ** 2).sum()

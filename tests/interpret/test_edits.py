@@ -22,8 +22,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 NEAR = 5 * FORWARD_F32
 
 
-def run(shape, scanned=False, params=None, tokens=None, **requested):
+def run(shape, scanned=False, params=None, tokens=None, edit=None, **requested):
     model, own = model_of(shape, scanned=scanned)
+    model = model if edit is None else model.edited(edit)
     params = own if params is None else params
     tokens = draw() if tokens is None else tokens
     return jax.jit(partial(model.apply, **requested))({"params": params}, tokens)
@@ -60,8 +61,10 @@ def test_mean_edit_averages_over_tokens_in_call(over):
 
     @jax.jit
     def both(params, tokens):
-        apply = partial(model.apply, {"params": params}, tokens, capture=(name,))
-        return apply()[2][name], apply(edit=edit)[2][name]
+        return tuple(
+            one.apply({"params": params}, tokens, capture=(name,))[2][name]
+            for one in (model, model.edited(edit))
+        )
 
     (own, edited), rest = jax.device_get(both(params, draw())), [0, 1, 3]
     axis = {"tokens": (1,), "rows": (0,), "both": (0, 1)}[over]
@@ -114,7 +117,7 @@ def test_steered_generation_matches_full_forward(scanned):
     vector = np.random.default_rng(3).standard_normal(D).astype(np.float32)
     edit = add("block_0/residual", 5 * vector)
     cache = partial(init_cache, model.config, B, T + 5)
-    made = generate(make_step(model, edit=edit), params, draw(), cache(), num_tokens=5).tokens
+    made = generate(make_step(model.edited(edit)), params, draw(), cache(), num_tokens=5).tokens
     whole = np.concatenate([draw(), made], axis=1)
     logits = run("gpt2", scanned, tokens=whole, edit=edit)[0]
     np.testing.assert_array_equal(made, np.argmax(logits[:, T - 1 : -1], axis=-1))
@@ -180,7 +183,7 @@ def test_traced_token_index_past_row_end_makes_row_nan(chunk):
     @jax.jit
     @partial(jax.vmap, in_axes=(0, None))
     def made(at, tokens):
-        step = make_step(model, edit=add("block_0/residual", vector, at=at))
+        step = make_step(model.edited(add("block_0/residual", vector, at=at)))
         cache = init_cache(model.config, B, T + 5)
         given = dict(lengths=lengths, num_tokens=4, chunk=chunk)
         found = generate(step, params, tokens, cache, **given)
@@ -206,12 +209,12 @@ def test_source_keys_and_values_are_indexed_by_source_tokens():
     vector = np.arange(D // 2, dtype=np.float32)
     for edit in (add(place, vector, at=5), mean(place, "tokens")):
         state = init_decode_state(config, params, 1, 4, source=source)
-        made = generate(make_step(model, edit=edit), params, target, state, num_tokens=2)
+        made = generate(make_step(model.edited(edit)), params, target, state, num_tokens=2)
         whole = np.append(target, made.tokens[:, :1], axis=1)
-        logits = jax.jit(partial(model.apply, edit=edit))({"params": params}, whole, source=source)
+        logits = jax.jit(model.edited(edit).apply)({"params": params}, whole, source=source)
         right = np.asarray(jax.nn.log_softmax(logits[0]))[0, [1, 2], made.tokens[0]]
         assert_near(made.log_probs[0], right, NEAR)
-    step = make_step(model, edit=add(place, vector, at=7)).with_facts(part=True)
+    step = make_step(model.edited(add(place, vector, at=7))).with_facts(part=True)
     with pytest.raises(ValueError, match=r"at is 7: must be from 0 to 6"):
         jax.eval_shape(step, params, target[:, :1], state)
 
@@ -224,7 +227,7 @@ def test_editing_one_row_in_padded_batch_does_not_affect_others():
 
     def made(edit):
         cache = init_cache(model.config, B, T + 5)
-        step = make_step(model, edit={} if edit is None else {"block_0/residual": edit})
+        step = make_step(model.edited({} if edit is None else {"block_0/residual": edit}))
         given = dict(lengths=lengths, num_tokens=4)
         return generate(step, params, draw()[:, :5], cache, **given).log_probs
 
@@ -279,4 +282,4 @@ def test_edits_with_wrong_shape_are_rejected(edit, message):
     model, params = model_of("gpt2")
     with pytest.raises(ValueError, match=message):
         made = edit()
-        jax.eval_shape(partial(model.apply, edit=made), {"params": params}, draw())
+        jax.eval_shape(model.edited(made).apply, {"params": params}, draw())

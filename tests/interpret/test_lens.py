@@ -57,8 +57,8 @@ def test_logit_lens_of_embedding_is_normalized_and_projected():
 def test_logit_lens_uses_edited_streams():
     model, params = model_of("gpt2")
     edit = {"block_0/residual": lambda x: 2 * x}
-    lens = jax.jit(lambda params: logit_lens(model, params, draw(), edit=edit))(params)
-    logits, _ = jax.jit(partial(model.apply, edit=edit))({"params": params}, draw())
+    lens = jax.jit(lambda params: logit_lens(model.edited(edit), params, draw()))(params)
+    logits, _ = jax.jit(model.edited(edit).apply)({"params": params}, draw())
     assert_near(lens[:, -1], logits, NEAR)
 
 
@@ -137,7 +137,6 @@ def test_logit_attributions_sum_to_logit_and_logit_difference(shape):
          "norm_order is 'post': only in pre-norm and parallel models is the last stream a sum"),
         ("sandwich", {}, "norm_order is 'sandwich'"),
         ("gpt2", dict(target=VOCAB), r"token 31 at \[0, 0\]: must be from 0 to 30"),
-        ("gpt2", dict(edit={"block_*/residual": jnp.sin}), "an edit of block_0/residual"),
         ("gpt2", dict(key=jax.random.key(3)), "does not accept key"),
     ],
 )  # fmt: skip
@@ -167,4 +166,8 @@ def test_attribution_rejects_capped_or_missing_logits():
         logit_lens(vectors, {}, draw())
     model, params = model_of("gpt2")
     with pytest.raises(ValueError, match="logit_lens does not accept an edit of final_norm"):
-        logit_lens(model, params, draw(), edit={"final_*": jnp.sin})
+        logit_lens(model.edited({"final_*": jnp.sin}), params, draw())
+    with pytest.raises(ValueError, match="logit_attribution does not accept an edit of block_0/re"):
+        logit_attribution(model.edited({"block_*/residual": jnp.sin}), params, draw(), 3)
+    with pytest.raises(TypeError, match=r"no argument 'edit'; use model.edited\(\{...\}\)"):
+        logit_lens(model, params, draw(), edit={"embedding": jnp.sin})

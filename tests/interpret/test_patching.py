@@ -94,7 +94,8 @@ def test_head_patch_matches_individual_edits(shape, scanned):
 
         def found(select, name=name):
             edit = {name: lambda x: x.at[select].set(source[name][select])}
-            return both(apply(CORRUPTED, edit=edit)[0])
+            edited = model.edited(edit)
+            return both(edited.apply({"params": params}, CORRUPTED, **more(shape))[0])
 
         one = found(np.s_[:, t, n])
         assert_near(tables["token", "head"][layer, t, n], one, NEAR)
@@ -207,7 +208,7 @@ def test_attribution_patching_matches_patching_to_first_order(shape):
         (dict(each=("head",)), r"each is \('head',\): block_0/residual has no heads"),
         (dict(places=("block_0/attention/key", "block_0/attention/query"), each=("head",)),
          "block_0/attention/query has 4 heads, but earlier places have 2"),
-        (dict(edit={}), "does not accept edit"),
+        (dict(capture=()), "does not accept capture"),
         (dict(key=jax.random.key(3)), "does not accept key"),
     ],
 )  # fmt: skip

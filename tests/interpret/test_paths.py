@@ -202,7 +202,7 @@ def test_path_patching_supports_per_row_metric_and_vmap():
             marks=pytest.mark.slow,
         ),
         (dict(senders="block_0/attention/output"), r"block_0/attention/output has no heads"),
-        (dict(edit={}), "path_patching does not accept edit"),
+        (dict(capture=()), "path_patching does not accept capture"),
     ],
 )  # fmt: skip
 def test_invalid_path_patching_arguments_are_rejected(arguments, message):

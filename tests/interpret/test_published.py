@@ -55,6 +55,6 @@ def test_published_model_streams_match_transformers(make, tmp_path):
             body.layers[1].self_attn.o_proj.weight[:, cut] = 0
         without = theirs(ids).logits
     edit = zero("block_1/attention/heads", heads=2)
-    ours = jax.jit(lambda own, x: model.apply({"params": own}, x, edit=edit)[0])(params, TOKENS)
+    ours = jax.jit(lambda own, x: model.edited(edit).apply({"params": own}, x)[0])(params, TOKENS)
     np.testing.assert_allclose(ours, without, atol=LOGITS)
     assert float((without - found.logits).abs().max()) > 100 * LOGITS

@@ -50,9 +50,10 @@ def test_steering_accepts_array_or_list_of_rows():
     model, params = model_of("gpt2", scanned=True)
     edit = {"block_0/residual": lambda x: 2 * x}
     given, place = (draw(3), draw(4)), "block_1/residual"
-    of = jax.jit(lambda own, *rows: steering_vector(model, own, *rows, place, edit=edit))
+    edited = model.edited(edit)
+    of = jax.jit(lambda own, *rows: steering_vector(edited, own, *rows, place))
     found = of(params, *given)
-    assert_near(found, steering_vector(model, params, *map(list, given), place, edit=edit), NEAR)
+    assert_near(found, steering_vector(edited, params, *map(list, given), place), NEAR)
     plain = steering_vector(model, params, draw(3), draw(4), "block_1/residual")
     assert np.abs(found - plain).max() > 0.01
 

@@ -101,7 +101,7 @@ def test_invalid_tuned_lens_arguments_are_rejected():
         tuned_lens(model, params, own, draw())
     own = Translators.identity(model)
     with pytest.raises(ValueError, match="tuned_lens does not accept an edit of final_norm"):
-        tuned_lens(model, params, own, draw(), edit={"final_norm": lambda x: x})
+        tuned_lens(model.edited({"final_norm": lambda x: x}), params, own, draw())
     with pytest.raises(ValueError, match="steps is 0: must be positive"):
         fit_tuned_lens(model, params, draw(), key=jax.random.key(3), steps=0)
     with pytest.raises(ValueError, match="fit_tuned_lens does not support an encoder-decoder"):

@@ -92,7 +92,7 @@ def test_captured_signal_streams_include_edits(tmp_path, task):
     names = place, "encoder/block_1/attention/input", "logits"
 
     def run(edit):
-        return built.apply({"params": model.params}, ids, capture=names, edit=edit, **inputs)[2]
+        return built.edited(edit).apply({"params": model.params}, ids, capture=names, **inputs)[2]
 
     assert tj.places(model.config)[place] == ("B", "T", model.config.d_model)
     before, after = run({}), run({place: lambda x: x.at[1].add(0.5)})

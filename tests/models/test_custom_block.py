@@ -67,8 +67,9 @@ class Plain(CustomBlock):
         return x[:, :1] if self.fault == "result" else x
 
 
-def applied(config, params, tokens=TOKENS, **more):
-    return jax.jit(lambda p: tj.build(config).apply({"params": p}, tokens, **more))(params)
+def applied(config, params, tokens=TOKENS, edit=None, **more):
+    model = tj.build(config) if edit is None else tj.build(config).edited(edit)
+    return jax.jit(lambda p: model.apply({"params": p}, tokens, **more))(params)
 
 
 def test_custom_block_matches_builtin_block():

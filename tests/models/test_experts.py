@@ -254,7 +254,7 @@ def test_nonfinite_token_does_not_affect_other_tokens():
     @jax.jit
     def apply(added):
         edit = {"block_0/feed_forward/input": lambda x: x.at[1, 3].add(added)}
-        return build(config).apply({"params": params}, TOKENS, edit=edit)[0]
+        return build(config).edited(edit).apply({"params": params}, TOKENS)[0]
 
     whole, found = apply(0.0), apply(jnp.nan)
     np.testing.assert_array_equal(found[0], whole[0])
@@ -270,7 +270,7 @@ def test_expert_hidden_layer_can_be_captured_and_edited():
     place_in, place_out = "block_0/feed_forward/input", "block_0/feed_forward/output"
     without = {hidden: lambda h: h.at[:, :, 1].set(0)}
     seen = hidden, router, place_in, place_out
-    apply = jax.jit(partial(build(config).apply, edit=without, capture=seen))
+    apply = jax.jit(partial(build(config).edited(without).apply, capture=seen))
     _, _, found = apply({"params": params}, TOKENS)
     assert found[hidden].shape == (2, 7, 2, 20)
     only = replace(config.experts, top_k=1)
@@ -285,7 +285,7 @@ def test_editing_router_changes_selected_expert():
     own = params["decoder"]["block_0"]["feed_forward"]
     third = {"block_0/feed_forward/router": lambda r: r.at[:, :, 2].set(100.0)}
     places = "block_0/feed_forward/input", "block_0/feed_forward/output"
-    apply = jax.jit(partial(build(config).apply, edit=third, capture=places))
+    apply = jax.jit(partial(build(config).edited(third).apply, capture=places))
     _, _, found = apply({"params": params}, TOKENS)
     x = np.asarray(found[places[0]], np.float64)
     matrices = (np.asarray(own[name]["kernel"][2]) for name in ("up", "gate", "down"))

@@ -47,11 +47,14 @@ def params_of(kind: str):
     return jax.tree.map(np.asarray, params)
 
 
+NOTHING: dict = {}
+
+
 def draw(columns: int, seed: int = 17) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, (B, columns), dtype=np.int32)
 
 
-def run(kind: str, *, scanned: bool = False, params=None, **requested):
+def run(kind: str, *, scanned: bool = False, params=None, edit=NOTHING, capture=()):
     config = config_of(kind, scan_layers=scanned)
     params = params_of(kind) if params is None else params
     more = dict(source=draw(S, 5)) if config.kind == "encoder-decoder" else {}
@@ -59,7 +62,8 @@ def run(kind: str, *, scanned: bool = False, params=None, **requested):
     @jax.jit
     def apply(params):
         params = stack_layers(params) if scanned else params
-        return build(config).apply({"params": params}, draw(T), **more, **requested)
+        model = build(config).edited(edit)
+        return model.apply({"params": params}, draw(T), **more, capture=capture)
 
     return apply(params)
 
@@ -168,7 +172,7 @@ def test_parallel_branches_receive_block_input(kind):
     @jax.jit
     def read(added):
         edit = {place: lambda x: x + added}
-        return build(config).apply({"params": params}, draw(T), capture=requested, edit=edit)[2]
+        return build(config).edited(edit).apply({"params": params}, draw(T), capture=requested)[2]
 
     found, edited = (jax.tree.map(np.asarray, read(added)) for added in (0.0, 3.0))
     block = jax.tree.map(lambda x: np.asarray(x, np.float64), params["decoder"]["block_0"])
@@ -270,7 +274,7 @@ def test_edits_during_cached_decode_match_full_forward(kind, scanned):
 
     def full(strengths):
         more = dict(source=source) if crossed else {}
-        return model.apply(variables, tokens, edit=edits(names, strengths), **more)[0]
+        return model.edited(edits(names, strengths)).apply(variables, tokens, **more)[0]
 
     def cached(strengths):
         edited = model.edited(edits(names, strengths))
@@ -322,8 +326,9 @@ def test_identity_edit_changes_nothing_in_any_remat_mode(remat):
         params = stack_layers(params) if scanned else params
         edit = {name: lambda x: x for name in editable("decoder")}
 
-        def loss(params, config=config, **requested):
-            out = build(config).apply({"params": params}, draw(T), **requested)
+        def loss(params, config=config, edit=NOTHING, capture=()):
+            model = build(config).edited(edit)
+            out = model.apply({"params": params}, draw(T), capture=capture)
             return (out[0] ** 2).mean(), out[2:]
 
         names = ("block_1/attention/weights", "block_0/residual")
@@ -343,9 +348,12 @@ def test_edit_does_not_change_dropped_weights(place):
 
     @jax.jit
     def read(params, key):
-        apply = partial(build(config).apply, {"params": params}, draw(T))
-        edit = {f"block_*/attention/{place}": lambda x: x}
-        return apply(key=key)[0], apply(key=jax.random.clone(key), edit=edit)[0]
+        model = build(config)
+        edited = model.edited({f"block_*/attention/{place}": lambda x: x})
+        return tuple(
+            one.apply({"params": params}, draw(T), key=key)[0]
+            for one, key in ((model, key), (edited, jax.random.clone(key)))
+        )
 
     plain, edited = read(params_of("decoder"), key)
     assert_near(edited, plain, NEAR)
@@ -383,11 +391,12 @@ def test_custom_attention_returns_weights_or_raises_error(monkeypatch, scanned):
     monkeypatch.setitem(IMPLEMENTATIONS, "closed", Sigmoid())
     place = "block_1/attention/weights"
 
-    def read(name, **requested):
+    def read(name, edit=NOTHING, capture=()):
         config = config_of("decoder", scan_layers=scanned, implementation=name)
         params = params_of("decoder")
         params = stack_layers(params) if scanned else params
-        return jax.jit(partial(build(config).apply, **requested))({"params": params}, draw(T))
+        model = build(config).edited(edit)
+        return jax.jit(partial(model.apply, capture=capture))({"params": params}, draw(T))
 
     plain, _, captured = read("open", capture=(place,))
     assert np.abs(captured[place].sum(axis=-1) - 1).max() > 0.1, "rows of a softmax sum to 1"
@@ -411,11 +420,11 @@ def test_edits_apply_to_generate_stream_and_beam_search(scanned):
     params = stack_layers(params) if scanned else params
     model, prompt = build(config), draw(3)
     edit = {"block_0/attention/heads": tilted, "block_1/residual": lambda x: -x}
-    step, plain = make_step(model, edit=edit), make_step(model)
+    step, plain = make_step(model.edited(edit)), make_step(model)
     state = partial(init_cache, config, B, 9)
     made = generate(step, params, prompt, state(), num_tokens=5).tokens
     tokens = np.concatenate([prompt, made], axis=1)
-    whole = jax.jit(partial(model.apply, edit=edit))({"params": params}, tokens)[0]
+    whole = jax.jit(model.edited(edit).apply)({"params": params}, tokens)[0]
     np.testing.assert_array_equal(made, np.argmax(whole[:, 2:-1], axis=-1))
     unedited = generate(plain, params, prompt, state(), num_tokens=5).tokens
     assert (np.asarray(unedited) != made).any(), "the edit changes nothing"
@@ -429,7 +438,7 @@ def test_edits_apply_to_generate_stream_and_beam_search(scanned):
 def test_edit_that_reads_global_is_retraced_after_change():
     config, params, prompt = config_of("decoder"), params_of("decoder"), draw(3)
     strength = np.float32([0.0])
-    step = make_step(build(config), edit={"block_1/residual": lambda x: x * (1 - strength[0])})
+    step = make_step(build(config).edited({"block_1/residual": lambda x: x * (1 - strength[0])}))
     found = []
     for strength[0] in (0.0, 2.0):
         state = init_cache(config, B, 9)
@@ -508,14 +517,14 @@ WRONG = {
     ],
 )
 def test_edit_with_wrong_shape_error_names_place(scanned, kind, given, place, returned):
-    """The error contains the name as passed to `edit=`, including block and stack."""
+    """The error contains the name as passed to `edited`, including block and stack."""
     config = config_of(kind, scan_layers=scanned)
     more = dict(source=draw(S, 5)) if config.kind == "encoder-decoder" else {}
 
     def apply(params):
         params = stack_layers(params) if scanned else params
         edit = {given: WRONG[returned]}
-        return build(config).apply({"params": params}, draw(T), edit=edit, **more)
+        return build(config).edited(edit).apply({"params": params}, draw(T), **more)
 
     with pytest.raises(ValueError, match=f"^edit of {place} returns {returned}.*: must be fl"):
         jax.eval_shape(apply, params_of(kind))
@@ -526,14 +535,10 @@ def test_encoder_places_require_source():
     config = config_of("encoder-decoder")
     variables = {"params": params_of("encoder-decoder")}
     state = build(config).apply(variables, draw(S, 5), capacity=T, method="init_cache")
-    for requested in (
-        dict(capture=("encoder/embedding",)),
-        dict(edit={"encoder/embedding": tilted}),
+    with pytest.raises(
+        ValueError, match="encoder/embedding is not available with a cache: its source was read"
     ):
-        with pytest.raises(
-            ValueError, match="encoder/embedding is not available with a cache: its source was read"
-        ):
-            build(config).apply(variables, draw(T), cache=state, **requested)
+        build(config).apply(variables, draw(T), cache=state, capture=("encoder/embedding",))
 
 
 @pytest.mark.slow
@@ -542,7 +547,8 @@ def test_program_without_captures_is_unchanged():
         config = config_of("decoder", scan_layers=scanned)
         params = params_of("decoder")
         params = stack_layers(params) if scanned else params
-        apply = build(config).apply
-        plain = str(jax.make_jaxpr(lambda p: apply({"params": p}, draw(T)))(params))  # noqa: B023
-        other = jax.make_jaxpr(lambda p: apply({"params": p}, draw(T), capture=(), edit={}))(params)  # noqa: B023
-        assert str(other) == plain
+        programs = [
+            str(jax.make_jaxpr(lambda p: model.apply({"params": p}, draw(T), capture=()))(params))  # noqa: B023
+            for model in (build(config), build(config).edited({}))
+        ]
+        assert programs[0] == programs[1]

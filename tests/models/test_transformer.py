@@ -445,10 +445,10 @@ def test_shared_block_matches_layers_with_equal_parameters(rng, remat):
     apart = params | {"encoder": params["encoder"] | several}
     tokens = random_tokens(rng, 1, TOKENS)
     edit = {"block_1/feed_forward/output": lambda y: 2 * y}
-    arguments = dict(capture=("block_*/residual",), edit=edit)
     found = []
     for share, given in ((True, params), (False, apart)):
-        apply = partial(build(dataclasses.replace(config, share_layers=share)).apply, **arguments)
+        model = build(dataclasses.replace(config, share_layers=share)).edited(edit)
+        apply = partial(model.apply, capture=("block_*/residual",))
         found.append(jax.jit(apply)({"params": given}, tokens, key=jax.random.key(3)))
     assert found[0][2].keys() == {f"block_{i}/residual" for i in range(2)}
     jax.tree.map(np.testing.assert_array_equal, *found)

@@ -1213,8 +1213,8 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/interpret/paths.py",
         (
             "branches on a path stay fixed at the clean prompt",
-            "constants = apply(corrupted, capture=frozen)[1]",
-            "constants = apply(clean, capture=frozen)[1]",
+            "constants = run(model, params, arguments, corrupted, capture=frozen)[1]",
+            "constants = run(model, params, arguments, clean, capture=frozen)[1]",
             "interpret/test_paths.py::test_embedding_direct_effect_equals_its_logit_contribution",
         ),
     ),

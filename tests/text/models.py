@@ -43,9 +43,9 @@ def run_of(task, kind="decoder", names=(), base=LETTERS, **fields) -> LanguageMo
     return model_of(config, tokenizer, run=run, stop_ids=end_ids(tokenizer), **fields)
 
 
-def logits_of(model: LanguageModel, ids, **options) -> np.ndarray:
-    apply = build(model.config).apply
-    jitted = jax.jit(lambda variables, ids: apply(variables, ids, **options))
+def logits_of(model: LanguageModel, ids, edit=None) -> np.ndarray:
+    module = build(model.config)
+    jitted = jax.jit((module if edit is None else module.edited(edit)).apply)
     return np.asarray(jitted({"params": model.params}, np.array([ids]))[0], np.float64)[0]
 
 

@@ -233,7 +233,7 @@ def test_steering_vector_is_difference_of_means_and_changes_text():
         means = [np.mean([read(streams(row)) for row in part], axis=0) for part in rows]
         np.testing.assert_allclose(vector, means[0] - means[1], atol=1e-5)
     moved = plain().edited(add(place, 30 * vector)).generate("bad", 6)
-    step = tj.make_step(model, edit=add(place, 30 * vector))
+    step = tj.make_step(model.edited(add(place, 30 * vector)))
     cache = tj.init_cache(plain().config, 1, 17)
     ids = tj.generate(step, plain().params, np.array([LETTERS.encode("bad")]), cache, num_tokens=6)
     assert moved == LETTERS.decode(ids.tokens[0]) != plain().generate("bad", 6)

@@ -74,7 +74,7 @@ _OTHER_NAMES = {
     "capture=('block_*/residual',)": "output_hidden_states",
     "capture=('logits',)": "output_scores output_logits",
     "early_exit": "early_stopping",
-    "make_step(model, edit=...) or model.edited({...})": "edit",
+    "model.edited({...})": "edit",
     "generate(step, ..., capture=...)": "capture",
     # attention
     "q_positions": "q_indices query_positions",
@@ -108,12 +108,12 @@ _OTHER_NAMES = {
     "segments": "segment_ids document_ids",
     "types": "token_type_ids",
     "attention_weights(model, params, tokens)": "output_attentions attend attend_source",
-    "edit=interpret.scale('block_*/attention/heads', mask)": "head_mask decoder_head_mask",
-    "edit=interpret.scale('block_*/cross_attention/heads', mask)": "cross_head_mask "
+    "model.edited(interpret.scale('block_*/attention/heads', mask))": "head_mask decoder_head_mask",
+    "model.edited(interpret.scale('block_*/cross_attention/heads', mask))": "cross_head_mask "
     "cross_attn_head_mask",
-    "edit=interpret.scale('encoder/block_*/attention/heads', mask)": "encoder_head_mask",
-    "edit={'embedding': ...}": "inputs_embeds input_embeddings",
-    "edit={'block_0/residual': ...}": "fwd_hooks hooks",
+    "model.edited(interpret.scale('encoder/block_*/attention/heads', mask))": "encoder_head_mask",
+    "model.edited({'embedding': ...})": "inputs_embeds input_embeddings",
+    "model.edited({'block_0/residual': ...})": "fwd_hooks hooks",
     "capture": "names_filter stop_at_layer return_cache_object",
     "at": "logits_to_keep num_logits_to_keep",
     "cache": "past_key_values past_kv_cache kv_cache layer_past decode use_cache",
@@ -373,7 +373,7 @@ def nearest_flag(flag: str, flags: Collection[str]) -> str:
     """Return the equivalent of another program's flag, or the most similar known flag."""
     name = flag.lstrip("-").replace("-", "_")
     for text, others in (*_OTHER_FLAGS.items(), *_OTHER_NAMES.items()):
-        found = re.match(r"(\w+)(?:='(\w+)')?", text)
+        found = re.match(r"(\w+)\b(?!\.)(?:='(\w+)')?", text)
         if name in others.split() and found:
             meant = f"--{found[1].replace('_', '-')}"
             if meant in flags:

@@ -26,12 +26,9 @@ from transformer_jax.decoding.batch_rows import State
 from transformer_jax.models.arguments import check_one, check_tokens
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.places import (
-    NO_EDIT,
     OF_SOURCE,
     Captured,
-    Edit,
     Places,
-    named_edits,
     places,
 )
 from transformer_jax.models.transformer import Decoder
@@ -452,11 +449,11 @@ def _brief(value: object) -> str:
 
 
 @overload
-def make_step(model: Decoder | EncoderDecoder, *, edit: Mapping[str, Edit] = ...) -> ModelStep: ...
+def make_step(model: Decoder | EncoderDecoder) -> ModelStep: ...
 @overload
-def make_step(model: nn.Module, *, edit: Mapping[str, Edit] = ...) -> AppliedStep[Any]: ...
+def make_step(model: nn.Module) -> AppliedStep[Any]: ...
 @known_keywords
-def make_step(model: nn.Module, *, edit: Mapping[str, Edit] = NO_EDIT) -> AppliedStep[Any]:
+def make_step(model: nn.Module) -> AppliedStep[Any]:
     """Return the model as `step(params, tokens, state, *, valid=None) -> (logits, state)`.
 
     Create the initial state with `init_decode_state`.
@@ -464,25 +461,20 @@ def make_step(model: nn.Module, *, edit: Mapping[str, Edit] = NO_EDIT) -> Applie
     Args:
         model: the result of `build(config)` for a model that generates tokens, or your own module
             with an `as_step()` method that returns an `AppliedStep`.
-        edit: dict from names of places to functions, as in `model.edited`.
 
     Returns:
         A hashable step that maps tokens i32[B, T] and valid bool[B, T] to logits f32[B, T, V].
 
     Raises:
-        ValueError: If the model does not generate tokens, such as an encoder or a tagger, or if an
-            edit refers to a place outside the decoder.
+        ValueError: If the model does not generate tokens, such as an encoder or a tagger.
     """
     if hasattr(model, "vocab_size") or isinstance(model, str | Mapping):
         rule = "must be a model: make_step(build(config))"
         raise ValueError(f"model is {_brief(model)}: {rule}")
-    edited: Any = model
     if not isinstance(model, Decoder | EncoderDecoder) and not hasattr(model, "as_step"):
         name = type(model).__name__
         raise ValueError(f"model is of type {name}: must be a decoder or an encoder-decoder")
-    for name, _ in named_edits(edited.config, edit):
-        if name.startswith("encoder/"):
-            rule = "edit it where the source is read, in `init_cache` of the model"
-            raise ValueError(f"a step cannot edit {name}: {rule}")
-    edited = edited.edited(edit) if edit else edited
-    return ModelStep(edited) if isinstance(model, Decoder | EncoderDecoder) else edited.as_step()
+    if isinstance(model, Decoder | EncoderDecoder):
+        return ModelStep(model)
+    step: AppliedStep[Any] = model.as_step()
+    return step

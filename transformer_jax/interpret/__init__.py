@@ -1,4 +1,4 @@
-"""Interpretability tools based on the `capture=` and `edit=` arguments of `model.apply`.
+"""Interpretability tools based on `model.edited` and the `capture` argument of `model.apply`.
 
 - `lens`: logits and logit attribution from the stream; `tuned_lens`: logits through translators.
 - `edits`: ablation and steering; `steering`: steering vectors.

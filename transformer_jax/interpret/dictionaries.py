@@ -250,7 +250,7 @@ def dictionary_scores(
         def loss(
             row: jax.Array, edit: Mapping[str, Edit], capture: tuple[str, ...] = ()
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            logits, captured = run(model, params, {"edit": edit}, row[None], capture=capture)
+            logits, captured = run(model.edited(edit), params, {}, row[None], capture=capture)
             log_p = jax.nn.log_softmax(logits[0, :-1])
             return -jnp.take_along_axis(log_p, row[1:, None], axis=1).mean(), captured
 

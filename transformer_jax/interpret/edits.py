@@ -1,8 +1,9 @@
-"""Edits for ablation and steering: functions that return a dict to pass as `edit=`.
+"""Edits for ablation and steering: functions that return a dict for `model.edited`.
 
     edit = zero("block_0/attention/heads", heads=2) | add("block_1/residual", vector, at=5)
-    logits, _ = model.apply({"params": params}, tokens, edit=edit)
-    step = make_step(model, edit=edit)
+    edited = model.edited(edit)
+    logits, _ = edited.apply({"params": params}, tokens)
+    step = make_step(edited)
 
 `heads` and `at` select the heads and the tokens whose values change. None selects all of them. An
 index that is out of range raises an error. If it is traced, the whole value becomes NaN instead.
@@ -42,7 +43,7 @@ def zero(place: str, *, heads: Indices | None = None, at: Indices | None = None)
         at: indices of the tokens to edit; None edits all tokens.
 
     Returns:
-        A dict to pass as `edit=`.
+        A dict to pass to `model.edited`.
 
     Raises:
         ValueError: when the model runs, if a head or token does not exist.
@@ -72,7 +73,7 @@ def scale(
         at: indices of the tokens to edit; None edits all tokens.
 
     Returns:
-        A dict to pass as `edit=`.
+        A dict to pass to `model.edited`.
 
     Raises:
         ValueError: if the dtype of `by` is wrong, or, when the model runs, if its shape is wrong.
@@ -127,7 +128,7 @@ def mean(
         at: indices of the tokens to edit; None edits all tokens.
 
     Returns:
-        A dict to pass as `edit=`.
+        A dict to pass to `model.edited`.
 
     Raises:
         ValueError: if `over` is invalid, or, when the model runs, if a head or token does not exist
@@ -167,7 +168,7 @@ def resample(
         at: indices of the tokens to edit; None edits all tokens.
 
     Returns:
-        A dict to pass as `edit=`.
+        A dict to pass to `model.edited`.
 
     Raises:
         ValueError: when the model runs, if a shape is wrong or a head or token does not exist.
@@ -211,7 +212,7 @@ def add(
         at: indices of the tokens to edit; None edits all tokens.
 
     Returns:
-        A dict to pass as `edit=`.
+        A dict to pass to `model.edited`.
 
     Raises:
         ValueError: when the model runs, if the shape of `vector` does not match the last axes of

@@ -44,20 +44,19 @@ def integrated_gradients(
             gradient at 0.
         metric: a differentiable function of logits f32[B, T, V] to f32[].
         steps: the number of quadrature points. Each needs one forward and one backward pass.
-        **arguments: other arguments of `model.apply`, such as `positions`, `source` or `edit`.
+        **arguments: other arguments of `model.apply`, such as `positions` or `source`.
 
     Returns:
         f32[B, T].
 
     Raises:
         ValueError: if the model has no logits, if `steps` is not positive, if a token is not in the
-            vocabulary, or if `edit` contains `embedding`.
+            vocabulary, or if the model edits `embedding`.
     """
     check_model("integrated_gradients", model, arguments, "capture")
     if steps < 1:
         raise ValueError(f"steps is {steps}: must be positive")
-    edit = dict(arguments.pop("edit", {}))
-    refuse_edits("integrated_gradients", model, edit, "embedding")
+    refuse_edits("integrated_gradients", model, "embedding")
     start = jnp.asarray(baseline)
     start = jnp.broadcast_to(start.reshape((1,) * (2 - start.ndim) + start.shape), np.shape(tokens))
     check_tokens(start, model.config.vocab_size)
@@ -68,7 +67,8 @@ def integrated_gradients(
         x0, x1 = (apply(x, capture=("embedding",))[1]["embedding"] for x in (start, tokens))
 
         def output(x: jax.Array) -> jax.Array:
-            return metric(apply(tokens, edit=edit | {"embedding": lambda _: x})[0])
+            started = model.edited({"embedding": lambda _: x})
+            return metric(run(started, params, arguments, tokens)[0])
 
         def point(summed: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             s, weight = at

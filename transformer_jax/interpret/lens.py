@@ -45,16 +45,16 @@ def logit_lens(
         model: a decoder, an encoder with logits, or an encoder-decoder, whose decoder is used.
         params: the parameters of the model, with a looped or a scanned stack.
         tokens: i32[B, T].
-        **arguments: other arguments of `model.apply`, such as `positions`, `source` or `edit`.
+        **arguments: other arguments of `model.apply`, such as `positions` or `source`.
 
     Returns:
         The logits, f32[B, L + 1, T, V], starting with those of the embedding.
 
     Raises:
-        ValueError: if the model has no logits, or if `edit` contains `final_norm` or `logits`.
+        ValueError: if the model has no logits, or if it edits `final_norm` or `logits`.
     """
     check_model("logit_lens", model, arguments, "capture")
-    refuse_edits("logit_lens", model, arguments.get("edit", {}), "final_norm", "logits")
+    refuse_edits("logit_lens", model, "final_norm", "logits")
     return read_out(model, params, streams_of(model, params, arguments, tokens))
 
 
@@ -154,7 +154,7 @@ def logit_attribution(
         tokens: i32[B, T].
         target: i32[], i32[T] or i32[B, T], the token whose logit is decomposed at each position.
         other: the token whose logit is subtracted, in the same shapes; None subtracts nothing.
-        **arguments: other arguments of `model.apply`, such as `positions`, `source` or `edit`.
+        **arguments: other arguments of `model.apply`, such as `positions` or `source`.
 
     Returns:
         The contributions, which sum to the logit.
@@ -169,7 +169,7 @@ def logit_attribution(
         raise ValueError(f"logit_attribution: {why}")
     depth, side = cfg.decoder_layers, "encoder" if cfg.kind == "encoder" else "decoder"
     refuse_edits(
-        "logit_attribution", model, arguments.get("edit", {}), "final_norm", "logits",
+        "logit_attribution", model, "final_norm", "logits",
         *(f"block_{i}/{name}" for i in range(depth) for name in ("residual", "residual_mid")),
         *(f"block_{i}/{b}/output" for i in range(depth) for b in ("attention", "cross_attention")),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 
 from transformer_jax.models.encoder_decoder import EncoderDecoder
-from transformer_jax.models.places import Captured, Edit, Places
+from transformer_jax.models.places import Captured, Places
 from transformer_jax.models.transformer import Decoder, Encoder
 from transformer_jax.pytree import Params
 
@@ -40,12 +40,12 @@ def check_model(
 
 def resolve_places(model: Transformer, names: str | Iterable[str]) -> tuple[str, ...]:
     """Return the places that match names or `*` patterns; raise ValueError if one has no match."""
-    return Places.of(model.config, (names,) if isinstance(names, str) else names, {}).capture
+    return Places.of(model.config, (names,) if isinstance(names, str) else names).capture
 
 
-def refuse_edits(tool: str, model: Transformer, edit: Mapping[str, Edit], *names: str) -> None:
-    """Raise ValueError if `edit` contains a place that the tool computes itself."""
-    for name, _ in Places.of(model, (), edit).edit:
+def refuse_edits(tool: str, model: Transformer, *names: str) -> None:
+    """Raise ValueError if the model edits a place that the tool computes itself."""
+    for name, _ in model.edits:
         if name in names:
             raise ValueError(f"{tool} does not accept an edit of {name}, which it computes itself")
 

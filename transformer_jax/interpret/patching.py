@@ -8,7 +8,6 @@ Wang et al. 2023 (arXiv:2211.00593); Nanda 2023, "Attribution patching"; Syed et
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from math import prod
 from typing import Any, Literal, TypeAlias
 
@@ -71,11 +70,10 @@ def patch(
     names = check_prompts("patch", model, clean, corrupted, places, each, arguments)
 
     def table(params: Params, clean: jax.Array, corrupted: jax.Array) -> jax.Array:
-        apply = partial(run, model, params, arguments)
-        values = apply(clean, capture=names)[1]
+        values = run(model, params, arguments, clean, capture=names)[1]
 
         def entry(edit: dict[str, Edit]) -> jax.Array:
-            return metric(apply(corrupted, edit=edit)[0])
+            return metric(run(model.edited(edit), params, arguments, corrupted)[0])
 
         return map_entries(entry, values, each, batch_size)
 
@@ -152,16 +150,15 @@ def attribution_patching(
     names = check_prompts("attribution_patching", model, clean, corrupted, places, each, arguments)
 
     def table(params: Params, clean: jax.Array, corrupted: jax.Array) -> jax.Array:
-        apply = partial(run, model, params, arguments)
-        values = apply(clean, capture=names)[1]
+        values = run(model, params, arguments, clean, capture=names)[1]
         _axis_sizes(values, each)
 
         def patched(deltas: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
             def put(delta: jax.Array) -> Edit:
                 return lambda value: value + delta
 
-            edit = {name: put(delta) for name, delta in deltas.items()}
-            logits, captured = apply(corrupted, edit=edit, capture=names)
+            shifted = model.edited({name: put(delta) for name, delta in deltas.items()})
+            logits, captured = run(shifted, params, arguments, corrupted, capture=names)
             return metric(logits), captured
 
         # the gradient with respect to a delta of zero is the gradient with respect to the value
@@ -191,7 +188,7 @@ def check_prompts(
     arguments: dict[str, Any],
 ) -> tuple[str, ...]:
     """Return the places that match the names; raise ValueError if an argument is invalid."""
-    check_model(tool, model, arguments, "capture edit")
+    check_model(tool, model, arguments, "capture")
     if np.shape(clean) != np.shape(corrupted):
         rule = f"must be the shape of corrupted, {list(np.shape(corrupted))}"
         raise ValueError(f"clean has shape {list(np.shape(clean))}: {rule}")

@@ -11,7 +11,6 @@ Sources: Wang et al. 2022 (arXiv:2211.00593), section 3.1 and appendix B; Goldow
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -102,9 +101,8 @@ def path_patching(
             raise ValueError(f"receivers contains {name}: {rule}")
 
     def table(params: Params, clean: jax.Array, corrupted: jax.Array) -> jax.Array:
-        apply = partial(run, model, params, arguments)
-        values = apply(clean, capture=names)[1]
-        constants = apply(corrupted, capture=frozen)[1]
+        values = run(model, params, arguments, clean, capture=names)[1]
+        constants = run(model, params, arguments, corrupted, capture=frozen)[1]
 
         def freeze(name: str) -> Edit:
             return lambda value: constants[name]
@@ -116,11 +114,12 @@ def path_patching(
                 name: lambda value, name=name: edit[name](freezing[name](value))
                 for name in freezing.keys() & edit.keys()
             }
-            received = apply(corrupted, edit=freezing | edit | joined, capture=tuple(reached))[1]
+            frozen_model = model.edited(freezing | edit | joined)
+            received = run(frozen_model, params, arguments, corrupted, capture=reached)[1]
             put: dict[str, Edit] = {}
             for name, heads in reached.items():
                 put |= resample({name: received[name]}, heads=heads)
-            return metric(apply(corrupted, edit=put)[0])
+            return metric(run(model.edited(put), params, arguments, corrupted)[0])
 
         return map_entries(entry, values, each, batch_size)
 

@@ -52,7 +52,7 @@ def steering_vector(
             an output.
         over: "last" uses the value at the last token of each text; "all" uses the mean over its
             tokens.
-        **arguments: other arguments of `model.apply` without a row axis, such as `edit`.
+        **arguments: other arguments of `model.apply` without a row axis.
 
     Returns:
         The vector: f32[D] for a stream, or f32[N, H] for heads.

@@ -62,17 +62,17 @@ def tuned_lens(
         params: the parameters of the model, with a looped or a scanned stack.
         translators: trained translators, such as those that `fit_tuned_lens` returns.
         tokens: i32[B, T].
-        **arguments: other arguments of `model.apply`, such as `positions`, `source` or `edit`.
+        **arguments: other arguments of `model.apply`, such as `positions` or `source`.
 
     Returns:
         The logits, f32[B, L + 1, T, V], starting with those of the embedding.
 
     Raises:
         ValueError: if the model has no logits, if the translators have a different size, or if
-            `edit` contains `final_norm` or `logits`.
+            the model edits `final_norm` or `logits`.
     """
     check_model("tuned_lens", model, arguments, "capture")
-    refuse_edits("tuned_lens", model, arguments.get("edit", {}), "final_norm", "logits")
+    refuse_edits("tuned_lens", model, "final_norm", "logits")
     _check(model, translators)
     streams = streams_of(model, params, arguments, tokens)
     translated = translators(streams[:, :-1])
@@ -105,7 +105,7 @@ def lens_divergence(
         ValueError: under the same conditions as `tuned_lens`.
     """
     check_model("lens_divergence", model, arguments, "capture")
-    refuse_edits("lens_divergence", model, arguments.get("edit", {}), "final_norm", "logits")
+    refuse_edits("lens_divergence", model, "final_norm", "logits")
     _check(model, translators)
     streams = streams_of(model, params, arguments, tokens)
     log_p = jax.nn.log_softmax(read_out(model, params, streams[:, -1:]))

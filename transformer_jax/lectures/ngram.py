@@ -21,7 +21,7 @@ order k are `words[start[i]:start[i + 1]]` of order k + 1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -42,7 +42,7 @@ from transformer_jax.lectures.recent_tokens import (
 )
 from transformer_jax.models.arguments import CheckedModule, check_tokens
 from transformer_jax.models.layers import refuse_surplus
-from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
+from transformer_jax.models.places import Captured, Places
 from transformer_jax.pytree import Params
 
 F32 = jnp.float32
@@ -212,7 +212,6 @@ class NgramLM(CheckedModule):
         segments: jax.Array | None = None,  # i32[B, T]
         at: jax.Array | None = None,  # i32[B, Q]
         capture: Sequence[str] = (),
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, RecentTokens] | tuple[jax.Array, RecentTokens, Captured]:
         """Return the log-probabilities of the next tokens, as logits, and the new state.
 
@@ -224,7 +223,6 @@ class NgramLM(CheckedModule):
                 cannot be combined with `state`.
             at: i32[B, Q], indices of the tokens whose logits are computed; None means all tokens.
             capture: names of places (`transformer_jax.places`) whose values are returned.
-            edit: functions that change values, keyed by place.
 
         Returns:
             Logits f32[B, T, V], or [B, Q, V] with `at`; the new state; and, with `capture`, the
@@ -233,7 +231,7 @@ class NgramLM(CheckedModule):
         Raises:
             ValueError: If the arguments are invalid.
         """
-        cfg, places = self.config, Places.of(self, capture, edit)
+        cfg, places = self.config, Places.of(self, capture)
         windows, state, visit = slide_window(cfg, tokens, state, valid, segments, at, places)
         shape = (*windows.shape[:2], cfg.vocab_size)
         contexts = rearrange(windows, "B Q C -> (B Q) C")

@@ -6,7 +6,7 @@ at once, whereas decoding slides the window by one token at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -25,7 +25,7 @@ from transformer_jax.models.packing import (
     number_documents,
     sequence_positions,
 )
-from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places, Visit
+from transformer_jax.models.places import Captured, Places, Visit
 from transformer_jax.values import value_class
 
 
@@ -198,7 +198,6 @@ class RecentTokensLM(CheckedModule):
         at: jax.Array | None = None,  # i32[B, Q]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, RecentTokens] | tuple[jax.Array, RecentTokens, Captured]:
         """Return the logits of the next tokens and the new state.
 
@@ -211,7 +210,6 @@ class RecentTokensLM(CheckedModule):
             at: i32[B, Q], indices of the tokens to compute logits for; None means all tokens.
             key: a single PRNG key, which enables dropout.
             capture: names of places (`transformer_jax.places`) to return the values of.
-            edit: functions that change values, keyed by place.
 
         Returns:
             Logits f32[B, T, V], or [B, Q, V] with `at`; the new state; and with `capture` the
@@ -220,7 +218,7 @@ class RecentTokensLM(CheckedModule):
         Raises:
             ValueError: If the arguments do not fit.
         """
-        places = Places.of(self, capture, edit)
+        places = Places.of(self, capture)
         refuse_rngs(self, key)
         every = at is None or bool(places.edit)
         whole = valid is None and segments is None and every and tokens.shape[1] > 0

@@ -23,7 +23,7 @@ second is from Bahdanau et al. 2015. In the third, the combined state is also th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, Self, TypeAlias
 
@@ -65,7 +65,7 @@ from transformer_jax.models.packing import (
     number_documents,
     sequence_positions,
 )
-from transformer_jax.models.places import NO_EDIT, NOWHERE, Captured, Edit, Places, Visit
+from transformer_jax.models.places import NOWHERE, Captured, Places, Visit
 from transformer_jax.pytree import Tree
 from transformer_jax.values import value_class
 
@@ -345,6 +345,8 @@ class RecurrentDecoder(Module):
     ) -> tuple[jax.Array, RecurrentState, Captured]:  # [B, T, H]
         """Return the input of the output layer, the new state, and captured values."""
         cfg, memory = self.config, state.memory
+        # Inside the cells, only the connections between layers have dropout, because dropout on the
+        # recurrent connections would erase the state (Zaremba et al. 2014).
         between = key if cfg.num_layers > 1 and cfg.dropout > 0 else None
         keys = None if between is None else jax.random.split(between, x.shape[1])
         read = nn.scan(
@@ -446,6 +448,8 @@ class BothDirections(Module):
         starts = ends = None
         if segments is not None:
             starts = first_tokens(number_documents(segments), valid)
+            # The backward cell reads the row in reverse, where the last token of a document comes
+            # first.
             ends = first_tokens(number_documents(segments[:, ::-1]), valid[:, ::-1])[:, ::-1]
         keys = split_key(key, cfg.num_layers)
         for i in range(cfg.num_layers):
@@ -652,7 +656,6 @@ class RecurrentLM(CheckedModule):
         at: jax.Array | None = None,  # i32[B, Q]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> RecurrentResult:
         """Return the logits of the next tokens and the new state.
 
@@ -666,7 +669,6 @@ class RecurrentLM(CheckedModule):
             at: i32[B, Q], indices of the tokens whose logits are returned; None means all tokens.
             key: a single key, which turns on dropout.
             capture: names of places (`transformer_jax.places`) to return the values of.
-            edit: functions that change values, keyed by place.
 
         Returns:
             Logits f32[B, T, V], or [B, Q, V] with `at`; the new state; and with `capture` the
@@ -677,7 +679,7 @@ class RecurrentLM(CheckedModule):
         """
         check_tokens(tokens, self.config.vocab_size)
         check_segments(tokens, segments, state)
-        places = Places.of(self, capture, edit)
+        places = Places.of(self, capture)
         whole = state is None
         if state is None:
             state = init_recurrent_state(self.config, tokens.shape[0])
@@ -723,7 +725,6 @@ class RecurrentTagger(CheckedModule):
         at: jax.Array | None = None,  # i32[B, Q]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, None] | tuple[jax.Array, None, Captured]:
         """Return the logits of the tokens at their own positions, and None instead of a state.
 
@@ -734,7 +735,6 @@ class RecurrentTagger(CheckedModule):
             at: i32[B, Q], indices of the tokens whose logits are returned; None means all tokens.
             key: a single key, which turns on dropout.
             capture: names of places (`transformer_jax.places`) to return the values of.
-            edit: functions that change values, keyed by place.
 
         Returns:
             Logits f32[B, T, V], or [B, Q, V] with `at`; None; and the captured values.
@@ -744,7 +744,7 @@ class RecurrentTagger(CheckedModule):
         """
         check_segments(tokens, segments, None)
         positions, packed = sequence_positions(tokens, None, valid, segments), segments is not None
-        places = Places.of(self, capture, edit).with_facts(positions, packed=packed)
+        places = Places.of(self, capture).with_facts(positions, packed=packed)
         visit = places.visit(positions=positions)
         read_key, top_key = split_key(key, 2)
         states, valid = self._read(tokens, valid, segments, read_key, visit)
@@ -810,6 +810,8 @@ class RecurrentTagger(CheckedModule):
     ) -> jax.Array:  # f32[B, C]
         first = jnp.argmax(valid, axis=1)
         last = valid.shape[1] - 1 - jnp.argmax(valid[:, ::-1], axis=1)
+        # The forward state has read the whole row at the last token, and the backward one at the
+        # first.
         forward, backward = jnp.split(gather_tokens(states, jnp.stack([last, first], 1)), 2, axis=2)
         x = jnp.concatenate([forward[:, 0], backward[:, 1]], axis=-1)
         return self.classifier(dropout(x, self.config.dropout, key)).astype(F32)
@@ -884,7 +886,6 @@ class RecurrentSeq2Seq(CheckedModule):
         at: jax.Array | None = None,  # i32[B, Q]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> RecurrentResult:
         """Return the logits of the next target tokens and the new state.
 
@@ -899,7 +900,6 @@ class RecurrentSeq2Seq(CheckedModule):
             key: a single key, which turns on dropout.
             capture: names of places (`transformer_jax.places`) whose values are returned. Places in
                 the encoder require a source.
-            edit: functions that change values, keyed by place.
 
         Returns:
             Logits f32[B, T, V], or [B, Q, V] with `at`; the new state; and with `capture` the
@@ -916,15 +916,14 @@ class RecurrentSeq2Seq(CheckedModule):
         refuse_rngs(self, key)
         check_tokens(tokens, self.config.vocab_size)
         encoder_key, key = split_key(key, 2)
-        places = Places.of(self, capture, edit)
+        places = Places.of(self, capture)
         inside = places.inside("encoder/")
         captured: Captured = {}
         whole = state is None
         if source is not None:
             state, captured = self._read(source, source_valid, encoder_key, inside)
         else:  # the model's own edits were applied when the state was created
-            requested = Places.of(self.config, capture, edit).inside("encoder/")
-            for name in (*requested.capture, *dict(requested.edit)):
+            for name in Places.of(self.config, capture).inside("encoder/").capture:
                 raise ValueError(f"encoder/{name} needs a source: a state already includes it")
         assert state is not None
         logits, state, decoder_captured = read_tokens(
@@ -965,6 +964,8 @@ def read_tokens(
         documents = number_documents(segments)
         starts = first_tokens(documents, valid)
         x, state, captured = model.decoder(x, valid, state, cells_key, starts, places, positions)
+        # The carry was reset at each document, so only the tokens of the last one belong to the
+        # state.
         last = last_document(documents, valid).max(axis=1, initial=0, keepdims=True)
         read = (valid & (documents == last)).sum(axis=1, dtype=jnp.int32)
         state = replace(state, length=read)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.functional import split_key
 from transformer_jax.models.inputs import InputLayer, input_positions
 from transformer_jax.models.layers import Embed, OutputLayer, refuse_surplus
-from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
+from transformer_jax.models.places import Captured, Places
 from transformer_jax.models.stack import Stack
 from transformer_jax.models.transformer import DecoderResult, run_decoder, run_encoder
 
@@ -110,7 +110,6 @@ class EncoderDecoder(CheckedModule):
         at: jax.Array | None = None,  # i32[B, Q]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> DecoderResult:
         """Return the logits of the next target token, and the updated cache.
 
@@ -132,7 +131,6 @@ class EncoderDecoder(CheckedModule):
             at: i32[B, Q], indices of the tokens whose logits are computed; None means all.
             key: a single PRNG key, which turns dropout on in both stacks.
             capture: names of the places whose values are returned. Encoder places require a source.
-            edit: dict from the name of a place to a function that edits its value.
 
         Returns:
             The logits f32[B, T, V], or f32[B, Q, V] with `at`, and the cache. With `capture`, a
@@ -143,7 +141,7 @@ class EncoderDecoder(CheckedModule):
                 match the tokens, the config or the cache, or if a known position is past the end of
                 the cache.
         """
-        places = Places.of(self, capture, edit)
+        places = Places.of(self, capture)
         if (source is None) == (cache is None):
             raise ValueError("pass either source or cache: a cache already contains its source")
         source_key, key = split_key(key, 2)
@@ -161,8 +159,7 @@ class EncoderDecoder(CheckedModule):
         elif source_positions is not None:
             raise ValueError("source_positions needs a source: a cache already contains them")
         else:  # the cache already includes the effects of the model's own encoder edits
-            requested = Places.of(self.config, capture, edit).inside("encoder/")
-            for name in (*requested.capture, *dict(requested.edit)):
+            for name in Places.of(self.config, capture).inside("encoder/").capture:
                 raise ValueError(
                     f"encoder/{name} is not available with a cache: its source was read earlier"
                 )

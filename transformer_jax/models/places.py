@@ -10,11 +10,10 @@ last result. `model.edited({name: function})` replaces a value with the result o
     without = model.edited({"block_0/attention/heads": lambda heads: heads.at[:, :, 2].set(0)})
     logits, cache = without.apply({"params": params}, tokens)
 
-The `edit=` argument of a call applies only to that call, after the model's own edits. Edits run
-before captures. `*` matches any block number. Names are static. Values, including captured values,
-may be traced, mapped and differentiated, and an edit function may close over arrays. Places are the
-same in looped and scanned models, with or without a cache. If nothing is captured or edited, the
-compiled program does not change.
+Edits run before captures. `*` matches any block number. Names are static. Values, including
+captured values, may be traced, mapped and differentiated, and an edit function may close over
+arrays. Places are the same in looped and scanned models, with or without a cache. If nothing is
+captured or edited, the compiled program does not change.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -40,7 +38,6 @@ from transformer_jax.values import shape_text, value_class
 Captured = dict[str, jax.Array]
 Shape = tuple[str | int, ...]
 
-NO_EDIT: Mapping[str, Edit] = MappingProxyType({})
 IN_BLOCK = {
     "hook_resid_pre": "residual of the block before",
     "hook_resid_mid": "residual_mid",
@@ -210,14 +207,13 @@ class Places:
         cls,
         model: AnyModelConfig | nn.Module,
         capture: Iterable[str] = (),
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> Places:
-        """Expand `*` in names and raise ValueError if a name matches no place.
+        """Return the places of a model's edits and of `capture`, whose names may contain `*`.
 
-        The edits of the model precede those of the call.
+        Raises ValueError if a name matches no place.
         """
-        permanent: Edits = model.edits if isinstance(model, nn.Module) else ()
-        if not capture and not edit and not permanent:  # in the usual call, do not list any names
+        edits: Edits = model.edits if isinstance(model, nn.Module) else ()
+        if not capture and not edits:  # in the usual call, do not list any names
             return NOWHERE
         if isinstance(capture, str):
             raise ValueError(
@@ -225,7 +221,7 @@ class Places:
             )
         known = list(places(model)) if capture else []
         names = dict.fromkeys(name for pattern in capture for name in _expand(pattern, known))
-        return cls(tuple(names), (*permanent, *named_edits(model, edit)))
+        return cls(tuple(names), edits)
 
     def inside(self, prefix: str) -> Places:
         """Return the places whose names start with `prefix`, without the prefix."""

@@ -15,7 +15,7 @@ the results, because a window depends only on differences between positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -42,7 +42,7 @@ from transformer_jax.models.arguments import CheckedModule, check_cache_room, po
 from transformer_jax.models.block import BlockInputs
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import Linear, Norm, refuse_rngs
-from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
+from transformer_jax.models.places import Captured, Places
 from transformer_jax.models.stack import Stack
 from transformer_jax.pytree import Array
 from transformer_jax.tracing import concrete_value
@@ -150,7 +150,6 @@ class StreamingEncoder(CheckedModule):
         cache: ModelCache | None = None,
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, ModelCache | None] | tuple[jax.Array, ModelCache | None, Captured]:
         """Return the features of the frames, and the updated cache.
 
@@ -162,7 +161,6 @@ class StreamingEncoder(CheckedModule):
             cache: the cache from `init_cache` or the previous call; None means a new stream.
             key: a single PRNG key, which turns dropout on.
             capture: names of the places (see `transformer_jax.places`) whose values are returned.
-            edit: dict from the name of a place to a function that edits its value.
 
         Returns:
             The features [B, T, D] in the compute dtype, and the cache. With `capture`, a dict of
@@ -227,7 +225,7 @@ class StreamingEncoder(CheckedModule):
         if cfg.embedding_norm:
             x = self.input_norm(x)
         x = dropout(x, cfg.dropout, input_key)
-        places = Places.of(self, capture, edit).with_facts(token_positions, whole=cache is None)
+        places = Places.of(self, capture).with_facts(token_positions, whole=cache is None)
         inputs = BlockInputs(positions=positions, token_positions=token_positions, places=places)
         visit = places.visit(positions=token_positions)
         x, cache = self.encoder(x, inputs, masks, visit, cache=cache, key=stack_key)
@@ -303,6 +301,7 @@ def stream_attention(
     else:
         if positions is None:
             positions = kv.next_positions(state.length, jnp.ones((rows, count), bool))
+        # An endless stream would overflow int32 unless `rebase_state` shifts it now and then.
         placed, refused = refuse_past_int32(positions)
     if rope is not None:
         query, key = (pos.apply_rope(x, placed, rope) for x in (query, key))
@@ -364,6 +363,7 @@ def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1)
     return replace(
         state,
         k=k,
+        # A slot below the shift is empty, because the ring contains only the last positions.
         positions=jnp.where(state.positions < shift[:, None], -1, positions),
         length=state.length - shift,
     )

@@ -8,7 +8,7 @@ on. Flax's `rngs` have no effect.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import jax
@@ -39,7 +39,7 @@ from transformer_jax.models.layers import (
     refuse_rngs,
     refuse_surplus,
 )
-from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places, Visit
+from transformer_jax.models.places import Captured, Places, Visit
 from transformer_jax.models.stack import Stack
 from transformer_jax.tracing import concrete_value
 
@@ -136,7 +136,6 @@ class Encoder(CheckedModule):
         types: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, None] | tuple[jax.Array, None, Captured]:
         """Return the logits of each token, and None instead of a cache.
 
@@ -148,7 +147,6 @@ class Encoder(CheckedModule):
             types: BERT's token types; None means 0.
             key: a single PRNG key, which turns dropout on.
             capture: names of the places (see `transformer_jax.places`) whose values are returned.
-            edit: dict from the name of a place to a function that edits its value.
 
         Returns:
             The logits f32[B, T, V] and None. With `capture`, a dict of the captured values is also
@@ -163,7 +161,7 @@ class Encoder(CheckedModule):
             name = "embedding_dim" if self.config.inputs is None else "inputs"
             rule = "such a model has no token logits: use method='encode', 'pool' or 'classify'"
             raise ValueError(f"{name} is {getattr(self.config, name)!r}: {rule}")
-        places = Places.of(self, capture, edit)
+        places = Places.of(self, capture)
         x, visit = run_encoder(
             self, tokens, places, positions=positions, mask=mask, segments=segments, types=types,
             key=key,
@@ -292,7 +290,6 @@ class Decoder(CheckedModule):
         at: jax.Array | None = None,  # i32[B, Q]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> DecoderResult:
         """Return the logits of the next token, and the updated cache.
 
@@ -312,7 +309,6 @@ class Decoder(CheckedModule):
                 After a prompt, you usually need only the logits of the last token.
             key: a single PRNG key, which turns dropout on.
             capture: names of the places (see `transformer_jax.places`) whose values are returned.
-            edit: dict from the name of a place to a function that edits its value.
 
         Returns:
             The logits f32[B, T, V], or f32[B, Q, V] with `at` (NaN if an index is out of range),
@@ -322,7 +318,7 @@ class Decoder(CheckedModule):
             ValueError: If an argument does not match the tokens, the config or the cache, or if a
                 known position is past the end of the cache.
         """
-        places = Places.of(self, capture, edit)
+        places = Places.of(self, capture)
         logits, cache, captured = run_decoder(
             self, tokens, places, positions=positions, mask=mask, cache=cache, segments=segments,
             at=at, key=key,

@@ -92,9 +92,8 @@ def test_pruning_rows_contain_sentence_pairs_and_padding(model, rows):
 
 def test_head_mask_equals_zeroed_output_rows(model, rows):
     apply = jax.jit(
-        lambda params, masks: tj.build(model.config).apply(
+        lambda params, masks: tj.build(model.config).edited(pruning.edits(masks)).apply(
             {"params": params}, rows.tokens, source=rows.source, source_positions=rows.positions,
-            edit=pruning.edits(masks),
         )[0]
     )  # fmt: skip
     ones = np.ones((3, 2, 1, 2), np.float32)
